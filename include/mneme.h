@@ -1,0 +1,469 @@
+/* mneme.h - the public C interface of mneme: sequence memory as a library.
+ *
+ * Conventions. Every call that can fail returns mn_status; mn_last_error() then says why, in words a
+ * user can act on. The library never prints, exits or aborts on data. Handles are opaque; use one
+ * thread at a time per handle, as many handles at once as you like. On failure nothing is written.
+ *
+ * Link with -lmneme, or use pkg-config mneme, or find_package(mneme). */
+#ifndef MNEME_H
+#define MNEME_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MN_VERSION_MAJOR 0
+#define MN_VERSION_MINOR 1
+#define MN_VERSION_PATCH 0
+#define MN_VERSION "0.1.0"
+
+#if defined(__GNUC__)
+#define MN_API __attribute__((visibility("default")))
+#else
+#define MN_API
+#endif
+
+/* ---- status ---------------------------------------------------------------------------------- */
+
+typedef enum mn_status {
+    MN_OK,
+    MN_ERR_ARGUMENT,       // a caller's argument is wrong; the message names it
+    MN_ERR_MEMORY,         // sizes overflow, or the memory is not there
+    MN_ERR_IO,             // a file cannot be opened, read or written
+    MN_ERR_FORMAT,         // a file is not what its name says
+    MN_ERR_UNSUPPORTED,    // right, but not on this machine or in this build
+    MN_ERR_NUMERIC,        // a result is not finite
+    MN_ERR_INTERNAL,       // our mistake
+    MN_STATUS_COUNT
+} mn_status;
+
+MN_API const char *mn_version(void);
+MN_API const char *mn_status_name(mn_status status);
+
+/* The sentence of the last failure on this thread; "" if there was none. Valid until the next one. */
+MN_API const char *mn_last_error(void);
+
+/* ---- context --------------------------------------------------------------------------------- */
+
+typedef enum mn_dtype { MN_F32, MN_F64, MN_BF16, MN_DTYPE_COUNT } mn_dtype;
+
+/* Worker threads, scratch memory and the chosen kernels. */
+typedef struct mn_context mn_context;
+
+typedef struct mn_context_options {
+    int n_threads;         // 0: one per core this process may run on
+    const char *target;    // "ref", "avx2", "avx512"; NULL: MN_TARGET, else the best here
+} mn_context_options;
+
+/* `options` may be NULL. Free with mn_context_destroy, which accepts NULL. */
+MN_API mn_status mn_context_create(mn_context **out, const mn_context_options *options);
+MN_API void mn_context_destroy(mn_context *context);
+MN_API int mn_context_threads(const mn_context *context);
+MN_API const char *mn_context_target(const mn_context *context);
+
+/* ---- operators -------------------------------------------------------------------------------
+ *
+ * Each operator NAME has mn_op_NAME (forward) and mn_op_NAME_backward over one struct of plain
+ * pointers. Forward reads the inputs and writes the outputs that are not NULL. Backward reads the
+ * inputs and the cotangents in `cot` (NULL means zero) and writes the gradients in `grad` that are
+ * not NULL; it needs no result of the forward call.
+ *
+ * Sizes are in `call`; each operator reads the letters its comments name. A view's `stride` holds
+ * the distance in elements between neighbours along B (or N), T (or L) and H (or J, Q); three zeros
+ * mean contiguous in the order written. The last axis is always contiguous. States are float64 for
+ * MN_F64 and float32 otherwise, and contiguous.
+ *
+ * Packed sequences: B = 1, cu_seqlens holds n_seqs + 1 offsets into T, sequence n is the tokens
+ * [cu_seqlens[n], cu_seqlens[n+1]). Initial and final states then have N = n_seqs rows, else N = B.
+ * A packed run gives the same bits as separate runs. */
+
+typedef struct mn_in {
+    const void *data;
+    int64_t stride[3];
+} mn_in;
+
+typedef struct mn_out {
+    void *data;
+    int64_t stride[3];
+} mn_out;
+
+typedef struct mn_call {
+    mn_dtype dtype;               // of activations and, for MN_F64, of everything
+    int64_t B, T, H, K, V;        // batch, time, heads, key width, value width
+    int64_t G;                    // noise groups (bayes, riccati)
+    int64_t J;                    // key-value heads (attention); 0: H
+    int64_t L;                    // keys that queries may see, the T queries being the last; 0: T
+    int64_t Q, P, R, W;           // hyper: branches, block size, ranks of the two mixes; conv: W taps
+    int64_t D, S;                 // model width; samples or steps
+    const int64_t *cu_seqlens;    // NULL: not packed
+    int64_t n_seqs;
+} mn_call;
+
+/* How the log decay g is given: absent, (H), (B,T,H) or (B,T,H,K). */
+typedef enum mn_decay { MN_DECAY_NONE, MN_DECAY_HEAD, MN_DECAY_TOKEN, MN_DECAY_CHANNEL } mn_decay;
+
+/* S = diag(exp g) S + k v';  o = scale S'q.   Linear attention, RetNet, Mamba-2, GLA. */
+typedef struct mn_additive_args {
+    mn_call call;                         // B T H K V
+    double scale;
+    int decay;                            // mn_decay
+    mn_in q, k, v, g, state0;             // (B,T,H,K) (B,T,H,K) (B,T,H,V) log decay (N,H,K,V)
+    mn_out o, state;                      // (B,T,H,V) (N,H,K,V)
+    struct { mn_in o, state; } cot;
+    struct { mn_out q, k, v, g, state0; } grad;
+} mn_additive_args;
+
+/* S' = diag(exp g) S;  S = S' + beta w (v - S'^T e)';  o = scale S'q.   w absent: w = e; beta absent: 1. */
+typedef struct mn_delta_args {
+    mn_call call;                         // B T H K V
+    double scale;
+    int decay;
+    mn_in q, e, w, v, beta, g, state0;    // e, w (B,T,H,K); beta (B,T,H)
+    mn_out o, state;
+    struct { mn_in o, state; } cot;
+    struct { mn_out q, e, w, v, beta, g, state0; } grad;
+} mn_delta_args;
+
+/* delta with e = k and w = beta k: DeltaNet, Gated DeltaNet, Kimi Delta Attention. */
+typedef struct mn_delta_net_args {
+    mn_call call;
+    double scale;
+    int decay;
+    mn_in q, k, v, beta, g, state0;
+    mn_out o, state;
+    struct { mn_in o, state; } cot;
+    struct { mn_out q, k, v, beta, g, state0; } grad;
+} mn_delta_net_args;
+
+/* Gated DeltaNet-2: delta with e = erase k, w = k, v = write v. */
+typedef struct mn_gdn2_args {
+    mn_call call;
+    double scale;
+    int decay;
+    mn_in q, k, v, erase, write, g, state0;    // erase (B,T,H,K); write (B,T,H,V)
+    mn_out o, state;
+    struct { mn_in o, state; } cot;
+    struct { mn_out q, k, v, erase, write, g, state0; } grad;
+} mn_gdn2_args;
+
+/* Longhorn, diagonal: n = 1 + beta_j |k|^2; S_ij = (1 - beta_j k_i^2 / n) S_ij + beta_j v_j k_i / n. */
+typedef struct mn_longhorn_diag_args {
+    mn_call call;
+    double scale;
+    mn_in q, k, v, beta, state0;          // v, beta (B,T,H,V), beta > 0
+    mn_out o, state;
+    struct { mn_in o, state; } cot;
+    struct { mn_out q, k, v, beta, state0; } grad;
+} mn_longhorn_diag_args;
+
+/* Longhorn, per column: eta_j = beta_j / (1 + beta_j |k|^2); S_:j += eta_j k (v_j - k'S_:j). */
+typedef mn_longhorn_diag_args mn_longhorn_column_args;
+
+/* Covariance pass of the Bayesian Layer: Pbar = A P A' + l2 N; u = Pbar k; P = Pbar - u u'/(r2 + k'u).
+ *
+ * gain = k'u / (r2 + k'u); gainvec = u / (r2 + k'u); kvar = k'u; qvar = scale^2 q'Pq. With theta the
+ * state has R = 2K rows, pair j being turned by theta_j; otherwise R = K. P is symmetric, and so are
+ * dP0 and the dP that counts. */
+typedef struct mn_riccati_args {
+    mn_call call;                            // B T H K G
+    double scale;
+    mn_in q, k, la, theta, l2, r2, p0, P0;   // la, theta (B,T,H,K); l2 (B,T,H); r2 (B,T,H,G); p0 (H)
+    mn_out gain, gainvec, kvar, qvar, P;     // (B,T,H,G) (B,T,H,G,R) .. ..; P, P0 (N,H,G,R,R)
+    struct { mn_in gain, gainvec, kvar, qvar, P; } cot;
+    struct { mn_out q, k, la, theta, l2, r2, p0, P0; } grad;
+} mn_riccati_args;
+
+/* The Bayesian Layer: riccati, then the mean M = A M + gainvec (v - (A M)'k)'; o = scale M'q. Value
+ * column j belongs to noise group floor(j G / V). */
+typedef struct mn_bayes_args {
+    mn_call call;                                   // B T H K V G
+    double scale;
+    mn_in q, k, v, la, theta, l2, r2, p0, M0, P0;   // M0 (N,H,R,V)
+    mn_out o, gain, gainvec, kvar, qvar, M, P;
+    struct { mn_in o, gain, gainvec, kvar, qvar, M, P; } cot;
+    struct { mn_out q, k, v, la, theta, l2, r2, p0, M0, P0; } grad;
+} mn_bayes_args;
+
+/* Palimpsa's recurrence: I = a I + (1-a) ip + k^2 b'; mu = (a I- mu + k v') / I, a = exp g;
+ * o = scale mu'q; ovar_j = scale^2 sum_i q_i^2 / I_ij. */
+typedef struct mn_importance_args {
+    mn_call call;                               // B T H K V
+    double scale;
+    mn_in q, k, v, b, g, ip, mu0, imp0;         // b (B,T,H,V); g (B,T,H); ip (H); (N,H,K,V)
+    mn_out o, ovar, mu, imp;
+    struct { mn_in o, ovar, mu, imp; } cot;
+    struct { mn_out q, k, v, b, g, ip, mu0, imp0; } grad;
+} mn_importance_args;
+
+/* Palimpsa as the paper gates it: a = 1 - gamma / n_mem, value beta v, importance gate beta. */
+typedef struct mn_palimpsa_paper_args {
+    mn_call call;
+    double scale;
+    mn_in q, k, v, beta, gamma, n_mem, ip, mu0, imp0;    // gamma (B,T,H); n_mem (H)
+    mn_out o, ovar, mu, imp;
+    struct { mn_in o, ovar, mu, imp; } cot;
+    struct { mn_out q, k, v, beta, gamma, n_mem, ip, mu0, imp0; } grad;
+} mn_palimpsa_paper_args;
+
+/* Palimpsa as its code gates it: a = exp(-dt decay_rate). */
+typedef struct mn_palimpsa_code_args {
+    mn_call call;
+    double scale;
+    mn_in q, k, v, b, dt, decay_rate, ip, mu0, imp0;     // dt (B,T,H); decay_rate (H)
+    mn_out o, ovar, mu, imp;
+    struct { mn_in o, ovar, mu, imp; } cot;
+    struct { mn_out q, k, v, b, dt, decay_rate, ip, mu0, imp0; } grad;
+} mn_palimpsa_code_args;
+
+/* Kalman Linear Attention: den = a^2 + p lam; lam = lam / den + prec k^2; eta = a / den eta + prec v k;
+ * y = sum_s q eta / lam; yvar = sum_s q^2 / lam. V channels, K slots, k and q shared by all channels. */
+typedef struct mn_moebius_args {
+    mn_call call;                             // B T V K
+    int from_prior;                           // read one prediction ahead
+    mn_in v, prec, k, q, a, p, lam0, eta0;    // v, prec (B,T,V); k, q (B,T,K); a, p (V,K); (N,V,K)
+    mn_out y, yvar, lam, eta;
+    struct { mn_in y, yvar, lam, eta; } cot;
+    struct { mn_out v, prec, k, q, a, p, lam0, eta0; } grad;
+} mn_moebius_args;
+
+/* KLA's dynamics: dt = softplus(delta) + 1e-7; abar = exp(-exp(lambda_log) dt); pbar by mode. */
+typedef struct mn_kla_discretise_args {
+    mn_call call;                             // V K
+    int mode;                                 // 0 Ornstein-Uhlenbeck, 1 zero-order hold
+    mn_in delta, lambda_log, process_noise;   // (V,K)
+    mn_out abar, pbar;
+    struct { mn_in abar, pbar; } cot;
+    struct { mn_out delta, lambda_log, process_noise; } grad;
+} mn_kla_discretise_args;
+
+/* KLA+ loss: nll = log S - logsumexp_s log_softmax(head norm(mu + sqrt(var) noise_s))[target]. */
+typedef struct mn_kla_mc_args {
+    mn_call call;                             // B T D V S
+    double norm_eps;
+    mn_in mu, var, noise, target, head, norm; // (B,T,D) .. (S,B,T,D) (B,T) (V,D) (D)
+    mn_out nll, logprob;                      // (B,T) (B,T,V)
+    struct { mn_in nll; } cot;
+    struct { mn_out mu, var, noise, head, norm; } grad;
+} mn_kla_mc_args;
+
+/* MesaNet: Hkk = e^g Hkk + beta k k'; Hkv = e^g Hkv + beta k v'; o = Hkv'(Hkk + diag lam)^-1 scale q. */
+typedef struct mn_mesa_args {
+    mn_call call;                             // B T H K V
+    double scale;
+    mn_in q, k, v, g, beta, lam, hkk0, hkv0;  // g, beta (B,T,H); lam (H,K); (N,H,K,K) (N,H,K,V)
+    mn_out o, hkk, hkv;
+    struct { mn_in o, hkk, hkv; } cot;
+    struct { mn_out q, k, v, g, beta, lam, hkk0, hkv0; } grad;
+} mn_mesa_args;
+
+/* Curvature-conditioned query: C = covariance of the keys so far; qt = q - gamma C q.
+ *
+ * State: raw sums kk, ks and the count, which starts at n0 (or counts0[n] per sequence). */
+typedef struct mn_curvature_args {
+    mn_call call;                             // B T H K
+    int64_t n0;
+    const int64_t *counts0;                   // (N) or NULL
+    mn_in q, k, gamma, kk0, ks0;              // gamma (B,T,H); (N,H,K,K) (N,H,K)
+    mn_out qt, kk, ks;
+    struct { mn_in qt, kk, ks; } cot;
+    struct { mn_out q, k, gamma, kk0, ks0; } grad;
+} mn_curvature_args;
+
+/* Curvature-conditioned read of a sum (beta absent) or of a delta-rule memory (beta given). */
+typedef struct mn_ccq_read_args {
+    mn_call call;
+    int64_t n0;
+    double scale;
+    int decay;
+    mn_in q, k, gamma, v, g, beta, kk0, ks0, state0;
+    mn_out o, state, kk, ks;
+    struct { mn_in o, state, kk, ks; } cot;
+    struct { mn_out q, k, gamma, v, g, beta, kk0, ks0, state0; } grad;
+} mn_ccq_read_args;
+
+/* Causal softmax attention, RoPE on q and k first if asked; query head h reads kv head h J / H. */
+typedef struct mn_attention_args {
+    mn_call call;                             // B T H K V J L
+    double scale, rope_base;
+    int rope_kind;                            // 0 none, 1 half, 2 pairs
+    mn_in q, k, v;                            // (B,T,H,K) (B,L,J,K) (B,L,J,V)
+    mn_out o;
+    struct { mn_in o; } cot;
+    struct { mn_out q, k, v; } grad;
+} mn_attention_args;
+
+/* o = sum_i relu(z_i / max(|z|, eps)) v_i, z_i = scale q.k_i. */
+typedef struct mn_relu_attention_args {
+    mn_call call;                             // B T H K V J L
+    double scale, eps;
+    mn_in q, k, v;
+    mn_out o;
+    struct { mn_in o; } cot;
+    struct { mn_out q, k, v; } grad;
+} mn_relu_attention_args;
+
+/* HyperMLP / HyperGLU head: scores in lag order, mixed, activated, mixed again, read.
+ *
+ * Lag j of a row uses entry P-1-j of the mixing parameters; U1 or U2 absent: no such mix. */
+typedef struct mn_hyper_args {
+    mn_call call;                             // B T H K V L Q P R W
+    double eps;
+    int kind;                                 // 0 relu (Q = H), 1 glu (Q = 2H)
+    int norm;                                 // 0 out_scale, 1 l2, 2 none
+    mn_in q, k, v, gv;                        // (B,T,Q,K) (B,L,Q,K) (B,L,H,V) (B,T,H,V)
+    mn_in c1, U1, Vt1, d1;                    // (B,T,Q,R) (Q,P,R) (Q,R,P) (Q,P)
+    mn_in c2, U2, Vt2, d2;                    // (B,T,H,W) (H,P,W) (H,W,P) (H,P)
+    mn_out o;
+    struct { mn_in o; } cot;
+    struct { mn_out q, k, v, gv, c1, U1, Vt1, d1, c2, U2, Vt2, d2; } grad;
+} mn_hyper_args;
+
+/* The whole HyperMLP / HyperGLU module on x (B,T,D); weights under the published names. */
+typedef struct mn_hyper_layer_args {
+    mn_call call;                             // B T D; P block size; the rest follows from weights
+    double eps;
+    int64_t n_head, qk_rank, vo_rank, rank1, rank2, taps;
+    int kind, norm;
+    mn_in x, q_weight, k_weight, v_weight, c_proj_weight;
+    mn_in left_gate_weight, left_gate_bias, right_gate_weight, right_gate_bias;
+    mn_in control1_weight, control1_bias, control2_weight, control2_bias;
+    mn_in conv1_conv_weight, conv2_conv_weight;
+    mn_in op_mix_U, op_mix_Vt, op_mix_d, op2_mix_U, op2_mix_Vt, op2_mix_d;
+    mn_out y;
+    struct { mn_in y; } cot;
+    struct {
+        mn_out x, q_weight, k_weight, v_weight, c_proj_weight;
+        mn_out left_gate_weight, left_gate_bias, right_gate_weight, right_gate_bias;
+        mn_out control1_weight, control1_bias, control2_weight, control2_bias;
+        mn_out conv1_conv_weight, conv2_conv_weight;
+        mn_out op_mix_U, op_mix_Vt, op_mix_d, op2_mix_U, op2_mix_Vt, op2_mix_d;
+    } grad;
+} mn_hyper_layer_args;
+
+/* Mamba-1: d = softplus(dt + dt_bias); h = exp(d A) h + d u Bm'; y = (h Cm + D u) silu(z). */
+typedef struct mn_scan_args {
+    mn_call call;                             // B T V K: V channels, K states
+    int softplus;
+    mn_in u, dt, A, Bm, Cm, D, z, dt_bias, h0;
+    mn_out y, h;                              // (B,T,V) (N,V,K)
+    struct { mn_in y, h; } cot;
+    struct { mn_out u, dt, A, Bm, Cm, D, z, dt_bias, h0; } grad;
+} mn_scan_args;
+
+/* mLSTM: m = max(logsigmoid(fpre) + m, ipre); C, n in units of exp(m); csum = C e^m, nsum = n e^m. */
+typedef struct mn_mlstm_args {
+    mn_call call;                             // B T H K V
+    double scale;
+    mn_in q, k, v, ipre, fpre, C0, n0, m0;    // (N,H,K,V) (N,H,K) (N,H)
+    mn_out o, C, n, m, csum, nsum;
+    struct { mn_in o, csum, nsum; } cot;
+    struct { mn_out q, k, v, ipre, fpre, C0, n0, m0; } grad;
+} mn_mlstm_args;
+
+/* Depthwise causal convolution: y_t = act(bias + sum_i w_i x_{t-W+1+i}); tail = the last W-1 inputs. */
+typedef struct mn_conv_args {
+    mn_call call;                             // B T V W
+    int act;                                  // 0 none, 1 silu
+    mn_in x, w, bias, tail0;                  // (B,T,V) (V,W) (V) (N,W-1,V)
+    mn_out y, tail;
+    struct { mn_in y, tail; } cot;
+    struct { mn_out x, w, bias, tail0; } grad;
+} mn_conv_args;
+
+/* y = x / sqrt(mean(x^2) + eps) w over the last axis; B rows of V. */
+typedef struct mn_rms_norm_args {
+    mn_call call;
+    double eps;
+    mn_in x, w;
+    mn_out y;
+    struct { mn_in y; } cot;
+    struct { mn_out x, w; } grad;
+} mn_rms_norm_args;
+
+/* norm_first: rms(x) w act(z).  gate_first: rms(x act(z)) w, over groups of V / groups. */
+typedef struct mn_rms_norm_gated_args {
+    mn_call call;
+    double eps;
+    int order, act;                           // 0 norm_first, 1 gate_first; 0 silu, 1 sigmoid
+    int64_t groups;
+    mn_in x, z, w;
+    mn_out y;
+    struct { mn_in y; } cot;
+    struct { mn_out x, z, w; } grad;
+} mn_rms_norm_gated_args;
+
+/* max: x / max(|x|, eps).  root: x / sqrt(|x|^2 + eps). */
+typedef struct mn_l2_norm_args {
+    mn_call call;
+    double eps;
+    int kind;                                 // 0 max, 1 root
+    mn_in x;
+    mn_out y;
+    struct { mn_in y; } cot;
+    struct { mn_out x; } grad;
+} mn_l2_norm_args;
+
+/* y = (silu(x gate') (x up')) down'.  B rows of K, hidden width V. */
+typedef struct mn_swiglu_args {
+    mn_call call;
+    mn_in x, gate, up, down;                  // (B,K) (V,K) (V,K) (K,V)
+    mn_out y;
+    struct { mn_in y; } cot;
+    struct { mn_out x, gate, up, down; } grad;
+} mn_swiglu_args;
+
+/* Rotary positions on (B,T,H,K): pair j turns by (pos0 + t) base^(-2j/K). Packed positions restart. */
+typedef struct mn_rope_args {
+    mn_call call;
+    int kind;                                 // 0 half, 1 pairs
+    double base;
+    int64_t pos0;
+    mn_in x;
+    mn_out y;
+    struct { mn_in y; } cot;
+    struct { mn_out x; } grad;
+} mn_rope_args;
+
+/* nll = logsumexp(logits) - logits[target], 0 where target is `ignore`; loss = mean over the kept.
+ * Targets are whole numbers stored in the activations' type. */
+typedef struct mn_cross_entropy_args {
+    mn_call call;                             // B rows of V
+    int64_t ignore;
+    mn_in logits, target;
+    mn_out nll, loss;
+    struct { mn_in loss; } cot;
+    struct { mn_out logits; } grad;
+} mn_cross_entropy_args;
+
+/* AdamW: S steps after step0 on B numbers; *_out (S,B) may be the inputs themselves when S = 1. */
+typedef struct mn_adamw_args {
+    mn_call call;
+    int64_t step0;
+    double lr, beta1, beta2, eps, weight_decay;
+    mn_in p, m, v, grads;
+    mn_out p_out, m_out, v_out;
+} mn_adamw_args;
+
+/* The operators, in the order of the tables. */
+#define MN_OPS(OP)                                                                                 \
+    OP(additive) OP(delta) OP(delta_net) OP(gdn2) OP(longhorn_diag) OP(longhorn_column)            \
+    OP(riccati) OP(bayes) OP(importance) OP(palimpsa_paper) OP(palimpsa_code)                      \
+    OP(moebius) OP(kla_discretise) OP(kla_mc) OP(mesa) OP(curvature) OP(ccq_read)                  \
+    OP(attention) OP(relu_attention) OP(hyper) OP(hyper_layer)                                     \
+    OP(scan) OP(mlstm) OP(conv) OP(rms_norm) OP(rms_norm_gated) OP(l2_norm)                        \
+    OP(swiglu) OP(rope) OP(cross_entropy) OP(adamw)
+
+#define MN_OP_PROTOTYPES(name)                                                                     \
+    MN_API mn_status mn_op_##name(mn_context *context, const mn_##name##_args *args);              \
+    MN_API mn_status mn_op_##name##_backward(mn_context *context, const mn_##name##_args *args);
+MN_OPS(MN_OP_PROTOTYPES)
+#undef MN_OP_PROTOTYPES
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,85 @@
+/* arena.c - scratch memory with a mark. A list of blocks; the last one in use serves. */
+#include "runtime/arena.h"
+
+#include <stdlib.h>
+
+#include "base/checked.h"
+#include "base/status.h"
+
+enum { MAX_BLOCKS = 64 };
+static const size_t first_block_bytes = (size_t)1 << 20;
+
+typedef struct block {
+    unsigned char *bytes;
+    size_t size;
+} block;
+
+struct mn_arena {
+    block blocks[MAX_BLOCKS];
+    size_t n_blocks;
+    size_t current, used;    // allocation point: block and offset
+};
+
+static size_t rounded(size_t bytes) {
+    return (bytes + MN_ALIGN - 1) / MN_ALIGN * MN_ALIGN;
+}
+
+/* Makes blocks[n_blocks] at least `bytes` big, doubling what is held so far. */
+static bool add_block(mn_arena *arena, size_t bytes) {
+    if (arena->n_blocks == MAX_BLOCKS) return false;
+    const size_t held = mn_arena_held(arena);
+    size_t size = held > first_block_bytes ? held : first_block_bytes;
+    if (size < bytes) size = bytes;
+    unsigned char *memory = aligned_alloc(MN_ALIGN, rounded(size));
+    if (!memory && size > bytes) memory = aligned_alloc(MN_ALIGN, size = bytes);
+    if (!memory) return false;
+    arena->blocks[arena->n_blocks++] = (block){ memory, size };
+    return true;
+}
+
+mn_status mn_arena_create(mn_arena **out) {
+    *out = calloc(1, sizeof **out);
+    return *out ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for an arena");
+}
+
+void mn_arena_destroy(mn_arena *arena) {
+    if (!arena) return;
+    for (size_t i = 0; i < arena->n_blocks; i++) free(arena->blocks[i].bytes);
+    free(arena);
+}
+
+void *mn_arena_bytes(mn_arena *arena, size_t bytes) {
+    size_t want;
+    if (!mn_add_size(&want, bytes, MN_ALIGN)) return NULL;
+    want = rounded(bytes ? bytes : 1);
+    size_t at = arena->current, used = arena->used;
+    while (at < arena->n_blocks && arena->blocks[at].size - used < want) {
+        at++;
+        used = 0;
+    }
+    if (at == arena->n_blocks && !add_block(arena, want)) return NULL;
+    arena->current = at;
+    arena->used = used + want;
+    return arena->blocks[at].bytes + used;
+}
+
+void *mn_arena_array(mn_arena *arena, int64_t rows, int64_t cols, size_t size) {
+    size_t bytes;
+    if (rows < 0 || cols < 0 || !mn_mul_size(&bytes, (size_t)rows, (size_t)cols)) return NULL;
+    return mn_mul_size(&bytes, bytes, size) ? mn_arena_bytes(arena, bytes) : NULL;
+}
+
+mn_mark mn_arena_mark(const mn_arena *arena) {
+    return (mn_mark){ arena->current, arena->used };
+}
+
+void mn_arena_release(mn_arena *arena, mn_mark mark) {
+    arena->current = mark.block;
+    arena->used = mark.used;
+}
+
+size_t mn_arena_held(const mn_arena *arena) {
+    size_t held = 0;
+    for (size_t i = 0; i < arena->n_blocks; i++) held += arena->blocks[i].size;
+    return held;
+}

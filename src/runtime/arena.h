@@ -1,0 +1,32 @@
+/* arena.h - scratch memory with a mark: allocate forward, release back to a mark.
+ *
+ * Blocks are kept when released, so a repeated computation allocates nothing after its first run.
+ * All memory is aligned for the widest vector. Not for sharing between threads. */
+#ifndef MN_RUNTIME_ARENA_H
+#define MN_RUNTIME_ARENA_H
+
+#include "mneme.h"
+
+#define MN_ALIGN 64
+
+typedef struct mn_arena mn_arena;
+typedef struct mn_mark {
+    size_t block, used;
+} mn_mark;
+
+mn_status mn_arena_create(mn_arena **out);
+void mn_arena_destroy(mn_arena *arena);    // NULL accepted
+
+/* `bytes` of uninitialised memory, or NULL when there is none. */
+void *mn_arena_bytes(mn_arena *arena, size_t bytes);
+
+/* rows * cols elements of `size` bytes; NULL when the product overflows or memory is out. */
+void *mn_arena_array(mn_arena *arena, int64_t rows, int64_t cols, size_t size);
+
+mn_mark mn_arena_mark(const mn_arena *arena);
+void mn_arena_release(mn_arena *arena, mn_mark mark);
+
+/* bytes held, used or not */
+size_t mn_arena_held(const mn_arena *arena);
+
+#endif
