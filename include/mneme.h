@@ -324,9 +324,8 @@ typedef struct mn_hyper_args {
 
 /* The whole HyperMLP / HyperGLU module on x (B,T,D); weights under the published names. */
 typedef struct mn_hyper_layer_args {
-    mn_call call;                             // B T D; P block size; the rest follows from weights
-    double eps;
-    int64_t n_head, qk_rank, vo_rank, rank1, rank2, taps;
+    mn_call call;    // B T D; K, V ranks of QK and VO; H heads; Q branches; P block; W taps; R, S ranks
+    double eps;      //   of the mixes; J = Q R and L = H S rows of the controls
     int kind, norm;
     mn_in x, q_weight, k_weight, v_weight, c_proj_weight;
     mn_in left_gate_weight, left_gate_bias, right_gate_weight, right_gate_bias;

@@ -137,7 +137,7 @@ static mn_status replace(const char *target, const char *path, mn_file_writer wr
     if (st != MN_OK) return st;
 
     /* Best effort: on file systems without permissions there is nothing to keep. */
-    if (exists && fchmod(fd, old.st_mode & 0777) != 0) errno = 0;
+    if (exists) (void)fchmod(fd, old.st_mode & 0777);
     st = fill(fd, path, writer, context);
     if (st == MN_OK && rename(temporary, target) != 0) {
         st = fail_errno(path, "cannot replace", errno);

@@ -11,6 +11,7 @@
 #include <string.h>
 
 #include "base/status.h"
+#include "base/util.h"
 #include "io/closest.h"
 #include "io/file.h"
 
@@ -91,14 +92,14 @@ static mn_status check_depth(const uint8_t *text, size_t size, const char *name)
     bool in_string = false;
     for (size_t i = 0; i < size; i++) {
         const uint8_t c = text[i];
-        if (in_string && c == '\\') i++;
-        else if (c == '"') in_string = !in_string;
-        else if (in_string) continue;
-        else if (c == '[' || c == '{') depth++;
-        else if (c == ']' || c == '}') depth--;
+        if (in_string && c == '\\') i++;              // whatever is escaped
+        if (c == '"') in_string = !in_string;
+        if (in_string) continue;
+        if (c == '[' || c == '{') depth++;
+        if (c == ']' || c == '}') depth--;
         if (depth > MN_JSON_MAX_DEPTH) {
-            return mn_fail(MN_ERR_FORMAT, "%s: lists and objects are nested more than %d deep", name,
-                           MN_JSON_MAX_DEPTH);
+            return mn_fail(MN_ERR_FORMAT, "%s: lists and objects are nested more than %d deep",
+                           name, MN_JSON_MAX_DEPTH);
         }
     }
     return MN_OK;
@@ -107,7 +108,7 @@ static mn_status check_depth(const uint8_t *text, size_t size, const char *name)
 /* Length of the Python word for a non-finite number at the start of `text`, or 0. */
 static size_t python_word(const uint8_t *text, size_t size) {
     static const char *const words[] = {"Infinity", "-Infinity", "NaN"};
-    for (size_t i = 0; i < sizeof words / sizeof *words; i++) {
+    for (size_t i = 0; i < MN_COUNTOF(words); i++) {
         const size_t n = strlen(words[i]);
         if (n <= size && memcmp(text, words[i], n) == 0) return n;
     }

@@ -8,6 +8,7 @@
 
 #include "base/checked.h"
 #include "base/status.h"
+#include "base/util.h"
 #include "io/file.h"
 #include "io/json_write.h"
 
@@ -54,7 +55,7 @@ static mn_status place(layout *to, const char *path) {
     static const size_t widths[] = {8, 4, 2, 1};
     size_t end = 0;
     int64_t n = 0;
-    for (size_t w = 0; w < sizeof widths / sizeof *widths; w++) {
+    for (size_t w = 0; w < MN_COUNTOF(widths); w++) {
         for (int64_t i = 0; i < to->n_tensors; i++) {
             if (mn_stored_dtype_bytes(to->tensors[i].dtype) != widths[w]) continue;
             to->order[n++] = i;

@@ -43,9 +43,16 @@ static void take_items(mn_threads *threads, int index) {
     }
 }
 
+/* Tells the core that this is a waiting loop. */
+static void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#endif
+}
+
 /* A short spin first: the next phase of the same operator usually follows within microseconds. */
 static void wait_for_round(mn_threads *threads, uint64_t seen) {
-    for (int i = 0; i < SPINS && atomic_load(&threads->round) == seen; i++) __builtin_ia32_pause();
+    for (int i = 0; i < SPINS && atomic_load(&threads->round) == seen; i++) relax();
     pthread_mutex_lock(&threads->lock);
     while (atomic_load(&threads->round) == seen) pthread_cond_wait(&threads->wake, &threads->lock);
     pthread_mutex_unlock(&threads->lock);

@@ -5,6 +5,7 @@
  * says which sums are in flight together, never how one of them is formed. */
 #include "kernels/vec/gemm.h"
 
+#include "base/util.h"
 #include "kernels/vec/vec.h"
 
 #include <stddef.h>
@@ -71,13 +72,8 @@ MN_ALWAYS_INLINE void tile(const tile_args *t, int rows, int vectors, bool maske
     const int64_t a_row = t->a_row, a_col = t->a_col, b_row = t->b_row;
     const float *b = t->b, *a[MOST_ROWS / 4];
     MN_UNROLL
-    for (int g = 0; g < MOST_ROWS / 4; g++) a[g] = t->a + 4 * g * a_row;
+    for (int g = 0; 4 * g < rows; g++) a[g] = t->a + 4 * g * a_row;
 
-    MN_UNROLL
-    for (int i = 0; i < rows; i++) {
-    MN_UNROLL
-    for (int j=0;j<vectors*MN_VW;j+=16) __builtin_prefetch(t->c+i*t->c_row+j, 1);
-    }
     for (int64_t k = t->K; k > 0; k--) {
         vf b_k[MOST_VECTORS];
         MN_UNROLL
@@ -90,7 +86,7 @@ MN_ALWAYS_INLINE void tile(const tile_args *t, int rows, int vectors, bool maske
             for (int j = 0; j < vectors; j++) sum[i][j] = vf_fma(a_ik, b_k[j], sum[i][j]);
         }
         MN_UNROLL
-        for (int g = 0; g < MOST_ROWS / 4; g++) a[g] += a_col;
+        for (int g = 0; 4 * g < rows; g++) a[g] += a_col;
         b += b_row;
     }
     tile_end(t, sum, rows, vectors, masked);
@@ -125,6 +121,8 @@ TILES_4(DEFINE, 4)
 static tile_function *const tiles_1[] = { NULL, ROWS_TO_12(NAME, 1) };
 static tile_function *const tiles_2[] = { NULL, TILES_2(NAME, 2) };
 static tile_function *const tiles_4[] = { NULL, TILES_4(NAME, 4) };
+#undef DEFINE
+#undef NAME
 
 /* Part of a product: a panel of columns, some rows, some of K. Where `sums` is not NULL the parts
  * of K come one after the other, and it holds the sums in between, `width` floats a row. */
@@ -153,12 +151,12 @@ static void run_rows(const part *w, int64_t i0, int64_t i1, int cols) {
         .alpha = last ? p->alpha : 1.0f,
         .last_lanes = last ? cols - (vectors - 1) * MN_VW : MN_VW,
     };
-    int64_t tiles_left = (i1 - i0 + most - 1) / most;
+    int64_t tiles_left = mn_ceil_div(i1 - i0, most);
     for (int64_t i = i0; i < i1; tiles_left--) {
-        const int64_t rows = (i1 - i + tiles_left - 1) / tiles_left;
+        const int64_t rows = mn_ceil_div(i1 - i, tiles_left);
         int64_t k0 = w->k0, k1 = w->k1;
-        if (p->shape == MN_GEMM_A_LOWER && k1 > i + rows) k1 = i + rows > k0 ? i + rows : k0;
-        if (p->shape == MN_GEMM_A_UPPER && k0 < i) k0 = i < k1 ? i : k1;
+        if (p->shape == MN_GEMM_A_LOWER) k1 = mn_max(k0, mn_min(k1, i + rows));
+        if (p->shape == MN_GEMM_A_UPPER) k0 = mn_min(k1, mn_max(k0, i));
         float *sums = w->sums ? w->sums + (i - w->i0) * w->width : NULL;
         t.a = p->a + i * p->a_row + k0 * p->a_col;
         t.b = w->b + (k0 - w->k0) * w->b_row;
@@ -171,16 +169,16 @@ static void run_rows(const part *w, int64_t i0, int64_t i1, int cols) {
     }
 }
 
-/* Below the diagonal only: the rows above the panel are left out, and of those it cuts through,
- * the first need only its first vector. */
+/* Of C_LOWER, rows above the panel are left out, and those beside its first vector need no other.
+ * Panels of four vectors have so few rows that the first is all they need. */
 static void run_part(const part *w) {
     int64_t i = w->i0;
     if (w->p->shape == MN_GEMM_C_LOWER) {
-        if (i < w->j0) i = w->j0 < w->i1 ? w->j0 : w->i1;
+        i = mn_max(i, mn_min(w->j0, w->i1));
         if (w->cols > MN_VW) {
-            const int64_t cut = w->j0 + MN_VW < w->i1 ? w->j0 + MN_VW : w->i1;
-            run_rows(w, i, cut, MN_VW);
-            if (i < cut) i = cut;
+            const int64_t beside = mn_max(i, mn_min(w->j0 + MN_VW, w->i1));
+            run_rows(w, i, beside, MN_VW);
+            i = beside;
         }
     }
     run_rows(w, i, w->i1, w->cols);
@@ -190,17 +188,7 @@ static void run_part(const part *w) {
  * then what is left, never three vectors. */
 static int panel_cols(const mn_gemm_args *p, int64_t j) {
     const int64_t left = p->N - j;
-    if (p->M <= ROWS_4 && left > 3 * MN_VW) return (int)(left < 4 * MN_VW ? left : 4 * MN_VW);
-    return (int)(left < 2 * MN_VW ? left : 2 * MN_VW);
-}
-
-void MN_T(mn_gemm)(const mn_gemm_args *p) {
-    part w = { .p = p, .i1 = p->M, .k1 = p->K, .b_row = p->b_row };
-    for (; w.j0 < p->N; w.j0 += w.cols) {
-        w.cols = panel_cols(p, w.j0);
-        w.b = p->b + w.j0;
-        run_part(&w);
-    }
+    return (int)mn_min(left, (p->M <= ROWS_4 && left > 3 * MN_VW ? 4 : 2) * MN_VW);
 }
 
 /* v[c] holds column c of src, its rows as lanes; rows <= MN_VW, cols <= 4, the rest is 0. */
@@ -208,7 +196,11 @@ static inline void load_columns(vf v[4], const float *src, int64_t src_row, int 
     float block[MN_VW][4];
     if (rows < MN_VW || cols < 4) {
         memset(block, 0, sizeof block);
-        for (int r = 0; r < rows; r++) memcpy(block[r], src + r * src_row, (size_t)cols * 4);
+        for (int r = 0; r < rows; r++) {
+            const float *row = src + r * src_row;
+            if (cols == 4) memcpy(block[r], row, 4 * sizeof *row);
+            else memcpy(block[r], row, (size_t)cols * sizeof *row);
+        }
         src = block[0];
         src_row = 4;
     }
@@ -224,7 +216,7 @@ static void pack_transposed(float *dst, const part *w) {
         const float *src = w->p->b + (w->j0 + j) * src_row + w->k0;
         const int rows = vf_lanes(w->cols - j);
         for (int64_t k = 0; k < w->k1 - w->k0; k += 4) {
-            const int cols = (int)(w->k1 - w->k0 - k < 4 ? w->k1 - w->k0 - k : 4);
+            const int cols = (int)mn_min(w->k1 - w->k0 - k, 4);
             vf v[4];
             load_columns(v, src + k, src_row, rows, cols);
             MN_UNROLL
@@ -235,13 +227,27 @@ static void pack_transposed(float *dst, const part *w) {
     }
 }
 
-/* Floats of B^T held at a time; rows whose sums wait while the next part of K is packed. */
+/* dst[k - k0, j - j0] = B[k, j] for the columns of the part; lanes beyond them become 0. */
+static void pack_rows(float *dst, const part *w) {
+    const float *src = w->p->b + w->k0 * w->p->b_row + w->j0;
+    for (int64_t k = w->k0; k < w->k1; k++) {
+        for (int j = 0; j < w->cols; j += MN_VW) {
+            const int lanes = vf_lanes(w->cols - j);
+            vf_store(dst + j, lanes == MN_VW ? vf_load(src + j) : vf_load_n(src + j, lanes));
+        }
+        src += w->p->b_row;
+        dst += w->width;
+    }
+}
+
+/* Floats of B on the stack at a time; rows whose sums wait while the next part of K is packed. */
 enum { PACK_FLOATS = 8192, WAIT_ROWS = 96 };
 
-void MN_T(mn_gemm_nt)(const mn_gemm_args *p) {
-    float packed[PACK_FLOATS], sums[WAIT_ROWS * 2 * MN_VW];
+static void run_packed(const mn_gemm_args *p, void (*pack)(float *dst, const part *w)) {
+    _Alignas(64) float packed[PACK_FLOATS], sums[WAIT_ROWS * 2 * MN_VW];
+    const int64_t N = p->shape == MN_GEMM_C_LOWER ? mn_min(p->M, p->N) : p->N;
     part w = { .p = p, .b = packed };
-    for (; w.j0 < p->N; w.j0 += w.cols) {
+    for (; w.j0 < N; w.j0 += w.cols) {
         w.cols = panel_cols(p, w.j0);
         w.width = (w.cols + MN_VW - 1) / MN_VW * MN_VW;
         w.b_row = w.width;
@@ -249,11 +255,11 @@ void MN_T(mn_gemm_nt)(const mn_gemm_args *p) {
         const int64_t most_i = p->K <= most_k ? p->M : WAIT_ROWS;
         w.sums = p->K <= most_k ? NULL : sums;
         for (w.i0 = 0; w.i0 < p->M; w.i0 = w.i1) {
-            w.i1 = p->M - w.i0 < most_i ? p->M : w.i0 + most_i;
+            w.i1 = mn_min(p->M, w.i0 + most_i);
             w.k0 = 0;
             do {
-                w.k1 = p->K - w.k0 < most_k ? p->K : w.k0 + most_k;
-                pack_transposed(packed, &w);
+                w.k1 = mn_min(p->K, w.k0 + most_k);
+                pack(packed, &w);
                 run_part(&w);
                 w.k0 = w.k1;
             } while (w.k0 < p->K);
@@ -261,16 +267,40 @@ void MN_T(mn_gemm_nt)(const mn_gemm_args *p) {
     }
 }
 
+static void run_direct(const mn_gemm_args *p) {
+    part w = { .p = p, .i1 = p->M, .k1 = p->K, .b_row = p->b_row };
+    for (; w.j0 < p->N; w.j0 += w.cols) {
+        w.cols = panel_cols(p, w.j0);
+        w.b = p->b + w.j0;
+        run_part(&w);
+    }
+}
+
+/* Rows of B pages apart take a TLB entry each and share a few cache sets, for every tile again:
+ * a copy of the panel pays from the second tile on. */
+enum { FAR_ROWS = 512 };
+
+void MN_T(mn_gemm)(const mn_gemm_args *p) {
+    if (p->b_row >= FAR_ROWS && p->M > ROWS_2) run_packed(p, pack_rows);
+    else run_direct(p);
+}
+
+void MN_T(mn_gemm_nt)(const mn_gemm_args *p) {
+    run_packed(p, pack_transposed);
+}
+
 void MN_T(mn_transpose)(float *dst, int64_t dst_row, const float *src, int64_t src_row,
                         int64_t rows, int64_t cols) {
     for (int64_t r = 0; r < rows; r += MN_VW) {
         const int lanes = vf_lanes(rows - r);
         for (int64_t c = 0; c < cols; c += 4) {
-            const int n = (int)(cols - c < 4 ? cols - c : 4);
+            const int n = (int)mn_min(cols - c, 4);
             vf v[4];
             load_columns(v, src + r * src_row + c, src_row, lanes, n);
-            for (int i = 0; i < n; i++) {
+            MN_UNROLL
+            for (int i = 0; i < 4; i++) {
                 float *at = dst + (c + i) * dst_row + r;
+                if (i >= n) continue;
                 if (lanes == MN_VW) vf_store(at, v[i]);
                 else vf_store_n(at, v[i], lanes);
             }

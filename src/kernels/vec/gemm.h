@@ -13,7 +13,8 @@
  * place, the strides, or which of the functions below was called. alpha = 1 and -1 are exact.
  *
  * C overlaps neither A nor B. Nothing outside the M x N elements of C is written, and nothing
- * outside the elements of A, B, c_scale is read. K = 0 leaves base(C).
+ * outside the elements of A, B, c_scale is read. K = 0 leaves base(C). Uses up to 48 KiB of stack
+ * and no other memory.
  *
  * Prototypes carry the target in their names through MN_T, so code that sees several targets
  * (tests) defines MN_TARGET and includes this header once for each: only the types are guarded. */
@@ -58,10 +59,10 @@ typedef struct {
 /* C = base(C) + alpha * A * B, B stored [K, N] */
 void MN_T(mn_gemm)(const mn_gemm_args *p);
 
-/* C = base(C) + alpha * A * B^T, B stored [N, K]: scores q k^T. Transposes B through the stack
- * (48 KiB); any K. */
+/* C = base(C) + alpha * A * B^T, B stored [N, K]: scores q k^T. */
 void MN_T(mn_gemm_nt)(const mn_gemm_args *p);
 
-/* dst[c,r] = src[r,c] for src of rows x cols; dst[c*dst_row + r], src[r*src_row + c]. No overlap. */
+/* dst[c,r] = src[r,c] for src of rows x cols, at dst[c*dst_row + r] and src[r*src_row + c].
+ * No overlap. */
 void MN_T(mn_transpose)(float *dst, int64_t dst_row, const float *src, int64_t src_row,
                         int64_t rows, int64_t cols);

@@ -1,0 +1,17 @@
+# make install: library, header, program, pkg-config and CMake package files
+include(CMakePackageConfigHelpers)
+
+install(TARGETS mneme EXPORT mnemeTargets LIBRARY DESTINATION ${CMAKE_INSTALL_LIBDIR})
+install(TARGETS mneme_cli RUNTIME DESTINATION ${CMAKE_INSTALL_BINDIR})
+install(FILES include/mneme.h DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+
+set(package_dir ${CMAKE_INSTALL_LIBDIR}/cmake/mneme)
+install(EXPORT mnemeTargets NAMESPACE mneme:: DESTINATION ${package_dir})
+configure_package_config_file(cmake/mnemeConfig.cmake.in mnemeConfig.cmake
+    INSTALL_DESTINATION ${package_dir})
+write_basic_package_version_file(mnemeConfigVersion.cmake COMPATIBILITY SameMinorVersion)
+install(FILES ${CMAKE_BINARY_DIR}/mnemeConfig.cmake ${CMAKE_BINARY_DIR}/mnemeConfigVersion.cmake
+    DESTINATION ${package_dir})
+
+configure_file(cmake/mneme.pc.in mneme.pc @ONLY)
+install(FILES ${CMAKE_BINARY_DIR}/mneme.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

@@ -1,0 +1,41 @@
+# Kernel functions are declared by the tables that name them, hence no missing prototypes.
+# The library's objects: plain C, the references twice (float and double storage), and the vector
+# kernels once per target.
+file(GLOB library_sources CONFIGURE_DEPENDS
+    src/base/*.c src/runtime/*.c src/kernels/*.c src/io/*.c src/ops/*.c src/mixers/*.c)
+file(GLOB cli_sources CONFIGURE_DEPENDS src/cli/*.c)
+file(GLOB ref_sources CONFIGURE_DEPENDS src/kernels/ref/*.c)
+file(GLOB vec_sources CONFIGURE_DEPENDS src/kernels/vec/*.c)
+
+set(mneme_dependencies PkgConfig::JANSSON PkgConfig::OPENBLAS Threads::Threads m)
+
+function(mneme_object_library name)
+    add_library(${name} OBJECT ${ARGN})
+    target_include_directories(${name} PRIVATE include src)
+    target_link_libraries(${name} PRIVATE ${mneme_dependencies})
+endfunction()
+
+mneme_object_library(mneme_objects ${library_sources})
+set(mneme_kernel_objects)
+foreach(bits 32 64)
+    mneme_object_library(mneme_ref${bits} ${ref_sources})
+    target_compile_definitions(mneme_ref${bits} PRIVATE MN_REF_BITS=${bits})
+    target_compile_options(mneme_ref${bits} PRIVATE -Wno-missing-prototypes)
+    list(APPEND mneme_kernel_objects $<TARGET_OBJECTS:mneme_ref${bits}>)
+endforeach()
+
+set(avx2_flags -mavx2 -mfma)
+set(avx512_flags -mavx2 -mfma -mavx512f -mavx512dq -mavx512bw -mavx512vl -mprefer-vector-width=512)
+if(NOT MN_PORTABLE AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    foreach(target avx2 avx512)
+        file(GLOB target_sources CONFIGURE_DEPENDS src/kernels/${target}/*.c)
+        mneme_object_library(mneme_${target} ${vec_sources} ${target_sources})
+        target_compile_options(mneme_${target} PRIVATE ${${target}_flags} -Wno-missing-prototypes)
+        target_compile_definitions(mneme_${target} PRIVATE MN_TARGET=${target})
+        list(APPEND mneme_kernel_objects $<TARGET_OBJECTS:mneme_${target}>)
+    endforeach()
+    target_compile_definitions(mneme_objects PRIVATE MN_HAVE_X86_TARGETS=1)
+    set(mneme_avx2_built TRUE)
+else()
+    target_compile_definitions(mneme_objects PRIVATE MN_HAVE_X86_TARGETS=0)
+endif()

@@ -1,0 +1,32 @@
+# One program per file in tests/{unit,kernels,mixers}; tests/support is linked into each.
+pkg_check_modules(CMOCKA REQUIRED IMPORTED_TARGET cmocka)
+file(GLOB support_sources CONFIGURE_DEPENDS tests/support/*.c)
+file(GLOB test_sources CONFIGURE_DEPENDS tests/unit/test_*.c tests/kernels/test_*.c
+    tests/mixers/test_*.c)
+
+add_library(mneme_test_support STATIC ${support_sources})
+target_include_directories(mneme_test_support PUBLIC src include tests)
+target_link_libraries(mneme_test_support PUBLIC mneme_static PkgConfig::CMOCKA
+    ${mneme_dependencies})
+
+foreach(source ${test_sources})
+    get_filename_component(name ${source} NAME_WE)
+    add_executable(${name} ${source})
+    target_link_libraries(${name} PRIVATE mneme_test_support)
+    if(mneme_avx2_built)
+        target_compile_definitions(${name} PRIVATE MN_HAVE_X86_TARGETS=1)
+    endif()
+    add_test(NAME ${name} COMMAND ${name})
+    set_tests_properties(${name} PROPERTIES TIMEOUT 1200)
+endforeach()
+
+set(golden ${CMAKE_SOURCE_DIR}/tests/golden)
+add_test(NAME golden COMMAND sh -c "$<TARGET_FILE:mneme_cli> check ${golden}/*.safetensors")
+add_test(NAME layers COMMAND sh ${CMAKE_SOURCE_DIR}/tests/layers.sh ${CMAKE_SOURCE_DIR})
+file(GLOB cli_tests CONFIGURE_DEPENDS tests/cli/*.sh)
+foreach(script ${cli_tests})
+    get_filename_component(name ${script} NAME_WE)
+    add_test(NAME cli_${name} COMMAND sh ${script} $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR})
+endforeach()
+add_test(NAME install COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/install.sh
+    ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})

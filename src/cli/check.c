@@ -1,0 +1,158 @@
+/* check.c - mneme check FILE...: golden vectors on every target present. */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/dtype.h"
+#include "base/status.h"
+#include "cli/command.h"
+#include "cli/golden.h"
+#include "kernels/dispatch.h"
+#include "ops/run.h"
+
+typedef struct options {
+    const char *target;    // NULL: all present
+    const char *dtype;     // NULL: f64 on ref, f32 elsewhere
+    bool quiet;
+    int n_threads;
+} options;
+
+/* One file on one target. */
+typedef struct run {
+    const options *options;
+    const mn_safetensors *file;
+    const mn_sample *sample;
+    const char *path, *target, *dtype;
+    int64_t n_passed, n_failed;
+} run;
+
+static void print_help(void) {
+    puts("usage: mneme check [options] FILE...\n\n"
+         "Evaluates the operator inside each golden file (safetensors), forward and backward, and\n"
+         "compares every result and gradient with the file's own tolerance: rms <= tol and\n"
+         "largest deviation <= 16 tol.\n\n"
+         "  --target NAME   ref, avx2, avx512 (default: every target of this machine)\n"
+         "  --dtype NAME    f32 or f64 (default: f64 on ref, f32 on the others)\n"
+         "  --threads N     worker threads (default: one per core)\n"
+         "  --quiet         only failures and the closing line");
+}
+
+static mn_status report(void *context, const char *name) {
+    run *r = context;
+    mn_golden_result result = { 0 };
+    const mn_status st = mn_golden_compare(&result, r->sample, r->file, name);
+    if (st != MN_OK) return st;
+    const char *base = strrchr(r->path, '/') ? strrchr(r->path, '/') + 1 : r->path;
+    if (result.passed) r->n_passed++;
+    else r->n_failed++;
+    if (!r->options->quiet || !result.passed) {
+        printf("%s %s %s %s %s: rms %.2e max %.2e tol %.2e\n", result.passed ? "ok  " : "FAIL",
+               r->target, r->dtype, base, name, result.rms, result.worst, result.tolerance);
+    }
+    return MN_OK;
+}
+
+static mn_status evaluate(run *r, mn_context *context, mn_sample *sample) {
+    mn_status st = mn_op_run(context, sample->op, MN_FORWARD, sample->args);
+    if (st == MN_OK) st = mn_golden_each(r->file, "outputs", report, r);
+    const char *grads = mn_safetensors_metadata(r->file, "grads");
+    if (st == MN_OK && grads && *grads) {
+        st = mn_op_run(context, sample->op, MN_BACKWARD, sample->args);
+        if (st == MN_OK) st = mn_golden_each(r->file, "grads", report, r);
+    }
+    if (st == MN_OK && !mn_sample_guards_intact(sample)) {
+        st = mn_fail(MN_ERR_INTERNAL, "memory around a result was overwritten");
+    }
+    return st;
+}
+
+/* A file that cannot be evaluated counts as one failure. */
+static void check_file(run *r, mn_context *context, const char *path, mn_dtype dtype) {
+    mn_safetensors *file = NULL;
+    int64_t *cu = NULL;
+    mn_sample *sample = calloc(1, sizeof *sample);
+    mn_status st = sample ? mn_safetensors_open(&file, path) : mn_fail(MN_ERR_MEMORY, "no memory");
+    r->path = path;
+    r->file = file;
+    r->sample = sample;
+    if (st == MN_OK) st = mn_golden_bind(sample, &cu, file, dtype);
+    if (st == MN_OK) st = evaluate(r, context, sample);
+    if (st != MN_OK) {
+        printf("FAIL %s %s %s: %s\n", r->target, r->dtype, path, mn_last_error());
+        r->n_failed++;
+    }
+    if (sample) mn_sample_free(sample);
+    free(sample);
+    free(cu);
+    mn_safetensors_close(file);
+}
+
+static mn_status check_target(run *total, mn_target_id id, char **files, int n_files) {
+    const options *o = total->options;
+    const mn_context_options wanted = { o->n_threads, mn_target_name(id) };
+    mn_context *context = NULL;
+    mn_dtype dtype = id == MN_TARGET_REF ? MN_F64 : MN_F32;
+    if (o->dtype && !mn_dtype_parse(&dtype, o->dtype)) {
+        return mn_fail(MN_ERR_ARGUMENT, "no type is called \"%s\"; there are f32 and f64", o->dtype);
+    }
+    if (dtype == MN_BF16 || (dtype == MN_F64 && id != MN_TARGET_REF)) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "target %s has no %s; f64 is ref's, bf16 is for GPUs",
+                       mn_target_name(id), mn_dtype_name(dtype));
+    }
+    mn_status st = mn_context_create(&context, &wanted);
+    total->target = mn_target_name(id);
+    total->dtype = mn_dtype_name(dtype);
+    for (int i = 0; st == MN_OK && i < n_files; i++) check_file(total, context, files[i], dtype);
+    mn_context_destroy(context);
+    return st;
+}
+
+/* Takes the options off argv; the number of file names left at its front, or -1. */
+static int parse(options *o, int argc, char **argv) {
+    int n_files = 0;
+    for (int i = 1; i < argc; i++) {
+        const char *value = i + 1 < argc ? argv[i + 1] : NULL;
+        if (strcmp(argv[i], "--quiet") == 0) {
+            o->quiet = true;
+        } else if (strncmp(argv[i], "--", 2) != 0) {
+            argv[n_files++] = argv[i];
+        } else if (value && strcmp(argv[i], "--target") == 0) {
+            o->target = argv[++i];
+        } else if (value && strcmp(argv[i], "--dtype") == 0) {
+            o->dtype = argv[++i];
+        } else if (value && strcmp(argv[i], "--threads") == 0) {
+            o->n_threads = atoi(argv[++i]);
+        } else {
+            fprintf(stderr, "mneme check: %s is no option, or its value is missing\n", argv[i]);
+            return -1;
+        }
+    }
+    return n_files;
+}
+
+int mn_command_check(int argc, char **argv) {
+    options o = { 0 };
+    if (argc > 1 && strcmp(argv[1], "--help") == 0) {
+        print_help();
+        return 0;
+    }
+    const int n_files = parse(&o, argc, argv);
+    if (n_files <= 0) {
+        if (n_files == 0) fputs("mneme check: name at least one golden file\n", stderr);
+        return 2;
+    }
+    run total = { .options = &o };
+    mn_status st = MN_OK;
+    mn_target_id chosen = MN_TARGET_COUNT;
+    if (o.target) st = mn_target_choose(&chosen, o.target);
+    for (int id = 0; id < MN_TARGET_COUNT && st == MN_OK; id++) {
+        const bool wanted = o.target ? (int)chosen == id : mn_target_available((mn_target_id)id);
+        if (wanted) st = check_target(&total, (mn_target_id)id, argv, n_files);
+    }
+    if (st != MN_OK) {
+        fprintf(stderr, "mneme check: %s\n", mn_last_error());
+        return 2;
+    }
+    printf("%lld passed, %lld failed\n", (long long)total.n_passed, (long long)total.n_failed);
+    return total.n_failed == 0 ? 0 : 1;
+}

@@ -1,0 +1,26 @@
+/* golden.h - a golden file as a sample of its operator, and the comparison. */
+#ifndef MN_CLI_GOLDEN_H
+#define MN_CLI_GOLDEN_H
+
+#include "io/safetensors.h"
+#include "ops/sample.h"
+
+/* Binds the tensors and parameters of an open golden file to a sample of `dtype`. `cu` receives the
+ * packing offsets, allocated, or NULL; free it after the sample. */
+mn_status mn_golden_bind(mn_sample *sample, int64_t **cu, const mn_safetensors *file, mn_dtype dtype);
+
+/* How one result compares: rms and largest deviation relative to the reference, and what is allowed. */
+typedef struct mn_golden_result {
+    double rms, worst, tolerance;
+    bool passed;
+} mn_golden_result;
+
+/* Compares the tensor `name` of the file with what the sample holds. */
+mn_status mn_golden_compare(mn_golden_result *result, const mn_sample *sample,
+                            const mn_safetensors *file, const char *name);
+
+/* Calls `use(context, name)` for each name of the comma-separated metadata `key`; stops at a failure. */
+mn_status mn_golden_each(const mn_safetensors *file, const char *key,
+                         mn_status (*use)(void *context, const char *name), void *context);
+
+#endif

@@ -1,0 +1,96 @@
+/* dispatch.c - which kernels this machine runs. */
+#include "kernels/dispatch.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/status.h"
+#include "kernels/cpuid.h"
+#include "kernels/overlay.h"
+
+static const struct {
+    const char *name, *about;
+} targets[MN_TARGET_COUNT] = {
+#define TARGET(id, name, about) [MN_TARGET_##id] = { name, about },
+#include "kernels/targets.def"
+#undef TARGET
+};
+
+static const char *const kernel_names[MN_KERNEL_COUNT] = {
+#define KERNEL(name) #name,
+#include "kernels/kernels.def"
+#undef KERNEL
+};
+
+const char *mn_kernel_name(mn_kernel_id id) {
+    return kernel_names[id];
+}
+
+const char *mn_pass_name(mn_pass pass) {
+    static const char *const names[MN_PASS_COUNT] = { "forward", "backward", "step" };
+    return names[pass];
+}
+
+const char *mn_target_name(mn_target_id id) {
+    return targets[id].name;
+}
+
+const char *mn_target_about(mn_target_id id) {
+    return targets[id].about;
+}
+
+bool mn_target_available(mn_target_id id) {
+    switch (id) {
+    case MN_TARGET_REF: return true;
+#if MN_HAVE_X86_TARGETS
+    case MN_TARGET_AVX2: return mn_cpu_has_avx2();
+    case MN_TARGET_AVX512: return mn_cpu_has_avx512();
+#endif
+    default: return false;
+    }
+}
+
+static mn_target_id best_target(void) {
+    int best = MN_TARGET_REF;
+    for (int i = 0; i < MN_TARGET_COUNT; i++) {
+        if (mn_target_available((mn_target_id)i)) best = i;
+    }
+    return (mn_target_id)best;
+}
+
+mn_status mn_target_choose(mn_target_id *out, const char *name) {
+    if (!name || !*name) name = getenv("MN_TARGET");
+    if (!name || !*name) {
+        *out = best_target();
+        return MN_OK;
+    }
+    for (int i = 0; i < MN_TARGET_COUNT; i++) {
+        if (strcmp(targets[i].name, name) != 0) continue;
+        if (!mn_target_available((mn_target_id)i)) {
+            return mn_fail(MN_ERR_UNSUPPORTED, "target %s needs %s; this machine or build is not one",
+                           name, targets[i].about);
+        }
+        *out = (mn_target_id)i;
+        return MN_OK;
+    }
+    return mn_fail(MN_ERR_ARGUMENT, "no target is called \"%s\"; there are ref, avx2 and avx512", name);
+}
+
+mn_status mn_kernel_table_fill(mn_kernel_table *table, mn_target_id target, mn_dtype dtype) {
+    memset(table, 0, sizeof *table);
+    if (dtype == MN_BF16) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "bf16 runs on GPUs only; use f32 on the CPU");
+    }
+    if (dtype == MN_F64) {
+        mn_fill_ref_f64(table);
+        return MN_OK;
+    }
+    mn_fill_ref_f32(table);
+#if MN_HAVE_X86_TARGETS
+    if (target >= MN_TARGET_AVX2) mn_overlay_avx2(table);
+    if (target >= MN_TARGET_AVX512) mn_overlay_avx512(table);
+#else
+    (void)target;
+#endif
+    return MN_OK;
+}

@@ -1,0 +1,26 @@
+/* dispatch.h - which kernels this machine runs. */
+#ifndef MN_KERNELS_DISPATCH_H
+#define MN_KERNELS_DISPATCH_H
+
+#include "kernels/kernel.h"
+
+typedef enum mn_target_id {
+#define TARGET(id, name, about) MN_TARGET_##id,
+#include "kernels/targets.def"
+#undef TARGET
+    MN_TARGET_COUNT
+} mn_target_id;
+
+const char *mn_target_name(mn_target_id id);
+const char *mn_target_about(mn_target_id id);
+
+/* Built in, and supported by this processor and its operating system. */
+bool mn_target_available(mn_target_id id);
+
+/* The target called `name`; NULL or "" asks MN_TARGET, and without that takes the best one here. */
+mn_status mn_target_choose(mn_target_id *out, const char *name);
+
+/* Reference kernels for `dtype` with the overlays up to `target` on top. MN_F64 is always ref. */
+mn_status mn_kernel_table_fill(mn_kernel_table *table, mn_target_id target, mn_dtype dtype);
+
+#endif

@@ -1,0 +1,55 @@
+/* kernel.h - what a kernel is: a plan and a runner over one argument struct of mneme.h.
+ *
+ * Kernels see pointers and sizes only. When one is called every view has its strides filled in, all
+ * sizes are checked (T and the length of a sequence may be 0), and cu_seqlens is either NULL or sound. A kernel allocates nothing, starts
+ * no thread and cannot fail.
+ *
+ * A call is a few phases, one after the other; the items of a phase are independent and may run on
+ * any thread in any order. How work is cut into items may depend on the sizes but never on the number
+ * of threads, and what an item computes for one sequence never depends on the other sequences: that
+ * is what makes results bit-equal across thread counts and packed equal to separate. */
+#ifndef MN_KERNELS_KERNEL_H
+#define MN_KERNELS_KERNEL_H
+
+#include "mneme.h"
+
+enum { MN_MAX_PHASES = 8 };
+
+typedef struct mn_plan {
+    int n_phases;
+    int64_t items[MN_MAX_PHASES];
+    size_t shared_bytes;     // one block for the call, seen by all items, uninitialised
+    size_t scratch_bytes;    // one block per worker, uninitialised at each item
+} mn_plan;
+
+/* Fills a zeroed plan; false when its sizes overflow. Pointers that are NULL in the arguments are
+ * results not wanted or inputs not given; a plan may look at that. */
+typedef bool (*mn_plan_fn)(const void *args, mn_plan *plan);
+typedef void (*mn_run_fn)(const void *args, int phase, int64_t item, void *shared, void *scratch);
+
+typedef struct mn_kernel {
+    mn_plan_fn plan;
+    mn_run_fn run;
+    const char *target;    // "ref", "avx2", ...
+} mn_kernel;
+
+typedef enum mn_pass { MN_FORWARD, MN_BACKWARD, MN_STEP, MN_PASS_COUNT } mn_pass;
+
+/* Ids of the operators that are kernels, in the order of kernels.def. */
+typedef enum mn_kernel_id {
+#define KERNEL(name) MN_KERNEL_##name,
+#include "kernels/kernels.def"
+#undef KERNEL
+    MN_KERNEL_COUNT
+} mn_kernel_id;
+
+/* One table per storage type and target. MN_STEP is forward with T = 1 over unpacked input, state0
+ * and state possibly the same memory; its run is NULL where forward serves. */
+typedef struct mn_kernel_table {
+    mn_kernel kernel[MN_KERNEL_COUNT][MN_PASS_COUNT];
+} mn_kernel_table;
+
+const char *mn_kernel_name(mn_kernel_id id);
+const char *mn_pass_name(mn_pass pass);
+
+#endif

@@ -1,0 +1,12 @@
+/* overlay.h - each target replaces the rows it does better. */
+#ifndef MN_KERNELS_OVERLAY_H
+#define MN_KERNELS_OVERLAY_H
+
+#include "kernels/kernel.h"
+
+void mn_fill_ref_f32(mn_kernel_table *table);    // float storage, computed in double
+void mn_fill_ref_f64(mn_kernel_table *table);
+void mn_overlay_avx2(mn_kernel_table *table);
+void mn_overlay_avx512(mn_kernel_table *table);
+
+#endif

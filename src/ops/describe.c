@@ -1,0 +1,119 @@
+/* describe.c - operators as data, expanded from ops.def. */
+#include "ops/describe.h"
+
+#include <string.h>
+
+#include "base/util.h"
+
+static const mn_field fields[] = {
+#define FIELD(op, role, name, axes, law, partner)                                                  \
+    { MN_OP_##op, MN_ROLE_##role, #name, axes, MN_LAW_##law, offsetof(mn_##op##_args, name), partner },
+#define IN(op, name, axes, law) FIELD(op, IN, name, axes, law, offsetof(mn_##op##_args, grad.name))
+#define OPT(op, name, axes, law) FIELD(op, OPT, name, axes, law, offsetof(mn_##op##_args, grad.name))
+#define RAW(op, name, axes, law) FIELD(op, RAW, name, axes, law, MN_NO_OFFSET)
+#define OUT(op, name, axes) FIELD(op, OUT, name, axes, NORMAL, offsetof(mn_##op##_args, cot.name))
+#define AUX(op, name, axes) FIELD(op, AUX, name, axes, NORMAL, MN_NO_OFFSET)
+#include "ops/ops.def"
+#undef FIELD
+};
+
+static const mn_param params[] = {
+#define PARAM(op, kind, name, value, names)                                                        \
+    { MN_OP_##op, MN_PARAM_##kind, #name, value, names, offsetof(mn_##op##_args, name) },
+#define REAL_PARAM(op, name, value) PARAM(op, REAL, name, value, NULL)
+#define INT_PARAM(op, name, value) PARAM(op, INT, name, value, NULL)
+#define CHOICE(op, name, names) PARAM(op, CHOICE, name, 0, names)
+#include "ops/ops.def"
+#undef PARAM
+};
+
+static const mn_op_info infos[MN_OP_COUNT] = {
+#define OP(name, vector, about)                                                                    \
+    [MN_OP_##name] = { #name, vector, about, sizeof(mn_##name##_args), MN_NO_OFFSET },
+#include "ops/ops.def"
+};
+
+static const struct {
+    mn_op_id op;
+    size_t offset;
+} decays[] = {
+    { MN_OP_additive, offsetof(mn_additive_args, decay) },
+    { MN_OP_delta, offsetof(mn_delta_args, decay) },
+    { MN_OP_delta_net, offsetof(mn_delta_net_args, decay) },
+    { MN_OP_gdn2, offsetof(mn_gdn2_args, decay) },
+    { MN_OP_ccq_read, offsetof(mn_ccq_read_args, decay) },
+};
+
+const mn_op_info *mn_op_describe(mn_op_id op) {
+    return &infos[op];
+}
+
+bool mn_op_find(mn_op_id *out, const char *name) {
+    for (int i = 0; i < MN_OP_COUNT; i++) {
+        if (strcmp(infos[i].vector, name) == 0) {
+            *out = (mn_op_id)i;
+            return true;
+        }
+    }
+    return false;
+}
+
+const mn_field *mn_op_fields(mn_op_id op, int *count) {
+    size_t first = 0;
+    while (first < MN_COUNTOF(fields) && fields[first].op != op) first++;
+    size_t end = first;
+    while (end < MN_COUNTOF(fields) && fields[end].op == op) end++;
+    *count = (int)(end - first);
+    return fields + first;
+}
+
+const mn_param *mn_op_params(mn_op_id op, int *count) {
+    size_t first = 0;
+    while (first < MN_COUNTOF(params) && params[first].op != op) first++;
+    size_t end = first;
+    while (end < MN_COUNTOF(params) && params[end].op == op) end++;
+    *count = (int)(end - first);
+    return params + first;
+}
+
+const char *mn_field_axes(const mn_field *field, int decay, char out[MN_MAX_RANK + 1]) {
+    const char *from = field->axes;
+    if (strchr(from, '|')) {
+        if (decay == MN_DECAY_NONE) return NULL;
+        for (int skip = decay - MN_DECAY_HEAD; skip > 0; skip--) from = strchr(from, '|') + 1;
+    }
+    size_t length = strcspn(from, "|");
+    memcpy(out, from, length);
+    out[length] = '\0';
+    return out;
+}
+
+int64_t *mn_axis_slot(mn_call *call, char letter) {
+    switch (letter) {
+    case '*':
+    case 'B': return &call->B;
+#define SLOT(letter, field)                                                                        \
+    case letter: return &call->field;
+    SLOT('T', T) SLOT('H', H) SLOT('K', K) SLOT('V', V) SLOT('G', G) SLOT('J', J) SLOT('L', L)
+    SLOT('Q', Q) SLOT('P', P) SLOT('R', R) SLOT('W', W) SLOT('D', D) SLOT('S', S)
+#undef SLOT
+    default: return NULL;
+    }
+}
+
+int64_t mn_axis_size(const mn_call *call, char letter, bool *ok) {
+    mn_call copy = *call;
+    const int64_t *slot = mn_axis_slot(&copy, letter);
+    if (slot) return *slot;
+    if (letter == 'N') return call->cu_seqlens ? call->n_seqs : call->B;
+    if (letter == 'M') return call->W - 1;
+    if (letter != '1') *ok = false;
+    return 1;
+}
+
+int mn_args_decay(mn_op_id op, const void *args) {
+    for (size_t i = 0; i < MN_COUNTOF(decays); i++) {
+        if (decays[i].op == op) return *(const int *)((const char *)args + decays[i].offset);
+    }
+    return MN_DECAY_NONE;
+}

@@ -1,0 +1,110 @@
+/* run.c - runs an operator: validate, plan, take memory, hand the items to the threads. */
+#include "ops/run.h"
+
+#include <string.h>
+
+#include "base/checked.h"
+#include "base/status.h"
+#include "ops/compose.h"
+#include "ops/validate.h"
+
+typedef mn_status (*compose_fn)(mn_context *context, mn_pass pass, const void *args);
+
+/* An op is a kernel (id + 1) or a composition. */
+static const int kernel_of[MN_OP_COUNT] = {
+#define KERNEL(name) [MN_OP_##name] = MN_KERNEL_##name + 1,
+#include "kernels/kernels.def"
+#undef KERNEL
+};
+
+static const compose_fn composition_of[MN_OP_COUNT] = {
+#define COMPOSE(name) [MN_OP_##name] = mn_compose_##name,
+#include "ops/compose.def"
+#undef COMPOSE
+    NULL,
+};
+
+typedef struct job {
+    const mn_kernel *kernel;
+    const void *args;
+    int phase;
+    void *shared;
+    unsigned char *scratch;
+    size_t scratch_bytes;
+} job;
+
+static void run_item(void *context, int64_t item, int worker) {
+    const job *j = context;
+    j->kernel->run(j->args, j->phase, item, j->shared, j->scratch + (size_t)worker * j->scratch_bytes);
+}
+
+const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pass, mn_dtype dtype) {
+    if (kernel_of[op] == 0) return NULL;
+    const mn_kernel_table *table = dtype == MN_F64 ? &context->f64 : &context->f32;
+    return &table->kernel[kernel_of[op] - 1][pass];
+}
+
+/* One token of unpacked input takes the decode step where there is one. */
+static const mn_kernel *choose_kernel(const mn_context *context, mn_op_id op, mn_pass pass,
+                                      const mn_call *call) {
+    const mn_kernel *step = mn_op_kernel(context, op, MN_STEP, call->dtype);
+    const bool one = pass == MN_FORWARD && call->T == 1 && !call->cu_seqlens;
+    return one && step->run ? step : mn_op_kernel(context, op, pass, call->dtype);
+}
+
+static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
+    const char *name = mn_op_describe(op)->name;
+    const int n_threads = mn_threads_count(context->threads);
+    mn_plan plan = { 0 };
+    job j = { .kernel = choose_kernel(context, op, pass, args), .args = args };
+    size_t all_scratch;
+    if (!j.kernel->plan(args, &plan) ||
+        !mn_add_size(&j.scratch_bytes, plan.scratch_bytes, MN_ALIGN) ||
+        !mn_mul_size(&all_scratch, j.scratch_bytes / MN_ALIGN * MN_ALIGN, (size_t)n_threads)) {
+        return mn_fail(MN_ERR_MEMORY, "%s: the sizes of its work space overflow", name);
+    }
+    j.scratch_bytes = j.scratch_bytes / MN_ALIGN * MN_ALIGN;
+    j.shared = mn_arena_bytes(context->arena, plan.shared_bytes);
+    j.scratch = mn_arena_bytes(context->arena, all_scratch);
+    if (!j.shared || !j.scratch) {
+        return mn_fail(MN_ERR_MEMORY, "%s: no memory for a work space of %zu + %zu bytes", name,
+                       plan.shared_bytes, all_scratch);
+    }
+    for (j.phase = 0; j.phase < plan.n_phases; j.phase++) {
+        mn_threads_run(context->threads, plan.items[j.phase], run_item, &j);
+    }
+    return MN_OK;
+}
+
+mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
+    const mn_op_info *info = mn_op_describe(op);
+    if (!context) return mn_fail(MN_ERR_ARGUMENT, "%s: context is NULL", info->name);
+    if (!args) return mn_fail(MN_ERR_ARGUMENT, "%s: args is NULL", info->name);
+    _Alignas(16) unsigned char copy[MN_MAX_ARGS_BYTES];
+    memcpy(copy, args, info->args_bytes);
+    mn_status st = mn_validate(op, copy, pass == MN_BACKWARD);
+    if (st != MN_OK) return st;
+    if (((const mn_call *)args)->dtype == MN_BF16) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: bf16 runs on GPUs only; use f32 on the CPU", info->name);
+    }
+    const mn_mark mark = mn_arena_mark(context->arena);
+    if (kernel_of[op]) {
+        st = run_kernel(context, op, pass, copy);
+    } else if (composition_of[op]) {
+        st = composition_of[op](context, pass, copy);
+    } else {
+        st = mn_fail(MN_ERR_UNSUPPORTED, "%s has no kernel in this build", info->name);
+    }
+    mn_arena_release(context->arena, mark);
+    return st;
+}
+
+#define ENTRY_POINTS(name)                                                                         \
+    _Static_assert(sizeof(mn_##name##_args) <= MN_MAX_ARGS_BYTES, #name);                          \
+    mn_status mn_op_##name(mn_context *context, const mn_##name##_args *args) {                    \
+        return mn_op_run(context, MN_OP_##name, MN_FORWARD, args);                                 \
+    }                                                                                              \
+    mn_status mn_op_##name##_backward(mn_context *context, const mn_##name##_args *args) {         \
+        return mn_op_run(context, MN_OP_##name, MN_BACKWARD, args);                                \
+    }
+MN_OPS(ENTRY_POINTS)

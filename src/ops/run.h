@@ -1,0 +1,14 @@
+/* run.h - runs an operator: validate, plan, take memory, hand the items to the threads. */
+#ifndef MN_OPS_RUN_H
+#define MN_OPS_RUN_H
+
+#include "ops/context.h"
+#include "ops/describe.h"
+
+/* `args` is the op's argument struct as a caller filled it; MN_FORWARD or MN_BACKWARD. */
+mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *args);
+
+/* The kernel that would serve this call, for tables; NULL for a composed op. */
+const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pass, mn_dtype dtype);
+
+#endif

@@ -1,0 +1,51 @@
+/* sample.h - one call of an operator with memory of its own, for whoever walks the table: golden
+ * vectors, tests, benchmarks.
+ *
+ *   mn_sample_init(&s, MN_OP_delta); call = (mn_call *)s.args; sizes, decay ...;
+ *   mn_sample_allocate(&s, MN_ALL_FIELDS); mn_sample_draw(&s, seed); mn_op_run(context, s.op, ...);
+ *   mn_sample_free(&s); */
+#ifndef MN_OPS_SAMPLE_H
+#define MN_OPS_SAMPLE_H
+
+#include "ops/describe.h"
+
+enum { MN_MAX_FIELDS = 32 };
+#define MN_ALL_FIELDS UINT64_MAX
+
+/* A tensor of a sample; `count` is 0 and the pointers NULL where the field is absent. */
+typedef struct mn_sample_tensor {
+    const mn_field *field;
+    char axes[MN_MAX_RANK + 1];
+    int64_t count;
+    void *data, *partner;    // partner: gradient of an input, cotangent of a result
+} mn_sample_tensor;
+
+typedef struct mn_sample {
+    mn_op_id op;
+    int n_tensors;
+    mn_sample_tensor tensors[MN_MAX_FIELDS];
+    _Alignas(64) unsigned char args[MN_MAX_ARGS_BYTES];
+} mn_sample;
+
+/* Zero sizes, float32, default parameters, no tensors. */
+void mn_sample_init(mn_sample *sample, mn_op_id op);
+
+/* Gives every tensor its memory, results and gradients filled with a NaN pattern. Bit i of `fields`
+ * says whether optional field i is there; required ones always are. Sizes must be set. */
+mn_status mn_sample_allocate(mn_sample *sample, uint64_t fields);
+void mn_sample_free(mn_sample *sample);
+
+/* Fills inputs and cotangents by their laws, as a function of `seed` and nothing else. */
+void mn_sample_draw(mn_sample *sample, uint64_t seed);
+
+/* The tensor called `name`; NULL if there is none. */
+mn_sample_tensor *mn_sample_find(mn_sample *sample, const char *name);
+
+/* The words before and after every tensor are as allocate left them. */
+bool mn_sample_guards_intact(const mn_sample *sample);
+
+/* Element i of memory of the sample's type, as a double, and back. */
+double mn_sample_get(const mn_sample *sample, const void *data, int64_t i);
+void mn_sample_set(const mn_sample *sample, void *data, int64_t i, double x);
+
+#endif
