@@ -47,9 +47,9 @@ typedef struct mn_chunk {
     int64_t first[MN_CHUNK + 1];    // token each segment starts at; first[n_segments] = L
     float *G;                       // (L,width)
     float *qs, *es;                 // q, e times exp(G - rho of the row's segment)
-    float *qd, *ed;                 // q, e times exp G
+    float *qd, *ed;                 // q, e times exp G; without decay the same memory as qs, es
     float *ws, *wd;                 // w times exp(rho - G), rho of the segment at hand; exp(G_L - G)
-    float *factor;                  // (width) work
+    float *factor;                  // (K) work
     float *fall;                    // (K) exp G_L, or ones
     float *P, *A;                   // (L,L), zero above the diagonal; A also on it
     float beta[MN_CHUNK];
@@ -68,9 +68,30 @@ void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *
 /* Columns of ws for segment `to` of the chunk, from those of segment to - 1 (0 starts afresh). */
 void MN_T(mn_chunk_columns)(mn_chunk *c, const mn_linear *p, int to);
 
-/* dst[i] = src[i] * factor[i] * scale; width 0: no factor, 1: factor[0] for all, else one each. */
-void MN_T(mn_scale_row)(float *dst, const float *src, const float *factor, int64_t width, float scale,
-                        int64_t K);
+/* dst = src factor scale over a row of K; width 0: no factor, 1: factor[0] for all, else one each. */
+MN_ALWAYS_INLINE void mn_scale_row(float *dst, const float *src, const float *factor, int64_t width,
+                                   float scale, int64_t K) {
+    const vf common = vf_set1(width == 1 ? scale * factor[0] : scale);
+    int64_t i = 0;
+    for (; i + MN_VW <= K; i += MN_VW) {
+        const vf x = vf_mul(vf_load(src + i), common);
+        vf_store(dst + i, width > 1 ? vf_mul(x, vf_load(factor + i)) : x);
+    }
+    const int n = (int)(K - i);
+    if (n > 0) {
+        const vf x = vf_mul(vf_load_n(src + i, n), common);
+        vf_store_n(dst + i, width > 1 ? vf_mul(x, vf_load_n(factor + i, n)) : x, n);
+    }
+}
+
+/* factor = exp(a - b) over a row of log decays; b NULL is zero */
+MN_ALWAYS_INLINE void mn_exp_row(float *factor, const float *a, const float *b, int64_t width) {
+    for (int64_t i = 0; i < width; i += MN_VW) {
+        const int n = vf_lanes(width - i);
+        const vf x = vf_load_n(a + i, n);
+        vf_store_n(factor + i, vf_exp(b ? vf_sub(x, vf_load_n(b + i, n)) : x), n);
+    }
+}
 
 /* X <- (I + A)^-1 X and X <- (I + A)^-T X; A (L,L) strictly lower, X (L,n) contiguous. */
 void MN_T(mn_solve_lower)(float *X, const float *A, int64_t L, int64_t n);

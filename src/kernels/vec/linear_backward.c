@@ -78,7 +78,7 @@ typedef struct layout {
 
 static bool layout_of(layout *l, const mn_linear *p, const mn_column_tiles *tiles) {
     const mn_call *c = p->call;
-    int64_t rows, per_tile;
+    int64_t rows, per_tile = 0;
     l->token_floats = (2 + (p->e.data != NULL)) * c->K + mn_decay_width(p->decay, c->K);
     const bool ok = mn_mul_i64(&rows, c->B * c->T, c->H) && mn_mul_i64(&per_tile, rows, l->token_floats);
     l->tile_floats = tiles->count > 1 ? (size_t)per_tile : 0;
@@ -142,7 +142,7 @@ static void scale_by_fall(float *row, mn_chunk *c, const float *a, const float *
         const vf x = a ? vf_load_n(a + i, n) : vf_zero(), y = b ? vf_load_n(b + i, n) : vf_zero();
         vf_store_n(c->factor + i, vf_exp(vf_sub(x, y)), n);
     }
-    MN_T(mn_scale_row)(row, row, c->factor, c->width, 1.0f, c->K);
+    mn_scale_row(row, row, c->factor, c->width, 1.0f, c->K);
 }
 
 /* y += x */
@@ -167,7 +167,7 @@ static void segment_rows(float *dx, const float *dP, work *w, int segment, float
             segment == 0 ? MN_GEMM_A_LOWER : MN_GEMM_FULL);
     for (int64_t t = t0; t < end; t++) {
         scale_by_fall(dx + t * K, c, c->G + t * c->width, rho(c, segment));
-        MN_T(mn_scale_row)(dx + t * K, dx + t * K, NULL, 0, scale, K);
+        mn_scale_row(dx + t * K, dx + t * K, NULL, 0, scale, K);
     }
 }
 
@@ -310,7 +310,7 @@ static void retreat(work *w, const mn_linear *p, const float *d_o) {
     mn_chunk *c = &w->c;
     const int64_t n = w->col.n, K = c->K;
     for (int64_t i = 0; c->width && i < K; i++) {
-        MN_T(mn_scale_row)(w->D + i * n, w->D + i * n, c->fall + i, 1, 1.0f, n);
+        mn_scale_row(w->D + i * n, w->D + i * n, c->fall + i, 1, 1.0f, n);
     }
     if (d_o) {
         product(w->D, n, c->qd, 1, K, d_o, p->cot_o.stride[1], K, n, c->L, 1.0f, MN_GEMM_ADD,
@@ -329,11 +329,11 @@ static void emit_token(const mn_linear *p, int64_t b, int64_t t, int64_t h, cons
     float *out = MN_ROW_OUT(float, p->dq, b, t, h);
     if (out) memcpy(out, dq, (size_t)K * sizeof *out);
     const float scale = beta ? *beta : 1.0f;
-    if ((out = MN_ROW_OUT(float, p->dw, b, t, h))) MN_T(mn_scale_row)(out, dw, NULL, 0, scale, K);
+    if ((out = MN_ROW_OUT(float, p->dw, b, t, h))) mn_scale_row(out, dw, NULL, 0, scale, K);
     if ((out = MN_ROW_OUT(float, p->dbeta, b, t, h))) *out = dot(dw, MN_ROW(float, p->w, b, t, h), K);
     if ((out = MN_ROW_OUT(float, p->de, b, t, h))) {
         if (p->w_is_e) {
-            MN_T(mn_scale_row)(out, dw, NULL, 0, scale, K);
+            mn_scale_row(out, dw, NULL, 0, scale, K);
             add_row(out, de, K);
         } else {
             memcpy(out, de, (size_t)K * sizeof *out);

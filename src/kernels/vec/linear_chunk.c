@@ -8,7 +8,8 @@
 
 int64_t MN_T(mn_chunk_floats)(int64_t K, int64_t width, bool has_e) {
     const int64_t rows = MN_CHUNK * K;
-    return MN_CHUNK * width + (4 + 2 * has_e) * rows + width + K + (1 + has_e) * MN_CHUNK * MN_CHUNK;
+    const int64_t copies = width ? 2 : 1;    // qd, wd, ed are copies of their own under a decay
+    return MN_CHUNK * width + copies * (2 + has_e) * rows + 2 * K + (1 + has_e) * MN_CHUNK * MN_CHUNK;
 }
 
 float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width, bool has_e) {
@@ -19,35 +20,18 @@ float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width
     c->P = at, at += square;
     c->A = has_e ? at : NULL, at += has_e * square;
     c->qs = at, at += rows;
-    c->qd = at, at += rows;
     c->ws = at, at += rows;
-    c->wd = at, at += rows;
     c->es = has_e ? at : NULL, at += has_e * rows;
-    c->ed = has_e ? at : NULL, at += has_e * rows;
+    c->qd = c->qs, c->wd = c->ws, c->ed = c->es;
+    if (width) {
+        c->qd = at, at += rows;
+        c->wd = at, at += rows;
+        c->ed = has_e ? at : NULL, at += has_e * rows;
+    }
     c->G = at, at += MN_CHUNK * width;
     c->fall = at, at += K;
-    c->factor = at, at += width;
+    c->factor = at, at += K;
     return at;
-}
-
-void MN_T(mn_scale_row)(float *dst, const float *src, const float *factor, int64_t width, float scale,
-                        int64_t K) {
-    const vf common = vf_set1(width == 1 ? scale * factor[0] : scale);
-    for (int64_t i = 0; i < K; i += MN_VW) {
-        const int n = vf_lanes(K - i);
-        vf x = vf_mul(vf_load_n(src + i, n), common);
-        if (width > 1) x = vf_mul(x, vf_load_n(factor + i, n));
-        vf_store_n(dst + i, x, n);
-    }
-}
-
-/* factor = exp(a - b) over a row of log decays; NULL is zero */
-static void exp_difference(float *factor, const float *a, const float *b, int64_t width) {
-    for (int64_t i = 0; i < width; i += MN_VW) {
-        const int n = vf_lanes(width - i);
-        const vf x = a ? vf_load_n(a + i, n) : vf_zero();
-        vf_store_n(factor + i, vf_exp(b ? vf_sub(x, vf_load_n(b + i, n)) : x), n);
-    }
 }
 
 /* Whether G has fallen from row a to row b by more than a segment may. */
@@ -87,9 +71,9 @@ static const float *rho(const mn_chunk *c, int segment) {
 
 /* Row t of ws = beta w exp(rho - G_t), afresh */
 static void column_afresh(mn_chunk *c, const mn_linear *p, int64_t t, const float *at) {
-    exp_difference(c->factor, at, c->G + t * c->width, c->width);
-    MN_T(mn_scale_row)(c->ws + t * c->K, MN_ROW(float, p->w, c->b, c->t0 + t, c->h), c->factor,
-                       c->width, c->beta[t], c->K);
+    mn_exp_row(c->factor, at, c->G + t * c->width, c->width);
+    mn_scale_row(c->ws + t * c->K, MN_ROW(float, p->w, c->b, c->t0 + t, c->h), c->factor, c->width,
+                 c->beta[t], c->K);
 }
 
 /* Rows of the segment just left may be large, so they start afresh; those before are at most 1. */
@@ -97,25 +81,22 @@ void MN_T(mn_chunk_columns)(mn_chunk *c, const mn_linear *p, int to) {
     const float *at = rho(c, to);
     if (to > 0) {
         for (int64_t s = c->first[to - 1]; s < c->first[to]; s++) column_afresh(c, p, s, at);
-        exp_difference(c->factor, at, rho(c, to - 1), c->width);
+        mn_exp_row(c->factor, at, rho(c, to - 1), c->width);
         for (int64_t s = 0; s < c->first[to - 1]; s++) {
             float *row = c->ws + s * c->K;
-            MN_T(mn_scale_row)(row, row, c->factor, c->width, 1.0f, c->K);
+            mn_scale_row(row, row, c->factor, c->width, 1.0f, c->K);
         }
     }
     for (int64_t s = c->first[to]; s < c->first[to + 1]; s++) column_afresh(c, p, s, at);
 }
 
-/* xs = x scale exp(G - rho) and xd = xs exp(rho) for the rows of a segment */
+/* xs = x scale exp(G - rho) and xd = xs exp(rho) for the rows of a segment; `fall` holds exp(rho) */
 static void scale_rows(float *xs, float *xd, mn_chunk *c, mn_in x, float scale, int segment) {
+    const int64_t K = c->K;
     for (int64_t t = c->first[segment]; t < c->first[segment + 1]; t++) {
-        exp_difference(c->factor, c->G + t * c->width, rho(c, segment), c->width);
-        MN_T(mn_scale_row)(xs + t * c->K, MN_ROW(float, x, c->b, c->t0 + t, c->h), c->factor, c->width,
-                           scale, c->K);
-    }
-    exp_difference(c->factor, rho(c, segment), NULL, c->width);
-    for (int64_t t = c->first[segment]; t < c->first[segment + 1]; t++) {
-        MN_T(mn_scale_row)(xd + t * c->K, xs + t * c->K, c->factor, c->width, 1.0f, c->K);
+        mn_exp_row(c->factor, c->G + t * c->width, rho(c, segment), c->width);
+        mn_scale_row(xs + t * K, MN_ROW(float, x, c->b, c->t0 + t, c->h), c->factor, c->width, scale, K);
+        if (c->width) mn_scale_row(xd + t * K, xs + t * K, c->fall, c->width, 1.0f, K);
     }
 }
 
@@ -144,14 +125,14 @@ static void load_beta(mn_chunk *c, const mn_linear *p) {
 /* wd = ws exp(G_L - rho of the last segment), and fall = exp G_L */
 static void finish(mn_chunk *c) {
     const float *last = c->G + (c->L - 1) * c->width;
-    exp_difference(c->factor, last, rho(c, c->n_segments - 1), c->width);
-    for (int64_t s = 0; s < c->L; s++) {
-        MN_T(mn_scale_row)(c->wd + s * c->K, c->ws + s * c->K, c->factor, c->width, 1.0f, c->K);
+    if (c->width) {
+        mn_exp_row(c->factor, last, rho(c, c->n_segments - 1), c->width);
+        for (int64_t s = 0; s < c->L; s++) {
+            mn_scale_row(c->wd + s * c->K, c->ws + s * c->K, c->factor, c->width, 1.0f, c->K);
+        }
+        mn_exp_row(c->fall, last, NULL, c->width);
     }
-    exp_difference(c->factor, last, NULL, c->width);
-    for (int64_t i = 0; i < c->K; i++) {
-        c->fall[i] = c->width == 0 ? 1.0f : c->factor[c->width == 1 ? 0 : i];
-    }
+    for (int64_t i = c->width == 1; c->width < 2 && i < c->K; i++) c->fall[i] = c->width ? c->fall[0] : 1.0f;
 }
 
 void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *seq, int64_t h,
@@ -165,6 +146,7 @@ void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *
     sum_decays(c, p);
     for (int I = 0; I < c->n_segments; I++) {
         MN_T(mn_chunk_columns)(c, p, I);
+        mn_exp_row(c->fall, rho(c, I), NULL, c->width);
         if (reads) {
             scale_rows(c->qs, c->qd, c, p->q, p->scale, I);
             scores(c->P, c->qs, c, I, false);
