@@ -84,15 +84,19 @@ static mn_status complete_view(const char *op, const mn_field *field, const char
     int64_t count;
     const mn_status st = count_elements(op, field, axes, call, &count);
     if (st != MN_OK) return st;
+    int64_t plain[3];
+    contiguous(plain, axes, call);
     const int64_t *s = view->stride;
-    const bool given = s[0] != 0 || s[1] != 0 || s[2] != 0;
-    const bool strided = axes[0] == 'B' && strchr("TL", axes[1]) && axes[1];
-    if (!given) {
-        contiguous(view->stride, axes, call);
-    } else if (!strided) {
+    if (s[0] == 0 && s[1] == 0 && s[2] == 0) {
+        memcpy(view->stride, plain, sizeof plain);
+        return MN_OK;
+    }
+    const bool strided = axes[0] == 'B' && (axes[1] == 'T' || axes[1] == 'L');
+    if (!strided && memcmp(s, plain, sizeof plain) != 0) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: %s must be contiguous, leave its strides zero", op,
                        field->name);
-    } else if (s[0] < 0 || s[1] < 0 || s[2] < 0) {
+    }
+    if (s[0] < 0 || s[1] < 0 || s[2] < 0) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: %s has a negative stride", op, field->name);
     }
     return MN_OK;
