@@ -148,6 +148,23 @@ static mn_status check_decay(const char *op, const mn_field *field, const char *
     return st;
 }
 
+/* Targets are whole numbers below V, or the value to be ignored. */
+static mn_status check_classes(const char *op, const mn_field *field, const char *axes,
+                               const mn_call *call, const mn_in *view, const int64_t *ignore) {
+    int64_t count;
+    const mn_status st = count_elements(op, field, axes, call, &count);
+    for (int64_t i = 0; st == MN_OK && i < count; i++) {
+        const double x = call->dtype == MN_F64 ? ((const double *)view->data)[i]
+                                               : (double)((const float *)view->data)[i];
+        const bool is_class = x >= 0 && x < (double)call->V && x == floor(x);
+        if (!is_class && !(ignore && x == (double)*ignore)) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: %s holds %g at entry %" PRId64
+                           ", no class below V = %" PRId64, op, field->name, x, i, call->V);
+        }
+    }
+    return st;
+}
+
 /* One field: its own view and, in backward, its gradient or cotangent. */
 static mn_status check_field(const char *op, const mn_field *field, int decay, const mn_call *call,
                              char *args, bool backward) {
@@ -173,6 +190,11 @@ static mn_status check_field(const char *op, const mn_field *field, int decay, c
     if (st == MN_OK && view->data && field->law == MN_LAW_DECAY) {
         st = check_decay(op, field, axes, call, view);
     }
+    if (st == MN_OK && view->data && field->law == MN_LAW_CLASS) {
+        const bool ignores = field->op == MN_OP_cross_entropy;
+        st = check_classes(op, field, axes, call, view,
+                           ignores ? &((mn_cross_entropy_args *)args)->ignore : NULL);
+    }
     return st;
 }
 
@@ -186,6 +208,35 @@ static mn_status check_sizes(const char *name, const mn_call *call) {
         const int64_t size = mn_axis_size(call, *letter, &ok);
         if (size < 0) {
             return mn_fail(MN_ERR_ARGUMENT, "%s: %c is %" PRId64, name, *letter, size);
+        }
+    }
+    return MN_OK;
+}
+
+static int count_choices(const char *names) {
+    int count = 1;
+    for (const char *at = names; *at; at++) count += *at == ',';
+    return count;
+}
+
+/* Choices name one of their values, and groups cut the width evenly. */
+static mn_status check_params(mn_op_id op, const char *args) {
+    const char *name = mn_op_describe(op)->name;
+    int count;
+    const mn_param *params = mn_op_params(op, &count);
+    for (int i = 0; i < count; i++) {
+        if (params[i].kind != MN_PARAM_CHOICE) continue;
+        const int value = *(const int *)(args + params[i].offset);
+        if (value < 0 || value >= count_choices(params[i].choices)) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: %s is %d, it counts in %s from 0", name,
+                           params[i].name, value, params[i].choices);
+        }
+    }
+    if (op == MN_OP_rms_norm_gated) {
+        const mn_rms_norm_gated_args *p = (const mn_rms_norm_gated_args *)args;
+        if (p->groups < 1 || p->call.V % p->groups != 0) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: groups is %" PRId64 ", it must divide V = %" PRId64,
+                           name, p->groups, p->call.V);
         }
     }
     return MN_OK;
@@ -210,24 +261,6 @@ static mn_status derive_sizes(mn_op_id op, void *args) {
     if (keyed && op != MN_OP_hyper && (call->J < 1 || call->H % call->J != 0)) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: H = %" PRId64 " is no multiple of J = %" PRId64, name,
                        call->H, call->J);
-    }
-    return MN_OK;
-}
-
-/* A choice is stored as the index of its name. */
-static mn_status check_choices(mn_op_id op, const void *args) {
-    int count;
-    const mn_param *params = mn_op_params(op, &count);
-    for (int i = 0; i < count; i++) {
-        if (params[i].kind != MN_PARAM_CHOICE) continue;
-        const int value = *(const int *)((const char *)args + params[i].offset);
-        int names = 1;
-        for (const char *at = params[i].choices; *at; at++) names += *at == ',';
-        if (value < 0 || value >= names) {
-            return mn_fail(MN_ERR_ARGUMENT, "%s: %s is %d, it must be 0 to %d (%s)",
-                           mn_op_describe(op)->name, params[i].name, value, names - 1,
-                           params[i].choices);
-        }
     }
     return MN_OK;
 }
@@ -267,10 +300,13 @@ mn_status mn_validate(mn_op_id op, void *args, bool backward) {
     const char *name = mn_op_describe(op)->name;
     const mn_call *call = args;
     const int decay = mn_args_decay(op, args);
+    if (backward && op == MN_OP_adamw) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: an optimiser step has no backward pass", name);
+    }
     mn_status st = check_sizes(name, call);
     if (st == MN_OK) st = check_packing(name, call);
     if (st == MN_OK) st = derive_sizes(op, args);
-    if (st == MN_OK) st = check_choices(op, args);
+    if (st == MN_OK) st = check_params(op, args);
     if (st == MN_OK) st = check_pairs(op, args);
     if (st == MN_OK) st = check_hyper(op, args);
     if (st == MN_OK && (decay < MN_DECAY_NONE || decay > MN_DECAY_CHANNEL)) {
