@@ -242,6 +242,18 @@ static mn_status check_params(mn_op_id op, const char *args) {
     return MN_OK;
 }
 
+/* A count of tokens seen before is at least 0; curvature divides by it plus one. */
+static mn_status check_counts(const char *name, int64_t n0, const int64_t *counts, const mn_call *call) {
+    if (n0 < 0) return mn_fail(MN_ERR_ARGUMENT, "%s: n0 is %" PRId64 ", a count is at least 0", name, n0);
+    for (int64_t n = 0; counts && n < mn_n_sequences(call); n++) {
+        if (counts[n] < 0) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: counts0[%" PRId64 "] is %" PRId64
+                           ", a count is at least 0", name, n, counts[n]);
+        }
+    }
+    return MN_OK;
+}
+
 /* Sizes that follow from others. */
 static mn_status derive_sizes(mn_op_id op, void *args) {
     mn_call *call = args;
@@ -251,6 +263,11 @@ static mn_status derive_sizes(mn_op_id op, void *args) {
     if (op == MN_OP_riccati) call->R = call->K << (((mn_riccati_args *)args)->theta.data != NULL);
     if (op == MN_OP_bayes) call->R = call->K << (((mn_bayes_args *)args)->theta.data != NULL);
     const bool keyed = op == MN_OP_attention || op == MN_OP_relu_attention || op == MN_OP_hyper;
+    const mn_curvature_args *curvature = args;
+    mn_status st = MN_OK;
+    if (op == MN_OP_curvature) st = check_counts(name, curvature->n0, curvature->counts0, call);
+    if (op == MN_OP_ccq_read) st = check_counts(name, ((mn_ccq_read_args *)args)->n0, NULL, call);
+    if (st != MN_OK) return st;
     if (keyed && call->L < call->T) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: L = %" PRId64 " keys for T = %" PRId64 " queries", name,
                        call->L, call->T);
