@@ -184,7 +184,7 @@ static float chain(const product *g, int64_t i, int64_t j) {
 }
 
 /* K products and sums: each of the K fused steps rounds a partial sum that is at most sum|a||b|
- * (1 + K u), u = eps/2; alpha and base round once more each. With K u < 1e-3, eps covers u(1+K u). */
+ * (1 + K u), u = eps/2; alpha and base round once more each. As K u < 1e-3, eps covers it. */
 static void check_close(const product *g, int64_t i, int64_t j, float got) {
     double sum = 0, size = 0;
     for (int64_t k = 0; k < g->p.K; k++) {
@@ -529,10 +529,11 @@ static void test_maps_at_limits(void **state) {
         for (int i = 0; i < COUNTOF(limits); i++) {
             float y;
             t->map[limits[i].f](&y, &limits[i].x, 1);
-            const bool same = bits_of(y) == bits_of(limits[i].y) || (isnan(y) && isnan(limits[i].y));
+            const float want = limits[i].y;
+            const bool same = bits_of(y) == bits_of(want) || (isnan(y) && isnan(want));
             if (!same) {
                 fail_msg("%s %s(%g) is %g, should be %g", t->name, maps[limits[i].f].name,
-                         (double)limits[i].x, (double)y, (double)limits[i].y);
+                         (double)limits[i].x, (double)y, (double)want);
             }
         }
     }
