@@ -13,7 +13,7 @@
 #include "base/util.h"
 
 /* Registers hold 2 * ROWS vectors of cells and some for the token. */
-enum { ROWS = MN_VW == 16 ? 8 : 4, TOKENS = 64, COLUMNS = 32, VECTORS = COLUMNS / MN_VW };
+enum { ROWS = MN_VW == 16 ? 8 : 4, TOKENS = 32, MOST_COLUMNS = 128, VECTORS = MOST_COLUMNS / MN_VW };
 
 /* A block of tokens, made ready. keys: for each group of rows and each token k, k^2 and q of its
  * ROWS rows. The others: for each vector of columns and each token one vector. */
@@ -24,17 +24,18 @@ typedef struct stage {
     float keys[];
 } stage;
 
-static int64_t tiles_of(const mn_call *c) {
-    return mn_ceil_div(c->V, COLUMNS);
+/* Columns of an item: with few heads less, so that a long sequence has work for several cores. */
+static int64_t width_of(const mn_call *c) {
+    return c->H < 8 ? MOST_COLUMNS / 4 : MOST_COLUMNS;
 }
 
 bool MN_T(mn_importance_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t padded, keys, cells, floats;
     plan->n_phases = 1;
-    plan->items[0] = mn_n_sequences(c) * c->H * tiles_of(c);
+    plan->items[0] = mn_n_sequences(c) * c->H * mn_ceil_div(c->V, width_of(c));
     return mn_add_i64(&padded, c->K, ROWS) && mn_mul_i64(&keys, padded, 3 * TOKENS) &&
-           mn_mul_i64(&cells, padded, 2 * COLUMNS) && mn_add_i64(&floats, keys, cells) &&
+           mn_mul_i64(&cells, padded, 2 * MOST_COLUMNS) && mn_add_i64(&floats, keys, cells) &&
            mn_mul_size(&plan->scratch_bytes, (size_t)floats, sizeof(float)) &&
            mn_add_size(&plan->scratch_bytes, plan->scratch_bytes, sizeof(stage) + 64);
 }
@@ -78,9 +79,36 @@ static void stage_values(stage *s, const mn_importance_args *p, const mn_cells *
     }
 }
 
+/* A line of memory per token of the next block, to be asked for while this one is computed. With many
+ * heads the rows of one head lie pages apart, where the hardware foresees nothing. */
+typedef struct ahead {
+    const float *line;
+    int64_t step;
+} ahead;
+
+enum { LINE = 16 };    // floats
+
+/* Line number `index` of the inputs of a token: of k, q, v, b in turn. Past the last one, or without a
+ * next block, a line that is at hand. */
+static ahead line_ahead(const mn_importance_args *p, const mn_cells *tile, const stage *s, int64_t b,
+                        int64_t t0, int64_t index) {
+    const int64_t key_lines = mn_ceil_div(tile->i1, LINE);
+    const int64_t value_lines = mn_ceil_div(tile->j1 - tile->j0, LINE);
+    const mn_in *const views[] = { &p->k, &p->q, &p->v, &p->b };
+    for (int i = 0; i < 4; i++) {
+        const int64_t lines = i < 2 ? key_lines : value_lines, first = i < 2 ? 0 : tile->j0;
+        if (index < lines) {
+            const float *row = MN_ROW(float, *views[i], b, t0, tile->h);
+            return (ahead){ row + first + index * LINE, views[i]->stride[1] };
+        }
+        index -= lines;
+    }
+    return (ahead){ s->grow, 0 };
+}
+
 /* Takes one block of cells through n tokens, adding to o and, where `spread`, to ovar. */
-MN_ALWAYS_INLINE void walk(float *cells, stage *s, const float *keys, int64_t at, int64_t n,
-                           bool spread) {
+MN_ALWAYS_INLINE void walk(float *cells, stage *s, const float *keys, ahead next,
+                           int64_t at, int64_t n, bool spread) {
     const vf one = vf_set1(1.0f);
     vf M[ROWS], J[ROWS];
     MN_UNROLL
@@ -88,7 +116,8 @@ MN_ALWAYS_INLINE void walk(float *cells, stage *s, const float *keys, int64_t at
         M[r] = vf_load(cells + r * MN_VW);
         J[r] = vf_load(cells + (ROWS + r) * MN_VW);
     }
-    for (int64_t t = 0; t < n; t++, at += MN_VW, keys += 3 * ROWS) {
+    for (int64_t t = 0; t < n; t++, at += MN_VW, keys += 3 * ROWS, next.line += next.step) {
+        __builtin_prefetch(next.line, 0, 2);
         if (s->renew[t] != 1.0f) {
             const vf renew = vf_set1(s->renew[t]);
             MN_UNROLL
@@ -123,12 +152,12 @@ MN_ALWAYS_INLINE void walk(float *cells, stage *s, const float *keys, int64_t at
     }
 }
 
-static void walk_mean(float *cells, stage *s, const float *keys, int64_t at, int64_t n) {
-    walk(cells, s, keys, at, n, false);
+static void walk_mean(float *cells, stage *s, const float *keys, ahead next, int64_t at, int64_t n) {
+    walk(cells, s, keys, next, at, n, false);
 }
 
-static void walk_spread(float *cells, stage *s, const float *keys, int64_t at, int64_t n) {
-    walk(cells, s, keys, at, n, true);
+static void walk_spread(float *cells, stage *s, const float *keys, ahead next, int64_t at, int64_t n) {
+    walk(cells, s, keys, next, at, n, true);
 }
 
 static void write_outputs(const stage *s, const mn_importance_args *p, const mn_cells *tile,
@@ -152,9 +181,10 @@ void MN_T(mn_importance_forward_run)(const void *args, int phase, int64_t item, 
     (void)phase, (void)shared;
     const mn_importance_args *p = args;
     const mn_call *call = &p->call;
-    const int64_t tiles = tiles_of(call), j0 = item % tiles * COLUMNS;
+    const int64_t width = width_of(call), tiles = mn_ceil_div(call->V, width);
+    const int64_t j0 = item % tiles * width, j1 = mn_min(j0 + width, call->V);
     const int64_t n = item / tiles / call->H, h = item / tiles % call->H;
-    const mn_cells tile = mn_cells_of(n, h, 0, call->K, j0, mn_min(j0 + COLUMNS, call->V), ROWS);
+    const mn_cells tile = mn_cells_of(n, h, 0, call->K, j0, j1, ROWS);
     const mn_sequence seq = mn_sequence_at(call, n);
     float *cells = scratch;
     stage *s = (stage *)(cells + mn_cells_floats(&tile));
@@ -166,11 +196,17 @@ void MN_T(mn_importance_forward_run)(const void *args, int phase, int64_t item, 
         MN_T(mn_frame_advance)(&frame, &tokens, p, seq.b, t0, h, count);
         stage_keys(s, p, &tile, seq.b, t0, count);
         stage_values(s, p, &tile, seq.b, t0, count);
+        const bool more = start + 2 * TOKENS <= seq.length;
         for (int64_t g = 0; g < tile.groups; g++) {
             for (int64_t c = 0; c < tile.vectors; c++) {
                 float *block = mn_cells_block(cells, &tile, g, c);
-                if (p->ovar.data) walk_spread(block, s, keys_of(s, g), c * TOKENS * MN_VW, count);
-                else walk_mean(block, s, keys_of(s, g), c * TOKENS * MN_VW, count);
+                const int64_t index = more ? g * tile.vectors + c : INT64_MAX;
+                const ahead next = line_ahead(p, &tile, s, seq.b, t0 + TOKENS, index);
+                if (p->ovar.data) {
+                    walk_spread(block, s, keys_of(s, g), next, c * TOKENS * MN_VW, count);
+                } else {
+                    walk_mean(block, s, keys_of(s, g), next, c * TOKENS * MN_VW, count);
+                }
             }
         }
         write_outputs(s, p, &tile, seq.b, t0, count);
