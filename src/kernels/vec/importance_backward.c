@@ -22,6 +22,7 @@
 
 #include "base/checked.h"
 #include "base/util.h"
+#include "kernels/vec/ahead.h"
 #include "kernels/vec/replay.h"
 
 /* Four vectors of dq and dk make up one transpose. */
@@ -67,6 +68,7 @@ typedef struct item_state {
     mn_frame_tokens tokens;
     mn_frame frame;             // behind the last token
     bool spread;                // dovar is given
+    mn_ahead ahead;             // rows of the next block
     double to_prior;            // this item's part of dip
     float *adjoint;             // A and C as cells
     float *keys;                // per group and token: k, k^2, q of its rows
@@ -119,11 +121,12 @@ static void stage_keys(item_state *s, int64_t t0, int64_t n) {
         const float *q = MN_ROW(float, s->p->q, s->seq.b, s->seq.t0 + t0 + t, tile->h);
         for (int64_t g = 0; g < tile->groups; g++) {
             float *to = keys_at(s, g) + t * 3 * ROWS;
-            for (int64_t r = 0; r < ROWS; r++) {
-                const int64_t i = tile->i0 + g * ROWS + r;
-                to[r] = i < tile->i1 ? k[i] : 0.0f;
-                to[ROWS + r] = to[r] * to[r];
-                to[2 * ROWS + r] = i < tile->i1 ? q[i] : 0.0f;
+            const int64_t i = tile->i0 + g * ROWS, count = mn_min(ROWS, tile->i1 - i);
+            if (count < ROWS) memset(to, 0, 3 * ROWS * sizeof *to);
+            for (int64_t r = 0; r < count; r++) {
+                to[r] = k[i + r];
+                to[ROWS + r] = k[i + r] * k[i + r];
+                to[2 * ROWS + r] = q[i + r];
             }
         }
     }
@@ -181,10 +184,12 @@ MN_ALWAYS_INLINE void renew_cells(vf M[ROWS], vf J[ROWS], float factor) {
 /* Takes one block of cells from `from` through n tokens. With `keep`, their values before each token,
  * in its frame, are left there; the last state goes to `to` where that is not NULL. */
 MN_ALWAYS_INLINE void walk(float *to, const float *from, float *keep, const float *keys,
-                           const float *v, const float *b, const float *renew, int64_t n) {
+                           const float *v, const float *b, const float *renew, mn_line next,
+                           int64_t n) {
     vf M[ROWS], J[ROWS];
     load_cells(M, J, from);
-    for (int64_t t = 0; t < n; t++, keys += 3 * ROWS) {
+    for (int64_t t = 0; t < n; t++, keys += 3 * ROWS, next.at += next.step) {
+        __builtin_prefetch(next.at, 0, 2);
         renew_cells(M, J, renew[t]);
         if (keep) store_cells(keep + t * BLOCK_FLOATS, M, J);
         const vf v_t = vf_load(v + t * MN_VW), b_t = vf_load(b + t * MN_VW);
@@ -197,6 +202,12 @@ MN_ALWAYS_INLINE void walk(float *to, const float *from, float *keep, const floa
     if (to) store_cells(to, M, J);
 }
 
+/* Line `index` of the tokens from t on, if there is a whole block of them */
+static mn_line line_ahead(const item_state *s, int64_t t, int64_t index) {
+    if (t < 0 || t + TOKENS > s->seq.length) return (mn_line){ s->sum, 0 };
+    return mn_line_ahead(&s->ahead, s->seq.b, s->seq.t0 + t, s->tile.h, index, s->sum);
+}
+
 static void advance(void *context, float *cells, int64_t t0, int64_t n) {
     item_state *s = context;
     const mn_cells *tile = &s->tile;
@@ -205,7 +216,8 @@ static void advance(void *context, float *cells, int64_t t0, int64_t n) {
         for (int64_t c = 0; c < tile->vectors; c++) {
             const int64_t at = c * TOKENS * MN_VW;
             float *block = mn_cells_block(cells, tile, g, c);
-            walk(block, block, NULL, keys_at(s, g), s->v + at, s->b + at, s->tokens.renew + t0, n);
+            const mn_line next = line_ahead(s, t0 + TOKENS, g * tile->vectors + c);
+            walk(block, block, NULL, keys_at(s, g), s->v + at, s->b + at, s->tokens.renew + t0, next, n);
         }
     }
 }
@@ -381,7 +393,8 @@ static void reverse(void *context, const float *cells, int64_t t0, int64_t n) {
             const int64_t at = c * TOKENS * MN_VW;
             float *adjoint = mn_cells_block(s->adjoint, tile, g, c);
             walk(NULL, mn_cells_block((float *)cells, tile, g, c), s->before, keys, s->v + at,
-                 s->b + at, s->tokens.renew + t0, n);
+                 s->b + at, s->tokens.renew + t0,
+                 line_ahead(s, t0 - TOKENS, g * tile->vectors + c), n);
             if (s->spread) walk_back_spread(s, adjoint, keys, c, t0, n);
             else walk_back_mean(s, adjoint, keys, c, t0, n);
         }
@@ -441,6 +454,11 @@ static void run_item(const mn_importance_args *p, int64_t item, cut rows, void *
     s->d_o = take(&memory, wide), s->dovar = take(&memory, wide);
     s->dv = take(&memory, wide), s->db = take(&memory, wide);
     s->adjoint = take(&memory, mn_cells_floats(&s->tile));
+    mn_ahead_add(&s->ahead, p->v, 0, call->V);
+    mn_ahead_add(&s->ahead, p->b, 0, call->V);
+    mn_ahead_add(&s->ahead, p->k, i0, s->tile.i1);
+    mn_ahead_add(&s->ahead, p->q, i0, s->tile.i1);
+    mn_ahead_add(&s->ahead, p->cot.o, 0, call->V);
     MN_T(mn_cells_load)(memory, &s->frame, p, &s->tile);
     MN_T(mn_frame_advance)(&s->frame, &s->tokens, p, s->seq.b, s->seq.t0, s->tile.h, s->seq.length);
     const mn_replay replay = { .T = s->seq.length, .block = TOKENS,
