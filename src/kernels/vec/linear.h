@@ -15,7 +15,8 @@
  * which G falls by no more than MN_SEGMENT_FALL in any channel; row t of segment I uses
  * exp(G_t - rho_I) <= 1, rho_I being G at the segment's first token, and column s uses
  * exp(rho_I - G_s), which is at most exp(MN_SEGMENT_FALL) inside the segment and at most 1 before it.
- * Weak decay gives one segment; any decay, -1e30 included, gives the exact value. */
+ * The first segment counts from the chunk's start, rho_0 = 0, unless its first token alone falls
+ * further. Weak decay gives one segment; any decay, -1e30 included, gives the exact value. */
 #ifndef MN_KERNELS_VEC_LINEAR_H
 #define MN_KERNELS_VEC_LINEAR_H
 
@@ -46,9 +47,12 @@ typedef struct mn_chunk {
     int64_t ahead, n_ahead;         // first token and tokens of the chunk that follows in the walk
     int n_segments;
     int64_t first[MN_CHUNK + 1];    // token each segment starts at; first[n_segments] = L
+    const float *rho0;              // G that the first segment counts from
+    float *zeros, *step;            // (width); work of the same size
     float *G;                       // (L,width)
     float *qs, *es;                 // q, e times exp(G - rho of the row's segment)
-    float *qd, *ed;                 // q, e times exp G; without decay the same memory as qs, es
+    float *qd, *ed;                 // q, e times exp G; with one segment from 0 these are qs, es
+    float *qd_memory, *ed_memory;   // where qd, ed are when they are not
     float *ws, *wd;                 // w times exp(rho - G), rho of the segment at hand; exp(G_L - G)
     float *factor;                  // (L,width) work
     float *fall;                    // (K) exp G_L, or ones
@@ -113,6 +117,16 @@ MN_ALWAYS_INLINE void mn_exp_row(float *factor, const float *a, const float *b, 
         const vf x = vf_load_n(a + i, n);
         vf_store_n(factor + i, vf_exp(b ? vf_sub(x, vf_load_n(b + i, n)) : x), n);
     }
+}
+
+/* G that the rows of a segment count from. */
+static inline const float *mn_rho(const mn_chunk *c, int segment) {
+    return segment == 0 ? c->rho0 : c->G + c->first[segment] * c->width;
+}
+
+/* The one segment counts from the chunk's start, so that exp(rho) = 1. */
+static inline bool mn_chunk_simple(const mn_chunk *c) {
+    return c->n_segments == 1 && c->rho0 == c->zeros;
 }
 
 /* X <- (I + A)^-1 X and X <- (I + A)^-T X; A (L,L) strictly lower, X (L,n) contiguous. */

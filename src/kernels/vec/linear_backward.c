@@ -153,20 +153,19 @@ static void add_row(float *y, const float *x, int64_t K) {
     }
 }
 
-static const float *rho(const mn_chunk *c, int segment) {
-    return c->G + c->first[segment] * c->width;
-}
-
 /* Gradients of the rows of one segment: dx = scale exp(G - rho) (dP ws + exp(rho) part), where part
  * (L,K) is what came through the state. ws must be that of the segment. */
 static void segment_rows(float *dx, const float *dP, work *w, int segment, float scale) {
     mn_chunk *c = &w->c;
     const int64_t t0 = c->first[segment], end = c->first[segment + 1], K = c->K;
-    for (int64_t t = t0; t < end; t++) scale_by_fall(dx + t * K, c, rho(c, segment), NULL);
+    const bool from_start = segment == 0 && c->rho0 == c->zeros;
+    for (int64_t t = t0; c->width && !from_start && t < end; t++) {
+        scale_by_fall(dx + t * K, c, mn_rho(c, segment), NULL);
+    }
     product(dx + t0 * K, K, dP + t0 * c->L, c->L, 1, c->ws, K, end - t0, K, end, 1.0f, MN_GEMM_ADD,
             segment == 0 ? MN_GEMM_A_LOWER : MN_GEMM_FULL);
     for (int64_t t = t0; t < end; t++) {
-        scale_by_fall(dx + t * K, c, c->G + t * c->width, rho(c, segment));
+        scale_by_fall(dx + t * K, c, c->G + t * c->width, mn_rho(c, segment));
         mn_scale_row(dx + t * K, dx + t * K, NULL, 0, scale, K);
     }
 }
@@ -179,10 +178,10 @@ static void column_gradients(work *w, const mn_linear *p) {
     memset(w->dw, 0, (size_t)(L * K) * sizeof(float));
     for (int I = last; I >= 0; I--) {
         const int64_t t0 = c->first[I], end = c->first[I + 1];
-        const float *from = I == last ? c->G + (L - 1) * c->width : rho(c, I + 1);
+        const float *from = I == last ? c->G + (L - 1) * c->width : mn_rho(c, I + 1);
         for (int64_t s = 0; s < end; s++) {
             if (I == last || s < t0) {
-                scale_by_fall(w->acc + s * K, c, from, rho(c, I));
+                scale_by_fall(w->acc + s * K, c, from, mn_rho(c, I));
                 continue;
             }
             scale_by_fall(w->acc + s * K, c, from, c->G + s * c->width);
@@ -197,7 +196,7 @@ static void column_gradients(work *w, const mn_linear *p) {
                     MN_GEMM_ADD, shape);
         }
         for (int64_t s = t0; s < end; s++) {
-            scale_by_fall(w->acc + s * K, c, rho(c, I), c->G + s * c->width);
+            scale_by_fall(w->acc + s * K, c, mn_rho(c, I), c->G + s * c->width);
             add_row(w->dw + s * K, w->acc + s * K, K);
         }
     }
