@@ -214,24 +214,6 @@ static mn_status derive_sizes(mn_op_id op, void *args) {
     return MN_OK;
 }
 
-/* A choice is stored as the index of its name. */
-static mn_status check_choices(mn_op_id op, const void *args) {
-    int count;
-    const mn_param *params = mn_op_params(op, &count);
-    for (int i = 0; i < count; i++) {
-        if (params[i].kind != MN_PARAM_CHOICE) continue;
-        const int value = *(const int *)((const char *)args + params[i].offset);
-        int names = 1;
-        for (const char *at = params[i].choices; *at; at++) names += *at == ',';
-        if (value < 0 || value >= names) {
-            return mn_fail(MN_ERR_ARGUMENT, "%s: %s is %d, it must be 0 to %d (%s)",
-                           mn_op_describe(op)->name, params[i].name, value, names - 1,
-                           params[i].choices);
-        }
-    }
-    return MN_OK;
-}
-
 /* Rotary positions turn pairs of channels. */
 static mn_status check_pairs(mn_op_id op, const void *args) {
     const mn_call *call = args;
@@ -270,9 +252,6 @@ mn_status mn_validate(mn_op_id op, void *args, bool backward) {
     mn_status st = check_sizes(name, call);
     if (st == MN_OK) st = check_packing(name, call);
     if (st == MN_OK) st = derive_sizes(op, args);
-    if (st == MN_OK) st = check_choices(op, args);
-    if (st == MN_OK) st = check_pairs(op, args);
-    if (st == MN_OK) st = check_hyper(op, args);
     if (st == MN_OK && (decay < MN_DECAY_NONE || decay > MN_DECAY_CHANNEL)) {
         st = mn_fail(MN_ERR_ARGUMENT, "%s: decay is %d, not one of mn_decay", name, decay);
     }
@@ -281,5 +260,7 @@ mn_status mn_validate(mn_op_id op, void *args, bool backward) {
     for (int i = 0; st == MN_OK && i < count; i++) {
         st = check_field(name, &fields[i], decay, call, args, backward);
     }
+    if (st == MN_OK) st = check_pairs(op, args);
+    if (st == MN_OK) st = check_hyper(op, args);
     return st;
 }
