@@ -8,7 +8,8 @@
 
 int64_t MN_T(mn_chunk_floats)(int64_t K, int64_t width, bool has_e) {
     const int64_t rows = MN_CHUNK * K;
-    return MN_CHUNK * width + (4 + 2 * has_e) * rows + width + K + (1 + has_e) * MN_CHUNK * MN_CHUNK;
+    const int64_t copies = width ? 2 : 1;    // qd, wd, ed are copies of their own under a decay
+    return 2 * MN_CHUNK * (width ? width : 1) + copies * (2 + has_e) * rows + K + (1 + has_e) * MN_CHUNK * MN_CHUNK;
 }
 
 float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width, bool has_e) {
@@ -19,35 +20,18 @@ float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width
     c->P = at, at += square;
     c->A = has_e ? at : NULL, at += has_e * square;
     c->qs = at, at += rows;
-    c->qd = at, at += rows;
     c->ws = at, at += rows;
-    c->wd = at, at += rows;
     c->es = has_e ? at : NULL, at += has_e * rows;
-    c->ed = has_e ? at : NULL, at += has_e * rows;
-    c->G = at, at += MN_CHUNK * width;
+    c->qd = c->qs, c->wd = c->ws, c->ed = c->es;
+    if (width) {
+        c->qd = at, at += rows;
+        c->wd = at, at += rows;
+        c->ed = has_e ? at : NULL, at += has_e * rows;
+    }
+    c->G = at, at += MN_CHUNK * (width ? width : 1);
     c->fall = at, at += K;
-    c->factor = at, at += width;
+    c->factor = at, at += MN_CHUNK * (width ? width : 1);
     return at;
-}
-
-void MN_T(mn_scale_row)(float *dst, const float *src, const float *factor, int64_t width, float scale,
-                        int64_t K) {
-    const vf common = vf_set1(width == 1 ? scale * factor[0] : scale);
-    for (int64_t i = 0; i < K; i += MN_VW) {
-        const int n = vf_lanes(K - i);
-        vf x = vf_mul(vf_load_n(src + i, n), common);
-        if (width > 1) x = vf_mul(x, vf_load_n(factor + i, n));
-        vf_store_n(dst + i, x, n);
-    }
-}
-
-/* factor = exp(a - b) over a row of log decays; NULL is zero */
-static void exp_difference(float *factor, const float *a, const float *b, int64_t width) {
-    for (int64_t i = 0; i < width; i += MN_VW) {
-        const int n = vf_lanes(width - i);
-        const vf x = a ? vf_load_n(a + i, n) : vf_zero();
-        vf_store_n(factor + i, vf_exp(b ? vf_sub(x, vf_load_n(b + i, n)) : x), n);
-    }
 }
 
 /* Whether G has fallen from row a to row b by more than a segment may. */
@@ -60,12 +44,23 @@ static bool falls_too_far(const float *a, const float *b, int64_t width) {
     return false;
 }
 
-/* Running sums of the log decay and the cut into segments. A fall beyond the float range would make
- * infinities; -1e30 is as far below any exponent that matters. */
-static void sum_decays(mn_chunk *c, const mn_linear *p) {
+/* One number per token: rows of G are neighbours, and sums run in scalars. */
+static void sum_token_decays(mn_chunk *c, const mn_linear *p) {
+    float sum = 0.0f, top = 0.0f;
+    for (int64_t t = 0; t < c->L; t++) {
+        sum += *MN_ROW(float, p->g, c->b, c->t0 + t, c->h);
+        sum = sum > -1e30f ? sum : -1e30f;
+        if (t == 0) top = sum;
+        if (top - sum > MN_SEGMENT_FALL) {
+            c->first[c->n_segments++] = t;
+            top = sum;
+        }
+        c->G[t] = sum;
+    }
+}
+
+static void sum_channel_decays(mn_chunk *c, const mn_linear *p) {
     const vf lowest = vf_set1(-1e30f);
-    c->n_segments = 1;
-    c->first[0] = 0;
     for (int64_t t = 0; t < c->L; t++) {
         const float *g = MN_ROW(float, p->g, c->b, c->t0 + t, c->h);
         float *G = c->G + t * c->width;
@@ -78,6 +73,15 @@ static void sum_decays(mn_chunk *c, const mn_linear *p) {
             c->first[c->n_segments++] = t;
         }
     }
+}
+
+/* Running sums of the log decay and the cut into segments. A fall beyond the float range would make
+ * infinities; -1e30 is as far below any exponent that matters. */
+static void sum_decays(mn_chunk *c, const mn_linear *p) {
+    c->n_segments = 1;
+    c->first[0] = 0;
+    if (c->width == 1) sum_token_decays(c, p);
+    if (c->width > 1) sum_channel_decays(c, p);
     c->first[c->n_segments] = c->L;
 }
 
@@ -85,37 +89,54 @@ static const float *rho(const mn_chunk *c, int segment) {
     return c->G + c->first[segment] * c->width;
 }
 
-/* Row t of ws = beta w exp(rho - G_t), afresh */
-static void column_afresh(mn_chunk *c, const mn_linear *p, int64_t t, const float *at) {
-    exp_difference(c->factor, at, c->G + t * c->width, c->width);
-    MN_T(mn_scale_row)(c->ws + t * c->K, MN_ROW(float, p->w, c->b, c->t0 + t, c->h), c->factor,
-                       c->width, c->beta[t], c->K);
+/* Rows t0 .. end-1 of factor: exp(G_t - at), or exp(at - G_t) when `inverse` */
+static void row_factors(mn_chunk *c, int64_t t0, int64_t end, const float *at, bool inverse) {
+    const float *G = c->G;
+    if (c->width == 1) {
+        const vf origin = vf_set1(*at);
+        for (int64_t t = t0; t < end; t += MN_VW) {
+            const int n = vf_lanes(end - t);
+            const vf x = vf_sub(vf_load_n(G + t, n), origin);
+            vf_store_n(c->factor + t, vf_exp(inverse ? vf_neg(x) : x), n);
+        }
+        return;
+    }
+    for (int64_t t = t0; t < end; t++) {
+        const float *row = G + t * c->width;
+        mn_exp_row(c->factor + t * c->width, inverse ? at : row, inverse ? row : at, c->width);
+    }
+}
+
+/* Rows of ws = beta w exp(at - G_t), afresh */
+static void columns_afresh(mn_chunk *c, const mn_linear *p, int64_t t0, int64_t end, const float *at) {
+    if (c->width) row_factors(c, t0, end, at, true);
+    for (int64_t t = t0; t < end; t++) {
+        mn_scale_row(c->ws + t * c->K, MN_ROW(float, p->w, c->b, c->t0 + t, c->h),
+                     c->factor + t * c->width, c->width, c->beta[t], c->K);
+    }
 }
 
 /* Rows of the segment just left may be large, so they start afresh; those before are at most 1. */
 void MN_T(mn_chunk_columns)(mn_chunk *c, const mn_linear *p, int to) {
     const float *at = rho(c, to);
     if (to > 0) {
-        for (int64_t s = c->first[to - 1]; s < c->first[to]; s++) column_afresh(c, p, s, at);
-        exp_difference(c->factor, at, rho(c, to - 1), c->width);
+        columns_afresh(c, p, c->first[to - 1], c->first[to], at);
+        mn_exp_row(c->factor, at, rho(c, to - 1), c->width);
         for (int64_t s = 0; s < c->first[to - 1]; s++) {
             float *row = c->ws + s * c->K;
-            MN_T(mn_scale_row)(row, row, c->factor, c->width, 1.0f, c->K);
+            mn_scale_row(row, row, c->factor, c->width, 1.0f, c->K);
         }
     }
-    for (int64_t s = c->first[to]; s < c->first[to + 1]; s++) column_afresh(c, p, s, at);
+    columns_afresh(c, p, c->first[to], c->first[to + 1], at);
 }
 
-/* xs = x scale exp(G - rho) and xd = xs exp(rho) for the rows of a segment */
-static void scale_rows(float *xs, float *xd, mn_chunk *c, mn_in x, float scale, int segment) {
+/* xs = x scale factor and xd = xs exp(rho) for the rows of a segment; `fall` holds exp(rho) */
+static void scale_rows(float *xs, float *xd, const mn_chunk *c, mn_in x, float scale, int segment) {
+    const int64_t K = c->K;
     for (int64_t t = c->first[segment]; t < c->first[segment + 1]; t++) {
-        exp_difference(c->factor, c->G + t * c->width, rho(c, segment), c->width);
-        MN_T(mn_scale_row)(xs + t * c->K, MN_ROW(float, x, c->b, c->t0 + t, c->h), c->factor, c->width,
-                           scale, c->K);
-    }
-    exp_difference(c->factor, rho(c, segment), NULL, c->width);
-    for (int64_t t = c->first[segment]; t < c->first[segment + 1]; t++) {
-        MN_T(mn_scale_row)(xd + t * c->K, xs + t * c->K, c->factor, c->width, 1.0f, c->K);
+        mn_scale_row(xs + t * K, MN_ROW(float, x, c->b, c->t0 + t, c->h), c->factor + t * c->width,
+                     c->width, scale, K);
+        if (c->width) mn_scale_row(xd + t * K, xs + t * K, c->fall, c->width, 1.0f, K);
     }
 }
 
@@ -144,27 +165,40 @@ static void load_beta(mn_chunk *c, const mn_linear *p) {
 /* wd = ws exp(G_L - rho of the last segment), and fall = exp G_L */
 static void finish(mn_chunk *c) {
     const float *last = c->G + (c->L - 1) * c->width;
-    exp_difference(c->factor, last, rho(c, c->n_segments - 1), c->width);
-    for (int64_t s = 0; s < c->L; s++) {
-        MN_T(mn_scale_row)(c->wd + s * c->K, c->ws + s * c->K, c->factor, c->width, 1.0f, c->K);
+    if (c->width) {
+        mn_exp_row(c->factor, last, rho(c, c->n_segments - 1), c->width);
+        for (int64_t s = 0; s < c->L; s++) {
+            mn_scale_row(c->wd + s * c->K, c->ws + s * c->K, c->factor, c->width, 1.0f, c->K);
+        }
+        mn_exp_row(c->fall, last, NULL, c->width);
     }
-    exp_difference(c->factor, last, NULL, c->width);
-    for (int64_t i = 0; i < c->K; i++) {
-        c->fall[i] = c->width == 0 ? 1.0f : c->factor[c->width == 1 ? 0 : i];
-    }
+    for (int64_t i = c->width == 1; c->width < 2 && i < c->K; i++) c->fall[i] = c->width ? c->fall[0] : 1.0f;
 }
 
-void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *seq, int64_t h,
-                            int64_t start, bool reads) {
+/* Which tokens are at hand and which come next in the walk. */
+static void locate(mn_chunk *c, const mn_sequence *seq, int64_t h, int64_t start, mn_walk walk) {
     const int64_t left = seq->length - start;
     c->b = seq->b;
     c->t0 = seq->t0 + start;
     c->h = h;
     c->L = left < MN_CHUNK ? left : MN_CHUNK;
+    c->ahead = walk == MN_WALK_BACKWARD ? c->t0 - MN_CHUNK : c->t0 + c->L;
+    c->n_ahead = left - c->L < MN_CHUNK ? left - c->L : MN_CHUNK;
+    if (walk == MN_WALK_BACKWARD) c->n_ahead = start > 0 ? MN_CHUNK : 0;
+}
+
+void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *seq, int64_t h,
+                            int64_t start, mn_walk walk) {
+    const bool reads = walk != MN_WALK_REPLAY;
+    locate(c, seq, h, start, walk);
     load_beta(c, p);
     sum_decays(c, p);
+    mn_prefetch_next(p->g, c, c->width);
+    mn_prefetch_next(p->w, c, c->K);
     for (int I = 0; I < c->n_segments; I++) {
         MN_T(mn_chunk_columns)(c, p, I);
+        if (c->width) row_factors(c, c->first[I], c->first[I + 1], rho(c, I), false);
+        mn_exp_row(c->fall, rho(c, I), NULL, c->width);
         if (reads) {
             scale_rows(c->qs, c->qd, c, p->q, p->scale, I);
             scores(c->P, c->qs, c, I, false);
@@ -174,5 +208,7 @@ void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *
             scores(c->A, c->es, c, I, true);
         }
     }
+    if (reads) mn_prefetch_next(p->q, c, c->K);
+    if (!p->w_is_e) mn_prefetch_next(p->e, c, c->K);
     finish(c);
 }

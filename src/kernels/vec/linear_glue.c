@@ -36,4 +36,6 @@ mn_linear MN_T(mn_linear_from_delta)(const mn_delta_args *args) {
     }
 
 LINEAR_PASS(additive, forward, &p, item, scratch)
+LINEAR_PASS(additive, backward, &p, phase, item, shared, scratch)
 LINEAR_PASS(delta, forward, &p, item, scratch)
+LINEAR_PASS(delta, backward, &p, phase, item, shared, scratch)
