@@ -49,8 +49,8 @@ typedef struct work {
     moebius_rows rows;
     slot slot;
     float *dk, *dq;           // [K][BLOCK] sums over the group's channels
-    float *turned;            // [BLOCK][K]
     adjoint *adjoints;
+    moebius_tile **tiles;     // those of the adjoints
     int64_t n_tiles;
 } work;
 
@@ -78,7 +78,7 @@ static bool floats_of(int64_t *scratch, int64_t *shared, const mn_call *call) {
            mn_mul_i64(&kept, blocks, 2 * MN_VW) && mn_mul_i64(&kept, kept, K) &&
            mn_add_i64(&tile, tile, kept) && mn_add_i64(&tile, tile, (5 * K + 4 * BLOCK) * MN_VW) &&
            mn_mul_i64(scratch, tile, tiles_of_group(call)) && mn_add_i64(scratch, *scratch, rows) &&
-           mn_add_i64(scratch, *scratch, 3 * K * BLOCK + (5 * BLOCK + 3) * MN_VW) &&
+           mn_add_i64(scratch, *scratch, 2 * K * BLOCK + (5 * BLOCK + 3) * MN_VW) &&
            mn_mul_i64(shared, call->B, call->T) && mn_mul_i64(shared, *shared, K) &&
            mn_mul_i64(shared, *shared, 2 * groups_of(call)) && mn_mul_i64(&cells, call->V, K) &&
            mn_mul_i64(&cells, cells, 2 * runs_of(call)) && mn_add_i64(shared, *shared, cells);
@@ -92,7 +92,7 @@ bool MN_T(mn_moebius_backward_plan)(const void *args, mn_plan *plan) {
                     mn_mul_i64(&plan->items[0], runs_of(c), groups_of(c)) &&
                     mn_mul_size(&plan->shared_bytes, (size_t)shared, sizeof(float)) &&
                     mn_mul_size(&bytes, (size_t)scratch, sizeof(float)) &&
-                    mn_mul_size(&adjoints, (size_t)tiles_of_group(c), sizeof(adjoint)) &&
+                    mn_mul_size(&adjoints, (size_t)tiles_of_group(c), sizeof(adjoint) + sizeof(void *)) &&
                     mn_add_size(&plan->scratch_bytes, bytes, adjoints);
     plan->n_phases = 2;
     plan->items[1] = mn_ceil_div(c->B * c->T, TOKENS_ADDED) + mn_ceil_div(c->V * c->K, CELLS_ADDED);
@@ -314,13 +314,6 @@ static void store_gradients(const work *w, const mn_moebius_args *args, int64_t 
 
 /* ---- one sequence ------------------------------------------------------------------------------ */
 
-/* The tile structs lie in an array of adjoints, the loader takes an array of tiles: one at a time. */
-static void load_block(work *w, int64_t b, int64_t t, int64_t count, bool read) {
-    for (int64_t j = 0; j < w->n_tiles; j++) {
-        MN_T(mn_moebius_load)(&w->rows, &w->adjoints[j].tile, 1, b, t, count, read);
-    }
-}
-
 /* Keeps the state before a block: w and m, or lam and eta. */
 static void keep_state(adjoint *d, int64_t block) {
     const int64_t cells = d->tile.K * MN_VW;
@@ -341,7 +334,8 @@ static void run_forward(work *w, const mn_sequence *seq, int64_t n, bool again) 
         if (!again) w->adjoints[j].floored = seq->length == 0;
     }
     for (int64_t t = 0; t < seq->length; t += BLOCK) {
-        load_block(w, seq->b, seq->t0 + t, mn_min(BLOCK, seq->length - t), false);
+        const int64_t count = mn_min(BLOCK, seq->length - t);
+        MN_T(mn_moebius_load)(&w->rows, w->tiles, w->n_tiles, seq->b, seq->t0 + t, count, false);
         for (int64_t j = 0; j < w->n_tiles; j++) {
             adjoint *d = &w->adjoints[j];
             if (again && d->floored) d->tile.period = 0;
@@ -399,14 +393,15 @@ static void sequence_backward(work *w, const mn_moebius_args *args, int64_t n, f
     for (int64_t j = 0; j < w->n_tiles; j++) start_adjoint(&w->adjoints[j], n);
     for (int64_t block = mn_ceil_div(seq.length, BLOCK) - 1; block >= 0; block--) {
         const int64_t t = seq.t0 + block * BLOCK, first = (seq.b * args->call.T + t) * K;
-        load_block(w, seq.b, t, mn_min(BLOCK, seq.length - block * BLOCK), true);
+        const int64_t count = mn_min(BLOCK, seq.length - block * BLOCK);
+        MN_T(mn_moebius_load)(&w->rows, w->tiles, w->n_tiles, seq.b, t, count, true);
         load_cotangents(w, args, seq.b, t);
         memset(w->dk, 0, (size_t)rows * sizeof *w->dk);
         memset(w->dq, 0, (size_t)rows * sizeof *w->dq);
         for (int64_t j = 0; j < w->n_tiles; j++) tile_backward(w, &w->adjoints[j], block);
         store_gradients(w, args, seq.b, t);
-        MN_T(mn_transpose)(share_dk + first, K, w->dk, BLOCK, K, w->rows.count);
-        MN_T(mn_transpose)(share_dq + first, K, w->dq, BLOCK, K, w->rows.count);
+        MN_T(mn_transpose)(share_dk + first, K, w->dk, BLOCK, K, count);
+        MN_T(mn_transpose)(share_dq + first, K, w->dq, BLOCK, K, count);
     }
     for (int64_t j = 0; j < w->n_tiles; j++) finish_adjoint(&w->adjoints[j], n);
 }
@@ -435,14 +430,16 @@ static void open_work(work *w, void *scratch, const mn_moebius_args *args, int64
     for (size_t i = 0; i < MN_COUNTOF(states); i++, memory += (BLOCK + 1) * MN_VW) *states[i] = memory;
     float **sums[] = { &w->slot.dk, &w->slot.dq };
     for (size_t i = 0; i < MN_COUNTOF(sums); i++, memory += BLOCK * MN_VW) *sums[i] = memory;
-    float **rows[] = { &w->dk, &w->dq, &w->turned };
+    float **rows[] = { &w->dk, &w->dq };
     for (size_t i = 0; i < MN_COUNTOF(rows); i++, memory += K * BLOCK) *rows[i] = memory;
     int64_t floats, shared;
     floats_of(&floats, &shared, &args->call);
     w->adjoints = (adjoint *)((float *)scratch + floats);
+    w->tiles = (moebius_tile **)(w->adjoints + together);
     for (int64_t j = 0; j < w->n_tiles; j++) {
         const int64_t v0 = (group * together + j) * MN_VW;
         memory = open_adjoint(&w->adjoints[j], &w->rows, memory, args, v0);
+        w->tiles[j] = &w->adjoints[j].tile;
     }
 }
 

@@ -121,7 +121,7 @@ static void run_block(moebius_tile *tile, const sums *out) {
 /* Tiles side by side that go through the tokens together. */
 typedef struct group {
     moebius_rows rows;
-    moebius_tile tiles[MOEBIUS_TILES];
+    moebius_tile tiles[MOEBIUS_TILES], *all[MOEBIUS_TILES];
     sums out[MOEBIUS_TILES];
     int64_t n_tiles;
 } group;
@@ -143,7 +143,7 @@ static void store_block(const group *g, int64_t b, int64_t t) {
 /* Tokens [t0, t1) of batch row b, from the tiles' states. */
 static void run_tokens(group *g, int64_t b, int64_t t0, int64_t t1) {
     for (int64_t t = t0; t < t1; t += MOEBIUS_BLOCK) {
-        MN_T(mn_moebius_load)(&g->rows, g->tiles, g->n_tiles, b, t, mn_min(MOEBIUS_BLOCK, t1 - t), true);
+        MN_T(mn_moebius_load)(&g->rows, g->all, g->n_tiles, b, t, mn_min(MOEBIUS_BLOCK, t1 - t), true);
         for (int64_t j = 0; j < g->n_tiles; j++) run_block(&g->tiles[j], &g->out[j]);
         store_block(g, b, t);
     }
@@ -248,7 +248,7 @@ static void find_map(group *g, const part *w) {
     identity_map(w->map, K);
     for (int64_t t = w->t0; t < w->t1; t += MOEBIUS_BLOCK) {
         const int64_t count = mn_min(MOEBIUS_BLOCK, w->t1 - t);
-        MN_T(mn_moebius_load)(&g->rows, tile, 1, w->seq.b, w->seq.t0 + t, count, false);
+        MN_T(mn_moebius_load)(&g->rows, g->all, 1, w->seq.b, w->seq.t0 + t, count, false);
         if (tile->period == 0) {
             *good = 0.0f;
             return;
@@ -320,7 +320,7 @@ static void take_state(moebius_tile *tile, const float *from) {
 static void step_over(group *g, const part *w) {
     for (int64_t t = w->t0; t < w->t1; t += MOEBIUS_BLOCK) {
         const int64_t count = mn_min(MOEBIUS_BLOCK, w->t1 - t);
-        MN_T(mn_moebius_load)(&g->rows, g->tiles, 1, w->seq.b, w->seq.t0 + t, count, false);
+        MN_T(mn_moebius_load)(&g->rows, g->all, 1, w->seq.b, w->seq.t0 + t, count, false);
         MN_T(mn_moebius_tile_advance)(g->tiles);
     }
 }
@@ -391,6 +391,7 @@ static float *open_group(group *g, float *memory, const mn_moebius_args *args, i
     g->n_tiles = mn_min(together, tiles - index * together);
     for (int64_t j = 0; j < g->n_tiles; j++) {
         const int64_t v0 = (index * together + j) * MN_VW;
+        g->all[j] = &g->tiles[j];
         memory = MN_T(mn_moebius_tile_open)(&g->tiles[j], &g->rows, memory, args, v0);
         g->out[j] = (sums){ memory, memory + MOEBIUS_BLOCK * MN_VW };
         memory += 2 * MOEBIUS_BLOCK * MN_VW;

@@ -89,15 +89,15 @@ static void prepare(moebius_tile *tile) {
 }
 
 /* Tokens outside, tiles inside: neighbouring tiles share pages and memory streams. */
-void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *tiles, int64_t n_tiles, int64_t b,
+void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *const *tiles, int64_t n_tiles, int64_t b,
                            int64_t t, int64_t count, bool read) {
-    const mn_moebius_args *args = tiles->args;
+    const mn_moebius_args *args = tiles[0]->args;
     const int64_t K = rows->K;
     for (int64_t i = 0; i < count; i++) {
         const float *v = MN_ROW(float, args->v, b, t + i, 0);
         const float *prec = MN_ROW(float, args->prec, b, t + i, 0);
         for (int64_t j = 0; j < n_tiles; j++) {
-            moebius_tile *tile = &tiles[j];
+            const moebius_tile *tile = tiles[j];
             lanes_load(tile->v + i * MN_VW, v + tile->v0, 0, 1, tile->lanes);
             lanes_load(tile->prec + i * MN_VW, prec + tile->v0, 0, 1, tile->lanes);
         }
@@ -107,7 +107,7 @@ void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *tiles, int64_t n_ti
     if (read) lanes_copy_rows(rows->q, rows->q2, q, args->q.stride[1], count, K);
     rows->count = count;
     rows->top_k2 = MN_T(mn_map_max)(rows->k2, count * K);
-    for (int64_t j = 0; j < n_tiles; j++) prepare(&tiles[j]);
+    for (int64_t j = 0; j < n_tiles; j++) prepare(tiles[j]);
 }
 
 /* lam and eta themselves, with every floor; n, d, e become lam, 1, eta. */

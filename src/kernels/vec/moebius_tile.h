@@ -72,9 +72,9 @@ bool MN_T(mn_moebius_tile_in_range)(const moebius_tile *tile);
 /* lam and eta [K][MN_VW] from the state; may overwrite n and e. */
 void MN_T(mn_moebius_tile_moments)(float *lam, float *eta, const moebius_tile *tile);
 
-/* Takes `count` <= BLOCK tokens from t on of batch row b into the rows and into tiles that lie side
- * by side; q only if `read`. */
-void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *tiles, int64_t n_tiles, int64_t b,
+/* Takes `count` <= BLOCK tokens from t on of batch row b into the rows and into the tiles, which
+ * should be neighbours; q only if `read`. */
+void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *const *tiles, int64_t n_tiles, int64_t b,
                            int64_t t, int64_t count, bool read);
 
 /* Advances the state over the block without reading. Watches for what ends `plain`. */
