@@ -213,33 +213,12 @@ static mn_status check_sizes(const char *name, const mn_call *call) {
     return MN_OK;
 }
 
-static int count_choices(const char *names) {
-    int count = 1;
-    for (const char *at = names; *at; at++) count += *at == ',';
-    return count;
-}
-
-/* Choices name one of their values, and groups cut the width evenly. */
-static mn_status check_params(mn_op_id op, const char *args) {
-    const char *name = mn_op_describe(op)->name;
-    int count;
-    const mn_param *params = mn_op_params(op, &count);
-    for (int i = 0; i < count; i++) {
-        if (params[i].kind != MN_PARAM_CHOICE) continue;
-        const int value = *(const int *)(args + params[i].offset);
-        if (value < 0 || value >= count_choices(params[i].choices)) {
-            return mn_fail(MN_ERR_ARGUMENT, "%s: %s is %d, it counts in %s from 0", name,
-                           params[i].name, value, params[i].choices);
-        }
-    }
-    if (op == MN_OP_rms_norm_gated) {
-        const mn_rms_norm_gated_args *p = (const mn_rms_norm_gated_args *)args;
-        if (p->groups < 1 || p->call.V % p->groups != 0) {
-            return mn_fail(MN_ERR_ARGUMENT, "%s: groups is %" PRId64 ", it must divide V = %" PRId64,
-                           name, p->groups, p->call.V);
-        }
-    }
-    return MN_OK;
+/* Groups cut the width evenly. */
+static mn_status check_groups(mn_op_id op, const void *args) {
+    const mn_rms_norm_gated_args *p = args;
+    if (op != MN_OP_rms_norm_gated || (p->groups >= 1 && p->call.V % p->groups == 0)) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "rms_norm_gated: groups is %" PRId64
+                   ", it must divide V = %" PRId64, p->groups, p->call.V);
 }
 
 /* Sizes that follow from others. */
@@ -265,6 +244,55 @@ static mn_status derive_sizes(mn_op_id op, void *args) {
     return MN_OK;
 }
 
+/* A choice is stored as the index of its name. */
+static mn_status check_choices(mn_op_id op, const void *args) {
+    int count;
+    const mn_param *params = mn_op_params(op, &count);
+    for (int i = 0; i < count; i++) {
+        if (params[i].kind != MN_PARAM_CHOICE) continue;
+        const int value = *(const int *)((const char *)args + params[i].offset);
+        int names = 1;
+        for (const char *at = params[i].choices; *at; at++) names += *at == ',';
+        if (value < 0 || value >= names) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: %s is %d, it must be 0 to %d (%s)",
+                           mn_op_describe(op)->name, params[i].name, value, names - 1,
+                           params[i].choices);
+        }
+    }
+    return MN_OK;
+}
+
+/* Rotary positions turn pairs of channels. */
+static mn_status check_pairs(mn_op_id op, const void *args) {
+    const mn_call *call = args;
+    const bool turned = op == MN_OP_rope ||
+                        (op == MN_OP_attention && ((const mn_attention_args *)args)->rope_kind != 0);
+    if (!turned || call->K % 2 == 0) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "%s: rotary positions need an even K, not %" PRId64,
+                   mn_op_describe(op)->name, call->K);
+}
+
+/* Branches of a hyper call, and a mixing parameter for every lag a query can see. */
+static mn_status check_hyper(mn_op_id op, const void *args) {
+    if (op != MN_OP_hyper) return MN_OK;
+    const mn_hyper_args *p = args;
+    const mn_call *call = args;
+    const int64_t branches = p->kind == 1 ? 2 : 1;
+    if (call->H < 1 || call->Q % call->H != 0 || call->Q / call->H != branches) {
+        return mn_fail(MN_ERR_ARGUMENT, "hyper: Q = %" PRId64 " branches for H = %" PRId64
+                       " heads; kind %s needs %s", call->Q, call->H,
+                       branches == 2 ? "glu" : "relu", branches == 2 ? "Q = 2 H" : "Q = H");
+    }
+    const bool mixed = p->U1.data || p->Vt1.data || p->d1.data || p->U2.data || p->Vt2.data ||
+                       p->d2.data;
+    const int64_t lags = call->cu_seqlens ? mn_longest_sequence(call) : call->L;
+    if (mixed && call->P < lags) {
+        return mn_fail(MN_ERR_ARGUMENT, "hyper: %" PRId64 " keys, and mixing parameters for P = %" PRId64
+                       "; use a larger block size or shorter sequences", lags, call->P);
+    }
+    return MN_OK;
+}
+
 mn_status mn_validate(mn_op_id op, void *args, bool backward) {
     const char *name = mn_op_describe(op)->name;
     const mn_call *call = args;
@@ -275,7 +303,10 @@ mn_status mn_validate(mn_op_id op, void *args, bool backward) {
     mn_status st = check_sizes(name, call);
     if (st == MN_OK) st = check_packing(name, call);
     if (st == MN_OK) st = derive_sizes(op, args);
-    if (st == MN_OK) st = check_params(op, args);
+    if (st == MN_OK) st = check_choices(op, args);
+    if (st == MN_OK) st = check_pairs(op, args);
+    if (st == MN_OK) st = check_hyper(op, args);
+    if (st == MN_OK) st = check_groups(op, args);
     if (st == MN_OK && (decay < MN_DECAY_NONE || decay > MN_DECAY_CHANNEL)) {
         st = mn_fail(MN_ERR_ARGUMENT, "%s: decay is %d, not one of mn_decay", name, decay);
     }
