@@ -213,12 +213,45 @@ static mn_status check_sizes(const char *name, const mn_call *call) {
     return MN_OK;
 }
 
-/* Groups cut the width evenly. */
-static mn_status check_groups(mn_op_id op, const void *args) {
-    const mn_rms_norm_gated_args *p = args;
-    if (op != MN_OP_rms_norm_gated || (p->groups >= 1 && p->call.V % p->groups == 0)) return MN_OK;
-    return mn_fail(MN_ERR_ARGUMENT, "rms_norm_gated: groups is %" PRId64
-                   ", it must divide V = %" PRId64, p->groups, p->call.V);
+static int count_choices(const char *names) {
+    int count = 1;
+    for (const char *at = names; *at; at++) count += *at == ',';
+    return count;
+}
+
+/* Choices name one of their values, and groups cut the width evenly. */
+static mn_status check_params(mn_op_id op, const char *args) {
+    const char *name = mn_op_describe(op)->name;
+    int count;
+    const mn_param *params = mn_op_params(op, &count);
+    for (int i = 0; i < count; i++) {
+        if (params[i].kind != MN_PARAM_CHOICE) continue;
+        const int value = *(const int *)(args + params[i].offset);
+        if (value < 0 || value >= count_choices(params[i].choices)) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: %s is %d, it counts in %s from 0", name,
+                           params[i].name, value, params[i].choices);
+        }
+    }
+    if (op == MN_OP_rms_norm_gated) {
+        const mn_rms_norm_gated_args *p = (const mn_rms_norm_gated_args *)args;
+        if (p->groups < 1 || p->call.V % p->groups != 0) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: groups is %" PRId64 ", it must divide V = %" PRId64,
+                           name, p->groups, p->call.V);
+        }
+    }
+    return MN_OK;
+}
+
+/* A count of tokens seen before is at least 0; curvature divides by it plus one. */
+static mn_status check_counts(const char *name, int64_t n0, const int64_t *counts, const mn_call *call) {
+    if (n0 < 0) return mn_fail(MN_ERR_ARGUMENT, "%s: n0 is %" PRId64 ", a count is at least 0", name, n0);
+    for (int64_t n = 0; counts && n < mn_n_sequences(call); n++) {
+        if (counts[n] < 0) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: counts0[%" PRId64 "] is %" PRId64
+                           ", a count is at least 0", name, n, counts[n]);
+        }
+    }
+    return MN_OK;
 }
 
 /* Sizes that follow from others. */
@@ -230,6 +263,11 @@ static mn_status derive_sizes(mn_op_id op, void *args) {
     if (op == MN_OP_riccati) call->R = call->K << (((mn_riccati_args *)args)->theta.data != NULL);
     if (op == MN_OP_bayes) call->R = call->K << (((mn_bayes_args *)args)->theta.data != NULL);
     const bool keyed = op == MN_OP_attention || op == MN_OP_relu_attention || op == MN_OP_hyper;
+    const mn_curvature_args *curvature = args;
+    mn_status st = MN_OK;
+    if (op == MN_OP_curvature) st = check_counts(name, curvature->n0, curvature->counts0, call);
+    if (op == MN_OP_ccq_read) st = check_counts(name, ((mn_ccq_read_args *)args)->n0, NULL, call);
+    if (st != MN_OK) return st;
     if (keyed && call->L < call->T) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: L = %" PRId64 " keys for T = %" PRId64 " queries", name,
                        call->L, call->T);
@@ -240,24 +278,6 @@ static mn_status derive_sizes(mn_op_id op, void *args) {
     if (keyed && op != MN_OP_hyper && (call->J < 1 || call->H % call->J != 0)) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: H = %" PRId64 " is no multiple of J = %" PRId64, name,
                        call->H, call->J);
-    }
-    return MN_OK;
-}
-
-/* A choice is stored as the index of its name. */
-static mn_status check_choices(mn_op_id op, const void *args) {
-    int count;
-    const mn_param *params = mn_op_params(op, &count);
-    for (int i = 0; i < count; i++) {
-        if (params[i].kind != MN_PARAM_CHOICE) continue;
-        const int value = *(const int *)((const char *)args + params[i].offset);
-        int names = 1;
-        for (const char *at = params[i].choices; *at; at++) names += *at == ',';
-        if (value < 0 || value >= names) {
-            return mn_fail(MN_ERR_ARGUMENT, "%s: %s is %d, it must be 0 to %d (%s)",
-                           mn_op_describe(op)->name, params[i].name, value, names - 1,
-                           params[i].choices);
-        }
     }
     return MN_OK;
 }
@@ -303,10 +323,9 @@ mn_status mn_validate(mn_op_id op, void *args, bool backward) {
     mn_status st = check_sizes(name, call);
     if (st == MN_OK) st = check_packing(name, call);
     if (st == MN_OK) st = derive_sizes(op, args);
-    if (st == MN_OK) st = check_choices(op, args);
+    if (st == MN_OK) st = check_params(op, args);
     if (st == MN_OK) st = check_pairs(op, args);
     if (st == MN_OK) st = check_hyper(op, args);
-    if (st == MN_OK) st = check_groups(op, args);
     if (st == MN_OK && (decay < MN_DECAY_NONE || decay > MN_DECAY_CHANNEL)) {
         st = mn_fail(MN_ERR_ARGUMENT, "%s: decay is %d, not one of mn_decay", name, decay);
     }

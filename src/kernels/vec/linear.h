@@ -25,7 +25,7 @@
 #include "kernels/vec/vec.h"
 
 #define MN_SEGMENT_FALL 40.0f
-enum { MN_CHUNK = 64, MN_SOLVE_BLOCK = 16 };
+enum { MN_CHUNK = 32, MN_SOLVE_BLOCK = 16 };
 
 /* The two operators as one. Additive: e absent, w = k, beta absent. */
 typedef struct mn_linear {
@@ -43,13 +43,14 @@ typedef struct mn_linear {
  * contiguous: (L,K) unless said, rows of log decays have `width` numbers (0 none, 1, or K). */
 typedef struct mn_chunk {
     int64_t b, t0, h, L, K, width;
+    int64_t ahead, n_ahead;         // first token and tokens of the chunk that follows in the walk
     int n_segments;
     int64_t first[MN_CHUNK + 1];    // token each segment starts at; first[n_segments] = L
     float *G;                       // (L,width)
     float *qs, *es;                 // q, e times exp(G - rho of the row's segment)
     float *qd, *ed;                 // q, e times exp G; without decay the same memory as qs, es
     float *ws, *wd;                 // w times exp(rho - G), rho of the segment at hand; exp(G_L - G)
-    float *factor;                  // (K) work
+    float *factor;                  // (L,width) work
     float *fall;                    // (K) exp G_L, or ones
     float *P, *A;                   // (L,L), zero above the diagonal; A also on it
     float beta[MN_CHUNK];
@@ -61,9 +62,13 @@ int64_t MN_T(mn_chunk_floats)(int64_t K, int64_t width, bool has_e);
 /* Points the arrays into `memory`; returns the first float behind them. */
 float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width, bool has_e);
 
-/* Computes a chunk; `reads` = false leaves out q: qs, qd and P. ws ends up at the last segment. */
+/* Which way a walk goes through the chunks; a replay needs states only, not q. */
+typedef enum { MN_WALK_FORWARD, MN_WALK_REPLAY, MN_WALK_BACKWARD } mn_walk;
+
+/* Computes the chunk at `start`; MN_WALK_REPLAY leaves out qs, qd and P. ws is then that of the last
+ * segment. */
 void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *seq, int64_t h,
-                            int64_t start, bool reads);
+                            int64_t start, mn_walk walk);
 
 /* Columns of ws for segment `to` of the chunk, from those of segment to - 1 (0 starts afresh). */
 void MN_T(mn_chunk_columns)(mn_chunk *c, const mn_linear *p, int to);
@@ -81,6 +86,23 @@ MN_ALWAYS_INLINE void mn_scale_row(float *dst, const float *src, const float *fa
     if (n > 0) {
         const vf x = vf_mul(vf_load_n(src + i, n), common);
         vf_store_n(dst + i, width > 1 ? vf_mul(x, vf_load_n(factor + i, n)) : x, n);
+    }
+}
+
+/* Asks for the rows of the chunk that comes next in the walk: rows of one head lie a page or more
+ * apart, where the processor does not look ahead by itself. */
+MN_ALWAYS_INLINE void mn_prefetch_next(mn_in x, const mn_chunk *c, int64_t width) {
+    for (int64_t t = c->ahead; x.data && t < c->ahead + c->n_ahead; t++) {
+        const float *row = MN_ROW(float, x, c->b, t, c->h);
+        for (int64_t i = 0; i < width; i += 16) __builtin_prefetch(row + i, 0, 2);
+    }
+}
+
+/* The same for rows of this chunk that will be written. */
+MN_ALWAYS_INLINE void mn_prefetch_written(mn_out x, const mn_chunk *c, int64_t width) {
+    for (int64_t t = c->t0; x.data && t < c->t0 + c->L; t++) {
+        const float *row = MN_ROW(float, x, c->b, t, c->h);
+        for (int64_t i = 0; i < width; i += 16) __builtin_prefetch(row + i, 1, 2);
     }
 }
 

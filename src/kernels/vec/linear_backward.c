@@ -368,7 +368,12 @@ static void emit_chunk(const work *w, const mn_linear *p, int64_t tile, int64_t 
 static void backward_chunk(work *w, const mn_linear *p, const mn_sequence *seq, int64_t h,
                            int64_t start, const float *S, float *R) {
     mn_chunk *c = &w->c;
-    MN_T(mn_chunk_prepare)(c, p, seq, h, start, true);
+    MN_T(mn_chunk_prepare)(c, p, seq, h, start, MN_WALK_BACKWARD);
+    mn_prefetch_next(p->cot_o, c, p->call->V);
+    mn_prefetch_written(p->dv, c, p->call->V);
+    mn_prefetch_written(p->dq, c, c->K);
+    mn_prefetch_written(p->dw, c, c->K);
+    mn_prefetch_written(p->de, c, c->K);
     const float *d_o = MN_ROW(float, p->cot_o, c->b, c->t0, h);
     const float *residual = R;
     int64_t r_row = w->col.n;
@@ -386,7 +391,7 @@ static void replay(work *w, const mn_linear *p, const mn_sequence *seq, int64_t 
     for (int64_t i = from; i < end; i++) {
         float *S = w->states + (i - from) * state, *after = i + 1 < end ? S + state : next;
         if (!after && !p->e.data) return;
-        MN_T(mn_chunk_prepare)(&w->c, p, seq, h, i * MN_CHUNK, false);
+        MN_T(mn_chunk_prepare)(&w->c, p, seq, h, i * MN_CHUNK, MN_WALK_REPLAY);
         int64_t r_row;
         float *R = p->e.data ? w->R + (i - from) * values : NULL;
         const float *residual = MN_T(mn_chunk_residual)(R, &r_row, p, &w->c, &w->col, S);

@@ -9,7 +9,7 @@
 int64_t MN_T(mn_chunk_floats)(int64_t K, int64_t width, bool has_e) {
     const int64_t rows = MN_CHUNK * K;
     const int64_t copies = width ? 2 : 1;    // qd, wd, ed are copies of their own under a decay
-    return MN_CHUNK * width + copies * (2 + has_e) * rows + 2 * K + (1 + has_e) * MN_CHUNK * MN_CHUNK;
+    return 2 * MN_CHUNK * (width ? width : 1) + copies * (2 + has_e) * rows + K + (1 + has_e) * MN_CHUNK * MN_CHUNK;
 }
 
 float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width, bool has_e) {
@@ -28,9 +28,9 @@ float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width
         c->wd = at, at += rows;
         c->ed = has_e ? at : NULL, at += has_e * rows;
     }
-    c->G = at, at += MN_CHUNK * width;
+    c->G = at, at += MN_CHUNK * (width ? width : 1);
     c->fall = at, at += K;
-    c->factor = at, at += K;
+    c->factor = at, at += MN_CHUNK * (width ? width : 1);
     return at;
 }
 
@@ -44,12 +44,23 @@ static bool falls_too_far(const float *a, const float *b, int64_t width) {
     return false;
 }
 
-/* Running sums of the log decay and the cut into segments. A fall beyond the float range would make
- * infinities; -1e30 is as far below any exponent that matters. */
-static void sum_decays(mn_chunk *c, const mn_linear *p) {
+/* One number per token: rows of G are neighbours, and sums run in scalars. */
+static void sum_token_decays(mn_chunk *c, const mn_linear *p) {
+    float sum = 0.0f, top = 0.0f;
+    for (int64_t t = 0; t < c->L; t++) {
+        sum += *MN_ROW(float, p->g, c->b, c->t0 + t, c->h);
+        sum = sum > -1e30f ? sum : -1e30f;
+        if (t == 0) top = sum;
+        if (top - sum > MN_SEGMENT_FALL) {
+            c->first[c->n_segments++] = t;
+            top = sum;
+        }
+        c->G[t] = sum;
+    }
+}
+
+static void sum_channel_decays(mn_chunk *c, const mn_linear *p) {
     const vf lowest = vf_set1(-1e30f);
-    c->n_segments = 1;
-    c->first[0] = 0;
     for (int64_t t = 0; t < c->L; t++) {
         const float *g = MN_ROW(float, p->g, c->b, c->t0 + t, c->h);
         float *G = c->G + t * c->width;
@@ -62,6 +73,15 @@ static void sum_decays(mn_chunk *c, const mn_linear *p) {
             c->first[c->n_segments++] = t;
         }
     }
+}
+
+/* Running sums of the log decay and the cut into segments. A fall beyond the float range would make
+ * infinities; -1e30 is as far below any exponent that matters. */
+static void sum_decays(mn_chunk *c, const mn_linear *p) {
+    c->n_segments = 1;
+    c->first[0] = 0;
+    if (c->width == 1) sum_token_decays(c, p);
+    if (c->width > 1) sum_channel_decays(c, p);
     c->first[c->n_segments] = c->L;
 }
 
@@ -69,33 +89,53 @@ static const float *rho(const mn_chunk *c, int segment) {
     return c->G + c->first[segment] * c->width;
 }
 
-/* Row t of ws = beta w exp(rho - G_t), afresh */
-static void column_afresh(mn_chunk *c, const mn_linear *p, int64_t t, const float *at) {
-    mn_exp_row(c->factor, at, c->G + t * c->width, c->width);
-    mn_scale_row(c->ws + t * c->K, MN_ROW(float, p->w, c->b, c->t0 + t, c->h), c->factor, c->width,
-                 c->beta[t], c->K);
+/* Rows t0 .. end-1 of factor: exp(G_t - at), or exp(at - G_t) when `inverse` */
+static void row_factors(mn_chunk *c, int64_t t0, int64_t end, const float *at, bool inverse) {
+    const float *G = c->G;
+    if (c->width == 1) {
+        const vf origin = vf_set1(*at);
+        for (int64_t t = t0; t < end; t += MN_VW) {
+            const int n = vf_lanes(end - t);
+            const vf x = vf_sub(vf_load_n(G + t, n), origin);
+            vf_store_n(c->factor + t, vf_exp(inverse ? vf_neg(x) : x), n);
+        }
+        return;
+    }
+    for (int64_t t = t0; t < end; t++) {
+        const float *row = G + t * c->width;
+        mn_exp_row(c->factor + t * c->width, inverse ? at : row, inverse ? row : at, c->width);
+    }
+}
+
+/* Rows of ws = beta w exp(at - G_t), afresh */
+static void columns_afresh(mn_chunk *c, const mn_linear *p, int64_t t0, int64_t end, const float *at) {
+    if (c->width) row_factors(c, t0, end, at, true);
+    for (int64_t t = t0; t < end; t++) {
+        mn_scale_row(c->ws + t * c->K, MN_ROW(float, p->w, c->b, c->t0 + t, c->h),
+                     c->factor + t * c->width, c->width, c->beta[t], c->K);
+    }
 }
 
 /* Rows of the segment just left may be large, so they start afresh; those before are at most 1. */
 void MN_T(mn_chunk_columns)(mn_chunk *c, const mn_linear *p, int to) {
     const float *at = rho(c, to);
     if (to > 0) {
-        for (int64_t s = c->first[to - 1]; s < c->first[to]; s++) column_afresh(c, p, s, at);
+        columns_afresh(c, p, c->first[to - 1], c->first[to], at);
         mn_exp_row(c->factor, at, rho(c, to - 1), c->width);
         for (int64_t s = 0; s < c->first[to - 1]; s++) {
             float *row = c->ws + s * c->K;
             mn_scale_row(row, row, c->factor, c->width, 1.0f, c->K);
         }
     }
-    for (int64_t s = c->first[to]; s < c->first[to + 1]; s++) column_afresh(c, p, s, at);
+    columns_afresh(c, p, c->first[to], c->first[to + 1], at);
 }
 
-/* xs = x scale exp(G - rho) and xd = xs exp(rho) for the rows of a segment; `fall` holds exp(rho) */
-static void scale_rows(float *xs, float *xd, mn_chunk *c, mn_in x, float scale, int segment) {
+/* xs = x scale factor and xd = xs exp(rho) for the rows of a segment; `fall` holds exp(rho) */
+static void scale_rows(float *xs, float *xd, const mn_chunk *c, mn_in x, float scale, int segment) {
     const int64_t K = c->K;
     for (int64_t t = c->first[segment]; t < c->first[segment + 1]; t++) {
-        mn_exp_row(c->factor, c->G + t * c->width, rho(c, segment), c->width);
-        mn_scale_row(xs + t * K, MN_ROW(float, x, c->b, c->t0 + t, c->h), c->factor, c->width, scale, K);
+        mn_scale_row(xs + t * K, MN_ROW(float, x, c->b, c->t0 + t, c->h), c->factor + t * c->width,
+                     c->width, scale, K);
         if (c->width) mn_scale_row(xd + t * K, xs + t * K, c->fall, c->width, 1.0f, K);
     }
 }
@@ -135,17 +175,29 @@ static void finish(mn_chunk *c) {
     for (int64_t i = c->width == 1; c->width < 2 && i < c->K; i++) c->fall[i] = c->width ? c->fall[0] : 1.0f;
 }
 
-void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *seq, int64_t h,
-                            int64_t start, bool reads) {
+/* Which tokens are at hand and which come next in the walk. */
+static void locate(mn_chunk *c, const mn_sequence *seq, int64_t h, int64_t start, mn_walk walk) {
     const int64_t left = seq->length - start;
     c->b = seq->b;
     c->t0 = seq->t0 + start;
     c->h = h;
     c->L = left < MN_CHUNK ? left : MN_CHUNK;
+    c->ahead = walk == MN_WALK_BACKWARD ? c->t0 - MN_CHUNK : c->t0 + c->L;
+    c->n_ahead = left - c->L < MN_CHUNK ? left - c->L : MN_CHUNK;
+    if (walk == MN_WALK_BACKWARD) c->n_ahead = start > 0 ? MN_CHUNK : 0;
+}
+
+void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *seq, int64_t h,
+                            int64_t start, mn_walk walk) {
+    const bool reads = walk != MN_WALK_REPLAY;
+    locate(c, seq, h, start, walk);
     load_beta(c, p);
     sum_decays(c, p);
+    mn_prefetch_next(p->g, c, c->width);
+    mn_prefetch_next(p->w, c, c->K);
     for (int I = 0; I < c->n_segments; I++) {
         MN_T(mn_chunk_columns)(c, p, I);
+        if (c->width) row_factors(c, c->first[I], c->first[I + 1], rho(c, I), false);
         mn_exp_row(c->fall, rho(c, I), NULL, c->width);
         if (reads) {
             scale_rows(c->qs, c->qd, c, p->q, p->scale, I);
@@ -156,5 +208,7 @@ void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *
             scores(c->A, c->es, c, I, true);
         }
     }
+    if (reads) mn_prefetch_next(p->q, c, c->K);
+    if (!p->w_is_e) mn_prefetch_next(p->e, c, c->K);
     finish(c);
 }

@@ -50,7 +50,8 @@ void MN_T(mn_linear_forward_run)(const mn_linear *p, int64_t item, void *scratch
                          p->e.data);
     MN_T(mn_state_load)(S, p->state0, call, n, h, &col);
     for (int64_t start = 0; start < seq.length; start += MN_CHUNK) {
-        MN_T(mn_chunk_prepare)(&c, p, &seq, h, start, p->o.data);
+        MN_T(mn_chunk_prepare)(&c, p, &seq, h, start, p->o.data ? MN_WALK_FORWARD : MN_WALK_REPLAY);
+        mn_prefetch_written(p->o, &c, call->V);
         int64_t r_row;
         const float *residual = MN_T(mn_chunk_residual)(R, &r_row, p, &c, &col, S);
         write_outputs(p, &c, &col, S, residual, r_row);

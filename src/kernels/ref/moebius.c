@@ -1,0 +1,246 @@
+/* moebius.c - Kalman Linear Attention: one scalar Kalman filter per channel m and slot s.
+ *
+ *   den_t = a^2 + p lam_{t-1}      lam_t = lam_{t-1} / den_t + prec k^2
+ *   eta_t = (a / den_t) eta_{t-1} + prec v k
+ *   y = sum_s q eta / lam          yvar = sum_s q^2 / lam
+ *
+ * Read one prediction ahead (from_prior), the mean is a eta / lam and the variance a^2 / lam + p.
+ * a^2, p, den and the lam under a division are kept at or above 1e-12; where that floor binds, its
+ * argument has no gradient. Backward, with nl and ne the adjoints of lam_t and eta_t and gm, gv those
+ * of mean and variance:
+ *
+ *   ne += gm / lam                 nl -= (gm eta + gv) / lam^2
+ *   dprec = sum_s nl k^2 + ne v k  dv = sum_s ne prec k       dk = sum_m 2 nl prec k + ne prec v
+ *   dden = -(nl lam_{t-1} + ne a eta_{t-1}) / den^2           dp += dden lam_{t-1}
+ *   da += ne eta_{t-1} / den + 2 a dden
+ *   nl <- nl a^2 / den^2 - ne a p eta_{t-1} / den^2           ne <- ne a / den
+ *
+ * Forward, an item is one channel of one sequence; backward it is a sequence, because k and q are
+ * shared by the channels. */
+#include <math.h>
+#include <string.h>
+
+#include "kernels/ref/ref.h"
+
+static const double floor_at = 1e-12;
+
+/* Dynamics of one cell with their floors applied. */
+typedef struct cell {
+    double a, a2, p;
+} cell;
+
+static cell cell_at(const mn_moebius_args *args, int64_t at) {
+    const double a = ((const REAL *)args->a.data)[at], p = ((const REAL *)args->p.data)[at];
+    return (cell){ a, fmax(a * a, floor_at), fmax(p, floor_at) };
+}
+
+static void load_state(double *lam, double *eta, const mn_moebius_args *args, int64_t n, int64_t m) {
+    const int64_t K = args->call.K;
+    const REAL *lam0 = MN_ROW(REAL, args->lam0, n, 0, 0), *eta0 = MN_ROW(REAL, args->eta0, n, 0, 0);
+    for (int64_t s = 0; s < K; s++) {
+        lam[s] = lam0 ? (double)lam0[m * K + s] : 1.0;
+        eta[s] = eta0 ? (double)eta0[m * K + s] : 0.0;
+    }
+}
+
+/* One token for all slots of channel m; the new state may overwrite the old. */
+static void advance(double *lam_next, double *eta_next, const double *lam, const double *eta,
+                    const mn_moebius_args *args, int64_t b, int64_t t, int64_t m) {
+    const int64_t K = args->call.K;
+    const REAL *k = MN_ROW(REAL, args->k, b, t, 0);
+    const double v = MN_ROW(REAL, args->v, b, t, 0)[m];
+    const double prec = MN_ROW(REAL, args->prec, b, t, 0)[m];
+    for (int64_t s = 0; s < K; s++) {
+        const cell c = cell_at(args, m * K + s);
+        const double den = fmax(c.a2 + c.p * lam[s], floor_at);
+        lam_next[s] = lam[s] / den + prec * k[s] * k[s];
+        eta_next[s] = c.a / den * eta[s] + prec * v * k[s];
+    }
+}
+
+static void read_out(const double *lam, const double *eta, const mn_moebius_args *args, int64_t b,
+                     int64_t t, int64_t m) {
+    const int64_t K = args->call.K;
+    const REAL *q = MN_ROW(REAL, args->q, b, t, 0);
+    REAL *y = MN_ROW_OUT(REAL, args->y, b, t, 0), *yvar = MN_ROW_OUT(REAL, args->yvar, b, t, 0);
+    double sum = 0.0, sum_var = 0.0;
+    for (int64_t s = 0; s < K; s++) {
+        const cell c = cell_at(args, m * K + s);
+        const double var = 1.0 / fmax(lam[s], floor_at), mean = eta[s] * var;
+        sum += q[s] * (args->from_prior ? c.a * mean : mean);
+        sum_var += (double)q[s] * q[s] * (args->from_prior ? c.a2 * var + c.p : var);
+    }
+    if (y) y[m] = (REAL)sum;
+    if (yvar) yvar[m] = (REAL)sum_var;
+}
+
+bool MN_REF(mn_moebius_forward_plan)(const void *args, mn_plan *plan) {
+    const mn_call *c = args;
+    int64_t items, count;
+    return mn_mul_i64(&items, mn_n_sequences(c), c->V) && mn_mul_i64(&count, c->K, 2) &&
+           mn_ref_plan(plan, items, count);
+}
+
+void MN_REF(mn_moebius_forward_run)(const void *args, int phase, int64_t item, void *shared,
+                                    void *scratch) {
+    (void)phase, (void)shared;
+    const mn_moebius_args *p = args;
+    const int64_t K = p->call.K, n = item / p->call.V, m = item % p->call.V;
+    const mn_sequence seq = mn_sequence_at(&p->call, n);
+    double *lam = scratch, *eta = lam + K;
+    load_state(lam, eta, p, n, m);
+    for (int64_t t = seq.t0; t < seq.t0 + seq.length; t++) {
+        advance(lam, eta, lam, eta, p, seq.b, t, m);
+        read_out(lam, eta, p, seq.b, t, m);
+    }
+    REAL *lam_out = MN_ROW_OUT(REAL, p->lam, n, 0, 0), *eta_out = MN_ROW_OUT(REAL, p->eta, n, 0, 0);
+    for (int64_t s = 0; s < K; s++) {
+        if (lam_out) lam_out[m * K + s] = (REAL)lam[s];
+        if (eta_out) eta_out[m * K + s] = (REAL)eta[s];
+    }
+}
+
+/* Scratch: lam and eta of all steps of one channel, their adjoints, da, da2, dp, and dk, dq of the
+ * sequence. Shared: da and dp of every sequence, summed by a second phase. */
+bool MN_REF(mn_moebius_backward_plan)(const void *args, mn_plan *plan) {
+    const mn_call *c = args;
+    const int64_t T = mn_longest_sequence(c), n = mn_n_sequences(c);
+    int64_t rows, count, cells;
+    bool ok = mn_mul_i64(&rows, T, 4) && mn_mul_i64(&count, rows + 8, c->K) &&
+              mn_ref_plan(plan, n, count) && mn_mul_i64(&cells, c->V, c->K) &&
+              mn_mul_i64(&cells, cells, n) && mn_mul_i64(&cells, cells, 2);
+    mn_ref_add_phase(plan, c->V);
+    return ok && mn_mul_size(&plan->shared_bytes, (size_t)cells, sizeof(double));
+}
+
+/* Where the adjoints of one channel live: K numbers each. */
+typedef struct adjoints {
+    double *lam, *eta, *a, *a2, *p;
+} adjoints;
+
+/* Gradients of token t for channel m; turns the adjoints of its state into those of the state before.
+ * dk and dq are rows of the sequence's sums. */
+static void token_backward(const adjoints *d, double *dk, double *dq, const double *lam,
+                           const double *eta, const mn_moebius_args *args, int64_t b, int64_t t,
+                           int64_t m) {
+    const int64_t K = args->call.K;
+    const double *lam_now = lam + 2 * K, *eta_now = eta + 2 * K;
+    const REAL *k = MN_ROW(REAL, args->k, b, t, 0), *q = MN_ROW(REAL, args->q, b, t, 0);
+    const REAL *cot_y = MN_ROW(REAL, args->cot.y, b, t, 0);
+    const REAL *cot_var = MN_ROW(REAL, args->cot.yvar, b, t, 0);
+    REAL *dv = MN_ROW_OUT(REAL, args->grad.v, b, t, 0);
+    REAL *dprec = MN_ROW_OUT(REAL, args->grad.prec, b, t, 0);
+    const double v = MN_ROW(REAL, args->v, b, t, 0)[m];
+    const double prec = MN_ROW(REAL, args->prec, b, t, 0)[m];
+    const double gy = mn_ref_get(cot_y, m), gw = mn_ref_get(cot_var, m);
+    double to_v = 0.0, to_prec = 0.0;
+    for (int64_t s = 0; s < K; s++) {
+        const cell c = cell_at(args, m * K + s);
+        const double var = 1.0 / fmax(lam_now[s], floor_at), mean = eta_now[s] * var;
+        double gm = gy * q[s], gv = gw * q[s] * q[s];
+        if (args->from_prior) {
+            dq[s] += gy * c.a * mean + 2.0 * q[s] * gw * (c.a2 * var + c.p);
+            d->a[s] += gm * mean;
+            d->a2[s] += gv * var;
+            d->p[s] += gv;
+            gm *= c.a;
+            gv *= c.a2;
+        } else {
+            dq[s] += gy * mean + 2.0 * q[s] * gw * var;
+        }
+        d->eta[s] += gm * var;
+        if (lam_now[s] >= floor_at) d->lam[s] -= (gm * mean + gv * var) * var;
+        const double nl = d->lam[s], ne = d->eta[s];
+        dk[s] += 2.0 * nl * prec * k[s] + ne * prec * v;
+        to_prec += nl * k[s] * k[s] + ne * v * k[s];
+        to_v += ne * prec * k[s];
+
+        const double sum = c.a2 + c.p * lam[s], g = 1.0 / fmax(sum, floor_at);
+        d->a[s] += ne * eta[s] * g;
+        d->eta[s] = ne * c.a * g;
+        d->lam[s] = nl * g;
+        if (sum < floor_at) continue;
+        const double dden = -(nl * lam[s] + ne * c.a * eta[s]) * g * g;
+        d->a2[s] += dden;
+        d->p[s] += dden * lam[s];
+        d->lam[s] = (nl * c.a2 - ne * c.a * c.p * eta[s]) * g * g;
+    }
+    if (dv) dv[m] = (REAL)to_v;
+    if (dprec) dprec[m] = (REAL)to_prec;
+}
+
+/* All tokens of channel m: forward keeping states, then backward. `work` as planned, from its start;
+ * states of step t are lam at 2 t K and eta at (2 t + 1) K. */
+static void channel_backward(double *work, double *dk, double *dq, const adjoints *d,
+                             const mn_moebius_args *args, int64_t n, int64_t m) {
+    const int64_t K = args->call.K;
+    const mn_sequence seq = mn_sequence_at(&args->call, n);
+    load_state(work, work + K, args, n, m);
+    for (int64_t t = 0; t < seq.length; t++) {
+        double *at = work + 2 * t * K;
+        advance(at + 2 * K, at + 3 * K, at, at + K, args, seq.b, seq.t0 + t, m);
+    }
+    const REAL *dlam = MN_ROW(REAL, args->cot.lam, n, 0, 0);
+    const REAL *deta = MN_ROW(REAL, args->cot.eta, n, 0, 0);
+    for (int64_t s = 0; s < K; s++) {
+        d->lam[s] = dlam ? (double)dlam[m * K + s] : 0.0;
+        d->eta[s] = deta ? (double)deta[m * K + s] : 0.0;
+        d->a[s] = d->a2[s] = d->p[s] = 0.0;
+    }
+    for (int64_t t = seq.length - 1; t >= 0; t--) {
+        const double *at = work + 2 * t * K;
+        token_backward(d, dk + t * K, dq + t * K, at, at + K, args, seq.b, seq.t0 + t, m);
+    }
+    REAL *lam0 = MN_ROW_OUT(REAL, args->grad.lam0, n, 0, 0);
+    REAL *eta0 = MN_ROW_OUT(REAL, args->grad.eta0, n, 0, 0);
+    for (int64_t s = 0; s < K; s++) {
+        if (lam0) lam0[m * K + s] = (REAL)d->lam[s];
+        if (eta0) eta0[m * K + s] = (REAL)d->eta[s];
+    }
+}
+
+/* da and dp of channel m summed over sequences, floors taken into account */
+static void sum_dynamics(const mn_moebius_args *args, int64_t m, const double *parts) {
+    const int64_t K = args->call.K, cells = args->call.V * K;
+    REAL *da = args->grad.a.data, *dp = args->grad.p.data;
+    for (int64_t at = m * K; at < (m + 1) * K; at++) {
+        double to_a = 0.0, to_p = 0.0;
+        for (int64_t n = 0; n < mn_n_sequences(&args->call); n++) {
+            to_a += parts[2 * n * cells + at];
+            to_p += parts[(2 * n + 1) * cells + at];
+        }
+        if (da) da[at] = (REAL)to_a;
+        if (dp) dp[at] = (REAL)(((const REAL *)args->p.data)[at] >= floor_at ? to_p : 0.0);
+    }
+}
+
+void MN_REF(mn_moebius_backward_run)(const void *args, int phase, int64_t item, void *shared,
+                                     void *scratch) {
+    const mn_moebius_args *p = args;
+    if (phase == 1) {
+        sum_dynamics(p, item, shared);
+        return;
+    }
+    const int64_t K = p->call.K, cells = p->call.V * K;
+    const mn_sequence seq = mn_sequence_at(&p->call, item);
+    double *dk = scratch, *dq = dk + seq.length * K, *at = dq + seq.length * K;
+    const adjoints d = { at, at + K, at + 2 * K, at + 3 * K, at + 4 * K };
+    double *work = at + 5 * K, *parts = (double *)shared + 2 * item * cells;
+    memset(dk, 0, (size_t)(2 * seq.length * K) * sizeof *dk);
+    for (int64_t m = 0; m < p->call.V; m++) {
+        channel_backward(work, dk, dq, &d, p, item, m);
+        for (int64_t s = 0; s < K; s++) {
+            const double a = ((const REAL *)p->a.data)[m * K + s];
+            parts[m * K + s] = d.a[s] + (a * a >= floor_at ? 2.0 * a * d.a2[s] : 0.0);
+            parts[cells + m * K + s] = d.p[s];
+        }
+    }
+    for (int64_t t = 0; t < seq.length; t++) {
+        REAL *dk_row = MN_ROW_OUT(REAL, p->grad.k, seq.b, seq.t0 + t, 0);
+        REAL *dq_row = MN_ROW_OUT(REAL, p->grad.q, seq.b, seq.t0 + t, 0);
+        for (int64_t s = 0; s < K; s++) {
+            if (dk_row) dk_row[s] = (REAL)dk[t * K + s];
+            if (dq_row) dq_row[s] = (REAL)dq[t * K + s];
+        }
+    }
+}

@@ -1,0 +1,79 @@
+/* moebius_tile.h - a tile of KLA channels: dynamics, state and a block of tokens. Shared by the
+ * forward, backward and segmented kernels.
+ *
+ * The state of a cell is kept as three numbers n, d, e, known up to a common factor:
+ *
+ *   lam = n / d      eta = e / d      mean = e / n      variance = d / n
+ *
+ * One token is then linear in them and needs no division,
+ *
+ *   d <- a^2 d + p n      n <- n + prec k^2 d      e <- a e + prec v k d      (new d on the right)
+ *
+ * so the only division left is the one by n in the read-out, off the chain from token to token. n and
+ * d are sums of numbers >= 0: nothing cancels. The common factor is a power of two, taken out every
+ * `period` tokens, and therefore changes no bit. It needs prec >= 0 and lam >= 0 and a bound on how
+ * much one token can make n, d, e grow, taken from the inputs of the block; a block that has no such
+ * bound (period 0) runs on lam and eta themselves, two divisions a token, all floors as in ref/. */
+#ifndef MN_KERNELS_VEC_MOEBIUS_TILE_H
+#define MN_KERNELS_VEC_MOEBIUS_TILE_H
+
+#include "base/checked.h"
+#include "kernels/access.h"
+#include "kernels/kernel.h"
+#include "kernels/vec/lanes.h"
+
+/* Tokens in a block, and the floor below a^2, p, den and a lam that divides. */
+enum { MOEBIUS_BLOCK = 32 };
+#define MOEBIUS_FLOOR 1e-12f
+
+typedef struct moebius_tile {
+    const mn_moebius_args *args;
+    int64_t K, v0;            // first channel
+    int lanes;                // channels, at most MN_VW
+    float *a, *a2, *p;        // [K][MN_VW], floors applied to a2 and p
+    float *n, *d, *e;         // [K][MN_VW]
+    float *v, *prec, *pv;     // [BLOCK][MN_VW], pv = prec v
+    float *k, *k2, *q, *q2;   // [BLOCK][K], k2 and q2 squares
+    float reach;              // largest a^2 + p
+    bool checked;             // n >= 0 is known
+    bool plain;               // no block so far had period 0, no lam fell below the floor
+    int64_t count;            // tokens in the block
+    int period;               // tokens until the next common factor is taken out; 0: see above
+} moebius_tile;
+
+/* Floats a tile needs, and the tile laid out in them. */
+static inline bool moebius_tile_floats(int64_t *floats, int64_t K) {
+    return mn_mul_i64(floats, K, 6 * MN_VW + 4 * MOEBIUS_BLOCK) &&
+           mn_add_i64(floats, *floats, 3 * MOEBIUS_BLOCK * MN_VW);
+}
+
+/* Lays the tile of channels [v0, v0 + MN_VW) out in `memory`, returns what follows, loads dynamics. */
+float *MN_T(mn_moebius_tile_open)(moebius_tile *tile, float *memory, const mn_moebius_args *args,
+                                  int64_t v0);
+
+/* Sets the state from lam0, eta0 of sequence n. */
+void MN_T(mn_moebius_tile_start)(moebius_tile *tile, int64_t n);
+
+/* lam and eta [K][MN_VW] from the state; may overwrite n and e. */
+void MN_T(mn_moebius_tile_moments)(float *lam, float *eta, const moebius_tile *tile);
+
+/* Takes `count` <= BLOCK tokens from t on of batch row b into the tile; q only if `read`. */
+void MN_T(mn_moebius_tile_load)(moebius_tile *tile, int64_t b, int64_t t, int64_t count, bool read);
+
+/* Advances the state over the block without reading. Watches for what ends `plain`. */
+void MN_T(mn_moebius_tile_advance)(moebius_tile *tile);
+
+/* 2^-i for the i with 2^i <= x < 2^(i+1), x > 0 normal; then c * result is exact but for range */
+static inline vf moebius_shrink(vf x) {
+    const vi exponent = vi_and(vf_as_vi(x), vi_set1(0x7f800000));
+    return vi_as_vf(vi_sub(vi_set1(0x7f000000), exponent));
+}
+
+static inline void moebius_renormalise(vf *n, vf *d, vf *e) {
+    const vf scale = moebius_shrink(vf_max(*n, *d));
+    *n = vf_mul(*n, scale);
+    *d = vf_mul(*d, scale);
+    *e = vf_mul(*e, scale);
+}
+
+#endif
