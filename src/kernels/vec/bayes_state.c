@@ -32,7 +32,7 @@ void MN_T(mn_bayes_place)(mn_bayes_chunk *c, mn_space *space, const mn_bayes_arg
         return;
     }
     c->turns = p->theta.data != NULL;
-    c->reads_variance = p->q.data && (p->qvar.data || p->cot.qvar.data);
+    c->reads_variance = p->q.data && p->qvar.data;
     c->Kp = padded(K);
     c->R = c->turns ? 2 * c->Kp : c->Kp;
     c->Vp = padded(mn_ceil_div(p->call.V, p->call.G));
