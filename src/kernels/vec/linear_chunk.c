@@ -9,7 +9,7 @@
 int64_t MN_T(mn_chunk_floats)(int64_t K, int64_t width, bool has_e) {
     const int64_t rows = MN_CHUNK * K;
     const int64_t copies = width ? 2 : 1;    // qd, wd, ed may be copies of their own under a decay
-    return (2 * MN_CHUNK + 2) * (width ? width : 1) + copies * (2 + has_e) * rows + K + (1 + has_e) * MN_CHUNK * MN_CHUNK;
+    return 4 * MN_CHUNK * (width ? width : 1) + copies * (2 + has_e) * rows + K + (1 + has_e) * MN_CHUNK * MN_CHUNK;
 }
 
 float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width, bool has_e) {
@@ -26,76 +26,84 @@ float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width
     c->qd_memory = at, at += width ? rows : 0;
     c->ed_memory = at, at += width && has_e ? rows : 0;
     if (width) c->wd = at, at += rows;
-    c->zeros = at, at += width ? width : 1;
-    c->step = at, at += width ? width : 1;
-    c->G = at, at += MN_CHUNK * (width ? width : 1);
+    const int64_t decays = MN_CHUNK * (width ? width : 1);
+    c->G = at, at += decays;
+    c->step = at, at += decays;
+    c->rho = at, at += decays;
     c->fall = at, at += K;
-    c->factor = at, at += MN_CHUNK * (width ? width : 1);
+    c->factor = at, at += decays;
     return at;
 }
 
-/* Begins a segment at token t when G has fallen too far since the last began. */
-static void cut(mn_chunk *c, int64_t t, bool too_far) {
-    if (!too_far) return;
-    if (t == 0) c->rho0 = c->G;
+/* Begins a segment at token t, whose level is row t of G above the last. */
+static void begin_segment(mn_chunk *c, int64_t t) {
+    const size_t bytes = (size_t)c->width * sizeof *c->G;
+    float *G = c->G + t * c->width;
+    if (t == 0) c->late = true;
     else c->first[c->n_segments++] = t;
+    const int64_t at = (c->n_segments - 1) * c->width;
+    memcpy(c->step + at, G, bytes);
+    for (int64_t i = 0; i < c->width; i++) {
+        c->rho[at + i] = G[i] + (at ? c->rho[at - c->width + i] : 0.0f);
+    }
+    memset(G, 0, bytes);
 }
 
 /* One number per token: rows of G are neighbours, and sums run in scalars. */
 static void sum_token_decays(mn_chunk *c, const mn_linear *p) {
     float sum = 0.0f;
     for (int64_t t = 0; t < c->L; t++) {
-        sum += *MN_ROW(float, p->g, c->b, c->t0 + t, c->h);
-        c->G[t] = sum = sum > -1e30f ? sum : -1e30f;
-        cut(c, t, *mn_rho(c, c->n_segments - 1) - sum > MN_SEGMENT_FALL);
+        c->G[t] = sum += *MN_ROW(float, p->g, c->b, c->t0 + t, c->h);
+        if (sum < -MN_SEGMENT_FALL) {
+            begin_segment(c, t);
+            sum = 0.0f;
+        }
     }
 }
 
 static void sum_channel_decays(mn_chunk *c, const mn_linear *p) {
-    const vf lowest = vf_set1(-1e30f), limit = vf_set1(MN_SEGMENT_FALL);
+    const vf limit = vf_set1(-MN_SEGMENT_FALL);
     for (int64_t t = 0; t < c->L; t++) {
         const float *g = MN_ROW(float, p->g, c->b, c->t0 + t, c->h);
-        const float *rho = mn_rho(c, c->n_segments - 1);
         float *G = c->G + t * c->width;
         bool too_far = false;
         for (int64_t i = 0; i < c->width; i += MN_VW) {
             const int n = vf_lanes(c->width - i);
             const vf before = t ? vf_load_n(G - c->width + i, n) : vf_zero();
-            const vf sum = vf_max(lowest, vf_add(before, vf_load_n(g + i, n)));
+            const vf sum = vf_add(before, vf_load_n(g + i, n));
             vf_store_n(G + i, sum, n);
-            too_far |= vm_any(vf_gt(vf_sub(vf_load_n(rho + i, n), sum), limit));
+            too_far |= vm_any(vf_lt(sum, limit));
         }
-        cut(c, t, too_far);
+        if (too_far) begin_segment(c, t);
     }
 }
 
-/* Running sums of the log decay and the cut into segments. A fall beyond the float range would make
- * infinities; -1e30 is as far below any exponent that matters. */
+/* Running sums of the log decay and the cut into segments. */
 static void sum_decays(mn_chunk *c, const mn_linear *p) {
     c->n_segments = 1;
     c->first[0] = 0;
-    c->rho0 = c->zeros;
-    memset(c->zeros, 0, (size_t)c->width * sizeof(float));
+    c->late = false;
+    memset(c->step, 0, (size_t)c->width * sizeof *c->step);
+    memset(c->rho, 0, (size_t)c->width * sizeof *c->rho);
     if (c->width == 1) sum_token_decays(c, p);
     if (c->width > 1) sum_channel_decays(c, p);
     c->first[c->n_segments] = c->L;
 }
 
-/* Rows t0 .. end-1 of factor: exp(G_t - at), or exp(at - G_t) when `inverse` */
-static void row_factors(mn_chunk *c, int64_t t0, int64_t end, const float *at, bool inverse) {
-    const float *G = c->G;
+/* Rows t0 .. end-1 of factor: exp(G_t), or exp(step - G_t) when `step` is given */
+static void row_factors(mn_chunk *c, int64_t t0, int64_t end, const float *step) {
     if (c->width == 1) {
-        const vf origin = vf_set1(*at);
+        const vf origin = vf_set1(step ? *step : 0.0f);
         for (int64_t t = t0; t < end; t += MN_VW) {
             const int n = vf_lanes(end - t);
-            const vf x = vf_sub(vf_load_n(G + t, n), origin);
-            vf_store_n(c->factor + t, vf_exp(inverse ? vf_neg(x) : x), n);
+            const vf x = vf_load_n(c->G + t, n);
+            vf_store_n(c->factor + t, vf_exp(step ? vf_sub(origin, x) : x), n);
         }
         return;
     }
     for (int64_t t = t0; t < end; t++) {
-        const float *row = G + t * c->width;
-        mn_exp_row(c->factor + t * c->width, inverse ? at : row, inverse ? row : at, c->width);
+        const float *row = c->G + t * c->width;
+        mn_exp_row(c->factor + t * c->width, step ? step : row, step ? row : NULL, c->width);
     }
 }
 
@@ -116,20 +124,20 @@ static void divide_row(float *dst, const float *w, const float *factor, int64_t 
 /* Rows of the segment just left may be large, so they start afresh; those before are at most 1. The
  * rows of the new segment are divided by what its q and e will be multiplied by. */
 void MN_T(mn_chunk_columns)(mn_chunk *c, const mn_linear *p, int to) {
-    const float *at = mn_rho(c, to);
+    const float *step = c->step + to * c->width;
     const int64_t K = c->K, t0 = c->first[to], left = to > 0 ? c->first[to - 1] : 0;
     if (to > 0) {
-        row_factors(c, left, t0, at, true);
+        row_factors(c, left, t0, step);
         for (int64_t s = left; s < t0; s++) {
             mn_scale_row(c->ws + s * K, MN_ROW(float, p->w, c->b, c->t0 + s, c->h),
                          c->factor + s * c->width, c->width, c->beta[s], K);
         }
-        mn_exp_row(c->step, at, mn_rho(c, to - 1), c->width);
+        mn_exp_row(c->factor, step, NULL, c->width);
         for (int64_t s = 0; s < left; s++) {
-            mn_scale_row(c->ws + s * K, c->ws + s * K, c->step, c->width, 1.0f, K);
+            mn_scale_row(c->ws + s * K, c->ws + s * K, c->factor, c->width, 1.0f, K);
         }
     }
-    if (c->width) row_factors(c, t0, c->first[to + 1], at, false);
+    if (c->width) row_factors(c, t0, c->first[to + 1], NULL);
     for (int64_t t = t0; t < c->first[to + 1]; t++) {
         divide_row(c->ws + t * K, MN_ROW(float, p->w, c->b, c->t0 + t, c->h),
                    c->factor + t * c->width, c->width, c->beta[t], K);
@@ -168,15 +176,17 @@ static void load_beta(mn_chunk *c, const mn_linear *p) {
     }
 }
 
-/* wd = ws exp(G_L - rho of the last segment), and fall = exp G_L */
+/* wd = ws exp(G_L), and fall = exp(rho + G_L) with the level of the last segment */
 static void finish(mn_chunk *c) {
     const float *last = c->G + (c->L - 1) * c->width;
+    const float *rho = c->rho + (c->n_segments - 1) * c->width;
     if (c->width) {
-        mn_exp_row(c->factor, last, mn_rho(c, c->n_segments - 1), c->width);
+        mn_exp_row(c->factor, last, NULL, c->width);
         for (int64_t s = 0; s < c->L; s++) {
             mn_scale_row(c->wd + s * c->K, c->ws + s * c->K, c->factor, c->width, 1.0f, c->K);
         }
-        mn_exp_row(c->fall, last, NULL, c->width);
+        mn_exp_row(c->fall, rho, NULL, c->width);
+        for (int64_t i = 0; i < c->width; i++) c->fall[i] *= c->factor[i];
     }
     for (int64_t i = c->width == 1; c->width < 2 && i < c->K; i++) c->fall[i] = c->width ? c->fall[0] : 1.0f;
 }
@@ -206,7 +216,7 @@ void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *
     c->ed = simple ? c->es : c->ed_memory;
     for (int I = 0; I < c->n_segments; I++) {
         MN_T(mn_chunk_columns)(c, p, I);
-        if (!simple) mn_exp_row(c->fall, mn_rho(c, I), NULL, c->width);
+        if (!simple) mn_exp_row(c->fall, c->rho + I * c->width, NULL, c->width);
         if (reads) {
             scale_rows(c->qs, c->qd, c, p->q, p->scale, I);
             scores(c->P, c->qs, c, I, false);
