@@ -145,7 +145,7 @@ static void run_item(past *p, int phase, int64_t item, void *shared, float *scra
     const past_head head = MN_T(mn_past_head)(p, tile.n, item % c->J);
     const block b = open_block(p, &head, &tile, scratch);
     const int64_t end = head.before + tile.first + tile.n_rows;    // keys the last token sees
-    for (int64_t key0 = 0; key0 < end; key0 += KEYS) take_keys(&b, key0, mn_min(KEYS, end - key0));
+    for (int64_t i = 0; i < end; i += KEYS) take_keys(&b, i, mn_min(KEYS, end - i));
     write_rows(&b);
 }
 
