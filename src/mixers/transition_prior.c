@@ -31,6 +31,6 @@ const mn_transition mn_transition_prior = {
 };
 
 const mn_transition mn_transition_prior_step = {
-    .name = "towards a prior, by step size", .equation = "I' = a I + (1-a) ip, a = e^(-dt rate)",
+    .name = "towards a prior, by step", .equation = "I' = a I + (1-a) ip, a = e^(-dt rate)",
     .predict = predict_step,
 };

@@ -33,6 +33,6 @@ static void predict(mn_head *head) {
 }
 
 const mn_transition mn_transition_rotation = {
-    .name = "damped rotation, process noise", .equation = "M' = A M, P' = A P A' + l2 diag(1,0,1,0..)",
+    .name = "damped rotation, noise", .equation = "M' = A M, P' = A P A' + l2 diag(1,0,1,0..)",
     .predict = predict,
 };
