@@ -70,7 +70,8 @@ static void place_tokens(work *w, mn_space *space) {
 }
 
 static void place(work *w, mn_space *space, const mn_bayes_args *p) {
-    const int64_t chunks = mn_ceil_div(mn_longest_sequence(&p->call), MN_BAYES_CHUNK);
+    const int64_t tokens = mn_bayes_chunk_tokens(p->call.K);
+    const int64_t chunks = mn_ceil_div(mn_longest_sequence(&p->call), tokens);
     MN_T(mn_bayes_place)(&w->c, space, p);
     w->c.reads_variance = p->q.data && p->cot.qvar.data;
     const int64_t R = w->c.R, Vp = w->c.Vp;
@@ -107,8 +108,8 @@ bool MN_T(mn_bayes_backward_plan)(const void *args, mn_plan *plan) {
 }
 
 static void load_chunk(work *w, const mn_sequence *seq, int64_t chunk) {
-    const int64_t start = chunk * MN_BAYES_CHUNK;
-    MN_T(mn_bayes_load)(&w->c, seq->t0 + start, mn_min(MN_BAYES_CHUNK, seq->length - start));
+    const int64_t tokens = mn_bayes_chunk_tokens(w->c.p->call.K), start = chunk * tokens;
+    MN_T(mn_bayes_load)(&w->c, seq->t0 + start, mn_min(tokens, seq->length - start));
 }
 
 static void walk(work *w, const mn_sequence *seq, int64_t chunk) {
@@ -598,7 +599,8 @@ static void load_cotangents(work *w) {
 
 /* All chunks of one group, backwards. */
 static void group_backward(work *w, const mn_sequence *seq) {
-    const int64_t chunks = mn_ceil_div(seq->length, MN_BAYES_CHUNK), width = w->square + w->rectangle;
+    const int64_t tokens = mn_bayes_chunk_tokens(w->c.p->call.K), width = w->square + w->rectangle;
+    const int64_t chunks = mn_ceil_div(seq->length, tokens);
     MN_T(mn_bayes_first)(w->P, w->M, &w->c);
     for (int64_t i = 0; i < chunks; i++) {
         if (i % w->span == 0) keep(w->marks + i / w->span * width, w);

@@ -24,7 +24,14 @@
 #include "kernels/vec/gemm.h"
 #include "kernels/vec/vec.h"
 
+/* Most tokens of a chunk. */
 enum { MN_BAYES_CHUNK = 16 };
+
+/* Tokens of a chunk. A chunk rounds relative to the covariance it starts from, and sixteen writes into
+ * a few channels shrink that so much that its sums would be worse than token after token. */
+static inline int64_t mn_bayes_chunk_tokens(int64_t K) {
+    return K < 2 * MN_BAYES_CHUNK ? MN_BAYES_CHUNK / 2 : MN_BAYES_CHUNK;
+}
 
 /* Memory handed out front to back; with memory NULL it only counts. `used` in floats. */
 typedef struct mn_space {
@@ -105,7 +112,7 @@ void MN_T(mn_bayes_mirror)(float *P, int64_t R);
  * chunk is done again in double. If then neither noise hides the rounding of the P it started from,
  * that P may be indefinite, and its diagonal is first raised by MN_BAYES_RAISE roundings. */
 #define MN_BAYES_ROUNDING 0x1p-24f
-#define MN_BAYES_DOUBT 128.0f
+#define MN_BAYES_DOUBT 1024.0f
 #define MN_BAYES_HIDDEN 8.0f
 #define MN_BAYES_RAISE 8.0f
 

@@ -97,9 +97,9 @@ void MN_T(mn_bayes_forward_run)(const void *args, int phase, int64_t item, void 
     MN_T(mn_bayes_select)(&w.c, item / G / H, item / G % H, item % G);
     MN_T(mn_bayes_first)(w.P, w.M, &w.c);
     const mn_sequence seq = mn_sequence_at(&p->call, w.c.n);
-    const int64_t end = seq.t0 + seq.length;
-    for (int64_t t = seq.t0; t < end; t += MN_BAYES_CHUNK) {
-        MN_T(mn_bayes_load)(&w.c, t, mn_min(MN_BAYES_CHUNK, end - t));
+    const int64_t end = seq.t0 + seq.length, tokens = mn_bayes_chunk_tokens(p->call.K);
+    for (int64_t t = seq.t0; t < end; t += tokens) {
+        MN_T(mn_bayes_load)(&w.c, t, mn_min(tokens, end - t));
         MN_T(mn_bayes_gains)(&w.c, w.P);
         write_gains(&w.c);
         if (w.c.columns) {
