@@ -47,6 +47,28 @@ void mn_rows_multiply(mn_context *context, const mn_call *call, int64_t width, m
     }
 }
 
+static void add_token(void *context, int64_t item, int worker) {
+    (void)worker;
+    const product *p = context;
+    const int64_t b = item / p->call->T, t = item % p->call->T, n = p->width;
+    for (int64_t h = 0; h < p->call->H; h++) {
+        if (p->call->dtype == MN_F64) {
+            const double *a = MN_ROW(double, p->a, b, t, h);
+            double *y = MN_ROW_OUT(double, p->y, b, t, h);
+            for (int64_t i = 0; i < n; i++) y[i] += a[i];
+        } else {
+            const float *a = MN_ROW(float, p->a, b, t, h);
+            float *y = MN_ROW_OUT(float, p->y, b, t, h);
+            for (int64_t i = 0; i < n; i++) y[i] += a[i];
+        }
+    }
+}
+
+void mn_rows_add(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
+    product p = { .call = call, .width = width, .y = y, .a = a };
+    if (y.data && a.data) mn_threads_run(context->threads, call->B * call->T, add_token, &p);
+}
+
 mn_out mn_rows_temporary(mn_context *context, const mn_call *call, int64_t width) {
     mn_out view = { NULL, { call->T * call->H * width, call->H * width, width } };
     int64_t rows;

@@ -136,6 +136,13 @@ static mn_status check_decay(const char *op, const mn_field *field, const char *
     mn_status st = count_elements(op, field, axes, call, &count);
     const int64_t width = mn_axis_size(call, axes[strlen(axes) - 1], &ok);
     const bool f64 = call->dtype == MN_F64;
+    int64_t plain[3];
+    contiguous(plain, axes, call);
+    if (memcmp(plain, view->stride, sizeof plain) == 0) {
+        const bool bad = f64 ? any_above_zero_f64(view->data, count)
+                             : any_above_zero_f32(view->data, count);
+        if (!bad) return st;    // else the loop below finds the row
+    }
     for (int64_t row = 0; st == MN_OK && row < count / width; row++) {
         const int64_t at = row_offset(view, call, axes, row);
         const bool bad = f64 ? any_above_zero_f64((const double *)view->data + at, width)
@@ -143,6 +150,23 @@ static mn_status check_decay(const char *op, const mn_field *field, const char *
         if (bad) {
             st = mn_fail(MN_ERR_ARGUMENT, "%s: %s holds a value above 0 or NaN in row %" PRId64
                          "; a log decay is at most 0", op, field->name, row);
+        }
+    }
+    return st;
+}
+
+/* Targets are whole numbers below V, or the value to be ignored. */
+static mn_status check_classes(const char *op, const mn_field *field, const char *axes,
+                               const mn_call *call, const mn_in *view, const int64_t *ignore) {
+    int64_t count;
+    const mn_status st = count_elements(op, field, axes, call, &count);
+    for (int64_t i = 0; st == MN_OK && i < count; i++) {
+        const double x = call->dtype == MN_F64 ? ((const double *)view->data)[i]
+                                               : (double)((const float *)view->data)[i];
+        const bool is_class = x >= 0 && x < (double)call->V && x == floor(x);
+        if (!is_class && !(ignore && x == (double)*ignore)) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: %s holds %g at entry %" PRId64
+                           ", no class below V = %" PRId64, op, field->name, x, i, call->V);
         }
     }
     return st;
@@ -173,6 +197,11 @@ static mn_status check_field(const char *op, const mn_field *field, int decay, c
     if (st == MN_OK && view->data && field->law == MN_LAW_DECAY) {
         st = check_decay(op, field, axes, call, view);
     }
+    if (st == MN_OK && view->data && field->law == MN_LAW_CLASS) {
+        const bool ignores = field->op == MN_OP_cross_entropy;
+        st = check_classes(op, field, axes, call, view,
+                           ignores ? &((mn_cross_entropy_args *)args)->ignore : NULL);
+    }
     return st;
 }
 
@@ -191,6 +220,47 @@ static mn_status check_sizes(const char *name, const mn_call *call) {
     return MN_OK;
 }
 
+static int count_choices(const char *names) {
+    int count = 1;
+    for (const char *at = names; *at; at++) count += *at == ',';
+    return count;
+}
+
+/* Choices name one of their values, and groups cut the width evenly. */
+static mn_status check_params(mn_op_id op, const char *args) {
+    const char *name = mn_op_describe(op)->name;
+    int count;
+    const mn_param *params = mn_op_params(op, &count);
+    for (int i = 0; i < count; i++) {
+        if (params[i].kind != MN_PARAM_CHOICE) continue;
+        const int value = *(const int *)(args + params[i].offset);
+        if (value < 0 || value >= count_choices(params[i].choices)) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: %s is %d, it counts in %s from 0", name,
+                           params[i].name, value, params[i].choices);
+        }
+    }
+    if (op == MN_OP_rms_norm_gated) {
+        const mn_rms_norm_gated_args *p = (const mn_rms_norm_gated_args *)args;
+        if (p->groups < 1 || p->call.V % p->groups != 0) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: groups is %" PRId64 ", it must divide V = %" PRId64,
+                           name, p->groups, p->call.V);
+        }
+    }
+    return MN_OK;
+}
+
+/* A count of tokens seen before is at least 0; curvature divides by it plus one. */
+static mn_status check_counts(const char *name, int64_t n0, const int64_t *counts, const mn_call *call) {
+    if (n0 < 0) return mn_fail(MN_ERR_ARGUMENT, "%s: n0 is %" PRId64 ", a count is at least 0", name, n0);
+    for (int64_t n = 0; counts && n < mn_n_sequences(call); n++) {
+        if (counts[n] < 0) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: counts0[%" PRId64 "] is %" PRId64
+                           ", a count is at least 0", name, n, counts[n]);
+        }
+    }
+    return MN_OK;
+}
+
 /* Sizes that follow from others. */
 static mn_status derive_sizes(mn_op_id op, void *args) {
     mn_call *call = args;
@@ -200,6 +270,11 @@ static mn_status derive_sizes(mn_op_id op, void *args) {
     if (op == MN_OP_riccati) call->R = call->K << (((mn_riccati_args *)args)->theta.data != NULL);
     if (op == MN_OP_bayes) call->R = call->K << (((mn_bayes_args *)args)->theta.data != NULL);
     const bool keyed = op == MN_OP_attention || op == MN_OP_relu_attention || op == MN_OP_hyper;
+    const mn_curvature_args *curvature = args;
+    mn_status st = MN_OK;
+    if (op == MN_OP_curvature) st = check_counts(name, curvature->n0, curvature->counts0, call);
+    if (op == MN_OP_ccq_read) st = check_counts(name, ((mn_ccq_read_args *)args)->n0, NULL, call);
+    if (st != MN_OK) return st;
     if (keyed && call->L < call->T) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: L = %" PRId64 " keys for T = %" PRId64 " queries", name,
                        call->L, call->T);
@@ -249,9 +324,15 @@ mn_status mn_validate(mn_op_id op, void *args, bool backward) {
     const char *name = mn_op_describe(op)->name;
     const mn_call *call = args;
     const int decay = mn_args_decay(op, args);
+    if (backward && op == MN_OP_adamw) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: an optimiser step has no backward pass", name);
+    }
     mn_status st = check_sizes(name, call);
     if (st == MN_OK) st = check_packing(name, call);
     if (st == MN_OK) st = derive_sizes(op, args);
+    if (st == MN_OK) st = check_params(op, args);
+    if (st == MN_OK) st = check_pairs(op, args);
+    if (st == MN_OK) st = check_hyper(op, args);
     if (st == MN_OK && (decay < MN_DECAY_NONE || decay > MN_DECAY_CHANNEL)) {
         st = mn_fail(MN_ERR_ARGUMENT, "%s: decay is %d, not one of mn_decay", name, decay);
     }
@@ -260,7 +341,5 @@ mn_status mn_validate(mn_op_id op, void *args, bool backward) {
     for (int i = 0; st == MN_OK && i < count; i++) {
         st = check_field(name, &fields[i], decay, call, args, backward);
     }
-    if (st == MN_OK) st = check_pairs(op, args);
-    if (st == MN_OK) st = check_hyper(op, args);
     return st;
 }
