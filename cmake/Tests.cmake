@@ -1,18 +1,20 @@
 # One program per file in tests/{unit,kernels,mixers}; tests/support is linked into each.
 pkg_check_modules(CMOCKA REQUIRED IMPORTED_TARGET cmocka)
-file(GLOB support_sources CONFIGURE_DEPENDS tests/support/*.c)
+file(GLOB support_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/support/*.c)
 file(GLOB test_sources CONFIGURE_DEPENDS tests/unit/test_*.c tests/kernels/test_*.c
     tests/mixers/test_*.c)
 
-add_library(mneme_test_support STATIC ${support_sources})
-target_include_directories(mneme_test_support PUBLIC src include tests)
-target_link_libraries(mneme_test_support PUBLIC mneme_static PkgConfig::CMOCKA
+add_library(mneme_test_support INTERFACE)
+target_sources(mneme_test_support INTERFACE ${support_sources})
+target_include_directories(mneme_test_support INTERFACE src include tests)
+target_link_libraries(mneme_test_support INTERFACE mneme_static PkgConfig::CMOCKA
     ${mneme_dependencies})
 
 foreach(source ${test_sources})
     get_filename_component(name ${source} NAME_WE)
     add_executable(${name} ${source})
     target_link_libraries(${name} PRIVATE mneme_test_support)
+    target_compile_definitions(${name} PRIVATE MN_SOURCE_DIR="${CMAKE_SOURCE_DIR}")
     if(mneme_avx2_built)
         target_compile_definitions(${name} PRIVATE MN_HAVE_X86_TARGETS=1)
     endif()

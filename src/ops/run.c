@@ -80,13 +80,13 @@ mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *
     const mn_op_info *info = mn_op_describe(op);
     if (!context) return mn_fail(MN_ERR_ARGUMENT, "%s: context is NULL", info->name);
     if (!args) return mn_fail(MN_ERR_ARGUMENT, "%s: args is NULL", info->name);
+    if (((const mn_call *)args)->dtype == MN_BF16) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: bf16 runs on GPUs only; use f32 on the CPU", info->name);
+    }
     _Alignas(16) unsigned char copy[MN_MAX_ARGS_BYTES];
     memcpy(copy, args, info->args_bytes);
     mn_status st = mn_validate(op, copy, pass == MN_BACKWARD);
     if (st != MN_OK) return st;
-    if (((const mn_call *)args)->dtype == MN_BF16) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "%s: bf16 runs on GPUs only; use f32 on the CPU", info->name);
-    }
     const mn_mark mark = mn_arena_mark(context->arena);
     if (kernel_of[op]) {
         st = run_kernel(context, op, pass, copy);

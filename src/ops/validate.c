@@ -84,15 +84,19 @@ static mn_status complete_view(const char *op, const mn_field *field, const char
     int64_t count;
     const mn_status st = count_elements(op, field, axes, call, &count);
     if (st != MN_OK) return st;
+    int64_t plain[3];
+    contiguous(plain, axes, call);
     const int64_t *s = view->stride;
-    const bool given = s[0] != 0 || s[1] != 0 || s[2] != 0;
-    const bool strided = axes[0] == 'B' && strchr("TL", axes[1]) && axes[1];
-    if (!given) {
-        contiguous(view->stride, axes, call);
-    } else if (!strided) {
+    if (s[0] == 0 && s[1] == 0 && s[2] == 0) {
+        memcpy(view->stride, plain, sizeof plain);
+        return MN_OK;
+    }
+    const bool strided = axes[0] == 'B' && (axes[1] == 'T' || axes[1] == 'L');
+    if (!strided && memcmp(s, plain, sizeof plain) != 0) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: %s must be contiguous, leave its strides zero", op,
                        field->name);
-    } else if (s[0] < 0 || s[1] < 0 || s[2] < 0) {
+    }
+    if (s[0] < 0 || s[1] < 0 || s[2] < 0) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: %s has a negative stride", op, field->name);
     }
     return MN_OK;
@@ -132,6 +136,13 @@ static mn_status check_decay(const char *op, const mn_field *field, const char *
     mn_status st = count_elements(op, field, axes, call, &count);
     const int64_t width = mn_axis_size(call, axes[strlen(axes) - 1], &ok);
     const bool f64 = call->dtype == MN_F64;
+    int64_t plain[3];
+    contiguous(plain, axes, call);
+    if (memcmp(plain, view->stride, sizeof plain) == 0) {
+        const bool bad = f64 ? any_above_zero_f64(view->data, count)
+                             : any_above_zero_f32(view->data, count);
+        if (!bad) return st;    // else the loop below finds the row
+    }
     for (int64_t row = 0; st == MN_OK && row < count / width; row++) {
         const int64_t at = row_offset(view, call, axes, row);
         const bool bad = f64 ? any_above_zero_f64((const double *)view->data + at, width)
@@ -139,6 +150,23 @@ static mn_status check_decay(const char *op, const mn_field *field, const char *
         if (bad) {
             st = mn_fail(MN_ERR_ARGUMENT, "%s: %s holds a value above 0 or NaN in row %" PRId64
                          "; a log decay is at most 0", op, field->name, row);
+        }
+    }
+    return st;
+}
+
+/* Targets are whole numbers below V, or the value to be ignored. */
+static mn_status check_classes(const char *op, const mn_field *field, const char *axes,
+                               const mn_call *call, const mn_in *view, const int64_t *ignore) {
+    int64_t count;
+    const mn_status st = count_elements(op, field, axes, call, &count);
+    for (int64_t i = 0; st == MN_OK && i < count; i++) {
+        const double x = call->dtype == MN_F64 ? ((const double *)view->data)[i]
+                                               : (double)((const float *)view->data)[i];
+        const bool is_class = x >= 0 && x < (double)call->V && x == floor(x);
+        if (!is_class && !(ignore && x == (double)*ignore)) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: %s holds %g at entry %" PRId64
+                           ", no class below V = %" PRId64, op, field->name, x, i, call->V);
         }
     }
     return st;
@@ -169,6 +197,11 @@ static mn_status check_field(const char *op, const mn_field *field, int decay, c
     if (st == MN_OK && view->data && field->law == MN_LAW_DECAY) {
         st = check_decay(op, field, axes, call, view);
     }
+    if (st == MN_OK && view->data && field->law == MN_LAW_CLASS) {
+        const bool ignores = field->op == MN_OP_cross_entropy;
+        st = check_classes(op, field, axes, call, view,
+                           ignores ? &((mn_cross_entropy_args *)args)->ignore : NULL);
+    }
     return st;
 }
 
@@ -187,6 +220,47 @@ static mn_status check_sizes(const char *name, const mn_call *call) {
     return MN_OK;
 }
 
+static int count_choices(const char *names) {
+    int count = 1;
+    for (const char *at = names; *at; at++) count += *at == ',';
+    return count;
+}
+
+/* Choices name one of their values, and groups cut the width evenly. */
+static mn_status check_params(mn_op_id op, const char *args) {
+    const char *name = mn_op_describe(op)->name;
+    int count;
+    const mn_param *params = mn_op_params(op, &count);
+    for (int i = 0; i < count; i++) {
+        if (params[i].kind != MN_PARAM_CHOICE) continue;
+        const int value = *(const int *)(args + params[i].offset);
+        if (value < 0 || value >= count_choices(params[i].choices)) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: %s is %d, it counts in %s from 0", name,
+                           params[i].name, value, params[i].choices);
+        }
+    }
+    if (op == MN_OP_rms_norm_gated) {
+        const mn_rms_norm_gated_args *p = (const mn_rms_norm_gated_args *)args;
+        if (p->groups < 1 || p->call.V % p->groups != 0) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: groups is %" PRId64 ", it must divide V = %" PRId64,
+                           name, p->groups, p->call.V);
+        }
+    }
+    return MN_OK;
+}
+
+/* A count of tokens seen before is at least 0; curvature divides by it plus one. */
+static mn_status check_counts(const char *name, int64_t n0, const int64_t *counts, const mn_call *call) {
+    if (n0 < 0) return mn_fail(MN_ERR_ARGUMENT, "%s: n0 is %" PRId64 ", a count is at least 0", name, n0);
+    for (int64_t n = 0; counts && n < mn_n_sequences(call); n++) {
+        if (counts[n] < 0) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: counts0[%" PRId64 "] is %" PRId64
+                           ", a count is at least 0", name, n, counts[n]);
+        }
+    }
+    return MN_OK;
+}
+
 /* Sizes that follow from others. */
 static mn_status derive_sizes(mn_op_id op, void *args) {
     mn_call *call = args;
@@ -196,6 +270,11 @@ static mn_status derive_sizes(mn_op_id op, void *args) {
     if (op == MN_OP_riccati) call->R = call->K << (((mn_riccati_args *)args)->theta.data != NULL);
     if (op == MN_OP_bayes) call->R = call->K << (((mn_bayes_args *)args)->theta.data != NULL);
     const bool keyed = op == MN_OP_attention || op == MN_OP_relu_attention || op == MN_OP_hyper;
+    const mn_curvature_args *curvature = args;
+    mn_status st = MN_OK;
+    if (op == MN_OP_curvature) st = check_counts(name, curvature->n0, curvature->counts0, call);
+    if (op == MN_OP_ccq_read) st = check_counts(name, ((mn_ccq_read_args *)args)->n0, NULL, call);
+    if (st != MN_OK) return st;
     if (keyed && call->L < call->T) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: L = %" PRId64 " keys for T = %" PRId64 " queries", name,
                        call->L, call->T);
@@ -210,13 +289,50 @@ static mn_status derive_sizes(mn_op_id op, void *args) {
     return MN_OK;
 }
 
+/* Rotary positions turn pairs of channels. */
+static mn_status check_pairs(mn_op_id op, const void *args) {
+    const mn_call *call = args;
+    const bool turned = op == MN_OP_rope ||
+                        (op == MN_OP_attention && ((const mn_attention_args *)args)->rope_kind != 0);
+    if (!turned || call->K % 2 == 0) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "%s: rotary positions need an even K, not %" PRId64,
+                   mn_op_describe(op)->name, call->K);
+}
+
+/* Branches of a hyper call, and a mixing parameter for every lag a query can see. */
+static mn_status check_hyper(mn_op_id op, const void *args) {
+    if (op != MN_OP_hyper) return MN_OK;
+    const mn_hyper_args *p = args;
+    const mn_call *call = args;
+    const int64_t branches = p->kind == 1 ? 2 : 1;
+    if (call->H < 1 || call->Q % call->H != 0 || call->Q / call->H != branches) {
+        return mn_fail(MN_ERR_ARGUMENT, "hyper: Q = %" PRId64 " branches for H = %" PRId64
+                       " heads; kind %s needs %s", call->Q, call->H,
+                       branches == 2 ? "glu" : "relu", branches == 2 ? "Q = 2 H" : "Q = H");
+    }
+    const bool mixed = p->U1.data || p->Vt1.data || p->d1.data || p->U2.data || p->Vt2.data ||
+                       p->d2.data;
+    const int64_t lags = call->cu_seqlens ? mn_longest_sequence(call) : call->L;
+    if (mixed && call->P < lags) {
+        return mn_fail(MN_ERR_ARGUMENT, "hyper: %" PRId64 " keys, and mixing parameters for P = %" PRId64
+                       "; use a larger block size or shorter sequences", lags, call->P);
+    }
+    return MN_OK;
+}
+
 mn_status mn_validate(mn_op_id op, void *args, bool backward) {
     const char *name = mn_op_describe(op)->name;
     const mn_call *call = args;
     const int decay = mn_args_decay(op, args);
+    if (backward && op == MN_OP_adamw) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: an optimiser step has no backward pass", name);
+    }
     mn_status st = check_sizes(name, call);
     if (st == MN_OK) st = check_packing(name, call);
     if (st == MN_OK) st = derive_sizes(op, args);
+    if (st == MN_OK) st = check_params(op, args);
+    if (st == MN_OK) st = check_pairs(op, args);
+    if (st == MN_OK) st = check_hyper(op, args);
     if (st == MN_OK && (decay < MN_DECAY_NONE || decay > MN_DECAY_CHANNEL)) {
         st = mn_fail(MN_ERR_ARGUMENT, "%s: decay is %d, not one of mn_decay", name, decay);
     }

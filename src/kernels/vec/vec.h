@@ -51,10 +51,17 @@
 #undef MN_VEC_QUOTE
 #undef MN_VEC_EXPAND
 
-/* Loops over tile rows and columns must vanish for their arrays to live in registers. */
+/* Loops over tile rows and columns must vanish for their arrays to live in registers. Under
+ * sanitizers they stay: compilers take minutes over the checks in hundreds of unrolled steps. */
 #define MN_ALWAYS_INLINE static inline __attribute__((always_inline))
 #if defined(__clang__)
+#if __has_feature(address_sanitizer) || __has_feature(undefined_behavior_sanitizer)
+#define MN_UNROLL _Pragma("clang loop unroll(disable)")
+#else
 #define MN_UNROLL _Pragma("clang loop unroll(full)")
+#endif
+#elif defined(__SANITIZE_ADDRESS__)
+#define MN_UNROLL _Pragma("GCC unroll 1")
 #else
 #define MN_UNROLL _Pragma("GCC unroll 32")
 #endif

@@ -1,0 +1,61 @@
+/* linear_forward.c - outputs and states of additive and delta, chunk after chunk.
+ *
+ * One item is some value columns of one head of one sequence: with few heads the columns are cut
+ * into tiles, so that one long sequence uses several cores. Columns never meet, so the cut leaves
+ * every bit as it is. */
+#include "kernels/vec/linear.h"
+
+#include <string.h>
+
+#include "base/checked.h"
+#include "base/util.h"
+#include "kernels/vec/linear_state.h"
+
+bool MN_T(mn_linear_forward_plan)(const mn_linear *p, mn_plan *plan) {
+    const mn_call *c = p->call;
+    const int64_t width = mn_decay_width(p->decay, c->K);
+    const mn_column_tiles tiles = mn_column_tiles_of(c);
+    int64_t state, rows;
+    plan->n_phases = 1;
+    plan->items[0] = mn_n_sequences(c) * c->H * tiles.count;
+    return mn_mul_i64(&state, c->K, tiles.width) && mn_mul_i64(&rows, MN_CHUNK, tiles.width) &&
+           mn_mul_size(&plan->scratch_bytes, sizeof(float),
+                       (size_t)(state + rows + MN_T(mn_chunk_floats)(c->K, width, p->e.data)));
+}
+
+/* o = (q exp G) S + P R for the columns of the tile */
+static void write_outputs(const mn_linear *p, const mn_chunk *c, const mn_columns *col, const float *S,
+                          const float *R, int64_t r_row) {
+    float *o = MN_ROW_OUT(float, p->o, c->b, c->t0, c->h);
+    if (!o) return;
+    mn_gemm_args product = { .c = o + col->j0, .c_row = p->o.stride[1], .a = c->qd, .a_row = c->K,
+                             .a_col = 1, .b = S, .b_row = col->n, .M = c->L, .N = col->n, .K = c->K,
+                             .alpha = 1.0f, .base = MN_GEMM_SET };
+    MN_T(mn_gemm)(&product);
+    product.a = c->P, product.a_row = c->L;
+    product.b = R, product.b_row = r_row, product.K = c->L;
+    product.base = MN_GEMM_ADD, product.shape = MN_GEMM_A_LOWER;
+    MN_T(mn_gemm)(&product);
+}
+
+void MN_T(mn_linear_forward_run)(const mn_linear *p, int64_t item, void *scratch) {
+    const mn_call *call = p->call;
+    const mn_column_tiles tiles = mn_column_tiles_of(call);
+    const mn_columns col = mn_columns_at(call, tiles, item % tiles.count);
+    const int64_t n = item / tiles.count / call->H, h = item / tiles.count % call->H;
+    const mn_sequence seq = mn_sequence_at(call, n);
+    mn_chunk c;
+    float *S = scratch, *R = S + call->K * tiles.width;
+    MN_T(mn_chunk_place)(&c, R + MN_CHUNK * tiles.width, call->K, mn_decay_width(p->decay, call->K),
+                         p->e.data);
+    MN_T(mn_state_load)(S, p->state0, call, n, h, &col);
+    for (int64_t start = 0; start < seq.length; start += MN_CHUNK) {
+        MN_T(mn_chunk_prepare)(&c, p, &seq, h, start, p->o.data ? MN_WALK_FORWARD : MN_WALK_REPLAY);
+        mn_prefetch_written(p->o, &c, call->V);
+        int64_t r_row;
+        const float *residual = MN_T(mn_chunk_residual)(R, &r_row, p, &c, &col, S);
+        write_outputs(p, &c, &col, S, residual, r_row);
+        MN_T(mn_state_advance)(S, &c, &col, residual, r_row);
+    }
+    MN_T(mn_state_store)(p->state, S, call, n, h, &col);
+}

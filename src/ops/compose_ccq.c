@@ -1,0 +1,71 @@
+/* compose_ccq.c - the curvature-conditioned read: curvature cleans the query, then a sum (beta
+ * absent) or a delta-rule memory reads with it. What the memory writes does not change.
+ *
+ * Backward computes the cleaned query again, takes its cotangent from the memory and hands it to
+ * curvature; the key has a gradient from each of the two. */
+#include "base/status.h"
+#include "ops/compose.h"
+#include "ops/rows.h"
+
+static mn_curvature_args contraction(const mn_ccq_read_args *p, mn_out qt) {
+    return (mn_curvature_args){
+        .call = p->call, .n0 = p->n0,
+        .q = p->q, .k = p->k, .gamma = p->gamma, .kk0 = p->kk0, .ks0 = p->ks0, .qt = qt,
+    };
+}
+
+/* The memory behind the read, reading qt; dqt is the gradient of its query. */
+static mn_status run_memory(mn_context *context, mn_pass pass, const mn_ccq_read_args *p, mn_out qt,
+                            mn_out dqt) {
+    if (p->beta.data) {
+        const mn_delta_net_args memory = {
+            .call = p->call, .scale = p->scale, .decay = p->decay,
+            .q = mn_as_input(qt), .k = p->k, .v = p->v, .beta = p->beta, .g = p->g,
+            .state0 = p->state0, .o = p->o, .state = p->state,
+            .cot = { p->cot.o, p->cot.state },
+            .grad = { .q = dqt, .k = p->grad.k, .v = p->grad.v, .beta = p->grad.beta, .g = p->grad.g,
+                      .state0 = p->grad.state0 },
+        };
+        return mn_op_run(context, MN_OP_delta_net, pass, &memory);
+    }
+    const mn_additive_args memory = {
+        .call = p->call, .scale = p->scale, .decay = p->decay,
+        .q = mn_as_input(qt), .k = p->k, .v = p->v, .g = p->g, .state0 = p->state0,
+        .o = p->o, .state = p->state,
+        .cot = { p->cot.o, p->cot.state },
+        .grad = { .q = dqt, .k = p->grad.k, .v = p->grad.v, .g = p->grad.g,
+                  .state0 = p->grad.state0 },
+    };
+    return mn_op_run(context, MN_OP_additive, pass, &memory);
+}
+
+mn_status mn_compose_ccq_read(mn_context *context, mn_pass pass, const void *args) {
+    const mn_ccq_read_args *p = args;
+    const mn_call *c = &p->call;
+    const bool back = pass == MN_BACKWARD;
+    const mn_out qt = mn_rows_temporary(context, c, c->K);
+    const mn_out dqt = mn_rows_temporary(context, c, back ? c->K : 0);
+    const mn_out dk = mn_rows_temporary(context, c, back ? c->K : 0);
+    if (!qt.data || !dqt.data || !dk.data) {
+        return mn_fail(MN_ERR_MEMORY, "ccq_read: no memory for its temporaries");
+    }
+    mn_curvature_args clean = contraction(p, qt);
+    if (!back) {
+        clean.kk = p->kk;
+        clean.ks = p->ks;
+    }
+    mn_status st = mn_op_run(context, MN_OP_curvature, MN_FORWARD, &clean);
+    if (st == MN_OK) st = run_memory(context, pass, p, qt, back ? dqt : (mn_out){ 0 });
+    if (st != MN_OK || !back) return st;
+    clean.cot.qt = mn_as_input(dqt);
+    clean.cot.kk = p->cot.kk;
+    clean.cot.ks = p->cot.ks;
+    clean.grad.q = p->grad.q;
+    clean.grad.gamma = p->grad.gamma;
+    clean.grad.kk0 = p->grad.kk0;
+    clean.grad.ks0 = p->grad.ks0;
+    if (p->grad.k.data) clean.grad.k = dk;
+    st = mn_op_run(context, MN_OP_curvature, MN_BACKWARD, &clean);
+    if (st == MN_OK) mn_rows_add(context, c, c->K, p->grad.k, mn_as_input(dk));
+    return st;
+}

@@ -1,0 +1,79 @@
+/* rows.c - elementwise work over the rows of (B,T,H,X) views, for composed operators. */
+#include "ops/rows.h"
+
+#include "base/checked.h"
+#include "base/dtype.h"
+#include "kernels/access.h"
+
+typedef struct product {
+    const mn_call *call;
+    int64_t width;
+    mn_out y;
+    mn_in a, b;
+    bool add;
+} product;
+
+static void multiply_f32(float *y, const float *a, const float *b, int64_t n, bool add) {
+    if (add) for (int64_t i = 0; i < n; i++) y[i] += a[i] * b[i];
+    else for (int64_t i = 0; i < n; i++) y[i] = a[i] * b[i];
+}
+
+static void multiply_f64(double *y, const double *a, const double *b, int64_t n, bool add) {
+    if (add) for (int64_t i = 0; i < n; i++) y[i] += a[i] * b[i];
+    else for (int64_t i = 0; i < n; i++) y[i] = a[i] * b[i];
+}
+
+/* One item is all heads of one token. */
+static void multiply_token(void *context, int64_t item, int worker) {
+    (void)worker;
+    const product *p = context;
+    const int64_t b = item / p->call->T, t = item % p->call->T, n = p->width;
+    for (int64_t h = 0; h < p->call->H; h++) {
+        if (p->call->dtype == MN_F64) {
+            multiply_f64(MN_ROW_OUT(double, p->y, b, t, h), MN_ROW(double, p->a, b, t, h),
+                         MN_ROW(double, p->b, b, t, h), n, p->add);
+        } else {
+            multiply_f32(MN_ROW_OUT(float, p->y, b, t, h), MN_ROW(float, p->a, b, t, h),
+                         MN_ROW(float, p->b, b, t, h), n, p->add);
+        }
+    }
+}
+
+void mn_rows_multiply(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a,
+                      mn_in b, bool add) {
+    product p = { call, width, y, a, b, add };
+    if (y.data && a.data && b.data) {
+        mn_threads_run(context->threads, call->B * call->T, multiply_token, &p);
+    }
+}
+
+static void add_token(void *context, int64_t item, int worker) {
+    (void)worker;
+    const product *p = context;
+    const int64_t b = item / p->call->T, t = item % p->call->T, n = p->width;
+    for (int64_t h = 0; h < p->call->H; h++) {
+        if (p->call->dtype == MN_F64) {
+            const double *a = MN_ROW(double, p->a, b, t, h);
+            double *y = MN_ROW_OUT(double, p->y, b, t, h);
+            for (int64_t i = 0; i < n; i++) y[i] += a[i];
+        } else {
+            const float *a = MN_ROW(float, p->a, b, t, h);
+            float *y = MN_ROW_OUT(float, p->y, b, t, h);
+            for (int64_t i = 0; i < n; i++) y[i] += a[i];
+        }
+    }
+}
+
+void mn_rows_add(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
+    product p = { .call = call, .width = width, .y = y, .a = a };
+    if (y.data && a.data) mn_threads_run(context->threads, call->B * call->T, add_token, &p);
+}
+
+mn_out mn_rows_temporary(mn_context *context, const mn_call *call, int64_t width) {
+    mn_out view = { NULL, { call->T * call->H * width, call->H * width, width } };
+    int64_t rows;
+    if (mn_mul_i64(&rows, call->B * call->T, call->H)) {
+        view.data = mn_arena_array(context->arena, rows, width, mn_dtype_bytes(call->dtype));
+    }
+    return view;
+}
