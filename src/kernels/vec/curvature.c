@@ -57,6 +57,14 @@ static void contract(float *y, const float *x, const float *s, float f, float me
     }
 }
 
+/* Rows of `m` that the neighbour of chunk c needs, `step` tokens on. */
+static void prefetch(mn_mat m, const chunk *c, const mn_sequence *seq, int64_t step, int64_t K) {
+    const int64_t first = c->t0 - seq->t0 + step, last = mn_min(first + MN_STAT_CHUNK, seq->length);
+    if (!m.at || first < 0) return;
+    m.at += step * m.row;
+    mn_prefetch_rows(m, last - first, K);
+}
+
 /* Y = X R + tril(X K') K */
 static void apply_moment(mn_mat Y, mn_mat X, const float *R, float *P, const chunk *c, int64_t K) {
     mn_gemm_args g = mn_product(Y, X, mn_mat_of(R, K), (mn_dims){ c->L, K, K });
@@ -102,6 +110,8 @@ void MN_T(mn_curvature_forward_run)(const void *args, int phase, int64_t item, v
     for (int64_t start = 0; start < seq.length; start += MN_STAT_CHUNK) {
         const chunk c = chunk_at(p, &seq, n, h, start);
         const mn_mat qt = mn_mat_rows_out(p->qt, c.b, c.t0, h);
+        mn_prefetch_written_rows(qt, c.L, K);
+        prefetch(c.q, &c, &seq, MN_STAT_CHUNK, K);
         if (qt.at) apply_moment(qt, c.q, R, P, &c, K);
         for (int64_t t = 0; t < c.L; t++) {
             const float *q = mn_row_of(c.q, t), gamma = *MN_ROW(float, p->gamma, c.b, c.t0 + t, h);
@@ -110,6 +120,7 @@ void MN_T(mn_curvature_forward_run)(const void *args, int phase, int64_t item, v
             if (qt.at) contract(mn_row_of(qt, t), q, s, gamma * each, mean, K);
         }
         close_sums(sums, within, K);
+        prefetch(c.k, &c, &seq, MN_STAT_CHUNK, K);
         MN_T(mn_stat_add_symmetric)(R, 1.0f, c.k, c.k, c.L, K);
     }
     MN_T(mn_stat_store)(MN_ROW_OUT(float, p->kk, n, 0, h), R, K * K);

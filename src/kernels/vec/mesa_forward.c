@@ -50,14 +50,13 @@ void MN_T(mn_mesa_forward_run)(const void *args, int phase, int64_t item, void *
     float *X = at + state_floats;
     MN_T(mn_mesa_state_load)(S, p, n, h);
     for (int64_t start = 0; start < seq.length; start += MN_STAT_CHUNK) {
-        MN_T(mn_mesa_prepare)(&c, p, &seq, h, start);
+        MN_T(mn_mesa_prepare)(&c, p, &seq, h, start, p->o.data);
         if (p->o.data) {
             for (int64_t t = 0; t < c.L; t++) {
                 const float *q = MN_ROW(float, p->q, c.b, c.t0 + t, h);
                 mn_scale(X + t * K, (float)p->scale, q, K);
             }
-            MN_T(mn_mesa_solver_enter)(&solver, &c, S.kk);
-            MN_T(mn_mesa_solve)(X, &solver, &c, S.kk);
+            MN_T(mn_mesa_solve)(&X, 1, &solver, &c, S.kk);
             write_outputs(p, &c, X, S);
         }
         MN_T(mn_mesa_advance)(S, &c, &p->call);

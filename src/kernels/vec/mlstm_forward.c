@@ -45,7 +45,7 @@ void MN_T(mn_mlstm_forward_run)(const void *args, int phase, int64_t item, void 
         MN_T(mn_mlstm_state_at)(MN_T(mn_mlstm_chunk_place)(&c, scratch, &p->call), &p->call);
     MN_T(mn_mlstm_state_load)(S, p, n, h);
     for (int64_t start = 0; start < seq.length; start += MN_STAT_CHUNK) {
-        MN_T(mn_mlstm_prepare)(&c, p, &seq, h, start, S);
+        MN_T(mn_mlstm_prepare)(&c, p, &seq, h, start, S, p->o.data);
         if (p->o.data) {
             MN_T(mn_mlstm_read)(&c, p, S);
             write_outputs(&c, p);
