@@ -6,8 +6,8 @@
  *   dP = tril(dO R')           dA = -tril(dU R', -1)
  *   D <- diag(fall) D + qd' dO - ed' dU
  *
- *   dq[t] = exp(G_t - rho) . (dP ws + exp(rho) . dO S')      the same for e with dA, -dU
- *   dw[s] = sum over segments exp(rho - G_s) . (dP'qs + dA'es) + exp(G_L - G_s) . R D'
+ *   dq[t] = exp(G_t) . (dP ws + exp(rho) . dO S')      the same for e with dA, -dU
+ *   dw[s] = sum over segments of what ws gained there from w, times (dP'qs + dA'es), and of wd, R D'
  *   dG[t] = q dq + e de - w dw;  dG[L] += rowsum(fall S . D) + sum_s wd . (R D')
  *
  * and dg is the sum of dG from t to the end of the chunk. States in front of chunks are kept for a
@@ -137,11 +137,7 @@ static void mask_lower(float *P, int64_t L, bool strict) {
 
 /* row *= exp(a - b) */
 static void scale_by_fall(float *row, mn_chunk *c, const float *a, const float *b) {
-    for (int64_t i = 0; i < c->width; i += MN_VW) {
-        const int n = vf_lanes(c->width - i);
-        const vf x = a ? vf_load_n(a + i, n) : vf_zero(), y = b ? vf_load_n(b + i, n) : vf_zero();
-        vf_store_n(c->factor + i, vf_exp(vf_sub(x, y)), n);
-    }
+    mn_exp_row(c->factor, a, b, c->width);
     mn_scale_row(row, row, c->factor, c->width, 1.0f, c->K);
 }
 
@@ -153,20 +149,19 @@ static void add_row(float *y, const float *x, int64_t K) {
     }
 }
 
-static const float *rho(const mn_chunk *c, int segment) {
-    return c->G + c->first[segment] * c->width;
-}
-
-/* Gradients of the rows of one segment: dx = scale exp(G - rho) (dP ws + exp(rho) part), where part
+/* Gradients of the rows of one segment: dx = scale exp(G) (dP ws + exp(rho) part), where part
  * (L,K) is what came through the state. ws must be that of the segment. */
 static void segment_rows(float *dx, const float *dP, work *w, int segment, float scale) {
     mn_chunk *c = &w->c;
     const int64_t t0 = c->first[segment], end = c->first[segment + 1], K = c->K;
-    for (int64_t t = t0; t < end; t++) scale_by_fall(dx + t * K, c, rho(c, segment), NULL);
+    const bool at_zero = segment == 0 && !c->late;
+    for (int64_t t = t0; !at_zero && t < end; t++) {
+        scale_by_fall(dx + t * K, c, c->rho + segment * c->width, NULL);
+    }
     product(dx + t0 * K, K, dP + t0 * c->L, c->L, 1, c->ws, K, end - t0, K, end, 1.0f, MN_GEMM_ADD,
             segment == 0 ? MN_GEMM_A_LOWER : MN_GEMM_FULL);
     for (int64_t t = t0; t < end; t++) {
-        scale_by_fall(dx + t * K, c, c->G + t * c->width, rho(c, segment));
+        if (c->width) scale_by_fall(dx + t * K, c, c->G + t * c->width, NULL);
         mn_scale_row(dx + t * K, dx + t * K, NULL, 0, scale, K);
     }
 }
@@ -179,10 +174,10 @@ static void column_gradients(work *w, const mn_linear *p) {
     memset(w->dw, 0, (size_t)(L * K) * sizeof(float));
     for (int I = last; I >= 0; I--) {
         const int64_t t0 = c->first[I], end = c->first[I + 1];
-        const float *from = I == last ? c->G + (L - 1) * c->width : rho(c, I + 1);
+        const float *from = I == last ? c->G + (L - 1) * c->width : c->step + (I + 1) * c->width;
         for (int64_t s = 0; s < end; s++) {
             if (I == last || s < t0) {
-                scale_by_fall(w->acc + s * K, c, from, rho(c, I));
+                if (c->width) scale_by_fall(w->acc + s * K, c, from, NULL);
                 continue;
             }
             scale_by_fall(w->acc + s * K, c, from, c->G + s * c->width);
@@ -197,7 +192,7 @@ static void column_gradients(work *w, const mn_linear *p) {
                     MN_GEMM_ADD, shape);
         }
         for (int64_t s = t0; s < end; s++) {
-            scale_by_fall(w->acc + s * K, c, rho(c, I), c->G + s * c->width);
+            if (c->width) scale_by_fall(w->acc + s * K, c, NULL, c->G + s * c->width);
             add_row(w->dw + s * K, w->acc + s * K, K);
         }
     }

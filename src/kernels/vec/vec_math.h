@@ -28,7 +28,7 @@
  * and the sign of zero. */
 #define MN_VEC_TINY 0x1p-30f
 
-/* c[0] + c[1] x + ... + c[n-1] x^(n-1), n >= 2: even and odd terms are two shorter chains in x^2. */
+/* c[0] + c[1] x + ... + c[n-1] x^(n-1), n >= 2; even and odd terms are shorter chains in x^2. */
 MN_ALWAYS_INLINE vf vf_poly(const float *c, int n, vf x) {
     const vf x2 = vf_mul(x, x);
     vf part[2];
