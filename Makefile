@@ -1,0 +1,52 @@
+# Thin wrapper: every target is one or two commands of cmake, ctest or a script.
+BUILD := build/release
+JOBS  := $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: all build setup demo test check bench sanitize tsan fuzz format format-check install clean help
+
+all: build
+
+setup:             ## install the packages mneme is built with
+	@sh tools/setup.sh
+
+build: setup       ## release build in build/release
+	@cmake --preset release >/dev/null
+	@cmake --build $(BUILD) -j $(JOBS) -- --no-print-directory
+
+demo: build        ## the collision experiment, as a table and two figures in build/demo
+	@$(BUILD)/mneme collide --figures build/demo
+
+test: build        ## all tests
+	@ctest --preset release -j $(JOBS)
+
+check: build       ## golden vectors on every target of this machine
+	@$(BUILD)/mneme check --quiet tests/golden/*.safetensors
+
+bench: build       ## operators against ceilings measured in the same run
+	@$(BUILD)/mneme bench ops
+
+sanitize: setup    ## tests under address and undefined-behaviour sanitizers
+	@cmake --preset debug >/dev/null && cmake --build build/debug -j $(JOBS)
+	@ctest --preset debug -j $(JOBS) -L sanitize
+
+tsan: setup        ## tests under the thread sanitizer
+	@cmake --preset tsan >/dev/null && cmake --build build/tsan -j $(JOBS)
+	@ctest --preset tsan -j $(JOBS) -L threads
+
+fuzz: setup        ## each parser for FUZZ_SECONDS (30)
+	@sh tools/fuzz.sh
+
+format:            ## clang-format over the tree
+	@sh tools/format.sh
+
+format-check:      ## fails where format would change something
+	@sh tools/format.sh --check
+
+install: build     ## PREFIX=/usr/local by default
+	@cmake --install $(BUILD) --prefix $(or $(PREFIX),/usr/local)
+
+clean:
+	@rm -rf build
+
+help:              ## this list
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 16
