@@ -50,7 +50,6 @@ typedef struct mn_op_info {
     const char *vector;    // name in golden vectors
     const char *about;
     size_t args_bytes;
-    size_t decay_offset;   // of `int decay`, MN_NO_OFFSET where the struct has none
 } mn_op_info;
 
 enum { MN_MAX_ARGS_BYTES = 4096, MN_MAX_RANK = 6 };
@@ -73,6 +72,9 @@ int64_t mn_axis_size(const mn_call *call, char letter, bool *ok);
 
 /* Where the size called `letter` is stored in `call`; NULL for N, M, 1. '*' is B. */
 int64_t *mn_axis_slot(mn_call *call, char letter);
+
+/* Where the `int decay` of an op's argument struct is, MN_NO_OFFSET when it has none. */
+size_t mn_op_decay_offset(mn_op_id op);
 
 /* The `int decay` of an argument struct, MN_DECAY_NONE when it has none. */
 int mn_args_decay(mn_op_id op, const void *args);
