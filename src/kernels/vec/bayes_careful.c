@@ -15,6 +15,7 @@
 
 #include "base/util.h"
 
+
 /* Double's own rounding, with room for the length of the sums. */
 static const double wide_rounding = 64 * 0x1p-53;
 
@@ -114,6 +115,10 @@ static void written_row(double *row, const wide *w, const mn_bayes_chunk *c, con
     }
 }
 
+static double not_below_zero(double x) {
+    return x < 0.0 ? 0.0 : x;    // NaN stays
+}
+
 static double dot(const float *x, const double *y, int64_t n) {
     double sum = 0.0;
     for (int64_t i = 0; i < n; i++) sum += x[i] * y[i];
@@ -146,7 +151,7 @@ static double read_variance(const wide *w, const mn_bayes_chunk *c, const double
         if (c->turns) sum -= w->phi[Kp + i] * q[i] * qP[Kp + i];
     }
     for (int64_t s = 0; s <= t; s++) sum -= gts[s] * (gts[s] / w->sigma[s]);
-    return fmax(sum, 0.0);
+    return not_below_zero(sum);
 }
 
 static void narrow(float *to, const double *from, int64_t n) {
@@ -171,8 +176,8 @@ static bool token(const wide *w, mn_bayes_chunk *c, int64_t t) {
     const double S = rounding_scale(&noise, w, c, k), variance = dot(k, u, Kp), r2 = c->r2[t];
     const double shows = MN_BAYES_HIDDEN * MN_BAYES_ROUNDING * S;
     const bool sound = fmin(variance, r2) >= shows || noise >= shows;
-    w->sigma[t] = fmax(variance, 0.0) + fmax(r2, wide_rounding * S);
-    c->kvar[t] = (float)fmax(variance, 0.0);
+    w->sigma[t] = not_below_zero(variance) + fmax(r2, wide_rounding * S);
+    c->kvar[t] = (float)not_below_zero(variance);
     c->sigma[t] = (float)w->sigma[t];
     if (c->reads_variance) c->qvar[t] = (float)read_variance(w, c, gts, t);
     narrow(c->u + t * R, u, R);

@@ -167,7 +167,7 @@ static float read_variance(const mn_bayes_chunk *c, const float *gts, int64_t t)
     }
     float variance = dot(c->qt + t * c->R, c->qP + t * c->R, c->R) + vf_sum(sum);
     for (int64_t s = 0; s <= t; s++) variance -= gts[s] * (gts[s] / c->sigma[s]);
-    return variance > 0.0f ? variance : 0.0f;
+    return variance < 0.0f ? 0.0f : variance;
 }
 
 /* The chunk in float32; false as soon as a variance drowns in rounding. */
