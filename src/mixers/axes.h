@@ -4,7 +4,7 @@
  *   observe (belief):     the token's evidence enters
  *   run     (read):       a query becomes an output
  *
- * In the equations x~ is what the transition left of x, and a prime is a transpose. Each value is one
+ * In equations x~ is what the transition left of x, and a prime is a transpose. Each value is one
  * object in a file; transitions.def, beliefs.def and reads.def list them. Nothing here allocates or
  * fails: mixer.c checks the token and owns the memory. */
 #ifndef MN_MIXERS_AXES_H
