@@ -1,4 +1,5 @@
-/* axes.h - the three choices that make a sequence layer, as small tables of functions over one head.
+/* axes.h - the three choices that make a sequence layer, as small tables of functions over one
+ * head.
  *
  *   predict (transition): the memory drifts before the token arrives
  *   observe (belief):     the token's evidence enters

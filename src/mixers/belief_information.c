@@ -53,5 +53,9 @@ static void variance(double *out, const mn_head *head) {
 const mn_belief mn_belief_information = {
     .name = "diagonal precision, information",
     .equation = "lam = lam' + prec k^2, eta = eta' + prec v k",
-    .matrix = true, .start = start, .observe = observe, .mean = mean, .variance = variance,
+    .matrix = true,
+    .start = start,
+    .observe = observe,
+    .mean = mean,
+    .variance = variance,
 };

@@ -29,6 +29,9 @@ static double mean(const mn_head *head, int64_t i, int64_t j) {
 }
 
 const mn_belief mn_belief_point = {
-    .name = "point, delta rule", .equation = "S = S' + beta k (v - S'^T k)'",
-    .matrix = true, .observe = observe, .mean = mean,
+    .name = "point, delta rule",
+    .equation = "S = S' + beta k (v - S'^T k)'",
+    .matrix = true,
+    .observe = observe,
+    .mean = mean,
 };

@@ -24,5 +24,7 @@ static double mean(const mn_head *head, int64_t i, int64_t j) {
 const mn_belief mn_belief_point_cell = {
     .name = "point, gain per cell",
     .equation = "S_ij = S'_ij + eta_j k_i (v_j - k_i S'_ij)",
-    .matrix = true, .observe = observe, .mean = mean,
+    .matrix = true,
+    .observe = observe,
+    .mean = mean,
 };

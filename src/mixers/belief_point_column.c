@@ -21,6 +21,9 @@ static double mean(const mn_head *head, int64_t i, int64_t j) {
 }
 
 const mn_belief mn_belief_point_column = {
-    .name = "point, gain per column", .equation = "S_:j = S'_:j + eta_j k (v_j - k'S'_:j)",
-    .matrix = true, .observe = observe, .mean = mean,
+    .name = "point, gain per column",
+    .equation = "S_:j = S'_:j + eta_j k (v_j - k'S'_:j)",
+    .matrix = true,
+    .observe = observe,
+    .mean = mean,
 };

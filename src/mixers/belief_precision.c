@@ -43,6 +43,11 @@ static void variance(double *out, const mn_head *head) {
 }
 
 const mn_belief mn_belief_precision = {
-    .name = "diagonal precision per cell", .equation = "I = I' + k^2 b', mu = (I' mu' + k v') / I",
-    .matrix = true, .start = start, .observe = observe, .mean = mean, .variance = variance,
+    .name = "diagonal precision per cell",
+    .equation = "I = I' + k^2 b', mu = (I' mu' + k v') / I",
+    .matrix = true,
+    .start = start,
+    .observe = observe,
+    .mean = mean,
+    .variance = variance,
 };

@@ -15,6 +15,8 @@ static void observe(mn_head *head) {
 }
 
 const mn_belief mn_belief_statistics = {
-    .name = "regression statistics", .equation = "Hkk = Hkk' + beta k k', Hkv = Hkv' + beta k v'",
-    .matrix = true, .observe = observe,
+    .name = "regression statistics",
+    .equation = "Hkk = Hkk' + beta k k', Hkv = Hkv' + beta k v'",
+    .matrix = true,
+    .observe = observe,
 };

@@ -22,6 +22,7 @@ static void predict(mn_head *head) {
 }
 
 const mn_transition mn_transition_channel_state = {
-    .name = "decay per channel, state", .equation = "S'_ij = e^(d_j A_ji) S_ij",
+    .name = "decay per channel, state",
+    .equation = "S'_ij = e^(d_j A_ji) S_ij",
     .predict = predict,
 };

@@ -12,6 +12,7 @@ static void predict(mn_head *head) {
 }
 
 const mn_transition mn_transition_forget_gate = {
-    .name = "decay per token, gated", .equation = "m' = m + logsigmoid(fpre)",
+    .name = "decay per token, gated",
+    .equation = "m' = m + logsigmoid(fpre)",
     .predict = predict,
 };

@@ -20,6 +20,7 @@ static void predict(mn_head *head) {
 }
 
 const mn_transition mn_transition_decay_noise = {
-    .name = "decay, process noise", .equation = "M' = A M, P' = A P A' + l2 I",
+    .name = "decay, process noise",
+    .equation = "M' = A M, P' = A P A' + l2 I",
     .predict = predict,
 };

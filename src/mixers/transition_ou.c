@@ -20,6 +20,7 @@ static void predict(mn_head *head) {
 }
 
 const mn_transition mn_transition_ou = {
-    .name = "Ornstein-Uhlenbeck", .equation = "lam' = lam / (a^2 + p lam), eta' = a eta / (a^2 + p lam)",
+    .name = "Ornstein-Uhlenbeck",
+    .equation = "lam' = lam / (a^2 + p lam), eta' = a eta / (a^2 + p lam)",
     .predict = predict,
 };

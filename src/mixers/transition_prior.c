@@ -26,11 +26,13 @@ static void predict_step(mn_head *head) {
 }
 
 const mn_transition mn_transition_prior = {
-    .name = "towards a prior", .equation = "I' = a I + (1-a) ip, a = 1 - gamma/n",
+    .name = "towards a prior",
+    .equation = "I' = a I + (1-a) ip, a = 1 - gamma/n",
     .predict = predict_rate,
 };
 
 const mn_transition mn_transition_prior_step = {
-    .name = "towards a prior, by step", .equation = "I' = a I + (1-a) ip, a = e^(-dt rate)",
+    .name = "towards a prior, by step",
+    .equation = "I' = a I + (1-a) ip, a = e^(-dt rate)",
     .predict = predict_step,
 };

@@ -16,10 +16,6 @@ static size_t bytes_of(const mn_sample *s, int64_t count) {
     return (size_t)count * mn_dtype_bytes(((const mn_call *)s->args)->dtype);
 }
 
-static const void *computed(const mn_sample_tensor *t) {
-    return t->field->role <= MN_ROLE_RAW ? t->partner : t->data;
-}
-
 /* What the tensors of one sample must agree in. */
 typedef bool filter_fn(const mn_sample *s, const mn_sample_tensor *t);
 
@@ -38,7 +34,7 @@ static void check_same(const char *what, const char *target, const mn_sample *a,
                        filter_fn *wanted, const op_case *c) {
     for (int i = 0; i < a->n_tensors; i++) {
         const mn_sample_tensor *t = &a->tensors[i];
-        const void *x = computed(t), *y = computed(&b->tensors[i]);
+        const void *x = op_memory(t, OP_COMPUTED), *y = op_memory(&b->tensors[i], OP_COMPUTED);
         if (!x || !y || !wanted(a, t)) continue;
         const bool input = t->field->role <= MN_ROLE_RAW;
         CHECK(memcmp(x, y, bytes_of(a, t->count)) == 0, "%s, %s: %s%s differs, %s", what, target,

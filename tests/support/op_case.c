@@ -234,8 +234,7 @@ static size_t element_bytes(const mn_sample *sample) {
     return mn_dtype_bytes(((const mn_call *)sample->args)->dtype);
 }
 
-/* Data of an input or partner of a result is given; the other two are computed. */
-static void *memory_of(const mn_sample_tensor *tensor, op_side side) {
+void *op_memory(const mn_sample_tensor *tensor, op_side side) {
     const bool input = tensor->field->role <= MN_ROLE_RAW;
     return input == (side == OP_GIVEN) ? tensor->data : tensor->partner;
 }
@@ -246,8 +245,8 @@ void op_copy_tokens(mn_sample *dst, int64_t to, const mn_sample *src, int64_t fr
     for (int i = 0; i < src->n_tensors; i++) {
         op_tokens d, s;
         if (!op_token_layout(&s, src, &src->tensors[i])) continue;
-        char *out = memory_of(&dst->tensors[i], side);
-        const char *in = memory_of(&src->tensors[i], side);
+        char *out = op_memory(&dst->tensors[i], side);
+        const char *in = op_memory(&src->tensors[i], side);
         if (!in || !out || !op_token_layout(&d, dst, &dst->tensors[i])) continue;
         for (int64_t o = 0; o < s.outer; o++) {
             memcpy(out + (size_t)((o * d.length + to) * d.inner) * bytes,
@@ -267,8 +266,8 @@ void op_copy_states(mn_sample *dst, int64_t to, const mn_sample *src, int64_t fr
     const size_t bytes = element_bytes(src);
     for (int i = 0; i < src->n_tensors; i++) {
         if (src->tensors[i].axes[0] != 'N') continue;
-        char *out = memory_of(&dst->tensors[i], side);
-        const char *in = memory_of(&src->tensors[i], side);
+        char *out = op_memory(&dst->tensors[i], side);
+        const char *in = op_memory(&src->tensors[i], side);
         if (!in || !out) continue;
         const size_t row = (size_t)(src->tensors[i].count / state_rows(src)) * bytes;
         memcpy(out + (size_t)to * row, in + (size_t)from * row, (size_t)count * row);
@@ -280,8 +279,8 @@ void op_copy_shared(mn_sample *dst, const mn_sample *src, op_side side) {
         op_tokens tokens;
         const mn_sample_tensor *from = &src->tensors[i];
         if (from->axes[0] == 'N' || op_token_layout(&tokens, src, from)) continue;
-        void *out = memory_of(&dst->tensors[i], side);
-        const void *in = memory_of(from, side);
+        void *out = op_memory(&dst->tensors[i], side);
+        const void *in = op_memory(from, side);
         const size_t bytes = (size_t)mn_min(from->count, dst->tensors[i].count) * element_bytes(src);
         if (in && out) memcpy(out, in, bytes);
     }
@@ -308,8 +307,8 @@ void op_carry_state(mn_sample *dst, const mn_sample *src) {
 
 void op_convert(mn_sample *dst, const mn_sample *src) {
     for (int i = 0; i < src->n_tensors; i++) {
-        void *out = memory_of(&dst->tensors[i], OP_GIVEN);
-        const void *in = memory_of(&src->tensors[i], OP_GIVEN);
+        void *out = op_memory(&dst->tensors[i], OP_GIVEN);
+        const void *in = op_memory(&src->tensors[i], OP_GIVEN);
         for (int64_t at = 0; in && out && at < src->tensors[i].count; at++) {
             mn_sample_set(dst, out, at, mn_sample_get(src, in, at));
         }

@@ -48,9 +48,14 @@ typedef struct op_tokens {
 } op_tokens;
 bool op_token_layout(op_tokens *out, const mn_sample *sample, const mn_sample_tensor *tensor);
 
+typedef enum op_side { OP_GIVEN, OP_COMPUTED } op_side;
+
+/* The memory of a tensor that is given (an input's data, a result's cotangent) or computed (a
+ * result's data, an input's gradient); NULL if there is none. */
+void *op_memory(const mn_sample_tensor *tensor, op_side side);
+
 /* Copies `count` tokens from `from` on, of every input and cotangent (what == OP_GIVEN) or result and
  * gradient (OP_COMPUTED) that has them, to token `to` of `dst`, a sample of the same form. */
-typedef enum op_side { OP_GIVEN, OP_COMPUTED } op_side;
 void op_copy_tokens(mn_sample *dst, int64_t to, const mn_sample *src, int64_t from, int64_t count,
                     op_side side);
 

@@ -57,6 +57,14 @@ static void contract(float *y, const float *x, const float *s, float f, float me
     }
 }
 
+/* Rows of `m` that the neighbour of chunk c needs, `step` tokens on. */
+static void prefetch(mn_mat m, const chunk *c, const mn_sequence *seq, int64_t step, int64_t K) {
+    const int64_t first = c->t0 - seq->t0 + step, last = mn_min(first + MN_STAT_CHUNK, seq->length);
+    if (!m.at || first < 0) return;
+    m.at += step * m.row;
+    mn_prefetch_rows(m, last - first, K);
+}
+
 /* Y = X R + tril(X K') K */
 static void apply_moment(mn_mat Y, mn_mat X, const float *R, float *P, const chunk *c, int64_t K) {
     mn_gemm_args g = mn_product(Y, X, mn_mat_of(R, K), (mn_dims){ c->L, K, K });
@@ -88,6 +96,43 @@ static void close_sums(float *sums, float *within, int64_t K) {
     memset(within, 0, (size_t)K * sizeof *within);
 }
 
+/* row = row0 + ki k, kept unless `row` is NULL; returns its product with q. */
+static float step_row(float *row, const float *row0, float ki, const float *k, const float *q,
+                      int64_t K) {
+    const vf factor = vf_set1(ki);
+    vf product = vf_zero();
+    for (int64_t j = 0; j < K; j += MN_VW) {
+        const int n = vf_lanes(K - j);
+        const vf old = row0 ? vf_load_n(row0 + j, n) : vf_zero();
+        const vf x = vf_fma(factor, vf_load_n(k + j, n), old);
+        if (row) vf_store_n(row + j, x, n);
+        product = vf_fma(x, vf_load_n(q + j, n), product);
+    }
+    return vf_sum(product);
+}
+
+/* A sequence of one token: each row of the state is read and written once. */
+static void step(const mn_curvature_args *p, const mn_sequence *seq, int64_t n, int64_t h,
+                 void *scratch) {
+    const int64_t K = p->call.K, b = seq->b, t = seq->t0;
+    const float *kk0 = MN_ROW(float, p->kk0, n, 0, h), *k = MN_ROW(float, p->k, b, t, h);
+    const float *q = MN_ROW(float, p->q, b, t, h), gamma = *MN_ROW(float, p->gamma, b, t, h);
+    float *kk = MN_ROW_OUT(float, p->kk, n, 0, h), *qt = MN_ROW_OUT(float, p->qt, b, t, h);
+    float *y = scratch, *s = y + K, *sums = s + K;
+    const float each = (float)(1.0 / ((double)(p->counts0 ? p->counts0[n] : p->n0) + 1.0));
+    for (int64_t i = 0; i < K; i++) {
+        y[i] = step_row(kk ? kk + i * K : NULL, kk0 ? kk0 + i * K : NULL, k[i], k, q, K);
+    }
+    MN_T(mn_stat_load)(sums, MN_ROW(float, p->ks0, n, 0, h), K);
+    memset(s, 0, (size_t)K * sizeof *s);
+    const float mean = each * sum_key(sums, s, sums, k, q, K);
+    if (qt) {
+        contract(y, q, sums, gamma * each, mean, K);
+        MN_T(mn_stat_store)(qt, y, K);
+    }
+    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->ks, n, 0, h), sums, K);
+}
+
 void MN_T(mn_curvature_forward_run)(const void *args, int phase, int64_t item, void *shared,
                                     void *scratch) {
     (void)phase, (void)shared;
@@ -96,12 +141,18 @@ void MN_T(mn_curvature_forward_run)(const void *args, int phase, int64_t item, v
     const mn_sequence seq = mn_sequence_at(&p->call, n);
     float *R = scratch, *P = R + K * K, *s = P + MN_STAT_CHUNK * MN_STAT_CHUNK;
     float *within = s + K, *sums = within + K;
+    if (seq.length == 1) {
+        step(p, &seq, n, h, scratch);
+        return;
+    }
     MN_T(mn_stat_load_symmetric)(R, MN_ROW(float, p->kk0, n, 0, h), K);
     MN_T(mn_stat_load)(sums, MN_ROW(float, p->ks0, n, 0, h), K);
     memset(within, 0, (size_t)K * sizeof *within);
     for (int64_t start = 0; start < seq.length; start += MN_STAT_CHUNK) {
         const chunk c = chunk_at(p, &seq, n, h, start);
         const mn_mat qt = mn_mat_rows_out(p->qt, c.b, c.t0, h);
+        mn_prefetch_written_rows(qt, c.L, K);
+        prefetch(c.q, &c, &seq, MN_STAT_CHUNK, K);
         if (qt.at) apply_moment(qt, c.q, R, P, &c, K);
         for (int64_t t = 0; t < c.L; t++) {
             const float *q = mn_row_of(c.q, t), gamma = *MN_ROW(float, p->gamma, c.b, c.t0 + t, h);
@@ -110,6 +161,7 @@ void MN_T(mn_curvature_forward_run)(const void *args, int phase, int64_t item, v
             if (qt.at) contract(mn_row_of(qt, t), q, s, gamma * each, mean, K);
         }
         close_sums(sums, within, K);
+        prefetch(c.k, &c, &seq, MN_STAT_CHUNK, K);
         MN_T(mn_stat_add_symmetric)(R, 1.0f, c.k, c.k, c.L, K);
     }
     MN_T(mn_stat_store)(MN_ROW_OUT(float, p->kk, n, 0, h), R, K * K);
@@ -245,7 +297,7 @@ void MN_T(mn_curvature_backward_run)(const void *args, int phase, int64_t item, 
     MN_T(mn_stat_store)(MN_ROW_OUT(float, p->grad.ks0, n, 0, h), w.m, K);
 }
 
-/* One token: each row of the state is read and written once. */
+/* One token of every sequence: the same work with less room. */
 bool MN_T(mn_curvature_step_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     plan->n_phases = 1;
@@ -253,40 +305,7 @@ bool MN_T(mn_curvature_step_plan)(const void *args, mn_plan *plan) {
     return mn_mul_size(&plan->scratch_bytes, (size_t)c->K, 3 * sizeof(float));
 }
 
-/* row = row0 + ki k, kept unless `row` is NULL; returns its product with q. */
-static float step_row(float *row, const float *row0, float ki, const float *k, const float *q,
-                      int64_t K) {
-    const vf factor = vf_set1(ki);
-    vf product = vf_zero();
-    for (int64_t j = 0; j < K; j += MN_VW) {
-        const int n = vf_lanes(K - j);
-        const vf old = row0 ? vf_load_n(row0 + j, n) : vf_zero();
-        const vf x = vf_fma(factor, vf_load_n(k + j, n), old);
-        if (row) vf_store_n(row + j, x, n);
-        product = vf_fma(x, vf_load_n(q + j, n), product);
-    }
-    return vf_sum(product);
-}
-
 void MN_T(mn_curvature_step_run)(const void *args, int phase, int64_t item, void *shared,
                                  void *scratch) {
-    (void)phase, (void)shared;
-    const mn_curvature_args *p = args;
-    const int64_t K = p->call.K, n = item / p->call.H, h = item % p->call.H;
-    const float *kk0 = MN_ROW(float, p->kk0, n, 0, h), *k = MN_ROW(float, p->k, n, 0, h);
-    const float *q = MN_ROW(float, p->q, n, 0, h), gamma = *MN_ROW(float, p->gamma, n, 0, h);
-    float *kk = MN_ROW_OUT(float, p->kk, n, 0, h), *qt = MN_ROW_OUT(float, p->qt, n, 0, h);
-    float *y = scratch, *s = y + K, *sums = s + K;
-    const float each = (float)(1.0 / ((double)(p->counts0 ? p->counts0[n] : p->n0) + 1.0));
-    for (int64_t i = 0; i < K; i++) {
-        y[i] = step_row(kk ? kk + i * K : NULL, kk0 ? kk0 + i * K : NULL, k[i], k, q, K);
-    }
-    MN_T(mn_stat_load)(sums, MN_ROW(float, p->ks0, n, 0, h), K);
-    memset(s, 0, (size_t)K * sizeof *s);
-    const float mean = each * sum_key(sums, s, sums, k, q, K);
-    if (qt) {
-        contract(y, q, sums, gamma * each, mean, K);
-        MN_T(mn_stat_store)(qt, y, K);
-    }
-    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->ks, n, 0, h), sums, K);
+    MN_T(mn_curvature_forward_run)(args, phase, item, shared, scratch);
 }

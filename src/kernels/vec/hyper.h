@@ -24,7 +24,7 @@
 #include "kernels/tiles.h"
 #include "kernels/vec/target.h"
 
-enum { HYPER_ROWS = 32, HYPER_COLUMNS = 256 };    // of a strip; columns of one product
+enum { HYPER_ROWS = 48, HYPER_COLUMNS = 256 };    // of a strip; columns of one product
 
 /* What the rows of a strip have in common. */
 typedef struct hyper_strip {

@@ -137,7 +137,8 @@ mn_linear MN_T(mn_linear_from_additive)(const mn_additive_args *args);
 mn_linear MN_T(mn_linear_from_delta)(const mn_delta_args *args);
 
 bool MN_T(mn_linear_forward_plan)(const mn_linear *p, mn_plan *plan);
-void MN_T(mn_linear_forward_run)(const mn_linear *p, int64_t item, void *scratch);
+void MN_T(mn_linear_forward_run)(const mn_linear *p, int phase, int64_t item, void *shared,
+                                 void *scratch);
 bool MN_T(mn_linear_backward_plan)(const mn_linear *p, mn_plan *plan);
 void MN_T(mn_linear_backward_run)(const mn_linear *p, int phase, int64_t item, void *shared,
                                   void *scratch);

@@ -36,11 +36,14 @@ bool MN_T(mn_mesa_state_floats)(int64_t *count, const mn_call *call);
 mn_mesa_state MN_T(mn_mesa_state_at)(float *at, const mn_call *call);
 void MN_T(mn_mesa_state_load)(mn_mesa_state S, const mn_mesa_args *p, int64_t n, int64_t h);
 
+/* Without `reads` only the last row of W, and no Wb. */
 void MN_T(mn_mesa_prepare)(mn_mesa_chunk *c, const mn_mesa_args *p, const mn_sequence *seq, int64_t h,
-                           int64_t start);
+                           int64_t start, bool reads);
 
 /* S goes on to the end of the chunk. */
 void MN_T(mn_mesa_advance)(mn_mesa_state S, const mn_mesa_chunk *c, const mn_call *call);
+
+enum { MN_MESA_SIDES = 2 };
 
 /* Solves for the tokens of one chunk after the other; see mesa_solve.c. */
 typedef struct mn_mesa_solver {
@@ -51,18 +54,15 @@ typedef struct mn_mesa_solver {
     float *B, *R, *D, *Z, *Y;        // (chunk,K)
     bool dense;                      // `inverse` preconditions, else 1 / lam
     int direct_chunks;               // so many chunks to come are not worth iterating for
-    bool iterate;                    // this chunk is
 } mn_mesa_solver;
 
 /* Bytes of its arrays; `memory` must be aligned for a double. */
 bool MN_T(mn_mesa_solver_bytes)(size_t *bytes, const mn_call *call);
 void MN_T(mn_mesa_solver_place)(mn_mesa_solver *s, void *memory, int64_t K, const float *lam);
 
-/* Makes the solver ready for the chunk that starts from `kk`. */
-void MN_T(mn_mesa_solver_enter)(mn_mesa_solver *s, const mn_mesa_chunk *c, const float *kk);
-
-/* Rows of X, of length K without gaps: x_t <- M_t^-1 x_t. */
-void MN_T(mn_mesa_solve)(float *X, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk);
+/* Solves n <= MN_MESA_SIDES systems for each token of the chunk that starts from the statistics kk:
+ * x_t <- M_t^-1 x_t for the rows of X[0] .. X[n-1], of length K without gaps. */
+void MN_T(mn_mesa_solve)(float *const *X, int n, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk);
 
 /* The upper triangle of U, symmetric positive definite, becomes its factor: U'U is what U was. */
 void MN_T(mn_mesa_factorise)(double *U, int64_t K);

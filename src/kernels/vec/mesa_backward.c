@@ -99,9 +99,8 @@ static void solve_both(work *w, const mn_mesa_args *p, mn_mesa_state S) {
     g.c_scale = c->first;
     g.shape = MN_GEMM_A_LOWER;
     MN_T(mn_gemm)(&g);
-    MN_T(mn_mesa_solver_enter)(&w->solver, c, S.kk);
-    MN_T(mn_mesa_solve)(w->X, &w->solver, c, S.kk);
-    MN_T(mn_mesa_solve)(w->Y, &w->solver, c, S.kk);
+    float *const sides[MN_MESA_SIDES] = { w->X, w->Y };
+    MN_T(mn_mesa_solve)(sides, 2, &w->solver, c, S.kk);
 }
 
 /* dq, dlam, and late[t] = first_t x_t.(T_t - Hkk_0 y_t) */
@@ -222,29 +221,19 @@ static void gate_backward(work *w, const mn_mesa_args *p, mn_mesa_state S, const
 static void adjoint_back(work *w, const mn_mesa_args *p) {
     const mn_mesa_chunk *c = &w->c;
     const int64_t K = p->call.K, V = p->call.V;
-    float factor[MN_STAT_CHUNK];
+    const float fall = c->first[c->L - 1];
+    const mn_mat X = mn_mat_of(w->X, K);
     for (int64_t t = 0; t < c->L; t++) mn_scale(w->X + t * K, c->first[t], w->X + t * K, K);
-    for (int64_t i = 0; i < MN_STAT_CHUNK; i++) factor[i] = c->first[c->L - 1];
-    for (int64_t i0 = 0; i0 < K; i0 += MN_STAT_CHUNK) {
-        const int64_t rows = mn_min(K - i0, MN_STAT_CHUNK);
-        mn_gemm_args g = mn_product(mn_mat_of(w->A + i0 * K, K), mn_transposed(mn_mat_of(w->Y + i0, K)),
-                                    mn_mat_of(w->X, K), (mn_dims){ rows, K, c->L });
-        g.base = MN_GEMM_SCALE;
-        g.c_scale = factor;
-        g.alpha = -1.0f;
-        MN_T(mn_gemm)(&g);
-        g = mn_product(mn_mat_of(w->B + i0 * V, V), mn_transposed(mn_mat_of(w->X + i0, K)),
-                       mn_mat_of(w->d_o, V), (mn_dims){ rows, V, c->L });
-        g.base = MN_GEMM_SCALE;
-        g.c_scale = factor;
-        MN_T(mn_gemm)(&g);
-    }
+    MN_T(mn_stat_add_products)(mn_mat_of(w->A, K), fall, -1.0f, mn_mat_of(w->Y, K), X,
+                               (mn_dims){ K, K, c->L });
+    MN_T(mn_stat_add_products)(mn_mat_of(w->B, V), fall, 1.0f, X, mn_mat_of(w->d_o, V),
+                               (mn_dims){ K, V, c->L });
 }
 
 static void chunk_backward(work *w, const mn_mesa_args *p, const mn_sequence *seq, int64_t h,
                            int64_t start, mn_mesa_state S) {
     double late[MN_STAT_CHUNK], early[MN_STAT_CHUNK];
-    MN_T(mn_mesa_prepare)(&w->c, p, seq, h, start);
+    MN_T(mn_mesa_prepare)(&w->c, p, seq, h, start, true);
     solve_both(w, p, S);
     query_backward(late, w, p, S);
     pair_products(w, p);
@@ -260,7 +249,7 @@ static void advance_over(work *w, const mn_mesa_args *p, const mn_sequence *seq,
     for (int64_t i = first; i < end; i++) {
         if (step) memcpy(at + step, at, (size_t)w->size * sizeof *at);
         at += step;
-        MN_T(mn_mesa_prepare)(&w->c, p, seq, h, i * MN_STAT_CHUNK);
+        MN_T(mn_mesa_prepare)(&w->c, p, seq, h, i * MN_STAT_CHUNK, false);
         MN_T(mn_mesa_advance)(MN_T(mn_mesa_state_at)(at, &p->call), &w->c, &p->call);
     }
 }

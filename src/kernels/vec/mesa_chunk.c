@@ -29,7 +29,8 @@ void MN_T(mn_mesa_state_load)(mn_mesa_state S, const mn_mesa_args *p, int64_t n,
 }
 
 void MN_T(mn_mesa_prepare)(mn_mesa_chunk *c, const mn_mesa_args *p, const mn_sequence *seq, int64_t h,
-                           int64_t start) {
+                           int64_t start, bool reads) {
+    const int64_t K = p->call.K;
     double minus[MN_STAT_CHUNK], sum = 0.0;
     c->b = seq->b;
     c->t0 = seq->t0 + start;
@@ -37,6 +38,8 @@ void MN_T(mn_mesa_prepare)(mn_mesa_chunk *c, const mn_mesa_args *p, const mn_seq
     c->L = mn_min(seq->length - start, MN_STAT_CHUNK);
     c->k = mn_mat_rows(p->k, c->b, c->t0, h);
     c->v = mn_mat_rows(p->v, c->b, c->t0, h);
+    mn_prefetch_rows(c->k, c->L, K);
+    mn_prefetch_rows(c->v, c->L, p->call.V);
     for (int64_t t = 0; t < c->L; t++) {
         const double g = *MN_ROW(float, p->g, c->b, c->t0 + t, h);
         sum += g < mn_lowest_log ? mn_lowest_log : g;
@@ -45,26 +48,19 @@ void MN_T(mn_mesa_prepare)(mn_mesa_chunk *c, const mn_mesa_args *p, const mn_seq
         c->first[t] = (float)exp(sum);
         c->beta[t] = *MN_ROW(float, p->beta, c->b, c->t0 + t, h);
     }
-    MN_T(mn_stat_weights)(c->W, c->G, minus, c->L);
+    MN_T(mn_stat_weights)(c->W, c->G, minus, reads ? 0 : c->L - 1, c->L);
     for (int64_t t = 0; t < c->L; t++) {
         const float *w = c->W + t * MN_STAT_CHUNK;
-        for (int64_t s = 0; s < c->L; s++) c->Wb[t * MN_STAT_CHUNK + s] = w[s] * c->beta[s];
+        for (int64_t s = 0; reads && s < c->L; s++) c->Wb[t * MN_STAT_CHUNK + s] = w[s] * c->beta[s];
         c->last[t] = c->W[(c->L - 1) * MN_STAT_CHUNK + t];
-        mn_scale(c->Kw + t * p->call.K, c->last[t] * c->beta[t], mn_row_of(c->k, t), p->call.K);
+        mn_scale(c->Kw + t * K, c->last[t] * c->beta[t], mn_row_of(c->k, t), K);
     }
 }
 
 void MN_T(mn_mesa_advance)(mn_mesa_state S, const mn_mesa_chunk *c, const mn_call *call) {
     const int64_t K = call->K, V = call->V;
     const float fall = c->first[c->L - 1];
-    float factor[MN_STAT_CHUNK];
     MN_T(mn_stat_add_symmetric)(S.kk, fall, mn_mat_of(c->Kw, K), c->k, c->L, K);
-    for (int64_t i = 0; i < MN_STAT_CHUNK; i++) factor[i] = fall;
-    for (int64_t i0 = 0; i0 < K; i0 += MN_STAT_CHUNK) {
-        mn_gemm_args g = mn_product(mn_mat_of(S.kv + i0 * V, V), mn_transposed(mn_mat_of(c->Kw + i0, K)),
-                                    c->v, (mn_dims){ mn_min(K - i0, MN_STAT_CHUNK), V, c->L });
-        g.base = MN_GEMM_SCALE;
-        g.c_scale = factor;
-        MN_T(mn_gemm)(&g);
-    }
+    MN_T(mn_stat_add_products)(mn_mat_of(S.kv, V), fall, 1.0f, mn_mat_of(c->Kw, K), c->v,
+                               (mn_dims){ K, V, c->L });
 }

@@ -3,20 +3,6 @@
 
 #include "kernels/vec/mesa.h"
 
-/* Solver, chunk, state, and the rows x. */
-bool MN_T(mn_mesa_forward_plan)(const void *args, mn_plan *plan) {
-    const mn_call *c = args;
-    int64_t state, count, rows;
-    size_t solver, others;
-    plan->n_phases = 1;
-    plan->items[0] = mn_n_sequences(c) * c->H;
-    return MN_T(mn_mesa_state_floats)(&state, c) && MN_T(mn_mesa_chunk_floats)(&count, c) &&
-           mn_mul_i64(&rows, c->K, MN_STAT_CHUNK) && mn_add_i64(&count, count, state) &&
-           mn_add_i64(&count, count, rows) && MN_T(mn_mesa_solver_bytes)(&solver, c) &&
-           mn_mul_size(&others, (size_t)count, sizeof(float)) &&
-           mn_add_size(&plan->scratch_bytes, solver, others);
-}
-
 /* o = diag(first) X Hkv + (W.(X K')) diag(beta) V */
 static void write_outputs(const mn_mesa_args *p, mn_mesa_chunk *c, const float *X, mn_mesa_state S) {
     const int64_t K = p->call.K, V = p->call.V;
@@ -30,51 +16,6 @@ static void write_outputs(const mn_mesa_args *p, mn_mesa_chunk *c, const float *
     g.c_scale = c->first;
     g.shape = MN_GEMM_A_LOWER;
     MN_T(mn_gemm)(&g);
-}
-
-void MN_T(mn_mesa_forward_run)(const void *args, int phase, int64_t item, void *shared, void *scratch) {
-    (void)phase, (void)shared;
-    const mn_mesa_args *p = args;
-    const int64_t K = p->call.K, n = item / p->call.H, h = item % p->call.H;
-    const mn_sequence seq = mn_sequence_at(&p->call, n);
-    size_t solver_bytes;
-    int64_t state_floats;
-    mn_mesa_solver solver;
-    mn_mesa_chunk c;
-    (void)MN_T(mn_mesa_solver_bytes)(&solver_bytes, &p->call);
-    (void)MN_T(mn_mesa_state_floats)(&state_floats, &p->call);
-    MN_T(mn_mesa_solver_place)(&solver, scratch, K, MN_ROW(float, p->lam, 0, 0, h));
-    float *at = (float *)(void *)((unsigned char *)scratch + solver_bytes);
-    at = MN_T(mn_mesa_chunk_place)(&c, at, &p->call);
-    const mn_mesa_state S = MN_T(mn_mesa_state_at)(at, &p->call);
-    float *X = at + state_floats;
-    MN_T(mn_mesa_state_load)(S, p, n, h);
-    for (int64_t start = 0; start < seq.length; start += MN_STAT_CHUNK) {
-        MN_T(mn_mesa_prepare)(&c, p, &seq, h, start);
-        if (p->o.data) {
-            for (int64_t t = 0; t < c.L; t++) {
-                const float *q = MN_ROW(float, p->q, c.b, c.t0 + t, h);
-                mn_scale(X + t * K, (float)p->scale, q, K);
-            }
-            MN_T(mn_mesa_solver_enter)(&solver, &c, S.kk);
-            MN_T(mn_mesa_solve)(X, &solver, &c, S.kk);
-            write_outputs(p, &c, X, S);
-        }
-        MN_T(mn_mesa_advance)(S, &c, &p->call);
-    }
-    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->hkk, n, 0, h), S.kk, K * K);
-    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->hkv, n, 0, h), S.kv, K * p->call.V);
-}
-
-/* A factor in double, and x as double and float. */
-bool MN_T(mn_mesa_step_plan)(const void *args, mn_plan *plan) {
-    const mn_call *c = args;
-    int64_t count, vectors;
-    plan->n_phases = 1;
-    plan->items[0] = c->B * c->H;
-    return mn_mul_i64(&count, c->K, c->K + 1) && mn_add_i64(&vectors, c->V, 1) &&
-           mn_add_i64(&count, count, vectors) &&
-           mn_mul_size(&plan->scratch_bytes, (size_t)count, sizeof(double));
 }
 
 /* row = a row0 + x from, kept unless `row` is NULL; also in `wide` or, times w, added to `sum`. */
@@ -94,17 +35,16 @@ static void step_row(float *row, double *wide, float *sum, const float *row0, co
     }
 }
 
-/* One token: each row of the statistics is read and written once, Hkk first, then Hkv with x. */
-void MN_T(mn_mesa_step_run)(const void *args, int phase, int64_t item, void *shared, void *scratch) {
-    (void)phase, (void)shared;
-    const mn_mesa_args *p = args;
-    const int64_t K = p->call.K, V = p->call.V, n = item / p->call.H, h = item % p->call.H;
-    const float *q = MN_ROW(float, p->q, n, 0, h), *k = MN_ROW(float, p->k, n, 0, h);
-    const float *v = MN_ROW(float, p->v, n, 0, h), *lam = MN_ROW(float, p->lam, 0, 0, h);
+/* A sequence of one token: each row of the statistics is read and written once, Hkk first, then Hkv
+ * with x. */
+static void step(const mn_mesa_args *p, const mn_sequence *seq, int64_t n, int64_t h, void *scratch) {
+    const int64_t K = p->call.K, V = p->call.V, b = seq->b, t = seq->t0;
+    const float *q = MN_ROW(float, p->q, b, t, h), *k = MN_ROW(float, p->k, b, t, h);
+    const float *v = MN_ROW(float, p->v, b, t, h), *lam = MN_ROW(float, p->lam, 0, 0, h);
     const float *kk0 = MN_ROW(float, p->hkk0, n, 0, h), *kv0 = MN_ROW(float, p->hkv0, n, 0, h);
     float *kk = MN_ROW_OUT(float, p->hkk, n, 0, h), *kv = MN_ROW_OUT(float, p->hkv, n, 0, h);
-    float *o = MN_ROW_OUT(float, p->o, n, 0, h);
-    const float a = (float)exp(*MN_ROW(float, p->g, n, 0, h)), beta = *MN_ROW(float, p->beta, n, 0, h);
+    float *o = MN_ROW_OUT(float, p->o, b, t, h);
+    const float a = (float)exp(*MN_ROW(float, p->g, b, t, h)), beta = *MN_ROW(float, p->beta, b, t, h);
     double *U = scratch, *x = U + K * K;
     float *sum = (float *)(void *)(x + K);
     for (int64_t i = 0; i < K; i++) {
@@ -123,4 +63,72 @@ void MN_T(mn_mesa_step_run)(const void *args, int phase, int64_t item, void *sha
                  beta * k[i], o ? (float)x[i] : 0.0f, V);
     }
     MN_T(mn_stat_store)(o, sum, V);
+}
+
+/* One token of every sequence: the same work with less room. A factor and x in double, o in float. */
+bool MN_T(mn_mesa_step_plan)(const void *args, mn_plan *plan) {
+    const mn_call *c = args;
+    int64_t count, vectors;
+    plan->n_phases = 1;
+    plan->items[0] = c->B * c->H;
+    return mn_mul_i64(&count, c->K, c->K + 1) && mn_add_i64(&vectors, c->V, 1) &&
+           mn_add_i64(&count, count, vectors) &&
+           mn_mul_size(&plan->scratch_bytes, (size_t)count, sizeof(double));
+}
+
+/* Solver, chunk, state, and the rows x; or the room of a step. */
+bool MN_T(mn_mesa_forward_plan)(const void *args, mn_plan *plan) {
+    const mn_call *c = args;
+    int64_t state, count, rows;
+    size_t solver, others, all;
+    if (!MN_T(mn_mesa_step_plan)(args, plan)) return false;
+    plan->items[0] = mn_n_sequences(c) * c->H;
+    const bool ok = MN_T(mn_mesa_state_floats)(&state, c) && MN_T(mn_mesa_chunk_floats)(&count, c) &&
+           mn_mul_i64(&rows, c->K, MN_STAT_CHUNK) && mn_add_i64(&count, count, state) &&
+           mn_add_i64(&count, count, rows) && MN_T(mn_mesa_solver_bytes)(&solver, c) &&
+           mn_mul_size(&others, (size_t)count, sizeof(float)) &&
+           mn_add_size(&all, solver, others);
+    if (ok && all > plan->scratch_bytes) plan->scratch_bytes = all;
+    return ok;
+}
+
+void MN_T(mn_mesa_forward_run)(const void *args, int phase, int64_t item, void *shared, void *scratch) {
+    (void)phase, (void)shared;
+    const mn_mesa_args *p = args;
+    const int64_t K = p->call.K, n = item / p->call.H, h = item % p->call.H;
+    const mn_sequence seq = mn_sequence_at(&p->call, n);
+    if (seq.length == 1) {
+        step(p, &seq, n, h, scratch);
+        return;
+    }
+    size_t solver_bytes;
+    int64_t state_floats;
+    mn_mesa_solver solver;
+    mn_mesa_chunk c;
+    (void)MN_T(mn_mesa_solver_bytes)(&solver_bytes, &p->call);
+    (void)MN_T(mn_mesa_state_floats)(&state_floats, &p->call);
+    MN_T(mn_mesa_solver_place)(&solver, scratch, K, MN_ROW(float, p->lam, 0, 0, h));
+    float *at = (float *)(void *)((unsigned char *)scratch + solver_bytes);
+    at = MN_T(mn_mesa_chunk_place)(&c, at, &p->call);
+    const mn_mesa_state S = MN_T(mn_mesa_state_at)(at, &p->call);
+    float *X = at + state_floats;
+    MN_T(mn_mesa_state_load)(S, p, n, h);
+    for (int64_t start = 0; start < seq.length; start += MN_STAT_CHUNK) {
+        MN_T(mn_mesa_prepare)(&c, p, &seq, h, start, p->o.data);
+        if (p->o.data) {
+            for (int64_t t = 0; t < c.L; t++) {
+                const float *q = MN_ROW(float, p->q, c.b, c.t0 + t, h);
+                mn_scale(X + t * K, (float)p->scale, q, K);
+            }
+            MN_T(mn_mesa_solve)(&X, 1, &solver, &c, S.kk);
+            write_outputs(p, &c, X, S);
+        }
+        MN_T(mn_mesa_advance)(S, &c, &p->call);
+    }
+    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->hkk, n, 0, h), S.kk, K * K);
+    MN_T(mn_stat_store)(MN_ROW_OUT(float, p->hkv, n, 0, h), S.kv, K * p->call.V);
+}
+
+void MN_T(mn_mesa_step_run)(const void *args, int phase, int64_t item, void *shared, void *scratch) {
+    MN_T(mn_mesa_forward_run)(args, phase, item, shared, scratch);
 }

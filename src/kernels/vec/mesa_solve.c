@@ -139,13 +139,6 @@ static void invert_middle(mn_mesa_solver *s, const mn_mesa_chunk *c, const float
     MN_T(mn_gemm)(&g);
 }
 
-void MN_T(mn_mesa_solver_enter)(mn_mesa_solver *s, const mn_mesa_chunk *c, const float *kk) {
-    s->iterate = s->K > NARROW && c->L >= SHORT && s->direct_chunks == 0;
-    if (s->direct_chunks > 0) s->direct_chunks--;
-    s->dense = c->G[c->L - 1] > weak_decay;
-    if (s->iterate && s->dense) invert_middle(s, c, kk);
-}
-
 /* Row t of Z = M_t times row t of X */
 static void apply(float *Z, const float *X, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk) {
     const int64_t K = s->K;
@@ -265,15 +258,14 @@ static int64_t check(bool *failed, const float *X, mn_mesa_solver *s, mn_mesa_ch
     return n_failed;
 }
 
-/* M in double goes on from token to token; the marked ones are solved, in the room of R. */
-static void solve_directly(float *X, const bool *wanted, mn_mesa_solver *s, const mn_mesa_chunk *c,
-                           const float *kk) {
+/* M in double goes on from token to token, in the room of R; right sides wanted of a token share its
+ * factor. */
+static void solve_directly(float *const *X, bool wanted[][MN_STAT_CHUNK], int n, mn_mesa_solver *s,
+                           const mn_mesa_chunk *c, const float *kk) {
     const int64_t K = s->K;
     double *x = (double *)(void *)s->R, before = 0.0;
-    int64_t end = c->L;
-    while (end > 0 && !wanted[end - 1]) end--;
     for (int64_t i = 0; i < K * K; i++) s->M[i] = kk[i];
-    for (int64_t t = 0; t < end; t++) {
+    for (int64_t t = 0; t < c->L; t++) {
         const double a = exp(c->G[t] - before);
         const float *k = mn_row_of(c->k, t);
         before = c->G[t];
@@ -281,32 +273,44 @@ static void solve_directly(float *X, const bool *wanted, mn_mesa_solver *s, cons
             const double bk = (double)c->beta[t] * k[i];
             for (int64_t j = i; j < K; j++) s->M[i * K + j] = fma(bk, k[j], a * s->M[i * K + j]);
         }
-        if (!wanted[t]) continue;
+        if (!wanted[0][t] && !wanted[n - 1][t]) continue;
         memcpy(s->U, s->M, (size_t)(K * K) * sizeof *s->U);
-        for (int64_t i = 0; i < K; i++) {
-            s->U[i * K + i] += s->lam[i];
-            x[i] = X[t * K + i];
-        }
+        for (int64_t i = 0; i < K; i++) s->U[i * K + i] += s->lam[i];
         MN_T(mn_mesa_factorise)(s->U, K);
-        MN_T(mn_mesa_substitute)(x, s->U, K);
-        for (int64_t i = 0; i < K; i++) X[t * K + i] = (float)x[i];
+        for (int r = 0; r < n; r++) {
+            float *row = X[r] + t * K;
+            if (!wanted[r][t]) continue;
+            for (int64_t i = 0; i < K; i++) x[i] = row[i];
+            MN_T(mn_mesa_substitute)(x, s->U, K);
+            for (int64_t i = 0; i < K; i++) row[i] = (float)x[i];
+        }
     }
 }
 
-void MN_T(mn_mesa_solve)(float *X, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk) {
-    bool wanted[MN_STAT_CHUNK];
-    int64_t n_wanted = c->L;
-    for (int64_t t = 0; t < c->L; t++) wanted[t] = true;
-    if (s->iterate) {
-        const int64_t K = s->K;
-        float size[MN_STAT_CHUNK];
-        start_rows(X, size, s, c->L);
-        conjugate_gradients(X, s, c, kk);
-        n_wanted = check(wanted, X, s, c, kk);
-        for (int64_t t = 0; t < c->L; t++) {
-            mn_scale(X + t * K, size[t], wanted[t] ? s->B + t * K : X + t * K, K);
-        }
-        if (2 * n_wanted > c->L) s->direct_chunks = REST_CHUNKS;
+/* Solves what the iteration can; marks the other rows, which keep their right sides. */
+static int64_t iterate(float *X, bool *failed, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk) {
+    const int64_t K = s->K;
+    float size[MN_STAT_CHUNK];
+    start_rows(X, size, s, c->L);
+    conjugate_gradients(X, s, c, kk);
+    const int64_t n_failed = check(failed, X, s, c, kk);
+    for (int64_t t = 0; t < c->L; t++) {
+        mn_scale(X + t * K, size[t], failed[t] ? s->B + t * K : X + t * K, K);
     }
-    if (n_wanted > 0) solve_directly(X, wanted, s, c, kk);
+    if (2 * n_failed > c->L) s->direct_chunks = REST_CHUNKS;
+    return n_failed;
+}
+
+void MN_T(mn_mesa_solve)(float *const *X, int n, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk) {
+    bool wanted[MN_MESA_SIDES][MN_STAT_CHUNK];
+    int64_t n_wanted = 0;
+    s->dense = c->G[c->L - 1] > weak_decay;
+    const bool iterates = s->K > NARROW && c->L >= SHORT && s->direct_chunks == 0;
+    if (s->direct_chunks > 0) s->direct_chunks--;
+    if (iterates && s->dense) invert_middle(s, c, kk);
+    for (int r = 0; r < n; r++) {
+        for (int64_t t = 0; t < c->L; t++) wanted[r][t] = true;
+        n_wanted += iterates ? iterate(X[r], wanted[r], s, c, kk) : c->L;
+    }
+    if (n_wanted > 0) solve_directly(X, wanted, n, s, c, kk);
 }

@@ -40,9 +40,10 @@ bool MN_T(mn_mlstm_state_floats)(int64_t *count, const mn_call *call);
 mn_mlstm_state MN_T(mn_mlstm_state_at)(float *at, const mn_call *call);
 void MN_T(mn_mlstm_state_load)(mn_mlstm_state S, const mn_mlstm_args *p, int64_t n, int64_t h);
 
-/* Gates, weights and Kw of the chunk that starts `start` tokens into the sequence at state S. */
+/* Gates, weights and Kw of the chunk that starts `start` tokens into the sequence at state S. Without
+ * `reads` only the last row of W. */
 void MN_T(mn_mlstm_prepare)(mn_mlstm_chunk *c, const mn_mlstm_args *p, const mn_sequence *seq,
-                            int64_t h, int64_t start, mn_mlstm_state S);
+                            int64_t h, int64_t start, mn_mlstm_state S, bool reads);
 
 /* num, a, over and bounded; P is then W S. */
 void MN_T(mn_mlstm_read)(mn_mlstm_chunk *c, const mn_mlstm_args *p, mn_mlstm_state S);

@@ -181,27 +181,19 @@ static void adjoint_back(work *w, const mn_mlstm_args *p) {
     mn_mlstm_chunk *c = &w->c;
     const int64_t K = p->call.K, V = p->call.V;
     const float fall = c->first[c->L - 1];
-    float factor[MN_STAT_CHUNK];
     mn_scale(w->d, fall, w->d, K);
     for (int64_t t = 0; t < c->L; t++) {
         mn_scale(w->Q + t * K, (float)p->scale * c->first[t], mn_row_of(c->q, t), K);
         mn_axpy(w->d, w->da[t], w->Q + t * K, K);
     }
-    for (int64_t i = 0; i < MN_STAT_CHUNK; i++) factor[i] = fall;
-    for (int64_t i0 = 0; i0 < K; i0 += MN_STAT_CHUNK) {
-        mn_gemm_args g = mn_product(mn_mat_of(w->D + i0 * V, V), mn_transposed(mn_mat_of(w->Q + i0, K)),
-                                    mn_mat_of(w->dnum, V),
-                                    (mn_dims){ mn_min(K - i0, MN_STAT_CHUNK), V, c->L });
-        g.base = MN_GEMM_SCALE;
-        g.c_scale = factor;
-        MN_T(mn_gemm)(&g);
-    }
+    MN_T(mn_stat_add_products)(mn_mat_of(w->D, V), fall, 1.0f, mn_mat_of(w->Q, K),
+                               mn_mat_of(w->dnum, V), (mn_dims){ K, V, c->L });
 }
 
 static void chunk_backward(work *w, const mn_mlstm_args *p, const mn_sequence *seq, int64_t h,
                            int64_t start, mn_mlstm_state S) {
     double late[MN_STAT_CHUNK], early[MN_STAT_CHUNK];
-    MN_T(mn_mlstm_prepare)(&w->c, p, seq, h, start, S);
+    MN_T(mn_mlstm_prepare)(&w->c, p, seq, h, start, S, true);
     MN_T(mn_mlstm_read)(&w->c, p, S);
     quotient_backward(w, p);
     pair_products(w, p);
@@ -219,7 +211,7 @@ static void advance_over(work *w, const mn_mlstm_args *p, const mn_sequence *seq
     for (int64_t i = first; i < end; i++) {
         const mn_mlstm_state S = MN_T(mn_mlstm_state_at)(at + step, &p->call);
         if (step) memcpy(at + step, at, (size_t)w->size * sizeof *at);
-        MN_T(mn_mlstm_prepare)(&w->c, p, seq, h, i * MN_STAT_CHUNK, S);
+        MN_T(mn_mlstm_prepare)(&w->c, p, seq, h, i * MN_STAT_CHUNK, S, false);
         MN_T(mn_mlstm_advance)(S, &w->c, p);
         at += step;
     }

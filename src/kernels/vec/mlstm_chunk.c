@@ -57,7 +57,7 @@ static void load_gates(mn_mlstm_chunk *c, const mn_mlstm_args *p, double m, doub
 }
 
 void MN_T(mn_mlstm_prepare)(mn_mlstm_chunk *c, const mn_mlstm_args *p, const mn_sequence *seq,
-                            int64_t h, int64_t start, mn_mlstm_state S) {
+                            int64_t h, int64_t start, mn_mlstm_state S, bool reads) {
     const int64_t K = p->call.K;
     double F[MN_STAT_CHUNK], in[MN_STAT_CHUNK], out[MN_STAT_CHUNK];
     c->b = seq->b;
@@ -67,13 +67,16 @@ void MN_T(mn_mlstm_prepare)(mn_mlstm_chunk *c, const mn_mlstm_args *p, const mn_
     c->q = mn_mat_rows(p->q, c->b, c->t0, h);
     c->k = mn_mat_rows(p->k, c->b, c->t0, h);
     c->v = mn_mat_rows(p->v, c->b, c->t0, h);
+    mn_prefetch_rows(c->k, c->L, K);
+    mn_prefetch_rows(c->v, c->L, p->call.V);
+    if (reads) mn_prefetch_rows(c->q, c->L, K);
     load_gates(c, p, *S.m, F, in);
     for (int64_t t = 0; t < c->L; t++) {
         const bool stored = c->m[t] > -INFINITY;    // else all there is has weight 0
         out[t] = stored ? F[t] - c->m[t] : 0.0;
         c->first[t] = (float)mn_relative_exp(F[t] + *S.m, c->m[t]);
     }
-    MN_T(mn_stat_weights)(c->W, out, in, c->L);
+    MN_T(mn_stat_weights)(c->W, out, in, reads ? 0 : c->L - 1, c->L);
     for (int64_t s = 0; s < c->L; s++) {
         c->last[s] = c->W[(c->L - 1) * MN_STAT_CHUNK + s];
         mn_scale(c->Kw + s * K, c->last[s], mn_row_of(c->k, s), K);
@@ -117,14 +120,7 @@ void MN_T(mn_mlstm_advance)(mn_mlstm_state S, const mn_mlstm_chunk *c, const mn_
     const float fall = c->first[c->L - 1];
     mn_scale(S.n, fall, S.n, K);
     for (int64_t s = 0; s < c->L; s++) mn_axpy(S.n, 1.0f, c->Kw + s * K, K);
-    float factor[MN_STAT_CHUNK];
-    for (int64_t i = 0; i < MN_STAT_CHUNK; i++) factor[i] = fall;
-    for (int64_t i0 = 0; i0 < K; i0 += MN_STAT_CHUNK) {
-        mn_gemm_args g = mn_product(mn_mat_of(S.C + i0 * V, V), mn_transposed(mn_mat_of(c->Kw + i0, K)),
-                                    c->v, (mn_dims){ mn_min(K - i0, MN_STAT_CHUNK), V, c->L });
-        g.base = MN_GEMM_SCALE;
-        g.c_scale = factor;
-        MN_T(mn_gemm)(&g);
-    }
+    MN_T(mn_stat_add_products)(mn_mat_of(S.C, V), fall, 1.0f, mn_mat_of(c->Kw, K), c->v,
+                               (mn_dims){ K, V, c->L });
     *S.m = (float)c->m[c->L - 1];
 }

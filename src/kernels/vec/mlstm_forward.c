@@ -34,40 +34,13 @@ static void store_state(const mn_mlstm_args *p, mn_mlstm_state S, int64_t n, int
     if (m) *m = *S.m;
 }
 
-void MN_T(mn_mlstm_forward_run)(const void *args, int phase, int64_t item, void *shared,
-                                void *scratch) {
-    (void)phase, (void)shared;
-    const mn_mlstm_args *p = args;
-    const int64_t n = item / p->call.H, h = item % p->call.H;
-    const mn_sequence seq = mn_sequence_at(&p->call, n);
-    mn_mlstm_chunk c;
-    const mn_mlstm_state S =
-        MN_T(mn_mlstm_state_at)(MN_T(mn_mlstm_chunk_place)(&c, scratch, &p->call), &p->call);
-    MN_T(mn_mlstm_state_load)(S, p, n, h);
-    for (int64_t start = 0; start < seq.length; start += MN_STAT_CHUNK) {
-        MN_T(mn_mlstm_prepare)(&c, p, &seq, h, start, S);
-        if (p->o.data) {
-            MN_T(mn_mlstm_read)(&c, p, S);
-            write_outputs(&c, p);
-        }
-        MN_T(mn_mlstm_advance)(S, &c, p);
-    }
-    store_state(p, S, n, h);
-}
-
-bool MN_T(mn_mlstm_step_plan)(const void *args, mn_plan *plan) {
-    const mn_call *c = args;
-    plan->n_phases = 1;
-    plan->items[0] = c->B * c->H;
-    return mn_mul_size(&plan->scratch_bytes, (size_t)c->V, sizeof(float));
-}
-
 typedef struct gates {
     float f, i, m;
 } gates;
 
-static gates step_gates(const mn_mlstm_args *p, int64_t n, int64_t h) {
-    const double fpre = *MN_ROW(float, p->fpre, n, 0, h), ipre = *MN_ROW(float, p->ipre, n, 0, h);
+static gates step_gates(const mn_mlstm_args *p, const mn_sequence *seq, int64_t n, int64_t h) {
+    const double fpre = *MN_ROW(float, p->fpre, seq->b, seq->t0, h);
+    const double ipre = *MN_ROW(float, p->ipre, seq->b, seq->t0, h);
     const float *m0 = MN_ROW(float, p->m0, n, 0, h);
     const double lf = (fpre < 0.0 ? fpre : 0.0) - log1p(exp(-fabs(fpre)));
     const double decayed = lf + (m0 ? (double)*m0 : -INFINITY);
@@ -89,19 +62,16 @@ static void step_row(float *num, float *row, float *sum, const float *row0, cons
     }
 }
 
-/* One token: each row of the state is read and written once. */
-void MN_T(mn_mlstm_step_run)(const void *args, int phase, int64_t item, void *shared, void *scratch) {
-    (void)phase, (void)shared;
-    const mn_mlstm_args *p = args;
-    const int64_t K = p->call.K, V = p->call.V, n = item / p->call.H, h = item % p->call.H;
-    const float *q = MN_ROW(float, p->q, n, 0, h), *k = MN_ROW(float, p->k, n, 0, h);
-    const float *v = MN_ROW(float, p->v, n, 0, h);
+/* A sequence of one token: each row of the state is read and written once. */
+static void step(const mn_mlstm_args *p, const mn_sequence *seq, int64_t n, int64_t h, float *num) {
+    const int64_t K = p->call.K, V = p->call.V, b = seq->b, t = seq->t0;
+    const float *q = MN_ROW(float, p->q, b, t, h), *k = MN_ROW(float, p->k, b, t, h);
+    const float *v = MN_ROW(float, p->v, b, t, h);
     const float *C0 = MN_ROW(float, p->C0, n, 0, h), *n0 = MN_ROW(float, p->n0, n, 0, h);
     float *C = MN_ROW_OUT(float, p->C, n, 0, h), *csum = MN_ROW_OUT(float, p->csum, n, 0, h);
     float *norm = MN_ROW_OUT(float, p->n, n, 0, h), *nsum = MN_ROW_OUT(float, p->nsum, n, 0, h);
-    float *o = MN_ROW_OUT(float, p->o, n, 0, h), *m = MN_ROW_OUT(float, p->m, n, 0, h);
-    float *num = scratch;
-    const gates g = step_gates(p, n, h);
+    float *o = MN_ROW_OUT(float, p->o, b, t, h), *m = MN_ROW_OUT(float, p->m, n, 0, h);
+    const gates g = step_gates(p, seq, n, h);
     const float unit = (float)exp(g.m);
     double a = 0.0;
     memset(num, 0, (size_t)V * sizeof *num);
@@ -118,4 +88,41 @@ void MN_T(mn_mlstm_step_run)(const void *args, int phase, int64_t item, void *sh
     const double bound = exp(-g.m), size = fabs(p->scale * a), den = size > bound ? size : bound;
     const double over = den > 0.0 ? p->scale / den : 0.0;
     for (int64_t j = 0; o && j < V; j++) o[j] = (float)(num[j] * over);
+}
+
+void MN_T(mn_mlstm_forward_run)(const void *args, int phase, int64_t item, void *shared,
+                                void *scratch) {
+    (void)phase, (void)shared;
+    const mn_mlstm_args *p = args;
+    const int64_t n = item / p->call.H, h = item % p->call.H;
+    const mn_sequence seq = mn_sequence_at(&p->call, n);
+    if (seq.length == 1) {
+        step(p, &seq, n, h, scratch);
+        return;
+    }
+    mn_mlstm_chunk c;
+    const mn_mlstm_state S =
+        MN_T(mn_mlstm_state_at)(MN_T(mn_mlstm_chunk_place)(&c, scratch, &p->call), &p->call);
+    MN_T(mn_mlstm_state_load)(S, p, n, h);
+    for (int64_t start = 0; start < seq.length; start += MN_STAT_CHUNK) {
+        MN_T(mn_mlstm_prepare)(&c, p, &seq, h, start, S, p->o.data);
+        if (p->o.data) {
+            MN_T(mn_mlstm_read)(&c, p, S);
+            write_outputs(&c, p);
+        }
+        MN_T(mn_mlstm_advance)(S, &c, p);
+    }
+    store_state(p, S, n, h);
+}
+
+/* One token of every sequence: the same work with less room. */
+bool MN_T(mn_mlstm_step_plan)(const void *args, mn_plan *plan) {
+    const mn_call *c = args;
+    plan->n_phases = 1;
+    plan->items[0] = c->B * c->H;
+    return mn_mul_size(&plan->scratch_bytes, (size_t)c->V, sizeof(float));
+}
+
+void MN_T(mn_mlstm_step_run)(const void *args, int phase, int64_t item, void *shared, void *scratch) {
+    MN_T(mn_mlstm_forward_run)(args, phase, item, shared, scratch);
 }

@@ -17,16 +17,16 @@
  * falls below the floor, or whose inputs allow no projective form, goes back on lam and eta instead,
  * as in ref/moebius.c.
  *
- * An item is a run of sequences and a group of tiles. dk and dq are sums over channels: each group
- * writes its share, and phase 1 adds the groups. da and dp are sums over sequences: each run writes
- * its share, and phase 1 adds the runs. */
+ * An item is a run of sequences and a group of tiles, with a share of dk and dq, sums over channels,
+ * and one of da and dp, sums over sequences; phase 1 adds the shares (shares.h). */
 #include "kernels/vec/moebius_tile.h"
 
 #include "base/checked.h"
+#include "kernels/vec/shares.h"
 
 #include <string.h>
 
-enum { BLOCK = MOEBIUS_BLOCK, MOST_GROUPS = 16, MOST_RUNS = 32, TOKENS_ADDED = 64, CELLS_ADDED = 1024 };
+enum { BLOCK = MOEBIUS_BLOCK };
 
 /* What a tile carries backward. */
 typedef struct adjoint {
@@ -56,57 +56,32 @@ typedef struct work {
 
 /* ---- plan -------------------------------------------------------------------------------------- */
 
-/* Tiles of a group: by V and K alone, since it orders the sums over channels. Shares of dk and dq
- * stay in proportion to v and prec. */
-static int64_t tiles_of_group(const mn_call *call) {
-    const int64_t wish = mn_max(mn_ceil_div(call->V, MOST_GROUPS), mn_max(16, call->K / 4));
-    return mn_ceil_div(mn_min(wish, call->V), MN_VW);
-}
-
-static int64_t groups_of(const mn_call *call) {
-    return mn_ceil_div(mn_ceil_div(call->V, MN_VW), tiles_of_group(call));
-}
-
-static int64_t runs_of(const mn_call *call) {
-    return mn_min(mn_n_sequences(call), MOST_RUNS);
-}
-
-static bool floats_of(int64_t *scratch, int64_t *shared, const mn_call *call) {
+static bool scratch_floats(int64_t *floats, const mn_call *call) {
     const int64_t blocks = mn_ceil_div(mn_longest_sequence(call), BLOCK), K = call->K;
-    int64_t rows, tile, kept, cells;
-    return moebius_rows_floats(&rows, K) && moebius_tile_floats(&tile, K) &&
+    int64_t rows, kept;
+    return moebius_rows_floats(&rows, K) && moebius_tile_floats(floats, K) &&
            mn_mul_i64(&kept, blocks, 2 * MN_VW) && mn_mul_i64(&kept, kept, K) &&
-           mn_add_i64(&tile, tile, kept) && mn_add_i64(&tile, tile, (5 * K + 4 * BLOCK) * MN_VW) &&
-           mn_mul_i64(scratch, tile, tiles_of_group(call)) && mn_add_i64(scratch, *scratch, rows) &&
-           mn_add_i64(scratch, *scratch, 2 * K * BLOCK + (5 * BLOCK + 3) * MN_VW) &&
-           mn_mul_i64(shared, call->B, call->T) && mn_mul_i64(shared, *shared, K) &&
-           mn_mul_i64(shared, *shared, 2 * groups_of(call)) && mn_mul_i64(&cells, call->V, K) &&
-           mn_mul_i64(&cells, cells, 2 * runs_of(call)) && mn_add_i64(shared, *shared, cells);
+           mn_add_i64(floats, *floats, kept) &&
+           mn_add_i64(floats, *floats, (5 * K + 4 * BLOCK) * MN_VW) &&
+           mn_mul_i64(floats, *floats, shares_tiles(call)) && mn_add_i64(floats, *floats, rows) &&
+           mn_add_i64(floats, *floats, 2 * K * BLOCK + (5 * BLOCK + 3) * MN_VW);
 }
 
+/* Shares of a run: da, then dp. */
 bool MN_T(mn_moebius_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
-    int64_t scratch, shared;
+    int64_t scratch, shared, cells;
     size_t bytes, adjoints;
-    const bool ok = floats_of(&scratch, &shared, c) &&
-                    mn_mul_i64(&plan->items[0], runs_of(c), groups_of(c)) &&
+    const bool ok = scratch_floats(&scratch, c) && mn_mul_i64(&cells, c->V, c->K) &&
+                    mn_mul_i64(&cells, cells, 2) && shares_floats(&shared, c, cells) &&
+                    mn_mul_i64(&plan->items[0], shares_runs(c), shares_groups(c)) &&
                     mn_mul_size(&plan->shared_bytes, (size_t)shared, sizeof(float)) &&
                     mn_mul_size(&bytes, (size_t)scratch, sizeof(float)) &&
-                    mn_mul_size(&adjoints, (size_t)tiles_of_group(c), sizeof(adjoint) + sizeof(void *)) &&
+                    mn_mul_size(&adjoints, (size_t)shares_tiles(c), sizeof(adjoint) + sizeof(void *)) &&
                     mn_add_size(&plan->scratch_bytes, bytes, adjoints);
     plan->n_phases = 2;
-    plan->items[1] = mn_ceil_div(c->B * c->T, TOKENS_ADDED) + mn_ceil_div(c->V * c->K, CELLS_ADDED);
+    plan->items[1] = shares_row_items(c) + shares_cell_items(c->V * c->K);
     return ok;
-}
-
-/* Shares of dk and dq of one group: (B,T,K) each. Behind them, da and dp of one run: (V,K) each. */
-static float *share_of_rows(const mn_call *call, float *shared, int64_t group, int which) {
-    return shared + (2 * group + which) * call->B * call->T * call->K;
-}
-
-static float *share_of_cells(const mn_call *call, float *shared, int64_t run, int which) {
-    float *behind = share_of_rows(call, shared, groups_of(call), 0);
-    return behind + (2 * run + which) * call->V * call->K;
 }
 
 /* ---- one slot of one block --------------------------------------------------------------------- */
@@ -423,7 +398,7 @@ static float *open_adjoint(adjoint *d, const moebius_rows *rows, float *memory,
 
 static void open_work(work *w, void *scratch, const mn_moebius_args *args, int64_t group) {
     const int64_t K = args->call.K, tiles = mn_ceil_div(args->call.V, MN_VW);
-    const int64_t together = tiles_of_group(&args->call);
+    const int64_t together = shares_tiles(&args->call);
     w->n_tiles = mn_min(together, tiles - group * together);
     float *memory = MN_T(mn_moebius_rows_open)(&w->rows, scratch, K);
     float **states[] = { &w->slot.w, &w->slot.m, &w->slot.s };
@@ -432,8 +407,8 @@ static void open_work(work *w, void *scratch, const mn_moebius_args *args, int64
     for (size_t i = 0; i < MN_COUNTOF(sums); i++, memory += BLOCK * MN_VW) *sums[i] = memory;
     float **rows[] = { &w->dk, &w->dq };
     for (size_t i = 0; i < MN_COUNTOF(rows); i++, memory += K * BLOCK) *rows[i] = memory;
-    int64_t floats, shared;
-    floats_of(&floats, &shared, &args->call);
+    int64_t floats;
+    scratch_floats(&floats, &args->call);
     w->adjoints = (adjoint *)((float *)scratch + floats);
     w->tiles = (moebius_tile **)(w->adjoints + together);
     for (int64_t j = 0; j < w->n_tiles; j++) {
@@ -459,37 +434,15 @@ static void store_dynamics(adjoint *d, float *da, float *dp) {
     lanes_store_cells(dp + at, d->p, tile->K, tile->lanes);
 }
 
-/* to[i] = sum of `count` shares that lie `step` apart */
-static void add_shares(float *to, const float *from, int64_t step, int64_t count, int64_t n) {
-    for (int64_t i = 0; i < n; i += MN_VW) {
-        const int lanes = vf_lanes(n - i);
-        vf sum = vf_zero();
-        for (int64_t j = 0; j < count; j++) sum = vf_add(sum, vf_load_n(from + j * step + i, lanes));
-        vf_store_n(to + i, sum, lanes);
-    }
-}
-
-/* Phase 1: blocks of tokens, then blocks of cells. */
 static void add_all(const mn_moebius_args *args, int64_t item, float *shared) {
     const mn_call *call = &args->call;
-    const int64_t K = call->K, tokens = call->B * call->T, cells = call->V * K;
-    const int64_t token_items = mn_ceil_div(tokens, TOKENS_ADDED);
-    for (int which = 0; which < 2; which++) {
-        if (item >= token_items) {
-            const mn_out *to = which == 0 ? &args->grad.a : &args->grad.p;
-            const int64_t at = (item - token_items) * CELLS_ADDED;
-            const float *from = share_of_cells(call, shared, 0, which) + at;
-            const int64_t n = mn_min(CELLS_ADDED, cells - at);
-            if (to->data) add_shares((float *)to->data + at, from, 2 * cells, runs_of(call), n);
-            continue;
-        }
-        const mn_out *to = which == 0 ? &args->grad.k : &args->grad.q;
-        const float *from = share_of_rows(call, shared, 0, which);
-        for (int64_t i = item * TOKENS_ADDED; i < mn_min((item + 1) * TOKENS_ADDED, tokens); i++) {
-            float *row = MN_ROW_OUT(float, *to, i / call->T, i % call->T, 0);
-            if (row) add_shares(row, from + i * K, 2 * tokens * K, groups_of(call), K);
-        }
+    const int64_t cells = call->V * call->K, cell_item = item - shares_row_items(call);
+    if (cell_item < 0) {
+        shares_add_rows(call, shared, item, &args->grad.k, &args->grad.q);
+        return;
     }
+    shares_add_cells(call, shared, 2 * cells, cell_item, args->grad.a.data, 0, cells);
+    shares_add_cells(call, shared, 2 * cells, cell_item, args->grad.p.data, cells, cells);
 }
 
 void MN_T(mn_moebius_backward_run)(const void *args, int phase, int64_t item, void *shared,
@@ -500,14 +453,14 @@ void MN_T(mn_moebius_backward_run)(const void *args, int phase, int64_t item, vo
         add_all(p, item, shared);
         return;
     }
-    const int64_t run = item / groups_of(call), group = item % groups_of(call);
-    const int64_t n = mn_n_sequences(call), runs = runs_of(call);
+    const int64_t run = item / shares_groups(call), group = item % shares_groups(call);
+    const int64_t cells = call->V * call->K;
     work w;
     open_work(&w, scratch, p, group);
-    float *dk = share_of_rows(call, shared, group, 0), *dq = share_of_rows(call, shared, group, 1);
-    for (int64_t i = n * run / runs; i < n * (run + 1) / runs; i++) {
-        sequence_backward(&w, p, i, dk, dq);
-    }
-    float *da = share_of_cells(call, shared, run, 0), *dp = share_of_cells(call, shared, run, 1);
+    float *dk = shares_rows(call, shared, group, 0), *dq = shares_rows(call, shared, group, 1);
+    int64_t n;
+    const int64_t end = shares_run(&n, call, run);
+    for (; n < end; n++) sequence_backward(&w, p, n, dk, dq);
+    float *da = shares_cells(call, shared, 2 * cells, run), *dp = da + cells;
     for (int64_t j = 0; j < w.n_tiles; j++) store_dynamics(&w.adjoints[j], da, dp);
 }

@@ -72,26 +72,25 @@ MN_ALWAYS_INLINE void run_slots(moebius_tile *tile, const sums *out, int64_t s, 
     }
 }
 
-/* One slot on lam and eta themselves, with every floor. */
-static void run_slot_floored(moebius_tile *tile, const sums *out, int64_t s) {
-    const int64_t at = s * MN_VW;
+/* One slot of a block that may hold cells of any kind; the same bits where run_slots would do. */
+static void run_slot_carefully(moebius_tile *tile, const sums *out, int64_t s) {
+    const int64_t at = s * MN_VW, K = tile->K;
+    const moebius_rows *rows = tile->rows;
     const vf a = vf_load(tile->a + at), a2 = vf_load(tile->a2 + at), p = vf_load(tile->p + at);
-    const vf one = vf_set1(1.0f), least = vf_set1(MOEBIUS_FLOOR), d = vf_load(tile->d + at);
     const bool prior = tile->args->from_prior;
-    vf lam = vf_div(vf_load(tile->n + at), d), eta = vf_div(vf_load(tile->e + at), d);
-    for (int64_t t = 0; t < tile->rows->count; t++) {
+    vf n = vf_load(tile->n + at), d = vf_load(tile->d + at), e = vf_load(tile->e + at);
+    for (int64_t t = 0; t < rows->count; t++) {
         const vf prec = vf_load(tile->prec + t * MN_VW), pv = vf_load(tile->pv + t * MN_VW);
-        const vf q = vf_set1(tile->rows->q[t * tile->K + s]), q2 = vf_set1(tile->rows->q2[t * tile->K + s]);
-        const vf g = vf_div(one, vf_max(vf_fma(p, lam, a2), least));
-        lam = vf_fma(prec, vf_set1(tile->rows->k2[t * tile->K + s]), vf_mul(lam, g));
-        eta = vf_fma(pv, vf_set1(tile->rows->k[t * tile->K + s]), vf_mul(vf_mul(a, g), eta));
-        vf variance = vf_div(one, vf_max(lam, least)), mean = vf_mul(eta, variance);
+        const vf k = vf_set1(rows->k[t * K + s]), k2 = vf_set1(rows->k2[t * K + s]);
+        moebius_careful(&n, &d, &e, a, a2, p, prec, pv, k, k2);
+        const vf r = vf_div(vf_set1(1.0f), vf_max(n, vf_mul(d, vf_set1(MOEBIUS_FLOOR))));
+        vf mean = vf_mul(e, r), variance = vf_mul(d, r);
         if (prior) mean = vf_mul(a, mean), variance = vf_fma(a2, variance, p);
         float *y = out->y + t * MN_VW, *yvar = out->yvar + t * MN_VW;
-        vf_store(y, vf_fma(q, mean, vf_load(y)));
-        vf_store(yvar, vf_fma(q2, variance, vf_load(yvar)));
+        vf_store(y, vf_fma(vf_set1(rows->q[t * K + s]), mean, vf_load(y)));
+        vf_store(yvar, vf_fma(vf_set1(rows->q2[t * K + s]), variance, vf_load(yvar)));
     }
-    vf_store(tile->n + at, lam), vf_store(tile->d + at, one), vf_store(tile->e + at, eta);
+    vf_store(tile->n + at, n), vf_store(tile->d + at, d), vf_store(tile->e + at, e);
 }
 
 MN_ALWAYS_INLINE void run_block_as(moebius_tile *tile, const sums *out, bool var, bool prior) {
@@ -107,7 +106,7 @@ static void run_block(moebius_tile *tile, const sums *out) {
         vf_store(out->yvar + t * MN_VW, vf_zero());
     }
     if (tile->period == 0) {
-        for (int64_t s = 0; s < tile->K; s++) run_slot_floored(tile, out, s);
+        for (int64_t s = 0; s < tile->K; s++) run_slot_carefully(tile, out, s);
         tile->checked = false;
     } else if (prior) {
         if (var) run_block_as(tile, out, true, true);
@@ -143,7 +142,8 @@ static void store_block(const group *g, int64_t b, int64_t t) {
 /* Tokens [t0, t1) of batch row b, from the tiles' states. */
 static void run_tokens(group *g, int64_t b, int64_t t0, int64_t t1) {
     for (int64_t t = t0; t < t1; t += MOEBIUS_BLOCK) {
-        MN_T(mn_moebius_load)(&g->rows, g->all, g->n_tiles, b, t, mn_min(MOEBIUS_BLOCK, t1 - t), true);
+        const int64_t count = mn_min(MOEBIUS_BLOCK, t1 - t);
+        MN_T(mn_moebius_load)(&g->rows, g->all, g->n_tiles, b, t, count, true);
         for (int64_t j = 0; j < g->n_tiles; j++) run_block(&g->tiles[j], &g->out[j]);
         store_block(g, b, t);
     }

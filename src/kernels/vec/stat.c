@@ -5,6 +5,9 @@
 
 #include "kernels/vec/map.h"
 
+/* Rows of a state that share a product and its factors. */
+enum { BLOCK_ROWS = 64 };
+
 void MN_T(mn_stat_load)(float *to, const float *from, int64_t n) {
     if (from) memcpy(to, from, (size_t)n * sizeof *to);
     else memset(to, 0, (size_t)n * sizeof *to);
@@ -48,11 +51,11 @@ static void mirror(float *H, int64_t K) {
 }
 
 void MN_T(mn_stat_add_symmetric)(float *H, float fall, mn_mat X, mn_mat Y, int64_t L, int64_t K) {
-    float factor[MN_STAT_CHUNK];
+    float factor[BLOCK_ROWS];
     const mn_mat all = mn_mat_of(H, K);
-    for (int64_t i0 = 0; i0 < K; i0 += MN_STAT_CHUNK) {
-        const int64_t rows = mn_min(K - i0, MN_STAT_CHUNK);
-        for (int64_t i = 0; i < rows; i++) factor[i] = fall;
+    for (int i = 0; i < BLOCK_ROWS; i++) factor[i] = fall;
+    for (int64_t i0 = 0; i0 < K; i0 += BLOCK_ROWS) {
+        const int64_t rows = mn_min(K - i0, BLOCK_ROWS);
         const mn_mat c = mn_mat_of(mn_row_of(all, i0), K);
         const mn_mat x = { X.at + i0, X.row, X.col };
         mn_gemm_args g = mn_product(c, mn_transposed(x), Y, (mn_dims){ rows, i0, L });
@@ -68,8 +71,22 @@ void MN_T(mn_stat_add_symmetric)(float *H, float fall, mn_mat X, mn_mat Y, int64
     mirror(H, K);
 }
 
-void MN_T(mn_stat_weights)(float *W, const double *row, const double *col, int64_t L) {
-    for (int64_t t = 0; t < L; t++) {
+void MN_T(mn_stat_add_products)(mn_mat H, float fall, float alpha, mn_mat X, mn_mat Y, mn_dims K_V_L) {
+    float factor[BLOCK_ROWS];
+    for (int i = 0; i < BLOCK_ROWS; i++) factor[i] = fall;
+    for (int64_t i = 0; i < K_V_L.M; i += BLOCK_ROWS) {
+        const mn_mat x = { X.at + i, X.row, X.col };
+        mn_gemm_args g = mn_product(mn_mat_of(mn_row_of(H, i), H.row), mn_transposed(x), Y, K_V_L);
+        g.M = mn_min(K_V_L.M - i, BLOCK_ROWS);
+        g.alpha = alpha;
+        g.base = MN_GEMM_SCALE;
+        g.c_scale = factor;
+        MN_T(mn_gemm)(&g);
+    }
+}
+
+void MN_T(mn_stat_weights)(float *W, const double *row, const double *col, int64_t from, int64_t L) {
+    for (int64_t t = from; t < L; t++) {
         float *w = W + t * MN_STAT_CHUNK;
         for (int64_t s = 0; s <= t; s++) w[s] = (float)(row[t] + col[s]);
         MN_T(mn_map_exp)(w, w, t + 1);

@@ -6,7 +6,7 @@
  *
  * Backward of mesa and mlstm goes through the chunks from the last to the first and needs the state
  * each started from. States are kept at the start of every MN_STAT_SEGMENT chunks, and of every
- * chunk of the segment at hand: T / 1024 + 16 states instead of T. */
+ * chunk of the segment at hand: T / 1024 + 32 states instead of T. */
 #ifndef MN_KERNELS_VEC_STAT_H
 #define MN_KERNELS_VEC_STAT_H
 
@@ -17,10 +17,10 @@
 #include "kernels/vec/gemm.h"
 #include "kernels/vec/vec.h"
 
-enum { MN_STAT_CHUNK = 64, MN_STAT_SEGMENT = 16 };
+enum { MN_STAT_CHUNK = 32, MN_STAT_SEGMENT = 32 };
 
 /* Log decays below this are as good as -inf, and their sums over a chunk keep the digits of small
- * ones: exp(-1e5) is 0, and doubles near 64e5 are 1e-9 apart. */
+ * ones: exp(-1e5) is 0, and doubles near 32e5 are 5e-10 apart. */
 static const double mn_lowest_log = -1e5;
 
 /* A matrix in memory; as an operand it is only read. */
@@ -88,6 +88,21 @@ static inline void mn_scale(float *y, float a, const float *x, int64_t n) {
     }
 }
 
+/* Asks for `n` rows that are needed soon: rows of one head lie far apart, where the processor does not
+ * look ahead by itself. */
+MN_ALWAYS_INLINE void mn_prefetch_rows(mn_mat m, int64_t n, int64_t width) {
+    for (int64_t t = 0; m.at && t < n; t++) {
+        for (int64_t i = 0; i < width; i += 16) __builtin_prefetch(mn_row_of(m, t) + i, 0, 2);
+    }
+}
+
+/* The same for rows that will be written. */
+MN_ALWAYS_INLINE void mn_prefetch_written_rows(mn_mat m, int64_t n, int64_t width) {
+    for (int64_t t = 0; m.at && t < n; t++) {
+        for (int64_t i = 0; i < width; i += 16) __builtin_prefetch(mn_row_of(m, t) + i, 1, 2);
+    }
+}
+
 /* Copies n numbers; zeros where `from` is NULL. */
 void MN_T(mn_stat_load)(float *to, const float *from, int64_t n);
 
@@ -103,9 +118,12 @@ void MN_T(mn_stat_twice_symmetric)(float *S, const float *R, int64_t K);
 /* H <- fall H + X'Y for L rows of X and Y, where the sum is symmetric, K x K. */
 void MN_T(mn_stat_add_symmetric)(float *H, float fall, mn_mat X, mn_mat Y, int64_t L, int64_t K);
 
-/* W[t,s] = exp(row[t] + col[s]) for s <= t, else 0; rows are MN_STAT_CHUNK apart. The sums are
- * formed in double. */
-void MN_T(mn_stat_weights)(float *W, const double *row, const double *col, int64_t L);
+/* H <- fall H + alpha X'Y for L rows of X and Y, H being K x V. */
+void MN_T(mn_stat_add_products)(mn_mat H, float fall, float alpha, mn_mat X, mn_mat Y, mn_dims K_V_L);
+
+/* Rows t >= from of W[t,s] = exp(row[t] + col[s]) for s <= t, else 0; rows are MN_STAT_CHUNK apart.
+ * The sums are formed in double. */
+void MN_T(mn_stat_weights)(float *W, const double *row, const double *col, int64_t from, int64_t L);
 
 /* P[t,s] = a_t.b_s for s <= t, else 0, over rows of `width`; rows of P are MN_STAT_CHUNK apart. */
 void MN_T(mn_stat_scores)(float *P, mn_mat a, mn_mat b, int64_t L, int64_t width);
