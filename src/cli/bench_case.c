@@ -82,10 +82,10 @@ static bool set_param(mn_sample *sample, const char *name, size_t name_length, c
 }
 
 static bool set_decay(mn_sample *sample, const char *form, size_t length) {
-    const size_t offset = mn_op_decay_offset(sample->op);
+    int *slot = mn_args_decay_slot(sample->op, sample->args);
     const int index = choice_index("none,head,token,channel", form, length);
-    if (offset == MN_NO_OFFSET || index < 0) return false;
-    *(int *)(sample->args + offset) = index;
+    if (!slot || index < 0) return false;
+    *slot = index;
     return true;
 }
 

@@ -92,7 +92,7 @@ static mn_status infer_sizes(mn_sample *sample, const mn_safetensors *file, uint
         if (!tensor) continue;
         *present |= (uint64_t)1 << i;
         if (strchr(fields[i].axes, '|')) {
-            *(int *)(sample->args + mn_op_decay_offset(sample->op)) = decay_of_rank(tensor->rank);
+            *mn_args_decay_slot(sample->op, sample->args) = decay_of_rank(tensor->rank);
         }
         char axes[MN_MAX_RANK + 1];
         const int decay = mn_args_decay(sample->op, sample->args);

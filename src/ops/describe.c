@@ -110,14 +110,14 @@ int64_t mn_axis_size(const mn_call *call, char letter, bool *ok) {
     return 1;
 }
 
-size_t mn_op_decay_offset(mn_op_id op) {
+int *mn_args_decay_slot(mn_op_id op, void *args) {
     for (size_t i = 0; i < MN_COUNTOF(decays); i++) {
-        if (decays[i].op == op) return decays[i].offset;
+        if (decays[i].op == op) return (int *)((char *)args + decays[i].offset);
     }
-    return MN_NO_OFFSET;
+    return NULL;
 }
 
 int mn_args_decay(mn_op_id op, const void *args) {
-    const size_t offset = mn_op_decay_offset(op);
-    return offset == MN_NO_OFFSET ? MN_DECAY_NONE : *(const int *)((const char *)args + offset);
+    const int *slot = mn_args_decay_slot(op, (void *)args);
+    return slot ? *slot : MN_DECAY_NONE;
 }

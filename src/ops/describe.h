@@ -73,10 +73,8 @@ int64_t mn_axis_size(const mn_call *call, char letter, bool *ok);
 /* Where the size called `letter` is stored in `call`; NULL for N, M, 1. '*' is B. */
 int64_t *mn_axis_slot(mn_call *call, char letter);
 
-/* Where the `int decay` of an op's argument struct is, MN_NO_OFFSET when it has none. */
-size_t mn_op_decay_offset(mn_op_id op);
-
-/* The `int decay` of an argument struct, MN_DECAY_NONE when it has none. */
+/* The `int decay` of an argument struct, MN_DECAY_NONE when it has none; and where it is, or NULL. */
 int mn_args_decay(mn_op_id op, const void *args);
+int *mn_args_decay_slot(mn_op_id op, void *args);
 
 #endif

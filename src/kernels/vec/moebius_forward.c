@@ -10,11 +10,11 @@
 
 #include "base/checked.h"
 
-enum { MOEBIUS_FEW = 16, MOEBIUS_LONG = 2048, MOEBIUS_SEGMENT = 512 };
+enum { MOEBIUS_FEW = 16, MOEBIUS_LONG = 2048, MOEBIUS_SEGMENT = 512, MOEBIUS_TILES = 16 };
 
 /* ---- one block of tokens ----------------------------------------------------------------------- */
 
-/* Outputs of a block, [BLOCK][MN_VW] each. */
+/* Means and variances of a block of one tile, [BLOCK][MN_VW] each. */
 typedef struct sums {
     float *y, *yvar;
 } sums;
@@ -23,7 +23,11 @@ typedef struct sums {
  * this is compiled; the state of the slots lives in registers. */
 MN_ALWAYS_INLINE void run_slots(moebius_tile *tile, const sums *out, int64_t s, int slots, bool var,
                                 bool prior) {
-    const int64_t K = tile->K;
+    const int64_t K = tile->K, count = tile->rows->count, period = tile->period;
+    const float *restrict prec_at = tile->prec, *restrict pv_at = tile->pv;
+    const float *restrict k_at = tile->rows->k + s, *restrict k2_at = tile->rows->k2 + s;
+    const float *restrict q_at = tile->rows->q + s, *restrict q2_at = tile->rows->q2 + s;
+    float *restrict y_at = out->y, *restrict yvar_at = out->yvar;
     vf a[2], a2[2], p[2], n[2], d[2], e[2];
     MN_UNROLL
     for (int i = 0; i < slots; i++) {
@@ -32,31 +36,31 @@ MN_ALWAYS_INLINE void run_slots(moebius_tile *tile, const sums *out, int64_t s, 
         n[i] = vf_load(tile->n + at), d[i] = vf_load(tile->d + at), e[i] = vf_load(tile->e + at);
         moebius_renormalise(&n[i], &d[i], &e[i]);
     }
-    for (int64_t t = 0; t < tile->count;) {
-        const int64_t end = mn_min(tile->count, t + tile->period);
+    for (int64_t t = 0; t < count;) {
+        const int64_t end = mn_min(count, t + period);
         for (; t < end; t++) {
-            const vf prec = vf_load(tile->prec + t * MN_VW), pv = vf_load(tile->pv + t * MN_VW);
-            vf y = vf_load(out->y + t * MN_VW), yvar = y;
-            if (var) yvar = vf_load(out->yvar + t * MN_VW);
+            const vf prec = vf_load(prec_at + t * MN_VW), pv = vf_load(pv_at + t * MN_VW);
+            vf y = vf_load(y_at + t * MN_VW), yvar = y;
+            if (var) yvar = vf_load(yvar_at + t * MN_VW);
             MN_UNROLL
             for (int i = 0; i < slots; i++) {
-                const int64_t at = t * K + s + i;
+                const int64_t at = t * K + i;
                 d[i] = vf_fma(p[i], n[i], vf_mul(a2[i], d[i]));
-                n[i] = vf_fma(vf_mul(prec, vf_set1(tile->k2[at])), d[i], n[i]);
-                e[i] = vf_fma(vf_mul(pv, vf_set1(tile->k[at])), d[i], vf_mul(a[i], e[i]));
+                n[i] = vf_fma(vf_mul(prec, vf_set1(k2_at[at])), d[i], n[i]);
+                e[i] = vf_fma(vf_mul(pv, vf_set1(k_at[at])), d[i], vf_mul(a[i], e[i]));
                 /* mean = eta / max(lam, floor), all over d */
                 const vf base = vf_max(n[i], vf_mul(d[i], vf_set1(MOEBIUS_FLOOR)));
                 const vf r = vf_div(vf_set1(1.0f), base);
                 vf mean = vf_mul(e[i], r);
                 if (prior) mean = vf_mul(a[i], mean);
-                y = vf_fma(vf_set1(tile->q[at]), mean, y);
+                y = vf_fma(vf_set1(q_at[at]), mean, y);
                 if (!var) continue;
                 vf variance = vf_mul(d[i], r);
                 if (prior) variance = vf_fma(a2[i], variance, p[i]);
-                yvar = vf_fma(vf_set1(tile->q2[at]), variance, yvar);
+                yvar = vf_fma(vf_set1(q2_at[at]), variance, yvar);
             }
-            vf_store(out->y + t * MN_VW, y);
-            if (var) vf_store(out->yvar + t * MN_VW, yvar);
+            vf_store(y_at + t * MN_VW, y);
+            if (var) vf_store(yvar_at + t * MN_VW, yvar);
         }
         MN_UNROLL
         for (int i = 0; i < slots; i++) moebius_renormalise(&n[i], &d[i], &e[i]);
@@ -75,12 +79,12 @@ static void run_slot_floored(moebius_tile *tile, const sums *out, int64_t s) {
     const vf one = vf_set1(1.0f), least = vf_set1(MOEBIUS_FLOOR), d = vf_load(tile->d + at);
     const bool prior = tile->args->from_prior;
     vf lam = vf_div(vf_load(tile->n + at), d), eta = vf_div(vf_load(tile->e + at), d);
-    for (int64_t t = 0; t < tile->count; t++) {
+    for (int64_t t = 0; t < tile->rows->count; t++) {
         const vf prec = vf_load(tile->prec + t * MN_VW), pv = vf_load(tile->pv + t * MN_VW);
-        const vf q = vf_set1(tile->q[t * tile->K + s]), q2 = vf_set1(tile->q2[t * tile->K + s]);
+        const vf q = vf_set1(tile->rows->q[t * tile->K + s]), q2 = vf_set1(tile->rows->q2[t * tile->K + s]);
         const vf g = vf_div(one, vf_max(vf_fma(p, lam, a2), least));
-        lam = vf_fma(prec, vf_set1(tile->k2[t * tile->K + s]), vf_mul(lam, g));
-        eta = vf_fma(pv, vf_set1(tile->k[t * tile->K + s]), vf_mul(vf_mul(a, g), eta));
+        lam = vf_fma(prec, vf_set1(tile->rows->k2[t * tile->K + s]), vf_mul(lam, g));
+        eta = vf_fma(pv, vf_set1(tile->rows->k[t * tile->K + s]), vf_mul(vf_mul(a, g), eta));
         vf variance = vf_div(one, vf_max(lam, least)), mean = vf_mul(eta, variance);
         if (prior) mean = vf_mul(a, mean), variance = vf_fma(a2, variance, p);
         float *y = out->y + t * MN_VW, *yvar = out->yvar + t * MN_VW;
@@ -98,7 +102,7 @@ MN_ALWAYS_INLINE void run_block_as(moebius_tile *tile, const sums *out, bool var
 
 static void run_block(moebius_tile *tile, const sums *out) {
     const bool var = tile->args->yvar.data != NULL, prior = tile->args->from_prior;
-    for (int64_t t = 0; t < tile->count; t++) {
+    for (int64_t t = 0; t < tile->rows->count; t++) {
         vf_store(out->y + t * MN_VW, vf_zero());
         vf_store(out->yvar + t * MN_VW, vf_zero());
     }
@@ -114,16 +118,34 @@ static void run_block(moebius_tile *tile, const sums *out) {
     }
 }
 
-/* Tokens [t0, t1) of batch row b, from the tile's state. */
-static void run_tokens(moebius_tile *tile, const sums *out, int64_t b, int64_t t0, int64_t t1) {
-    const mn_moebius_args *args = tile->args;
+/* Tiles side by side that go through the tokens together. */
+typedef struct group {
+    moebius_rows rows;
+    moebius_tile tiles[MOEBIUS_TILES], *all[MOEBIUS_TILES];
+    sums out[MOEBIUS_TILES];
+    int64_t n_tiles;
+} group;
+
+static void store_block(const group *g, int64_t b, int64_t t) {
+    const mn_moebius_args *args = g->tiles->args;
+    for (int64_t i = 0; i < g->rows.count; i++) {
+        float *y = MN_ROW_OUT(float, args->y, b, t + i, 0);
+        float *yvar = MN_ROW_OUT(float, args->yvar, b, t + i, 0);
+        for (int64_t j = 0; j < g->n_tiles; j++) {
+            const int64_t v0 = g->tiles[j].v0;
+            const int lanes = g->tiles[j].lanes;
+            lanes_store(y ? y + v0 : NULL, 0, g->out[j].y + i * MN_VW, 1, lanes);
+            lanes_store(yvar ? yvar + v0 : NULL, 0, g->out[j].yvar + i * MN_VW, 1, lanes);
+        }
+    }
+}
+
+/* Tokens [t0, t1) of batch row b, from the tiles' states. */
+static void run_tokens(group *g, int64_t b, int64_t t0, int64_t t1) {
     for (int64_t t = t0; t < t1; t += MOEBIUS_BLOCK) {
-        const int64_t count = mn_min(MOEBIUS_BLOCK, t1 - t);
-        MN_T(mn_moebius_tile_load)(tile, b, t, count, true);
-        run_block(tile, out);
-        float *y = MN_ROW_OUT(float, args->y, b, t, 0), *yvar = MN_ROW_OUT(float, args->yvar, b, t, 0);
-        lanes_store(y ? y + tile->v0 : NULL, args->y.stride[1], out->y, count, tile->lanes);
-        lanes_store(yvar ? yvar + tile->v0 : NULL, args->yvar.stride[1], out->yvar, count, tile->lanes);
+        MN_T(mn_moebius_load)(&g->rows, g->all, g->n_tiles, b, t, mn_min(MOEBIUS_BLOCK, t1 - t), true);
+        for (int64_t j = 0; j < g->n_tiles; j++) run_block(&g->tiles[j], &g->out[j]);
+        store_block(g, b, t);
     }
 }
 
@@ -185,11 +207,11 @@ static void extend_map(float *map, const moebius_tile *tile, int64_t s) {
     vf m[MOEBIUS_ENTRIES];
     MN_UNROLL
     for (int i = 0; i < MOEBIUS_ENTRIES; i++) m[i] = vf_load(map + i * MN_VW);
-    for (int64_t t = 0; t < tile->count;) {
-        const int64_t end = mn_min(tile->count, t + tile->period);
+    for (int64_t t = 0; t < tile->rows->count;) {
+        const int64_t end = mn_min(tile->rows->count, t + tile->period);
         for (; t < end; t++) {
-            const vf phi = vf_mul(vf_load(tile->prec + t * MN_VW), vf_set1(tile->k2[t * K + s]));
-            const vf r = vf_mul(vf_load(tile->pv + t * MN_VW), vf_set1(tile->k[t * K + s]));
+            const vf phi = vf_mul(vf_load(tile->prec + t * MN_VW), vf_set1(tile->rows->k2[t * K + s]));
+            const vf r = vf_mul(vf_load(tile->pv + t * MN_VW), vf_set1(tile->rows->k[t * K + s]));
             m[MOEBIUS_C] = vf_fma(p, m[MOEBIUS_A], vf_mul(a2, m[MOEBIUS_C]));
             m[MOEBIUS_D] = vf_fma(p, m[MOEBIUS_B], vf_mul(a2, m[MOEBIUS_D]));
             m[MOEBIUS_A] = vf_fma(phi, m[MOEBIUS_C], m[MOEBIUS_A]);
@@ -217,7 +239,8 @@ static void identity_map(float *map, int64_t K) {
 }
 
 /* Phase 0. A map that met a block without a bound is marked: it is no good. */
-static void find_map(moebius_tile *tile, const part *w) {
+static void find_map(group *g, const part *w) {
+    moebius_tile *tile = g->tiles;
     const int64_t K = tile->K;
     float *good = w->map + MOEBIUS_ENTRIES * K * MN_VW;
     *good = 1.0f;
@@ -225,7 +248,7 @@ static void find_map(moebius_tile *tile, const part *w) {
     identity_map(w->map, K);
     for (int64_t t = w->t0; t < w->t1; t += MOEBIUS_BLOCK) {
         const int64_t count = mn_min(MOEBIUS_BLOCK, w->t1 - t);
-        MN_T(mn_moebius_tile_load)(tile, w->seq.b, w->seq.t0 + t, count, false);
+        MN_T(mn_moebius_load)(&g->rows, g->all, 1, w->seq.b, w->seq.t0 + t, count, false);
         if (tile->period == 0) {
             *good = 0.0f;
             return;
@@ -293,28 +316,20 @@ static void take_state(moebius_tile *tile, const float *from) {
     tile->checked = false;
 }
 
-static bool in_range(const moebius_tile *tile) {
-    vm inside = vm_not(vm_first(0));
-    for (int64_t s = 0; s < tile->K * MN_VW; s += MN_VW) {
-        const vf n = vf_load(tile->n + s);
-        inside = vm_and(inside, vm_and(vf_ge(n, vf_zero()), vf_le(n, vf_set1(1e30f))));
-    }
-    return !vm_any(vm_not(inside));
-}
-
 /* Runs a segment for its last state only. */
-static void step_over(moebius_tile *tile, const part *w) {
+static void step_over(group *g, const part *w) {
     for (int64_t t = w->t0; t < w->t1; t += MOEBIUS_BLOCK) {
         const int64_t count = mn_min(MOEBIUS_BLOCK, w->t1 - t);
-        MN_T(mn_moebius_tile_load)(tile, w->seq.b, w->seq.t0 + t, count, false);
-        MN_T(mn_moebius_tile_advance)(tile);
+        MN_T(mn_moebius_load)(&g->rows, g->all, 1, w->seq.b, w->seq.t0 + t, count, false);
+        MN_T(mn_moebius_tile_advance)(g->tiles);
     }
 }
 
 /* Phase 1: starts of all segments. `prefix` is the map from the anchor, the last state that did not
  * come from a map, to the end of the segment. */
-static void string_segments(moebius_tile *tile, int64_t n, int64_t tile_index, float *shared,
-                            float *prefix, float *anchor) {
+static void string_segments(group *g, int64_t n, int64_t tile_index, float *shared, float *prefix,
+                            float *anchor) {
+    moebius_tile *tile = g->tiles;
     const mn_call *call = &tile->args->call;
     const int64_t cells = 3 * tile->K * MN_VW;
     const int64_t n_segments = segments_of(call, mn_sequence_at(call, n).length);
@@ -325,8 +340,8 @@ static void string_segments(moebius_tile *tile, int64_t n, int64_t tile_index, f
         const part w = part_at(call, n, tile_index, i, shared);
         copy_cells(w.start, tile->n, cells);         // n, d, e lie in a row
         if (i + 1 == n_segments) break;
-        if (w.map[MOEBIUS_ENTRIES * tile->K * MN_VW] != 1.0f || !in_range(tile)) {
-            step_over(tile, &w);
+        if (w.map[MOEBIUS_ENTRIES * tile->K * MN_VW] != 1.0f || !MN_T(mn_moebius_tile_in_range)(tile)) {
+            step_over(g, &w);
             keep_state(anchor, tile);
             fresh = true;
             continue;
@@ -340,49 +355,74 @@ static void string_segments(moebius_tile *tile, int64_t n, int64_t tile_index, f
 
 /* ---- the kernel -------------------------------------------------------------------------------- */
 
+/* Tiles that go together: as many as memory streams like and the second cache holds, if that leaves
+ * enough items; one where sequences may be cut. No bit depends on it. */
+static int64_t tiles_together(const mn_call *call) {
+    const int64_t tiles = mn_ceil_div(call->V, MN_VW), cached = 4096 / (6 * call->K);
+    if (segments_of(call, mn_longest_sequence(call)) > 1) return 1;
+    const int64_t spare = mn_n_sequences(call) < 16 ? mn_n_sequences(call) * tiles / 16 : tiles;
+    return mn_max(1, mn_min(mn_min(spare, MOEBIUS_TILES), mn_min(cached, tiles)));
+}
+
+/* Scratch: rows, tiles with two sums each; a map and a state more where sequences may be cut. */
 bool MN_T(mn_moebius_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
-    const int64_t most = segments_of(c, mn_longest_sequence(c));
-    int64_t tiles, floats, extra, shared;
-    bool ok = mn_mul_i64(&tiles, mn_n_sequences(c), mn_ceil_div(c->V, MN_VW)) &&
-              moebius_tile_floats(&floats, c->K) &&
-              mn_mul_i64(&extra, (MOEBIUS_ENTRIES + 3) * MN_VW, c->K) &&
-              mn_add_i64(&floats, floats, mn_max(extra, 2 * MOEBIUS_BLOCK * MN_VW)) &&
-              mn_mul_i64(&plan->items[0], tiles, most) &&
+    const int64_t most = segments_of(c, mn_longest_sequence(c)), together = tiles_together(c);
+    int64_t rows, floats, extra, shared;
+    bool ok = mn_mul_i64(&plan->items[1], mn_n_sequences(c),
+                         mn_ceil_div(mn_ceil_div(c->V, MN_VW), together)) &&
+              moebius_rows_floats(&rows, c->K) && moebius_tile_floats(&floats, c->K) &&
+              mn_mul_i64(&extra, (MOEBIUS_ENTRIES + 3) * MN_VW, most > 1 ? c->K : 0) &&
+              mn_add_i64(&floats, floats, 2 * MOEBIUS_BLOCK * MN_VW + extra) &&
+              mn_mul_i64(&floats, floats, together) && mn_add_i64(&floats, floats, rows) &&
+              mn_mul_i64(&plan->items[0], plan->items[1], most) &&
               mn_mul_i64(&shared, plan->items[0], most > 1 ? segment_floats(c) : 0) &&
               mn_mul_size(&plan->shared_bytes, (size_t)shared, sizeof(float)) &&
               mn_mul_size(&plan->scratch_bytes, (size_t)floats, sizeof(float));
     plan->n_phases = most > 1 ? 3 : 1;
-    plan->items[1] = tiles;
     plan->items[2] = plan->items[0];
     return ok;
+}
+
+/* Opens the tiles of group `index`; returns the scratch memory that is left. */
+static float *open_group(group *g, float *memory, const mn_moebius_args *args, int64_t index) {
+    const int64_t tiles = mn_ceil_div(args->call.V, MN_VW), together = tiles_together(&args->call);
+    memory = MN_T(mn_moebius_rows_open)(&g->rows, memory, args->call.K);
+    g->n_tiles = mn_min(together, tiles - index * together);
+    for (int64_t j = 0; j < g->n_tiles; j++) {
+        const int64_t v0 = (index * together + j) * MN_VW;
+        g->all[j] = &g->tiles[j];
+        memory = MN_T(mn_moebius_tile_open)(&g->tiles[j], &g->rows, memory, args, v0);
+        g->out[j] = (sums){ memory, memory + MOEBIUS_BLOCK * MN_VW };
+        memory += 2 * MOEBIUS_BLOCK * MN_VW;
+    }
+    return memory;
 }
 
 void MN_T(mn_moebius_forward_run)(const void *args, int phase, int64_t item, void *shared,
                                   void *scratch) {
     const mn_moebius_args *p = args;
     const mn_call *call = args;
-    const int64_t n_tiles = mn_ceil_div(call->V, MN_VW);
+    const int64_t n_groups = mn_ceil_div(mn_ceil_div(call->V, MN_VW), tiles_together(call));
     const int64_t most = segments_of(call, mn_longest_sequence(call));
-    const int64_t segment = phase == 1 ? 0 : item % most, of_tile = phase == 1 ? item : item / most;
-    const int64_t n = of_tile / n_tiles, index = of_tile % n_tiles;
+    const int64_t segment = phase == 1 ? 0 : item % most, of_group = phase == 1 ? item : item / most;
+    const int64_t n = of_group / n_groups, index = of_group % n_groups;
     const part w = part_at(call, n, index, segment, shared);
-    if (segment >= w.n_segments || (w.n_segments == 1 && most > 1 && phase < 2)) return;
-    if (phase == 0 && most > 1 && segment + 1 == w.n_segments) return;    // its map is not needed
+    const bool prepares = most > 1 && phase < 2;
+    if (segment >= w.n_segments || (prepares && w.n_segments == 1)) return;
+    if (prepares && phase == 0 && segment + 1 == w.n_segments) return;    // its map is not needed
 
-    moebius_tile tile;
-    float *rest = MN_T(mn_moebius_tile_open)(&tile, scratch, p, index * MN_VW);
-    if (most > 1 && phase == 0) {
-        find_map(&tile, &w);
+    group g;
+    float *rest = open_group(&g, scratch, p, index);
+    if (prepares) {
+        if (phase == 0) find_map(&g, &w);
+        else string_segments(&g, n, index, shared, rest, rest + MOEBIUS_ENTRIES * call->K * MN_VW);
         return;
     }
-    if (most > 1 && phase == 1) {
-        string_segments(&tile, n, index, shared, rest, rest + MOEBIUS_ENTRIES * tile.K * MN_VW);
-        return;
+    for (int64_t j = 0; j < g.n_tiles; j++) {
+        if (w.n_segments > 1) take_state(&g.tiles[j], w.start);
+        else MN_T(mn_moebius_tile_start)(&g.tiles[j], n);
     }
-    const sums out = { rest, rest + MOEBIUS_BLOCK * MN_VW };
-    if (w.n_segments > 1) take_state(&tile, w.start);
-    else MN_T(mn_moebius_tile_start)(&tile, n);
-    run_tokens(&tile, &out, w.seq.b, w.seq.t0 + w.t0, w.seq.t0 + w.t1);
-    if (segment + 1 == w.n_segments) store_state(&tile, n);
+    run_tokens(&g, w.seq.b, w.seq.t0 + w.t0, w.seq.t0 + w.t1);
+    for (int64_t j = 0; j < g.n_tiles && segment + 1 == w.n_segments; j++) store_state(&g.tiles[j], n);
 }

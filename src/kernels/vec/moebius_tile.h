@@ -26,39 +26,56 @@
 enum { MOEBIUS_BLOCK = 32 };
 #define MOEBIUS_FLOOR 1e-12f
 
+/* Rows of a block of tokens that all channels share: [BLOCK][K], k2 and q2 being squares. */
+typedef struct moebius_rows {
+    int64_t K, count;         // tokens in the block
+    float *k, *k2, *q, *q2;
+    float top_k2;
+} moebius_rows;
+
 typedef struct moebius_tile {
     const mn_moebius_args *args;
+    const moebius_rows *rows;
     int64_t K, v0;            // first channel
     int lanes;                // channels, at most MN_VW
     float *a, *a2, *p;        // [K][MN_VW], floors applied to a2 and p
     float *n, *d, *e;         // [K][MN_VW]
     float *v, *prec, *pv;     // [BLOCK][MN_VW], pv = prec v
-    float *k, *k2, *q, *q2;   // [BLOCK][K], k2 and q2 squares
     float reach;              // largest a^2 + p
     bool checked;             // n >= 0 is known
-    bool plain;               // no block so far had period 0, no lam fell below the floor
-    int64_t count;            // tokens in the block
+    bool plain;               // since the start no block had period 0 and no lam fell below the floor
     int period;               // tokens until the next common factor is taken out; 0: see above
 } moebius_tile;
 
-/* Floats a tile needs, and the tile laid out in them. */
+/* Floats that rows and one tile need. */
+static inline bool moebius_rows_floats(int64_t *floats, int64_t K) {
+    return mn_mul_i64(floats, K, 4 * MOEBIUS_BLOCK);
+}
+
 static inline bool moebius_tile_floats(int64_t *floats, int64_t K) {
-    return mn_mul_i64(floats, K, 6 * MN_VW + 4 * MOEBIUS_BLOCK) &&
+    return mn_mul_i64(floats, K, 6 * MN_VW) &&
            mn_add_i64(floats, *floats, 3 * MOEBIUS_BLOCK * MN_VW);
 }
 
-/* Lays the tile of channels [v0, v0 + MN_VW) out in `memory`, returns what follows, loads dynamics. */
-float *MN_T(mn_moebius_tile_open)(moebius_tile *tile, float *memory, const mn_moebius_args *args,
-                                  int64_t v0);
+/* Both lay themselves out in `memory` and return what follows. A tile is that of channels
+ * [v0, v0 + MN_VW); its dynamics are loaded. */
+float *MN_T(mn_moebius_rows_open)(moebius_rows *rows, float *memory, int64_t K);
+float *MN_T(mn_moebius_tile_open)(moebius_tile *tile, const moebius_rows *rows, float *memory,
+                                  const mn_moebius_args *args, int64_t v0);
 
 /* Sets the state from lam0, eta0 of sequence n. */
 void MN_T(mn_moebius_tile_start)(moebius_tile *tile, int64_t n);
 
+/* Every n is a number from 0 to 1e30. */
+bool MN_T(mn_moebius_tile_in_range)(const moebius_tile *tile);
+
 /* lam and eta [K][MN_VW] from the state; may overwrite n and e. */
 void MN_T(mn_moebius_tile_moments)(float *lam, float *eta, const moebius_tile *tile);
 
-/* Takes `count` <= BLOCK tokens from t on of batch row b into the tile; q only if `read`. */
-void MN_T(mn_moebius_tile_load)(moebius_tile *tile, int64_t b, int64_t t, int64_t count, bool read);
+/* Takes `count` <= BLOCK tokens from t on of batch row b into the rows and into the tiles, which
+ * should be neighbours; q only if `read`. */
+void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *const *tiles, int64_t n_tiles, int64_t b,
+                           int64_t t, int64_t count, bool read);
 
 /* Advances the state over the block without reading. Watches for what ends `plain`. */
 void MN_T(mn_moebius_tile_advance)(moebius_tile *tile);
