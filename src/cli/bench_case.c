@@ -82,10 +82,10 @@ static bool set_param(mn_sample *sample, const char *name, size_t name_length, c
 }
 
 static bool set_decay(mn_sample *sample, const char *form, size_t length) {
-    int *decay = mn_args_decay_slot(sample->op, sample->args);
+    int *slot = mn_args_decay_slot(sample->op, sample->args);
     const int index = choice_index("none,head,token,channel", form, length);
-    if (!decay || index < 0) return false;
-    *decay = index;
+    if (!slot || index < 0) return false;
+    *slot = index;
     return true;
 }
 
