@@ -80,17 +80,6 @@ static int decay_of_rank(int rank) {
     return rank == 1 ? MN_DECAY_HEAD : rank == 3 ? MN_DECAY_TOKEN : MN_DECAY_CHANNEL;
 }
 
-static int *decay_slot(mn_sample *sample) {
-    switch (sample->op) {
-    case MN_OP_additive: return &((mn_additive_args *)sample->args)->decay;
-    case MN_OP_delta: return &((mn_delta_args *)sample->args)->decay;
-    case MN_OP_delta_net: return &((mn_delta_net_args *)sample->args)->decay;
-    case MN_OP_gdn2: return &((mn_gdn2_args *)sample->args)->decay;
-    case MN_OP_ccq_read: return &((mn_ccq_read_args *)sample->args)->decay;
-    default: return NULL;
-    }
-}
-
 /* Sizes, the form of the decay, and which optional fields are there. */
 static mn_status infer_sizes(mn_sample *sample, const mn_safetensors *file, uint64_t *present) {
     mn_call *call = (mn_call *)sample->args;
@@ -102,7 +91,9 @@ static mn_status infer_sizes(mn_sample *sample, const mn_safetensors *file, uint
         const mn_stored_tensor *tensor = stored(file, "", fields[i].name);
         if (!tensor) continue;
         *present |= (uint64_t)1 << i;
-        if (strchr(fields[i].axes, '|')) *decay_slot(sample) = decay_of_rank(tensor->rank);
+        if (strchr(fields[i].axes, '|')) {
+            *mn_args_decay_slot(sample->op, sample->args) = decay_of_rank(tensor->rank);
+        }
         char axes[MN_MAX_RANK + 1];
         const int decay = mn_args_decay(sample->op, sample->args);
         if (mn_field_axes(&fields[i], decay, axes)) st = take_sizes(call, tensor, axes);

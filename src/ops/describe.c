@@ -29,7 +29,7 @@ static const mn_param params[] = {
 
 static const mn_op_info infos[MN_OP_COUNT] = {
 #define OP(name, vector, about)                                                                    \
-    [MN_OP_##name] = { #name, vector, about, sizeof(mn_##name##_args), MN_NO_OFFSET },
+    [MN_OP_##name] = { #name, vector, about, sizeof(mn_##name##_args) },
 #include "ops/ops.def"
 };
 
@@ -110,9 +110,14 @@ int64_t mn_axis_size(const mn_call *call, char letter, bool *ok) {
     return 1;
 }
 
-int mn_args_decay(mn_op_id op, const void *args) {
+int *mn_args_decay_slot(mn_op_id op, void *args) {
     for (size_t i = 0; i < MN_COUNTOF(decays); i++) {
-        if (decays[i].op == op) return *(const int *)((const char *)args + decays[i].offset);
+        if (decays[i].op == op) return (int *)((char *)args + decays[i].offset);
     }
-    return MN_DECAY_NONE;
+    return NULL;
+}
+
+int mn_args_decay(mn_op_id op, const void *args) {
+    const int *slot = mn_args_decay_slot(op, (void *)args);
+    return slot ? *slot : MN_DECAY_NONE;
 }

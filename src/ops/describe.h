@@ -50,7 +50,6 @@ typedef struct mn_op_info {
     const char *vector;    // name in golden vectors
     const char *about;
     size_t args_bytes;
-    size_t decay_offset;   // of `int decay`, MN_NO_OFFSET where the struct has none
 } mn_op_info;
 
 enum { MN_MAX_ARGS_BYTES = 4096, MN_MAX_RANK = 6 };
@@ -74,7 +73,8 @@ int64_t mn_axis_size(const mn_call *call, char letter, bool *ok);
 /* Where the size called `letter` is stored in `call`; NULL for N, M, 1. '*' is B. */
 int64_t *mn_axis_slot(mn_call *call, char letter);
 
-/* The `int decay` of an argument struct, MN_DECAY_NONE when it has none. */
+/* The `int decay` of an argument struct, MN_DECAY_NONE when it has none; and where it is, or NULL. */
 int mn_args_decay(mn_op_id op, const void *args);
+int *mn_args_decay_slot(mn_op_id op, void *args);
 
 #endif

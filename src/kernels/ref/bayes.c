@@ -119,7 +119,35 @@ static void load_states(double *P, double *M, const head *hd) {
     for (int64_t i = 0; i < R * hd->V; i++) M[i] = mn_ref_get(mean, i);
 }
 
-/* Turns Pbar into P and Mbar's columns of group g into M's. u and work hold R numbers each. */
+/* P <- Pbar, u = Pbar k; returns k'u.
+ *
+ * A P that was rounded, to float32 when a caller hands it in and to double all the time, may be
+ * indefinite by as much. Where the variance of a key or the noise of its write is within a few such
+ * roundings of k, and the process noise does not hide them, the diagonal is raised by a few: the least
+ * process noise that makes P a covariance again. Nowhere else does it touch a result. */
+static double predict(double *P, double *u, const head *hd, int64_t t, int64_t g) {
+    const REAL *k = MN_ROW(REAL, hd->p->k, hd->b, t, hd->h);
+    const double l2 = *MN_ROW(REAL, hd->p->l2, hd->b, t, hd->h);
+    const double r2 = MN_ROW(REAL, hd->p->r2, hd->b, t, hd->h)[g];
+    const bool handed_in = hd->p->P0.data && t == mn_sequence_at(&hd->p->call, hd->n).t0;
+    const double few = 8.0 * (handed_in && sizeof(REAL) == sizeof(float) ? 0x1p-24 : 0x1p-53);
+    double scale = 0.0, hidden = 0.0;
+    move_both(P, hd, t, false);
+    add_noise(P, hd, t);
+    times_real(u, P, k, hd);
+    for (int64_t i = 0; i < hd->K; i++) {
+        scale += (double)k[i] * k[i] * P[i * hd->step * (hd->R + 1)];
+        hidden += (double)k[i] * k[i] * l2;
+    }
+    const double variance = dot_real(k, u, hd), shows = few * scale;
+    if (fmin(variance, r2) >= shows || hidden >= shows) return variance;
+    for (int64_t r = 0; r < hd->R; r++) P[r * (hd->R + 1)] *= 1.0 + few;
+    times_real(u, P, k, hd);
+    const double raised = dot_real(k, u, hd);
+    return raised < 0.0 ? 0.0 : raised;
+}
+
+/* Goes from P_{t-1} to P_t of group g and turns Mbar's columns into M's. u and work hold R numbers. */
 static void update(double *P, double *M, double *u, double *work, const head *hd, int64_t t,
                    int64_t g) {
     const mn_bayes_args *p = hd->p;
@@ -130,14 +158,13 @@ static void update(double *P, double *M, double *u, double *work, const head *hd
     REAL *gainvec = MN_ROW_OUT(REAL, p->gainvec, hd->b, t, hd->h);
     REAL *kvar = MN_ROW_OUT(REAL, p->kvar, hd->b, t, hd->h);
     REAL *qvar = MN_ROW_OUT(REAL, p->qvar, hd->b, t, hd->h);
-    times_real(u, P, k, hd);
-    const double variance = dot_real(k, u, hd);
+    const double variance = predict(P, u, hd, t, g);
     const double s = MN_ROW(REAL, p->r2, hd->b, t, hd->h)[g] + variance;
     if (gain) gain[g] = (REAL)(variance / s);
     if (kvar) kvar[g] = (REAL)variance;
     for (int64_t r = 0; gainvec && r < R; r++) gainvec[g * R + r] = (REAL)(u[r] / s);
     for (int64_t i = 0; i < R; i++) {
-        for (int64_t j = 0; j < R; j++) P[i * R + j] -= u[i] * u[j] / s;
+        for (int64_t j = 0; j <= i; j++) P[j * R + i] = P[i * R + j] -= u[i] * u[j] / s;
     }
     if (q) times_real(work, P, q, hd);
     if (qvar) qvar[g] = (REAL)(q ? p->scale * p->scale * dot_real(q, work, hd) : 0.0);
@@ -152,18 +179,16 @@ static void update(double *P, double *M, double *u, double *work, const head *hd
 static void advance(double *P, double *M, double *u, double *work, const head *hd, int64_t t) {
     move_rows(M, hd->V, hd, t, false);
     for (int64_t g = 0; g < hd->G; g++) {
-        double *P_g = P + g * hd->R * hd->R;
-        move_both(P_g, hd, t, false);
-        add_noise(P_g, hd, t);
-        update(P_g, M, u, work, hd, t, g);
+        update(P + g * hd->R * hd->R, M, u, work, hd, t, g);
     }
 }
 
 bool MN_REF(mn_bayes_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
-    int64_t P, M, R2;
-    return mn_mul_i64(&R2, c->R, c->R) && mn_mul_i64(&P, R2, c->G) && mn_mul_i64(&M, c->R, c->V) &&
-           P < INT64_MAX - M - 2 * c->R && mn_ref_plan(plan, mn_n_sequences(c) * c->H, P + M + 2 * c->R);
+    int64_t P, M;
+    return mn_mul_i64(&P, c->R, c->R) && mn_mul_i64(&P, P, c->G) && mn_mul_i64(&M, c->R, c->V) &&
+           P < INT64_MAX - M - 2 * c->R &&
+           mn_ref_plan(plan, mn_n_sequences(c) * c->H, P + M + 2 * c->R);
 }
 
 void MN_REF(mn_bayes_forward_run)(const void *args, int phase, int64_t item, void *shared,
@@ -305,14 +330,10 @@ static void transition_backward(way_back *b, const double *dZ, const double *Z, 
 static void group_backward(way_back *b, const double *before, const double *after, const head *hd,
                            int64_t t, int64_t g) {
     const int64_t R = hd->R;
-    const REAL *k = MN_ROW(REAL, hd->p->k, hd->b, t, hd->h);
     double *D = b->D + g * R * R;
     read_backward(b, after, hd, t, g);
     memcpy(b->X, before, (size_t)(R * R) * sizeof *b->X);
-    move_both(b->X, hd, t, false);
-    add_noise(b->X, hd, t);
-    times_real(b->u, b->X, k, hd);
-    const double kvar = dot_real(k, b->u, hd);
+    const double kvar = predict(b->X, b->u, hd, t, g);
     const double s = MN_ROW(REAL, hd->p->r2, hd->b, t, hd->h)[g] + kvar;
     for (int64_t r = 0; r < R; r++) b->w[r] = b->u[r] / s;
     mean_backward(b, hd, t, g);

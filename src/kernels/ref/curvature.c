@@ -6,9 +6,11 @@
  * The key of the token itself is in the statistics, so n_t >= 1. Backward, with d_t the cotangent of
  * qt_t and a_t = -gamma_t / n_t:
  *
- *   dq_t = d_t - gamma_t C_t'd_t     dgamma_t = -q_t.C_t'd_t
+ *   dq_t = d_t - gamma_t C_t d_t     dgamma_t = -q_t.C_t d_t
  *   D_t = dR + sum_{i>=t} a_i d_i q_i'
  *   e_t = ds - sum_{i>=t} a_i / n_i ((s_i.q_i) d_i + (s_i.d_i) q_i)     dk_t = (D_t + D_t') k_t + e_t
+ *
+ * R is symmetric: what is given for it counts by its symmetric part, and so does its gradient.
  *
  * C_t needs the tokens before t and D_t those after it, so one sweep each way serves and no state
  * is kept; the second sweep takes s_t.q_t and s_t.d_t from the first. */
@@ -22,6 +24,15 @@ static double dot(const double *a, const REAL *b, int64_t K) {
     double sum = 0.0;
     for (int64_t i = 0; i < K; i++) sum += a[i] * mn_ref_get(b, i);
     return sum;
+}
+
+/* S = (R + R') / 2 */
+static void load_symmetric(double *S, const REAL *R, int64_t K) {
+    for (int64_t i = 0; i < K; i++) {
+        for (int64_t j = 0; j < K; j++) {
+            S[i * K + j] = 0.5 * (mn_ref_get(R, i * K + j) + mn_ref_get(R, j * K + i));
+        }
+    }
 }
 
 static void load(double *to, const REAL *from, int64_t count) {
@@ -54,7 +65,7 @@ void MN_REF(mn_curvature_forward_run)(const void *args, int phase, int64_t item,
     const int64_t K = p->call.K, n = item / p->call.H, h = item % p->call.H;
     const mn_sequence seq = mn_sequence_at(&p->call, n);
     double *R = scratch, *s = R + K * K, count = count_before(p, n);
-    load(R, MN_ROW(REAL, p->kk0, n, 0, h), K * K);
+    load_symmetric(R, MN_ROW(REAL, p->kk0, n, 0, h), K);
     load(s, MN_ROW(REAL, p->ks0, n, 0, h), K);
     for (int64_t t = seq.t0; t < seq.t0 + seq.length; t++) {
         const REAL *q = MN_ROW(REAL, p->q, seq.b, t, h);
@@ -91,10 +102,7 @@ static void query_backward(double *products, double *y, const mn_curvature_args 
     REAL *dgamma = MN_ROW_OUT(REAL, p->grad.gamma, b, t, h);
     products[0] = dot(s, q, K);
     products[1] = dot(s, d, K);
-    for (int64_t i = 0; i < K; i++) y[i] = -products[1] / count * s[i];
-    for (int64_t j = 0; j < K; j++) {
-        for (int64_t i = 0; i < K; i++) y[i] += R[j * K + i] * mn_ref_get(d, j);
-    }
+    for (int64_t i = 0; i < K; i++) y[i] = dot(R + i * K, d, K) - products[1] / count * s[i];
     for (int64_t i = 0; dq && i < K; i++) dq[i] = (REAL)(mn_ref_get(d, i) - gamma / count * y[i]);
     if (dgamma) *dgamma = (REAL)(-dot(y, q, K) / count);
 }
@@ -127,7 +135,7 @@ void MN_REF(mn_curvature_backward_run)(const void *args, int phase, int64_t item
     const mn_sequence seq = mn_sequence_at(&p->call, n);
     double *M = scratch, *m = M + K * K, *y = m + K, *products = y + K;
     double count = count_before(p, n);
-    load(M, MN_ROW(REAL, p->kk0, n, 0, h), K * K);
+    load_symmetric(M, MN_ROW(REAL, p->kk0, n, 0, h), K);
     load(m, MN_ROW(REAL, p->ks0, n, 0, h), K);
     for (int64_t t = 0; t < seq.length; t++) {
         advance(M, m, MN_ROW(REAL, p->k, seq.b, seq.t0 + t, h), K);
@@ -140,6 +148,9 @@ void MN_REF(mn_curvature_backward_run)(const void *args, int phase, int64_t item
         key_backward(M, m, p, products + 2 * t, count, seq.b, seq.t0 + t, h);
         count -= 1.0;
     }
-    store(MN_ROW_OUT(REAL, p->grad.kk0, n, 0, h), M, K * K);
+    REAL *dkk0 = MN_ROW_OUT(REAL, p->grad.kk0, n, 0, h);
+    for (int64_t i = 0; dkk0 && i < K * K; i++) {
+        dkk0[i] = (REAL)(0.5 * (M[i] + M[i % K * K + i / K]));
+    }
     store(MN_ROW_OUT(REAL, p->grad.ks0, n, 0, h), m, K);
 }

@@ -129,6 +129,7 @@ static void mix_row(double *x, const double *z, const mix *m, int64_t n) {
 static void mix_row_backward(double *g, const double *z, const mix *m, int64_t n) {
     const int64_t last = m->P - 1;
     const bool low_rank = m->U && m->Vt;
+    for (int64_t a = 0; !low_rank && m->dc && a < m->R; a++) m->dc[a] = 0;
     for (int64_t a = 0; low_rank && a < m->R; a++) {
         m->y[a] = 0.0;
         for (int64_t j = 0; j < n; j++) {

@@ -3,7 +3,7 @@
  *   Hkk_t = e^g_t Hkk_{t-1} + beta_t k_t k_t'     Hkv_t = e^g_t Hkv_{t-1} + beta_t k_t v_t'
  *   M_t = Hkk_t + diag(lam)      x_t = scale M_t^-1 q_t      o_t = Hkv_t'x_t
  *
- * M is symmetric positive definite: only its lower triangle is read, by a Cholesky factorisation.
+ * M is symmetric positive definite and factorised after Cholesky.
  * Backward, with y_t = M_t^-1 Hkv_t do_t and A, B the adjoints of Hkk, Hkv:
  *
  *   dq_t = scale y_t      dlam = -sum x_t . y_t (elementwise)
@@ -11,8 +11,8 @@
  *   dbeta_t = k'A k + k'B v     dk_t = beta (2 A k + B v)     dv_t = beta B'k
  *   dg_t = e^g (A.Hkk_{t-1} + B.Hkv_{t-1})      A_{t-1} = e^g A_t      B_{t-1} = e^g B_t
  *
- * Hkk is symmetric, so only the symmetric part of its adjoint is kept and given back. One item is
- * one head of one sequence. States of all steps are kept for the way back. */
+ * Hkk is symmetric: of what is given for it and of its adjoint only the symmetric part counts. One
+ * item is one head of one sequence. States of all steps are kept for the way back. */
 #include <math.h>
 #include <string.h>
 
@@ -32,8 +32,11 @@ static bool count_state(int64_t *count, const mn_call *c) {
     return mn_add_i64(&width, c->K, c->V) && mn_mul_i64(count, c->K, width);
 }
 
+/* The symmetric part of the first, and the second. */
 static void load_pair(double *to, const REAL *kk, const REAL *kv, shape s) {
-    for (int64_t i = 0; i < s.kk; i++) to[i] = mn_ref_get(kk, i);
+    for (int64_t i = 0; i < s.kk; i++) {
+        to[i] = 0.5 * (mn_ref_get(kk, i) + mn_ref_get(kk, i % s.K * s.K + i / s.K));
+    }
     for (int64_t i = s.kk; i < s.state; i++) to[i] = mn_ref_get(kv, i - s.kk);
 }
 
@@ -184,15 +187,6 @@ static void write_backward(double *A, const double *before, const mn_mesa_args *
     if (dg) *dg = (REAL)to_g;
 }
 
-/* The symmetric part of the adjoint of Hkk, in place. */
-static void symmetrise(double *A, int64_t K) {
-    for (int64_t i = 0; i < K; i++) {
-        for (int64_t j = 0; j < i; j++) {
-            A[i * K + j] = A[j * K + i] = 0.5 * (A[i * K + j] + A[j * K + i]);
-        }
-    }
-}
-
 static void sum_lam(const mn_mesa_args *p, int64_t h, const double *parts) {
     REAL *dlam = MN_ROW_OUT(REAL, p->grad.lam, 0, 0, h);
     const int64_t K = p->call.K;
@@ -221,7 +215,6 @@ void MN_REF(mn_mesa_backward_run)(const void *args, int phase, int64_t item, voi
         advance(H + (t + 1) * s.state, H + t * s.state, p, s, seq.b, seq.t0 + t, h);
     }
     load_pair(A, MN_ROW(REAL, p->cot.hkk, n, 0, h), MN_ROW(REAL, p->cot.hkv, n, 0, h), s);
-    symmetrise(A, s.K);
     for (int64_t t = seq.length - 1; t >= 0; t--) {
         const token at = { seq.b, seq.t0 + t, h };
         read_backward(A, dlam, L, x, y, p, H + (t + 1) * s.state, s, at);

@@ -12,10 +12,11 @@
  * Additive is the same without e: A = 0 and R = V. Docs: docs/mixers.md.
  *
  * exp(G_t - G_s) is at most 1, but its two halves are not. The chunk is cut into segments inside
- * which G falls by no more than MN_SEGMENT_FALL in any channel; row t of segment I uses
- * exp(G_t - rho_I) <= 1, rho_I being G at the segment's first token, and column s uses
- * exp(rho_I - G_s), which is at most exp(MN_SEGMENT_FALL) inside the segment and at most 1 before it.
- * Weak decay gives one segment; any decay, -1e30 included, gives the exact value. */
+ * which no channel falls by more than MN_SEGMENT_FALL; G counts from rho, the level of its segment.
+ * Row t of a segment uses exp(G_t) <= 1; column s uses exp(-G_s) <= exp(MN_SEGMENT_FALL) inside the
+ * segment, and exp(rho - rho_s - G_s) <= 1 before it. The first segment's level is 0, unless its first
+ * token alone falls further; that of every other segment is its first token's. Weak decay gives one
+ * segment. Any decay gives the exact value, since small sums are never added to large ones. */
 #ifndef MN_KERNELS_VEC_LINEAR_H
 #define MN_KERNELS_VEC_LINEAR_H
 
@@ -46,9 +47,12 @@ typedef struct mn_chunk {
     int64_t ahead, n_ahead;         // first token and tokens of the chunk that follows in the walk
     int n_segments;
     int64_t first[MN_CHUNK + 1];    // token each segment starts at; first[n_segments] = L
-    float *G;                       // (L,width)
+    bool late;                      // the first segment's level is not 0
+    float *G;                       // (L,width) log decay since the level of the row's segment
+    float *step, *rho;              // (segments,width) levels: above the one before; above the start
     float *qs, *es;                 // q, e times exp(G - rho of the row's segment)
-    float *qd, *ed;                 // q, e times exp G; without decay the same memory as qs, es
+    float *qd, *ed;                 // q, e times exp G; with one segment from 0 these are qs, es
+    float *qd_memory, *ed_memory;   // where qd, ed are when they are not
     float *ws, *wd;                 // w times exp(rho - G), rho of the segment at hand; exp(G_L - G)
     float *factor;                  // (L,width) work
     float *fall;                    // (K) exp G_L, or ones
@@ -106,13 +110,18 @@ MN_ALWAYS_INLINE void mn_prefetch_written(mn_out x, const mn_chunk *c, int64_t w
     }
 }
 
-/* factor = exp(a - b) over a row of log decays; b NULL is zero */
+/* factor = exp(a - b) over a row of log decays; NULL is zero */
 MN_ALWAYS_INLINE void mn_exp_row(float *factor, const float *a, const float *b, int64_t width) {
     for (int64_t i = 0; i < width; i += MN_VW) {
         const int n = vf_lanes(width - i);
-        const vf x = vf_load_n(a + i, n);
+        const vf x = a ? vf_load_n(a + i, n) : vf_zero();
         vf_store_n(factor + i, vf_exp(b ? vf_sub(x, vf_load_n(b + i, n)) : x), n);
     }
+}
+
+/* One segment whose level is 0: exp(rho) = 1. */
+static inline bool mn_chunk_simple(const mn_chunk *c) {
+    return c->n_segments == 1 && !c->late;
 }
 
 /* X <- (I + A)^-1 X and X <- (I + A)^-T X; A (L,L) strictly lower, X (L,n) contiguous. */
@@ -128,7 +137,8 @@ mn_linear MN_T(mn_linear_from_additive)(const mn_additive_args *args);
 mn_linear MN_T(mn_linear_from_delta)(const mn_delta_args *args);
 
 bool MN_T(mn_linear_forward_plan)(const mn_linear *p, mn_plan *plan);
-void MN_T(mn_linear_forward_run)(const mn_linear *p, int64_t item, void *scratch);
+void MN_T(mn_linear_forward_run)(const mn_linear *p, int phase, int64_t item, void *shared,
+                                 void *scratch);
 bool MN_T(mn_linear_backward_plan)(const mn_linear *p, mn_plan *plan);
 void MN_T(mn_linear_backward_run)(const mn_linear *p, int phase, int64_t item, void *shared,
                                   void *scratch);

@@ -6,8 +6,8 @@
  *   dP = tril(dO R')           dA = -tril(dU R', -1)
  *   D <- diag(fall) D + qd' dO - ed' dU
  *
- *   dq[t] = exp(G_t - rho) . (dP ws + exp(rho) . dO S')      the same for e with dA, -dU
- *   dw[s] = sum over segments exp(rho - G_s) . (dP'qs + dA'es) + exp(G_L - G_s) . R D'
+ *   dq[t] = exp(G_t) . (dP ws + exp(rho) . dO S')      the same for e with dA, -dU
+ *   dw[s] = sum over segments of what ws gained there from w, times (dP'qs + dA'es), and of wd, R D'
  *   dG[t] = q dq + e de - w dw;  dG[L] += rowsum(fall S . D) + sum_s wd . (R D')
  *
  * and dg is the sum of dG from t to the end of the chunk. States in front of chunks are kept for a
@@ -21,6 +21,7 @@
 
 #include "base/checked.h"
 #include "base/util.h"
+#include "kernels/vec/linear_bank.h"
 #include "kernels/vec/linear_state.h"
 #include "kernels/vec/map.h"
 
@@ -29,6 +30,8 @@
 typedef struct work {
     mn_chunk c;
     mn_columns col;
+    void *bank;                // prepared chunks, or NULL
+    int64_t first_slot;        // of this sequence
     int64_t span;              // chunks whose states are kept
     float *D, *states, *marks, *R, *dU, *dP, *dA, *dq, *de, *dw, *acc, *dG;
 } work;
@@ -69,11 +72,11 @@ static int64_t place(work *w, float *memory, const mn_linear *p, const mn_column
     return at - memory;
 }
 
-/* Shared memory: parts of key and decay gradients per tile (when there are several), then one number
- * per sequence and head for a decay that is per head. */
+/* Shared memory: with several tiles the prepared chunks and each tile's part of key and decay
+ * gradients; then one number per sequence and head for a decay that is per head. */
 typedef struct layout {
     int64_t token_floats;      // dq, de, dw, dG of one token and head
-    size_t tile_floats, head_floats;
+    size_t bank_bytes, tile_floats, head_floats;
 } layout;
 
 static bool layout_of(layout *l, const mn_linear *p, const mn_column_tiles *tiles) {
@@ -81,9 +84,11 @@ static bool layout_of(layout *l, const mn_linear *p, const mn_column_tiles *tile
     int64_t rows, per_tile = 0;
     l->token_floats = (2 + (p->e.data != NULL)) * c->K + mn_decay_width(p->decay, c->K);
     const bool ok = mn_mul_i64(&rows, c->B * c->T, c->H) && mn_mul_i64(&per_tile, rows, l->token_floats);
+    l->bank_bytes = 0;
     l->tile_floats = tiles->count > 1 ? (size_t)per_tile : 0;
     l->head_floats = p->decay == MN_DECAY_HEAD ? (size_t)(mn_n_sequences(c) * c->H) : 0;
-    return ok;
+    if (tiles->count == 1) return ok;
+    return ok && mn_mul_size(&l->bank_bytes, MN_T(mn_bank_stride)(p), (size_t)(mn_bank_slots(c) * c->H));
 }
 
 bool MN_T(mn_linear_backward_plan)(const mn_linear *p, mn_plan *plan) {
@@ -98,15 +103,17 @@ bool MN_T(mn_linear_backward_plan)(const mn_linear *p, mn_plan *plan) {
         return false;
     }
     work w;
-    plan->n_phases = 3;
-    plan->items[0] = items * tiles.count;
-    plan->items[1] = tiles.count > 1 ? items : 0;
-    plan->items[2] = p->decay == MN_DECAY_HEAD && p->dg.data ? c->H : 0;
+    plan->n_phases = 4;
+    plan->items[0] = tiles.count > 1 ? mn_bank_slots(c) * c->H : 0;
+    plan->items[1] = items * tiles.count;
+    plan->items[2] = tiles.count > 1 ? items : 0;
+    plan->items[3] = p->decay == MN_DECAY_HEAD && p->dg.data ? c->H : 0;
     float nothing;
     return mn_mul_size(&plan->scratch_bytes, (size_t)place(&w, &nothing, p, &tiles), sizeof(float)) &&
            mn_mul_size(&shared, l.tile_floats, (size_t)tiles.count) &&
            mn_add_size(&shared, shared, l.head_floats) &&
-           mn_mul_size(&plan->shared_bytes, shared, sizeof(float));
+           mn_mul_size(&shared, shared, sizeof(float)) &&
+           mn_add_size(&plan->shared_bytes, shared, l.bank_bytes);
 }
 
 static void product(float *C, int64_t c_row, const float *a, int64_t a_row, int64_t a_col,
@@ -137,11 +144,7 @@ static void mask_lower(float *P, int64_t L, bool strict) {
 
 /* row *= exp(a - b) */
 static void scale_by_fall(float *row, mn_chunk *c, const float *a, const float *b) {
-    for (int64_t i = 0; i < c->width; i += MN_VW) {
-        const int n = vf_lanes(c->width - i);
-        const vf x = a ? vf_load_n(a + i, n) : vf_zero(), y = b ? vf_load_n(b + i, n) : vf_zero();
-        vf_store_n(c->factor + i, vf_exp(vf_sub(x, y)), n);
-    }
+    mn_exp_row(c->factor, a, b, c->width);
     mn_scale_row(row, row, c->factor, c->width, 1.0f, c->K);
 }
 
@@ -153,20 +156,19 @@ static void add_row(float *y, const float *x, int64_t K) {
     }
 }
 
-static const float *rho(const mn_chunk *c, int segment) {
-    return c->G + c->first[segment] * c->width;
-}
-
-/* Gradients of the rows of one segment: dx = scale exp(G - rho) (dP ws + exp(rho) part), where part
+/* Gradients of the rows of one segment: dx = scale exp(G) (dP ws + exp(rho) part), where part
  * (L,K) is what came through the state. ws must be that of the segment. */
 static void segment_rows(float *dx, const float *dP, work *w, int segment, float scale) {
     mn_chunk *c = &w->c;
     const int64_t t0 = c->first[segment], end = c->first[segment + 1], K = c->K;
-    for (int64_t t = t0; t < end; t++) scale_by_fall(dx + t * K, c, rho(c, segment), NULL);
+    const bool at_zero = segment == 0 && !c->late;
+    for (int64_t t = t0; !at_zero && t < end; t++) {
+        scale_by_fall(dx + t * K, c, c->rho + segment * c->width, NULL);
+    }
     product(dx + t0 * K, K, dP + t0 * c->L, c->L, 1, c->ws, K, end - t0, K, end, 1.0f, MN_GEMM_ADD,
             segment == 0 ? MN_GEMM_A_LOWER : MN_GEMM_FULL);
     for (int64_t t = t0; t < end; t++) {
-        scale_by_fall(dx + t * K, c, c->G + t * c->width, rho(c, segment));
+        if (c->width) scale_by_fall(dx + t * K, c, c->G + t * c->width, NULL);
         mn_scale_row(dx + t * K, dx + t * K, NULL, 0, scale, K);
     }
 }
@@ -179,10 +181,10 @@ static void column_gradients(work *w, const mn_linear *p) {
     memset(w->dw, 0, (size_t)(L * K) * sizeof(float));
     for (int I = last; I >= 0; I--) {
         const int64_t t0 = c->first[I], end = c->first[I + 1];
-        const float *from = I == last ? c->G + (L - 1) * c->width : rho(c, I + 1);
+        const float *from = I == last ? c->G + (L - 1) * c->width : c->step + (I + 1) * c->width;
         for (int64_t s = 0; s < end; s++) {
             if (I == last || s < t0) {
-                scale_by_fall(w->acc + s * K, c, from, rho(c, I));
+                if (c->width) scale_by_fall(w->acc + s * K, c, from, NULL);
                 continue;
             }
             scale_by_fall(w->acc + s * K, c, from, c->G + s * c->width);
@@ -197,7 +199,7 @@ static void column_gradients(work *w, const mn_linear *p) {
                     MN_GEMM_ADD, shape);
         }
         for (int64_t s = t0; s < end; s++) {
-            scale_by_fall(w->acc + s * K, c, rho(c, I), c->G + s * c->width);
+            if (c->width) scale_by_fall(w->acc + s * K, c, NULL, c->G + s * c->width);
             add_row(w->dw + s * K, w->acc + s * K, K);
         }
     }
@@ -365,10 +367,17 @@ static void emit_chunk(const work *w, const mn_linear *p, int64_t tile, int64_t 
     }
 }
 
+/* Makes w->c the chunk at `start`. */
+static void take_chunk(work *w, const mn_linear *p, const mn_sequence *seq, int64_t h, int64_t start,
+                       mn_walk walk) {
+    if (w->bank) MN_T(mn_bank_take)(&w->c, w->bank, p, w->first_slot + start / MN_CHUNK, h);
+    else MN_T(mn_chunk_prepare)(&w->c, p, seq, h, start, walk);
+}
+
 static void backward_chunk(work *w, const mn_linear *p, const mn_sequence *seq, int64_t h,
                            int64_t start, const float *S, float *R) {
     mn_chunk *c = &w->c;
-    MN_T(mn_chunk_prepare)(c, p, seq, h, start, MN_WALK_BACKWARD);
+    take_chunk(w, p, seq, h, start, MN_WALK_BACKWARD);
     mn_prefetch_next(p->cot_o, c, p->call->V);
     mn_prefetch_written(p->dv, c, p->call->V);
     mn_prefetch_written(p->dq, c, c->K);
@@ -391,7 +400,7 @@ static void replay(work *w, const mn_linear *p, const mn_sequence *seq, int64_t 
     for (int64_t i = from; i < end; i++) {
         float *S = w->states + (i - from) * state, *after = i + 1 < end ? S + state : next;
         if (!after && !p->e.data) return;
-        MN_T(mn_chunk_prepare)(&w->c, p, seq, h, i * MN_CHUNK, MN_WALK_REPLAY);
+        take_chunk(w, p, seq, h, i * MN_CHUNK, MN_WALK_REPLAY);
         int64_t r_row;
         float *R = p->e.data ? w->R + (i - from) * values : NULL;
         const float *residual = MN_T(mn_chunk_residual)(R, &r_row, p, &w->c, &w->col, S);
@@ -402,8 +411,8 @@ static void replay(work *w, const mn_linear *p, const mn_sequence *seq, int64_t 
 }
 
 /* One tile of one head of one sequence. Returns the sum of dG over its tokens when dG is one number. */
-static float backward_item(const mn_linear *p, int64_t n, int64_t h, int64_t tile, float *parts,
-                           float *scratch) {
+static float backward_item(const mn_linear *p, int64_t n, int64_t h, int64_t tile, void *bank,
+                           float *parts, float *scratch) {
     const mn_call *call = p->call;
     const mn_column_tiles tiles = mn_column_tiles_of(call);
     const mn_sequence seq = mn_sequence_at(call, n);
@@ -415,6 +424,8 @@ static float backward_item(const mn_linear *p, int64_t n, int64_t h, int64_t til
     place(&w, scratch, p, &tiles);
     layout_of(&l, p, &tiles);
     w.col = mn_columns_at(call, tiles, tile);
+    w.bank = tiles.count > 1 ? bank : NULL;
+    w.first_slot = mn_bank_first(call, n);
     const int64_t n_spans = mn_ceil_div(n_chunks, w.span);
     const size_t state_bytes = (size_t)(call->K * w.col.n) * sizeof(float);
     MN_T(mn_state_load)(w.marks, p->state0, call, n, h, &w.col);
@@ -465,12 +476,15 @@ void MN_T(mn_linear_backward_run)(const mn_linear *p, int phase, int64_t item, v
     const mn_column_tiles tiles = mn_column_tiles_of(p->call);
     layout l;
     layout_of(&l, p, &tiles);
-    float *parts = shared, *heads = parts + (size_t)tiles.count * l.tile_floats, sum;
+    float *parts = (float *)((char *)shared + l.bank_bytes), sum;
+    float *heads = parts + (size_t)tiles.count * l.tile_floats;
     if (phase == 0) {
-        const int64_t head = item / tiles.count;
-        sum = backward_item(p, head / H, head % H, item % tiles.count, parts, scratch);
-        if (l.head_floats && tiles.count == 1) heads[head] = sum;
+        MN_T(mn_bank_fill)(shared, p, item);
     } else if (phase == 1) {
+        const int64_t head = item / tiles.count;
+        sum = backward_item(p, head / H, head % H, item % tiles.count, shared, parts, scratch);
+        if (l.head_floats && tiles.count == 1) heads[head] = sum;
+    } else if (phase == 2) {
         sum = join_item(p, item / H, item % H, parts, scratch);
         if (l.head_floats) heads[item] = sum;
     } else {

@@ -8,8 +8,8 @@
 
 int64_t MN_T(mn_chunk_floats)(int64_t K, int64_t width, bool has_e) {
     const int64_t rows = MN_CHUNK * K;
-    const int64_t copies = width ? 2 : 1;    // qd, wd, ed are copies of their own under a decay
-    return 2 * MN_CHUNK * (width ? width : 1) + copies * (2 + has_e) * rows + K + (1 + has_e) * MN_CHUNK * MN_CHUNK;
+    const int64_t copies = width ? 2 : 1;    // qd, wd, ed may be copies of their own under a decay
+    return 4 * MN_CHUNK * (width ? width : 1) + copies * (2 + has_e) * rows + K + (1 + has_e) * MN_CHUNK * MN_CHUNK;
 }
 
 float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width, bool has_e) {
@@ -23,111 +23,125 @@ float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width
     c->ws = at, at += rows;
     c->es = has_e ? at : NULL, at += has_e * rows;
     c->qd = c->qs, c->wd = c->ws, c->ed = c->es;
-    if (width) {
-        c->qd = at, at += rows;
-        c->wd = at, at += rows;
-        c->ed = has_e ? at : NULL, at += has_e * rows;
-    }
-    c->G = at, at += MN_CHUNK * (width ? width : 1);
+    c->qd_memory = at, at += width ? rows : 0;
+    c->ed_memory = at, at += width && has_e ? rows : 0;
+    if (width) c->wd = at, at += rows;
+    const int64_t decays = MN_CHUNK * (width ? width : 1);
+    c->G = at, at += decays;
+    c->step = at, at += decays;
+    c->rho = at, at += decays;
     c->fall = at, at += K;
-    c->factor = at, at += MN_CHUNK * (width ? width : 1);
+    c->factor = at, at += decays;
     return at;
 }
 
-/* Whether G has fallen from row a to row b by more than a segment may. */
-static bool falls_too_far(const float *a, const float *b, int64_t width) {
-    const vf limit = vf_set1(MN_SEGMENT_FALL);
-    for (int64_t i = 0; i < width; i += MN_VW) {
-        const int n = vf_lanes(width - i);
-        if (vm_any(vf_gt(vf_sub(vf_load_n(a + i, n), vf_load_n(b + i, n)), limit))) return true;
+/* Begins a segment at token t, whose level is row t of G above the last. */
+static void begin_segment(mn_chunk *c, int64_t t) {
+    const size_t bytes = (size_t)c->width * sizeof *c->G;
+    float *G = c->G + t * c->width;
+    if (t == 0) c->late = true;
+    else c->first[c->n_segments++] = t;
+    const int64_t at = (c->n_segments - 1) * c->width;
+    memcpy(c->step + at, G, bytes);
+    for (int64_t i = 0; i < c->width; i++) {
+        c->rho[at + i] = G[i] + (at ? c->rho[at - c->width + i] : 0.0f);
     }
-    return false;
+    memset(G, 0, bytes);
 }
 
 /* One number per token: rows of G are neighbours, and sums run in scalars. */
 static void sum_token_decays(mn_chunk *c, const mn_linear *p) {
-    float sum = 0.0f, top = 0.0f;
+    float sum = 0.0f;
     for (int64_t t = 0; t < c->L; t++) {
-        sum += *MN_ROW(float, p->g, c->b, c->t0 + t, c->h);
-        sum = sum > -1e30f ? sum : -1e30f;
-        if (t == 0) top = sum;
-        if (top - sum > MN_SEGMENT_FALL) {
-            c->first[c->n_segments++] = t;
-            top = sum;
+        c->G[t] = sum += *MN_ROW(float, p->g, c->b, c->t0 + t, c->h);
+        if (sum < -MN_SEGMENT_FALL) {
+            begin_segment(c, t);
+            sum = 0.0f;
         }
-        c->G[t] = sum;
     }
 }
 
 static void sum_channel_decays(mn_chunk *c, const mn_linear *p) {
-    const vf lowest = vf_set1(-1e30f);
+    const vf limit = vf_set1(-MN_SEGMENT_FALL);
     for (int64_t t = 0; t < c->L; t++) {
         const float *g = MN_ROW(float, p->g, c->b, c->t0 + t, c->h);
         float *G = c->G + t * c->width;
+        bool too_far = false;
         for (int64_t i = 0; i < c->width; i += MN_VW) {
             const int n = vf_lanes(c->width - i);
             const vf before = t ? vf_load_n(G - c->width + i, n) : vf_zero();
-            vf_store_n(G + i, vf_max(lowest, vf_add(before, vf_load_n(g + i, n))), n);
+            const vf sum = vf_add(before, vf_load_n(g + i, n));
+            vf_store_n(G + i, sum, n);
+            too_far |= vm_any(vf_lt(sum, limit));
         }
-        if (falls_too_far(c->G + c->first[c->n_segments - 1] * c->width, G, c->width)) {
-            c->first[c->n_segments++] = t;
-        }
+        if (too_far) begin_segment(c, t);
     }
 }
 
-/* Running sums of the log decay and the cut into segments. A fall beyond the float range would make
- * infinities; -1e30 is as far below any exponent that matters. */
+/* Running sums of the log decay and the cut into segments. */
 static void sum_decays(mn_chunk *c, const mn_linear *p) {
     c->n_segments = 1;
     c->first[0] = 0;
+    c->late = false;
+    memset(c->step, 0, (size_t)c->width * sizeof *c->step);
+    memset(c->rho, 0, (size_t)c->width * sizeof *c->rho);
     if (c->width == 1) sum_token_decays(c, p);
     if (c->width > 1) sum_channel_decays(c, p);
     c->first[c->n_segments] = c->L;
 }
 
-static const float *rho(const mn_chunk *c, int segment) {
-    return c->G + c->first[segment] * c->width;
-}
-
-/* Rows t0 .. end-1 of factor: exp(G_t - at), or exp(at - G_t) when `inverse` */
-static void row_factors(mn_chunk *c, int64_t t0, int64_t end, const float *at, bool inverse) {
-    const float *G = c->G;
+/* Rows t0 .. end-1 of factor: exp(G_t), or exp(step - G_t) when `step` is given */
+static void row_factors(mn_chunk *c, int64_t t0, int64_t end, const float *step) {
     if (c->width == 1) {
-        const vf origin = vf_set1(*at);
+        const vf origin = vf_set1(step ? *step : 0.0f);
         for (int64_t t = t0; t < end; t += MN_VW) {
             const int n = vf_lanes(end - t);
-            const vf x = vf_sub(vf_load_n(G + t, n), origin);
-            vf_store_n(c->factor + t, vf_exp(inverse ? vf_neg(x) : x), n);
+            const vf x = vf_load_n(c->G + t, n);
+            vf_store_n(c->factor + t, vf_exp(step ? vf_sub(origin, x) : x), n);
         }
         return;
     }
     for (int64_t t = t0; t < end; t++) {
-        const float *row = G + t * c->width;
-        mn_exp_row(c->factor + t * c->width, inverse ? at : row, inverse ? row : at, c->width);
+        const float *row = c->G + t * c->width;
+        mn_exp_row(c->factor + t * c->width, step ? step : row, step ? row : NULL, c->width);
     }
 }
 
-/* Rows of ws = beta w exp(at - G_t), afresh */
-static void columns_afresh(mn_chunk *c, const mn_linear *p, int64_t t0, int64_t end, const float *at) {
-    if (c->width) row_factors(c, t0, end, at, true);
-    for (int64_t t = t0; t < end; t++) {
-        mn_scale_row(c->ws + t * c->K, MN_ROW(float, p->w, c->b, c->t0 + t, c->h),
-                     c->factor + t * c->width, c->width, c->beta[t], c->K);
+/* dst = beta w / factor over a row of K */
+static void divide_row(float *dst, const float *w, const float *factor, int64_t width, float beta,
+                       int64_t K) {
+    if (width < 2) {
+        mn_scale_row(dst, w, NULL, 0, width ? beta / *factor : beta, K);
+        return;
+    }
+    for (int64_t i = 0; i < K; i += MN_VW) {
+        const int n = vf_lanes(K - i);
+        const vf x = vf_mul(vf_set1(beta), vf_load_n(w + i, n));
+        vf_store_n(dst + i, vf_div(x, vf_load_n(factor + i, n)), n);
     }
 }
 
-/* Rows of the segment just left may be large, so they start afresh; those before are at most 1. */
+/* Rows of the segment just left may be large, so they start afresh; those before are at most 1. The
+ * rows of the new segment are divided by what its q and e will be multiplied by. */
 void MN_T(mn_chunk_columns)(mn_chunk *c, const mn_linear *p, int to) {
-    const float *at = rho(c, to);
+    const float *step = c->step + to * c->width;
+    const int64_t K = c->K, t0 = c->first[to], left = to > 0 ? c->first[to - 1] : 0;
     if (to > 0) {
-        columns_afresh(c, p, c->first[to - 1], c->first[to], at);
-        mn_exp_row(c->factor, at, rho(c, to - 1), c->width);
-        for (int64_t s = 0; s < c->first[to - 1]; s++) {
-            float *row = c->ws + s * c->K;
-            mn_scale_row(row, row, c->factor, c->width, 1.0f, c->K);
+        row_factors(c, left, t0, step);
+        for (int64_t s = left; s < t0; s++) {
+            mn_scale_row(c->ws + s * K, MN_ROW(float, p->w, c->b, c->t0 + s, c->h),
+                         c->factor + s * c->width, c->width, c->beta[s], K);
+        }
+        mn_exp_row(c->factor, step, NULL, c->width);
+        for (int64_t s = 0; s < left; s++) {
+            mn_scale_row(c->ws + s * K, c->ws + s * K, c->factor, c->width, 1.0f, K);
         }
     }
-    columns_afresh(c, p, c->first[to], c->first[to + 1], at);
+    if (c->width) row_factors(c, t0, c->first[to + 1], NULL);
+    for (int64_t t = t0; t < c->first[to + 1]; t++) {
+        divide_row(c->ws + t * K, MN_ROW(float, p->w, c->b, c->t0 + t, c->h),
+                   c->factor + t * c->width, c->width, c->beta[t], K);
+    }
 }
 
 /* xs = x scale factor and xd = xs exp(rho) for the rows of a segment; `fall` holds exp(rho) */
@@ -136,7 +150,7 @@ static void scale_rows(float *xs, float *xd, const mn_chunk *c, mn_in x, float s
     for (int64_t t = c->first[segment]; t < c->first[segment + 1]; t++) {
         mn_scale_row(xs + t * K, MN_ROW(float, x, c->b, c->t0 + t, c->h), c->factor + t * c->width,
                      c->width, scale, K);
-        if (c->width) mn_scale_row(xd + t * K, xs + t * K, c->fall, c->width, 1.0f, K);
+        if (xd != xs) mn_scale_row(xd + t * K, xs + t * K, c->fall, c->width, 1.0f, K);
     }
 }
 
@@ -162,15 +176,17 @@ static void load_beta(mn_chunk *c, const mn_linear *p) {
     }
 }
 
-/* wd = ws exp(G_L - rho of the last segment), and fall = exp G_L */
+/* wd = ws exp(G_L), and fall = exp(rho + G_L) with the level of the last segment */
 static void finish(mn_chunk *c) {
     const float *last = c->G + (c->L - 1) * c->width;
+    const float *rho = c->rho + (c->n_segments - 1) * c->width;
     if (c->width) {
-        mn_exp_row(c->factor, last, rho(c, c->n_segments - 1), c->width);
+        mn_exp_row(c->factor, last, NULL, c->width);
         for (int64_t s = 0; s < c->L; s++) {
             mn_scale_row(c->wd + s * c->K, c->ws + s * c->K, c->factor, c->width, 1.0f, c->K);
         }
-        mn_exp_row(c->fall, last, NULL, c->width);
+        mn_exp_row(c->fall, rho, NULL, c->width);
+        for (int64_t i = 0; i < c->width; i++) c->fall[i] *= c->factor[i];
     }
     for (int64_t i = c->width == 1; c->width < 2 && i < c->K; i++) c->fall[i] = c->width ? c->fall[0] : 1.0f;
 }
@@ -195,10 +211,12 @@ void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *
     sum_decays(c, p);
     mn_prefetch_next(p->g, c, c->width);
     mn_prefetch_next(p->w, c, c->K);
+    const bool simple = c->width == 0 || mn_chunk_simple(c);
+    c->qd = simple ? c->qs : c->qd_memory;
+    c->ed = simple ? c->es : c->ed_memory;
     for (int I = 0; I < c->n_segments; I++) {
         MN_T(mn_chunk_columns)(c, p, I);
-        if (c->width) row_factors(c, c->first[I], c->first[I + 1], rho(c, I), false);
-        mn_exp_row(c->fall, rho(c, I), NULL, c->width);
+        if (!simple) mn_exp_row(c->fall, c->rho + I * c->width, NULL, c->width);
         if (reads) {
             scale_rows(c->qs, c->qd, c, p->q, p->scale, I);
             scores(c->P, c->qs, c, I, false);

@@ -35,9 +35,9 @@ mn_linear MN_T(mn_linear_from_delta)(const mn_delta_args *args) {
         MN_T(mn_linear_##pass##_run)(__VA_ARGS__);                                                 \
     }
 
-LINEAR_PASS(additive, forward, &p, item, scratch)
+LINEAR_PASS(additive, forward, &p, phase, item, shared, scratch)
 LINEAR_PASS(additive, backward, &p, phase, item, shared, scratch)
-LINEAR_PASS(delta, forward, &p, item, scratch)
+LINEAR_PASS(delta, forward, &p, phase, item, shared, scratch)
 LINEAR_PASS(delta, backward, &p, phase, item, shared, scratch)
 LINEAR_PASS(additive, step, &p, item, scratch)
 LINEAR_PASS(delta, step, &p, item, scratch)

@@ -1,0 +1,214 @@
+/* info.c - mneme info: version and build, targets, kernels as chosen here, and the table of
+ * layers. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/status.h"
+#include "cli/command.h"
+#include "io/json_write.h"
+#include "mixers/mixer.h"
+#include "ops/run.h"
+
+static const bool composed[MN_OP_COUNT] = {
+#define COMPOSE(name) [MN_OP_##name] = true,
+#include "ops/compose.def"
+#undef COMPOSE
+};
+
+static void print_help(void) {
+    puts("usage: mneme info [options]\n\n"
+         "What this program is and what it runs here: version and build, the targets present, the\n"
+         "kernel that serves each operator and pass, and the sequence layers with their three "
+         "axes.\n\n"
+         "  --target NAME   ref, avx2, avx512 (default: MN_TARGET, else the best of this machine)\n"
+         "  --json          the same as JSON");
+}
+
+static const char *compiler(void) {
+#if defined(__clang__)
+    return "clang " __clang_version__;
+#elif defined(__GNUC__)
+    return "gcc " __VERSION__;
+#else
+    return "unknown";
+#endif
+}
+
+static const char *processor(void) {
+#if defined(__x86_64__)
+    return "x86-64";
+#elif defined(__aarch64__)
+    return "arm64";
+#else
+    return "other";
+#endif
+}
+
+/* The target that serves a pass in float32; NULL where nothing of its own does. */
+static const char *serves(const mn_context *context, mn_op_id op, mn_pass pass) {
+    const mn_kernel *kernel = mn_op_kernel(context, op, pass, MN_F32);
+    return kernel && kernel->run ? kernel->target : NULL;
+}
+
+static const char *kind_of(const mn_context *context, mn_op_id op) {
+    if (composed[op]) return "composed";
+    return serves(context, op, MN_FORWARD) ? "kernel" : "missing";
+}
+
+/* ---- text ------------------------------------------------------------------------------------ */
+
+static void print_build(const mn_context *context) {
+    printf("mneme %s\n\n", mn_version());
+    printf("  compiler   %s, C11\n", compiler());
+    printf("  processor  %s, %d worker thread%s\n", processor(), mn_context_threads(context),
+           mn_context_threads(context) == 1 ? "" : "s");
+    puts("\ntargets");
+    for (int id = 0; id < MN_TARGET_COUNT; id++) {
+        const char *name = mn_target_name((mn_target_id)id);
+        const bool chosen = strcmp(name, mn_context_target(context)) == 0;
+        const char *how = chosen                                  ? "chosen"
+                          : mn_target_available((mn_target_id)id) ? "present"
+                                                                  : "absent";
+        printf("  %-10s %-8s %s\n", name, how, mn_target_about((mn_target_id)id));
+    }
+}
+
+static void print_kernels(const mn_context *context) {
+    printf("\noperators, float32 (float64 always runs on ref)\n");
+    printf("  %-16s %-9s %-9s %-9s\n", "", "forward", "backward", "step");
+    for (int op = 0; op < MN_OP_COUNT; op++) {
+        const char *name = mn_op_describe((mn_op_id)op)->name;
+        const char *kind = kind_of(context, (mn_op_id)op);
+        if (strcmp(kind, "kernel") != 0) {
+            printf("  %-16s %s\n", name, kind);
+            continue;
+        }
+        printf("  %-16s", name);
+        for (int pass = 0; pass < MN_PASS_COUNT; pass++) {
+            const char *target = serves(context, (mn_op_id)op, (mn_pass)pass);
+            printf(" %-9s", target ? target : pass == MN_STEP ? "forward" : "-");
+        }
+        printf("\n");
+    }
+}
+
+static void print_mixers(void) {
+    static const char row[] = "  %-16s %-25s %-32s %-16s %-16s %s\n";
+    putchar('\n');
+    printf(row, "layer", "transition", "belief", "read", "operator", "state of a sequence");
+    for (int i = 0; i < mn_mixer_count(); i++) {
+        const mn_mixer_info *info = mn_mixer_row(i);
+        char formula[MN_MIXER_FORMULA];
+        mn_mixer_state_formula(formula, info);
+        printf(row, info->name, mn_mixer_transition_name(info), mn_mixer_belief_name(info),
+               mn_mixer_read_name(info), mn_op_describe(info->op)->name, formula);
+    }
+    puts("\n  \"+ccq\" after a layer that keeps a matrix (all but the caches) contracts the query "
+         "along\n"
+         "  the curvature of the keys first: gla+ccq, gdn+ccq, bayes+ccq. It adds H K K + H K + 1 "
+         "to the\n"
+         "  state. L is the number of tokens so far; G noise groups, J key-value heads, Q "
+         "branches.");
+}
+
+/* ---- JSON ------------------------------------------------------------------------------------ */
+
+static json_t *targets_json(const mn_context *context) {
+    json_t *list = json_array();
+    for (int id = 0; id < MN_TARGET_COUNT; id++) {
+        const char *name = mn_target_name((mn_target_id)id);
+        json_array_append_new(list, json_pack("{s:s, s:s, s:b, s:b}", "name", name, "about",
+                                              mn_target_about((mn_target_id)id), "present",
+                                              (int)mn_target_available((mn_target_id)id), "chosen",
+                                              strcmp(name, mn_context_target(context)) == 0));
+    }
+    return list;
+}
+
+static json_t *kernels_json(const mn_context *context) {
+    json_t *list = json_array();
+    for (int op = 0; op < MN_OP_COUNT; op++) {
+        const mn_op_info *info = mn_op_describe((mn_op_id)op);
+        json_t *row = json_pack("{s:s, s:s, s:s}", "op", info->name, "kind",
+                                kind_of(context, (mn_op_id)op), "about", info->about);
+        for (int pass = 0; pass < MN_PASS_COUNT; pass++) {
+            const char *target = serves(context, (mn_op_id)op, (mn_pass)pass);
+            json_object_set_new(row, mn_pass_name((mn_pass)pass),
+                                target ? json_string(target) : json_null());
+        }
+        json_array_append_new(list, row);
+    }
+    return list;
+}
+
+static json_t *axis_json(const char *name, const char *equation) {
+    return json_pack("{s:s, s:s}", "name", name, "equation", equation);
+}
+
+static json_t *mixers_json(void) {
+    json_t *list = json_array();
+    for (int i = 0; i < mn_mixer_count(); i++) {
+        const mn_mixer_info *info = mn_mixer_row(i);
+        char formula[MN_MIXER_FORMULA];
+        mn_mixer_state_formula(formula, info);
+        json_array_append_new(
+            list,
+            json_pack(
+                "{s:s, s:o, s:o, s:o, s:s, s:b, s:b, s:b, s:s}", "name", info->name, "transition",
+                axis_json(mn_mixer_transition_name(info), mn_mixer_transition_equation(info)),
+                "belief", axis_json(mn_mixer_belief_name(info), mn_mixer_belief_equation(info)),
+                "read", axis_json(mn_mixer_read_name(info), mn_mixer_read_equation(info)), "op",
+                mn_op_describe(info->op)->name, "variance", (int)mn_mixer_has_variance(info),
+                "cache", (int)mn_mixer_has_cache(info), "ccq", (int)mn_mixer_has_matrix(info),
+                "state", formula));
+    }
+    return list;
+}
+
+static mn_status print_json(const mn_context *context) {
+    json_t *root =
+        json_pack("{s:s, s:{s:s, s:s}, s:i, s:s, s:o, s:o, s:o}", "version", mn_version(), "build",
+                  "compiler", compiler(), "processor", processor(), "threads",
+                  mn_context_threads(context), "target", mn_context_target(context), "targets",
+                  targets_json(context), "kernels", kernels_json(context), "mixers", mixers_json());
+    char *text = NULL;
+    if (!root) return mn_fail(MN_ERR_MEMORY, "no memory for the answer");
+    const mn_status st = mn_json_text(&text, root, MN_JSON_PRETTY);
+    if (st == MN_OK) puts(text);
+    free(text);
+    json_decref(root);
+    return st;
+}
+
+int mn_command_info(int argc, char **argv) {
+    mn_context_options options = { 0 };
+    bool json = false;
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--help") == 0) {
+            print_help();
+            return 0;
+        }
+        if (strcmp(argv[i], "--json") == 0) {
+            json = true;
+        } else if (strcmp(argv[i], "--target") == 0 && i + 1 < argc) {
+            options.target = argv[++i];
+        } else {
+            fprintf(stderr, "mneme info: %s is no option, or its value is missing\n", argv[i]);
+            return 2;
+        }
+    }
+    mn_context *context = NULL;
+    mn_status st = mn_context_create(&context, &options);
+    if (st == MN_OK && json) {
+        st = print_json(context);
+    } else if (st == MN_OK) {
+        print_build(context);
+        print_kernels(context);
+        print_mixers();
+    }
+    if (st != MN_OK) fprintf(stderr, "mneme info: %s\n", mn_last_error());
+    mn_context_destroy(context);
+    return st == MN_OK ? 0 : 2;
+}

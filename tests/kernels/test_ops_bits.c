@@ -1,0 +1,287 @@
+/* test_ops_bits.c - what must be equal bit for bit, on every target:
+ *
+ *   packed sequences and the same sequences one by one; any number of threads; strided and
+ *   contiguous views; rows of a batch and the same rows alone; an unchanged past after the future
+ *   was changed; a state written over the one it came from. */
+#include "support/op_walk.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/dtype.h"
+#include "base/util.h"
+
+static size_t bytes_of(const mn_sample *s, int64_t count) {
+    return (size_t)count * mn_dtype_bytes(((const mn_call *)s->args)->dtype);
+}
+
+/* What the tensors of one sample must agree in. */
+typedef bool filter_fn(const mn_sample *s, const mn_sample_tensor *t);
+
+static bool everything(const mn_sample *s, const mn_sample_tensor *t) {
+    (void)s, (void)t;
+    return true;
+}
+
+/* Results and gradients of single tokens and of single states, not those shared by all. */
+static bool per_sequence(const mn_sample *s, const mn_sample_tensor *t) {
+    op_tokens tokens;
+    return t->axes[0] == 'N' || op_token_layout(&tokens, s, t);
+}
+
+static void check_same(const char *what, const char *target, const mn_sample *a, const mn_sample *b,
+                       filter_fn *wanted, const op_case *c) {
+    for (int i = 0; i < a->n_tensors; i++) {
+        const mn_sample_tensor *t = &a->tensors[i];
+        const void *x = op_memory(t, OP_COMPUTED), *y = op_memory(&b->tensors[i], OP_COMPUTED);
+        if (!x || !y || !wanted(a, t)) continue;
+        const bool input = t->field->role <= MN_ROLE_RAW;
+        CHECK(memcmp(x, y, bytes_of(a, t->count)) == 0, "%s, %s: %s%s differs, %s", what, target,
+              input ? "d" : "", t->field->name, op_case_text(c));
+    }
+}
+
+/* ---- packed and separate ------------------------------------------------------------------- */
+
+/* Runs sequence n of `packed` alone and puts what it gives where it belongs in `joined`. */
+static bool run_alone(mn_context *context, mn_sample *joined, const mn_sample *packed,
+                      const op_case *c, int64_t n) {
+    mn_sample one;
+    op_case alone = *c;
+    const int64_t t0 = c->cu_seqlens[n], length = c->cu_seqlens[n + 1] - t0;
+    alone.cu_seqlens = NULL;
+    alone.n_seqs = 0;
+    alone.T = length;
+    op_open(&one, &alone);
+    op_copy_shared(&one, packed, OP_GIVEN);
+    op_copy_states(&one, 0, packed, n, 1, OP_GIVEN);
+    op_copy_tokens(&one, 0, packed, t0, length, OP_GIVEN);
+    const bool present = op_run_both(context, &one, &alone);
+    op_copy_tokens(joined, t0, &one, 0, length, OP_COMPUTED);
+    op_copy_states(joined, n, &one, 0, 1, OP_COMPUTED);
+    mn_sample_free(&one);
+    return present;
+}
+
+static bool packed_is_separate(const op_target *target, const op_case *c) {
+    mn_context *context = op_context(target->name, 2);
+    mn_sample packed, joined;
+    op_open(&packed, c);
+    op_open(&joined, c);
+    bool present = op_run_both(context, &packed, c);
+    for (int64_t n = 0; present && n < c->n_seqs; n++) {
+        present = run_alone(context, &joined, &packed, c, n);
+    }
+    if (present) check_same("packed and separate", target->name, &packed, &joined, per_sequence, c);
+    mn_sample_free(&packed);
+    mn_sample_free(&joined);
+    return present;
+}
+
+/* ---- threads, views, batches ---------------------------------------------------------------- */
+
+static void threads_do_not_show(const op_target *target, const op_case *c) {
+    static const int counts[] = { 2, 3, 7 };
+    mn_sample one;
+    op_open(&one, c);
+    op_run_both(op_context(target->name, 1), &one, c);
+    for (size_t i = 0; i < MN_COUNTOF(counts); i++) {
+        mn_sample more;
+        char what[32] = "1 and N threads";
+        what[6] = (char)('0' + counts[i]);
+        op_open(&more, c);
+        op_run_both(op_context(target->name, counts[i]), &more, c);
+        check_same(what, target->name, &one, &more, everything, c);
+        mn_sample_free(&more);
+    }
+    mn_sample_free(&one);
+}
+
+/* All (B,T,..) views of one kind side by side in one row per token, as after a joint projection. */
+typedef struct interleaved {
+    unsigned char *memory;
+    size_t bytes;
+    int64_t row;    // elements
+} interleaved;
+
+enum { PADDING = 3, UNTOUCHED = 0xA7 };
+
+static bool can_interleave(const mn_sample *s, const mn_sample_tensor *t, op_tokens *tokens) {
+    return strncmp(t->axes, "BT", 2) == 0 && t->axes[2] && op_token_layout(tokens, s, t);
+}
+
+/* Copies one tensor between its own memory and its place in the rows. */
+static void move_rows(const interleaved *rows, int64_t at, unsigned char *own, const op_tokens *tokens,
+                      size_t size, bool into_rows) {
+    const size_t bytes = (size_t)tokens->inner * size;
+    for (int64_t r = 0; r < tokens->outer * tokens->length; r++) {
+        unsigned char *place = rows->memory + (size_t)(r * rows->row + at) * size;
+        memcpy(into_rows ? place : own + (size_t)r * bytes, into_rows ? own + (size_t)r * bytes : place,
+               bytes);
+    }
+}
+
+/* Points a view into the rows. Axis 2 has a stride of its own unless it is the last. */
+static void place_view(mn_out *view, const interleaved *rows, int64_t at, const mn_sample_tensor *t,
+                       const op_tokens *tokens, const mn_call *call, size_t size) {
+    bool ok = true;
+    int64_t heads = 1;
+    if (strchr("HJQ", t->axes[2])) heads = mn_axis_size(call, t->axes[2], &ok);
+    view->data = rows->memory + (size_t)at * size;
+    view->stride[0] = tokens->length * rows->row;
+    view->stride[1] = rows->row;
+    view->stride[2] = strchr("HJQ", t->axes[2]) ? tokens->inner / heads : 0;
+}
+
+/* Lays out all tensors; `into_rows` also copies what is given, otherwise what was computed comes
+ * back and the padding is inspected. */
+static void interleave(interleaved *rows, mn_sample *s, bool into_rows, const op_case *c) {
+    const mn_call *call = (const mn_call *)s->args;
+    const size_t size = mn_dtype_bytes(call->dtype);
+    int64_t at = 0;
+    for (int i = 0; i < s->n_tensors; i++) {
+        mn_sample_tensor *t = &s->tensors[i];
+        op_tokens tokens;
+        if (!can_interleave(s, t, &tokens)) continue;
+        void *own[2] = { t->data, t->partner };
+        const size_t offsets[2] = { t->field->offset, t->field->partner };
+        for (int k = 0; k < 2; k++) {
+            if (!own[k]) continue;
+            if (rows->memory) {
+                move_rows(rows, at, own[k], &tokens, size, into_rows);
+                place_view((mn_out *)(s->args + offsets[k]), rows, at, t, &tokens, call, size);
+                for (int64_t r = 0; !into_rows && r < tokens.outer * tokens.length; r++) {
+                    const unsigned char *pad = rows->memory +
+                                               (size_t)(r * rows->row + at + tokens.inner) * size;
+                    bool intact = true;
+                    for (size_t b = 0; b < PADDING * size; b++) intact = intact && pad[b] == UNTOUCHED;
+                    CHECK(intact, "wrote beside %s, %s", t->field->name, op_case_text(c));
+                }
+            }
+            at += tokens.inner + PADDING;
+        }
+    }
+    rows->row = at;
+}
+
+static void views_do_not_show(const op_target *target, const op_case *c) {
+    mn_context *context = op_context(target->name, 2);
+    mn_sample plain, strided;
+    interleaved rows = { 0 };
+    op_open(&plain, c);
+    op_open(&strided, c);
+    op_run_both(context, &plain, c);
+    interleave(&rows, &strided, true, c);
+    rows.bytes = bytes_of(&strided, c->B * c->T * rows.row) + 64;
+    rows.memory = malloc(rows.bytes);
+    memset(rows.memory, UNTOUCHED, rows.bytes);
+    interleave(&rows, &strided, true, c);
+    op_run_both(context, &strided, c);
+    interleave(&rows, &strided, false, c);
+    check_same("contiguous and strided", target->name, &plain, &strided, everything, c);
+    free(rows.memory);
+    mn_sample_free(&plain);
+    mn_sample_free(&strided);
+}
+
+/* ---- no look ahead --------------------------------------------------------------------------- */
+
+/* Inputs of tokens after `cut` become those of another draw; results up to it must stay. */
+static void future_does_not_show(const op_target *target, const op_case *c, int64_t cut) {
+    mn_context *context = op_context(target->name, 2);
+    mn_sample before, after, other;
+    op_case another = *c;
+    another.seed += 1000;
+    op_open(&before, c);
+    op_open(&after, c);
+    op_open(&other, &another);
+    op_copy_tokens(&after, cut, &other, cut, c->T - cut, OP_GIVEN);
+    op_run(context, &before, MN_FORWARD, c);
+    op_run(context, &after, MN_FORWARD, c);
+    for (int i = 0; i < before.n_tensors; i++) {
+        const mn_sample_tensor *x = &before.tensors[i], *y = &after.tensors[i];
+        op_tokens tokens;
+        if (x->field->role < MN_ROLE_OUT || !op_token_layout(&tokens, &before, x)) continue;
+        for (int64_t o = 0; o < tokens.outer; o++) {
+            const size_t at = bytes_of(&before, o * tokens.length * tokens.inner);
+            CHECK(memcmp((char *)x->data + at, (char *)y->data + at,
+                         bytes_of(&before, cut * tokens.inner)) == 0,
+                  "%s: %s before token %d depends on later ones, %s", target->name, x->field->name,
+                  (int)cut, op_case_text(c));
+        }
+    }
+    mn_sample_free(&before);
+    mn_sample_free(&after);
+    mn_sample_free(&other);
+}
+
+/* ---- decode in place -------------------------------------------------------------------------- */
+
+/* One token, the final state written over the initial one. */
+static void state_may_stay_in_place(const op_target *target, const op_case *c) {
+    mn_context *context = op_context(target->name, 2);
+    mn_sample apart, in_place;
+    op_open(&apart, c);
+    op_open(&in_place, c);
+    for (int i = 0; i < in_place.n_tensors; i++) {
+        mn_sample_tensor *first = &in_place.tensors[i];
+        mn_sample_tensor *last = op_final_state(&in_place, first->field);
+        if (!last || !first->data) continue;
+        memcpy(last->data, first->data, bytes_of(&in_place, first->count));
+        ((mn_in *)(in_place.args + first->field->offset))->data = last->data;
+    }
+    op_run(context, &apart, MN_FORWARD, c);
+    op_run(context, &in_place, MN_FORWARD, c);
+    for (int i = 0; i < apart.n_tensors; i++) {
+        const mn_sample_tensor *t = &apart.tensors[i];
+        if (t->field->role < MN_ROLE_OUT || !t->data) continue;
+        CHECK(memcmp(t->data, in_place.tensors[i].data, bytes_of(&apart, t->count)) == 0,
+              "%s: %s differs when the state stays in place, %s", target->name, t->field->name,
+              op_case_text(c));
+    }
+    mn_sample_free(&apart);
+    mn_sample_free(&in_place);
+}
+
+/* ---- the walk --------------------------------------------------------------------------------- */
+
+static const struct {
+    int64_t K, V;
+} widths[] = { { 4, 3 }, { 17, 33 }, { 64, 48 }, { 1, 1 }, { 32, 16 } };
+
+/* Members of length 0 and 1, around chunk borders, and longer than several chunks. */
+static const int64_t packing[] = { 0, 5, 5, 6, 23, 87, 87, 152, 153, 290 };
+
+static void check_form(const op_target *target, op_case c, int f) {
+    const size_t w = (size_t)f % MN_COUNTOF(widths);
+    c.dtype = target->dtype;
+    c.K = widths[w].K, c.V = widths[w].V;
+    c.seed = (uint64_t)f + 1;
+    op_case packed = c;
+    packed.B = 1, packed.T = packing[MN_COUNTOF(packing) - 1], packed.block = packed.T;
+    packed.cu_seqlens = packing, packed.n_seqs = MN_COUNTOF(packing) - 1;
+    if (op_has_time(c.op) && !packed_is_separate(target, &packed)) return;
+    if (op_has_time(c.op)) threads_do_not_show(target, &packed);
+    c.B = 3, c.T = 70 + f % 3;
+    threads_do_not_show(target, &c);
+    if (!op_has_time(c.op)) return;
+    views_do_not_show(target, &c);
+    future_does_not_show(target, &c, 64);
+    future_does_not_show(target, &c, 37);
+    c.T = 1;
+    if (op_has_state(c.op)) state_may_stay_in_place(target, &c);
+}
+
+static void bits_are_equal(mn_op_id op) {
+    op_case forms[OP_MAX_FORMS];
+    op_target targets[MN_TARGET_COUNT + 1];
+    const int n_forms = op_forms(op, forms), n_targets = op_targets(targets);
+    for (int i = 0; i < n_targets; i++) {
+        for (int f = 0; f < n_forms; f++) check_form(&targets[i], forms[f], f);
+    }
+}
+
+int main(int argc, char **argv) {
+    return op_walk("bits are equal", bits_are_equal, argc, argv);
+}
