@@ -81,8 +81,8 @@ MN_API const char *mn_context_target(const mn_context *context);
  * [cu_seqlens[n], cu_seqlens[n+1]). Initial and final states then have N = n_seqs rows, else N = B.
  * A packed run gives the same bits as separate runs.
  *
- * Decoding: a call with T = 1 whose final states lie where the initial ones do (same pointers) reads
- * and writes each state once. It agrees with longer calls up to rounding. */
+ * Decoding: a call with T = 1 whose final states are the same memory as its initial states updates them
+ * in place, reading and writing them once. */
 
 typedef struct mn_in {
     const void *data;

@@ -1,7 +1,7 @@
 /* belief_covariance.c - a Gaussian whose memory rows have a dense covariance P, one per noise
  * group:
  *
- *   u = P' k;  s = r2 + k'u;  P = P' - u u' / s;  M_:j = M'_:j + (u / s) (v_j - k'M'_:j)
+ *   u = P~ k;  s = r2 + k'u;  P = P~ - u u' / s;  M_:j = M~_:j + (u / s) (v_j - k'M~_:j)
  *
  * Value column j belongs to group floor(j G / V). R rows: K, or 2K when the memory rotates; then
  * k and q touch the even ones. Parts: M (R,V), P (G,R,R). Fresh: M = 0, P = p0 I. */
@@ -73,7 +73,7 @@ static void variance(double *out, const mn_head *head) {
 
 const mn_belief mn_belief_covariance = {
     .name = "dense covariance",
-    .equation = "u = P'k, s = r2 + k'u, P = P' - u u'/s, M = M' + u (v - M'^T k)'/s",
+    .equation = "u = P~ k, s = r2 + k'u, P = P~ - u u'/s, M = M~ + u (v - M~'k)'/s",
     .matrix = true,
     .start = start,
     .observe = observe,

@@ -1,4 +1,4 @@
-/* belief_sum.c - a sum of outer products: S = S' + k v'. A selective scan weighs value column j
+/* belief_sum.c - a sum of outer products: S = S~ + k v'. A selective scan weighs value column j
  * with its step size. */
 #include "mixers/axes.h"
 
@@ -16,7 +16,7 @@ static double mean(const mn_head *head, int64_t i, int64_t j) {
 
 const mn_belief mn_belief_sum = {
     .name = "sum",
-    .equation = "S = S' + k v'",
+    .equation = "S = S~ + k v'",
     .matrix = true,
     .observe = observe,
     .mean = mean,

@@ -7,6 +7,6 @@ static void predict(mn_head *head) {
 
 const mn_transition mn_transition_none = {
     .name = "none",
-    .equation = "S' = S",
+    .equation = "S~ = S",
     .predict = predict,
 };

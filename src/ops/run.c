@@ -44,33 +44,34 @@ const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pa
     return &table->kernel[kernel_of[op] - 1][pass];
 }
 
-/* Some final state is written over the initial one. */
+static const void *data_at(const void *args, const mn_field *field) {
+    return ((const mn_in *)((const char *)args + field->offset))->data;
+}
+
+/* Whether a final state is written over the initial one. */
 static bool in_place(mn_op_id op, const void *args) {
     int count;
     const mn_field *fields = mn_op_fields(op, &count);
-    const char *base = args;
     for (int i = 0; i < count; i++) {
-        const void *first = ((const mn_in *)(base + fields[i].offset))->data;
-        if (fields[i].role != MN_ROLE_OPT || fields[i].axes[0] != 'N' || !first) continue;
-        for (int j = i + 1; j < count; j++) {
-            const bool result = fields[j].role >= MN_ROLE_OUT;
-            if (result && ((const mn_in *)(base + fields[j].offset))->data == first) return true;
+        const void *from = data_at(args, &fields[i]);
+        if (fields[i].role != MN_ROLE_OPT || fields[i].axes[0] != 'N' || !from) continue;
+        for (int j = 0; j < count; j++) {
+            if (fields[j].role >= MN_ROLE_OUT && data_at(args, &fields[j]) == from) return true;
         }
     }
     return false;
 }
 
-/* The decode step serves one token of unpacked input when it goes on from earlier ones: its state
- * stays in place, or it looks back at keys. A sequence of length one that stands for itself takes
- * the forward kernel, which gives it the bits it has as a member of a pack. */
+/* One token takes the decode step where there is one: when the state is kept in place, or when a cache
+ * holds more keys than queries. Other calls with T = 1 take the way of longer ones, so that a packed
+ * sequence of one token has the bits of a separate one. */
 static const mn_kernel *choose_kernel(const mn_context *context, mn_op_id op, mn_pass pass,
                                       const void *args) {
     const mn_call *call = args;
     const mn_kernel *step = mn_op_kernel(context, op, MN_STEP, call->dtype);
-    const bool one = pass == MN_FORWARD && call->T == 1 && !call->cu_seqlens;
-    const bool keyed = op == MN_OP_attention || op == MN_OP_relu_attention || op == MN_OP_hyper;
-    const bool goes_on = keyed ? call->L > 1 : in_place(op, args);
-    return one && step->run && goes_on ? step : mn_op_kernel(context, op, pass, call->dtype);
+    const bool one = pass == MN_FORWARD && call->T == 1 && !call->cu_seqlens && step->run;
+    const bool decodes = one && (call->L > 1 || in_place(op, args));
+    return decodes ? step : mn_op_kernel(context, op, pass, call->dtype);
 }
 
 static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {

@@ -9,8 +9,10 @@
 #include "base/dtype.h"
 #include "base/rng.h"
 #include "base/status.h"
+#include "base/util.h"
 
 enum { GUARD_BYTES = 64, GUARD = 0x5A, UNSET = 0xFF };    // 0xFF.. is a NaN in every type
+enum { REPEAT_AFTER = 40000 };                            // numbers of one tensor
 
 static size_t element_bytes(const mn_sample *sample) {
     return mn_dtype_bytes(((const mn_call *)sample->args)->dtype);
@@ -64,8 +66,9 @@ static mn_status allocate_one(mn_sample *sample, mn_sample_tensor *tensor) {
         }
     }
     tensor->data = guarded(sample, tensor->count);
-    if (tensor->field->partner != MN_NO_OFFSET) tensor->partner = guarded(sample, tensor->count);
-    if (!tensor->data || (tensor->field->partner != MN_NO_OFFSET && !tensor->partner)) {
+    const bool paired = tensor->field->partner != MN_NO_OFFSET && !sample->forward_only;
+    if (paired) tensor->partner = guarded(sample, tensor->count);
+    if (!tensor->data || (paired && !tensor->partner)) {
         return mn_fail(MN_ERR_MEMORY, "no memory for %s", tensor->field->name);
     }
     ((mn_out *)(sample->args + tensor->field->offset))->data = tensor->data;
@@ -99,11 +102,14 @@ mn_status mn_sample_allocate(mn_sample *sample, uint64_t wanted) {
     return st;
 }
 
+static void free_guarded(void *data) {
+    if (data) free((unsigned char *)data - GUARD_BYTES);
+}
+
 void mn_sample_free(mn_sample *sample) {
     for (int i = 0; i < sample->n_tensors; i++) {
-        mn_sample_tensor *tensor = &sample->tensors[i];
-        if (tensor->data) free((unsigned char *)tensor->data - GUARD_BYTES);
-        if (tensor->partner) free((unsigned char *)tensor->partner - GUARD_BYTES);
+        free_guarded(sample->tensors[i].data);
+        free_guarded(sample->tensors[i].partner);
     }
     sample->n_tensors = 0;
 }
@@ -162,26 +168,59 @@ static void symmetrise(const mn_sample *sample, void *data, int64_t count, int64
     }
 }
 
-void mn_sample_draw(mn_sample *sample, uint64_t seed) {
+/* Fills `data` by its law; beyond the first `limit` numbers, rounded up to whole rows or blocks, it
+ * repeats them. */
+static void draw_tensor(const mn_sample *sample, int which, void *data, mn_law law, uint64_t seed,
+                        int64_t limit) {
+    const mn_sample_tensor *tensor = &sample->tensors[which];
     const mn_call *call = (const mn_call *)sample->args;
+    const size_t rank = strlen(tensor->axes);
     bool ok = true;
+    const int64_t width = rank ? mn_axis_size(call, tensor->axes[rank - 1], &ok) : 1;
+    const bool square = rank >= 2 && tensor->axes[rank - 1] == tensor->axes[rank - 2];
+    const int64_t block = mn_max(square ? width * width : width, 1);
+    const int64_t drawn = mn_min(tensor->count, mn_ceil_div(limit, block) * block);
+    for (int64_t at = 0; at < drawn; at++) {
+        const double z = mn_rng_normal(seed, (uint64_t)which, (uint64_t)at);
+        const double u = mn_rng_uniform(seed, (uint64_t)which + MN_MAX_FIELDS, (uint64_t)at);
+        mn_sample_set(sample, data, at, draw_one(law, z, u, call->V));
+    }
+    if (law == MN_LAW_UNIT) normalise_rows(sample, data, drawn, width);
+    if (square) symmetrise(sample, data, drawn, width, law == MN_LAW_COVARIANCE);
+    const size_t bytes = element_bytes(sample);
+    for (int64_t at = drawn; at < tensor->count; at += drawn) {
+        const size_t part = (size_t)mn_min(drawn, tensor->count - at) * bytes;
+        memcpy((unsigned char *)data + (size_t)at * bytes, data, part);
+    }
+}
+
+static void draw_all(mn_sample *sample, uint64_t seed, int64_t limit) {
     for (int i = 0; i < sample->n_tensors; i++) {
-        mn_sample_tensor *tensor = &sample->tensors[i];
+        const mn_sample_tensor *tensor = &sample->tensors[i];
         const bool input = tensor->field->role <= MN_ROLE_RAW;
         void *data = input ? tensor->data : tensor->partner;
-        if (!data) continue;
-        const mn_law law = input ? tensor->field->law : MN_LAW_NORMAL;
-        const size_t rank = strlen(tensor->axes);
-        const int64_t width = rank ? mn_axis_size(call, tensor->axes[rank - 1], &ok) : 1;
-        for (int64_t at = 0; at < tensor->count; at++) {
-            const double z = mn_rng_normal(seed, (uint64_t)i, (uint64_t)at);
-            const double u = mn_rng_uniform(seed, (uint64_t)i + MN_MAX_FIELDS, (uint64_t)at);
-            mn_sample_set(sample, data, at, draw_one(law, z, u, call->V));
-        }
-        const bool square = rank >= 2 && tensor->axes[rank - 1] == tensor->axes[rank - 2];
-        if (law == MN_LAW_UNIT) normalise_rows(sample, data, tensor->count, width);
-        if (square) symmetrise(sample, data, tensor->count, width, law == MN_LAW_COVARIANCE);
+        if (data) draw_tensor(sample, i, data, input ? tensor->field->law : MN_LAW_NORMAL, seed, limit);
     }
+}
+
+void mn_sample_draw(mn_sample *sample, uint64_t seed) {
+    int64_t largest = 1;
+    for (int i = 0; i < sample->n_tensors; i++) largest = mn_max(largest, sample->tensors[i].count);
+    draw_all(sample, seed, largest);
+}
+
+void mn_sample_draw_repeated(mn_sample *sample, uint64_t seed) {
+    draw_all(sample, seed, REPEAT_AFTER);
+}
+
+bool mn_sample_in_place(mn_sample *sample, const char *input, const char *result) {
+    mn_sample_tensor *from = mn_sample_find(sample, input), *to = mn_sample_find(sample, result);
+    if (!from || !to || !from->data || !to->data || from->count != to->count) return false;
+    free_guarded(to->data);
+    to->data = NULL;
+    to->count = 0;
+    ((mn_out *)(sample->args + to->field->offset))->data = from->data;
+    return true;
 }
 
 mn_sample_tensor *mn_sample_find(mn_sample *sample, const char *name) {

@@ -22,6 +22,7 @@ typedef struct mn_sample_tensor {
 
 typedef struct mn_sample {
     mn_op_id op;
+    bool forward_only;       // set before allocate: no gradients, no cotangents
     int n_tensors;
     mn_sample_tensor tensors[MN_MAX_FIELDS];
     _Alignas(64) unsigned char args[MN_MAX_ARGS_BYTES];
@@ -37,6 +38,14 @@ void mn_sample_free(mn_sample *sample);
 
 /* Fills inputs and cotangents by their laws, as a function of `seed` and nothing else. */
 void mn_sample_draw(mn_sample *sample, uint64_t seed);
+
+/* The same for large tensors in little time: the first few ten thousand numbers are drawn, the rest
+ * repeats them. For measuring, where nothing depends on the values being independent. */
+void mn_sample_draw_repeated(mn_sample *sample, uint64_t seed);
+
+/* Makes the result `result` use the memory of the input `input`, for decode steps in place. False
+ * when there are no two such tensors of one size. The result's tensor is then absent. */
+bool mn_sample_in_place(mn_sample *sample, const char *input, const char *result);
 
 /* The tensor called `name`; NULL if there is none. */
 mn_sample_tensor *mn_sample_find(mn_sample *sample, const char *name);

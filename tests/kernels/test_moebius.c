@@ -1,7 +1,8 @@
-/* test_moebius.c - Kalman Linear Attention and the selective scan beyond what the operator table's own
- * tests ask: long sequences, harsh inputs, segments side by side, decoding, and closed forms.
+/* test_moebius.c - Kalman Linear Attention and the selective scan beyond what the operator table's
+ * own tests ask: long sequences, harsh inputs, segments side by side, decoding, and closed forms.
  *
- * Where the judge is the float64 reference, tolerances are measured case by case (support/op_error.h). */
+ * Where the judge is the float64 reference, tolerances are measured case by case
+ * (support/op_error.h). */
 #include "support/op_error.h"
 
 #include <math.h>
@@ -208,8 +209,9 @@ static void precision_stays_positive(void **state) {
 
 /* Runs tokens [t0, t1) of `whole` from `state_of`'s final state (or whole's initial one) into part,
  * and puts its tokens into `joined`. */
-static void run_piece(mn_context *context, mn_sample *part, mn_sample *joined, const mn_sample *whole,
-                      const mn_sample *state_of, op_case c, int64_t t0, int64_t t1) {
+static void run_piece(mn_context *context, mn_sample *part, mn_sample *joined,
+                      const mn_sample *whole, const mn_sample *state_of, op_case c, int64_t t0,
+                      int64_t t1) {
     c.T = t1 - t0;
     op_open(part, &c);
     op_copy_shared(part, whole, OP_GIVEN);
@@ -233,7 +235,8 @@ static void pieces_match_whole(const op_target *target, op_case c, int64_t step,
     int now = 0;
     for (int64_t t = 0; t < c.T; t += step, now = !now) {
         if (t >= 2 * step) mn_sample_free(&part[now]);
-        run_piece(context, &part[now], &joined, &whole, t ? &part[!now] : NULL, c, t, mn_min(t + step, c.T));
+        run_piece(context, &part[now], &joined, &whole, t ? &part[!now] : NULL, c, t,
+                  mn_min(t + step, c.T));
     }
     op_copy_states(&joined, 0, &part[!now], 0, c.B, OP_COMPUTED);
     const double tolerance = c.dtype == MN_F64 ? 1e-13 : 4e-6;
@@ -254,7 +257,8 @@ static void pieces_match_whole(const op_target *target, op_case c, int64_t step,
     mn_sample_free(&joined);
 }
 
-/* Pieces below the length that is cut run token after token, so this holds the two forms together. */
+/* Pieces below the length that is cut run token after token, so this holds the two forms
+ * together. */
 static void segments_match_sequential(void **state) {
     (void)state;
     op_target targets[MN_TARGET_COUNT + 1];
@@ -266,8 +270,8 @@ static void segments_match_sequential(void **state) {
     check_done();
 }
 
-/* Which form a sequence takes is its own affair: in a pack, sequences on both sides of the length that
- * is cut give the bits they give alone. */
+/* Which form a sequence takes is its own affair: in a pack, sequences on both sides of the length
+ * that is cut give the bits they give alone. */
 static void packed_segments_are_separate(void **state) {
     (void)state;
     static const int64_t cu[] = { 0, 10, 2500, 2600, 4700 };
@@ -327,8 +331,8 @@ static void steps_match_scan(void **state) {
 /* ---- closed forms --------------------------------------------------------------------------- */
 
 /* Without process noise (its floor, 1e-12, is below what float32 sees here) den is a^2, and both
- * states are convolutions: lam_t = a^-2t lam0 + sum_i a^-2(t-i) prec_i k_i^2, and the same with a^-1
- * and prec v k for eta. */
+ * states are convolutions: lam_t = a^-2t lam0 + sum_i a^-2(t-i) prec_i k_i^2, and the same with
+ * a^-1 and prec v k for eta. */
 static void without_noise_it_is_a_convolution(void **state) {
     (void)state;
     op_target targets[MN_TARGET_COUNT + 1];
@@ -346,7 +350,8 @@ static void without_noise_it_is_a_convolution(void **state) {
         for (int64_t m = 0; m < c.V; m++) {
             const double a = AT("a", m), lam0 = AT("lam0", m), eta0 = AT("eta0", m);
             for (int64_t t = 0; t < c.T; t += 9) {
-                double lam = lam0 * pow(a, -2.0 * (double)(t + 1)), eta = eta0 * pow(a, -(double)(t + 1));
+                double lam = lam0 * pow(a, -2.0 * (double)(t + 1)),
+                       eta = eta0 * pow(a, -(double)(t + 1));
                 double size = fabs(eta);
                 for (int64_t j = 0; j <= t; j++) {
                     const double prec = AT("prec", j * c.V + m), k = AT("k", j);
@@ -358,7 +363,8 @@ static void without_noise_it_is_a_convolution(void **state) {
                 /* den is off by 1e-12 lam / a^2, with lam up to 1e11 here at the end of the line */
                 const double q = AT("q", t), off = 1e-12 * lam * (double)c.T;
                 const double tolerance = (c.dtype == MN_F64 ? 1e-12 : 1e-5) + off;
-                CHECK(fabs(AT("y", t * c.V + m) - q * eta / lam) <= tolerance * fabs(q) * size / lam,
+                CHECK(fabs(AT("y", t * c.V + m) - q * eta / lam) <=
+                          tolerance * fabs(q) * size / lam,
                       "%s: y[%d,%d]", targets[i].name, (int)t, (int)m);
                 CHECK(fabs(AT("yvar", t * c.V + m) - q * q / lam) <= tolerance * q * q / lam,
                       "%s: yvar[%d,%d]", targets[i].name, (int)t, (int)m);
@@ -386,7 +392,8 @@ static const map_target map_targets[] = {
 };
 
 /* The map of one token in lane `i` of entries `width` apart. */
-static void one_token(float *map, int width, int i, double a, double p, double prec, double k, double v) {
+static void one_token(float *map, int width, int i, double a, double p, double prec, double k,
+                      double v) {
     const double d = fmax(a * a, 1e-12), phi = prec * k * k, r = prec * v * k;
     const double entries[MOEBIUS_ENTRIES] = { 1 + phi * p, phi * d, p, d, r * p, r * d, a };
     for (int e = 0; e < MOEBIUS_ENTRIES; e++) map[e * width + i] = (float)entries[e];
@@ -405,7 +412,8 @@ static void composed_maps_stay_bounded(void **state) {
         for (int i = 0; i < w; i++) {
             const double k = i % 5 == 4 ? 0.0 : mn_rng_normal(1, 1, (uint64_t)i);
             const double prec = harsh_precision(mn_rng_uniform(1, 2, (uint64_t)i), i);
-            a[i] = i % 3 == 2 ? harsh_decay(0, i) : slow_decay(mn_rng_uniform(1, 3, (uint64_t)i), i);
+            a[i] =
+                i % 3 == 2 ? harsh_decay(0, i) : slow_decay(mn_rng_uniform(1, 3, (uint64_t)i), i);
             p[i] = fmax(harsh_noise(0, i), 1e-7);
             phi[i] = prec * k * k;
             one_token(map, w, i, a[i], p[i], prec, k, 0.5);
@@ -425,13 +433,14 @@ static void composed_maps_stay_bounded(void **state) {
             const double d = fmax(a[i] * a[i], 1e-12), half = (1 + phi[i] * p[i] - d) / 2;
             const double root = sqrt(half * half + p[i] * phi[i] * d);
             const double want = half >= 0 ? (half + root) / p[i] : phi[i] * d / (root - half);
-            const double got = ((double)map[i] + map[w + i]) / ((double)map[2 * w + i] + map[3 * w + i]);
+            const double got =
+                ((double)map[i] + map[w + i]) / ((double)map[2 * w + i] + map[3 * w + i]);
             /* lanes with a = 1, or close to it, and nothing observed have not arrived after 2^20 */
             if (phi[i] == 0.0 && d > 0.99) continue;
             /* an error of 2^-24 in each of 20 squarings doubles at the next: 2^-4 at the very worst
              * where the map is almost the identity, and far less where it contracts */
-            CHECK(fabs(got - want) <= 2e-3 * want, "%s: lane %d leads to %g, not %g", target->name, i,
-                  got, want);
+            CHECK(fabs(got - want) <= 2e-3 * want, "%s: lane %d leads to %g, not %g", target->name,
+                  i, got, want);
         }
     }
     check_done();

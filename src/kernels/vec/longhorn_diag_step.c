@@ -39,21 +39,33 @@ static void prepare(const columns *s, const float *v, const float *beta, float n
     }
 }
 
-/* One row: S <- c S + k u and o += q S. state0 may be NULL or `state`; state may be NULL. */
-MN_ALWAYS_INLINE void row(const columns *s, const float *state0, float *state, float q, float k,
-                          float others) {
-    const vf q_i = vf_set1(q), k_i = vf_set1(k), others_i = vf_set1(others);
-    for (int64_t j = 0; j < s->n; j += MN_VW) {
-        const int lanes = vf_lanes(s->n - j);
-        const bool whole = lanes == MN_VW;
-        vf S = vf_mul(k_i, vf_load(s->u + j));
-        if (state0) {
-            const vf c = vf_fma(others_i, vf_load(s->w + j), vf_load(s->rest + j));
-            S = vf_fma(c, whole ? vf_load(state0 + j) : vf_load_n(state0 + j, lanes), S);
+/* One row, one vector of columns: S <- c S + k u and o += q S. The constants are those of the row. */
+MN_ALWAYS_INLINE void cells(const columns *s, const float *state0, float *state, vf q, vf k, vf others,
+                            int64_t j, int lanes, bool masked) {
+    vf S = vf_mul(k, vf_load(s->u + j));
+    if (state0) {
+        const vf c = vf_fma(others, vf_load(s->w + j), vf_load(s->rest + j));
+        S = vf_fma(c, masked ? vf_load_n(state0 + j, lanes) : vf_load(state0 + j), S);
+    }
+    vf_store(s->o + j, vf_fma(q, S, vf_load(s->o + j)));
+    if (state && masked) vf_store_n(state + j, S, lanes);
+    else if (state) vf_store(state + j, S);
+}
+
+/* All rows; state0 may be NULL or `state`, state may be NULL. */
+MN_ALWAYS_INLINE void walk(const columns *to, const mn_longhorn_diag_args *p, const float *q,
+                           const float *k, double norm, const float *state0, float *state) {
+    const columns s = *to;
+    for (int64_t i = 0; i < p->call.K; i++) {
+        const vf q_i = vf_set1(q[i]), k_i = vf_set1(k[i]);
+        const vf others = vf_set1((float)(norm - (double)k[i] * k[i]));
+        const float *from = state0 ? state0 + i * p->call.V : NULL;
+        float *into = state ? state + i * p->call.V : NULL;
+        int64_t j = 0;
+        for (; j + MN_VW <= s.n; j += MN_VW) {
+            cells(&s, from, into, q_i, k_i, others, j, MN_VW, false);
         }
-        vf_store(s->o + j, vf_fma(q_i, S, vf_load(s->o + j)));
-        if (state && whole) vf_store(state + j, S);
-        else if (state) vf_store_n(state + j, S, lanes);
+        if (j < s.n) cells(&s, from, into, q_i, k_i, others, j, (int)(s.n - j), true);
     }
 }
 
@@ -72,11 +84,8 @@ void MN_T(mn_longhorn_diag_step_run)(const void *args, int phase, int64_t item, 
     const columns s = { memory, memory + padded, memory + 2 * padded, memory + 3 * padded, n };
     const double norm = mn_key_norm(k, call->K);
     prepare(&s, MN_ROW(float, p->v, b, 0, h) + j0, MN_ROW(float, p->beta, b, 0, h) + j0, (float)norm);
-    for (int64_t i = 0; i < call->K; i++) {
-        const int64_t at = i * call->V + j0;
-        row(&s, state0 ? state0 + at : NULL, state ? state + at : NULL, q[i], k[i],
-            (float)(norm - (double)k[i] * k[i]));
-    }
+    if (state0 && state) walk(&s, p, q, k, norm, state0 + j0, state + j0);    // the common call
+    else walk(&s, p, q, k, norm, state0 ? state0 + j0 : NULL, state ? state + j0 : NULL);
     const vf scale = vf_set1((float)p->scale);
     for (int64_t j = 0; o && j < n; j += MN_VW) {
         vf_store_n(o + j0 + j, vf_mul(scale, vf_load(s.o + j)), vf_lanes(n - j));

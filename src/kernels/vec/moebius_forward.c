@@ -2,9 +2,9 @@
  *
  * An item is a tile of channels of one sequence. Up to MOEBIUS_FEW channels, a sequence of at least
  * MOEBIUS_LONG tokens is cut into segments that run side by side: phase 0 finds what each segment
- * does to a state (moebius_map.h), phase 1 strings these maps together from the initial state, phase 2
- * runs every segment from its own start. Which form serves depends on V and on the sequence's own
- * length, never on the other sequences or the threads. */
+ * does to a state (moebius_map.h), phase 1 strings these maps together from the initial state,
+ * phase 2 runs every segment from its own start. Which form serves depends on V and on the
+ * sequence's own length, never on the other sequences or the threads. */
 #include "kernels/vec/moebius_map.h"
 #include "kernels/vec/moebius_tile.h"
 
@@ -12,15 +12,15 @@
 
 enum { MOEBIUS_FEW = 16, MOEBIUS_LONG = 2048, MOEBIUS_SEGMENT = 512, MOEBIUS_TILES = 16 };
 
-/* ---- one block of tokens ----------------------------------------------------------------------- */
+/* ---- one block of tokens --------------------------------------------------------------------- */
 
 /* Means and variances of a block of one tile, [BLOCK][MN_VW] each. */
 typedef struct sums {
     float *y, *yvar;
 } sums;
 
-/* Adds `slots` slots from s on to y, and to yvar if `var`. Everything but the pointers is known when
- * this is compiled; the state of the slots lives in registers. */
+/* Adds `slots` slots from s on to y, and to yvar if `var`. Everything but the pointers is known
+ * when this is compiled; the state of the slots lives in registers. */
 MN_ALWAYS_INLINE void run_slots(moebius_tile *tile, const sums *out, int64_t s, int slots, bool var,
                                 bool prior) {
     const int64_t K = tile->K, count = tile->rows->count, period = tile->period;
@@ -152,13 +152,14 @@ static void run_tokens(group *g, int64_t b, int64_t t0, int64_t t1) {
 static void store_state(moebius_tile *tile, int64_t n) {
     const mn_moebius_args *args = tile->args;
     const int64_t at = tile->v0 * tile->K;
-    float *lam = MN_ROW_OUT(float, args->lam, n, 0, 0), *eta = MN_ROW_OUT(float, args->eta, n, 0, 0);
+    float *lam = MN_ROW_OUT(float, args->lam, n, 0, 0);
+    float *eta = MN_ROW_OUT(float, args->eta, n, 0, 0);
     MN_T(mn_moebius_tile_moments)(tile->n, tile->e, tile);
     lanes_store_cells(lam ? lam + at : NULL, tile->n, tile->K, tile->lanes);
     lanes_store_cells(eta ? eta + at : NULL, tile->e, tile->K, tile->lanes);
 }
 
-/* ---- segments ---------------------------------------------------------------------------------- */
+/* ---- segments -------------------------------------------------------------------------------- */
 
 static int64_t segments_of(const mn_call *call, int64_t length) {
     const bool cut = call->V <= MOEBIUS_FEW && length >= MOEBIUS_LONG;
@@ -172,7 +173,8 @@ typedef struct part {
     float *map, *start;    // in shared memory, NULL where sequences are whole
 } part;
 
-/* Floats of shared memory per segment: the map, whether it can be trusted, and the starting state. */
+/* Floats of shared memory per segment: the map, whether it can be trusted, and the starting
+ * state. */
 static int64_t map_floats(const mn_call *call) {
     return (MOEBIUS_ENTRIES * call->K + 1) * MN_VW;
 }
@@ -185,7 +187,8 @@ static part part_at(const mn_call *call, int64_t n, int64_t tile, int64_t segmen
     const mn_sequence seq = mn_sequence_at(call, n);
     const int64_t n_tiles = mn_ceil_div(call->V, MN_VW);
     const int64_t most = segments_of(call, mn_longest_sequence(call));
-    part w = { .n = n, .segment = segment, .seq = seq, .n_segments = segments_of(call, seq.length) };
+    part w = { .n = n, .segment = segment, .seq = seq };
+    w.n_segments = segments_of(call, seq.length);
     w.t0 = w.n_segments > 1 ? segment * MOEBIUS_SEGMENT : 0;
     w.t1 = w.n_segments > 1 ? mn_min(seq.length, w.t0 + MOEBIUS_SEGMENT) : seq.length;
     if (most > 1) {
@@ -210,7 +213,8 @@ static void extend_map(float *map, const moebius_tile *tile, int64_t s) {
     for (int64_t t = 0; t < tile->rows->count;) {
         const int64_t end = mn_min(tile->rows->count, t + tile->period);
         for (; t < end; t++) {
-            const vf phi = vf_mul(vf_load(tile->prec + t * MN_VW), vf_set1(tile->rows->k2[t * K + s]));
+            const vf phi =
+                vf_mul(vf_load(tile->prec + t * MN_VW), vf_set1(tile->rows->k2[t * K + s]));
             const vf r = vf_mul(vf_load(tile->pv + t * MN_VW), vf_set1(tile->rows->k[t * K + s]));
             m[MOEBIUS_C] = vf_fma(p, m[MOEBIUS_A], vf_mul(a2, m[MOEBIUS_C]));
             m[MOEBIUS_D] = vf_fma(p, m[MOEBIUS_B], vf_mul(a2, m[MOEBIUS_D]));
@@ -220,7 +224,8 @@ static void extend_map(float *map, const moebius_tile *tile, int64_t s) {
             m[MOEBIUS_Y] = vf_fma(r, m[MOEBIUS_D], vf_mul(a, m[MOEBIUS_Y]));
             m[MOEBIUS_E] = vf_mul(a, m[MOEBIUS_E]);
         }
-        const vf top = vf_max(vf_max(m[MOEBIUS_A], m[MOEBIUS_B]), vf_max(m[MOEBIUS_C], m[MOEBIUS_D]));
+        const vf top =
+            vf_max(vf_max(m[MOEBIUS_A], m[MOEBIUS_B]), vf_max(m[MOEBIUS_C], m[MOEBIUS_D]));
         const vf scale = moebius_shrink(top);
         MN_UNROLL
         for (int i = 0; i < MOEBIUS_ENTRIES; i++) m[i] = vf_mul(m[i], scale);
@@ -340,7 +345,8 @@ static void string_segments(group *g, int64_t n, int64_t tile_index, float *shar
         const part w = part_at(call, n, tile_index, i, shared);
         copy_cells(w.start, tile->n, cells);         // n, d, e lie in a row
         if (i + 1 == n_segments) break;
-        if (w.map[MOEBIUS_ENTRIES * tile->K * MN_VW] != 1.0f || !MN_T(mn_moebius_tile_in_range)(tile)) {
+        if (w.map[MOEBIUS_ENTRIES * tile->K * MN_VW] != 1.0f ||
+            !MN_T(mn_moebius_tile_in_range)(tile)) {
             step_over(g, &w);
             keep_state(anchor, tile);
             fresh = true;
@@ -353,7 +359,7 @@ static void string_segments(group *g, int64_t n, int64_t tile_index, float *shar
     }
 }
 
-/* ---- the kernel -------------------------------------------------------------------------------- */
+/* ---- the kernel ------------------------------------------------------------------------------ */
 
 /* Tiles that go together: as many as memory streams like and the second cache holds, if that leaves
  * enough items; one where sequences may be cut. No bit depends on it. */
@@ -405,7 +411,8 @@ void MN_T(mn_moebius_forward_run)(const void *args, int phase, int64_t item, voi
     const mn_call *call = args;
     const int64_t n_groups = mn_ceil_div(mn_ceil_div(call->V, MN_VW), tiles_together(call));
     const int64_t most = segments_of(call, mn_longest_sequence(call));
-    const int64_t segment = phase == 1 ? 0 : item % most, of_group = phase == 1 ? item : item / most;
+    const int64_t segment = phase == 1 ? 0 : item % most;
+    const int64_t of_group = phase == 1 ? item : item / most;
     const int64_t n = of_group / n_groups, index = of_group % n_groups;
     const part w = part_at(call, n, index, segment, shared);
     const bool prepares = most > 1 && phase < 2;
@@ -424,5 +431,7 @@ void MN_T(mn_moebius_forward_run)(const void *args, int phase, int64_t item, voi
         else MN_T(mn_moebius_tile_start)(&g.tiles[j], n);
     }
     run_tokens(&g, w.seq.b, w.seq.t0 + w.t0, w.seq.t0 + w.t1);
-    for (int64_t j = 0; j < g.n_tiles && segment + 1 == w.n_segments; j++) store_state(&g.tiles[j], n);
+    for (int64_t j = 0; j < g.n_tiles && segment + 1 == w.n_segments; j++) {
+        store_state(&g.tiles[j], n);
+    }
 }

@@ -1,8 +1,8 @@
 /* moebius_step.c - one token of Kalman Linear Attention on a state of its own, in place if asked.
  *
- * The state lies (channel, slot), so here a vector holds slots of one channel; means and variances of
- * MN_VW channels are turned before they are summed, which makes the order of every sum that of the
- * forward kernel, and its bits the same. lam and eta are read and written once. */
+ * The state lies (channel, slot), so here a vector holds slots of one channel; means and variances
+ * of MN_VW channels are turned before they are summed, which makes the order of every sum that of
+ * the forward kernel, and its bits the same. lam and eta are read and written once. */
 #include "base/checked.h"
 #include "kernels/access.h"
 #include "kernels/kernel.h"

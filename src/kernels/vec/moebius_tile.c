@@ -42,7 +42,8 @@ float *MN_T(mn_moebius_tile_open)(moebius_tile *tile, const moebius_rows *rows, 
 
 void MN_T(mn_moebius_tile_start)(moebius_tile *tile, int64_t n) {
     const mn_moebius_args *args = tile->args;
-    const float *lam0 = MN_ROW(float, args->lam0, n, 0, 0), *eta0 = MN_ROW(float, args->eta0, n, 0, 0);
+    const float *lam0 = MN_ROW(float, args->lam0, n, 0, 0),
+                *eta0 = MN_ROW(float, args->eta0, n, 0, 0);
     const int64_t at = tile->v0 * tile->K;
     lanes_load_cells(tile->n, lam0 ? lam0 + at : NULL, tile->K, tile->lanes, 1.0f);
     lanes_load_cells(tile->e, eta0 ? eta0 + at : NULL, tile->K, tile->lanes, 0.0f);
@@ -70,8 +71,8 @@ bool MN_T(mn_moebius_tile_in_range)(const moebius_tile *tile) {
 }
 
 /* pv, and how long the tile may go without renormalising: what accumulates in between stays below
- * MOEBIUS_GROWTH, which leaves means up to 2^80. The largest prec, k^2 and a^2 + p of the block bound
- * those of every cell. */
+ * MOEBIUS_GROWTH, which leaves means up to 2^80. The largest prec, k^2 and a^2 + p of the block
+ * bound those of every cell. */
 static void prepare(moebius_tile *tile) {
     vf least = vf_zero(), most = vf_zero();
     for (int64_t t = 0; t < tile->rows->count * MN_VW; t += MN_VW) {
@@ -89,8 +90,8 @@ static void prepare(moebius_tile *tile) {
 }
 
 /* Tokens outside, tiles inside: neighbouring tiles share pages and memory streams. */
-void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *const *tiles, int64_t n_tiles, int64_t b,
-                           int64_t t, int64_t count, bool read) {
+void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *const *tiles, int64_t n_tiles,
+                           int64_t b, int64_t t, int64_t count, bool read) {
     const mn_moebius_args *args = tiles[0]->args;
     const int64_t K = rows->K;
     for (int64_t i = 0; i < count; i++) {
@@ -117,7 +118,8 @@ static void advance_slot_carefully(moebius_tile *tile, int64_t s) {
     for (int64_t t = 0; t < tile->rows->count; t++) {
         const vf prec = vf_load(tile->prec + t * MN_VW), pv = vf_load(tile->pv + t * MN_VW);
         const vf k = vf_set1(tile->rows->k[t * tile->K + s]);
-        moebius_careful(&n, &d, &e, a, a2, p, prec, pv, k, vf_set1(tile->rows->k2[t * tile->K + s]));
+        moebius_careful(&n, &d, &e, a, a2, p, prec, pv, k,
+                        vf_set1(tile->rows->k2[t * tile->K + s]));
     }
     vf_store(tile->n + at, n), vf_store(tile->d + at, d), vf_store(tile->e + at, e);
 }

@@ -9,14 +9,14 @@
  *
  *   d <- a^2 d + p n      n <- n + prec k^2 d      e <- a e + prec v k d      (new d on the right)
  *
- * so the only division left is the one by n in the read-out, off the chain from token to token. n and
- * d are sums of numbers >= 0: nothing cancels. The common factor is a power of two, taken out every
- * `period` tokens, and therefore changes no bit.
+ * so the only division left is the one by n in the read-out, off the chain from token to token. n
+ * and d are sums of numbers >= 0: nothing cancels. The common factor is a power of two, taken out
+ * every `period` tokens, and therefore changes no bit.
  *
  * All this needs prec >= 0, lam >= 0 and a bound on how much one token makes n, d, e grow. A cell
- * without them takes that token on lam and eta themselves, two divisions and all floors, as in ref/.
- * Which form a token takes is decided by its own numbers. Blocks are tested as a whole first; one
- * that may hold such cells (period 0) takes the careful path, which asks at every token. */
+ * without them takes that token on lam and eta themselves, two divisions and all floors, as in
+ * ref/. Which form a token takes is decided by its own numbers. Blocks are tested as a whole first;
+ * one that may hold such cells (period 0) takes the careful path, which asks at every token. */
 #ifndef MN_KERNELS_VEC_MOEBIUS_TILE_H
 #define MN_KERNELS_VEC_MOEBIUS_TILE_H
 
@@ -48,7 +48,7 @@ typedef struct moebius_tile {
     float *v, *prec, *pv;     // [BLOCK][MN_VW], pv = prec v
     float reach;              // largest a^2 + p
     bool checked;             // n is known to be in range
-    bool plain;               // since the start no block had period 0 and no lam fell below the floor
+    bool plain; // since the start no block had period 0 and no lam fell below the floor
     int period;               // tokens until the next common factor is taken out; 0: see above
 } moebius_tile;
 
@@ -79,8 +79,8 @@ void MN_T(mn_moebius_tile_moments)(float *lam, float *eta, const moebius_tile *t
 
 /* Takes `count` <= BLOCK tokens from t on of batch row b into the rows and into the tiles, which
  * should be neighbours; q only if `read`. */
-void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *const *tiles, int64_t n_tiles, int64_t b,
-                           int64_t t, int64_t count, bool read);
+void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *const *tiles, int64_t n_tiles,
+                           int64_t b, int64_t t, int64_t count, bool read);
 
 /* Advances the state over the block without reading. Watches for what ends `plain`. */
 void MN_T(mn_moebius_tile_advance)(moebius_tile *tile);
@@ -104,7 +104,8 @@ static inline vf moebius_growth(vf prec, vf k2, vf reach) {
 }
 
 /* One token for cells of any kind; a2 and p have their floors. */
-static inline void moebius_careful(vf *n, vf *d, vf *e, vf a, vf a2, vf p, vf prec, vf pv, vf k, vf k2) {
+static inline void moebius_careful(vf *n, vf *d, vf *e, vf a, vf a2, vf p, vf prec, vf pv, vf k,
+                                   vf k2) {
     const vf zero = vf_zero(), one = vf_set1(1.0f);
     const vf growth = moebius_growth(prec, k2, vf_add(a2, p));
     const vm good = vm_and(vm_and(vf_ge(*n, zero), vf_le(*n, vf_set1(MOEBIUS_TOP))),

@@ -1,8 +1,8 @@
 /* scan_step.c - one token of the selective scan on a state of its own, in place if asked.
  *
- * The state lies (channel, slot), so here a vector holds slots of one channel; states of MN_VW channels
- * are turned before they are summed, which makes the order of the sum that of the forward kernel, and
- * its bits the same. h is read and written once. */
+ * The state lies (channel, slot), so here a vector holds slots of one channel; states of MN_VW
+ * channels are turned before they are summed, which makes the order of the sum that of the forward
+ * kernel, and its bits the same. h is read and written once. */
 #include "kernels/vec/scan_tile.h"
 
 /* Channels of an item: about CELLS cells. */
@@ -44,12 +44,15 @@ static vf run_channels(vf y, const step *x, int64_t m, int lanes) {
         const int n = vf_lanes(x->K - s);
         for (int i = 0; i < lanes; i++) advance(states + i * MN_VW, x, m + i, i, s, n);
         MN_T(mn_transpose)(turned, MN_VW, states, MN_VW, lanes, n);
-        for (int i = 0; i < n; i++) y = vf_fma(vf_set1(x->C[s + i]), vf_load(turned + i * MN_VW), y);
+        for (int i = 0; i < n; i++) {
+            y = vf_fma(vf_set1(x->C[s + i]), vf_load(turned + i * MN_VW), y);
+        }
     }
     return y;
 }
 
-void MN_T(mn_scan_step_run)(const void *args, int phase, int64_t item, void *shared, void *scratch) {
+void MN_T(mn_scan_step_run)(const void *args, int phase, int64_t item, void *shared,
+                            void *scratch) {
     (void)phase, (void)shared, (void)scratch;
     const mn_scan_args *p = args;
     const int64_t V = p->call.V, width = channels_of_item(&p->call), blocks = mn_ceil_div(V, width);
@@ -57,8 +60,14 @@ void MN_T(mn_scan_step_run)(const void *args, int phase, int64_t item, void *sha
     const float *u_row = MN_ROW(float, p->u, b, 0, 0), *dt = MN_ROW(float, p->dt, b, 0, 0);
     const float *z_row = MN_ROW(float, p->z, b, 0, 0), *D = p->D.data, *bias = p->dt_bias.data;
     float *y_row = MN_ROW_OUT(float, p->y, b, 0, 0);
-    step x = { p->A.data, MN_ROW(float, p->Bm, b, 0, 0), MN_ROW(float, p->Cm, b, 0, 0),
-               MN_ROW(float, p->h0, b, 0, 0), MN_ROW_OUT(float, p->h, b, 0, 0), p->call.K, { 0 }, { 0 } };
+    step x = { p->A.data,
+               MN_ROW(float, p->Bm, b, 0, 0),
+               MN_ROW(float, p->Cm, b, 0, 0),
+               MN_ROW(float, p->h0, b, 0, 0),
+               MN_ROW_OUT(float, p->h, b, 0, 0),
+               p->call.K,
+               { 0 },
+               { 0 } };
     for (int64_t m = first; m < mn_min(V, first + width); m += MN_VW) {
         const int n = vf_lanes(V - m);
         const vf u = vf_load_n(u_row + m, n);

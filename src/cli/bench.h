@@ -1,0 +1,131 @@
+/* bench.h - measuring operators: cases, what they count, ceilings, results.
+ *
+ * A case is a row of bench.def. Its ceiling is something this machine cannot do faster, done in the
+ * same run between the repetitions of the operator; the share is the time of the ceiling for the
+ * same amount of work divided by the operator's time. */
+#ifndef MN_CLI_BENCH_H
+#define MN_CLI_BENCH_H
+
+#include <stdio.h>
+
+#include "ops/context.h"
+#include "ops/sample.h"
+
+typedef enum mn_bench_pass {
+    MN_BENCH_FORWARD,
+    MN_BENCH_TRAIN,    // forward and backward, timed as one
+    MN_BENCH_STEP,     // one token, states in place
+} mn_bench_pass;
+
+typedef enum mn_ceiling_id {
+#define CEILING(id, name, unit, about) MN_CEILING_##id,
+#include "cli/bench_ceilings.def"
+#undef CEILING
+    MN_CEILING_COUNT
+} mn_ceiling_id;
+
+typedef struct mn_ceiling_info {
+    const char *name, *unit, *about;
+} mn_ceiling_info;
+
+typedef struct mn_bench_case {
+    const char *name;
+    mn_op_id op;
+    mn_bench_pass pass;
+    mn_ceiling_id ceiling;
+    double asked;        // share the requirements name; 0: none
+    const char *with;    // optional inputs, and parameters as name=value
+    mn_call call;
+} mn_bench_case;
+
+/* FULL is what bench.def says, QUICK the same in a fraction of a second, CHECK small enough for the
+ * reference. */
+typedef enum mn_bench_scale { MN_BENCH_FULL, MN_BENCH_QUICK, MN_BENCH_CHECK } mn_bench_scale;
+
+/* ---- bench_case.c ---- */
+
+const mn_bench_case *mn_bench_cases(int *count);
+const mn_ceiling_info *mn_ceiling_describe(mn_ceiling_id id);
+const char *mn_bench_pass_name(mn_bench_pass pass);
+
+/* A sample of the case, allocated and not drawn, states of a STEP in place. Free it, also after
+ * failure, with mn_sample_free. */
+mn_status mn_bench_open(mn_sample *sample, const mn_bench_case *which, mn_bench_scale scale,
+                        mn_dtype dtype);
+
+/* Floating-point operations in the recurrent form (a backward pass counts as two forward), and bytes
+ * that the case has to move. */
+double mn_bench_work(const mn_bench_case *which, const mn_sample *sample);
+double mn_bench_bytes(const mn_bench_case *which, const mn_sample *sample);
+
+/* Cells of a state times tokens: what the DIVIDE ceiling counts. */
+double mn_bench_cells(const mn_sample *sample);
+
+/* ---- bench_check.c ---- */
+
+/* Runs a small form of the case on `context` and in double on the reference and compares. */
+mn_status mn_bench_check(const mn_bench_case *which, mn_context *context, mn_context *reference);
+
+/* ---- bench_ceiling.c ---- */
+
+typedef struct mn_ceiling {
+    mn_ceiling_id id;
+    mn_context *context;          // borrowed
+    double flop, bytes, cells;    // of the case
+    float *a, *b, *c;
+    int64_t count;              // floats in a
+    int divisions, products;    // per cell, DIVIDE
+} mn_ceiling;
+
+/* Memory and sizes for the ceiling of a case; THREADS needs none of it. */
+mn_status mn_ceiling_open(mn_ceiling *ceiling, const mn_bench_case *which, const mn_sample *sample,
+                          mn_context *context);
+void mn_ceiling_close(mn_ceiling *ceiling);
+
+/* Runs it once: the seconds it needs for the amount of work of the case. */
+double mn_ceiling_seconds(mn_ceiling *ceiling);
+
+/* ---- bench_measure.c ---- */
+
+typedef struct mn_bench_options {
+    int n_runs;       // 0: 7, fewer where the case is slow
+    int n_threads;    // 0: one per core
+    const char *target;
+    mn_bench_scale scale;    // FULL or QUICK
+} mn_bench_options;
+
+typedef struct mn_bench_result {
+    const mn_bench_case *which;
+    mn_call call;    // sizes as run
+    int n_runs;
+    double flop, bytes, amount;    // amount: in the ceiling's unit
+    double min_s, median_s;        // operator
+    double ceiling_min_s, ceiling_median_s;
+    double share;    // ceiling's median time over the operator's
+} mn_bench_result;
+
+/* The contexts of one run of the program. */
+typedef struct mn_bench {
+    mn_bench_options options;
+    mn_context *context, *single, *reference;
+} mn_bench;
+
+mn_status mn_bench_create(mn_bench *bench, const mn_bench_options *options);
+void mn_bench_destroy(mn_bench *bench);
+
+/* Checks the case, then repeats ceiling, operator, ceiling, operator ... after a warm-up. */
+mn_status mn_bench_measure(mn_bench_result *result, const mn_bench *bench,
+                           const mn_bench_case *which);
+
+/* ---- bench_report.c ---- */
+
+void mn_bench_print_header(FILE *out, const mn_bench *bench);
+void mn_bench_print(FILE *out, const mn_bench *bench, const mn_bench_result *result);
+void mn_bench_print_footer(FILE *out, const mn_bench *bench, const mn_bench_result *results,
+                           int count);
+
+/* All of it as one JSON document on `out`. */
+mn_status mn_bench_json(FILE *out, const mn_bench *bench, const mn_bench_result *results,
+                        int count);
+
+#endif
