@@ -79,7 +79,10 @@ MN_API const char *mn_context_target(const mn_context *context);
  *
  * Packed sequences: B = 1, cu_seqlens holds n_seqs + 1 offsets into T, sequence n is the tokens
  * [cu_seqlens[n], cu_seqlens[n+1]). Initial and final states then have N = n_seqs rows, else N = B.
- * A packed run gives the same bits as separate runs. */
+ * A packed run gives the same bits as separate runs.
+ *
+ * Decoding: a call with T = 1 whose final states are the same memory as its initial states updates them
+ * in place, reading and writing them once. */
 
 typedef struct mn_in {
     const void *data;

@@ -1,4 +1,5 @@
-/* info.c - mneme info: version and build, targets, kernels as chosen here, and the table of layers. */
+/* info.c - mneme info: version and build, targets, kernels as chosen here, and the table of
+ * layers. */
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -19,7 +20,8 @@ static const bool composed[MN_OP_COUNT] = {
 static void print_help(void) {
     puts("usage: mneme info [options]\n\n"
          "What this program is and what it runs here: version and build, the targets present, the\n"
-         "kernel that serves each operator and pass, and the sequence layers with their three axes.\n\n"
+         "kernel that serves each operator and pass, and the sequence layers with their three "
+         "axes.\n\n"
          "  --target NAME   ref, avx2, avx512 (default: MN_TARGET, else the best of this machine)\n"
          "  --json          the same as JSON");
 }
@@ -66,7 +68,9 @@ static void print_build(const mn_context *context) {
     for (int id = 0; id < MN_TARGET_COUNT; id++) {
         const char *name = mn_target_name((mn_target_id)id);
         const bool chosen = strcmp(name, mn_context_target(context)) == 0;
-        const char *how = chosen ? "chosen" : mn_target_available((mn_target_id)id) ? "present" : "absent";
+        const char *how = chosen                                  ? "chosen"
+                          : mn_target_available((mn_target_id)id) ? "present"
+                                                                  : "absent";
         printf("  %-10s %-8s %s\n", name, how, mn_target_about((mn_target_id)id));
     }
 }
@@ -98,13 +102,15 @@ static void print_mixers(void) {
         const mn_mixer_info *info = mn_mixer_row(i);
         char formula[MN_MIXER_FORMULA];
         mn_mixer_state_formula(formula, info);
-        printf(row, info->name, mn_mixer_transition_name(info),
-               mn_mixer_belief_name(info), mn_mixer_read_name(info), mn_op_describe(info->op)->name,
-               formula);
+        printf(row, info->name, mn_mixer_transition_name(info), mn_mixer_belief_name(info),
+               mn_mixer_read_name(info), mn_op_describe(info->op)->name, formula);
     }
-    puts("\n  \"+ccq\" after a layer that keeps a matrix (all but the caches) contracts the query along\n"
-         "  the curvature of the keys first: gla+ccq, gdn+ccq, bayes+ccq. It adds H K K + H K + 1 to the\n"
-         "  state. L is the number of tokens so far; G noise groups, J key-value heads, Q branches.");
+    puts("\n  \"+ccq\" after a layer that keeps a matrix (all but the caches) contracts the query "
+         "along\n"
+         "  the curvature of the keys first: gla+ccq, gdn+ccq, bayes+ccq. It adds H K K + H K + 1 "
+         "to the\n"
+         "  state. L is the number of tokens so far; G noise groups, J key-value heads, Q "
+         "branches.");
 }
 
 /* ---- JSON ------------------------------------------------------------------------------------ */
@@ -129,7 +135,8 @@ static json_t *kernels_json(const mn_context *context) {
                                 kind_of(context, (mn_op_id)op), "about", info->about);
         for (int pass = 0; pass < MN_PASS_COUNT; pass++) {
             const char *target = serves(context, (mn_op_id)op, (mn_pass)pass);
-            json_object_set_new(row, mn_pass_name((mn_pass)pass), target ? json_string(target) : json_null());
+            json_object_set_new(row, mn_pass_name((mn_pass)pass),
+                                target ? json_string(target) : json_null());
         }
         json_array_append_new(list, row);
     }
@@ -146,23 +153,26 @@ static json_t *mixers_json(void) {
         const mn_mixer_info *info = mn_mixer_row(i);
         char formula[MN_MIXER_FORMULA];
         mn_mixer_state_formula(formula, info);
-        json_array_append_new(list, json_pack(
-            "{s:s, s:o, s:o, s:o, s:s, s:b, s:b, s:b, s:s}", "name", info->name, "transition",
-            axis_json(mn_mixer_transition_name(info), mn_mixer_transition_equation(info)), "belief",
-            axis_json(mn_mixer_belief_name(info), mn_mixer_belief_equation(info)), "read",
-            axis_json(mn_mixer_read_name(info), mn_mixer_read_equation(info)), "op",
-            mn_op_describe(info->op)->name, "variance", (int)mn_mixer_has_variance(info), "cache",
-            (int)mn_mixer_has_cache(info), "ccq", (int)mn_mixer_has_matrix(info), "state", formula));
+        json_array_append_new(
+            list,
+            json_pack(
+                "{s:s, s:o, s:o, s:o, s:s, s:b, s:b, s:b, s:s}", "name", info->name, "transition",
+                axis_json(mn_mixer_transition_name(info), mn_mixer_transition_equation(info)),
+                "belief", axis_json(mn_mixer_belief_name(info), mn_mixer_belief_equation(info)),
+                "read", axis_json(mn_mixer_read_name(info), mn_mixer_read_equation(info)), "op",
+                mn_op_describe(info->op)->name, "variance", (int)mn_mixer_has_variance(info),
+                "cache", (int)mn_mixer_has_cache(info), "ccq", (int)mn_mixer_has_matrix(info),
+                "state", formula));
     }
     return list;
 }
 
 static mn_status print_json(const mn_context *context) {
-    json_t *root = json_pack("{s:s, s:{s:s, s:s}, s:i, s:s, s:o, s:o, s:o}", "version", mn_version(),
-                             "build", "compiler", compiler(), "processor", processor(), "threads",
-                             mn_context_threads(context), "target", mn_context_target(context), "targets",
-                             targets_json(context), "kernels", kernels_json(context), "mixers",
-                             mixers_json());
+    json_t *root =
+        json_pack("{s:s, s:{s:s, s:s}, s:i, s:s, s:o, s:o, s:o}", "version", mn_version(), "build",
+                  "compiler", compiler(), "processor", processor(), "threads",
+                  mn_context_threads(context), "target", mn_context_target(context), "targets",
+                  targets_json(context), "kernels", kernels_json(context), "mixers", mixers_json());
     char *text = NULL;
     if (!root) return mn_fail(MN_ERR_MEMORY, "no memory for the answer");
     const mn_status st = mn_json_text(&text, root, MN_JSON_PRETTY);

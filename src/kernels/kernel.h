@@ -43,8 +43,9 @@ typedef enum mn_kernel_id {
     MN_KERNEL_COUNT
 } mn_kernel_id;
 
-/* One table per storage type and target. MN_STEP is forward with T = 1 over unpacked input, state0
- * and state possibly the same memory; its run is NULL where forward serves. */
+/* One table per storage type and target. MN_STEP is forward with T = 1 over unpacked input, the final
+ * state written over the initial one (or, for caches, with more keys than queries); its run is NULL where
+ * forward serves. */
 typedef struct mn_kernel_table {
     mn_kernel kernel[MN_KERNEL_COUNT][MN_PASS_COUNT];
 } mn_kernel_table;

@@ -1,11 +1,12 @@
-/* axes.h - the three choices that make a sequence layer, as small tables of functions over one head.
+/* axes.h - the three choices that make a layer, as small tables of functions over one head.
  *
  *   predict (transition): the memory drifts before the token arrives
  *   observe (belief):     the token's evidence enters
  *   run     (read):       a query becomes an output
  *
- * Each value is a file that defines one object; transitions.def, beliefs.def and reads.def list
- * them. Nothing here allocates or fails: mixer.c checks the token and owns the memory. */
+ * In equations x~ is what the transition left of x, and a prime is a transpose. Each value is one
+ * object in a file; transitions.def, beliefs.def and reads.def list them. Nothing here allocates or
+ * fails: mixer.c checks the token and owns the memory. */
 #ifndef MN_MIXERS_AXES_H
 #define MN_MIXERS_AXES_H
 

@@ -2,5 +2,6 @@
 #include "mixers/axes.h"
 
 const mn_belief mn_belief_cache = {
-    .name = "cache", .equation = "all (k, v) so far",
+    .name = "cache",
+    .equation = "all (k, v) so far",
 };

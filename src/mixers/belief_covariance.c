@@ -1,9 +1,10 @@
-/* belief_covariance.c - a Gaussian whose memory rows have a dense covariance P, one per noise group:
+/* belief_covariance.c - a Gaussian whose memory rows have a dense covariance P, one per noise
+ * group:
  *
- *   u = P' k;  s = r2 + k'u;  P = P' - u u' / s;  M_:j = M'_:j + (u / s) (v_j - k'M'_:j)
+ *   u = P~ k;  s = r2 + k'u;  P = P~ - u u' / s;  M_:j = M~_:j + (u / s) (v_j - k'M~_:j)
  *
- * Value column j belongs to group floor(j G / V). R rows: K, or 2K when the memory rotates; then k
- * and q touch the even ones. Parts: M (R,V), P (G,R,R). Fresh: M = 0, P = p0 I. */
+ * Value column j belongs to group floor(j G / V). R rows: K, or 2K when the memory rotates; then
+ * k and q touch the even ones. Parts: M (R,V), P (G,R,R). Fresh: M = 0, P = p0 I. */
 #include "mixers/axes.h"
 
 static int64_t row_of(const mn_head *head, int64_t i) {
@@ -32,7 +33,9 @@ static double times_covariance(double *y, const double *P, const double *x, cons
 static void correct_column(mn_head *head, const double *u, double s, int64_t j) {
     const int64_t V = head->size->V;
     double *M = head->part[0], missing = head->in.v[j];
-    for (int64_t i = 0; i < head->size->K; i++) missing -= head->in.k[i] * M[row_of(head, i) * V + j];
+    for (int64_t i = 0; i < head->size->K; i++) {
+        missing -= head->in.k[i] * M[row_of(head, i) * V + j];
+    }
     for (int64_t r = 0; r < head->size->R; r++) M[r * V + j] += u[r] / s * missing;
 }
 
@@ -69,6 +72,11 @@ static void variance(double *out, const mn_head *head) {
 }
 
 const mn_belief mn_belief_covariance = {
-    .name = "dense covariance", .equation = "u = P'k, P = P' - u u'/(r2 + k'u), M = M' + u (v - M'k)'/(r2 + k'u)",
-    .matrix = true, .start = start, .observe = observe, .mean = mean, .variance = variance,
+    .name = "dense covariance",
+    .equation = "u = P~ k, s = r2 + k'u, P = P~ - u u'/s, M = M~ + u (v - M~'k)'/s",
+    .matrix = true,
+    .start = start,
+    .observe = observe,
+    .mean = mean,
+    .variance = variance,
 };

@@ -1,6 +1,6 @@
 /* belief_information.c - a Gaussian with one precision per channel and slot, in information form:
  *
- *   lam = lam' + prec k^2,   eta = eta' + prec v k;   mean eta / lam, variance 1 / lam
+ *   lam = lam~ + prec k^2,   eta = eta~ + prec v k;   mean eta / lam, variance 1 / lam
  *
  * With from_prior the next prediction is read instead: mean a eta / lam, variance a^2 / lam + p.
  * Parts: lam (V,K), eta (V,K). Fresh: lam = 1, eta = 0. Floors as in transition_ou.c. */
@@ -52,6 +52,10 @@ static void variance(double *out, const mn_head *head) {
 
 const mn_belief mn_belief_information = {
     .name = "diagonal precision, information",
-    .equation = "lam = lam' + prec k^2, eta = eta' + prec v k",
-    .matrix = true, .start = start, .observe = observe, .mean = mean, .variance = variance,
+    .equation = "lam = lam~ + prec k^2, eta = eta~ + prec v k",
+    .matrix = true,
+    .start = start,
+    .observe = observe,
+    .mean = mean,
+    .variance = variance,
 };

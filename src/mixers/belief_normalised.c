@@ -1,7 +1,7 @@
-/* belief_normalised.c - sums of values and of keys under an exponential input gate, both in units of
- * exp(m) so that no gate overflows:
+/* belief_normalised.c - sums of values and of keys under an exponential input gate, both in
+ * units of exp(m) so that no gate overflows:
  *
- *   m = max(m', ipre);  C = e^(m'-m) C' + e^(ipre-m) k v';  n = e^(m'-m) n' + e^(ipre-m) k
+ *   m = max(m~, ipre);  C = e^(m~-m) C~ + e^(ipre-m) k v';  n = e^(m~-m) n~ + e^(ipre-m) k
  *
  * Parts: C (K,V), n (K), m. Empty: m = -infinity. */
 #include "mixers/axes.h"
@@ -30,6 +30,10 @@ static double mean(const mn_head *head, int64_t i, int64_t j) {
 }
 
 const mn_belief mn_belief_normalised = {
-    .name = "sum with normaliser", .equation = "C = C' + e^ipre k v', n = n' + e^ipre k",
-    .matrix = true, .start = start, .observe = observe, .mean = mean,
+    .name = "sum with normaliser",
+    .equation = "C = C~ + e^ipre k v', n = n~ + e^ipre k",
+    .matrix = true,
+    .start = start,
+    .observe = observe,
+    .mean = mean,
 };

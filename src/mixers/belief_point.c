@@ -1,9 +1,9 @@
 /* belief_point.c - a point estimate corrected by the delta rule, which is a Gaussian belief whose
  * covariance is reset at every step:
  *
- *   S = S' + beta k (write v - S''(erase k))'
+ *   S = S~ + beta k (write v - S~'(erase k))'
  *
- * Absent gates are one. S'' stands for the transpose of S'. */
+ * Absent gates are one. */
 #include "mixers/axes.h"
 
 static double gate(const double *gates, int64_t i) {
@@ -29,6 +29,9 @@ static double mean(const mn_head *head, int64_t i, int64_t j) {
 }
 
 const mn_belief mn_belief_point = {
-    .name = "point, delta rule", .equation = "S = S' + beta k (v - S'^T k)'",
-    .matrix = true, .observe = observe, .mean = mean,
+    .name = "point, delta rule",
+    .equation = "S = S~ + beta k (v - S~'k)'",
+    .matrix = true,
+    .observe = observe,
+    .mean = mean,
 };

@@ -1,7 +1,7 @@
 /* belief_point_cell.c - the same gain per value column with the correction of each cell cut down to
  * what that cell itself predicts, so that cells do not mix:
  *
- *   n_j = 1 + beta_j |k|^2;   S_ij = (1 - beta_j k_i^2 / n_j) S'_ij + beta_j v_j k_i / n_j */
+ *   n_j = 1 + beta_j |k|^2;   S_ij = (1 - beta_j k_i^2 / n_j) S~_ij + beta_j v_j k_i / n_j */
 #include "mixers/axes.h"
 
 static void observe(mn_head *head) {
@@ -23,6 +23,8 @@ static double mean(const mn_head *head, int64_t i, int64_t j) {
 
 const mn_belief mn_belief_point_cell = {
     .name = "point, gain per cell",
-    .equation = "S_ij = S'_ij + eta_j k_i (v_j - k_i S'_ij)",
-    .matrix = true, .observe = observe, .mean = mean,
+    .equation = "S_ij = S~_ij + eta_j k_i (v_j - k_i S~_ij)",
+    .matrix = true,
+    .observe = observe,
+    .mean = mean,
 };

@@ -1,7 +1,7 @@
 /* belief_point_column.c - a point estimate with a gain of its own for each value column, the closed
  * form of an implicit gradient step:
  *
- *   eta_j = beta_j / (1 + beta_j |k|^2);   S_:j = S'_:j + eta_j k (v_j - k'S'_:j) */
+ *   eta_j = beta_j / (1 + beta_j |k|^2);   S_:j = S~_:j + eta_j k (v_j - k'S~_:j) */
 #include "mixers/axes.h"
 
 static void observe(mn_head *head) {
@@ -21,6 +21,9 @@ static double mean(const mn_head *head, int64_t i, int64_t j) {
 }
 
 const mn_belief mn_belief_point_column = {
-    .name = "point, gain per column", .equation = "S_:j = S'_:j + eta_j k (v_j - k'S'_:j)",
-    .matrix = true, .observe = observe, .mean = mean,
+    .name = "point, gain per column",
+    .equation = "S_:j = S~_:j + eta_j k (v_j - k'S~_:j)",
+    .matrix = true,
+    .observe = observe,
+    .mean = mean,
 };

@@ -1,6 +1,6 @@
 /* belief_precision.c - a Gaussian with one precision (importance) per memory cell:
  *
- *   I = I' + k^2 b',   mu = (I' mu' + k v') / I
+ *   I = I~ + k^2 b',   mu = (I~ mu~ + k v') / I
  *
  * v is the gated value. Where one gate beta serves both, b = beta and the value is beta v.
  * Parts: mu (K,V), I (K,V). Fresh: mu = 0, I = ip. */
@@ -43,6 +43,11 @@ static void variance(double *out, const mn_head *head) {
 }
 
 const mn_belief mn_belief_precision = {
-    .name = "diagonal precision per cell", .equation = "I = I' + k^2 b', mu = (I' mu' + k v') / I",
-    .matrix = true, .start = start, .observe = observe, .mean = mean, .variance = variance,
+    .name = "diagonal precision per cell",
+    .equation = "I = I~ + k^2 b', mu = (I~ mu~ + k v') / I",
+    .matrix = true,
+    .start = start,
+    .observe = observe,
+    .mean = mean,
+    .variance = variance,
 };

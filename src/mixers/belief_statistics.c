@@ -1,6 +1,6 @@
 /* belief_statistics.c - the sufficient statistics of a weighted regression of values on keys:
  *
- *   Hkk = Hkk' + beta k k',   Hkv = Hkv' + beta k v'
+ *   Hkk = Hkk~ + beta k k',   Hkv = Hkv~ + beta k v'
  *
  * Parts: Hkk (K,K), Hkv (K,V). Nothing is solved before a read. */
 #include "mixers/axes.h"
@@ -15,6 +15,8 @@ static void observe(mn_head *head) {
 }
 
 const mn_belief mn_belief_statistics = {
-    .name = "regression statistics", .equation = "Hkk = Hkk' + beta k k', Hkv = Hkv' + beta k v'",
-    .matrix = true, .observe = observe,
+    .name = "regression statistics",
+    .equation = "Hkk = Hkk~ + beta k k', Hkv = Hkv~ + beta k v'",
+    .matrix = true,
+    .observe = observe,
 };

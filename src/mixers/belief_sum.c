@@ -1,5 +1,5 @@
-/* belief_sum.c - a sum of outer products: S = S' + k v'. A selective scan weighs value column j with
- * its step size. */
+/* belief_sum.c - a sum of outer products: S = S~ + k v'. A selective scan weighs value column j
+ * with its step size. */
 #include "mixers/axes.h"
 
 static void observe(mn_head *head) {
@@ -15,5 +15,9 @@ static double mean(const mn_head *head, int64_t i, int64_t j) {
 }
 
 const mn_belief mn_belief_sum = {
-    .name = "sum", .equation = "S = S' + k v'", .matrix = true, .observe = observe, .mean = mean,
+    .name = "sum",
+    .equation = "S = S~ + k v'",
+    .matrix = true,
+    .observe = observe,
+    .mean = mean,
 };

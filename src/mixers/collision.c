@@ -13,7 +13,7 @@ typedef struct world {
     const mn_collision_setup *setup;
     mn_token token;
     double keys[M][D], values[M][M];
-    double w;                                     // gain of the covariance reset
+    double w; // gain of the covariance reset
     double zeros[D * M], ones[D * M], value[M];
     double per_head[1], per_key[D], per_value[M], per_cell[D * M];
     double prior[1], process[1], observation[1], memory[1], rate[1], gamma[1], closed[1];
@@ -102,12 +102,12 @@ static void past(world *x) {
 typedef enum control { KEEP, RESET, DIAGONAL } control;
 
 static const struct {
-    const char *name, *layer, *settings;
+    const char *name, *settings;
     control control;
     void (*family)(world *x);
 } rules[MN_COLLISION_RULES] = {
-#define RULE(id, name, layer, control, family, settings)                                           \
-    [MN_COLLISION_##id] = { name, layer, settings, control, family },
+#define RULE(id, name, control, family, settings)                                                  \
+    [MN_COLLISION_##id] = { name, settings, control, family },
 #include "mixers/collision.def"
 };
 
@@ -134,8 +134,15 @@ bool mn_collision_absent(int index, const char **row, const char **why) {
 }
 
 mn_collision_setup mn_collision_default(void) {
-    return (mn_collision_setup){ .n_seed = 2, .n_boost = 40, .n_flood = 60, .rho = 0.92, .p0 = 3.0,
-                                 .l2 = 0.05, .r2 = 0.05, .c = 0.05, .gamma = 0.5 };
+    return (mn_collision_setup) { .n_seed = 2,
+                                  .n_boost = 40,
+                                  .n_flood = 60,
+                                  .rho = 0.92,
+                                  .p0 = 3.0,
+                                  .l2 = 0.05,
+                                  .r2 = 0.05,
+                                  .c = 0.05,
+                                  .gamma = 0.5 };
 }
 
 int64_t mn_collision_length(const mn_collision_setup *s) {
@@ -176,30 +183,34 @@ static void choose_value(world *x, mn_collision_rule rule, int64_t identity) {
     x->token.k = x->token.q = x->keys[identity];
 }
 
-/* Before a step: the covariance as the control has it. With P = 0 the prediction is l2 I, and l2 is c. */
+/* Before a step: the covariance as the control has it. With P = 0 the prediction is l2 I, and l2
+ * is c. */
 static void apply_control(double *P, control how) {
     for (int64_t i = 0; P && how != KEEP && i < D * D; i++) {
         if (how == RESET || i / D != i % D) P[i] = 0.0;
     }
 }
 
-static double along(const double *x, const double *P, const double *y) {
+/* x'Py on the rows that keys touch: every one, or every second when the memory rotates */
+static double along(const double *x, const double *P, int64_t R, const double *y) {
+    const int64_t step = R / D;
     double sum = 0.0;
-    for (int i = 0; i < D; i++) {
-        for (int j = 0; j < D; j++) sum += x[i] * P[i * D + j] * y[j];
+    for (int64_t i = 0; i < D; i++) {
+        for (int64_t j = 0; j < D; j++) sum += x[i] * P[i * step * R + j * step] * y[j];
     }
     return sum;
 }
 
 /* The write that k is about to make, from the covariance P before its prediction. */
-static void measure_write(mn_collision_point *point, const world *x, const double *P) {
+static void measure_write(mn_collision_point *point, const world *x, const double *P, int64_t R) {
     const double *k = x->token.k;
-    double u[D], norm2 = 0.0, ku = 0.0;
-    for (int i = 0; i < D; i++) {
-        u[i] = x->process[0] * k[i];
-        for (int j = 0; j < D; j++) u[i] += P[i * D + j] * k[j];
-        norm2 += u[i] * u[i];
-        ku += k[i] * u[i];
+    double norm2 = 0.0, ku = 0.0;
+    for (int64_t i = 0; i < D; i++) {
+        double unit[D] = { 0 };
+        unit[i] = 1.0;
+        const double u = x->process[0] * k[i] + along(unit, P, R, k);
+        norm2 += u * u;
+        ku += k[i] * u;
     }
     const double beta = 1.0 / (x->setup->r2 + ku);
     point->gain = beta * ku;
@@ -211,9 +222,12 @@ static void measure_write(mn_collision_point *point, const world *x, const doubl
 static void fixed_write(mn_collision_point *point, const world *x, mn_collision_rule rule) {
     void (*const family)(world *) = rules[rule].family;
     const bool fixed = family == correct || family == add || family == scan || family == implicit;
-    *point = (mn_collision_point){ .gain = fixed ? x->w : NAN, .gain_norm = fixed ? x->w : NAN,
-                                   .cosine = fixed ? 1.0 : NAN, .var_a = NAN, .var_b = NAN,
-                                   .cov_ab = NAN };
+    *point = (mn_collision_point) { .gain = fixed ? x->w : NAN,
+                                    .gain_norm = fixed ? x->w : NAN,
+                                    .cosine = fixed ? 1.0 : NAN,
+                                    .var_a = NAN,
+                                    .var_b = NAN,
+                                    .cov_ab = NAN };
 }
 
 static mn_status ask(double answer[2], double *variance, mn_mixer *m, const world *x, int address) {
@@ -228,17 +242,18 @@ static mn_status ask(double answer[2], double *variance, mn_mixer *m, const worl
     return st;
 }
 
-static mn_status write_once(mn_collision_point *point, mn_mixer *m, world *x, mn_collision_rule rule) {
+static mn_status write_once(mn_collision_point *point, mn_mixer *m, world *x,
+                            mn_collision_rule rule) {
     int64_t count = 0;
     double *P = mn_mixer_part(m, "P", &count);
-    if (count != D * D) P = NULL;    // a rotating memory has 2D rows
+    const int64_t R = count > D * D ? 2 * D : D;
     fixed_write(point, x, rule);
     apply_control(P, rules[rule].control);
-    if (P) measure_write(point, x, P);
+    if (P) measure_write(point, x, P, R);
     mn_status st = mn_mixer_step(m, &x->token, NULL, NULL);
     if (st == MN_OK) st = ask(point->a, &point->var_a, m, x, A);
     if (st == MN_OK) st = ask(point->b, &point->var_b, m, x, B);
-    if (P) point->cov_ab = along(x->keys[A], P, x->keys[B]);
+    if (P) point->cov_ab = along(x->keys[A], P, R, x->keys[B]);
     point->p = 1.0 / (1.0 + exp(point->b[A] - point->b[B]));
     point->margin = 2.0 * point->p - 1.0;
     return st;
@@ -246,16 +261,20 @@ static mn_status write_once(mn_collision_point *point, mn_mixer *m, world *x, mn
 
 static mn_status check_setup(const mn_collision_setup *s) {
     if (!(fabs(s->rho) < 1.0)) {
-        return mn_fail(MN_ERR_ARGUMENT, "collision: the overlap is %g, it must be inside (-1, 1)", s->rho);
+        return mn_fail(MN_ERR_ARGUMENT, "collision: the overlap is %g, it must be inside (-1, 1)",
+                       s->rho);
     }
     if (!(s->p0 > 0.0 && s->l2 >= 0.0 && s->r2 > 0.0 && s->c > 0.0)) {
-        return mn_fail(MN_ERR_ARGUMENT, "collision: p0, r2 and c must be above 0 and l2 at least 0");
+        return mn_fail(MN_ERR_ARGUMENT,
+                       "collision: p0, r2 and c must be above 0 and l2 at least 0");
     }
     const int64_t most = 1 << 20;
-    if (s->n_seed < 0 || s->n_boost < 0 || s->n_flood < 0 || s->n_seed > most || s->n_boost > most ||
-        s->n_flood > most || mn_collision_length(s) < 1) {
-        return mn_fail(MN_ERR_ARGUMENT, "collision: writes are counted from 0 to %lld and at least one "
-                       "is needed", (long long)most);
+    if (s->n_seed < 0 || s->n_boost < 0 || s->n_flood < 0 || s->n_seed > most ||
+        s->n_boost > most || s->n_flood > most || mn_collision_length(s) < 1) {
+        return mn_fail(MN_ERR_ARGUMENT,
+                       "collision: writes are counted from 0 to %lld and at least one "
+                       "is needed",
+                       (long long)most);
     }
     return MN_OK;
 }
@@ -263,10 +282,11 @@ static mn_status check_setup(const mn_collision_setup *s) {
 mn_status mn_collision_run(mn_collision_point *points, mn_collision_rule rule,
                            const mn_collision_setup *s) {
     const mn_mixer_config config = { .size = { .H = 1, .K = D, .V = M } };
+    const char *layer = rules[rule].control == KEEP ? rules[rule].name : "bayes";
     world x;
     mn_mixer *m = NULL;
     mn_status st = check_setup(s);
-    if (st == MN_OK) st = mn_mixer_create(&m, rules[rule].layer, &config);
+    if (st == MN_OK) st = mn_mixer_create(&m, layer, &config);
     if (st == MN_OK) {
         build(&x, rule, s);
         choose_value(&x, rule, A);

@@ -1,9 +1,10 @@
-/* collision.h - the deterministic collision experiment of the Bayesian Layer paper (Appendix E): two
- * overlapping addresses A and B; B is boosted, A is flooded, and B is asked for.
+/* collision.h - the deterministic collision experiment of the Bayesian Layer paper (Appendix E):
+ * two overlapping addresses A and B; B is boosted, A is flooded, and B is asked for.
  *
- * Writes are (k, v) pairs over unit keys in D = 16 dimensions and one-hot values of m = 6 identities:
- * seed passes A B C D E F, then B alone, then A alone. A layer can take part when key, value and query
- * are all it learns at a token; collision.def says how the rest is set, and who cannot. */
+ * Writes are (k, v) pairs over unit keys in D = 16 dimensions and one-hot values of m = 6
+ * identities: seed passes A B C D E F, then B alone, then A alone. A layer can take part when
+ * key, value and query are all it learns at a token; collision.def says how the rest is set, and
+ * who cannot. */
 #ifndef MN_MIXERS_COLLISION_H
 #define MN_MIXERS_COLLISION_H
 
@@ -23,8 +24,8 @@ typedef struct mn_collision_setup {
 mn_collision_setup mn_collision_default(void);
 int64_t mn_collision_length(const mn_collision_setup *setup);
 
-/* After one write. a and b are what the memory answers to k_A and k_B, in the places of A and of B. NaN
- * where a layer has no such quantity. */
+/* After one write. a and b are what the memory answers to k_A and k_B, in the places of A and of
+ * B. NaN where a layer has no such quantity. */
 typedef struct mn_collision_point {
     double a[2], b[2];
     double p, margin;                  // softmax over b's two places: of B; p_B - p_A
@@ -33,7 +34,7 @@ typedef struct mn_collision_point {
 } mn_collision_point;
 
 typedef enum mn_collision_rule {
-#define RULE(id, name, layer, control, family, settings) MN_COLLISION_##id,
+#define RULE(id, name, control, family, settings) MN_COLLISION_##id,
 #include "mixers/collision.def"
     MN_COLLISION_RULES
 } mn_collision_rule;
@@ -53,8 +54,8 @@ int64_t mn_collision_crossing(const mn_collision_point *points, const mn_collisi
 
 /* ---- closed forms ---------------------------------------------------------------------------- */
 
-/* What Appendix E.1 to E.3 predicts, from the formulas there. Where they start from the state before
- * the flood, that state is the measured one, as in the paper. */
+/* What Appendix E.1 to E.3 predicts, from the formulas there. Where they start from the state
+ * before the flood, that state is the measured one, as in the paper. */
 typedef struct mn_collision_theory {
     double boost_p;                  // (1 + e^-1)^-1
     double gain_floor;               // (42)

@@ -1,6 +1,7 @@
 /* collision_theory.c - the closed forms of the collision experiment (Appendix E of the paper).
  *
- * With x the predicted variance along k_A and y = k_B'Pbar k_A, a flood of A moves them by (34), (35)
+ * With x the predicted variance along k_A and y = k_B'Pbar k_A, a flood of A moves them by (34),
+ * (35)
  *
  *   x <- r2 x / (r2 + x) + l2,   y - rho x <- r2 / (r2 + x) (y - rho x)
  *
@@ -53,8 +54,8 @@ static void linear_end(mn_collision_theory *out, const mn_collision_setup *s,
     out->linear_p = softmax_of_b(out->linear_b);
 }
 
-/* (40), (44) with the whole covariance before the flood in the plane of k_A and k_B: Pbar k_A has the
- * components x along k_A and z across it, in the direction of k_B's residual. */
+/* (40), (44) with the whole covariance before the flood in the plane of k_A and k_B: Pbar k_A
+ * has the components x along k_A and z across it, in the direction of k_B's residual. */
 static void flood_onset(mn_collision_theory *out, const mn_collision_setup *s,
                         const mn_collision_point *before) {
     const double x = before->var_a + s->l2, y = before->cov_ab + s->l2 * s->rho;
@@ -67,7 +68,7 @@ void mn_collision_predict(mn_collision_theory *out, const mn_collision_setup *s,
                           const mn_collision_point *bayes, const mn_collision_point *reset,
                           const mn_collision_point *linear) {
     static const mn_collision_point nothing;
-    const int64_t n = s->n_seed * MN_COLLISION_M + s->n_boost;    // writes before the flood
+    const int64_t n = s->n_seed * MN_COLLISION_M + s->n_boost; // writes before the flood
     const double predicted = 0.5 * (s->l2 + sqrt(s->l2 * s->l2 + 4.0 * s->r2 * s->l2));
     mn_collision_point prior = { .var_a = s->p0, .var_b = s->p0, .cov_ab = s->rho * s->p0 };
     out->boost_p = 1.0 / (1.0 + exp(-1.0));

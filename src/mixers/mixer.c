@@ -1,8 +1,8 @@
-/* mixer.c - the generic step loop: predict, observe, read, one token at a time and one head after the
- * other, in double precision. This loop defines every row of mixers.def.
+/* mixer.c - the generic step loop: predict, observe, read, one token at a time and one head
+ * after the other, in double precision. This loop defines every row of mixers.def.
  *
- * What a row takes and keeps follows from its operator in ops.def: inputs are the operator's inputs at
- * one token, parts of the state are its initial states for one sequence. */
+ * What a row takes and keeps follows from its operator in ops.def: inputs are the operator's
+ * inputs at one token, parts of the state are its initial states for one sequence. */
 #include "mixers/mixer.h"
 
 #include <inttypes.h>
@@ -23,8 +23,9 @@ static mn_status count_of(int64_t *count, const mn_mixer *m, const char *name, c
     for (const char *letter = axes; *letter; letter++) {
         const int64_t size = mn_axis_size(&m->config.size, *letter, &ok);
         if (!ok || size < 1) {
-            return mn_fail(MN_ERR_ARGUMENT, "%s: %s has axes %s and %c is %" PRId64
-                           ", it must be at least 1", m->info.name, name, axes, *letter, size);
+            return mn_fail(MN_ERR_ARGUMENT,
+                           "%s: %s has axes %s and %c is %" PRId64 ", it must be at least 1",
+                           m->info.name, name, axes, *letter, size);
         }
         if (!mn_mul_i64(count, *count, size) || *count > INT64_MAX / 64) {
             return mn_fail(MN_ERR_MEMORY, "%s: the sizes of %s overflow", m->info.name, name);
@@ -84,7 +85,7 @@ static mn_status add_input(mn_mixer *m, const mn_field *field, const char *axes)
     if (rotates && m->info.transition != &mn_transition_rotation) return MN_OK;
     if (!required && !all_sizes_given(m, own)) return MN_OK;
     mn_bound *input = &m->inputs[m->n_inputs++];
-    *input = (mn_bound){ .field = field, .required = required };
+    *input = (mn_bound) { .field = field, .required = required };
     input->slot = (size_t)((char *)mn_token_slot(&none, field->name) - (char *)&none);
     const mn_status st = count_of(&input->count, m, field->name, own);
     if (st == MN_OK) input->head_step = head_step(m, own, input->count);
@@ -95,8 +96,9 @@ static mn_status add_input(mn_mixer *m, const mn_field *field, const char *axes)
 }
 
 static mn_status add_ccq(mn_mixer *m) {
-    m->inputs[m->n_inputs++] = (mn_bound){ .slot = offsetof(mn_token, ccq_gamma), .count = m->heads,
-                                           .head_step = 1, .required = true };
+    m->inputs[m->n_inputs++] = (mn_bound) {
+        .slot = offsetof(mn_token, ccq_gamma), .count = m->heads, .head_step = 1, .required = true
+    };
     mn_status st = add_part(m, "kk", m->heads > 1 ? "HKK" : "KK");
     if (st == MN_OK) st = add_part(m, "ks", m->heads > 1 ? "HK" : "K");
     return st;
@@ -134,8 +136,10 @@ static mn_status complete_config(mn_mixer *m) {
     }
     if (m->info.op == MN_OP_hyper && c->size.Q == 0) c->size.Q = c->size.H << m->info.read->kind;
     if (m->info.op == MN_OP_hyper && c->size.Q != c->size.H << m->info.read->kind) {
-        return mn_fail(MN_ERR_ARGUMENT, "%s: Q = %" PRId64 " query branches for H = %" PRId64
-                       " heads, it has %d per head", name, c->size.Q, c->size.H, 1 << m->info.read->kind);
+        return mn_fail(MN_ERR_ARGUMENT,
+                       "%s: Q = %" PRId64 " query branches for H = %" PRId64
+                       " heads, it has %d per head",
+                       name, c->size.Q, c->size.H, 1 << m->info.read->kind);
     }
     if (mn_mixer_has_cache(&m->info) && c->size.J > 0 && c->size.H % c->size.J != 0) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: H = %" PRId64 " is no multiple of J = %" PRId64, name,
@@ -160,8 +164,8 @@ static mn_status take_memory(mn_mixer *m) {
     m->state = calloc((size_t)m->state_count + 1, sizeof *m->state);
     m->scratch = calloc((size_t)m->scratch_count, sizeof *m->scratch);
     if (!m->state || !m->scratch) {
-        return mn_fail(MN_ERR_MEMORY, "%s: no memory for a state of %" PRId64 " numbers", m->info.name,
-                       m->state_count);
+        return mn_fail(MN_ERR_MEMORY, "%s: no memory for a state of %" PRId64 " numbers",
+                       m->info.name, m->state_count);
     }
     double *at = m->state;
     for (int n = 0; n < m->n_parts; n++) {
@@ -221,10 +225,11 @@ static mn_status check_input(const mn_mixer *m, const mn_bound *input, const dou
     const char *name = input->field ? input->field->name : "ccq_gamma";
     if (!x && !input->required) return MN_OK;
     if (!x) return mn_fail(MN_ERR_ARGUMENT, "%s: the token lacks %s", m->info.name, name);
-    for (int64_t i = 0; input->field && input->field->law == MN_LAW_DECAY && i < input->count; i++) {
+    for (int64_t i = 0; input->field && input->field->law == MN_LAW_DECAY && i < input->count;
+         i++) {
         if (!(x[i] <= 0.0)) {
-            return mn_fail(MN_ERR_ARGUMENT, "%s: %s holds %g; a log decay is at most 0", m->info.name,
-                           name, x[i]);
+            return mn_fail(MN_ERR_ARGUMENT, "%s: %s holds %g; a log decay is at most 0",
+                           m->info.name, name, x[i]);
         }
     }
     return MN_OK;
@@ -239,17 +244,24 @@ static mn_status take_token(mn_token *own, const mn_mixer *m, const mn_token *to
         st = check_input(m, &m->inputs[n], x);
         *(const double **)((char *)own + m->inputs[n].slot) = x;
     }
-    if (st == MN_OK && ((own->U1 && !(own->c1 && own->Vt1)) || (own->U2 && !(own->c2 && own->Vt2)))) {
+    if (st == MN_OK &&
+        ((own->U1 && !(own->c1 && own->Vt1)) || (own->U2 && !(own->c2 && own->Vt2)))) {
         st = mn_fail(MN_ERR_ARGUMENT, "%s: a mix over lags needs its c, U and Vt", m->info.name);
     }
     return st;
 }
 
 static void head_at(mn_head *head, mn_mixer *m, const mn_token *token, int64_t h) {
-    *head = (mn_head){ .config = &m->config, .size = &m->config.size, .belief = m->info.belief,
-                       .n_parts = m->n_row_parts, .h = h, .key_step = m->key_step,
-                       .value_step = m->value_step, .cache = &m->cache, .token = token,
-                       .scratch = m->scratch + m->config.size.K };
+    *head = (mn_head) { .config = &m->config,
+                        .size = &m->config.size,
+                        .belief = m->info.belief,
+                        .n_parts = m->n_row_parts,
+                        .h = h,
+                        .key_step = m->key_step,
+                        .value_step = m->value_step,
+                        .cache = &m->cache,
+                        .token = token,
+                        .scratch = m->scratch + m->config.size.K };
     for (int n = 0; n < m->n_inputs; n++) {
         const double *x = input_at(token, &m->inputs[n]);
         const double **slot = (const double **)((char *)&head->in + m->inputs[n].slot);

@@ -4,7 +4,7 @@
  * double precision. One token at a time it predicts, observes and reads, by the row's three axis
  * functions. A fused operator is an optimisation of a row and is held to this loop by the tests.
  *
- *   mn_mixer_create(&m, "gdn", &config);  mn_mixer_step(m, &token, o, NULL);  mn_mixer_destroy(m); */
+ *   mn_mixer_create(&m, "gdn", &config); mn_mixer_step(m, &token, o, NULL); mn_mixer_destroy(m); */
 #ifndef MN_MIXERS_MIXER_H
 #define MN_MIXERS_MIXER_H
 
@@ -61,9 +61,9 @@ void mn_mixer_set_args(const mn_mixer_info *info, void *args);
 
 /* ---- one sequence ---------------------------------------------------------------------------- */
 
-/* One token's inputs, each contiguous in the axes of the row's operator without B and T: k is (H,K)
- * for most rows, (K) for kla and mamba1. Parameters that do not change with time (ip, lam, a ...) are
- * given with every token too. What a row does not take is ignored. */
+/* One token's inputs, each contiguous in the axes of the row's operator without B and T: k is
+ * (H,K) for most rows, (K) for kla and mamba1. Parameters that do not change with time (ip, lam,
+ * a ...) are given with every token too. What a row does not take is ignored. */
 typedef struct mn_token {
 #define INPUT(name, about) const double *name;
 #include "mixers/inputs.def"
@@ -82,8 +82,8 @@ typedef struct mn_mixer_config {
 
 typedef struct mn_mixer mn_mixer;
 
-/* An empty memory for one sequence. Fails on an unknown name or a size that is missing or too large.
- * mn_mixer_destroy accepts NULL. */
+/* An empty memory for one sequence. Fails on an unknown name or a size that is missing or too
+ * large. mn_mixer_destroy accepts NULL. */
 mn_status mn_mixer_create(mn_mixer **out, const char *name, const mn_mixer_config *config);
 void mn_mixer_destroy(mn_mixer *mixer);
 const mn_mixer_info *mn_mixer_describe(const mn_mixer *mixer);
@@ -91,9 +91,9 @@ const mn_mixer_info *mn_mixer_describe(const mn_mixer *mixer);
 /* Numbers in one output: heads times V. */
 int64_t mn_mixer_width(const mn_mixer *mixer);
 
-/* Writes the token, then reads its query. `o` and `variance` take mn_mixer_width numbers and may be
- * NULL; `variance` only where the row has one. On failure (an input is missing, a log decay is above
- * 0) nothing has changed and the message names the input. */
+/* Writes the token, then reads its query. `o` and `variance` take mn_mixer_width numbers and may
+ * be NULL; `variance` only where the row has one. On failure (an input is missing, a log decay
+ * is above 0) nothing has changed and the message names the input. */
 mn_status mn_mixer_step(mn_mixer *mixer, const mn_token *token, double *o, double *variance);
 
 /* Reads the query of `token` without writing anything; the other inputs as for a step. */
@@ -116,9 +116,9 @@ size_t mn_mixer_state_bytes(const mn_mixer *mixer);    // as float32, which is w
  * the operator's layout for one sequence; NULL if there is none. Valid until destroy. */
 double *mn_mixer_part(mn_mixer *mixer, const char *name, int64_t *count);
 
-/* A copy of the state in `bytes` of mn_mixer_snapshot_bytes, and back. A snapshot fits every mixer of
- * the same layer, sizes and options; for the rows without cache its size is constant. Restore refuses
- * any other bytes and then changes nothing. */
+/* A copy of the state in `bytes` of mn_mixer_snapshot_bytes, and back. A snapshot fits every
+ * mixer of the same layer, sizes and options; for the rows without cache its size is constant.
+ * Restore refuses any other bytes and then changes nothing. */
 size_t mn_mixer_snapshot_bytes(const mn_mixer *mixer);
 void mn_mixer_snapshot(void *bytes, const mn_mixer *mixer);
 mn_status mn_mixer_restore(mn_mixer *mixer, const void *bytes, size_t size);

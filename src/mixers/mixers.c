@@ -56,7 +56,10 @@ static mn_status no_such_row(const char *name) {
     for (size_t i = 0; i < MN_COUNTOF(rows); i++) names[i] = rows[i].name;
     for (size_t i = 0; i < MN_COUNTOF(aliases); i++) names[MN_COUNTOF(rows) + i] = aliases[i].name;
     const char *near = mn_closest(name, names, N_NAMES);
-    if (near) return mn_fail(MN_ERR_ARGUMENT, "no mixer is called \"%s\", did you mean \"%s\"?", name, near);
+    if (near) {
+        return mn_fail(MN_ERR_ARGUMENT, "no mixer is called \"%s\", did you mean \"%s\"?", name,
+                       near);
+    }
     return mn_fail(MN_ERR_ARGUMENT, "no mixer is called \"%s\"; mneme info lists them", name);
 }
 
@@ -68,12 +71,13 @@ mn_status mn_mixer_find(mn_mixer_info *out, const char *name) {
     const mn_mixer_info *found = row_called(row);
     if (!found) return no_such_row(row);
     if (*addition && strcmp(addition, "+ccq") != 0) {
-        return mn_fail(MN_ERR_ARGUMENT, "mixer \"%s\": \"%s\" is no addition, there is \"+ccq\"", name,
-                       addition);
+        return mn_fail(MN_ERR_ARGUMENT, "mixer \"%s\": \"%s\" is no addition, there is \"+ccq\"",
+                       name, addition);
     }
     if (*addition && !found->belief->matrix) {
-        return mn_fail(MN_ERR_ARGUMENT, "mixer \"%s\": %s keeps no memory matrix, \"+ccq\" needs one",
-                       name, found->name);
+        return mn_fail(MN_ERR_ARGUMENT,
+                       "mixer \"%s\": %s keeps no memory matrix, \"+ccq\" needs one", name,
+                       found->name);
     }
     *out = *found;
     out->ccq = *addition != '\0';
@@ -121,14 +125,16 @@ void mn_mixer_full_name(char out[MN_MIXER_NAME], const mn_mixer_info *info) {
 }
 
 /* Appends the letters of `axes` as a product: "H K V"; R is the K or 2K rows of a covariance. */
-static void append_product(char out[MN_MIXER_FORMULA], const mn_mixer_info *info, const char *axes) {
+static void append_product(char out[MN_MIXER_FORMULA], const mn_mixer_info *info,
+                           const char *axes) {
     size_t used = strlen(out);
     if (used > 0) used += (size_t)snprintf(out + used, MN_MIXER_FORMULA - used, " + ");
     for (const char *letter = axes; *letter && used < MN_MIXER_FORMULA; letter++) {
         const bool rows_of_belief = *letter == 'R' && info->belief == &mn_belief_covariance;
         const bool twice = rows_of_belief && info->transition == &mn_transition_rotation;
-        used += (size_t)snprintf(out + used, MN_MIXER_FORMULA - used, "%s%s%c", letter > axes ? " " : "",
-                                 twice ? "2" : "", rows_of_belief ? 'K' : *letter);
+        used += (size_t)snprintf(out + used, MN_MIXER_FORMULA - used, "%s%s%c",
+                                 letter > axes ? " " : "", twice ? "2" : "",
+                                 rows_of_belief ? 'K' : *letter);
     }
 }
 

@@ -11,7 +11,7 @@
 void mn_curvature_observe(double *kk, double *ks, const double *k, int64_t K) {
     double norm2 = 0.0;
     for (int64_t i = 0; i < K; i++) norm2 += k[i] * k[i];
-    const double length = fmax(sqrt(norm2), 1e-12);    // as l2_norm has it; a zero key stays zero
+    const double length = fmax(sqrt(norm2), 1e-12); // as l2_norm has it; a zero key stays zero
     for (int64_t i = 0; i < K; i++) {
         for (int64_t j = 0; j < K; j++) kk[i * K + j] += k[i] / length * (k[j] / length);
         ks[i] += k[i] / length;

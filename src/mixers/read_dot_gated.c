@@ -1,5 +1,5 @@
-/* read_dot_gated.c - o = (S'q + D v) silu(z), the dot read of a selective scan with its skip and its
- * gate, each of which may be absent. */
+/* read_dot_gated.c - o = (S'q + D v) silu(z), the dot read of a selective scan with its skip and
+ * its gate, each of which may be absent. */
 #include "mixers/axes.h"
 
 #include <math.h>
@@ -13,5 +13,7 @@ static void run(double *o, const mn_head *head) {
 }
 
 const mn_read mn_read_dot_gated = {
-    .name = "dot, skip, gate", .equation = "o = (S'q + D v) silu(z)", .run = run,
+    .name = "dot, skip, gate",
+    .equation = "o = (S'q + D v) silu(z)",
+    .run = run,
 };

@@ -1,5 +1,5 @@
-/* read_dot_normed.c - o = scale C'q / max(|scale n.q|, exp(-m)): both sums are in units of exp(m), so
- * the bound is 1 in plain units. */
+/* read_dot_normed.c - o = scale C'q / max(|scale n.q|, exp(-m)): both sums are in units of
+ * exp(m), so the bound is 1 in plain units. */
 #include "mixers/axes.h"
 
 #include <math.h>
@@ -14,5 +14,7 @@ static void run(double *o, const mn_head *head) {
 }
 
 const mn_read mn_read_dot_normed = {
-    .name = "normalised dot", .equation = "o = scale C'q / max(|scale n.q|, e^-m)", .run = run,
+    .name = "normalised dot",
+    .equation = "o = scale C'q / max(|scale n.q|, e^-m)",
+    .run = run,
 };

@@ -3,6 +3,8 @@
 #include "mixers/axes.h"
 
 const mn_read mn_read_dot_variance = {
-    .name = "dot, variance", .equation = "o = scale E[S]'q, var = scale^2 Var[S'q]",
-    .variance = true, .run = mn_read_mean,
+    .name = "dot, variance",
+    .equation = "o = scale E[S]'q, var = scale^2 Var[S'q]",
+    .variance = true,
+    .run = mn_read_mean,
 };

@@ -1,13 +1,13 @@
-/* read_lag.c - reads over the cache in lag order, the newest token first, with learned mixing of lags
- * before and after the activation (HyperMLP, HyperGLU):
+/* read_lag.c - reads over the cache in lag order, the newest token first, with learned mixing of
+ * lags before and after the activation (HyperMLP, HyperGLU):
  *
- *   z_l = q.k_(t-l);   x = z (I + diag d1 + U1 diag c1 V1);   w = base (I + diag d2 + U2 diag c2 V2)
- *   relu: base = relu(x);   glu: base = softplus(x2) relu(x1) with a second branch of queries and keys
+ *   z_l = q.k_(t-l); x = z (I + diag d1 + U1 diag c1 Vt1); w = base (I + diag d2 + U2 diag c2 Vt2)
+ *   relu: base = relu(x);  glu: base = softplus(x2) relu(x1), x2 from a second query and key branch
  *   o = gv sum_l w_l v_(t-l) / rho,   rho = max(|x1|, eps)
  *
- * norm out_scale divides the output by rho, l2 divides x1, none divides nothing. Lag l uses entry
- * P-1-l of the mixing parameters whatever the length of the past. Without U1 or U2 there is no such
- * mix. */
+ * norm out_scale divides the output by rho, l2 divides x1, none divides nothing. Lag l uses
+ * entry P-1-l of the mixing parameters whatever the length of the past. Without U1 or U2 there
+ * is no such mix. */
 #include "mixers/axes.h"
 
 #include <math.h>
@@ -50,9 +50,12 @@ static void scores(double *x, const mn_head *head, int64_t branch) {
         x[l] = 0.0;
         for (int64_t i = 0; i < K; i++) x[l] += q[i] * k[i];
     }
-    const mix m = { rows_of(head->token->c1, branch, rank), rows_of(head->token->U1, branch, P * rank),
-                    rows_of(head->token->Vt1, branch, rank * P), rows_of(head->token->d1, branch, P),
-                    rank, P };
+    const mix m = { rows_of(head->token->c1, branch, rank),
+                    rows_of(head->token->U1, branch, P * rank),
+                    rows_of(head->token->Vt1, branch, rank * P),
+                    rows_of(head->token->d1, branch, P),
+                    rank,
+                    P };
     apply(x, cache->length, &m, head->scratch);
 }
 
@@ -60,8 +63,8 @@ static double softplus(double x) {
     return fmax(x, 0.0) + log1p(exp(-fabs(x)));
 }
 
-/* Turns the gate branch x1 into `base`, scaled by x2 where there is a second branch; returns what the
- * output is to be divided by. */
+/* Turns the gate branch x1 into `base`, scaled by x2 where there is a second branch; returns
+ * what the output is to be divided by. */
 static double activate(double *x1, const double *x2, const mn_head *head) {
     const int64_t length = head->cache->length;
     double norm2 = 0.0;
@@ -81,8 +84,8 @@ static void read_lags(double *o, const mn_head *head, bool glu) {
     scores(x1, head, head->h);
     if (glu) scores(x2, head, head->size->H + head->h);
     const double divisor = activate(x1, x2, head);
-    const mix m = { head->in.c2, head->in.U2, head->in.Vt2, head->in.d2, head->size->W,
-                    head->size->P };
+    const mix m = { head->in.c2, head->in.U2,   head->in.Vt2,
+                    head->in.d2, head->size->W, head->size->P };
     apply(x1, cache->length, &m, head->scratch);
     memset(o, 0, (size_t)V * sizeof *o);
     for (int64_t l = 0; l < cache->length; l++) {
@@ -101,12 +104,15 @@ static void run_glu(double *o, const mn_head *head) {
 }
 
 const mn_read mn_read_lag_relu = {
-    .name = "lag-mixed relu", .equation = "o = sum_l (relu(z R1) R2)_l v_(t-l) / |z R1|",
-    .kind = 0, .run = run_relu,
+    .name = "lag-mixed relu",
+    .equation = "o = sum_l (relu(z R1) R2)_l v_(t-l) / |z R1|",
+    .kind = 0,
+    .run = run_relu,
 };
 
 const mn_read mn_read_lag_glu = {
     .name = "lag-mixed GLU",
     .equation = "o = sum_l (softplus(z2 R1) relu(z1 R1) R2)_l v_(t-l) / |z1 R1|",
-    .kind = 1, .run = run_glu,
+    .kind = 1,
+    .run = run_glu,
 };

@@ -24,5 +24,7 @@ static void run(double *o, const mn_head *head) {
 }
 
 const mn_read mn_read_relu = {
-    .name = "relu", .equation = "o = sum_t relu(z_t / |z|) v_t, z_t = scale q.k_t", .run = run,
+    .name = "relu",
+    .equation = "o = sum_t relu(z_t / |z|) v_t, z_t = scale q.k_t",
+    .run = run,
 };

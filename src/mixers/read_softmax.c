@@ -39,5 +39,7 @@ static void run(double *o, const mn_head *head) {
 }
 
 const mn_read mn_read_softmax = {
-    .name = "softmax", .equation = "o = sum_t softmax_t(scale q.k_t) v_t", .run = run,
+    .name = "softmax",
+    .equation = "o = sum_t softmax_t(scale q.k_t) v_t",
+    .run = run,
 };

@@ -41,5 +41,7 @@ static void run(double *o, const mn_head *head) {
 }
 
 const mn_read mn_read_solve = {
-    .name = "solve", .equation = "o = Hkv'(Hkk + diag lam)^-1 scale q", .run = run,
+    .name = "solve",
+    .equation = "o = Hkv'(Hkk + diag lam)^-1 scale q",
+    .run = run,
 };

@@ -161,7 +161,9 @@ mn_status mn_mixer_clone(mn_mixer **out, const mn_mixer *m) {
     mn_status st = mn_mixer_create(&copy, name, &m->config);
     const size_t size = mn_mixer_snapshot_bytes(m);
     void *bytes = malloc(size);
-    if (st == MN_OK && !bytes) st = mn_fail(MN_ERR_MEMORY, "no memory for a snapshot of %zu bytes", size);
+    if (st == MN_OK && !bytes) {
+        st = mn_fail(MN_ERR_MEMORY, "no memory for a snapshot of %zu bytes", size);
+    }
     if (st == MN_OK) {
         mn_mixer_snapshot(bytes, m);
         st = mn_mixer_restore(copy, bytes, size);

@@ -1,4 +1,4 @@
-/* transition_channel_state.c - S'_ij = exp(d_j A_ji) S_ij: every channel j forgets its states i at
+/* transition_channel_state.c - S~_ij = exp(d_j A_ji) S_ij: every channel j forgets its states i at
  * rates of its own, faster for a longer step d_j = softplus(dt_j + bias_j). */
 #include "mixers/axes.h"
 
@@ -22,6 +22,7 @@ static void predict(mn_head *head) {
 }
 
 const mn_transition mn_transition_channel_state = {
-    .name = "decay per channel, state", .equation = "S'_ij = e^(d_j A_ji) S_ij",
+    .name = "decay per channel, state",
+    .equation = "S~_ij = e^(d_j A_ji) S_ij",
     .predict = predict,
 };

@@ -1,4 +1,4 @@
-/* transition_decay.c - S' = diag(exp g) S, with one g per head for all time, per token, or per key
+/* transition_decay.c - S~ = diag(exp g) S, with one g per head for all time, per token, or per key
  * channel of each token.
  *
  * Every part of the belief fades alike; a part of more than one number has K rows. */
@@ -25,16 +25,22 @@ static void fade_channels(mn_head *head) {
 }
 
 const mn_transition mn_transition_head = {
-    .name = "decay per head", .equation = "S' = e^g S, g (H)",
-    .decay = MN_DECAY_HEAD, .predict = fade_whole,
+    .name = "decay per head",
+    .equation = "S~ = e^g S, g (H)",
+    .decay = MN_DECAY_HEAD,
+    .predict = fade_whole,
 };
 
 const mn_transition mn_transition_token = {
-    .name = "decay per token", .equation = "S' = e^g S, g (T,H)",
-    .decay = MN_DECAY_TOKEN, .predict = fade_whole,
+    .name = "decay per token",
+    .equation = "S~ = e^g S, g (T,H)",
+    .decay = MN_DECAY_TOKEN,
+    .predict = fade_whole,
 };
 
 const mn_transition mn_transition_channel = {
-    .name = "decay per channel", .equation = "S' = diag(e^g) S, g (T,H,K)",
-    .decay = MN_DECAY_CHANNEL, .predict = fade_channels,
+    .name = "decay per channel",
+    .equation = "S~ = diag(e^g) S, g (T,H,K)",
+    .decay = MN_DECAY_CHANNEL,
+    .predict = fade_channels,
 };

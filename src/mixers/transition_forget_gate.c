@@ -1,5 +1,5 @@
 /* transition_forget_gate.c - a sigmoid forget gate on a memory kept in units of exp(m): fading by
- * sigmoid(fpre) is m' = m + logsigmoid(fpre), and the numbers themselves do not move.
+ * sigmoid(fpre) is m~ = m + logsigmoid(fpre), and the numbers themselves do not move.
  *
  * Belief parts: content, normaliser, m. */
 #include "mixers/axes.h"
@@ -12,6 +12,7 @@ static void predict(mn_head *head) {
 }
 
 const mn_transition mn_transition_forget_gate = {
-    .name = "decay per token, gated", .equation = "m' = m + logsigmoid(fpre)",
+    .name = "decay per token, gated",
+    .equation = "m~ = m + logsigmoid(fpre)",
     .predict = predict,
 };

@@ -1,4 +1,4 @@
-/* transition_noise.c - decay with process noise: M' = A M, P' = A P A' + l2 I, A = diag(exp la).
+/* transition_noise.c - decay with process noise: M~ = A M, P~ = A P A' + l2 I, A = diag(exp la).
  *
  * Belief parts: mean (K,V), covariance of each noise group (G,K,K). */
 #include "mixers/axes.h"
@@ -20,6 +20,7 @@ static void predict(mn_head *head) {
 }
 
 const mn_transition mn_transition_decay_noise = {
-    .name = "decay, process noise", .equation = "M' = A M, P' = A P A' + l2 I",
+    .name = "decay, process noise",
+    .equation = "M~ = A M, P~ = A P A' + l2 I",
     .predict = predict,
 };

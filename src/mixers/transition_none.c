@@ -6,5 +6,7 @@ static void predict(mn_head *head) {
 }
 
 const mn_transition mn_transition_none = {
-    .name = "none", .equation = "S' = S", .predict = predict,
+    .name = "none",
+    .equation = "S~ = S",
+    .predict = predict,
 };

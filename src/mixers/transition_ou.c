@@ -1,7 +1,7 @@
-/* transition_ou.c - an Ornstein-Uhlenbeck process on every cell, x' = a x + noise of variance p. In
+/* transition_ou.c - an Ornstein-Uhlenbeck process on every cell, x~ = a x + noise of variance p. In
  * information form, with den = a^2 + p lam:
  *
- *   lam' = lam / den,   eta' = a eta / den
+ *   lam~ = lam / den,   eta~ = a eta / den
  *
  * a^2, p and den have the floor 1e-12 that the published code has. Belief parts: lam, eta. */
 #include "mixers/axes.h"
@@ -20,6 +20,7 @@ static void predict(mn_head *head) {
 }
 
 const mn_transition mn_transition_ou = {
-    .name = "Ornstein-Uhlenbeck", .equation = "lam' = lam / (a^2 + p lam), eta' = a eta / (a^2 + p lam)",
+    .name = "Ornstein-Uhlenbeck",
+    .equation = "lam~ = lam / (a^2 + p lam), eta~ = a eta / (a^2 + p lam)",
     .predict = predict,
 };

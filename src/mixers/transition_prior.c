@@ -1,6 +1,6 @@
 /* transition_prior.c - forgetting towards a prior of mean 0 and precision ip:
  *
- *   I' = a I + (1 - a) ip,   mu' = a I mu / I'
+ *   I~ = a I + (1 - a) ip,   mu~ = a I mu / I~
  *
  * so that for a = 0 only the prior is left. The paper takes a = 1 - gamma / n_mem, its code
  * a = exp(-dt decay_rate). Belief parts: mean, importance. */
@@ -26,11 +26,13 @@ static void predict_step(mn_head *head) {
 }
 
 const mn_transition mn_transition_prior = {
-    .name = "towards a prior", .equation = "I' = a I + (1-a) ip, a = 1 - gamma/n",
+    .name = "towards a prior",
+    .equation = "I~ = a I + (1-a) ip, a = 1 - gamma/n",
     .predict = predict_rate,
 };
 
 const mn_transition mn_transition_prior_step = {
-    .name = "towards a prior, by step", .equation = "I' = a I + (1-a) ip, a = e^(-dt rate)",
+    .name = "towards a prior, by step",
+    .equation = "I~ = a I + (1-a) ip, a = e^(-dt rate)",
     .predict = predict_step,
 };

@@ -1,8 +1,8 @@
-/* transition_rotation.c - damped rotations with process noise: rows 2i and 2i+1 of the memory are the
- * real and imaginary part of x_i, and x_i' = exp(la_i + i theta_i) x_i. Noise enters the real rows,
- * which are the only ones that keys and queries touch.
+/* transition_rotation.c - damped rotations with process noise: rows 2i and 2i+1 of the memory
+ * are the real and imaginary part of x_i, and x~_i = exp(la_i + i theta_i) x_i. Noise enters the
+ * real rows, which are the only ones that keys and queries touch.
  *
- *   M' = A M,   P' = A P A' + l2 diag(1,0,1,0 ...)
+ *   M~ = A M,   P~ = A P A' + l2 diag(1,0,1,0 ...)
  *
  * Belief parts: mean (2K,V), covariance of each noise group (G,2K,2K). */
 #include "mixers/axes.h"
@@ -33,6 +33,7 @@ static void predict(mn_head *head) {
 }
 
 const mn_transition mn_transition_rotation = {
-    .name = "damped rotation, noise", .equation = "M' = A M, P' = A P A' + l2 diag(1,0,1,0..)",
+    .name = "damped rotation, noise",
+    .equation = "M~ = A M, P~ = A P A' + l2 diag(1,0,1,0..)",
     .predict = predict,
 };

@@ -44,12 +44,34 @@ const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pa
     return &table->kernel[kernel_of[op] - 1][pass];
 }
 
-/* One token of unpacked input takes the decode step where there is one. */
+static const void *data_at(const void *args, const mn_field *field) {
+    return ((const mn_in *)((const char *)args + field->offset))->data;
+}
+
+/* Whether a final state is written over the initial one. */
+static bool in_place(mn_op_id op, const void *args) {
+    int count;
+    const mn_field *fields = mn_op_fields(op, &count);
+    for (int i = 0; i < count; i++) {
+        const void *from = data_at(args, &fields[i]);
+        if (fields[i].role != MN_ROLE_OPT || fields[i].axes[0] != 'N' || !from) continue;
+        for (int j = 0; j < count; j++) {
+            if (fields[j].role >= MN_ROLE_OUT && data_at(args, &fields[j]) == from) return true;
+        }
+    }
+    return false;
+}
+
+/* One token takes the decode step where there is one: when the state is kept in place, or when a cache
+ * holds more keys than queries. Other calls with T = 1 take the way of longer ones, so that a packed
+ * sequence of one token has the bits of a separate one. */
 static const mn_kernel *choose_kernel(const mn_context *context, mn_op_id op, mn_pass pass,
-                                      const mn_call *call) {
+                                      const void *args) {
+    const mn_call *call = args;
     const mn_kernel *step = mn_op_kernel(context, op, MN_STEP, call->dtype);
-    const bool one = pass == MN_FORWARD && call->T == 1 && !call->cu_seqlens;
-    return one && step->run ? step : mn_op_kernel(context, op, pass, call->dtype);
+    const bool one = pass == MN_FORWARD && call->T == 1 && !call->cu_seqlens && step->run;
+    const bool decodes = one && (call->L > 1 || in_place(op, args));
+    return decodes ? step : mn_op_kernel(context, op, pass, call->dtype);
 }
 
 static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {

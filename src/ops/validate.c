@@ -138,13 +138,14 @@ static mn_status check_decay(const char *op, const mn_field *field, const char *
     const bool f64 = call->dtype == MN_F64;
     int64_t plain[3];
     contiguous(plain, axes, call);
-    if (memcmp(plain, view->stride, sizeof plain) == 0) {
+    const bool is_plain = memcmp(plain, view->stride, sizeof plain) == 0;
+    if (is_plain) {
         const bool bad = f64 ? any_above_zero_f64(view->data, count)
                              : any_above_zero_f32(view->data, count);
         if (!bad) return st;    // else the loop below finds the row
     }
     for (int64_t row = 0; st == MN_OK && row < count / width; row++) {
-        const int64_t at = row_offset(view, call, axes, row);
+        const int64_t at = is_plain ? row * width : row_offset(view, call, axes, row);
         const bool bad = f64 ? any_above_zero_f64((const double *)view->data + at, width)
                              : any_above_zero_f32((const float *)view->data + at, width);
         if (bad) {
@@ -173,7 +174,7 @@ static mn_status check_classes(const char *op, const mn_field *field, const char
 }
 
 /* One field: its own view and, in backward, its gradient or cotangent. */
-static mn_status check_field(const char *op, const mn_field *field, int decay, const mn_call *call,
+static mn_status check_view(const char *op, const mn_field *field, int decay, const mn_call *call,
                              char *args, bool backward) {
     char buffer[MN_MAX_RANK + 1];
     const char *axes = mn_field_axes(field, decay, buffer);
@@ -194,15 +195,22 @@ static mn_status check_field(const char *op, const mn_field *field, int decay, c
     if (st == MN_OK && field->partner != MN_NO_OFFSET && backward) {
         st = complete_view(op, field, axes, call, (mn_in *)(args + field->partner));
     }
-    if (st == MN_OK && view->data && field->law == MN_LAW_DECAY) {
-        st = check_decay(op, field, axes, call, view);
-    }
-    if (st == MN_OK && view->data && field->law == MN_LAW_CLASS) {
-        const bool ignores = field->op == MN_OP_cross_entropy;
-        st = check_classes(op, field, axes, call, view,
-                           ignores ? &((mn_cross_entropy_args *)args)->ignore : NULL);
-    }
     return st;
+}
+
+/* Values that a law forbids. Only once all views are checked: sizes that are wrong anywhere would
+ * lead this one out of its memory. */
+static mn_status check_values(const char *op, const mn_field *field, int decay, const mn_call *call,
+                              const char *args) {
+    char buffer[MN_MAX_RANK + 1];
+    const char *axes = mn_field_axes(field, decay, buffer);
+    const mn_in *view = (const mn_in *)(args + field->offset);
+    if (!axes || !view->data) return MN_OK;
+    if (field->law == MN_LAW_DECAY) return check_decay(op, field, axes, call, view);
+    if (field->law != MN_LAW_CLASS) return MN_OK;
+    const bool ignores = field->op == MN_OP_cross_entropy;
+    return check_classes(op, field, axes, call, view,
+                         ignores ? &((const mn_cross_entropy_args *)args)->ignore : NULL);
 }
 
 static mn_status check_sizes(const char *name, const mn_call *call) {
@@ -299,6 +307,14 @@ static mn_status check_pairs(mn_op_id op, const void *args) {
                    mn_op_describe(op)->name, call->K);
 }
 
+/* A mix of hyper's scores has all its factors or none. */
+static mn_status check_mix(const char *names, const mn_in *c, const mn_in *U, const mn_in *Vt,
+                           const mn_in *d) {
+    const int n_given = (c->data != NULL) + (U->data != NULL) + (Vt->data != NULL) + (d->data != NULL);
+    if (n_given == 0 || n_given == 4) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "hyper: %s come together; give all four or none", names);
+}
+
 /* Branches of a hyper call, and a mixing parameter for every lag a query can see. */
 static mn_status check_hyper(mn_op_id op, const void *args) {
     if (op != MN_OP_hyper) return MN_OK;
@@ -310,8 +326,10 @@ static mn_status check_hyper(mn_op_id op, const void *args) {
                        " heads; kind %s needs %s", call->Q, call->H,
                        branches == 2 ? "glu" : "relu", branches == 2 ? "Q = 2 H" : "Q = H");
     }
-    const bool mixed = p->U1.data || p->Vt1.data || p->d1.data || p->U2.data || p->Vt2.data ||
-                       p->d2.data;
+    mn_status st = check_mix("c1, U1, Vt1 and d1", &p->c1, &p->U1, &p->Vt1, &p->d1);
+    if (st == MN_OK) st = check_mix("c2, U2, Vt2 and d2", &p->c2, &p->U2, &p->Vt2, &p->d2);
+    if (st != MN_OK) return st;
+    const bool mixed = p->U1.data || p->U2.data;
     const int64_t lags = call->cu_seqlens ? mn_longest_sequence(call) : call->L;
     if (mixed && call->P < lags) {
         return mn_fail(MN_ERR_ARGUMENT, "hyper: %" PRId64 " keys, and mixing parameters for P = %" PRId64
@@ -339,7 +357,10 @@ mn_status mn_validate(mn_op_id op, void *args, bool backward) {
     int count;
     const mn_field *fields = mn_op_fields(op, &count);
     for (int i = 0; st == MN_OK && i < count; i++) {
-        st = check_field(name, &fields[i], decay, call, args, backward);
+        st = check_view(name, &fields[i], decay, call, args, backward);
+    }
+    for (int i = 0; st == MN_OK && i < count; i++) {
+        st = check_values(name, &fields[i], decay, call, args);
     }
     return st;
 }

@@ -1,13 +1,14 @@
 /* test_ops_gradient.c - every gradient against finite differences, in float64.
  *
- * With L = sum of cotangent x result, (L(x + h d) - L(x - h d)) / 2h must be <dL/dx, d> for a random
- * direction d of each input alone. d is scaled by |x| where the sign of x means something, and
+ * With L = sum of cotangent x result and D(h) = (L(x + h d) - L(x - h d)) / 2h, the extrapolated
+ * (4 D(h) - D(2h)) / 3 must be <dL/dx, d> for a random direction d of each input alone. d is scaled by |x| where the sign of x means something, and
  * symmetric where x is.
  *
- * Tolerance: with h = 1e-5 the difference quotient is off by h^2 L'''/6, about 1e-10 of L''', and by
- * rounding, 2^-53 |L| / h, about 1e-11 of |L|; L and its derivatives are of the size of the gradient
- * up to a factor of some thousands for the sharpest of our functions. 1e-6 of |gradient| |d| leaves
- * room for that, and a missing or wrong term is of order 1. */
+ * Tolerance: with h = 1e-5 that is off by h^4 times a fifth derivative, 1e-20 of it, and by rounding,
+ * 2^-53 |L| / h, about 1e-11 of |L|; L and its derivatives are of the size of the gradient up to a
+ * factor of some thousands per order for the sharpest of our functions (a row of scores that nearly
+ * vanishes and is divided by its norm). 1e-6 of |gradient| |d| leaves room for that, and a missing or
+ * wrong term is of order 1. */
 #include "support/op_walk.h"
 
 #include <math.h>
@@ -56,6 +57,16 @@ static void move(mn_sample_tensor *t, const double *x, const double *d, double b
     for (int64_t i = 0; i < t->count; i++) ((double *)t->data)[i] = x[i] + by * d[i];
 }
 
+static double quotient(mn_context *context, mn_sample *s, mn_sample_tensor *t, const double *x,
+                       const double *d, double h, const op_case *c) {
+    move(t, x, d, h);
+    const double above = loss(context, s, c);
+    move(t, x, d, -h);
+    const double below = loss(context, s, c);
+    memcpy(t->data, x, (size_t)t->count * sizeof *x);
+    return (above - below) / (2.0 * h);
+}
+
 static void check_input(mn_context *context, mn_sample *s, mn_sample_tensor *t, const op_case *c) {
     double *x = malloc((size_t)(t->count + 1) * sizeof *x);
     double *d = malloc((size_t)(t->count + 1) * sizeof *d);
@@ -67,13 +78,10 @@ static void check_input(mn_context *context, mn_sample *s, mn_sample_tensor *t, 
         want += gradient[i] * d[i];
         size2 += gradient[i] * gradient[i] * d[i] * d[i];
     }
-    move(t, x, d, step);
-    const double above = loss(context, s, c);
-    move(t, x, d, -step);
-    const double below = loss(context, s, c);
-    memcpy(t->data, x, (size_t)t->count * sizeof *x);
-    const double got = (above - below) / (2.0 * step);
-    const double allowed = tolerance * (sqrt(size2) + 1e-3 * fabs(above) + 1e-6);
+    const double size = fabs(loss(context, s, c));
+    const double got = (4.0 * quotient(context, s, t, x, d, step, c) -
+                        quotient(context, s, t, x, d, 2.0 * step, c)) / 3.0;
+    const double allowed = tolerance * (sqrt(size2) + 1e-3 * size + 1e-6);
     CHECK(fabs(got - want) <= allowed, "%s: d%s along a direction is %.10g, differences give %.10g",
           op_case_text(c), t->field->name, want, got);
     free(x);

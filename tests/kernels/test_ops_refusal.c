@@ -81,11 +81,15 @@ static bool uses_letter(const mn_sample *s, char letter) {
     return false;
 }
 
+/* The R of Bayesian operators follows from K, whatever the call says. */
+static bool is_derived(mn_op_id op, char letter) {
+    return letter == 'R' && (op == MN_OP_riccati || op == MN_OP_bayes);
+}
+
 /* 0 asks for these to be derived, or means that nothing is there. */
 static bool zero_is_fine(mn_op_id op, char letter) {
-    const bool derived_R = letter == 'R' && (op == MN_OP_riccati || op == MN_OP_bayes);
     const bool derived_keys = strchr("JL", letter) && op != MN_OP_hyper_layer;
-    return letter == 'T' || derived_R || derived_keys;
+    return letter == 'T' || is_derived(op, letter) || derived_keys;
 }
 
 static void sizes(mn_op_id op) {
@@ -118,7 +122,7 @@ static void overflows(mn_op_id op) {
                 open_small(&s, op);
                 int64_t *x = mn_axis_slot((mn_call *)s.args, axes[a]);
                 int64_t *y = mn_axis_slot((mn_call *)s.args, axes[b]);
-                if (x && y && x != y) {
+                if (x && y && x != y && !is_derived(op, axes[a]) && !is_derived(op, axes[b])) {
                     char what[32];
                     snprintf(what, sizeof what, "%c = %c = 2^40", axes[a], axes[b]);
                     *x = *y = (int64_t)1 << 40;

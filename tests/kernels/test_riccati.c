@@ -259,9 +259,9 @@ static void check_covariance(const float *P, int64_t n, const char *what) {
 }
 
 /* How keys are drawn: all directions; four, two of them nearly equal; all close to one. */
-typedef enum { RANDOM, FEW, NEAR, N_KINDS } kind;
+typedef enum { RANDOM, FEW, NEAR, N_KINDS } key_kind;
 
-static void draw_keys(float *k, int64_t T, int64_t K, kind kind) {
+static void draw_keys(float *k, int64_t T, int64_t K, key_kind kind) {
     for (int64_t t = 0; t < T; t++) {
         const uint64_t pick = mn_rng_bits(5, 1, (uint64_t)t) % 4;
         double norm = 0.0;
@@ -302,7 +302,7 @@ static void draw_noises(mn_sample *sample, range r) {
 static void check_stays_positive(int64_t T, range r, bool turns, bool gradients) {
     enum { K = 12 };
     const shape s = { MN_OP_riccati, MN_F32, 1, T, 1, K, 0, 1, turns ? " q theta p0 " : " q p0 " };
-    for (kind kind = RANDOM; kind < N_KINDS; kind++) {
+    for (key_kind kind = RANDOM; kind < N_KINDS; kind++) {
         FOR_TARGETS(id) {
             char what[120];
             mn_context *context = context_of(id);
@@ -344,7 +344,7 @@ static void check_stays_positive(int64_t T, range r, bool turns, bool gradients)
 static void check_steps_stay_positive(int64_t T, range r) {
     enum { K = 12 };
     const shape s = { MN_OP_riccati, MN_F32, 1, T, 1, K, 0, 1, " q P0 p0 " };
-    for (kind kind = RANDOM; kind < N_KINDS; kind++) {
+    for (key_kind kind = RANDOM; kind < N_KINDS; kind++) {
         FOR_TARGETS(id) {
             mn_context *context = context_of(id);
             mn_sample *sample = sample_of(s);

@@ -1,5 +1,6 @@
-/* test_collision.c - the collision experiment against tests/golden/collision.json: every printed number
- * of the paper that the exact recursion reproduces, to its last digit, and every stored series. */
+/* test_collision.c - the collision experiment against tests/golden/collision.json: every printed
+ * number of the paper that the exact recursion reproduces, to its last digit, and every stored
+ * series. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -24,7 +25,8 @@ static mn_json golden;
 
 static int open_golden(void **state) {
     (void)state;
-    return mn_json_load(&golden, MN_SOURCE_DIR "/tests/golden/collision.json", MN_JSON_STANDARD) != MN_OK;
+    return mn_json_load(&golden, MN_SOURCE_DIR "/tests/golden/collision.json", MN_JSON_STANDARD) !=
+           MN_OK;
 }
 
 static int close_golden(void **state) {
@@ -35,13 +37,16 @@ static int close_golden(void **state) {
 
 static mn_collision_rule rule_called(const char *name) {
     for (int rule = 0; rule < MN_COLLISION_RULES; rule++) {
-        if (strcmp(mn_collision_name((mn_collision_rule)rule), name) == 0) return (mn_collision_rule)rule;
+        if (strcmp(mn_collision_name((mn_collision_rule)rule), name) == 0) {
+            return (mn_collision_rule)rule;
+        }
     }
     fail_msg("no rule is called %s", name);
     return MN_COLLISION_RULES;
 }
 
-static void run(mn_collision_point *points, mn_collision_rule rule, const mn_collision_setup *setup) {
+static void run(mn_collision_point *points, mn_collision_rule rule,
+                const mn_collision_setup *setup) {
     assert_true(mn_collision_length(setup) <= MAX_LENGTH);
     if (mn_collision_run(points, rule, setup) != MN_OK) fail_msg("%s", mn_last_error());
 }
@@ -99,7 +104,7 @@ static void every_series_agrees(void **state) {
 typedef struct entry {
     const char *what, *rule, *printed, *note;
     double value;
-    int64_t t;    // 0: a limit, or not at a step
+    int64_t t; // 0: a limit, or not at a step
     mn_collision_setup setup;
 } entry;
 
@@ -131,7 +136,8 @@ static double limit_of(const entry *e, const mn_collision_theory *theory) {
 }
 
 static double measured(const entry *e, const mn_collision_point *points) {
-    const mn_collision_point *point = &points[(e->t > 0 ? e->t : mn_collision_length(&e->setup)) - 1];
+    const mn_collision_point *point =
+        &points[(e->t > 0 ? e->t : mn_collision_length(&e->setup)) - 1];
     if (strcmp(e->what, "a_0(A)") == 0) return point->a[0];
     if (strcmp(e->what, "a_0(B)") == 0) return point->a[1];
     if (strcmp(e->what, "b_0(A)") == 0) return point->b[0];
@@ -157,7 +163,7 @@ static void check_entry(entry *e) {
     static mn_collision_point linear[MAX_LENGTH];
     mn_collision_theory theory;
     if (strcmp(e->what, "same, infinite boost") == 0) {
-        e->setup.n_boost = 5000;    // the file's stand-in for an endless boost
+        e->setup.n_boost = 5000; // the file's stand-in for an endless boost
         e->t = e->setup.n_seed * MN_COLLISION_M + e->setup.n_boost + 1;
         e->what = "gain of the first flood write";
     }
@@ -167,7 +173,8 @@ static void check_entry(entry *e) {
     run(linear, MN_COLLISION_LINEAR, &e->setup);
     mn_collision_predict(&theory, &e->setup, bayes, reset, linear);
     const double limit = limit_of(e, &theory), got = isnan(limit) ? measured(e, points) : limit;
-    if (!(fabs(got - e->value) <= tolerance) || !(fabs(got - atof(e->printed)) <= half_unit(e->printed))) {
+    if (!(fabs(got - e->value) <= tolerance) ||
+        !(fabs(got - atof(e->printed)) <= half_unit(e->printed))) {
         fail_msg("%s, %s at rho = %g: %.15g, the file has %.15g, the paper %s", e->what, e->rule,
                  e->setup.rho, got, e->value, e->printed);
     }
@@ -232,10 +239,14 @@ static void endless_boost_turns_the_write(void **state) {
 static void families_coincide(void **state) {
     (void)state;
     static const mn_collision_rule same[][2] = {
-        { MN_COLLISION_RESET, MN_COLLISION_DELTA },          { MN_COLLISION_DELTA, MN_COLLISION_GDN },
-        { MN_COLLISION_DELTA, MN_COLLISION_KDA },            { MN_COLLISION_DELTA, MN_COLLISION_GDN2 },
-        { MN_COLLISION_DELTA, MN_COLLISION_LONGHORN_COLUMN }, { MN_COLLISION_LINEAR, MN_COLLISION_GLA },
-        { MN_COLLISION_LINEAR, MN_COLLISION_MAMBA1 },        { MN_COLLISION_LINEAR, MN_COLLISION_RETNET },
+        { MN_COLLISION_RESET, MN_COLLISION_DELTA },
+        { MN_COLLISION_DELTA, MN_COLLISION_GDN },
+        { MN_COLLISION_DELTA, MN_COLLISION_KDA },
+        { MN_COLLISION_DELTA, MN_COLLISION_GDN2 },
+        { MN_COLLISION_DELTA, MN_COLLISION_LONGHORN_COLUMN },
+        { MN_COLLISION_LINEAR, MN_COLLISION_GLA },
+        { MN_COLLISION_LINEAR, MN_COLLISION_MAMBA1 },
+        { MN_COLLISION_LINEAR, MN_COLLISION_RETNET },
         { MN_COLLISION_BAYES, MN_COLLISION_BAYES_ROTATION },
         { MN_COLLISION_PALIMPSA_PAPER, MN_COLLISION_PALIMPSA_CODE },
     };
@@ -246,7 +257,8 @@ static void families_coincide(void **state) {
         run(y, same[i][1], &setup);
         for (int64_t t = 0; t < mn_collision_length(&setup); t++) {
             assert_true(fabs(x[t].p - y[t].p) < 1e-12);
-            assert_true(isnan(y[t].var_b) || isnan(x[t].var_b) || fabs(x[t].var_b - y[t].var_b) < 1e-12);
+            assert_true(isnan(y[t].var_b) || isnan(x[t].var_b) ||
+                        fabs(x[t].var_b - y[t].var_b) < 1e-12);
         }
     }
 }
@@ -263,7 +275,9 @@ static void every_row_is_accounted_for(void **state) {
             if (strcmp(mn_collision_name((mn_collision_rule)rule), name) != 0) continue;
             found = true;
             run(points, (mn_collision_rule)rule, &setup);
-            for (int64_t t = 0; t < mn_collision_length(&setup); t++) assert_true(isfinite(points[t].p));
+            for (int64_t t = 0; t < mn_collision_length(&setup); t++) {
+                assert_true(isfinite(points[t].p));
+            }
         }
         for (int n = 0; mn_collision_absent(n, &row, &why); n++) found |= strcmp(row, name) == 0;
         if (!found) fail_msg("%s takes no part and nobody says why", name);

@@ -1,7 +1,8 @@
-/* test_identities.c - what the papers say one layer is of another, on the step loops that define them.
+/* test_identities.c - what the papers say one layer is of another, on the step loops that define
+ * them.
  *
- * All in double precision. Where the identity is exact the two differ by rounding only; where it is a
- * limit the remaining distance is stated and checked from both sides. */
+ * All in double precision. Where the identity is exact the two differ by rounding only; where it
+ * is a limit the remaining distance is stated and checked from both sides. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -81,7 +82,8 @@ static double distance(double x[T][HV], double y[T][HV], int64_t width) {
     return sqrt(error2 / norm2);
 }
 
-static void assert_same(const char *left, token_fn fill_left, const char *right, token_fn fill_right) {
+static void assert_same(const char *left, token_fn fill_left, const char *right,
+                        token_fn fill_right) {
     static double x[T][HV], y[T][HV];
     run(x, left, fill_left);
     run(y, right, fill_right);
@@ -138,7 +140,8 @@ static void equal_gates(mn_token *token, int64_t t) {
     token->write = write;
 }
 
-/* Longhorn per column at gain eta is the delta rule with beta = eta: unit keys, beta_j = b / (1 - b). */
+/* Longhorn per column at gain eta is the delta rule with beta = eta: unit keys, beta_j = b / (1
+ * - b). */
 static void equal_columns(mn_token *token, int64_t t) {
     static double column[HV];
     for (int64_t i = 0; i < HV; i++) column[i] = beta[t][i / V] / (1.0 - beta[t][i / V]);
@@ -191,8 +194,8 @@ static void still_belief(mn_token *token, int64_t t) {
     token->la = zeros;
 }
 
-/* Proposition 2: with the predicted covariance reset to l2 I at each step, the Bayesian Layer is the
- * delta rule with beta = l2 / (l2 + r2) for keys of length one. */
+/* Proposition 2: with the predicted covariance reset to l2 I at each step, the Bayesian Layer is
+ * the delta rule with beta = l2 / (l2 + r2) for keys of length one. */
 static void covariance_reset_is_the_delta_rule(void **state) {
     (void)state;
     static double x[T][HV], y[T][HV], gain[H];
@@ -213,7 +216,8 @@ static void covariance_reset_is_the_delta_rule(void **state) {
     mn_mixer_destroy(delta);
 }
 
-/* The same through the operators: riccati whose decay forgets the covariance, its gains into delta. */
+/* The same through the operators: riccati whose decay forgets the covariance, its gains into
+ * delta. */
 static void covariance_reset_of_the_operators(void **state) {
     (void)state;
     static double la[T][HK], gainvec[T][HK], noise[T][H], observed[T][H], strength[T][H];
@@ -230,13 +234,28 @@ static void covariance_reset_of_the_operators(void **state) {
         }
     }
     const mn_call call = { .dtype = MN_F64, .B = 1, .T = T, .H = H, .K = K, .V = V, .G = 1 };
-    const mn_riccati_args covariance = { .call = call, .scale = 1, .k = { .data = k },
-        .la = { .data = la }, .l2 = { .data = noise }, .r2 = { .data = observed },
-        .p0 = { .data = p0 }, .gainvec = { .data = gainvec } };
-    const mn_delta_args mean = { .call = call, .scale = 1, .q = { .data = q }, .e = { .data = k },
-        .w = { .data = gainvec }, .v = { .data = v }, .o = { .data = x } };
-    const mn_delta_net_args rule = { .call = call, .scale = 1, .q = { .data = q }, .k = { .data = k },
-        .v = { .data = v }, .beta = { .data = strength }, .o = { .data = y } };
+    const mn_riccati_args covariance = { .call = call,
+                                         .scale = 1,
+                                         .k = { .data = k },
+                                         .la = { .data = la },
+                                         .l2 = { .data = noise },
+                                         .r2 = { .data = observed },
+                                         .p0 = { .data = p0 },
+                                         .gainvec = { .data = gainvec } };
+    const mn_delta_args mean = { .call = call,
+                                 .scale = 1,
+                                 .q = { .data = q },
+                                 .e = { .data = k },
+                                 .w = { .data = gainvec },
+                                 .v = { .data = v },
+                                 .o = { .data = x } };
+    const mn_delta_net_args rule = { .call = call,
+                                     .scale = 1,
+                                     .q = { .data = q },
+                                     .k = { .data = k },
+                                     .v = { .data = v },
+                                     .beta = { .data = strength },
+                                     .o = { .data = y } };
     assert_int_equal(mn_op_riccati(context, &covariance), MN_OK);
     assert_int_equal(mn_op_delta(context, &mean), MN_OK);
     assert_int_equal(mn_op_delta_net(context, &rule), MN_OK);
@@ -270,8 +289,8 @@ static void regression_ccq(mn_token *token, int64_t t) {
     ccq_at_work(token, t);
 }
 
-/* A = I and l2 = 0 is recursive least squares: P = (I / p0 + sum k k' / r2)^-1 and M = P sum k v' / r2,
- * which mesa solves anew at each read with beta = 1 / r2 and lam = 1 / p0. */
+/* A = I and l2 = 0 is recursive least squares: P = (I / p0 + sum k k' / r2)^-1 and M = P sum k
+ * v' / r2, which mesa solves anew at each read with beta = 1 / r2 and lam = 1 / p0. */
 static void no_process_noise_is_least_squares(void **state) {
     (void)state;
     assert_same("bayes", no_process_noise, "mesa", regression);
@@ -316,8 +335,9 @@ static void no_importance(mn_token *token, int64_t t) {
     token->b = zero_gate;
 }
 
-/* With an importance that no evidence can move, mu = a mu + k v / ip: Mamba-2 on values v / ip. It is
- * exact for b = 0; otherwise the distance falls as 1 / ip, at most T of evidence against ip. */
+/* With an importance that no evidence can move, mu = a mu + k v / ip: Mamba-2 on values v / ip.
+ * It is exact for b = 0; otherwise the distance falls as 1 / ip, at most T of evidence against
+ * ip. */
 static void huge_prior_is_mamba2(void **state) {
     (void)state;
     static double x[T][HV], y[T][HV];
@@ -346,8 +366,9 @@ static void run_kla(double o[T][HV], double a, double p, double lam0) {
         all_p[i] = p;
     }
     for (int64_t t = 0; t < T; t++) {
-        const mn_token token = { .q = q[t], .k = k[t], .v = v[t], .prec = prec[t], .a = all_a,
-                                 .p = all_p };
+        const mn_token token = {
+            .q = q[t], .k = k[t], .v = v[t], .prec = prec[t], .a = all_a, .p = all_p
+        };
         assert_int_equal(mn_mixer_start(m, &token), MN_OK);
         for (int64_t i = 0; t == 0 && i < V * K; i++) mn_mixer_part(m, "lam", NULL)[i] = lam0;
         assert_int_equal(mn_mixer_step(m, &token, o[t], NULL), MN_OK);
@@ -380,8 +401,8 @@ static void no_noise_is_a_convolution(void **state) {
     assert_true(distance(x, y, V) <= 1e-7);
 }
 
-/* A prior precision at its fixed point under the noise, p = (1 - a^2) / lam0, stays there when it is
- * huge: mean = a mean + prec v k / lam0, a decaying sum with one constant decay. */
+/* A prior precision at its fixed point under the noise, p = (1 - a^2) / lam0, stays there when
+ * it is huge: mean = a mean + prec v k / lam0, a decaying sum with one constant decay. */
 static void huge_kla_prior_is_a_decaying_sum(void **state) {
     (void)state;
     static double x[T][HV], y[T][HV];
@@ -406,8 +427,8 @@ static void huge_kla_prior_is_a_decaying_sum(void **state) {
 
 enum { P_LONG = 64, RANK = 3 };
 
-/* Parameters of a mix for P lags, cut from those for P_LONG: the last P entries, since lag l is entry
- * P - 1 - l. */
+/* Parameters of a mix for P lags, cut from those for P_LONG: the last P entries, since lag l is
+ * entry P - 1 - l. */
 typedef struct lag_mix {
     double U[2 * H * P_LONG * RANK], Vt[2 * H * P_LONG * RANK], d[2 * H * P_LONG];
 } lag_mix;
@@ -429,7 +450,8 @@ static void make_mix(lag_mix *mix, int64_t P, uint64_t stream) {
 static void run_hyper(double o[T][HV], const char *name, int64_t P) {
     static lag_mix before, after;
     static double queries[2 * HK], keys[2 * HK], controls[2 * H * RANK], gate[HV];
-    const mn_mixer_config config = { .size = { .H = H, .K = K, .V = V, .P = P, .R = RANK, .W = RANK } };
+    const mn_mixer_config config = { .size = {
+                                         .H = H, .K = K, .V = V, .P = P, .R = RANK, .W = RANK } };
     mn_mixer *m = NULL;
     assert_int_equal(mn_mixer_create(&m, name, &config), MN_OK);
     make_mix(&before, P, 20);
@@ -441,9 +463,18 @@ static void run_hyper(double o[T][HV], const char *name, int64_t P) {
         }
         for (int64_t i = 0; i < 2 * H * RANK; i++) controls[i] = 0.5 + 0.1 * draw(42, t, i);
         for (int64_t i = 0; i < HV; i++) gate[i] = 0.5;
-        const mn_token token = { .q = queries, .k = keys, .v = v[t], .gv = gate, .c1 = controls,
-            .U1 = before.U, .Vt1 = before.Vt, .d1 = before.d, .c2 = controls, .U2 = after.U,
-            .Vt2 = after.Vt, .d2 = after.d };
+        const mn_token token = { .q = queries,
+                                 .k = keys,
+                                 .v = v[t],
+                                 .gv = gate,
+                                 .c1 = controls,
+                                 .U1 = before.U,
+                                 .Vt1 = before.Vt,
+                                 .d1 = before.d,
+                                 .c2 = controls,
+                                 .U2 = after.U,
+                                 .Vt2 = after.Vt,
+                                 .d2 = after.d };
         assert_int_equal(mn_mixer_step(m, &token, o[t], NULL), MN_OK);
     }
     mn_mixer_destroy(m);

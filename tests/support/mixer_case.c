@@ -310,14 +310,16 @@ mn_status case_define(mixer_case *c) {
 /* ---- fused ----------------------------------------------------------------------------------- */
 
 /* `view` covers tokens from t0 on of a tensor over time. */
-static void slice(mixer_case *c, mn_in *view, const mn_sample_tensor *tensor, void *data, int64_t t0) {
+static void slice(mixer_case *c, mn_in *view, const mn_sample_tensor *tensor, void *data,
+                  int64_t t0) {
     const int64_t row = row_count(c, tensor);
     bool ok = true;
     view->data = (char *)data + (size_t)(t0 * row) * item_bytes(c);
     view->stride[0] = c->T * row;
     view->stride[1] = row;
     view->stride[2] = tensor->axes[2] && strchr("HJQ", tensor->axes[2])
-                          ? row / mn_axis_size(&c->config.size, tensor->axes[2], &ok) : 0;
+                          ? row / mn_axis_size(&c->config.size, tensor->axes[2], &ok)
+                          : 0;
 }
 
 /* l2_norm of all keys, then curvature over [t0, t1): fills rows of c->query. */
@@ -334,10 +336,11 @@ static mn_status contract(mixer_case *c, mn_context *context, const mn_call *pie
     mn_curvature_args p = { .call = *piece, .n0 = fresh ? 0 : t0 };
     const int64_t stride[3] = { c->T * row, row, K };
     p.call.H = H;
-    p.q.data = (char *)mn_sample_find(&c->sample, scan ? "Cm" : "q")->data + (size_t)(t0 * row) * bytes;
+    p.q.data =
+        (char *)mn_sample_find(&c->sample, scan ? "Cm" : "q")->data + (size_t)(t0 * row) * bytes;
     p.k.data = (char *)c->unit_keys + (size_t)(t0 * row) * bytes;
     p.qt.data = (char *)c->query + (size_t)(t0 * row) * bytes;
-    p.gamma = (mn_in){ (char *)c->gamma + (size_t)(t0 * H) * bytes, { c->T * H, H, 1 } };
+    p.gamma = (mn_in) { (char *)c->gamma + (size_t)(t0 * H) * bytes, { c->T * H, H, 1 } };
     memcpy(p.q.stride, stride, sizeof stride);
     memcpy(p.k.stride, stride, sizeof stride);
     memcpy(p.qt.stride, stride, sizeof stride);
@@ -359,7 +362,11 @@ mn_status case_fuse(mixer_case *c, mn_context *context, int64_t t0, int64_t t1, 
     const int64_t key0 = fresh ? t0 : 0;
     piece->T = t1 - t0;
     if (piece->L > 0) piece->L = t1 - key0;
-    if (c->cu && t1 - t0 != c->T) piece->cu_seqlens = NULL;
+    const int64_t lone[2] = { 0, t1 - t0 };
+    if (c->cu && t1 - t0 != c->T) {
+        piece->cu_seqlens = c->lone_packs ? lone : NULL;
+        piece->n_seqs = 1;
+    }
     mn_status st = c->info.ccq ? contract(c, context, piece, t0, fresh) : MN_OK;
     for (int i = 0; i < c->sample.n_tensors; i++) {
         const mn_sample_tensor *tensor = &c->sample.tensors[i];
@@ -408,7 +415,9 @@ double case_error(const double *x, const double *reference, int64_t count) {
 
 static double *as_doubles(const mixer_case *c, const mn_sample_tensor *tensor) {
     double *x = malloc((size_t)tensor->count * sizeof *x);
-    for (int64_t i = 0; x && i < tensor->count; i++) x[i] = mn_sample_get(&c->sample, tensor->data, i);
+    for (int64_t i = 0; x && i < tensor->count; i++) {
+        x[i] = mn_sample_get(&c->sample, tensor->data, i);
+    }
     return x;
 }
 

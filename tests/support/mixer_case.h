@@ -25,9 +25,11 @@ typedef struct mixer_case {
     double *o, *variance;               // (B,T,width) of the definition
     double *state[MN_MAX_FIELDS];       // final states of the definition, in the operator's layout
     int64_t *cu;                        // NULL: not packed
+    bool lone_packs;                    // pieces of a packed case go as packs of one sequence
 } mixer_case;
 
-/* Layer `name` over B sequences of T tokens (or, with `cu`, three packed ones) drawn from `seed`. */
+/* Layer `name` over B sequences of T tokens (or, with `cu`, three packed ones) drawn from
+ * `seed`. */
 mn_status case_create(mixer_case *c, const char *name, mn_dtype dtype, int64_t B, int64_t T,
                       const int64_t *cu, uint64_t seed);
 void case_destroy(mixer_case *c);

@@ -7,7 +7,8 @@
  * Uhlenbeck form is the usual p / (2c) (1 - exp(-2 c dt)). Backward, with x = 2 c dt:
  *
  *   dc = -dabar dt abar + 2 dpbar p dt^2 w'(x)      ddt = -dabar c abar + dpbar p e^-x
- *   dlambda_log = c dc    ddelta = sigmoid(delta) ddt    dprocess_noise = dpbar dt w(x), 0 below 1e-7
+ *   dlambda_log = c dc    ddelta = sigmoid(delta) ddt
+ *   dprocess_noise = dpbar dt w(x), 0 where the noise is below 1e-7
  *
  * since d(dt w(2 c dt)) / d dt = e^-x. */
 #include <math.h>

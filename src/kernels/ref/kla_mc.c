@@ -6,7 +6,8 @@
  *
  * Backward, with w_s = softmax_s(l_s[target]) and g the cotangent of nll:
  *
- *   dlogits_s = g w_s (softmax_s - onehot)        dhead = sum dlogits_s h_s'     dh_s = head' dlogits_s
+ *   dlogits_s = g w_s (softmax_s - onehot)
+ *   dhead = sum dlogits_s h_s'         dh_s = head' dlogits_s
  *   dx_s = r (dh_s norm - h_s <dh_s, h_s> / (D norm))  where r is the 1/sqrt, written with xr = x r
  *   dmu = sum_s dx_s      dvar = sum_s dx_s noise_s / (2 sqrt(var)), 0 below the floor
  *   dnoise_s = dx_s sqrt(var)
@@ -105,9 +106,9 @@ void MN_REF(mn_kla_mc_forward_run)(const void *args, int phase, int64_t item, vo
     for (int64_t v = 0; logprob && v < V; v++) logprob[v] = (REAL)(all[v] - log_s);
 }
 
-/* Phase 0 over tokens: w_s and the log-normaliser of each draw into shared memory (S pairs a token),
- * gradients of mu, var, noise, and of norm per token (D numbers each). Phase 1 over rows of head.
- * Phase 2, over channels, sums the gradient of norm. */
+/* Phase 0 over tokens: w_s and the log-normaliser of each draw into shared memory (S pairs a
+ * token), gradients of mu, var, noise, and of norm per token (D numbers each). Phase 1 over rows of
+ * head. Phase 2, over channels, sums the gradient of norm. */
 bool MN_REF(mn_kla_mc_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t items, count;
@@ -118,7 +119,8 @@ bool MN_REF(mn_kla_mc_backward_plan)(const void *args, mn_plan *plan) {
     return ok && mn_mul_size(&plan->shared_bytes, (size_t)count, sizeof(double));
 }
 
-/* dx from dh; adds the token's part of the gradient of norm. Both vectors are D long, dx may be dh. */
+/* dx from dh; adds the token's part of the gradient of norm. Both vectors are D long, dx may be
+ * dh. */
 static void norm_backward(double *dx, double *dnorm, const double *dh, const draw *d,
                           const mn_kla_mc_args *p) {
     const int64_t D = p->call.D;
@@ -134,7 +136,8 @@ static void norm_backward(double *dx, double *dnorm, const double *dh, const dra
     }
 }
 
-/* Adds draw s of one token to dmu, dvar, dnorm (D each) and writes its dnoise. `weight` is g w_s. */
+/* Adds draw s of one token to dmu, dvar, dnorm (D each) and writes its dnoise. `weight` is g
+ * w_s. */
 static void draw_backward(double *dh, double *dmu, double *dvar, double *dnorm, draw *d,
                           const mn_kla_mc_args *p, double weight, int64_t s, int64_t b, int64_t t) {
     const int64_t D = p->call.D, target = target_of(p, b, t);

@@ -6,8 +6,8 @@
  *
  * Read one prediction ahead (from_prior), the mean is a eta / lam and the variance a^2 / lam + p.
  * a^2, p, den and the lam under a division are kept at or above 1e-12; where that floor binds, its
- * argument has no gradient. Backward, with nl and ne the adjoints of lam_t and eta_t and gm, gv those
- * of mean and variance:
+ * argument has no gradient. Backward, with nl and ne the adjoints of lam_t and eta_t and gm, gv
+ * those of mean and variance:
  *
  *   ne += gm / lam                 nl -= (gm eta + gv) / lam^2
  *   dprec = sum_s nl k^2 + ne v k  dv = sum_s ne prec k       dk = sum_m 2 nl prec k + ne prec v
@@ -34,7 +34,8 @@ static cell cell_at(const mn_moebius_args *args, int64_t at) {
     return (cell){ a, fmax(a * a, floor_at), fmax(p, floor_at) };
 }
 
-static void load_state(double *lam, double *eta, const mn_moebius_args *args, int64_t n, int64_t m) {
+static void load_state(double *lam, double *eta, const mn_moebius_args *args, int64_t n,
+                       int64_t m) {
     const int64_t K = args->call.K;
     const REAL *lam0 = MN_ROW(REAL, args->lam0, n, 0, 0), *eta0 = MN_ROW(REAL, args->eta0, n, 0, 0);
     for (int64_t s = 0; s < K; s++) {
@@ -118,8 +119,8 @@ typedef struct adjoints {
     double *lam, *eta, *a, *a2, *p;
 } adjoints;
 
-/* Gradients of token t for channel m; turns the adjoints of its state into those of the state before.
- * dk and dq are rows of the sequence's sums. */
+/* Gradients of token t for channel m; turns the adjoints of its state into those of the state
+ * before. dk and dq are rows of the sequence's sums. */
 static void token_backward(const adjoints *d, double *dk, double *dq, const double *lam,
                            const double *eta, const mn_moebius_args *args, int64_t b, int64_t t,
                            int64_t m) {
@@ -169,8 +170,8 @@ static void token_backward(const adjoints *d, double *dk, double *dq, const doub
     if (dprec) dprec[m] = (REAL)to_prec;
 }
 
-/* All tokens of channel m: forward keeping states, then backward. `work` as planned, from its start;
- * states of step t are lam at 2 t K and eta at (2 t + 1) K. */
+/* All tokens of channel m: forward keeping states, then backward. `work` as planned, from its
+ * start; states of step t are lam at 2 t K and eta at (2 t + 1) K. */
 static void channel_backward(double *work, double *dk, double *dq, const adjoints *d,
                              const mn_moebius_args *args, int64_t n, int64_t m) {
     const int64_t K = args->call.K;

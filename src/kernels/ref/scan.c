@@ -52,9 +52,12 @@ static void load_state(double *h, const mn_scan_args *p, int64_t n, int64_t m) {
 }
 
 /* next may be h */
-static void advance(double *next, const double *h, const mn_scan_args *p, const token *k, int64_t m) {
+static void advance(double *next, const double *h, const mn_scan_args *p, const token *k,
+                    int64_t m) {
     const REAL *A = (const REAL *)p->A.data + m * p->call.K;
-    for (int64_t s = 0; s < p->call.K; s++) next[s] = exp(k->d * A[s]) * h[s] + k->d * k->u * k->B[s];
+    for (int64_t s = 0; s < p->call.K; s++) {
+        next[s] = exp(k->d * A[s]) * h[s] + k->d * k->u * k->B[s];
+    }
 }
 
 /* sum_s C h + D u */
@@ -94,15 +97,15 @@ bool MN_REF(mn_scan_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     const int64_t n = mn_n_sequences(c);
     int64_t count, parts;
-    bool ok = mn_mul_i64(&count, mn_longest_sequence(c), 3) && mn_mul_i64(&count, count + 2, c->K) &&
-              mn_ref_plan(plan, n, count) && mn_mul_i64(&parts, c->V, c->K + 2) &&
-              mn_mul_i64(&parts, parts, n);
+    bool ok = mn_mul_i64(&count, mn_longest_sequence(c), 3) &&
+              mn_mul_i64(&count, count + 2, c->K) && mn_ref_plan(plan, n, count) &&
+              mn_mul_i64(&parts, c->V, c->K + 2) && mn_mul_i64(&parts, parts, n);
     mn_ref_add_phase(plan, c->V);
     return ok && mn_mul_size(&plan->shared_bytes, (size_t)parts, sizeof(double));
 }
 
-/* Gradients of one token of channel m; h is the state before it, h + K the one after. `part` gathers
- * dA, dD and the gradient of the bias. */
+/* Gradients of one token of channel m; h is the state before it, h + K the one after. `part`
+ * gathers dA, dD and the gradient of the bias. */
 static void token_backward(double *g, double *dB, double *dC, double *part, const double *h,
                            const mn_scan_args *p, int64_t b, int64_t t, int64_t m) {
     const int64_t K = p->call.K;
@@ -155,7 +158,9 @@ static void sum_parts(const mn_scan_args *p, int64_t m, const double *parts) {
     const int64_t K = p->call.K, stride = p->call.V * (K + 2);
     for (int64_t s = 0; s < K + 2; s++) {
         double sum = 0.0;
-        for (int64_t n = 0; n < mn_n_sequences(&p->call); n++) sum += parts[n * stride + m * (K + 2) + s];
+        for (int64_t n = 0; n < mn_n_sequences(&p->call); n++) {
+            sum += parts[n * stride + m * (K + 2) + s];
+        }
         if (s < K && p->grad.A.data) ((REAL *)p->grad.A.data)[m * K + s] = (REAL)sum;
         if (s == K && p->grad.D.data) ((REAL *)p->grad.D.data)[m] = (REAL)sum;
         if (s == K + 1 && p->grad.dt_bias.data) ((REAL *)p->grad.dt_bias.data)[m] = (REAL)sum;

@@ -464,8 +464,9 @@ static void enter_products(work *w, const float *P, const float *M) {
                                    .b = w->right, .b_row = R, .M = R, .N = R, .K = rows,
                                    .alpha = 1.0f, .base = MN_GEMM_ADD, .shape = MN_GEMM_C_LOWER });
     MN_T(mn_bayes_mirror)(w->D, R);
-    for (int64_t t = 0; t < L; t++) {
-        scale_row(w->dqt + t * R, c->qP + t * R, c->reads_variance ? 2.0f * w->weight[t] : 0.0f, R);
+    memset(w->dqt, 0, (size_t)(L * R) * sizeof *w->dqt);
+    for (int64_t t = 0; t < L && c->reads_variance; t++) {
+        scale_row(w->dqt + t * R, c->qP + t * R, 2.0f * w->weight[t], R);
     }
     if (!c->columns) return;
     mn_gemm_args mean = { .c = w->dkt, .c_row = R, .a = w->deps, .a_row = Vp, .a_col = 1, .b = M,

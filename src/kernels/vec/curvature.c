@@ -90,7 +90,7 @@ bool MN_T(mn_curvature_forward_plan)(const void *args, mn_plan *plan) {
            mn_mul_size(&plan->scratch_bytes, (size_t)count, sizeof(float));
 }
 
-/* within joins sums at the end of a chunk. */
+/* within joins sums at the border of a chunk. */
 static void close_sums(float *sums, float *within, int64_t K) {
     mn_axpy(sums, 1.0f, within, K);
     memset(within, 0, (size_t)K * sizeof *within);
@@ -172,7 +172,7 @@ void MN_T(mn_curvature_forward_run)(const void *args, int phase, int64_t item, v
 typedef struct work {
     float *M, *m, *twice;       // (K,K) (K) (K,K): D + D'
     float *P, *Y, *Z;           // (chunk,chunk), (chunk,K), (chunk,K)
-    float *s, *within;          // (K) (K)
+    float *s, *within;          // (K) (K): a sum, and its part inside the chunk
     float *products;            // (T,2): s.q and s.d of every token
 } work;
 
@@ -261,10 +261,13 @@ static void key_backward(const mn_curvature_args *p, work *w, const chunk *c, co
     for (int64_t t = c->L - 1; t >= 0; t--) {
         const float each = (float)(1.0 / (c->count + (double)t + 1.0));
         const float gamma = *MN_ROW(float, p->gamma, c->b, c->t0 + t, c->h);
-        mn_axpy(w->m, -each * products[2 * t], w->Z + t * K, K);
-        mn_axpy(w->m, gamma * each * each * products[2 * t + 1], mn_row_of(c->q, t), K);
-        if (dk.at) mn_axpy(mn_row_of(dk, t), 1.0f, w->m, K);
+        mn_axpy(w->within, -each * products[2 * t], w->Z + t * K, K);
+        mn_axpy(w->within, gamma * each * each * products[2 * t + 1], mn_row_of(c->q, t), K);
+        if (!dk.at) continue;
+        mn_axpy(mn_row_of(dk, t), 1.0f, w->m, K);
+        mn_axpy(mn_row_of(dk, t), 1.0f, w->within, K);
     }
+    close_sums(w->m, w->within, K);
     mn_gemm_args g = mn_product(mn_mat_of(w->M, K), mn_transposed(mn_mat_of(w->Z, K)), c->q,
                                 (mn_dims){ K, K, c->L });
     g.base = MN_GEMM_ADD;

@@ -22,21 +22,12 @@
 
 #include "base/checked.h"
 #include "base/util.h"
+#include "kernels/vec/ahead.h"
+#include "kernels/vec/cells.h"
 #include "kernels/vec/replay.h"
 
-/* Four vectors of dq and dk make up one transpose. */
+/* 2 * ROWS vectors, of dq and of dk, are whole transposes of four. */
 enum { ROWS = MN_VW == 16 ? 4 : 2, TOKENS = 16, BLOCK_FLOATS = 2 * ROWS * MN_VW };
-
-/* How the rows of a head are cut. */
-typedef struct cut {
-    int64_t tiles, rows;
-} cut;
-
-static cut cut_of(const mn_call *c) {
-    const int64_t wanted = mn_min(mn_min(4, mn_ceil_div(8, c->H)), mn_ceil_div(c->K, 16));
-    const int64_t rows = mn_ceil_div(mn_ceil_div(c->K, wanted), ROWS) * ROWS;
-    return (cut){ mn_ceil_div(c->K, rows), rows };
-}
 
 /* Parts in shared memory, tile after tile: dip (N,H) as double, then dv, db (B,T,H,V), dg (B,T,H). */
 typedef struct parts {
@@ -45,7 +36,7 @@ typedef struct parts {
     int64_t rows;        // B T H
 } parts;
 
-static parts parts_at(const mn_importance_args *p, cut rows, void *shared) {
+static parts parts_at(const mn_importance_args *p, mn_row_cut rows, void *shared) {
     const mn_call *c = &p->call;
     const int64_t n = c->B * c->T * c->H;
     parts out = { .ip = shared, .rows = n };
@@ -67,13 +58,14 @@ typedef struct item_state {
     mn_frame_tokens tokens;
     mn_frame frame;             // behind the last token
     bool spread;                // dovar is given
+    mn_ahead ahead;             // rows of the next block
     double to_prior;            // this item's part of dip
     float *adjoint;             // A and C as cells
     float *keys;                // per group and token: k, k^2, q of its rows
     float *v, *b, *d_o, *dovar; // f v, f b, scale do, f scale^2 dovar
     float *dv, *db;             // sums over rows
     _Alignas(64) float dg[TOKENS * MN_VW], sum[TOKENS * MN_VW];
-    _Alignas(64) float dq[TOKENS * ROWS * MN_VW], dk[TOKENS * ROWS * MN_VW];
+    _Alignas(64) float dqk[TOKENS * 2 * ROWS * MN_VW];    // per token: dq of its rows, dk of them
     _Alignas(64) float before[TOKENS * BLOCK_FLOATS];    // M and J before each token of a block
 } item_state;
 
@@ -84,7 +76,7 @@ static int64_t padded(int64_t n) {
 bool MN_T(mn_importance_backward_plan)(const void *args, mn_plan *plan) {
     const mn_importance_args *p = args;
     const mn_call *c = &p->call;
-    const cut rows = cut_of(c);
+    const mn_row_cut rows = mn_row_cut_of(c, ROWS);
     const int64_t T = mn_longest_sequence(c), heads = mn_n_sequences(c) * c->H;
     const mn_cells tile = mn_cells_of(0, 0, 0, mn_min(rows.rows, c->K), 0, c->V, ROWS);
     const int64_t per_block = tile.groups * TOKENS * 3 * ROWS + 6 * tile.vectors * TOKENS * MN_VW;
@@ -119,11 +111,12 @@ static void stage_keys(item_state *s, int64_t t0, int64_t n) {
         const float *q = MN_ROW(float, s->p->q, s->seq.b, s->seq.t0 + t0 + t, tile->h);
         for (int64_t g = 0; g < tile->groups; g++) {
             float *to = keys_at(s, g) + t * 3 * ROWS;
-            for (int64_t r = 0; r < ROWS; r++) {
-                const int64_t i = tile->i0 + g * ROWS + r;
-                to[r] = i < tile->i1 ? k[i] : 0.0f;
-                to[ROWS + r] = to[r] * to[r];
-                to[2 * ROWS + r] = i < tile->i1 ? q[i] : 0.0f;
+            const int64_t i = tile->i0 + g * ROWS, count = mn_min(ROWS, tile->i1 - i);
+            if (count < ROWS) memset(to, 0, 3 * ROWS * sizeof *to);
+            for (int64_t r = 0; r < count; r++) {
+                to[r] = k[i + r];
+                to[ROWS + r] = k[i + r] * k[i + r];
+                to[2 * ROWS + r] = q[i + r];
             }
         }
     }
@@ -181,10 +174,12 @@ MN_ALWAYS_INLINE void renew_cells(vf M[ROWS], vf J[ROWS], float factor) {
 /* Takes one block of cells from `from` through n tokens. With `keep`, their values before each token,
  * in its frame, are left there; the last state goes to `to` where that is not NULL. */
 MN_ALWAYS_INLINE void walk(float *to, const float *from, float *keep, const float *keys,
-                           const float *v, const float *b, const float *renew, int64_t n) {
+                           const float *v, const float *b, const float *renew, mn_line next,
+                           int64_t n) {
     vf M[ROWS], J[ROWS];
     load_cells(M, J, from);
-    for (int64_t t = 0; t < n; t++, keys += 3 * ROWS) {
+    for (int64_t t = 0; t < n; t++, keys += 3 * ROWS, next.at += next.step) {
+        __builtin_prefetch(next.at, 0, 2);
         renew_cells(M, J, renew[t]);
         if (keep) store_cells(keep + t * BLOCK_FLOATS, M, J);
         const vf v_t = vf_load(v + t * MN_VW), b_t = vf_load(b + t * MN_VW);
@@ -197,6 +192,12 @@ MN_ALWAYS_INLINE void walk(float *to, const float *from, float *keep, const floa
     if (to) store_cells(to, M, J);
 }
 
+/* Line `index` of the tokens from t on, if there is a whole block of them */
+static mn_line line_ahead(const item_state *s, int64_t t, int64_t index) {
+    if (t < 0 || t + TOKENS > s->seq.length) return (mn_line){ s->sum, 0 };
+    return mn_line_ahead(&s->ahead, s->seq.b, s->seq.t0 + t, s->tile.h, index, s->sum);
+}
+
 static void advance(void *context, float *cells, int64_t t0, int64_t n) {
     item_state *s = context;
     const mn_cells *tile = &s->tile;
@@ -205,7 +206,8 @@ static void advance(void *context, float *cells, int64_t t0, int64_t n) {
         for (int64_t c = 0; c < tile->vectors; c++) {
             const int64_t at = c * TOKENS * MN_VW;
             float *block = mn_cells_block(cells, tile, g, c);
-            walk(block, block, NULL, keys_at(s, g), s->v + at, s->b + at, s->tokens.renew + t0, n);
+            const mn_line next = line_ahead(s, t0 + TOKENS, g * tile->vectors + c);
+            walk(block, block, NULL, keys_at(s, g), s->v + at, s->b + at, s->tokens.renew + t0, next, n);
         }
     }
 }
@@ -258,7 +260,7 @@ MN_ALWAYS_INLINE void walk_back(item_state *s, float *adjoint, const float *keys
             const vf M = vf_fma(k, v, M0), J = vf_fma(vf_set1(key[ROWS + r]), b, J0);
             const vf inverse = vf_div(one, vf_add(J, prior)), mu = vf_mul(M, inverse);
             const vf to_M = vf_mul(vf_mul(q, d_o), inverse);
-            float *dq = s->dq + (t * ROWS + r) * MN_VW, *dk = s->dk + (t * ROWS + r) * MN_VW;
+            float *dq = s->dqk + (t * 2 * ROWS + r) * MN_VW, *dk = dq + ROWS * MN_VW;
             vf dq_r = vf_fma(d_o, mu, vf_load(dq));
             A[r] = vf_add(A[r], to_M);
             C[r] = vf_fnma(to_M, mu, C[r]);
@@ -294,33 +296,16 @@ static void walk_back_spread(item_state *s, float *adjoint, const float *keys, i
     walk_back(s, adjoint, keys, c, t0, n, true);
 }
 
-/* Sums of the lanes of four vectors */
-static void sum_four(float out[4], vf a, vf b, vf c, vf d) {
-    vf v[4] = { a, b, c, d };
-    float quads[MN_VW];
-    vf_transpose_quads(v);
-    vf_store(quads, vf_add(vf_add(v[0], v[1]), vf_add(v[2], v[3])));
-    for (int i = 0; i < 4; i++) out[i] = quads[i];
-    for (int at = 4; at < MN_VW; at += 4) {
-        for (int i = 0; i < 4; i++) out[i] += quads[at + i];
-    }
-}
-
 /* dq and dk of the rows of one group: lanes are summed four vectors at a time. */
 static void write_keys(const item_state *s, int64_t group, int64_t t0, int64_t n) {
     const int64_t i = s->tile.i0 + group * ROWS, rows = mn_min(ROWS, s->tile.i1 - i);
     for (int64_t t = 0; t < n; t++) {
-        const float *q = s->dq + t * ROWS * MN_VW, *k = s->dk + t * ROWS * MN_VW;
         float *dq = MN_ROW_OUT(float, s->p->grad.q, s->seq.b, s->seq.t0 + t0 + t, s->tile.h);
         float *dk = MN_ROW_OUT(float, s->p->grad.k, s->seq.b, s->seq.t0 + t0 + t, s->tile.h);
-        float sums[8];
-#if MN_VW == 16
-        sum_four(sums, vf_load(q), vf_load(q + MN_VW), vf_load(q + 2 * MN_VW), vf_load(q + 3 * MN_VW));
-        sum_four(sums + 4, vf_load(k), vf_load(k + MN_VW), vf_load(k + 2 * MN_VW),
-                 vf_load(k + 3 * MN_VW));
-#else
-        sum_four(sums, vf_load(q), vf_load(q + MN_VW), vf_load(k), vf_load(k + MN_VW));
-#endif
+        float sums[2 * ROWS];
+        for (int r = 0; r < 2 * ROWS; r += 4) {
+            mn_sum_four(sums + r, s->dqk + (t * 2 * ROWS + r) * MN_VW);
+        }
         for (int64_t r = 0; r < rows; r++) {
             if (dq) dq[i + r] = sums[r];
             if (dk) dk[i + r] = sums[ROWS + r];
@@ -375,13 +360,13 @@ static void reverse(void *context, const float *cells, int64_t t0, int64_t n) {
     memset(s->sum, 0, sizeof s->sum);
     for (int64_t g = 0; g < tile->groups; g++) {
         const float *keys = keys_at(s, g);
-        memset(s->dq, 0, sizeof s->dq);
-        memset(s->dk, 0, sizeof s->dk);
+        memset(s->dqk, 0, sizeof s->dqk);
         for (int64_t c = 0; c < tile->vectors; c++) {
             const int64_t at = c * TOKENS * MN_VW;
             float *adjoint = mn_cells_block(s->adjoint, tile, g, c);
             walk(NULL, mn_cells_block((float *)cells, tile, g, c), s->before, keys, s->v + at,
-                 s->b + at, s->tokens.renew + t0, n);
+                 s->b + at, s->tokens.renew + t0,
+                 line_ahead(s, t0 - TOKENS, g * tile->vectors + c), n);
             if (s->spread) walk_back_spread(s, adjoint, keys, c, t0, n);
             else walk_back_mean(s, adjoint, keys, c, t0, n);
         }
@@ -423,7 +408,7 @@ static float *take(float **at, int64_t n) {
     return here;
 }
 
-static void run_item(const mn_importance_args *p, int64_t item, cut rows, void *shared, void *scratch) {
+static void run_item(const mn_importance_args *p, int64_t item, mn_row_cut rows, void *shared, void *scratch) {
     const mn_call *call = &p->call;
     const int64_t head = item / rows.tiles, i0 = item % rows.tiles * rows.rows;
     item_state *s = scratch;
@@ -441,6 +426,11 @@ static void run_item(const mn_importance_args *p, int64_t item, cut rows, void *
     s->d_o = take(&memory, wide), s->dovar = take(&memory, wide);
     s->dv = take(&memory, wide), s->db = take(&memory, wide);
     s->adjoint = take(&memory, mn_cells_floats(&s->tile));
+    mn_ahead_add(&s->ahead, p->v, 0, call->V);
+    mn_ahead_add(&s->ahead, p->b, 0, call->V);
+    mn_ahead_add(&s->ahead, p->k, i0, s->tile.i1);
+    mn_ahead_add(&s->ahead, p->q, i0, s->tile.i1);
+    mn_ahead_add(&s->ahead, p->cot.o, 0, call->V);
     MN_T(mn_cells_load)(memory, &s->frame, p, &s->tile);
     MN_T(mn_frame_advance)(&s->frame, &s->tokens, p, s->seq.b, s->seq.t0, s->tile.h, s->seq.length);
     const mn_replay replay = { .T = s->seq.length, .block = TOKENS,
@@ -461,7 +451,7 @@ static void add_parts(float *to, const float *from, int64_t tiles, int64_t step,
 }
 
 /* 64 tokens of one batch row */
-static void add_tokens(const mn_importance_args *p, int64_t item, cut rows, void *shared) {
+static void add_tokens(const mn_importance_args *p, int64_t item, mn_row_cut rows, void *shared) {
     const mn_call *c = &p->call;
     const parts from = parts_at(p, rows, shared);
     const int64_t blocks = mn_ceil_div(c->T, 64), b = item / blocks, t0 = item % blocks * 64;
@@ -480,7 +470,7 @@ static void add_tokens(const mn_importance_args *p, int64_t item, cut rows, void
 void MN_T(mn_importance_backward_run)(const void *args, int phase, int64_t item, void *shared,
                                       void *scratch) {
     const mn_importance_args *p = args;
-    const cut rows = cut_of(&p->call);
+    const mn_row_cut rows = mn_row_cut_of(&p->call, ROWS);
     if (phase == 0) {
         run_item(p, item, rows, shared, scratch);
     } else if (phase == 1) {

@@ -11,6 +11,7 @@
 
 #include "base/checked.h"
 #include "base/util.h"
+#include "kernels/vec/ahead.h"
 
 /* Registers hold 2 * ROWS vectors of cells and some for the token. */
 enum { ROWS = MN_VW == 16 ? 8 : 4, TOKENS = 32, MOST_COLUMNS = 128, VECTORS = MOST_COLUMNS / MN_VW };
@@ -79,35 +80,8 @@ static void stage_values(stage *s, const mn_importance_args *p, const mn_cells *
     }
 }
 
-/* A line of memory per token of the next block, to be asked for while this one is computed. With many
- * heads the rows of one head lie pages apart, where the hardware foresees nothing. */
-typedef struct ahead {
-    const float *line;
-    int64_t step;
-} ahead;
-
-enum { LINE = 16 };    // floats
-
-/* Line number `index` of the inputs of a token: of k, q, v, b in turn. Past the last one, or without a
- * next block, a line that is at hand. */
-static ahead line_ahead(const mn_importance_args *p, const mn_cells *tile, const stage *s, int64_t b,
-                        int64_t t0, int64_t index) {
-    const int64_t key_lines = mn_ceil_div(tile->i1, LINE);
-    const int64_t value_lines = mn_ceil_div(tile->j1 - tile->j0, LINE);
-    const mn_in *const views[] = { &p->k, &p->q, &p->v, &p->b };
-    for (int i = 0; i < 4; i++) {
-        const int64_t lines = i < 2 ? key_lines : value_lines, first = i < 2 ? 0 : tile->j0;
-        if (index < lines) {
-            const float *row = MN_ROW(float, *views[i], b, t0, tile->h);
-            return (ahead){ row + first + index * LINE, views[i]->stride[1] };
-        }
-        index -= lines;
-    }
-    return (ahead){ s->grow, 0 };
-}
-
 /* Takes one block of cells through n tokens, adding to o and, where `spread`, to ovar. */
-MN_ALWAYS_INLINE void walk(float *cells, stage *s, const float *keys, ahead next,
+MN_ALWAYS_INLINE void walk(float *cells, stage *s, const float *keys, mn_line next,
                            int64_t at, int64_t n, bool spread) {
     const vf one = vf_set1(1.0f);
     vf M[ROWS], J[ROWS];
@@ -116,8 +90,8 @@ MN_ALWAYS_INLINE void walk(float *cells, stage *s, const float *keys, ahead next
         M[r] = vf_load(cells + r * MN_VW);
         J[r] = vf_load(cells + (ROWS + r) * MN_VW);
     }
-    for (int64_t t = 0; t < n; t++, at += MN_VW, keys += 3 * ROWS, next.line += next.step) {
-        __builtin_prefetch(next.line, 0, 2);
+    for (int64_t t = 0; t < n; t++, at += MN_VW, keys += 3 * ROWS, next.at += next.step) {
+        __builtin_prefetch(next.at, 0, 2);
         if (s->renew[t] != 1.0f) {
             const vf renew = vf_set1(s->renew[t]);
             MN_UNROLL
@@ -152,11 +126,11 @@ MN_ALWAYS_INLINE void walk(float *cells, stage *s, const float *keys, ahead next
     }
 }
 
-static void walk_mean(float *cells, stage *s, const float *keys, ahead next, int64_t at, int64_t n) {
+static void walk_mean(float *cells, stage *s, const float *keys, mn_line next, int64_t at, int64_t n) {
     walk(cells, s, keys, next, at, n, false);
 }
 
-static void walk_spread(float *cells, stage *s, const float *keys, ahead next, int64_t at, int64_t n) {
+static void walk_spread(float *cells, stage *s, const float *keys, mn_line next, int64_t at, int64_t n) {
     walk(cells, s, keys, next, at, n, true);
 }
 
@@ -190,6 +164,11 @@ void MN_T(mn_importance_forward_run)(const void *args, int phase, int64_t item, 
     stage *s = (stage *)(cells + mn_cells_floats(&tile));
     const mn_frame_tokens tokens = { .grow = s->grow, .renew = s->renew, .prior = s->prior };
     mn_frame frame;
+    mn_ahead ahead = { 0 };
+    mn_ahead_add(&ahead, p->k, 0, call->K);
+    mn_ahead_add(&ahead, p->q, 0, call->K);
+    mn_ahead_add(&ahead, p->v, j0, j1);
+    mn_ahead_add(&ahead, p->b, j0, j1);
     MN_T(mn_cells_load)(cells, &frame, p, &tile);
     for (int64_t start = 0; start < seq.length; start += TOKENS) {
         const int64_t t0 = seq.t0 + start, count = mn_min(TOKENS, seq.length - start);
@@ -201,7 +180,7 @@ void MN_T(mn_importance_forward_run)(const void *args, int phase, int64_t item, 
             for (int64_t c = 0; c < tile.vectors; c++) {
                 float *block = mn_cells_block(cells, &tile, g, c);
                 const int64_t index = more ? g * tile.vectors + c : INT64_MAX;
-                const ahead next = line_ahead(p, &tile, s, seq.b, t0 + TOKENS, index);
+                const mn_line next = mn_line_ahead(&ahead, seq.b, t0 + TOKENS, h, index, s->grow);
                 if (p->ovar.data) {
                     walk_spread(block, s, keys_of(s, g), next, c * TOKENS * MN_VW, count);
                 } else {

@@ -8,7 +8,8 @@
 
 enum { CELLS = 4096 };
 
-/* What both passes need of a vector of cells. With the zero-order hold x is not used: w = fade = 1. */
+/* What both passes need of a vector of cells. With the zero-order hold x is not used: w = fade =
+ * 1. */
 typedef struct cell {
     vf dt, c, p, abar;
     vf w, slope, fade;    // (1 - e^-x) / x, its derivative, e^-x for x = 2 c dt
@@ -19,8 +20,8 @@ typedef struct cell {
 static void weigh(cell *cells, vf x) {
     static const float W[] = { 1.0f, -1.0f / 2, 1.0f / 6, -1.0f / 24, 1.0f / 120, -1.0f / 720,
                                1.0f / 5040, -1.0f / 40320 };
-    static const float S[] = { -1.0f / 2, 2.0f / 6, -3.0f / 24, 4.0f / 120, -5.0f / 720, 6.0f / 5040,
-                               -7.0f / 40320, 8.0f / 362880 };
+    static const float S[] = { -1.0f / 2,   2.0f / 6,    -3.0f / 24,    4.0f / 120,
+                               -5.0f / 720, 6.0f / 5040, -7.0f / 40320, 8.0f / 362880 };
     const vm small = vf_lt(x, vf_set1(0.5f));
     const vf r = vf_div(vf_set1(1.0f), x), less = vf_neg(vf_expm1(vf_neg(x)));
     cells->fade = vf_exp(vf_neg(x));
@@ -29,7 +30,8 @@ static void weigh(cell *cells, vf x) {
     cells->slope = vf_select(small, vf_poly(S, 8, x), slope);
 }
 
-/* Above 80 exp(lambda_log) nears the end of float32; there abar is 0 and pbar below 1e-35 already. */
+/* Above 80 exp(lambda_log) nears the end of float32; there abar is 0 and pbar below 1e-35
+ * already. */
 static cell cell_at(const mn_kla_discretise_args *args, int64_t at, int n) {
     const vf lambda_log = vf_load_n((const float *)args->lambda_log.data + at, n);
     const vf delta = vf_load_n((const float *)args->delta.data + at, n);

@@ -1,10 +1,10 @@
 /* kla_mc.c - KLA+ loss: marginal likelihood under S draws; equations in ref/kla_mc.c.
  *
- * A block of tokens gives ROWS or so feature rows, one per token and draw. Logits are never kept: they
- * are made panel by panel of the vocabulary, once for the log-normaliser of each row, and again where
- * log-probabilities or gradients need them. Backward, phase 0 goes over blocks of tokens (weights,
- * normalisers, gradients of the features), phase 1 over panels of head rows, which recompute features
- * and logits, and phase 2 adds the blocks' shares of the gradient of norm. */
+ * A block of tokens gives ROWS or so feature rows, one per token and draw. Logits are never kept:
+ * they are made panel by panel of the vocabulary, once for the log-normaliser of each row, and
+ * again where log-probabilities or gradients need them. Backward, phase 0 goes over blocks of
+ * tokens (weights, normalisers, gradients of the features), phase 1 over panels of head rows, which
+ * recompute features and logits, and phase 2 adds the blocks' shares of the gradient of norm. */
 #include "base/checked.h"
 #include "kernels/access.h"
 #include "kernels/kernel.h"
@@ -22,7 +22,7 @@ typedef struct work {
     int64_t first, n_tokens, n_rows;
     float *h, *scaled;          // [rows][D] features; x / rms
     float *r;                   // [rows] 1 / rms
-    float *top, *sum, *hit;     // [rows] largest logit so far, sum of exp below it, logit of the target
+    float *top, *sum, *hit; // [rows] largest logit so far, sum of exp below it, logit of the target
     float *weight, *lse;        // [rows] g w_s, log-normaliser
     float *logits;              // [rows][PANEL]
     float *dh;                  // [rows][D]
@@ -41,7 +41,8 @@ static bool scratch_bytes(size_t *bytes, const mn_call *call) {
     int64_t rows, floats;
     return mn_mul_i64(&rows, tokens_of_block(call), call->S) && mn_mul_i64(&floats, call->D, 3) &&
            mn_add_i64(&floats, floats, PANEL + 6) && mn_mul_i64(&floats, floats, rows) &&
-           mn_add_i64(&floats, floats, 2 * call->D) && mn_mul_size(bytes, (size_t)floats, sizeof(float));
+           mn_add_i64(&floats, floats, 2 * call->D) &&
+           mn_mul_size(bytes, (size_t)floats, sizeof(float));
 }
 
 static void open_work(work *w, const mn_kla_mc_args *args, float *memory) {
@@ -49,14 +50,16 @@ static void open_work(work *w, const mn_kla_mc_args *args, float *memory) {
     *w = (work){ .args = args };
     float **of_features[] = { &w->h, &w->scaled, &w->dh };
     float **of_rows[] = { &w->r, &w->top, &w->sum, &w->hit, &w->weight, &w->lse };
-    for (size_t i = 0; i < MN_COUNTOF(of_features); i++, memory += rows * D) *of_features[i] = memory;
+    for (size_t i = 0; i < MN_COUNTOF(of_features); i++, memory += rows * D) {
+        *of_features[i] = memory;
+    }
     for (size_t i = 0; i < MN_COUNTOF(of_rows); i++, memory += rows) *of_rows[i] = memory;
     w->logits = memory;
     w->dmu = w->logits + rows * PANEL;
     w->dvar = w->dmu + D;
 }
 
-/* ---- features ---------------------------------------------------------------------------------- */
+/* ---- features -------------------------------------------------------------------------------- */
 
 static const float *noise_row(const mn_kla_mc_args *p, int64_t token, int64_t draw) {
     return (const float *)p->noise.data + (draw * p->call.B * p->call.T + token) * p->call.D;
@@ -107,7 +110,7 @@ static void features(work *w, int64_t block) {
     for (int64_t row = 0; row < w->n_rows; row++) feature_row(w, row, w->first + row / S, row % S);
 }
 
-/* ---- logits ------------------------------------------------------------------------------------ */
+/* ---- logits ---------------------------------------------------------------------------------- */
 
 /* Logits of classes [v0, v0 + n). */
 static void panel_logits(const work *w, int64_t v0, int64_t n) {
@@ -130,7 +133,8 @@ static void extend_sum(float *top, float *sum, const float *x, int64_t n) {
     const float now = vf_max_lanes(most);
     for (int64_t i = 0; i < n; i += MN_VW) {
         const int lanes = vf_lanes(n - i);
-        total = vf_add(total, vf_keep_first(vf_exp(vf_sub(vf_load_n(x + i, lanes), vf_set1(now))), lanes));
+        total = vf_add(total,
+                       vf_keep_first(vf_exp(vf_sub(vf_load_n(x + i, lanes), vf_set1(now))), lanes));
     }
     *sum = *sum * expf(*top - now) + vf_sum(total);
     *top = now;
@@ -165,7 +169,7 @@ static float log_hits(const work *w, int64_t row) {
     return top + logf(sum);
 }
 
-/* ---- forward ----------------------------------------------------------------------------------- */
+/* ---- forward --------------------------------------------------------------------------------- */
 
 /* logprob of classes [v0, v0 + n) of one token: a logsumexp over its draws */
 static void log_probabilities(float *out, const work *w, int64_t row, int64_t n) {
@@ -219,9 +223,10 @@ void MN_T(mn_kla_mc_forward_run)(const void *args, int phase, int64_t item, void
     }
 }
 
-/* ---- backward ---------------------------------------------------------------------------------- */
+/* ---- backward -------------------------------------------------------------------------------- */
 
-/* Shared: weight and log-normaliser of every row, (tokens, S) each, then a share of dnorm per block. */
+/* Shared: weight and log-normaliser of every row, (tokens, S) each, then a share of dnorm per
+ * block. */
 static float *shared_weights(const mn_call *call, float *shared, int64_t token) {
     return shared + token * call->S;
 }
@@ -323,7 +328,9 @@ static void token_gradients(const work *w, int64_t token, int64_t row) {
             const float *noise = noise_row(p, token, s) + i;
             dmu = vf_add(dmu, dx);
             dstd = vf_fma(dx, vf_load_n(noise, n), dstd);
-            if (to_noise) vf_store_n(to_noise + (noise - (const float *)p->noise.data), vf_mul(dx, std), n);
+            if (to_noise) {
+                vf_store_n(to_noise + (noise - (const float *)p->noise.data), vf_mul(dx, std), n);
+            }
         }
         const vm live = vf_ge(vf_load_n(var + i, n), vf_set1(1e-12f));
         const vf dvar = vf_select(live, vf_div(dstd, vf_add(std, std)), vf_zero());

@@ -1,8 +1,9 @@
 /* lanes.h - one tile of channels, a channel per vector lane: moving it in and out.
  *
  * Kernels whose cells (channel, slot) are independent keep MN_VW channels in a vector, so sums over
- * slots need no shuffles. Tensors are (.., channel) or (channel, slot); a tile holds [count][MN_VW].
- * Lanes beyond the last channel hold a given number, so they compute something harmless. */
+ * slots need no shuffles. Tensors are (.., channel) or (channel, slot); a tile holds
+ * [count][MN_VW]. Lanes beyond the last channel hold a given number, so they compute something
+ * harmless. */
 #ifndef MN_KERNELS_VEC_LANES_H
 #define MN_KERNELS_VEC_LANES_H
 
@@ -11,15 +12,19 @@
 #include "kernels/vec/vec.h"
 
 /* dst[t] = row t of a view's tile, t < count; rows are `stride` apart; zero where src is NULL */
-static inline void lanes_load(float *dst, const float *src, int64_t stride, int64_t count, int lanes) {
+static inline void lanes_load(float *dst, const float *src, int64_t stride, int64_t count,
+                              int lanes) {
     for (int64_t t = 0; t < count; t++) {
         vf row = vf_zero();
-        if (src) row = lanes == MN_VW ? vf_load(src + t * stride) : vf_load_n(src + t * stride, lanes);
+        if (src) {
+            row = lanes == MN_VW ? vf_load(src + t * stride) : vf_load_n(src + t * stride, lanes);
+        }
         vf_store(dst + t * MN_VW, row);
     }
 }
 
-static inline void lanes_store(float *dst, int64_t stride, const float *src, int64_t count, int lanes) {
+static inline void lanes_store(float *dst, int64_t stride, const float *src, int64_t count,
+                               int lanes) {
     if (!dst) return;
     for (int64_t t = 0; t < count; t++) {
         const vf row = vf_load(src + t * MN_VW);
@@ -30,7 +35,8 @@ static inline void lanes_store(float *dst, int64_t stride, const float *src, int
 
 /* dst[s] = slot s of the tile's channels, from rows of K slots; `rest` where src is NULL and in the
  * lanes beyond. */
-static inline void lanes_load_cells(float *dst, const float *src, int64_t K, int lanes, float rest) {
+static inline void lanes_load_cells(float *dst, const float *src, int64_t K, int lanes,
+                                    float rest) {
     if (!src || lanes < MN_VW) {
         for (int64_t s = 0; s < K; s++) vf_store(dst + s * MN_VW, vf_set1(rest));
     }
@@ -54,8 +60,8 @@ static inline void lanes_copy_rows(float *dst, float *square, const float *src, 
     }
 }
 
-/* Sums over lanes of MN_VW vectors at once: lane i of the result is the sum of x[i]. Four vectors are
- * transposed in quads and added, then the quads of each. */
+/* Sums over lanes of MN_VW vectors at once: lane i of the result is the sum of x[i]. Four vectors
+ * are transposed in quads and added, then the quads of each. */
 static inline vf lanes_sum_square(const float *x) {
     _Alignas(64) float folded[MN_VW / 4 * MN_VW];
     MN_UNROLL

@@ -12,13 +12,13 @@
  *   dk = sum_m prec (2 dphi k + mu w v)              dP = om s^2 + mu s prec k (v - k m)
  *   da = sum_t mu s M + 2 a W dP    dp = sum_t dP    mu <- a s mu      om <- a^2 dP
  *
- * w, m and s come from the projective state (moebius_tile.h) as d/n, e/n and n/n', one reciprocal for
- * the three. States are kept at the start of each block and recomputed inside. A tile whose precision
- * falls below the floor, or whose inputs allow no projective form, goes back on lam and eta instead,
- * as in ref/moebius.c.
+ * w, m and s come from the projective state (moebius_tile.h) as d/n, e/n and n/n', one reciprocal
+ * for the three. States are kept at the start of each block and recomputed inside. A tile whose
+ * precision falls below the floor, or whose inputs allow no projective form, goes back on lam and
+ * eta instead, as in ref/moebius.c.
  *
- * An item is a run of sequences and a group of tiles, with a share of dk and dq, sums over channels,
- * and one of da and dp, sums over sequences; phase 1 adds the shares (shares.h). */
+ * An item is a run of sequences and a group of tiles, with a share of dk and dq, sums over
+ * channels, and one of da and dp, sums over sequences; phase 1 adds the shares (shares.h). */
 #include "kernels/vec/moebius_tile.h"
 
 #include "base/checked.h"
@@ -54,7 +54,7 @@ typedef struct work {
     int64_t n_tiles;
 } work;
 
-/* ---- plan -------------------------------------------------------------------------------------- */
+/* ---- plan ------------------------------------------------------------------------------------ */
 
 static bool scratch_floats(int64_t *floats, const mn_call *call) {
     const int64_t blocks = mn_ceil_div(mn_longest_sequence(call), BLOCK), K = call->K;
@@ -72,19 +72,20 @@ bool MN_T(mn_moebius_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t scratch, shared, cells;
     size_t bytes, adjoints;
-    const bool ok = scratch_floats(&scratch, c) && mn_mul_i64(&cells, c->V, c->K) &&
-                    mn_mul_i64(&cells, cells, 2) && shares_floats(&shared, c, cells) &&
-                    mn_mul_i64(&plan->items[0], shares_runs(c), shares_groups(c)) &&
-                    mn_mul_size(&plan->shared_bytes, (size_t)shared, sizeof(float)) &&
-                    mn_mul_size(&bytes, (size_t)scratch, sizeof(float)) &&
-                    mn_mul_size(&adjoints, (size_t)shares_tiles(c), sizeof(adjoint) + sizeof(void *)) &&
-                    mn_add_size(&plan->scratch_bytes, bytes, adjoints);
+    const bool ok =
+        scratch_floats(&scratch, c) && mn_mul_i64(&cells, c->V, c->K) &&
+        mn_mul_i64(&cells, cells, 2) && shares_floats(&shared, c, cells) &&
+        mn_mul_i64(&plan->items[0], shares_runs(c), shares_groups(c)) &&
+        mn_mul_size(&plan->shared_bytes, (size_t)shared, sizeof(float)) &&
+        mn_mul_size(&bytes, (size_t)scratch, sizeof(float)) &&
+        mn_mul_size(&adjoints, (size_t)shares_tiles(c), sizeof(adjoint) + sizeof(void *)) &&
+        mn_add_size(&plan->scratch_bytes, bytes, adjoints);
     plan->n_phases = 2;
     plan->items[1] = shares_row_items(c) + shares_cell_items(c->V * c->K);
     return ok;
 }
 
-/* ---- one slot of one block --------------------------------------------------------------------- */
+/* ---- one slot of one block ------------------------------------------------------------------- */
 
 /* w, m, s of the block from those before it */
 static void recompute(const slot *out, const adjoint *d, int64_t s) {
@@ -177,7 +178,8 @@ static void recompute_floored(const slot *out, const adjoint *d, int64_t s) {
     for (int64_t t = 0; t < rows->count; t++) {
         const vf den = vf_max(vf_fma(p, lam, a2), vf_set1(MOEBIUS_FLOOR));
         const vf g = vf_div(vf_set1(1.0f), den);
-        lam = vf_fma(vf_load(tile->prec + t * MN_VW), vf_set1(rows->k2[t * tile->K + s]), vf_mul(lam, g));
+        lam = vf_fma(vf_load(tile->prec + t * MN_VW), vf_set1(rows->k2[t * tile->K + s]),
+                     vf_mul(lam, g));
         eta = vf_fma(vf_load(tile->pv + t * MN_VW), vf_set1(rows->k[t * tile->K + s]),
                      vf_mul(vf_mul(a, g), eta));
         vf_store(out->w + (t + 1) * MN_VW, lam);
@@ -233,7 +235,7 @@ static void reverse_floored(const slot *x, const adjoint *d, int64_t s) {
     vf_store(d->a + at, to_a), vf_store(d->a2 + at, to_a2), vf_store(d->p + at, to_p);
 }
 
-/* ---- one block --------------------------------------------------------------------------------- */
+/* ---- one block ------------------------------------------------------------------------------- */
 
 /* All slots of a tile in the block number `block` of its sequence. */
 static void tile_backward(const work *w, adjoint *d, int64_t block) {
@@ -282,12 +284,13 @@ static void store_gradients(const work *w, const mn_moebius_args *args, int64_t 
         for (int64_t j = 0; j < w->n_tiles; j++) {
             const adjoint *d = &w->adjoints[j];
             lanes_store(dv ? dv + d->tile.v0 : NULL, 0, d->dv + i * MN_VW, 1, d->tile.lanes);
-            lanes_store(dprec ? dprec + d->tile.v0 : NULL, 0, d->dprec + i * MN_VW, 1, d->tile.lanes);
+            lanes_store(dprec ? dprec + d->tile.v0 : NULL, 0, d->dprec + i * MN_VW, 1,
+                        d->tile.lanes);
         }
     }
 }
 
-/* ---- one sequence ------------------------------------------------------------------------------ */
+/* ---- one sequence ---------------------------------------------------------------------------- */
 
 /* Keeps the state before a block: w and m, or lam and eta. */
 static void keep_state(adjoint *d, int64_t block) {
@@ -381,7 +384,7 @@ static void sequence_backward(work *w, const mn_moebius_args *args, int64_t n, f
     for (int64_t j = 0; j < w->n_tiles; j++) finish_adjoint(&w->adjoints[j], n);
 }
 
-/* ---- the kernel -------------------------------------------------------------------------------- */
+/* ---- the kernel ------------------------------------------------------------------------------ */
 
 static float *open_adjoint(adjoint *d, const moebius_rows *rows, float *memory,
                            const mn_moebius_args *args, int64_t v0) {
@@ -402,7 +405,9 @@ static void open_work(work *w, void *scratch, const mn_moebius_args *args, int64
     w->n_tiles = mn_min(together, tiles - group * together);
     float *memory = MN_T(mn_moebius_rows_open)(&w->rows, scratch, K);
     float **states[] = { &w->slot.w, &w->slot.m, &w->slot.s };
-    for (size_t i = 0; i < MN_COUNTOF(states); i++, memory += (BLOCK + 1) * MN_VW) *states[i] = memory;
+    for (size_t i = 0; i < MN_COUNTOF(states); i++, memory += (BLOCK + 1) * MN_VW) {
+        *states[i] = memory;
+    }
     float **sums[] = { &w->slot.dk, &w->slot.dq };
     for (size_t i = 0; i < MN_COUNTOF(sums); i++, memory += BLOCK * MN_VW) *sums[i] = memory;
     float **rows[] = { &w->dk, &w->dq };

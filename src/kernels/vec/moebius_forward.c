@@ -2,9 +2,9 @@
  *
  * An item is a tile of channels of one sequence. Up to MOEBIUS_FEW channels, a sequence of at least
  * MOEBIUS_LONG tokens is cut into segments that run side by side: phase 0 finds what each segment
- * does to a state (moebius_map.h), phase 1 strings these maps together from the initial state, phase 2
- * runs every segment from its own start. Which form serves depends on V and on the sequence's own
- * length, never on the other sequences or the threads. */
+ * does to a state (moebius_map.h), phase 1 strings these maps together from the initial state,
+ * phase 2 runs every segment from its own start. Which form serves depends on V and on the
+ * sequence's own length, never on the other sequences or the threads. */
 #include "kernels/vec/moebius_map.h"
 #include "kernels/vec/moebius_tile.h"
 
@@ -12,15 +12,15 @@
 
 enum { MOEBIUS_FEW = 16, MOEBIUS_LONG = 2048, MOEBIUS_SEGMENT = 512, MOEBIUS_TILES = 16 };
 
-/* ---- one block of tokens ----------------------------------------------------------------------- */
+/* ---- one block of tokens --------------------------------------------------------------------- */
 
 /* Means and variances of a block of one tile, [BLOCK][MN_VW] each. */
 typedef struct sums {
     float *y, *yvar;
 } sums;
 
-/* Adds `slots` slots from s on to y, and to yvar if `var`. Everything but the pointers is known when
- * this is compiled; the state of the slots lives in registers. */
+/* Adds `slots` slots from s on to y, and to yvar if `var`. Everything but the pointers is known
+ * when this is compiled; the state of the slots lives in registers. */
 MN_ALWAYS_INLINE void run_slots(moebius_tile *tile, const sums *out, int64_t s, int slots, bool var,
                                 bool prior) {
     const int64_t K = tile->K, count = tile->rows->count, period = tile->period;
@@ -72,26 +72,25 @@ MN_ALWAYS_INLINE void run_slots(moebius_tile *tile, const sums *out, int64_t s, 
     }
 }
 
-/* One slot on lam and eta themselves, with every floor. */
-static void run_slot_floored(moebius_tile *tile, const sums *out, int64_t s) {
-    const int64_t at = s * MN_VW;
+/* One slot of a block that may hold cells of any kind; the same bits where run_slots would do. */
+static void run_slot_carefully(moebius_tile *tile, const sums *out, int64_t s) {
+    const int64_t at = s * MN_VW, K = tile->K;
+    const moebius_rows *rows = tile->rows;
     const vf a = vf_load(tile->a + at), a2 = vf_load(tile->a2 + at), p = vf_load(tile->p + at);
-    const vf one = vf_set1(1.0f), least = vf_set1(MOEBIUS_FLOOR), d = vf_load(tile->d + at);
     const bool prior = tile->args->from_prior;
-    vf lam = vf_div(vf_load(tile->n + at), d), eta = vf_div(vf_load(tile->e + at), d);
-    for (int64_t t = 0; t < tile->rows->count; t++) {
+    vf n = vf_load(tile->n + at), d = vf_load(tile->d + at), e = vf_load(tile->e + at);
+    for (int64_t t = 0; t < rows->count; t++) {
         const vf prec = vf_load(tile->prec + t * MN_VW), pv = vf_load(tile->pv + t * MN_VW);
-        const vf q = vf_set1(tile->rows->q[t * tile->K + s]), q2 = vf_set1(tile->rows->q2[t * tile->K + s]);
-        const vf g = vf_div(one, vf_max(vf_fma(p, lam, a2), least));
-        lam = vf_fma(prec, vf_set1(tile->rows->k2[t * tile->K + s]), vf_mul(lam, g));
-        eta = vf_fma(pv, vf_set1(tile->rows->k[t * tile->K + s]), vf_mul(vf_mul(a, g), eta));
-        vf variance = vf_div(one, vf_max(lam, least)), mean = vf_mul(eta, variance);
+        const vf k = vf_set1(rows->k[t * K + s]), k2 = vf_set1(rows->k2[t * K + s]);
+        moebius_careful(&n, &d, &e, a, a2, p, prec, pv, k, k2);
+        const vf r = vf_div(vf_set1(1.0f), vf_max(n, vf_mul(d, vf_set1(MOEBIUS_FLOOR))));
+        vf mean = vf_mul(e, r), variance = vf_mul(d, r);
         if (prior) mean = vf_mul(a, mean), variance = vf_fma(a2, variance, p);
         float *y = out->y + t * MN_VW, *yvar = out->yvar + t * MN_VW;
-        vf_store(y, vf_fma(q, mean, vf_load(y)));
-        vf_store(yvar, vf_fma(q2, variance, vf_load(yvar)));
+        vf_store(y, vf_fma(vf_set1(rows->q[t * K + s]), mean, vf_load(y)));
+        vf_store(yvar, vf_fma(vf_set1(rows->q2[t * K + s]), variance, vf_load(yvar)));
     }
-    vf_store(tile->n + at, lam), vf_store(tile->d + at, one), vf_store(tile->e + at, eta);
+    vf_store(tile->n + at, n), vf_store(tile->d + at, d), vf_store(tile->e + at, e);
 }
 
 MN_ALWAYS_INLINE void run_block_as(moebius_tile *tile, const sums *out, bool var, bool prior) {
@@ -107,7 +106,7 @@ static void run_block(moebius_tile *tile, const sums *out) {
         vf_store(out->yvar + t * MN_VW, vf_zero());
     }
     if (tile->period == 0) {
-        for (int64_t s = 0; s < tile->K; s++) run_slot_floored(tile, out, s);
+        for (int64_t s = 0; s < tile->K; s++) run_slot_carefully(tile, out, s);
         tile->checked = false;
     } else if (prior) {
         if (var) run_block_as(tile, out, true, true);
@@ -143,7 +142,8 @@ static void store_block(const group *g, int64_t b, int64_t t) {
 /* Tokens [t0, t1) of batch row b, from the tiles' states. */
 static void run_tokens(group *g, int64_t b, int64_t t0, int64_t t1) {
     for (int64_t t = t0; t < t1; t += MOEBIUS_BLOCK) {
-        MN_T(mn_moebius_load)(&g->rows, g->all, g->n_tiles, b, t, mn_min(MOEBIUS_BLOCK, t1 - t), true);
+        const int64_t count = mn_min(MOEBIUS_BLOCK, t1 - t);
+        MN_T(mn_moebius_load)(&g->rows, g->all, g->n_tiles, b, t, count, true);
         for (int64_t j = 0; j < g->n_tiles; j++) run_block(&g->tiles[j], &g->out[j]);
         store_block(g, b, t);
     }
@@ -152,13 +152,14 @@ static void run_tokens(group *g, int64_t b, int64_t t0, int64_t t1) {
 static void store_state(moebius_tile *tile, int64_t n) {
     const mn_moebius_args *args = tile->args;
     const int64_t at = tile->v0 * tile->K;
-    float *lam = MN_ROW_OUT(float, args->lam, n, 0, 0), *eta = MN_ROW_OUT(float, args->eta, n, 0, 0);
+    float *lam = MN_ROW_OUT(float, args->lam, n, 0, 0);
+    float *eta = MN_ROW_OUT(float, args->eta, n, 0, 0);
     MN_T(mn_moebius_tile_moments)(tile->n, tile->e, tile);
     lanes_store_cells(lam ? lam + at : NULL, tile->n, tile->K, tile->lanes);
     lanes_store_cells(eta ? eta + at : NULL, tile->e, tile->K, tile->lanes);
 }
 
-/* ---- segments ---------------------------------------------------------------------------------- */
+/* ---- segments -------------------------------------------------------------------------------- */
 
 static int64_t segments_of(const mn_call *call, int64_t length) {
     const bool cut = call->V <= MOEBIUS_FEW && length >= MOEBIUS_LONG;
@@ -172,7 +173,8 @@ typedef struct part {
     float *map, *start;    // in shared memory, NULL where sequences are whole
 } part;
 
-/* Floats of shared memory per segment: the map, whether it can be trusted, and the starting state. */
+/* Floats of shared memory per segment: the map, whether it can be trusted, and the starting
+ * state. */
 static int64_t map_floats(const mn_call *call) {
     return (MOEBIUS_ENTRIES * call->K + 1) * MN_VW;
 }
@@ -185,7 +187,8 @@ static part part_at(const mn_call *call, int64_t n, int64_t tile, int64_t segmen
     const mn_sequence seq = mn_sequence_at(call, n);
     const int64_t n_tiles = mn_ceil_div(call->V, MN_VW);
     const int64_t most = segments_of(call, mn_longest_sequence(call));
-    part w = { .n = n, .segment = segment, .seq = seq, .n_segments = segments_of(call, seq.length) };
+    part w = { .n = n, .segment = segment, .seq = seq };
+    w.n_segments = segments_of(call, seq.length);
     w.t0 = w.n_segments > 1 ? segment * MOEBIUS_SEGMENT : 0;
     w.t1 = w.n_segments > 1 ? mn_min(seq.length, w.t0 + MOEBIUS_SEGMENT) : seq.length;
     if (most > 1) {
@@ -210,7 +213,8 @@ static void extend_map(float *map, const moebius_tile *tile, int64_t s) {
     for (int64_t t = 0; t < tile->rows->count;) {
         const int64_t end = mn_min(tile->rows->count, t + tile->period);
         for (; t < end; t++) {
-            const vf phi = vf_mul(vf_load(tile->prec + t * MN_VW), vf_set1(tile->rows->k2[t * K + s]));
+            const vf phi =
+                vf_mul(vf_load(tile->prec + t * MN_VW), vf_set1(tile->rows->k2[t * K + s]));
             const vf r = vf_mul(vf_load(tile->pv + t * MN_VW), vf_set1(tile->rows->k[t * K + s]));
             m[MOEBIUS_C] = vf_fma(p, m[MOEBIUS_A], vf_mul(a2, m[MOEBIUS_C]));
             m[MOEBIUS_D] = vf_fma(p, m[MOEBIUS_B], vf_mul(a2, m[MOEBIUS_D]));
@@ -220,7 +224,8 @@ static void extend_map(float *map, const moebius_tile *tile, int64_t s) {
             m[MOEBIUS_Y] = vf_fma(r, m[MOEBIUS_D], vf_mul(a, m[MOEBIUS_Y]));
             m[MOEBIUS_E] = vf_mul(a, m[MOEBIUS_E]);
         }
-        const vf top = vf_max(vf_max(m[MOEBIUS_A], m[MOEBIUS_B]), vf_max(m[MOEBIUS_C], m[MOEBIUS_D]));
+        const vf top =
+            vf_max(vf_max(m[MOEBIUS_A], m[MOEBIUS_B]), vf_max(m[MOEBIUS_C], m[MOEBIUS_D]));
         const vf scale = moebius_shrink(top);
         MN_UNROLL
         for (int i = 0; i < MOEBIUS_ENTRIES; i++) m[i] = vf_mul(m[i], scale);
@@ -340,7 +345,8 @@ static void string_segments(group *g, int64_t n, int64_t tile_index, float *shar
         const part w = part_at(call, n, tile_index, i, shared);
         copy_cells(w.start, tile->n, cells);         // n, d, e lie in a row
         if (i + 1 == n_segments) break;
-        if (w.map[MOEBIUS_ENTRIES * tile->K * MN_VW] != 1.0f || !MN_T(mn_moebius_tile_in_range)(tile)) {
+        if (w.map[MOEBIUS_ENTRIES * tile->K * MN_VW] != 1.0f ||
+            !MN_T(mn_moebius_tile_in_range)(tile)) {
             step_over(g, &w);
             keep_state(anchor, tile);
             fresh = true;
@@ -353,7 +359,7 @@ static void string_segments(group *g, int64_t n, int64_t tile_index, float *shar
     }
 }
 
-/* ---- the kernel -------------------------------------------------------------------------------- */
+/* ---- the kernel ------------------------------------------------------------------------------ */
 
 /* Tiles that go together: as many as memory streams like and the second cache holds, if that leaves
  * enough items; one where sequences may be cut. No bit depends on it. */
@@ -405,7 +411,8 @@ void MN_T(mn_moebius_forward_run)(const void *args, int phase, int64_t item, voi
     const mn_call *call = args;
     const int64_t n_groups = mn_ceil_div(mn_ceil_div(call->V, MN_VW), tiles_together(call));
     const int64_t most = segments_of(call, mn_longest_sequence(call));
-    const int64_t segment = phase == 1 ? 0 : item % most, of_group = phase == 1 ? item : item / most;
+    const int64_t segment = phase == 1 ? 0 : item % most;
+    const int64_t of_group = phase == 1 ? item : item / most;
     const int64_t n = of_group / n_groups, index = of_group % n_groups;
     const part w = part_at(call, n, index, segment, shared);
     const bool prepares = most > 1 && phase < 2;
@@ -424,5 +431,7 @@ void MN_T(mn_moebius_forward_run)(const void *args, int phase, int64_t item, voi
         else MN_T(mn_moebius_tile_start)(&g.tiles[j], n);
     }
     run_tokens(&g, w.seq.b, w.seq.t0 + w.t0, w.seq.t0 + w.t1);
-    for (int64_t j = 0; j < g.n_tiles && segment + 1 == w.n_segments; j++) store_state(&g.tiles[j], n);
+    for (int64_t j = 0; j < g.n_tiles && segment + 1 == w.n_segments; j++) {
+        store_state(&g.tiles[j], n);
+    }
 }

@@ -14,9 +14,13 @@
 #define MN_KERNELS_VEC_MOEBIUS_MAP_H
 
 /* Entries of a map for one slot of a tile: MOEBIUS_ENTRIES vectors. */
-enum { MOEBIUS_A, MOEBIUS_B, MOEBIUS_C, MOEBIUS_D, MOEBIUS_X, MOEBIUS_Y, MOEBIUS_E, MOEBIUS_ENTRIES };
+enum {
+    MOEBIUS_A, MOEBIUS_B, MOEBIUS_C, MOEBIUS_D, MOEBIUS_X, MOEBIUS_Y, MOEBIUS_E,
+    MOEBIUS_ENTRIES
+};
 
 #endif
 
-/* out = later after earlier, divided by its trace; out may be either of them. `count` maps in a row. */
+/* out = later after earlier, divided by its trace; out may be either of them. `count` maps in a
+ * row. */
 void MN_T(mn_moebius_compose)(float *out, const float *later, const float *earlier, int64_t count);

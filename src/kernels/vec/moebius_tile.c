@@ -42,7 +42,8 @@ float *MN_T(mn_moebius_tile_open)(moebius_tile *tile, const moebius_rows *rows, 
 
 void MN_T(mn_moebius_tile_start)(moebius_tile *tile, int64_t n) {
     const mn_moebius_args *args = tile->args;
-    const float *lam0 = MN_ROW(float, args->lam0, n, 0, 0), *eta0 = MN_ROW(float, args->eta0, n, 0, 0);
+    const float *lam0 = MN_ROW(float, args->lam0, n, 0, 0),
+                *eta0 = MN_ROW(float, args->eta0, n, 0, 0);
     const int64_t at = tile->v0 * tile->K;
     lanes_load_cells(tile->n, lam0 ? lam0 + at : NULL, tile->K, tile->lanes, 1.0f);
     lanes_load_cells(tile->e, eta0 ? eta0 + at : NULL, tile->K, tile->lanes, 0.0f);
@@ -63,15 +64,15 @@ bool MN_T(mn_moebius_tile_in_range)(const moebius_tile *tile) {
     vm outside = vm_first(0);
     for (int64_t s = 0; s < tile->K * MN_VW; s += MN_VW) {
         const vf n = vf_load(tile->n + s);
-        const vm inside = vm_and(vf_ge(n, vf_zero()), vf_le(n, vf_set1(1e30f)));
+        const vm inside = vm_and(vf_ge(n, vf_zero()), vf_le(n, vf_set1(MOEBIUS_TOP)));
         outside = vm_or(outside, vm_not(inside));
     }
     return !vm_any(outside);
 }
 
-/* pv, and how long the tile may go without renormalising. One token multiplies the larger of n and d
- * by at most max(a^2 + p, 1 + prec k^2 (a^2 + p)); what accumulates between renormalisations stays
- * below 2^40, which leaves means up to 2^80. */
+/* pv, and how long the tile may go without renormalising: what accumulates in between stays below
+ * MOEBIUS_GROWTH, which leaves means up to 2^80. The largest prec, k^2 and a^2 + p of the block
+ * bound those of every cell. */
 static void prepare(moebius_tile *tile) {
     vf least = vf_zero(), most = vf_zero();
     for (int64_t t = 0; t < tile->rows->count * MN_VW; t += MN_VW) {
@@ -80,17 +81,17 @@ static void prepare(moebius_tile *tile) {
         least = vf_min(prec, least);
         most = vf_max(most, prec);               // NaN stays
     }
-    const float information = vf_max_lanes(most) * tile->rows->top_k2 * tile->reach;
-    const float growth = 1.0f + information > tile->reach ? 1.0f + information : tile->reach;
+    const vf top = vf_set1(vf_max_lanes(most)), top_k2 = vf_set1(tile->rows->top_k2);
+    const float growth = vf_max_lanes(moebius_growth(top, top_k2, vf_set1(tile->reach)));
     if (!tile->checked) tile->checked = MN_T(mn_moebius_tile_in_range)(tile);
     tile->period = growth <= 0x1.6p2f ? 16 : growth <= 0x1p5f ? 8 : growth <= 0x1p10f ? 4 :
-                   growth <= 0x1p20f ? 2 : growth <= 0x1p40f ? 1 : 0;
+                   growth <= 0x1p20f ? 2 : growth <= MOEBIUS_GROWTH ? 1 : 0;
     if (!tile->checked || vm_any(vf_lt(least, vf_zero()))) tile->period = 0;
 }
 
 /* Tokens outside, tiles inside: neighbouring tiles share pages and memory streams. */
-void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *const *tiles, int64_t n_tiles, int64_t b,
-                           int64_t t, int64_t count, bool read) {
+void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *const *tiles, int64_t n_tiles,
+                           int64_t b, int64_t t, int64_t count, bool read) {
     const mn_moebius_args *args = tiles[0]->args;
     const int64_t K = rows->K;
     for (int64_t i = 0; i < count; i++) {
@@ -110,21 +111,17 @@ void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *const *tiles, int64
     for (int64_t j = 0; j < n_tiles; j++) prepare(tiles[j]);
 }
 
-/* lam and eta themselves, with every floor; n, d, e become lam, 1, eta. */
-static void advance_slot_floored(moebius_tile *tile, int64_t s) {
+static void advance_slot_carefully(moebius_tile *tile, int64_t s) {
     const int64_t at = s * MN_VW;
     const vf a = vf_load(tile->a + at), a2 = vf_load(tile->a2 + at), p = vf_load(tile->p + at);
-    const vf d = vf_load(tile->d + at), one = vf_set1(1.0f);
-    vf lam = vf_div(vf_load(tile->n + at), d), eta = vf_div(vf_load(tile->e + at), d);
+    vf n = vf_load(tile->n + at), d = vf_load(tile->d + at), e = vf_load(tile->e + at);
     for (int64_t t = 0; t < tile->rows->count; t++) {
         const vf prec = vf_load(tile->prec + t * MN_VW), pv = vf_load(tile->pv + t * MN_VW);
-        const vf den = vf_max(vf_fma(p, lam, a2), vf_set1(MOEBIUS_FLOOR)), g = vf_div(one, den);
-        lam = vf_fma(prec, vf_set1(tile->rows->k2[t * tile->K + s]), vf_mul(lam, g));
-        eta = vf_fma(pv, vf_set1(tile->rows->k[t * tile->K + s]), vf_mul(vf_mul(a, g), eta));
+        const vf k = vf_set1(tile->rows->k[t * tile->K + s]);
+        moebius_careful(&n, &d, &e, a, a2, p, prec, pv, k,
+                        vf_set1(tile->rows->k2[t * tile->K + s]));
     }
-    vf_store(tile->n + at, lam);
-    vf_store(tile->d + at, one);
-    vf_store(tile->e + at, eta);
+    vf_store(tile->n + at, n), vf_store(tile->d + at, d), vf_store(tile->e + at, e);
 }
 
 /* Returns lanes whose lam fell below the floor. */
@@ -154,7 +151,7 @@ static vm advance_slot(moebius_tile *tile, int64_t s) {
 void MN_T(mn_moebius_tile_advance)(moebius_tile *tile) {
     vm low = vm_first(0);
     for (int64_t s = 0; s < tile->K; s++) {
-        if (tile->period == 0) advance_slot_floored(tile, s);
+        if (tile->period == 0) advance_slot_carefully(tile, s);
         else low = vm_or(low, advance_slot(tile, s));
     }
     if (tile->period == 0) tile->checked = tile->plain = false;

@@ -9,11 +9,14 @@
  *
  *   d <- a^2 d + p n      n <- n + prec k^2 d      e <- a e + prec v k d      (new d on the right)
  *
- * so the only division left is the one by n in the read-out, off the chain from token to token. n and
- * d are sums of numbers >= 0: nothing cancels. The common factor is a power of two, taken out every
- * `period` tokens, and therefore changes no bit. It needs prec >= 0 and lam >= 0 and a bound on how
- * much one token can make n, d, e grow, taken from the inputs of the block; a block that has no such
- * bound (period 0) runs on lam and eta themselves, two divisions a token, all floors as in ref/. */
+ * so the only division left is the one by n in the read-out, off the chain from token to token. n
+ * and d are sums of numbers >= 0: nothing cancels. The common factor is a power of two, taken out
+ * every `period` tokens, and therefore changes no bit.
+ *
+ * All this needs prec >= 0, lam >= 0 and a bound on how much one token makes n, d, e grow. A cell
+ * without them takes that token on lam and eta themselves, two divisions and all floors, as in
+ * ref/. Which form a token takes is decided by its own numbers. Blocks are tested as a whole first;
+ * one that may hold such cells (period 0) takes the careful path, which asks at every token. */
 #ifndef MN_KERNELS_VEC_MOEBIUS_TILE_H
 #define MN_KERNELS_VEC_MOEBIUS_TILE_H
 
@@ -25,6 +28,8 @@
 /* Tokens in a block, and the floor below a^2, p, den and a lam that divides. */
 enum { MOEBIUS_BLOCK = 32 };
 #define MOEBIUS_FLOOR 1e-12f
+#define MOEBIUS_TOP 0x1p120f
+#define MOEBIUS_GROWTH 0x1p40f
 
 /* Rows of a block of tokens that all channels share: [BLOCK][K], k2 and q2 being squares. */
 typedef struct moebius_rows {
@@ -42,8 +47,8 @@ typedef struct moebius_tile {
     float *n, *d, *e;         // [K][MN_VW]
     float *v, *prec, *pv;     // [BLOCK][MN_VW], pv = prec v
     float reach;              // largest a^2 + p
-    bool checked;             // n >= 0 is known
-    bool plain;               // since the start no block had period 0 and no lam fell below the floor
+    bool checked;             // n is known to be in range
+    bool plain; // since the start no block had period 0 and no lam fell below the floor
     int period;               // tokens until the next common factor is taken out; 0: see above
 } moebius_tile;
 
@@ -66,7 +71,7 @@ float *MN_T(mn_moebius_tile_open)(moebius_tile *tile, const moebius_rows *rows, 
 /* Sets the state from lam0, eta0 of sequence n. */
 void MN_T(mn_moebius_tile_start)(moebius_tile *tile, int64_t n);
 
-/* Every n is a number from 0 to 1e30. */
+/* Every n is a number from 0 to MOEBIUS_TOP. */
 bool MN_T(mn_moebius_tile_in_range)(const moebius_tile *tile);
 
 /* lam and eta [K][MN_VW] from the state; may overwrite n and e. */
@@ -74,8 +79,8 @@ void MN_T(mn_moebius_tile_moments)(float *lam, float *eta, const moebius_tile *t
 
 /* Takes `count` <= BLOCK tokens from t on of batch row b into the rows and into the tiles, which
  * should be neighbours; q only if `read`. */
-void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *const *tiles, int64_t n_tiles, int64_t b,
-                           int64_t t, int64_t count, bool read);
+void MN_T(mn_moebius_load)(moebius_rows *rows, moebius_tile *const *tiles, int64_t n_tiles,
+                           int64_t b, int64_t t, int64_t count, bool read);
 
 /* Advances the state over the block without reading. Watches for what ends `plain`. */
 void MN_T(mn_moebius_tile_advance)(moebius_tile *tile);
@@ -91,6 +96,33 @@ static inline void moebius_renormalise(vf *n, vf *d, vf *e) {
     *n = vf_mul(*n, scale);
     *d = vf_mul(*d, scale);
     *e = vf_mul(*e, scale);
+}
+
+/* What one token multiplies the larger of n and d by, at most; reach is a^2 + p. */
+static inline vf moebius_growth(vf prec, vf k2, vf reach) {
+    return vf_max(vf_fma(vf_mul(prec, k2), reach, vf_set1(1.0f)), reach);
+}
+
+/* One token for cells of any kind; a2 and p have their floors. */
+static inline void moebius_careful(vf *n, vf *d, vf *e, vf a, vf a2, vf p, vf prec, vf pv, vf k,
+                                   vf k2) {
+    const vf zero = vf_zero(), one = vf_set1(1.0f);
+    const vf growth = moebius_growth(prec, k2, vf_add(a2, p));
+    const vm good = vm_and(vm_and(vf_ge(*n, zero), vf_le(*n, vf_set1(MOEBIUS_TOP))),
+                           vm_and(vf_ge(prec, zero), vf_le(growth, vf_set1(MOEBIUS_GROWTH))));
+    vf n1 = *n, d1 = *d, e1 = *e;
+    moebius_renormalise(&n1, &d1, &e1);
+    d1 = vf_fma(p, n1, vf_mul(a2, d1));
+    n1 = vf_fma(vf_mul(prec, k2), d1, n1);
+    e1 = vf_fma(vf_mul(pv, k), d1, vf_mul(a, e1));
+    if (vm_any(vm_not(good))) {
+        const vf lam = vf_div(*n, *d), eta = vf_div(*e, *d);
+        const vf den = vf_max(vf_fma(p, lam, a2), vf_set1(MOEBIUS_FLOOR)), g = vf_div(one, den);
+        n1 = vf_select(good, n1, vf_fma(prec, k2, vf_mul(lam, g)));
+        e1 = vf_select(good, e1, vf_fma(pv, k, vf_mul(vf_mul(a, g), eta)));
+        d1 = vf_select(good, d1, one);
+    }
+    *n = n1, *d = d1, *e = e1;
 }
 
 #endif

@@ -1,8 +1,8 @@
 /* scan_backward.c - gradients of the selective scan; equations in ref/scan.c.
  *
  * States are kept at the start of each block of tokens and recomputed inside. An item is a run of
- * sequences and a group of tiles, with a share of dB and dC, sums over channels, and one of dA, dD and
- * the gradient of the bias, sums over sequences; phase 1 adds the shares (shares.h). */
+ * sequences and a group of tiles, with a share of dB and dC, sums over channels, and one of dA, dD
+ * and the gradient of the bias, sums over sequences; phase 1 adds the shares (shares.h). */
 #include "kernels/vec/scan_tile.h"
 
 #include "kernels/vec/shares.h"
@@ -16,9 +16,9 @@ typedef struct adjoint {
     scan_tile tile;
     float *g, *A, *toA;               // [K][MN_VW]: adjoint of h; A; its gradient
     float *toD, *tobias;              // [MN_VW]
-    float *dy, *z, *gr;               // [BLOCK][MN_VW]: cotangent, gate input, gradient before the gate
+    float *dy, *z, *gr; // [BLOCK][MN_VW]: cotangent, gate input, gradient before the gate
     float *read;                      // [BLOCK][MN_VW]: sum_s C h + D u
-    float *gB, *Ax;                   // [BLOCK][MN_VW]: sums over slots of g B and of A g exp(d A) h
+    float *gB, *Ax; // [BLOCK][MN_VW]: sums over slots of g B and of A g exp(d A) h
     float *du, *ddt, *dz;             // [BLOCK][MN_VW] results
     float *kept;                      // [blocks][K][MN_VW]
 } adjoint;
@@ -52,19 +52,20 @@ bool MN_T(mn_scan_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t scratch, shared, cells;
     size_t bytes, adjoints;
-    const bool ok = scratch_floats(&scratch, c) && cells_of_run(&cells, c) &&
-                    shares_floats(&shared, c, cells) &&
-                    mn_mul_i64(&plan->items[0], shares_runs(c), shares_groups(c)) &&
-                    mn_mul_size(&plan->shared_bytes, (size_t)shared, sizeof(float)) &&
-                    mn_mul_size(&bytes, (size_t)scratch, sizeof(float)) &&
-                    mn_mul_size(&adjoints, (size_t)shares_tiles(c), sizeof(adjoint) + sizeof(void *)) &&
-                    mn_add_size(&plan->scratch_bytes, bytes, adjoints);
+    const bool ok =
+        scratch_floats(&scratch, c) && cells_of_run(&cells, c) &&
+        shares_floats(&shared, c, cells) &&
+        mn_mul_i64(&plan->items[0], shares_runs(c), shares_groups(c)) &&
+        mn_mul_size(&plan->shared_bytes, (size_t)shared, sizeof(float)) &&
+        mn_mul_size(&bytes, (size_t)scratch, sizeof(float)) &&
+        mn_mul_size(&adjoints, (size_t)shares_tiles(c), sizeof(adjoint) + sizeof(void *)) &&
+        mn_add_size(&plan->scratch_bytes, bytes, adjoints);
     plan->n_phases = 2;
     plan->items[1] = shares_row_items(c) + shares_cell_items(c->V * c->K);
     return ok;
 }
 
-/* ---- one slot of one block --------------------------------------------------------------------- */
+/* ---- one slot of one block ------------------------------------------------------------------- */
 
 /* Decays and states of the block from the state before it, h[0]; the read-out if `read`. */
 static vf recompute(const work *w, const adjoint *d, int64_t s, bool read) {
@@ -81,7 +82,8 @@ static vf recompute(const work *w, const adjoint *d, int64_t s, bool read) {
         vf_store(decay_at + t * MN_VW, decay);
         vf_store(h_at + (t + 1) * MN_VW, h);
         if (!read) continue;
-        vf_store(read_at + t * MN_VW, vf_fma(vf_set1(C_at[t * K]), h, vf_load(read_at + t * MN_VW)));
+        vf_store(read_at + t * MN_VW,
+                 vf_fma(vf_set1(C_at[t * K]), h, vf_load(read_at + t * MN_VW)));
     }
     return h;
 }
@@ -112,7 +114,7 @@ static void reverse(const work *w, const adjoint *d, int64_t s) {
     vf_store(d->toA + at, toA);
 }
 
-/* ---- one block --------------------------------------------------------------------------------- */
+/* ---- one block ------------------------------------------------------------------------------- */
 
 /* gr from dy and z; the sums over slots start at zero, the read-out at D u. */
 static void open_block(const work *w, adjoint *d) {
@@ -189,7 +191,7 @@ static void store_gradients(const work *w, const mn_scan_args *args, int64_t b, 
     }
 }
 
-/* ---- one sequence ------------------------------------------------------------------------------ */
+/* ---- one sequence ---------------------------------------------------------------------------- */
 
 /* States at the start of all blocks. */
 static void run_forward(work *w, const mn_sequence *seq, int64_t n) {
@@ -238,14 +240,16 @@ static void sequence_backward(work *w, const mn_scan_args *args, int64_t n, floa
     }
 }
 
-/* ---- the kernel -------------------------------------------------------------------------------- */
+/* ---- the kernel ------------------------------------------------------------------------------ */
 
-static float *open_adjoint(adjoint *d, const scan_rows *rows, float *memory, const mn_scan_args *args,
-                           int64_t v0) {
+static float *open_adjoint(adjoint *d, const scan_rows *rows, float *memory,
+                           const mn_scan_args *args, int64_t v0) {
     const int64_t K = args->call.K, cells = K * MN_VW, block = BLOCK * MN_VW;
     memory = MN_T(mn_scan_tile_open)(&d->tile, rows, memory, args, v0);
     float **of_cells[] = { &d->g, &d->A, &d->toA };
-    float **of_tokens[] = { &d->dy, &d->z, &d->gr, &d->read, &d->gB, &d->Ax, &d->du, &d->ddt, &d->dz };
+    float **of_tokens[] = {
+        &d->dy, &d->z, &d->gr, &d->read, &d->gB, &d->Ax, &d->du, &d->ddt, &d->dz
+    };
     for (size_t i = 0; i < MN_COUNTOF(of_cells); i++, memory += cells) *of_cells[i] = memory;
     for (size_t i = 0; i < MN_COUNTOF(of_tokens); i++, memory += block) *of_tokens[i] = memory;
     d->toD = memory;

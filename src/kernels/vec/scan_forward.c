@@ -1,7 +1,7 @@
 /* scan_forward.c - Mamba-1's selective scan forward.
  *
- * An item is a few neighbouring tiles of channels of one sequence, which go through the tokens block
- * by block; inside a block a tile takes its slots two at a time, their state in registers. */
+ * An item is a few neighbouring tiles of channels of one sequence, which go through the tokens
+ * block by block; inside a block a tile takes its slots two at a time, their state in registers. */
 #include "kernels/vec/scan_tile.h"
 
 enum { SCAN_TILES = 16 };
@@ -82,8 +82,8 @@ bool MN_T(mn_scan_forward_plan)(const void *args, mn_plan *plan) {
     return mn_mul_i64(&plan->items[0], mn_n_sequences(c),
                       mn_ceil_div(mn_ceil_div(c->V, MN_VW), together)) &&
            scan_rows_floats(&rows, c->K) && scan_tile_floats(&floats, c->K) &&
-           mn_add_i64(&floats, floats, SCAN_BLOCK * MN_VW) && mn_mul_i64(&floats, floats, together) &&
-           mn_add_i64(&floats, floats, rows) &&
+           mn_add_i64(&floats, floats, SCAN_BLOCK * MN_VW) &&
+           mn_mul_i64(&floats, floats, together) && mn_add_i64(&floats, floats, rows) &&
            mn_mul_size(&plan->scratch_bytes, (size_t)floats, sizeof(float));
 }
 

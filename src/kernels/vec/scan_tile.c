@@ -33,8 +33,8 @@ void MN_T(mn_scan_tile_start)(scan_tile *tile, int64_t n) {
     lanes_load_cells(tile->h, from, tile->K, tile->lanes, 0.0f);
 }
 
-void MN_T(mn_scan_load)(scan_rows *rows, scan_tile *const *tiles, int64_t n_tiles, int64_t b, int64_t t,
-                        int64_t count) {
+void MN_T(mn_scan_load)(scan_rows *rows, scan_tile *const *tiles, int64_t n_tiles, int64_t b,
+                        int64_t t, int64_t count) {
     const mn_scan_args *args = tiles[0]->args;
     for (int64_t i = 0; i < count; i++) {
         const float *u_row = MN_ROW(float, args->u, b, t + i, 0);
@@ -55,7 +55,9 @@ void MN_T(mn_scan_load)(scan_rows *rows, scan_tile *const *tiles, int64_t n_tile
             vf_store(tile->du + i, vf_mul(d, vf_load(tile->u + i)));
         }
     }
-    lanes_copy_rows(rows->B, NULL, MN_ROW(float, args->Bm, b, t, 0), args->Bm.stride[1], count, rows->K);
-    lanes_copy_rows(rows->C, NULL, MN_ROW(float, args->Cm, b, t, 0), args->Cm.stride[1], count, rows->K);
+    lanes_copy_rows(rows->B, NULL, MN_ROW(float, args->Bm, b, t, 0), args->Bm.stride[1], count,
+                    rows->K);
+    lanes_copy_rows(rows->C, NULL, MN_ROW(float, args->Cm, b, t, 0), args->Cm.stride[1], count,
+                    rows->K);
     rows->count = count;
 }

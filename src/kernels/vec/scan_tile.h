@@ -1,5 +1,5 @@
-/* scan_tile.h - a tile of selective-scan channels: parameters, state and a block of tokens. Shared by
- * the forward and backward kernels; equations in ref/scan.c. */
+/* scan_tile.h - a tile of selective-scan channels: parameters, state and a block of tokens. Shared
+ * by the forward and backward kernels; equations in ref/scan.c. */
 #ifndef MN_KERNELS_VEC_SCAN_TILE_H
 #define MN_KERNELS_VEC_SCAN_TILE_H
 
@@ -32,7 +32,8 @@ static inline bool scan_rows_floats(int64_t *floats, int64_t K) {
 }
 
 static inline bool scan_tile_floats(int64_t *floats, int64_t K) {
-    return mn_mul_i64(floats, K, 2 * MN_VW) && mn_add_i64(floats, *floats, (4 * SCAN_BLOCK + 2) * MN_VW);
+    return mn_mul_i64(floats, K, 2 * MN_VW) &&
+           mn_add_i64(floats, *floats, (4 * SCAN_BLOCK + 2) * MN_VW);
 }
 
 /* Both lay themselves out in `memory` and return what follows. */
@@ -44,11 +45,12 @@ float *MN_T(mn_scan_tile_open)(scan_tile *tile, const scan_rows *rows, float *me
 void MN_T(mn_scan_tile_start)(scan_tile *tile, int64_t n);
 
 /* Takes `count` <= BLOCK tokens from t on into the rows and into neighbouring tiles. */
-void MN_T(mn_scan_load)(scan_rows *rows, scan_tile *const *tiles, int64_t n_tiles, int64_t b, int64_t t,
-                        int64_t count);
+void MN_T(mn_scan_load)(scan_rows *rows, scan_tile *const *tiles, int64_t n_tiles, int64_t b,
+                        int64_t t, int64_t count);
 
 /* 2^x = 2^n (1 + f Q(f)), f = x - n in [-1/2, 1/2]. Q is minimax for relative error of the result,
- * 2^-25.9 with rounded coefficients. The ends are those where float32 has reached 0 and infinity. */
+ * 2^-25.9 with rounded coefficients. The ends are those where float32 has reached 0 and
+ * infinity. */
 static inline vf scan_exp2(vf x) {
     static const float Q[] = { 0x1.62e430p-1f, 0x1.ebfbdcp-3f, 0x1.c6aee8p-5f,
                                0x1.3b2d4cp-7f, 0x1.5f3e78p-10f, 0x1.41fc10p-13f };

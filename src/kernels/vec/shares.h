@@ -7,8 +7,8 @@
  *
  *   rows: (group, which of two, B, T, K)      cells: (run, `cells` numbers)
  *
- * and a last phase adds them in order. How channels are grouped depends on V and K alone, so that the
- * gradients of one sequence's rows do not depend on the others. */
+ * and a last phase adds them in order. How channels are grouped depends on V and K alone, so that
+ * the gradients of one sequence's rows do not depend on the others. */
 #ifndef MN_KERNELS_VEC_SHARES_H
 #define MN_KERNELS_VEC_SHARES_H
 
@@ -18,7 +18,8 @@
 
 enum { SHARES_GROUPS = 16, SHARES_RUNS = 32, SHARES_TOKENS = 64, SHARES_CELLS = 1024 };
 
-/* Tiles of a group. At least K / 4 channels: shares stay in proportion to the channels' own rows. */
+/* Tiles of a group. At least K / 4 channels: shares stay in proportion to the channels' own
+ * rows. */
 static inline int64_t shares_tiles(const mn_call *call) {
     const int64_t wish = mn_max(mn_ceil_div(call->V, SHARES_GROUPS), mn_max(16, call->K / 4));
     return mn_ceil_div(mn_min(wish, call->V), MN_VW);
@@ -64,11 +65,14 @@ static inline int64_t shares_cell_items(int64_t cells) {
 }
 
 /* to[i] = sum of `count` numbers that lie `step` apart from from[i] on */
-static inline void shares_add(float *to, const float *from, int64_t step, int64_t count, int64_t n) {
+static inline void shares_add(float *to, const float *from, int64_t step, int64_t count,
+                              int64_t n) {
     for (int64_t i = 0; i < n; i += MN_VW) {
         const int lanes = vf_lanes(n - i);
         vf sum = vf_zero();
-        for (int64_t j = 0; j < count; j++) sum = vf_add(sum, vf_load_n(from + j * step + i, lanes));
+        for (int64_t j = 0; j < count; j++) {
+            sum = vf_add(sum, vf_load_n(from + j * step + i, lanes));
+        }
         vf_store_n(to + i, sum, lanes);
     }
 }
@@ -80,7 +84,8 @@ static inline void shares_add_rows(const mn_call *call, float *shared, int64_t i
     for (int which = 0; which < 2; which++) {
         const mn_out *to = which == 0 ? first : second;
         const float *from = shares_rows(call, shared, 0, which);
-        for (int64_t i = item * SHARES_TOKENS; i < mn_min((item + 1) * SHARES_TOKENS, tokens); i++) {
+        for (int64_t i = item * SHARES_TOKENS; i < mn_min((item + 1) * SHARES_TOKENS, tokens);
+             i++) {
             float *row = MN_ROW_OUT(float, *to, i / call->T, i % call->T, 0);
             if (row) shares_add(row, from + i * K, 2 * tokens * K, shares_groups(call), K);
         }
