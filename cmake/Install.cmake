@@ -13,5 +13,8 @@ write_basic_package_version_file(mnemeConfigVersion.cmake COMPATIBILITY SameMino
 install(FILES ${CMAKE_BINARY_DIR}/mnemeConfig.cmake ${CMAKE_BINARY_DIR}/mnemeConfigVersion.cmake
     DESTINATION ${package_dir})
 
+# The prefix is found from where the file lies, so that it follows cmake --install --prefix.
+file(RELATIVE_PATH prefix_from_pc /${CMAKE_INSTALL_LIBDIR}/pkgconfig /)
+string(REGEX REPLACE "/$" "" prefix_from_pc "${prefix_from_pc}")
 configure_file(cmake/mneme.pc.in mneme.pc @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/mneme.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)
