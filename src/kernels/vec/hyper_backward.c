@@ -407,8 +407,8 @@ static void sum_params(const work *w, int64_t head, int branch, int64_t first, i
         for (int64_t i = from * R; dU && i < end * R; i++) dU[i] += s.U[i - unused * R];
         for (int64_t i = from; dd && i < end; i++) dd[i] += s.d[i - unused];
         for (int64_t a = 0; dVt && a < R; a++) {
-            const float *row = s.Vt + a * w->lags - unused;
-            for (int64_t i = from; i < end; i++) dVt[a * c->P + i] += row[i];
+            const float *row = s.Vt + a * w->lags;
+            for (int64_t i = from; i < end; i++) dVt[a * c->P + i] += row[i - unused];
         }
     }
 }
