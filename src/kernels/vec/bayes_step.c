@@ -1,10 +1,10 @@
 /* bayes_step.c - one token of the Bayesian Layer on its states in place, for decoding.
  *
- * With diagonal dynamics: a sweep over P for u = Pbar k (and Pbar q), a sweep that writes it, and one
- * over the columns of M that reads them for both products and writes them back while they are near.
- * A call that does not hold its states, a rotation, and a token whose variance float32 would lose (see
- * bayes_chunk.h) take the chunk form, a chunk of one token. Sums and roundings follow that form one by
- * one, so that the bits are the same.
+ * With diagonal dynamics: a sweep over P for u = Pbar k (and Pbar q), a sweep that writes it, and
+ * one over the columns of M that reads them for both products and writes them back while they are
+ * near. A call that does not hold its states, a rotation, and a token whose variance float32 would
+ * lose (see bayes_chunk.h) take the chunk form, a chunk of one token. Sums and roundings follow
+ * that form one by one, so that the bits are the same.
  *
  * One item is one noise group of one head of one sequence. */
 #include <math.h>
