@@ -18,7 +18,8 @@ bool MN_T(mn_scan_step_plan)(const void *args, mn_plan *plan) {
     return mn_mul_i64(&plan->items[0], c->B, mn_ceil_div(c->V, channels_of_item(c)));
 }
 
-/* Pointers of one sequence, NULL where absent; those of scratch memory are (channels of the item). */
+/* Pointers of one sequence, NULL where absent; rate, du, y are scratch memory, one number a
+ * channel of the item. */
 typedef struct step {
     const float *A, *B, *C, *h0;
     float *h;
@@ -62,10 +63,12 @@ MN_ALWAYS_INLINE vf run_channels(const step *x, int64_t m, int64_t i, int lanes,
     return lanes_join(folds);
 }
 
-/* d log2 e and d u of channels [first, first + count): before the slots, since they take long to come
- * out of softplus. */
-static void find_rates(const step *x, const mn_scan_args *p, int64_t b, int64_t first, int64_t count) {
-    const float *u = MN_ROW(float, p->u, b, 0, 0) + first, *dt = MN_ROW(float, p->dt, b, 0, 0) + first;
+/* d log2 e and d u of channels [first, first + count): before the slots, since they take long to
+ * come out of softplus. */
+static void find_rates(const step *x, const mn_scan_args *p, int64_t b, int64_t first,
+                       int64_t count) {
+    const float *u = MN_ROW(float, p->u, b, 0, 0) + first;
+    const float *dt = MN_ROW(float, p->dt, b, 0, 0) + first;
     const float *bias = p->dt_bias.data;
     for (int64_t i = 0; i < count; i += MN_VW) {
         const int n = vf_lanes(count - i);
@@ -78,7 +81,8 @@ static void find_rates(const step *x, const mn_scan_args *p, int64_t b, int64_t 
 }
 
 /* (sum_s C h + D u) silu(z) */
-static void write_out(const step *x, const mn_scan_args *p, int64_t b, int64_t first, int64_t count) {
+static void write_out(const step *x, const mn_scan_args *p, int64_t b, int64_t first,
+                      int64_t count) {
     const float *u = MN_ROW(float, p->u, b, 0, 0) + first, *z_row = MN_ROW(float, p->z, b, 0, 0);
     const float *D = p->D.data;
     float *y_row = MN_ROW_OUT(float, p->y, b, 0, 0);
