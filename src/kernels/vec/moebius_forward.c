@@ -19,10 +19,22 @@ typedef struct sums {
     float *y, *yvar;
 } sums;
 
-/* Adds `slots` slots from s on to y, and to yvar if `var`. Everything but the pointers is known
- * when this is compiled; the state of the slots lives in registers. */
+/* Whether lam of these slots may fall below the floor inside the block. With a^2 + p <= 2 a token
+ * at most halves a lam up to 1 and leaves a larger one above 1/2: 0.01 / 2^32 is above 1e-12. */
+static bool near_floor(const moebius_tile *tile, int64_t s, int slots) {
+    vm near = vm_first(0);
+    for (int64_t at = s * MN_VW; at < (s + slots) * MN_VW; at += MN_VW) {
+        const vf n = vf_load(tile->n + at), d = vf_load(tile->d + at);
+        near = vm_or(near, vm_not(vf_ge(n, vf_mul(d, vf_set1(0.01f)))));
+    }
+    return !(tile->reach <= 2.0f) || vm_any(near);
+}
+
+/* Adds `slots` slots from s on to y, and to yvar if `var`. Without `floored` no lam meets the
+ * floor. Everything but the pointers is known when this is compiled; the state lives in registers.
+ *  */
 MN_ALWAYS_INLINE void run_slots(moebius_tile *tile, const sums *out, int64_t s, int slots, bool var,
-                                bool prior) {
+                                bool prior, bool floored) {
     const int64_t K = tile->K, count = tile->rows->count, period = tile->period;
     const float *restrict prec_at = tile->prec, *restrict pv_at = tile->pv;
     const float *restrict k_at = tile->rows->k + s, *restrict k2_at = tile->rows->k2 + s;
@@ -49,7 +61,8 @@ MN_ALWAYS_INLINE void run_slots(moebius_tile *tile, const sums *out, int64_t s, 
                 n[i] = vf_fma(vf_mul(prec, vf_set1(k2_at[at])), d[i], n[i]);
                 e[i] = vf_fma(vf_mul(pv, vf_set1(k_at[at])), d[i], vf_mul(a[i], e[i]));
                 /* mean = eta / max(lam, floor), all over d */
-                const vf base = vf_max(n[i], vf_mul(d[i], vf_set1(MOEBIUS_FLOOR)));
+                vf base = n[i];
+                if (floored) base = vf_max(base, vf_mul(d[i], vf_set1(MOEBIUS_FLOOR)));
                 const vf r = vf_div(vf_set1(1.0f), base);
                 vf mean = vf_mul(e[i], r);
                 if (prior) mean = vf_mul(a[i], mean);
@@ -94,9 +107,11 @@ static void run_slot_carefully(moebius_tile *tile, const sums *out, int64_t s) {
 }
 
 MN_ALWAYS_INLINE void run_block_as(moebius_tile *tile, const sums *out, bool var, bool prior) {
-    int64_t s = 0;
-    for (; s + 2 <= tile->K; s += 2) run_slots(tile, out, s, 2, var, prior);
-    for (; s < tile->K; s++) run_slots(tile, out, s, 1, var, prior);
+    for (int64_t s = 0; s < tile->K; s += 2) {
+        if (s + 1 == tile->K) run_slots(tile, out, s, 1, var, prior, true);
+        else if (near_floor(tile, s, 2)) run_slots(tile, out, s, 2, var, prior, true);
+        else run_slots(tile, out, s, 2, var, prior, false);
+    }
 }
 
 static void run_block(moebius_tile *tile, const sums *out) {
