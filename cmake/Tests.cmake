@@ -23,6 +23,7 @@ endforeach()
 
 set(golden ${CMAKE_SOURCE_DIR}/tests/golden)
 add_test(NAME golden COMMAND sh -c "$<TARGET_FILE:mneme_cli> check ${golden}/*.safetensors")
+add_test(NAME bench_quick COMMAND mneme_cli bench ops --quick --runs 1)
 add_test(NAME layers COMMAND sh ${CMAKE_SOURCE_DIR}/tests/layers.sh ${CMAKE_SOURCE_DIR})
 file(GLOB cli_tests CONFIGURE_DEPENDS tests/cli/*.sh)
 foreach(script ${cli_tests})
