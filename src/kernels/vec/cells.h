@@ -2,9 +2,18 @@
 #ifndef MN_KERNELS_VEC_CELLS_H
 #define MN_KERNELS_VEC_CELLS_H
 
+#include "base/checked.h"
 #include "base/util.h"
 #include "mneme.h"
 #include "kernels/vec/vec.h"
+
+/* Sizes with which no plan of these kernels overflows before its checked sums. T = 0 lets any width
+ * come this far. */
+static inline bool mn_cells_fit(const mn_call *c) {
+    int64_t cells;
+    const int64_t most = (int64_t)1 << 40;
+    return c->K <= most && c->V <= most && mn_mul_i64(&cells, c->K, c->V) && cells <= most << 10;
+}
 
 /* The first `lanes` lanes of a vector in memory. Whole vectors avoid the mask: a masked store of avx2 is
  * an order of magnitude slower than a plain one. */

@@ -75,6 +75,7 @@ static int64_t padded(int64_t n) {
 bool MN_T(mn_importance_backward_plan)(const void *args, mn_plan *plan) {
     const mn_importance_args *p = args;
     const mn_call *c = &p->call;
+    if (!mn_cells_fit(c)) return false;
     const mn_row_cut rows = mn_row_cut_of(c, ROWS);
     const int64_t T = mn_longest_sequence(c), heads = mn_n_sequences(c) * c->H;
     const mn_cells tile = mn_cells_of(0, 0, 0, mn_min(rows.rows, c->K), 0, c->V, ROWS);

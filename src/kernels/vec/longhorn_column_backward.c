@@ -40,6 +40,7 @@ static int64_t tiles_of(const mn_call *c) {
 
 bool MN_T(mn_longhorn_column_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    if (!mn_cells_fit(c)) return false;
     const int64_t width = mn_column_tile_width(c), tiles = tiles_of(c);
     const int64_t work = MN_T(mn_column_chunk_floats)(c->K, width) + CHUNK * (3 * width + 4 * c->K) +
                          2 * CHUNK * CHUNK + 16 * 8;

@@ -6,6 +6,7 @@
 
 bool MN_T(mn_longhorn_column_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    if (!mn_cells_fit(c)) return false;
     const int64_t width = mn_column_tile_width(c);
     int64_t state;
     plan->n_phases = 1;

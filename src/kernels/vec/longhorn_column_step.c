@@ -17,6 +17,7 @@ static int64_t width_of(const mn_call *c) {
 
 bool MN_T(mn_longhorn_column_step_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    if (!mn_cells_fit(c)) return false;
     const int64_t width = width_of(c);
     plan->n_phases = 1;
     plan->items[0] = c->B * c->H * mn_ceil_div(c->V, width);

@@ -40,6 +40,7 @@ typedef struct item_state {
 
 bool MN_T(mn_longhorn_diag_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    if (!mn_cells_fit(c)) return false;
     const mn_row_cut cut = mn_row_cut_of(c, ROWS);
     const int64_t groups = cut.rows / ROWS, vectors = mn_ceil_div(c->V, MN_VW);
     const int64_t cells = groups * vectors * ROWS * MN_VW;

@@ -36,6 +36,7 @@ static int64_t width_of(const mn_call *c) {
 bool MN_T(mn_longhorn_diag_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t padded, floats;
+    if (!mn_cells_fit(c)) return false;
     plan->n_phases = 1;
     plan->items[0] = mn_n_sequences(c) * c->H * mn_ceil_div(c->V, width_of(c));
     return mn_add_i64(&padded, c->K, ROWS) && mn_mul_i64(&floats, padded, 3 * TOKENS + MOST_COLUMNS) &&
