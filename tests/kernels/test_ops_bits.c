@@ -1,8 +1,7 @@
 /* test_ops_bits.c - what must be equal bit for bit, on every target:
  *
  *   packed sequences and the same sequences one by one; any number of threads; strided and
- *   contiguous views; rows of a batch and the same rows alone; an unchanged past after the future
- *   was changed; a state written over the one it came from. */
+ *   contiguous views; an unchanged past after the future was changed. */
 #include "support/op_walk.h"
 
 #include <math.h>
@@ -216,34 +215,6 @@ static void future_does_not_show(const op_target *target, const op_case *c, int6
     mn_sample_free(&other);
 }
 
-/* ---- decode in place -------------------------------------------------------------------------- */
-
-/* One token, the final state written over the initial one. */
-static void state_may_stay_in_place(const op_target *target, const op_case *c) {
-    mn_context *context = op_context(target->name, 2);
-    mn_sample apart, in_place;
-    op_open(&apart, c);
-    op_open(&in_place, c);
-    for (int i = 0; i < in_place.n_tensors; i++) {
-        mn_sample_tensor *first = &in_place.tensors[i];
-        mn_sample_tensor *last = op_final_state(&in_place, first->field);
-        if (!last || !first->data) continue;
-        memcpy(last->data, first->data, bytes_of(&in_place, first->count));
-        ((mn_in *)(in_place.args + first->field->offset))->data = last->data;
-    }
-    op_run(context, &apart, MN_FORWARD, c);
-    op_run(context, &in_place, MN_FORWARD, c);
-    for (int i = 0; i < apart.n_tensors; i++) {
-        const mn_sample_tensor *t = &apart.tensors[i];
-        if (t->field->role < MN_ROLE_OUT || !t->data) continue;
-        CHECK(memcmp(t->data, in_place.tensors[i].data, bytes_of(&apart, t->count)) == 0,
-              "%s: %s differs when the state stays in place, %s", target->name, t->field->name,
-              op_case_text(c));
-    }
-    mn_sample_free(&apart);
-    mn_sample_free(&in_place);
-}
-
 /* ---- the walk --------------------------------------------------------------------------------- */
 
 static const struct {
@@ -269,8 +240,6 @@ static void check_form(const op_target *target, op_case c, int f) {
     views_do_not_show(target, &c);
     future_does_not_show(target, &c, 64);
     future_does_not_show(target, &c, 37);
-    c.T = 1;
-    if (op_has_state(c.op)) state_may_stay_in_place(target, &c);
 }
 
 static void bits_are_equal(mn_op_id op) {

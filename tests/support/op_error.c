@@ -1,6 +1,7 @@
 /* op_error.c - how far results in float32 may lie from float64, measured case by case. */
 #include "support/op_error.h"
 
+#include <float.h>
 #include <math.h>
 #include <string.h>
 
