@@ -94,7 +94,8 @@ static mn_status check_target(run *total, mn_target_id id, char **files, int n_f
     mn_context *context = NULL;
     mn_dtype dtype = id == MN_TARGET_REF ? MN_F64 : MN_F32;
     if (o->dtype && !mn_dtype_parse(&dtype, o->dtype)) {
-        return mn_fail(MN_ERR_ARGUMENT, "no type is called \"%s\"; there are f32 and f64", o->dtype);
+        return mn_fail(MN_ERR_ARGUMENT, "no type is called \"%s\"; there are f32 and f64",
+                       o->dtype);
     }
     if (dtype == MN_BF16 || (dtype == MN_F64 && id != MN_TARGET_REF)) {
         return mn_fail(MN_ERR_UNSUPPORTED, "target %s has no %s; f64 is ref's, bf16 is for GPUs",

@@ -191,7 +191,8 @@ static void write_says_what_is_wrong(void **state) {
     (void)state;
     assert_fails(mn_file_write_bytes(in_folder("no/such/out"), "x", 1), MN_ERR_IO, "no/such/out",
                  "its folder does not exist");
-    assert_fails(mn_file_write_bytes(in_folder(""), "x", 1), MN_ERR_IO, in_folder(""), "is a folder");
+    assert_fails(mn_file_write_bytes(in_folder(""), "x", 1), MN_ERR_IO, in_folder(""),
+                 "is a folder");
     assert_fails(mn_file_write_bytes("/dev/null", "x", 1), MN_ERR_IO, "/dev/null", "device");
     assert_fails(mn_file_write_bytes("", "x", 1), MN_ERR_ARGUMENT, "no file name", "");
 

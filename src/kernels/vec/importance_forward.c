@@ -1,10 +1,10 @@
 /* importance_forward.c - Palimpsa's outputs and final state. Equations in importance.h.
  *
- * One item is some value columns of one head of one sequence; columns never meet, so the cut changes
- * no bit. Tokens go in blocks. A block of cells stays in registers for all tokens of its block, which
- * costs per cell and token two multiply-adds, an addition, a division and the multiply-add of the
- * read. The division is exact: vdivps hides the others, and an estimate refined by Newton would take
- * three more operations from the same ports. */
+ * One item is some value columns of one head of one sequence; columns never meet, so the cut
+ * changes no bit. Tokens go in blocks. A block of cells stays in registers for all tokens of its
+ * block, which costs per cell and token two multiply-adds, an addition, a division and the
+ * multiply-add of the read. The division is exact: vdivps hides the others, and an estimate refined
+ * by Newton would take three more operations from the same ports. */
 #include "kernels/vec/importance.h"
 
 #include <string.h>
@@ -14,7 +14,12 @@
 #include "kernels/vec/ahead.h"
 
 /* Registers hold 2 * ROWS vectors of cells and some for the token. */
-enum { ROWS = MN_VW == 16 ? 8 : 4, TOKENS = 32, MOST_COLUMNS = 128, VECTORS = MOST_COLUMNS / MN_VW };
+enum {
+    ROWS = MN_VW == 16 ? 8 : 4,
+    TOKENS = 32,
+    MOST_COLUMNS = 128,
+    VECTORS = MOST_COLUMNS / MN_VW
+};
 
 /* A block of tokens, made ready. keys: for each group of rows and each token k, k^2 and q of its
  * ROWS rows. The others: for each vector of columns and each token one vector. */
@@ -127,11 +132,13 @@ MN_ALWAYS_INLINE void walk(float *cells, stage *s, const float *keys, mn_line ne
     }
 }
 
-static void walk_mean(float *cells, stage *s, const float *keys, mn_line next, int64_t at, int64_t n) {
+static void walk_mean(float *cells, stage *s, const float *keys, mn_line next, int64_t at,
+                      int64_t n) {
     walk(cells, s, keys, next, at, n, false);
 }
 
-static void walk_spread(float *cells, stage *s, const float *keys, mn_line next, int64_t at, int64_t n) {
+static void walk_spread(float *cells, stage *s, const float *keys, mn_line next, int64_t at,
+                        int64_t n) {
     walk(cells, s, keys, next, at, n, true);
 }
 
