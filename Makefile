@@ -36,11 +36,11 @@ tsan: setup        ## tests under the thread sanitizer
 fuzz: setup        ## each parser for FUZZ_SECONDS (30)
 	@sh tools/fuzz.sh
 
-format:            ## clang-format over the tree
-	@sh tools/format.sh
+format:            ## clang-format over the files that changed, or over FILES
+	@sh tools/format.sh $(FILES)
 
-format-check:      ## fails where format would change something
-	@sh tools/format.sh --check
+format-check:      ## columns, tabs, braces, lengths of functions and files
+	@sh tests/format.sh .
 
 install: build     ## PREFIX=/usr/local by default
 	@cmake --install $(BUILD) --prefix $(or $(PREFIX),/usr/local)

@@ -23,6 +23,7 @@ endforeach()
 
 set(golden ${CMAKE_SOURCE_DIR}/tests/golden)
 add_test(NAME golden COMMAND sh -c "$<TARGET_FILE:mneme_cli> check ${golden}/*.safetensors")
+add_test(NAME bench_quick COMMAND mneme_cli bench ops --quick --runs 1)
 add_test(NAME layers COMMAND sh ${CMAKE_SOURCE_DIR}/tests/layers.sh ${CMAKE_SOURCE_DIR})
 file(GLOB cli_tests CONFIGURE_DEPENDS tests/cli/*.sh)
 foreach(script ${cli_tests})
@@ -34,7 +35,7 @@ add_test(NAME install COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/install.sh
 
 # What make sanitize and make tsan run: the walks over all operators are too long under a sanitizer,
 # the golden vectors visit every kernel.
-set(sanitized test_base test_io test_matmul test_vec test_linear test_ops_refusal test_collision golden)
+set(sanitized test_base test_io test_safetensors test_matmul test_vec test_linear test_ops_refusal test_collision golden)
 set(threaded test_base test_matmul test_linear golden)
 foreach(name ${sanitized})
     if(TEST ${name})

@@ -75,7 +75,8 @@ static double likeness(const float *a, const float *b) {
     return ab / sqrt(aa * bb);
 }
 
-/* Asks for each key and prints the word nearest to the answer; counts those that are not expected. */
+/* Asks for each key and prints the word nearest to the answer; counts those that are not expected.
+ */
 static mn_status recall(memory *m, const pair *expected, int count, int *n_wrong) {
     float keys[MAX_PAIRS * WIDTH], values[MAX_PAIRS * WIDTH] = { 0 }, answers[MAX_PAIRS * WIDTH];
     for (int i = 0; i < count; i++) direction(keys + i * WIDTH, expected[i].key);

@@ -1,7 +1,7 @@
 /* mneme.h - the public C interface of mneme: sequence memory as a library.
  *
- * Conventions. Every call that can fail returns mn_status; mn_last_error() then says why, in words a
- * user can act on. The library never prints, exits or aborts on data. Handles are opaque; use one
+ * Conventions. Every call that can fail returns mn_status; mn_last_error() then says why, in words
+ * a user can act on. The library never prints, exits or aborts on data. Handles are opaque; use one
  * thread at a time per handle, as many handles at once as you like. On failure nothing is written.
  *
  * Link with -lmneme, or use pkg-config mneme, or find_package(mneme). */
@@ -44,7 +44,8 @@ typedef enum mn_status {
 MN_API const char *mn_version(void);
 MN_API const char *mn_status_name(mn_status status);
 
-/* The sentence of the last failure on this thread; "" if there was none. Valid until the next one. */
+/* The sentence of the last failure on this thread; "" if there was none. Valid until the next one.
+ */
 MN_API const char *mn_last_error(void);
 
 /* ---- context --------------------------------------------------------------------------------- */
@@ -81,8 +82,8 @@ MN_API const char *mn_context_target(const mn_context *context);
  * [cu_seqlens[n], cu_seqlens[n+1]). Initial and final states then have N = n_seqs rows, else N = B.
  * A packed run gives the same bits as separate runs.
  *
- * Decoding: a call with T = 1 whose final states are the same memory as its initial states updates them
- * in place, reading and writing them once. */
+ * Decoding: a call with T = 1 whose final states are the same memory as its initial states updates
+ * them in place, reading and writing them once. */
 
 typedef struct mn_in {
     const void *data;
@@ -100,7 +101,7 @@ typedef struct mn_call {
     int64_t G;                    // noise groups (bayes, riccati)
     int64_t J;                    // key-value heads (attention); 0: H
     int64_t L;                    // keys that queries may see, the T queries being the last; 0: T
-    int64_t Q, P, R, W;           // hyper: branches, block size, ranks of the two mixes; conv: W taps
+    int64_t Q, P, R, W;    // hyper: branches, block size, ranks of the two mixes; conv: W taps
     int64_t D, S;                 // model width; samples or steps
     const int64_t *cu_seqlens;    // NULL: not packed
     int64_t n_seqs;
@@ -120,7 +121,8 @@ typedef struct mn_additive_args {
     struct { mn_out q, k, v, g, state0; } grad;
 } mn_additive_args;
 
-/* S' = diag(exp g) S;  S = S' + beta w (v - S'^T e)';  o = scale S'q.   w absent: w = e; beta absent: 1. */
+/* S' = diag(exp g) S;  S = S' + beta w (v - S'^T e)';  o = scale S'q.
+ * w absent: w = e; beta absent: 1. */
 typedef struct mn_delta_args {
     mn_call call;                         // B T H K V
     double scale;
@@ -153,7 +155,8 @@ typedef struct mn_gdn2_args {
     struct { mn_out q, k, v, erase, write, g, state0; } grad;
 } mn_gdn2_args;
 
-/* Longhorn, diagonal: n = 1 + beta_j |k|^2; S_ij = (1 - beta_j k_i^2 / n) S_ij + beta_j v_j k_i / n. */
+/* Longhorn, diagonal: n = 1 + beta_j |k|^2; S_ij = (1 - beta_j k_i^2 / n) S_ij + beta_j v_j
+ * k_i / n. */
 typedef struct mn_longhorn_diag_args {
     mn_call call;
     double scale;
@@ -166,15 +169,18 @@ typedef struct mn_longhorn_diag_args {
 /* Longhorn, per column: eta_j = beta_j / (1 + beta_j |k|^2); S_:j += eta_j k (v_j - k'S_:j). */
 typedef mn_longhorn_diag_args mn_longhorn_column_args;
 
-/* Covariance pass of the Bayesian Layer: Pbar = A P A' + l2 N; u = Pbar k; P = Pbar - u u'/(r2 + k'u).
+/* Covariance pass of the Bayesian Layer: Pbar = A P A' + l2 N; u = Pbar k;
+ * P = Pbar - u u'/(r2 + k'u).
  *
- * gain = k'u / (r2 + k'u); gainvec = u / (r2 + k'u); kvar = k'u; qvar = scale^2 q'Pq. With theta the
- * state has R = 2K rows, pair j being turned by theta_j; otherwise R = K. P is symmetric, and so are
- * dP0 and the dP that counts. */
+ * gain = k'u / (r2 + k'u); gainvec = u / (r2 + k'u); kvar = k'u; qvar = scale^2 q'Pq. With theta
+ * the state has R = 2K rows, pair j being turned by theta_j; otherwise R = K. P is symmetric, and
+ * so are dP0 and the dP that counts. P starts from P0, without it from p0 I, without both from I.
+ */
 typedef struct mn_riccati_args {
     mn_call call;                            // B T H K G
     double scale;
-    mn_in q, k, la, theta, l2, r2, p0, P0;   // la, theta (B,T,H,K); l2 (B,T,H); r2 (B,T,H,G); p0 (H)
+    mn_in q, k, la, theta;                   // la, theta (B,T,H,K)
+    mn_in l2, r2, p0, P0;                    // l2 (B,T,H); r2 (B,T,H,G); p0 (H)
     mn_out gain, gainvec, kvar, qvar, P;     // (B,T,H,G) (B,T,H,G,R) .. ..; P, P0 (N,H,G,R,R)
     struct { mn_in gain, gainvec, kvar, qvar, P; } cot;
     struct { mn_out q, k, la, theta, l2, r2, p0, P0; } grad;
@@ -222,8 +228,9 @@ typedef struct mn_palimpsa_code_args {
     struct { mn_out q, k, v, b, dt, decay_rate, ip, mu0, imp0; } grad;
 } mn_palimpsa_code_args;
 
-/* Kalman Linear Attention: den = a^2 + p lam; lam = lam / den + prec k^2; eta = a / den eta + prec v k;
- * y = sum_s q eta / lam; yvar = sum_s q^2 / lam. V channels, K slots, k and q shared by all channels. */
+/* Kalman Linear Attention: den = a^2 + p lam; lam = lam / den + prec k^2; eta = a / den eta + prec
+ * v k; y = sum_s q eta / lam; yvar = sum_s q^2 / lam. V channels, K slots, k and q shared by all
+ * channels. */
 typedef struct mn_moebius_args {
     mn_call call;                             // B T V K
     int from_prior;                           // read one prediction ahead
@@ -253,7 +260,8 @@ typedef struct mn_kla_mc_args {
     struct { mn_out mu, var, noise, head, norm; } grad;
 } mn_kla_mc_args;
 
-/* MesaNet: Hkk = e^g Hkk + beta k k'; Hkv = e^g Hkv + beta k v'; o = Hkv'(Hkk + diag lam)^-1 scale q. */
+/* MesaNet: Hkk = e^g Hkk + beta k k'; Hkv = e^g Hkv + beta k v'; o = Hkv'(Hkk + diag lam)^-1 scale
+ * q. */
 typedef struct mn_mesa_args {
     mn_call call;                             // B T H K V
     double scale;
@@ -327,7 +335,7 @@ typedef struct mn_hyper_args {
 
 /* The whole HyperMLP / HyperGLU module on x (B,T,D); weights under the published names. */
 typedef struct mn_hyper_layer_args {
-    mn_call call;    // B T D; K, V ranks of QK and VO; H heads; Q branches; P block; W taps; R, S ranks
+    mn_call call;    // B T D; K, V ranks of QK, VO; H heads; Q branches; P block; W taps; R, S ranks
     double eps;      //   of the mixes; J = Q R and L = H S rows of the controls
     int kind, norm;
     mn_in x, q_weight, k_weight, v_weight, c_proj_weight;
@@ -356,7 +364,8 @@ typedef struct mn_scan_args {
     struct { mn_out u, dt, A, Bm, Cm, D, z, dt_bias, h0; } grad;
 } mn_scan_args;
 
-/* mLSTM: m = max(logsigmoid(fpre) + m, ipre); C, n in units of exp(m); csum = C e^m, nsum = n e^m. */
+/* mLSTM: m = max(logsigmoid(fpre) + m, ipre); C, n in units of exp(m); csum = C e^m, nsum = n e^m.
+ */
 typedef struct mn_mlstm_args {
     mn_call call;                             // B T H K V
     double scale;
@@ -366,7 +375,8 @@ typedef struct mn_mlstm_args {
     struct { mn_out q, k, v, ipre, fpre, C0, n0, m0; } grad;
 } mn_mlstm_args;
 
-/* Depthwise causal convolution: y_t = act(bias + sum_i w_i x_{t-W+1+i}); tail = the last W-1 inputs. */
+/* Depthwise causal convolution: y_t = act(bias + sum_i w_i x_{t-W+1+i}); tail = the last W-1
+ * inputs. */
 typedef struct mn_conv_args {
     mn_call call;                             // B T V W
     int act;                                  // 0 none, 1 silu
@@ -418,7 +428,8 @@ typedef struct mn_swiglu_args {
     struct { mn_out x, gate, up, down; } grad;
 } mn_swiglu_args;
 
-/* Rotary positions on (B,T,H,K): pair j turns by (pos0 + t) base^(-2j/K). Packed positions restart. */
+/* Rotary positions on (B,T,H,K): pair j turns by (pos0 + t) base^(-2j/K). Packed positions restart.
+ */
 typedef struct mn_rope_args {
     mn_call call;
     int kind;                                 // 0 half, 1 pairs

@@ -4,8 +4,8 @@
  *   gdn  S = a S + beta k (v - a S'k)';  o = S'q / sqrt K    ggml_gated_delta_net, mn_op_delta_net
  *   kda  the same with a per channel
  *
- * Both read the same (T,H,K) memory and write outputs and the final state; outputs are compared before
- * anything is timed, then the two take turns. Built and run by ggml.sh. */
+ * Both read the same (T,H,K) memory and write outputs and the final state; outputs are compared
+ * before anything is timed, then the two take turns. Built and run by ggml.sh. */
 #include <math.h>
 #include <stdbool.h>
 #include <stdio.h>
@@ -21,8 +21,8 @@ enum { T = 4096, H = 16, MAX_RUNS = 99 };
 
 typedef enum kind { GLA, GDN, KDA } kind;
 
-/* One comparison. q, k, v, log_decay, decay, beta and the initial state are shared memory: the data of
- * ggml's tensors. */
+/* One comparison. q, k, v, log_decay, decay, beta and the initial state are shared memory: the data
+ * of ggml's tensors. */
 typedef struct problem {
     kind kind;
     int64_t width;
@@ -163,8 +163,8 @@ static double run_mneme(problem *p) {
     return seconds() - start;
 }
 
-/* Relative rms distance of the n numbers x from y; y is read with its square blocks transposed where
- * `block` is their width. */
+/* Relative rms distance of the n numbers x from y; y is read with its square blocks transposed
+ * where `block` is their width. */
 static double distance(const float *x, const float *y, int64_t n, int64_t block) {
     double error = 0.0, norm = 0.0;
     for (int64_t i = 0; i < n; i++) {

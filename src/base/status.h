@@ -5,7 +5,8 @@
 #include "mneme.h"
 
 /* Sets this thread's message from a printf format and returns `status`, so that a failing function
- * ends with `return mn_fail(...)`. The message names the thing and, where there is one, the remedy. */
+ * ends with `return mn_fail(...)`. The message names the thing and, where there is one, the remedy.
+ */
 mn_status mn_fail(mn_status status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 
 #endif

@@ -53,8 +53,8 @@ const char *mn_bench_pass_name(mn_bench_pass pass);
 mn_status mn_bench_open(mn_sample *sample, const mn_bench_case *which, mn_bench_scale scale,
                         mn_dtype dtype);
 
-/* Floating-point operations in the recurrent form (a backward pass counts as two forward), and bytes
- * that the case has to move. */
+/* Floating-point operations in the recurrent form (a backward pass counts as two forward), and
+ * bytes that the case has to move. */
 double mn_bench_work(const mn_bench_case *which, const mn_sample *sample);
 double mn_bench_bytes(const mn_bench_case *which, const mn_sample *sample);
 
@@ -84,8 +84,8 @@ mn_status mn_ceiling_open(mn_ceiling *ceiling, const mn_bench_case *which, const
                           mn_context *context);
 void mn_ceiling_close(mn_ceiling *ceiling);
 
-/* Runs it once: the seconds it needs for the amount of work of the case; NaN where the target has no
- * such ceiling. */
+/* Runs it once: the seconds it needs for the amount of work of the case; NaN where the target has
+ * no such ceiling. */
 double mn_ceiling_seconds(mn_ceiling *ceiling);
 
 /* ---- bench_measure.c ---- */

@@ -23,7 +23,8 @@
 /* sgemm's n; floats that one thread takes at a time; parts into which cells are cut */
 enum { SGEMM_N = 1024, PIECE = 1 << 16, CELL_PARTS = 64 };
 
-/* ---- memory ------------------------------------------------------------------------------------ */
+/* ---- memory ------------------------------------------------------------------------------------
+ */
 
 /* Flips every sign bit: a read and a write of the same place, and values that stay as they are. */
 static void flip_piece(void *context, int64_t item, int worker) {
@@ -84,7 +85,8 @@ static void compute_cells(void *context, int64_t item, int worker) {
     c->b[item] = c->loop->run((int64_t)ceil(part));
 }
 
-/* ---- open and close ---------------------------------------------------------------------------- */
+/* ---- open and close ----------------------------------------------------------------------------
+ */
 
 /* `count` floats that are there: untouched memory would all be one page of zeros. */
 static float *filled(int64_t count) {
@@ -131,7 +133,8 @@ void mn_ceiling_close(mn_ceiling *ceiling) {
     ceiling->a = ceiling->b = ceiling->c = NULL;
 }
 
-/* ---- running ----------------------------------------------------------------------------------- */
+/* ---- running -----------------------------------------------------------------------------------
+ */
 
 static double sgemm_seconds(const mn_ceiling *c) {
     const int n = SGEMM_N;

@@ -1,5 +1,5 @@
-/* bench_check.c - a wrong answer is not measured: each case first runs in small and is compared with
- * the reference in double precision. */
+/* bench_check.c - a wrong answer is not measured: each case first runs in small and is compared
+ * with the reference in double precision. */
 #include <math.h>
 #include <stdlib.h>
 

@@ -8,7 +8,7 @@
 #include "cli/bench.h"
 #include "ops/run.h"
 
-enum { MAX_RUNS = 1000, USUAL_RUNS = 7, QUICK_RUNS = 3, LEAST_RUNS = 3 };
+enum { MAX_RUNS = 256, USUAL_RUNS = 7, QUICK_RUNS = 3, LEAST_RUNS = 3 };
 
 static const double patience = 10.0;    // seconds a case may take beyond its least runs
 

@@ -7,6 +7,7 @@
 #include "base/status.h"
 #include "cli/command.h"
 #include "cli/golden.h"
+#include "cli/number.h"
 #include "kernels/dispatch.h"
 #include "ops/run.h"
 
@@ -93,7 +94,8 @@ static mn_status check_target(run *total, mn_target_id id, char **files, int n_f
     mn_context *context = NULL;
     mn_dtype dtype = id == MN_TARGET_REF ? MN_F64 : MN_F32;
     if (o->dtype && !mn_dtype_parse(&dtype, o->dtype)) {
-        return mn_fail(MN_ERR_ARGUMENT, "no type is called \"%s\"; there are f32 and f64", o->dtype);
+        return mn_fail(MN_ERR_ARGUMENT, "no type is called \"%s\"; there are f32 and f64",
+                       o->dtype);
     }
     if (dtype == MN_BF16 || (dtype == MN_F64 && id != MN_TARGET_REF)) {
         return mn_fail(MN_ERR_UNSUPPORTED, "target %s has no %s; f64 is ref's, bf16 is for GPUs",
@@ -121,7 +123,10 @@ static int parse(options *o, int argc, char **argv) {
         } else if (value && strcmp(argv[i], "--dtype") == 0) {
             o->dtype = argv[++i];
         } else if (value && strcmp(argv[i], "--threads") == 0) {
-            o->n_threads = atoi(argv[++i]);
+            if (!mn_parse_count(&o->n_threads, argv[++i], 1, 256)) {
+                fprintf(stderr, "mneme check: --threads needs a whole number from 1 to 256\n");
+                return -1;
+            }
         } else {
             fprintf(stderr, "mneme check: %s is no option, or its value is missing\n", argv[i]);
             return -1;

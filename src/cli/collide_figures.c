@@ -185,8 +185,8 @@ static void variance_over_time(FILE *out, const mn_collide *c) {
             start, before + offset, end, last->var_b + offset);
     if (c->setup.n_flood >= 20) {
         fprintf(out,
-                "set label \"predicted slope\\n(1 − ρ²) ℓ² = %.4f\" at %g, graph 0.95 left tc rgb "
-                "'#404040'\n",
+                "set label \"predicted slope\\n(1 − ρ²) ℓ² = %.4f\" "
+                "at %g, graph 0.95 left tc rgb '#404040'\n",
                 c->theory.var_b_rate, start + 2.0);
     }
     fprintf(out, "set label 'k_B' at graph 1.015, first %g left tc rgb '#1a9988'\n", last->var_b);

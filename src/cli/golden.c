@@ -1,7 +1,7 @@
 /* golden.c - a golden file as a sample of its operator, and the comparison.
  *
- * Names: an input x, its gradient dx, a result y, its cotangent dy; dots in names are underscores in
- * the argument structs. Sizes follow from the shapes and the axes in ops.def. */
+ * Names: an input x, its gradient dx, a result y, its cotangent dy; dots in names are underscores
+ * in the argument structs. Sizes follow from the shapes and the axes in ops.def. */
 #include "cli/golden.h"
 
 #include <inttypes.h>
@@ -52,8 +52,8 @@ static mn_status set_size(mn_call *call, const char *name, char letter, int64_t 
     if (letter == 'N' || letter == 'M' || letter == '1') return MN_OK;
     int64_t *slot = mn_axis_slot(call, letter);
     if (!slot || (*slot != 0 && *slot != size)) {
-        return mn_fail(MN_ERR_FORMAT, "%s: axis %c is %" PRId64 " here and %" PRId64 " elsewhere", name,
-                       letter, size, slot ? *slot : 0);
+        return mn_fail(MN_ERR_FORMAT, "%s: axis %c is %" PRId64 " here and %" PRId64 " elsewhere",
+                       name, letter, size, slot ? *slot : 0);
     }
     *slot = size;
     return MN_OK;
@@ -64,7 +64,8 @@ static mn_status take_sizes(mn_call *call, const mn_stored_tensor *tensor, const
     const int rank = (int)strlen(axes);
     const char *star = strchr(axes, '*');
     if (star ? tensor->rank < rank - 1 : tensor->rank != rank) {
-        return mn_fail(MN_ERR_FORMAT, "%s has %d axes, expected %s", tensor->name, tensor->rank, axes);
+        return mn_fail(MN_ERR_FORMAT, "%s has %d axes, expected %s", tensor->name, tensor->rank,
+                       axes);
     }
     mn_status st = MN_OK;
     for (int i = 0, at = 0; i < rank && st == MN_OK; i++) {
@@ -148,7 +149,8 @@ static mn_status bind_packing(mn_call *call, int64_t **cu, const mn_safetensors 
     mn_status st = values && *cu ? mn_safetensors_read_f64(values, tensor)
                                  : mn_fail(MN_ERR_MEMORY, "no memory for cu_seqlens");
     for (int64_t i = 0; st == MN_OK && i < count; i++) {
-        if (!(fabs(values[i]) < 1e15)) st = mn_fail(MN_ERR_FORMAT, "cu_seqlens is not whole numbers");
+        if (!(fabs(values[i]) < 1e15))
+            st = mn_fail(MN_ERR_FORMAT, "cu_seqlens is not whole numbers");
         else (*cu)[i] = (int64_t)values[i];
     }
     free(values);
@@ -160,8 +162,8 @@ static mn_status bind_packing(mn_call *call, int64_t **cu, const mn_safetensors 
 static mn_status read_into(const mn_sample *sample, void *data, int64_t count,
                            const mn_stored_tensor *tensor) {
     if (mn_stored_elements(tensor) != count) {
-        return mn_fail(MN_ERR_FORMAT, "%s holds %" PRId64 " numbers, expected %" PRId64, tensor->name,
-                       mn_stored_elements(tensor), count);
+        return mn_fail(MN_ERR_FORMAT, "%s holds %" PRId64 " numbers, expected %" PRId64,
+                       tensor->name, mn_stored_elements(tensor), count);
     }
     const bool f64 = ((const mn_call *)sample->args)->dtype == MN_F64;
     return f64 ? mn_safetensors_read_f64(data, tensor) : mn_safetensors_read_f32(data, tensor);
@@ -194,7 +196,8 @@ mn_status mn_golden_bind(mn_sample *sample, int64_t **cu, const mn_safetensors *
     uint64_t present;
     *cu = NULL;
     if (!name) return mn_fail(MN_ERR_FORMAT, "no metadata \"op\": not a golden file");
-    if (!mn_op_find(&op, name)) return mn_fail(MN_ERR_UNSUPPORTED, "no operator is called %s", name);
+    if (!mn_op_find(&op, name))
+        return mn_fail(MN_ERR_UNSUPPORTED, "no operator is called %s", name);
     mn_sample_init(sample, op);
     mn_call *call = (mn_call *)sample->args;
     call->dtype = dtype;

@@ -7,9 +7,11 @@
 
 /* Binds the tensors and parameters of an open golden file to a sample of `dtype`. `cu` receives the
  * packing offsets, allocated, or NULL; free it after the sample. */
-mn_status mn_golden_bind(mn_sample *sample, int64_t **cu, const mn_safetensors *file, mn_dtype dtype);
+mn_status mn_golden_bind(mn_sample *sample, int64_t **cu, const mn_safetensors *file,
+                         mn_dtype dtype);
 
-/* How one result compares: rms and largest deviation relative to the reference, and what is allowed. */
+/* How one result compares: rms and largest deviation relative to the reference, and what is
+ * allowed. */
 typedef struct mn_golden_result {
     double rms, worst, tolerance;
     bool passed;
@@ -19,7 +21,8 @@ typedef struct mn_golden_result {
 mn_status mn_golden_compare(mn_golden_result *result, const mn_sample *sample,
                             const mn_safetensors *file, const char *name);
 
-/* Calls `use(context, name)` for each name of the comma-separated metadata `key`; stops at a failure. */
+/* Calls `use(context, name)` for each name of the comma-separated metadata `key`; stops at a
+ * failure. */
 mn_status mn_golden_each(const mn_safetensors *file, const char *key,
                          mn_status (*use)(void *context, const char *name), void *context);
 

@@ -16,8 +16,10 @@ static const struct {
 };
 
 static void print_help(FILE *out) {
-    fprintf(out, "mneme %s - sequence memory: train, inspect and measure layers that keep a belief\n\n"
-            "usage: mneme VERB [options]      mneme VERB --help\n\n", mn_version());
+    fprintf(out,
+            "mneme %s - sequence memory: train, inspect and measure layers that keep a belief\n\n"
+            "usage: mneme VERB [options]      mneme VERB --help\n\n",
+            mn_version());
     for (size_t i = 0; i < MN_COUNTOF(commands); i++) {
         fprintf(out, "  %-10s %s\n", commands[i].verb, commands[i].about);
     }
@@ -28,7 +30,8 @@ int main(int argc, char **argv) {
         print_help(stderr);
         return 2;
     }
-    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 || strcmp(argv[1], "help") == 0) {
+    if (strcmp(argv[1], "--help") == 0 || strcmp(argv[1], "-h") == 0 ||
+        strcmp(argv[1], "help") == 0) {
         print_help(stdout);
         return 0;
     }

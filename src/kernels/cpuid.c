@@ -5,7 +5,8 @@
 #include <cpuid.h>
 #include <stdint.h>
 
-/* XCR0, the register sets the operating system saves: bits 1, 2 for SSE and AVX, 5 to 7 for AVX-512. */
+/* XCR0, the register sets the operating system saves: bits 1, 2 for SSE and AVX, 5 to 7 for
+ * AVX-512. */
 static uint64_t saved_register_sets(void) {
     unsigned a, b, c, d;
     if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & bit_OSXSAVE)) return 0;

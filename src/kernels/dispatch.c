@@ -67,13 +67,15 @@ mn_status mn_target_choose(mn_target_id *out, const char *name) {
     for (int i = 0; i < MN_TARGET_COUNT; i++) {
         if (strcmp(targets[i].name, name) != 0) continue;
         if (!mn_target_available((mn_target_id)i)) {
-            return mn_fail(MN_ERR_UNSUPPORTED, "target %s needs %s; this machine or build is not one",
-                           name, targets[i].about);
+            return mn_fail(MN_ERR_UNSUPPORTED,
+                           "target %s needs %s; this machine or build is not one", name,
+                           targets[i].about);
         }
         *out = (mn_target_id)i;
         return MN_OK;
     }
-    return mn_fail(MN_ERR_ARGUMENT, "no target is called \"%s\"; there are ref, avx2 and avx512", name);
+    return mn_fail(MN_ERR_ARGUMENT, "no target is called \"%s\"; there are ref, avx2 and avx512",
+                   name);
 }
 
 mn_status mn_kernel_table_fill(mn_kernel_table *table, mn_target_id target, mn_dtype dtype) {

@@ -1,13 +1,14 @@
 /* kernel.h - what a kernel is: a plan and a runner over one argument struct of mneme.h.
  *
  * Kernels see pointers and sizes only. When one is called every view has its strides filled in, all
- * sizes are checked (T and the length of a sequence may be 0), and cu_seqlens is either NULL or sound. A kernel allocates nothing, starts
- * no thread and cannot fail.
+ * sizes are checked (T and the length of a sequence may be 0), and cu_seqlens is either NULL or
+ * sound. A kernel allocates nothing, starts no thread and cannot fail.
  *
  * A call is a few phases, one after the other; the items of a phase are independent and may run on
- * any thread in any order. How work is cut into items may depend on the sizes but never on the number
- * of threads, and what an item computes for one sequence never depends on the other sequences: that
- * is what makes results bit-equal across thread counts and packed equal to separate. */
+ * any thread in any order. How work is cut into items may depend on the sizes but never on the
+ * number of threads, and what an item computes for one sequence never depends on the other
+ * sequences: that is what makes results bit-equal across thread counts and packed equal to
+ * separate. */
 #ifndef MN_KERNELS_KERNEL_H
 #define MN_KERNELS_KERNEL_H
 
@@ -43,9 +44,9 @@ typedef enum mn_kernel_id {
     MN_KERNEL_COUNT
 } mn_kernel_id;
 
-/* One table per storage type and target. MN_STEP is forward with T = 1 over unpacked input, the final
- * state written over the initial one (or, for caches, with more keys than queries); its run is NULL where
- * forward serves. */
+/* One table per storage type and target. MN_STEP is forward with T = 1 over unpacked input, the
+ * final state written over the initial one (or, for caches, with more keys than queries); its run
+ * is NULL where forward serves. */
 typedef struct mn_kernel_table {
     mn_kernel kernel[MN_KERNEL_COUNT][MN_PASS_COUNT];
 } mn_kernel_table;

@@ -7,7 +7,8 @@
 
 #include "ops/run.h"
 
-#define COMPOSE(name) mn_status mn_compose_##name(mn_context *context, mn_pass pass, const void *args);
+#define COMPOSE(name)                                                                              \
+    mn_status mn_compose_##name(mn_context *context, mn_pass pass, const void *args);
 #include "ops/compose.def"
 #undef COMPOSE
 

@@ -16,7 +16,8 @@ mn_status mn_compose_delta_net(mn_context *context, mn_pass pass, const void *ar
     return mn_op_run(context, MN_OP_delta, pass, &delta);
 }
 
-/* e = erase k, w = k, v' = write v:  dk = dw + erase de, derase = k de, dv = write dv', dwrite = v dv'. */
+/* e = erase k, w = k, v' = write v:  dk = dw + erase de, derase = k de, dv = write dv', dwrite = v
+ * dv'. */
 mn_status mn_compose_gdn2(mn_context *context, mn_pass pass, const void *args) {
     const mn_gdn2_args *p = args;
     const mn_call *c = &p->call;

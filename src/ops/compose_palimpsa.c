@@ -82,10 +82,11 @@ static mn_status prepare_decays(mn_context *context, gating *p, bool back) {
     for (int64_t h = 0; h < p->call->H; h++) {
         if (p->bad_tokens[h] == 0) continue;
         return mn_fail(MN_ERR_ARGUMENT,
-                       p->paper ? "%s: head %" PRId64 " has %" PRId64
-                                  " tokens without 0 <= gamma < n_mem; is gamma a sigmoid, n_mem > 1?"
-                                : "%s: head %" PRId64 " has %" PRId64 " tokens where dt decay_rate is "
-                                  "negative or not finite; are both of them positive?",
+                       p->paper
+                           ? "%s: head %" PRId64 " has %" PRId64
+                             " tokens without 0 <= gamma < n_mem; is gamma a sigmoid, n_mem > 1?"
+                           : "%s: head %" PRId64 " has %" PRId64 " tokens where dt decay_rate is "
+                             "negative or not finite; are both of them positive?",
                        name, h, p->bad_tokens[h]);
     }
     return MN_OK;

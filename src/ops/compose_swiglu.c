@@ -90,8 +90,8 @@ static void linear(mn_context *context, const mn_call *call, void *c, const void
 }
 
 /* c (B,out) = x (B,in) weight, added to c if asked */
-static void linear_back(mn_context *context, const mn_call *call, void *c, const void *x, int64_t in,
-                        const void *weight, int64_t out, bool add) {
+static void linear_back(mn_context *context, const mn_call *call, void *c, const void *x,
+                        int64_t in, const void *weight, int64_t out, bool add) {
     const mn_matmul_args args = { .dtype = call->dtype, .c = c, .a = x, .b = weight, .M = call->B,
                                   .N = out, .K = in, .accumulate = add };
     mn_matmul(context, &args);

@@ -7,9 +7,13 @@
 
 static const mn_field fields[] = {
 #define FIELD(op, role, name, axes, law, partner)                                                  \
-    { MN_OP_##op, MN_ROLE_##role, #name, axes, MN_LAW_##law, offsetof(mn_##op##_args, name), partner },
+    {                                                                                              \
+        MN_OP_##op, MN_ROLE_##role, #name, axes, MN_LAW_##law, offsetof(mn_##op##_args, name),     \
+        partner                                                                                    \
+    },
 #define IN(op, name, axes, law) FIELD(op, IN, name, axes, law, offsetof(mn_##op##_args, grad.name))
-#define OPT(op, name, axes, law) FIELD(op, OPT, name, axes, law, offsetof(mn_##op##_args, grad.name))
+#define OPT(op, name, axes, law)                                                                   \
+    FIELD(op, OPT, name, axes, law, offsetof(mn_##op##_args, grad.name))
 #define RAW(op, name, axes, law) FIELD(op, RAW, name, axes, law, MN_NO_OFFSET)
 #define OUT(op, name, axes) FIELD(op, OUT, name, axes, NORMAL, offsetof(mn_##op##_args, cot.name))
 #define AUX(op, name, axes) FIELD(op, AUX, name, axes, NORMAL, MN_NO_OFFSET)

@@ -35,7 +35,8 @@ typedef struct mn_field {
 
 typedef enum mn_param_kind { MN_PARAM_REAL, MN_PARAM_INT, MN_PARAM_CHOICE } mn_param_kind;
 
-/* One number of an operator: a double, an int64_t, or an int that indexes the comma-separated names. */
+/* One number of an operator: a double, an int64_t, or an int that indexes the comma-separated
+ * names. */
 typedef struct mn_param {
     mn_op_id op;
     mn_param_kind kind;
@@ -73,7 +74,8 @@ int64_t mn_axis_size(const mn_call *call, char letter, bool *ok);
 /* Where the size called `letter` is stored in `call`; NULL for N, M, 1. '*' is B. */
 int64_t *mn_axis_slot(mn_call *call, char letter);
 
-/* The `int decay` of an argument struct, MN_DECAY_NONE when it has none; and where it is, or NULL. */
+/* The `int decay` of an argument struct, MN_DECAY_NONE when it has none; and where it is, or NULL.
+ */
 int mn_args_decay(mn_op_id op, const void *args);
 int *mn_args_decay_slot(mn_op_id op, void *args);
 

@@ -12,7 +12,8 @@ void mn_rows_multiply(mn_context *context, const mn_call *call, int64_t width, m
 /* y += a over the same rows. */
 void mn_rows_add(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a);
 
-/* A contiguous temporary (B,T,H,width) from the context's arena; data is NULL when memory is out. */
+/* A contiguous temporary (B,T,H,width) from the context's arena; data is NULL when memory is out.
+ */
 mn_out mn_rows_temporary(mn_context *context, const mn_call *call, int64_t width);
 
 /* The same view, to read. */

@@ -35,10 +35,12 @@ typedef struct job {
 
 static void run_item(void *context, int64_t item, int worker) {
     const job *j = context;
-    j->kernel->run(j->args, j->phase, item, j->shared, j->scratch + (size_t)worker * j->scratch_bytes);
+    j->kernel->run(j->args, j->phase, item, j->shared,
+                   j->scratch + (size_t)worker * j->scratch_bytes);
 }
 
-const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pass, mn_dtype dtype) {
+const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pass,
+                              mn_dtype dtype) {
     if (kernel_of[op] == 0) return NULL;
     const mn_kernel_table *table = dtype == MN_F64 ? &context->f64 : &context->f32;
     return &table->kernel[kernel_of[op] - 1][pass];
@@ -62,9 +64,9 @@ static bool in_place(mn_op_id op, const void *args) {
     return false;
 }
 
-/* One token takes the decode step where there is one: when the state is kept in place, or when a cache
- * holds more keys than queries. Other calls with T = 1 take the way of longer ones, so that a packed
- * sequence of one token has the bits of a separate one. */
+/* One token takes the decode step where there is one: when the state is kept in place, or when a
+ * cache holds more keys than queries. Other calls with T = 1 take the way of longer ones, so that a
+ * packed sequence of one token has the bits of a separate one. */
 static const mn_kernel *choose_kernel(const mn_context *context, mn_op_id op, mn_pass pass,
                                       const void *args) {
     const mn_call *call = args;
@@ -103,7 +105,8 @@ mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *
     if (!context) return mn_fail(MN_ERR_ARGUMENT, "%s: context is NULL", info->name);
     if (!args) return mn_fail(MN_ERR_ARGUMENT, "%s: args is NULL", info->name);
     if (((const mn_call *)args)->dtype == MN_BF16) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "%s: bf16 runs on GPUs only; use f32 on the CPU", info->name);
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: bf16 runs on GPUs only; use f32 on the CPU",
+                       info->name);
     }
     _Alignas(16) unsigned char copy[MN_MAX_ARGS_BYTES];
     memcpy(copy, args, info->args_bytes);

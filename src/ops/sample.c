@@ -48,7 +48,8 @@ static void *guarded(const mn_sample *sample, int64_t count) {
 static bool guard_intact(const mn_sample *sample, const void *data, int64_t count) {
     if (!data) return true;
     const unsigned char *before = (const unsigned char *)data - GUARD_BYTES;
-    const unsigned char *after = (const unsigned char *)data + (size_t)count * element_bytes(sample);
+    const unsigned char *after = (const unsigned char *)data +
+                                 (size_t)count * element_bytes(sample);
     for (int i = 0; i < GUARD_BYTES; i++) {
         if (before[i] != GUARD || after[i] != GUARD) return false;
     }
@@ -62,7 +63,8 @@ static mn_status allocate_one(mn_sample *sample, mn_sample_tensor *tensor) {
     for (const char *letter = tensor->axes; *letter; letter++) {
         const int64_t size = mn_axis_size(call, *letter, &ok);
         if (size < 0 || !ok || !mn_mul_i64(&tensor->count, tensor->count, size)) {
-            return mn_fail(MN_ERR_ARGUMENT, "%s: bad size on axis %c", tensor->field->name, *letter);
+            return mn_fail(MN_ERR_ARGUMENT, "%s: bad size on axis %c", tensor->field->name,
+                           *letter);
         }
     }
     tensor->data = guarded(sample, tensor->count);
@@ -72,7 +74,8 @@ static mn_status allocate_one(mn_sample *sample, mn_sample_tensor *tensor) {
         return mn_fail(MN_ERR_MEMORY, "no memory for %s", tensor->field->name);
     }
     ((mn_out *)(sample->args + tensor->field->offset))->data = tensor->data;
-    if (tensor->partner) ((mn_out *)(sample->args + tensor->field->partner))->data = tensor->partner;
+    if (tensor->partner)
+        ((mn_out *)(sample->args + tensor->field->partner))->data = tensor->partner;
     return MN_OK;
 }
 
@@ -125,7 +128,8 @@ void mn_sample_set(const mn_sample *sample, void *data, int64_t i, double x) {
     else ((float *)data)[i] = (float)x;
 }
 
-/* One number of each law from a normal z and a uniform u. UNIT and COVARIANCE are finished later. */
+/* One number of each law from a normal z and a uniform u. UNIT and COVARIANCE are finished later.
+ */
 static double draw_one(mn_law law, double z, double u, int64_t n_classes) {
     switch (law) {
     case MN_LAW_SMALL: return 0.2 * z;
@@ -155,7 +159,8 @@ static void normalise_rows(const mn_sample *sample, void *data, int64_t count, i
 }
 
 /* Makes each R x R block symmetric: diagonally dominant for a covariance. */
-static void symmetrise(const mn_sample *sample, void *data, int64_t count, int64_t R, bool dominant) {
+static void symmetrise(const mn_sample *sample, void *data, int64_t count, int64_t R,
+                       bool dominant) {
     for (int64_t at = 0; at < count; at += R * R) {
         for (int64_t i = 0; i < R; i++) {
             for (int64_t j = 0; j <= i; j++) {
@@ -199,7 +204,8 @@ static void draw_all(mn_sample *sample, uint64_t seed, int64_t limit) {
         const mn_sample_tensor *tensor = &sample->tensors[i];
         const bool input = tensor->field->role <= MN_ROLE_RAW;
         void *data = input ? tensor->data : tensor->partner;
-        if (data) draw_tensor(sample, i, data, input ? tensor->field->law : MN_LAW_NORMAL, seed, limit);
+        if (data)
+            draw_tensor(sample, i, data, input ? tensor->field->law : MN_LAW_NORMAL, seed, limit);
     }
 }
 

@@ -19,8 +19,9 @@ static mn_status check_packing(const char *name, const mn_call *call) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: cu_seqlens needs B = 1, not %" PRId64, name, call->B);
     }
     if (call->n_seqs < 1) {
-        return mn_fail(MN_ERR_ARGUMENT, "%s: n_seqs is %" PRId64 ", with cu_seqlens it is at least 1",
-                       name, call->n_seqs);
+        return mn_fail(MN_ERR_ARGUMENT,
+                       "%s: n_seqs is %" PRId64 ", with cu_seqlens it is at least 1", name,
+                       call->n_seqs);
     }
     if (call->cu_seqlens[0] != 0) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: cu_seqlens[0] is %" PRId64 ", not 0", name,
@@ -28,7 +29,8 @@ static mn_status check_packing(const char *name, const mn_call *call) {
     }
     for (int64_t n = 0; n < call->n_seqs; n++) {
         if (call->cu_seqlens[n + 1] < call->cu_seqlens[n]) {
-            return mn_fail(MN_ERR_ARGUMENT, "%s: cu_seqlens decreases at entry %" PRId64, name, n + 1);
+            return mn_fail(MN_ERR_ARGUMENT, "%s: cu_seqlens decreases at entry %" PRId64, name,
+                           n + 1);
         }
     }
     if (call->cu_seqlens[call->n_seqs] != call->T) {
@@ -250,16 +252,19 @@ static mn_status check_params(mn_op_id op, const char *args) {
     if (op == MN_OP_rms_norm_gated) {
         const mn_rms_norm_gated_args *p = (const mn_rms_norm_gated_args *)args;
         if (p->groups < 1 || p->call.V % p->groups != 0) {
-            return mn_fail(MN_ERR_ARGUMENT, "%s: groups is %" PRId64 ", it must divide V = %" PRId64,
-                           name, p->groups, p->call.V);
+            return mn_fail(MN_ERR_ARGUMENT,
+                           "%s: groups is %" PRId64 ", it must divide V = %" PRId64, name,
+                           p->groups, p->call.V);
         }
     }
     return MN_OK;
 }
 
 /* A count of tokens seen before is at least 0; curvature divides by it plus one. */
-static mn_status check_counts(const char *name, int64_t n0, const int64_t *counts, const mn_call *call) {
-    if (n0 < 0) return mn_fail(MN_ERR_ARGUMENT, "%s: n0 is %" PRId64 ", a count is at least 0", name, n0);
+static mn_status check_counts(const char *name, int64_t n0, const int64_t *counts,
+                              const mn_call *call) {
+    if (n0 < 0)
+        return mn_fail(MN_ERR_ARGUMENT, "%s: n0 is %" PRId64 ", a count is at least 0", name, n0);
     for (int64_t n = 0; counts && n < mn_n_sequences(call); n++) {
         if (counts[n] < 0) {
             return mn_fail(MN_ERR_ARGUMENT, "%s: counts0[%" PRId64 "] is %" PRId64
@@ -284,8 +289,8 @@ static mn_status derive_sizes(mn_op_id op, void *args) {
     if (op == MN_OP_ccq_read) st = check_counts(name, ((mn_ccq_read_args *)args)->n0, NULL, call);
     if (st != MN_OK) return st;
     if (keyed && call->L < call->T) {
-        return mn_fail(MN_ERR_ARGUMENT, "%s: L = %" PRId64 " keys for T = %" PRId64 " queries", name,
-                       call->L, call->T);
+        return mn_fail(MN_ERR_ARGUMENT, "%s: L = %" PRId64 " keys for T = %" PRId64 " queries",
+                       name, call->L, call->T);
     }
     if (keyed && call->cu_seqlens && call->L != call->T) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: packed sequences need L = T", name);
@@ -300,8 +305,8 @@ static mn_status derive_sizes(mn_op_id op, void *args) {
 /* Rotary positions turn pairs of channels. */
 static mn_status check_pairs(mn_op_id op, const void *args) {
     const mn_call *call = args;
-    const bool turned = op == MN_OP_rope ||
-                        (op == MN_OP_attention && ((const mn_attention_args *)args)->rope_kind != 0);
+    const bool turned = op == MN_OP_rope || (op == MN_OP_attention &&
+                                             ((const mn_attention_args *)args)->rope_kind != 0);
     if (!turned || call->K % 2 == 0) return MN_OK;
     return mn_fail(MN_ERR_ARGUMENT, "%s: rotary positions need an even K, not %" PRId64,
                    mn_op_describe(op)->name, call->K);
@@ -310,7 +315,8 @@ static mn_status check_pairs(mn_op_id op, const void *args) {
 /* A mix of hyper's scores has all its factors or none. */
 static mn_status check_mix(const char *names, const mn_in *c, const mn_in *U, const mn_in *Vt,
                            const mn_in *d) {
-    const int n_given = (c->data != NULL) + (U->data != NULL) + (Vt->data != NULL) + (d->data != NULL);
+    const int n_given = (c->data != NULL) + (U->data != NULL) + (Vt->data != NULL) +
+                        (d->data != NULL);
     if (n_given == 0 || n_given == 4) return MN_OK;
     return mn_fail(MN_ERR_ARGUMENT, "hyper: %s come together; give all four or none", names);
 }
@@ -332,8 +338,10 @@ static mn_status check_hyper(mn_op_id op, const void *args) {
     const bool mixed = p->U1.data || p->U2.data;
     const int64_t lags = call->cu_seqlens ? mn_longest_sequence(call) : call->L;
     if (mixed && call->P < lags) {
-        return mn_fail(MN_ERR_ARGUMENT, "hyper: %" PRId64 " keys, and mixing parameters for P = %" PRId64
-                       "; use a larger block size or shorter sequences", lags, call->P);
+        return mn_fail(MN_ERR_ARGUMENT,
+                       "hyper: %" PRId64 " keys, and mixing parameters for P = %" PRId64
+                       "; use a larger block size or shorter sequences",
+                       lags, call->P);
     }
     return MN_OK;
 }

@@ -4,9 +4,9 @@
 
 #include "ops/describe.h"
 
-/* Checks the argument struct `args` of `op` and fills what callers may leave out: strides, J, L, and
- * R of the Bayesian operators. `args` is the library's own copy. The message names the argument.
- * Nothing is written to the caller's memory. */
+/* Checks the argument struct `args` of `op` and fills what callers may leave out: strides, J, L,
+ * and R of the Bayesian operators. `args` is the library's own copy. The message names the
+ * argument. Nothing is written to the caller's memory. */
 mn_status mn_validate(mn_op_id op, void *args, bool backward);
 
 #endif

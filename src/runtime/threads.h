@@ -1,7 +1,7 @@
 /* threads.h - a pool that runs independent items on a few threads.
  *
- * Items share nothing but what their caller arranged, so which thread runs which item never shows in
- * the result. The calling thread works too. */
+ * Items share nothing but what their caller arranged, so which thread runs which item never shows
+ * in the result. The calling thread works too. */
 #ifndef MN_RUNTIME_THREADS_H
 #define MN_RUNTIME_THREADS_H
 

@@ -19,7 +19,8 @@ static op_case case_of(mn_op_id op, int64_t T, int64_t H, int64_t K, int64_t V) 
                       .K = K, .V = V, .seed = 3 };
 }
 
-/* ---- sizes --------------------------------------------------------------------------------------- */
+/* ---- sizes
+ * --------------------------------------------------------------------------------------- */
 
 static void awkward_sizes(void **state) {
     (void)state;
@@ -50,7 +51,8 @@ static void cuts_do_not_show(void **state) {
     check_done();
 }
 
-/* ---- harsh inputs --------------------------------------------------------------------------------- */
+/* ---- harsh inputs
+ * --------------------------------------------------------------------------------- */
 
 static double log_uniform(uint64_t stream, int64_t i, double low, double high) {
     const double u = mn_rng_uniform(5, stream, (uint64_t)i);
@@ -121,22 +123,25 @@ static void harsh_inputs_match_reference(void **state) {
         op_against_reference(c, harsh_importance);
         op_against_reference(c, far_above_the_gains);
         for (int o = 1; o < 3; o++) {
-            op_against_reference(case_of(ops[o], 70, 2, widths[w][0], widths[w][1]), harsh_longhorn);
+            op_against_reference(case_of(ops[o], 70, 2, widths[w][0], widths[w][1]),
+                                 harsh_longhorn);
         }
     }
     check_done();
 }
 
-/* ---- long sequences --------------------------------------------------------------------------------- */
+/* ---- long sequences
+ * --------------------------------------------------------------------------------- */
 
-/* Forgetting over 30,000 tokens. The decay lies halfway between two floats: rounded and applied once
- * per token it would be off by 9e-4 in the end. */
+/* Forgetting over 30,000 tokens. The decay lies halfway between two floats: rounded and applied
+ * once per token it would be off by 9e-4 in the end. */
 static void forget_slowly(mn_sample *s) {
     op_fill(s, "g", -0.00003347);
 }
 
-/* Each token rounds the state once, by 2^-25 at most and to either side: sqrt(T) such roundings by the
- * end of the line. Four of them for results, four times that for gradients, which pass them twice. */
+/* Each token rounds the state once, by 2^-25 at most and to either side: sqrt(T) such roundings by
+ * the end of the line. Four of them for results, four times that for gradients, which pass them
+ * twice. */
 static void long_run_matches_reference(op_case c, op_shape_fn *shape) {
     op_target targets[MN_TARGET_COUNT + 1];
     const int n_targets = op_targets(targets);
@@ -220,7 +225,8 @@ static void importance_stays_positive(void **state) {
     check_done();
 }
 
-/* ---- decoding ----------------------------------------------------------------------------------------- */
+/* ---- decoding
+ * ----------------------------------------------------------------------------------------- */
 
 static void steps_match_reference(void **state) {
     (void)state;
@@ -238,10 +244,11 @@ static void steps_match_reference(void **state) {
     check_done();
 }
 
-/* ---- what they turn into ------------------------------------------------------------------------------ */
+/* ---- what they turn into
+ * ------------------------------------------------------------------------------ */
 
-/* Both sides of an identity lose a few roundings per token, at random: sqrt(T) of them, and some for
- * the sums over rows. */
+/* Both sides of an identity lose a few roundings per token, at random: sqrt(T) of them, and some
+ * for the sums over rows. */
 static double identity_tolerance(const op_case *c) {
     return (c->dtype == MN_F64 ? 0x1p-53 : 0x1p-24) * (8.0 + 4.0 * sqrt((double)c->T));
 }
@@ -268,8 +275,8 @@ static void check_equal(const op_case *c, const char *target, mn_sample *one, co
         off += pow(want - factor * mn_sample_get(other, b->data, i), 2.0);
         size += want * want;
     }
-    CHECK(size > 0.0 && sqrt(off / size) <= identity_tolerance(c), "%s: %s and %s differ by %.2e, %s",
-          target, x, y, sqrt(off / size), op_case_text(c));
+    CHECK(size > 0.0 && sqrt(off / size) <= identity_tolerance(c),
+          "%s: %s and %s differ by %.2e, %s", target, x, y, sqrt(off / size), op_case_text(c));
 }
 
 /* Linear attention with a decay per token, from a fresh state, in the sizes of c */
@@ -358,7 +365,8 @@ static void equal_columns(mn_sample *longhorn, mn_sample *delta, const op_case *
         const double x = mn_sample_get(longhorn, beta->data, row * c->V);
         double norm = 0.0;
         for (int64_t j = 0; j < c->V; j++) mn_sample_set(longhorn, beta->data, row * c->V + j, x);
-        for (int64_t i = 0; i < c->K; i++) norm += pow(mn_sample_get(longhorn, k->data, row * c->K + i), 2);
+        for (int64_t i = 0; i < c->K; i++)
+            norm += pow(mn_sample_get(longhorn, k->data, row * c->K + i), 2);
         mn_sample_set(delta, gain->data, row, x / (1.0 + x * norm));
     }
 }
@@ -412,7 +420,8 @@ static void one_row_is_diagonal(void **state) {
     check_done();
 }
 
-/* ---- gates ---------------------------------------------------------------------------------------------- */
+/* ---- gates
+ * ---------------------------------------------------------------------------------------------- */
 
 /* The message must name the gate the caller gave, not the log decay made of it. */
 static void check_refused(mn_op_id op, const char *name, double x, const char *named) {

@@ -1,11 +1,11 @@
-/* test_linear.c - additive and delta in chunk form: decays that cut chunks into segments, columns cut
- * into tiles, spans of chunks that are recomputed on the way back, and the decode step.
+/* test_linear.c - additive and delta in chunk form: decays that cut chunks into segments, columns
+ * cut into tiles, spans of chunks that are recomputed on the way back, and the decode step.
  *
- * The judge is the reference in double on the same numbers. Tolerance, relative rms: a chunk sums up to
- * 64 products per element in float32 and meets the state once, and errors of states fade or stay with
- * the state, so outputs lie within a few hundred roundings of 2^-24 (2e-5 leaves a factor of two).
- * Gradients pass two such sums and gradients of decays are differences of running sums over a chunk,
- * hence 1e-4 for all. */
+ * The judge is the reference in double on the same numbers. Tolerance, relative rms: a chunk sums
+ * up to 64 products per element in float32 and meets the state once, and errors of states fade or
+ * stay with the state, so outputs lie within a few hundred roundings of 2^-24 (2e-5 leaves a factor
+ * of two). Gradients pass two such sums and gradients of decays are differences of running sums
+ * over a chunk, hence 1e-4 for all. */
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -71,8 +71,8 @@ static void harsh_decays(mn_sample *sample, uint64_t seed) {
     }
 }
 
-static double relative_rms(const mn_sample *got, const void *x, const mn_sample *want, const void *r,
-                           int64_t count) {
+static double relative_rms(const mn_sample *got, const void *x, const mn_sample *want,
+                           const void *r, int64_t count) {
     double error = 0, norm = 0;
     for (int64_t i = 0; i < count; i++) {
         const double a = mn_sample_get(got, x, i), b = mn_sample_get(want, r, i);
@@ -160,12 +160,13 @@ static void spans_replay(void **state) {
 
 /* T calls with one token each, state in place, against one call. */
 static void check_steps(mn_context *context, const shape *s) {
-    mn_sample *whole = make(s, MN_F32), *one = make(&(shape){ s->op, s->decay, s->B, 1, s->H, s->K, s->V },
-                                                    MN_F32);
+    mn_sample *whole = make(s, MN_F32),
+              *one = make(&(shape){ s->op, s->decay, s->B, 1, s->H, s->K, s->V }, MN_F32);
     mn_sample_draw(whole, 3);
     assert_int_equal(mn_op_run(context, s->op, MN_FORWARD, whole->args), MN_OK);
     mn_sample_tensor *state = mn_sample_find(one, "state"), *first = mn_sample_find(one, "state0");
-    memcpy(state->data, mn_sample_find(whole, "state0")->data, (size_t)state->count * sizeof(float));
+    memcpy(state->data, mn_sample_find(whole, "state0")->data,
+           (size_t)state->count * sizeof(float));
     ((mn_in *)(one->args + first->field->offset))->data = state->data;
     const mn_sample_tensor *all = mn_sample_find(whole, "o"), *o = mn_sample_find(one, "o");
     double error = 0, norm = 0;

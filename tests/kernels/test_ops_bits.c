@@ -111,13 +111,13 @@ static bool can_interleave(const mn_sample *s, const mn_sample_tensor *t, op_tok
 }
 
 /* Copies one tensor between its own memory and its place in the rows. */
-static void move_rows(const interleaved *rows, int64_t at, unsigned char *own, const op_tokens *tokens,
-                      size_t size, bool into_rows) {
+static void move_rows(const interleaved *rows, int64_t at, unsigned char *own,
+                      const op_tokens *tokens, size_t size, bool into_rows) {
     const size_t bytes = (size_t)tokens->inner * size;
     for (int64_t r = 0; r < tokens->outer * tokens->length; r++) {
         unsigned char *place = rows->memory + (size_t)(r * rows->row + at) * size;
-        memcpy(into_rows ? place : own + (size_t)r * bytes, into_rows ? own + (size_t)r * bytes : place,
-               bytes);
+        memcpy(into_rows ? place : own + (size_t)r * bytes,
+               into_rows ? own + (size_t)r * bytes : place, bytes);
     }
 }
 
@@ -154,7 +154,8 @@ static void interleave(interleaved *rows, mn_sample *s, bool into_rows, const op
                     const unsigned char *pad = rows->memory +
                                                (size_t)(r * rows->row + at + tokens.inner) * size;
                     bool intact = true;
-                    for (size_t b = 0; b < PADDING * size; b++) intact = intact && pad[b] == UNTOUCHED;
+                    for (size_t b = 0; b < PADDING * size; b++)
+                        intact = intact && pad[b] == UNTOUCHED;
                     CHECK(intact, "wrote beside %s, %s", t->field->name, op_case_text(c));
                 }
             }
@@ -215,7 +216,8 @@ static void future_does_not_show(const op_target *target, const op_case *c, int6
     mn_sample_free(&other);
 }
 
-/* ---- the walk --------------------------------------------------------------------------------- */
+/* ---- the walk ---------------------------------------------------------------------------------
+ */
 
 static const struct {
     int64_t K, V;

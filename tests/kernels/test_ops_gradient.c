@@ -1,14 +1,14 @@
 /* test_ops_gradient.c - every gradient against finite differences, in float64.
  *
  * With L = sum of cotangent x result and D(h) = (L(x + h d) - L(x - h d)) / 2h, the extrapolated
- * (4 D(h) - D(2h)) / 3 must be <dL/dx, d> for a random direction d of each input alone. d is scaled by |x| where the sign of x means something, and
- * symmetric where x is.
+ * (4 D(h) - D(2h)) / 3 must be <dL/dx, d> for a random direction d of each input alone. d is scaled
+ * by |x| where the sign of x means something, and symmetric where x is.
  *
- * Tolerance: with h = 1e-5 that is off by h^4 times a fifth derivative, 1e-20 of it, and by rounding,
- * 2^-53 |L| / h, about 1e-11 of |L|; L and its derivatives are of the size of the gradient up to a
- * factor of some thousands per order for the sharpest of our functions (a row of scores that nearly
- * vanishes and is divided by its norm). 1e-6 of |gradient| |d| leaves room for that, and a missing or
- * wrong term is of order 1. */
+ * Tolerance: with h = 1e-5 that is off by h^4 times a fifth derivative, 1e-20 of it, and by
+ * rounding, 2^-53 |L| / h, about 1e-11 of |L|; L and its derivatives are of the size of the
+ * gradient up to a factor of some thousands per order for the sharpest of our functions (a row of
+ * scores that nearly vanishes and is divided by its norm). 1e-6 of |gradient| |d| leaves room for
+ * that, and a missing or wrong term is of order 1. */
 #include "support/op_walk.h"
 
 #include <math.h>
@@ -39,7 +39,8 @@ static bool sign_matters(mn_law law) {
            law == MN_LAW_MEMORY || law == MN_LAW_DECAY;
 }
 
-static void draw_direction(double *d, const mn_sample *s, const mn_sample_tensor *t, uint64_t seed) {
+static void draw_direction(double *d, const mn_sample *s, const mn_sample_tensor *t,
+                           uint64_t seed) {
     const double *x = t->data;
     int64_t size;
     for (int64_t i = 0; i < t->count; i++) {

@@ -1,6 +1,6 @@
 /* test_ops_parts.c - a sequence in parts, the state carried from one to the next, equals the whole
- * sequence: token by token, with the states in other memory and in place (a decode step), and cut in
- * two with the gradient carried back over the cut.
+ * sequence: token by token, with the states in other memory and in place (a decode step), and cut
+ * in two with the gradient carried back over the cut.
  *
  * The parts of every target are held to the float64 run of the whole, within the tolerances of
  * support/op_error.h; those of float64 to the same tolerances in roundings of float64. */

@@ -1,5 +1,5 @@
-/* test_ops_refusal.c - wrong calls are refused: a status other than MN_OK, a sentence that names the
- * operator and the argument, and no byte written. Goes through the public entry points. */
+/* test_ops_refusal.c - wrong calls are refused: a status other than MN_OK, a sentence that names
+ * the operator and the argument, and no byte written. Goes through the public entry points. */
 #include "support/op_walk.h"
 
 #include <inttypes.h>
@@ -44,9 +44,10 @@ static void refused(const mn_sample *s, mn_context *context, const char *what, c
         const char *why = mn_last_error();
         CHECK(st != MN_OK, "%s pass %d: %s was accepted", name, pass, what);
         if (st == MN_OK || (pass == MN_BACKWARD && !op_has_backward(s->op))) continue;
-        CHECK(strstr(why, name) && strstr(why, word), "%s: %s: message \"%s\" does not say %s", name,
-              what, why, word);
-        CHECK(untouched(s), "%s pass %d: %s was refused after something was written", name, pass, what);
+        CHECK(strstr(why, name) && strstr(why, word), "%s: %s: message \"%s\" does not say %s",
+              name, what, why, word);
+        CHECK(untouched(s), "%s pass %d: %s was refused after something was written", name, pass,
+              what);
     }
 }
 
@@ -72,7 +73,8 @@ static mn_context *context_here(void) {
     return op_context("ref", 1);
 }
 
-/* ---- sizes ------------------------------------------------------------------------------------ */
+/* ---- sizes ------------------------------------------------------------------------------------
+ */
 
 static bool uses_letter(const mn_sample *s, char letter) {
     for (int i = 0; i < s->n_tensors; i++) {
@@ -135,7 +137,8 @@ static void overflows(mn_op_id op) {
     mn_sample_free(&probe);
 }
 
-/* ---- what is given ---------------------------------------------------------------------------- */
+/* ---- what is given ----------------------------------------------------------------------------
+ */
 
 static void missing_inputs(mn_op_id op) {
     int count;
@@ -187,7 +190,8 @@ static void forbidden_values(mn_op_id op) {
     mn_sample_free(&probe);
 }
 
-/* ---- enums ------------------------------------------------------------------------------------ */
+/* ---- enums ------------------------------------------------------------------------------------
+ */
 
 static void enums(mn_op_id op) {
     static const int dtypes[] = { -1, 99 }, decays[] = { -1, 4 };
@@ -227,7 +231,8 @@ static void choices(mn_op_id op) {
     }
 }
 
-/* ---- packing ---------------------------------------------------------------------------------- */
+/* ---- packing ----------------------------------------------------------------------------------
+ */
 
 static void packings(mn_op_id op) {
     static const int64_t good[] = { 0, 2, 6 }, decreasing[] = { 0, 7, 6 }, late[] = { 1, 2, 6 };
@@ -247,7 +252,8 @@ static void packings(mn_op_id op) {
     }
 }
 
-/* ---- views ------------------------------------------------------------------------------------ */
+/* ---- views ------------------------------------------------------------------------------------
+ */
 
 static void strides(mn_op_id op) {
     mn_sample probe;
@@ -267,9 +273,11 @@ static void strides(mn_op_id op) {
     mn_sample_free(&probe);
 }
 
-/* ---- sizes that must fit each other ------------------------------------------------------------ */
+/* ---- sizes that must fit each other ------------------------------------------------------------
+ */
 
-static void refused_after(mn_op_id op, void (*spoil)(void *args), const char *what, const char *word) {
+static void refused_after(mn_op_id op, void (*spoil)(void *args), const char *what,
+                          const char *word) {
     mn_sample s;
     open_small(&s, op);
     spoil(s.args);
@@ -332,7 +340,8 @@ static void fitting(mn_op_id op) {
     }
 }
 
-/* ---- optional inputs in every combination ------------------------------------------------------ */
+/* ---- optional inputs in every combination ------------------------------------------------------
+ */
 
 /* Any set of optional inputs is either refused without a write or computed without a NaN. */
 static void any_presence(mn_op_id op) {
@@ -363,7 +372,8 @@ static void any_presence(mn_op_id op) {
     }
 }
 
-/* ---- contexts ---------------------------------------------------------------------------------- */
+/* ---- contexts ----------------------------------------------------------------------------------
+ */
 
 static void contexts(void) {
     mn_context *context = NULL;

@@ -43,8 +43,9 @@ static bool is_norm(mn_op_id op) {
     return op == MN_OP_rms_norm || op == MN_OP_rms_norm_gated || op == MN_OP_l2_norm;
 }
 
-/* One key channel makes a row of scores a multiple of q, one token makes it one number, and the norm
- * takes the factor away: the gradient of q (of the gate's half in glu) is what rounding leaves. */
+/* One key channel makes a row of scores a multiple of q, one token makes it one number, and the
+ * norm takes the factor away: the gradient of q (of the gate's half in glu) is what rounding
+ * leaves. */
 static void keep_scores_apart(op_case *c) {
     const bool hyper = c->op == MN_OP_hyper || c->op == MN_OP_hyper_layer;
     if (hyper && c->K == 1) c->K = 2 + c->T % 2;

@@ -178,7 +178,8 @@ static void set_params(mn_sample *sample, const op_case *c) {
         if (strcmp(params[i].name, "scale") == 0) *(double *)at = 0.7;
         if (strcmp(params[i].name, "weight_decay") == 0) *(double *)at = 0.1;
         if (strcmp(params[i].name, "lr") == 0) *(double *)at = 0.01;
-        if (strcmp(params[i].name, "groups") == 0) *(int64_t *)at = c->V % 2 == 0 && c->V > 2 ? 2 : 1;
+        if (strcmp(params[i].name, "groups") == 0)
+            *(int64_t *)at = c->V % 2 == 0 && c->V > 2 ? 2 : 1;
         if (strcmp(params[i].name, "pos0") == 0) *(int64_t *)at = 3;
     }
     int *decay = mn_args_decay_slot(c->op, sample->args);
@@ -227,7 +228,8 @@ const char *op_case_text(const op_case *c) {
     static char text[512];
     int at = snprintf(text, sizeof text,
                       "%s %s B=%" PRId64 " T=%" PRId64 " H=%" PRId64 " K=%" PRId64 " V=%" PRId64
-                      " decay=%d choices=%d,%d,%d fields=%" PRIx64 " keys+%" PRId64 " seed=%" PRIu64,
+                      " decay=%d choices=%d,%d,%d fields=%" PRIx64 " keys+%" PRId64
+                      " seed=%" PRIu64,
                       mn_op_describe(c->op)->name, mn_dtype_name(c->dtype), c->B, c->T, c->H, c->K,
                       c->V, c->decay, c->choice[0], c->choice[1], c->choice[2],
                       c->fields & 0xffffffffu, c->more_keys, c->seed);
@@ -301,7 +303,8 @@ void op_copy_shared(mn_sample *dst, const mn_sample *src, op_side side) {
         if (from->axes[0] == 'N' || op_token_layout(&tokens, src, from)) continue;
         void *out = op_memory(&dst->tensors[i], side);
         const void *in = op_memory(from, side);
-        const size_t bytes = (size_t)mn_min(from->count, dst->tensors[i].count) * element_bytes(src);
+        const size_t bytes = (size_t)mn_min(from->count, dst->tensors[i].count) *
+                             element_bytes(src);
         if (in && out) memcpy(out, in, bytes);
     }
 }

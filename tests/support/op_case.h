@@ -2,7 +2,8 @@
  * has, how big its tensors are, and how parts of one call correspond to parts of another.
  *
  *   op_case cases[OP_MAX_FORMS];
- *   for (int i = 0; i < op_forms(op, cases); i++) { set sizes; op_open(&s, &cases[i]); run; free } */
+ *   for (int i = 0; i < op_forms(op, cases); i++) { set sizes; op_open(&s, &cases[i]); run; free }
+ */
 #ifndef TESTS_SUPPORT_OP_CASE_H
 #define TESTS_SUPPORT_OP_CASE_H
 
@@ -10,8 +11,8 @@
 
 enum { OP_MAX_FORMS = 96, OP_MAX_CHOICES = 4 };
 
-/* One call. Sizes not listed follow from these (op_case.c); B rows of operators without a T axis are
- * B T. */
+/* One call. Sizes not listed follow from these (op_case.c); B rows of operators without a T axis
+ * are B T. */
 typedef struct op_case {
     mn_op_id op;
     mn_dtype dtype;
@@ -54,8 +55,8 @@ typedef enum op_side { OP_GIVEN, OP_COMPUTED } op_side;
  * result's data, an input's gradient); NULL if there is none. */
 void *op_memory(const mn_sample_tensor *tensor, op_side side);
 
-/* Copies `count` tokens from `from` on, of every input and cotangent (what == OP_GIVEN) or result and
- * gradient (OP_COMPUTED) that has them, to token `to` of `dst`, a sample of the same form. */
+/* Copies `count` tokens from `from` on, of every input and cotangent (what == OP_GIVEN) or result
+ * and gradient (OP_COMPUTED) that has them, to token `to` of `dst`, a sample of the same form. */
 void op_copy_tokens(mn_sample *dst, int64_t to, const mn_sample *src, int64_t from, int64_t count,
                     op_side side);
 

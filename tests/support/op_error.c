@@ -46,7 +46,8 @@ static bool is_dynamics(const mn_field *field) {
     return at && at[-1] == ',' && at[strlen(field->name)] == ',';
 }
 
-/* Every input moves by a random sign and up to one rounding. Symmetric ones stay so, classes stay. */
+/* Every input moves by a random sign and up to one rounding. Symmetric ones stay so, classes stay.
+ */
 static void nudge(mn_sample *moved, const mn_sample *from, uint64_t trial) {
     for (int i = 0; i < from->n_tensors; i++) {
         const mn_sample_tensor *t = &from->tensors[i];

@@ -77,7 +77,8 @@ bool MN_REF(mn_additive_backward_plan)(const void *args, mn_plan *plan) {
     const int64_t items = mn_n_sequences(c) * c->H;
     int64_t count;
     bool ok = mn_mul_i64(&count, c->K, c->V) &&
-              mn_mul_i64(&count, count, mn_longest_sequence(c) + 2) && mn_ref_plan(plan, items, count);
+              mn_mul_i64(&count, count, mn_longest_sequence(c) + 2) &&
+              mn_ref_plan(plan, items, count);
     if (p->decay == MN_DECAY_HEAD && p->grad.g.data) mn_ref_add_phase(plan, c->H);
     return ok && mn_mul_size(&plan->shared_bytes, (size_t)items, sizeof(double));
 }

@@ -1,7 +1,7 @@
 /* conv.c - y_t = act(p_t), p_t = bias + sum_i w_i u_{t+i}, depthwise, over u = (tail0, x).
  *
- * u is the sequence behind its last W-1 inputs, so x_s is u_{s+W-1} and the new tail is the last W-1
- * entries of u. Backward, with d_t = dy_t act'(p_t):
+ * u is the sequence behind its last W-1 inputs, so x_s is u_{s+W-1} and the new tail is the last
+ * W-1 entries of u. Backward, with d_t = dy_t act'(p_t):
  *
  *   du_j = sum_i w_i d_{j-i}  (+ dtail_{j-length} for j >= length)    dw_i = sum_t d_t u_{t+i}
  *   dbias = sum_t d_t
@@ -97,7 +97,8 @@ static double input_gradient(const mn_conv_args *p, const double *d, int64_t len
 
 static void sum_parts(const mn_conv_args *p, int64_t channel, const double *parts) {
     const int64_t W = p->call.W, n_sequences = mn_n_sequences(&p->call);
-    REAL *dw = MN_ROW_OUT(REAL, p->grad.w, 0, 0, 0), *dbias = MN_ROW_OUT(REAL, p->grad.bias, 0, 0, 0);
+    REAL *dw = MN_ROW_OUT(REAL, p->grad.w, 0, 0, 0),
+         *dbias = MN_ROW_OUT(REAL, p->grad.bias, 0, 0, 0);
     for (int64_t i = 0; i <= W; i++) {
         double sum = 0.0;
         for (int64_t n = 0; n < n_sequences; n++) {

@@ -2,8 +2,8 @@
  *
  *   dlogits = dloss / kept (softmax(logits) - onehot(target)), zero where the target is `ignore`
  *
- * Forward: blocks of rows, then one item that adds up their sums. Backward: one item that counts the
- * rows kept, then blocks of rows. Without rows kept, loss and gradients are zero. */
+ * Forward: blocks of rows, then one item that adds up their sums. Backward: one item that counts
+ * the rows kept, then blocks of rows. Without rows kept, loss and gradients are zero. */
 #include <math.h>
 
 #include "kernels/ref/ref.h"

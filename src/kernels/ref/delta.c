@@ -1,4 +1,5 @@
-/* delta.c - S' = diag(exp g) S;  r = v - S'^T e;  S = S' + w r';  o = scale S'q, with w = beta (w or e).
+/* delta.c - S' = diag(exp g) S;  r = v - S'^T e;  S = S' + w r';  o = scale S'q, with w = beta (w
+ * or e).
  *
  * Backward, D_t the adjoint of S_t (D_T starts from the cotangent of the final state):
  *
@@ -102,8 +103,8 @@ static void residual_adjoint(double *D, double *dr, const mn_delta_args *p, cons
     }
 }
 
-/* Gradients of one token from S_t, S_{t-1}, r_t and D_t; turns D_t into D_{t-1}. Returns the part of
- * dg that belongs to the whole head. */
+/* Gradients of one token from S_t, S_{t-1}, r_t and D_t; turns D_t into D_{t-1}. Returns the part
+ * of dg that belongs to the whole head. */
 static double token_backward(double *D, double *dr, const double *S, const double *before,
                              const double *r, const mn_delta_args *p, int64_t b, int64_t t,
                              int64_t h) {
@@ -112,7 +113,8 @@ static double token_backward(double *D, double *dr, const double *S, const doubl
     const REAL *d_o = MN_ROW(REAL, p->cot.o, b, t, h);
     REAL *dq = MN_ROW_OUT(REAL, p->grad.q, b, t, h), *de = MN_ROW_OUT(REAL, p->grad.e, b, t, h);
     REAL *dw = MN_ROW_OUT(REAL, p->grad.w, b, t, h), *dv = MN_ROW_OUT(REAL, p->grad.v, b, t, h);
-    REAL *dg = MN_ROW_OUT(REAL, p->grad.g, b, t, h), *dbeta = MN_ROW_OUT(REAL, p->grad.beta, b, t, h);
+    REAL *dg = MN_ROW_OUT(REAL, p->grad.g, b, t, h),
+         *dbeta = MN_ROW_OUT(REAL, p->grad.beta, b, t, h);
     double whole = 0.0, to_beta = 0.0;
     residual_adjoint(D, dr, p, &at, d_o);
     for (int64_t j = 0; dv && j < V; j++) dv[j] = (REAL)dr[j];

@@ -1,6 +1,7 @@
 /* importance.c - Palimpsa: every memory cell keeps a mean and how much it matters.
  *
- *   I_t = a_t I_{t-1} + (1 - a_t) ip + k_t^2 b_t'     mu_t = (a_t I_{t-1} mu_{t-1} + k_t v_t') / I_t
+ *   I_t = a_t I_{t-1} + (1 - a_t) ip + k_t^2 b_t'     mu_t = (a_t I_{t-1} mu_{t-1} + k_t v_t') /
+ * I_t
  *   o_t = scale mu_t'q_t        ovar_t[j] = scale^2 sum_i q_i^2 / I_ij        a_t = exp g_t
  *
  * M = mu I is carried in place of mu. Backward, with A, C the adjoints of M_t and I_t:
@@ -142,8 +143,8 @@ static void read_backward(cells adj, cells s, const mn_importance_args *p, const
 }
 
 /* dk, dv, db of one token from the adjoints of its state */
-static void write_backward(cells adj, const mn_importance_args *p, const rows *r, REAL *dk, REAL *dv,
-                           REAL *db) {
+static void write_backward(cells adj, const mn_importance_args *p, const rows *r, REAL *dk,
+                           REAL *dv, REAL *db) {
     const int64_t K = p->call.K, V = p->call.V;
     for (int64_t i = 0; dk && i < K; i++) {
         double by_value = 0.0, by_gate = 0.0;
@@ -164,9 +165,10 @@ static void write_backward(cells adj, const mn_importance_args *p, const rows *r
     }
 }
 
-/* Turns the adjoints of one state into those of the state before; gives dg, returns the part of dip. */
-static double step_back(cells adj, cells before, const mn_importance_args *p, const rows *r, double ip,
-                        REAL *dg) {
+/* Turns the adjoints of one state into those of the state before; gives dg, returns the part of
+ * dip. */
+static double step_back(cells adj, cells before, const mn_importance_args *p, const rows *r,
+                        double ip, REAL *dg) {
     double along = 0.0, sum = 0.0;
     for (int64_t i = 0; i < p->call.K * p->call.V; i++) {
         along += adj.M[i] * before.M[i] + adj.I[i] * (before.I[i] - ip);
@@ -229,8 +231,8 @@ void MN_REF(mn_importance_backward_run)(const void *args, int phase, int64_t ite
     for (int64_t t = seq.length - 1; t >= 0; t--) {
         const int64_t at = seq.t0 + t;
         const rows r = rows_at(p, seq.b, at, h);
-        read_backward(adj, cells_at(states, size, t + 1), p, r.q, MN_ROW(REAL, p->cot.o, seq.b, at, h),
-                      MN_ROW(REAL, p->cot.ovar, seq.b, at, h),
+        read_backward(adj, cells_at(states, size, t + 1), p, r.q,
+                      MN_ROW(REAL, p->cot.o, seq.b, at, h), MN_ROW(REAL, p->cot.ovar, seq.b, at, h),
                       MN_ROW_OUT(REAL, p->grad.q, seq.b, at, h));
         write_backward(adj, p, &r, MN_ROW_OUT(REAL, p->grad.k, seq.b, at, h),
                        MN_ROW_OUT(REAL, p->grad.v, seq.b, at, h),

@@ -53,6 +53,7 @@ void MN_REF(mn_l2_norm_backward_run)(const void *args, int phase, int64_t item, 
         const double r = inverse_norm(p, x, &bent);
         double dot = 0.0;
         for (int64_t i = 0; bent && i < V; i++) dot += x[i] * mn_ref_get(dy, i);
-        for (int64_t i = 0; i < V; i++) dx[i] = (REAL)(r * (mn_ref_get(dy, i) - x[i] * r * r * dot));
+        for (int64_t i = 0; i < V; i++)
+            dx[i] = (REAL)(r * (mn_ref_get(dy, i) - x[i] * r * r * dot));
     }
 }

@@ -44,7 +44,8 @@ static double along_column(const double *A, const REAL *k, int64_t K, int64_t V,
 }
 
 /* next may be S */
-static void advance(double *next, const double *S, const mn_longhorn_column_args *p, const rows *r) {
+static void advance(double *next, const double *S, const mn_longhorn_column_args *p,
+                    const rows *r) {
     const int64_t K = p->call.K, V = p->call.V;
     for (int64_t j = 0; j < V; j++) {
         const double u = gain(r, j) * (r->v[j] - along_column(S, r->k, K, V, j));
@@ -89,8 +90,8 @@ bool MN_REF(mn_longhorn_column_backward_plan)(const void *args, mn_plan *plan) {
 }
 
 /* D += scale q do', and dq */
-static void read_backward(double *D, const double *S, const mn_longhorn_column_args *p, const REAL *q,
-                          const REAL *d_o, REAL *dq) {
+static void read_backward(double *D, const double *S, const mn_longhorn_column_args *p,
+                          const REAL *q, const REAL *d_o, REAL *dq) {
     const int64_t V = p->call.V;
     for (int64_t i = 0; i < p->call.K; i++) {
         double sum = 0.0;
@@ -137,8 +138,8 @@ static void keys_backward(double *D, const double *before, const mn_longhorn_col
     }
 }
 
-void MN_REF(mn_longhorn_column_backward_run)(const void *args, int phase, int64_t item, void *shared,
-                                             void *scratch) {
+void MN_REF(mn_longhorn_column_backward_run)(const void *args, int phase, int64_t item,
+                                             void *shared, void *scratch) {
     (void)phase, (void)shared;
     const mn_longhorn_column_args *p = args;
     const int64_t V = p->call.V, size = p->call.K * V, n = item / p->call.H, h = item % p->call.H;

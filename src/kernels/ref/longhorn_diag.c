@@ -89,8 +89,8 @@ bool MN_REF(mn_longhorn_diag_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t count;
     return mn_mul_i64(&count, c->K, c->V) &&
-           mn_mul_i64(&count, count, mn_longest_sequence(c) + 2) && mn_add_i64(&count, count, c->V) &&
-           mn_ref_plan(plan, mn_n_sequences(c) * c->H, count);
+           mn_mul_i64(&count, count, mn_longest_sequence(c) + 2) &&
+           mn_add_i64(&count, count, c->V) && mn_ref_plan(plan, mn_n_sequences(c) * c->H, count);
 }
 
 /* D += scale q do', and dq */
@@ -109,7 +109,8 @@ static void read_backward(double *D, const double *S, const mn_longhorn_diag_arg
 
 /* dv, dbeta and x; returns sum_j w_j^2 x_j */
 static double columns_backward(double *x, const double *D, const double *before,
-                               const mn_longhorn_diag_args *p, const rows *r, REAL *dv, REAL *dbeta) {
+                               const mn_longhorn_diag_args *p, const rows *r, REAL *dv,
+                               REAL *dbeta) {
     const int64_t V = p->call.V;
     double through_norm = 0.0;
     for (int64_t j = 0; j < V; j++) {

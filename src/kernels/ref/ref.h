@@ -35,8 +35,8 @@ static inline void mn_ref_add_phase(mn_plan *plan, int64_t items) {
     plan->items[plan->n_phases++] = items;
 }
 
-/* out[item] = sum over parts of parts[part * width + item]: what blocks of rows gathered for a shared
- * parameter, always added in the same order. */
+/* out[item] = sum over parts of parts[part * width + item]: what blocks of rows gathered for a
+ * shared parameter, always added in the same order. */
 static inline void mn_ref_sum_parts(void *out, const double *parts, int64_t item, int64_t n_parts,
                                     int64_t width) {
     double sum = 0.0;

@@ -31,7 +31,8 @@ static double normed(const mn_rms_norm_gated_args *p, double x, double z) {
     return p->order == GATE_FIRST ? x * gate_at(p, z).value : x;
 }
 
-static double inverse_rms(const mn_rms_norm_gated_args *p, const REAL *x, const REAL *z, int64_t n) {
+static double inverse_rms(const mn_rms_norm_gated_args *p, const REAL *x, const REAL *z,
+                          int64_t n) {
     double sum = 0.0;
     for (int64_t i = 0; i < n; i++) {
         const double u = normed(p, x[i], z[i]);

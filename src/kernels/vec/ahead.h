@@ -34,8 +34,8 @@ static inline void mn_ahead_add(mn_ahead *a, mn_in view, int64_t first, int64_t 
 }
 
 /* Line number `index` of token (b, t, h) and those after it; past the last line, `none` for all. */
-static inline mn_line mn_line_ahead(const mn_ahead *a, int64_t b, int64_t t, int64_t h, int64_t index,
-                                    const float *none) {
+static inline mn_line mn_line_ahead(const mn_ahead *a, int64_t b, int64_t t, int64_t h,
+                                    int64_t index, const float *none) {
     for (int i = 0; i < a->n; i++) {
         const int64_t lines = mn_ceil_div(a->rows[i].end - a->rows[i].first, MN_LINE);
         if (index < lines) {

@@ -15,7 +15,6 @@
 
 #include "base/util.h"
 
-
 /* Double's own rounding, with room for the length of the sums. */
 static const double wide_rounding = 64 * 0x1p-53;
 

@@ -6,7 +6,8 @@
 /* Enough independent cells to hide the chain d, n; few enough to stay in registers. */
 enum { ROWS = MN_VW == 16 ? 6 : 3 };
 
-/* x, which the compiler then knows nothing about: else it would take equal products out of the loop. */
+/* x, which the compiler then knows nothing about: else it would take equal products out of the
+ * loop. */
 static inline vf unknown(vf x) {
     __asm__ volatile("" : "+v"(x));
     return x;

@@ -15,7 +15,8 @@
 
 #include <string.h>
 
-/* GROUP tokens are done together: a tap is loaded once for all of them, and their chains overlap. */
+/* GROUP tokens are done together: a tap is loaded once for all of them, and their chains overlap.
+ */
 enum { TOKENS = 256, CHANNELS = 256, GROUP = 4, SILU = 1 };
 
 /* Items: batch rows x token blocks x channel blocks, then sequences x channel blocks for what
@@ -210,7 +211,8 @@ bool MN_T(mn_conv_step_plan)(const void *args, mn_plan *plan) {
     return ok;
 }
 
-void MN_T(mn_conv_step_run)(const void *args, int phase, int64_t item, void *shared, void *scratch) {
+void MN_T(mn_conv_step_run)(const void *args, int phase, int64_t item, void *shared,
+                            void *scratch) {
     (void)phase, (void)shared;
     const mn_conv_args *p = args;
     grid g;
@@ -389,7 +391,8 @@ bool MN_T(mn_conv_backward_plan)(const void *args, mn_plan *plan) {
 }
 
 /* Adds the parts of all token blocks for one block of channels. */
-static void reduce(const mn_conv_args *p, const grid *g, int64_t channel_block, const float *parts) {
+static void reduce(const mn_conv_args *p, const grid *g, int64_t channel_block,
+                   const float *parts) {
     const int64_t W = p->call.W, first = channel_block * CHANNELS, item_size = (W + 1) * CHANNELS;
     const int64_t count = mn_min(CHANNELS, p->call.V - first);
     float *dw = p->grad.w.data, *dbias = p->grad.bias.data;

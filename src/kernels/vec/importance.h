@@ -44,7 +44,8 @@ typedef struct mn_frame_tokens {
 
 /* Fills `out` for n tokens from t0 on and moves `frame` behind them. */
 void MN_T(mn_frame_advance)(mn_frame *frame, const mn_frame_tokens *out,
-                            const mn_importance_args *p, int64_t b, int64_t t0, int64_t h, int64_t n);
+                            const mn_importance_args *p, int64_t b, int64_t t0, int64_t h,
+                            int64_t n);
 
 /* A rectangle of cells of one head of one sequence. */
 typedef struct mn_cells {

@@ -8,13 +8,13 @@
  *   dg = sum(A . M_{t-1} + C . J_{t-1}) + drift sum C        dip += from_ip sum C
  *
  * M_{t-1} and J_{t-1} are those of the token's own frame; A and C change only where a frame begins,
- * by the factor the cells were given there. States come from replay.h, and those inside a block from
- * a third walk over it: no state is got by undoing a step.
+ * by the factor the cells were given there. States come from replay.h, and those inside a block
+ * from a third walk over it: no state is got by undoing a step.
  *
  * One item is some key rows, with all value columns, of one head of one sequence: sums over columns
- * end inside the item. Where few heads make it worth cutting the rows, the parts of dv, db and dg wait
- * in shared memory and a second phase adds them in the order of the rows; a last phase adds dip over
- * sequences. The cut depends on H and K alone. */
+ * end inside the item. Where few heads make it worth cutting the rows, the parts of dv, db and dg
+ * wait in shared memory and a second phase adds them in the order of the rows; a last phase adds
+ * dip over sequences. The cut depends on H and K alone. */
 #include "kernels/vec/importance.h"
 
 #include <math.h>
@@ -28,7 +28,8 @@
 /* 2 * ROWS vectors, of dq and of dk, are whole transposes of four. */
 enum { ROWS = MN_VW == 16 ? 4 : 2, TOKENS = 16, BLOCK_FLOATS = 2 * ROWS * MN_VW };
 
-/* Parts in shared memory, tile after tile: dip (N,H) as double, then dv, db (B,T,H,V), dg (B,T,H). */
+/* Parts in shared memory, tile after tile: dip (N,H) as double, then dv, db (B,T,H,V), dg (B,T,H).
+ */
 typedef struct parts {
     double *ip;
     float *v, *b, *g;    // NULL where one tile writes the results itself
@@ -75,6 +76,7 @@ static int64_t padded(int64_t n) {
 bool MN_T(mn_importance_backward_plan)(const void *args, mn_plan *plan) {
     const mn_importance_args *p = args;
     const mn_call *c = &p->call;
+    if (!mn_cells_fit(c)) return false;
     const mn_row_cut rows = mn_row_cut_of(c, ROWS);
     const int64_t T = mn_longest_sequence(c), heads = mn_n_sequences(c) * c->H;
     const mn_cells tile = mn_cells_of(0, 0, 0, mn_min(rows.rows, c->K), 0, c->V, ROWS);
@@ -92,8 +94,8 @@ bool MN_T(mn_importance_backward_plan)(const void *args, mn_plan *plan) {
         return false;
     }
     if (rows.tiles == 1) return mn_mul_size(&plan->shared_bytes, (size_t)heads, sizeof(double));
-    return mn_mul_i64(&wide, c->B * c->T * c->H, 2 * c->V + 1) && mn_add_i64(&shared, wide, 2 * heads) &&
-           mn_mul_i64(&shared, shared, rows.tiles) &&
+    return mn_mul_i64(&wide, c->B * c->T * c->H, 2 * c->V + 1) &&
+           mn_add_i64(&shared, wide, 2 * heads) && mn_mul_i64(&shared, shared, rows.tiles) &&
            mn_mul_size(&plan->shared_bytes, (size_t)shared, sizeof(float));
 }
 
@@ -170,8 +172,8 @@ MN_ALWAYS_INLINE void renew_cells(vf M[ROWS], vf J[ROWS], float factor) {
     }
 }
 
-/* Takes one block of cells from `from` through n tokens. With `keep`, their values before each token,
- * in its frame, are left there; the last state goes to `to` where that is not NULL. */
+/* Takes one block of cells from `from` through n tokens. With `keep`, their values before each
+ * token, in its frame, are left there; the last state goes to `to` where that is not NULL. */
 MN_ALWAYS_INLINE void walk(float *to, const float *from, float *keep, const float *keys,
                            const float *v, const float *b, const float *renew, mn_line next,
                            int64_t n) {
@@ -206,7 +208,8 @@ static void advance(void *context, float *cells, int64_t t0, int64_t n) {
             const int64_t at = c * TOKENS * MN_VW;
             float *block = mn_cells_block(cells, tile, g, c);
             const mn_line next = line_ahead(s, t0 + TOKENS, g * tile->vectors + c);
-            walk(block, block, NULL, keys_at(s, g), s->v + at, s->b + at, s->tokens.renew + t0, next, n);
+            walk(block, block, NULL, keys_at(s, g), s->v + at, s->b + at, s->tokens.renew + t0,
+                 next, n);
         }
     }
 }
@@ -239,8 +242,8 @@ static void turn(void *context, const float *cells) {
 }
 
 /* Takes the adjoints of one block of cells back through n tokens, adding to all sums. */
-MN_ALWAYS_INLINE void walk_back(item_state *s, float *adjoint, const float *keys, int64_t c, int64_t t0,
-                                int64_t n, bool spread) {
+MN_ALWAYS_INLINE void walk_back(item_state *s, float *adjoint, const float *keys, int64_t c,
+                                int64_t t0, int64_t n, bool spread) {
     const vf one = vf_set1(1.0f);
     vf A[ROWS], C[ROWS];
     load_cells(A, C, adjoint);
@@ -290,8 +293,8 @@ static void walk_back_mean(item_state *s, float *adjoint, const float *keys, int
     walk_back(s, adjoint, keys, c, t0, n, false);
 }
 
-static void walk_back_spread(item_state *s, float *adjoint, const float *keys, int64_t c, int64_t t0,
-                             int64_t n) {
+static void walk_back_spread(item_state *s, float *adjoint, const float *keys, int64_t c,
+                             int64_t t0, int64_t n) {
     walk_back(s, adjoint, keys, c, t0, n, true);
 }
 
@@ -407,7 +410,8 @@ static float *take(float **at, int64_t n) {
     return here;
 }
 
-static void run_item(const mn_importance_args *p, int64_t item, mn_row_cut rows, void *shared, void *scratch) {
+static void run_item(const mn_importance_args *p, int64_t item, mn_row_cut rows, void *shared,
+                     void *scratch) {
     const mn_call *call = &p->call;
     const int64_t head = item / rows.tiles, i0 = item % rows.tiles * rows.rows;
     item_state *s = scratch;
@@ -461,7 +465,8 @@ static void add_tokens(const mn_importance_args *p, int64_t item, mn_row_cut row
                       from.rows * V, V);
             add_parts(MN_ROW_OUT(float, p->grad.b, b, t, h), from.b + row * V, rows.tiles,
                       from.rows * V, V);
-            add_parts(MN_ROW_OUT(float, p->grad.g, b, t, h), from.g + row, rows.tiles, from.rows, 1);
+            add_parts(MN_ROW_OUT(float, p->grad.g, b, t, h), from.g + row, rows.tiles, from.rows,
+                      1);
         }
     }
 }

@@ -49,7 +49,8 @@ static void advance_block(mn_frame *frame, const mn_frame_tokens *out, const flo
 }
 
 void MN_T(mn_frame_advance)(mn_frame *frame, const mn_frame_tokens *out,
-                            const mn_importance_args *p, int64_t b, int64_t t0, int64_t h, int64_t n) {
+                            const mn_importance_args *p, int64_t b, int64_t t0, int64_t h,
+                            int64_t n) {
     for (int64_t at = 0; at < n; at += BLOCK) {
         const int64_t count = mn_min(BLOCK, n - at);
         float g[BLOCK];

@@ -1,10 +1,10 @@
 /* importance_forward.c - Palimpsa's outputs and final state. Equations in importance.h.
  *
- * One item is some value columns of one head of one sequence; columns never meet, so the cut changes
- * no bit. Tokens go in blocks. A block of cells stays in registers for all tokens of its block, which
- * costs per cell and token two multiply-adds, an addition, a division and the multiply-add of the
- * read. The division is exact: vdivps hides the others, and an estimate refined by Newton would take
- * three more operations from the same ports. */
+ * One item is some value columns of one head of one sequence; columns never meet, so the cut
+ * changes no bit. Tokens go in blocks. A block of cells stays in registers for all tokens of its
+ * block, which costs per cell and token two multiply-adds, an addition, a division and the
+ * multiply-add of the read. The division is exact: vdivps hides the others, and an estimate refined
+ * by Newton would take three more operations from the same ports. */
 #include "kernels/vec/importance.h"
 
 #include <string.h>
@@ -14,7 +14,12 @@
 #include "kernels/vec/ahead.h"
 
 /* Registers hold 2 * ROWS vectors of cells and some for the token. */
-enum { ROWS = MN_VW == 16 ? 8 : 4, TOKENS = 32, MOST_COLUMNS = 128, VECTORS = MOST_COLUMNS / MN_VW };
+enum {
+    ROWS = MN_VW == 16 ? 8 : 4,
+    TOKENS = 32,
+    MOST_COLUMNS = 128,
+    VECTORS = MOST_COLUMNS / MN_VW
+};
 
 /* A block of tokens, made ready. keys: for each group of rows and each token k, k^2 and q of its
  * ROWS rows. The others: for each vector of columns and each token one vector. */
@@ -33,6 +38,7 @@ static int64_t width_of(const mn_call *c) {
 bool MN_T(mn_importance_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t padded, keys, cells, floats;
+    if (!mn_cells_fit(c)) return false;
     plan->n_phases = 1;
     plan->items[0] = mn_n_sequences(c) * c->H * mn_ceil_div(c->V, width_of(c));
     return mn_add_i64(&padded, c->K, ROWS) && mn_mul_i64(&keys, padded, 3 * TOKENS) &&
@@ -126,11 +132,13 @@ MN_ALWAYS_INLINE void walk(float *cells, stage *s, const float *keys, mn_line ne
     }
 }
 
-static void walk_mean(float *cells, stage *s, const float *keys, mn_line next, int64_t at, int64_t n) {
+static void walk_mean(float *cells, stage *s, const float *keys, mn_line next, int64_t at,
+                      int64_t n) {
     walk(cells, s, keys, next, at, n, false);
 }
 
-static void walk_spread(float *cells, stage *s, const float *keys, mn_line next, int64_t at, int64_t n) {
+static void walk_spread(float *cells, stage *s, const float *keys, mn_line next, int64_t at,
+                        int64_t n) {
     walk(cells, s, keys, next, at, n, true);
 }
 

@@ -5,8 +5,9 @@
  *
  * a I is I - (1 - a) I for weak decays, so that a decay close to 1 applied a million times does not
  * carry its rounding error a million times. One item is some columns of one head, walked row by
- * row in the order of memory; the sums of the columns live in the first cache. (Several rows at a time
- * would spare loads of the sums, but halves the speed once states come from beyond the caches.) */
+ * row in the order of memory; the sums of the columns live in the first cache. (Several rows at a
+ * time would spare loads of the sums, but halves the speed once states come from beyond the
+ * caches.) */
 #include <math.h>
 
 #include "base/checked.h"
@@ -22,6 +23,7 @@ static int64_t width_of(const mn_call *c) {
 
 bool MN_T(mn_importance_step_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    if (!mn_cells_fit(c)) return false;
     const int64_t width = width_of(c);
     plan->n_phases = 1;
     plan->items[0] = c->B * c->H * mn_ceil_div(c->V, width);
@@ -53,10 +55,10 @@ typedef struct common {
     vf factor, gain, prior, keep;    // keep: all bits where a I is I + factor I
 } common;
 
-/* One row of cells, one vector of columns. `fresh`, `spread` and `masked` are constants where this is
- * expanded; q, k, k2 are those of the row. */
-MN_ALWAYS_INLINE void cells(const token *p, const common *s, vf q, vf k, vf k2, int64_t at, int64_t j,
-                            bool fresh, bool spread, int lanes, bool masked) {
+/* One row of cells, one vector of columns. `fresh`, `spread` and `masked` are constants where this
+ * is expanded; q, k, k2 are those of the row. */
+MN_ALWAYS_INLINE void cells(const token *p, const common *s, vf q, vf k, vf k2, int64_t at,
+                            int64_t j, bool fresh, bool spread, int lanes, bool masked) {
     const bool imp0 = !fresh || p->imp0, mu0 = !fresh || p->mu0;
     const vf I0 = imp0 ? load_lanes(p->imp0 + at, lanes, masked) : s->prior;
     const vf mu = mu0 ? load_lanes(p->mu0 + at, lanes, masked) : vf_zero();
@@ -76,7 +78,8 @@ MN_ALWAYS_INLINE void cells(const token *p, const common *s, vf q, vf k, vf k2, 
     if (!fresh || p->imp) store_lanes(p->imp + at, I, lanes, masked);
 }
 
-MN_ALWAYS_INLINE void all_cells(const token *p, int64_t K, int64_t columns, bool fresh, bool spread) {
+MN_ALWAYS_INLINE void all_cells(const token *p, int64_t K, int64_t columns, bool fresh,
+                                bool spread) {
     const common s = { vf_set1(p->factor), vf_set1(p->gain), vf_set1(p->ip),
                        vi_as_vf(vi_set1(p->weak ? -1 : 0)) };
     for (int64_t i = 0; i < K; i++) {

@@ -1,7 +1,7 @@
 /* linear.h - the chunk form that additive and delta share.
  *
- * Delta with decay, for the L tokens of a chunk that starts from the state S (rows are tokens, G the
- * running sum of log decays inside the chunk, w the write key times beta, q times the scale):
+ * Delta with decay, for the L tokens of a chunk that starts from the state S (rows are tokens, G
+ * the running sum of log decays inside the chunk, w the write key times beta, q times the scale):
  *
  *   P[t,s] = sum_i q[t,i] w[s,i] exp(G[t,i] - G[s,i])    s <= t
  *   A[t,s] = sum_i e[t,i] w[s,i] exp(G[t,i] - G[s,i])    s <  t
@@ -14,9 +14,10 @@
  * exp(G_t - G_s) is at most 1, but its two halves are not. The chunk is cut into segments inside
  * which no channel falls by more than MN_SEGMENT_FALL; G counts from rho, the level of its segment.
  * Row t of a segment uses exp(G_t) <= 1; column s uses exp(-G_s) <= exp(MN_SEGMENT_FALL) inside the
- * segment, and exp(rho - rho_s - G_s) <= 1 before it. The first segment's level is 0, unless its first
- * token alone falls further; that of every other segment is its first token's. Weak decay gives one
- * segment. Any decay gives the exact value, since small sums are never added to large ones. */
+ * segment, and exp(rho - rho_s - G_s) <= 1 before it. The first segment's level is 0, unless its
+ * first token alone falls further; that of every other segment is its first token's. Weak decay
+ * gives one segment. Any decay gives the exact value, since small sums are never added to large
+ * ones. */
 #ifndef MN_KERNELS_VEC_LINEAR_H
 #define MN_KERNELS_VEC_LINEAR_H
 
@@ -49,11 +50,11 @@ typedef struct mn_chunk {
     int64_t first[MN_CHUNK + 1];    // token each segment starts at; first[n_segments] = L
     bool late;                      // the first segment's level is not 0
     float *G;                       // (L,width) log decay since the level of the row's segment
-    float *step, *rho;              // (segments,width) levels: above the one before; above the start
+    float *step, *rho;    // (segments,width) levels: above the one before; above the start
     float *qs, *es;                 // q, e times exp(G - rho of the row's segment)
     float *qd, *ed;                 // q, e times exp G; with one segment from 0 these are qs, es
     float *qd_memory, *ed_memory;   // where qd, ed are when they are not
-    float *ws, *wd;                 // w times exp(rho - G), rho of the segment at hand; exp(G_L - G)
+    float *ws, *wd;    // w times exp(rho - G), rho of the segment at hand; exp(G_L - G)
     float *factor;                  // (L,width) work
     float *fall;                    // (K) exp G_L, or ones
     float *P, *A;                   // (L,L), zero above the diagonal; A also on it
@@ -69,15 +70,16 @@ float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width
 /* Which way a walk goes through the chunks; a replay needs states only, not q. */
 typedef enum { MN_WALK_FORWARD, MN_WALK_REPLAY, MN_WALK_BACKWARD } mn_walk;
 
-/* Computes the chunk at `start`; MN_WALK_REPLAY leaves out qs, qd and P. ws is then that of the last
- * segment. */
+/* Computes the chunk at `start`; MN_WALK_REPLAY leaves out qs, qd and P. ws is then that of the
+ * last segment. */
 void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *seq, int64_t h,
                             int64_t start, mn_walk walk);
 
 /* Columns of ws for segment `to` of the chunk, from those of segment to - 1 (0 starts afresh). */
 void MN_T(mn_chunk_columns)(mn_chunk *c, const mn_linear *p, int to);
 
-/* dst = src factor scale over a row of K; width 0: no factor, 1: factor[0] for all, else one each. */
+/* dst = src factor scale over a row of K; width 0: no factor, 1: factor[0] for all, else one each.
+ */
 MN_ALWAYS_INLINE void mn_scale_row(float *dst, const float *src, const float *factor, int64_t width,
                                    float scale, int64_t K) {
     const vf common = vf_set1(width == 1 ? scale * factor[0] : scale);

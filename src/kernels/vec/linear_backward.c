@@ -1,13 +1,15 @@
 /* linear_backward.c - gradients of additive and delta, chunk after chunk from the last.
  *
- * In the terms of linear.h, with D the adjoint of the state behind the chunk and S the state before:
+ * In the terms of linear.h, with D the adjoint of the state behind the chunk and S the state
+ * before:
  *
  *   dR = P' dO + wd D          (I + A)' dU = dR          dV = dU
  *   dP = tril(dO R')           dA = -tril(dU R', -1)
  *   D <- diag(fall) D + qd' dO - ed' dU
  *
  *   dq[t] = exp(G_t) . (dP ws + exp(rho) . dO S')      the same for e with dA, -dU
- *   dw[s] = sum over segments of what ws gained there from w, times (dP'qs + dA'es), and of wd, R D'
+ *   dw[s] = sum over segments of what ws gained there from w, times (dP'qs + dA'es), and of wd, R
+ * D'
  *   dG[t] = q dq + e de - w dw;  dG[L] += rowsum(fall S . D) + sum_s wd . (R D')
  *
  * and dg is the sum of dG from t to the end of the chunk. States in front of chunks are kept for a
@@ -83,12 +85,14 @@ static bool layout_of(layout *l, const mn_linear *p, const mn_column_tiles *tile
     const mn_call *c = p->call;
     int64_t rows, per_tile = 0;
     l->token_floats = (2 + (p->e.data != NULL)) * c->K + mn_decay_width(p->decay, c->K);
-    const bool ok = mn_mul_i64(&rows, c->B * c->T, c->H) && mn_mul_i64(&per_tile, rows, l->token_floats);
+    const bool ok = mn_mul_i64(&rows, c->B * c->T, c->H) &&
+                    mn_mul_i64(&per_tile, rows, l->token_floats);
     l->bank_bytes = 0;
     l->tile_floats = tiles->count > 1 ? (size_t)per_tile : 0;
     l->head_floats = p->decay == MN_DECAY_HEAD ? (size_t)(mn_n_sequences(c) * c->H) : 0;
     if (tiles->count == 1) return ok;
-    return ok && mn_mul_size(&l->bank_bytes, MN_T(mn_bank_stride)(p), (size_t)(mn_bank_slots(c) * c->H));
+    return ok &&
+           mn_mul_size(&l->bank_bytes, MN_T(mn_bank_stride)(p), (size_t)(mn_bank_slots(c) * c->H));
 }
 
 bool MN_T(mn_linear_backward_plan)(const mn_linear *p, mn_plan *plan) {
@@ -109,7 +113,8 @@ bool MN_T(mn_linear_backward_plan)(const mn_linear *p, mn_plan *plan) {
     plan->items[2] = tiles.count > 1 ? items : 0;
     plan->items[3] = p->decay == MN_DECAY_HEAD && p->dg.data ? c->H : 0;
     float nothing;
-    return mn_mul_size(&plan->scratch_bytes, (size_t)place(&w, &nothing, p, &tiles), sizeof(float)) &&
+    return mn_mul_size(&plan->scratch_bytes, (size_t)place(&w, &nothing, p, &tiles),
+                       sizeof(float)) &&
            mn_mul_size(&shared, l.tile_floats, (size_t)tiles.count) &&
            mn_add_size(&shared, shared, l.head_floats) &&
            mn_mul_size(&shared, shared, sizeof(float)) &&
@@ -278,8 +283,8 @@ static void residual_adjoints(work *w, const mn_linear *p, const float *d_o) {
 
 /* The three gradients that have the keys' shape, in w->dq, w->de, w->dw, and dG. S is the state
  * before the chunk, R its residuals. */
-static void key_gradients(work *w, const mn_linear *p, const float *S, const float *R, int64_t r_row,
-                          const float *d_o) {
+static void key_gradients(work *w, const mn_linear *p, const float *S, const float *R,
+                          int64_t r_row, const float *d_o) {
     mn_chunk *c = &w->c;
     const int64_t n = w->col.n, L = c->L, K = c->K;
     const size_t square = (size_t)(L * L) * sizeof(float), keys = (size_t)(L * K) * sizeof(float);
@@ -332,7 +337,8 @@ static void emit_token(const mn_linear *p, int64_t b, int64_t t, int64_t h, cons
     if (out) memcpy(out, dq, (size_t)K * sizeof *out);
     const float scale = beta ? *beta : 1.0f;
     if ((out = MN_ROW_OUT(float, p->dw, b, t, h))) mn_scale_row(out, dw, NULL, 0, scale, K);
-    if ((out = MN_ROW_OUT(float, p->dbeta, b, t, h))) *out = dot(dw, MN_ROW(float, p->w, b, t, h), K);
+    if ((out = MN_ROW_OUT(float, p->dbeta, b, t, h)))
+        *out = dot(dw, MN_ROW(float, p->w, b, t, h), K);
     if ((out = MN_ROW_OUT(float, p->de, b, t, h))) {
         if (p->w_is_e) {
             mn_scale_row(out, dw, NULL, 0, scale, K);
@@ -347,8 +353,8 @@ static void emit_token(const mn_linear *p, int64_t b, int64_t t, int64_t h, cons
 }
 
 /* Rows of the chunk: out, or to this tile's part of shared memory. */
-static void emit_chunk(const work *w, const mn_linear *p, int64_t tile, int64_t n_tiles, float *parts,
-                       const layout *l) {
+static void emit_chunk(const work *w, const mn_linear *p, int64_t tile, int64_t n_tiles,
+                       float *parts, const layout *l) {
     const mn_chunk *c = &w->c;
     const int64_t K = c->K, H = p->call->H;
     for (int64_t t = 0; t < c->L; t++) {
@@ -368,8 +374,8 @@ static void emit_chunk(const work *w, const mn_linear *p, int64_t tile, int64_t 
 }
 
 /* Makes w->c the chunk at `start`. */
-static void take_chunk(work *w, const mn_linear *p, const mn_sequence *seq, int64_t h, int64_t start,
-                       mn_walk walk) {
+static void take_chunk(work *w, const mn_linear *p, const mn_sequence *seq, int64_t h,
+                       int64_t start, mn_walk walk) {
     if (w->bank) MN_T(mn_bank_take)(&w->c, w->bank, p, w->first_slot + start / MN_CHUNK, h);
     else MN_T(mn_chunk_prepare)(&w->c, p, seq, h, start, walk);
 }
@@ -410,7 +416,8 @@ static void replay(work *w, const mn_linear *p, const mn_sequence *seq, int64_t 
     }
 }
 
-/* One tile of one head of one sequence. Returns the sum of dG over its tokens when dG is one number. */
+/* One tile of one head of one sequence. Returns the sum of dG over its tokens when dG is one
+ * number. */
 static float backward_item(const mn_linear *p, int64_t n, int64_t h, int64_t tile, void *bank,
                            float *parts, float *scratch) {
     const mn_call *call = p->call;
@@ -431,7 +438,8 @@ static float backward_item(const mn_linear *p, int64_t n, int64_t h, int64_t til
     MN_T(mn_state_load)(w.marks, p->state0, call, n, h, &w.col);
     for (int64_t s = 0; s + 1 < n_spans; s++) {
         memcpy(w.states, w.marks + s * state, state_bytes);
-        replay(&w, p, &seq, h, s * w.span, (s + 1) * w.span, state, values, w.marks + (s + 1) * state);
+        replay(&w, p, &seq, h, s * w.span, (s + 1) * w.span, state, values,
+               w.marks + (s + 1) * state);
     }
     MN_T(mn_state_load)(w.D, p->cot_state, call, n, h, &w.col);
     for (int64_t s = n_spans - 1; s >= 0; s--) {

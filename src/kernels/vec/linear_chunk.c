@@ -9,7 +9,8 @@
 int64_t MN_T(mn_chunk_floats)(int64_t K, int64_t width, bool has_e) {
     const int64_t rows = MN_CHUNK * K;
     const int64_t copies = width ? 2 : 1;    // qd, wd, ed may be copies of their own under a decay
-    return 4 * MN_CHUNK * (width ? width : 1) + copies * (2 + has_e) * rows + K + (1 + has_e) * MN_CHUNK * MN_CHUNK;
+    return 4 * MN_CHUNK * (width ? width : 1) + copies * (2 + has_e) * rows + K +
+           (1 + has_e) * MN_CHUNK * MN_CHUNK;
 }
 
 float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width, bool has_e) {
@@ -188,7 +189,8 @@ static void finish(mn_chunk *c) {
         mn_exp_row(c->fall, rho, NULL, c->width);
         for (int64_t i = 0; i < c->width; i++) c->fall[i] *= c->factor[i];
     }
-    for (int64_t i = c->width == 1; c->width < 2 && i < c->K; i++) c->fall[i] = c->width ? c->fall[0] : 1.0f;
+    for (int64_t i = c->width == 1; c->width < 2 && i < c->K; i++)
+        c->fall[i] = c->width ? c->fall[0] : 1.0f;
 }
 
 /* Which tokens are at hand and which come next in the walk. */

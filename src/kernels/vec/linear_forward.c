@@ -1,8 +1,9 @@
 /* linear_forward.c - outputs and states of additive and delta, chunk after chunk.
  *
- * With many heads one item is one head of one sequence. With few, a first phase prepares all chunks in
- * parallel (linear_bank.h) and a second walks them with the value columns cut into tiles, so that one
- * long sequence uses several cores. Columns never meet, so the cut leaves every bit as it is. */
+ * With many heads one item is one head of one sequence. With few, a first phase prepares all chunks
+ * in parallel (linear_bank.h) and a second walks them with the value columns cut into tiles, so
+ * that one long sequence uses several cores. Columns never meet, so the cut leaves every bit as it
+ * is. */
 #include "kernels/vec/linear.h"
 
 #include <string.h>
@@ -28,8 +29,8 @@ bool MN_T(mn_linear_forward_plan)(const mn_linear *p, mn_plan *plan) {
 }
 
 /* o = (q exp G) S + P R for the columns of the tile */
-static void write_outputs(const mn_linear *p, const mn_chunk *c, const mn_columns *col, const float *S,
-                          const float *R, int64_t r_row) {
+static void write_outputs(const mn_linear *p, const mn_chunk *c, const mn_columns *col,
+                          const float *S, const float *R, int64_t r_row) {
     float *o = MN_ROW_OUT(float, p->o, c->b, c->t0, c->h);
     if (!o) return;
     mn_gemm_args product = { .c = o + col->j0, .c_row = p->o.stride[1], .a = c->qd, .a_row = c->K,
@@ -55,7 +56,8 @@ static void forward_item(const mn_linear *p, int64_t item, void *bank, void *scr
                          p->e.data);
     MN_T(mn_state_load)(S, p->state0, call, n, h, &col);
     for (int64_t start = 0; start < seq.length; start += MN_CHUNK) {
-        if (tiles.count > 1) MN_T(mn_bank_take)(&c, bank, p, mn_bank_first(call, n) + start / MN_CHUNK, h);
+        if (tiles.count > 1)
+            MN_T(mn_bank_take)(&c, bank, p, mn_bank_first(call, n) + start / MN_CHUNK, h);
         else MN_T(mn_chunk_prepare)(&c, p, &seq, h, start, walk);
         mn_prefetch_written(p->o, &c, call->V);
         int64_t r_row;

@@ -1,5 +1,6 @@
 /* linear_solve.c - unit triangular systems of a chunk, in blocks: products between blocks, plain
- * substitution inside one. Each column is solved by itself, so its bits do not depend on the others. */
+ * substitution inside one. Each column is solved by itself, so its bits do not depend on the
+ * others. */
 #include "kernels/vec/linear.h"
 
 enum { STRIP = 4 };    // vectors that hide each other's latency
@@ -15,7 +16,8 @@ static void eliminate_row(float *X, int64_t n, int64_t t, int64_t s0, int64_t s1
         for (int64_t s = s0; s < s1; s++) {
             const vf c = vf_set1(a[s * a_step]);
             MN_UNROLL
-            for (int i = 0; i < STRIP; i++) x[i] = vf_fnma(c, vf_load(X + s * n + j + i * MN_VW), x[i]);
+            for (int i = 0; i < STRIP; i++)
+                x[i] = vf_fnma(c, vf_load(X + s * n + j + i * MN_VW), x[i]);
         }
         MN_UNROLL
         for (int i = 0; i < STRIP; i++) vf_store(X + t * n + j + i * MN_VW, x[i]);

@@ -4,7 +4,8 @@
 
 #include "kernels/vec/linear.h"
 
-/* How the value columns of a head are cut: by H and V alone, never by how many sequences there are. */
+/* How the value columns of a head are cut: by H and V alone, never by how many sequences there are.
+ */
 typedef struct mn_column_tiles {
     int64_t count, width;
 } mn_column_tiles;
@@ -20,7 +21,8 @@ static inline mn_column_tiles mn_column_tiles_of(const mn_call *call) {
     if (count > MN_MAX_TILES) count = MN_MAX_TILES;
     if (count < 1 || call->H >= MN_MANY_HEADS) count = 1;
     const int64_t width = (call->V + count - 1) / count;
-    return (mn_column_tiles){ count, (width + 15) / 16 * 16 < call->V ? (width + 15) / 16 * 16 : call->V };
+    return (mn_column_tiles){ count,
+                              (width + 15) / 16 * 16 < call->V ? (width + 15) / 16 * 16 : call->V };
 }
 
 static inline mn_columns mn_columns_at(const mn_call *call, mn_column_tiles tiles, int64_t tile) {
@@ -37,8 +39,8 @@ void MN_T(mn_state_store)(mn_out to, const float *S, const mn_call *call, int64_
 
 /* The residuals of a chunk: the values themselves for additive, else solved in R (L, columns).
  * *r_row is the distance between rows of what is returned. */
-const float *MN_T(mn_chunk_residual)(float *R, int64_t *r_row, const mn_linear *p, const mn_chunk *c,
-                                     const mn_columns *col, const float *S);
+const float *MN_T(mn_chunk_residual)(float *R, int64_t *r_row, const mn_linear *p,
+                                     const mn_chunk *c, const mn_columns *col, const float *S);
 
 /* S <- diag(fall) S + wd' R */
 void MN_T(mn_state_advance)(float *S, const mn_chunk *c, const mn_columns *col, const float *R,

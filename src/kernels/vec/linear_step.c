@@ -3,8 +3,8 @@
  *   pred = (diag a S)'e,  read = (diag a S)'q,  r = v - pred      first pass, memory streams once
  *   S <- diag a S + w r',  o = scale (read + (w.q) r)             second pass, from the cache
  *
- * Additive needs no prediction: one pass does S <- diag a S + k v' and o = scale S'q. One item is one
- * head of one batch row. Columns go in blocks of vectors whose sums stay in registers. */
+ * Additive needs no prediction: one pass does S <- diag a S + k v' and o = scale S'q. One item is
+ * one head of one batch row. Columns go in blocks of vectors whose sums stay in registers. */
 #include "kernels/vec/linear.h"
 
 #include "base/checked.h"
@@ -23,12 +23,15 @@ static void token_decays(float *a, const mn_linear *p, int64_t b, int64_t h) {
     const int64_t K = p->call->K;
     for (int64_t i = 0; i < K; i += MN_VW) {
         const int n = vf_lanes(K - i);
-        const vf x = !g ? vf_zero() : p->decay == MN_DECAY_CHANNEL ? vf_load_n(g + i, n) : vf_set1(*g);
+        const vf x = !g                             ? vf_zero()
+                     : p->decay == MN_DECAY_CHANNEL ? vf_load_n(g + i, n)
+                                                    : vf_set1(*g);
         vf_store_n(a + i, vf_exp(x), n);
     }
 }
 
-/* Columns j .. j + n of a state of K rows: where they are read (NULL: zeros) and written (or NULL). */
+/* Columns j .. j + n of a state of K rows: where they are read (NULL: zeros) and written (or NULL).
+ */
 typedef struct block {
     const float *from;
     float *to;
@@ -37,7 +40,8 @@ typedef struct block {
 } block;
 
 MN_ALWAYS_INLINE vf load_lane(const float *x, int j, int vectors, int last) {
-    return j + 1 < vectors || last == MN_VW ? vf_load(x + j * MN_VW) : vf_load_n(x + j * MN_VW, last);
+    return j + 1 < vectors || last == MN_VW ? vf_load(x + j * MN_VW)
+                                            : vf_load_n(x + j * MN_VW, last);
 }
 
 MN_ALWAYS_INLINE void store_lane(float *x, vf y, int j, int vectors, int last) {
@@ -128,7 +132,8 @@ void MN_T(mn_linear_step_run)(const mn_linear *p, int64_t item, void *scratch) {
     const float *q = MN_ROW(float, p->q, b, 0, h), *e = MN_ROW(float, p->e, b, 0, h);
     const float *beta = MN_ROW(float, p->beta, b, 0, h), *v = MN_ROW(float, p->v, b, 0, h);
     const float *S = MN_ROW(float, p->state0, b, 0, h);
-    float *a = scratch, *ae = a + K, *aq = ae + K, *w = aq + K, *o = MN_ROW_OUT(float, p->o, b, 0, h);
+    float *a = scratch, *ae = a + K, *aq = ae + K, *w = aq + K,
+          *o = MN_ROW_OUT(float, p->o, b, 0, h);
     float *to = MN_ROW_OUT(float, p->state, b, 0, h);
     token_decays(a, p, b, h);
     weigh(w, NULL, MN_ROW(float, p->w, b, 0, h), beta ? *beta : 1.0f, K);
@@ -139,7 +144,8 @@ void MN_T(mn_linear_step_run)(const mn_linear *p, int64_t item, void *scratch) {
         const int64_t left = (V - j) / MN_VW;
         const int vectors = left >= BLOCK ? BLOCK : left >= BLOCK / 2 ? BLOCK / 2 : 1;
         const token t = { a, ae, aq, w, q, v + j, o ? o + j : NULL, wq, p->scale, e != NULL };
-        const block at = { S ? S + j : NULL, to ? to + j : NULL, K, V, left ? MN_VW : vf_lanes(V - j) };
+        const block at = { S ? S + j : NULL, to ? to + j : NULL, K, V,
+                           left ? MN_VW : vf_lanes(V - j) };
         if (vectors == BLOCK) step_block(&t, &at, BLOCK);
         else if (vectors > 1) step_block(&t, &at, BLOCK / 2);
         else step_block(&t, &at, 1);

@@ -37,7 +37,8 @@ int64_t MN_T(mn_column_chunk_floats)(int64_t K, int64_t width);
 /* Points the arrays into `memory`; returns the first float behind them. */
 float *MN_T(mn_column_chunk_place)(mn_column_chunk *c, float *memory, int64_t K, int64_t width);
 
-/* Tokens [t0, t0 + L) of batch row b: everything but r and u. `reads` = false leaves out q and P. */
+/* Tokens [t0, t0 + L) of batch row b: everything but r and u. `reads` = false leaves out q and P.
+ */
 void MN_T(mn_column_chunk_prepare)(mn_column_chunk *c, const mn_longhorn_column_args *p,
                                    const mn_column_tile *tile, int64_t b, int64_t t0, int64_t L,
                                    bool reads);
@@ -50,13 +51,16 @@ void MN_T(mn_column_chunk_solve)(mn_column_chunk *c, const mn_longhorn_column_ar
 void MN_T(mn_column_chunk_advance)(float *S, const mn_column_chunk *c, int64_t K, int64_t width);
 
 /* State-shaped rows (K,V) to and from (K,width); zero where `from` is absent. */
-void MN_T(mn_column_state_load)(float *S, mn_in from, const mn_column_tile *tile, int64_t K, int64_t V);
+void MN_T(mn_column_state_load)(float *S, mn_in from, const mn_column_tile *tile, int64_t K,
+                                int64_t V);
 void MN_T(mn_column_state_store)(mn_out to, const float *S, const mn_column_tile *tile, int64_t K,
                                  int64_t V);
 
 /* How value columns are cut into items: by H and V alone, never by how many sequences there are. */
 static inline int64_t mn_column_tile_width(const mn_call *c) {
-    const int64_t wanted = c->H >= 8 ? 1 : mn_min(mn_min(4, mn_ceil_div(8, c->H)), mn_ceil_div(c->V, 32));
+    const int64_t wanted = c->H >= 8
+                               ? 1
+                               : mn_min(mn_min(4, mn_ceil_div(8, c->H)), mn_ceil_div(c->V, 32));
     return mn_ceil_div(mn_ceil_div(c->V, wanted), 16) * 16;
 }
 

@@ -1,7 +1,7 @@
 /* longhorn_column_backward.c - gradients of per-column Longhorn, chunk after chunk from the end.
  *
- * With S the state before a chunk, D the adjoint of the state behind it, do scaled, and y_t = D_t'k_t
- * for the adjoint D_t of S_t:
+ * With S the state before a chunk, D the adjoint of the state behind it, do scaled, and y_t =
+ * D_t'k_t for the adjoint D_t of S_t:
  *
  *   y_t = D'k_t + sum_{s>=t} (q_s.k_t) do_s - sum_{s>t} (k_s.k_t) z_s      z_t = w_t . y_t
  *   G[t,s] = do_t.u_s  s <= t      H[t,s] = z_t.u_s  s < t
@@ -9,9 +9,9 @@
  *   dQ = dO S' + G K      dK = U D' - Z S' + G'Q - (H + H')K - 2 diag(x) K
  *   D <- D + Q'dO - K'Z
  *
- * One item is some value columns of one head of one sequence, all of them when there are eight heads
- * or more. Otherwise dq and dk are sums over items: the parts wait in shared memory and a second phase
- * adds them in the order of the columns. */
+ * One item is some value columns of one head of one sequence, all of them when there are eight
+ * heads or more. Otherwise dq and dk are sums over items: the parts wait in shared memory and a
+ * second phase adds them in the order of the columns. */
 #include <string.h>
 
 #include "base/checked.h"
@@ -40,9 +40,10 @@ static int64_t tiles_of(const mn_call *c) {
 
 bool MN_T(mn_longhorn_column_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    if (!mn_cells_fit(c)) return false;
     const int64_t width = mn_column_tile_width(c), tiles = tiles_of(c);
-    const int64_t work = MN_T(mn_column_chunk_floats)(c->K, width) + CHUNK * (3 * width + 4 * c->K) +
-                         2 * CHUNK * CHUNK + 16 * 8;
+    const int64_t work = MN_T(mn_column_chunk_floats)(c->K, width) +
+                         CHUNK * (3 * width + 4 * c->K) + 2 * CHUNK * CHUNK + 16 * 8;
     int64_t state, floats, shared = 0;
     plan->n_phases = 2;
     plan->items[0] = mn_n_sequences(c) * c->H * tiles;
@@ -103,8 +104,17 @@ static void solve_back(item_state *s, float *z) {
 static void adjoint_residuals(item_state *s) {
     const mn_column_chunk *c = &s->chunk;
     const int64_t K = s->p->call.K, width = s->tile.width, L = c->L;
-    mn_gemm_args product = { .c = s->y, .c_row = width, .a = c->k, .a_row = K, .a_col = 1, .b = s->D,
-                             .b_row = width, .M = L, .N = width, .K = K, .alpha = 1.0f,
+    mn_gemm_args product = { .c = s->y,
+                             .c_row = width,
+                             .a = c->k,
+                             .a_row = K,
+                             .a_col = 1,
+                             .b = s->D,
+                             .b_row = width,
+                             .M = L,
+                             .N = width,
+                             .K = K,
+                             .alpha = 1.0f,
                              .base = MN_GEMM_SET };
     MN_T(mn_gemm)(&product);
     product.a = c->P, product.a_row = 1, product.a_col = L, product.shape = MN_GEMM_A_UPPER;
@@ -150,8 +160,8 @@ static void lower_with_u(item_state *s, float *C, const float *X, bool with_diag
 }
 
 /* to (L,K) += alpha C X or alpha C'X, X (L,K), C lower */
-static void add_lower(float *to, const float *C, bool transposed, const float *X, int64_t L, int64_t K,
-                      float alpha) {
+static void add_lower(float *to, const float *C, bool transposed, const float *X, int64_t L,
+                      int64_t K, float alpha) {
     const mn_gemm_args product = { .c = to, .c_row = K, .a = C, .a_row = transposed ? 1 : L,
                                    .a_col = transposed ? L : 1, .b = X, .b_row = K, .M = L, .N = K,
                                    .K = L, .alpha = alpha, .base = MN_GEMM_ADD,
@@ -164,11 +174,21 @@ static void key_gradients(item_state *s, const float *S) {
     const int64_t K = s->p->call.K, width = s->tile.width, L = c->L;
     const float *z = s->doz + L * width;
     /* dO S' and Z S' are one product over the stacked rows. */
-    mn_gemm_args product = { .c = s->Xs, .c_row = K, .a = s->doz, .a_row = width, .a_col = 1, .b = S,
-                             .b_row = width, .M = 2 * L, .N = K, .K = width, .alpha = 1.0f,
+    mn_gemm_args product = { .c = s->Xs,
+                             .c_row = K,
+                             .a = s->doz,
+                             .a_row = width,
+                             .a_col = 1,
+                             .b = S,
+                             .b_row = width,
+                             .M = 2 * L,
+                             .N = K,
+                             .K = width,
+                             .alpha = 1.0f,
                              .base = MN_GEMM_SET };
     MN_T(mn_gemm_nt)(&product);
-    product.c = s->dk, product.a = c->u, product.b = s->D, product.M = L, product.base = MN_GEMM_ADD;
+    product.c = s->dk, product.a = c->u, product.b = s->D, product.M = L,
+    product.base = MN_GEMM_ADD;
     MN_T(mn_gemm_nt)(&product);
     lower_with_u(s, s->G, s->doz, true);
     lower_with_u(s, s->H, z, false);
@@ -243,8 +263,13 @@ static void run_item(const mn_longhorn_column_args *p, int64_t item, float *part
         s.dk_parts = parts + (tiles + item % tiles) * rows;
     }
     MN_T(mn_column_state_load)(memory, p->state0, &s.tile, K, call->V);
-    const mn_replay replay = { .T = s.seq.length, .block = CHUNK, .floats = K * width, .context = &s,
-                               .advance = advance, .turn = turn, .reverse = reverse };
+    const mn_replay replay = { .T = s.seq.length,
+                               .block = CHUNK,
+                               .floats = K * width,
+                               .context = &s,
+                               .advance = advance,
+                               .turn = turn,
+                               .reverse = reverse };
     mn_replay_run(&replay, memory);
     MN_T(mn_column_state_store)(p->grad.state0, s.D, &s.tile, K, call->V);
 }

@@ -49,7 +49,8 @@ void MN_T(mn_column_chunk_prepare)(mn_column_chunk *c, const mn_longhorn_column_
         for (int64_t i = 0; reads && i < K; i++) c->q[t * K + i] = q_t[i];
         c->norm[t] = (float)mn_key_norm(k, K);
         for (int64_t j = 0; j < tile->width; j += MN_VW) {
-            const mn_gain gain = mn_gain_of(mn_load_lanes(beta + j, vf_lanes(tile->n - j)), c->norm[t]);
+            const mn_gain gain = mn_gain_of(mn_load_lanes(beta + j, vf_lanes(tile->n - j)),
+                                            c->norm[t]);
             vf_store(c->w + t * tile->width + j, gain.w);
             vf_store(c->rest + t * tile->width + j, gain.rest);
         }
@@ -83,7 +84,8 @@ MN_ALWAYS_INLINE void solve_columns(mn_column_chunk *c, int64_t width, int64_t j
 }
 
 void MN_T(mn_column_chunk_solve)(mn_column_chunk *c, const mn_longhorn_column_args *p,
-                                 const mn_column_tile *tile, int64_t b, int64_t t0, const float *S) {
+                                 const mn_column_tile *tile, int64_t b, int64_t t0,
+                                 const float *S) {
     const int64_t width = tile->width, K = p->call.K;
     for (int64_t t = 0; t < c->L; t++) {
         const float *v = MN_ROW(float, p->v, b, t0 + t, tile->h) + tile->j0;
@@ -107,7 +109,8 @@ void MN_T(mn_column_chunk_advance)(float *S, const mn_column_chunk *c, int64_t K
     MN_T(mn_gemm)(&product);
 }
 
-void MN_T(mn_column_state_load)(float *S, mn_in from, const mn_column_tile *tile, int64_t K, int64_t V) {
+void MN_T(mn_column_state_load)(float *S, mn_in from, const mn_column_tile *tile, int64_t K,
+                                int64_t V) {
     const float *rows = MN_ROW(float, from, tile->sequence, 0, tile->h);
     for (int64_t i = 0; i < K; i++) {
         for (int64_t j = 0; j < tile->width; j += MN_VW) {

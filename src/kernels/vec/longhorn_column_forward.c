@@ -6,6 +6,7 @@
 
 bool MN_T(mn_longhorn_column_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    if (!mn_cells_fit(c)) return false;
     const int64_t width = mn_column_tile_width(c);
     int64_t state;
     plan->n_phases = 1;
@@ -20,9 +21,17 @@ static void write_outputs(const mn_longhorn_column_args *p, const mn_column_chun
                           const mn_column_tile *tile, int64_t b, int64_t t0, const float *S) {
     float *o = MN_ROW_OUT(float, p->o, b, t0, tile->h);
     if (!o) return;
-    mn_gemm_args product = { .c = o + tile->j0, .c_row = p->o.stride[1], .a = c->q,
-                             .a_row = p->call.K, .a_col = 1, .b = S, .b_row = tile->width, .M = c->L,
-                             .N = tile->n, .K = p->call.K, .alpha = (float)p->scale,
+    mn_gemm_args product = { .c = o + tile->j0,
+                             .c_row = p->o.stride[1],
+                             .a = c->q,
+                             .a_row = p->call.K,
+                             .a_col = 1,
+                             .b = S,
+                             .b_row = tile->width,
+                             .M = c->L,
+                             .N = tile->n,
+                             .K = p->call.K,
+                             .alpha = (float)p->scale,
                              .base = MN_GEMM_SET };
     MN_T(mn_gemm)(&product);
     product.a = c->P, product.a_row = c->L;

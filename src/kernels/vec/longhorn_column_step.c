@@ -2,8 +2,8 @@
  *
  *   u = w . (v - S'k)      o = scale (S'q + (k.q) u)      S <- S + k u'
  *
- * S'k and S'q are taken in one pass over the old state, so that memory sees it once to read and once
- * more, now from the cache, to change it. One item is some columns of one head. */
+ * S'k and S'q are taken in one pass over the old state, so that memory sees it once to read and
+ * once more, now from the cache, to change it. One item is some columns of one head. */
 #include "base/checked.h"
 #include "base/util.h"
 #include "kernels/vec/longhorn.h"
@@ -17,6 +17,7 @@ static int64_t width_of(const mn_call *c) {
 
 bool MN_T(mn_longhorn_column_step_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    if (!mn_cells_fit(c)) return false;
     const int64_t width = width_of(c);
     plan->n_phases = 1;
     plan->items[0] = c->B * c->H * mn_ceil_div(c->V, width);
@@ -42,8 +43,8 @@ static void project(float *along, float *read, const float *S, int64_t step, con
 }
 
 /* to = from + k u'; from may be NULL or `to` */
-static void change(float *to, const float *from, int64_t step, const float *k, const float *u, int64_t K,
-                   int64_t n) {
+static void change(float *to, const float *from, int64_t step, const float *k, const float *u,
+                   int64_t K, int64_t n) {
     for (int64_t i = 0; i < K; i++) {
         const vf k_i = vf_set1(k[i]);
         for (int64_t j = 0; j < n; j += MN_VW) {
@@ -69,7 +70,8 @@ void MN_T(mn_longhorn_column_step_run)(const void *args, int phase, int64_t item
     const int64_t b = item / tiles / call->H, h = item / tiles % call->H, j0 = item % tiles * width;
     const int64_t n = mn_min(width, V - j0), padded = mn_ceil_div(n, MN_VW) * MN_VW;
     const float *q = MN_ROW(float, p->q, b, 0, h), *k = MN_ROW(float, p->k, b, 0, h);
-    const float *v = MN_ROW(float, p->v, b, 0, h) + j0, *beta = MN_ROW(float, p->beta, b, 0, h) + j0;
+    const float *v = MN_ROW(float, p->v, b, 0, h) + j0,
+                *beta = MN_ROW(float, p->beta, b, 0, h) + j0;
     const float *state0 = MN_ROW(float, p->state0, b, 0, h);
     float *state = MN_ROW_OUT(float, p->state, b, 0, h), *o = MN_ROW_OUT(float, p->o, b, 0, h);
     float *u = scratch, *read = u + padded;

@@ -6,10 +6,11 @@
  *   dk = sum_j w D (e - k S0) - 2 k sum_j w_j^2 x_j      dv = w . du      dbeta = rest^2 . x
  *   D <- c . D
  *
- * x is the gradient of w. States come from replay.h and, inside a block, from one more walk over it.
- * One item is some key rows, with all value columns, of one head of one sequence. du and x are sums
- * over all rows: an item that has them all finishes its tokens itself, else the parts wait in shared
- * memory and a second phase adds them in the order of the rows. The cut depends on H and K alone. */
+ * x is the gradient of w. States come from replay.h and, inside a block, from one more walk over
+ * it. One item is some key rows, with all value columns, of one head of one sequence. du and x are
+ * sums over all rows: an item that has them all finishes its tokens itself, else the parts wait in
+ * shared memory and a second phase adds them in the order of the rows. The cut depends on H and K
+ * alone. */
 #include <string.h>
 
 #include "base/checked.h"
@@ -40,6 +41,7 @@ typedef struct item_state {
 
 bool MN_T(mn_longhorn_diag_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    if (!mn_cells_fit(c)) return false;
     const mn_row_cut cut = mn_row_cut_of(c, ROWS);
     const int64_t groups = cut.rows / ROWS, vectors = mn_ceil_div(c->V, MN_VW);
     const int64_t cells = groups * vectors * ROWS * MN_VW;
@@ -121,8 +123,8 @@ static mn_line line_ahead(const item_state *s, int64_t t, int64_t index) {
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-/* Takes one block of cells from `from` through n tokens. With `keep`, S before each is left there; the
- * last state goes to `to` where that is not NULL. */
+/* Takes one block of cells from `from` through n tokens. With `keep`, S before each is left there;
+ * the last state goes to `to` where that is not NULL. */
 MN_ALWAYS_INLINE void walk(float *to, const float *from, float *keep, const item_state *s,
                            const float *keys, mn_line next, int64_t at, int64_t n) {
     vf S[ROWS];
@@ -223,13 +225,14 @@ static void write_keys(const item_state *s, int64_t group, int64_t t0, int64_t n
     }
 }
 
-/* dv, dbeta and the rest of dk of one token, from du and x: vectors `step` floats apart, then the same
- * of each further tile `tile_step` floats on. */
+/* dv, dbeta and the rest of dk of one token, from du and x: vectors `step` floats apart, then the
+ * same of each further tile `tile_step` floats on. */
 static void finish_token(const mn_longhorn_diag_args *p, int64_t b, int64_t t, int64_t h,
                          const float *du, const float *x, int64_t step, int64_t tiles,
                          int64_t tile_step) {
     const float *k = MN_ROW(float, p->k, b, t, h), *beta = MN_ROW(float, p->beta, b, t, h);
-    float *dv = MN_ROW_OUT(float, p->grad.v, b, t, h), *dbeta = MN_ROW_OUT(float, p->grad.beta, b, t, h);
+    float *dv = MN_ROW_OUT(float, p->grad.v, b, t, h),
+          *dbeta = MN_ROW_OUT(float, p->grad.beta, b, t, h);
     float *dk = MN_ROW_OUT(float, p->grad.k, b, t, h);
     const float norm = (float)mn_key_norm(k, p->call.K);
     vf through_norm = vf_zero();
@@ -290,7 +293,8 @@ static void write_first(const item_state *s) {
         for (int64_t c = 0; c < s->vectors; c++) {
             const float *D = block_at(s, s->adjoint, (i - s->i0) / ROWS, c);
             const vf x = vf_load(D + (i - s->i0) % ROWS * MN_VW);
-            mn_store_lanes(to + i * s->p->call.V + c * MN_VW, x, vf_lanes(s->p->call.V - c * MN_VW));
+            mn_store_lanes(to + i * s->p->call.V + c * MN_VW, x,
+                           vf_lanes(s->p->call.V - c * MN_VW));
         }
     }
 }
@@ -309,8 +313,12 @@ static void run_item(const mn_longhorn_diag_args *p, int64_t item, mn_row_cut cu
     const int64_t head = item / cut.tiles, tile = item % cut.tiles, i0 = tile * cut.rows;
     item_state *s = scratch;
     float *memory = (float *)(s + 1);
-    *s = (item_state){ .p = p, .n = head / call->H, .h = head % call->H, .i0 = i0,
-                       .i1 = mn_min(i0 + cut.rows, call->K), .vectors = mn_ceil_div(call->V, MN_VW) };
+    *s = (item_state){ .p = p,
+                       .n = head / call->H,
+                       .h = head % call->H,
+                       .i0 = i0,
+                       .i1 = mn_min(i0 + cut.rows, call->K),
+                       .vectors = mn_ceil_div(call->V, MN_VW) };
     s->groups = mn_ceil_div(s->i1 - i0, ROWS);
     s->cells = s->groups * s->vectors * BLOCK_FLOATS;
     s->seq = mn_sequence_at(call, s->n);
@@ -330,8 +338,13 @@ static void run_item(const mn_longhorn_diag_args *p, int64_t item, mn_row_cut cu
     mn_ahead_add(&s->ahead, p->q, i0, s->i1);
     mn_ahead_add(&s->ahead, p->cot.o, 0, call->V);
     load_cells(memory, s, p->state0);
-    const mn_replay replay = { .T = s->seq.length, .block = TOKENS, .floats = s->cells, .context = s,
-                               .advance = advance, .turn = turn, .reverse = reverse };
+    const mn_replay replay = { .T = s->seq.length,
+                               .block = TOKENS,
+                               .floats = s->cells,
+                               .context = s,
+                               .advance = advance,
+                               .turn = turn,
+                               .reverse = reverse };
     mn_replay_run(&replay, memory);
     write_first(s);
 }

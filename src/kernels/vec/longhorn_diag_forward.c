@@ -2,9 +2,9 @@
  *
  *   S_ij <- c_ij S_ij + k_i u_j,  u = w . v      o = scale S'q
  *
- * One item is some value columns of one head of one sequence; columns never meet, so the cut changes
- * no bit. A block of cells stays in registers for all tokens of a block of tokens: four operations per
- * cell and token. */
+ * One item is some value columns of one head of one sequence; columns never meet, so the cut
+ * changes no bit. A block of cells stays in registers for all tokens of a block of tokens: four
+ * operations per cell and token. */
 #include <string.h>
 
 #include "base/checked.h"
@@ -14,8 +14,8 @@
 
 enum { ROWS = 8, TOKENS = 32, MOST_COLUMNS = 128, VECTORS = MOST_COLUMNS / MN_VW };
 
-/* A block of tokens, made ready. keys: for each group of rows and each token k, |k|^2 - k^2 and q of
- * its ROWS rows. The others: for each vector of columns and each token one vector. */
+/* A block of tokens, made ready. keys: for each group of rows and each token k, |k|^2 - k^2 and q
+ * of its ROWS rows. The others: for each vector of columns and each token one vector. */
 typedef struct stage {
     float u[VECTORS * TOKENS * MN_VW], w[VECTORS * TOKENS * MN_VW];
     float rest[VECTORS * TOKENS * MN_VW], o[VECTORS * TOKENS * MN_VW];
@@ -36,9 +36,11 @@ static int64_t width_of(const mn_call *c) {
 bool MN_T(mn_longhorn_diag_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t padded, floats;
+    if (!mn_cells_fit(c)) return false;
     plan->n_phases = 1;
     plan->items[0] = mn_n_sequences(c) * c->H * mn_ceil_div(c->V, width_of(c));
-    return mn_add_i64(&padded, c->K, ROWS) && mn_mul_i64(&floats, padded, 3 * TOKENS + MOST_COLUMNS) &&
+    return mn_add_i64(&padded, c->K, ROWS) &&
+           mn_mul_i64(&floats, padded, 3 * TOKENS + MOST_COLUMNS) &&
            mn_mul_size(&plan->scratch_bytes, (size_t)floats, sizeof(float)) &&
            mn_add_size(&plan->scratch_bytes, plan->scratch_bytes, sizeof(stage) + 64);
 }
@@ -53,7 +55,8 @@ static void load_state(float *cells, const mn_longhorn_diag_args *p, const tile 
         for (int64_t c = 0; c < a->vectors; c++) {
             const int64_t j = a->j0 + c * MN_VW;
             const bool given = from && i < p->call.K;
-            const vf S = given ? mn_load_lanes(from + i * p->call.V + j, vf_lanes(a->j1 - j)) : vf_zero();
+            const vf S = given ? mn_load_lanes(from + i * p->call.V + j, vf_lanes(a->j1 - j))
+                               : vf_zero();
             vf_store(block_at(cells, a, i / ROWS, c) + i % ROWS * MN_VW, S);
         }
     }
@@ -70,8 +73,8 @@ static void store_state(const mn_longhorn_diag_args *p, float *cells, const tile
     }
 }
 
-static void stage_keys(stage *s, const mn_longhorn_diag_args *p, const tile *a, int64_t b, int64_t t0,
-                       int64_t n) {
+static void stage_keys(stage *s, const mn_longhorn_diag_args *p, const tile *a, int64_t b,
+                       int64_t t0, int64_t n) {
     const int64_t K = p->call.K;
     for (int64_t t = 0; t < n; t++) {
         const float *k = MN_ROW(float, p->k, b, t0 + t, a->h);
@@ -91,8 +94,8 @@ static void stage_keys(stage *s, const mn_longhorn_diag_args *p, const tile *a, 
     }
 }
 
-static void stage_values(stage *s, const mn_longhorn_diag_args *p, const tile *a, int64_t b, int64_t t0,
-                         int64_t n) {
+static void stage_values(stage *s, const mn_longhorn_diag_args *p, const tile *a, int64_t b,
+                         int64_t t0, int64_t n) {
     for (int64_t t = 0; t < n; t++) {
         const float *v = MN_ROW(float, p->v, b, t0 + t, a->h) + a->j0;
         const float *beta = MN_ROW(float, p->beta, b, t0 + t, a->h) + a->j0;

@@ -16,6 +16,7 @@ static int64_t width_of(const mn_call *c) {
 
 bool MN_T(mn_longhorn_diag_step_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    if (!mn_cells_fit(c)) return false;
     const int64_t width = width_of(c);
     plan->n_phases = 1;
     plan->items[0] = c->B * c->H * mn_ceil_div(c->V, width);
@@ -39,9 +40,10 @@ static void prepare(const columns *s, const float *v, const float *beta, float n
     }
 }
 
-/* One row, one vector of columns: S <- c S + k u and o += q S. The constants are those of the row. */
-MN_ALWAYS_INLINE void cells(const columns *s, const float *state0, float *state, vf q, vf k, vf others,
-                            int64_t j, int lanes, bool masked) {
+/* One row, one vector of columns: S <- c S + k u and o += q S. The constants are those of the row.
+ */
+MN_ALWAYS_INLINE void cells(const columns *s, const float *state0, float *state, vf q, vf k,
+                            vf others, int64_t j, int lanes, bool masked) {
     vf S = vf_mul(k, vf_load(s->u + j));
     if (state0) {
         const vf c = vf_fma(others, vf_load(s->w + j), vf_load(s->rest + j));
@@ -83,7 +85,8 @@ void MN_T(mn_longhorn_diag_step_run)(const void *args, int phase, int64_t item, 
     float *memory = scratch;
     const columns s = { memory, memory + padded, memory + 2 * padded, memory + 3 * padded, n };
     const double norm = mn_key_norm(k, call->K);
-    prepare(&s, MN_ROW(float, p->v, b, 0, h) + j0, MN_ROW(float, p->beta, b, 0, h) + j0, (float)norm);
+    prepare(&s, MN_ROW(float, p->v, b, 0, h) + j0, MN_ROW(float, p->beta, b, 0, h) + j0,
+            (float)norm);
     if (state0 && state) walk(&s, p, q, k, norm, state0 + j0, state + j0);    // the common call
     else walk(&s, p, q, k, norm, state0 ? state0 + j0 : NULL, state ? state + j0 : NULL);
     const vf scale = vf_set1((float)p->scale);

@@ -3,8 +3,8 @@
  * Tokens go in blocks. Forward, the state is saved at the start of every stretch of about
  * sqrt(blocks) blocks; backward, a stretch is replayed from there, saving the state at the start of
  * each of its blocks, and its blocks are handed out from the last to the first. So about
- * 2 sqrt(T / block) states are held at a time, and each token is computed forward twice here. A replay
- * computes the very bits of the first run. */
+ * 2 sqrt(T / block) states are held at a time, and each token is computed forward twice here. A
+ * replay computes the very bits of the first run. */
 #ifndef MN_KERNELS_VEC_REPLAY_H
 #define MN_KERNELS_VEC_REPLAY_H
 
@@ -61,7 +61,8 @@ static inline void mn_replay_run(const mn_replay *r, float *memory) {
             memcpy(here + r->floats, here, bytes);
             r->advance(r->context, here + r->floats, t, r->block);
         }
-        for (int64_t t = first + (end - first - 1) / r->block * r->block; t >= first; t -= r->block) {
+        for (int64_t t = first + (end - first - 1) / r->block * r->block; t >= first;
+             t -= r->block) {
             r->reverse(r->context, inner + (t - first) / r->block * r->floats, t,
                        mn_min(r->block, end - t));
         }
