@@ -13,5 +13,17 @@ write_basic_package_version_file(mnemeConfigVersion.cmake COMPATIBILITY SameMino
 install(FILES ${CMAKE_BINARY_DIR}/mnemeConfig.cmake ${CMAKE_BINARY_DIR}/mnemeConfigVersion.cmake
     DESTINATION ${package_dir})
 
+# mneme.pc finds the prefix from its own place, so that an installed tree may be moved. Only the shared
+# library is installed; what it needs it brings along, so its users are told of nothing else.
+if(IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}" OR IS_ABSOLUTE "${CMAKE_INSTALL_INCLUDEDIR}")
+    set(mneme_pc_prefix "${CMAKE_INSTALL_PREFIX}")
+    set(mneme_pc_libdir "${CMAKE_INSTALL_FULL_LIBDIR}")
+    set(mneme_pc_includedir "${CMAKE_INSTALL_FULL_INCLUDEDIR}")
+else()
+    file(RELATIVE_PATH up "/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/")
+    string(REGEX REPLACE "/$" "" mneme_pc_prefix "\${pcfiledir}/${up}")
+    set(mneme_pc_libdir "\${prefix}/${CMAKE_INSTALL_LIBDIR}")
+    set(mneme_pc_includedir "\${prefix}/${CMAKE_INSTALL_INCLUDEDIR}")
+endif()
 configure_file(cmake/mneme.pc.in mneme.pc @ONLY)
 install(FILES ${CMAKE_BINARY_DIR}/mneme.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

@@ -4,10 +4,9 @@ file(GLOB support_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/support/*.
 file(GLOB test_sources CONFIGURE_DEPENDS tests/unit/test_*.c tests/kernels/test_*.c
     tests/mixers/test_*.c)
 
-add_library(mneme_test_support INTERFACE)
-target_sources(mneme_test_support INTERFACE ${support_sources})
-target_include_directories(mneme_test_support INTERFACE src include tests)
-target_link_libraries(mneme_test_support INTERFACE mneme_static PkgConfig::CMOCKA
+add_library(mneme_test_support STATIC ${support_sources})
+target_include_directories(mneme_test_support PUBLIC src include tests)
+target_link_libraries(mneme_test_support PUBLIC mneme_static PkgConfig::CMOCKA
     ${mneme_dependencies})
 
 foreach(source ${test_sources})
@@ -24,6 +23,7 @@ endforeach()
 
 set(golden ${CMAKE_SOURCE_DIR}/tests/golden)
 add_test(NAME golden COMMAND sh -c "$<TARGET_FILE:mneme_cli> check ${golden}/*.safetensors")
+add_test(NAME bench_quick COMMAND mneme_cli bench ops --quick --runs 1)
 add_test(NAME layers COMMAND sh ${CMAKE_SOURCE_DIR}/tests/layers.sh ${CMAKE_SOURCE_DIR})
 file(GLOB cli_tests CONFIGURE_DEPENDS tests/cli/*.sh)
 foreach(script ${cli_tests})
@@ -32,3 +32,18 @@ foreach(script ${cli_tests})
 endforeach()
 add_test(NAME install COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/install.sh
     ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})
+
+# What make sanitize and make tsan run: the walks over all operators are too long under a sanitizer,
+# the golden vectors visit every kernel.
+set(sanitized test_base test_io test_safetensors test_matmul test_vec test_linear test_ops_refusal test_collision golden)
+set(threaded test_base test_matmul test_linear golden)
+foreach(name ${sanitized})
+    if(TEST ${name})
+        set_property(TEST ${name} APPEND PROPERTY LABELS sanitize)
+    endif()
+endforeach()
+foreach(name ${threaded})
+    if(TEST ${name})
+        set_property(TEST ${name} APPEND PROPERTY LABELS threads)
+    endif()
+endforeach()

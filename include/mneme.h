@@ -170,7 +170,7 @@ typedef mn_longhorn_diag_args mn_longhorn_column_args;
  *
  * gain = k'u / (r2 + k'u); gainvec = u / (r2 + k'u); kvar = k'u; qvar = scale^2 q'Pq. With theta the
  * state has R = 2K rows, pair j being turned by theta_j; otherwise R = K. P is symmetric, and so are
- * dP0 and the dP that counts. */
+ * dP0 and the dP that counts. P starts from P0, without it from p0 I, without both from I. */
 typedef struct mn_riccati_args {
     mn_call call;                            // B T H K G
     double scale;

@@ -51,8 +51,8 @@ static int parse(options *o, int argc, char **argv) {
         else if (!number && !text) return usage_error(" is no option", option);
         else if (!value) return usage_error(" needs a value", option);
         else if (text) *text = value;
-        else if (!mn_parse_count(number, value, 1, 1000)) {
-            return usage_error(" needs a whole number from 1 to 1000", option);
+        else if (!mn_parse_count(number, value, 1, 256)) {
+            return usage_error(" needs a whole number from 1 to 256", option);
         }
         i += number || text;
     }

@@ -58,8 +58,8 @@ mn_status mn_bench_open(mn_sample *sample, const mn_bench_case *which, mn_bench_
 double mn_bench_work(const mn_bench_case *which, const mn_sample *sample);
 double mn_bench_bytes(const mn_bench_case *which, const mn_sample *sample);
 
-/* Cells of a state times tokens: what the DIVIDE ceiling counts. */
-double mn_bench_cells(const mn_sample *sample);
+/* Cells of the state times tokens: what the DIVIDE ceiling counts. */
+double mn_bench_cells(const mn_bench_case *which, const mn_sample *sample);
 
 /* ---- bench_check.c ---- */
 
@@ -68,13 +68,15 @@ mn_status mn_bench_check(const mn_bench_case *which, mn_context *context, mn_con
 
 /* ---- bench_ceiling.c ---- */
 
+typedef struct mn_cell_loop mn_cell_loop;
+
 typedef struct mn_ceiling {
     mn_ceiling_id id;
     mn_context *context;          // borrowed
     double flop, bytes, cells;    // of the case
     float *a, *b, *c;
-    int64_t count;              // floats in a
-    int divisions, products;    // per cell, DIVIDE
+    int64_t count;               // floats in a
+    const mn_cell_loop *loop;    // of DIVIDE; NULL: this target has none
 } mn_ceiling;
 
 /* Memory and sizes for the ceiling of a case; THREADS needs none of it. */
@@ -82,7 +84,8 @@ mn_status mn_ceiling_open(mn_ceiling *ceiling, const mn_bench_case *which, const
                           mn_context *context);
 void mn_ceiling_close(mn_ceiling *ceiling);
 
-/* Runs it once: the seconds it needs for the amount of work of the case. */
+/* Runs it once: the seconds it needs for the amount of work of the case; NaN where the target has no
+ * such ceiling. */
 double mn_ceiling_seconds(mn_ceiling *ceiling);
 
 /* ---- bench_measure.c ---- */

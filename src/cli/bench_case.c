@@ -89,24 +89,28 @@ static bool set_decay(mn_sample *sample, const char *form, size_t length) {
     return true;
 }
 
-/* Marks the optional field, or sets the parameter of a name=value. */
-static bool take_item(mn_sample *sample, const char *item, size_t length, uint64_t *fields) {
-    const char *equals = memchr(item, '=', length);
-    const size_t name_length = equals ? (size_t)(equals - item) : length;
-    const size_t value_length = equals ? length - name_length - 1 : 0;
-    const bool decay = equals && name_length == 1 && item[0] == 'g';
-    if (decay && !set_decay(sample, equals + 1, value_length)) return false;
-    if (equals && !decay) return set_param(sample, item, name_length, equals + 1, value_length);
+static bool mark_field(const mn_sample *sample, const char *name, size_t length, uint64_t *fields) {
     int count;
     const mn_field *known = mn_op_fields(sample->op, &count);
     for (int i = 0; i < count; i++) {
-        if (strlen(known[i].name) == name_length &&
-            strncmp(known[i].name, item, name_length) == 0) {
-            *fields |= (uint64_t)1 << i;
-            return true;
-        }
+        if (strlen(known[i].name) != length || strncmp(known[i].name, name, length) != 0) continue;
+        *fields |= (uint64_t)1 << i;
+        return true;
     }
     return false;
+}
+
+/* Marks the optional input or the unwanted result, or sets the parameter of a name=value. */
+static bool take_item(mn_sample *sample, const char *item, size_t length, uint64_t *fields,
+                      uint64_t *unwanted) {
+    if (item[0] == '-') return mark_field(sample, item + 1, length - 1, unwanted);
+    const char *equals = memchr(item, '=', length);
+    if (!equals) return mark_field(sample, item, length, fields);
+    const size_t name_length = (size_t)(equals - item), value_length = length - name_length - 1;
+    if (name_length != 1 || item[0] != 'g') {
+        return set_param(sample, item, name_length, equals + 1, value_length);
+    }
+    return set_decay(sample, equals + 1, value_length) && mark_field(sample, "g", 1, fields);
 }
 
 /* "state0" -> "state": a state that a step updates. */
@@ -140,10 +144,10 @@ mn_status mn_bench_open(mn_sample *sample, const mn_bench_case *which, mn_bench_
     *call = which->call;
     call->dtype = dtype;
     cut_sizes(call, which, scale);
-    uint64_t fields = 0;
+    uint64_t fields = 0, unwanted = 0;
     for (const char *item = which->with; *item;) {
         const size_t length = strcspn(item, ",");
-        if (!take_item(sample, item, length, &fields)) {
+        if (!take_item(sample, item, length, &fields, &unwanted)) {
             return mn_fail(MN_ERR_INTERNAL, "bench case %s: %s has no \"%.*s\"", which->name,
                            mn_op_describe(which->op)->name, (int)length, item);
         }
@@ -151,6 +155,10 @@ mn_status mn_bench_open(mn_sample *sample, const mn_bench_case *which, mn_bench_
     }
     const mn_status st = mn_sample_allocate(sample, fields);
     if (st == MN_OK && which->pass == MN_BENCH_STEP) states_in_place(sample);
+    for (int i = 0; st == MN_OK && i < sample->n_tensors; i++) {
+        const mn_field *result = sample->tensors[i].field;
+        if (unwanted >> i & 1) ((mn_out *)(sample->args + result->offset))->data = NULL;
+    }
     return st;
 }
 
@@ -176,9 +184,10 @@ double mn_bench_work(const mn_bench_case *which, const mn_sample *sample) {
     return which->pass == MN_BENCH_TRAIN ? 3.0 * flop : flop;
 }
 
-double mn_bench_cells(const mn_sample *sample) {
+double mn_bench_cells(const mn_bench_case *which, const mn_sample *sample) {
     const mn_call *c = (const mn_call *)sample->args;
-    return (double)c->B * (double)c->T * (double)mn_max(c->H, 1) * (double)c->K * (double)c->V;
+    const double rows = (double)c->B * (double)c->T * (double)mn_max(c->H, 1);
+    return rows * (double)c->K * (double)c->V * (which->pass == MN_BENCH_TRAIN ? 3.0 : 1.0);
 }
 
 /* Bytes of the tensors with these roles, or of their gradients and cotangents. */

@@ -9,7 +9,19 @@
 #include "base/util.h"
 #include "cli/bench.h"
 
-enum { SGEMM_N = 1024, PIECE = 1 << 16 };    // floats that one thread takes at a time
+#if MN_HAVE_X86_TARGETS
+#define MN_TARGET avx2
+#include "kernels/vec/ceiling_divide.h"
+#include "kernels/vec/ceiling_moebius.h"
+#undef MN_TARGET
+#define MN_TARGET avx512
+#include "kernels/vec/ceiling_divide.h"
+#include "kernels/vec/ceiling_moebius.h"
+#undef MN_TARGET
+#endif
+
+/* sgemm's n; floats that one thread takes at a time; parts into which cells are cut */
+enum { SGEMM_N = 1024, PIECE = 1 << 16, CELL_PARTS = 64 };
 
 /* ---- memory ------------------------------------------------------------------------------------ */
 
@@ -40,6 +52,38 @@ static void read_piece(void *context, int64_t item, int worker) {
     ((uint32_t *)c->b)[item] = all;
 }
 
+/* ---- divisions ------------------------------------------------------------------------------- */
+
+/* Rounds of arithmetic on registers, and the cells that one of them computes. */
+struct mn_cell_loop {
+    float (*run)(int64_t rounds);
+    int64_t (*cells)(void);
+};
+
+/* NULL where the target has no loop of its own. */
+static const mn_cell_loop *cell_loop(mn_op_id op, mn_target_id target) {
+#if MN_HAVE_X86_TARGETS
+    static const mn_cell_loop loops[2][2] = {
+        { { mn_ceiling_divide_avx2, mn_ceiling_divide_cells_avx2 },
+          { mn_ceiling_moebius_avx2, mn_ceiling_moebius_cells_avx2 } },
+        { { mn_ceiling_divide_avx512, mn_ceiling_divide_cells_avx512 },
+          { mn_ceiling_moebius_avx512, mn_ceiling_moebius_cells_avx512 } },
+    };
+    if (target == MN_TARGET_AVX2) return &loops[0][op == MN_OP_moebius];
+    if (target == MN_TARGET_AVX512) return &loops[1][op == MN_OP_moebius];
+#endif
+    (void)op;
+    (void)target;
+    return NULL;
+}
+
+static void compute_cells(void *context, int64_t item, int worker) {
+    (void)worker;
+    const mn_ceiling *c = context;
+    const double part = c->cells / CELL_PARTS / (double)c->loop->cells();
+    c->b[item] = c->loop->run((int64_t)ceil(part));
+}
+
 /* ---- open and close ---------------------------------------------------------------------------- */
 
 /* `count` floats that are there: untouched memory would all be one page of zeros. */
@@ -55,7 +99,7 @@ mn_status mn_ceiling_open(mn_ceiling *ceiling, const mn_bench_case *which, const
                              .context = context,
                              .flop = mn_bench_work(which, sample),
                              .bytes = mn_bench_bytes(which, sample),
-                             .cells = mn_bench_cells(sample) };
+                             .cells = mn_bench_cells(which, sample) };
     const int64_t floats = mn_max((int64_t)(ceiling->bytes / sizeof(float)), 1);
     int64_t need_b = 0, need_c = 0;
     switch (which->ceiling) {
@@ -65,6 +109,10 @@ mn_status mn_ceiling_open(mn_ceiling *ceiling, const mn_bench_case *which, const
     case MN_CEILING_READ:
         ceiling->count = floats;
         need_b = mn_ceil_div(floats, PIECE);
+        break;
+    case MN_CEILING_DIVIDE:
+        ceiling->loop = cell_loop(which->op, context->target);
+        need_b = CELL_PARTS;
         break;
     default: return MN_OK;
     }
@@ -94,18 +142,21 @@ static double sgemm_seconds(const mn_ceiling *c) {
     return (mn_seconds() - start) * c->flop / (2.0 * n * (double)n * n);
 }
 
-static double memory_seconds(mn_ceiling *c, mn_item_fn fn) {
+static double seconds_of(mn_ceiling *c, int64_t n_items, mn_item_fn fn) {
     const double start = mn_seconds();
-    mn_threads_run(c->context->threads, mn_ceil_div(c->count, PIECE), fn, c);
+    mn_threads_run(c->context->threads, n_items, fn, c);
     return mn_seconds() - start;
 }
 
 double mn_ceiling_seconds(mn_ceiling *ceiling) {
+    const int64_t n_pieces = mn_ceil_div(ceiling->count, PIECE);
     switch (ceiling->id) {
     case MN_CEILING_SGEMM: return sgemm_seconds(ceiling);
-    case MN_CEILING_STREAM: return memory_seconds(ceiling, flip_piece);
-    case MN_CEILING_COPY: return memory_seconds(ceiling, copy_piece);
-    case MN_CEILING_READ: return memory_seconds(ceiling, read_piece);
+    case MN_CEILING_STREAM: return seconds_of(ceiling, n_pieces, flip_piece);
+    case MN_CEILING_COPY: return seconds_of(ceiling, n_pieces, copy_piece);
+    case MN_CEILING_READ: return seconds_of(ceiling, n_pieces, read_piece);
+    case MN_CEILING_DIVIDE:
+        return ceiling->loop ? seconds_of(ceiling, CELL_PARTS, compute_cells) : NAN;
     default: return NAN;
     }
 }

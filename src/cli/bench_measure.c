@@ -8,7 +8,7 @@
 #include "cli/bench.h"
 #include "ops/run.h"
 
-enum { MAX_RUNS = 1000, USUAL_RUNS = 7, QUICK_RUNS = 3, LEAST_RUNS = 3 };
+enum { MAX_RUNS = 256, USUAL_RUNS = 7, QUICK_RUNS = 3, LEAST_RUNS = 3 };
 
 static const double patience = 10.0;    // seconds a case may take beyond its least runs
 
@@ -73,7 +73,7 @@ static bool enough(const mn_bench_options *o, int done, double since) {
 static double amount_of(const mn_bench_case *which, const mn_sample *sample) {
     switch (which->ceiling) {
     case MN_CEILING_SGEMM: return mn_bench_work(which, sample);
-    case MN_CEILING_DIVIDE: return mn_bench_cells(sample) * (which->pass == MN_BENCH_TRAIN ? 3 : 1);
+    case MN_CEILING_DIVIDE: return mn_bench_cells(which, sample);
     case MN_CEILING_THREADS: return 1.0;
     default: return mn_bench_bytes(which, sample);
     }

@@ -1,5 +1,6 @@
 /* bench_report.c - results of the bench as a table or as JSON. */
 #include <inttypes.h>
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -33,7 +34,7 @@ static double rate_of(const mn_bench_result *r, double seconds) {
 }
 
 static bool judged(const mn_bench *bench, const mn_bench_result *r) {
-    return r->which->asked > 0.0 && bench->options.scale == MN_BENCH_FULL;
+    return r->which->asked > 0.0 && bench->options.scale == MN_BENCH_FULL && !isnan(r->share);
 }
 
 void mn_bench_print_header(FILE *out, const mn_bench *bench) {

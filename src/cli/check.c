@@ -7,6 +7,7 @@
 #include "base/status.h"
 #include "cli/command.h"
 #include "cli/golden.h"
+#include "cli/number.h"
 #include "kernels/dispatch.h"
 #include "ops/run.h"
 
@@ -121,7 +122,10 @@ static int parse(options *o, int argc, char **argv) {
         } else if (value && strcmp(argv[i], "--dtype") == 0) {
             o->dtype = argv[++i];
         } else if (value && strcmp(argv[i], "--threads") == 0) {
-            o->n_threads = atoi(argv[++i]);
+            if (!mn_parse_count(&o->n_threads, argv[++i], 1, 256)) {
+                fprintf(stderr, "mneme check: --threads needs a whole number from 1 to 256\n");
+                return -1;
+            }
         } else {
             fprintf(stderr, "mneme check: %s is no option, or its value is missing\n", argv[i]);
             return -1;

@@ -156,18 +156,8 @@ void mn_mixer_state_formula(char out[MN_MIXER_FORMULA], const mn_mixer_info *inf
     append_product(out, info, "1");
 }
 
-/* Where the operator keeps how its decay is given; NULL if it takes none. */
-static int *decay_of(mn_op_id op, void *args) {
-    switch (op) {
-    case MN_OP_additive: return &((mn_additive_args *)args)->decay;
-    case MN_OP_delta_net: return &((mn_delta_net_args *)args)->decay;
-    case MN_OP_gdn2: return &((mn_gdn2_args *)args)->decay;
-    default: return NULL;
-    }
-}
-
 void mn_mixer_set_args(const mn_mixer_info *info, void *args) {
-    int *decay = decay_of(info->op, args);
+    int *decay = mn_args_decay_slot(info->op, args);
     if (decay) *decay = info->transition->decay;
     if (info->op == MN_OP_hyper) ((mn_hyper_args *)args)->kind = info->read->kind;
 }

@@ -23,8 +23,8 @@ static mn_status run_memory(mn_context *context, mn_pass pass, const mn_ccq_read
             .q = mn_as_input(qt), .k = p->k, .v = p->v, .beta = p->beta, .g = p->g,
             .state0 = p->state0, .o = p->o, .state = p->state,
             .cot = { p->cot.o, p->cot.state },
-            .grad = { .q = dqt, .k = p->grad.k, .v = p->grad.v, .beta = p->grad.beta, .g = p->grad.g,
-                      .state0 = p->grad.state0 },
+            .grad = { .q = dqt, .k = p->grad.k, .v = p->grad.v, .beta = p->grad.beta,
+                      .g = p->grad.g, .state0 = p->grad.state0 },
         };
         return mn_op_run(context, MN_OP_delta_net, pass, &memory);
     }

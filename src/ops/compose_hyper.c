@@ -16,7 +16,8 @@
 #include "ops/linear.h"
 #include "ops/rows.h"
 
-/* What forward makes and backward needs, all contiguous over the B T rows; d_* are its cotangents. */
+/* What forward makes and backward needs, all contiguous over the B T rows; d_* are its
+ * cotangents. */
 typedef struct layer {
     mn_context *context;
     const mn_hyper_layer_args *p;
@@ -36,16 +37,20 @@ static mn_status check_sizes(const mn_hyper_layer_args *p) {
                        branches == 2 ? "Q = 2 H" : "Q = H");
     }
     if (c->K % c->Q != 0 || c->V % c->H != 0) {
-        return mn_fail(MN_ERR_ARGUMENT, "hyper_layer: K = %" PRId64 " must be a multiple of Q = %" PRId64
-                       ", and V = %" PRId64 " of H = %" PRId64, c->K, c->Q, c->V, c->H);
+        return mn_fail(MN_ERR_ARGUMENT,
+                       "hyper_layer: K = %" PRId64 " must be a multiple of Q = %" PRId64
+                       ", and V = %" PRId64 " of H = %" PRId64,
+                       c->K, c->Q, c->V, c->H);
     }
     if (c->J % c->Q != 0 || c->J / c->Q != c->R || c->L % c->H != 0 || c->L / c->H != c->S) {
         return mn_fail(MN_ERR_ARGUMENT, "hyper_layer: control1 has J = %" PRId64
                        " rows, not Q R, or control2 has L = %" PRId64 ", not H S", c->J, c->L);
     }
     if (longest > c->P) {
-        return mn_fail(MN_ERR_ARGUMENT, "hyper_layer: %" PRId64 " tokens, and mixing parameters for P = %"
-                       PRId64 "; use a larger block size or shorter sequences", longest, c->P);
+        return mn_fail(MN_ERR_ARGUMENT,
+                       "hyper_layer: %" PRId64 " tokens, and mixing parameters for P = %" PRId64
+                       "; use a larger block size or shorter sequences",
+                       longest, c->P);
     }
     return MN_OK;
 }
@@ -248,7 +253,8 @@ mn_status mn_compose_hyper_layer(mn_context *context, mn_pass pass, const void *
     mn_status st = check_sizes(p);
     if (st != MN_OK) return st;
     open_layer(&s, pass == MN_BACKWARD);
-    if (s.out_of_memory) return mn_fail(MN_ERR_MEMORY, "hyper_layer: no memory for its temporaries");
+    if (s.out_of_memory)
+        return mn_fail(MN_ERR_MEMORY, "hyper_layer: no memory for its temporaries");
     const projections w = projections_of(&s);
     st = forward(&s, &w);
     if (st != MN_OK || pass == MN_BACKWARD) return st == MN_OK ? backward(&s, &w) : st;

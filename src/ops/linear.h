@@ -1,7 +1,7 @@
 /* linear.h - y = x W' + b over rows, or its sigmoid: the projections inside composed operators.
  *
- * Weights are (out, in) as linear layers store them. A row's bits depend on that row alone; sums over
- * rows (the gradients of W and b) are the same at any number of threads. */
+ * Weights are (out, in) as linear layers store them. A row's bits depend on that row alone; sums
+ * over rows (the gradients of W and b) are the same at any number of threads. */
 #ifndef MN_OPS_LINEAR_H
 #define MN_OPS_LINEAR_H
 
@@ -17,8 +17,8 @@ typedef struct mn_linear {
 
 void mn_linear_forward(mn_context *context, const mn_linear *p, void *y);
 
-/* Adds nothing where a pointer is NULL. `y` is the result of forward, needed with sigmoid only; `dy`
- * becomes the cotangent of x W' + b. dx is written, or added to when `add`. */
+/* Adds nothing where a pointer is NULL. `y` is the result of forward, needed with sigmoid only;
+ * `dy` becomes the cotangent of x W' + b. dx is written, or added to when `add`. */
 void mn_linear_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
                         void *dweight, void *dbias, void *dx, bool add);
 

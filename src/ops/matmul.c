@@ -17,8 +17,8 @@
 #undef MN_TARGET
 #endif
 
-/* A block of C is one item. K_BLOCK terms are summed in a row before they join C: short chains round
- * less, and a weight gradient over 65,536 tokens is a sum of 65,536 terms. */
+/* A block of C is one item. K_BLOCK terms are summed in a row before they join C: short chains
+ * round less, and a weight gradient over 65,536 tokens is a sum of 65,536 terms. */
 enum { M_BLOCK = 64, N_BLOCK = 256, K_BLOCK = 512 };
 
 typedef struct block {
@@ -40,8 +40,8 @@ static steps steps_of(int64_t stored_row, bool transposed) {
     return transposed ? (steps){ 1, stored_row } : (steps){ stored_row, 1 };
 }
 
-/* One row of a block at a time, its sums in double; the innermost loop runs along whichever axis of B
- * is contiguous. */
+/* One row of a block at a time, its sums in double; the innermost loop runs along whichever axis of
+ * B is contiguous. */
 #define PLAIN(name, TYPE)                                                                          \
     static void name(const mn_matmul_args *p, const block *at) {                                   \
         const steps a = steps_of(p->a_row, p->a_transposed);                                       \

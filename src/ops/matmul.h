@@ -4,8 +4,8 @@
  *
  * An element is a sum over k in blocks of fixed length, so its bits depend on its row of A and its
  * column of B alone: not on M, N, its place or the number of threads. That is what keeps packed
- * sequences bit-equal to separate ones, and why this does not call a BLAS: OpenBLAS sums a row in an
- * order that changes with the number of rows and with its place among them. */
+ * sequences bit-equal to separate ones, and why this does not call a BLAS: OpenBLAS sums a row in
+ * an order that changes with the number of rows and with its place among them. */
 #ifndef MN_OPS_MATMUL_H
 #define MN_OPS_MATMUL_H
 

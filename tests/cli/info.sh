@@ -21,6 +21,9 @@ done
 for key in version build target targets kernels mixers transition belief read variance state; do
     echo "$json" | grep -q "\"$key\":" || fail "the JSON lacks $key"
 done
+if command -v python3 >/dev/null; then
+    echo "$json" | python3 -m json.tool >/dev/null || fail "the JSON does not parse"
+fi
 "$mneme" info --target ref --json | grep -q '"target": "ref"' || fail "--target ref is not heard"
 "$mneme" info --help | grep -q usage || fail "no help"
 if "$mneme" info --target nowhere 2>/dev/null; then fail "an unknown target succeeds"; fi

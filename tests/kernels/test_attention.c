@@ -1,9 +1,10 @@
 /* test_attention.c - attention and relu_attention beyond what the walks over the table reach: sizes
  * around blocks of queries and keys, groups of heads, caches, decoding, positions and large scores.
  *
- * Tolerances, relative rms, float32 against float64: a score is a sum of K products, so it is off by
- * some 2^-24 sqrt(K) |z|, with |z| up to about 5 here; its exponential inherits that as a relative
- * error of 1e-6, and outputs average such errors. Gradients pass two more sums. 5e-6 and 2e-5. */
+ * Tolerances, relative rms, float32 against float64: a score is a sum of K products, so it is off
+ * by some 2^-24 sqrt(K) |z|, with |z| up to about 5 here; its exponential inherits that as a
+ * relative error of 1e-6, and outputs average such errors. Gradients pass two more sums. 5e-6 and
+ * 2e-5. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -52,7 +53,8 @@ static void drop(mn_sample *sample) {
 
 static void run(mn_context *context, mn_sample *sample, bool backward) {
     const mn_pass pass = backward ? MN_BACKWARD : MN_FORWARD;
-    if (mn_op_run(context, sample->op, pass, sample->args) != MN_OK) check_fatal("%s", mn_last_error());
+    if (mn_op_run(context, sample->op, pass, sample->args) != MN_OK)
+        check_fatal("%s", mn_last_error());
     CHECK(mn_sample_guards_intact(sample), "memory around a result was overwritten");
 }
 
@@ -74,15 +76,21 @@ static mn_sample *widened(const shape *s, uint64_t seed) {
     const int n_targets = op_targets(targets);                                                     \
     for (const op_target *target = targets; target < targets + n_targets; target++)
 
-/* Around 64 rows of queries, 128 and 256 keys, four lanes and two; groups that fill a block and more;
- * steps with one and several segments of keys. */
+/* Around 64 rows of queries, 128 and 256 keys, four lanes and two; groups that fill a block and
+ * more; steps with one and several segments of keys. */
 static const shape shapes[] = {
-    { MN_OP_attention, 0, 1, 127, 1, 1, 8, 5, 0 },   { MN_OP_attention, 1, 1, 129, 2, 1, 6, 17, 0 },
-    { MN_OP_attention, 2, 2, 257, 3, 3, 16, 9, 0 },  { MN_OP_attention, 0, 1, 400, 4, 2, 33, 31, 0 },
-    { MN_OP_attention, 0, 1, 9, 70, 1, 4, 4, 0 },    { MN_OP_attention, 1, 1, 40, 16, 2, 8, 8, 300 },
-    { MN_OP_attention, 0, 1, 100, 1, 1, 4, 3, 8300 }, { MN_OP_attention, 1, 2, 1, 4, 4, 20, 7, 1 },
-    { MN_OP_attention, 1, 2, 1, 4, 4, 20, 7, 3 },    { MN_OP_attention, 0, 3, 1, 6, 2, 64, 64, 259 },
-    { MN_OP_attention, 2, 1, 1, 12, 1, 34, 33, 700 }, { MN_OP_attention, 0, 1, 1, 8, 2, 7, 70, 1021 },
+    { MN_OP_attention, 0, 1, 127, 1, 1, 8, 5, 0 },
+    { MN_OP_attention, 1, 1, 129, 2, 1, 6, 17, 0 },
+    { MN_OP_attention, 2, 2, 257, 3, 3, 16, 9, 0 },
+    { MN_OP_attention, 0, 1, 400, 4, 2, 33, 31, 0 },
+    { MN_OP_attention, 0, 1, 9, 70, 1, 4, 4, 0 },
+    { MN_OP_attention, 1, 1, 40, 16, 2, 8, 8, 300 },
+    { MN_OP_attention, 0, 1, 100, 1, 1, 4, 3, 8300 },
+    { MN_OP_attention, 1, 2, 1, 4, 4, 20, 7, 1 },
+    { MN_OP_attention, 1, 2, 1, 4, 4, 20, 7, 3 },
+    { MN_OP_attention, 0, 3, 1, 6, 2, 64, 64, 259 },
+    { MN_OP_attention, 2, 1, 1, 12, 1, 34, 33, 700 },
+    { MN_OP_attention, 0, 1, 1, 8, 2, 7, 70, 1021 },
     { MN_OP_relu_attention, 0, 1, 129, 2, 1, 6, 17, 0 },
     { MN_OP_relu_attention, 0, 2, 321, 4, 2, 16, 9, 0 },
     { MN_OP_relu_attention, 0, 1, 66, 2, 2, 5, 6, 8250 },
@@ -140,7 +148,8 @@ static void groups_share_heads(void **state) {
         check_samples_close("groups", target->name, a, b, false, tolerance(target, false));
         for (int64_t i = 0; i < kb->count; i++) {
             const int64_t row = i / 48, h = i / 8 % 6, at = (row * 2 + h / 3) * 8 + i % 8;
-            const double rest = mn_sample_get(a, ka->partner, at) - mn_sample_get(b, kb->partner, i);
+            const double rest = mn_sample_get(a, ka->partner, at) -
+                                mn_sample_get(b, kb->partner, i);
             mn_sample_set(a, ka->partner, at, rest);
         }
         double left = 0.0, size = 0.0;
@@ -154,8 +163,8 @@ static void groups_share_heads(void **state) {
     check_done();
 }
 
-/* Row t of a whole sequence and of a cache of its keys up to t, decoded token by token; and the rows
- * of T tokens in T + 1. */
+/* Row t of a whole sequence and of a cache of its keys up to t, decoded token by token; and the
+ * rows of T tokens in T + 1. */
 static void decoding_is_the_whole(void **state) {
     (void)state;
     static const shape whole[] = { { MN_OP_attention, 0, 1, 300, 4, 2, 16, 8, 0 },
@@ -235,8 +244,8 @@ static void rope_inside_is_rope_outside(void **state) {
     check_done();
 }
 
-/* Scores of many hundred, as training runs have them before they are lost: weights are then 0 and 1,
- * outputs are values, and nothing is infinite. */
+/* Scores of many hundred, as training runs have them before they are lost: weights are then 0 and
+ * 1, outputs are values, and nothing is infinite. */
 static void large_scores_stay_finite(void **state) {
     (void)state;
     EACH_TARGET(target) {
@@ -248,17 +257,20 @@ static void large_scores_stay_finite(void **state) {
                 mn_sample_set(a, q->data, i, 1000.0 * mn_sample_get(a, q->data, i));
             }
             double largest = 0.0;
-            for (int64_t i = 0; i < v->count; i++) largest = fmax(largest, fabs(mn_sample_get(a, v->data, i)));
+            for (int64_t i = 0; i < v->count; i++)
+                largest = fmax(largest, fabs(mn_sample_get(a, v->data, i)));
             run(op_context(target->name, 2), a, false);
             run(op_context(target->name, 2), a, true);
             const mn_sample_tensor *o = mn_sample_find(a, "o");
             for (int64_t i = 0; i < o->count; i++) {
                 const double x = fabs(mn_sample_get(a, o->data, i));
-                if (!CHECK(x <= largest * 1.000001, "%s: output %g of values up to %g", target->name,
-                           x, largest)) break;
+                if (!CHECK(x <= largest * 1.000001, "%s: output %g of values up to %g",
+                           target->name, x, largest))
+                    break;
             }
             for (int64_t i = 0; i < q->count; i++) {
-                if (!CHECK(isfinite(mn_sample_get(a, q->partner, i)), "%s: dq", target->name)) break;
+                if (!CHECK(isfinite(mn_sample_get(a, q->partner, i)), "%s: dq", target->name))
+                    break;
             }
             drop(a);
         }
@@ -291,7 +303,8 @@ static void zero_rows_give_zero(void **state) {
                 CHECK(x == 0.0 && y == 0.0, "%s: reads %g, %g", target->name, x, y);
             }
             for (int64_t i = 0; i < k->count; i++) {
-                if (!CHECK(isfinite(mn_sample_get(a, k->partner, i)), "%s: dk", target->name)) break;
+                if (!CHECK(isfinite(mn_sample_get(a, k->partner, i)), "%s: dk", target->name))
+                    break;
             }
             drop(a);
         }
@@ -312,10 +325,13 @@ static void gradients_come_alone(void **state) {
         const char *names[] = { "q", "k", "v" };
         run(context, all, true);
         for (int i = 0; i < 3; i++) {
-            for (int j = 0; j < 3; j++) *grads[j] = i == j ? wanted[i] : (mn_out){ NULL, { 0, 0, 0 } };
+            for (int j = 0; j < 3; j++)
+                *grads[j] = i == j ? wanted[i] : (mn_out){ NULL, { 0, 0, 0 } };
             run(context, one, true);
-            const mn_sample_tensor *x = mn_sample_find(all, names[i]), *y = mn_sample_find(one, names[i]);
-            CHECK(memcmp(x->partner, y->partner, (size_t)x->count * mn_dtype_bytes(target->dtype)) == 0,
+            const mn_sample_tensor *x = mn_sample_find(all, names[i]),
+                                   *y = mn_sample_find(one, names[i]);
+            CHECK(memcmp(x->partner, y->partner,
+                         (size_t)x->count * mn_dtype_bytes(target->dtype)) == 0,
                   "%s: d%s alone differs", target->name, names[i]);
         }
         for (int j = 0; j < 3; j++) *grads[j] = wanted[j];
@@ -324,7 +340,8 @@ static void gradients_come_alone(void **state) {
         for (int i = 0; i < 3; i++) {
             const mn_sample_tensor *y = mn_sample_find(one, names[i]);
             double sum = 0.0;
-            for (int64_t at = 0; at < y->count; at++) sum += fabs(mn_sample_get(one, y->partner, at));
+            for (int64_t at = 0; at < y->count; at++)
+                sum += fabs(mn_sample_get(one, y->partner, at));
             CHECK(sum == 0.0, "%s: d%s without a cotangent", target->name, names[i]);
         }
         drop(all);
@@ -345,7 +362,8 @@ static void wrong_sizes_are_refused(void **state) {
     *call = good, call->J = 3;
     CHECK(mn_op_run(context, a->op, MN_FORWARD, a->args) == MN_ERR_ARGUMENT, "H no multiple of J");
     *call = good, call->L = 4;
-    CHECK(mn_op_run(context, a->op, MN_FORWARD, a->args) == MN_ERR_ARGUMENT, "fewer keys than queries");
+    CHECK(mn_op_run(context, a->op, MN_FORWARD, a->args) == MN_ERR_ARGUMENT,
+          "fewer keys than queries");
     *call = good;
     ((mn_attention_args *)a->args)->rope_kind = 3;
     CHECK(mn_op_run(context, a->op, MN_FORWARD, a->args) == MN_ERR_ARGUMENT, "no such rope");

@@ -1,5 +1,5 @@
-/* test_curvature.c - the curvature-conditioned query: its definition, its bounds, its statistics over
- * long and interrupted sequences. Sizes, gradients and bits are walked by test_ops_*.c. */
+/* test_curvature.c - the curvature-conditioned query: its definition, its bounds, its statistics
+ * over long and interrupted sequences. Sizes, gradients and bits are walked by test_ops_*.c. */
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>
@@ -10,8 +10,14 @@
 #include "support/op_against.h"
 
 static op_case case_of(int64_t T, int64_t K) {
-    return (op_case){ .op = MN_OP_curvature, .fields = MN_ALL_FIELDS, .B = 1, .T = T, .H = 1, .K = K,
-                      .V = 1, .seed = (uint64_t)(T + K) };
+    return (op_case){ .op = MN_OP_curvature,
+                      .fields = MN_ALL_FIELDS,
+                      .B = 1,
+                      .T = T,
+                      .H = 1,
+                      .K = K,
+                      .V = 1,
+                      .seed = (uint64_t)(T + K) };
 }
 
 /* No statistics before the first token. */
@@ -23,7 +29,8 @@ static op_case fresh_case_of(int64_t T, int64_t K) {
 
 /* ---- the definition -------------------------------------------------------------------------- */
 
-/* out = q - gamma C q with C = (1/n) sum (k_i - mean)(k_i - mean)', from the n keys up to token t. */
+/* out = q - gamma C q with C = (1/n) sum (k_i - mean)(k_i - mean)', from the n keys up to token
+ * t. */
 static void contract_centred(double *out, mn_sample *s, int64_t t, int64_t K) {
     double mean[64] = { 0.0 };
     const double n = (double)t + 1.0, gamma = op_at(s, "gamma", t);
@@ -54,18 +61,20 @@ static void query_is_contracted_by_the_covariance(void **state) {
         double want[K];
         contract_centred(want, &s, t, K);
         for (int64_t j = 0; j < K; j++) {
-            CHECK(fabs(op_at(&s, "qt", t * K + j) - want[j]) < 1e-13, "token %d channel %d", (int)t, (int)j);
+            CHECK(fabs(op_at(&s, "qt", t * K + j) - want[j]) < 1e-13, "token %d channel %d", (int)t,
+                  (int)j);
         }
     }
     mn_sample_free(&s);
     check_done();
 }
 
-/* ---- bounds ----------------------------------------------------------------------------------- */
+/* ---- bounds ---------------------------------------------------------------------------------- */
 
-/* Roundings between exact and computed qt, relative to gamma |q|, for unit keys: the moment of n keys
- * is a sum over at most `chunks` chunks of 32 keys, its product with q has K terms, the part inside the
- * chunk 32 + K, the mean as many again. Each of these steps rounds numbers whose norm is at most |q|. */
+/* Roundings between exact and computed qt, relative to gamma |q|, for unit keys: the moment of n
+ * keys is a sum over at most `chunks` chunks of 32 keys, its product with q has K terms, the part
+ * inside the chunk 32 + K, the mean as many again. Each of these steps rounds numbers whose norm is
+ * at most |q|. */
 static double slack(int64_t T, int64_t K) {
     return ((double)T / 32.0 + 2.0 * (double)K + 100.0) * FLT_EPSILON;
 }
@@ -83,17 +92,20 @@ static void check_bounds(const char *target, op_case c) {
             q2 += q * q, qt2 += qt * qt, product += q * qt;
         }
         const double gamma = op_at(&s, "gamma", t);
-        CHECK(sqrt(qt2) <= sqrt(q2) * (1.0 + gamma * more), "%s: token %d grew by %.3e", target, (int)t,
-              sqrt(qt2 / q2) - 1.0);
-        CHECK(product >= q2 * (1.0 - gamma - gamma * more), "%s: token %d, 1 - q.qt / q.q is %.9g of %.9g",
-              target, (int)t, 1.0 - product / q2, gamma);
+        CHECK(sqrt(qt2) <= sqrt(q2) * (1.0 + gamma * more), "%s: token %d grew by %.3e", target,
+              (int)t, sqrt(qt2 / q2) - 1.0);
+        CHECK(product >= q2 * (1.0 - gamma - gamma * more),
+              "%s: token %d, 1 - q.qt / q.q is %.9g of %.9g", target, (int)t, 1.0 - product / q2,
+              gamma);
     }
     mn_sample_free(&s);
 }
 
 static void spectrum_stays_in_its_interval(void **state) {
     (void)state;
-    static const int64_t sizes[][2] = { { 1, 5 }, { 40, 1 }, { 200, 3 }, { 130, 64 }, { 3000, 17 } };
+    static const int64_t sizes[][2] = {
+        { 1, 5 }, { 40, 1 }, { 200, 3 }, { 130, 64 }, { 3000, 17 }
+    };
     op_target targets[MN_TARGET_COUNT + 1];
     const int n_targets = op_targets(targets);
     for (int i = 0; i < n_targets; i++) {
@@ -110,7 +122,9 @@ static void spectrum_stays_in_its_interval(void **state) {
 static void repeat_first_key(mn_sample *s) {
     const mn_sample_tensor *k = mn_sample_find(s, "k");
     const int64_t K = ((const mn_call *)s->args)->K;
-    for (int64_t i = K; i < k->count; i++) mn_sample_set(s, k->data, i, mn_sample_get(s, k->data, i % K));
+    for (int64_t i = K; i < k->count; i++) {
+        mn_sample_set(s, k->data, i, mn_sample_get(s, k->data, i % K));
+    }
 }
 
 static void repeated_keys_leave_the_query(void **state) {
@@ -131,8 +145,8 @@ static void repeated_keys_leave_the_query(void **state) {
                 size += q * q;
                 off += (op_at(&s, "qt", t * c.K + j) - q) * (op_at(&s, "qt", t * c.K + j) - q);
             }
-            CHECK(sqrt(off) <= slack(c.T, c.K) * sqrt(size), "%s: token %d moved by %.3e", targets[i].name,
-                  (int)t, sqrt(off / size));
+            CHECK(sqrt(off) <= slack(c.T, c.K) * sqrt(size), "%s: token %d moved by %.3e",
+                  targets[i].name, (int)t, sqrt(off / size));
         }
         mn_sample_free(&s);
     }
@@ -141,7 +155,7 @@ static void repeated_keys_leave_the_query(void **state) {
     check_done();
 }
 
-/* ---- long and interrupted sequences ------------------------------------------------------------ */
+/* ---- long and interrupted sequences ---------------------------------------------------------- */
 
 static void long_sequences_stay_accurate(void **state) {
     (void)state;
@@ -200,8 +214,10 @@ static void counts_may_differ_in_a_pack(void **state) {
             ((mn_curvature_args *)one.args)->n0 = counts[n];
             op_run_both(op_context(targets[i].name, 2), &one, &alone);
             op_copy_tokens(&part, 0, &packed, cu[n], alone.T, OP_COMPUTED);
-            const mn_sample_tensor *a = mn_sample_find(&one, "qt"), *b = mn_sample_find(&part, "qt");
-            const mn_sample_tensor *da = mn_sample_find(&one, "k"), *db = mn_sample_find(&part, "k");
+            const mn_sample_tensor *a = mn_sample_find(&one, "qt"),
+                                   *b = mn_sample_find(&part, "qt");
+            const mn_sample_tensor *da = mn_sample_find(&one, "k"),
+                                   *db = mn_sample_find(&part, "k");
             const size_t size = c.dtype == MN_F64 ? sizeof(double) : sizeof(float);
             CHECK(memcmp(a->data, b->data, (size_t)a->count * size) == 0, "%s: qt of sequence %d",
                   targets[i].name, (int)n);

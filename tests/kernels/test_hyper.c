@@ -1,9 +1,9 @@
-/* test_hyper.c - hyper and hyper_layer beyond what the walks over the table reach: strips and lanes,
- * more sequences than groups, lag truncation, decoding, norms, rows of zeros.
+/* test_hyper.c - hyper and hyper_layer beyond what the walks over the table reach: strips and
+ * lanes, more sequences than groups, lag truncation, decoding, norms, rows of zeros.
  *
- * Tolerances, relative rms, float32 against float64: scores and both mixes are sums of up to n products
- * each, off by some 2^-24 sqrt(n) of their size, and the norm adds one more sum; n is below 500 here.
- * 1e-5 for outputs and, with the two sums on the way back, 4e-5 for gradients. */
+ * Tolerances, relative rms, float32 against float64: scores and both mixes are sums of up to n
+ * products each, off by some 2^-24 sqrt(n) of their size, and the norm adds one more sum; n is
+ * below 500 here. 1e-5 for outputs and, with the two sums on the way back, 4e-5 for gradients. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -53,7 +53,8 @@ static void drop(mn_sample *sample) {
 
 static void run(mn_context *context, mn_sample *sample, bool backward) {
     const mn_pass pass = backward ? MN_BACKWARD : MN_FORWARD;
-    if (mn_op_run(context, sample->op, pass, sample->args) != MN_OK) check_fatal("%s", mn_last_error());
+    if (mn_op_run(context, sample->op, pass, sample->args) != MN_OK)
+        check_fatal("%s", mn_last_error());
     CHECK(mn_sample_guards_intact(sample), "memory around a result was overwritten");
 }
 
@@ -67,14 +68,19 @@ static double tolerance(const op_target *target, bool gradients) {
     const int n_targets = op_targets(targets);                                                     \
     for (const op_target *target = targets; target < targets + n_targets; target++)
 
-/* Around strips of 48 rows and products of 256 columns, with one lane to four and more sequences than
- * the eight groups that share sums; ranks around a vector. */
+/* Around strips of 48 rows and products of 256 columns, with one lane to four and more sequences
+ * than the eight groups that share sums; ranks around a vector. */
 static const shape shapes[] = {
-    { RELU, OUT_SCALE, 1, 49, 1, 5, 7, 3, 2, 0, 60 },   { GLU, OUT_SCALE, 1, 97, 2, 8, 16, 16, 16, 0, 0 },
-    { GLU, L2, 2, 257, 1, 16, 9, 4, 17, 0, 300 },       { RELU, NONE, 1, 300, 2, 3, 33, 1, 1, 0, 301 },
-    { GLU, NONE, 11, 20, 2, 4, 5, 2, 3, 0, 40 },        { RELU, L2, 9, 60, 1, 6, 4, 5, 6, 0, 64 },
-    { GLU, OUT_SCALE, 1, 70, 2, 8, 8, 4, 4, 400, 450 }, { RELU, OUT_SCALE, 1, 5, 1, 9, 31, 8, 8, 300, 300 },
-    { GLU, OUT_SCALE, 2, 1, 2, 17, 20, 16, 3, 260, 0 }, { GLU, OUT_SCALE, 1, 60, 1, 4, 4, 2, 2, 8260, 8300 },
+    { RELU, OUT_SCALE, 1, 49, 1, 5, 7, 3, 2, 0, 60 },
+    { GLU, OUT_SCALE, 1, 97, 2, 8, 16, 16, 16, 0, 0 },
+    { GLU, L2, 2, 257, 1, 16, 9, 4, 17, 0, 300 },
+    { RELU, NONE, 1, 300, 2, 3, 33, 1, 1, 0, 301 },
+    { GLU, NONE, 11, 20, 2, 4, 5, 2, 3, 0, 40 },
+    { RELU, L2, 9, 60, 1, 6, 4, 5, 6, 0, 64 },
+    { GLU, OUT_SCALE, 1, 70, 2, 8, 8, 4, 4, 400, 450 },
+    { RELU, OUT_SCALE, 1, 5, 1, 9, 31, 8, 8, 300, 300 },
+    { GLU, OUT_SCALE, 2, 1, 2, 17, 20, 16, 3, 260, 0 },
+    { GLU, OUT_SCALE, 1, 60, 1, 4, 4, 2, 2, 8260, 8300 },
 };
 
 static void targets_match_reference(void **state) {
@@ -100,8 +106,8 @@ static void targets_match_reference(void **state) {
     check_done();
 }
 
-/* Mixing and everything after the activation is homogeneous, so dividing x1 by its norm before it and
- * dividing the output after it are the same. */
+/* Mixing and everything after the activation is homogeneous, so dividing x1 by its norm before it
+ * and dividing the output after it are the same. */
 static void l2_is_out_scale(void **state) {
     (void)state;
     for (int kind = RELU; kind <= GLU; kind++) {
@@ -121,8 +127,8 @@ static void l2_is_out_scale(void **state) {
     check_done();
 }
 
-/* Copies the last `kept` lags of a parameter of `from` (or of its gradient) into `to`, whose block is
- * that long. Lags are the last axis of Vt and d and the one before it of U. */
+/* Copies the last `kept` lags of a parameter of `from` (or of its gradient) into `to`, whose block
+ * is that long. Lags are the last axis of Vt and d and the one before it of U. */
 static void cut_lags(mn_sample *to, const mn_sample *from, const char *name, bool gradient) {
     const mn_sample_tensor *a = mn_sample_find((mn_sample *)from, name);
     const mn_sample_tensor *b = mn_sample_find(to, name);
@@ -167,11 +173,14 @@ static void unused_lags_do_not_show(void **state) {
             const mn_sample_tensor *z = mn_sample_find(grads, parameters[i]);
             double all = 0.0, used = 0.0;
             cut_lags(grads, a, parameters[i], true);
-            CHECK(memcmp(z->partner, y->partner, (size_t)y->count * mn_dtype_bytes(target->dtype)) == 0,
+            CHECK(memcmp(z->partner, y->partner,
+                         (size_t)y->count * mn_dtype_bytes(target->dtype)) == 0,
                   "%s: d%s differs", target->name, parameters[i]);
             for (int64_t at = 0; at < x->count; at++) all += fabs(mn_sample_get(a, x->partner, at));
-            for (int64_t at = 0; at < z->count; at++) used += fabs(mn_sample_get(grads, z->partner, at));
-            CHECK(fabs(all - used) <= 1e-12 * all, "%s: d%s of unused lags", target->name, parameters[i]);
+            for (int64_t at = 0; at < z->count; at++)
+                used += fabs(mn_sample_get(grads, z->partner, at));
+            CHECK(fabs(all - used) <= 1e-12 * all, "%s: d%s of unused lags", target->name,
+                  parameters[i]);
         }
         drop(a);
         drop(b);
@@ -180,7 +189,8 @@ static void unused_lags_do_not_show(void **state) {
     check_done();
 }
 
-/* Row t of a whole sequence and of a cache of its keys up to t; and the rows of T tokens in T + 1. */
+/* Row t of a whole sequence and of a cache of its keys up to t; and the rows of T tokens in T +
+ * 1. */
 static void decoding_is_the_whole(void **state) {
     (void)state;
     for (int kind = RELU; kind <= GLU; kind++) {
@@ -203,7 +213,8 @@ static void decoding_is_the_whole(void **state) {
                 args->o.data = (char *)whole.o.data + (size_t)(t * s.H * s.V) * bytes;
                 run(context, one, false);
                 check_close("decoded row", target->name, one, args->o.data, all,
-                            (char *)mn_sample_find(all, "o")->data + (size_t)(t * s.H * s.V) * bytes,
+                            (char *)mn_sample_find(all, "o")->data +
+                                (size_t)(t * s.H * s.V) * bytes,
                             s.H * s.V, tolerance(target, false));
             }
             *args = whole;
@@ -223,9 +234,17 @@ static void decoding_is_the_whole(void **state) {
 static void layer_keeps_its_past(void **state) {
     (void)state;
     EACH_TARGET(target) {
-        const op_case c = { .op = MN_OP_hyper_layer, .dtype = target->dtype, .choice = { GLU, OUT_SCALE },
-                            .fields = MN_ALL_FIELDS, .B = 1, .T = 120, .H = 2, .K = 8, .V = 9,
-                            .block = 130, .seed = 5 };
+        const op_case c = { .op = MN_OP_hyper_layer,
+                            .dtype = target->dtype,
+                            .choice = { GLU, OUT_SCALE },
+                            .fields = MN_ALL_FIELDS,
+                            .B = 1,
+                            .T = 120,
+                            .H = 2,
+                            .K = 8,
+                            .V = 9,
+                            .block = 130,
+                            .seed = 5 };
         static mn_sample all, part;
         op_open(&all, &c);
         op_open(&part, &c);
@@ -245,7 +264,8 @@ static void layer_keeps_its_past(void **state) {
     check_done();
 }
 
-/* Keys and values that are masked to 0, as an attention mask does, read 0 and have finite gradients. */
+/* Keys and values that are masked to 0, as an attention mask does, read 0 and have finite
+ * gradients. */
 static void zero_rows_give_zero(void **state) {
     (void)state;
     for (int norm = OUT_SCALE; norm <= NONE; norm++) {
@@ -256,14 +276,16 @@ static void zero_rows_give_zero(void **state) {
             const char *names[] = { "k", "v" };
             for (int i = 0; i < 2; i++) {
                 mn_sample_tensor *x = mn_sample_find(a, names[i]);
-                for (int64_t at = 0; at < x->count / 90 * masked; at++) mn_sample_set(a, x->data, at, 0.0);
+                for (int64_t at = 0; at < x->count / 90 * masked; at++)
+                    mn_sample_set(a, x->data, at, 0.0);
             }
             run(op_context(target->name, 2), a, false);
             run(op_context(target->name, 2), a, true);
             const mn_sample_tensor *o = mn_sample_find(a, "o");
             for (int64_t i = 0; i < masked * s.V; i++) {
                 const double x = mn_sample_get(a, o->data, i);
-                if (!CHECK(x == 0.0, "%s norm %d: a masked row reads %g", target->name, norm, x)) break;
+                if (!CHECK(x == 0.0, "%s norm %d: a masked row reads %g", target->name, norm, x))
+                    break;
             }
             for (int i = 0; i < a->n_tensors; i++) {
                 const mn_sample_tensor *t = &a->tensors[i];
@@ -290,14 +312,14 @@ static void zero_mixes_are_none(void **state) {
             mn_sample_tensor *x = mn_sample_find(a, parameters[i]);
             memset(x->data, 0, (size_t)x->count * mn_dtype_bytes(target->dtype));
         }
-        none->U1.data = none->Vt1.data = none->d1.data = NULL;
-        none->U2.data = none->Vt2.data = none->d2.data = NULL;
-        none->grad.U1.data = none->grad.Vt1.data = none->grad.d1.data = NULL;
-        none->grad.U2.data = none->grad.Vt2.data = none->grad.d2.data = NULL;
+        none->c1.data = none->U1.data = none->Vt1.data = none->d1.data = NULL;
+        none->c2.data = none->U2.data = none->Vt2.data = none->d2.data = NULL;
+        none->grad.c1.data = none->grad.U1.data = none->grad.Vt1.data = none->grad.d1.data = NULL;
+        none->grad.c2.data = none->grad.U2.data = none->grad.Vt2.data = none->grad.d2.data = NULL;
         run(op_context(target->name, 2), a, false), run(op_context(target->name, 2), b, false);
         run(op_context(target->name, 2), a, true), run(op_context(target->name, 2), b, true);
         check_samples_close("no mix", target->name, b, a, false, 0.0);
-        const char *same[] = { "q", "k", "v", "gv", "c1", "c2" };
+        const char *same[] = { "q", "k", "v", "gv" };
         for (size_t i = 0; i < MN_COUNTOF(same); i++) {
             const mn_sample_tensor *x = mn_sample_find(a, same[i]), *y = mn_sample_find(b, same[i]);
             check_close(same[i], target->name, b, y->partner, a, x->partner, x->count, 0.0);

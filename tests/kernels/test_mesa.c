@@ -1,5 +1,5 @@
-/* test_mesa.c - regression statistics read by a solve: what it means, every way it is solved, and the
- * numbers that make solving hard. Sizes, gradients and bits are walked by test_ops_*.c. */
+/* test_mesa.c - regression statistics read by a solve: what it means, every way it is solved, and
+ * the numbers that make solving hard. Sizes, gradients and bits are walked by test_ops_*.c. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -9,11 +9,17 @@
 #include "support/op_against.h"
 
 static op_case case_of(int64_t T, int64_t K, int64_t V) {
-    return (op_case){ .op = MN_OP_mesa, .fields = MN_ALL_FIELDS, .B = 1, .T = T, .H = 1, .K = K, .V = V,
+    return (op_case){ .op = MN_OP_mesa,
+                      .fields = MN_ALL_FIELDS,
+                      .B = 1,
+                      .T = T,
+                      .H = 1,
+                      .K = K,
+                      .V = V,
                       .seed = (uint64_t)(T + 3 * K + V) };
 }
 
-/* ---- ridge regression ------------------------------------------------------------------------- */
+/* ---- ridge regression ------------------------------------------------------------------------ */
 
 /* Solves A x = b, n <= 32, by elimination with pivots: none of the ways of the kernels. */
 static void eliminate(double *x, double A[32][33], int64_t n) {
@@ -79,7 +85,7 @@ static void output_is_the_prediction_of_ridge_regression(void **state) {
     check_done();
 }
 
-/* ---- all ways to solve ------------------------------------------------------------------------- */
+/* ---- all ways to solve ----------------------------------------------------------------------- */
 
 static double decay, ridge, tilt;
 
@@ -127,9 +133,9 @@ static void every_regime_is_solved(void **state) {
     check_done();
 }
 
-/* Ridges so small that the iteration does not converge: those tokens are factorised. What is left is
- * what float32 loses: the ridge makes x and y as large as 1 / lam in directions without keys, and
- * what a rounding leaves there of their products with keys is amplified as a rounding of the
+/* Ridges so small that the iteration does not converge: those tokens are factorised. What is left
+ * is what float32 loses: the ridge makes x and y as large as 1 / lam in directions without keys,
+ * and what a rounding leaves there of their products with keys is amplified as a rounding of the
  * statistics is. So three arrays: the statistics, x and y. */
 static void hard_systems_are_solved(void **state) {
     (void)state;
@@ -179,7 +185,7 @@ static void decay_after_forgetting_counts(void **state) {
     check_done();
 }
 
-/* ---- long sequences and steps -------------------------------------------------------------------- */
+/* ---- long sequences and steps ---------------------------------------------------------------- */
 
 static void long_sequences_stay_accurate(void **state) {
     (void)state;

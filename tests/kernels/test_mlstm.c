@@ -1,5 +1,5 @@
-/* test_mlstm.c - the stabiliser of mlstm is free, extreme gates are exact, long sequences and steps.
- * Sizes, gradients and bits are walked by test_ops_*.c. */
+/* test_mlstm.c - the stabiliser of mlstm is free, extreme gates are exact, long sequences and
+ * steps. Sizes, gradients and bits are walked by test_ops_*.c. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -8,7 +8,13 @@
 #include "support/op_against.h"
 
 static op_case case_of(int64_t T, int64_t K, int64_t V) {
-    return (op_case){ .op = MN_OP_mlstm, .fields = MN_ALL_FIELDS, .B = 1, .T = T, .H = 1, .K = K, .V = V,
+    return (op_case){ .op = MN_OP_mlstm,
+                      .fields = MN_ALL_FIELDS,
+                      .B = 1,
+                      .T = T,
+                      .H = 1,
+                      .K = K,
+                      .V = V,
                       .seed = (uint64_t)(T + 3 * K + V) };
 }
 
@@ -21,7 +27,7 @@ static uint64_t bit_of(const char *name) {
     return 0;
 }
 
-/* ---- the stabiliser -------------------------------------------------------------------------------- */
+/* ---- the stabiliser -------------------------------------------------------------------------- */
 
 static void scale_tensor(mn_sample *s, const char *name, double factor) {
     const mn_sample_tensor *t = mn_sample_find(s, name);
@@ -42,9 +48,9 @@ static double distance(mn_sample *a, mn_sample *b, const char *name, bool gradie
     return sqrt(off / size);
 }
 
-/* C0 e^-s, n0 e^-s and m0 + s are the same memory for every s: all outputs and gradients stay, those
- * for C0 and n0 in their new unit. Moving m by s rounds it and the state anew, a relative change of
- * |m + s| roundings in the weight of all that was stored before. */
+/* C0 e^-s, n0 e^-s and m0 + s are the same memory for every s: all outputs and gradients stay,
+ * those for C0 and n0 in their new unit. Moving m by s rounds it and the state anew, a relative
+ * change of |m + s| roundings in the weight of all that was stored before. */
 static void check_shift(const op_target *target, double shift) {
     static const char *const results[] = { "o", "csum", "nsum" };
     static const char *const inputs[] = { "q", "k", "v", "ipre", "fpre", "m0" };
@@ -66,10 +72,13 @@ static void check_shift(const op_target *target, double shift) {
     }
     for (size_t i = 0; i < MN_COUNTOF(inputs); i++) {
         const double d = distance(&here, &there, inputs[i], true, 1.0);
-        CHECK(d < 4.0 * tolerance, "%s shift %g: d%s off by %.2e", target->name, shift, inputs[i], d);
+        CHECK(d < 4.0 * tolerance, "%s shift %g: d%s off by %.2e", target->name, shift, inputs[i],
+              d);
     }
-    CHECK(distance(&here, &there, "C0", true, exp(-shift)) < 4.0 * tolerance, "%s: dC0", target->name);
-    CHECK(distance(&here, &there, "n0", true, exp(-shift)) < 4.0 * tolerance, "%s: dn0", target->name);
+    CHECK(distance(&here, &there, "C0", true, exp(-shift)) < 4.0 * tolerance, "%s: dC0",
+          target->name);
+    CHECK(distance(&here, &there, "n0", true, exp(-shift)) < 4.0 * tolerance, "%s: dn0",
+          target->name);
     mn_sample_free(&here);
     mn_sample_free(&there);
 }
@@ -104,8 +113,8 @@ static void minus_infinity_is_the_fresh_state(void **state) {
             op_run_both(op_context(targets[i].name, 1), &given, &c);
             op_run_both(op_context(targets[i].name, 1), &fresh, &c);
             for (size_t k = 0; k < MN_COUNTOF(names); k++) {
-                CHECK(distance(&fresh, &given, names[k], false, 1.0) == 0.0, "%s: %s", targets[i].name,
-                      names[k]);
+                CHECK(distance(&fresh, &given, names[k], false, 1.0) == 0.0, "%s: %s",
+                      targets[i].name, names[k]);
             }
             for (int64_t k = 0; k < 9 * 12; k++) {
                 const mn_sample_tensor *C0 = mn_sample_find(&given, "C0");
@@ -118,7 +127,7 @@ static void minus_infinity_is_the_fresh_state(void **state) {
     check_done();
 }
 
-/* ---- extreme gates ----------------------------------------------------------------------------------- */
+/* ---- extreme gates --------------------------------------------------------------------------- */
 
 /* Nothing is written at first, then gates far apart; m stays below 80, so that csum is finite. */
 static void extreme(mn_sample *s) {
@@ -171,7 +180,8 @@ static void nothing_stored_reads_zero(void **state) {
         op_run_both(op_context(targets[i].name, 1), &s, &c);
         for (int64_t j = 0; j < 40 * 6; j++) {
             const double o = op_at(&s, "o", j);
-            CHECK(j < 36 * 6 ? o == 0.0 : isfinite(o), "%s: o[%d] is %g", targets[i].name, (int)j, o);
+            CHECK(j < 36 * 6 ? o == 0.0 : isfinite(o), "%s: o[%d] is %g", targets[i].name, (int)j,
+                  o);
         }
         const mn_sample_tensor *fpre = mn_sample_find(&s, "fpre");
         for (int64_t t = 0; t < 40; t++) {
@@ -182,7 +192,7 @@ static void nothing_stored_reads_zero(void **state) {
     check_done();
 }
 
-/* ---- long sequences and steps ------------------------------------------------------------------------- */
+/* ---- long sequences and steps ---------------------------------------------------------------- */
 
 static void remember(mn_sample *s) {
     op_fill(s, "fpre", 7.0);

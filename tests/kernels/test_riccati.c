@@ -1,5 +1,5 @@
-/* test_riccati.c - the covariance pass and the Bayesian Layer: chunks against tokens, positivity over
- * long sequences and many decades, the delta rule as its reset, gradients by differences. */
+/* test_riccati.c - the covariance pass and the Bayesian Layer: chunks against tokens, positivity
+ * over long sequences and many decades, the delta rule as its reset, gradients by differences. */
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -114,9 +114,9 @@ static void check_against_reference(shape s, double tolerance) {
             const double off = input ? distance(got, x->partner, want, y->partner, x->count)
                                      : distance(got, x->data, want, y->data, x->count);
             if (!(off <= (input ? 10.0 : 1.0) * tolerance)) {
-                fail_msg("%s T%d K%d V%d G%d:%s %s%s is off by %.2e", mn_target_name((mn_target_id)id),
-                         (int)s.T, (int)s.K, (int)s.V, (int)s.G, s.given, input ? "d" : "",
-                         x->field->name, off);
+                fail_msg("%s T%d K%d V%d G%d:%s %s%s is off by %.2e",
+                         mn_target_name((mn_target_id)id), (int)s.T, (int)s.K, (int)s.V, (int)s.G,
+                         s.given, input ? "d" : "", x->field->name, off);
             }
         }
         release(got);
@@ -132,7 +132,8 @@ static const double usual_tolerance = 100 * 0x1p-24;
 
 static void chunks_match_the_reference(void **state) {
     (void)state;
-    static const int64_t lengths[] = { 1, 7, 8, 9, 16, 17, 33 }, widths[] = { 3, 16, 31, 32, 33, 65 };
+    static const int64_t lengths[] = { 1, 7, 8, 9, 16, 17, 33 };
+    static const int64_t widths[] = { 3, 16, 31, 32, 33, 65 };
     for (size_t t = 0; t < MN_COUNTOF(lengths); t++) {
         for (size_t k = 0; k < MN_COUNTOF(widths); k++) {
             const int64_t T = lengths[t], K = widths[k];
@@ -150,7 +151,7 @@ static void chunks_match_the_reference(void **state) {
                             usual_tolerance);
 }
 
-/* Angles of any size: the transition is the same as with the angle taken modulo a turn in double. */
+/* Angles of any size turn as they do in double. */
 static void large_angles(void **state) {
     (void)state;
     FOR_TARGETS(id) {
@@ -193,17 +194,17 @@ static void tokens_match_chunks(void **state) {
             const int64_t R = turns ? 2 * K : K;
             for (int64_t t = 0; t < T; t++) {
 #define AT(view, width) step.view.data = (float *)p->view.data + t * H * (width)
-                AT(q, K), AT(k, K), AT(v, V), AT(la, K), AT(l2, 1), AT(r2, G), AT(o, V), AT(gain, G);
-                AT(gainvec, G * R), AT(kvar, G), AT(qvar, G);
+                AT(q, K), AT(k, K), AT(v, V), AT(la, K), AT(l2, 1), AT(r2, G);
+                AT(o, V), AT(gain, G), AT(gainvec, G * R), AT(kvar, G), AT(qvar, G);
                 if (turns) AT(theta, K);
 #undef AT
                 assert_int_equal(mn_op_bayes(context, &step), MN_OK);
             }
             static const char *const results[] = { "o", "gain", "gainvec", "kvar", "qvar" };
             for (size_t i = 0; i < MN_COUNTOF(results); i++) {
-                const int64_t count = mn_sample_find(all, results[i])->count;
-                assert_true(distance(one, floats(one, results[i]), all, floats(all, results[i]), count) <
-                            usual_tolerance);
+                const mn_sample_tensor *want = mn_sample_find(all, results[i]);
+                const float *got = floats(one, results[i]);
+                assert_true(distance(one, got, all, want->data, want->count) < usual_tolerance);
             }
             const mn_sample_tensor *P = mn_sample_find(all, "P"), *M = mn_sample_find(all, "M");
             assert_true(distance(one, p->P0.data, all, P->data, P->count) < usual_tolerance);
@@ -298,6 +299,29 @@ static void draw_noises(mn_sample *sample, range r) {
     for (int64_t i = 0; i < p0->count; i++) ((float *)p0->data)[i] = r.p0;
 }
 
+/* 0 <= gain <= 1, and variances that are numbers and not negative */
+static void check_gains(mn_sample *sample, int64_t T, const char *what) {
+    for (int64_t t = 0; t < T; t++) {
+        const float gain = floats(sample, "gain")[t], kvar = floats(sample, "kvar")[t];
+        const float qvar = floats(sample, "qvar")[t];
+        if (!(gain >= 0.0f && gain <= 1.0f && kvar >= 0.0f && isfinite(kvar) && qvar >= 0.0f)) {
+            fail_msg("%s: gain %g kvar %g qvar %g at token %d", what, gain, kvar, qvar, (int)t);
+        }
+    }
+}
+
+static void check_gradients_finite(const mn_sample *sample, const char *what) {
+    for (int i = 0; i < sample->n_tensors; i++) {
+        const mn_sample_tensor *x = &sample->tensors[i];
+        const bool input = x->field->role <= MN_ROLE_RAW && x->data;
+        for (int64_t at = 0; input && at < x->count; at++) {
+            if (!isfinite(((float *)x->partner)[at])) {
+                fail_msg("%s: d%s is not finite", what, x->field->name);
+            }
+        }
+    }
+}
+
 /* Writes T tokens and looks at P, the gains and, if asked, the gradients. */
 static void check_stays_positive(int64_t T, range r, bool turns, bool gradients) {
     enum { K = 12 };
@@ -309,30 +333,16 @@ static void check_stays_positive(int64_t T, range r, bool turns, bool gradients)
             mn_sample *sample = sample_of(s);
             draw_noises(sample, r);
             draw_keys(floats(sample, "k"), T, K, kind);
-            snprintf(what, sizeof what, "%s keys %d l2 1e%g..1e%g r2 1e%g..1e%g p0 %g la %g turns %d",
+            snprintf(what, sizeof what,
+                     "%s keys %d l2 1e%g..1e%g r2 1e%g..1e%g p0 %g la %g turns %d",
                      mn_target_name((mn_target_id)id), (int)kind, r.l2_from, r.l2_to, r.r2_from,
                      r.r2_to, r.p0, r.la, turns);
             assert_int_equal(mn_op_run(context, s.op, MN_FORWARD, sample->args), MN_OK);
             check_covariance(floats(sample, "P"), turns ? 2 * K : K, what);
-            for (int64_t t = 0; t < T; t++) {
-                const float gain = floats(sample, "gain")[t], kvar = floats(sample, "kvar")[t];
-                if (!(gain >= 0.0f && gain <= 1.0f && kvar >= 0.0f && isfinite(kvar) &&
-                      floats(sample, "qvar")[t] >= 0.0f)) {
-                    fail_msg("%s: gain %g kvar %g qvar %g at token %d", what, gain, kvar,
-                             floats(sample, "qvar")[t], (int)t);
-                }
-            }
-            if (gradients && id != MN_TARGET_REF) {
+            check_gains(sample, T, what);
+            if (gradients) {
                 assert_int_equal(mn_op_run(context, s.op, MN_BACKWARD, sample->args), MN_OK);
-                for (int i = 0; i < sample->n_tensors; i++) {
-                    const mn_sample_tensor *x = &sample->tensors[i];
-                    const bool input = x->field->role <= MN_ROLE_RAW && x->data;
-                    for (int64_t at = 0; input && at < x->count; at++) {
-                        if (!isfinite(((float *)x->partner)[at])) {
-                            fail_msg("%s: d%s is not finite", what, x->field->name);
-                        }
-                    }
-                }
+                check_gradients_finite(sample, what);
             }
             release(sample);
             mn_context_destroy(context);
@@ -387,8 +397,9 @@ static void decoding_stays_positive(void **state) {
 static void long_sequences_stay_positive(void **state) {
     (void)state;
     static const range ranges[] = {
-        { -6, 0, -6, 0, 1.0f, 0.0f },  { -6, -6, -6, -6, 1.0f, 0.0f }, { 0, 0, -6, -6, 1.0f, 0.0f },
-        { -6, -6, 0, 0, 1.0f, 0.0f },  { 0, 0, 0, 0, 1.0f, 0.0f },     { -3, -3, -6, -6, 1.0f, -1e-3f },
+        { -6, 0, -6, 0, 1.0f, 0.0f }, { -6, -6, -6, -6, 1.0f, 0.0f },
+        { 0, 0, -6, -6, 1.0f, 0.0f }, { -6, -6, 0, 0, 1.0f, 0.0f },
+        { 0, 0, 0, 0, 1.0f, 0.0f },   { -3, -3, -6, -6, 1.0f, -1e-3f },
     };
     for (size_t i = 0; i < MN_COUNTOF(ranges); i++) {
         check_stays_positive(16384, ranges[i], i % 2 == 1, false);
@@ -398,8 +409,9 @@ static void long_sequences_stay_positive(void **state) {
 static void twelve_decades_stay_finite(void **state) {
     (void)state;
     static const range ranges[] = {
-        { -6, -6, -6, -6, 1e6f, 0.0f },  { -6, 0, -6, 0, 1e6f, -1e-3f },  { -12, 0, -12, 0, 1.0f, 0.0f },
-        { -12, -12, -12, -12, 1.0f, 0 }, { 0, 0, -12, -12, 1.0f, -0.1f }, { -12, -12, 0, 0, 1.0f, 0.0f },
+        { -6, -6, -6, -6, 1e6f, 0.0f },  { -6, 0, -6, 0, 1e6f, -1e-3f },
+        { -12, 0, -12, 0, 1.0f, 0.0f },  { -12, -12, -12, -12, 1.0f, 0 },
+        { 0, 0, -12, -12, 1.0f, -0.1f }, { -12, -12, 0, 0, 1.0f, 0.0f },
     };
     for (size_t i = 0; i < MN_COUNTOF(ranges); i++) {
         check_stays_positive(1024, ranges[i], false, true);
@@ -433,7 +445,8 @@ static void reset_covariance_is_the_delta_rule(void **state) {
         step.P.data = after;
         for (int64_t t = 0; t < T; t++) {
             const float *k = (const float *)p->k.data + t * K;
-            const float prior = c + ((const float *)p->l2.data)[t], r2 = ((const float *)p->r2.data)[t];
+            const float prior = c + ((const float *)p->l2.data)[t];
+            const float r2 = ((const float *)p->r2.data)[t];
             float square = 0.0f;
             for (int64_t i = 0; i < K; i++) square += k[i] * k[i];
             floats(delta, "beta")[t] = prior / (r2 + prior * square);
@@ -481,7 +494,8 @@ static void check_differences(const char *given) {
         if (x->field->role > MN_ROLE_RAW || !x->data) continue;
         const bool square = strcmp(x->field->name, "P0") == 0;
         const int64_t R = ((mn_bayes_args *)sample->args)->theta.data ? 6 : 3;
-        double *data = x->data, *saved = malloc((size_t)x->count * sizeof *saved), slope = 0.0, f[2];
+        double *data = x->data, *saved = malloc((size_t)x->count * sizeof *saved);
+        double slope = 0.0, f[2];
         assert_non_null(saved);
         memcpy(saved, data, (size_t)x->count * sizeof *saved);
         for (int side = 0; side < 2; side++) {
@@ -489,7 +503,8 @@ static void check_differences(const char *given) {
                 const int64_t row = at / R % R, col = at % R, block = at / (R * R);
                 const int64_t pair = block * R * R + mn_max(row, col) * R + mn_min(row, col);
                 const double d = mn_rng_normal(21, (uint64_t)i, (uint64_t)(square ? pair : at));
-                const double along = d * (x->field->law == MN_LAW_DECAY ? fmin(1.0, -saved[at]) : 1.0);
+                const bool decay = x->field->law == MN_LAW_DECAY;    // must stay at most 0
+                const double along = d * (decay ? fmin(1.0, -saved[at]) : 1.0);
                 data[at] = saved[at] + (side ? h : -h) * along;
                 if (side) slope += along * mn_sample_get(sample, x->partner, at);
             }

@@ -5,8 +5,8 @@
 #include "ops/sample.h"
 #include "support/check.h"
 
-/* rms(x - r) <= tolerance rms(r) over `count` numbers of two samples, which may differ in type; both
- * finite. `what` and `target` name them in the message. */
+/* rms(x - r) <= tolerance rms(r) over `count` numbers of two samples, which may differ in type;
+ * both finite. `what` and `target` name them in the message. */
 bool check_close(const char *what, const char *target, const mn_sample *x_of, const void *x,
                  const mn_sample *r_of, const void *r, int64_t count, double tolerance);
 

@@ -47,7 +47,7 @@ static void prepare(mn_sample *drawn, mn_sample *want, op_tolerances *tolerances
     c->dtype = MN_F32;
 }
 
-/* ---- the state rounded on the way ---------------------------------------------------------------- */
+/* ---- the state rounded on the way ------------------------------------------------------------ */
 
 enum { PIECE = 32 };
 
@@ -103,7 +103,8 @@ static void run_pieces(mn_sample *joined, const op_case *c) {
     for (int64_t i = n - 1; i >= 0; i--) {
         if (i < n - 1) hand_back(&pieces[i], &pieces[i + 1]);
         op_run(context, &pieces[i], MN_BACKWARD, c);
-        op_copy_tokens(joined, i * PIECE, &pieces[i], 0, mn_min(PIECE, c->T - i * PIECE), OP_COMPUTED);
+        op_copy_tokens(joined, i * PIECE, &pieces[i], 0, mn_min(PIECE, c->T - i * PIECE),
+                       OP_COMPUTED);
         add_shared(joined, &pieces[i], i == n - 1);
     }
     for (int64_t i = 0; i < n; i++) {
@@ -167,7 +168,7 @@ void op_against_rounded_states(op_case c, op_shape_fn *shape, int arrays) {
     compare_targets(c, shape, arrays);
 }
 
-/* ---- token by token ------------------------------------------------------------------------------- */
+/* ---- token by token -------------------------------------------------------------------------- */
 
 /* Every final state of `one` lies where its initial state is. */
 static void join_states(mn_sample *one) {

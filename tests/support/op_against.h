@@ -1,5 +1,5 @@
-/* op_against.h - one call of an operator on chosen numbers, on every vector target, against the float64
- * reference under the tolerances of op_error.h. */
+/* op_against.h - one call of an operator on chosen numbers, on every vector target, against the
+ * float64 reference under the tolerances of op_error.h. */
 #ifndef TESTS_SUPPORT_OP_AGAINST_H
 #define TESTS_SUPPORT_OP_AGAINST_H
 
@@ -12,9 +12,9 @@ typedef void op_shape_fn(mn_sample *sample);
 void op_against_reference(op_case c, op_shape_fn *shape);
 
 /* The same where float32 arrays on the way lose more than the inputs do: tolerances are at least
- * `arrays` times the usual factors times how far the float64 result moves when the state is rounded to
- * float32 at every 32nd token. `arrays` counts the state and whatever else is held in float32 and
- * amplified as the state is. No optional state may be absent, and there is one sequence. */
+ * `arrays` times the usual factors times how far the float64 result moves when the state is rounded
+ * to float32 at every 32nd token. `arrays` counts the state and whatever else is held in float32
+ * and amplified as the state is. No optional state may be absent, and there is one sequence. */
 void op_against_rounded_states(op_case c, op_shape_fn *shape, int arrays);
 
 /* Forward again token by token, each state written over the one before; every state must be an

@@ -1,5 +1,5 @@
-/* test_matmul.c - matrix products on threads: right on every target, and the same bits wherever a row
- * lies and however many threads there are. */
+/* test_matmul.c - matrix products on threads: right on every target, and the same bits wherever a
+ * row lies and however many threads there are. */
 #include "ops/matmul.h"
 
 #include <float.h>

@@ -1,4 +1,4 @@
-/* attention.c - reads of the whole past: o_t = sum_{i<=t} w_i v_i with weights of z_i = scale q_t.k_i.
+/* attention.c - reads of the whole past: o_t = sum_{i<=t} w_i v_i, weights of z_i = scale q_t.k_i.
  *
  *   attention        w = softmax(z), q and k turned to their positions first if asked
  *   relu_attention   w = relu(z) / n, n = max(|z|_2, eps)
@@ -6,11 +6,11 @@
  * Backward, with g_i = do.v_i:   dv_i += w_i do,  dq += scale dz_i k_i,  dk_i += scale dz_i q  and
  *
  *   softmax          dz_i = w_i (g_i - sum_j w_j g_j)
- *   relu             dz_i = ([z_i > 0] g_i - z_i sum_j relu(z_j) g_j / n^2) / n, the second term only
- *                    where the norm is n
+ *   relu             dz_i = ([z_i > 0] g_i - z_i sum_j relu(z_j) g_j / n^2) / n, where eps
+ *                    holds without the second term
  *
- * The T queries are the last of L positions, and query head h reads key-value head h J / H. One item
- * is one key-value head of one sequence. */
+ * The T queries are the last of L positions, and query head h reads key-value head h J / H. One
+ * item is one key-value head of one sequence. */
 #include <math.h>
 #include <string.h>
 

@@ -3,9 +3,9 @@
  *   Pbar = A P A' + l2 N    u = Pbar k    s = r2 + k'u    w = u / s    P = Pbar - u u' / s
  *   Mbar = A M              e = v - Mbar'k                M = Mbar + w e'       o = scale M'q
  *
- * for each noise group, whose value columns are neighbours. Channel i is row i of the state, or with
- * theta row 2i of a pair that A scales by exp la_i and turns by theta_i; k, q and the noise touch
- * only that row.
+ * for each noise group, whose value columns are neighbours. Channel i is row i of the state, or
+ * with theta row 2i of a pair that A scales by exp la_i and turns by theta_i; k, q and the noise
+ * touch only that row.
  *
  * Backward, with D and E the adjoints of P (symmetric) and M after the token:
  *
@@ -123,8 +123,8 @@ static void load_states(double *P, double *M, const head *hd) {
  *
  * A P that was rounded, to float32 when a caller hands it in and to double all the time, may be
  * indefinite by as much. Where the variance of a key or the noise of its write is within a few such
- * roundings of k, and the process noise does not hide them, the diagonal is raised by a few: the least
- * process noise that makes P a covariance again. Nowhere else does it touch a result. */
+ * roundings of k, and the process noise does not hide them, the diagonal is raised by a few: the
+ * least process noise that makes P a covariance again. Nowhere else does it touch a result. */
 static double predict(double *P, double *u, const head *hd, int64_t t, int64_t g) {
     const REAL *k = MN_ROW(REAL, hd->p->k, hd->b, t, hd->h);
     const double l2 = *MN_ROW(REAL, hd->p->l2, hd->b, t, hd->h);
@@ -147,7 +147,7 @@ static double predict(double *P, double *u, const head *hd, int64_t t, int64_t g
     return raised < 0.0 ? 0.0 : raised;
 }
 
-/* Goes from P_{t-1} to P_t of group g and turns Mbar's columns into M's. u and work hold R numbers. */
+/* From P_{t-1} to P_t of group g, and from Mbar's columns to M's. u and work hold R numbers. */
 static void update(double *P, double *M, double *u, double *work, const head *hd, int64_t t,
                    int64_t g) {
     const mn_bayes_args *p = hd->p;
@@ -260,8 +260,8 @@ static void read_backward(way_back *b, const double *P, const head *hd, int64_t 
     }
 }
 
-/* The mean's columns of group g: E becomes the adjoint of Mbar, dw goes to b->work, and dk, dv. Y is
- * Mbar. */
+/* The mean's columns of group g: E becomes the adjoint of Mbar, dw goes to b->work, and dk, dv. Y
+ * is Mbar. */
 static void mean_backward(way_back *b, const head *hd, int64_t t, int64_t g) {
     const mn_bayes_args *p = hd->p;
     const int64_t R = hd->R, V = hd->V;
@@ -285,7 +285,8 @@ static void mean_backward(way_back *b, const head *hd, int64_t t, int64_t g) {
 }
 
 /* From dw in b->work: the gains of group g, and D becomes the adjoint of Pbar, which is X. */
-static void gain_backward(way_back *b, const head *hd, int64_t t, int64_t g, double kvar, double s) {
+static void gain_backward(way_back *b, const head *hd, int64_t t, int64_t g, double kvar,
+                          double s) {
     const mn_bayes_args *p = hd->p;
     const int64_t R = hd->R;
     const REAL *k = MN_ROW(REAL, p->k, hd->b, t, hd->h), *r2 = MN_ROW(REAL, p->r2, hd->b, t, hd->h);
@@ -398,8 +399,8 @@ static void load_cotangents(way_back *b, const head *hd) {
     for (int64_t i = 0; i < R * hd->V; i++) b->E[i] = mn_ref_get(dM, i);
 }
 
-/* A P_0 that was given has its gradient, and p0 none; else p0 gathers the traces of all sequences in
- * a second phase. */
+/* A P_0 that was given has its gradient, and p0 none; else p0 gathers the traces of all sequences
+ * in a second phase. */
 bool MN_REF(mn_bayes_backward_plan)(const void *args, mn_plan *plan) {
     const mn_bayes_args *p = args;
     const mn_call *c = args;

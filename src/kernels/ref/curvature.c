@@ -3,12 +3,13 @@
  *   n_t = n_0 + t     R_t = R_{t-1} + k_t k_t'     s_t = s_{t-1} + k_t
  *   C_t = R_t / n_t - s_t s_t' / n_t^2             qt_t = q_t - gamma_t C_t q_t
  *
- * The key of the token itself is in the statistics, so n_t >= 1. Backward, with d_t the cotangent of
- * qt_t and a_t = -gamma_t / n_t:
+ * The key of the token itself is in the statistics, so n_t >= 1. Backward, with d_t the cotangent
+ * of qt_t and a_t = -gamma_t / n_t:
  *
  *   dq_t = d_t - gamma_t C_t d_t     dgamma_t = -q_t.C_t d_t
  *   D_t = dR + sum_{i>=t} a_i d_i q_i'
- *   e_t = ds - sum_{i>=t} a_i / n_i ((s_i.q_i) d_i + (s_i.d_i) q_i)     dk_t = (D_t + D_t') k_t + e_t
+ *   e_t = ds - sum_{i>=t} a_i / n_i ((s_i.q_i) d_i + (s_i.d_i) q_i)
+ *   dk_t = (D_t + D_t') k_t + e_t
  *
  * R is symmetric: what is given for it counts by its symmetric part, and so does its gradient.
  *
@@ -88,7 +89,8 @@ bool MN_REF(mn_curvature_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t square, per_token, count;
     return mn_mul_i64(&square, c->K, c->K + 2) &&
-           mn_mul_i64(&per_token, mn_longest_sequence(c), 2) && mn_add_i64(&count, square, per_token) &&
+           mn_mul_i64(&per_token, mn_longest_sequence(c), 2) &&
+           mn_add_i64(&count, square, per_token) &&
            mn_ref_plan(plan, mn_n_sequences(c) * c->H, count);
 }
 

@@ -3,7 +3,7 @@
  * Lag j of the row at position t is key t - j; a mixing parameter's entry for it is P-1-j.
  *
  *   z_j = q.k_{t-j}                    x = mix1(z), per branch
- *   relu: base = relu(x)               glu: base = softplus(x2) relu(x1), head h pairs branches h, H+h
+ *   relu: base = relu(x)               glu: base = softplus(x2) relu(x1), branches h and H + h
  *   w = mix2(base)                     o = gv sum_j w_j v_{t-j} / n,  n = max(|x1|_2, eps)
  *
  *   mix(z)_j = z_j (1 + d_j) + sum_a c_a (sum_i z_i U_ia) Vt_aj
@@ -12,11 +12,11 @@
  *
  * Backward of a mix, with G the cotangent of its result:
  *
- *   dc_a = h_a y_a, h_a = sum_i z_i U_ia, y_a = sum_j G_j Vt_aj       dVt_aj = c_a h_a G_j
- *   dU_ia = z_i c_a y_a     dd_j = z_j G_j                            dz_j = G_j (1 + d_j) + sum_a c_a y_a U_ja
+ *   h_a = sum_i z_i U_ia    y_a = sum_j G_j Vt_aj    dc_a = h_a y_a    dVt_aj = c_a h_a G_j
+ *   dU_ia = z_i c_a y_a     dd_j = z_j G_j           dz_j = G_j (1 + d_j) + sum_a c_a y_a U_ja
  *
- * One item is one head of one sequence. The parameters' gradients gather per sequence in shared memory
- * and are summed over sequences in a second phase. */
+ * One item is one head of one sequence. The parameters' gradients gather per sequence in shared
+ * memory and are summed over sequences in a second phase. */
 #include <math.h>
 #include <string.h>
 
@@ -157,8 +157,8 @@ static double sigmoid(double x) {
     return x >= 0.0 ? 1.0 / (1.0 + exp(-x)) : exp(x) / (1.0 + exp(x));
 }
 
-/* Scores, mixes and weights of the row of query t over its n lags; returns |x1|. Leaves x1 divided by
- * its norm where the norm is l2. */
+/* Scores, mixes and weights of the row of query t over its n lags; returns |x1|. Leaves x1 divided
+ * by its norm where the norm is l2. */
 static double read_row(work *s, int64_t t, int64_t n) {
     const mn_hyper_args *p = s->p;
     const int64_t at = s->seq.t0 + t, newest = s->seq.t0 + s->before + t;
@@ -316,8 +316,8 @@ bool MN_REF(mn_hyper_backward_plan)(const void *args, mn_plan *plan) {
     size_t bytes;
     if (!plan_heads(p, plan, true)) return false;
     mn_ref_add_phase(plan, c->Q + c->H);
-    return mn_mul_i64(&width, 2 * (c->R + c->W) + 2, c->Q + c->H) && mn_mul_i64(&count, width, c->P) &&
-           mn_mul_i64(&count, count, mn_n_sequences(c)) &&
+    return mn_mul_i64(&width, 2 * (c->R + c->W) + 2, c->Q + c->H) &&
+           mn_mul_i64(&count, width, c->P) && mn_mul_i64(&count, count, mn_n_sequences(c)) &&
            mn_mul_size(&bytes, (size_t)(mn_n_sequences(c) * partial_floats(c)), sizeof(double)) &&
            (plan->shared_bytes = bytes, true);
 }

@@ -46,8 +46,8 @@ static void store_pair(REAL *kk, REAL *kv, const double *from, shape s) {
 }
 
 /* next = e^g H + beta k (k', v'); next may be H */
-static void advance(double *next, const double *H, const mn_mesa_args *p, shape s, int64_t b, int64_t t,
-                    int64_t h) {
+static void advance(double *next, const double *H, const mn_mesa_args *p, shape s, int64_t b,
+                    int64_t t, int64_t h) {
     const REAL *k = MN_ROW(REAL, p->k, b, t, h), *v = MN_ROW(REAL, p->v, b, t, h);
     const double a = exp(*MN_ROW(REAL, p->g, b, t, h)), beta = *MN_ROW(REAL, p->beta, b, t, h);
     for (int64_t i = 0; i < s.K; i++) {
@@ -125,7 +125,8 @@ bool MN_REF(mn_mesa_backward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     const int64_t items = mn_n_sequences(c) * c->H;
     int64_t count, square, shared;
-    const bool ok = count_state(&count, c) && mn_mul_i64(&count, count, mn_longest_sequence(c) + 2) &&
+    const bool ok = count_state(&count, c) &&
+                    mn_mul_i64(&count, count, mn_longest_sequence(c) + 2) &&
                     mn_mul_i64(&square, c->K, c->K + 2) && mn_add_i64(&count, count, square) &&
                     mn_mul_i64(&shared, items, c->K) && mn_ref_plan(plan, items, count);
     mn_ref_add_phase(plan, c->H);
@@ -158,7 +159,8 @@ static void read_backward(double *A, double *dlam, double *L, double *x, double 
 }
 
 /* dk, dv, dbeta and dg of the token from A_t, B_t and the state before it; A, B go to t - 1. */
-static void write_backward(double *A, const double *before, const mn_mesa_args *p, shape s, token at) {
+static void write_backward(double *A, const double *before, const mn_mesa_args *p, shape s,
+                           token at) {
     const REAL *k = MN_ROW(REAL, p->k, at.b, at.t, at.h), *v = MN_ROW(REAL, p->v, at.b, at.t, at.h);
     REAL *dk = MN_ROW_OUT(REAL, p->grad.k, at.b, at.t, at.h);
     REAL *dv = MN_ROW_OUT(REAL, p->grad.v, at.b, at.t, at.h);
@@ -192,7 +194,9 @@ static void sum_lam(const mn_mesa_args *p, int64_t h, const double *parts) {
     const int64_t K = p->call.K;
     for (int64_t i = 0; dlam && i < K; i++) {
         double sum = 0.0;
-        for (int64_t n = 0; n < mn_n_sequences(&p->call); n++) sum += parts[(n * p->call.H + h) * K + i];
+        for (int64_t n = 0; n < mn_n_sequences(&p->call); n++) {
+            sum += parts[(n * p->call.H + h) * K + i];
+        }
         dlam[i] = (REAL)sum;
     }
 }
@@ -220,5 +224,6 @@ void MN_REF(mn_mesa_backward_run)(const void *args, int phase, int64_t item, voi
         read_backward(A, dlam, L, x, y, p, H + (t + 1) * s.state, s, at);
         write_backward(A, H + t * s.state, p, s, at);
     }
-    store_pair(MN_ROW_OUT(REAL, p->grad.hkk0, n, 0, h), MN_ROW_OUT(REAL, p->grad.hkv0, n, 0, h), A, s);
+    store_pair(MN_ROW_OUT(REAL, p->grad.hkk0, n, 0, h), MN_ROW_OUT(REAL, p->grad.hkv0, n, 0, h), A,
+               s);
 }

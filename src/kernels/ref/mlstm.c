@@ -72,7 +72,8 @@ static gates advance(double *next, const double *S, const mn_mlstm_args *p, int6
 }
 
 /* num, and a; the denominator is returned. It is 0 only where both its terms underflow. */
-static double read_state(double *num, double *a, const double *S, const mn_mlstm_args *p, const REAL *q) {
+static double read_state(double *num, double *a, const double *S, const mn_mlstm_args *p,
+                         const REAL *q) {
     const int64_t K = p->call.K, V = p->call.V;
     *a = 0.0;
     for (int64_t j = 0; j < V; j++) num[j] = 0.0;
@@ -136,8 +137,8 @@ bool MN_REF(mn_mlstm_backward_plan)(const void *args, mn_plan *plan) {
 }
 
 /* dnum and da (returned) of one token. */
-static double quotient_backward(double *dnum, const double *S, const mn_mlstm_args *p, const REAL *q,
-                                const REAL *d_o) {
+static double quotient_backward(double *dnum, const double *S, const mn_mlstm_args *p,
+                                const REAL *q, const REAL *d_o) {
     const int64_t V = p->call.V;
     double a, inner = 0.0;
     const double den = read_state(dnum, &a, S, p, q);
@@ -149,7 +150,8 @@ static double quotient_backward(double *dnum, const double *S, const mn_mlstm_ar
     return -inner / a;
 }
 
-/* Gradients of one token; D (with d behind it) turns from the adjoint of S into that of `before`. */
+/* Gradients of one token; D (with d behind it) turns from the adjoint of S into that of
+ * `before`. */
 static void token_backward(double *D, double *dnum, const double *S, const double *before,
                            const mn_mlstm_args *p, int64_t b, int64_t t, int64_t h) {
     const int64_t K = p->call.K, V = p->call.V, KV = K * V;
@@ -192,7 +194,8 @@ static void token_backward(double *D, double *dnum, const double *S, const doubl
 /* Cotangents of csum and nsum in units of exp(-m); where they are 0 the unit does not matter. */
 static void load_adjoint(double *D, const mn_mlstm_args *p, double m, int64_t n, int64_t h) {
     const int64_t K = p->call.K, KV = K * p->call.V;
-    const REAL *dcsum = MN_ROW(REAL, p->cot.csum, n, 0, h), *dnsum = MN_ROW(REAL, p->cot.nsum, n, 0, h);
+    const REAL *dcsum = MN_ROW(REAL, p->cot.csum, n, 0, h);
+    const REAL *dnsum = MN_ROW(REAL, p->cot.nsum, n, 0, h);
     for (int64_t i = 0; i < KV + K; i++) {
         const double x = i < KV ? mn_ref_get(dcsum, i) : mn_ref_get(dnsum, i - KV);
         D[i] = x == 0.0 ? 0.0 : x * exp(m);

@@ -1,7 +1,7 @@
 /* rope.c - rotary positions: pair j of a row's channels turns by (pos0 + t) base^(-2j/K).
  *
- * A rotation's adjoint is the rotation back. One item is one head of one sequence; positions restart
- * in each. */
+ * A rotation's adjoint is the rotation back. One item is one head of one sequence; positions
+ * restart in each. */
 #include "kernels/ref/turn.h"
 
 static bool plan_rows(const mn_rope_args *p, mn_plan *plan) {

@@ -1,11 +1,11 @@
 /* attention.c - forward of attention and relu_attention: a block of queries meets blocks of keys.
  *
- * softmax   with m the largest score so far and l = sum e^(z - m), a new block first scales l and o by
- *           e^(m_old - m) and then adds its own part; o / l at the end.
+ * softmax   with m the largest score so far and l = sum e^(z - m), a new block first scales l and
+ *           o by e^(m_old - m) and then adds its own part; o / l at the end.
  * relu      o and the sum of z^2 just grow; o / max(|z|, eps) at the end.
  *
- * One item is one block of queries of one key-value head. Scores exist for one block of keys at a time.
- * Blocks later in a sequence see more keys and start first. */
+ * One item is one block of queries of one key-value head. Scores exist for one block of keys at a
+ * time. Blocks later in a sequence see more keys and start first. */
 #include <math.h>
 
 #include "kernels/vec/gemm.h"

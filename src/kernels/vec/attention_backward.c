@@ -1,7 +1,7 @@
 /* attention_backward.c - backward of attention and relu_attention, a strip of scores at a time.
  *
- * A block of queries computes its scores z against all keys it sees and from them the weights w, then
- * g = do v', and with them (equations in ref/attention.c)
+ * A block of queries computes its scores z against all keys it sees and from them the weights w,
+ * then g = do v', and with them (equations in ref/attention.c)
  *
  *   softmax  dz = w (g - sum w g)      relu  dz = ([z > 0] g - z sum(w g) / n) / n, w = relu(z) / n
  *   dq = scale dz k     dk += scale dz'q     dv += w'do
@@ -140,7 +140,8 @@ static void rectify_row(float *w, float *g, int64_t seen, int64_t n, float eps) 
     for (int64_t i = 0; i < seen; i += MN_VW) {
         const vf z = vf_keep_first(vf_load(w + i), vf_lanes(seen - i));
         square = vf_fma(z, z, square);
-        mean = vf_fma(vf_max(vf_zero(), z), vf_keep_first(vf_load(g + i), vf_lanes(seen - i)), mean);
+        mean = vf_fma(vf_max(vf_zero(), z), vf_keep_first(vf_load(g + i), vf_lanes(seen - i)),
+                      mean);
     }
     const float norm = sqrtf(vf_sum(square)), size = fmaxf(norm, eps);
     const vf scale = vf_set1(1.0f / size);

@@ -70,7 +70,8 @@ static void four_dots(float *s, const float *q, const float *k, int64_t k_row, i
 }
 
 /* o += w_0 v_0 + .. + w_{n-1} v_{n-1}, n <= 4 */
-static void add_values(float *o, const float *w, const float *v, int64_t v_row, int64_t n, int64_t V) {
+static void add_values(float *o, const float *w, const float *v, int64_t v_row, int64_t n,
+                       int64_t V) {
     for (int64_t a = 0; a < V; a += MN_VW) {
         const int lanes = vf_lanes(V - a);
         vf sum = vf_load_n(o + a, lanes);
@@ -190,7 +191,8 @@ static void join_segments(const past *p, int64_t item, float *parts) {
     const int64_t V = c->V, h = item % c->H, first = item / c->H * n_segments(p);
     float *o = MN_ROW_OUT(float, p->o, item / c->H, 0, h);
     float top = -INFINITY, sum = 0.0f;
-    for (int64_t i = 0; i < n_segments(p); i++) top = fmaxf(top, part_at(p, parts, first + i).top[h]);
+    for (int64_t i = 0; i < n_segments(p); i++)
+        top = fmaxf(top, part_at(p, parts, first + i).top[h]);
     memset(o, 0, (size_t)V * sizeof *o);
     for (int64_t i = 0; i < n_segments(p); i++) {
         const part from = part_at(p, parts, first + i);

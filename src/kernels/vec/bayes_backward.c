@@ -21,8 +21,9 @@
  *
  * where k~, q~ are the rows Phi'k, Phi'q. What Phi_t received counts for a_1 .. a_t alike.
  *
- * One item is one head of one sequence; its groups come one after the other and add to the gradients
- * that they share. P and M are kept in front of every chunk of a span, and in front of every span. */
+ * One item is one head of one sequence; its groups come one after the other and add to the
+ * gradients that they share. P and M are kept in front of every chunk of a span, and in front of
+ * every span. */
 #include <string.h>
 
 #include "base/checked.h"
@@ -143,7 +144,9 @@ static void scale_row(float *y, const float *x, float factor, int64_t n) {
 /* y += factor x */
 static void add_row(float *y, const float *x, float factor, int64_t n) {
     const vf f = vf_set1(factor);
-    for (int64_t i = 0; i < n; i += MN_VW) vf_store(y + i, vf_fma(f, vf_load(x + i), vf_load(y + i)));
+    for (int64_t i = 0; i < n; i += MN_VW) {
+        vf_store(y + i, vf_fma(f, vf_load(x + i), vf_load(y + i)));
+    }
 }
 
 static float *history_row(const work *w, int64_t t, int64_t s) {
@@ -166,7 +169,8 @@ static void leave_covariance(work *w) {
     const mn_bayes_chunk *c = &w->c;
     const int64_t Kp = c->Kp, R = c->R;
     MN_T(mn_gemm)(&(mn_gemm_args){ .c = w->part, .c_row = R, .a = c->z, .a_row = R, .a_col = 1,
-                                   .b = w->D, .b_row = R, .M = c->L, .N = R, .K = R, .alpha = 1.0f });
+                                   .b = w->D, .b_row = R, .M = c->L, .N = R, .K = R,
+                                   .alpha = 1.0f });
     for (int64_t s = 0; s < c->L; s++) {
         const float factor = 1.0f / c->sigma[s];
         w->dsigma[s] = factor * factor * dot(c->z + s * R, w->part + s * R, R);
@@ -184,9 +188,9 @@ static void leave_covariance(work *w) {
 static void leave_mean(work *w) {
     const mn_bayes_chunk *c = &w->c;
     const int64_t R = c->R, Vp = c->Vp;
-    MN_T(mn_gemm_nt)(&(mn_gemm_args){ .c = w->part, .c_row = R, .a = c->eps, .a_row = Vp, .a_col = 1,
-                                      .b = w->E, .b_row = Vp, .M = c->L, .N = R, .K = Vp,
-                                      .alpha = 1.0f });
+    MN_T(mn_gemm_nt)(&(mn_gemm_args){ .c = w->part, .c_row = R, .a = c->eps, .a_row = Vp,
+                                      .a_col = 1, .b = w->E, .b_row = Vp, .M = c->L, .N = R,
+                                      .K = Vp, .alpha = 1.0f });
     MN_T(mn_gemm)(&(mn_gemm_args){ .c = w->deps, .c_row = Vp, .a = c->z, .a_row = R, .a_col = 1,
                                    .b = w->E, .b_row = Vp, .M = c->L, .N = Vp, .K = R,
                                    .alpha = 1.0f });
@@ -339,7 +343,8 @@ static void own_noise_pair(work *w, int64_t t, int64_t i) {
     const int64_t Kp = c->Kp;
     const float *a = c->a + t * c->R, *before = c->noise + (t - 1) * c->noise_width;
     const vf ar = vf_load(a + i), ai = vf_load(a + Kp + i), two = vf_set1(2.0f);
-    const vf rr = t ? vf_load(before + i) : vf_zero(), ri = t ? vf_load(before + Kp + i) : vf_zero();
+    const vf rr = t ? vf_load(before + i) : vf_zero();
+    const vf ri = t ? vf_load(before + Kp + i) : vf_zero();
     const vf ii = t ? vf_load(before + 2 * Kp + i) : vf_zero();
     const vf d_rr = vf_load(w->dnoise + i), d_ri = vf_load(w->dnoise + Kp + i);
     const vf d_ii = vf_load(w->dnoise + 2 * Kp + i);
@@ -349,12 +354,13 @@ static void own_noise_pair(work *w, int64_t t, int64_t i) {
     const vf x_ri = vf_fma(cs, vf_sub(rr, ii), vf_mul(spread, ri));
     const vf x_ii = vf_fma(ss, rr, vf_fma(cc, ii, cross));
     const vf along = vf_fma(d_rr, x_rr, vf_fma(d_ri, x_ri, vf_mul(d_ii, x_ii)));
-    const vf across = vf_fma(vf_mul(two, vf_sub(d_ii, d_rr)), x_ri, vf_mul(d_ri, vf_sub(x_rr, x_ii)));
+    const vf twice = vf_mul(two, vf_sub(d_ii, d_rr));
+    const vf across = vf_fma(twice, x_ri, vf_mul(d_ri, vf_sub(x_rr, x_ii)));
     vf_store(w->dla + t * Kp + i, vf_fma(two, along, vf_load(w->dla + t * Kp + i)));
     vf_store(w->dtheta + t * Kp + i, vf_add(across, vf_load(w->dtheta + t * Kp + i)));
     vf_store(w->dnoise + i, vf_fma(cc, d_rr, vf_fma(cs, d_ri, vf_mul(ss, d_ii))));
     vf_store(w->dnoise + Kp + i,
-             vf_fma(vf_mul(two, cs), vf_sub(d_ii, d_rr), vf_mul(spread, d_ri)));
+             vf_fma(cs, twice, vf_mul(spread, d_ri)));
     vf_store(w->dnoise + 2 * Kp + i, vf_fma(ss, d_rr, vf_fnma(cs, d_ri, vf_mul(cc, d_ii))));
 }
 
@@ -444,7 +450,7 @@ static void enter_mean(work *w, const float *M) {
     }
 }
 
-/* B = Phi'du in `right`, and the rank updates of D and E; d(Phi'k) and d(Phi'q) through P0 and M0 */
+/* B = Phi'du in `right`, and the rank updates of D and E; d(Phi'k) and d(Phi'q) via P0 and M0 */
 static void enter_products(work *w, const float *P, const float *M) {
     const mn_bayes_chunk *c = &w->c;
     const int64_t R = c->R, Vp = c->Vp, L = c->L, rows = (c->reads_variance ? 3 : 2) * L;

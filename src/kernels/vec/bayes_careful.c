@@ -1,13 +1,13 @@
-/* bayes_careful.c - a chunk of the Bayesian Layer in double, for covariances that float32 arithmetic
- * would spoil: exact writes, keys repeated without process noise, ranges over many decades.
+/* bayes_careful.c - a chunk of the Bayesian Layer in double, where float32 would spoil P:
+ * exact writes, keys repeated without process noise, ranges over many decades.
  *
  * The state stays float32. Its rounding when a chunk is done is relative to the covariance as it is
- * then; float32 sums inside the chunk would leave errors relative to the covariance as it was before,
- * and once the writes have shrunk it, those make it indefinite for good.
+ * then; float32 sums inside the chunk would leave errors relative to the covariance as it was
+ * before, and once the writes have shrunk it, those make it indefinite for good.
  *
  * The stored P is itself rounded, and may be indefinite by as much. Where a key meets that, and
- * neither the write's noise nor the process noise of the chunk hides it, the chunk starts from P with
- * its diagonal raised by a few roundings: the least process noise that makes it a covariance. */
+ * neither the write's noise nor the process noise of the chunk hides it, the chunk starts from P
+ * with its diagonal raised by a few roundings: the least noise that makes it a covariance. */
 #include "kernels/vec/bayes_chunk.h"
 
 #include <math.h>
@@ -33,7 +33,9 @@ int64_t MN_T(mn_bayes_careful_doubles)(const mn_bayes_chunk *c) {
 static wide wide_of(const mn_bayes_chunk *c) {
     const int64_t R = c->R;
     double *at = c->wide;
-    wide w = { .phi = at, .raise = at + R, .kt = at + 2 * R, .row_re = at + 3 * R, .row_im = at + 4 * R };
+    wide w = { .phi = at, .raise = at + R, .kt = at + 2 * R };
+    w.row_re = at + 3 * R;
+    w.row_im = at + 4 * R;
     w.kP = at + 5 * R;
     w.qP = w.kP + MN_BAYES_CHUNK * R;
     w.z = w.qP + MN_BAYES_CHUNK * R;
@@ -126,11 +128,13 @@ static double dot(const float *x, const double *y, int64_t n) {
 }
 
 /* S of bayes_chunk.h with raise, and the part that process noise gives */
-static double rounding_scale(double *from_noise, const wide *w, const mn_bayes_chunk *c, const float *k) {
+static double rounding_scale(double *from_noise, const wide *w, const mn_bayes_chunk *c,
+                             const float *k) {
     const int64_t Kp = c->Kp;
     double all = 0.0, noise = 0.0;
     for (int64_t i = 0; i < c->p->call.K; i++) {
-        const double square = (double)k[i] * k[i], pr = w->phi[i], pi = c->turns ? w->phi[Kp + i] : 0.0;
+        const double square = (double)k[i] * k[i];
+        const double pr = w->phi[i], pi = c->turns ? w->phi[Kp + i] : 0.0;
         double x = pr * pr * (c->diagonal[i] + w->raise[i]);
         if (c->turns) x += pi * pi * (c->diagonal[Kp + i] + w->raise[Kp + i]);
         all += square * (fmax(x, 0.0) + w->noise[i]);
@@ -210,7 +214,8 @@ void MN_T(mn_bayes_careful_gains)(mn_bayes_chunk *c, const float *P) {
 }
 
 /* out = row r of P0 + raise, over all columns times Phi' from the right */
-static void row_times_phi(double *out, const wide *w, const mn_bayes_chunk *c, const float *P, int64_t r) {
+static void row_times_phi(double *out, const wide *w, const mn_bayes_chunk *c, const float *P,
+                          int64_t r) {
     const int64_t Kp = c->Kp, R = c->R;
     for (int64_t j = 0; j < R; j++) out[j] = P[r * R + j];
     out[r] += w->raise[r];

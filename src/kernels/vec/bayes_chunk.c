@@ -56,7 +56,8 @@ static void load_noise(mn_bayes_chunk *c, int64_t t) {
         if (t) {
             const vf ar = vf_load(a + i), ai = vf_load(a + Kp + i), xr = vf_load(before + i);
             const vf xi = vf_load(before + Kp + i), yi = vf_load(before + 2 * Kp + i);
-            const vf left_r = vf_fnma(ai, xi, vf_mul(ar, xr)), left_i = vf_fnma(ai, yi, vf_mul(ar, xi));
+            const vf left_r = vf_fnma(ai, xi, vf_mul(ar, xr));
+            const vf left_i = vf_fnma(ai, yi, vf_mul(ar, xi));
             const vf low_r = vf_fma(ai, xr, vf_mul(ar, xi)), low_i = vf_fma(ai, xi, vf_mul(ar, yi));
             rr = vf_fnma(ai, left_i, vf_mul(ar, left_r));
             ri = vf_fma(ai, left_r, vf_mul(ar, left_i));
@@ -78,8 +79,10 @@ void MN_T(mn_bayes_load)(mn_bayes_chunk *c, int64_t t0, int64_t L) {
         c->r2[t] = MN_ROW(float, p->r2, c->b, t0 + t, c->h)[c->g];
         load_transition(c, t);
         load_noise(c, t);
-        load_row(c->k + t * c->Kp, c->kt + t * c->R, MN_ROW(float, p->k, c->b, t0 + t, c->h), phi, c);
-        load_row(c->q + t * c->Kp, c->qt + t * c->R, MN_ROW(float, p->q, c->b, t0 + t, c->h), phi, c);
+        const float *k = MN_ROW(float, p->k, c->b, t0 + t, c->h);
+        const float *q = MN_ROW(float, p->q, c->b, t0 + t, c->h);
+        load_row(c->k + t * c->Kp, c->kt + t * c->R, k, phi, c);
+        load_row(c->q + t * c->Kp, c->qt + t * c->R, q, phi, c);
     }
 }
 
@@ -108,7 +111,8 @@ static void move_rows(mn_bayes_chunk *c, float *cts, float *gts, int64_t t) {
 }
 
 /* row = Phi_t x + N_t k on every row, x = P0 Phi_t'k */
-static void prior_row(float *row, const mn_bayes_chunk *c, const float *x, const float *k, int64_t t) {
+static void prior_row(float *row, const mn_bayes_chunk *c, const float *x, const float *k,
+                      int64_t t) {
     const int64_t Kp = c->Kp;
     const float *noise = c->noise + t * c->noise_width;
     mn_bayes_turn(row, c->phi + t * c->R, x, Kp, c->turns, false);
@@ -142,7 +146,8 @@ static float dot(const float *x, const float *y, int64_t n) {
 /* S: what k'Pbar k is rounded against, the prior variance of k as if P0 were its diagonal */
 static float rounding_scale(const mn_bayes_chunk *c, int64_t t) {
     const int64_t Kp = c->Kp;
-    const float *phi = c->phi + t * c->R, *k = c->k + t * Kp, *noise = c->noise + t * c->noise_width;
+    const float *phi = c->phi + t * c->R, *k = c->k + t * Kp;
+    const float *noise = c->noise + t * c->noise_width;
     vf sum = vf_zero();
     for (int64_t i = 0; i < Kp; i += MN_VW) {
         const vf pr = vf_load(phi + i), square = vf_mul(vf_load(k + i), vf_load(k + i));
@@ -241,7 +246,8 @@ static void move_covariance(float *P, const mn_bayes_chunk *c) {
             const vf xr = vf_load(re + j), xi = vf_load(re + Kp + j);
             const vf yr = vf_load(im + j), yi = vf_load(im + Kp + j);
             const vf ar = vf_load(phi + j), ai = vf_load(phi + Kp + j);
-            const vf top_r = vf_fnma(pi, yr, vf_mul(pr, xr)), top_i = vf_fnma(pi, yi, vf_mul(pr, xi));
+            const vf top_r = vf_fnma(pi, yr, vf_mul(pr, xr));
+            const vf top_i = vf_fnma(pi, yi, vf_mul(pr, xi));
             const vf low_r = vf_fma(pi, xr, vf_mul(pr, yr)), low_i = vf_fma(pi, xi, vf_mul(pr, yi));
             vf_store(re + j, vf_fnma(top_i, ai, vf_mul(top_r, ar)));
             vf_store(re + Kp + j, vf_fma(top_r, ai, vf_mul(top_i, ar)));

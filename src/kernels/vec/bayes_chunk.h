@@ -1,7 +1,7 @@
-/* bayes_chunk.h - the chunk form of the Bayesian Layer: covariance pass and mean, for one noise group.
+/* bayes_chunk.h - the chunk form of the Bayesian Layer: covariance and mean of one noise group.
  *
- * Inside a chunk that starts from P0, M0, with a_t the transition of token t, Phi_t = a_t .. a_1 and
- * N_t = a_t N_{t-1} a_t' + l2_t N the process noise gathered since its start,
+ * Inside a chunk that starts from P0, M0, with a_t the transition of token t, Phi_t = a_t .. a_1
+ * and N_t = a_t N_{t-1} a_t' + l2_t N the process noise gathered since its start,
  *
  *   u_t   = Phi_t P0 (Phi_t'k_t) + N_t k_t - sum_{s<t} c_ts / sigma_s z_ts
  *   z_ts  = a_t z_{t-1,s},  z_ss = u_s            c_ts = k_t'z_ts         sigma_t = r2_t + k_t'u_t
@@ -10,12 +10,13 @@
  *   q_t'P_t q_t = (Phi_t'q_t)'P0 (Phi_t'q_t) + q_t'N_t q_t - sum_{s<=t} g_ts^2 / sigma_s
  *
  * so P0 is read once, in K P0, and written once: P <- Phi P0 Phi' + N - sum_s z_s z_s' / sigma_s;
- * M <- Phi M0 + sum_s z_s eps_s' / sigma_s. c / sigma is the unit lower factor of the keys' covariance
- * and sigma its diagonal. Every factor that decays is a product of transitions inside the chunk:
- * nothing is ever divided by a decay, and no angle grows with the length of the sequence.
+ * M <- Phi M0 + sum_s z_s eps_s' / sigma_s. c / sigma is the unit lower factor of the keys'
+ * covariance and sigma its diagonal. Every factor that decays is a product of transitions inside
+ * the chunk: nothing is ever divided by a decay, and no angle grows with the length of the
+ * sequence.
  *
- * Rows are channels padded to whole vectors, with zeros; a rotation has the real rows first and then
- * the imaginary ones, R = 2 Kp, and its a and Phi are complex numbers. Docs: docs/mixers.md. */
+ * Rows are channels padded to whole vectors, with zeros; a rotation has the real rows first and
+ * then the imaginary ones, R = 2 Kp, and its a and Phi are complex numbers. See docs/mixers.md. */
 #ifndef MN_KERNELS_VEC_BAYES_CHUNK_H
 #define MN_KERNELS_VEC_BAYES_CHUNK_H
 
@@ -27,8 +28,8 @@
 /* Most tokens of a chunk. */
 enum { MN_BAYES_CHUNK = 16 };
 
-/* Tokens of a chunk. A chunk rounds relative to the covariance it starts from, and sixteen writes into
- * a few channels shrink that so much that its sums would be worse than token after token. */
+/* Tokens of a chunk. A chunk rounds relative to the covariance it starts from, and sixteen writes
+ * into a few channels shrink that so much that its sums would be worse than token after token. */
 static inline int64_t mn_bayes_chunk_tokens(int64_t K) {
     return K < 2 * MN_BAYES_CHUNK ? MN_BAYES_CHUNK / 2 : MN_BAYES_CHUNK;
 }
@@ -55,11 +56,10 @@ typedef struct mn_bayes_chunk {
     float *u, *z;                      // [R] z_ss, and z_ts at the last token
     float *w;                          // [R] z / sqrt(sigma)
     float *eps, *out;                  // [Vp]
-    float *ell, *g_sigma;              // [CHUNK] c_ts / sigma_s below the diagonal, g_ts / sigma_s on and below
+    float *ell, *g_sigma;              // [CHUNK] c_ts / sigma_s, g_ts / sigma_s
     float *diagonal;                   // of P0
     double *wide;                      // work space of the careful form
     bool careful;
-    float inflation;
     float l2[MN_BAYES_CHUNK], r2[MN_BAYES_CHUNK];
     float sigma[MN_BAYES_CHUNK], kvar[MN_BAYES_CHUNK], qvar[MN_BAYES_CHUNK];
 } mn_bayes_chunk;
@@ -89,7 +89,7 @@ void MN_T(mn_bayes_load_values)(float *rows, const mn_bayes_chunk *c, mn_in view
 /* Reads L tokens from t0 on; everything that depends on them alone. */
 void MN_T(mn_bayes_load)(mn_bayes_chunk *c, int64_t t0, int64_t L);
 
-/* u, z, sigma, kvar, qvar, ell, g_sigma from P at the start of the chunk; kP, qP, noise on the way. */
+/* u, z, sigma, kvar, qvar, ell, g_sigma from P at the start of the chunk; kP and qP on the way. */
 void MN_T(mn_bayes_gains)(mn_bayes_chunk *c, const float *P);
 
 /* eps, from M at the start of the chunk */
@@ -107,10 +107,10 @@ int64_t MN_T(mn_bayes_careful_doubles)(const mn_bayes_chunk *c);
 void MN_T(mn_bayes_mirror)(float *P, int64_t R);
 
 /* Where the rounding of a float32 covariance begins to matter. A variance k'Pk is a sum of terms of
- * either sign, rounded relative to S = sum_i k_i^2 P_ii, in P as it was before the chunk. As soon as
- * the variance of a key, before or after its write, is less than MN_BAYES_DOUBT roundings of S, the
- * chunk is done again in double. If then neither noise hides the rounding of the P it started from,
- * that P may be indefinite, and its diagonal is first raised by MN_BAYES_RAISE roundings. */
+ * either sign, rounded relative to S = sum_i k_i^2 P_ii, in P as it was before the chunk. As soon
+ * as the variance of a key, before or after its write, is less than MN_BAYES_DOUBT roundings of S,
+ * the chunk is done again in double. If then neither noise hides the rounding of the P it started
+ * from, that P may be indefinite, and its diagonal is first raised by MN_BAYES_RAISE roundings. */
 #define MN_BAYES_ROUNDING 0x1p-24f
 #define MN_BAYES_DOUBT 1024.0f
 #define MN_BAYES_HIDDEN 8.0f
@@ -118,8 +118,8 @@ void MN_T(mn_bayes_mirror)(float *P, int64_t R);
 
 /* k and the posterior variance of its direction are large against the rounding of S. */
 static inline bool mn_bayes_sound(float variance, float r2, float S) {
-    const float left = variance * (r2 / (r2 + variance));
-    return S == 0.0f || (variance < left ? variance : left) >= MN_BAYES_DOUBT * MN_BAYES_ROUNDING * S;
+    const float left = variance * (r2 / (r2 + variance)), least = variance < left ? variance : left;
+    return S == 0.0f || least >= MN_BAYES_DOUBT * MN_BAYES_ROUNDING * S;
 }
 
 /* y = a x over R numbers, or conj(a) x; y may be x */

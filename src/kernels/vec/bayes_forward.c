@@ -1,7 +1,7 @@
 /* bayes_forward.c - the Bayesian Layer and its covariance pass, chunk after chunk.
  *
- * One item is one noise group of one head of one sequence: groups share keys but neither covariances
- * nor value columns. The covariance pass alone is the layer with no value columns. */
+ * One item is one noise group of one head of one sequence: groups share keys but neither
+ * covariances nor value columns. The covariance pass alone is the layer with no value columns. */
 #include "base/checked.h"
 #include "base/util.h"
 #include "kernels/riccati_args.h"
@@ -68,8 +68,9 @@ static void write_reads(const mn_bayes_chunk *c, const float *M) {
     const mn_bayes_args *p = c->p;
     const int64_t Vp = c->Vp;
     if (!p->o.data) return;
-    mn_gemm_args product = { .c = c->out, .c_row = Vp, .a = c->qt, .a_row = c->R, .a_col = 1, .b = M,
-                             .b_row = Vp, .M = c->L, .N = Vp, .K = c->R, .alpha = (float)p->scale };
+    mn_gemm_args product = { .c = c->out, .c_row = Vp, .a = c->qt, .a_row = c->R, .a_col = 1,
+                             .b = M, .b_row = Vp, .M = c->L, .N = Vp, .K = c->R,
+                             .alpha = (float)p->scale };
     MN_T(mn_gemm)(&product);
     product.a = c->g_sigma;
     product.a_row = MN_BAYES_CHUNK;

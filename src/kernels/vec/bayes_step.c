@@ -1,9 +1,10 @@
 /* bayes_step.c - one token of the Bayesian Layer on its states in place, for decoding.
  *
- * With diagonal dynamics: a sweep over P for u = Pbar k (and Pbar q), a sweep that writes it, and one
- * over the columns of M that reads them for both products and writes them back while they are near.
- * A call that does not hold its states, a rotation, and a token whose variance float32 would lose (see
- * bayes_chunk.h) take the chunk form, a chunk of one token.
+ * With diagonal dynamics: a sweep over P for u = Pbar k (and Pbar q), a sweep that writes it, and
+ * one over the columns of M that reads them for both products and writes them back while they are
+ * near. A call that does not hold its states, a rotation, and a token whose variance float32 would
+ * lose (see bayes_chunk.h) take the chunk form, a chunk of one token. Sums and roundings follow
+ * that form one by one, so that the bits are the same.
  *
  * One item is one noise group of one head of one sequence. */
 #include <math.h>
@@ -28,11 +29,13 @@ typedef struct step {
     float *a, *k, *q, *kt, *qt;    // exp la; a k, a q
     float *u, *y;                  // Pbar k; P0 a q
     float *w;                      // u / sqrt(sigma)
-    float l2, r2, kvar, sigma;
+    float *diagonal;               // of P0
+    float l2, r2, kvar, sigma, read;    // read: q'u
 } step;
 
 static void place(step *s, mn_space *space, const mn_bayes_args *p) {
-    float **const rows[] = { &s->a, &s->k, &s->q, &s->kt, &s->qt, &s->u, &s->y, &s->w };
+    float **const rows[] = { &s->a, &s->k,  &s->q,  &s->kt,      &s->qt,
+                             &s->u, &s->y, &s->w, &s->diagonal };
     *s = (step){ .p = p, .K = p->call.K, .Kp = mn_ceil_div(p->call.K, MN_VW) * MN_VW };
     for (size_t i = 0; i < MN_COUNTOF(rows); i++) *rows[i] = MN_T(mn_take)(space, 1, s->Kp);
 }
@@ -103,18 +106,33 @@ static float dot(const float *x, const float *y, int64_t n) {
 /* u, sigma; false where float32 would lose the variance */
 static bool gains(step *s, const float *P) {
     const vf l2 = vf_set1(s->l2);
+    vf scale = vf_zero();
     for (int64_t j = 0; j < s->K; j += PANEL * MN_VW) panel_products(s, P, j);
-    float S = 0.0f;
+    memset(s->diagonal, 0, (size_t)s->Kp * sizeof *s->diagonal);
+    for (int64_t i = 0; i < s->K; i++) s->diagonal[i] = P[i * (s->K + 1)];
     for (int64_t i = 0; i < s->Kp; i += MN_VW) {
-        const vf prior = vf_mul(vf_load(s->a + i), vf_load(s->u + i));
-        vf_store(s->u + i, vf_fma(l2, vf_load(s->k + i), prior));
-    }
-    for (int64_t i = 0; i < s->K; i++) {
-        S += s->k[i] * s->k[i] * (s->a[i] * s->a[i] * P[i * (s->K + 1)] + s->l2);
+        const vf a = vf_load(s->a + i), k = vf_load(s->k + i);
+        const vf u = vf_fma(l2, k, vf_mul(a, vf_load(s->u + i)));
+        const vf prior = vf_fma(vf_mul(a, a), vf_load(s->diagonal + i), l2);
+        vf_store(s->u + i, vf_add(u, vf_zero()));
+        scale = vf_fma(vf_mul(k, k), prior, scale);
     }
     s->kvar = dot(s->k, s->u, s->Kp);
     s->sigma = s->r2 + s->kvar;
-    return mn_bayes_sound(s->kvar, s->r2, S);
+    s->read = dot(s->q, s->u, s->Kp);
+    return mn_bayes_sound(s->kvar, s->r2, vf_sum(scale));
+}
+
+static float read_variance(const step *s) {
+    const vf l2 = vf_set1(s->l2);
+    vf noise = vf_zero();
+    for (int64_t i = 0; i < s->Kp; i += MN_VW) {
+        const vf q = vf_load(s->q + i);
+        noise = vf_fma(vf_mul(q, q), l2, noise);
+    }
+    const float prior = dot(s->qt, s->y, s->Kp) + vf_sum(noise);
+    const float variance = prior - s->read * (s->read / s->sigma);
+    return variance < 0.0f ? 0.0f : variance;
 }
 
 static void write_gains(const step *s) {
@@ -125,12 +143,7 @@ static void write_gains(const step *s) {
     float *qvar = MN_ROW_OUT(float, p->qvar, s->n, 0, s->h);
     if (gain) gain[s->g] = s->kvar / s->sigma;
     if (kvar) kvar[s->g] = s->kvar;
-    if (qvar) {
-        const float read = dot(s->q, s->u, s->Kp), square = (float)(s->p->scale * s->p->scale);
-        const float prior = dot(s->qt, s->y, s->Kp) + s->l2 * dot(s->q, s->q, s->Kp);
-        const float variance = prior - read * (read / s->sigma);
-        qvar[s->g] = variance < 0.0f ? 0.0f : square * variance;
-    }
+    if (qvar) qvar[s->g] = p->q.data ? (float)(p->scale * p->scale) * read_variance(s) : 0.0f;
     const vf factor = vf_set1(1.0f / s->sigma);
     for (int64_t i = 0; gainvec && i < s->K; i += MN_VW) {
         const vf w = vf_mul(factor, vf_load(s->u + i));
@@ -151,7 +164,7 @@ static void write_covariance(const step *s, float *to, const float *P) {
         for (int64_t j = 0; j < s->K; j += MN_VW) {
             const int lanes = vf_lanes(s->K - j);
             const vf kept = vf_mul(vf_mul(a, vf_load(s->a + j)), vf_load_row(from + j, lanes));
-            vf_store_row(row + j, vf_fnma(w, vf_load(s->w + j), kept), lanes);
+            vf_store_row(row + j, vf_sub(kept, vf_mul(w, vf_load(s->w + j))), lanes);
         }
         row[i] += s->l2;
     }
@@ -168,13 +181,13 @@ static void mean_columns(const step *s, float *to, const float *M, int64_t j, in
         known = vf_fma(vf_set1(s->kt[i]), m, known);
         read = vf_fma(vf_set1(s->qt[i]), m, read);
     }
-    const float *v = MN_ROW(float, p->v, s->n, 0, s->h);
-    const vf scaled = vf_mul(vf_set1(1.0f / s->sigma), vf_sub(vf_load_row(v + j, lanes), known));
-    read = vf_fma(vf_set1(dot(s->q, s->u, s->Kp)), scaled, read);
-    if (o) vf_store_row(o + j, vf_mul(vf_set1((float)p->scale), read), lanes);
+    const vf eps = vf_sub(vf_load_row(MN_ROW(float, p->v, s->n, 0, s->h) + j, lanes), known);
+    const vf scale = vf_set1((float)p->scale), written = vf_mul(vf_set1(1.0f / s->sigma), eps);
+    const vf seen = vf_mul(scale, vf_mul(vf_set1(s->read / s->sigma), eps));
+    if (o) vf_store_row(o + j, vf_add(vf_mul(scale, read), seen), lanes);
     for (int64_t i = 0; i < s->K; i++) {
-        const vf kept = vf_mul(vf_set1(s->a[i]), vf_load_row(M + i * V + j, lanes));
-        vf_store_row(to + i * V + j, vf_fma(vf_set1(s->u[i]), scaled, kept), lanes);
+        const vf m = vf_load_row(M + i * V + j, lanes), add = vf_mul(vf_set1(s->u[i]), written);
+        vf_store_row(to + i * V + j, vf_fma(vf_set1(s->a[i]), m, add), lanes);
     }
 }
 

@@ -1,6 +1,8 @@
-/* curvature.c - the query contracted along the directions in which the keys so far vary, chunk form.
+/* curvature.c - the query contracted along the directions in which the keys so far vary, chunk
+ * form.
  *
- * Definition and gradients in ref/curvature.c. With R, s the sums before the chunk, rows being tokens:
+ * Definition and gradients in ref/curvature.c. With R, s the sums before the chunk, rows being
+ * tokens:
  *
  *   Y = Q R + tril(Q K') K      qt_t = q_t - gamma_t / n_t (y_t - (s_t.q_t) / n_t s_t)
  *   R <- R + K'K
@@ -253,7 +255,8 @@ static void key_products(mn_mat dk, work *w, const chunk *c, int64_t K) {
 }
 
 /* dk of one chunk, then D and e of the chunk before it. */
-static void key_backward(const mn_curvature_args *p, work *w, const chunk *c, const float *products) {
+static void key_backward(const mn_curvature_args *p, work *w, const chunk *c,
+                         const float *products) {
     const int64_t K = p->call.K;
     const mn_mat dk = mn_mat_rows_out(p->grad.k, c->b, c->t0, c->h);
     scale_cotangents(p, w, c);

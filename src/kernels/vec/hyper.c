@@ -77,10 +77,11 @@ void MN_T(mn_hyper_scores)(const hyper_strip *s, float *z, const float *q, const
 /* h = z U over all lags, and hc = h c */
 static void contract(const hyper_strip *s, const float *z, const hyper_mix *m) {
     for (int64_t i = 0; i < s->n_keys; i += HYPER_COLUMNS) {
+        const int64_t n = mn_min(HYPER_COLUMNS, s->n_keys - i);
         const mn_gemm_args g = { .c = m->h, .c_row = m->R, .a = z + i, .a_row = s->row + 1,
                                  .a_col = 1, .b = m->U + i * m->R, .b_row = m->R,
-                                 .M = s->n_rows, .N = m->R, .K = mn_min(HYPER_COLUMNS, s->n_keys - i),
-                                 .alpha = 1.0f, .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD };
+                                 .M = s->n_rows, .N = m->R, .K = n, .alpha = 1.0f,
+                                 .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD };
         MN_T(mn_gemm)(&g);
     }
     for (int64_t i = 0; i < s->n_rows * m->R; i++) m->hc[i] = m->h[i] * m->c[i];

@@ -1,7 +1,7 @@
 /* hyper.h - a strip of HyperMLP / HyperGLU: some query rows against all the keys they see.
  *
- * A strip is kept once and read in two ways. For row r of n_rows and key i of n_keys (the last row is
- * the query of the last key), with `row` floats from row to row,
+ * A strip is kept once and read in two ways. For row r of n_rows and key i of n_keys (the last row
+ * is the query of the last key), with `row` floats from row to row,
  *
  *   by key   element (r, i) lies at   at + (n_rows - 1) + r row + i
  *   by lag   element (r, c) lies at   at + r (row + 1) + c,   c = i - r + n_rows - 1
@@ -9,12 +9,12 @@
  * so that column c of the lag view has the same lag, n_keys - 1 - c, in every row. There a mixing
  * parameter is one number per column, and mixing is plain matrix products:
  *
- *   H = Z U    X = Z (1 + d) + (H c) Vt          U (n_keys,R), Vt (R,n_keys), d: last entries of the
- *                                                parameters
+ *   H = Z U    X = Z (1 + d) + (H c) Vt        with U (n_keys,R), Vt (R,n_keys), d (n_keys) the
+ *                                              last entries of the parameters
  *
- * Two corners must be 0 for that: columns of the lag view left of a row's oldest key, and of the key
- * view right of its own key. Products fill them with numbers that mean nothing; hyper_mask clears
- * them. */
+ * Two corners must be 0 for that: columns of the lag view left of a row's oldest key, and of the
+ * key view right of its own key. Products fill them with numbers that mean nothing; hyper_mask
+ * clears them. */
 #ifndef MN_KERNELS_VEC_HYPER_H
 #define MN_KERNELS_VEC_HYPER_H
 
@@ -61,7 +61,9 @@ static inline float *hyper_by_key(const hyper_strip *s, float *at) {
 }
 
 hyper_strip MN_T(mn_hyper_strip)(const mn_hyper_args *p, int64_t n, int64_t head, int64_t first);
-hyper_mix MN_T(mn_hyper_mix)(const hyper_strip *s, int branch, float **scratch);    // branch 2: second mix
+
+/* The first mix of branch 0 or 1, or for branch 2 the second mix; memory from *scratch. */
+hyper_mix MN_T(mn_hyper_mix)(const hyper_strip *s, int branch, float **scratch);
 
 /* Clears the corners of a strip. */
 void MN_T(mn_hyper_mask)(const hyper_strip *s, float *at);

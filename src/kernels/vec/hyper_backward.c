@@ -1,17 +1,17 @@
-/* hyper_backward.c - HyperMLP / HyperGLU backward, a strip at a time (equations in ref/hyper.c, layout
- * in hyper.h).
+/* hyper_backward.c - HyperMLP / HyperGLU backward, a strip at a time (equations in ref/hyper.c,
+ * layout in hyper.h).
  *
- * The strip's forward is computed again, then gone back through. A mix X = Z (1 + d) + (H c) Vt with
- * H = Z U, by lag, gives from the cotangent G of X
+ * The strip's forward is computed again, then gone back through. A mix X = Z (1 + d) + (H c) Vt
+ * with H = Z U, by lag, gives from the cotangent G of X
  *
  *   Y = G Vt'    dc = H Y    dVt += (H c)'G    dd += column sums of G Z    dU += Z'(Y c)
  *   dZ = G (1 + d) + (Y c) U'
  *
  * Norm: with s the cotangent of the output's scale 1/n, dx1 -= s x1 / n^3 unless eps holds.
  *
- * Gradients of keys and values are added up in lanes (key_lanes.h). Those of the parameters also run
- * over all sequences: one item is one lane of one head of a group of sequences, at most eight groups,
- * and keeps one sum of each; a last phase adds these. */
+ * Gradients of keys and values are added up in lanes (key_lanes.h). Those of the parameters also
+ * run over all sequences: one item is one lane of one head of a group of sequences, at most eight
+ * groups, and keeps one sum of each; a last phase adds these. */
 #include <string.h>
 
 #include "kernels/vec/gemm.h"
@@ -23,7 +23,8 @@
 enum { MOST_GROUPS = 8, SUM_KEYS = 64, SUM_LAGS = 256 };
 enum { STRIPS = 6 };    // z1, z2, x1, x2, base, w
 
-/* Sums for the parameters of one mix: dU (lags,R), dVt (R,lags), dd (lags); the newest lag is last. */
+/* Sums for the parameters of one mix: dU (lags,R), dVt (R,lags), dd (lags); the newest lag is
+ * last. */
 typedef struct sums {
     float *U, *Vt, *d;
 } sums;
@@ -376,13 +377,14 @@ static void sum_lanes(const work *w, const mn_tile *tile, int64_t which, bool va
     for (int64_t i = tile->first; sum.at && i < tile->first + tile->n_rows; i++) {
         for (int64_t lane = 1; lane < lanes; lane++) {
             const target part = lane_target(w, &seq, lane, which, value);
-            for (int64_t a = 0; a < width; a++) sum.at[i * sum.row + a] += part.at[i * part.row + a];
+            for (int64_t a = 0; a < width; a++)
+                sum.at[i * sum.row + a] += part.at[i * part.row + a];
         }
     }
 }
 
-/* Lags first .. end - 1 of one mix's gradients: the sums of all items of its head; 0 for lags that no
- * query had. */
+/* Lags first .. end - 1 of one mix's gradients: the sums of all items of its head; 0 for lags that
+ * no query had. */
 static void sum_params(const work *w, int64_t head, int branch, int64_t first, int64_t end) {
     const mn_hyper_args *p = w->p;
     const mn_call *c = &p->call;
@@ -405,8 +407,8 @@ static void sum_params(const work *w, int64_t head, int branch, int64_t first, i
         for (int64_t i = from * R; dU && i < end * R; i++) dU[i] += s.U[i - unused * R];
         for (int64_t i = from; dd && i < end; i++) dd[i] += s.d[i - unused];
         for (int64_t a = 0; dVt && a < R; a++) {
-            const float *row = s.Vt + a * w->lags - unused;
-            for (int64_t i = from; i < end; i++) dVt[a * c->P + i] += row[i];
+            const float *row = s.Vt + a * w->lags;
+            for (int64_t i = from; i < end; i++) dVt[a * c->P + i] += row[i - unused];
         }
     }
 }

@@ -1,5 +1,5 @@
-/* hyper_forward.c - HyperMLP / HyperGLU forward, a strip at a time (equations in ref/hyper.c, layout in
- * hyper.h).
+/* hyper_forward.c - HyperMLP / HyperGLU forward, a strip at a time (equations in ref/hyper.c,
+ * layout in hyper.h).
  *
  * Norm l2 divides x1 before the activation; relu and everything after it are homogeneous, so it is
  * applied to the output like out_scale. One item is one strip of one head. */

@@ -33,6 +33,7 @@ static int64_t width_of(const mn_call *c) {
 bool MN_T(mn_importance_forward_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t padded, keys, cells, floats;
+    if (!mn_cells_fit(c)) return false;
     plan->n_phases = 1;
     plan->items[0] = mn_n_sequences(c) * c->H * mn_ceil_div(c->V, width_of(c));
     return mn_add_i64(&padded, c->K, ROWS) && mn_mul_i64(&keys, padded, 3 * TOKENS) &&
@@ -72,8 +73,8 @@ static void stage_values(stage *s, const mn_importance_args *p, const mn_cells *
         for (int64_t c = 0; c < tile->vectors; c++) {
             const int lanes = vf_lanes(tile->j1 - tile->j0 - c * MN_VW);
             const int64_t at = (c * TOKENS + t) * MN_VW;
-            vf_store(s->v + at, vf_mul(grow, vf_load_n(v + c * MN_VW, lanes)));
-            vf_store(s->b + at, vf_mul(grow, vf_load_n(gate + c * MN_VW, lanes)));
+            vf_store(s->v + at, vf_mul(grow, mn_load_lanes(v + c * MN_VW, lanes)));
+            vf_store(s->b + at, vf_mul(grow, mn_load_lanes(gate + c * MN_VW, lanes)));
             vf_store(s->o + at, vf_zero());
             vf_store(s->ovar + at, vf_zero());
         }
@@ -143,9 +144,9 @@ static void write_outputs(const stage *s, const mn_importance_args *p, const mn_
         for (int64_t c = 0; c < tile->vectors; c++) {
             const int64_t at = (c * TOKENS + t) * MN_VW, j = tile->j0 + c * MN_VW;
             const int lanes = vf_lanes(tile->j1 - j);
-            if (o) vf_store_n(o + j, vf_mul(vf_set1(scale), vf_load(s->o + at)), lanes);
+            if (o) mn_store_lanes(o + j, vf_mul(vf_set1(scale), vf_load(s->o + at)), lanes);
             const vf factor = vf_set1(square * s->grow[t]);
-            if (ovar) vf_store_n(ovar + j, vf_mul(factor, vf_load(s->ovar + at)), lanes);
+            if (ovar) mn_store_lanes(ovar + j, vf_mul(factor, vf_load(s->ovar + at)), lanes);
         }
     }
 }

@@ -22,6 +22,7 @@ static int64_t width_of(const mn_call *c) {
 
 bool MN_T(mn_importance_step_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    if (!mn_cells_fit(c)) return false;
     const int64_t width = width_of(c);
     plan->n_phases = 1;
     plan->items[0] = c->B * c->H * mn_ceil_div(c->V, width);
@@ -94,7 +95,7 @@ MN_ALWAYS_INLINE void all_cells(const token *p, int64_t K, int64_t columns, bool
 static void write_sums(float *to, const float *sums, double scale, int64_t n) {
     const vf factor = vf_set1((float)scale);
     for (int64_t j = 0; to && j < n; j += MN_VW) {
-        vf_store_n(to + j, vf_mul(factor, vf_load(sums + j)), vf_lanes(n - j));
+        mn_store_lanes(to + j, vf_mul(factor, vf_load(sums + j)), vf_lanes(n - j));
     }
 }
 

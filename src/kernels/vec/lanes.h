@@ -60,22 +60,31 @@ static inline void lanes_copy_rows(float *dst, float *square, const float *src, 
     }
 }
 
-/* Sums over lanes of MN_VW vectors at once: lane i of the result is the sum of x[i]. Four vectors
- * are transposed in quads and added, then the quads of each. */
+/* Four vectors into one: lane 4 g + i holds the sum of quad g of v[i]. */
+static inline vf lanes_fold(vf v[4]) {
+    vf_transpose_quads(v);
+    return vf_add(vf_add(v[0], v[1]), vf_add(v[2], v[3]));
+}
+
+/* From MN_VW / 4 such folds in a row: lane i is the sum over lanes of vector i. */
+static inline vf lanes_join(const float *folds) {
+    vf sum = vf_load_quads(folds, MN_VW);
+    MN_UNROLL
+    for (int g = 1; g < MN_VW / 4; g++) sum = vf_add(sum, vf_load_quads(folds + 4 * g, MN_VW));
+    return sum;
+}
+
+/* Sums over lanes of MN_VW vectors at once: lane i of the result is the sum of x[i]. */
 static inline vf lanes_sum_square(const float *x) {
-    _Alignas(64) float folded[MN_VW / 4 * MN_VW];
+    _Alignas(64) float folds[MN_VW / 4 * MN_VW];
     MN_UNROLL
     for (int h = 0; h < MN_VW / 4; h++) {
         vf v[4];
         MN_UNROLL
         for (int i = 0; i < 4; i++) v[i] = vf_load(x + (4 * h + i) * MN_VW);
-        vf_transpose_quads(v);
-        vf_store(folded + h * MN_VW, vf_add(vf_add(v[0], v[1]), vf_add(v[2], v[3])));
+        vf_store(folds + h * MN_VW, lanes_fold(v));
     }
-    vf sum = vf_load_quads(folded, MN_VW);
-    MN_UNROLL
-    for (int g = 1; g < MN_VW / 4; g++) sum = vf_add(sum, vf_load_quads(folded + 4 * g, MN_VW));
-    return sum;
+    return lanes_join(folds);
 }
 
 /* out[t] = (add ? out[t] : 0) + sum over lanes of x[t], t < count. x is read up to a multiple of

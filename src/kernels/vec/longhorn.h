@@ -10,6 +10,7 @@
 
 #include "kernels/access.h"
 #include "kernels/kernel.h"
+#include "kernels/vec/cells.h"
 #include "kernels/vec/vec.h"
 
 /* |k|^2 */

@@ -16,6 +16,7 @@ static int64_t width_of(const mn_call *c) {
 
 bool MN_T(mn_longhorn_diag_step_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
+    if (!mn_cells_fit(c)) return false;
     const int64_t width = width_of(c);
     plan->n_phases = 1;
     plan->items[0] = c->B * c->H * mn_ceil_div(c->V, width);
@@ -31,8 +32,8 @@ typedef struct columns {
 static void prepare(const columns *s, const float *v, const float *beta, float norm) {
     for (int64_t j = 0; j < s->n; j += MN_VW) {
         const int lanes = vf_lanes(s->n - j);
-        const mn_gain gain = mn_gain_of(vf_load_n(beta + j, lanes), norm);
-        vf_store(s->u + j, vf_mul(gain.w, vf_load_n(v + j, lanes)));
+        const mn_gain gain = mn_gain_of(mn_load_lanes(beta + j, lanes), norm);
+        vf_store(s->u + j, vf_mul(gain.w, mn_load_lanes(v + j, lanes)));
         vf_store(s->w + j, gain.w);
         vf_store(s->rest + j, gain.rest);
         vf_store(s->o + j, vf_zero());
@@ -88,6 +89,6 @@ void MN_T(mn_longhorn_diag_step_run)(const void *args, int phase, int64_t item, 
     else walk(&s, p, q, k, norm, state0 ? state0 + j0 : NULL, state ? state + j0 : NULL);
     const vf scale = vf_set1((float)p->scale);
     for (int64_t j = 0; o && j < n; j += MN_VW) {
-        vf_store_n(o + j0 + j, vf_mul(scale, vf_load(s.o + j)), vf_lanes(n - j));
+        mn_store_lanes(o + j0 + j, vf_mul(scale, vf_load(s.o + j)), vf_lanes(n - j));
     }
 }

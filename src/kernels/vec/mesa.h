@@ -1,7 +1,7 @@
 /* mesa.h - what forward and backward of mesa know of one chunk, and the solver they share.
  *
- * Definition and gradients in ref/mesa.c. With G the running sum of g inside the chunk, Hkk_0, Hkv_0
- * the statistics before it, and rows being tokens:
+ * Definition and gradients in ref/mesa.c. With G the running sum of g inside the chunk, Hkk_0,
+ * Hkv_0 the statistics before it, and rows being tokens:
  *
  *   W[t,s] = exp(G_t - G_s), s <= t      first_t = exp G_t      last_s = W[L-1,s]
  *   row t of X M     = first_t x_t Hkk_0 + sum_s W[t,s] (x_t.k_s) beta_s k_s' + lam x_t
@@ -37,8 +37,8 @@ mn_mesa_state MN_T(mn_mesa_state_at)(float *at, const mn_call *call);
 void MN_T(mn_mesa_state_load)(mn_mesa_state S, const mn_mesa_args *p, int64_t n, int64_t h);
 
 /* Without `reads` only the last row of W, and no Wb. */
-void MN_T(mn_mesa_prepare)(mn_mesa_chunk *c, const mn_mesa_args *p, const mn_sequence *seq, int64_t h,
-                           int64_t start, bool reads);
+void MN_T(mn_mesa_prepare)(mn_mesa_chunk *c, const mn_mesa_args *p, const mn_sequence *seq,
+                           int64_t h, int64_t start, bool reads);
 
 /* S goes on to the end of the chunk. */
 void MN_T(mn_mesa_advance)(mn_mesa_state S, const mn_mesa_chunk *c, const mn_call *call);
@@ -62,7 +62,8 @@ void MN_T(mn_mesa_solver_place)(mn_mesa_solver *s, void *memory, int64_t K, cons
 
 /* Solves n <= MN_MESA_SIDES systems for each token of the chunk that starts from the statistics kk:
  * x_t <- M_t^-1 x_t for the rows of X[0] .. X[n-1], of length K without gaps. */
-void MN_T(mn_mesa_solve)(float *const *X, int n, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk);
+void MN_T(mn_mesa_solve)(float *const *X, int n, mn_mesa_solver *s, mn_mesa_chunk *c,
+                         const float *kk);
 
 /* The upper triangle of U, symmetric positive definite, becomes its factor: U'U is what U was. */
 void MN_T(mn_mesa_factorise)(double *U, int64_t K);

@@ -89,7 +89,8 @@ static void solve_both(work *w, const mn_mesa_args *p, mn_mesa_state S) {
         mn_scale(w->X + t * K, (float)p->scale, q, K);
         MN_T(mn_stat_load)(w->d_o + t * V, MN_ROW(float, p->cot.o, c->b, c->t0 + t, c->h), V);
     }
-    mn_gemm_args g = mn_product(mn_mat_of(w->T, K), d_o, mn_mat_of(S.kv, V), (mn_dims){ c->L, K, V });
+    mn_gemm_args g = mn_product(mn_mat_of(w->T, K), d_o, mn_mat_of(S.kv, V),
+                                (mn_dims){ c->L, K, V });
     MN_T(mn_gemm_nt)(&g);
     MN_T(mn_stat_scores)(w->Pv, d_o, c->v, c->L, V);
     MN_T(mn_stat_weigh)(w->E, w->Pv, c->Wb, c->L);
@@ -244,8 +245,8 @@ static void chunk_backward(work *w, const mn_mesa_args *p, const mn_sequence *se
 }
 
 /* Carries the state at `at` over the chunks [first, end), each into the place `step` further on. */
-static void advance_over(work *w, const mn_mesa_args *p, const mn_sequence *seq, int64_t h, float *at,
-                         int64_t step, int64_t first, int64_t end) {
+static void advance_over(work *w, const mn_mesa_args *p, const mn_sequence *seq, int64_t h,
+                         float *at, int64_t step, int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) {
         if (step) memcpy(at + step, at, (size_t)w->size * sizeof *at);
         at += step;
@@ -255,11 +256,13 @@ static void advance_over(work *w, const mn_mesa_args *p, const mn_sequence *seq,
 }
 
 /* States at the starts of all segments. */
-static void keep_states(work *w, const mn_mesa_args *p, const mn_sequence *seq, int64_t n, int64_t h) {
+static void keep_states(work *w, const mn_mesa_args *p, const mn_sequence *seq, int64_t n,
+                        int64_t h) {
     const int64_t n_chunks = mn_ceil_div(seq->length, MN_STAT_CHUNK);
     MN_T(mn_mesa_state_load)(MN_T(mn_mesa_state_at)(w->states, &p->call), p, n, h);
     for (int64_t i = 0; i < n_chunks; i += MN_STAT_SEGMENT) {
-        memcpy(w->kept + i / MN_STAT_SEGMENT * w->size, w->states, (size_t)w->size * sizeof *w->kept);
+        memcpy(w->kept + i / MN_STAT_SEGMENT * w->size, w->states,
+               (size_t)w->size * sizeof *w->kept);
         if (i + MN_STAT_SEGMENT < n_chunks) {
             advance_over(w, p, seq, h, w->states, 0, i, i + MN_STAT_SEGMENT);
         }
@@ -271,7 +274,9 @@ static void sum_lam(const mn_mesa_args *p, int64_t h, const double *parts) {
     float *dlam = MN_ROW_OUT(float, p->grad.lam, 0, 0, h);
     for (int64_t i = 0; dlam && i < K; i++) {
         double sum = 0.0;
-        for (int64_t n = 0; n < mn_n_sequences(&p->call); n++) sum += parts[(n * p->call.H + h) * K + i];
+        for (int64_t n = 0; n < mn_n_sequences(&p->call); n++) {
+            sum += parts[(n * p->call.H + h) * K + i];
+        }
         dlam[i] = (float)sum;
     }
 }
@@ -294,11 +299,13 @@ void MN_T(mn_mesa_backward_run)(const void *args, int phase, int64_t item, void 
     MN_T(mn_stat_load)(w.A, MN_ROW(float, p->cot.hkk, n, 0, h), K * K);
     MN_T(mn_stat_load)(w.B, MN_ROW(float, p->cot.hkv, n, 0, h), K * V);
     for (int64_t segment = mn_ceil_div(n_chunks, MN_STAT_SEGMENT) - 1; segment >= 0; segment--) {
-        const int64_t first = segment * MN_STAT_SEGMENT, end = mn_min(n_chunks, first + MN_STAT_SEGMENT);
+        const int64_t first = segment * MN_STAT_SEGMENT;
+        const int64_t end = mn_min(n_chunks, first + MN_STAT_SEGMENT);
         memcpy(w.states, w.kept + segment * w.size, (size_t)w.size * sizeof *w.states);
         advance_over(&w, p, &seq, h, w.states, w.size, first, end - 1);
         for (int64_t i = end - 1; i >= first; i--) {
-            const mn_mesa_state S = MN_T(mn_mesa_state_at)(w.states + (i - first) * w.size, &p->call);
+            const mn_mesa_state S = MN_T(mn_mesa_state_at)(w.states + (i - first) * w.size,
+                                                           &p->call);
             chunk_backward(&w, p, &seq, h, i * MN_STAT_CHUNK, S);
         }
     }

@@ -28,8 +28,8 @@ void MN_T(mn_mesa_state_load)(mn_mesa_state S, const mn_mesa_args *p, int64_t n,
     MN_T(mn_stat_load)(S.kv, MN_ROW(float, p->hkv0, n, 0, h), p->call.K * p->call.V);
 }
 
-void MN_T(mn_mesa_prepare)(mn_mesa_chunk *c, const mn_mesa_args *p, const mn_sequence *seq, int64_t h,
-                           int64_t start, bool reads) {
+void MN_T(mn_mesa_prepare)(mn_mesa_chunk *c, const mn_mesa_args *p, const mn_sequence *seq,
+                           int64_t h, int64_t start, bool reads) {
     const int64_t K = p->call.K;
     double minus[MN_STAT_CHUNK], sum = 0.0;
     c->b = seq->b;
@@ -51,7 +51,9 @@ void MN_T(mn_mesa_prepare)(mn_mesa_chunk *c, const mn_mesa_args *p, const mn_seq
     MN_T(mn_stat_weights)(c->W, c->G, minus, reads ? 0 : c->L - 1, c->L);
     for (int64_t t = 0; t < c->L; t++) {
         const float *w = c->W + t * MN_STAT_CHUNK;
-        for (int64_t s = 0; reads && s < c->L; s++) c->Wb[t * MN_STAT_CHUNK + s] = w[s] * c->beta[s];
+        for (int64_t s = 0; reads && s < c->L; s++) {
+            c->Wb[t * MN_STAT_CHUNK + s] = w[s] * c->beta[s];
+        }
         c->last[t] = c->W[(c->L - 1) * MN_STAT_CHUNK + t];
         mn_scale(c->Kw + t * K, c->last[t] * c->beta[t], mn_row_of(c->k, t), K);
     }

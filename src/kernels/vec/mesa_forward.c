@@ -4,7 +4,8 @@
 #include "kernels/vec/mesa.h"
 
 /* o = diag(first) X Hkv + (W.(X K')) diag(beta) V */
-static void write_outputs(const mn_mesa_args *p, mn_mesa_chunk *c, const float *X, mn_mesa_state S) {
+static void write_outputs(const mn_mesa_args *p, mn_mesa_chunk *c, const float *X,
+                          mn_mesa_state S) {
     const int64_t K = p->call.K, V = p->call.V;
     const mn_mat o = mn_mat_rows_out(p->o, c->b, c->t0, c->h), x = mn_mat_of(X, K);
     mn_gemm_args g = mn_product(o, x, mn_mat_of(S.kv, V), (mn_dims){ c->L, V, K });
@@ -37,19 +38,21 @@ static void step_row(float *row, double *wide, float *sum, const float *row0, co
 
 /* A sequence of one token: each row of the statistics is read and written once, Hkk first, then Hkv
  * with x. */
-static void step(const mn_mesa_args *p, const mn_sequence *seq, int64_t n, int64_t h, void *scratch) {
+static void step(const mn_mesa_args *p, const mn_sequence *seq, int64_t n, int64_t h,
+                 void *scratch) {
     const int64_t K = p->call.K, V = p->call.V, b = seq->b, t = seq->t0;
     const float *q = MN_ROW(float, p->q, b, t, h), *k = MN_ROW(float, p->k, b, t, h);
     const float *v = MN_ROW(float, p->v, b, t, h), *lam = MN_ROW(float, p->lam, 0, 0, h);
     const float *kk0 = MN_ROW(float, p->hkk0, n, 0, h), *kv0 = MN_ROW(float, p->hkv0, n, 0, h);
     float *kk = MN_ROW_OUT(float, p->hkk, n, 0, h), *kv = MN_ROW_OUT(float, p->hkv, n, 0, h);
     float *o = MN_ROW_OUT(float, p->o, b, t, h);
-    const float a = (float)exp(*MN_ROW(float, p->g, b, t, h)), beta = *MN_ROW(float, p->beta, b, t, h);
+    const float a = (float)exp(*MN_ROW(float, p->g, b, t, h));
+    const float beta = *MN_ROW(float, p->beta, b, t, h);
     double *U = scratch, *x = U + K * K;
     float *sum = (float *)(void *)(x + K);
     for (int64_t i = 0; i < K; i++) {
-        step_row(kk ? kk + i * K : NULL, U + i * K, NULL, kk0 ? kk0 + i * K : NULL, k, a, beta * k[i],
-                 0.0f, K);
+        step_row(kk ? kk + i * K : NULL, U + i * K, NULL, kk0 ? kk0 + i * K : NULL, k, a,
+                 beta * k[i], 0.0f, K);
         U[i * K + i] += lam[i];
         x[i] = p->scale * q[i];
     }
@@ -65,7 +68,8 @@ static void step(const mn_mesa_args *p, const mn_sequence *seq, int64_t n, int64
     MN_T(mn_stat_store)(o, sum, V);
 }
 
-/* One token of every sequence: the same work with less room. A factor and x in double, o in float. */
+/* One token of every sequence: the same work with less room. A factor and x in double, o in
+ * float. */
 bool MN_T(mn_mesa_step_plan)(const void *args, mn_plan *plan) {
     const mn_call *c = args;
     int64_t count, vectors;
@@ -83,16 +87,18 @@ bool MN_T(mn_mesa_forward_plan)(const void *args, mn_plan *plan) {
     size_t solver, others, all;
     if (!MN_T(mn_mesa_step_plan)(args, plan)) return false;
     plan->items[0] = mn_n_sequences(c) * c->H;
-    const bool ok = MN_T(mn_mesa_state_floats)(&state, c) && MN_T(mn_mesa_chunk_floats)(&count, c) &&
-           mn_mul_i64(&rows, c->K, MN_STAT_CHUNK) && mn_add_i64(&count, count, state) &&
-           mn_add_i64(&count, count, rows) && MN_T(mn_mesa_solver_bytes)(&solver, c) &&
-           mn_mul_size(&others, (size_t)count, sizeof(float)) &&
-           mn_add_size(&all, solver, others);
+    const bool ok = MN_T(mn_mesa_state_floats)(&state, c) &&
+                    MN_T(mn_mesa_chunk_floats)(&count, c) &&
+                    mn_mul_i64(&rows, c->K, MN_STAT_CHUNK) && mn_add_i64(&count, count, state) &&
+                    mn_add_i64(&count, count, rows) && MN_T(mn_mesa_solver_bytes)(&solver, c) &&
+                    mn_mul_size(&others, (size_t)count, sizeof(float)) &&
+                    mn_add_size(&all, solver, others);
     if (ok && all > plan->scratch_bytes) plan->scratch_bytes = all;
     return ok;
 }
 
-void MN_T(mn_mesa_forward_run)(const void *args, int phase, int64_t item, void *shared, void *scratch) {
+void MN_T(mn_mesa_forward_run)(const void *args, int phase, int64_t item, void *shared,
+                               void *scratch) {
     (void)phase, (void)shared;
     const mn_mesa_args *p = args;
     const int64_t K = p->call.K, n = item / p->call.H, h = item % p->call.H;
@@ -129,6 +135,7 @@ void MN_T(mn_mesa_forward_run)(const void *args, int phase, int64_t item, void *
     MN_T(mn_stat_store)(MN_ROW_OUT(float, p->hkv, n, 0, h), S.kv, K * p->call.V);
 }
 
-void MN_T(mn_mesa_step_run)(const void *args, int phase, int64_t item, void *shared, void *scratch) {
+void MN_T(mn_mesa_step_run)(const void *args, int phase, int64_t item, void *shared,
+                            void *scratch) {
     MN_T(mn_mesa_forward_run)(args, phase, item, shared, scratch);
 }

@@ -47,8 +47,8 @@ void MN_T(mn_mesa_solver_place)(mn_mesa_solver *s, void *memory, int64_t K, cons
 }
 
 /* y[j] -= sum of n <= 4 rows x_p[j] times a[p] */
-static void subtract_rows(double *restrict y, const double *restrict x, int64_t step, const double *a,
-                          int64_t n, int64_t width) {
+static void subtract_rows(double *restrict y, const double *restrict x, int64_t step,
+                          const double *a, int64_t n, int64_t width) {
     const double *x1 = x + step, *x2 = x1 + step, *x3 = x2 + step;
     const double a0 = -a[0], a1 = n > 1 ? -a[1] : 0.0, a2 = n > 2 ? -a[2] : 0.0;
     if (n == 4) {
@@ -57,7 +57,9 @@ static void subtract_rows(double *restrict y, const double *restrict x, int64_t 
             y[j] = fma(a3, x3[j], fma(a2, x2[j], fma(a1, x1[j], fma(a0, x[j], y[j]))));
         }
     } else if (n == 3) {
-        for (int64_t j = 0; j < width; j++) y[j] = fma(a2, x2[j], fma(a1, x1[j], fma(a0, x[j], y[j])));
+        for (int64_t j = 0; j < width; j++) {
+            y[j] = fma(a2, x2[j], fma(a1, x1[j], fma(a0, x[j], y[j])));
+        }
     } else if (n == 2) {
         for (int64_t j = 0; j < width; j++) y[j] = fma(a1, x1[j], fma(a0, x[j], y[j]));
     } else {
@@ -102,7 +104,8 @@ void MN_T(mn_mesa_substitute)(double *x, const double *U, int64_t K) {
     }
 }
 
-/* V <- U^-T, lower triangular with zeros above; row i is (e_i - sum_{j<i} U[j,i] V[j,:]) / U[i,i]. */
+/* V <- U^-T, lower triangular with zeros above; row i is (e_i - sum_{j<i} U[j,i] V[j,:]) /
+ * U[i,i]. */
 static void invert_factor(double *V, const double *U, int64_t K) {
     memset(V, 0, (size_t)(K * K) * sizeof *V);
     for (int64_t i = 0; i < K; i++) {
@@ -126,15 +129,16 @@ static void invert_middle(mn_mesa_solver *s, const mn_mesa_chunk *c, const float
     const float *w = c->Wb + middle * MN_STAT_CHUNK;
     memcpy(s->inverse, kk, (size_t)(K * K) * sizeof *kk);
     for (int64_t i = 0; i <= middle; i++) mn_scale(s->R + i * K, w[i], mn_row_of(c->k, i), K);
-    MN_T(mn_stat_add_symmetric)(s->inverse, c->first[middle], mn_mat_of(s->R, K), c->k, middle + 1, K);
+    const mn_mat weighted = mn_mat_of(s->R, K);
+    MN_T(mn_stat_add_symmetric)(s->inverse, c->first[middle], weighted, c->k, middle + 1, K);
     for (int64_t i = 0; i < K * K; i++) s->U[i] = s->inverse[i];
     for (int64_t i = 0; i < K; i++) s->U[i * K + i] += s->lam[i];
     MN_T(mn_mesa_factorise)(s->U, K);
     invert_factor(s->M, s->U, K);
     float *V = (float *)s->U;
     for (int64_t i = 0; i < K * K; i++) V[i] = (float)s->M[i];
-    mn_gemm_args g = mn_product(mn_mat_of(s->inverse, K), mn_transposed(mn_mat_of(V, K)), mn_mat_of(V, K),
-                                (mn_dims){ K, K, K });
+    mn_gemm_args g = mn_product(mn_mat_of(s->inverse, K), mn_transposed(mn_mat_of(V, K)),
+                                mn_mat_of(V, K), (mn_dims){ K, K, K });
     g.shape = MN_GEMM_A_UPPER;
     MN_T(mn_gemm)(&g);
 }
@@ -165,8 +169,8 @@ static void apply(float *Z, const float *X, mn_mesa_solver *s, mn_mesa_chunk *c,
 static void precondition(float *Y, const float *R, const mn_mesa_solver *s, int64_t L) {
     const int64_t K = s->K;
     if (s->dense) {
-        const mn_gemm_args g = mn_product(mn_mat_of(Y, K), mn_mat_of(R, K), mn_mat_of(s->inverse, K),
-                                          (mn_dims){ L, K, K });
+        const mn_gemm_args g = mn_product(mn_mat_of(Y, K), mn_mat_of(R, K),
+                                          mn_mat_of(s->inverse, K), (mn_dims){ L, K, K });
         MN_T(mn_gemm)(&g);
         return;
     }
@@ -243,7 +247,8 @@ static void conjugate_gradients(float *X, mn_mesa_solver *s, mn_mesa_chunk *c, c
 }
 
 /* Marks the tokens whose residual b - M x is too large; returns how many. */
-static int64_t check(bool *failed, const float *X, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk) {
+static int64_t check(bool *failed, const float *X, mn_mesa_solver *s, mn_mesa_chunk *c,
+                     const float *kk) {
     const int64_t K = s->K;
     int64_t n_failed = 0;
     apply(s->Z, X, s, c, kk);
@@ -258,8 +263,8 @@ static int64_t check(bool *failed, const float *X, mn_mesa_solver *s, mn_mesa_ch
     return n_failed;
 }
 
-/* M in double goes on from token to token, in the room of R; right sides wanted of a token share its
- * factor. */
+/* M in double goes on from token to token, in the room of R; right sides wanted of a token share
+ * its factor. */
 static void solve_directly(float *const *X, bool wanted[][MN_STAT_CHUNK], int n, mn_mesa_solver *s,
                            const mn_mesa_chunk *c, const float *kk) {
     const int64_t K = s->K;
@@ -288,7 +293,8 @@ static void solve_directly(float *const *X, bool wanted[][MN_STAT_CHUNK], int n,
 }
 
 /* Solves what the iteration can; marks the other rows, which keep their right sides. */
-static int64_t iterate(float *X, bool *failed, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk) {
+static int64_t iterate(float *X, bool *failed, mn_mesa_solver *s, mn_mesa_chunk *c,
+                       const float *kk) {
     const int64_t K = s->K;
     float size[MN_STAT_CHUNK];
     start_rows(X, size, s, c->L);
@@ -301,7 +307,8 @@ static int64_t iterate(float *X, bool *failed, mn_mesa_solver *s, mn_mesa_chunk 
     return n_failed;
 }
 
-void MN_T(mn_mesa_solve)(float *const *X, int n, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk) {
+void MN_T(mn_mesa_solve)(float *const *X, int n, mn_mesa_solver *s, mn_mesa_chunk *c,
+                         const float *kk) {
     bool wanted[MN_MESA_SIDES][MN_STAT_CHUNK];
     int64_t n_wanted = 0;
     s->dense = c->G[c->L - 1] > weak_decay;

@@ -1,7 +1,7 @@
 /* mlstm.h - what forward and backward of mlstm know of one chunk.
  *
- * Definition and gradients in ref/mlstm.c. With F the running sum of lf inside the chunk and m_0 the
- * stabiliser before it, everything a token reads has a weight of at most 1:
+ * Definition and gradients in ref/mlstm.c. With F the running sum of lf inside the chunk and m_0
+ * the stabiliser before it, everything a token reads has a weight of at most 1:
  *
  *   W[t,s] = exp(F_t - F_s + ipre_s - m_t)   s <= t     first[t] = exp(F_t + m_0 - m_t)
  *   last[s] = W[L-1,s]                                  fall     = first[L-1]
@@ -40,8 +40,8 @@ bool MN_T(mn_mlstm_state_floats)(int64_t *count, const mn_call *call);
 mn_mlstm_state MN_T(mn_mlstm_state_at)(float *at, const mn_call *call);
 void MN_T(mn_mlstm_state_load)(mn_mlstm_state S, const mn_mlstm_args *p, int64_t n, int64_t h);
 
-/* Gates, weights and Kw of the chunk that starts `start` tokens into the sequence at state S. Without
- * `reads` only the last row of W. */
+/* Gates, weights and Kw of the chunk that starts `start` tokens into the sequence at state S.
+ * Without `reads` only the last row of W. */
 void MN_T(mn_mlstm_prepare)(mn_mlstm_chunk *c, const mn_mlstm_args *p, const mn_sequence *seq,
                             int64_t h, int64_t start, mn_mlstm_state S, bool reads);
 

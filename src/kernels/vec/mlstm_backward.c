@@ -1,9 +1,11 @@
 /* mlstm_backward.c - gradients of mlstm, from the last chunk to the first.
  *
  * With W, S, first, last and fall of mlstm.h, D and d the adjoints of C and n behind the chunk (in
- * units of exp(-m_L)), dnum_t = do_t / den_t, da_t as in ref/mlstm.c and X.Y the elementwise product:
+ * units of exp(-m_L)), dnum_t = do_t / den_t, da_t as in ref/mlstm.c and X.Y the elementwise
+ * product:
  *
- *   R = tril(dnum V' + da 1')               T = dnum C_0' + da n_0'      J = diag(last) (V D' + 1 d')
+ *   R = tril(dnum V' + da 1')               T = dnum C_0' + da n_0'
+ *   J = diag(last) (V D' + 1 d')
  *   dQ = scale (diag(first) T + (W.R) K)    dK = scale (W.R)'Q + J
  *   dV = scale (W.S)'dnum + diag(last) K D
  *   E = scale W.S.R                         dipre_s = sum_t E[t,s] + k_s.J_s
@@ -98,7 +100,8 @@ static void value_backward(work *w, const mn_mlstm_args *p) {
     const int64_t K = p->call.K, V = p->call.V;
     const mn_mat dv = mn_mat_rows_out(p->grad.v, c->b, c->t0, c->h);
     if (!dv.at) return;
-    mn_gemm_args g = mn_product(dv, mn_mat_of(c->Kw, K), mn_mat_of(w->D, V), (mn_dims){ c->L, V, K });
+    mn_gemm_args g = mn_product(dv, mn_mat_of(c->Kw, K), mn_mat_of(w->D, V),
+                                (mn_dims){ c->L, V, K });
     MN_T(mn_gemm)(&g);
     g = mn_product(dv, mn_transposed(mn_mat_of(c->P, MN_STAT_CHUNK)), mn_mat_of(w->dnum, V),
                    (mn_dims){ c->L, V, c->L });
@@ -135,7 +138,8 @@ static void query_backward(double *late, work *w, const mn_mlstm_args *p, mn_mls
 static void key_backward(double *early, work *w, const mn_mlstm_args *p) {
     mn_mlstm_chunk *c = &w->c;
     const int64_t K = p->call.K, V = p->call.V;
-    mn_gemm_args g = mn_product(mn_mat_of(w->J, K), c->v, mn_mat_of(w->D, V), (mn_dims){ c->L, K, V });
+    mn_gemm_args g = mn_product(mn_mat_of(w->J, K), c->v, mn_mat_of(w->D, V),
+                                (mn_dims){ c->L, K, V });
     MN_T(mn_gemm_nt)(&g);
     for (int64_t s = 0; s < c->L; s++) {
         float *J = w->J + s * K;
@@ -145,7 +149,8 @@ static void key_backward(double *early, work *w, const mn_mlstm_args *p) {
     }
     const mn_mat dk = mn_mat_rows_out(p->grad.k, c->b, c->t0, c->h);
     if (!dk.at) return;
-    g = mn_product(dk, mn_transposed(mn_mat_of(w->RW, MN_STAT_CHUNK)), c->q, (mn_dims){ c->L, K, c->L });
+    g = mn_product(dk, mn_transposed(mn_mat_of(w->RW, MN_STAT_CHUNK)), c->q,
+                   (mn_dims){ c->L, K, c->L });
     g.alpha = (float)p->scale;
     g.shape = MN_GEMM_A_UPPER;
     MN_T(mn_gemm)(&g);
@@ -155,7 +160,9 @@ static void key_backward(double *early, work *w, const mn_mlstm_args *p) {
 /* D.C + d.n */
 static double inner_product(const work *w, mn_mlstm_state S, const mn_call *call) {
     double sum = mn_dot(w->d, S.n, call->K);
-    for (int64_t i = 0; i < call->K; i++) sum += mn_dot(w->D + i * call->V, S.C + i * call->V, call->V);
+    for (int64_t i = 0; i < call->K; i++) {
+        sum += mn_dot(w->D + i * call->V, S.C + i * call->V, call->V);
+    }
     return sum;
 }
 
@@ -206,8 +213,8 @@ static void chunk_backward(work *w, const mn_mlstm_args *p, const mn_sequence *s
 
 /* Carries the state in `from` over the chunks [first, end); `to` + i size is the one after chunk
  * first + i, where `step` is the size, or all in one place for step 0. */
-static void advance_over(work *w, const mn_mlstm_args *p, const mn_sequence *seq, int64_t h, float *at,
-                         int64_t step, int64_t first, int64_t end) {
+static void advance_over(work *w, const mn_mlstm_args *p, const mn_sequence *seq, int64_t h,
+                         float *at, int64_t step, int64_t first, int64_t end) {
     for (int64_t i = first; i < end; i++) {
         const mn_mlstm_state S = MN_T(mn_mlstm_state_at)(at + step, &p->call);
         if (step) memcpy(at + step, at, (size_t)w->size * sizeof *at);
@@ -218,11 +225,13 @@ static void advance_over(work *w, const mn_mlstm_args *p, const mn_sequence *seq
 }
 
 /* States at the starts of all segments; `states` ends up holding the final one. */
-static void keep_states(work *w, const mn_mlstm_args *p, const mn_sequence *seq, int64_t n, int64_t h) {
+static void keep_states(work *w, const mn_mlstm_args *p, const mn_sequence *seq, int64_t n,
+                        int64_t h) {
     const int64_t n_chunks = chunks_of(seq->length);
     MN_T(mn_mlstm_state_load)(MN_T(mn_mlstm_state_at)(w->states, &p->call), p, n, h);
     for (int64_t i = 0; i < n_chunks; i += MN_STAT_SEGMENT) {
-        memcpy(w->kept + i / MN_STAT_SEGMENT * w->size, w->states, (size_t)w->size * sizeof *w->kept);
+        memcpy(w->kept + i / MN_STAT_SEGMENT * w->size, w->states,
+               (size_t)w->size * sizeof *w->kept);
         advance_over(w, p, seq, h, w->states, 0, i, mn_min(n_chunks, i + MN_STAT_SEGMENT));
     }
 }
@@ -258,11 +267,13 @@ void MN_T(mn_mlstm_backward_run)(const void *args, int phase, int64_t item, void
     keep_states(&w, p, &seq, n, h);
     load_adjoint(&w, p, *MN_T(mn_mlstm_state_at)(w.states, &p->call).m, n, h);
     for (int64_t segment = mn_ceil_div(n_chunks, MN_STAT_SEGMENT) - 1; segment >= 0; segment--) {
-        const int64_t first = segment * MN_STAT_SEGMENT, end = mn_min(n_chunks, first + MN_STAT_SEGMENT);
+        const int64_t first = segment * MN_STAT_SEGMENT;
+        const int64_t end = mn_min(n_chunks, first + MN_STAT_SEGMENT);
         memcpy(w.states, w.kept + segment * w.size, (size_t)w.size * sizeof *w.states);
         advance_over(&w, p, &seq, h, w.states, w.size, first, end - 1);
         for (int64_t i = end - 1; i >= first; i--) {
-            const mn_mlstm_state S = MN_T(mn_mlstm_state_at)(w.states + (i - first) * w.size, &p->call);
+            const mn_mlstm_state S = MN_T(mn_mlstm_state_at)(w.states + (i - first) * w.size,
+                                                             &p->call);
             chunk_backward(&w, p, &seq, h, i * MN_STAT_CHUNK, S);
         }
     }

@@ -37,7 +37,8 @@ void MN_T(mn_mlstm_state_load)(mn_mlstm_state S, const mn_mlstm_args *p, int64_t
 }
 
 /* The stabilisers of the chunk, and F and ipre - F of its tokens, the exponents of the weights. Any
- * number near m_t serves, so the one that goes on to the next chunk is rounded to what a state holds. */
+ * number near m_t serves, so the one that goes on to the next chunk is rounded to what a state
+ * holds. */
 static void load_gates(mn_mlstm_chunk *c, const mn_mlstm_args *p, double m, double *F, double *in) {
     double sum = 0.0;
     for (int64_t t = 0; t < c->L; t++) {

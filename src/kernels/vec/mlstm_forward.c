@@ -123,6 +123,7 @@ bool MN_T(mn_mlstm_step_plan)(const void *args, mn_plan *plan) {
     return mn_mul_size(&plan->scratch_bytes, (size_t)c->V, sizeof(float));
 }
 
-void MN_T(mn_mlstm_step_run)(const void *args, int phase, int64_t item, void *shared, void *scratch) {
+void MN_T(mn_mlstm_step_run)(const void *args, int phase, int64_t item, void *shared,
+                             void *scratch) {
     MN_T(mn_mlstm_forward_run)(args, phase, item, shared, scratch);
 }

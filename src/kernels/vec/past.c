@@ -132,7 +132,8 @@ static void dots(float *s, const float *x, const float *y, int64_t y_row, int64_
 void MN_T(mn_past_scores)(float *s, int64_t s_row, const float *x, int64_t n_rows, const float *y,
                           int64_t y_row, int64_t n, int64_t width, float alpha) {
     if (n_rows <= 4) {
-        for (int64_t r = 0; r < n_rows; r++) dots(s + r * s_row, x + r * width, y, y_row, n, width, alpha);
+        for (int64_t r = 0; r < n_rows; r++)
+            dots(s + r * s_row, x + r * width, y, y_row, n, width, alpha);
         return;
     }
     const mn_gemm_args g = { .c = s, .c_row = s_row, .a = x, .a_row = width, .a_col = 1,

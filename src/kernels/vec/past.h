@@ -1,8 +1,8 @@
 /* past.h - reads of the whole past, attention and relu_attention, as one problem for their passes.
  *
  * The T queries of a sequence are the last of its n_keys positions. Query heads that read the same
- * key-value head are worked on together: a block of queries is a matrix whose rows are (token, head of
- * the group), so keys and values are streamed once for the group, in decoding too. */
+ * key-value head are worked on together: a block of queries is a matrix whose rows are (token, head
+ * of the group), so keys and values are streamed once for the group, in decoding too. */
 #ifndef MN_KERNELS_VEC_PAST_H
 #define MN_KERNELS_VEC_PAST_H
 
@@ -41,9 +41,9 @@ typedef struct past_head {
 past MN_T(mn_past_softmax)(const mn_attention_args *p);
 past MN_T(mn_past_relu)(const mn_relu_attention_args *p);
 
-/* With rotated positions two phases come first, which fill the table and turn the keys. plan appends
- * them to a plan and counts their shared bytes, false when sizes overflow; place finds their memory and
- * returns what lies behind it; run does an item of phase 0 or 1. */
+/* With rotated positions two phases come first, which fill the table and turn the keys. plan
+ * appends them to a plan and counts their shared bytes, false when sizes overflow; place finds
+ * their memory and returns what lies behind it; run does an item of phase 0 or 1. */
 enum { PAST_PHASES = 2 };
 bool MN_T(mn_past_plan)(const past *p, mn_plan *plan);
 void *MN_T(mn_past_place)(past *p, void *shared);
@@ -51,8 +51,8 @@ void MN_T(mn_past_run)(const past *p, int phase, int64_t item);
 
 past_head MN_T(mn_past_head)(const past *p, int64_t n, int64_t j);
 
-/* Rows (token, head) of queries first .. first + n_tokens - 1 into `to`, turned if asked. Rows of `from`
- * that are absent become 0. */
+/* Rows (token, head) of queries first .. first + n_tokens - 1 into `to`, turned if asked. Rows of
+ * `from` that are absent become 0. */
 void MN_T(mn_past_gather)(float *to, const past *p, const past_head *head, const mn_in *from,
                           int64_t width, int64_t first, int64_t n_tokens, bool turn);
 

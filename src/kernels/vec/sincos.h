@@ -21,7 +21,7 @@ static inline void vf_sincos_far(vf *sine, vf *cosine, vf x) {
     *cosine = vf_load(c);
 }
 
-/* The polynomials are minimax for the relative error of sin and of cos - 1 + r^2/2: 2^-28, 2^-33. */
+/* Minimax polynomials for the relative error of sin, 2^-28, and of cos - 1 + r^2/2, 2^-33. */
 static inline void vf_sincos(vf *sine, vf *cosine, vf x) {
     static const float S[] = { -0x1.555546p-3f, 0x1.110760p-7f, -0x1.994e5cp-13f };
     static const float C[] = { 0x1.55554ap-5f, -0x1.6c0c8ap-10f, 0x1.9a020ap-16f };

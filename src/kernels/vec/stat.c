@@ -71,7 +71,8 @@ void MN_T(mn_stat_add_symmetric)(float *H, float fall, mn_mat X, mn_mat Y, int64
     mirror(H, K);
 }
 
-void MN_T(mn_stat_add_products)(mn_mat H, float fall, float alpha, mn_mat X, mn_mat Y, mn_dims K_V_L) {
+void MN_T(mn_stat_add_products)(mn_mat H, float fall, float alpha, mn_mat X, mn_mat Y,
+                                mn_dims K_V_L) {
     float factor[BLOCK_ROWS];
     for (int i = 0; i < BLOCK_ROWS; i++) factor[i] = fall;
     for (int64_t i = 0; i < K_V_L.M; i += BLOCK_ROWS) {
@@ -85,7 +86,8 @@ void MN_T(mn_stat_add_products)(mn_mat H, float fall, float alpha, mn_mat X, mn_
     }
 }
 
-void MN_T(mn_stat_weights)(float *W, const double *row, const double *col, int64_t from, int64_t L) {
+void MN_T(mn_stat_weights)(float *W, const double *row, const double *col, int64_t from,
+                           int64_t L) {
     for (int64_t t = from; t < L; t++) {
         float *w = W + t * MN_STAT_CHUNK;
         for (int64_t s = 0; s <= t; s++) w[s] = (float)(row[t] + col[s]);

@@ -88,8 +88,8 @@ static inline void mn_scale(float *y, float a, const float *x, int64_t n) {
     }
 }
 
-/* Asks for `n` rows that are needed soon: rows of one head lie far apart, where the processor does not
- * look ahead by itself. */
+/* Asks for `n` rows that are needed soon: rows of one head lie far apart, where the processor does
+ * not look ahead by itself. */
 MN_ALWAYS_INLINE void mn_prefetch_rows(mn_mat m, int64_t n, int64_t width) {
     for (int64_t t = 0; m.at && t < n; t++) {
         for (int64_t i = 0; i < width; i += 16) __builtin_prefetch(mn_row_of(m, t) + i, 0, 2);
@@ -119,7 +119,8 @@ void MN_T(mn_stat_twice_symmetric)(float *S, const float *R, int64_t K);
 void MN_T(mn_stat_add_symmetric)(float *H, float fall, mn_mat X, mn_mat Y, int64_t L, int64_t K);
 
 /* H <- fall H + alpha X'Y for L rows of X and Y, H being K x V. */
-void MN_T(mn_stat_add_products)(mn_mat H, float fall, float alpha, mn_mat X, mn_mat Y, mn_dims K_V_L);
+void MN_T(mn_stat_add_products)(mn_mat H, float fall, float alpha, mn_mat X, mn_mat Y,
+                                mn_dims K_V_L);
 
 /* Rows t >= from of W[t,s] = exp(row[t] + col[s]) for s <= t, else 0; rows are MN_STAT_CHUNK apart.
  * The sums are formed in double. */

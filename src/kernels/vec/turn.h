@@ -1,8 +1,8 @@
 /* turn.h - rotary positions: pair j of a row turns by pos base^(-2j/K).
  *
- * Angles are sums: position 64 a + b turns by the anchor's angle and then by the step's, and both have
- * their cosine and sine in a table of doubles. So a long sequence needs few calls of libm, none in an
- * inner loop, and the angle at position 65,535 is as sharp as at 1. */
+ * Angles are sums: position 64 a + b turns by the anchor's angle and then by the step's, and both
+ * have their cosine and sine in a table of doubles. So a long sequence needs few calls of libm,
+ * none in an inner loop, and the angle at position 65,535 is as sharp as at 1. */
 #ifndef MN_KERNELS_VEC_TURN_H
 #define MN_KERNELS_VEC_TURN_H
 
@@ -42,7 +42,8 @@ static inline void turn_fill_row(const turn_table *table, int64_t row) {
     }
 }
 
-/* y = x turned to position pos0 + pos, or back when `back`, which is also the adjoint; y may be x. */
+/* y = x turned to position pos0 + pos, or back when `back`, which is also the adjoint; y may be
+ * x. */
 static inline void turn_row(float *y, const float *x, const turn_table *table, int64_t pos,
                             bool back) {
     const int64_t half = table->K / 2;

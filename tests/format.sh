@@ -1,0 +1,37 @@
+#!/bin/sh
+# Format check: what the style fixes and a script can see. Files in C and tables: at most 100 columns,
+# no tab, no blank at the end of a line, no carriage return, indentation by fours (continuations and
+# comments line up where they like), braces on the same line, one blank line at most, functions of at
+# most 100 lines, files of at most 900.
+#   format.sh SOURCE_DIR
+set -eu
+cd "$1"
+list=$(find src include tests examples bench -name '*.[ch]' -o -name '*.def' -o -name '*.cu' | sort)
+[ -n "$list" ] || { echo "no files found"; exit 1; }
+# shellcheck disable=SC2086
+LC_ALL=C.UTF-8 awk '
+function complain(what) { printf "%s:%d: %s\n", FILENAME, FNR, what; bad++ }
+FNR == 1 {
+    if (file != "" && lines > 900) { printf "%s: %d lines, 900 are the most\n", file, lines; bad++ }
+    file = FILENAME; blank = 0; opened = 0; n_files++
+}
+{
+    lines = FNR
+    if (length($0) > 100) complain(length($0) " columns, 100 are the most")
+    if ($0 ~ /\t/) complain("a tab")
+    if ($0 ~ /[ \r]$/) complain("blanks or a carriage return at the end of the line")
+    if ($0 ~ /^[ ]*\{$/ && FILENAME !~ /\.def$/) complain("an opening brace on a line of its own")
+    if ($0 ~ /(^|[^a-z_])(if|for|while|switch)\(/) complain("no blank between keyword and parenthesis")
+    blank = $0 == "" ? blank + 1 : 0
+    if (blank == 2) complain("two blank lines")
+    if ($0 ~ /^[a-zA-Z].*\) \{$/) opened = FNR
+    if ($0 == "}") {
+        if (opened && FNR - opened > 100) complain("a function of " FNR - opened " lines, 100 are the most")
+        opened = 0
+    }
+}
+END {
+    if (lines > 900) { printf "%s: %d lines, 900 are the most\n", file, lines; bad++ }
+    if (bad) { printf "%d complaints\n", bad; exit 1 }
+    printf "%d files in form\n", n_files
+}' $list
