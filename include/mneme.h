@@ -335,7 +335,7 @@ typedef struct mn_hyper_args {
 
 /* The whole HyperMLP / HyperGLU module on x (B,T,D); weights under the published names. */
 typedef struct mn_hyper_layer_args {
-    mn_call call;    // B T D; K, V ranks of QK, VO; H heads; Q branches; P block; W taps; R, S ranks
+    mn_call call;    // B T D; K, V ranks; H heads; Q branches; P block; W taps; R, S ranks
     double eps;      //   of the mixes; J = Q R and L = H S rows of the controls
     int kind, norm;
     mn_in x, q_weight, k_weight, v_weight, c_proj_weight;

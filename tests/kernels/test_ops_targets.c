@@ -5,8 +5,7 @@
 
 #include "base/util.h"
 
-/* False when this build lacks the operator. */
-static bool check_case(op_case c) {
+static void check_case(op_case c) {
     op_target targets[MN_TARGET_COUNT + 1];
     const int n_targets = op_targets(targets);
     op_tolerances tolerances;
@@ -14,12 +13,12 @@ static bool check_case(op_case c) {
     c.dtype = MN_F32;
     op_open(&drawn, &c);
     c.dtype = MN_F64;
-    op_open(&want, &c);
+    op_allocate(&want, &c);
     op_convert(&want, &drawn);
     mn_sample_free(&drawn);
-    const bool present = op_measure(&tolerances, &want, &c);
+    op_measure(&tolerances, &want, &c);
     c.dtype = MN_F32;
-    for (int i = 0; present && i < n_targets; i++) {
+    for (int i = 0; i < n_targets; i++) {
         if (targets[i].dtype != MN_F32) continue;
         mn_sample got;
         op_open(&got, &c);
@@ -28,7 +27,6 @@ static bool check_case(op_case c) {
         mn_sample_free(&got);
     }
     mn_sample_free(&want);
-    return present;
 }
 
 /* Around vector widths, tiles and chunks. */
@@ -65,7 +63,7 @@ static void targets_match_reference(mn_op_id op) {
             c.B = c.H = c.K * c.V > 600 ? 1 : 2;
             c.more_keys = (int64_t)i % 3 * 7;
             c.seed = 100 * (uint64_t)f + i + 1;
-            if (!check_case(c)) return;
+            check_case(c);
         }
     }
     op_case wide = forms[0];

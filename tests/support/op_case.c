@@ -2,7 +2,6 @@
 #include "support/op_case.h"
 
 #include <inttypes.h>
-#include <math.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -194,25 +193,7 @@ static void set_counts(mn_sample *sample) {
     if (sample->op == MN_OP_ccq_read) ((mn_ccq_read_args *)sample->args)->n0 = n0;
 }
 
-/* Weights of linear layers are scaled by the root of their inputs, as any model scales them: with
- * standard normal ones hidden numbers are in the hundreds and softplus leaves float32. */
-static void scale_weights(mn_sample *sample) {
-    for (int i = 0; i < sample->n_tensors; i++) {
-        mn_sample_tensor *t = &sample->tensors[i];
-        const size_t length = strlen(t->field->name), rank = strlen(t->axes);
-        const bool named = length > 7 && strcmp(t->field->name + length - 7, "_weight") == 0;
-        const bool weight = named || (sample->op == MN_OP_swiglu && t->axes[0] != '*');
-        bool ok = true;
-        if (!weight || t->field->role != MN_ROLE_IN) continue;
-        const int64_t width = mn_axis_size((mn_call *)sample->args, t->axes[rank - 1], &ok);
-        for (int64_t at = 0; at < t->count; at++) {
-            const double x = mn_sample_get(sample, t->data, at);
-            mn_sample_set(sample, t->data, at, x / sqrt((double)width));
-        }
-    }
-}
-
-void op_open(mn_sample *sample, const op_case *c) {
+void op_allocate(mn_sample *sample, const op_case *c) {
     mn_sample_init(sample, c->op);
     set_sizes(sample, c);
     set_params(sample, c);
@@ -220,8 +201,11 @@ void op_open(mn_sample *sample, const op_case *c) {
         check_fatal("%s: %s", op_case_text(c), mn_last_error());
     }
     set_counts(sample);
+}
+
+void op_open(mn_sample *sample, const op_case *c) {
+    op_allocate(sample, c);
     mn_sample_draw(sample, c->seed);
-    scale_weights(sample);
 }
 
 const char *op_case_text(const op_case *c) {
