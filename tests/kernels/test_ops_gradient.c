@@ -1,26 +1,14 @@
 /* test_ops_gradient.c - every gradient against finite differences, in float64.
  *
-<<<<<<< HEAD
- * With L = sum of cotangent x result and D(h) = (L(x + h d) - L(x - h d)) / 2h, the extrapolated
- * (4 D(h) - D(2h)) / 3 must be <dL/dx, d> for a random direction d of each input alone. d is scaled
- * by |x| where the sign of x means something, and symmetric where x is.
- *
- * Tolerance: with h = 1e-5 that is off by h^4 times a fifth derivative, 1e-20 of it, and by
- * rounding, 2^-53 |L| / h, about 1e-11 of |L|; L and its derivatives are of the size of the
- * gradient up to a factor of some thousands per order for the sharpest of our functions (a row of
- * scores that nearly vanishes and is divided by its norm). 1e-6 of |gradient| |d| leaves room for
- * that, and a missing or wrong term is of order 1. */
-=======
- * With L = sum of cotangent x result, (L(x + h d) - L(x - h d)) / 2h must be <dL/dx, d> for a random
- * direction d of each input alone. d is scaled by |x| where the sign of x means something, and
- * symmetric where x is.
+ * With L = sum of cotangent x result, (L(x + h d) - L(x - h d)) / 2h must be <dL/dx, d> for a
+ * random direction d of each input alone. d is scaled by |x| where the sign of x means something,
+ * and symmetric where x is.
  *
  * Tolerance: the difference quotient is off by a sixth of h^2 times the third derivative and by the
  * rounding of L over h, some 2^-50 of the sum of all |terms| of L. With h = 1e-6 both are far below
- * 1e-6 of the gradient; a missing or wrong term is of order 1. Where L has a kink between x - h d and
- * x + h d, as relu has, L(x + h d) + L(x - h d) - 2 L(x) is of order h and not h^2: then the step is
- * a hundredth. */
->>>>>>> small
+ * 1e-6 of the gradient; a missing or wrong term is of order 1. Where L has a kink between x - h d
+ * and x + h d, as relu has, L(x + h d) + L(x - h d) - 2 L(x) is of order h and not h^2: then the
+ * step is a hundredth. */
 #include "support/op_walk.h"
 
 #include <math.h>
@@ -107,10 +95,11 @@ static void check_input(mn_context *context, mn_sample *s, mn_sample_tensor *t, 
         size2 += gradient[i] * gradient[i] * d[i] * d[i];
     }
     quotient q = difference(context, s, t, x, d, 1e-6, c);
-    if (q.bend > 1e-4 * sqrt(size2) + 4.0 * q.rounding) q = difference(context, s, t, x, d, 1e-8, c);
+    if (q.bend > 1e-4 * sqrt(size2) + 4.0 * q.rounding)
+        q = difference(context, s, t, x, d, 1e-8, c);
     CHECK(fabs(q.slope - want) <= tolerance * sqrt(size2) + q.rounding,
-          "%s: d%s along a direction is %.10g, differences give %.10g", op_case_text(c), t->field->name,
-          want, q.slope);
+          "%s: d%s along a direction is %.10g, differences give %.10g", op_case_text(c),
+          t->field->name, want, q.slope);
     free(x);
     free(d);
 }

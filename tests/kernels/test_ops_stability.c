@@ -1,9 +1,10 @@
-/* test_ops_stability.c - 65,536 tokens that no model should see: everything stays finite, precisions
- * and variances keep their sign, and work space stays far below that of storing every state.
+/* test_ops_stability.c - 65,536 tokens that no model should see: everything stays finite,
+ * precisions and variances keep their sign, and work space stays far below that of storing every
+ * state.
  *
  * Operators with a state are run forward and backward on every target, with decays next to one,
- * next to zero and in turns; the same key again and again, keys of zero; gates at their ends; noise,
- * precisions and ridges over twelve decades. */
+ * next to zero and in turns; the same key again and again, keys of zero; gates at their ends;
+ * noise, precisions and ridges over twelve decades. */
 #include "support/op_walk.h"
 
 #include <math.h>
@@ -127,7 +128,8 @@ static void check_sane(const char *target, const mn_sample *s, harshness how, co
 static void forget(mn_sample *s) {
     for (int i = 0; i < s->n_tensors; i++) {
         void *data = op_memory(&s->tensors[i], OP_COMPUTED);
-        for (int64_t at = 0; data && at < s->tensors[i].count; at++) mn_sample_set(s, data, at, NAN);
+        for (int64_t at = 0; data && at < s->tensors[i].count; at++)
+            mn_sample_set(s, data, at, NAN);
     }
 }
 

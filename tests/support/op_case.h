@@ -32,8 +32,8 @@ typedef struct op_case {
  * Sizes are left at small defaults. Returns how many. */
 int op_forms(mn_op_id op, op_case out[OP_MAX_FORMS]);
 
-/* Sets sizes and parameters and allocates; inputs are left NaN. Fails the running test when memory is
- * out. */
+/* Sets sizes and parameters and allocates; inputs are left NaN. Fails the running test when memory
+ * is out. */
 void op_allocate(mn_sample *sample, const op_case *c);
 
 /* The same, and draws inputs and cotangents. */

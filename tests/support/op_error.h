@@ -26,8 +26,8 @@ typedef struct op_tolerances {
     double loss_norm;                 // of all products cotangent x result
 } op_tolerances;
 
-/* Runs `want` (float64, inputs drawn) both ways, so that it holds results and gradients, and measures
- * its tolerances. */
+/* Runs `want` (float64, inputs drawn) both ways, so that it holds results and gradients, and
+ * measures its tolerances. */
 void op_measure(op_tolerances *out, mn_sample *want, const op_case *c);
 
 /* Checks every result and gradient of `got` against `want`. */
