@@ -61,7 +61,7 @@ static void loss_of_a_certain_model(const op_target *target) {
     mn_sample_set(&s, mn_sample_find(&s, "loss")->partner, 0, 1.0);
     op_run_both(op_context(target->name, 2), &s, &c);
     const double nll = log1p((V - 1) * exp(-30.0)), others = exp(-30.0) / (1.0 + (V - 1) * exp(-30.0));
-    const double off = strcmp(target->name, "ref") == 0 ? 1e-4 : 1e-5;    // 1 + 3e-12 in double
+    const double off = strcmp(target->name, "ref") == 0 ? 2e-3 : 1e-5;    // V sums near 1 in double
     CHECK(fabs(get(&s, "loss", 0) / nll - 1.0) < off, "%s: nll %.9g, not %.9g", target->name,
           get(&s, "loss", 0), nll);
     CHECK(fabs(get_gradient(&s, "logits", AT) / (-(V - 1) * others) - 1.0) < off, "%s: dlogits %g",
