@@ -203,9 +203,20 @@ void op_allocate(mn_sample *sample, const op_case *c) {
     set_counts(sample);
 }
 
+/* Every fourth row of a loss is one to be ignored. */
+static void ignore_rows(mn_sample *sample) {
+    const mn_sample_tensor *target = mn_sample_find(sample, "target");
+    if (sample->op != MN_OP_cross_entropy) return;
+    const int64_t ignore = ((mn_cross_entropy_args *)sample->args)->ignore;
+    for (int64_t i = 1; i < target->count; i += 4) {
+        mn_sample_set(sample, target->data, i, (double)ignore);
+    }
+}
+
 void op_open(mn_sample *sample, const op_case *c) {
     op_allocate(sample, c);
     mn_sample_draw(sample, c->seed);
+    ignore_rows(sample);
 }
 
 const char *op_case_text(const op_case *c) {

@@ -20,11 +20,23 @@ static int64_t class_of(const mn_cross_entropy_args *p, int64_t b) {
     return target == p->ignore ? -1 : target;
 }
 
-static double log_sum_exp(const REAL *x, int64_t V) {
-    double top = x[0], sum = 0.0;
-    for (int64_t i = 1; i < V; i++) top = x[i] > top ? x[i] : top;
-    for (int64_t i = 0; i < V; i++) sum += exp(x[i] - top);
-    return top + log(sum);
+/* The largest logit, and the sum of exp(x_i - largest). Kept apart: their logarithm together would
+ * round away what little a nearly certain model leaves to the other classes. */
+typedef struct row_sums {
+    double top, sum;
+} row_sums;
+
+static row_sums sum_row(const REAL *x, int64_t V) {
+    row_sums row = { x[0], 0.0 };
+    for (int64_t i = 1; i < V; i++) row.top = x[i] > row.top ? x[i] : row.top;
+    for (int64_t i = 0; i < V; i++) row.sum += exp(x[i] - row.top);
+    return row;
+}
+
+static double row_loss(const REAL *x, int64_t V, int64_t target) {
+    if (target < 0) return 0.0;
+    const row_sums row = sum_row(x, V);
+    return (row.top - x[target]) + log(row.sum);
 }
 
 bool MN_REF(mn_cross_entropy_forward_plan)(const void *args, mn_plan *plan) {
@@ -60,7 +72,7 @@ void MN_REF(mn_cross_entropy_forward_run)(const void *args, int phase, int64_t i
     for (int64_t b = item * ROWS; b < end; b++) {
         const REAL *x = MN_ROW(REAL, p->logits, b, 0, 0);
         const int64_t target = class_of(p, b);
-        const double loss = target < 0 ? 0.0 : log_sum_exp(x, p->call.V) - x[target];
+        const double loss = row_loss(x, p->call.V, target);
         if (nll) nll[b] = (REAL)loss;
         mine.sum += loss;
         mine.kept += target >= 0;
@@ -97,10 +109,10 @@ void MN_REF(mn_cross_entropy_backward_run)(const void *args, int phase, int64_t 
         const REAL *x = MN_ROW(REAL, p->logits, b, 0, 0);
         REAL *dx = MN_ROW_OUT(REAL, p->grad.logits, b, 0, 0);
         const int64_t target = class_of(p, b);
-        const double factor = target < 0 ? 0.0 : dloss / *kept;
-        const double total = target < 0 ? 0.0 : log_sum_exp(x, V);
+        const row_sums row = sum_row(x, V);
         for (int64_t i = 0; i < V; i++) {
-            dx[i] = target < 0 ? 0 : (REAL)(factor * (exp(x[i] - total) - (i == target)));
+            const double share = exp(x[i] - row.top) / row.sum;
+            dx[i] = target < 0 ? 0 : (REAL)(dloss / *kept * (share - (i == target)));
         }
     }
 }
