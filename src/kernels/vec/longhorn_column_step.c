@@ -8,7 +8,8 @@
 #include "base/util.h"
 #include "kernels/vec/longhorn.h"
 
-enum { NARROW = 32 };
+/* Vectors of a row whose sums fit the registers; columns of an item when there are few heads */
+enum { STRIP = MN_VW == 16 ? 8 : 4, NARROW = 32 };
 
 /* Columns of an item: all of them, unless there are few heads to share out. */
 static int64_t width_of(const mn_call *c) {
@@ -24,22 +25,46 @@ bool MN_T(mn_longhorn_column_step_plan)(const void *args, mn_plan *plan) {
     return mn_mul_size(&plan->scratch_bytes, (size_t)(width + MN_VW), 2 * sizeof(float));
 }
 
-/* along = S'k and read = S'q, n columns of K rows `step` floats apart */
-static void project(float *along, float *read, const float *S, int64_t step, const float *k,
-                    const float *q, int64_t K, int64_t n) {
+/* along = S'k and read = S'q, n columns of K rows `step` floats apart; both start at zero */
+static void project_wide(float *along, float *read, const float *S, int64_t step, const float *k,
+                         const float *q, int64_t K, int64_t n) {
     for (int64_t i = 0; i < K; i++, S += step) {
         const vf k_i = vf_set1(k[i]), q_i = vf_set1(q[i]);
-        int64_t j = 0;
-        for (; j + MN_VW <= n; j += MN_VW) {
-            const vf x = vf_load(S + j);
+        for (int64_t j = 0; j < n; j += MN_VW) {
+            const vf x = mn_load_lanes(S + j, vf_lanes(n - j));
             vf_store(along + j, vf_fma(k_i, x, vf_load(along + j)));
             vf_store(read + j, vf_fma(q_i, x, vf_load(read + j)));
         }
-        if (j == n) continue;
-        const vf x = mn_load_lanes(S + j, (int)(n - j));
-        vf_store(along + j, vf_fma(k_i, x, vf_load(along + j)));
-        vf_store(read + j, vf_fma(q_i, x, vf_load(read + j)));
     }
+}
+
+/* The same for exactly `vectors` whole vectors, a constant: sums stay in registers. */
+MN_ALWAYS_INLINE void project_narrow(float *along, float *read, const float *S, int64_t step,
+                                     const float *k, const float *q, int64_t K, int vectors) {
+    vf by_k[STRIP], by_q[STRIP];
+    MN_UNROLL
+    for (int c = 0; c < vectors; c++) by_k[c] = by_q[c] = vf_zero();
+    for (int64_t i = 0; i < K; i++, S += step) {
+        const vf k_i = vf_set1(k[i]), q_i = vf_set1(q[i]);
+        MN_UNROLL
+        for (int c = 0; c < vectors; c++) {
+            const vf x = vf_load(S + c * MN_VW);
+            by_k[c] = vf_fma(k_i, x, by_k[c]);
+            by_q[c] = vf_fma(q_i, x, by_q[c]);
+        }
+    }
+    MN_UNROLL
+    for (int c = 0; c < vectors; c++) {
+        vf_store(along + c * MN_VW, by_k[c]);
+        vf_store(read + c * MN_VW, by_q[c]);
+    }
+}
+
+static void project(float *along, float *read, const float *S, int64_t step, const float *k,
+                    const float *q, int64_t K, int64_t n) {
+    if (n == STRIP * MN_VW) project_narrow(along, read, S, step, k, q, K, STRIP);
+    else if (n == STRIP / 2 * MN_VW) project_narrow(along, read, S, step, k, q, K, STRIP / 2);
+    else project_wide(along, read, S, step, k, q, K, n);
 }
 
 /* to = from + k u'; from may be NULL or `to` */

@@ -1,13 +1,13 @@
 /* longhorn_diag_step.c - one token of diagonal Longhorn, the state in place: each number read and
  * written once. Equations and gains in longhorn.h.
  *
- * One item is some columns of one head, walked row by row in the order of memory; what the columns
- * need and their sums live in the first cache. */
+ * One item is some columns of one head, walked row by row in the order of memory. */
 #include "base/checked.h"
 #include "base/util.h"
 #include "kernels/vec/longhorn.h"
 
-enum { NARROW = 32 };
+/* Vectors of a row whose sums fit the registers; columns of an item when there are few heads */
+enum { STRIP = MN_VW == 16 ? 8 : 4, NARROW = 32 };
 
 /* Columns of an item: all of them, unless there are few heads to share out. */
 static int64_t width_of(const mn_call *c) {
@@ -22,6 +22,15 @@ bool MN_T(mn_longhorn_diag_step_plan)(const void *args, mn_plan *plan) {
     plan->items[0] = c->B * c->H * mn_ceil_div(c->V, width);
     return mn_mul_size(&plan->scratch_bytes, (size_t)(width + MN_VW), 4 * sizeof(float));
 }
+
+/* One head's token, states from the first column of the item on. */
+typedef struct token {
+    const float *q, *k;
+    double norm;              // |k|^2
+    const float *state0;      // NULL: zero
+    float *state;             // NULL: not wanted; may be state0
+    int64_t K, V;
+} token;
 
 /* Vectors of the columns: u = w v, w, rest, and the sums of o. */
 typedef struct columns {
@@ -40,34 +49,57 @@ static void prepare(const columns *s, const float *v, const float *beta, float n
     }
 }
 
-/* One row, one vector of columns: S <- c S + k u and o += q S. The constants are those of the row.
- */
-MN_ALWAYS_INLINE void cells(const columns *s, const float *state0, float *state, vf q, vf k,
-                            vf others, int64_t j, int lanes, bool masked) {
-    vf S = vf_mul(k, vf_load(s->u + j));
-    if (state0) {
-        const vf c = vf_fma(others, vf_load(s->w + j), vf_load(s->rest + j));
-        S = vf_fma(c, masked ? vf_load_n(state0 + j, lanes) : vf_load(state0 + j), S);
-    }
-    vf_store(s->o + j, vf_fma(q, S, vf_load(s->o + j)));
-    if (state && masked) vf_store_n(state + j, S, lanes);
-    else if (state) vf_store(state + j, S);
+/* q, k and |k|^2 - k^2 of one key row */
+typedef struct key {
+    vf q, k, others;
+} key;
+
+static inline key key_at(const token *t, int64_t i) {
+    const double k = t->k[i];
+    return (key){ vf_set1(t->q[i]), vf_set1(t->k[i]), vf_set1((float)(t->norm - k * k)) };
 }
 
-/* All rows; state0 may be NULL or `state`, state may be NULL. */
-MN_ALWAYS_INLINE void walk(const columns *to, const mn_longhorn_diag_args *p, const float *q,
-                           const float *k, double norm, const float *state0, float *state) {
-    const columns s = *to;
-    for (int64_t i = 0; i < p->call.K; i++) {
-        const vf q_i = vf_set1(q[i]), k_i = vf_set1(k[i]);
-        const vf others = vf_set1((float)(norm - (double)k[i] * k[i]));
-        const float *from = state0 ? state0 + i * p->call.V : NULL;
-        float *into = state ? state + i * p->call.V : NULL;
-        int64_t j = 0;
-        for (; j + MN_VW <= s.n; j += MN_VW) {
-            cells(&s, from, into, q_i, k_i, others, j, MN_VW, false);
+/* Rows of exactly `vectors` whole vectors, a constant, of a state kept in place: what the columns need
+ * stays in registers, as far as they go. */
+MN_ALWAYS_INLINE void narrow_rows(const columns *s, const token *t, int vectors) {
+    vf u[STRIP], w[STRIP], rest[STRIP], o[STRIP];
+    MN_UNROLL
+    for (int c = 0; c < vectors; c++) {
+        u[c] = vf_load(s->u + c * MN_VW);
+        w[c] = vf_load(s->w + c * MN_VW);
+        rest[c] = vf_load(s->rest + c * MN_VW);
+        o[c] = vf_zero();
+    }
+    for (int64_t i = 0; i < t->K; i++) {
+        const key row = key_at(t, i);
+        const float *from = t->state0 + i * t->V;
+        float *to = t->state + i * t->V;
+        MN_UNROLL
+        for (int c = 0; c < vectors; c++) {
+            const vf keep = vf_fma(row.others, w[c], rest[c]);
+            const vf S = vf_fma(keep, vf_load(from + c * MN_VW), vf_mul(row.k, u[c]));
+            o[c] = vf_fma(row.q, S, o[c]);
+            vf_store(to + c * MN_VW, S);
         }
-        if (j < s.n) cells(&s, from, into, q_i, k_i, others, j, (int)(s.n - j), true);
+    }
+    MN_UNROLL
+    for (int c = 0; c < vectors; c++) vf_store(s->o + c * MN_VW, o[c]);
+}
+
+/* Rows of any width; state0 and state may be NULL. */
+static void wide_rows(const columns *s, const token *t) {
+    for (int64_t i = 0; i < t->K; i++) {
+        const key row = key_at(t, i);
+        const float *from = t->state0 ? t->state0 + i * t->V : NULL;
+        float *to = t->state ? t->state + i * t->V : NULL;
+        for (int64_t j = 0; j < s->n; j += MN_VW) {
+            const int lanes = vf_lanes(s->n - j);
+            const vf keep = vf_fma(row.others, vf_load(s->w + j), vf_load(s->rest + j));
+            const vf S0 = from ? mn_load_lanes(from + j, lanes) : vf_zero();
+            const vf S = vf_fma(keep, S0, vf_mul(row.k, vf_load(s->u + j)));
+            vf_store(s->o + j, vf_fma(row.q, S, vf_load(s->o + j)));
+            if (to) mn_store_lanes(to + j, S, lanes);
+        }
     }
 }
 
@@ -79,16 +111,20 @@ void MN_T(mn_longhorn_diag_step_run)(const void *args, int phase, int64_t item, 
     const int64_t width = width_of(call), tiles = mn_ceil_div(call->V, width);
     const int64_t b = item / tiles / call->H, h = item / tiles % call->H, j0 = item % tiles * width;
     const int64_t n = mn_min(width, call->V - j0), padded = mn_ceil_div(n, MN_VW) * MN_VW;
-    const float *q = MN_ROW(float, p->q, b, 0, h), *k = MN_ROW(float, p->k, b, 0, h);
-    const float *state0 = MN_ROW(float, p->state0, b, 0, h);
-    float *state = MN_ROW_OUT(float, p->state, b, 0, h), *o = MN_ROW_OUT(float, p->o, b, 0, h);
-    float *memory = scratch;
+    token t = { .q = MN_ROW(float, p->q, b, 0, h), .k = MN_ROW(float, p->k, b, 0, h),
+                .state0 = MN_ROW(float, p->state0, b, 0, h),
+                .state = MN_ROW_OUT(float, p->state, b, 0, h), .K = call->K, .V = call->V };
+    float *o = MN_ROW_OUT(float, p->o, b, 0, h), *memory = scratch;
     const columns s = { memory, memory + padded, memory + 2 * padded, memory + 3 * padded, n };
-    const double norm = mn_key_norm(k, call->K);
+    t.norm = mn_key_norm(t.k, call->K);
+    if (t.state0) t.state0 += j0;
+    if (t.state) t.state += j0;
     prepare(&s, MN_ROW(float, p->v, b, 0, h) + j0, MN_ROW(float, p->beta, b, 0, h) + j0,
-            (float)norm);
-    if (state0 && state) walk(&s, p, q, k, norm, state0 + j0, state + j0);    // the common call
-    else walk(&s, p, q, k, norm, state0 ? state0 + j0 : NULL, state ? state + j0 : NULL);
+            (float)t.norm);
+    const bool whole = t.state0 && t.state;
+    if (whole && n == STRIP * MN_VW) narrow_rows(&s, &t, STRIP);
+    else if (whole && n == STRIP / 2 * MN_VW) narrow_rows(&s, &t, STRIP / 2);
+    else wide_rows(&s, &t);
     const vf scale = vf_set1((float)p->scale);
     for (int64_t j = 0; o && j < n; j += MN_VW) {
         mn_store_lanes(o + j0 + j, vf_mul(scale, vf_load(s.o + j)), vf_lanes(n - j));
