@@ -1,6 +1,6 @@
 /* test_rows.c - what the walks over the table do not reach of the operators on rows: losses without
- * rows, a model that is certain, steps in place and stacked, rows of zeros and of extremes, gradients
- * that nobody asks for. On every target. */
+ * rows, a model that is certain, steps in place and stacked, rows of zeros and of extremes,
+ * gradients that nobody asks for. On every target. */
 #include "support/op_walk.h"
 
 #include <math.h>
@@ -35,7 +35,8 @@ static op_case rows_case(mn_op_id op, mn_dtype dtype, int64_t rows, int64_t V) {
                       .K = 4, .V = V, .seed = 5 };
 }
 
-/* ---- cross_entropy ------------------------------------------------------------------------------ */
+/* ---- cross_entropy ------------------------------------------------------------------------------
+ */
 
 static void loss_without_rows(const op_target *target) {
     const op_case c = rows_case(MN_OP_cross_entropy, target->dtype, 21, 33);
@@ -43,9 +44,11 @@ static void loss_without_rows(const op_target *target) {
     op_open(&s, &c);
     for (int64_t i = 0; i < 21; i++) put(&s, "target", i, -100.0);
     op_run_both(op_context(target->name, 2), &s, &c);
-    CHECK(get(&s, "loss", 0) == 0.0, "%s: the loss of no rows is %g", target->name, get(&s, "loss", 0));
+    CHECK(get(&s, "loss", 0) == 0.0, "%s: the loss of no rows is %g", target->name,
+          get(&s, "loss", 0));
     for (int64_t i = 0; i < 21 * 33; i++) {
-        CHECK(get_gradient(&s, "logits", i) == 0.0, "%s: an ignored row has a gradient", target->name);
+        CHECK(get_gradient(&s, "logits", i) == 0.0, "%s: an ignored row has a gradient",
+              target->name);
     }
     mn_sample_free(&s);
 }
@@ -60,7 +63,8 @@ static void loss_of_a_certain_model(const op_target *target) {
     put(&s, "target", 0, AT);
     mn_sample_set(&s, mn_sample_find(&s, "loss")->partner, 0, 1.0);
     op_run_both(op_context(target->name, 2), &s, &c);
-    const double nll = log1p((V - 1) * exp(-30.0)), others = exp(-30.0) / (1.0 + (V - 1) * exp(-30.0));
+    const double nll = log1p((V - 1) * exp(-30.0)),
+                 others = exp(-30.0) / (1.0 + (V - 1) * exp(-30.0));
     const double off = strcmp(target->name, "ref") == 0 ? 2e-3 : 1e-5;    // V sums near 1 in double
     CHECK(fabs(get(&s, "loss", 0) / nll - 1.0) < off, "%s: nll %.9g, not %.9g", target->name,
           get(&s, "loss", 0), nll);
@@ -70,7 +74,8 @@ static void loss_of_a_certain_model(const op_target *target) {
     mn_sample_free(&s);
 }
 
-/* ---- adamw --------------------------------------------------------------------------------------- */
+/* ---- adamw
+ * --------------------------------------------------------------------------------------- */
 
 /* Three stacked steps, then the same three one at a time with results over inputs. */
 static void steps_in_place(const op_target *target) {
@@ -91,18 +96,22 @@ static void steps_in_place(const op_target *target) {
         args->step0 = step;
         args->grads.data = grads + (size_t)step * N * size;
         op_run(op_context(target->name, 2), &single, MN_FORWARD, &c);
-        static const char *const names[][2] = { { "p", "p_out" }, { "m", "m_out" }, { "v", "v_out" } };
+        static const char *const names[][2] = { { "p", "p_out" },
+                                                { "m", "m_out" },
+                                                { "v", "v_out" } };
         for (size_t k = 0; k < MN_COUNTOF(names); k++) {
             const unsigned char *want = mn_sample_find(&stacked, names[k][1])->data;
             CHECK(memcmp(mn_sample_find(&single, names[k][0])->data, want + (size_t)step * N * size,
-                         N * size) == 0, "%s: %s after step %d", target->name, names[k][0], (int)step);
+                         N * size) == 0,
+                  "%s: %s after step %d", target->name, names[k][0], (int)step);
         }
     }
     mn_sample_free(&stacked);
     mn_sample_free(&single);
 }
 
-/* ---- norms ---------------------------------------------------------------------------------------- */
+/* ---- norms
+ * ---------------------------------------------------------------------------------------- */
 
 static const mn_op_id norms[] = { MN_OP_rms_norm, MN_OP_rms_norm_gated, MN_OP_l2_norm };
 
@@ -129,7 +138,8 @@ static void rows_of_extremes(const op_target *target) {
     }
 }
 
-/* ---- what is not wanted, and what is zero ---------------------------------------------------------- */
+/* ---- what is not wanted, and what is zero
+ * ---------------------------------------------------------- */
 
 /* A kernel may take another way when less is wanted: a few roundings apart, no more. */
 static double closeness(const op_target *target) {
@@ -181,7 +191,8 @@ static void no_cotangent_no_gradient(const op_target *target, mn_op_id op) {
         const mn_sample_tensor *t = &s.tensors[i];
         if (t->field->role > MN_ROLE_OPT || !t->partner) continue;
         int64_t wrong = 0;
-        for (int64_t at = 0; at < t->count; at++) wrong += !(mn_sample_get(&s, t->partner, at) == 0.0);
+        for (int64_t at = 0; at < t->count; at++)
+            wrong += !(mn_sample_get(&s, t->partner, at) == 0.0);
         CHECK(wrong == 0, "%s %s: without cotangents %lld of d%s are not zero", target->name,
               mn_op_describe(op)->name, (long long)wrong, t->field->name);
     }

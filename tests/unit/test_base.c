@@ -1,4 +1,5 @@
-/* test_base.c - statuses, checked sizes, element types, random numbers, scratch memory and threads. */
+/* test_base.c - statuses, checked sizes, element types, random numbers, scratch memory and threads.
+ */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -25,13 +26,15 @@
 #include "runtime/arena.h"
 #include "runtime/threads.h"
 
-/* Huge requests are part of the tests; the sanitizer's allocator is to refuse them like any other. */
+/* Huge requests are part of the tests; the sanitizer's allocator is to refuse them like any other.
+ */
 const char *__asan_default_options(void);
 const char *__asan_default_options(void) {
     return "allocator_may_return_null=1";
 }
 
-/* ---- status ----------------------------------------------------------------------------------- */
+/* ---- status -----------------------------------------------------------------------------------
+ */
 
 static void status_carries_a_sentence(void **state) {
     (void)state;
@@ -75,7 +78,8 @@ static void messages_belong_to_threads(void **state) {
     assert_string_equal(mn_last_error(), "here");
 }
 
-/* ---- checked arithmetic, types, clock ---------------------------------------------------------- */
+/* ---- checked arithmetic, types, clock ----------------------------------------------------------
+ */
 
 static void sizes_that_do_not_fit_are_noticed(void **state) {
     (void)state;
@@ -126,10 +130,11 @@ static void types_have_names_and_sizes(void **state) {
     assert_false(mn_dtype_parse(&parsed, ""));
 }
 
-/* ---- random numbers ----------------------------------------------------------------------------- */
+/* ---- random numbers -----------------------------------------------------------------------------
+ */
 
-/* Known answers of Philox 2x64-10 published with Random123 (Salmon et al.): counter (index, stream),
- * key seed; the first word. */
+/* Known answers of Philox 2x64-10 published with Random123 (Salmon et al.): counter (index,
+ * stream), key seed; the first word. */
 static void philox_gives_its_known_answers(void **state) {
     (void)state;
     assert_true(mn_rng_bits(0, 0, 0) == 0xca00a0459843d731u);
@@ -199,7 +204,8 @@ static void draws_differ_by_every_argument(void **state) {
     assert_true(fabs(by_stream) < 5.0 / sqrt(1000.0));
 }
 
-/* ---- arena -------------------------------------------------------------------------------------- */
+/* ---- arena --------------------------------------------------------------------------------------
+ */
 
 /* A call's worth of pieces of awkward sizes, none overlapping another. */
 static void take_pieces(mn_arena *arena) {
@@ -269,7 +275,8 @@ static void arena_refuses_what_does_not_fit(void **state) {
     mn_arena_destroy(arena);
 }
 
-/* ---- threads ------------------------------------------------------------------------------------- */
+/* ---- threads
+ * ------------------------------------------------------------------------------------- */
 
 enum { MOST_ITEMS = 10007, MOST_WORKERS = 16 };
 
@@ -297,7 +304,8 @@ static bool runs_each_once(mn_threads *threads, int64_t n_items) {
     c->n_workers = mn_threads_count(threads);
     mn_threads_run(threads, n_items, count_item, c);
     bool fine = atomic_load(&c->wrong) == 0;
-    for (int64_t i = 0; i < MOST_ITEMS; i++) fine = fine && atomic_load(&c->runs[i]) == (i < n_items);
+    for (int64_t i = 0; i < MOST_ITEMS; i++)
+        fine = fine && atomic_load(&c->runs[i]) == (i < n_items);
     free(c);
     return fine;
 }

@@ -5,8 +5,9 @@
  *
  * a I is I - (1 - a) I for weak decays, so that a decay close to 1 applied a million times does not
  * carry its rounding error a million times. One item is some columns of one head, walked row by
- * row in the order of memory; the sums of the columns live in the first cache. (Several rows at a time
- * would spare loads of the sums, but halves the speed once states come from beyond the caches.) */
+ * row in the order of memory; the sums of the columns live in the first cache. (Several rows at a
+ * time would spare loads of the sums, but halves the speed once states come from beyond the
+ * caches.) */
 #include <math.h>
 
 #include "base/checked.h"
@@ -64,10 +65,11 @@ static inline key key_at(const token *p, int64_t i) {
     return (key){ vf_set1(p->q[i]), vf_set1(p->k[i]), vf_set1(p->k[i] * p->k[i]) };
 }
 
-/* One row of cells, one vector of columns from j on; adds to o and ovar. partial: some pointers of the
- * state may be NULL. It, spread and masked are constants where this is expanded. */
-MN_ALWAYS_INLINE void cell(vf *o, vf *ovar, const token *p, const common *s, const key *row, int64_t i,
-                           int64_t j, bool partial, bool spread, int lanes, bool masked) {
+/* One row of cells, one vector of columns from j on; adds to o and ovar. partial: some pointers of
+ * the state may be NULL. It, spread and masked are constants where this is expanded. */
+MN_ALWAYS_INLINE void cell(vf *o, vf *ovar, const token *p, const common *s, const key *row,
+                           int64_t i, int64_t j, bool partial, bool spread, int lanes,
+                           bool masked) {
     const bool imp0 = !partial || p->imp0, mu0 = !partial || p->mu0;
     const int64_t at = i * p->row + j;
     const vf I0 = imp0 ? load_lanes(p->imp0 + at, lanes, masked) : s->prior;

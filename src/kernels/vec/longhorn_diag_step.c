@@ -59,8 +59,8 @@ static inline key key_at(const token *t, int64_t i) {
     return (key){ vf_set1(t->q[i]), vf_set1(t->k[i]), vf_set1((float)(t->norm - k * k)) };
 }
 
-/* Rows of exactly `vectors` whole vectors, a constant, of a state kept in place: what the columns need
- * stays in registers, as far as they go. */
+/* Rows of exactly `vectors` whole vectors, a constant, of a state kept in place: what the columns
+ * need stays in registers, as far as they go. */
 MN_ALWAYS_INLINE void narrow_rows(const columns *s, const token *t, int vectors) {
     vf u[STRIP], w[STRIP], rest[STRIP], o[STRIP];
     MN_UNROLL
