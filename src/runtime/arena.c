@@ -26,7 +26,7 @@ static size_t rounded(size_t bytes) {
 
 /* Makes blocks[n_blocks] at least `bytes` big, doubling what is held so far. */
 static bool add_block(mn_arena *arena, size_t bytes) {
-    if (arena->n_blocks == MAX_BLOCKS) return false;
+    if (arena->n_blocks == MAX_BLOCKS || bytes > PTRDIFF_MAX / 2) return false;
     const size_t held = mn_arena_held(arena);
     size_t size = held > first_block_bytes ? held : first_block_bytes;
     if (size < bytes) size = bytes;
