@@ -11,6 +11,9 @@ for program in build/fuzz/fuzz_*; do
     work=build/fuzz/work_$name
     mkdir -p "$work"
     echo "fuzz: $name for $seconds s"
+    status=0
     "$program" -max_total_time="$seconds" -timeout=10 -rss_limit_mb=2048 -verbosity=0 \
-        -print_final_stats=1 "$work" "tests/fuzz/corpus/${name#fuzz_}" 2>&1 | tail -8
+        -print_final_stats=1 "$work" "tests/fuzz/corpus/${name#fuzz_}" >"$work.log" 2>&1 || status=$?
+    tail -8 "$work.log"
+    [ "$status" = 0 ] || { echo "fuzz: $name found something, see $work.log" >&2; exit "$status"; }
 done
