@@ -2,13 +2,15 @@
 # The library's objects: plain C, the references twice (float and double storage), and the vector
 # kernels once per target.
 file(GLOB library_sources CONFIGURE_DEPENDS
-    src/base/*.c src/runtime/*.c src/kernels/*.c src/io/*.c src/ops/*.c src/mixers/*.c)
+    src/base/*.c src/runtime/*.c src/kernels/*.c src/io/*.c src/ops/*.c src/data/*.c
+    src/optim/*.c src/mixers/*.c src/tasks/*.c src/model/*.c src/train/*.c src/eval/*.c
+    src/infer/*.c)
 file(GLOB cli_sources CONFIGURE_DEPENDS src/cli/*.c)
 file(GLOB ref_sources CONFIGURE_DEPENDS src/kernels/ref/*.c)
 file(GLOB vec_sources CONFIGURE_DEPENDS src/kernels/vec/*.c)
 
 # OpenBLAS is a ceiling of `mneme bench`, not part of the library.
-set(mneme_dependencies PkgConfig::JANSSON Threads::Threads m)
+set(mneme_dependencies PkgConfig::JANSSON PkgConfig::PCRE2 Threads::Threads m)
 
 function(mneme_object_library name)
     add_library(${name} OBJECT ${ARGN})

@@ -2,7 +2,7 @@
 pkg_check_modules(CMOCKA REQUIRED IMPORTED_TARGET cmocka)
 file(GLOB support_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/tests/support/*.c)
 file(GLOB test_sources CONFIGURE_DEPENDS tests/unit/test_*.c tests/kernels/test_*.c
-    tests/mixers/test_*.c)
+    tests/mixers/test_*.c tests/model/test_*.c)
 
 add_library(mneme_test_support STATIC ${support_sources})
 target_include_directories(mneme_test_support PUBLIC src include tests)
