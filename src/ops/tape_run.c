@@ -78,6 +78,7 @@ static mn_in view_at(const char *axes, const mn_tensor *x, const void *data) {
     view.stride[0] = x->stride[0];
     view.stride[1] = x->stride[1];
     if (strlen(axes) > 3) view.stride[2] = x->stride[2];
+    else if (strchr("HJQ", axes[2])) view.stride[2] = x->shape[3] == 1 ? x->stride[2] : 1;
     return view;
 }
 
