@@ -33,6 +33,7 @@ static double value(mn_unary kind, double x) {
     case MN_UNARY_ELU_ONE: return x > 0.0 ? x + 1.0 : exp(x);
     case MN_UNARY_SQUARE: return x * x;
     case MN_UNARY_RECIPROCAL: return 1.0 / x;
+    case MN_UNARY_SQRT: return sqrt(x);
     default: return NAN;
     }
 }
@@ -56,6 +57,7 @@ static double slope(mn_unary kind, double x) {
     case MN_UNARY_ELU_ONE: return x > 0.0 ? 1.0 : exp(x);
     case MN_UNARY_SQUARE: return 2.0 * x;
     case MN_UNARY_RECIPROCAL: return -1.0 / (x * x);
+    case MN_UNARY_SQRT: return 0.5 / sqrt(x);
     default: return NAN;
     }
 }

@@ -9,7 +9,7 @@
 #include "base/checked.h"
 #include "base/rng.h"
 #include "base/util.h"
-#include "io/closest.h"
+#include "io/json_write.h"
 #include "mixers/layer_family.h"
 
 static const struct {
@@ -179,32 +179,25 @@ mn_status mn_layer_config_read(mn_layer_config *config, mn_layer_kind kind, cons
     return MN_OK;
 }
 
-static void option_text(char *text, size_t size, const option *o, double value) {
-    if (!o->choices) {
-        snprintf(text, size, "%.17g", value);
-    } else if (strcmp(o->choices, "bool") == 0) {
-        snprintf(text, size, "%s", value != 0.0 ? "true" : "false");
-    } else if (strcmp(o->choices, "rank") == 0 && value <= 0.0) {
-        static const char *const ranks[] = { "\"full\"", "\"conv\"", "\"dt\"" };
-        snprintf(text, size, "%s", ranks[(int)-value % 3]);
-    } else if (o->choices[0] && strcmp(o->choices, "rank") != 0) {
-        const char *at = o->choices;
-        for (int i = 0; i < (int)value; i++) at += strcspn(at, ",") + 1;
-        snprintf(text, size, "\"%.*s\"", (int)strcspn(at, ","), at);
-    } else {
-        snprintf(text, size, "%.0f", value);
-    }
+static json_t *option_json(const option *o, double value) {
+    if (!o->choices) return mn_json_real(value);
+    if (strcmp(o->choices, "bool") == 0) return json_boolean(value != 0.0);
+    const bool rank = strcmp(o->choices, "rank") == 0;
+    if (!o->choices[0] || (rank && value > 0.0)) return json_integer((json_int_t)value);
+    const char *at = rank ? "full,conv,dt" : o->choices;
+    for (int i = 0; i < (int)fabs(value); i++) at += strcspn(at, ",") + 1;
+    return json_stringn(at, strcspn(at, ","));
 }
 
-void mn_layer_config_write(const mn_layer_config *config, mn_layer_kind kind, mn_option_put put,
-                           void *context) {
+mn_status mn_layer_config_write(json_t *object, const mn_layer_config *config, mn_layer_kind kind) {
     for (size_t i = 0; i < MN_COUNTOF(takes); i++) {
         if (takes[i].kind != kind) continue;
-        char text[64];
         const option *o = option_named(takes[i].option);
-        option_text(text, sizeof text, o, get_option(config, o));
-        put(context, o->name, text);
+        if (json_object_set_new(object, o->name, option_json(o, get_option(config, o))) != 0) {
+            return mn_fail(MN_ERR_MEMORY, "no memory for the options of a layer");
+        }
     }
+    return MN_OK;
 }
 
 /* ---- parameters ------------------------------------------------------------------------------ */

@@ -40,10 +40,8 @@ typedef struct mn_layer_config {
 void mn_layer_defaults(mn_layer_config *config, mn_layer_kind kind);
 mn_status mn_layer_config_read(mn_layer_config *config, mn_layer_kind kind, const mn_json *object);
 
-/* Writes each option of the kind through `put` as JSON text ("true", "4", "\"full\""). */
-typedef void (*mn_option_put)(void *context, const char *key, const char *json);
-void mn_layer_config_write(const mn_layer_config *config, mn_layer_kind kind, mn_option_put put,
-                           void *context);
+/* Sets each option of the kind in `object`. */
+mn_status mn_layer_config_write(json_t *object, const mn_layer_config *config, mn_layer_kind kind);
 
 /* Keys of the options that `kind` takes, at most `capacity`; returns how many. */
 int mn_layer_option_keys(mn_layer_kind kind, const char **keys, int capacity);

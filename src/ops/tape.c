@@ -291,6 +291,10 @@ void *mn_grad_write(mn_tape *tape, mn_tensor *x, bool *add) {
     return slot_memory(tape, slot);
 }
 
+bool mn_grad_place(mn_tape *tape, mn_tensor *x) {
+    return slot_memory(tape, standing_for(x->slot)) != NULL;
+}
+
 /* A row of a gradient that arrives: n numbers. */
 static void give_row(const mn_tape *tape, void *to, const void *from, int64_t n, bool add) {
     if (!add) {

@@ -157,6 +157,12 @@ typedef struct mn_loss_options {
 void mn_tape_loss(mn_tape *tape, mn_tensor *x, mn_tensor *head, const int32_t *targets,
                   const mn_loss_options *how, double *loss, int64_t *counted);
 
+/* The same for a mixture: the probability of a target is the mean of those from n tensors, of one
+ * shape. nll = log n - logsumexp_s(-nll_s); z_loss is left out. */
+void mn_tape_mixture_loss(mn_tape *tape, mn_tensor *const *x, int n, mn_tensor *head,
+                          const int32_t *targets, const mn_loss_options *how, double *loss,
+                          int64_t *counted);
+
 /* Starts the gradient of `x` at `cotangent` (contiguous, in the tape's type), for tests and losses
  * computed elsewhere. */
 void mn_tape_seed(mn_tape *tape, mn_tensor *x, const void *cotangent);

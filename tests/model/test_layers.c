@@ -64,7 +64,9 @@ static void gradients(void **state) {
                 }
             }
             snprintf(what, sizeof what, "%s %s: x", cases[i].name, cases[i].json);
-            for (int64_t t = 0; t < 12; t++) check_entry(&c, what, c.x, c.dx, (t * 37) % (2 * 6 * D));
+            for (int64_t t = 0; t < 12; t++) {
+                check_entry(&c, what, c.x, c.dx, (t * 37) % (2 * 6 * D));
+            }
         }
         layer_case_destroy(&c);
     }
@@ -81,7 +83,8 @@ static double largest(const double *x, int64_t n) {
  * output. */
 static void pieces_equal_whole(void **state) {
     (void)state;
-    static const int64_t ones[] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 }, mixed[] = { 5, 1, 1, 2, 3 };
+    static const int64_t ones[] = { 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1 };
+    static const int64_t mixed[] = { 5, 1, 1, 2, 3 };
     for (size_t i = 0; i < MN_COUNTOF(cases); i++) {
         for (int dtype = MN_F32; dtype <= MN_F64; dtype++) {
             layer_case c;

@@ -136,7 +136,9 @@ mn_status layer_case_backward(layer_case *c, double *value) {
     mn_status st = mn_tape_status(c->tape);
     if (st == MN_OK) st = mn_tape_backward(c->tape);
     *value = 0.0;
-    for (int64_t i = 0; i < c->B * c->T * c->D; i++) *value += c->y[i] * layer_case_get(c, c->dy, i);
+    for (int64_t i = 0; i < c->B * c->T * c->D; i++) {
+        *value += c->y[i] * layer_case_get(c, c->dy, i);
+    }
     return st;
 }
 

@@ -28,6 +28,7 @@ MN_ALWAYS_INLINE vf value(mn_unary kind, vf x) {
     case MN_UNARY_ELU_ONE: return vf_select(vf_gt(x, vf_zero()), vf_add(x, ONE), vf_exp(x));
     case MN_UNARY_SQUARE: return vf_mul(x, x);
     case MN_UNARY_RECIPROCAL: return vf_div(ONE, x);
+    case MN_UNARY_SQRT: return vf_sqrt(x);
     default: return x;
     }
 }
@@ -63,6 +64,7 @@ MN_ALWAYS_INLINE vf slope(mn_unary kind, vf x) {
     case MN_UNARY_ELU_ONE: return vf_select(vf_gt(x, vf_zero()), ONE, vf_exp(x));
     case MN_UNARY_SQUARE: return vf_add(x, x);
     case MN_UNARY_RECIPROCAL: return vf_neg(vf_div(ONE, vf_mul(x, x)));
+    case MN_UNARY_SQRT: return vf_div(vf_set1(0.5f), vf_sqrt(x));
     default: return x;
     }
 }
