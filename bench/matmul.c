@@ -158,7 +158,7 @@ int main(int argc, char **argv) {
     spread_new_threads();
     const mn_context_options options = { s.n_threads, argc > 2 ? argv[2] : NULL };
     if (s.runs < 1 || s.runs > MAX_RUNS || mn_context_create(&s.context, &options) != MN_OK) {
-        fprintf(stderr, "bench_matmul: %s; usage: bench_matmul [threads [target [runs [tokens]]]]\n",
+        fprintf(stderr, "bench_matmul: %s; bench_matmul [threads [target [runs [tokens]]]]\n",
                 s.runs < 1 || s.runs > MAX_RUNS ? "runs are 1 to 101" : mn_last_error());
         return 2;
     }

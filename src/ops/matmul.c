@@ -3,7 +3,7 @@
  * float32 on a vector target goes one of three ways (kernels/vec/matmul.h):
  *
  *   few rows, B transposed     columns shared out, B read once as it lies: decoding
- *   small, or no memory        blocks of C through mn_gemm
+ *   some rows, or small        blocks of C through mn_gemm, which packs a little at a time
  *   else                       chunk after chunk of B: the threads pack its panels, then take
  *                              blocks of rows
  *
@@ -13,8 +13,8 @@
 
 #include <sched.h>
 #include <stdatomic.h>
-#include <string.h>
 
+#include "base/checked.h"
 #include "base/util.h"
 
 #if MN_HAVE_X86_TARGETS
@@ -31,8 +31,8 @@
 /* ---- plain loops -----------------------------------------------------------------------------
  */
 
-/* A block of C is one item. */
-enum { M_BLOCK = 64, N_BLOCK = 256 };
+/* A block of C is one item; so many sums go side by side where each is a dot product. */
+enum { M_BLOCK = 64, N_BLOCK = 256, SIDE = 8 };
 
 typedef struct plain_job {
     mn_matmul_args p;
@@ -64,9 +64,12 @@ static steps steps_of(int64_t stored_row, bool transposed) {
             const TYPE *b_0 = (const TYPE *)p->b + j0 * b.col;                                     \
             TYPE *c_i = (TYPE *)p->c + i * p->c_row + j0;                                          \
             double sum[N_BLOCK] = { 0.0 };                                                         \
-            for (int64_t j = 0; p->b_transposed && j < N; j++) {                                   \
-                const TYPE *b_j = b_0 + j * b.col;                                                 \
-                for (int64_t k = 0; k < p->K; k++) sum[j] += (double)a_i[k * a.col] * b_j[k];      \
+            for (int64_t j = 0; p->b_transposed && j < N; j += SIDE) {                             \
+                const int64_t n = mn_min(SIDE, N - j);                                             \
+                for (int64_t k = 0; k < p->K; k++) {                                               \
+                    const double a_ik = a_i[k * a.col];                                            \
+                    for (int64_t s = 0; s < n; s++) sum[j + s] += a_ik * b_0[(j + s) * b.col + k]; \
+                }                                                                                  \
             }                                                                                      \
             for (int64_t k = 0; !p->b_transposed && k < p->K; k++) {                               \
                 const double a_ik = a_i[k * a.col];                                                \
@@ -132,7 +135,8 @@ enum { SCRATCH_FLOATS = MN_MATMUL_ROWS * MN_MATMUL_K };
  * beginnings do not show. */
 static const int64_t chunk_floats = INT64_C(1) << 20;
 
-/* Products below this many multiply-adds gain nothing from packing. */
+/* Up to so many rows, or so many multiply-adds, packing all of B costs more than it gains. */
+enum { SOME_ROWS = 64 };
 static const int64_t small_product = INT64_C(1) << 16;
 
 static void gemm_item(void *context, int64_t item, int worker) {
@@ -162,8 +166,9 @@ static void gemm_item(void *context, int64_t item, int worker) {
 
 static void run_gemm(mn_context *context, job *j) {
     j->item_rows = M_BLOCK;
-    j->item_cols = N_BLOCK;
-    j->n_across = mn_ceil_div(j->p.N, N_BLOCK);
+    const int64_t blocks = mn_ceil_div(j->p.M, M_BLOCK) * mn_ceil_div(j->p.N, N_BLOCK);
+    j->item_cols = blocks < 4 * mn_threads_count(context->threads) ? N_BLOCK / 4 : N_BLOCK;
+    j->n_across = mn_ceil_div(j->p.N, j->item_cols);
     mn_threads_run(context->threads, mn_ceil_div(j->p.M, M_BLOCK) * j->n_across, gemm_item, j);
 }
 
@@ -231,7 +236,8 @@ static bool run_packed(mn_context *context, job *j) {
     const int64_t block = mn_matmul_block(j->p.K), panel = j->f->panel();
     const int64_t most_k = mn_max(1, chunk_floats / (4 * panel * block)) * block;
     const int64_t K = mn_min(j->p.K, most_k);
-    const int64_t panels = mn_min(mn_ceil_div(j->p.N, panel), mn_max(1, chunk_floats / (K * panel)));
+    const int64_t most_panels = mn_max(1, chunk_floats / (K * panel));
+    const int64_t panels = mn_min(mn_ceil_div(j->p.N, panel), most_panels);
     const mn_mark mark = mn_arena_mark(context->arena);
     float *packed = mn_arena_array(context->arena, K, panels * panel, sizeof *packed);
     j->chunk.packed = packed;
@@ -249,6 +255,18 @@ static bool run_packed(mn_context *context, job *j) {
     return fits;
 }
 
+static bool is_small(const mn_product *p) {
+    int64_t size;
+    return mn_mul_i64(&size, p->M, p->N) && mn_mul_i64(&size, size, p->K) && size <= small_product;
+}
+
+/* Factors whose rows lie near each other are read as fast where they lie. */
+static bool is_near(const mn_product *p) {
+    enum { B_STEP = 511, A_STEP = 2048 };
+    return p->b_col == 1 && p->b_row <= B_STEP && p->K <= chunk_floats / (B_STEP + 1) &&
+           mn_max(p->a_row, p->a_col) <= A_STEP;
+}
+
 static void run_vector(mn_context *context, const functions *f, const mn_matmul_args *args) {
     const steps a = steps_of(args->a_row, args->a_transposed);
     const steps b = steps_of(args->b_row, args->b_transposed);
@@ -256,12 +274,9 @@ static void run_vector(mn_context *context, const functions *f, const mn_matmul_
               .p = { .c = args->c, .c_row = args->c_row, .a = args->a, .a_row = a.row,
                      .a_col = a.col, .b = args->b, .b_row = b.row, .b_col = b.col, .M = args->M,
                      .N = args->N, .K = args->K, .accumulate = args->accumulate } };
-    const bool few = args->M <= MN_MATMUL_FEW;
-    int64_t size = 0;
-    const bool small = !__builtin_mul_overflow(args->M * args->N, args->K, &size) &&
-                       size < small_product;
-    if (few && args->b_transposed && args->K > 0) run_few(context, &j);
-    else if (few || small || !run_packed(context, &j)) run_gemm(context, &j);
+    const bool small = args->M <= SOME_ROWS || is_small(&j.p) || is_near(&j.p);
+    if (args->M <= MN_MATMUL_FEW && args->b_transposed && args->K > 0) run_few(context, &j);
+    else if (small || !run_packed(context, &j)) run_gemm(context, &j);
 }
 
 #endif

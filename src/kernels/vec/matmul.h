@@ -37,7 +37,7 @@ typedef struct mn_chunk {
 
 enum {
     MN_MATMUL_K = 512,           // the longest chain
-    MN_MATMUL_FEW = 8,           // rows up to which mn_matmul_few serves
+    MN_MATMUL_FEW = 4,           // rows up to which mn_matmul_few serves
     MN_MATMUL_ROWS = 128         // rows of A that a worker's scratch holds
 };
 
@@ -49,7 +49,7 @@ static inline int64_t mn_matmul_block(int64_t K) {
 
 #endif
 
-/* Columns of a panel, a multiple of 16; floats of scratch that mn_matmul_rows needs. */
+/* Columns of a panel. */
 int64_t MN_T(mn_matmul_panel)(void);
 
 /* Packs panel `panel` of the chunk. */
@@ -60,6 +60,6 @@ void MN_T(mn_matmul_pack)(const mn_product *p, const mn_chunk *chunk, int64_t pa
 void MN_T(mn_matmul_rows)(const mn_product *p, const mn_chunk *chunk, int64_t i0, int64_t i1,
                           int64_t first, int64_t last, float *scratch);
 
-/* Columns [j0, j1) of a product with M <= MN_MATMUL_FEW and b_row = 1 (B stored transposed): reads
- * B once, as it lies. */
+/* Columns [j0, j1) of a product with 1 <= M <= MN_MATMUL_FEW, K > 0 and b_row = 1 (B stored
+ * transposed): reads B once, as it lies. */
 void MN_T(mn_matmul_few)(const mn_product *p, int64_t j0, int64_t j1);
