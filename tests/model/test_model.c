@@ -251,7 +251,8 @@ static void wrong_configurations(void **state) {
         const mn_status st = read_config(&config, wrong[i].json);
         CHECK(st != MN_OK, "%s was read", wrong[i].json);
         const char *says = mn_last_error();
-        CHECK(strstr(says, wrong[i].says[0]) && strstr(says, wrong[i].says[1]), "%s: %s", wrong[i].json, mn_last_error());
+        CHECK(strstr(says, wrong[i].says[0]) && strstr(says, wrong[i].says[1]), "%s: %s",
+              wrong[i].json, says);
         mn_model_config_free(&config);
     }
     check_done();
