@@ -1,0 +1,104 @@
+/* test_layer_counts_belief.c - layers with published parameter counts have those counts. */
+#include <string.h>
+
+#include "base/util.h"
+#include "io/json.h"
+#include "mixers/layer.h"
+#include "support/check.h"
+
+static bool create(mn_layer *layer, const char *name, const char *json, int64_t D,
+                   int64_t context) {
+    mn_layer_kind kind;
+    bool ccq;
+    mn_layer_config config;
+    mn_json options = { 0 };
+    mn_status st = mn_layer_kind_find(&kind, &ccq, name);
+    if (st == MN_OK) {
+        mn_layer_defaults(&config, kind);
+        st = mn_json_parse(&options, json, strlen(json), "options", MN_JSON_STANDARD);
+    }
+    if (st == MN_OK) st = mn_layer_config_read(&config, kind, &options);
+    mn_json_free(&options);
+    if (st == MN_OK) st = mn_layer_create(layer, name, &config, D, context, 1e-5);
+    return CHECK(st == MN_OK, "%s %s: %s", name, json, mn_last_error());
+}
+
+static int64_t count_of(const mn_layer *layer) {
+    int64_t count = 0;
+    for (int i = 0; i < layer->n_params; i++) count += layer->params[i].count;
+    return count;
+}
+
+/* Of the official implementations and papers. */
+static const struct {
+    const char *name, *json;
+    int64_t D, context, count;
+} published[] = {
+    { "kla", "{}", 512, 64, 3757057 },
+    { "kla", "{\"value_rank\": \"conv\", \"var_rank\": \"dt\"}", 512, 64, 1790977 },
+    { "kla", "{\"d_state\": 8}", 64, 64, 63105 },
+    { "kla", "{\"d_state\": 8, \"expand\": 1}", 128, 64, 87681 },
+};
+
+static void published_counts(void **state) {
+    (void)state;
+    for (size_t i = 0; i < MN_COUNTOF(published); i++) {
+        mn_layer layer;
+        if (!create(&layer, published[i].name, published[i].json, published[i].D,
+                    published[i].context)) {
+            continue;
+        }
+        CHECK(count_of(&layer) == published[i].count, "%s %s at width %lld: %lld parameters, "
+              "published are %lld", published[i].name, published[i].json,
+              (long long)published[i].D, (long long)count_of(&layer),
+              (long long)published[i].count);
+    }
+    check_done();
+}
+
+/* Each is refused, with a message that names the option. */
+static const struct {
+    const char *name, *json, *option;
+} refused[] = {
+    { "attention", "{\"num_heads\": 3}", "num_heads" },
+    { "attention", "{\"num_heads\": 4, \"num_kv_heads\": 3}", "num_kv_heads" },
+    { "attention", "{\"head_dim\": 3}", "use_rope" },
+    { "kla", "{\"d_state\": 0}", "d_state" },
+    { "kla", "{\"expand\": 0.001}", "expand" },
+    { "kla", "{\"expand\": -1e300}", "expand" },
+    { "kla", "{\"var_rank\": \"conv\"}", "var_rank" },
+    { "kla", "{\"obs_var_min\": 0}", "obs_var_min" },
+    { "kla", "{\"obs_var_max\": 1e-9}", "obs_var_max" },
+    { "kla", "{\"clip_value\": -1}", "clip_value" },
+};
+
+static void bad_options_are_named(void **state) {
+    (void)state;
+    for (size_t i = 0; i < MN_COUNTOF(refused); i++) {
+        mn_layer_kind kind;
+        bool ccq;
+        mn_layer_config config;
+        mn_layer layer;
+        mn_json options;
+        CHECK(mn_layer_kind_find(&kind, &ccq, refused[i].name) == MN_OK, "%s", mn_last_error());
+        mn_layer_defaults(&config, kind);
+        const char *json = refused[i].json;
+        CHECK(mn_json_parse(&options, json, strlen(json), "options", MN_JSON_STANDARD) == MN_OK,
+              "%s", mn_last_error());
+        CHECK(mn_layer_config_read(&config, kind, &options) == MN_OK, "%s", mn_last_error());
+        mn_json_free(&options);
+        const mn_status st = mn_layer_create(&layer, refused[i].name, &config, 64, 16, 1e-5);
+        CHECK(st == MN_ERR_ARGUMENT && strstr(mn_last_error(), refused[i].option),
+              "%s %s: status %s, \"%s\"", refused[i].name, json, mn_status_name(st),
+              mn_last_error());
+    }
+    check_done();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(published_counts),
+        cmocka_unit_test(bad_options_are_named),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
