@@ -56,6 +56,32 @@ static void published_counts(void **state) {
     check_done();
 }
 
+/* Language models of the same shape as published ones: two norms, the layer and a gated MLP without
+ * biases per block, a last norm, and a token table that is the output head as well. */
+static const struct {
+    const char *name, *json;
+    int64_t D, n_layers, hidden, vocabulary, count;
+} models[] = {
+    { "palimpsa_code", "{\"num_heads\": 16, \"head_dim\": 48, \"expand_v\": 1, "
+      "\"beta_step_rank\": 48}", 768, 19, 2048, 32000, 172337792 },
+    { "palimpsa_code", "{\"num_heads\": 16, \"head_dim\": 96, \"expand_v\": 2, "
+      "\"beta_step_rank\": 96, \"metaplasticity\": false}", 1536, 19, 4096, 32000, 776248880 },
+};
+
+static void published_models(void **state) {
+    (void)state;
+    for (size_t i = 0; i < MN_COUNTOF(models); i++) {
+        mn_layer layer;
+        const int64_t D = models[i].D;
+        if (!create(&layer, models[i].name, models[i].json, D, 64)) continue;
+        const int64_t block = count_of(&layer) + 2 * D + 3 * D * models[i].hidden;
+        const int64_t count = models[i].n_layers * block + D + models[i].vocabulary * D;
+        CHECK(count == models[i].count, "%s %s: %lld parameters, published are %lld",
+              models[i].name, models[i].json, (long long)count, (long long)models[i].count);
+    }
+    check_done();
+}
+
 /* Each is refused, with a message that names the option. */
 static const struct {
     const char *name, *json, *option;
@@ -70,6 +96,9 @@ static const struct {
     { "kla", "{\"obs_var_min\": 0}", "obs_var_min" },
     { "kla", "{\"obs_var_max\": 1e-9}", "obs_var_max" },
     { "kla", "{\"clip_value\": -1}", "clip_value" },
+    { "palimpsa", "{\"conv_size\": 0}", "conv_size" },
+    { "palimpsa", "{\"expand_k\": 0.001}", "head_dim" },
+    { "palimpsa_paper", "{\"n_init\": 1}", "n_init" },
 };
 
 static void bad_options_are_named(void **state) {
@@ -98,6 +127,7 @@ static void bad_options_are_named(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(published_counts),
+        cmocka_unit_test(published_models),
         cmocka_unit_test(bad_options_are_named),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
