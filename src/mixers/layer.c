@@ -313,7 +313,6 @@ static double start_value(const mn_param_info *info, double range, uint64_t seed
     case MN_INIT_N_LOG: return log(4.0) * (2.0 * u - 1.0);
     case MN_INIT_FORGET_BIAS:
         return 3.0 + 3.0 * (double)(i % last) / (double)(last > 1 ? last - 1 : 1);
-    case MN_INIT_P_THREE: return 3.0;
     default: return 0.0;
     }
 }

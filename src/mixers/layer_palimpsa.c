@@ -1,4 +1,4 @@
-/* layer_palimpsa.c - palimpsa_code and palimpsa_paper: a mean and an importance per cell, forgetting
+/* layer_palimpsa.c - palimpsa_code and palimpsa_paper: a mean and an importance per cell that fade
  * towards a prior.
  *
  *   q, k, v = silu(conv(x W'))    q, k to unit length per head    ip = exp(Ip_log)

@@ -99,6 +99,9 @@ static const struct {
     { "palimpsa", "{\"conv_size\": 0}", "conv_size" },
     { "palimpsa", "{\"expand_k\": 0.001}", "head_dim" },
     { "palimpsa_paper", "{\"n_init\": 1}", "n_init" },
+    { "bayes", "{\"noise_groups\": 0}", "noise_groups" },
+    { "bayes_rotation", "{\"noise_groups\": 3}", "noise_groups" },
+    { "bayes", "{\"conv_size\": 0}", "conv_size" },
 };
 
 static void bad_options_are_named(void **state) {
