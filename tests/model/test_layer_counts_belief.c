@@ -38,6 +38,11 @@ static const struct {
     { "kla", "{\"value_rank\": \"conv\", \"var_rank\": \"dt\"}", 512, 64, 1790977 },
     { "kla", "{\"d_state\": 8}", 64, 64, 63105 },
     { "kla", "{\"d_state\": 8, \"expand\": 1}", 128, 64, 87681 },
+    { "hyperglu", "{}", 1024, 4096, 4851040 },
+    { "hypermlp", "{}", 1024, 4096, 4547904 },
+    { "hyperglu", "{}", 768, 1024, 2495520 },
+    { "hypermlp", "{\"block_size\": 1024}", 768, 64, 2403328 },
+    { "hyperglu", "{\"num_heads\": 8}", 512, 2048, 2806784 },
 };
 
 static void published_counts(void **state) {
@@ -102,6 +107,12 @@ static const struct {
     { "bayes", "{\"noise_groups\": 0}", "noise_groups" },
     { "bayes_rotation", "{\"noise_groups\": 3}", "noise_groups" },
     { "bayes", "{\"conv_size\": 0}", "conv_size" },
+    { "hypermlp", "{\"num_heads\": 0}", "num_heads" },
+    { "hypermlp", "{\"num_heads\": 1000000000000000000}", "num_heads" },
+    { "hyperglu", "{\"qk_rank\": 6}", "qk_rank" },
+    { "hyperglu", "{\"vo_rank\": 7}", "vo_rank" },
+    { "hyperglu", "{\"conv_size\": 0}", "conv_size" },
+    { "hyperglu", "{\"qk_rank\": 12, \"use_rope\": true}", "use_rope" },
 };
 
 static void bad_options_are_named(void **state) {
