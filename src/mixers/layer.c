@@ -220,6 +220,7 @@ static const struct {
 static mn_status read_shape(mn_param_info *info, const char *shape, const mn_layer_sizes *sizes) {
     info->rank = 0;
     info->count = 1;
+    for (int i = 0; i < MN_PARAM_RANK; i++) info->shape[i] = 1;
     for (const char *at = shape; *at;) {
         int64_t axis = 1;
         bool fits = true;
@@ -239,11 +240,12 @@ static mn_status read_shape(mn_param_info *info, const char *shape, const mn_lay
     return MN_OK;
 }
 
-static bool holds(const mn_layer_config *config, const char *when) {
+static bool holds(const mn_layer *layer, const char *when) {
     if (!when[0]) return true;
+    if (when[0] >= 'A' && when[0] <= 'Z') return MN_SIZE(&layer->sizes, when[0]) != 0;
     const bool negated = when[0] == '!';
     const option *o = option_named(when + negated);
-    return o && (get_option(config, o) != 0.0) != negated;
+    return o && (get_option(&layer->config, o) != 0.0) != negated;
 }
 
 static mn_status add_param(mn_layer *layer, const char *name, const char *shape, mn_init init,
@@ -268,7 +270,7 @@ mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config
     if (st == MN_OK) st = mn_mixer_find(&out->mixer, name);
     if (st == MN_OK) st = kinds[out->kind].family->derive(out, context);
     for (size_t i = 0; i < MN_COUNTOF(params) && st == MN_OK; i++) {
-        if (params[i].kind != out->kind || !holds(config, params[i].when)) continue;
+        if (params[i].kind != out->kind || !holds(out, params[i].when)) continue;
         st = add_param(out, params[i].name, params[i].shape, params[i].init, params[i].group);
     }
     if (st == MN_OK && out->ccq) {
@@ -289,7 +291,7 @@ static double inverse_softplus(double x) {
 static double start_value(const mn_param_info *info, double range, uint64_t seed, uint64_t stream,
                           int64_t i) {
     const double u = mn_rng_uniform(seed, stream, (uint64_t)i);
-    const int64_t last = info->shape[info->rank - 1];
+    const int64_t last = info->rank ? info->shape[info->rank - 1] : 1;
     const double fan = 1.0 / sqrt((double)last);
     switch (info->init) {
     case MN_INIT_NORMAL: return range * mn_rng_normal(seed, stream, (uint64_t)i);
@@ -311,7 +313,6 @@ static double start_value(const mn_param_info *info, double range, uint64_t seed
     case MN_INIT_N_LOG: return log(4.0) * (2.0 * u - 1.0);
     case MN_INIT_FORGET_BIAS:
         return 3.0 + 3.0 * (double)(i % last) / (double)(last > 1 ? last - 1 : 1);
-    case MN_INIT_P_THREE: return 3.0;
     default: return 0.0;
     }
 }
