@@ -79,7 +79,7 @@ static mn_status derive(mn_layer *layer, int64_t context) {
 
 /* ---- features -------------------------------------------------------------------------------- */
 
-/* x A' + a of every head, with the parameters feature_map_{q,k}.{part}. Tied maps are those of q. */
+/* x A' + a of every head, by the parameters feature_map_{q,k}.{part}; tied maps are those of q. */
 static mn_tensor *map_layer(mn_forward *f, mn_tensor *x, char which, const char *part) {
     if (!x) return NULL;
     char weight[48], bias[48];
