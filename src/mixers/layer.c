@@ -106,7 +106,8 @@ static double get_option(const mn_layer_config *config, const option *o) {
 void mn_layer_defaults(mn_layer_config *config, mn_layer_kind kind) {
     memset(config, 0, sizeof *config);
     for (size_t i = 0; i < MN_COUNTOF(takes); i++) {
-        if (takes[i].kind == kind) set_option(config, option_named(takes[i].option), takes[i].value);
+        if (takes[i].kind != kind) continue;
+        set_option(config, option_named(takes[i].option), takes[i].value);
     }
 }
 

@@ -1,7 +1,7 @@
 /* layer.h - a row of the mixer table as a layer of a model: options, parameters, forward.
  *
  *   options   layer_options.def   what a user may set, and which kinds take it
- *   params    layer_params.def    names, shapes, initial values and groups, as checkpoints have them
+ *   params    layer_params.def    names, shapes, initial values and groups, as in checkpoints
  *   forward   layer_*.c           one file per family, on the tape
  *
  * The same forward serves training (no state), prefill and decoding (with a state): one definition

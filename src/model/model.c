@@ -216,7 +216,8 @@ double mn_model_flops(const mn_model *model, int64_t length) {
     double weights = (double)model->params[model->head].info.count, caches = 0.0;
     for (int i = 0; i < model->n_params; i++) {
         const mn_param_info *info = &model->params[i].info;
-        if (i != model->embed && i != model->head && info->rank == 2) weights += (double)info->count;
+        const bool table = i == model->embed || i == model->head;
+        if (!table && info->rank == 2) weights += (double)info->count;
     }
     for (int i = 0; i < model->config.n_layers; i++) {
         const mn_layer *layer = &model->blocks[i].layer;

@@ -90,7 +90,7 @@ void *mn_grad_read(const mn_tensor *x);
 /* Where to put the gradient of x, and whether to add to what is there. Marks it as written. */
 void *mn_grad_write(mn_tape *tape, mn_tensor *x, bool *add);
 
-/* Makes sure that memory for the gradient of x is there before scratch is taken; false: it is not. */
+/* Makes sure that memory for the gradient of x is there before scratch is taken. */
 bool mn_grad_place(mn_tape *tape, mn_tensor *x);
 
 /* Adds `gradient` (contiguous, in the shape of x) to the gradient of x, or makes it that. */

@@ -41,8 +41,8 @@ static void check_entry(layer_case *c, const char *what, void *data, const void 
     }
     layer_case_set(c, data, at, before);
     const double want = (sum[1] - sum[0]) / (2 * h), got = layer_case_get(c, grad, at);
-    CHECK(fabs(got - want) <= 1e-6 * (1.0 + fabs(want)), "%s entry %lld: gradient %.9g, differences "
-          "%.9g", what, (long long)at, got, want);
+    CHECK(fabs(got - want) <= 1e-6 * (1.0 + fabs(want)), "%s entry %lld: gradient %.9g, "
+          "differences %.9g", what, (long long)at, got, want);
 }
 
 static void gradients(void **state) {
