@@ -106,7 +106,7 @@ static mn_status open_loaders(mn_trainer *t) {
 }
 
 mn_status mn_trainer_open_data(mn_trainer *t, int64_t *vocab_size) {
-    mn_corpus_format format;
+    mn_corpus_format format = MN_CORPUS_AUTO;
     mn_status st = format_of(&format, t->options.format);
     if (st == MN_OK) st = open_tokenizer(t, format);
     if (st != MN_OK) return st;
