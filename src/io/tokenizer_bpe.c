@@ -108,7 +108,7 @@ static void byte_symbols(const mn_bpe *bpe, int32_t *out, int64_t *count, const 
     *count = n;
 }
 
-/* ---- short runs: look for the lowest rank each time ------------------------------------------- */
+/* ---- short runs: look for the lowest rank each time ------------------------------------------ */
 
 static void rank_of(const mn_bpe *bpe, int32_t *rank, int32_t *merged, int32_t a, int32_t b) {
     const struct mn_pair_slot *slot = mn_pair_map_find(&bpe->merges, mn_pair_key(a, b));
@@ -141,7 +141,7 @@ static int64_t merge_short(const mn_bpe *bpe, int32_t *ids, int64_t count) {
     return count;
 }
 
-/* ---- long runs: a heap of pairs, rank << 32 | place -------------------------------------------- */
+/* ---- long runs: a heap of pairs, rank << 32 | place ------------------------------------------ */
 
 static void sift_down(uint64_t *heap, int64_t count, int64_t at) {
     const uint64_t value = heap[at];
@@ -285,7 +285,7 @@ mn_status mn_bpe_encode(const mn_bpe *bpe, const mn_vocab *vocab, mn_bpe_room *r
     return encode_by_merges(bpe, vocab, room, piece, size, out);
 }
 
-/* ---- what is derived at loading ---------------------------------------------------------------- */
+/* ---- what is derived at loading -------------------------------------------------------------- */
 
 static int32_t find_model(const mn_vocab *vocab, const char *piece, size_t size) {
     return mn_id_map_find(&vocab->by_piece, vocab->tokens, piece, size);
