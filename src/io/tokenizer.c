@@ -201,7 +201,7 @@ static mn_status between(encoding *e, const mn_added_set *set, mn_span text, boo
         st = mn_added_next(&walk, &match, &found);
         if (st != MN_OK) break;
         const size_t end = found ? match.start : text.size;
-        const mn_span gap = { text.bytes + done, end - done };
+        const mn_span gap = { text.bytes + done, end > done ? end - done : 0 };
         if (gap.size > 0) st = use(e, gap, first && done == 0);
         if (found && st == MN_OK) st = mn_token_list_add(e->out, match.id);
     }

@@ -88,7 +88,7 @@ mn_status mn_added_next(mn_added_walk *w, mn_added_match *match, bool *found) {
         size_t start = w->at, end = start + token->match.size;
         bool alone = true;
         w->at = end;
-        if (start < w->done || (token->special && !w->special)) continue;
+        if (token->special && !w->special) continue;
         if (token->single_word) {
             const mn_status st = stands_alone(w, start, end, &alone);
             if (st != MN_OK) return st;

@@ -213,7 +213,8 @@ typedef struct mn_added_tokens {
     mn_pattern word;         // one character of a word; for single_word
 } mn_added_tokens;
 
-/* One added token in a text, with the blanks it swallows. */
+/* One added token in a text, with the blanks it swallows. Blanks swallowed behind one may still be
+ * a token themselves, so `start` may lie before the `end` of the match before. */
 typedef struct mn_added_match {
     size_t start, end;
     int32_t id;
