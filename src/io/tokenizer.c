@@ -267,6 +267,7 @@ mn_status mn_tokenizer_encode(const mn_tokenizer *t, const char *text, size_t si
         st = mn_text_add_utf8(&copy, text, size);
         all = (mn_span){ copy.bytes, copy.size };
     }
+    e.room.text = all;
     if (st == MN_OK) st = add_all(out, &t->template.before, special);
     if (st == MN_OK && size > 0) st = between(&e, &t->added.plain, all, true, stretches);
     if (st == MN_OK) st = add_all(out, &t->template.after, special);

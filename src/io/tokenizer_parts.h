@@ -118,6 +118,7 @@ typedef struct mn_bpe_room {
     int64_t n_nodes;
     uint64_t *heap;
     int64_t n_heap, heap_capacity;
+    mn_span text;        // what the pieces are cut from, so that messages can say where
 } mn_bpe_room;
 
 void mn_bpe_room_free(mn_bpe_room *room);
