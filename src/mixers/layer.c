@@ -240,12 +240,28 @@ static mn_status read_shape(mn_param_info *info, const char *shape, const mn_lay
     return MN_OK;
 }
 
+/* One condition: "option", "!option", "option=choice", or a letter whose size is not 0. */
+static bool term_holds(const mn_layer *layer, const char *term, size_t n) {
+    if (term[0] >= 'A' && term[0] <= 'Z') return MN_SIZE(&layer->sizes, term[0]) != 0;
+    const bool negated = term[0] == '!';
+    char name[64];
+    snprintf(name, sizeof name, "%.*s", (int)n - negated, term + negated);
+    char *choice = strchr(name, '=');
+    if (choice) *choice++ = '\0';
+    const option *o = option_named(name);
+    if (!o || (choice && !o->choices)) return false;
+    const double value = get_option(&layer->config, o);
+    const bool on = choice ? value == (double)choice_of(o->choices, choice) : value != 0.0;
+    return on != negated;
+}
+
 static bool holds(const mn_layer *layer, const char *when) {
-    if (!when[0]) return true;
-    if (when[0] >= 'A' && when[0] <= 'Z') return MN_SIZE(&layer->sizes, when[0]) != 0;
-    const bool negated = when[0] == '!';
-    const option *o = option_named(when + negated);
-    return o && (get_option(&layer->config, o) != 0.0) != negated;
+    for (const char *at = when; *at;) {
+        const size_t n = strcspn(at, ",");
+        if (!term_holds(layer, at, n)) return false;
+        at += n + (at[n] == ',');
+    }
+    return true;
 }
 
 static mn_status add_param(mn_layer *layer, const char *name, const char *shape, mn_init init,
@@ -313,6 +329,9 @@ static double start_value(const mn_param_info *info, double range, uint64_t seed
     case MN_INIT_N_LOG: return log(4.0) * (2.0 * u - 1.0);
     case MN_INIT_FORGET_BIAS:
         return 3.0 + 3.0 * (double)(i % last) / (double)(last > 1 ? last - 1 : 1);
+    case MN_INIT_A_LOG_ONE: return log(1.0 + 15.0 * u);
+    case MN_INIT_EYE: return i / last == i % last ? 1.0 : 0.0;
+    case MN_INIT_RIDGE: return inverse_softplus(0.75);
     default: return 0.0;
     }
 }

@@ -143,6 +143,11 @@ mn_tensor *mn_tape_join(mn_tape *tape, mn_tensor *const *parts, int n);
 /* max(x, low), with gradient 0 where low binds. */
 mn_tensor *mn_tape_at_least(mn_tape *tape, mn_tensor *x, double low);
 
+/* softmax over the last axis; the last axis turned, y_i = x_(i - by) with what falls off the end at
+ * the front. */
+mn_tensor *mn_tape_softmax(mn_tape *tape, mn_tensor *x);
+mn_tensor *mn_tape_roll(mn_tape *tape, mn_tensor *x, int64_t by);
+
 /* Rows of `table` (vocabulary, D) by token: (B,T,1,D). Tokens are checked against the table. */
 mn_tensor *mn_tape_embed(mn_tape *tape, mn_tensor *table, const int32_t *tokens, int64_t B,
                          int64_t T);

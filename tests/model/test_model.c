@@ -90,6 +90,7 @@ static void check_gradients(const char *json, int samples, double z_loss) {
     for (int i = 0; i < mn_model_params(f.model); i++) {
         const mn_model_param *p = mn_model_param_at(f.model, i);
         double *value = p->value, *grad = p->grad;
+        if (p->info.group == MN_GROUP_FROZEN) continue;    // given, not learnt
         for (int t = 0; t < TRIED; t++) {
             const uint64_t bits = mn_rng_bits(8, (uint64_t)i, (uint64_t)t);
             const int64_t at = (int64_t)(bits % (uint64_t)p->info.count);
