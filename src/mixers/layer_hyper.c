@@ -40,14 +40,20 @@ static mn_status check(const mn_layer *layer, int64_t keys, int64_t values) {
     return st;
 }
 
+/* The largest multiple of n up to width, at least n. */
+static int64_t whole_heads(int64_t width, int64_t n) {
+    return n < 1 ? 0 : width < n ? n : width / n * n;
+}
+
 static mn_status derive(mn_layer *layer, int64_t context) {
     const mn_layer_config *c = &layer->config;
     mn_layer_sizes *s = &layer->sizes;
     const int64_t H = c->num_heads < INT32_MAX ? c->num_heads : 0;
-    const int64_t keys = c->qk_rank ? c->qk_rank : layer->width / 4;
-    const int64_t values = c->vo_rank ? c->vo_rank : layer->width;
+    const int64_t Q = layer->kind == MN_LAYER_hyperglu ? 2 * H : H;
+    const int64_t keys = c->qk_rank ? c->qk_rank : whole_heads(layer->width / 4, Q);
+    const int64_t values = c->vo_rank ? c->vo_rank : whole_heads(layer->width, H);
     MN_SIZE(s, 'H') = H;
-    MN_SIZE(s, 'Q') = layer->kind == MN_LAYER_hyperglu ? 2 * H : H;
+    MN_SIZE(s, 'Q') = Q;
     MN_SIZE(s, 'P') = c->block_size ? c->block_size : context;
     MN_SIZE(s, 'R') = c->op1_rank;
     MN_SIZE(s, 'S') = c->op2_rank;
