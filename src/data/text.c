@@ -14,8 +14,10 @@
 #include "base/util.h"
 #include "data/jsonl.h"
 #include "data/text_cut.h"
+#include "io/utf8.h"
 
-enum { PIECE_BYTES = 256 << 10, WINDOW_BYTES = 64 << 10, N_CODE_POINTS = 0x110000 };
+enum { PIECE_BYTES = 256 << 10, WINDOW_BYTES = 64 << 10, N_CODE_POINTS = 0x110000,
+       REPLACEMENT = 0xFFFD };    // what stands for bytes that are not UTF-8
 
 /* ---- reading --------------------------------------------------------------------------------- */
 
@@ -313,39 +315,14 @@ typedef struct alphabet {
     uint8_t seen[N_CODE_POINTS / 8];
 } alphabet;
 
-/* Length of the well-formed character at `text`, 0 if it is none. */
-static size_t code_point(uint32_t *out, const char *text, size_t size) {
-    static const uint32_t least[] = { 0, 0, 0x80, 0x800, 0x10000 };
-    const uint8_t *b = (const uint8_t *)text;
-    const size_t n = b[0] < 0x80 ? 1 : b[0] >= 0xF0 && b[0] < 0xF8 ? 4 : b[0] >= 0xE0 && b[0] < 0xF0
-                     ? 3 : b[0] >= 0xC0 && b[0] < 0xE0 ? 2 : 0;
-    if (n == 0 || n > size) return 0;
-    uint32_t value = n == 1 ? b[0] : b[0] & (0x7Fu >> n);
-    for (size_t i = 1; i < n; i++) {
-        if ((b[i] & 0xC0) != 0x80) return 0;
-        value = value << 6 | (b[i] & 0x3Fu);
-    }
-    if (value < least[n] || value >= N_CODE_POINTS || (value >= 0xD800 && value < 0xE000)) return 0;
-    *out = value;
-    return n;
-}
-
-static size_t put_code_point(char *out, uint32_t value) {
-    const size_t n = value < 0x80 ? 1 : value < 0x800 ? 2 : value < 0x10000 ? 3 : 4;
-    static const uint32_t lead[] = { 0, 0, 0xC0, 0xE0, 0xF0 };
-    for (size_t i = n; i-- > 1; value >>= 6) out[i] = (char)(0x80 | (value & 0x3F));
-    out[0] = (char)(lead[n] | value);
-    return n;
-}
-
 static mn_status note_characters(void *context, const char *text, size_t size, bool closes) {
     (void)closes;
     alphabet *letters = context;
     for (size_t at = 0; at < size;) {
-        uint32_t value = 0xFFFD;    // what is not UTF-8 is taken as this
-        const size_t n = code_point(&value, text + at, size - at);
-        letters->seen[value / 8] |= (uint8_t)(1u << (value % 8));
-        at += n > 0 ? n : 1;
+        uint32_t point;
+        at += (size_t)mn_utf8_take(text + at, size - at, &point);
+        if (point == MN_UTF8_BAD) point = REPLACEMENT;
+        letters->seen[point / 8] |= (uint8_t)(1u << (point % 8));
     }
     return MN_OK;
 }
@@ -377,7 +354,7 @@ mn_status mn_text_alphabet(char **text, size_t *size, const mn_text_plan *plan,
     }
     for (uint32_t value = 0; value < N_CODE_POINTS && st == MN_OK; value++) {
         const bool seen = letters->seen[value / 8] >> (value % 8) & 1;
-        if (seen) *size += put_code_point(*text + *size, value);
+        if (seen) *size += (size_t)mn_utf8_put(*text + *size, value);
     }
     free(letters);
     return st;

@@ -127,6 +127,9 @@ mn_tensor *mn_tape_affine(mn_tape *tape, mn_tensor *x, double scale, double shif
 mn_tensor *mn_tape_add(mn_tape *tape, mn_tensor *a, mn_tensor *b);
 mn_tensor *mn_tape_multiply(mn_tape *tape, mn_tensor *a, mn_tensor *b);
 
+/* x with axes of 1 repeated up to `shape`. */
+mn_tensor *mn_tape_spread(mn_tape *tape, mn_tensor *x, const int64_t shape[4]);
+
 /* x + b where b was computed from x by operations that all came after every other use of x: the
  * shape of a residual block. The three share one gradient, and nothing is copied going back. */
 mn_tensor *mn_tape_residual(mn_tape *tape, mn_tensor *x, mn_tensor *b);

@@ -218,9 +218,11 @@ static void bad_lines_are_counted_across_pieces(void **state) {
 
 /* Words, blanks and line ends in runs, signs, digits, and letters of two to four bytes. */
 static char *draw_text(size_t size, uint64_t seed) {
-    static const char *const pieces[] = { " the", " of", "and", " I'll", "  ", "\n", "\n\n", "\n \n",
-        ".", ", ", "!\n", " 1234567", "\t", "\r\n", "\xc3\xa9t\xc3\xa9", " \xe4\xb8\xad\xe6\x96\x87",
-        "\xe3\x80\x80", "\xf0\x9f\x98\x80", " it's", "\n    x = 1;\n", "\xc2\xa0", "can't", "\n-", "A" };
+    static const char *const pieces[] = {
+        " the", " of", "and", " I'll", "  ", "\n", "\n\n", "\n \n", ".", ", ", "!\n", " 1234567",
+        "\t", "\r\n", "\xc3\xa9t\xc3\xa9", " \xe4\xb8\xad\xe6\x96\x87", "\xe3\x80\x80",
+        "\xf0\x9f\x98\x80", " it's", "\n    x = 1;\n", "\xc2\xa0", "can't", "\n-", "A",
+    };
     char *text = malloc(size + 16);
     assert_non_null(text);
     size_t n = 0;
