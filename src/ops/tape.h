@@ -67,8 +67,10 @@ mn_context *mn_tape_context(const mn_tape *tape);
 bool mn_tape_records(const mn_tape *tape);
 bool mn_tape_plans(const mn_tape *tape);
 
-/* Largest number of bytes in use since start, work space of operators included. */
+/* Largest number of bytes of tensors and gradients since start; and, from a plan, what operators
+ * take as work space beside. */
 size_t mn_tape_bytes(const mn_tape *tape);
+size_t mn_tape_work_bytes(const mn_tape *tape);
 
 /* Takes that much memory at once, so that growing never holds more than is needed. */
 mn_status mn_tape_reserve(mn_tape *tape, size_t bytes);
@@ -88,7 +90,7 @@ void *mn_tape_memory(mn_tape *tape, int64_t count);
 mn_tensor *mn_tape_leaf(mn_tape *tape, void *data, void *grad, int64_t rows, int64_t cols,
                         bool add);
 
-/* True when no gradient has reached this leaf in backward. */
+/* True when this leaf asks for a gradient and none has reached it. */
 bool mn_tape_untouched(const mn_tensor *leaf);
 
 /* An input (B,T,H,X) of the caller, contiguous. `grad` may be NULL. */
@@ -125,6 +127,9 @@ mn_tensor *mn_tape_affine(mn_tape *tape, mn_tensor *x, double scale, double shif
 mn_tensor *mn_tape_add(mn_tape *tape, mn_tensor *a, mn_tensor *b);
 mn_tensor *mn_tape_multiply(mn_tape *tape, mn_tensor *a, mn_tensor *b);
 
+/* x with axes of 1 repeated up to `shape`. */
+mn_tensor *mn_tape_spread(mn_tape *tape, mn_tensor *x, const int64_t shape[4]);
+
 /* x + b where b was computed from x by operations that all came after every other use of x: the
  * shape of a residual block. The three share one gradient, and nothing is copied going back. */
 mn_tensor *mn_tape_residual(mn_tape *tape, mn_tensor *x, mn_tensor *b);
@@ -137,6 +142,11 @@ mn_tensor *mn_tape_join(mn_tape *tape, mn_tensor *const *parts, int n);
 
 /* max(x, low), with gradient 0 where low binds. */
 mn_tensor *mn_tape_at_least(mn_tape *tape, mn_tensor *x, double low);
+
+/* softmax over the last axis; the last axis turned, y_i = x_(i - by) with what falls off the end at
+ * the front. */
+mn_tensor *mn_tape_softmax(mn_tape *tape, mn_tensor *x);
+mn_tensor *mn_tape_roll(mn_tape *tape, mn_tensor *x, int64_t by);
 
 /* Rows of `table` (vocabulary, D) by token: (B,T,1,D). Tokens are checked against the table. */
 mn_tensor *mn_tape_embed(mn_tape *tape, mn_tensor *table, const int32_t *tokens, int64_t B,
