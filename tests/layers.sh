@@ -1,14 +1,14 @@
 #!/bin/sh
 # Layer check: a folder of src includes only from folders to its left, or from itself.
-#   base < {kernels runtime io} < {ops data optim} < {mixers tasks} < model < {train eval infer} < {server cli}
+#   base < {kernels runtime io} < {ops data} < {optim mixers tasks} < model < {train eval infer} < {server cli}
 set -eu
 cd "$1/src"
 rank() {
     case $1 in
     base) echo 0 ;;
     kernels | runtime | io) echo 1 ;;
-    ops | data | optim) echo 2 ;;
-    mixers | tasks) echo 3 ;;
+    ops | data) echo 2 ;;
+    optim | mixers | tasks) echo 3 ;;
     model) echo 4 ;;
     train | eval | infer) echo 5 ;;
     server | cli) echo 6 ;;

@@ -76,6 +76,32 @@ static const mn_kernel *choose_kernel(const mn_context *context, mn_op_id op, mn
     return decodes ? step : mn_op_kernel(context, op, pass, call->dtype);
 }
 
+/* Bytes of scratch per worker, rounded so that workers share no cache line; false on overflow. */
+static bool scratch_of(const mn_plan *plan, int n_threads, size_t *each, size_t *all) {
+    if (!mn_add_size(each, plan->scratch_bytes, MN_ALIGN)) return false;
+    *each = *each / MN_ALIGN * MN_ALIGN;
+    return mn_mul_size(all, *each, (size_t)n_threads);
+}
+
+mn_status mn_op_workspace(mn_context *context, mn_op_id op, mn_pass pass, const void *args,
+                          size_t *bytes) {
+    _Alignas(16) unsigned char copy[MN_MAX_ARGS_BYTES];
+    memcpy(copy, args, mn_op_describe(op)->args_bytes);
+    *bytes = 0;
+    const mn_status st = mn_validate_sizes(op, copy, pass == MN_BACKWARD);
+    if (st != MN_OK || !kernel_of[op]) return st;
+    mn_plan plan = { 0 };
+    size_t each, all;
+    const mn_kernel *kernel = choose_kernel(context, op, pass, copy);
+    if (kernel->plan(copy, &plan) &&
+        scratch_of(&plan, mn_threads_count(context->threads), &each, &all) &&
+        mn_add_size(bytes, all, plan.shared_bytes)) {
+        return MN_OK;
+    }
+    return mn_fail(MN_ERR_MEMORY, "%s: the sizes of its work space overflow",
+                   mn_op_describe(op)->name);
+}
+
 static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
     const char *name = mn_op_describe(op)->name;
     const int n_threads = mn_threads_count(context->threads);
@@ -83,11 +109,9 @@ static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, cons
     job j = { .kernel = choose_kernel(context, op, pass, args), .args = args };
     size_t all_scratch;
     if (!j.kernel->plan(args, &plan) ||
-        !mn_add_size(&j.scratch_bytes, plan.scratch_bytes, MN_ALIGN) ||
-        !mn_mul_size(&all_scratch, j.scratch_bytes / MN_ALIGN * MN_ALIGN, (size_t)n_threads)) {
+        !scratch_of(&plan, n_threads, &j.scratch_bytes, &all_scratch)) {
         return mn_fail(MN_ERR_MEMORY, "%s: the sizes of its work space overflow", name);
     }
-    j.scratch_bytes = j.scratch_bytes / MN_ALIGN * MN_ALIGN;
     j.shared = mn_arena_bytes(context->arena, plan.shared_bytes);
     j.scratch = mn_arena_bytes(context->arena, all_scratch);
     if (!j.shared || !j.scratch) {

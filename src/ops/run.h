@@ -8,6 +8,11 @@
 /* `args` is the op's argument struct as a caller filled it; MN_FORWARD or MN_BACKWARD. */
 mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *args);
 
+/* Bytes of work space such a call takes, without running it; pointers of `args` are only compared
+ * with NULL. 0 for a composed op: its parts are not known before they run. */
+mn_status mn_op_workspace(mn_context *context, mn_op_id op, mn_pass pass, const void *args,
+                          size_t *bytes);
+
 /* The kernel that would serve this call, for tables; NULL for a composed op. */
 const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pass, mn_dtype dtype);
 

@@ -346,7 +346,7 @@ static mn_status check_hyper(mn_op_id op, const void *args) {
     return MN_OK;
 }
 
-mn_status mn_validate(mn_op_id op, void *args, bool backward) {
+mn_status mn_validate_sizes(mn_op_id op, void *args, bool backward) {
     const char *name = mn_op_describe(op)->name;
     const mn_call *call = args;
     const int decay = mn_args_decay(op, args);
@@ -367,8 +367,17 @@ mn_status mn_validate(mn_op_id op, void *args, bool backward) {
     for (int i = 0; st == MN_OK && i < count; i++) {
         st = check_view(name, &fields[i], decay, call, args, backward);
     }
+    return st;
+}
+
+mn_status mn_validate(mn_op_id op, void *args, bool backward) {
+    mn_status st = mn_validate_sizes(op, args, backward);
+    const char *name = mn_op_describe(op)->name;
+    const int decay = mn_args_decay(op, args);
+    int count;
+    const mn_field *fields = mn_op_fields(op, &count);
     for (int i = 0; st == MN_OK && i < count; i++) {
-        st = check_values(name, &fields[i], decay, call, args);
+        st = check_values(name, &fields[i], decay, args, args);
     }
     return st;
 }

@@ -1,0 +1,390 @@
+/* config.c - a model's JSON: sizes, layer names and their options. */
+#include "model/config.h"
+
+#include <ctype.h>
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/status.h"
+#include "base/util.h"
+#include "io/json_write.h"
+
+static const char *const mlp_names[MN_MLP_COUNT] = {
+#define MLP(id, name, about) [MN_MLP_##id] = name,
+#include "model/mlps.def"
+#undef MLP
+};
+
+static const struct {
+    const char *type, *layer, *architecture;
+} model_types[] = {
+#define MODEL_TYPE(type, layer, architecture) { type, layer, architecture },
+#include "model/model_types.def"
+#undef MODEL_TYPE
+};
+
+static const char *const known_keys[] = {
+#define KEY(name) #name,
+#define IGNORED(name) #name,
+#include "model/config_keys.def"
+#undef KEY
+#undef IGNORED
+};
+
+enum { MAX_KEYS = 160 };
+
+void mn_model_config_free(mn_model_config *config) {
+    free(config->names);
+    free(config->options);
+    memset(config, 0, sizeof *config);
+}
+
+mn_status mn_model_config_copy(mn_model_config *out, const mn_model_config *from) {
+    *out = *from;
+    const size_t n = (size_t)from->n_layers;
+    out->names = malloc(n * sizeof *out->names);
+    out->options = malloc(n * sizeof *out->options);
+    if (!out->names || !out->options) {
+        mn_model_config_free(out);
+        return mn_fail(MN_ERR_MEMORY, "no memory for a model's configuration");
+    }
+    memcpy(out->names, from->names, n * sizeof *out->names);
+    memcpy(out->options, from->options, n * sizeof *out->options);
+    return MN_OK;
+}
+
+/* ---- layer names ----------------------------------------------------------------------------- */
+
+/* Takes "gdn*3" off the front of `text`; false at its end. */
+static bool take_item(const char **text, char name[MN_MIXER_NAME], int64_t *times, bool *bad) {
+    const char *at = *text + strspn(*text, " \t,");
+    size_t n = strcspn(at, "*, \t");
+    if (n == 0) {
+        *bad = *at != '\0';
+        return false;
+    }
+    *bad = n >= MN_MIXER_NAME;
+    if (*bad) return false;
+    memcpy(name, at, n);
+    name[n] = '\0';
+    at += n + strspn(at + n, " \t");
+    *times = 1;
+    if (*at == '*') {
+        char *end;
+        *times = strtoll(at + 1, &end, 10);
+        *bad = end == at + 1 || *times < 1 || *times > MN_MAX_LAYERS;
+        at = end;
+    }
+    *text = at;
+    return !*bad;
+}
+
+mn_status mn_layers_expand(char (**names)[MN_MIXER_NAME], int *count, const char *text,
+                           int64_t n_layers) {
+    *count = 0;
+    *names = calloc(MN_MAX_LAYERS, sizeof **names);
+    if (!*names) return mn_fail(MN_ERR_MEMORY, "no memory for the names of layers");
+    const char *at = text;
+    char name[MN_MIXER_NAME];
+    int64_t times;
+    int n = 0;
+    bool bad = false;
+    while (take_item(&at, name, &times, &bad) && !bad) {
+        for (int64_t i = 0; i < times && n < MN_MAX_LAYERS; i++) strcpy((*names)[n++], name);
+    }
+    const char *wrong = bad ? "is not understood" : n == 0 ? "names no layer" : NULL;
+    if (!wrong && n_layers > MN_MAX_LAYERS) wrong = "asks for too many layers";
+    if (!wrong && n_layers > 0 && n_layers % n != 0) wrong = "does not fill num_hidden_layers";
+    if (wrong) {
+        free(*names);
+        *names = NULL;
+        return mn_fail(MN_ERR_ARGUMENT, "layers \"%s\" %s; write them as \"gdn\" or "
+                       "\"attention*11, kla\", %d at most", text, wrong, MN_MAX_LAYERS);
+    }
+    for (int i = n; i < n_layers; i++) strcpy((*names)[i], (*names)[i % n]);
+    *count = n_layers > 0 ? (int)n_layers : n;
+    return MN_OK;
+}
+
+void mn_layers_describe(char *text, size_t size, const mn_model_config *config) {
+    size_t used = 0;
+    text[0] = '\0';
+    for (int i = 0; i < config->n_layers && used + 1 < size;) {
+        int same = 1;
+        while (i + same < config->n_layers &&
+               strcmp(config->names[i], config->names[i + same]) == 0) {
+            same++;
+        }
+        const bool all = same == config->n_layers;
+        char times[16] = "";
+        if (same > 1 && !all) snprintf(times, sizeof times, "*%d", same);
+        const int n = snprintf(text + used, size - used, "%s%s%s", i ? ", " : "",
+                               config->names[i], times);
+        used += n > 0 ? (size_t)n : 0;
+        i += same;
+    }
+}
+
+/* ---- reading --------------------------------------------------------------------------------- */
+
+/* Layer i of a flash-linear-attention hybrid is softmax attention if its "attn" says so. */
+static mn_status read_hybrid(mn_model_config *c, const mn_json *object) {
+    const mn_json attn = mn_json_member(object, "attn");
+    if (!mn_json_given(&attn)) return MN_OK;
+    const bool several = json_is_array(attn.value);
+    const int64_t n = several ? mn_json_count(&attn) : 1;
+    for (int64_t i = 0; i < n; i++) {
+        const mn_json one = several ? mn_json_item(&attn, i) : attn;
+        const mn_json layers = mn_json_member(&one, "layers");
+        mn_status st = mn_json_expect_list(&layers);
+        for (int64_t k = 0; st == MN_OK && k < mn_json_count(&layers); k++) {
+            const mn_json item = mn_json_item(&layers, k);
+            int64_t at = -1;
+            st = mn_json_read_i64(&at, &item);
+            if (st != MN_OK) return st;
+            if (at < 0 || at >= c->n_layers) return mn_json_fail(&item, "there is no such layer");
+            mn_layer_kind kind;
+            bool ccq;
+            strcpy(c->names[at], "attention");
+            st = mn_layer_kind_find(&kind, &ccq, "attention");
+            if (st != MN_OK) return st;
+            mn_layer_defaults(&c->options[at], kind);
+            st = mn_layer_config_read(&c->options[at], kind, &one);
+        }
+        if (st != MN_OK) return st;
+    }
+    return MN_OK;
+}
+
+static mn_status read_layers(mn_model_config *c, const mn_json *object) {
+    const char *type = NULL, *spec = NULL;
+    int64_t n_layers = 0;
+    mn_status st = mn_json_opt_text(&type, object, "model_type");
+    if (st == MN_OK) st = mn_json_opt_text(&spec, object, "layers");
+    if (st == MN_OK) st = mn_json_opt_i64(&n_layers, object, "num_hidden_layers");
+    for (size_t i = 0; i < MN_COUNTOF(model_types) && type && !spec; i++) {
+        if (strcmp(model_types[i].type, type) == 0) spec = model_types[i].layer;
+    }
+    if (st != MN_OK) return st;
+    if (!spec) {
+        return mn_json_fail(object, "no \"layers\" (such as \"gdn\") and no model_type that is "
+                            "known");
+    }
+    return mn_layers_expand(&c->names, &c->n_layers, spec, n_layers);
+}
+
+/* Options of a layer: the kind's defaults, then keys of the model, then those of mixers.KIND. */
+static mn_status read_options(mn_model_config *c, const mn_json *object) {
+    c->options = calloc((size_t)c->n_layers, sizeof *c->options);
+    if (!c->options) return mn_fail(MN_ERR_MEMORY, "no memory for the options of layers");
+    const mn_json mixers = mn_json_member(object, "mixers");
+    for (int i = 0; i < c->n_layers; i++) {
+        mn_layer_kind kind;
+        bool ccq;
+        mn_status st = mn_layer_kind_find(&kind, &ccq, c->names[i]);
+        if (st != MN_OK) return mn_json_fail(object, "layers: %s", mn_last_error());
+        mn_layer_defaults(&c->options[i], kind);
+        st = mn_layer_config_read(&c->options[i], kind, object);
+        if (st != MN_OK) return st;
+        const mn_json own = mn_json_member(&mixers, mn_layer_kind_name(kind));
+        if (!mn_json_given(&own)) continue;
+        const char *keys[MAX_KEYS];
+        const int n_keys = mn_layer_option_keys(kind, keys, MAX_KEYS);
+        st = mn_json_unknown_key(&own, keys, n_keys);
+        if (st == MN_OK) st = mn_layer_config_read(&c->options[i], kind, &own);
+        if (st != MN_OK) return st;
+    }
+    return MN_OK;
+}
+
+/* Every key is one of the model, of a layer it has, or one that other software writes. */
+static mn_status check_keys(const mn_model_config *c, const mn_json *object) {
+    const char *keys[MAX_KEYS];
+    int n = 0;
+    for (size_t i = 0; i < MN_COUNTOF(known_keys); i++) keys[n++] = known_keys[i];
+    for (int i = 0; i < c->n_layers; i++) {
+        mn_layer_kind kind;
+        bool ccq, seen = false;
+        const mn_status st = mn_layer_kind_find(&kind, &ccq, c->names[i]);
+        if (st != MN_OK) return st;
+        for (int k = 0; k < i; k++) seen |= strcmp(c->names[k], c->names[i]) == 0;
+        if (!seen) n += mn_layer_option_keys(kind, keys + n, MAX_KEYS - n);
+    }
+    return mn_json_unknown_key(object, keys, n);
+}
+
+static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
+    const char *name = mlp_names[c->mlp], *type = "", *act = "swish";
+    double ratio = 4.0;
+    mn_status st = mn_json_opt_text(&type, object, "model_type");
+    if (strcmp(type, "mamba2") == 0) name = "none";
+    if (strcmp(type, "retnet") == 0) ratio = 2.0;
+    if (st == MN_OK) st = mn_json_opt_text(&name, object, "mlp");
+    if (st == MN_OK) st = mn_json_opt_text(&act, object, "hidden_act");
+    if (st == MN_OK) st = mn_json_opt_f64(&ratio, object, "hidden_ratio");
+    if (st == MN_OK) st = mn_json_opt_i64(&c->intermediate_size, object, "intermediate_size");
+    if (st != MN_OK) return st;
+    const mn_json at = mn_json_member(object, "mlp");
+    c->mlp = MN_MLP_COUNT;
+    for (int i = 0; i < MN_MLP_COUNT; i++) {
+        if (strcmp(mlp_names[i], name) == 0) c->mlp = (mn_mlp)i;
+    }
+    if (c->mlp == MN_MLP_COUNT) return mn_json_fail(&at, "none of swiglu, gelu, none");
+    if (strcmp(act, "swish") != 0 && strcmp(act, "silu") != 0 && c->mlp == MN_MLP_SWIGLU) {
+        const mn_json hidden_act = mn_json_member(object, "hidden_act");
+        return mn_json_fail(&hidden_act, "only swish is built; use \"mlp\": \"gelu\" for GELU");
+    }
+    if (c->intermediate_size == 0 && c->mlp == MN_MLP_SWIGLU) {
+        const int64_t wide = (int64_t)((double)c->hidden_size * ratio * 2.0 / 3.0);
+        /* multiples of 256 as published; small models would be rounded to several times that */
+        const int64_t step = c->hidden_size >= 512 || type[0] ? 256 : 32;
+        c->intermediate_size = mn_ceil_div(wide, step) * step;
+    }
+    if (c->intermediate_size == 0) {
+        c->intermediate_size = (int64_t)((double)c->hidden_size * ratio);
+    }
+    return MN_OK;
+}
+
+static mn_status require(const mn_json *object, const char *key, bool holds, const char *why) {
+    if (holds) return MN_OK;
+    const mn_json at = mn_json_member(object, key);
+    return mn_json_fail(&at, "%s", why);
+}
+
+static mn_status read_sizes(mn_model_config *c, const mn_json *object) {
+    mn_status st = mn_json_get_i64(&c->hidden_size, object, "hidden_size");
+    if (st == MN_OK) st = mn_json_opt_i64(&c->vocab_size, object, "vocab_size");
+    if (st == MN_OK) st = mn_json_opt_i64(&c->context, object, "max_position_embeddings");
+    if (st == MN_OK) st = mn_json_opt_f64(&c->norm_eps, object, "norm_eps");
+    if (st == MN_OK) st = mn_json_opt_f64(&c->initializer_range, object, "initializer_range");
+    if (st == MN_OK) st = mn_json_opt_f64(&c->logit_softcap, object, "logit_softcap");
+    if (st == MN_OK) st = mn_json_opt_bool(&c->tied, object, "tie_word_embeddings");
+    const int64_t most = INT64_C(1) << 24;
+    if (st == MN_OK) {
+        st = require(object, "hidden_size", c->hidden_size >= 1 && c->hidden_size <= most,
+                     "must lie between 1 and 16777216");
+    }
+    if (st == MN_OK) {
+        st = require(object, "vocab_size", c->vocab_size >= 0 && c->vocab_size <= most,
+                     "must lie between 1 and 16777216");
+    }
+    if (st == MN_OK) {
+        st = require(object, "max_position_embeddings", c->context >= 1 && c->context <= most,
+                     "must lie between 1 and 16777216");
+    }
+    if (st == MN_OK) {
+        st = require(object, "norm_eps", c->norm_eps > 0.0 && c->norm_eps < 1.0,
+                     "must lie between 0 and 1");
+    }
+    return st;
+}
+
+/* Bounds of Mamba-2's step: [0, infinity], which a reader of Python's JSON sees as [0, null]. */
+static mn_status check_limits(const mn_json *object, const char *key) {
+    const mn_json limits = mn_json_member(object, key);
+    if (!mn_json_given(&limits)) return MN_OK;
+    mn_status st = mn_json_expect_list(&limits);
+    if (st != MN_OK) return st;
+    const mn_json low = mn_json_item(&limits, 0), high = mn_json_item(&limits, 1);
+    double least = 0.0;
+    if (mn_json_given(&low)) st = mn_json_read_f64(&least, &low);
+    if (st != MN_OK || (least == 0.0 && !mn_json_given(&high))) return st;
+    return mn_json_fail(&limits, "bounds of the step other than 0 and infinity are not built");
+}
+
+mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
+    mn_model_config c = { .context = 2048, .norm_eps = 1e-6, .initializer_range = 0.02 };
+    mn_status st = mn_json_expect_object(object);
+    if (st == MN_OK) st = read_sizes(&c, object);
+    if (st == MN_OK) st = read_mlp(&c, object);
+    if (st == MN_OK) st = read_layers(&c, object);
+    if (st == MN_OK) st = check_keys(&c, object);
+    if (st == MN_OK) st = read_options(&c, object);
+    if (st == MN_OK) st = read_hybrid(&c, object);
+    if (st == MN_OK) st = check_limits(object, "dt_limit");
+    if (st == MN_OK) st = check_limits(object, "time_step_limit");
+    const mn_json mixing = mn_json_member(object, "attnres_block_size");
+    if (st == MN_OK && mn_json_given(&mixing)) {
+        st = mn_json_fail(&mixing, "attention over earlier blocks is not built");
+    }
+    if (st != MN_OK) mn_model_config_free(&c);
+    *out = c;
+    return st;
+}
+
+/* ---- writing --------------------------------------------------------------------------------- */
+
+/* The type of other software whose models are all layers like these; NULL if there is none. */
+static const char *type_of(const mn_model_config *c, const char **architecture) {
+    for (size_t i = 0; i < MN_COUNTOF(model_types); i++) {
+        bool all = c->mlp == (strcmp(model_types[i].layer, "mamba2") ? MN_MLP_SWIGLU : MN_MLP_NONE);
+        for (int k = 0; k < c->n_layers; k++) {
+            all &= strcmp(c->names[k], model_types[i].layer) == 0;
+            all &= memcmp(&c->options[k], &c->options[0], sizeof *c->options) == 0;
+        }
+        if (!all || c->logit_softcap != 0.0) continue;
+        *architecture = model_types[i].architecture;
+        return model_types[i].type;
+    }
+    return NULL;
+}
+
+static void set(json_t *object, const char *key, json_t *value, bool *failed) {
+    if (json_object_set_new(object, key, value) != 0) *failed = true;
+}
+
+/* Options per kind; the layers of one kind share them. */
+static mn_status write_options(json_t *object, const mn_model_config *c, bool flat) {
+    json_t *mixers = flat ? NULL : json_object();
+    mn_status st = MN_OK;
+    for (int i = 0; i < c->n_layers && st == MN_OK; i++) {
+        mn_layer_kind kind;
+        bool ccq, failed = false;
+        st = mn_layer_kind_find(&kind, &ccq, c->names[i]);
+        if (st != MN_OK) break;
+        const char *name = mn_layer_kind_name(kind);
+        if (flat && i == 0) st = mn_layer_config_write(object, &c->options[i], kind);
+        if (flat || json_object_get(mixers, name)) continue;
+        json_t *own = json_object();
+        st = own ? mn_layer_config_write(own, &c->options[i], kind) : MN_ERR_MEMORY;
+        set(mixers, name, own, &failed);
+        if (failed) st = mn_fail(MN_ERR_MEMORY, "no memory for a configuration");
+    }
+    if (st == MN_OK && mixers) json_object_set(object, "mixers", mixers);
+    json_decref(mixers);
+    return st;
+}
+
+mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config *c) {
+    const char *architecture = NULL, *type = type_of(c, &architecture);
+    char layers[MN_MAX_LAYERS * (MN_MIXER_NAME + 2)];
+    mn_layers_describe(layers, sizeof layers, c);
+    bool failed = false;
+    json_t *object = json_object();
+    set(object, "model_type", json_string(type ? type : "mneme"), &failed);
+    if (type) set(object, "architectures", json_pack("[s]", architecture), &failed);
+    else set(object, "layers", json_string(layers), &failed);
+    set(object, "mneme_version", json_string(MN_VERSION), &failed);
+    set(object, "vocab_size", json_integer(c->vocab_size), &failed);
+    set(object, "hidden_size", json_integer(c->hidden_size), &failed);
+    set(object, "num_hidden_layers", json_integer(c->n_layers), &failed);
+    set(object, "intermediate_size", json_integer(c->intermediate_size), &failed);
+    if (!type) set(object, "mlp", json_string(mlp_names[c->mlp]), &failed);
+    set(object, "tie_word_embeddings", json_boolean(c->tied), &failed);
+    set(object, "norm_eps", mn_json_real(c->norm_eps), &failed);
+    set(object, "initializer_range", mn_json_real(c->initializer_range), &failed);
+    if (c->logit_softcap != 0.0) {
+        set(object, "logit_softcap", mn_json_real(c->logit_softcap), &failed);
+    }
+    set(object, "max_position_embeddings", json_integer(c->context), &failed);
+    mn_status st = failed ? mn_fail(MN_ERR_MEMORY, "no memory for a configuration")
+                          : write_options(object, c, type != NULL);
+    *text = NULL;
+    if (st == MN_OK) st = mn_json_text(text, object, MN_JSON_PRETTY);
+    *size = *text ? strlen(*text) : 0;
+    json_decref(object);
+    return st;
+}

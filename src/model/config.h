@@ -1,0 +1,49 @@
+/* config.h - what a model is: sizes, one layer name per block, and the options of each layer.
+ *
+ * Read from the config.json of a model folder or the "model" object of a training configuration.
+ * Folders of flash-linear-attention models are understood as they are: model_types.def. */
+#ifndef MN_MODEL_CONFIG_H
+#define MN_MODEL_CONFIG_H
+
+#include "mixers/layer.h"
+
+enum { MN_MAX_LAYERS = 512 };
+
+typedef enum mn_mlp {
+#define MLP(id, name, about) MN_MLP_##id,
+#include "model/mlps.def"
+#undef MLP
+    MN_MLP_COUNT
+} mn_mlp;
+
+typedef struct mn_model_config {
+    int64_t vocab_size, hidden_size, intermediate_size;
+    int64_t context;             // tokens a sequence may have where a layer is limited (hyper)
+    double norm_eps, initializer_range, logit_softcap;
+    mn_mlp mlp;
+    bool tied;
+    int n_layers;
+    char (*names)[MN_MIXER_NAME];      // n_layers
+    mn_layer_config *options;          // n_layers
+} mn_model_config;
+
+/* Reads a model from JSON. Unknown keys fail with the nearest known one; keys other software
+ * writes and that change nothing here are passed over. On failure `*out` is all zeros. */
+mn_status mn_model_config_read(mn_model_config *out, const mn_json *object);
+
+/* The JSON of a model, in memory the caller frees. Models that flash-linear-attention has too get
+ * its model_type and keys. */
+mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config *config);
+
+mn_status mn_model_config_copy(mn_model_config *out, const mn_model_config *from);
+void mn_model_config_free(mn_model_config *config);    // all zeros is fine
+
+/* "attention*11, kla" as one name per layer; n_layers 0: as many as it names, else it is repeated
+ * to fill them. */
+mn_status mn_layers_expand(char (**names)[MN_MIXER_NAME], int *count, const char *text,
+                           int64_t n_layers);
+
+/* The same the other way, "gdn" for equal layers; into `text` of `size` bytes, cut if need be. */
+void mn_layers_describe(char *text, size_t size, const mn_model_config *config);
+
+#endif

@@ -1,0 +1,156 @@
+/* forward.c - from tokens to the residual stream, logits and losses. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/rng.h"
+#include "base/status.h"
+#include "model/model_parts.h"
+
+void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients) {
+    const bool records = mn_tape_records(tape);
+    for (int i = 0; i < model->n_params; i++) {
+        const mn_model_param *p = &model->params[i];
+        const int64_t rows = p->info.rank == 1 ? 1 : p->info.shape[0];
+        model->leaves[i] = mn_tape_leaf(tape, p->value, records ? p->grad : NULL, rows,
+                                        p->info.count / rows, add_gradients);
+    }
+}
+
+mn_tensor *mn_model_norm(mn_model *model, mn_tape *tape, mn_tensor *x, int weight) {
+    if (!x) return NULL;
+    mn_run run;
+    mn_rms_norm_args *args = mn_run_start(&run, tape, MN_OP_rms_norm);
+    args->eps = model->config.norm_eps;
+    mn_run_in(&run, "x", x);
+    mn_run_in(&run, "w", model->leaves[weight]);
+    mn_tensor *y = mn_run_out(&run, "y");
+    mn_run_now(&run);
+    return y;
+}
+
+mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x) {
+    const mn_block *block = &model->blocks[i];
+    mn_tape_scope(f->tape, "model.layers.%d.attn", i);
+    f->layer = &block->layer;
+    f->params = model->leaves + block->mixer;
+    mn_tensor *y = mn_layer_forward(f, mn_model_norm(model, f->tape, x, block->attn_norm));
+    return mn_tape_residual(f->tape, x, y);
+}
+
+mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x) {
+    const mn_block *block = &model->blocks[i];
+    if (model->config.mlp == MN_MLP_NONE) return x;
+    mn_tape_scope(tape, "model.layers.%d.mlp", i);
+    mn_tensor *n = mn_model_norm(model, tape, x, block->mlp_norm);
+    mn_tensor *h = mn_tape_linear(tape, n, model->leaves[block->up], NULL);
+    if (model->config.mlp == MN_MLP_SWIGLU) {
+        mn_tensor *gate = mn_tape_linear(tape, n, model->leaves[block->gate], NULL);
+        h = mn_tape_gate(tape, MN_UNARY_SILU, gate, h);
+    } else {
+        h = mn_tape_unary(tape, MN_UNARY_GELU, h);
+    }
+    return mn_tape_residual(tape, x, mn_tape_linear(tape, h, model->leaves[block->down], NULL));
+}
+
+/* Blocks [0, n) from tokens, and with `last` the mixer of block n as well. */
+static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in, int n,
+                        mn_forward *last) {
+    mn_model_bind(model, tape, in->add_gradients);
+    if (in->starts) mn_tape_pack(tape, in->starts, in->n_sequences);
+    mn_tape_scope(tape, "model.embeddings");
+    mn_tensor *x = mn_tape_embed(tape, model->leaves[model->embed], in->tokens, in->B, in->T);
+    int belief = 0;
+    for (int i = 0; i < n + (last != NULL) && x; i++) {
+        mn_forward one = { .tape = tape, .position = in->state ? in->state->position : 0 };
+        mn_forward *f = i == n ? last : &one;
+        f->tape = tape;
+        f->state = in->state ? &in->state->layers[i] : NULL;
+        f->variance = NULL;
+        if (in->variance && mn_layer_has_variance(&model->blocks[i].layer)) {
+            f->variance = in->variance + belief++ * in->B * in->T;
+        }
+        x = mn_block_mixer(model, i, f, x);
+        if (i < n) x = mn_block_mlp(model, i, tape, x);
+    }
+    if (in->state && mn_tape_status(tape) == MN_OK) in->state->position += in->T;
+    return x;
+}
+
+mn_tensor *mn_model_hidden(mn_model *model, mn_tape *tape, const mn_model_input *in) {
+    mn_tensor *x = trunk(model, tape, in, model->config.n_layers, NULL);
+    mn_tape_scope(tape, "model.norm");
+    return mn_model_norm(model, tape, x, model->norm);
+}
+
+mn_tensor *mn_model_logits(mn_model *model, mn_tape *tape, mn_tensor *hidden) {
+    mn_tape_scope(tape, "lm_head");
+    mn_tensor *logits = mn_tape_linear(tape, hidden, model->leaves[model->head], NULL);
+    const double cap = model->config.logit_softcap;
+    if (cap == 0.0) return logits;
+    logits = mn_tape_unary(tape, MN_UNARY_TANH, mn_tape_affine(tape, logits, 1.0 / cap, 0.0));
+    return mn_tape_affine(tape, logits, cap, 0.0);
+}
+
+void mn_model_loss(mn_model *model, mn_tape *tape, mn_tensor *hidden, const int32_t *targets,
+                   mn_loss_options how, double *loss, int64_t *counted) {
+    mn_tape_scope(tape, "lm_head");
+    how.softcap = model->config.logit_softcap;
+    mn_tape_loss(tape, hidden, model->leaves[model->head], targets, &how, loss, counted);
+}
+
+/* ---- KLA+ ------------------------------------------------------------------------------------ */
+
+/* mean + sqrt(variance) e, e drawn for this (seed, step, sample). */
+static mn_tensor *sample_of(mn_tape *tape, mn_tensor *mean, mn_tensor *deviation, uint64_t seed,
+                            uint64_t stream) {
+    if (!mean || !deviation) return NULL;
+    mn_tensor *noise = mn_tape_new(tape, mean->shape);
+    if (!noise) return NULL;
+    noise->slot = NULL;
+    const int64_t n = mean->shape[0] * mean->shape[1] * mean->shape[3];
+    for (int64_t i = 0; !mn_tape_plans(tape) && i < n; i++) {
+        const double e = mn_rng_normal(seed, stream, (uint64_t)i);
+        if (mn_tape_dtype(tape) == MN_F64) ((double *)noise->data)[i] = e;
+        else ((float *)noise->data)[i] = (float)e;
+    }
+    return mn_tape_add(tape, mean, mn_tape_multiply(tape, deviation, noise));
+}
+
+enum { MOST_SAMPLES = 64 };
+
+void mn_model_marginal_loss(mn_model *model, mn_tape *tape, const mn_model_input *in,
+                            const int32_t *targets, mn_loss_options how, int samples,
+                            uint64_t seed, uint64_t step, double *loss, int64_t *counted) {
+    *loss = 0.0;
+    *counted = 0;
+    if (samples < 1 || samples > MOST_SAMPLES) {
+        mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "mc_samples is %d; take 1 to %d", samples,
+                                   MOST_SAMPLES));
+        return;
+    }
+    const int last = model->config.n_layers - 1;
+    mn_forward f = { .position = in->state ? in->state->position : 0,
+                     .wants_output_variance = true };
+    mn_tensor *mean = trunk(model, tape, in, last, &f);
+    if (mean && !f.output_variance) {
+        mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "mc_samples needs a last layer that knows the "
+                                   "variance of its output, such as kla; it is %s",
+                                   model->config.names[last]));
+    }
+    mn_tensor *deviation = mn_tape_unary(tape, MN_UNARY_SQRT,
+                                         mn_tape_at_least(tape, f.output_variance, 1e-12));
+    mn_tensor *hidden[MOST_SAMPLES];
+    for (int s = 0; s < samples; s++) {
+        const uint64_t stream = step * MOST_SAMPLES + (uint64_t)s;
+        mn_tensor *x = sample_of(tape, mean, deviation, seed, stream);
+        x = mn_block_mlp(model, last, tape, x);
+        mn_tape_scope(tape, "model.norm");
+        hidden[s] = mn_model_norm(model, tape, x, model->norm);
+    }
+    mn_tape_scope(tape, "lm_head");
+    how.softcap = model->config.logit_softcap;
+    if (mn_tape_status(tape) != MN_OK) return;
+    mn_tape_mixture_loss(tape, hidden, samples, model->leaves[model->head], targets, &how, loss,
+                         counted);
+}

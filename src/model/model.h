@@ -1,0 +1,104 @@
+/* model.h - embeddings, blocks of mixer and MLP, final norm, head: parameters and forward.
+ *
+ *   h = x + mixer(rms(x))      y = h + mlp(rms(h))      logits = cap(rms(y_last) head')
+ *
+ * A model owns its parameters and, once asked for, their gradients. It holds no activations: those
+ * are the tape's. */
+#ifndef MN_MODEL_MODEL_H
+#define MN_MODEL_MODEL_H
+
+#include "model/config.h"
+
+typedef struct mn_model mn_model;
+
+/* One parameter of a model: `name` as in checkpoints. */
+typedef struct mn_model_param {
+    char name[MN_PARAM_NAME];
+    mn_param_info info;        // shape, group, initial values
+    void *value, *grad;        // count numbers; grad NULL until mn_model_want_gradients
+} mn_model_param;
+
+/* `config` is copied. Parameters are allocated, not set: mn_model_start or a checkpoint does. */
+mn_status mn_model_create(mn_model **out, const mn_model_config *config, mn_dtype dtype);
+void mn_model_destroy(mn_model *model);    // NULL accepted
+
+const mn_model_config *mn_model_describe(const mn_model *model);
+mn_dtype mn_model_dtype(const mn_model *model);
+
+/* Parameters in the order of the network; tied heads are not listed. */
+int mn_model_params(const mn_model *model);
+mn_model_param *mn_model_param_at(mn_model *model, int i);
+mn_model_param *mn_model_param_named(mn_model *model, const char *name);    // NULL: none
+
+int64_t mn_model_count(const mn_model *model);              // numbers in all parameters
+int64_t mn_model_count_without_embeddings(const mn_model *model);
+
+/* Initial values as a function of `seed`: each parameter by its own law. */
+void mn_model_start(mn_model *model, uint64_t seed);
+
+mn_status mn_model_want_gradients(mn_model *model);
+
+/* Floating-point operations of one training step per token (forward and backward) in its matrix
+ * products and attention, for sequences of `length`. */
+double mn_model_flops(const mn_model *model, int64_t length);
+
+/* The layer of block i. */
+const mn_layer *mn_model_layer(const mn_model *model, int i);
+
+/* Layers that tell a read variance. */
+int mn_model_beliefs(const mn_model *model);
+
+/* ---- state of sequences ---------------------------------------------------------------------- */
+
+/* What B sequences of one length have left behind in every layer. */
+typedef struct mn_model_state {
+    int n_layers;
+    mn_layer_state *layers;
+    int64_t position;          // tokens read
+} mn_model_state;
+
+mn_status mn_model_state_create(mn_model_state *out, const mn_model *model);
+void mn_model_state_free(mn_model_state *state);
+mn_status mn_model_state_copy(mn_model_state *out, const mn_model_state *from);
+size_t mn_model_state_bytes(const mn_model_state *state);
+
+/* Writes and reads a state as safetensors, with what it belongs to in the metadata; reading fails
+ * when it is another model's. */
+mn_status mn_model_state_save(const mn_model_state *state, const mn_model *model,
+                              const char *path);
+mn_status mn_model_state_load(mn_model_state *out, const mn_model *model, const char *path);
+
+/* ---- forward --------------------------------------------------------------------------------- */
+
+typedef struct mn_model_input {
+    const int32_t *tokens;         // (B,T)
+    int64_t B, T;
+    const int64_t *starts;         // packed sequences (B = 1): n_sequences + 1 offsets; or NULL
+    int64_t n_sequences;
+    mn_model_state *state;         // NULL: sequences begin and end here
+    float *variance;               // (beliefs, B, T): read variances; NULL: not wanted
+    bool add_gradients;            // to what the parameters' gradients hold
+} mn_model_input;
+
+/* The residual stream after the final norm, (B,T,1,D). Call between mn_tape_start and the end of
+ * the tape; in a state, the position moves on by T. */
+mn_tensor *mn_model_hidden(mn_model *model, mn_tape *tape, const mn_model_input *in);
+
+/* Logits (B,T,1,vocabulary) of such a stream, softcap included. */
+mn_tensor *mn_model_logits(mn_model *model, mn_tape *tape, mn_tensor *hidden);
+
+/* Cross entropy against targets, see mn_tape_loss; softcap is the model's. */
+void mn_model_loss(mn_model *model, mn_tape *tape, mn_tensor *hidden, const int32_t *targets,
+                   mn_loss_options how, double *loss, int64_t *counted);
+
+/* KLA+: the loss -log mean_s p(target | sample s) over `samples` draws of the last block's mixer
+ * output, mean + sqrt(variance) noise, noise a function of (seed, step). Needs kla as the last
+ * layer. Goes from tokens to loss, in place of mn_model_hidden and mn_model_loss. */
+void mn_model_marginal_loss(mn_model *model, mn_tape *tape, const mn_model_input *in,
+                            const int32_t *targets, mn_loss_options how, int samples,
+                            uint64_t seed, uint64_t step, double *loss, int64_t *counted);
+
+/* Sets gradients that no token reached to zero; after mn_tape_backward. */
+void mn_model_settle_gradients(mn_model *model);
+
+#endif

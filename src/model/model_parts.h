@@ -1,0 +1,33 @@
+/* model_parts.h - the inside of a model, shared by the files of this folder. */
+#ifndef MN_MODEL_MODEL_PARTS_H
+#define MN_MODEL_MODEL_PARTS_H
+
+#include "model/model.h"
+
+/* Where a block's parameters are among the model's; -1: it has none. */
+typedef struct mn_block {
+    mn_layer layer;
+    int attn_norm, mixer;            // mixer: the first of layer.n_params
+    int mlp_norm, gate, up, down;
+} mn_block;
+
+struct mn_model {
+    mn_model_config config;
+    mn_dtype dtype;
+    mn_block *blocks;
+    mn_model_param *params;
+    mn_tensor **leaves;              // of the current pass, by parameter
+    int n_params, capacity;
+    int embed, norm, head;           // head = embed when tied
+};
+
+/* Makes leaves of all parameters on the tape. */
+void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients);
+
+/* One block's halves: x + mixer(rms(x)) and x + mlp(rms(x)). `f` carries what the mixer is asked
+ * for and brings back. */
+mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x);
+mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x);
+mn_tensor *mn_model_norm(mn_model *model, mn_tape *tape, mn_tensor *x, int weight);
+
+#endif

@@ -1,0 +1,153 @@
+/* state.c - what sequences have left behind in every layer, in memory and in files. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/dtype.h"
+#include "base/status.h"
+#include "io/safetensors.h"
+#include "model/model_parts.h"
+
+mn_status mn_model_state_create(mn_model_state *out, const mn_model *model) {
+    *out = (mn_model_state){ .n_layers = model->config.n_layers };
+    out->layers = calloc((size_t)out->n_layers, sizeof *out->layers);
+    return out->layers ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for a state");
+}
+
+void mn_model_state_free(mn_model_state *state) {
+    for (int i = 0; i < state->n_layers && state->layers; i++) {
+        mn_layer_state_free(&state->layers[i]);
+    }
+    free(state->layers);
+    memset(state, 0, sizeof *state);
+}
+
+mn_status mn_model_state_copy(mn_model_state *out, const mn_model_state *from) {
+    *out = *from;
+    out->layers = calloc((size_t)from->n_layers, sizeof *out->layers);
+    if (!out->layers) return mn_fail(MN_ERR_MEMORY, "no memory for a state");
+    for (int i = 0; i < from->n_layers; i++) {
+        const mn_status st = mn_layer_state_copy(&out->layers[i], &from->layers[i]);
+        if (st != MN_OK) {
+            mn_model_state_free(out);
+            return st;
+        }
+    }
+    return MN_OK;
+}
+
+size_t mn_model_state_bytes(const mn_model_state *state) {
+    size_t bytes = 0;
+    for (int i = 0; i < state->n_layers; i++) bytes += mn_layer_state_bytes(&state->layers[i]);
+    return bytes;
+}
+
+/* ---- files ----------------------------------------------------------------------------------- */
+
+enum { TENSOR_NAME = 64 };
+
+/* FNV-1a over names and shapes: which model a state belongs to. Weights are not part of it, so that
+ * a state may go on with a model that was trained further. */
+static uint64_t model_mark(const mn_model *model) {
+    uint64_t hash = UINT64_C(0xcbf29ce484222325);
+    for (int i = 0; i < model->n_params; i++) {
+        const mn_model_param *p = &model->params[i];
+        for (const char *at = p->name; *at; at++) hash = (hash ^ (uint8_t)*at) * 0x100000001b3u;
+        for (int k = 0; k < p->info.rank; k++) {
+            hash = (hash ^ (uint64_t)p->info.shape[k]) * 0x100000001b3u;
+        }
+    }
+    return hash;
+}
+
+/* Tensor of one piece: caches as (B, tokens, width), others as (count). */
+static void describe_piece(mn_stored_tensor *t, const mn_state_piece *piece, mn_dtype dtype) {
+    t->dtype = dtype == MN_F64 ? MN_STORED_F64 : MN_STORED_F32;
+    t->data = piece->now;
+    t->bytes = (size_t)piece->count * mn_dtype_bytes(dtype);
+    t->rank = piece->width ? 3 : 1;
+    t->shape[0] = piece->width ? piece->B : piece->count;
+    t->shape[1] = piece->length;
+    t->shape[2] = piece->width;
+}
+
+mn_status mn_model_state_save(const mn_model_state *from, const mn_model *model,
+                              const char *path) {
+    mn_model_state packed;    // a copy has no room to spare between the rows of its caches
+    mn_status st = mn_model_state_copy(&packed, from);
+    if (st != MN_OK) return st;
+    const size_t most = (size_t)packed.n_layers * MN_STATE_PIECES;
+    mn_stored_tensor *tensors = calloc(most, sizeof *tensors);
+    char(*names)[TENSOR_NAME] = calloc(most, sizeof *names);
+    int64_t n = 0;
+    for (int i = 0; tensors && names && i < packed.n_layers; i++) {
+        const mn_layer_state *layer = &packed.layers[i];
+        for (int k = 0; k < layer->n_pieces; k++, n++) {
+            snprintf(names[n], TENSOR_NAME, "%d.%s", i, layer->pieces[k].name);
+            tensors[n].name = names[n];
+            describe_piece(&tensors[n], &layer->pieces[k], layer->dtype);
+        }
+    }
+    char position[32], mark[32];
+    snprintf(position, sizeof position, "%" PRId64, packed.position);
+    snprintf(mark, sizeof mark, "%016" PRIx64, model_mark(model));
+    const mn_stored_text about[] = { { "mneme", "state" }, { "position", position },
+                                     { "model", mark } };
+    st = tensors && names ? mn_safetensors_write(path, tensors, n, about, 3)
+                          : mn_fail(MN_ERR_MEMORY, "no memory to write %s", path);
+    free(tensors);
+    free(names);
+    mn_model_state_free(&packed);
+    return st;
+}
+
+static mn_status read_piece(mn_model_state *state, const mn_model *model,
+                            const mn_stored_tensor *t, const char *path) {
+    char *name;
+    const long layer = strtol(t->name, &name, 10);
+    const bool named = name != t->name && *name == '.' && layer >= 0 && layer < state->n_layers &&
+                       strlen(name + 1) < MN_STATE_NAME && name[1];
+    const bool shaped = t->rank == 1 || t->rank == 3;
+    if (!named || !shaped) {
+        return mn_fail(MN_ERR_FORMAT, "%s: %s is no part of a state", path, t->name);
+    }
+    const int64_t count = mn_stored_elements(t);
+    void *numbers = malloc((size_t)count * mn_dtype_bytes(model->dtype) + 1);
+    if (!numbers) return mn_fail(MN_ERR_MEMORY, "no memory for %s of %s", t->name, path);
+    mn_status st = model->dtype == MN_F64 ? mn_safetensors_read_f64(numbers, t)
+                                          : mn_safetensors_read_f32(numbers, t);
+    state->layers[layer].dtype = model->dtype;
+    if (st == MN_OK) {
+        const bool cache = t->rank == 3;
+        st = mn_state_put(&state->layers[layer], name + 1, numbers, count, cache ? t->shape[0] : 0,
+                          cache ? t->shape[1] : 0, cache ? t->shape[2] : 0);
+    }
+    free(numbers);
+    return st;
+}
+
+mn_status mn_model_state_load(mn_model_state *out, const mn_model *model, const char *path) {
+    memset(out, 0, sizeof *out);
+    mn_safetensors *file;
+    mn_status st = mn_safetensors_open(&file, path);
+    if (st != MN_OK) return st;
+    char mark[32];
+    snprintf(mark, sizeof mark, "%016" PRIx64, model_mark(model));
+    const char *kind = mn_safetensors_metadata(file, "mneme");
+    const char *of = mn_safetensors_metadata(file, "model");
+    const char *position = mn_safetensors_metadata(file, "position");
+    if (!kind || strcmp(kind, "state") != 0 || !of || !position) {
+        st = mn_fail(MN_ERR_FORMAT, "%s is no saved state", path);
+    } else if (strcmp(of, mark) != 0) {
+        st = mn_fail(MN_ERR_ARGUMENT, "%s is the state of another model", path);
+    }
+    if (st == MN_OK) st = mn_model_state_create(out, model);
+    for (int64_t i = 0; st == MN_OK && i < mn_safetensors_count(file); i++) {
+        st = read_piece(out, model, mn_safetensors_at(file, i), path);
+    }
+    if (st == MN_OK) out->position = strtoll(position, NULL, 10);
+    mn_safetensors_close(file);
+    if (st != MN_OK) mn_model_state_free(out);
+    return st;
+}

@@ -1,0 +1,102 @@
+/* tape_node.h - what operations of the tape share: memory, slots, nodes. Private to ops/tape*.c. */
+#ifndef MN_OPS_TAPE_NODE_H
+#define MN_OPS_TAPE_NODE_H
+
+#include "base/status.h"
+#include "ops/tape.h"
+
+enum { MN_TAPE_SCOPE = 96 };
+
+/* Goes back over one operation. Runs in reverse order; never after a failure. */
+typedef void (*mn_back_fn)(mn_tape *tape, void *payload);
+
+typedef struct mn_node {
+    struct mn_node *before;
+    mn_back_fn back;
+    void *payload;
+    mn_slot *made[8];      // slots whose memory is free once this node has gone back
+    int n_made;
+    char scope[MN_TAPE_SCOPE];
+} mn_node;
+
+/* Gradient memory that is free again. */
+typedef struct mn_spare {
+    struct mn_spare *next;
+    void *memory;
+    size_t bytes;
+} mn_spare;
+
+struct mn_tape {
+    mn_context *context;
+    mn_dtype dtype;
+    size_t item;                 // bytes of one number
+    unsigned modes;
+    mn_status status;
+    mn_arena *data, *notes;      // tensors' numbers; nodes and tensors themselves
+    mn_node *last;
+    mn_spare *spare, *unused;    // free gradient memory; list cells without memory
+    size_t used, peak, work;     // bytes of data now and at most, and of operators' work space
+    const int64_t *cu_seqlens;   // NULL: not packed
+    int64_t n_seqs;
+    char scope[MN_TAPE_SCOPE];
+};
+
+typedef struct mn_tape_mark {
+    mn_mark mark;
+    size_t used;
+} mn_tape_mark;
+
+/* Whether to compute: no failure and not planning. */
+static inline bool mn_tape_runs(const mn_tape *tape) {
+    return tape->status == MN_OK && !(tape->modes & MN_TAPE_PLAN);
+}
+
+static inline bool mn_tape_dead(const mn_tape *tape) {
+    return tape->status != MN_OK;
+}
+
+/* Memory of the step: for numbers (planned or real), for notes (always real, zeroed). Failing sets
+ * the status and returns NULL. */
+void *mn_tape_bytes_of(mn_tape *tape, size_t bytes);
+void *mn_tape_note(mn_tape *tape, size_t bytes);
+
+/* Scratch between a mark and its release. */
+mn_tape_mark mn_tape_hold(const mn_tape *tape);
+void mn_tape_let_go(mn_tape *tape, mn_tape_mark mark);
+
+int64_t mn_count4(const int64_t shape[4]);
+
+/* One number after the other in the order of the axes. */
+bool mn_is_contiguous(const mn_tensor *x);
+
+/* Elements from row to row when all rows of X numbers, heads included, lie at equal distance; 0
+ * when they do not. */
+int64_t mn_row_step(const mn_tensor *x);
+
+/* A tensor over given memory, contiguous; with a slot of its own if the tape records. */
+mn_tensor *mn_tape_over(mn_tape *tape, void *data, const int64_t shape[4], bool wants_grad);
+
+/* Whether a gradient flows to x; false for NULL. */
+bool mn_wants(const mn_tensor *x);
+
+/* Adds a node that goes back through `back` from what `made` holds, when the tape records and any
+ * of its inputs wants a gradient (`wanted`). Checks the results when the tape checks. */
+void mn_tape_record(mn_tape *tape, const char *what, mn_back_fn back, void *payload, bool wanted,
+                    mn_tensor *const *made, int n_made);
+
+/* The gradient of what x views, or NULL when nothing has arrived. */
+void *mn_grad_read(const mn_tensor *x);
+
+/* Where to put the gradient of x, and whether to add to what is there. Marks it as written. */
+void *mn_grad_write(mn_tape *tape, mn_tensor *x, bool *add);
+
+/* Makes sure that memory for the gradient of x is there before scratch is taken. */
+bool mn_grad_place(mn_tape *tape, mn_tensor *x);
+
+/* Adds `gradient` (contiguous, in the shape of x) to the gradient of x, or makes it that. */
+void mn_grad_give(mn_tape *tape, mn_tensor *x, const void *gradient);
+
+/* Runs fn over items on the context's threads. */
+void mn_tape_items(mn_tape *tape, int64_t n_items, mn_item_fn fn, void *job);
+
+#endif
