@@ -49,6 +49,7 @@ set(sanitized
     test_safetensors
     test_stories
     test_tokenizer
+    test_tokenizer_refusal
     test_unicode
     test_vec)
 set(threaded
