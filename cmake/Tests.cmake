@@ -43,8 +43,10 @@ set(sanitized
     test_collision
     test_io
     test_linear
+    test_loader
     test_matmul
     test_ops_refusal
+    test_prepare
     test_run_log
     test_safetensors
     test_stories
