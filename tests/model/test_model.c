@@ -203,9 +203,9 @@ static void same_bits_at_any_thread_count(void **state) {
     static const int threads[] = { 1, 2, 5 };
     for (int n = 0; n < 3; n++) {
         fixture f;
-        if (!open(&f, "{\"layers\": \"gdn, attention, linear, gla+ccq, retnet, mesa, mamba2, mamba1, "
-                  "mlstm, longhorn\", \"hidden_size\": 8, "
-                  "\"vocab_size\": 11}", MN_F32)) {
+        if (!open(&f, "{\"layers\": \"gdn, attention, linear, gla+ccq, retnet, mesa, mamba2, "
+                  "mamba1, mlstm, longhorn\", \"hidden_size\": 8, \"vocab_size\": 11}",
+                  MN_F32)) {
             break;
         }
         mn_context_destroy(f.context);
