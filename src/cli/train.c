@@ -345,7 +345,8 @@ static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn
     mn_status st = mn_trainer_create(&r->trainer, root, context);
     if (st == MN_OK) st = mn_trainer_predict(r->trainer, &r->memory);
     if (st != MN_OK) return st;
-    r->flops = mn_model_flops(mn_trainer_model(r->trainer), mn_trainer_options(r->trainer)->context);
+    const int64_t length = mn_trainer_options(r->trainer)->context;
+    r->flops = mn_model_flops(mn_trainer_model(r->trainer), length);
     if (!r->o->quiet || r->o->dry) introduce(r);
     if (r->o->dry && r->o->json) print_plan(r);
     if (r->o->dry) return MN_OK;
