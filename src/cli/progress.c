@@ -14,7 +14,7 @@
 
 enum { BAR_CELLS = 24, LINE_BYTES = 320 };
 
-static const double redraw_seconds = 0.1, line_seconds = 10.0;
+static const double redraw_seconds = 0.1, tenth_seconds = 1.0, line_seconds = 10.0;
 
 /* A count in at most five characters and a suffix; below 10000 as it is. */
 static void put_count(char *out, size_t size, double count) {
@@ -153,7 +153,8 @@ void mn_progress_update(mn_progress *bar, int64_t done, const char *extra) {
     if (!bar->out) return;
     bar->done = done;
     const double now = mn_seconds(), since = now - bar->shown_at;
-    const bool tenth = bar->all > 0 && bar->all > done && done - bar->shown >= bar->all / 10.0;
+    const bool tenth = bar->all > done && since >= tenth_seconds &&
+                       (double)(done - bar->shown) >= (double)bar->all / 10.0;
     if (bar->terminal ? since < redraw_seconds && bar->drawn : since < line_seconds && !tenth) {
         return;
     }

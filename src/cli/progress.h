@@ -1,8 +1,9 @@
 /* progress.h - how far a long command is: a bar on a terminal, plain lines when piped.
  *
  * Everything goes to standard error, so that results on standard output stay clean. On a terminal
- * one line is redrawn at most ten times a second; elsewhere a line is printed after each tenth of
- * the work and at least every ten seconds. Colour is left out when NO_COLOR is set. */
+ * one line is redrawn at most ten times a second. Elsewhere a line is printed after each tenth of
+ * the work, at most one a second, and at least every ten seconds. Colour is left out when NO_COLOR
+ * is set. */
 #ifndef MN_CLI_PROGRESS_H
 #define MN_CLI_PROGRESS_H
 
