@@ -1,35 +1,43 @@
-/* matmul.c - C = A B cut into blocks of C, one item each.
+/* matmul.c - C = A B on the context's threads.
  *
- * float32 goes to the small products of the vector targets; float64, and float32 where there is no
- * vector target, to plain loops with sums in double. */
+ * float32 on a vector target goes one of three ways (kernels/vec/matmul.h):
+ *
+ *   few rows, B transposed     columns shared out, B read once as it lies: decoding
+ *   some rows, or small        blocks of C through mn_gemm, which packs a little at a time
+ *   else                       chunk after chunk of B: the threads pack its panels, then take
+ *                              blocks of rows
+ *
+ * and an element gets the same bits on each of them. float64, and float32 where there is no vector
+ * target, take plain loops with sums in double. */
 #include "ops/matmul.h"
 
-#include <string.h>
+#include <sched.h>
+#include <stdatomic.h>
 
+#include "base/checked.h"
 #include "base/util.h"
 
 #if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2
 #include "kernels/vec/gemm.h"
+#include "kernels/vec/matmul.h"
 #undef MN_TARGET
 #define MN_TARGET avx512
 #include "kernels/vec/gemm.h"
+#include "kernels/vec/matmul.h"
 #undef MN_TARGET
 #endif
 
-/* A block of C is one item. K_BLOCK terms are summed in a row before they join C: short chains
- * round less, and a weight gradient over 65,536 tokens is a sum of 65,536 terms. */
-enum { M_BLOCK = 64, N_BLOCK = 256, K_BLOCK = 512 };
+/* ---- plain loops -----------------------------------------------------------------------------
+ */
 
-typedef struct block {
-    int64_t i0, j0, M, N;
-} block;
+/* A block of C is one item; so many sums go side by side where each is a dot product. */
+enum { M_BLOCK = 64, N_BLOCK = 256, SIDE = 8 };
 
-typedef struct job {
+typedef struct plain_job {
     mn_matmul_args p;
-    void (*run)(const mn_matmul_args *p, const block *at);
     int64_t n_across;    // blocks of C side by side
-} job;
+} plain_job;
 
 /* Elements between neighbours down a column and along a row of a factor. */
 typedef struct steps {
@@ -43,23 +51,31 @@ static steps steps_of(int64_t stored_row, bool transposed) {
 /* One row of a block at a time, its sums in double; the innermost loop runs along whichever axis of
  * B is contiguous. */
 #define PLAIN(name, TYPE)                                                                          \
-    static void name(const mn_matmul_args *p, const block *at) {                                   \
+    static void name(void *context, int64_t item, int worker) {                                    \
+        (void)worker;                                                                              \
+        const plain_job *job = context;                                                            \
+        const mn_matmul_args *p = &job->p;                                                         \
         const steps a = steps_of(p->a_row, p->a_transposed);                                       \
         const steps b = steps_of(p->b_row, p->b_transposed);                                       \
-        for (int64_t i = at->i0; i < at->i0 + at->M; i++) {                                        \
+        const int64_t i0 = item / job->n_across * M_BLOCK, j0 = item % job->n_across * N_BLOCK;    \
+        const int64_t i1 = mn_min(i0 + M_BLOCK, p->M), N = mn_min(N_BLOCK, p->N - j0);             \
+        for (int64_t i = i0; i < i1; i++) {                                                        \
             const TYPE *a_i = (const TYPE *)p->a + i * a.row;                                      \
-            const TYPE *b_0 = (const TYPE *)p->b + at->j0 * b.col;                                 \
-            TYPE *c_i = (TYPE *)p->c + i * p->c_row + at->j0;                                      \
+            const TYPE *b_0 = (const TYPE *)p->b + j0 * b.col;                                     \
+            TYPE *c_i = (TYPE *)p->c + i * p->c_row + j0;                                          \
             double sum[N_BLOCK] = { 0.0 };                                                         \
-            for (int64_t j = 0; p->b_transposed && j < at->N; j++) {                               \
-                const TYPE *b_j = b_0 + j * b.col;                                                 \
-                for (int64_t k = 0; k < p->K; k++) sum[j] += (double)a_i[k * a.col] * b_j[k];      \
+            for (int64_t j = 0; p->b_transposed && j < N; j += SIDE) {                             \
+                const int64_t n = mn_min(SIDE, N - j);                                             \
+                for (int64_t k = 0; k < p->K; k++) {                                               \
+                    const double a_ik = a_i[k * a.col];                                            \
+                    for (int64_t s = 0; s < n; s++) sum[j + s] += a_ik * b_0[(j + s) * b.col + k]; \
+                }                                                                                  \
             }                                                                                      \
             for (int64_t k = 0; !p->b_transposed && k < p->K; k++) {                               \
                 const double a_ik = a_i[k * a.col];                                                \
-                for (int64_t j = 0; j < at->N; j++) sum[j] += a_ik * b_0[k * b.row + j];           \
+                for (int64_t j = 0; j < N; j++) sum[j] += a_ik * b_0[k * b.row + j];               \
             }                                                                                      \
-            for (int64_t j = 0; j < at->N; j++) {                                                  \
+            for (int64_t j = 0; j < N; j++) {                                                      \
                 c_i[j] = (TYPE)(p->accumulate ? c_i[j] + sum[j] : sum[j]);                         \
             }                                                                                      \
         }                                                                                          \
@@ -68,56 +84,215 @@ PLAIN(plain_f32, float)
 PLAIN(plain_f64, double)
 #undef PLAIN
 
-#if MN_HAVE_X86_TARGETS
-typedef void gemm_function(const mn_gemm_args *p);
+static void run_plain(mn_context *context, const mn_matmul_args *p) {
+    plain_job job = { *p, mn_ceil_div(p->N, N_BLOCK) };
+    mn_threads_run(context->threads, mn_ceil_div(p->M, M_BLOCK) * job.n_across,
+                   p->dtype == MN_F64 ? plain_f64 : plain_f32, &job);
+}
 
-static void run_gemm(const mn_matmul_args *p, const block *at, gemm_function *plain,
-                     gemm_function *transposed) {
-    const steps a = steps_of(p->a_row, p->a_transposed), b = steps_of(p->b_row, p->b_transposed);
+/* ---- vector targets ----------------------------------------------------------------------------
+ */
+
+#if MN_HAVE_X86_TARGETS
+
+typedef struct functions {
+    void (*gemm)(const mn_gemm_args *p);
+    void (*gemm_nt)(const mn_gemm_args *p);
+    int64_t (*panel)(void);
+    void (*pack)(const mn_product *p, const mn_chunk *chunk, int64_t panel);
+    void (*rows)(const mn_product *p, const mn_chunk *chunk, int64_t i0, int64_t i1, int64_t first,
+                 int64_t last, float *scratch);
+    void (*few)(const mn_product *p, int64_t j0, int64_t j1);
+} functions;
+
+/* NULL where the target has none. */
+static const functions *functions_of(mn_target_id target) {
+    static const functions avx2 = { mn_gemm_avx2,        mn_gemm_nt_avx2,     mn_matmul_panel_avx2,
+                                    mn_matmul_pack_avx2, mn_matmul_rows_avx2, mn_matmul_few_avx2 };
+    static const functions avx512 = {
+        mn_gemm_avx512,        mn_gemm_nt_avx512,     mn_matmul_panel_avx512,
+        mn_matmul_pack_avx512, mn_matmul_rows_avx512, mn_matmul_few_avx512,
+    };
+    if (target == MN_TARGET_AVX2) return &avx2;
+    return target == MN_TARGET_AVX512 ? &avx512 : NULL;
+}
+
+/* A product and how it is shared out. */
+typedef struct job {
+    mn_product p;
+    const functions *f;
+    mn_chunk chunk;
+    int64_t n_panels;                // of the chunk: the first items pack one each
+    int64_t item_rows, item_cols;    // of C; in the packed way columns are panels
+    int64_t n_across;                // items side by side
+    float *scratch;                  // scratch_floats for each worker
+    _Atomic int64_t n_packed;
+} job;
+
+enum { SCRATCH_FLOATS = MN_MATMUL_ROWS * MN_MATMUL_K };
+
+/* 4 MiB of packed B: in the last cache beside a worker's rows, and few enough chunks that their
+ * beginnings do not show. */
+static const int64_t chunk_floats = INT64_C(1) << 20;
+
+/* Up to so many rows, or so many multiply-adds, packing all of B costs more than it gains. */
+enum { SOME_ROWS = 64 };
+static const int64_t small_product = INT64_C(1) << 16;
+
+static void gemm_item(void *context, int64_t item, int worker) {
+    (void)worker;
+    const job *j = context;
+    const mn_product *p = &j->p;
+    const int64_t i0 = item / j->n_across * j->item_rows, j0 = item % j->n_across * j->item_cols;
+    const bool transposed = p->b_col != 1;
+    const int64_t block = mn_matmul_block(p->K);
     mn_gemm_args g = {
-        .c = (float *)p->c + at->i0 * p->c_row + at->j0, .c_row = p->c_row,
-        .a = (const float *)p->a + at->i0 * a.row, .a_row = a.row, .a_col = a.col,
-        .b = (const float *)p->b + at->j0 * b.col, .b_row = p->b_row,
-        .M = at->M, .N = at->N, .alpha = 1.0f,
+        .c = p->c + i0 * p->c_row + j0, .c_row = p->c_row,
+        .a = p->a + i0 * p->a_row, .a_row = p->a_row, .a_col = p->a_col,
+        .b = p->b + j0 * p->b_col, .b_row = transposed ? p->b_col : p->b_row,
+        .M = mn_min(j->item_rows, p->M - i0), .N = mn_min(j->item_cols, p->N - j0), .alpha = 1.0f,
         .base = p->accumulate ? MN_GEMM_ADD : MN_GEMM_SET,
     };
     int64_t k = 0;
     do {
-        g.K = mn_min(p->K - k, K_BLOCK);
-        (p->b_transposed ? transposed : plain)(&g);
+        g.K = mn_min(p->K - k, block);
+        (transposed ? j->f->gemm_nt : j->f->gemm)(&g);
         g.base = MN_GEMM_ADD;
-        g.a += g.K * a.col;
-        g.b += g.K * b.row;
+        g.a += g.K * p->a_col;
+        g.b += g.K * p->b_row;
         k += g.K;
     } while (k < p->K);
 }
 
-static void run_avx2(const mn_matmul_args *p, const block *at) {
-    run_gemm(p, at, mn_gemm_avx2, mn_gemm_nt_avx2);
+static void run_gemm(mn_context *context, job *j) {
+    j->item_rows = M_BLOCK;
+    const int64_t blocks = mn_ceil_div(j->p.M, M_BLOCK) * mn_ceil_div(j->p.N, N_BLOCK);
+    j->item_cols = blocks < 4 * mn_threads_count(context->threads) ? N_BLOCK / 4 : N_BLOCK;
+    j->n_across = mn_ceil_div(j->p.N, j->item_cols);
+    mn_threads_run(context->threads, mn_ceil_div(j->p.M, M_BLOCK) * j->n_across, gemm_item, j);
 }
 
-static void run_avx512(const mn_matmul_args *p, const block *at) {
-    run_gemm(p, at, mn_gemm_avx512, mn_gemm_nt_avx512);
-}
-#endif
-
-static void run_item(void *context, int64_t item, int worker) {
+static void few_item(void *context, int64_t item, int worker) {
     (void)worker;
     const job *j = context;
-    const int64_t i0 = item / j->n_across * M_BLOCK, j0 = item % j->n_across * N_BLOCK;
-    const block at = { i0, j0, mn_min(M_BLOCK, j->p.M - i0), mn_min(N_BLOCK, j->p.N - j0) };
-    j->run(&j->p, &at);
+    const int64_t j0 = item * j->item_cols;
+    j->f->few(&j->p, j0, mn_min(j0 + j->item_cols, j->p.N));
 }
 
-void mn_matmul(mn_context *context, const mn_matmul_args *args) {
-    job j = { .p = *args, .n_across = mn_ceil_div(args->N, N_BLOCK) };
-    if (j.p.a_row == 0) j.p.a_row = j.p.a_transposed ? j.p.M : j.p.K;
-    if (j.p.b_row == 0) j.p.b_row = j.p.b_transposed ? j.p.K : j.p.N;
-    if (j.p.c_row == 0) j.p.c_row = j.p.N;
-    j.run = j.p.dtype == MN_F64 ? plain_f64 : plain_f32;
-#if MN_HAVE_X86_TARGETS
-    if (j.p.dtype == MN_F32 && context->target == MN_TARGET_AVX2) j.run = run_avx2;
-    if (j.p.dtype == MN_F32 && context->target == MN_TARGET_AVX512) j.run = run_avx512;
+/* An item streams some 64 KiB of weights, in whole vectors of columns. */
+static void run_few(mn_context *context, job *j) {
+    enum { VECTORS = 32, ITEM_FLOATS = 1 << 14 };
+    const int64_t vectors = mn_max(1, ITEM_FLOATS / (VECTORS * mn_max(1, j->p.K)));
+    j->item_cols = VECTORS * vectors;
+    mn_threads_run(context->threads, mn_ceil_div(j->p.N, j->item_cols), few_item, j);
+}
+
+/* Items begin in order, so whoever packs the missing panels is at work. */
+static void wait_for_panels(job *j) {
+    for (int looks = 0; atomic_load(&j->n_packed) < j->n_panels; looks++) {
+        if (looks > 1000) sched_yield();
+    }
+}
+
+static void packed_item(void *context, int64_t item, int worker) {
+    job *j = context;
+    if (item < j->n_panels) {
+        j->f->pack(&j->p, &j->chunk, item);
+        atomic_fetch_add(&j->n_packed, 1);
+        return;
+    }
+    wait_for_panels(j);
+    item -= j->n_panels;
+    const int64_t i0 = item / j->n_across * j->item_rows;
+    const int64_t first = item % j->n_across * j->item_cols;
+    j->f->rows(&j->p, &j->chunk, i0, mn_min(i0 + j->item_rows, j->p.M), first,
+               mn_min(first + j->item_cols, j->n_panels), j->scratch + worker * SCRATCH_FLOATS);
+}
+
+/* Blocks of rows that a worker's scratch holds, at least two for each thread, and columns cut too
+ * where there are too few rows for that. */
+static void share_out(job *j, int n_threads) {
+    const int64_t wanted = 2 * n_threads, least = 24;
+    int64_t rows = mn_max(mn_ceil_div(j->p.M, wanted), least);
+    rows = mn_min(mn_ceil_div(rows, 24) * 24, MN_MATMUL_ROWS);
+    const int64_t down = mn_ceil_div(j->p.M, rows);
+    const int64_t across = mn_min(mn_ceil_div(wanted, down), j->n_panels);
+    j->item_rows = rows;
+    j->item_cols = mn_ceil_div(j->n_panels, across);
+    j->n_across = mn_ceil_div(j->n_panels, j->item_cols);
+}
+
+static void run_chunk(mn_context *context, job *j) {
+    j->n_panels = mn_ceil_div(j->chunk.j1 - j->chunk.j0, j->f->panel());
+    share_out(j, mn_threads_count(context->threads));
+    atomic_store(&j->n_packed, 0);
+    const int64_t n_items = mn_ceil_div(j->p.M, j->item_rows) * j->n_across;
+    mn_threads_run(context->threads, j->n_panels + n_items, packed_item, j);
+}
+
+/* Rows of K first: a chunk holds as many as there are, then as many panels as fit. False, and
+ * nothing done, when there is no memory. */
+static bool run_packed(mn_context *context, job *j) {
+    const int64_t block = mn_matmul_block(j->p.K), panel = j->f->panel();
+    const int64_t most_k = mn_max(1, chunk_floats / (4 * panel * block)) * block;
+    const int64_t K = mn_min(j->p.K, most_k);
+    const int64_t most_panels = mn_max(1, chunk_floats / (K * panel));
+    const int64_t panels = mn_min(mn_ceil_div(j->p.N, panel), most_panels);
+    const mn_mark mark = mn_arena_mark(context->arena);
+    float *packed = mn_arena_array(context->arena, K, panels * panel, sizeof *packed);
+    j->chunk.packed = packed;
+    j->scratch = mn_arena_array(context->arena, mn_threads_count(context->threads), SCRATCH_FLOATS,
+                                sizeof *j->scratch);
+    const bool fits = packed && j->scratch;
+    for (int64_t j0 = 0; fits && j0 < j->p.N; j0 += panels * panel) {
+        for (int64_t k0 = 0; k0 < j->p.K; k0 += K) {
+            j->chunk = (mn_chunk){ k0, mn_min(k0 + K, j->p.K), j0,
+                                   mn_min(j0 + panels * panel, j->p.N), packed };
+            run_chunk(context, j);
+        }
+    }
+    mn_arena_release(context->arena, mark);
+    return fits;
+}
+
+static bool is_small(const mn_product *p) {
+    int64_t size;
+    return mn_mul_i64(&size, p->M, p->N) && mn_mul_i64(&size, size, p->K) && size <= small_product;
+}
+
+/* Factors whose rows lie near each other are read as fast where they lie. */
+static bool is_near(const mn_product *p) {
+    enum { B_STEP = 511, A_STEP = 2048 };
+    return p->b_col == 1 && p->b_row <= B_STEP && p->K <= chunk_floats / (B_STEP + 1) &&
+           mn_max(p->a_row, p->a_col) <= A_STEP;
+}
+
+static void run_vector(mn_context *context, const functions *f, const mn_matmul_args *args) {
+    const steps a = steps_of(args->a_row, args->a_transposed);
+    const steps b = steps_of(args->b_row, args->b_transposed);
+    job j = { .f = f,
+              .p = { .c = args->c, .c_row = args->c_row, .a = args->a, .a_row = a.row,
+                     .a_col = a.col, .b = args->b, .b_row = b.row, .b_col = b.col, .M = args->M,
+                     .N = args->N, .K = args->K, .accumulate = args->accumulate } };
+    const bool small = args->M <= SOME_ROWS || is_small(&j.p) || is_near(&j.p);
+    if (args->M <= MN_MATMUL_FEW && args->b_transposed && args->K > 0) run_few(context, &j);
+    else if (small || !run_packed(context, &j)) run_gemm(context, &j);
+}
+
 #endif
-    mn_threads_run(context->threads, mn_ceil_div(args->M, M_BLOCK) * j.n_across, run_item, &j);
+
+void mn_matmul(mn_context *context, const mn_matmul_args *args) {
+    mn_matmul_args p = *args;
+    if (p.a_row == 0) p.a_row = p.a_transposed ? p.M : p.K;
+    if (p.b_row == 0) p.b_row = p.b_transposed ? p.K : p.N;
+    if (p.c_row == 0) p.c_row = p.N;
+    if (p.M == 0 || p.N == 0) return;
+#if MN_HAVE_X86_TARGETS
+    const functions *f = functions_of(context->target);
+    if (p.dtype == MN_F32 && f) {
+        run_vector(context, f, &p);
+        return;
+    }
+#endif
+    run_plain(context, &p);
 }

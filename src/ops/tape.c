@@ -95,7 +95,11 @@ bool mn_tape_plans(const mn_tape *tape) {
 }
 
 size_t mn_tape_bytes(const mn_tape *tape) {
-    return tape->peak + tape->work;
+    return tape->peak;
+}
+
+size_t mn_tape_work_bytes(const mn_tape *tape) {
+    return tape->work;
 }
 
 mn_status mn_tape_reserve(mn_tape *tape, size_t bytes) {
@@ -231,7 +235,7 @@ mn_tensor *mn_tape_leaf(mn_tape *tape, void *data, void *grad, int64_t rows, int
 }
 
 bool mn_tape_untouched(const mn_tensor *leaf) {
-    return !leaf->slot || !leaf->slot->written;
+    return leaf->slot && !leaf->slot->written;
 }
 
 bool mn_wants(const mn_tensor *x) {

@@ -67,8 +67,10 @@ mn_context *mn_tape_context(const mn_tape *tape);
 bool mn_tape_records(const mn_tape *tape);
 bool mn_tape_plans(const mn_tape *tape);
 
-/* Largest number of bytes in use since start, work space of operators included. */
+/* Largest number of bytes of tensors and gradients since start; and, from a plan, what operators
+ * take as work space beside. */
 size_t mn_tape_bytes(const mn_tape *tape);
+size_t mn_tape_work_bytes(const mn_tape *tape);
 
 /* Takes that much memory at once, so that growing never holds more than is needed. */
 mn_status mn_tape_reserve(mn_tape *tape, size_t bytes);
@@ -88,7 +90,7 @@ void *mn_tape_memory(mn_tape *tape, int64_t count);
 mn_tensor *mn_tape_leaf(mn_tape *tape, void *data, void *grad, int64_t rows, int64_t cols,
                         bool add);
 
-/* True when no gradient has reached this leaf in backward. */
+/* True when this leaf asks for a gradient and none has reached it. */
 bool mn_tape_untouched(const mn_tensor *leaf);
 
 /* An input (B,T,H,X) of the caller, contiguous. `grad` may be NULL. */

@@ -1,5 +1,11 @@
 /* threads.c - a pool of POSIX threads. Workers take the next item from a shared counter.
  *
+ * A round is opened and closed at a gate, one number: which round, whether it is open, how many
+ * workers are inside. The caller closes the gate when the items run out and waits for the workers
+ * inside, never for those that have not come: a round shorter than a wake-up costs no wake-up.
+ * Workers and caller look at the gate for a while before they sleep; who sleeps says so first, so
+ * that nobody takes a lock or calls the system while all are awake.
+ *
  * Own pool instead of OpenMP: thread sanitizers do not see the barriers of OpenMP's runtime, so a
  * clean run under them would prove nothing, and its spinning workers fight the host program's. */
 #define _GNU_SOURCE
@@ -9,10 +15,17 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <string.h>
 
+#include "base/clock.h"
 #include "base/status.h"
 
-enum { MAX_THREADS = 256, SPINS = 2000 };
+enum { MAX_THREADS = 256 };
+
+/* How long a thread looks before it sleeps: longer than the gap between two phases of an operator
+ * or two layers of a model, shorter than anything that shows on a processor's load. */
+static const double look_seconds = 50e-6;
+enum { LOOKS = 16 };    // between two looks at the clock
 
 typedef struct worker {
     mn_threads *threads;
@@ -20,19 +33,25 @@ typedef struct worker {
     pthread_t handle;
 } worker;
 
+/* The gate: a worker's entry and its leaving add and subtract 1. */
+#define INSIDE UINT64_C(0xffff)
+#define OPEN UINT64_C(0x10000)
+#define ROUND UINT64_C(0x20000)
+
 struct mn_threads {
     int n_threads;
     worker *workers;            // n_threads - 1 of them; the caller is worker 0
     int n_started;
-    pthread_mutex_t lock;
-    pthread_cond_t wake, done;
-    _Atomic uint64_t round;     // one more for each call of run
-    bool stop;
-    int n_busy;                 // workers that have not finished this round
-    mn_item_fn fn;
+    mn_item_fn fn;              // of the round: written while nobody is inside
     void *context;
     int64_t n_items;
-    _Atomic int64_t next;
+    _Atomic bool stop;
+    pthread_mutex_t lock;
+    pthread_cond_t wake, done;
+    _Atomic int n_asleep;       // workers that wait, or are about to wait, for `wake`
+    _Atomic int caller_asleep;
+    _Alignas(64) _Atomic uint64_t gate;
+    _Alignas(64) _Atomic int64_t next;
 };
 
 static void take_items(mn_threads *threads, int index) {
@@ -50,11 +69,56 @@ static void relax(void) {
 #endif
 }
 
-/* A short spin first: the next phase of the same operator usually follows within microseconds. */
-static void wait_for_round(mn_threads *threads, uint64_t seen) {
-    for (int i = 0; i < SPINS && atomic_load(&threads->round) == seen; i++) relax();
+static uint64_t round_of(uint64_t gate) {
+    return gate / ROUND;
+}
+
+/* A round that this worker has not been in, or the end. */
+static bool is_called(mn_threads *threads, uint64_t seen) {
+    const uint64_t gate = atomic_load(&threads->gate);
+    return ((gate & OPEN) && round_of(gate) != seen) || atomic_load(&threads->stop);
+}
+
+static bool is_empty(mn_threads *threads, uint64_t unused) {
+    (void)unused;
+    return (atomic_load(&threads->gate) & INSIDE) == 0;
+}
+
+/* Looks for `ready` for a while, then sleeps until it holds. The other side changes what `ready`
+ * sees first and reads `asleep` next, this side the other way round: one of the two notices. */
+static void wait_until(mn_threads *threads, bool (*ready)(mn_threads *threads, uint64_t seen),
+                       uint64_t seen, pthread_cond_t *signal, _Atomic int *asleep) {
+    double until = 0.0;
+    for (int i = 0;; i++) {
+        if (ready(threads, seen)) return;
+        relax();
+        if (i % LOOKS != LOOKS - 1) continue;
+        const double now = mn_seconds();
+        if (until == 0.0) until = now + look_seconds;
+        if (now > until) break;
+    }
     pthread_mutex_lock(&threads->lock);
-    while (atomic_load(&threads->round) == seen) pthread_cond_wait(&threads->wake, &threads->lock);
+    atomic_fetch_add(asleep, 1);
+    while (!ready(threads, seen)) pthread_cond_wait(signal, &threads->lock);
+    atomic_fetch_sub(asleep, 1);
+    pthread_mutex_unlock(&threads->lock);
+}
+
+/* Goes in while the gate is open; *seen becomes the round that was there. */
+static bool enter(mn_threads *threads, uint64_t *seen) {
+    uint64_t gate = atomic_load(&threads->gate);
+    do {
+        if (!(gate & OPEN)) return false;
+    } while (!atomic_compare_exchange_weak(&threads->gate, &gate, gate + 1));
+    *seen = round_of(gate);
+    return true;
+}
+
+static void leave(mn_threads *threads) {
+    const uint64_t gate = atomic_fetch_sub(&threads->gate, 1) - 1;
+    if ((gate & (INSIDE | OPEN)) != 0 || atomic_load(&threads->caller_asleep) == 0) return;
+    pthread_mutex_lock(&threads->lock);
+    pthread_cond_signal(&threads->done);
     pthread_mutex_unlock(&threads->lock);
 }
 
@@ -62,13 +126,11 @@ static void *work(void *argument) {
     worker *self = argument;
     mn_threads *threads = self->threads;
     for (uint64_t seen = 0;;) {
-        wait_for_round(threads, seen);
-        seen++;
-        if (threads->stop) return NULL;
+        wait_until(threads, is_called, seen, &threads->wake, &threads->n_asleep);
+        if (atomic_load(&threads->stop)) return NULL;
+        if (!enter(threads, &seen)) continue;
         take_items(threads, self->index);
-        pthread_mutex_lock(&threads->lock);
-        if (--threads->n_busy == 0) pthread_cond_signal(&threads->done);
-        pthread_mutex_unlock(&threads->lock);
+        leave(threads);
     }
 }
 
@@ -79,15 +141,9 @@ static int available_cores(void) {
     return count < 1 ? 1 : count;
 }
 
-/* Starts a new round under the lock; workers see fn, context and n_items through it. */
-static void open_round(mn_threads *threads, int64_t n_items, mn_item_fn fn, void *context) {
+static void wake_all(mn_threads *threads) {
+    if (atomic_load(&threads->n_asleep) == 0) return;
     pthread_mutex_lock(&threads->lock);
-    threads->fn = fn;
-    threads->context = context;
-    threads->n_items = n_items;
-    atomic_store(&threads->next, 0);
-    threads->n_busy = threads->n_started;
-    atomic_fetch_add(&threads->round, 1);
     pthread_cond_broadcast(&threads->wake);
     pthread_mutex_unlock(&threads->lock);
 }
@@ -97,13 +153,14 @@ mn_status mn_threads_create(mn_threads **out, int n_threads) {
         return mn_fail(MN_ERR_ARGUMENT, "threads: %d is not in 0..%d", n_threads, MAX_THREADS);
     }
     if (n_threads == 0) n_threads = available_cores();
-    mn_threads *threads = calloc(1, sizeof *threads);
+    mn_threads *threads = aligned_alloc(_Alignof(mn_threads), sizeof *threads);
     worker *workers = calloc((size_t)n_threads, sizeof *workers);
     if (!threads || !workers) {
         free(threads);
         free(workers);
         return mn_fail(MN_ERR_MEMORY, "no memory for %d threads", n_threads);
     }
+    memset(threads, 0, sizeof *threads);
     threads->n_threads = n_threads;
     threads->workers = workers;
     pthread_mutex_init(&threads->lock, NULL);
@@ -124,11 +181,8 @@ mn_status mn_threads_create(mn_threads **out, int n_threads) {
 
 void mn_threads_destroy(mn_threads *threads) {
     if (!threads) return;
-    pthread_mutex_lock(&threads->lock);
-    threads->stop = true;
-    atomic_fetch_add(&threads->round, 1);
-    pthread_cond_broadcast(&threads->wake);
-    pthread_mutex_unlock(&threads->lock);
+    atomic_store(&threads->stop, true);
+    wake_all(threads);
     for (int i = 0; i < threads->n_started; i++) pthread_join(threads->workers[i].handle, NULL);
     pthread_cond_destroy(&threads->wake);
     pthread_cond_destroy(&threads->done);
@@ -146,9 +200,13 @@ void mn_threads_run(mn_threads *threads, int64_t n_items, mn_item_fn fn, void *c
         for (int64_t item = 0; item < n_items; item++) fn(context, item, 0);
         return;
     }
-    open_round(threads, n_items, fn, context);
+    threads->fn = fn;
+    threads->context = context;
+    threads->n_items = n_items;
+    atomic_store(&threads->next, 0);
+    atomic_fetch_add(&threads->gate, ROUND | OPEN);
+    wake_all(threads);
     take_items(threads, 0);
-    pthread_mutex_lock(&threads->lock);
-    while (threads->n_busy > 0) pthread_cond_wait(&threads->done, &threads->lock);
-    pthread_mutex_unlock(&threads->lock);
+    atomic_fetch_and(&threads->gate, ~OPEN);
+    wait_until(threads, is_empty, 0, &threads->done, &threads->caller_asleep);
 }

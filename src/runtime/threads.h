@@ -17,7 +17,9 @@ mn_status mn_threads_create(mn_threads **out, int n_threads);
 void mn_threads_destroy(mn_threads *threads);    // NULL accepted
 int mn_threads_count(const mn_threads *threads);
 
-/* Runs fn(context, 0 .. n_items-1) and returns when all are done. */
+/* Runs fn(context, 0 .. n_items-1) and returns when all are done. Items begin in order, so an item
+ * may wait for one before it. Threads keep looking for work for some 50 microseconds after a call,
+ * then sleep. */
 void mn_threads_run(mn_threads *threads, int64_t n_items, mn_item_fn fn, void *context);
 
 #endif

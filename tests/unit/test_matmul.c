@@ -71,7 +71,7 @@ static void check_product(mn_context *context, mn_matmul_args p) {
             }
         }
     }
-    assert_true(get(c, p.dtype, p.M * p.N) == get(before, p.dtype, p.M * p.N));
+    assert_true(get(c, p.dtype, p.M * p.N) == get(before, p.dtype, p.M * p.N));    // untouched
     free(before);
     free(c);
 }
@@ -79,7 +79,8 @@ static void check_product(mn_context *context, mn_matmul_args p) {
 static void products_are_right(void **state) {
     (void)state;
     static const int64_t sizes[][3] = { { 1, 1, 1 },    { 0, 5, 3 },   { 3, 4, 0 },     { 5, 7, 9 },
-                                        { 65, 33, 17 }, { 1, 300, 40 }, { 130, 270, 1030 } };
+                                        { 65, 33, 17 }, { 1, 300, 40 }, { 130, 270, 1030 },
+                                        { 2, 37, 517 }, { 9, 65, 130 }, { 77, 600, 1025 } };
     for (int target = 0; target < MN_TARGET_COUNT; target++) {
         if (!mn_target_available((mn_target_id)target)) continue;
         mn_context *context = open_context((mn_target_id)target, 2);
@@ -102,40 +103,126 @@ static void products_are_right(void **state) {
     }
 }
 
-/* Row r of a tall product is the product of that row alone, on any number of threads. */
-static void rows_do_not_depend_on_their_place(void **state) {
+/* Sizes for which products go every way there is: few rows, some rows, near factors, packed panels
+ * in one and in several chunks, edges in each direction. */
+typedef struct shape {
+    int64_t M, N, K;
+} shape;
+
+enum { GUARD = 19 };    // floats around and between the rows of C that nobody may write
+
+static float guard_word(int64_t i) {
+    return (float)(i % 97) + 0.25f;
+}
+
+/* C as rows of N + GUARD floats, GUARD more in front. */
+static float *guarded(int64_t M, int64_t N) {
+    const int64_t count = GUARD + M * (N + GUARD);
+    float *c = malloc((size_t)count * sizeof *c);
+    assert_non_null(c);
+    for (int64_t i = 0; i < count; i++) c[i] = guard_word(i);
+    return c;
+}
+
+static void check_guards(const float *c, int64_t M, int64_t N) {
+    for (int64_t i = 0; i < GUARD + M * (N + GUARD); i++) {
+        const int64_t col = (i - GUARD) % (N + GUARD);
+        if (i >= GUARD && col < N) continue;
+        if (c[i] != guard_word(i)) {
+            fail_msg("guard word %d of %dx%d was written", (int)i, (int)M, (int)N);
+        }
+    }
+}
+
+static void transpose(float *to, const float *from, int64_t rows, int64_t cols) {
+    for (int64_t r = 0; r < rows; r++) {
+        for (int64_t c = 0; c < cols; c++) to[c * rows + r] = from[r * cols + c];
+    }
+}
+
+/* The product in every storage of its factors, and in parts of `part` rows, against `want`. */
+static void check_bits(mn_context *context, const shape *s, const float *a, const float *b,
+                       int64_t part, bool accumulate, const float *want) {
+    const int64_t M = s->M, N = s->N, K = s->K;
+    float *at = malloc((size_t)(M * K) * sizeof *at), *bt = malloc((size_t)(K * N) * sizeof *bt);
+    assert_true(at && bt);
+    transpose(at, a, M, K);
+    transpose(bt, b, K, N);
+    for (int form = 0; form < 4; form++) {
+        float *c = guarded(M, N);
+        mn_matmul_args p = { .N = N, .K = K, .a_transposed = form & 1, .b_transposed = form >> 1,
+                             .accumulate = accumulate, .c_row = N + GUARD };
+        p.a_row = p.a_transposed ? M : K;
+        p.b = p.b_transposed ? bt : b;
+        for (int64_t i = 0; i < M; i += part) {
+            p.M = mn_min(part, M - i);
+            p.a = p.a_transposed ? at + i : a + i * K;
+            p.c = c + GUARD + i * (N + GUARD);
+            mn_matmul(context, &p);
+        }
+        check_guards(c, M, N);
+        for (int64_t i = 0; i < M; i++) {
+            const float *row = c + GUARD + i * (N + GUARD);
+            if (memcmp(row, want + i * N, (size_t)N * sizeof *c) == 0) continue;
+            fail_msg("%s: bits of row %d of %dx%dx%d, form %d, in parts of %d rows",
+                     mn_context_target(context), (int)i, (int)M, (int)N, (int)K, form, (int)part);
+        }
+        free(c);
+    }
+    free(at);
+    free(bt);
+}
+
+/* What one thread gives for the whole product stored plainly, C starting as the guard words. */
+static float *reference_bits(mn_target_id target, const shape *s, const float *a, const float *b,
+                             bool accumulate) {
+    mn_context *one = open_context(target, 1);
+    float *c = guarded(s->M, s->N), *want = malloc((size_t)(s->M * s->N) * sizeof *want);
+    const mn_matmul_args p = { .c = c + GUARD, .a = a, .b = b, .M = s->M, .N = s->N, .K = s->K,
+                               .accumulate = accumulate, .c_row = s->N + GUARD };
+    mn_matmul(one, &p);
+    for (int64_t i = 0; i < s->M; i++) {
+        memcpy(want + i * s->N, c + GUARD + i * (s->N + GUARD), (size_t)s->N * sizeof *want);
+    }
+    free(c);
+    mn_context_destroy(one);
+    return want;
+}
+
+/* Bits do not change with the number of rows, their place, how a factor is stored, or threads. */
+static void bits_belong_to_row_and_column(void **state) {
     (void)state;
-    enum { M = 150, N = 70, K = 700 };
+    static const shape shapes[] = {
+        { 7, 33, 5 },     { 70, 49, 65 },    { 131, 145, 520 }, { 150, 530, 70 },
+        { 97, 600, 1100 }, { 66, 2100, 600 }, { 129, 48, 2600 }, { 70, 40, 6000 },
+    };
+    static const int64_t parts[] = { 1, 3, 8, 65, 1000 };
     for (int target = 0; target < MN_TARGET_COUNT; target++) {
-        if (!mn_target_available((mn_target_id)target)) continue;
-        float *a = numbers(MN_F32, M * K, 1), *b = numbers(MN_F32, N * K, 2);
-        static float tall[M * N], row[M * N];
+        if (!mn_target_available((mn_target_id)target) || target == MN_TARGET_REF) continue;
         mn_context *one = open_context((mn_target_id)target, 1);
         mn_context *three = open_context((mn_target_id)target, 3);
-        mn_matmul_args p = { .c = tall, .a = a, .b = b, .M = M, .N = N, .K = K };
-        p.b_transposed = true;
-        mn_matmul(three, &p);
-        for (int64_t count = 1; count <= 64; count *= 4) {
-            for (int64_t first = 0; first + count <= M; first += 29) {
-                mn_matmul_args part = p;
-                part.a = a + first * K;
-                part.c = row;
-                part.M = count;
-                mn_matmul(one, &part);
-                assert_memory_equal(row, tall + first * N, (size_t)(count * N) * sizeof *row);
+        for (size_t s = 0; s < MN_COUNTOF(shapes); s++) {
+            const shape *z = &shapes[s];
+            float *a = numbers(MN_F32, z->M * z->K, 1), *b = numbers(MN_F32, z->K * z->N, 2);
+            for (int accumulate = 0; accumulate < 2; accumulate++) {
+                float *want = reference_bits((mn_target_id)target, z, a, b, accumulate);
+                for (size_t k = 0; k < MN_COUNTOF(parts); k++) {
+                    check_bits(k % 2 ? one : three, z, a, b, parts[k], accumulate, want);
+                }
+                free(want);
             }
+            free(a);
+            free(b);
         }
         mn_context_destroy(one);
         mn_context_destroy(three);
-        free(a);
-        free(b);
     }
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(products_are_right),
-        cmocka_unit_test(rows_do_not_depend_on_their_place),
+        cmocka_unit_test(bits_belong_to_row_and_column),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

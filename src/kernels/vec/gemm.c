@@ -6,10 +6,9 @@
 #include "kernels/vec/gemm.h"
 
 #include "base/util.h"
-#include "kernels/vec/vec.h"
+#include "kernels/vec/columns.h"
 
 #include <stddef.h>
-#include <string.h>
 
 typedef struct {
     float *c;
@@ -189,24 +188,6 @@ static void run_part(const part *w) {
 static int panel_cols(const mn_gemm_args *p, int64_t j) {
     const int64_t left = p->N - j;
     return (int)mn_min(left, (p->M <= ROWS_4 && left > 3 * MN_VW ? 4 : 2) * MN_VW);
-}
-
-/* v[c] holds column c of src, its rows as lanes; rows <= MN_VW, cols <= 4, the rest is 0. */
-static inline void load_columns(vf v[4], const float *src, int64_t src_row, int rows, int cols) {
-    float block[MN_VW][4];
-    if (rows < MN_VW || cols < 4) {
-        memset(block, 0, sizeof block);
-        for (int r = 0; r < rows; r++) {
-            const float *row = src + r * src_row;
-            if (cols == 4) memcpy(block[r], row, 4 * sizeof *row);
-            else memcpy(block[r], row, (size_t)cols * sizeof *row);
-        }
-        src = block[0];
-        src_row = 4;
-    }
-    MN_UNROLL
-    for (int q = 0; q < 4; q++) v[q] = vf_load_quads(src + q * src_row, 4 * src_row);
-    vf_transpose_quads(v);
 }
 
 /* dst[c, j - j0] = B^T[c, j] for the columns of the part; lanes beyond them become 0. */

@@ -1,0 +1,272 @@
+/* test_model.c - whole models: gradients of every parameter of every kind against finite
+ * differences, planned memory against used, files that come back bit for bit, names of layers. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/rng.h"
+#include "base/util.h"
+#include "model/checkpoint.h"
+#include "support/check.h"
+#include "support/folder.h"
+
+enum { VOCABULARY = 11, WIDTH = 8, B = 2, T = 5, TRIED = 3 };
+
+typedef struct fixture {
+    mn_context *context;
+    mn_tape *tape;
+    mn_model *model;
+    int32_t tokens[B * T], targets[B * T];
+} fixture;
+
+static mn_status read_config(mn_model_config *config, const char *json) {
+    mn_json root = { 0 };
+    mn_status st = mn_json_parse(&root, json, strlen(json), "config.json", MN_JSON_STANDARD);
+    if (st == MN_OK) st = mn_model_config_read(config, &root);
+    mn_json_free(&root);
+    return st;
+}
+
+/* A model from JSON, its parameters moved away from where they start so that none is special. */
+static bool open(fixture *f, const char *json, mn_dtype dtype) {
+    memset(f, 0, sizeof *f);
+    mn_model_config config = { 0 };
+    mn_status st = read_config(&config, json);
+    if (st == MN_OK) st = mn_model_create(&f->model, &config, dtype);
+    mn_model_config_free(&config);
+    if (st == MN_OK) st = mn_model_want_gradients(f->model);
+    if (st == MN_OK) st = mn_context_create(&f->context, NULL);
+    if (st == MN_OK) st = mn_tape_create(&f->tape, f->context, dtype);
+    if (!CHECK(st == MN_OK, "%s: %s", json, mn_last_error())) return false;
+    mn_model_start(f->model, 3);
+    for (int i = 0; i < mn_model_params(f->model); i++) {
+        const mn_model_param *p = mn_model_param_at(f->model, i);
+        const double scale = p->info.init == MN_INIT_HUNDREDTH ? 0.001 : 0.2;
+        for (int64_t k = 0; k < p->info.count; k++) {
+            const double move = scale * mn_rng_normal(5, (uint64_t)i, (uint64_t)k);
+            if (dtype == MN_F64) ((double *)p->value)[k] += move;
+            else ((float *)p->value)[k] += (float)move;
+        }
+    }
+    for (int i = 0; i < B * T; i++) {
+        f->tokens[i] = (int32_t)(mn_rng_bits(1, 1, (uint64_t)i) % VOCABULARY);
+        f->targets[i] = i == 3 ? -100 : (int32_t)(mn_rng_bits(1, 2, (uint64_t)i) % VOCABULARY);
+    }
+    return true;
+}
+
+static void finish(fixture *f) {
+    mn_tape_destroy(f->tape);
+    mn_model_destroy(f->model);
+    mn_context_destroy(f->context);
+}
+
+/* Loss of the batch; `samples` 0 for the usual one. */
+static double loss_of(fixture *f, unsigned modes, int samples, double z_loss) {
+    double loss = NAN;
+    int64_t counted;
+    const mn_model_input in = { .tokens = f->tokens, .B = B, .T = T };
+    const mn_loss_options how = { .z_loss = z_loss };
+    mn_tape_start(f->tape, modes);
+    if (samples) {
+        mn_model_marginal_loss(f->model, f->tape, &in, f->targets, how, samples, 9, 4, &loss,
+                               &counted);
+    } else {
+        mn_tensor *hidden = mn_model_hidden(f->model, f->tape, &in);
+        mn_model_loss(f->model, f->tape, hidden, f->targets, how, &loss, &counted);
+    }
+    if (mn_tape_status(f->tape) == MN_OK && modes & MN_TAPE_RECORD) mn_tape_backward(f->tape);
+    mn_model_settle_gradients(f->model);
+    CHECK(mn_tape_status(f->tape) == MN_OK, "%s", mn_last_error());
+    CHECK(modes & MN_TAPE_PLAN || counted == B * T - 1, "%lld targets counted", (long long)counted);
+    return loss;
+}
+
+static void check_gradients(const char *json, int samples, double z_loss) {
+    fixture f;
+    if (!open(&f, json, MN_F64)) return;
+    loss_of(&f, MN_TAPE_RECORD, samples, z_loss);
+    for (int i = 0; i < mn_model_params(f.model); i++) {
+        const mn_model_param *p = mn_model_param_at(f.model, i);
+        double *value = p->value, *grad = p->grad;
+        for (int t = 0; t < TRIED; t++) {
+            const uint64_t bits = mn_rng_bits(8, (uint64_t)i, (uint64_t)t);
+            const int64_t at = (int64_t)(bits % (uint64_t)p->info.count);
+            const double h = 1e-5, before = value[at];
+            value[at] = before + h;
+            const double above = loss_of(&f, MN_TAPE_FORWARD, samples, z_loss);
+            value[at] = before - h;
+            const double below = loss_of(&f, MN_TAPE_FORWARD, samples, z_loss);
+            value[at] = before;
+            const double want = (above - below) / (2 * h);
+            CHECK(fabs(grad[at] - want) <= 1e-7 * (1.0 + fabs(want)),
+                  "%s %s entry %lld: gradient %.9g, differences %.9g", json, p->name,
+                  (long long)at, grad[at], want);
+        }
+    }
+    finish(&f);
+}
+
+/* Every kind, alone in one layer of two and beside its +ccq where there is one. */
+static void gradients_of_every_kind(void **state) {
+    (void)state;
+    for (int kind = 0; kind < MN_LAYER_COUNT; kind++) {
+        const char *name = mn_layer_kind_name((mn_layer_kind)kind);
+        mn_mixer_info info;
+        CHECK(mn_mixer_find(&info, name) == MN_OK, "%s", mn_last_error());
+        const char *ccq = mn_mixer_has_matrix(&info) ? "+ccq" : "";
+        char json[512];
+        snprintf(json, sizeof json, "{\"layers\": \"%s, %s%s\", \"hidden_size\": %d, "
+                 "\"vocab_size\": %d, \"mlp\": \"%s\", \"tie_word_embeddings\": %s, "
+                 "\"max_position_embeddings\": 8, \"intermediate_size\": 6}", name, name, ccq,
+                 WIDTH, VOCABULARY, kind % 2 ? "gelu" : "swiglu", kind % 3 ? "false" : "true");
+        check_gradients(json, 0, kind % 2 ? 1e-2 : 0.0);
+    }
+    check_done();
+}
+
+static void gradients_of_a_hybrid(void **state) {
+    (void)state;
+    check_gradients("{\"layers\": \"attention*2, gdn\", \"hidden_size\": 8, \"vocab_size\": 11, "
+                    "\"mlp\": \"none\", \"logit_softcap\": 2.5}", 0, 0.0);
+    check_done();
+}
+
+static void marginal_loss(void **state) {
+    (void)state;
+    static const char json[] = "{\"layers\": \"attention, kla\", \"hidden_size\": 8, "
+                               "\"vocab_size\": 11, \"intermediate_size\": 6}";
+    mn_layer_kind kind;
+    bool ccq;
+    if (mn_layer_kind_find(&kind, &ccq, "kla") != MN_OK) skip();
+    check_gradients(json, 1, 0.0);
+    check_gradients(json, 4, 0.0);
+    fixture f;
+    if (open(&f, json, MN_F64)) {
+        const double plain = loss_of(&f, MN_TAPE_FORWARD, 0, 0.0);
+        const double one = loss_of(&f, MN_TAPE_FORWARD, 1, 0.0);
+        CHECK(plain != one && fabs(plain - one) < 1.0, "losses %g and %g", plain, one);
+    }
+    finish(&f);
+    check_done();
+}
+
+/* What a plan says is what a step takes, to the byte, and it takes no more the second time. */
+static void plan_is_what_is_used(void **state) {
+    (void)state;
+    fixture f;
+    if (open(&f, "{\"layers\": \"gdn, attention\", \"hidden_size\": 8, \"vocab_size\": 11}",
+             MN_F32)) {
+        loss_of(&f, MN_TAPE_RECORD | MN_TAPE_PLAN, 0, 0.0);
+        const size_t planned = mn_tape_bytes(f.tape);
+        CHECK(mn_tape_reserve(f.tape, planned) == MN_OK, "%s", mn_last_error());
+        loss_of(&f, MN_TAPE_RECORD, 0, 0.0);
+        const size_t used = mn_tape_bytes(f.tape);
+        CHECK(used == planned, "planned %zu, used %zu", planned, used);
+        const size_t held = mn_arena_held(f.context->arena);
+        loss_of(&f, MN_TAPE_RECORD, 0, 0.0);
+        CHECK(mn_tape_bytes(f.tape) == used && mn_arena_held(f.context->arena) == held,
+              "the second step takes other memory than the first");
+    }
+    finish(&f);
+    check_done();
+}
+
+/* The same loss and gradients at any number of threads. */
+static void same_bits_at_any_thread_count(void **state) {
+    (void)state;
+    double loss[3];
+    float *grads[3] = { NULL };
+    static const int threads[] = { 1, 2, 5 };
+    for (int n = 0; n < 3; n++) {
+        fixture f;
+        if (!open(&f, "{\"layers\": \"gdn, attention\", \"hidden_size\": 8, \"vocab_size\": 11}",
+                  MN_F32)) {
+            break;
+        }
+        mn_context_destroy(f.context);
+        mn_tape_destroy(f.tape);
+        const mn_context_options options = { .n_threads = threads[n] };
+        CHECK(mn_context_create(&f.context, &options) == MN_OK, "%s", mn_last_error());
+        CHECK(mn_tape_create(&f.tape, f.context, MN_F32) == MN_OK, "%s", mn_last_error());
+        loss[n] = loss_of(&f, MN_TAPE_RECORD, 0, 0.0);
+        const size_t bytes = (size_t)mn_model_count(f.model) * sizeof(float);
+        grads[n] = malloc(bytes);
+        size_t at = 0;
+        for (int i = 0; i < mn_model_params(f.model); i++) {
+            const mn_model_param *p = mn_model_param_at(f.model, i);
+            memcpy(grads[n] + at, p->grad, (size_t)p->info.count * sizeof(float));
+            at += (size_t)p->info.count;
+        }
+        CHECK(memcmp(grads[n], grads[0], bytes) == 0 && loss[n] == loss[0],
+              "%d threads give other bits than 1", threads[n]);
+        finish(&f);
+    }
+    for (int n = 0; n < 3; n++) free(grads[n]);
+    check_done();
+}
+
+static void folders_come_back(void **state) {
+    (void)state;
+    fixture f;
+    if (open(&f, "{\"layers\": \"gdn*2, attention\", \"hidden_size\": 8, \"vocab_size\": 11, "
+             "\"mixers\": {\"gdn\": {\"num_heads\": 2}}}", MN_F32)) {
+        mn_model *back = NULL;
+        CHECK(mn_checkpoint_save(f.model, in_folder("")) == MN_OK, "%s", mn_last_error());
+        CHECK(mn_checkpoint_load(&back, in_folder(""), MN_F32) == MN_OK, "%s", mn_last_error());
+        for (int i = 0; back && i < mn_model_params(f.model); i++) {
+            const mn_model_param *p = mn_model_param_at(f.model, i);
+            const mn_model_param *q = mn_model_param_at(back, i);
+            CHECK(strcmp(p->name, q->name) == 0, "%s became %s", p->name, q->name);
+            CHECK(memcmp(p->value, q->value, (size_t)p->info.count * sizeof(float)) == 0,
+                  "%s changed on its way", p->name);
+        }
+        mn_model_destroy(back);
+    }
+    finish(&f);
+    check_done();
+}
+
+static void wrong_configurations(void **state) {
+    (void)state;
+    static const struct {
+        const char *json, *says[2];
+    } wrong[] = {
+        { "{\"layers\": \"gdn\", \"hidden_sise\": 8}", { "hidden_size", "" } },
+        { "{\"layers\": \"gdn\", \"hidden_size\": 8, \"num_head\": 2}",
+          { "num_head", "num_heads" } },
+        { "{\"layers\": \"gdm\", \"hidden_size\": 8}", { "gdm", "gdn" } },
+        { "{\"layers\": \"gdn*0\", \"hidden_size\": 8}", { "gdn*0", "" } },
+        { "{\"layers\": \"gdn,attention\", \"num_hidden_layers\": 3, \"hidden_size\": 8}",
+          { "num_hidden_layers", "" } },
+        { "{\"layers\": \"gdn\", \"hidden_size\": \"8\"}", { "hidden_size", "string" } },
+        { "{\"layers\": \"gdn\", \"hidden_size\": 8, \"mlp\": \"gleu\"}", { "mlp", "gelu" } },
+        { "{\"hidden_size\": 8}", { "layers", "" } },
+        { "{\"layers\": \"gdn\", \"hidden_size\": 8, \"mixers\": {\"gdn\": {\"num_head\": 1}}}",
+          { "num_head", "num_heads" } },
+    };
+    for (size_t i = 0; i < MN_COUNTOF(wrong); i++) {
+        mn_model_config config = { 0 };
+        const mn_status st = read_config(&config, wrong[i].json);
+        CHECK(st != MN_OK, "%s was read", wrong[i].json);
+        const char *says = mn_last_error();
+        CHECK(strstr(says, wrong[i].says[0]) && strstr(says, wrong[i].says[1]), "%s: %s",
+              wrong[i].json, says);
+        mn_model_config_free(&config);
+    }
+    check_done();
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(gradients_of_every_kind),
+        cmocka_unit_test(gradients_of_a_hybrid),
+        cmocka_unit_test(marginal_loss),
+        cmocka_unit_test(plan_is_what_is_used),
+        cmocka_unit_test(same_bits_at_any_thread_count),
+        cmocka_unit_test_setup_teardown(folders_come_back, make_folder, remove_folder),
+        cmocka_unit_test(wrong_configurations),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
