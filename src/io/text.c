@@ -6,6 +6,7 @@
 
 #include "base/checked.h"
 #include "base/status.h"
+#include "io/utf8.h"
 
 mn_status mn_text_reserve(mn_text *text, size_t more) {
     if (more <= text->capacity - text->size) return MN_OK;
@@ -29,6 +30,22 @@ mn_status mn_text_add(mn_text *text, const void *bytes, size_t size) {
     memcpy(text->bytes + text->size, bytes, size);
     text->size += size;
     return MN_OK;
+}
+
+mn_status mn_text_add_utf8(mn_text *text, const char *bytes, size_t size) {
+    mn_status st = MN_OK;
+    while (size > 0 && st == MN_OK) {
+        size_t n = mn_utf8_valid(bytes, size);
+        st = mn_text_add(text, bytes, n);
+        if (n == 0) {
+            uint32_t point;
+            n = (size_t)mn_utf8_take(bytes, size, &point);
+            st = mn_text_add(text, MN_UTF8_REPLACEMENT, 3);
+        }
+        bytes += n;
+        size -= n;
+    }
+    return st;
 }
 
 void mn_text_free(mn_text *text) {

@@ -15,6 +15,10 @@ typedef struct mn_text {
 mn_status mn_text_reserve(mn_text *text, size_t more);
 
 mn_status mn_text_add(mn_text *text, const void *bytes, size_t size);
+
+/* Appends `bytes` with U+FFFD for what is not UTF-8, one for each longest start of a character. */
+mn_status mn_text_add_utf8(mn_text *text, const char *bytes, size_t size);
+
 void mn_text_free(mn_text *text);    // leaves all zeros
 
 #endif

@@ -201,7 +201,7 @@ static mn_status between(encoding *e, const mn_added_set *set, mn_span text, boo
         st = mn_added_next(&walk, &match, &found);
         if (st != MN_OK) break;
         const size_t end = found ? match.start : text.size;
-        const mn_span gap = { text.bytes + done, end - done };
+        const mn_span gap = { text.bytes + done, end > done ? end - done : 0 };
         if (gap.size > 0) st = use(e, gap, first && done == 0);
         if (found && st == MN_OK) st = mn_token_list_add(e->out, match.id);
     }
@@ -246,21 +246,6 @@ static mn_status stretches(encoding *e, mn_span text, bool first) {
     return st;
 }
 
-/* The text with U+FFFD for what is not UTF-8. */
-static mn_status clean(mn_text *out, mn_span text) {
-    mn_status st = MN_OK;
-    for (size_t at = 0; at < text.size && st == MN_OK;) {
-        uint32_t point;
-        const size_t valid = mn_utf8_valid(text.bytes + at, text.size - at);
-        st = mn_text_add(out, text.bytes + at, valid);
-        at += valid;
-        if (at == text.size || st != MN_OK) break;
-        at += (size_t)mn_utf8_take(text.bytes + at, text.size - at, &point);
-        st = mn_text_add(out, MN_UTF8_REPLACEMENT, 3);
-    }
-    return st;
-}
-
 static mn_status add_all(mn_token_list *out, const mn_token_list *ids, bool wanted) {
     mn_status st = MN_OK;
     for (int64_t i = 0; wanted && i < ids->count && st == MN_OK; i++) {
@@ -279,9 +264,10 @@ mn_status mn_tokenizer_encode(const mn_tokenizer *t, const char *text, size_t si
     e.split.use = use_piece;
     e.split.context = &e;
     if (st == MN_OK && !t->splitter.byte_level && mn_utf8_valid(text, size) < size) {
-        st = clean(&copy, all);
+        st = mn_text_add_utf8(&copy, text, size);
         all = (mn_span){ copy.bytes, copy.size };
     }
+    e.room.text = all;
     if (st == MN_OK) st = add_all(out, &t->template.before, special);
     if (st == MN_OK && size > 0) st = between(&e, &t->added.plain, all, true, stretches);
     if (st == MN_OK) st = add_all(out, &t->template.after, special);

@@ -88,7 +88,7 @@ mn_status mn_added_next(mn_added_walk *w, mn_added_match *match, bool *found) {
         size_t start = w->at, end = start + token->match.size;
         bool alone = true;
         w->at = end;
-        if (start < w->done || (token->special && !w->special)) continue;
+        if (token->special && !w->special) continue;
         if (token->single_word) {
             const mn_status st = stands_alone(w, start, end, &alone);
             if (st != MN_OK) return st;
@@ -152,9 +152,10 @@ mn_status mn_added_prepare(mn_added_tokens *tokens, const mn_normaliser *normali
     mn_text_free(&b);
     if (st == MN_OK) st = make_set(&tokens->plain, tokens, false);
     if (st == MN_OK) st = make_set(&tokens->normalized, tokens, true);
+    /* Here, as in Whitespace, the joiners belong to words; in patterns of the file they do not. */
+    static const char word[] = "[\\w\\x{200c}\\x{200d}]";
     const mn_json nowhere = { .name = "single_word" };
-    if (st == MN_OK && alone) st = mn_pattern_compile(&tokens->word, "\\w", &nowhere);
-    return st;
+    return st == MN_OK && alone ? mn_pattern_compile(&tokens->word, word, &nowhere) : st;
 }
 
 void mn_added_free(mn_added_tokens *tokens) {

@@ -58,10 +58,20 @@ static bool fall_back(const mn_bpe *bpe, int32_t *out, const char *text, int len
     return true;
 }
 
+static mn_status outside(mn_span text, const char *at, uint32_t point) {
+    const size_t place = (size_t)((uintptr_t)at - (uintptr_t)text.bytes);
+    if (text.bytes && place < text.size) {
+        return mn_fail(MN_ERR_ARGUMENT, "character U+%04" PRIX32 " at byte %zu is not in the "
+                       "vocabulary", point, place);
+    }
+    return mn_fail(MN_ERR_ARGUMENT, "character U+%04" PRIX32 " is not in the vocabulary", point);
+}
+
 /* The symbols of a piece of characters: at most one per byte. Unknown ones become the unknown
  * token, a run of them one if they are fused; without such a token they are dropped. */
-static mn_status char_symbols(const mn_bpe *bpe, const mn_vocab *vocab, int32_t *out,
+static mn_status char_symbols(const mn_bpe *bpe, const mn_vocab *vocab, mn_bpe_room *room,
                               int64_t *count, const char *text, size_t size) {
+    int32_t *out = room->symbols;
     int64_t n = 0;
     bool unknown = false;
     for (size_t at = 0; at < size;) {
@@ -78,9 +88,7 @@ static mn_status char_symbols(const mn_bpe *bpe, const mn_vocab *vocab, int32_t 
             if (unknown && !bpe->fuse_unk) out[n++] = bpe->unk_id;
             unknown = true;
         } else if (bpe->strict) {
-            return mn_fail(MN_ERR_ARGUMENT,
-                           "character U+%04" PRIX32 " at byte %zu is not in the vocabulary",
-                           point, at);
+            return outside(room->text, text + at, point);
         }
         at += (size_t)length;
     }
@@ -108,7 +116,7 @@ static void byte_symbols(const mn_bpe *bpe, int32_t *out, int64_t *count, const 
     *count = n;
 }
 
-/* ---- short runs: look for the lowest rank each time ------------------------------------------- */
+/* ---- short runs: look for the lowest rank each time ------------------------------------------ */
 
 static void rank_of(const mn_bpe *bpe, int32_t *rank, int32_t *merged, int32_t a, int32_t b) {
     const struct mn_pair_slot *slot = mn_pair_map_find(&bpe->merges, mn_pair_key(a, b));
@@ -141,7 +149,7 @@ static int64_t merge_short(const mn_bpe *bpe, int32_t *ids, int64_t count) {
     return count;
 }
 
-/* ---- long runs: a heap of pairs, rank << 32 | place -------------------------------------------- */
+/* ---- long runs: a heap of pairs, rank << 32 | place ------------------------------------------ */
 
 static void sift_down(uint64_t *heap, int64_t count, int64_t at) {
     const uint64_t value = heap[at];
@@ -269,7 +277,7 @@ static mn_status encode_by_merges(const mn_bpe *bpe, const mn_vocab *vocab, mn_b
     mn_status st = make_symbol_room(room, size);
     if (st != MN_OK) return st;
     if (bpe->byte_pieces) byte_symbols(bpe, room->symbols, &count, piece, size);
-    else st = char_symbols(bpe, vocab, room->symbols, &count, piece, size);
+    else st = char_symbols(bpe, vocab, room, &count, piece, size);
     return st == MN_OK ? merge_all(bpe, room, count, out) : st;
 }
 
@@ -285,7 +293,7 @@ mn_status mn_bpe_encode(const mn_bpe *bpe, const mn_vocab *vocab, mn_bpe_room *r
     return encode_by_merges(bpe, vocab, room, piece, size, out);
 }
 
-/* ---- what is derived at loading ---------------------------------------------------------------- */
+/* ---- what is derived at loading -------------------------------------------------------------- */
 
 static int32_t find_model(const mn_vocab *vocab, const char *piece, size_t size) {
     return mn_id_map_find(&vocab->by_piece, vocab->tokens, piece, size);

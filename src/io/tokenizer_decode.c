@@ -285,7 +285,7 @@ void mn_decoder_free(mn_decoder *decoder) {
 
 static mn_status check_id(const mn_tokenizer *t, int32_t id) {
     if (id >= 0 && id < t->vocab.size && t->vocab.tokens[id].text.bytes) return MN_OK;
-    return mn_fail(MN_ERR_ARGUMENT, "token %d is not in the vocabulary, whose ids are below %" PRId64,
+    return mn_fail(MN_ERR_ARGUMENT, "token %d is not in the vocabulary; ids are below %" PRId64,
                    (int)id, t->vocab.size);
 }
 
@@ -346,24 +346,6 @@ static size_t unfinished(const char *text, size_t size) {
     return 0;
 }
 
-/* Appends `text` with U+FFFD for what is no character. */
-static mn_status add_clean(mn_text *out, const char *text, size_t size) {
-    mn_status st = MN_OK;
-    while (size > 0 && st == MN_OK) {
-        size_t n = mn_utf8_valid(text, size);
-        if (n > 0) {
-            st = mn_text_add(out, text, n);
-        } else {
-            uint32_t point;
-            n = (size_t)mn_utf8_take(text, size, &point);
-            st = mn_text_add(out, MN_UTF8_REPLACEMENT, 3);
-        }
-        text += n;
-        size -= n;
-    }
-    return st;
-}
-
 /* What is pending and what token `id` adds, as bytes. */
 static mn_status next_bytes(mn_text *out, const mn_tokenizer *t, const mn_stream_decoder *decoder,
                             int32_t id) {
@@ -389,7 +371,7 @@ mn_status mn_tokenizer_stream(const mn_tokenizer *t, mn_stream_decoder *decoder,
     st = mn_text_add(&bytes, decoder->pending, (size_t)decoder->n_pending);
     if (st == MN_OK && !at_end) st = next_bytes(&bytes, t, decoder, id);
     const size_t held = at_end || st != MN_OK ? 0 : unfinished(bytes.bytes, bytes.size);
-    if (st == MN_OK) st = add_clean(&clean, bytes.bytes, bytes.size - held);
+    if (st == MN_OK) st = mn_text_add_utf8(&clean, bytes.bytes, bytes.size - held);
     if (st == MN_OK && clean.size > capacity - *size) {
         st = mn_fail(MN_ERR_ARGUMENT, "the text of token %d needs %zu bytes, %zu are left", (int)id,
                      clean.size, capacity - *size);

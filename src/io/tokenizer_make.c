@@ -34,7 +34,7 @@ const mn_training_pattern *mn_training_pattern_find(const char *name) {
     return NULL;
 }
 
-/* ---- parts of the document; NULL from any of them means no memory ------------------------------- */
+/* ---- parts of the document; NULL from any of them means no memory ---------------------------- */
 
 static json_t *byte_level(bool use_regex) {
     return json_pack("{s:s, s:b, s:b, s:b}", "type", "ByteLevel", "add_prefix_space", 0,

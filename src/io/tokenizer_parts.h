@@ -118,6 +118,7 @@ typedef struct mn_bpe_room {
     int64_t n_nodes;
     uint64_t *heap;
     int64_t n_heap, heap_capacity;
+    mn_span text;        // what the pieces are cut from, so that messages can say where
 } mn_bpe_room;
 
 void mn_bpe_room_free(mn_bpe_room *room);
@@ -213,7 +214,8 @@ typedef struct mn_added_tokens {
     mn_pattern word;         // one character of a word; for single_word
 } mn_added_tokens;
 
-/* One added token in a text, with the blanks it swallows. */
+/* One added token in a text, with the blanks it swallows. Blanks swallowed behind one may still be
+ * a token themselves, so `start` may lie before the `end` of the match before. */
 typedef struct mn_added_match {
     size_t start, end;
     int32_t id;

@@ -50,7 +50,8 @@ static mn_status read_fixed(mn_split_stage *stage, const splitter_kind *kind, co
     return mn_pattern_compile(&stage->pattern, kind->pattern, at);
 }
 
-static mn_status read_byte_level(mn_split_stage *stage, const splitter_kind *kind, const mn_json *at) {
+static mn_status read_byte_level(mn_split_stage *stage, const splitter_kind *kind,
+                                 const mn_json *at) {
     bool prefix = true, use_regex = true;
     mn_status st = mn_json_opt_bool(&prefix, at, "add_prefix_space");
     if (st == MN_OK) st = mn_json_opt_bool(&use_regex, at, "use_regex");
@@ -80,12 +81,14 @@ static mn_status read_digits(mn_split_stage *stage, const splitter_kind *kind, c
     return st;
 }
 
-static mn_status read_punctuation(mn_split_stage *stage, const splitter_kind *kind, const mn_json *at) {
+static mn_status read_punctuation(mn_split_stage *stage, const splitter_kind *kind,
+                                  const mn_json *at) {
     const mn_status st = read_fixed(stage, kind, at);
     return st == MN_OK ? read_behaviour(stage, at) : st;
 }
 
-static mn_status read_delimiter(mn_split_stage *stage, const splitter_kind *kind, const mn_json *at) {
+static mn_status read_delimiter(mn_split_stage *stage, const splitter_kind *kind,
+                                const mn_json *at) {
     const char *delimiter = NULL;
     const mn_status st = mn_json_get_text(&delimiter, at, "delimiter");
     stage->cut = true;
@@ -107,11 +110,12 @@ static mn_status read_prefix(mn_split_stage *stage, const mn_json *at) {
         stage->prefix = (mn_prefix)i;
         return MN_OK;
     }
-    return mn_json_fail(at, "prepend_scheme \"%s\" is not supported; there are always, first, never",
-                        scheme);
+    return mn_json_fail(at, "prepend_scheme \"%s\" is not supported; there are always, first, "
+                        "never", scheme);
 }
 
-static mn_status read_metaspace(mn_split_stage *stage, const splitter_kind *kind, const mn_json *at) {
+static mn_status read_metaspace(mn_split_stage *stage, const splitter_kind *kind,
+                                const mn_json *at) {
     const char *replacement = "\xE2\x96\x81";
     mn_status st = mn_json_opt_text(&replacement, at, "replacement");
     stage->cut = true;

@@ -72,7 +72,7 @@ static mn_status make_room(void *array, int64_t count, int64_t *capacity, size_t
     return MN_OK;
 }
 
-/* ---- heap of candidates ------------------------------------------------------------------------ */
+/* ---- heap of candidates ---------------------------------------------------------------------- */
 
 static bool goes_first(const candidate *a, const candidate *b) {
     return a->count != b->count ? a->count > b->count : a->key < b->key;
@@ -164,7 +164,7 @@ static mn_status push_risen(trainer *t) {
     return st;
 }
 
-/* ---- tokens and words -------------------------------------------------------------------------- */
+/* ---- tokens and words ------------------------------------------------------------------------ */
 
 static mn_status add_token(trainer *t, const char *text, size_t size, int32_t *id) {
     *id = mn_id_map_find(&t->vocab.by_text, t->vocab.tokens, text, size);

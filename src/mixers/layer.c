@@ -220,6 +220,7 @@ static const struct {
 static mn_status read_shape(mn_param_info *info, const char *shape, const mn_layer_sizes *sizes) {
     info->rank = 0;
     info->count = 1;
+    for (int i = 0; i < MN_PARAM_RANK; i++) info->shape[i] = 1;
     for (const char *at = shape; *at;) {
         int64_t axis = 1;
         bool fits = true;
@@ -239,11 +240,28 @@ static mn_status read_shape(mn_param_info *info, const char *shape, const mn_lay
     return MN_OK;
 }
 
-static bool holds(const mn_layer_config *config, const char *when) {
-    if (!when[0]) return true;
-    const bool negated = when[0] == '!';
-    const option *o = option_named(when + negated);
-    return o && (get_option(config, o) != 0.0) != negated;
+/* One condition: "option", "!option", "option=choice", or a letter whose size is not 0. */
+static bool term_holds(const mn_layer *layer, const char *term, size_t n) {
+    if (term[0] >= 'A' && term[0] <= 'Z') return MN_SIZE(&layer->sizes, term[0]) != 0;
+    const bool negated = term[0] == '!';
+    char name[64];
+    snprintf(name, sizeof name, "%.*s", (int)n - negated, term + negated);
+    char *choice = strchr(name, '=');
+    if (choice) *choice++ = '\0';
+    const option *o = option_named(name);
+    if (!o || (choice && !o->choices)) return false;
+    const double value = get_option(&layer->config, o);
+    const bool on = choice ? value == (double)choice_of(o->choices, choice) : value != 0.0;
+    return on != negated;
+}
+
+static bool holds(const mn_layer *layer, const char *when) {
+    for (const char *at = when; *at;) {
+        const size_t n = strcspn(at, ",");
+        if (!term_holds(layer, at, n)) return false;
+        at += n + (at[n] == ',');
+    }
+    return true;
 }
 
 static mn_status add_param(mn_layer *layer, const char *name, const char *shape, mn_init init,
@@ -268,7 +286,7 @@ mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config
     if (st == MN_OK) st = mn_mixer_find(&out->mixer, name);
     if (st == MN_OK) st = kinds[out->kind].family->derive(out, context);
     for (size_t i = 0; i < MN_COUNTOF(params) && st == MN_OK; i++) {
-        if (params[i].kind != out->kind || !holds(config, params[i].when)) continue;
+        if (params[i].kind != out->kind || !holds(out, params[i].when)) continue;
         st = add_param(out, params[i].name, params[i].shape, params[i].init, params[i].group);
     }
     if (st == MN_OK && out->ccq) {
@@ -289,7 +307,7 @@ static double inverse_softplus(double x) {
 static double start_value(const mn_param_info *info, double range, uint64_t seed, uint64_t stream,
                           int64_t i) {
     const double u = mn_rng_uniform(seed, stream, (uint64_t)i);
-    const int64_t last = info->shape[info->rank - 1];
+    const int64_t last = info->rank ? info->shape[info->rank - 1] : 1;
     const double fan = 1.0 / sqrt((double)last);
     switch (info->init) {
     case MN_INIT_NORMAL: return range * mn_rng_normal(seed, stream, (uint64_t)i);
@@ -311,7 +329,9 @@ static double start_value(const mn_param_info *info, double range, uint64_t seed
     case MN_INIT_N_LOG: return log(4.0) * (2.0 * u - 1.0);
     case MN_INIT_FORGET_BIAS:
         return 3.0 + 3.0 * (double)(i % last) / (double)(last > 1 ? last - 1 : 1);
-    case MN_INIT_P_THREE: return 3.0;
+    case MN_INIT_A_LOG_ONE: return log(1.0 + 15.0 * u);
+    case MN_INIT_EYE: return i / last == i % last ? 1.0 : 0.0;
+    case MN_INIT_RIDGE: return inverse_softplus(0.75);
     default: return 0.0;
     }
 }

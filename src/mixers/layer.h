@@ -73,8 +73,8 @@ enum { MN_PARAM_RANK = 4, MN_PARAM_NAME = 96, MN_LAYER_PARAMS = 40 };
 /* One parameter tensor. */
 typedef struct mn_param_info {
     char name[MN_PARAM_NAME];     // within the layer: "q_proj.weight"
-    int rank;
-    int64_t shape[MN_PARAM_RANK];
+    int rank;                     // 0: a single number
+    int64_t shape[MN_PARAM_RANK]; // 1 beyond the rank
     int64_t count;
     mn_init init;
     mn_group group;

@@ -58,18 +58,6 @@ static mn_tensor *gate_of(mn_forward *f, mn_tensor *x, const char *weight) {
     return f->layer->config.allow_neg_eigval ? mn_tape_affine(f->tape, gate, 2.0, 0.0) : gate;
 }
 
-/* x / sum(x) per head, for keys that an activation keeps positive. */
-static mn_tensor *sum_normalised(mn_forward *f, mn_tensor *x, mn_tensor *ones) {
-    mn_tape *tape = f->tape;
-    if (!x) return NULL;
-    const int64_t *n = x->shape;
-    mn_tensor *flat = mn_tape_shaped(tape, x, (int64_t[]){ 1, n[0] * n[1] * n[2], 1, n[3] });
-    mn_tensor *sum = mn_tape_linear(tape, flat, ones, NULL);
-    sum = mn_tape_unary(tape, MN_UNARY_RECIPROCAL, sum);
-    sum = mn_tape_shaped(tape, sum, (int64_t[]){ n[0], n[1], n[2], 1 });
-    return mn_tape_multiply(tape, x, sum);
-}
-
 /* Queries or keys of `delta` follow its options, those of the others are SiLU and unit length. */
 static mn_tensor *key_of(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
                          const char *piece) {
@@ -83,25 +71,7 @@ static mn_tensor *key_of(mn_forward *f, mn_tensor *x, const char *weight, const 
     if (plain && c->qk_activation == 2) k = mn_tape_unary(tape, MN_UNARY_ELU_ONE, k);
     k = mn_tape_heads(tape, k, MN_OF(f, 'H'));
     if (f->layer->kind != MN_LAYER_delta || c->qk_norm == 0) return mn_unit(f, k, 1, 1e-6);
-    void *ones = mn_tape_memory(tape, MN_OF(f, 'K'));
-    for (int64_t i = 0; ones && !mn_tape_plans(tape) && i < MN_OF(f, 'K'); i++) {
-        if (mn_tape_dtype(tape) == MN_F64) ((double *)ones)[i] = 1.0;
-        else ((float *)ones)[i] = 1.0f;
-    }
-    return sum_normalised(f, k, mn_tape_leaf(tape, ones, NULL, 1, MN_OF(f, 'K'), false));
-}
-
-/* beta = 1 for every token. */
-static mn_tensor *ones_beta(mn_forward *f, const mn_tensor *x) {
-    mn_tensor *ones = mn_tape_new(f->tape, (int64_t[]){ x->shape[0], x->shape[1], 1,
-                                                        MN_OF(f, 'J') });
-    if (!ones || mn_tape_plans(f->tape)) return ones;
-    ones->slot = NULL;
-    for (int64_t i = 0; i < x->shape[0] * x->shape[1] * MN_OF(f, 'J'); i++) {
-        if (mn_tape_dtype(f->tape) == MN_F64) ((double *)ones->data)[i] = 1.0;
-        else ((float *)ones->data)[i] = 1.0f;
-    }
-    return ones;
+    return mn_over_sum(f, k, 0.0);
 }
 
 typedef struct inputs {
@@ -124,8 +94,9 @@ static mn_tensor *remember(mn_forward *f, mn_tensor *x, const inputs *in) {
         mn_run_in(&run, "erase", mn_tape_heads(f->tape, gate_of(f, x, "b_proj.weight"), J));
         mn_run_in(&run, "write", mn_tape_heads(f->tape, gate_of(f, x, "w_proj.weight"), J));
     } else {
+        const int64_t every_token[] = { x->shape[0], x->shape[1], 1, J };
         mn_tensor *beta = mn_use(f, "b_proj.weight") ? gate_of(f, x, "b_proj.weight")
-                                                     : ones_beta(f, x);
+                                                     : mn_filled(f, every_token, 1.0);
         mn_run_in(&run, "beta", beta);
     }
     mn_state_bind(f->state, &run, "state0", "state", "memory",

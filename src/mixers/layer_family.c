@@ -59,7 +59,7 @@ mn_tensor *mn_short_conv(mn_forward *f, mn_tensor *x, const char *weight, const 
     mn_run run;
     mn_conv_args *args = mn_run_start(&run, f->tape, MN_OP_conv);
     args->act = act;
-    run.call->W = f->layer->config.conv_size;
+    run.call->W = w->shape[3];
     mn_run_in(&run, "x", x);
     mn_run_in(&run, "w", w);
     if (bias) mn_run_in(&run, "bias", mn_use(f, bias));
@@ -107,6 +107,31 @@ mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char
     mn_tensor *y = mn_run_out(&run, "y");
     mn_run_now(&run);
     return y;
+}
+
+mn_tensor *mn_filled(mn_forward *f, const int64_t shape[4], double value) {
+    mn_tensor *all = mn_tape_new(f->tape, shape);
+    if (!all) return NULL;
+    all->slot = NULL;
+    const bool f64 = mn_tape_dtype(f->tape) == MN_F64;
+    const int64_t n = mn_tape_plans(f->tape) ? 0 : shape[0] * shape[1] * shape[2] * shape[3];
+    for (int64_t i = 0; i < n; i++) {
+        if (f64) ((double *)all->data)[i] = value;
+        else ((float *)all->data)[i] = (float)value;
+    }
+    return all;
+}
+
+mn_tensor *mn_over_sum(mn_forward *f, mn_tensor *x, double eps) {
+    if (!x) return NULL;
+    const int64_t *n = x->shape;
+    mn_tensor *ones = mn_filled(f, (int64_t[]){ 1, 1, 1, n[3] }, 1.0);
+    mn_tensor *sum = mn_tape_shaped(f->tape, x, (int64_t[]){ 1, n[0] * n[1] * n[2], 1, n[3] });
+    sum = mn_tape_linear(f->tape, sum, ones, NULL);
+    if (eps != 0.0) sum = mn_tape_affine(f->tape, sum, 1.0, eps);
+    sum = mn_tape_unary(f->tape, MN_UNARY_RECIPROCAL, sum);
+    sum = mn_tape_shaped(f->tape, sum, (int64_t[]){ n[0], n[1], n[2], 1 });
+    return mn_tape_multiply(f->tape, x, sum);
 }
 
 mn_tensor *mn_ccq_query(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor *k) {

@@ -48,6 +48,13 @@ mn_tensor *mn_unit(mn_forward *f, mn_tensor *x, int kind, double eps);
 /* rms(x) w over the last axis; with `gate` times act(gate) (0 silu, 1 sigmoid) afterwards. */
 mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char *weight, int act);
 
+/* A constant of all one value, without gradient. */
+mn_tensor *mn_filled(mn_forward *f, const int64_t shape[4], double value);
+
+/* x / (sum(x) + eps) over the last axis of a contiguous x (B,T,H,X), for features an activation
+ * keeps positive. */
+mn_tensor *mn_over_sum(mn_forward *f, mn_tensor *x, double eps);
+
 /* A parameter of n numbers as (1,1,rows,cols), to go with (B,T,rows,cols). */
 mn_tensor *mn_use_as(const mn_forward *f, const char *name, int64_t rows, int64_t cols);
 

@@ -127,6 +127,9 @@ mn_tensor *mn_tape_affine(mn_tape *tape, mn_tensor *x, double scale, double shif
 mn_tensor *mn_tape_add(mn_tape *tape, mn_tensor *a, mn_tensor *b);
 mn_tensor *mn_tape_multiply(mn_tape *tape, mn_tensor *a, mn_tensor *b);
 
+/* x with axes of 1 repeated up to `shape`. */
+mn_tensor *mn_tape_spread(mn_tape *tape, mn_tensor *x, const int64_t shape[4]);
+
 /* x + b where b was computed from x by operations that all came after every other use of x: the
  * shape of a residual block. The three share one gradient, and nothing is copied going back. */
 mn_tensor *mn_tape_residual(mn_tape *tape, mn_tensor *x, mn_tensor *b);
@@ -139,6 +142,11 @@ mn_tensor *mn_tape_join(mn_tape *tape, mn_tensor *const *parts, int n);
 
 /* max(x, low), with gradient 0 where low binds. */
 mn_tensor *mn_tape_at_least(mn_tape *tape, mn_tensor *x, double low);
+
+/* softmax over the last axis; the last axis turned, y_i = x_(i - by) with what falls off the end at
+ * the front. */
+mn_tensor *mn_tape_softmax(mn_tape *tape, mn_tensor *x);
+mn_tensor *mn_tape_roll(mn_tape *tape, mn_tensor *x, int64_t by);
 
 /* Rows of `table` (vocabulary, D) by token: (B,T,1,D). Tokens are checked against the table. */
 mn_tensor *mn_tape_embed(mn_tape *tape, mn_tensor *table, const int32_t *tokens, int64_t B,

@@ -1,4 +1,4 @@
-/* tape_pair.c - a + b, a b, scale a + shift, max(a, low) and residuals on the tape.
+/* tape_pair.c - a + b, a b, scale a + shift, max(a, low), spreads and residuals on the tape.
  *
  * An axis of b that is 1 counts for all of that axis of a; its gradient is the sum over it, taken
  * in double and in the order of the axes. */
@@ -7,7 +7,7 @@
 #include "base/util.h"
 #include "ops/tape_node.h"
 
-typedef enum pair_kind { ADD, MULTIPLY, AFFINE, AT_LEAST } pair_kind;
+typedef enum pair_kind { ADD, MULTIPLY, AFFINE, AT_LEAST, SPREAD } pair_kind;
 
 typedef struct pair {
     pair_kind kind;
@@ -56,6 +56,7 @@ static place row_place(const pair *p, int64_t row) {
             break;                                                                                 \
         case AFFINE: for (int64_t i = 0; i < n; i++) y[i] = scale * a[i] + shift; break;           \
         case AT_LEAST: for (int64_t i = 0; i < n; i++) y[i] = a[i] > shift ? a[i] : shift; break;  \
+        case SPREAD: for (int64_t i = 0; i < n; i++) y[i] = b[step * i]; break;                    \
         }                                                                                          \
     }                                                                                              \
     static void back_a_row_##suffix(const pair_job *j, int64_t row) {                              \
@@ -172,6 +173,7 @@ static mn_tensor *make(mn_tape *tape, pair_kind kind, mn_tensor *a, mn_tensor *b
     pair *p = mn_tape_note(tape, sizeof *p);
     mn_tensor *y = mn_tape_new(tape, a->shape);
     if (!p || !y) return NULL;
+    if (kind == SPREAD) a->data = y->data;    // a lends its shape, nothing is read from it
     *p = (pair){ .kind = kind, .a = a, .b = b, .y = y, .scale = scale, .shift = shift };
     for (int i = 0; b && i < 4; i++) {
         if (b->shape[i] != 1 && b->shape[i] != a->shape[i]) {
@@ -180,7 +182,7 @@ static mn_tensor *make(mn_tape *tape, pair_kind kind, mn_tensor *a, mn_tensor *b
         }
         p->b_stride[i] = b->shape[i] == 1 ? 0 : i < 3 ? b->stride[i] : 1;
     }
-    static const char *const names[] = { "a sum", "a product", "a scaling", "a bound" };
+    static const char *const names[] = { "a sum", "a product", "a scaling", "a bound", "a spread" };
     pair_job job = { .p = p };
     if (mn_tape_runs(tape)) run(tape, &job, FORWARD);
     mn_tape_record(tape, names[kind], back_pair, p, mn_wants(a) || mn_wants(b), &y, 1);
@@ -201,6 +203,12 @@ mn_tensor *mn_tape_affine(mn_tape *tape, mn_tensor *x, double scale, double shif
 
 mn_tensor *mn_tape_at_least(mn_tape *tape, mn_tensor *x, double low) {
     return x && !mn_tape_dead(tape) ? make(tape, AT_LEAST, x, NULL, 0, low) : NULL;
+}
+
+mn_tensor *mn_tape_spread(mn_tape *tape, mn_tensor *x, const int64_t shape[4]) {
+    if (!x || mn_tape_dead(tape)) return NULL;
+    mn_tensor *like = mn_tape_over(tape, NULL, shape, false);
+    return like ? make(tape, SPREAD, like, x, 0, 0) : NULL;
 }
 
 /* dx = db = dy, and when dy is complete b is asked for its gradient before anything is added to

@@ -120,7 +120,7 @@ void mn_run_out_at(mn_run *run, const char *field, void *data) {
 
 /* Sizes by the axes of a result; those of an operator's derived letters are set by then. */
 static bool shape_of(mn_run *run, const char *field, const char *axes, int64_t shape[4]) {
-    if (run->tape->cu_seqlens) {
+    if (run->tape->cu_seqlens && run->call->T > 0) {    // operators without time know no sequences
         run->call->cu_seqlens = run->tape->cu_seqlens;
         run->call->n_seqs = run->tape->n_seqs;
     }

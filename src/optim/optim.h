@@ -22,12 +22,14 @@ typedef struct mn_adamw_options {
 
 typedef struct mn_optimizer mn_optimizer;
 
-/* `params` is copied, the memory it points to must outlive the optimiser. Moments start at 0. */
+/* `params` is copied, the memory it points to must outlive the optimiser. Moments start at 0.
+ * Betas lie between 0 and 1, eps is positive, weight_decay and every lr_scale are not negative. */
 mn_status mn_optimizer_create(mn_optimizer **out, const mn_optim_param *params, int64_t n_params,
                               const mn_adamw_options *options);
 void mn_optimizer_destroy(mn_optimizer *optimizer);    // NULL accepted
 
-/* sqrt of the sum of squares of all gradients, summed in double in a fixed order. */
+/* sqrt of the sum of squares of all gradients, summed in double in a fixed order; not finite when a
+ * gradient is not. */
 double mn_optimizer_grad_norm(mn_optimizer *optimizer, mn_context *context);
 
 /* One AdamW step number `step` (from 0) at learning rate `lr`, gradients multiplied by
@@ -52,7 +54,8 @@ typedef enum mn_schedule_kind {
 typedef struct mn_schedule {
     mn_schedule_kind kind;
     double peak, floor;         // learning rates
-    int64_t warmup, steps;      // linear from 0 over `warmup` steps; `steps` is the whole run
+    int64_t warmup, steps;      // step s < warmup: peak (s + 1) / (warmup + 1), so no step is at 0;
+                                // `steps` is the whole run, the floor would be reached at its end
     double decay_part;          // warmup-stable-decay: the last part of the run that falls
 } mn_schedule;
 

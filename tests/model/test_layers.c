@@ -57,6 +57,10 @@ static void gradients(void **state) {
             for (int p = 0; p < c.layer.n_params; p++) {
                 const mn_param_info *info = &c.layer.params[p];
                 snprintf(what, sizeof what, "%s %s: %s", cases[i].name, cases[i].json, info->name);
+                for (int64_t t = 0; info->group == MN_GROUP_FROZEN && t < info->count; t++) {
+                    CHECK(layer_case_get(&c, c.grads[p], t) == 0.0, "%s is frozen", what);
+                }
+                if (info->group == MN_GROUP_FROZEN) continue;
                 for (int64_t t = 0; t < mn_min(TRIED, info->count); t++) {
                     const uint64_t at = mn_rng_bits(3, (uint64_t)p, (uint64_t)t);
                     check_entry(&c, what, c.params[p], c.grads[p],

@@ -194,7 +194,7 @@ static void bits_belong_to_row_and_column(void **state) {
     (void)state;
     static const shape shapes[] = {
         { 7, 33, 5 },     { 70, 49, 65 },    { 131, 145, 520 }, { 150, 530, 70 },
-        { 97, 600, 1100 }, { 66, 2100, 600 }, { 129, 48, 2600 }, { 70, 40, 6000 },
+        { 97, 600, 1100 }, { 66, 2100, 600 }, { 70, 40, 6000 },
     };
     static const int64_t parts[] = { 1, 3, 8, 65, 1000 };
     for (int target = 0; target < MN_TARGET_COUNT; target++) {
@@ -204,13 +204,12 @@ static void bits_belong_to_row_and_column(void **state) {
         for (size_t s = 0; s < MN_COUNTOF(shapes); s++) {
             const shape *z = &shapes[s];
             float *a = numbers(MN_F32, z->M * z->K, 1), *b = numbers(MN_F32, z->K * z->N, 2);
-            for (int accumulate = 0; accumulate < 2; accumulate++) {
-                float *want = reference_bits((mn_target_id)target, z, a, b, accumulate);
-                for (size_t k = 0; k < MN_COUNTOF(parts); k++) {
-                    check_bits(k % 2 ? one : three, z, a, b, parts[k], accumulate, want);
-                }
-                free(want);
+            const bool accumulate = s % 2;
+            float *want = reference_bits((mn_target_id)target, z, a, b, accumulate);
+            for (size_t k = 0; k < MN_COUNTOF(parts); k++) {
+                check_bits(k % 2 ? one : three, z, a, b, parts[k], accumulate, want);
             }
+            free(want);
             free(a);
             free(b);
         }

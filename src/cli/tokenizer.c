@@ -1,0 +1,185 @@
+/* tokenizer.c - mneme tokenizer VERB: train, encode, decode, info. */
+#include "cli/tokenizer.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/status.h"
+#include "base/util.h"
+#include "cli/command.h"
+#include "cli/number.h"
+
+typedef struct verb {
+    const char *name;
+    mn_status (*run)(const mn_tokenizer_options *o);
+    int files_min, files_max;
+    const char *options;         // those it takes, each with a blank on both sides
+    const char *help;
+} verb;
+
+static const verb verbs[] = {
+    { "train", mn_tokenizer_verb_train, 0, 1 << 20,
+      " --vocab-size --min-count --pattern --kind --special --out -o --quiet ",
+      "usage: mneme tokenizer train FILE... --vocab-size N -o OUT.json [options]\n\n"
+      "Learns byte-level BPE from text files and writes a tokenizer.json. The same files give\n"
+      "the same tokenizer.\n\n"
+      "  --vocab-size N    tokens in all: 256 bytes, special tokens, merges\n"
+      "  --pattern NAME    how text is cut before merging: gpt2 (default), llama3, qwen2\n"
+      "  --special TOKEN   a token that stays whole, such as '<|endoftext|>'; may be repeated\n"
+      "  --min-count N     pairs seen less often are not merged (default 2)\n"
+      "  --kind KIND       bpe (default); bytes: 256 tokens, no files needed; chars: one token\n"
+      "                    per character of the files\n"
+      "  -o, --out FILE    where to write\n"
+      "  --quiet           no progress\n\n"
+      "  mneme tokenizer train books/*.txt --vocab-size 8192 --special '<|endoftext|>' \\\n"
+      "      -o tokenizer.json\n"
+      "  mneme tokenizer train shakespeare.txt --kind chars -o chars.json\n" },
+    { "encode", mn_tokenizer_verb_encode, 1, 1, " --tokenizer --json --lines --plain --count ",
+      "usage: mneme tokenizer encode [options] FILE|-\n\n"
+      "Writes the tokens of a text, of standard input for \"-\".\n\n"
+      "  --tokenizer PATH  tokenizer.json or its folder (default: ./tokenizer.json)\n"
+      "  --plain           special tokens in the text are plain text, and none are put around it\n"
+      "  --json            one JSON document with ids and texts of the tokens\n"
+      "  --lines           FILE holds JSON lines, each a text or an object with \"text\"; a list\n"
+      "                    of ids per line\n"
+      "  --count           only how many tokens there are, and how long it took\n\n"
+      "  echo hello | mneme tokenizer encode --tokenizer gpt2/ -\n"
+      "  mneme tokenizer encode --tokenizer gpt2/ --count book.txt\n" },
+    { "decode", mn_tokenizer_verb_decode, 1, 1, " --tokenizer --lines --special ",
+      "usage: mneme tokenizer decode [options] FILE|-\n\n"
+      "Writes the text of tokens: numbers between blanks, commas or brackets.\n\n"
+      "  --tokenizer PATH  tokenizer.json or its folder (default: ./tokenizer.json)\n"
+      "  --special         write special tokens too\n"
+      "  --lines           each line is a text of its own; one JSON string per line\n\n"
+      "  echo 15496 995 | mneme tokenizer decode --tokenizer gpt2/ -\n" },
+    { "info", mn_tokenizer_verb_info, 0, 1, " --tokenizer --json ",
+      "usage: mneme tokenizer info [--json] [PATH]\n\n"
+      "Says what a tokenizer is: kind, size, begin and end of text, fingerprint.\n\n"
+      "  PATH              tokenizer.json or its folder (default: ./tokenizer.json)\n\n"
+      "  mneme tokenizer info gpt2/tokenizer.json\n" },
+};
+
+static void print_help(FILE *out) {
+    fputs("usage: mneme tokenizer VERB [options]      mneme tokenizer VERB --help\n\n"
+          "Tokenizers are files as Hugging Face writes them (tokenizer.json, model type BPE).\n\n"
+          "  train    learn one from text files\n"
+          "  encode   text to tokens\n"
+          "  decode   tokens to text\n"
+          "  info     what a tokenizer is\n\n"
+          "  mneme tokenizer train books/*.txt --vocab-size 8192 -o tokenizer.json\n"
+          "  mneme tokenizer encode --tokenizer tokenizer.json book.txt\n", out);
+}
+
+mn_status mn_read_input(mn_text *out, const char *path) {
+    const bool standard = strcmp(path, "-") == 0;
+    FILE *in = standard ? stdin : fopen(path, "rb");
+    if (!in) return mn_fail(MN_ERR_IO, "%s: %s", path, strerror(errno));
+    mn_status st = MN_OK;
+    for (size_t n = 1; n > 0 && st == MN_OK;) {
+        st = mn_text_reserve(out, 1 << 16);
+        if (st != MN_OK) break;
+        n = fread(out->bytes + out->size, 1, 1 << 16, in);
+        out->size += n;
+    }
+    if (st == MN_OK && ferror(in)) st = mn_fail(MN_ERR_IO, "%s: %s", path, strerror(errno));
+    if (!standard) fclose(in);
+    return st;
+}
+
+static bool takes(const verb *v, const char *option) {
+    char wanted[40];
+    snprintf(wanted, sizeof wanted, " %s ", option);
+    return strstr(v->options, wanted) != NULL;
+}
+
+/* An option without value. */
+static bool take_flag(mn_tokenizer_options *o, const verb *v, const char *option) {
+    const struct {
+        const char *name;
+        bool *flag;
+    } flags[] = {
+        { "--json", &o->json },   { "--lines", &o->lines }, { "--plain", &o->plain },
+        { "--count", &o->count }, { "--quiet", &o->quiet },
+    };
+    for (size_t i = 0; i < MN_COUNTOF(flags); i++) {
+        if (strcmp(flags[i].name, option) == 0) return *flags[i].flag = true;
+    }
+    if (strcmp(option, "--special") != 0 || strcmp(v->name, "decode") != 0) return false;
+    return o->keep_special = true;
+}
+
+static mn_status take_number(int *out, const char *option, const char *value) {
+    if (mn_parse_count(out, value, 1, 1 << 22)) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "%s needs a whole number from 1 to %d, not \"%s\"", option,
+                   1 << 22, value);
+}
+
+static mn_status take_value(mn_tokenizer_options *o, const char *option, const char *value) {
+    const struct {
+        const char *name;
+        const char **text;
+    } texts[] = {
+        { "--tokenizer", &o->tokenizer }, { "--out", &o->out },   { "-o", &o->out },
+        { "--pattern", &o->pattern },     { "--kind", &o->kind },
+    };
+    if (!value) return mn_fail(MN_ERR_ARGUMENT, "the value of %s is missing", option);
+    for (size_t i = 0; i < MN_COUNTOF(texts); i++) {
+        if (strcmp(texts[i].name, option) == 0) *texts[i].text = value;
+    }
+    if (strcmp(option, "--special") == 0) o->special[o->n_special++] = value;
+    if (strcmp(option, "--vocab-size") == 0) return take_number(&o->vocab_size, option, value);
+    if (strcmp(option, "--min-count") == 0) return take_number(&o->min_count, option, value);
+    return MN_OK;
+}
+
+/* Takes the options off argv, which starts with the verb, and keeps the files at its front. */
+static mn_status parse(mn_tokenizer_options *o, const verb *v, int argc, char **argv) {
+    mn_status st = MN_OK;
+    o->files = argv;
+    for (int i = 1; i < argc && st == MN_OK; i++) {
+        if (argv[i][0] != '-' || !argv[i][1]) {
+            argv[o->n_files++] = argv[i];
+        } else if (!takes(v, argv[i])) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s is no option; see mneme tokenizer %s --help",
+                           argv[i], v->name);
+        } else if (!take_flag(o, v, argv[i])) {
+            st = take_value(o, argv[i], i + 1 < argc ? argv[i + 1] : NULL);
+            i++;
+        }
+    }
+    if (st == MN_OK && (o->n_files < v->files_min || o->n_files > v->files_max)) {
+        return mn_fail(MN_ERR_ARGUMENT, v->files_max == 1 ? "name one file, or - for standard input"
+                                                          : "name at least one file");
+    }
+    return st;
+}
+
+int mn_command_tokenizer(int argc, char **argv) {
+    const verb *v = NULL;
+    if (argc < 2 || strcmp(argv[1], "--help") == 0) {
+        print_help(argc < 2 ? stderr : stdout);
+        return argc < 2 ? 2 : 0;
+    }
+    for (size_t i = 0; i < MN_COUNTOF(verbs); i++) {
+        if (strcmp(verbs[i].name, argv[1]) == 0) v = &verbs[i];
+    }
+    if (!v) {
+        fprintf(stderr, "mneme tokenizer: there is no verb \"%s\"; there are train, encode, "
+                "decode, info\n", argv[1]);
+        return 2;
+    }
+    if (argc > 2 && strcmp(argv[2], "--help") == 0) {
+        fputs(v->help, stdout);
+        return 0;
+    }
+    mn_tokenizer_options o = { .special = calloc((size_t)argc + 1, sizeof(char *)) };
+    mn_status st = o.special ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for the command line");
+    if (st == MN_OK) st = parse(&o, v, argc - 1, argv + 1);
+    const int usage = st != MN_OK;
+    if (st == MN_OK) st = v->run(&o);
+    free(o.special);
+    if (st != MN_OK) fprintf(stderr, "mneme tokenizer %s: %s\n", v->name, mn_last_error());
+    return st == MN_OK ? 0 : usage ? 2 : 1;
+}

@@ -1,0 +1,383 @@
+/* train.c - mneme train: from a configuration and text to a model that writes text. */
+#include <errno.h>
+#include <inttypes.h>
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "base/util.h"
+#include "cli/command.h"
+#include "cli/number.h"
+#include "cli/progress.h"
+#include "cli/sgemm.h"
+#include "io/json_write.h"
+#include "train/run_log.h"
+#include "train/trainer.h"
+
+enum { PATH = 4096, MAX_SETS = 256 };
+
+typedef struct options {
+    const char *config, *from;       // --resume's folder
+    const char *sets[MAX_SETS];
+    int n_sets, threads;
+    bool resume, overwrite, quiet, json, dry;
+} options;
+
+static void print_option(void *context, const char *key, const char *value, const char *about) {
+    (void)context;
+    printf("  %-24s %-10s %s\n", key, value[0] ? value : "\"\"", about);
+}
+
+static void print_help(void) {
+    puts("usage: mneme train [CONFIG.json] [--set key=value]... [options]\n"
+         "       mneme train --resume RUN [--set key=value]...\n\n"
+         "Trains a model on text and writes it to a folder: checkpoints last and best (model "
+         "folders\n"
+         "that generate and eval read), metrics.jsonl, event files for TensorBoard. Stopped by "
+         "Ctrl-C or\n"
+         "killed, a run goes on with --resume, bit for bit as if it had not stopped.\n\n"
+         "  --set K=V        change one value, such as --set model.layers=gdn; may be repeated\n"
+         "  --resume RUN     go on with a run's folder, or with one checkpoint of it\n"
+         "  --overwrite      begin anew in a folder that holds a run\n"
+         "  --threads N      threads (default: one per core)\n"
+         "  --dry-run        say what would be trained and how much memory it takes, and stop\n"
+         "  --quiet          no progress\n"
+         "  --json           the result as one document\n\n"
+         "Example: mneme train --set data.train=book.txt --set model.layers=gdn \\\n"
+         "             --set model.hidden_size=128 --set model.num_hidden_layers=4 --set "
+         "out=runs/gdn\n\n"
+         "model.layers, model.hidden_size .. are the keys of a model's config.json (mneme info "
+         "lists the\n"
+         "layers). The rest, with defaults:\n");
+    mn_train_options_list(print_option, NULL);
+    puts("  data.train, data.valid              files and folders\n"
+         "  train.groups.NAME.lr, .decays       NAME: matrix, vector, state, embed, head\n"
+         "  out                                 folder of the run (default: runs/LAYERS)");
+}
+
+static int usage_error(const char *what, const char *option) {
+    fprintf(stderr, "mneme train: %s%s; mneme train --help lists the options\n", option, what);
+    return 2;
+}
+
+/* 0, or the exit status of a mistake; -1: help was asked for. */
+static int parse(options *o, int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        const char *option = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
+        if (strcmp(option, "--help") == 0 || strcmp(option, "-h") == 0) return -1;
+        else if (strcmp(option, "--overwrite") == 0) o->overwrite = true;
+        else if (strcmp(option, "--quiet") == 0) o->quiet = true;
+        else if (strcmp(option, "--json") == 0) o->json = true;
+        else if (strcmp(option, "--dry-run") == 0) o->dry = true;
+        else if (option[0] != '-' && !o->config) o->config = option;
+        else if (option[0] != '-') return usage_error(" is a second configuration", option);
+        else if (strcmp(option, "--set") && strcmp(option, "--resume") &&
+                 strcmp(option, "--threads")) return usage_error(" is no option", option);
+        else if (!value) return usage_error(" needs a value", option);
+        else if (strcmp(option, "--set") == 0) {
+            if (o->n_sets == MAX_SETS) return usage_error(" is given too often", option);
+            o->sets[o->n_sets++] = argv[++i];
+        } else if (strcmp(option, "--resume") == 0) {
+            o->resume = true;
+            o->from = argv[++i];
+        } else if (!mn_parse_count(&o->threads, argv[++i], 1, 4096)) {
+            return usage_error(" is no number of threads", argv[i]);
+        }
+    }
+    return 0;
+}
+
+/* ---- configuration --------------------------------------------------------------------------- */
+
+static bool is_there(const char *path) {
+    struct stat about;
+    return stat(path, &about) == 0;
+}
+
+/* A run's folder, or a checkpoint inside one: RUN/train.json lies in it or two folders up. */
+static mn_status find_run(char run[PATH], char checkpoint[PATH], const char *from) {
+    char path[PATH];
+    snprintf(run, PATH, "%s", from);
+    checkpoint[0] = '\0';
+    if (snprintf(path, PATH, "%s/train.json", from) < PATH && is_there(path)) return MN_OK;
+    snprintf(checkpoint, PATH, "%s", from);
+    if (snprintf(run, PATH, "%s/../..", from) < PATH &&
+        snprintf(path, PATH, "%s/train.json", run) < PATH && is_there(path)) return MN_OK;
+    /* last and best are links: what they point to lies in RUN/checkpoints */
+    if (snprintf(run, PATH, "%s/..", from) < PATH &&
+        snprintf(path, PATH, "%s/train.json", run) < PATH && is_there(path)) return MN_OK;
+    return mn_fail(MN_ERR_IO, "%s is no folder of a run: no train.json in it or above", from);
+}
+
+static mn_status default_out(mn_json *root) {
+    if (json_object_get(root->value, "out")) return MN_OK;
+    const mn_json model = mn_json_member(root, "model");
+    const char *layers = "model";
+    mn_status st = mn_json_opt_text(&layers, &model, "layers");
+    char out[256] = "runs/";
+    for (size_t n = 5; st == MN_OK && *layers && n < sizeof out - 1; layers++) {
+        if (*layers == ' ' || *layers == '/') continue;
+        out[n++] = *layers;
+    }
+    json_object_set_new(root->value, "out", json_string(out));
+    return st;
+}
+
+static mn_status load_config(mn_json *root, const options *o, char checkpoint[PATH]) {
+    char run[PATH], path[PATH];
+    mn_status st = MN_OK;
+    checkpoint[0] = '\0';
+    if (o->resume) {
+        st = find_run(run, checkpoint, o->from);
+        if (st == MN_OK && snprintf(path, PATH, "%s/train.json", run) >= PATH) {
+            st = mn_fail(MN_ERR_ARGUMENT, "%s: the path is too long", run);
+        }
+        if (st == MN_OK) st = mn_json_load(root, path, MN_JSON_STANDARD);
+    } else if (o->config) {
+        st = mn_json_load(root, o->config, MN_JSON_STANDARD);
+    } else {
+        st = mn_json_parse(root, "{}", 2, "--set", MN_JSON_STANDARD);
+    }
+    if (st == MN_OK) st = mn_json_expect_object(root);
+    for (int i = 0; st == MN_OK && i < o->n_sets; i++) st = mn_train_set(root, o->sets[i]);
+    if (st == MN_OK && o->resume) json_object_set_new(root->value, "out", json_string(run));
+    return st == MN_OK ? default_out(root) : st;
+}
+
+/* ---- the run --------------------------------------------------------------------------------- */
+
+typedef struct run {
+    const options *o;
+    mn_trainer *trainer;
+    mn_run_log *log;
+    mn_progress bar;
+    mn_train_memory memory;
+    double ceiling;              // floating-point operations a second of sgemm here
+    double flops;                // of a step of training, per token
+    double started, last_time;   // seconds
+    int64_t tokens, last_tokens; // of this process; at the last line of the log
+    double rate, loss, valid;    // tokens a second, smoothed loss, last validation loss
+} run;
+
+static volatile sig_atomic_t stop_asked;
+
+static void ask_stop(int signal) {
+    (void)signal;
+    stop_asked = 1;
+}
+
+static double mebibytes(size_t bytes) {
+    return (double)bytes / 1048576.0;
+}
+
+static void introduce(run *r) {
+    const mn_train_options *o = mn_trainer_options(r->trainer);
+    const mn_model *model = mn_trainer_model(r->trainer);
+    char layers[512];
+    mn_layers_describe(layers, sizeof layers, mn_model_describe(model));
+    fprintf(stderr, "model      %d x %s, width %" PRId64 ", vocabulary %" PRId64 ": %" PRId64
+            " parameters (%" PRId64 " without embeddings)\n", mn_model_describe(model)->n_layers,
+            layers, mn_model_describe(model)->hidden_size, mn_model_describe(model)->vocab_size,
+            mn_model_count(model), mn_model_count_without_embeddings(model));
+    fprintf(stderr, "data       %" PRId64 " tokens to train on, %" PRId64 " held out, %s\n",
+            mn_trainer_tokens(r->trainer, false), mn_trainer_tokens(r->trainer, true),
+            mn_trainer_tokenizer(r->trainer) ? mn_tokenizer_kind(mn_trainer_tokenizer(r->trainer))
+                                             : "no tokenizer");
+    fprintf(stderr, "run        %" PRId64 " steps of %" PRId64 " x %" PRId64 " tokens, to %s\n",
+            o->steps, o->batch * o->accumulate, o->context, o->out);
+    fprintf(stderr, "memory     %.0f MiB predicted: %.0f parameters and optimiser, %.0f step, %.0f "
+            "work space, %.0f data\n", mebibytes(r->memory.total), mebibytes(r->memory.parameters),
+            mebibytes(r->memory.activations), mebibytes(r->memory.work),
+            mebibytes(r->memory.data));
+}
+
+static void show(run *r, int64_t done) {
+    char extra[80], valid[24] = "";
+    if (!isnan(r->valid)) snprintf(valid, sizeof valid, " valid %.4f", r->valid);
+    snprintf(extra, sizeof extra, "loss %.4f%s %.0f tokens/s %.0f%% of sgemm", r->loss, valid,
+             r->rate, 100.0 * r->rate * r->flops / r->ceiling);
+    mn_progress_update(&r->bar, done, extra);
+}
+
+static mn_status log_step(run *r, const mn_step_result *s) {
+    const double now = mn_seconds();
+    r->rate = (double)(r->tokens - r->last_tokens) / fmax(now - r->last_time, 1e-9);
+    r->last_time = now;
+    r->last_tokens = r->tokens;
+    const mn_train_options *o = mn_trainer_options(r->trainer);
+    const int64_t each = o->batch * o->context * o->accumulate;
+    const mn_run_value values[] = {
+        { "tokens", (double)((s->step + 1) * each) }, { "seconds", now - r->started },
+        { "loss", s->loss }, { "lr", s->lr }, { "grad_norm", s->grad_norm },
+        { "tokens_per_second", r->rate }, { "skipped", s->skipped },
+    };
+    return mn_run_log_write(r->log, s->step + 1, values, MN_COUNTOF(values));
+}
+
+static mn_status evaluate_and_save(run *r, bool evaluate, bool save) {
+    double loss = NAN;
+    bool best = false;
+    mn_status st = evaluate ? mn_trainer_evaluate(r->trainer, &loss, &best) : MN_OK;
+    if (st == MN_OK && !isnan(loss)) {
+        r->valid = loss;
+        const mn_run_value value = { "valid_loss", loss };
+        st = mn_run_log_write(r->log, mn_trainer_step_number(r->trainer), &value, 1);
+    }
+    if (st == MN_OK && (save || best)) st = mn_trainer_save(r->trainer, best);
+    /* time spent here is no time of training */
+    r->last_time = mn_seconds();
+    r->last_tokens = r->tokens;
+    return st;
+}
+
+static mn_status print_sample(run *r) {
+    char *text;
+    const mn_status st = mn_trainer_sample(r->trainer, &text);
+    if (st != MN_OK) return st;
+    mn_progress_clear(&r->bar);
+    fprintf(stderr, "---- step %" PRId64 "\n%s\n----\n", mn_trainer_step_number(r->trainer), text);
+    free(text);
+    return MN_OK;
+}
+
+static bool every(int64_t step, int64_t n) {
+    return n > 0 && step % n == 0;
+}
+
+static mn_status train(run *r) {
+    const mn_train_options *o = mn_trainer_options(r->trainer);
+    mn_status st = MN_OK;
+    while (st == MN_OK && mn_trainer_step_number(r->trainer) < o->steps && !stop_asked &&
+           !mn_trainer_exhausted(r->trainer)) {
+        mn_step_result s;
+        st = mn_trainer_step(r->trainer, &s);
+        if (st != MN_OK) break;
+        const int64_t done = s.step + 1;
+        r->tokens += s.tokens;
+        r->loss = isnan(r->loss) ? s.loss : 0.95 * r->loss + 0.05 * s.loss;
+        if (every(done, o->log_every)) st = log_step(r, &s);
+        show(r, done);
+        const bool end = done == o->steps;
+        const bool evaluates = every(done, o->eval_every) || end;
+        const bool saves = every(done, o->checkpoint_every) || end;
+        if (st == MN_OK && (evaluates || saves)) st = evaluate_and_save(r, evaluates, saves);
+        if (st == MN_OK && every(done, o->sample_every)) st = print_sample(r);
+    }
+    if (st == MN_OK && stop_asked) st = mn_trainer_save(r->trainer, false);
+    return st;
+}
+
+/* ---- before and after ------------------------------------------------------------------------ */
+
+/* A folder for the run that holds no other one. */
+static mn_status prepare_out(const options *o, const char *out, const mn_json *root) {
+    char path[PATH];
+    for (size_t i = 1; out[i] && i < PATH - 1; i++) {
+        if (out[i] != '/') continue;
+        memcpy(path, out, i);
+        path[i] = '\0';
+        mkdir(path, 0777);
+    }
+    if (mkdir(out, 0777) != 0 && errno != EEXIST) {
+        return mn_fail(MN_ERR_IO, "%s: cannot make the folder: %s", out, strerror(errno));
+    }
+    if (o->resume) return MN_OK;
+    snprintf(path, PATH, "%s/train.json", out);
+    if (is_there(path) && !o->overwrite) {
+        return mn_fail(MN_ERR_ARGUMENT, "%s holds a run; --resume %s goes on with it, --overwrite "
+                       "begins anew, out=... names another folder", out, out);
+    }
+    const mn_status st = mn_json_save(path, root->value);
+    snprintf(path, PATH, "%s/%s", out, MN_RUN_METRICS);
+    if (st == MN_OK && o->overwrite) unlink(path);
+    return st;
+}
+
+static void report(const run *r, double seconds) {
+    struct rusage use;
+    getrusage(RUSAGE_SELF, &use);
+    const double peak = (double)use.ru_maxrss / 1024.0, best = mn_trainer_best(r->trainer);
+    const char *out = mn_trainer_options(r->trainer)->out;
+    const double rate = (double)r->tokens / fmax(seconds, 1e-9);
+    if (r->o->json) {
+        json_t *root = json_pack("{s:I, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:I, s:s}",
+            "steps", (json_int_t)mn_trainer_step_number(r->trainer), "loss", mn_json_real(r->loss),
+            "best_valid_loss", mn_json_real(best), "valid_loss", mn_json_real(r->valid),
+            "seconds", mn_json_real(seconds), "tokens_per_second", mn_json_real(rate),
+            "share_of_sgemm", mn_json_real(rate * r->flops / r->ceiling),
+            "peak_mebibytes", mn_json_real(peak),
+            "parameters", (json_int_t)mn_model_count(mn_trainer_model(r->trainer)), "out", out);
+        char *text = NULL;
+        if (mn_json_text(&text, root, MN_JSON_PRETTY) == MN_OK) puts(text);
+        free(text);
+        json_decref(root);
+        return;
+    }
+    printf("loss %.4f", r->loss);
+    if (!isnan(best)) printf(", best on held-out data %.4f", best);
+    printf("; %" PRId64 " steps, %.1f s, %.0f tokens/s; memory %.0f MiB (predicted %.0f)\n",
+           mn_trainer_step_number(r->trainer), seconds, rate, peak, mebibytes(r->memory.total));
+    printf("%s/best and %s/last are the models: mneme generate --model %s/last\n", out, out, out);
+}
+
+static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn_context *context) {
+    mn_status st = mn_trainer_create(&r->trainer, root, context);
+    if (st == MN_OK) st = mn_trainer_predict(r->trainer, &r->memory);
+    if (st != MN_OK) return st;
+    r->flops = mn_model_flops(mn_trainer_model(r->trainer), mn_trainer_options(r->trainer)->context);
+    if (!r->o->quiet || r->o->dry) introduce(r);
+    if (r->o->dry) return MN_OK;
+    const mn_train_options *t = mn_trainer_options(r->trainer);
+    if (r->o->resume) st = mn_trainer_resume(r->trainer, checkpoint[0] ? checkpoint : NULL);
+    if (st == MN_OK) st = prepare_out(r->o, t->out, root);
+    const int64_t from = mn_trainer_step_number(r->trainer);
+    if (st == MN_OK) {
+        st = mn_run_log_open(&r->log, t->out, r->o->resume ? from : MN_RUN_NEW, t->tensorboard);
+    }
+    if (st != MN_OK) return st;
+    r->ceiling = mn_sgemm_rate(mn_context_threads(context));
+    r->loss = r->valid = NAN;
+    r->started = r->last_time = mn_seconds();
+    signal(SIGINT, ask_stop);
+    signal(SIGTERM, ask_stop);
+    mn_progress_start(&r->bar, "training", "steps", from, t->steps, r->o->quiet);
+    st = train(r);
+    if (st == MN_OK) mn_progress_finish(&r->bar, NULL);
+    else mn_progress_clear(&r->bar);
+    const mn_status closed = mn_run_log_close(r->log);
+    if (st == MN_OK) st = closed;
+    if (st == MN_OK) report(r, mn_seconds() - r->started);
+    return st;
+}
+
+int mn_command_train(int argc, char **argv) {
+    options o = { 0 };
+    const int mistake = parse(&o, argc, argv);
+    if (mistake < 0) print_help();
+    if (mistake != 0) return mistake < 0 ? 0 : mistake;
+    if (argc == 1) return usage_error("a configuration, --set or --resume is needed", "");
+    mn_json root = { 0 };
+    char checkpoint[PATH];
+    mn_context *context = NULL;
+    run r = { .o = &o };
+    mn_status st = load_config(&root, &o, checkpoint);
+    const mn_context_options threads = { .n_threads = o.threads };
+    if (st == MN_OK) st = mn_context_create(&context, &threads);
+    if (st == MN_OK) st = execute(&r, &root, checkpoint, context);
+    if (st != MN_OK) fprintf(stderr, "mneme train: %s\n", mn_last_error());
+    mn_trainer_destroy(r.trainer);
+    mn_context_destroy(context);
+    mn_json_free(&root);
+    if (st == MN_OK && stop_asked) {
+        fprintf(stderr, "stopped; --resume goes on\n");
+        return 130;
+    }
+    return st == MN_OK ? 0 : 1;
+}

@@ -1,0 +1,182 @@
+/* layer_palimpsa.c - palimpsa_code and palimpsa_paper: a mean and an importance per cell that fade
+ * towards a prior.
+ *
+ *   q, k, v = silu(conv(x W'))    q, k to unit length per head    ip = exp(Ip_log)
+ *   I = a I + (1 - a) ip + k^2 b'    mu = (a I mu + k w') / I    o = mu'q / sqrt K
+ *
+ *   code   a = exp(-softplus(x W_dt' + dt_bias) exp(A_log))    w = s v, s = sigmoid(x W_bs')
+ *          b = s softplus(b_scale) sigmoid(x W_rank' W_b')     o += D v
+ *   paper  a = 1 - g / N, g = sigmoid(x W_g'), N = n_init exp(logN)
+ *          w = b v, b = g sigmoid(x W_beta')
+ *
+ *   y = (rms(o) silu(x W_gate')) W_o'
+ *
+ * Without metaplasticity the code's layer is a sum with decay: S = a S + k w', o = S'q / sqrt K. */
+#include <math.h>
+
+#include "mixers/layer_family.h"
+
+static bool is_code(const mn_layer *layer) {
+    return layer->kind == MN_LAYER_palimpsa_code;
+}
+
+static mn_status derive(mn_layer *layer, int64_t context) {
+    (void)context;
+    const mn_layer_config *c = &layer->config;
+    mn_status st = mn_derive_heads(layer, c->num_heads, 0, c->head_dim, c->expand_k, c->expand_v);
+    if (st != MN_OK) return st;
+    const int64_t rank = c->beta_step_rank;
+    MN_SIZE(&layer->sizes, 'W') = c->conv_size;
+    MN_SIZE(&layer->sizes, 'R') = rank ? rank : (layer->width + 15) / 16;
+    st = mn_layer_require(layer, !c->use_short_conv || c->conv_size >= 1, "conv_size",
+                          "must be at least 1");
+    if (st == MN_OK && !is_code(layer)) {
+        st = mn_layer_require(layer, c->n_init >= 4.0, "n_init",
+                              "must be at least 4, so that every token leaves some memory");
+    }
+    /* what is left without importance is Mamba-2's row: a sum, decayed per token */
+    if (st == MN_OK && is_code(layer) && !c->metaplasticity) {
+        st = mn_mixer_find(&layer->mixer, "mamba2");
+    }
+    return st;
+}
+
+typedef struct inputs {
+    mn_tensor *q, *k, *v;    // v without any gate
+} inputs;
+
+static mn_tensor *key_of(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
+                         const char *piece) {
+    mn_tensor *k = mn_project_conv(f, x, weight, conv, MN_UNARY_SILU, piece);
+    return mn_unit(f, mn_tape_heads(f->tape, k, MN_OF(f, 'H')), 0, 1e-12);
+}
+
+static mn_tensor *sigmoid_of(mn_forward *f, mn_tensor *x, const char *weight) {
+    return mn_tape_unary(f->tape, MN_UNARY_SIGMOID, mn_project(f, x, weight, NULL));
+}
+
+/* (B,T,1,H) as (B,T,H,1), to go with heads. */
+static mn_tensor *per_head(mn_forward *f, mn_tensor *x) {
+    return mn_tape_heads(f->tape, x, MN_OF(f, 'H'));
+}
+
+/* exp(Ip_log), which is 1 and stays 1 unless learn_prior: then without gradient. */
+static mn_tensor *prior_of(mn_forward *f) {
+    mn_tensor *log = mn_use(f, "Ip_log");
+    if (log && !f->layer->config.learn_prior) {
+        log = mn_tape_leaf(f->tape, log->data, NULL, 1, MN_OF(f, 'H'), false);
+    }
+    return mn_tape_unary(f->tape, MN_UNARY_EXP, log);
+}
+
+/* Binds what both gatings share, and runs. */
+static mn_tensor *run_memory(mn_forward *f, mn_run *run, const inputs *in, mn_tensor *written) {
+    const int64_t cells = in->q->shape[0] * MN_OF(f, 'H') * MN_OF(f, 'K') * MN_OF(f, 'V');
+    mn_run_in(run, "q", in->q);
+    mn_run_in(run, "k", in->k);
+    mn_run_in(run, "v", written);
+    mn_run_in(run, "ip", prior_of(f));
+    mn_state_bind(f->state, run, "mu0", "mu", "mean", cells);
+    mn_state_bind(f->state, run, "imp0", "imp", "importance", cells);
+    mn_tensor *o = mn_run_out(run, "o");
+    mn_tensor *variance = f->variance ? mn_run_out(run, "ovar") : NULL;
+    mn_run_now(run);
+    mn_tell_variance(f, variance);
+    return o;
+}
+
+/* ---- as the code gates it -------------------------------------------------------------------- */
+
+/* softplus(x W_dt' + dt_bias) and exp(A_log). */
+static mn_tensor *step_of(mn_forward *f, mn_tensor *x) {
+    mn_tensor *dt = mn_project(f, x, "dt_proj.weight", NULL);
+    dt = mn_tape_add(f->tape, dt, mn_use_as(f, "dt_bias", 1, MN_OF(f, 'H')));
+    return mn_tape_unary(f->tape, MN_UNARY_SOFTPLUS, dt);
+}
+
+static mn_tensor *importance_gate(mn_forward *f, mn_tensor *x, mn_tensor *write) {
+    mn_tape *tape = f->tape;
+    mn_tensor *b = sigmoid_of(f, mn_project(f, x, "b_rank_proj.weight", NULL), "b_proj.weight");
+    mn_tensor *size = mn_tape_unary(tape, MN_UNARY_SOFTPLUS,
+                                    mn_use_as(f, "b_scale", MN_OF(f, 'H'), 1));
+    b = mn_tape_multiply(tape, per_head(f, b), size);
+    return mn_tape_multiply(tape, b, write);
+}
+
+/* The memory without importance. */
+static mn_tensor *run_plain(mn_forward *f, mn_tensor *x, const inputs *in, mn_tensor *written) {
+    const int64_t H = MN_OF(f, 'H');
+    mn_tensor *rate = mn_tape_unary(f->tape, MN_UNARY_NEG_EXP, mn_use_as(f, "A_log", 1, H));
+    mn_tensor *g = mn_tape_multiply(f->tape, step_of(f, x), rate);
+    mn_run run;
+    mn_additive_args *args = mn_run_start(&run, f->tape, MN_OP_additive);
+    mn_mixer_set_args(&f->layer->mixer, args);
+    args->scale = pow((double)MN_OF(f, 'K'), -0.5);
+    mn_run_in(&run, "q", in->q);
+    mn_run_in(&run, "k", in->k);
+    mn_run_in(&run, "v", written);
+    mn_run_in(&run, "g", g);
+    mn_state_bind(f->state, &run, "state0", "state", "memory",
+                  x->shape[0] * H * MN_OF(f, 'K') * MN_OF(f, 'V'));
+    mn_tensor *o = mn_run_out(&run, "o");
+    mn_run_now(&run);
+    return o;
+}
+
+static mn_tensor *run_code(mn_forward *f, mn_tensor *x, const inputs *in) {
+    mn_tape *tape = f->tape;
+    const int64_t H = MN_OF(f, 'H');
+    mn_tensor *write = per_head(f, sigmoid_of(f, x, "bs_proj.weight"));
+    mn_tensor *written = mn_tape_multiply(tape, in->v, write), *o;
+    if (f->layer->config.metaplasticity) {
+        mn_run run;
+        mn_palimpsa_code_args *args = mn_run_start(&run, tape, MN_OP_palimpsa_code);
+        args->scale = pow((double)MN_OF(f, 'K'), -0.5);
+        mn_run_in(&run, "b", importance_gate(f, x, write));
+        mn_run_in(&run, "dt", step_of(f, x));
+        mn_run_in(&run, "decay_rate", mn_tape_unary(tape, MN_UNARY_EXP, mn_use(f, "A_log")));
+        o = run_memory(f, &run, in, written);
+    } else {
+        o = run_plain(f, x, in, written);
+    }
+    if (!f->layer->config.use_residual) return o;
+    return mn_tape_add(tape, o, mn_tape_multiply(tape, in->v, mn_use_as(f, "D", H, 1)));
+}
+
+/* ---- as the paper gates it ------------------------------------------------------------------- */
+
+static mn_tensor *run_paper(mn_forward *f, mn_tensor *x, const inputs *in) {
+    mn_tape *tape = f->tape;
+    mn_tensor *gamma = sigmoid_of(f, x, "gamma_proj.weight");
+    mn_tensor *beta = per_head(f, sigmoid_of(f, x, "beta_proj.weight"));
+    beta = mn_tape_multiply(tape, beta, per_head(f, gamma));
+    mn_tensor *memory = mn_tape_unary(tape, MN_UNARY_EXP, mn_use(f, "logN"));
+    memory = mn_tape_affine(tape, memory, f->layer->config.n_init, 0.0);
+    mn_run run;
+    mn_palimpsa_paper_args *args = mn_run_start(&run, tape, MN_OP_palimpsa_paper);
+    args->scale = pow((double)MN_OF(f, 'K'), -0.5);
+    mn_run_in(&run, "beta", beta);
+    mn_run_in(&run, "gamma", gamma);
+    mn_run_in(&run, "n_mem", memory);
+    return run_memory(f, &run, in, in->v);
+}
+
+static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
+    mn_tape *tape = f->tape;
+    const int64_t H = MN_OF(f, 'H');
+    inputs in = { .k = key_of(f, x, "k_proj.weight", "k_conv1d.weight", "k_conv") };
+    in.q = key_of(f, x, "q_proj.weight", "q_conv1d.weight", "q_conv");
+    in.q = mn_ccq_query(f, x, in.q, in.k);
+    in.v = mn_tape_heads(tape, mn_project_conv(f, x, "v_proj.weight", "v_conv1d.weight",
+                                               MN_UNARY_SILU, "v_conv"), H);
+    if (!in.q || !in.k || !in.v) return NULL;
+    mn_tensor *o = is_code(f->layer) ? run_code(f, x, &in) : run_paper(f, x, &in);
+    mn_tensor *gate = NULL;
+    if (f->layer->config.use_gate) {
+        gate = mn_tape_heads(tape, mn_project(f, x, "g_proj.weight", NULL), H);
+    }
+    o = mn_norm_gate(f, o, gate, "o_norm.weight", 0);
+    return mn_project(f, mn_tape_flat(tape, o), "o_proj.weight", NULL);
+}
+
+const mn_layer_family mn_family_palimpsa = { derive, forward };

@@ -1,0 +1,222 @@
+/* options.c - reads the configuration of a run from the table of its options. */
+#include "train/options.h"
+
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/status.h"
+#include "base/util.h"
+
+typedef enum kind { KIND_INT, KIND_REAL, KIND_FLAG, KIND_TEXT } kind;
+
+static const struct option {
+    const char *section, *name, *text, *about;    // text: the default as written in the table
+    kind kind;
+    double value;
+    size_t offset;
+} options[] = {
+#define AT(name) offsetof(mn_train_options, name)
+#define INT(section, name, value, about) { #section, #name, #value, about, KIND_INT, value, AT(name) },
+#define REAL(section, name, value, about) { #section, #name, #value, about, KIND_REAL, value, AT(name) },
+#define FLAG(section, name, value, about) { #section, #name, #value, about, KIND_FLAG, value, AT(name) },
+#define TEXT(section, name, value, about) { #section, #name, value, about, KIND_TEXT, 0, AT(name) },
+#include "train/train_options.def"
+#undef AT
+};
+
+void mn_train_options_list(mn_option_line line, void *context) {
+    for (size_t i = 0; i < MN_COUNTOF(options); i++) {
+        char key[96];
+        snprintf(key, sizeof key, "%s.%s", options[i].section, options[i].name);
+        line(context, key, options[i].text, options[i].about);
+    }
+}
+
+/* ---- --set ----------------------------------------------------------------------------------- */
+
+static json_t *value_of(const char *text) {
+    json_t *value = json_loads(text, JSON_DECODE_ANY, NULL);
+    return value ? value : json_string(text);
+}
+
+mn_status mn_train_set(mn_json *root, const char *assignment) {
+    const char *equals = strchr(assignment, '=');
+    char key[256];
+    const size_t length = equals ? (size_t)(equals - assignment) : 0;
+    if (!equals || length == 0 || length >= sizeof key) {
+        return mn_fail(MN_ERR_ARGUMENT, "--set %s: write it as --set section.key=value",
+                       assignment);
+    }
+    memcpy(key, assignment, length);
+    key[length] = '\0';
+    json_t *at = root->value;
+    char *part = key;
+    for (char *dot = strchr(part, '.'); dot; part = dot + 1, dot = strchr(part, '.')) {
+        *dot = '\0';
+        json_t *next = json_object_get(at, part);
+        if (!next) {
+            next = json_object();
+            if (json_object_set_new(at, part, next) != 0) break;
+        }
+        if (!json_is_object(next)) {
+            return mn_fail(MN_ERR_ARGUMENT, "--set %s: %s is no object", assignment, part);
+        }
+        at = next;
+    }
+    json_t *value = value_of(equals + 1);
+    if (!value || json_object_set_new(at, part, value) != 0) {
+        return mn_fail(MN_ERR_ARGUMENT, "--set %s: not valid UTF-8", assignment);
+    }
+    return MN_OK;
+}
+
+/* ---- reading --------------------------------------------------------------------------------- */
+
+static void set_default(mn_train_options *out, const struct option *o) {
+    void *at = (char *)out + o->offset;
+    switch (o->kind) {
+    case KIND_INT: *(int64_t *)at = (int64_t)o->value; break;
+    case KIND_REAL: *(double *)at = o->value; break;
+    case KIND_FLAG: *(bool *)at = o->value != 0.0; break;
+    case KIND_TEXT: snprintf(at, MN_TRAIN_TEXT, "%s", o->text); break;
+    }
+}
+
+static mn_status read_text(char out[MN_TRAIN_TEXT], const mn_json *at) {
+    const char *text;
+    const mn_status st = mn_json_read_text(&text, at);
+    if (st != MN_OK) return st;
+    if (strlen(text) >= MN_TRAIN_TEXT) return mn_json_fail(at, "longer than %d bytes", MN_TRAIN_TEXT);
+    strcpy(out, text);
+    return MN_OK;
+}
+
+static mn_status read_value(mn_train_options *out, const struct option *o, const mn_json *at) {
+    void *to = (char *)out + o->offset;
+    mn_status st = MN_OK;
+    switch (o->kind) {
+    case KIND_INT: st = mn_json_read_i64(to, at); break;
+    case KIND_REAL: st = mn_json_read_f64(to, at); break;
+    case KIND_FLAG: st = mn_json_read_bool(to, at); break;
+    case KIND_TEXT: st = read_text(to, at); break;
+    }
+    if (st != MN_OK) return st;
+    if (o->kind == KIND_INT && *(int64_t *)to < 0) return mn_json_fail(at, "must not be negative");
+    if (o->kind == KIND_REAL && !(*(double *)to >= 0.0)) {
+        return mn_json_fail(at, "must not be negative");
+    }
+    return MN_OK;
+}
+
+static mn_status read_section(mn_train_options *out, const mn_json *root, const char *section,
+                              const char *const *others, int n_others) {
+    const mn_json object = mn_json_member(root, section);
+    if (!mn_json_given(&object)) return MN_OK;
+    mn_status st = mn_json_expect_object(&object);
+    const char *keys[MN_COUNTOF(options) + 8];
+    int n = 0;
+    for (int i = 0; i < n_others; i++) keys[n++] = others[i];
+    for (size_t i = 0; i < MN_COUNTOF(options); i++) {
+        if (strcmp(options[i].section, section) == 0) keys[n++] = options[i].name;
+    }
+    if (st == MN_OK) st = mn_json_unknown_key(&object, keys, n);
+    for (size_t i = 0; i < MN_COUNTOF(options) && st == MN_OK; i++) {
+        if (strcmp(options[i].section, section) != 0) continue;
+        const mn_json at = mn_json_member(&object, options[i].name);
+        if (mn_json_given(&at)) st = read_value(out, &options[i], &at);
+    }
+    return st;
+}
+
+/* A path or a list of them. */
+static mn_status read_paths(const char **paths, int *n, const mn_json *at) {
+    *n = 0;
+    if (!mn_json_given(at)) return MN_OK;
+    if (json_is_string(at->value)) return mn_json_read_text(&paths[(*n)++], at);
+    mn_status st = mn_json_expect_list(at);
+    if (st == MN_OK && mn_json_count(at) > MN_TRAIN_PATHS) {
+        return mn_json_fail(at, "more than %d paths; name a folder instead", MN_TRAIN_PATHS);
+    }
+    for (int64_t i = 0; st == MN_OK && i < mn_json_count(at); i++) {
+        const mn_json item = mn_json_item(at, i);
+        st = mn_json_read_text(&paths[(*n)++], &item);
+    }
+    return st;
+}
+
+static mn_status read_groups(mn_train_options *out, const mn_json *train) {
+    const char *names[MN_GROUP_COUNT];
+    for (int i = 0; i < MN_GROUP_COUNT; i++) {
+        names[i] = mn_group_name((mn_group)i);
+        out->groups[i] = (mn_train_group){ mn_group_lr((mn_group)i), mn_group_decays((mn_group)i) };
+    }
+    const mn_json groups = mn_json_member(train, "groups");
+    if (!mn_json_given(&groups)) return MN_OK;
+    mn_status st = mn_json_expect_object(&groups);
+    if (st == MN_OK) st = mn_json_unknown_key(&groups, names, MN_GROUP_COUNT);
+    for (int i = 0; st == MN_OK && i < MN_GROUP_COUNT; i++) {
+        const mn_json group = mn_json_member(&groups, names[i]);
+        if (!mn_json_given(&group)) continue;
+        static const char *const keys[] = { "lr", "decays" };
+        st = mn_json_unknown_key(&group, keys, 2);
+        if (st == MN_OK) st = mn_json_opt_f64(&out->groups[i].lr, &group, "lr");
+        if (st == MN_OK) st = mn_json_opt_bool(&out->groups[i].decays, &group, "decays");
+    }
+    return st;
+}
+
+static mn_status require(const mn_json *root, const char *section, const char *key, bool holds,
+                         const char *why) {
+    if (holds) return MN_OK;
+    const mn_json object = mn_json_member(root, section), at = mn_json_member(&object, key);
+    return mn_json_fail(&at, "%s", why);
+}
+
+static mn_status check_ranges(const mn_train_options *o, const mn_json *root) {
+    const struct {
+        const char *section, *key;
+        bool holds;
+        const char *why;
+    } rules[] = {
+        { "data", "train", o->n_train > 0, "names no file to train on" },
+        { "data", "valid_part", o->valid_part < 1.0, "must lie below 1" },
+        { "train", "steps", o->steps >= 1, "must be at least 1" },
+        { "train", "batch", o->batch >= 1, "must be at least 1" },
+        { "train", "context", o->context >= 1, "must be at least 1" },
+        { "train", "accumulate", o->accumulate >= 1, "must be at least 1" },
+        { "train", "beta1", o->beta1 < 1.0, "must lie below 1" },
+        { "train", "beta2", o->beta2 < 1.0, "must lie below 1" },
+        { "train", "eps", o->eps > 0.0, "must be above 0" },
+        { "train", "decay_part", o->decay_part <= 1.0, "must be at most 1" },
+        { "train", "log_every", o->log_every >= 1, "must be at least 1" },
+        { "train", "min_lr", o->min_lr <= o->lr, "must be at most train.lr" },
+    };
+    for (size_t i = 0; i < MN_COUNTOF(rules); i++) {
+        const mn_status st = require(root, rules[i].section, rules[i].key, rules[i].holds,
+                                     rules[i].why);
+        if (st != MN_OK) return st;
+    }
+    return MN_OK;
+}
+
+mn_status mn_train_options_read(mn_train_options *out, const mn_json *root) {
+    static const char *const sections[] = { "model", "data", "train", "out" };
+    static const char *const paths[] = { "train", "valid" }, *const groups[] = { "groups" };
+    memset(out, 0, sizeof *out);
+    for (size_t i = 0; i < MN_COUNTOF(options); i++) set_default(out, &options[i]);
+    mn_status st = mn_json_expect_object(root);
+    if (st == MN_OK) st = mn_json_unknown_key(root, sections, 4);
+    if (st == MN_OK) st = read_section(out, root, "data", paths, 2);
+    if (st == MN_OK) st = read_section(out, root, "train", groups, 1);
+    if (st != MN_OK) return st;
+    const mn_json data = mn_json_member(root, "data"), train = mn_json_member(root, "train");
+    const mn_json to = mn_json_member(root, "out"), files = mn_json_member(&data, "train");
+    const mn_json held = mn_json_member(&data, "valid");
+    st = read_paths(out->train, &out->n_train, &files);
+    if (st == MN_OK) st = read_paths(out->valid, &out->n_valid, &held);
+    if (st == MN_OK) st = read_groups(out, &train);
+    if (st == MN_OK && mn_json_given(&to)) st = read_text(out->out, &to);
+    return st == MN_OK ? check_ranges(out, root) : st;
+}

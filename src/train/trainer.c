@@ -1,0 +1,310 @@
+/* trainer.c - steps and evaluations of a training run. */
+#include "train/trainer.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/rng.h"
+#include "base/status.h"
+#include "base/util.h"
+#include "train/trainer_parts.h"
+
+/* ---- building -------------------------------------------------------------------------------- */
+
+static mn_status make_model(mn_trainer *t, const mn_json *root) {
+    const mn_json object = mn_json_member(root, "model");
+    mn_model_config config = { 0 };
+    mn_status st = mn_model_config_read(&config, &object);
+    if (st != MN_OK) return st;
+    const mn_json context = mn_json_member(&object, "max_position_embeddings");
+    if (!mn_json_given(&context)) config.context = t->options.context;
+    if (config.context < t->options.context) {
+        st = mn_json_fail(&context, "%lld is less than train.context = %lld",
+                          (long long)config.context, (long long)t->options.context);
+    }
+    if (st == MN_OK) st = mn_trainer_open_data(t, &config.vocab_size);
+    if (st == MN_OK) st = mn_model_create(&t->model, &config, MN_F32);
+    mn_model_config_free(&config);
+    if (st == MN_OK) st = mn_model_want_gradients(t->model);
+    if (st == MN_OK) mn_model_start(t->model, (uint64_t)t->options.seed);
+    return st;
+}
+
+static mn_status make_optimizer(mn_trainer *t) {
+    const mn_train_options *o = &t->options;
+    t->schedule = (mn_schedule){ .peak = o->lr, .floor = o->min_lr, .warmup = o->warmup,
+                                 .steps = o->steps, .decay_part = o->decay_part };
+    if (!mn_schedule_parse(&t->schedule.kind, o->schedule)) {
+        return mn_fail(MN_ERR_ARGUMENT, "train.schedule: \"%s\" is none of constant, linear, "
+                       "cosine, warmup-stable-decay", o->schedule);
+    }
+    const int n = mn_model_params(t->model);
+    mn_optim_param *params = calloc((size_t)n, sizeof *params);
+    if (!params) return mn_fail(MN_ERR_MEMORY, "no memory for an optimiser");
+    for (int i = 0; i < n; i++) {
+        mn_model_param *p = mn_model_param_at(t->model, i);
+        const mn_train_group *group = &o->groups[p->info.group];
+        params[i] = (mn_optim_param){ p->name, p->value, p->grad, p->info.count, group->lr,
+                                      group->decays };
+    }
+    const mn_adamw_options how = { o->beta1, o->beta2, o->eps, o->weight_decay };
+    const mn_status st = mn_optimizer_create(&t->optimizer, params, n, &how);
+    free(params);
+    return st;
+}
+
+mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context) {
+    *out = NULL;
+    mn_trainer *t = calloc(1, sizeof *t);
+    if (!t) return mn_fail(MN_ERR_MEMORY, "no memory for a training run");
+    t->context = context;
+    t->best = NAN;
+    mn_status st = mn_train_options_read(&t->options, root);
+    if (st == MN_OK) st = make_model(t, root);
+    if (st == MN_OK) st = make_optimizer(t);
+    if (st == MN_OK) st = mn_tape_create(&t->tape, context, MN_F32);
+    if (st != MN_OK) {
+        mn_trainer_destroy(t);
+        return st;
+    }
+    *out = t;
+    return MN_OK;
+}
+
+void mn_trainer_destroy(mn_trainer *t) {
+    if (!t) return;
+    mn_tape_destroy(t->tape);
+    mn_optimizer_destroy(t->optimizer);
+    mn_model_destroy(t->model);
+    mn_trainer_close_data(t);
+    free(t);
+}
+
+int64_t mn_trainer_step_number(const mn_trainer *t) {
+    return t->step;
+}
+
+double mn_trainer_best(const mn_trainer *t) {
+    return t->best;
+}
+
+const mn_train_options *mn_trainer_options(const mn_trainer *t) {
+    return &t->options;
+}
+
+mn_model *mn_trainer_model(mn_trainer *t) {
+    return t->model;
+}
+
+const mn_tokenizer *mn_trainer_tokenizer(const mn_trainer *t) {
+    return t->tokenizer;
+}
+
+int64_t mn_trainer_tokens(const mn_trainer *t, bool valid) {
+    const mn_corpus *corpus = valid ? t->valid : t->train;
+    return corpus ? mn_corpus_tokens(corpus) : 0;
+}
+
+/* ---- one batch ------------------------------------------------------------------------------- */
+
+mn_status mn_trainer_pass(mn_trainer *t, const mn_batch *batch, unsigned modes, bool add,
+                          double weight, double *loss, int64_t *counted) {
+    mn_model_input in = { .tokens = batch->tokens, .B = batch->rows, .T = batch->length,
+                          .add_gradients = add };
+    if (batch->packed) {
+        in.B = 1;
+        in.T = batch->rows * batch->length;
+        in.starts = batch->starts;
+        in.n_sequences = batch->n_sequences;
+    }
+    const bool trains = modes & MN_TAPE_RECORD;
+    const mn_loss_options how = { .weight = weight, .z_loss = trains ? t->options.z_loss : 0.0 };
+    mn_tape_start(t->tape, modes);
+    if (t->options.mc_samples > 0) {
+        mn_model_marginal_loss(t->model, t->tape, &in, batch->targets, how,
+                               (int)t->options.mc_samples, (uint64_t)t->options.seed,
+                               (uint64_t)t->step, loss, counted);
+    } else {
+        mn_tensor *hidden = mn_model_hidden(t->model, t->tape, &in);
+        mn_model_loss(t->model, t->tape, hidden, batch->targets, how, loss, counted);
+    }
+    if (mn_tape_status(t->tape) != MN_OK || !trains) return mn_tape_status(t->tape);
+    const mn_status st = mn_tape_backward(t->tape);
+    if (!mn_tape_plans(t->tape)) mn_model_settle_gradients(t->model);
+    return st;
+}
+
+mn_status mn_trainer_predict(mn_trainer *t, mn_train_memory *memory) {
+    memset(memory, 0, sizeof *memory);
+    mn_batch planned = t->batch;
+    int64_t row[2] = { 0, t->batch.rows * t->batch.length };
+    if (planned.packed) {    // as if all were one sequence: state kept in front of each chunk
+        planned.starts = row;
+        planned.n_sequences = 1;
+    }
+    double loss;
+    int64_t counted;
+    const mn_status st = mn_trainer_pass(t, &planned, MN_TAPE_RECORD | MN_TAPE_PLAN, false, 1.0,
+                                         &loss, &counted);
+    if (st != MN_OK) return st;
+    memory->activations = mn_tape_bytes(t->tape);
+    memory->work = mn_tape_work_bytes(t->tape);
+    memory->parameters = (size_t)mn_model_count(t->model) * 4 * sizeof(float);
+    const size_t tokens = (size_t)(t->batch.rows * t->batch.length);
+    memory->data = 4 * tokens * sizeof(int32_t);
+    if (t->tokenizer) memory->data += (size_t)mn_corpus_tokens(t->all) * sizeof(int32_t);
+    memory->total = memory->parameters + memory->activations + memory->work + memory->data;
+    return mn_tape_reserve(t->tape, memory->activations);
+}
+
+/* ---- steps ----------------------------------------------------------------------------------- */
+
+/* Runs the batch again and looks at every result; names the first that is not finite. */
+static mn_status explain(mn_trainer *t, const mn_batch *batch, int64_t number, double loss) {
+    double again;
+    int64_t counted;
+    const mn_status st = mn_trainer_pass(t, batch, MN_TAPE_CHECK, false, 1.0, &again, &counted);
+    char what[512] = "the gradient overflowed though every result going forward is finite";
+    if (st == MN_ERR_NUMERIC) strncpy(what, mn_last_error(), sizeof what - 1);
+    for (int i = 0; i < mn_model_params(t->model); i++) {
+        const mn_model_param *p = mn_model_param_at(t->model, i);
+        for (int64_t k = 0; k < p->info.count; k++) {
+            if (isfinite(((const float *)p->value)[k])) continue;
+            return mn_fail(MN_ERR_NUMERIC, "step %lld: the loss is %g; parameter %s is not finite. "
+                           "Go on from the last checkpoint with a lower train.lr",
+                           (long long)t->step, loss, p->name);
+        }
+    }
+    return mn_fail(MN_ERR_NUMERIC, "step %lld, batch %lld: the loss is %g; %s. Go on from the last "
+                   "checkpoint with a lower train.lr or train.clip", (long long)t->step,
+                   (long long)number, loss, what);
+}
+
+/* Deviations of `loss` above the mean of the last steps; 0 until there are enough. */
+static double spike(const mn_trainer *t, double loss) {
+    if (t->n_recent < MN_SPIKE_WINDOW) return 0.0;
+    double mean = 0.0, square = 0.0;
+    for (int i = 0; i < MN_SPIKE_WINDOW; i++) mean += t->recent[i] / MN_SPIKE_WINDOW;
+    for (int i = 0; i < MN_SPIKE_WINDOW; i++) {
+        square += (t->recent[i] - mean) * (t->recent[i] - mean) / MN_SPIKE_WINDOW;
+    }
+    return square > 0.0 ? (loss - mean) / sqrt(square) : 0.0;
+}
+
+static mn_status run_batches(mn_trainer *t, mn_step_result *r) {
+    const int64_t n = t->options.accumulate;
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t number = t->step * n + i;
+        double loss;
+        int64_t counted;
+        mn_status st = mn_loader_fill(&t->batch, t->train_loader, number);
+        if (st == MN_OK) {
+            st = mn_trainer_pass(t, &t->batch, MN_TAPE_RECORD, i > 0, 1.0 / (double)n, &loss,
+                                 &counted);
+        }
+        if (st != MN_OK) return st;
+        if (!isfinite(loss)) return explain(t, &t->batch, number, loss);
+        r->loss += loss / (double)n;
+        r->tokens += counted;
+    }
+    r->grad_norm = mn_optimizer_grad_norm(t->optimizer, t->context);
+    if (isfinite(r->grad_norm)) return MN_OK;
+    return explain(t, &t->batch, t->step * n + n - 1, r->loss);
+}
+
+mn_status mn_trainer_step(mn_trainer *t, mn_step_result *result) {
+    mn_step_result r = { .step = t->step, .lr = mn_schedule_rate(&t->schedule, t->step) };
+    const mn_status st = run_batches(t, &r);
+    if (st != MN_OK) return st;
+    const double limit = t->options.spike_skip, clip = t->options.clip;
+    r.skipped = limit > 0.0 && spike(t, r.loss) > limit;
+    t->recent[t->n_recent++ % MN_SPIKE_WINDOW] = r.loss;
+    if (!r.skipped) {
+        const double scale = clip > 0.0 && r.grad_norm > clip ? clip / r.grad_norm : 1.0;
+        const mn_status stepped = mn_optimizer_step(t->optimizer, t->context, t->step, r.lr, scale);
+        if (stepped != MN_OK) return stepped;
+    }
+    t->step++;
+    t->tokens += r.tokens;
+    *result = r;
+    return MN_OK;
+}
+
+mn_status mn_trainer_evaluate(mn_trainer *t, double *loss, bool *best) {
+    *loss = NAN;
+    *best = false;
+    if (!t->valid_loader) return MN_OK;
+    int64_t batches = mn_loader_epoch(t->valid_loader), tokens = 0;
+    if (t->options.eval_batches > 0) batches = mn_min(batches, t->options.eval_batches);
+    double sum = 0.0;
+    for (int64_t i = 0; i < batches; i++) {
+        double mean;
+        int64_t counted;
+        mn_status st = mn_loader_fill(&t->valid_batch, t->valid_loader, i);
+        if (st == MN_OK) {
+            st = mn_trainer_pass(t, &t->valid_batch, MN_TAPE_FORWARD, false, 1.0, &mean, &counted);
+        }
+        if (st != MN_OK) return st;
+        sum += mean * (double)counted;
+        tokens += counted;
+    }
+    *loss = sum / (double)mn_max(tokens, 1);
+    *best = !(*loss >= t->best);    // also when there is none yet
+    t->worse = *best ? 0 : t->worse + 1;
+    if (!*best) return MN_OK;
+    t->best = *loss;
+    t->best_step = t->step;
+    return MN_OK;
+}
+
+bool mn_trainer_exhausted(const mn_trainer *t) {
+    return t->options.patience > 0 && t->worse >= t->options.patience;
+}
+
+/* ---- samples --------------------------------------------------------------------------------- */
+
+/* A token by the model's probabilities, as a function of (seed, step, place). */
+static int32_t draw(const float *logits, int64_t n, double u) {
+    double top = logits[0], sum = 0.0;
+    for (int64_t i = 1; i < n; i++) top = fmax(top, logits[i]);
+    for (int64_t i = 0; i < n; i++) sum += exp(logits[i] - top);
+    double left = u * sum;
+    for (int64_t i = 0; i < n; i++) {
+        left -= exp(logits[i] - top);
+        if (left <= 0.0) return (int32_t)i;
+    }
+    return (int32_t)(n - 1);
+}
+
+static mn_status write_tokens(mn_trainer *t, int32_t *tokens, int64_t n, mn_model_state *state) {
+    const int64_t size = mn_tokenizer_size(t->tokenizer);
+    for (int64_t i = 0; i + 1 < n; i++) {
+        const mn_model_input in = { .tokens = tokens + i, .B = 1, .T = 1, .state = state };
+        mn_tape_start(t->tape, MN_TAPE_FORWARD);
+        mn_tensor *hidden = mn_model_hidden(t->model, t->tape, &in);
+        const mn_tensor *logits = mn_model_logits(t->model, t->tape, hidden);
+        if (!logits) return mn_tape_status(t->tape);
+        const double u = mn_rng_uniform((uint64_t)t->options.seed, (uint64_t)t->step + 7777,
+                                        (uint64_t)i);
+        tokens[i + 1] = draw(logits->data, size, u);
+    }
+    return MN_OK;
+}
+
+mn_status mn_trainer_sample(mn_trainer *t, char **text) {
+    *text = NULL;
+    if (!t->tokenizer) return mn_fail(MN_ERR_UNSUPPORTED, "samples need a tokenizer");
+    const int64_t n = mn_min(t->options.sample_tokens, t->options.context);
+    int32_t *tokens = calloc((size_t)n + 1, sizeof *tokens);
+    if (!tokens) return mn_fail(MN_ERR_MEMORY, "no memory for a sample");
+    mn_model_state state = { 0 };
+    size_t size;
+    mn_status st = mn_corpus_read(t->train, 0, 1, tokens);
+    if (st == MN_OK) st = mn_model_state_create(&state, t->model);
+    if (st == MN_OK) st = write_tokens(t, tokens, n, &state);
+    if (st == MN_OK) st = mn_tokenizer_decode(t->tokenizer, tokens, n, false, text, &size);
+    mn_model_state_free(&state);
+    free(tokens);
+    return st;
+}

@@ -1,0 +1,72 @@
+/* trainer.h - one training run: model, optimiser, data, and what must be kept to go on with it.
+ *
+ *   mn_trainer_create(&t, &root, context);  or  mn_trainer_resume(&t, folder, ...);
+ *   while (mn_trainer_step_number(t) < steps) mn_trainer_step(t, &result);
+ *   mn_trainer_save(t, ...); mn_trainer_destroy(t);
+ *
+ * A resumed run goes on with the bits of one that never stopped. */
+#ifndef MN_TRAIN_TRAINER_H
+#define MN_TRAIN_TRAINER_H
+
+#include "data/loader.h"
+#include "io/tokenizer.h"
+#include "model/model.h"
+#include "train/options.h"
+
+typedef struct mn_trainer mn_trainer;
+
+/* What a run will hold at most, in bytes. */
+typedef struct mn_train_memory {
+    size_t parameters;      // values, gradients and two moments
+    size_t activations;     // the step arena
+    size_t work;            // work space of operators
+    size_t data;            // tokens and batches
+    size_t total;
+} mn_train_memory;
+
+typedef struct mn_step_result {
+    int64_t step;           // of this update, from 0
+    double loss;            // mean over the batches of the step, in nats per token
+    double grad_norm, lr;
+    int64_t tokens;         // targets counted
+    bool skipped;           // a spike: no update was made
+} mn_step_result;
+
+/* Everything from the document: reads the data, makes the tokenizer and the model. Borrows `root`
+ * and `context`. */
+mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context);
+void mn_trainer_destroy(mn_trainer *trainer);    // NULL accepted
+
+mn_status mn_trainer_predict(mn_trainer *trainer, mn_train_memory *memory);
+
+/* One optimiser step. A loss or gradient that is not finite fails with a message that names the
+ * first tensor that went wrong, and changes nothing. */
+mn_status mn_trainer_step(mn_trainer *trainer, mn_step_result *result);
+
+/* Mean loss over the validation data (or the first eval_batches), NAN when there is none. Better
+ * than all before: *best. Counts towards patience. */
+mn_status mn_trainer_evaluate(mn_trainer *trainer, double *loss, bool *best);
+
+/* Stopped early: patience is used up. */
+bool mn_trainer_exhausted(const mn_trainer *trainer);
+
+/* Writes OUT/checkpoints/step-N as a model folder with the state of the optimiser, points OUT/last
+ * (and OUT/best) at it, and removes the ones that neither needs. What was there before stays until
+ * the new one is complete. */
+mn_status mn_trainer_save(mn_trainer *trainer, bool best);
+
+/* Takes up the state of a checkpoint: OUT/last, or the checkpoint at `path`. The configuration must
+ * be that of the checkpoint in all that matters to its numbers. */
+mn_status mn_trainer_resume(mn_trainer *trainer, const char *path);
+
+/* Text written by the model as it is, to be freed. */
+mn_status mn_trainer_sample(mn_trainer *trainer, char **text);
+
+int64_t mn_trainer_step_number(const mn_trainer *trainer);     // steps done
+double mn_trainer_best(const mn_trainer *trainer);             // NAN: none yet
+const mn_train_options *mn_trainer_options(const mn_trainer *trainer);
+mn_model *mn_trainer_model(mn_trainer *trainer);
+const mn_tokenizer *mn_trainer_tokenizer(const mn_trainer *trainer);
+int64_t mn_trainer_tokens(const mn_trainer *trainer, bool valid);
+
+#endif

@@ -1,0 +1,137 @@
+/* trainer_data.c - where a run's tokens come from. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/status.h"
+#include "data/text.h"
+#include "train/trainer_parts.h"
+
+static mn_status format_of(mn_corpus_format *out, const char *name) {
+    static const char *const names[] = { "auto", "text", "jsonl", "nanogpt", "llmc", "prepared" };
+    for (int i = 0; i < 6; i++) {
+        if (strcmp(names[i], name) == 0) {
+            *out = (mn_corpus_format)i;
+            return MN_OK;
+        }
+    }
+    return mn_fail(MN_ERR_ARGUMENT, "data.format: \"%s\" is none of auto, text, jsonl, nanogpt, "
+                   "llmc, prepared", name);
+}
+
+/* Characters of all files of the run, training and validation: a vocabulary that covers both. */
+static mn_status chars_of(mn_tokenizer **out, const mn_train_options *o, mn_corpus_format format) {
+    const char *paths[2 * MN_TRAIN_PATHS];
+    int64_t n = 0;
+    for (int i = 0; i < o->n_train; i++) paths[n++] = o->train[i];
+    for (int i = 0; i < o->n_valid; i++) paths[n++] = o->valid[i];
+    mn_data_files files = { 0 };
+    mn_text_plan plan = { 0 };
+    char *text = NULL;
+    size_t size = 0;
+    const char *separator = o->separator[0] ? o->separator : NULL;
+    mn_status st = mn_data_files_list(&files, paths, n, format);
+    if (st == MN_OK) st = mn_text_plan_make(&plan, &files, o->text_key, separator, 0.0, NULL);
+    if (st == MN_OK) st = mn_text_alphabet(&text, &size, &plan, NULL, NULL);
+    if (st == MN_OK) st = mn_tokenizer_chars(out, text, size);
+    free(text);
+    mn_text_plan_free(&plan);
+    mn_data_files_free(&files);
+    return st;
+}
+
+/* Whether the files are text, so that a tokenizer is needed. */
+static mn_status is_text(bool *text, const mn_train_options *o, mn_corpus_format format) {
+    mn_data_files files = { 0 };
+    const mn_status st = mn_data_files_list(&files, o->train, o->n_train, format);
+    *text = false;
+    for (int64_t i = 0; i < files.count; i++) {
+        *text |= files.items[i].format == MN_CORPUS_TEXT ||
+                 files.items[i].format == MN_CORPUS_JSONL;
+    }
+    mn_data_files_free(&files);
+    return st;
+}
+
+static mn_status open_tokenizer(mn_trainer *t, mn_corpus_format format) {
+    const char *name = t->options.tokenizer;
+    bool text;
+    mn_status st = is_text(&text, &t->options, format);
+    if (st != MN_OK) return st;
+    const bool named = strcmp(name, "chars") != 0;
+    if (strcmp(name, "bytes") == 0) return mn_tokenizer_bytes(&t->tokenizer);
+    if (named) return mn_tokenizer_load(&t->tokenizer, name);
+    if (text) return chars_of(&t->tokenizer, &t->options, format);
+    /* prepared folders bring their own; .bin files have none */
+    if (mn_tokenizer_load(&t->tokenizer, t->options.train[0]) != MN_OK) t->tokenizer = NULL;
+    return MN_OK;
+}
+
+static mn_status open_corpora(mn_trainer *t, mn_corpus_format format, int64_t vocab_size) {
+    const mn_train_options *o = &t->options;
+    mn_corpus_options how = { .format = format, .paths = o->train, .n_paths = o->n_train,
+                              .text_key = o->text_key, .document_end = -1,
+                              .separator = o->separator[0] ? o->separator : NULL,
+                              .vocab_size = vocab_size };
+    mn_status st = mn_corpus_open(&t->all, &how, t->tokenizer);
+    if (st != MN_OK) return st;
+    if (o->n_valid > 0) {
+        how.paths = o->valid;
+        how.n_paths = o->n_valid;
+        st = mn_corpus_open(&t->valid, &how, t->tokenizer);
+        if (st == MN_OK) st = mn_corpus_part(&t->train, t->all, 0.0, 1.0);
+        return st;
+    }
+    const double cut = 1.0 - o->valid_part;
+    st = mn_corpus_part(&t->train, t->all, 0.0, cut);
+    if (st == MN_OK && cut < 1.0) st = mn_corpus_part(&t->valid, t->all, cut, 1.0);
+    return st;
+}
+
+static mn_status open_loaders(mn_trainer *t) {
+    const mn_train_options *o = &t->options;
+    const bool documents = strcmp(o->cutting, "documents") == 0;
+    if (!documents && strcmp(o->cutting, "windows") != 0) {
+        return mn_fail(MN_ERR_ARGUMENT, "data.cutting: \"%s\" is none of windows, documents",
+                       o->cutting);
+    }
+    mn_loader_options how = { .cutting = documents ? MN_CUT_DOCUMENTS : MN_CUT_WINDOWS,
+                              .rows = o->batch, .length = o->context,
+                              .seed = (uint64_t)o->seed };
+    mn_status st = mn_loader_create(&t->train_loader, t->train, &how);
+    if (st == MN_OK) st = mn_batch_create(&t->batch, t->train_loader);
+    how.sequential = true;
+    if (st == MN_OK && t->valid) st = mn_loader_create(&t->valid_loader, t->valid, &how);
+    if (st == MN_OK && t->valid) st = mn_batch_create(&t->valid_batch, t->valid_loader);
+    return st;
+}
+
+mn_status mn_trainer_open_data(mn_trainer *t, int64_t *vocab_size) {
+    mn_corpus_format format = MN_CORPUS_AUTO;
+    mn_status st = format_of(&format, t->options.format);
+    if (st == MN_OK) st = open_tokenizer(t, format);
+    if (st != MN_OK) return st;
+    const int64_t tokens = t->tokenizer ? mn_tokenizer_size(t->tokenizer) : 0;
+    if (*vocab_size == 0) *vocab_size = tokens;
+    if (*vocab_size == 0) {
+        return mn_fail(MN_ERR_ARGUMENT, "model.vocab_size is not given and the data bring no "
+                       "tokenizer; give either");
+    }
+    if (tokens > *vocab_size) {
+        return mn_fail(MN_ERR_ARGUMENT, "the tokenizer has %lld tokens and model.vocab_size is "
+                       "%lld; leave vocab_size out or raise it", (long long)tokens,
+                       (long long)*vocab_size);
+    }
+    st = open_corpora(t, format, *vocab_size);
+    return st == MN_OK ? open_loaders(t) : st;
+}
+
+void mn_trainer_close_data(mn_trainer *t) {
+    mn_batch_free(&t->batch);
+    mn_batch_free(&t->valid_batch);
+    mn_loader_destroy(t->train_loader);
+    mn_loader_destroy(t->valid_loader);
+    mn_corpus_destroy(t->train);
+    mn_corpus_destroy(t->valid);
+    mn_corpus_destroy(t->all);
+    mn_tokenizer_destroy(t->tokenizer);
+}

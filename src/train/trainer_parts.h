@@ -1,0 +1,38 @@
+/* trainer_parts.h - the inside of a training run, shared by the files of this folder. */
+#ifndef MN_TRAIN_TRAINER_PARTS_H
+#define MN_TRAIN_TRAINER_PARTS_H
+
+#include "optim/optim.h"
+#include "train/trainer.h"
+
+enum { MN_SPIKE_WINDOW = 128 };
+
+struct mn_trainer {
+    mn_train_options options;
+    mn_context *context;
+    mn_tokenizer *tokenizer;         // NULL: data are tokens already
+    mn_corpus *train, *valid, *all;  // all: what both are parts of; valid may be NULL
+    mn_loader *train_loader, *valid_loader;
+    mn_batch batch, valid_batch;
+    mn_model *model;
+    mn_optimizer *optimizer;
+    mn_schedule schedule;
+    mn_tape *tape;
+
+    /* what a checkpoint keeps beside weights and moments */
+    int64_t step, tokens;            // steps done, tokens trained on
+    double best;                     // NAN: not evaluated yet
+    int64_t best_step, worse;        // evaluations since the best one
+    double recent[MN_SPIKE_WINDOW];  // losses of the last steps
+    int64_t n_recent;
+};
+
+/* Tokenizer, corpora and loaders. vocab_size 0: the tokenizer's, which is then set. */
+mn_status mn_trainer_open_data(mn_trainer *trainer, int64_t *vocab_size);
+void mn_trainer_close_data(mn_trainer *trainer);
+
+/* One batch forward and, with `back`, backward. `weight` of its mean loss in the gradient. */
+mn_status mn_trainer_pass(mn_trainer *trainer, const mn_batch *batch, unsigned modes, bool add,
+                          double weight, double *loss, int64_t *counted);
+
+#endif
