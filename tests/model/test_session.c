@@ -87,8 +87,9 @@ static void check_logits(const char *what, const mn_session *session, const floa
     if (!CHECK(got != NULL, "%s: no logits", what)) return;
     for (int i = 0; i < VOCABULARY; i++) top = fmaxf(top, fabsf(want[i]));
     for (int i = 0; i < VOCABULARY; i++) {
-        CHECK(fabsf(got[i] - want[i]) <= 1e-5f * top, "%s, %lld tokens read: logit %d is %g, not %g",
-              what, (long long)mn_session_position(session), i, (double)got[i], (double)want[i]);
+        CHECK(fabsf(got[i] - want[i]) <= 1e-5f * top, "%s, %lld tokens read: logit %d is %g, not "
+              "%g", what, (long long)mn_session_position(session), i, (double)got[i],
+              (double)want[i]);
     }
 }
 
