@@ -18,9 +18,9 @@ typedef struct options {
 static void print_help(void) {
     puts("usage: mneme bench ops [options]\n"
          "       mneme bench train [options]\n\n"
-         "train: whole training steps of small models, in turn with a matrix product. ops: checks each\n"
-         "operator against the reference, then times it in turn with a ceiling: work this\n"
-         "machine cannot do faster. Prints minimum and median of the runs, the rate, the share of "
+         "train: whole training steps of small models, in turn with a matrix product.\n"
+         "ops: checks each operator against the reference, then times it in turn with a ceiling:\n"
+         "work this machine cannot do faster. Prints minimum and median of the runs, the rate, the share of "
          "the\n"
          "ceiling and, where a share is asked for, whether it was reached.\n\n"
          "  --only TEXT     only the cases whose names contain TEXT (delta, .train, step.)\n"

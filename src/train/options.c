@@ -17,13 +17,14 @@ static const struct option {
     double value;
     size_t offset;
 } options[] = {
-#define AT(name) offsetof(mn_train_options, name)
-#define INT(section, name, value, about) { #section, #name, #value, about, KIND_INT, value, AT(name) },
-#define REAL(section, name, value, about) { #section, #name, #value, about, KIND_REAL, value, AT(name) },
-#define FLAG(section, name, value, about) { #section, #name, #value, about, KIND_FLAG, value, AT(name) },
-#define TEXT(section, name, value, about) { #section, #name, value, about, KIND_TEXT, 0, AT(name) },
+#define ROW(section, name, text, about, kind, value)                                               \
+    { #section, #name, text, about, kind, value, offsetof(mn_train_options, name) },
+#define INT(section, name, value, about) ROW(section, name, #value, about, KIND_INT, value)
+#define REAL(section, name, value, about) ROW(section, name, #value, about, KIND_REAL, value)
+#define FLAG(section, name, value, about) ROW(section, name, #value, about, KIND_FLAG, value)
+#define TEXT(section, name, value, about) ROW(section, name, value, about, KIND_TEXT, 0)
 #include "train/train_options.def"
-#undef AT
+#undef ROW
 };
 
 void mn_train_options_list(mn_option_line line, void *context) {
@@ -88,7 +89,9 @@ static mn_status read_text(char out[MN_TRAIN_TEXT], const mn_json *at) {
     const char *text;
     const mn_status st = mn_json_read_text(&text, at);
     if (st != MN_OK) return st;
-    if (strlen(text) >= MN_TRAIN_TEXT) return mn_json_fail(at, "longer than %d bytes", MN_TRAIN_TEXT);
+    if (strlen(text) >= MN_TRAIN_TEXT) {
+        return mn_json_fail(at, "longer than %d bytes", MN_TRAIN_TEXT);
+    }
     strcpy(out, text);
     return MN_OK;
 }

@@ -374,6 +374,18 @@ static void added_tokens_stand_as_they_ask(void **state) {
     mn_tokenizer_destroy(t);
 }
 
+/* The text of an added token may be that of a byte-level token, which is spelt otherwise. */
+static void added_tokens_are_no_spelt_bytes(void **state) {
+    (void)state;
+    mn_tokenizer *t = made(
+        "{" BYTE_RULES "'added_tokens':[{'id':3,'content':'  ','normalized':false}],"
+        "'model':{'vocab':{'\u0120':0,'a':1,'\u0120\u0120':2},'merges':['\u0120 \u0120']}}");
+    EXPECT(t, "a   a", true, 1, 3, 0, 1);
+    EXPECT(t, "a  ", false, 1, 3);
+    EXPECT_TEXT(t, true, "a  a  ", 1, 3, 1, 2);
+    mn_tokenizer_destroy(t);
+}
+
 static void unknown_characters(void **state) {
     (void)state;
     static const char *const fused[] = { "false", "true" };
@@ -876,6 +888,7 @@ int main(void) {
         cmocka_unit_test(stages_in_any_order),
         cmocka_unit_test(splitters_cut_where_they_say),
         cmocka_unit_test(added_tokens_stand_as_they_ask),
+        cmocka_unit_test(added_tokens_are_no_spelt_bytes),
         cmocka_unit_test(unknown_characters),
         cmocka_unit_test(decoders_do_as_they_say),
         cmocka_unit_test(merges_go_by_rank_then_place),
