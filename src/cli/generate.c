@@ -27,7 +27,7 @@ static void print_help(void) {
          "tokenizer.json. Without a prompt it talks when standard input is a terminal, and reads\n"
          "the prompt from there when it is not. The same seed gives the same text.\n\n"
          "  --tokens N              tokens to write at most (default 256)\n"
-         "  --stop STR              end before STR; may be given again; \\n and \\t are understood\n"
+         "  --stop STR              end before STR; may be repeated; \\n and \\t are understood\n"
          "  --ignore-eos            go on where the model ends a text");
     const mn_sampling_field *fields;
     const int n = mn_sampling_fields(&fields);
@@ -106,9 +106,9 @@ static int parse_value(mn_generate_options *o, const char *name, char *value) {
     }
     for (size_t i = 0; i < MN_COUNTOF(counts); i++) {
         if (strcmp(counts[i].name, name) != 0) continue;
-        if (value && mn_parse_count(counts[i].count, value, counts[i].low, counts[i].high)) return 0;
-        fprintf(stderr, "mneme generate: %s needs a whole number from %d to %d\n", name,
-                counts[i].low, counts[i].high);
+        const int low = counts[i].low, high = counts[i].high;
+        if (value && mn_parse_count(counts[i].count, value, low, high)) return 0;
+        fprintf(stderr, "mneme generate: %s needs a whole number from %d to %d\n", name, low, high);
         return 2;
     }
     for (int i = 0; i < n_fields; i++) {
