@@ -47,12 +47,15 @@ set(sanitized
     test_collision
     test_io
     test_linear
+    test_loader
     test_matmul
     test_ops_refusal
+    test_prepare
     test_run_log
     test_safetensors
     test_stories
     test_tokenizer
+    test_tokenizer_refusal
     test_unicode
     test_vec)
 set(threaded
