@@ -46,7 +46,7 @@ static void print_help(void) {
          "                     \"label\"}: accuracy by log probability, and by that per byte\n"
          "  --max-questions N  the first N questions only\n"
          "  --tokens FILE      token ids: .bin, a JSON list, or numbers and blanks\n"
-         "  --logits OUT       write the logits of --tokens to a safetensors file, (T, vocabulary)\n"
+         "  --logits OUT       write the logits of --tokens to a safetensors file\n"
          "  --dtype T          f32 (default) or f64\n"
          "  --json             results as one document\n"
          "  --threads N        default: one per core\n"
