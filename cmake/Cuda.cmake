@@ -22,7 +22,7 @@ function(mneme_cuda_objects result)
         -I${CMAKE_SOURCE_DIR}/include
         -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=compute_80
         -gencode=arch=compute_90a,code=sm_90a
-        -Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-Wall,-Wextra)
+        -Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra)
     file(GLOB sources CONFIGURE_DEPENDS src/kernels/cuda/*.cu)
     set(objects)
     foreach(source ${sources})

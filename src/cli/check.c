@@ -90,7 +90,7 @@ static void check_file(run *r, mn_context *context, const char *path, mn_dtype d
 
 static mn_status check_target(run *total, mn_target_id id, char **files, int n_files) {
     const options *o = total->options;
-    const mn_context_options wanted = { o->n_threads, mn_target_name(id) };
+    const mn_context_options wanted = { .n_threads = o->n_threads, .target = mn_target_name(id) };
     mn_context *context = NULL;
     mn_dtype dtype = id == MN_TARGET_REF ? MN_F64 : MN_F32;
     if (o->dtype && !mn_dtype_parse(&dtype, o->dtype)) {

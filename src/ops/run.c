@@ -1,5 +1,5 @@
-/* run.c - runs an operator: validate, plan, take memory, hand the items to the threads or launch the
- * kernel on the context's device. */
+/* run.c - runs an operator: validate, plan, take memory, hand the items to the threads or launch
+ * the kernel on the context's device. */
 #include "ops/run.h"
 
 #include <string.h>
@@ -81,7 +81,8 @@ static const mn_kernel *choose_kernel(const mn_context *context, mn_op_id op, mn
 }
 
 static mn_status refuse_device(mn_op_id op, mn_pass pass) {
-    return mn_fail(MN_ERR_UNSUPPORTED, "%s has no CUDA kernel for its %s pass yet; run it on the CPU",
+    return mn_fail(MN_ERR_UNSUPPORTED,
+                   "%s has no CUDA kernel for its %s pass yet; run it on the CPU",
                    mn_op_describe(op)->name, mn_pass_name(pass));
 }
 
