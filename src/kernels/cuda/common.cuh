@@ -1,5 +1,5 @@
-/* common.cuh - what every CUDA kernel here starts from: storage types, 16-byte packs, sums over teams
- * of threads, rows of views, sequences, launches.
+/* common.cuh - what every CUDA kernel here starts from: storage types, 16-byte packs, sums over
+ * teams of threads, rows of views, sequences, launches.
  *
  * Kernels are templates over the storage type T, float or bf16, and compute in float. They fuse
  * products and sums only where fmaf says so, and add in an order that depends on sizes alone, so

@@ -1,5 +1,5 @@
-/* parts.cuh - second step of sums over tokens: parts gathered by teams of threads, added up in their
- * order. A floating-point atomic would give other bits each time. */
+/* parts.cuh - second step of sums over tokens: parts gathered by teams of threads, added up in
+ * their order. A floating-point atomic would give other bits each time. */
 #ifndef MN_KERNELS_CUDA_PARTS_CUH
 #define MN_KERNELS_CUDA_PARTS_CUH
 

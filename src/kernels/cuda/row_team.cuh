@@ -1,7 +1,7 @@
-/* row_team.cuh - rows of V neighbours, each read by a team of threads: a warp where rows are short, a
- * block where they are long. For norms and whatever else needs a sum over a row first.
+/* row_team.cuh - rows of V neighbours, each read by a team of threads: a warp where rows are short,
+ * a block where they are long. For norms and whatever else needs a sum over a row first.
  *
- * Thread `lane` of a team owns the packs of N columns that start at (lane + k TEAM) N, k = 0, 1, ...
+ * Thread `lane` of a team owns the packs of N columns that start at (lane + k TEAM) N, for all k.
  * The first MN_KEPT / N of them are kept in registers between passes over the row; of longer rows
  * the rest is read again, from a cache. Teams take rows in turn. */
 #ifndef MN_KERNELS_CUDA_ROW_TEAM_CUH
@@ -93,8 +93,9 @@ struct mn_team {
         }
     }
 
-    /* Adds to this team's part of a sum over rows: sum[k][j] for the columns kept, part[i] in memory
-     * for the others, which no other thread touches. value(i, k or -1) gives N numbers. */
+    /* Adds to this team's part of a sum over rows: sum[k][j] for the columns kept, part[i] in
+     * memory for the others, which no other thread touches. value(more, i, k or -1) gives N
+     * numbers. */
     template <typename F>
     __device__ void gather(mn_kept<N> &sum, float *part, int64_t V, F value) const {
 #pragma unroll
