@@ -48,7 +48,7 @@ __device__ inline float mn_get(const T *x, int64_t i) {
 
 /* N neighbours moved by one access; N = 1 needs no alignment. */
 template <typename T, int N>
-struct alignas(N * sizeof(T)) mn_pack {
+struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) mn_pack {
     T at[N];
 };
 
@@ -172,6 +172,41 @@ __device__ inline int64_t mn_span_of(const mn_call &call, int64_t b, int64_t t) 
         else high = middle - 1;
     }
     return low;
+}
+
+/* Tiles of at most `rows` tokens that never cross a border, numbered by slots, of which a few are
+ * empty in packed calls: the numbering of kernels/tiles.h. */
+struct mn_tile_span {
+    int64_t n, first, n_rows;    // sequence, first token in it, tokens (0: the slot is empty)
+    mn_span span;
+};
+
+__host__ __device__ inline int64_t mn_tile_slots(const mn_call &call, int64_t rows) {
+    if (call.cu_seqlens) return call.T / rows + call.n_seqs;
+    return call.B * ((call.T + rows - 1) / rows);
+}
+
+__device__ inline mn_tile_span mn_tile_at(const mn_call &call, int64_t rows, int64_t slot) {
+    mn_tile_span tile;
+    int64_t index;
+    if (!call.cu_seqlens) {
+        const int64_t per_sequence = (call.T + rows - 1) / rows;
+        tile.n = slot / per_sequence;
+        index = slot % per_sequence;
+    } else {
+        int64_t low = 0, high = call.n_seqs - 1;
+        while (low < high) {
+            const int64_t middle = high - (high - low) / 2;
+            if (call.cu_seqlens[middle] / rows + middle <= slot) low = middle;
+            else high = middle - 1;
+        }
+        tile.n = low;
+        index = slot - (call.cu_seqlens[low] / rows + low);
+    }
+    tile.span = mn_span_at(call, tile.n);
+    tile.first = index * rows;
+    tile.n_rows = max(min(rows, tile.span.length - tile.first), (int64_t)0);
+    return tile;
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */

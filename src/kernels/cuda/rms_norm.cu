@@ -38,16 +38,18 @@ rms_norm_forward_kernel(const __grid_constant__ mn_rms_norm_args p) {
 
 template <typename T, int N, int TEAM>
 __global__ void __launch_bounds__(MN_TEAM_THREADS)
-rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *parts) {
+rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *parts,
+                         int64_t n_parts) {
     __shared__ float room[32];
     const mn_team<N, TEAM> team;
     const int64_t V = p.call.V;
     const T *w = (const T *)p.w.data, *cot = (const T *)p.cot.y.data;
     T *grad = (T *)p.grad.x.data;
+    if (team.first() >= n_parts) return;
     float *part = parts + team.first() * V;
     mn_kept<N> dw = {};
     team.begin(part, V);
-    for (int64_t b = team.first(); b < p.call.B; b += team.step()) {
+    for (int64_t b = team.first(); b < p.call.B; b += n_parts) {
         const T *x = (const T *)p.x.data + b * V, *dy = cot ? cot + b * V : nullptr;
         mn_kept<N> kept, kept_dy;
         float squares = 0.0f, dot = 0.0f;
@@ -94,11 +96,12 @@ static int forward(const mn_rms_norm_args *p, cudaStream_t stream) {
 
 template <typename T, int N, int TEAM>
 static int backward(const mn_rms_norm_args *p, float *parts, cudaStream_t stream) {
-    const unsigned blocks = (unsigned)mn_gather_blocks(&p->call);
-    rms_norm_backward_kernel<T, N, TEAM><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p, parts);
+    const int64_t B = p->call.B, V = p->call.V, n_parts = mn_gather_parts(B, V, 1);
+    rms_norm_backward_kernel<T, N, TEAM>
+        <<<mn_gather_blocks(B, V, 1), MN_TEAM_THREADS, 0, stream>>>(*p, parts, n_parts);
     const int code = mn_launched();
     if (code != cudaSuccess) return code;
-    return mn_sum_parts((T *)p->grad.w.data, parts, mn_gather_parts(&p->call), p->call.V, stream);
+    return mn_sum_parts((T *)p->grad.w.data, parts, n_parts, V, stream);
 }
 
 MN_CUDA_PLAN(rms_norm_forward) {
@@ -115,7 +118,8 @@ MN_CUDA_LAUNCH(rms_norm_forward) {
 }
 
 MN_CUDA_PLAN(rms_norm_backward) {
-    return mn_gather_plan(plan, (const mn_call *)args);
+    const mn_call *call = (const mn_call *)args;
+    return mn_gather_plan(plan, call->B, call->V, 1);
 }
 
 MN_CUDA_LAUNCH(rms_norm_backward) {

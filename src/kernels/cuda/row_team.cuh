@@ -130,22 +130,28 @@ struct mn_team {
     }
 };
 
-inline int64_t mn_teams_per_block(int64_t V) {
-    return V <= MN_WARP_ROW ? MN_TEAM_THREADS / 32 : 1;
+/* ---- sums over rows --------------------------------------------------------------------------
+ *
+ * Rows of `width` columns come in `groups` that have sums of their own. Part `part` of group g is
+ * gathered by team part * groups + g over the rows part, part + n_parts, ... of that group. */
+
+inline int64_t mn_teams_per_block(int64_t width) {
+    return width <= MN_WARP_ROW ? MN_TEAM_THREADS / 32 : 1;
 }
 
-/* Blocks for a kernel that gathers over B rows; each of its teams writes one part. */
-inline int64_t mn_gather_blocks(const mn_call *call) {
-    return mn_blocks(call->B, MN_TEAM_ROWS * mn_teams_per_block(call->V), MN_TEAM_BLOCKS);
+inline int64_t mn_gather_parts(int64_t rows, int64_t width, int64_t groups) {
+    const int64_t most = MN_TEAM_BLOCKS * mn_teams_per_block(width) / groups;
+    return mn_max(mn_min(mn_ceil_div(rows, MN_TEAM_ROWS), most), 1);
 }
 
-inline int64_t mn_gather_parts(const mn_call *call) {
-    return mn_gather_blocks(call) * mn_teams_per_block(call->V);
+inline unsigned mn_gather_blocks(int64_t rows, int64_t width, int64_t groups) {
+    return mn_blocks(mn_gather_parts(rows, width, groups) * groups, mn_teams_per_block(width));
 }
 
-/* Work space for those parts. */
-inline bool mn_gather_plan(mn_plan *plan, const mn_call *call) {
-    return mn_mul_size(&plan->shared_bytes, (size_t)mn_gather_parts(call), (size_t)call->V) &&
+/* Work space for the parts. */
+inline bool mn_gather_plan(mn_plan *plan, int64_t rows, int64_t width, int64_t groups) {
+    const int64_t n_parts = mn_gather_parts(rows, width, groups);
+    return mn_mul_size(&plan->shared_bytes, (size_t)n_parts, (size_t)(width * groups)) &&
            mn_mul_size(&plan->shared_bytes, plan->shared_bytes, sizeof(float));
 }
 
