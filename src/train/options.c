@@ -186,7 +186,6 @@ static mn_status check_ranges(const mn_train_options *o, const mn_json *root) {
         bool holds;
         const char *why;
     } rules[] = {
-        { "data", "train", o->n_train > 0, "names no file to train on" },
         { "data", "valid_part", o->valid_part < 1.0, "must lie below 1" },
         { "train", "steps", o->steps >= 1 && o->steps <= most_steps,
           "must lie between 1 and 1099511627776" },

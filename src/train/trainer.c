@@ -12,7 +12,7 @@
 
 /* ---- building -------------------------------------------------------------------------------- */
 
-static mn_status make_model(mn_trainer *t, const mn_json *root) {
+static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_data *given) {
     const mn_json object = mn_json_member(root, "model");
     mn_model_config config = { 0 };
     mn_status st = mn_model_config_read(&config, &object);
@@ -23,7 +23,7 @@ static mn_status make_model(mn_trainer *t, const mn_json *root) {
         st = mn_json_fail(&context, "%lld is less than train.context = %lld",
                           (long long)config.context, (long long)t->options.context);
     }
-    if (st == MN_OK) st = mn_trainer_open_data(t, &config.vocab_size);
+    if (st == MN_OK) st = mn_trainer_open_data(t, given, &config.vocab_size);
     if (st == MN_OK) st = mn_model_create(&t->model, &config, MN_F32);
     mn_model_config_free(&config);
     if (st == MN_OK) st = mn_model_want_gradients(t->model);
@@ -54,7 +54,8 @@ static mn_status make_optimizer(mn_trainer *t) {
     return st;
 }
 
-mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context) {
+mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn_train_data *data,
+                                 mn_context *context) {
     *out = NULL;
     mn_trainer *t = calloc(1, sizeof *t);
     if (!t) return mn_fail(MN_ERR_MEMORY, "no memory for a training run");
@@ -62,7 +63,7 @@ mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *c
     t->best = NAN;
     t->saved = -1;
     mn_status st = mn_train_options_read(&t->options, root);
-    if (st == MN_OK) st = make_model(t, root);
+    if (st == MN_OK) st = make_model(t, root, data);
     if (st == MN_OK) st = make_optimizer(t);
     if (st == MN_OK) st = mn_tape_create(&t->tape, context, MN_F32);
     if (st != MN_OK) {
@@ -71,6 +72,10 @@ mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *c
     }
     *out = t;
     return MN_OK;
+}
+
+mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context) {
+    return mn_trainer_create_from(out, root, NULL, context);
 }
 
 void mn_trainer_destroy(mn_trainer *t) {
@@ -158,7 +163,7 @@ mn_status mn_trainer_predict(mn_trainer *t, mn_train_memory *memory) {
     memory->parameters = (size_t)mn_model_count(t->model) * 4 * sizeof(float);
     const size_t tokens = (size_t)(t->batch.rows * t->batch.length);
     memory->data = 4 * tokens * sizeof(int32_t);
-    if (t->tokenizer) memory->data += (size_t)mn_corpus_tokens(t->all) * sizeof(int32_t);
+    if (t->own_tokenizer) memory->data += (size_t)mn_corpus_tokens(t->all) * sizeof(int32_t);
     memory->total = memory->parameters + memory->activations + memory->work + memory->data;
     return mn_tape_reserve(t->tape, memory->activations);
 }
