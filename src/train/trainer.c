@@ -12,7 +12,7 @@
 
 /* ---- building -------------------------------------------------------------------------------- */
 
-static mn_status make_model(mn_trainer *t, const mn_json *root) {
+static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_data *given) {
     const mn_json object = mn_json_member(root, "model");
     mn_model_config config = { 0 };
     mn_status st = mn_model_config_read(&config, &object);
@@ -23,7 +23,7 @@ static mn_status make_model(mn_trainer *t, const mn_json *root) {
         st = mn_json_fail(&context, "%lld is less than train.context = %lld",
                           (long long)config.context, (long long)t->options.context);
     }
-    if (st == MN_OK) st = mn_trainer_open_data(t, &config.vocab_size);
+    if (st == MN_OK) st = mn_trainer_open_data(t, given, &config.vocab_size);
     if (st == MN_OK) st = mn_model_create(&t->model, &config, MN_F32);
     mn_model_config_free(&config);
     if (st == MN_OK) st = mn_model_want_gradients(t->model);
@@ -54,14 +54,16 @@ static mn_status make_optimizer(mn_trainer *t) {
     return st;
 }
 
-mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context) {
+mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn_train_data *data,
+                                 mn_context *context) {
     *out = NULL;
     mn_trainer *t = calloc(1, sizeof *t);
     if (!t) return mn_fail(MN_ERR_MEMORY, "no memory for a training run");
     t->context = context;
     t->best = NAN;
+    t->saved = -1;
     mn_status st = mn_train_options_read(&t->options, root);
-    if (st == MN_OK) st = make_model(t, root);
+    if (st == MN_OK) st = make_model(t, root, data);
     if (st == MN_OK) st = make_optimizer(t);
     if (st == MN_OK) st = mn_tape_create(&t->tape, context, MN_F32);
     if (st != MN_OK) {
@@ -70,6 +72,10 @@ mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *c
     }
     *out = t;
     return MN_OK;
+}
+
+mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context) {
+    return mn_trainer_create_from(out, root, NULL, context);
 }
 
 void mn_trainer_destroy(mn_trainer *t) {
@@ -83,6 +89,10 @@ void mn_trainer_destroy(mn_trainer *t) {
 
 int64_t mn_trainer_step_number(const mn_trainer *t) {
     return t->step;
+}
+
+int64_t mn_trainer_seen(const mn_trainer *t) {
+    return t->tokens;
 }
 
 double mn_trainer_best(const mn_trainer *t) {
@@ -124,7 +134,7 @@ mn_status mn_trainer_pass(mn_trainer *t, const mn_batch *batch, unsigned modes, 
     if (t->options.mc_samples > 0) {
         mn_model_marginal_loss(t->model, t->tape, &in, batch->targets, how,
                                (int)t->options.mc_samples, (uint64_t)t->options.seed,
-                               (uint64_t)t->step, loss, counted);
+                               t->draw, loss, counted);
     } else {
         mn_tensor *hidden = mn_model_hidden(t->model, t->tape, &in);
         mn_model_loss(t->model, t->tape, hidden, batch->targets, how, loss, counted);
@@ -153,7 +163,7 @@ mn_status mn_trainer_predict(mn_trainer *t, mn_train_memory *memory) {
     memory->parameters = (size_t)mn_model_count(t->model) * 4 * sizeof(float);
     const size_t tokens = (size_t)(t->batch.rows * t->batch.length);
     memory->data = 4 * tokens * sizeof(int32_t);
-    if (t->tokenizer) memory->data += (size_t)mn_corpus_tokens(t->all) * sizeof(int32_t);
+    if (t->own_tokenizer) memory->data += (size_t)mn_corpus_tokens(t->all) * sizeof(int32_t);
     memory->total = memory->parameters + memory->activations + memory->work + memory->data;
     return mn_tape_reserve(t->tape, memory->activations);
 }
@@ -199,6 +209,7 @@ static mn_status run_batches(mn_trainer *t, mn_step_result *r) {
         double loss;
         int64_t counted;
         mn_status st = mn_loader_fill(&t->batch, t->train_loader, number);
+        t->draw = (uint64_t)number;
         if (st == MN_OK) {
             st = mn_trainer_pass(t, &t->batch, MN_TAPE_RECORD, i > 0, 1.0 / (double)n, &loss,
                                  &counted);
@@ -242,6 +253,7 @@ mn_status mn_trainer_evaluate(mn_trainer *t, double *loss, bool *best) {
         double mean;
         int64_t counted;
         mn_status st = mn_loader_fill(&t->valid_batch, t->valid_loader, i);
+        t->draw = (uint64_t)i;
         if (st == MN_OK) {
             st = mn_trainer_pass(t, &t->valid_batch, MN_TAPE_FORWARD, false, 1.0, &mean, &counted);
         }
@@ -250,7 +262,7 @@ mn_status mn_trainer_evaluate(mn_trainer *t, double *loss, bool *best) {
         tokens += counted;
     }
     *loss = sum / (double)mn_max(tokens, 1);
-    *best = !(*loss >= t->best);    // also when there is none yet
+    *best = isfinite(*loss) && !(*loss >= t->best);    // also when there is none yet
     t->worse = *best ? 0 : t->worse + 1;
     if (!*best) return MN_OK;
     t->best = *loss;
