@@ -37,8 +37,28 @@ add_test(NAME install COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/install.sh
 
 # What make sanitize and make tsan run: the walks over all operators are too long under a sanitizer,
 # the golden vectors visit every kernel.
-set(sanitized test_base test_io test_safetensors test_matmul test_vec test_linear test_ops_refusal test_collision golden)
-set(threaded test_base test_matmul golden)
+set(sanitized
+    golden
+    test_base
+    test_collision
+    test_io
+    test_linear
+    test_loader
+    test_matmul
+    test_ops_refusal
+    test_prepare
+    test_run_log
+    test_safetensors
+    test_stories
+    test_tokenizer
+    test_tokenizer_refusal
+    test_unicode
+    test_vec)
+set(threaded
+    golden
+    test_base
+    test_matmul
+    test_tokenizer)
 foreach(name ${sanitized})
     if(TEST ${name})
         set_property(TEST ${name} APPEND PROPERTY LABELS sanitize)

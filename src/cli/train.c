@@ -394,6 +394,20 @@ static mn_status seconds_before(double *seconds, const char *out) {
     return st;
 }
 
+/* What a dry run says to programs. */
+static void print_plan(run *r) {
+    const mn_model *model = mn_trainer_model(r->trainer);
+    json_t *root = json_pack("{s:I, s:I, s:o, s:o}",
+        "parameters", (json_int_t)mn_model_count(model),
+        "parameters_without_embeddings", (json_int_t)mn_model_count_without_embeddings(model),
+        "predicted_mebibytes", mn_json_real(mebibytes(r->memory.total)),
+        "flops_per_token", mn_json_real(r->flops));
+    char *text = NULL;
+    if (mn_json_text(&text, root, MN_JSON_PRETTY) == MN_OK) puts(text);
+    free(text);
+    json_decref(root);
+}
+
 static void report(const run *r, double seconds) {
     struct rusage use;
     getrusage(RUSAGE_SELF, &use);
@@ -461,6 +475,7 @@ static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn
     const int64_t length = mn_trainer_options(r->trainer)->context;
     r->flops = mn_model_flops(mn_trainer_model(r->trainer), length);
     if (!r->o->quiet || r->o->dry) introduce(r);
+    if (r->o->dry && r->o->json) print_plan(r);
     if (r->o->dry) return MN_OK;
     catch_signals();
     st = start(r, root, checkpoint, context);

@@ -17,16 +17,14 @@ static const struct option {
     double value;
     size_t offset;
 } options[] = {
-#define AT(name) offsetof(mn_train_options, name)
 #define ROW(section, name, text, about, kind, value)                                               \
-    { #section, #name, text, about, kind, value, AT(name) },
+    { #section, #name, text, about, kind, value, offsetof(mn_train_options, name) },
 #define INT(section, name, value, about) ROW(section, name, #value, about, KIND_INT, value)
 #define REAL(section, name, value, about) ROW(section, name, #value, about, KIND_REAL, value)
 #define FLAG(section, name, value, about) ROW(section, name, #value, about, KIND_FLAG, value)
 #define TEXT(section, name, value, about) ROW(section, name, value, about, KIND_TEXT, 0)
 #include "train/train_options.def"
 #undef ROW
-#undef AT
 };
 
 void mn_train_options_list(mn_option_line line, void *context) {
@@ -92,7 +90,7 @@ static mn_status read_text(char out[MN_TRAIN_TEXT], const mn_json *at) {
     const mn_status st = mn_json_read_text(&text, at);
     if (st != MN_OK) return st;
     if (strlen(text) >= MN_TRAIN_TEXT) {
-        return mn_json_fail(at, "longer than %d bytes", MN_TRAIN_TEXT - 1);
+        return mn_json_fail(at, "longer than %d bytes", MN_TRAIN_TEXT);
     }
     strcpy(out, text);
     return MN_OK;

@@ -56,13 +56,12 @@ static mn_status is_text(bool *text, const mn_train_options *o, mn_corpus_format
 
 static mn_status open_tokenizer(mn_trainer *t, mn_corpus_format format) {
     const char *name = t->options.tokenizer;
-    bool text;
-    mn_status st = is_text(&text, &t->options, format);
+    mn_status st = is_text(&t->text, &t->options, format);
     if (st != MN_OK) return st;
     const bool named = strcmp(name, "chars") != 0;
     if (strcmp(name, "bytes") == 0) return mn_tokenizer_bytes(&t->tokenizer);
     if (named) return mn_tokenizer_load(&t->tokenizer, name);
-    if (text) return chars_of(&t->tokenizer, &t->options, format);
+    if (t->text) return chars_of(&t->tokenizer, &t->options, format);
     /* prepared folders bring their own; .bin files have none */
     if (mn_tokenizer_load(&t->tokenizer, t->options.train[0]) != MN_OK) t->tokenizer = NULL;
     return MN_OK;
@@ -89,6 +88,7 @@ static mn_status open_corpora(mn_trainer *t, mn_corpus_format format, int64_t vo
                               .separator = o->separator[0] ? o->separator : NULL,
                               .vocab_size = vocab_size };
     mn_status st = mn_corpus_open(&t->all, &how, t->tokenizer);
+    if (st != MN_OK) return st;
     const bool given = o->n_valid > 0;
     if (given) {
         how.paths = o->valid;
@@ -97,7 +97,7 @@ static mn_status open_corpora(mn_trainer *t, mn_corpus_format format, int64_t vo
     const bool split = have_valid_split(how.paths, (int)how.n_paths);
     how.split = split ? mn_split_names[MN_SPLIT_VALID] : NULL;
     const bool apart = given || (split && o->valid_part > 0.0);
-    if (st == MN_OK && apart) st = mn_corpus_open(&t->valid, &how, t->tokenizer);
+    if (apart) st = mn_corpus_open(&t->valid, &how, t->tokenizer);
     const double cut = apart ? 1.0 : 1.0 - o->valid_part;
     if (st == MN_OK) st = mn_corpus_part(&t->train, t->all, 0.0, cut);
     if (st == MN_OK && cut < 1.0) st = mn_corpus_part(&t->valid, t->all, cut, 1.0);

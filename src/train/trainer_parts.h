@@ -11,6 +11,7 @@ struct mn_trainer {
     mn_train_options options;
     mn_context *context;
     mn_tokenizer *tokenizer;         // NULL: data are tokens already
+    bool text;                       // some data are text, whose tokens are held in memory
     mn_corpus *train, *valid, *all;  // all: what both are parts of; valid may be NULL
     mn_loader *train_loader, *valid_loader;
     mn_batch batch, valid_batch;
