@@ -150,19 +150,19 @@ typedef struct loss {
 static void run_piece(mn_tape *tape, const loss *l, loss_job *job, int64_t first, int64_t n) {
     const int64_t step = mn_row_step(l->x);
     const char *x = (const char *)l->x->data + (size_t)(first * step) * tape->item;
-    mn_matmul(tape->context, &(mn_matmul_args){
+    mn_tape_product(tape, &(mn_matmul_args){
         .dtype = tape->dtype, .c = job->logits, .c_row = 2 * l->V, .a = x, .a_row = step,
         .b = l->head->data, .b_transposed = true, .M = n, .N = l->V, .K = l->D });
     job->first = first;
-    mn_tape_items(tape, n, run_row, job);
+    if (mn_tape_runs(tape)) mn_tape_items(tape, n, run_row, job);
     if (l->dx) {
-        mn_matmul(tape->context, &(mn_matmul_args){
+        mn_tape_product(tape, &(mn_matmul_args){
             .dtype = tape->dtype, .c = (char *)l->dx + (size_t)(first * l->D) * tape->item,
             .a = job->logits, .a_row = 2 * l->V, .b = l->head->data, .M = n, .N = l->D,
             .K = l->V });
     }
     if (l->dhead) {
-        mn_matmul(tape->context, &(mn_matmul_args){
+        mn_tape_product(tape, &(mn_matmul_args){
             .dtype = tape->dtype, .c = l->dhead, .a = job->logits, .a_row = 2 * l->V,
             .a_transposed = true, .b = x, .b_row = step, .M = l->V, .N = l->D, .K = n,
             .accumulate = l->add_head || first > 0 });
@@ -225,7 +225,8 @@ static int64_t piece_rows(const loss *l) {
 static void run_pieces(mn_tape *tape, loss *l, loss_job *job) {
     const int64_t most = piece_rows(l);
     if (job->records && mn_wants(l->head)) l->dhead = mn_grad_write(tape, l->head, &l->add_head);
-    for (int64_t row = 0; mn_tape_runs(tape) && row < l->rows; row += most) {
+    const int64_t rows = mn_tape_plans(tape) ? most : l->rows;    // the first piece is the largest
+    for (int64_t row = 0; !mn_tape_dead(tape) && row < rows; row += most) {
         run_piece(tape, l, job, row, mn_min(most, l->rows - row));
     }
     l->dhead = NULL;
