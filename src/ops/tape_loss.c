@@ -177,19 +177,19 @@ static void run_piece(mn_tape *tape, const loss *l, loss_job *job, int64_t first
         x = l->few;
         if (dx) dx = l->dfew;
     }
-    mn_matmul(tape->context, &(mn_matmul_args){
+    mn_tape_product(tape, &(mn_matmul_args){
         .dtype = tape->dtype, .c = job->logits, .c_row = 2 * l->V, .a = x, .a_row = step,
         .b = l->head->data, .b_transposed = true, .M = n, .N = l->V, .K = l->D });
     job->first = first;
-    mn_tape_items(tape, n, run_row, job);
+    if (mn_tape_runs(tape)) mn_tape_items(tape, n, run_row, job);
     if (dx) {
-        mn_matmul(tape->context, &(mn_matmul_args){
+        mn_tape_product(tape, &(mn_matmul_args){
             .dtype = tape->dtype, .c = dx, .a = job->logits, .a_row = 2 * l->V,
             .b = l->head->data, .M = n, .N = l->D, .K = l->V });
         if (l->kept) scatter(tape, l, first, n);
     }
     if (l->dhead) {
-        mn_matmul(tape->context, &(mn_matmul_args){
+        mn_tape_product(tape, &(mn_matmul_args){
             .dtype = tape->dtype, .c = l->dhead, .a = job->logits, .a_row = 2 * l->V,
             .a_transposed = true, .b = x, .b_row = step, .M = l->V, .N = l->D, .K = n,
             .accumulate = l->add_head || first > 0 });
@@ -272,12 +272,13 @@ static void keep_rows(const mn_tape *tape, loss *l, loss_job *job) {
 static void run_pieces(mn_tape *tape, loss *l, loss_job *job) {
     const int64_t most = piece_rows(l);
     if (job->records && mn_wants(l->head)) l->dhead = mn_grad_write(tape, l->head, &l->add_head);
-    if (!mn_tape_runs(tape)) return;
-    keep_rows(tape, l, job);
+    l->n_kept = l->rows;
+    if (mn_tape_runs(tape)) keep_rows(tape, l, job);
     const size_t numbers = (size_t)l->D * tape->item;
     if (l->dx && l->kept) memset(l->dx, 0, (size_t)l->rows * numbers);
     if (l->dhead && l->n_kept == 0 && !l->add_head) memset(l->dhead, 0, (size_t)l->V * numbers);
-    for (int64_t row = 0; row < l->n_kept; row += most) {
+    const int64_t rows = mn_tape_plans(tape) ? most : l->n_kept;    // the first piece is the largest
+    for (int64_t row = 0; !mn_tape_dead(tape) && row < rows; row += most) {
         run_piece(tape, l, job, row, mn_min(most, l->n_kept - row));
     }
     l->dhead = NULL;
