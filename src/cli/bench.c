@@ -1,4 +1,5 @@
-/* bench.c - mneme bench ops: times operators against ceilings measured in the same run. */
+/* bench.c - mneme bench: times operators, or training steps, against ceilings measured in the same
+ * run. */
 #include "cli/bench.h"
 
 #include <stdlib.h>
@@ -15,12 +16,13 @@ typedef struct options {
 } options;
 
 static void print_help(void) {
-    puts("usage: mneme bench ops [options]\n\n"
-         "Checks each operator against the reference, then times it in turn with a ceiling: work "
-         "this\n"
-         "machine cannot do faster. Prints minimum and median of the runs, the rate, the share of "
+    puts("usage: mneme bench ops [options]\n"
+         "       mneme bench train [options]\n\n"
+         "train: whole training steps of small models, in turn with a matrix product.\n"
+         "ops: checks each operator against the reference, then times it in turn with a ceiling:\n"
+         "work this machine cannot do faster. Prints minimum and median of the runs, the rate, "
          "the\n"
-         "ceiling and, where a share is asked for, whether it was reached.\n\n"
+         "share of the ceiling and, where a share is asked for, whether it was reached.\n\n"
          "  --only TEXT     only the cases whose names contain TEXT (delta, .train, step.)\n"
          "  --list          names of the cases\n"
          "  --runs N        runs of each case (default: 7, fewer for slow ones)\n"
@@ -119,11 +121,14 @@ int mn_command_bench(int argc, char **argv) {
             return 0;
         }
     }
-    if (argc < 2 || strcmp(argv[1], "ops") != 0) {
+    const bool ops = argc >= 2 && strcmp(argv[1], "ops") == 0;
+    const bool train = argc >= 2 && strcmp(argv[1], "train") == 0;
+    if (!ops && !train) {
         return usage_error(argc < 2 ? "say what to measure: mneme bench ops"
-                                    : " is nothing to measure; there is: ops",
+                                    : " is nothing to measure; there are: ops, train",
                            argc < 2 ? "" : argv[1]);
     }
     const int mistake = parse(&o, argc, argv);
-    return mistake ? mistake : run_ops(&o);
+    if (mistake) return mistake;
+    return ops ? run_ops(&o) : mn_bench_train(&o.bench, o.only, o.json, o.list);
 }

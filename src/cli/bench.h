@@ -131,4 +131,10 @@ void mn_bench_print_footer(FILE *out, const mn_bench *bench, const mn_bench_resu
 mn_status mn_bench_json(FILE *out, const mn_bench *bench, const mn_bench_result *results,
                         int count);
 
+/* ---- bench_train.c ---- */
+
+/* Times the training steps of bench_train.def whose names contain `only` (NULL: all) and prints
+ * them. Returns the exit status. */
+int mn_bench_train(const mn_bench_options *options, const char *only, bool json, bool list);
+
 #endif

@@ -39,15 +39,17 @@ mn_status mn_tokenizer_bytes(mn_tokenizer **out);
 mn_status mn_tokenizer_chars(mn_tokenizer **out, const char *text, size_t size);
 
 typedef struct mn_tokenizer_training {
-    int64_t vocab_size;          // 256 bytes, special tokens and merges together
+    int64_t vocab_size;          // special tokens, 256 bytes and merges together
     int64_t min_count;           // pairs seen less often are not merged; 0: 2
     const char *pattern;         // a name such as "gpt2", "llama3", "qwen2"; NULL: gpt2
     const char *const *special;  // tokens that stay whole, NULL-terminated; may be NULL
-    bool (*progress)(void *context, int64_t done, int64_t all);    // false stops; may be NULL
+    bool (*progress)(void *context, int64_t done, int64_t all);    // merges; false stops; or NULL
     void *context;
 } mn_tokenizer_training;
 
-/* Byte-level BPE over `n_texts` texts. The same input gives the same merges. */
+/* Byte-level BPE over `n_texts` texts: the most frequent pair first, of equal ones that of smaller
+ * ids. The same input gives the same merges. There are fewer tokens than asked for when no pair is
+ * left that occurs often enough. Ids: special tokens, bytes, merges. */
 mn_status mn_tokenizer_train(mn_tokenizer **out, const mn_tokenizer_training *how,
                              const char *const *texts, const size_t *sizes, int64_t n_texts);
 
@@ -67,15 +69,19 @@ uint64_t mn_tokenizer_fingerprint(const mn_tokenizer *tokenizer);
 /* "bytes", "chars" or "bpe". */
 const char *mn_tokenizer_kind(const mn_tokenizer *tokenizer);
 
-/* Appends the tokens of `text`. With `special` the text of special tokens becomes those tokens and
- * the tokenizer's own template (such as a leading BOS) is applied; without it everything is plain
- * text. Bytes that are not UTF-8 are taken as U+FFFD, except by byte-level vocabularies, which keep
- * them. A character outside a character vocabulary fails and is named with its place. */
+/* Appends the tokens of `text`; on failure `out` is as it was. With `special` the text of special
+ * tokens becomes those tokens and the tokenizer's own template (such as a leading BOS) is applied;
+ * without it special tokens are plain text and nothing is put around. Added tokens that are not
+ * special are vocabulary like any other. Bytes that are not UTF-8 are taken as U+FFFD, except by
+ * byte-level vocabularies, which keep them. A character outside a character vocabulary fails and is
+ * named with its place. Elsewhere it becomes the unknown token, or bytes, or, where the file names
+ * neither, nothing. */
 mn_status mn_tokenizer_encode(const mn_tokenizer *tokenizer, const char *text, size_t size,
                               bool special, mn_token_list *out);
 
 /* The text of `count` tokens, in memory the caller frees; `*size` excludes the closing zero byte.
- * Special tokens are left out unless `special`. */
+ * Special tokens are left out unless `special`. Byte-level vocabularies give the bytes as they are,
+ * also where they are not UTF-8. An id outside the vocabulary fails. */
 mn_status mn_tokenizer_decode(const mn_tokenizer *tokenizer, const int32_t *ids, int64_t count,
                               bool special, char **text, size_t *size);
 
@@ -88,11 +94,13 @@ typedef struct mn_stream_decoder {
 } mn_stream_decoder;
 
 /* Appends what token `id` completes to `out` (of `capacity` bytes, `*size` used); fails when it
- * does not fit. With id -1: what is left at the end, as U+FFFD. */
+ * does not fit, and then changes nothing. Special tokens add nothing; bytes that cannot make a
+ * character become U+FFFD. With id -1: what is left at the end, as U+FFFD. */
 mn_status mn_tokenizer_stream(const mn_tokenizer *tokenizer, mn_stream_decoder *decoder, int32_t id,
                               char *out, size_t capacity, size_t *size);
 
-/* The token with exactly this text (special tokens included), or -1. */
+/* The token with exactly this text (special tokens included), as the file spells it or as it stands
+ * in a text (" the" finds the byte-level token spelt with U+0120), or -1. */
 int32_t mn_tokenizer_find(const mn_tokenizer *tokenizer, const char *token);
 
 /* Begin and end of text, -1 where the tokenizer names none. */

@@ -333,22 +333,47 @@ static int32_t end_symbol(const mn_bpe *bpe, const mn_vocab *vocab, int32_t id, 
     return char_id(bpe, vocab, piece.bytes + at, length, point);
 }
 
-/* A merge joins (a, b) between the last symbol of a and the first of b. A token that is also a
- * symbol by itself (unknown, byte) may stand for itself as well. */
-static mn_status fill_borders(mn_bpe *bpe, const mn_vocab *vocab) {
-    mn_status st = mn_pair_map_make(&bpe->borders, 4 * (int64_t)bpe->merges.count);
-    for (size_t i = 0; i <= bpe->merges.mask && st == MN_OK; i++) {
+/* Whether a token of several characters can stand in a piece before any merge. */
+static bool is_symbol(const mn_bpe *bpe, const mn_vocab *vocab, int32_t id) {
+    const mn_span text = vocab->tokens[id].text;
+    return id == bpe->unk_id || (bpe->byte_fallback && text.size == 6 && text.bytes[0] == '<');
+}
+
+/* The symbols that can lie at one end of a token, at most two. */
+static int end_symbols(const mn_bpe *bpe, const mn_vocab *vocab, int32_t id, bool last,
+                       int32_t out[2]) {
+    int n = 0;
+    const int32_t end = end_symbol(bpe, vocab, id, last);
+    if (end >= 0) out[n++] = end;
+    if (is_symbol(bpe, vocab, id)) out[n++] = id;
+    return n;
+}
+
+/* A merge joins (a, b) between the last symbol of a and the first of b. Calls that only count them
+ * pass no map. */
+static int64_t each_border(const mn_bpe *bpe, const mn_vocab *vocab, mn_pair_map *borders) {
+    int64_t count = 0;
+    for (size_t i = 0; i <= bpe->merges.mask; i++) {
         const uint64_t key = bpe->merges.slots[i].key;
         if (key == UINT64_MAX) continue;
-        const int32_t a = (int32_t)(key >> 32), b = (int32_t)(uint32_t)key;
-        const int32_t lefts[2] = { a, end_symbol(bpe, vocab, a, true) };
-        const int32_t rights[2] = { b, end_symbol(bpe, vocab, b, false) };
-        for (int n = 0; n < 4; n++) {
-            const int32_t left = lefts[n / 2], right = rights[n % 2];
-            if (left < 0 || right < 0) continue;
-            mn_pair_map_put(&bpe->borders, mn_pair_key(left, right), 0, 0);
+        int32_t lefts[2], rights[2];
+        const int n_lefts = end_symbols(bpe, vocab, (int32_t)(key >> 32), true, lefts);
+        const int n_rights = end_symbols(bpe, vocab, (int32_t)(uint32_t)key, false, rights);
+        count += (int64_t)n_lefts * n_rights;
+        for (int n = 0; borders && n < n_lefts * n_rights; n++) {
+            const int32_t left = lefts[n / n_rights], right = rights[n % n_rights];
+            mn_pair_map_put(borders, mn_pair_key(left, right), 0, 0);
         }
     }
+    return count;
+}
+
+static mn_status fill_borders(mn_bpe *bpe, const mn_vocab *vocab) {
+    enum { BYTE_PAIRS = 257 * 257 };               // of 256 bytes and the unknown token
+    const int64_t count = each_border(bpe, vocab, NULL);
+    const int64_t room = bpe->byte_pieces && count > BYTE_PAIRS ? BYTE_PAIRS : count;
+    const mn_status st = mn_pair_map_make(&bpe->borders, room);
+    if (st == MN_OK) each_border(bpe, vocab, &bpe->borders);
     return st;
 }
 

@@ -170,6 +170,8 @@ typedef struct mn_split_stage {
     mn_pattern pattern;
 } mn_split_stage;
 
+enum { MN_SPLIT_STAGES_MAX = 64 };    // a walk through them recurses
+
 typedef struct mn_splitter {
     mn_split_stage *stages;
     int64_t count;

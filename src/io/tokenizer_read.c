@@ -229,7 +229,7 @@ static mn_status read_added(mn_tokenizer *t, mn_added *out, const mn_json *item)
     normalized = !out->special;
     if (st == MN_OK) st = mn_json_opt_bool(&normalized, item, "normalized");
     if (st != MN_OK) return st;
-    const int32_t known = mn_tokenizer_find(t, text);
+    const int32_t known = mn_id_map_find(&t->vocab.by_text, t->vocab.tokens, text, strlen(text));
     if (known < 0) {
         st = set_token(t, id, text, 0, item);
     } else if (known != id) {

@@ -154,6 +154,9 @@ static mn_status read_stage(mn_splitter *out, const mn_json *at, const char *typ
     size_t i = 0;
     while (i < MN_COUNTOF(kinds) && strcmp(kinds[i].type, type) != 0) i++;
     if (i == MN_COUNTOF(kinds)) return unknown_type(at, type);
+    if (out->count == MN_SPLIT_STAGES_MAX) {
+        return mn_json_fail(at, "the pre_tokenizer has more than %d stages", MN_SPLIT_STAGES_MAX);
+    }
     mn_split_stage *stages = realloc(out->stages, (size_t)(out->count + 1) * sizeof *stages);
     if (!stages) return mn_fail(MN_ERR_MEMORY, "no memory for a pre_tokenizer");
     out->stages = stages;

@@ -242,7 +242,7 @@ static mn_status read_shape(mn_param_info *info, const char *shape, const mn_lay
 
 /* One condition: "option", "!option", "option=choice", or a letter whose size is not 0. */
 static bool term_holds(const mn_layer *layer, const char *term, size_t n) {
-    if (term[0] >= 'A' && term[0] <= 'Z') return MN_SIZE(&layer->sizes, term[0]) != 0;
+    if (n == 1 && term[0] >= 'A' && term[0] <= 'Z') return MN_SIZE(&layer->sizes, term[0]) != 0;
     const bool negated = term[0] == '!';
     char name[64];
     snprintf(name, sizeof name, "%.*s", (int)n - negated, term + negated);

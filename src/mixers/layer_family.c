@@ -32,15 +32,16 @@ mn_status mn_derive_heads(mn_layer *layer, int64_t num_heads, int64_t num_v_head
     const int64_t J = num_v_heads ? num_v_heads : H;
     if (head_dim == 0) head_dim = D / H;
     mn_layer_sizes *s = &layer->sizes;
+    const double most = 1e9, k = (double)head_dim * expand_k, v = (double)head_dim * expand_v;
     MN_SIZE(s, 'H') = H;
     MN_SIZE(s, 'J') = J;
-    MN_SIZE(s, 'K') = (int64_t)((double)head_dim * expand_k);
-    MN_SIZE(s, 'V') = (int64_t)((double)head_dim * expand_v);
+    MN_SIZE(s, 'K') = k >= 1.0 && k < most ? (int64_t)k : 0;
+    MN_SIZE(s, 'V') = v >= 1.0 && v < most ? (int64_t)v : 0;
     mn_status st = mn_layer_require(layer, MN_SIZE(s, 'K') >= 1, "head_dim",
-                                    "leaves no width for the keys");
+                                    "leaves no width for the keys, or far too much");
     if (st == MN_OK) {
         st = mn_layer_require(layer, MN_SIZE(s, 'V') >= 1, "expand_v",
-                              "leaves no width for the values");
+                              "leaves no width for the values, or far too much");
     }
     if (st == MN_OK) {
         st = mn_layer_require(layer, J % H == 0, "num_v_heads", "is no multiple of num_heads");

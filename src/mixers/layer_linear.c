@@ -1,6 +1,6 @@
 /* layer_linear.c - linear, gla and retnet: a sum of outer products, with or without decay.
  *
- *   q, k, v = x W'; gla may have short convolutions with SiLU       q, k = phi(q), phi(k)
+ *   q, k, v = x W'; with use_short_conv silu(conv(x W'))    q, k = phi(q), phi(k)
  *   gla      g = max(log sigmoid(x A' B' + b) / 16, clamp_min) per channel
  *   retnet   q, k turned to their positions (halves, base 10000);  g = log(1 - 2^(-5-h)) of head h
  *   S = diag(e^g) S + k v'      o = S'q / sqrt F, F the width of phi

@@ -2,8 +2,9 @@
  *
  *   u, z = x W_in'      u = silu(conv(u) + bias)      r, k, q = u W_x'
  *   beta = sigmoid(r W_dt' + b) per channel, shared keys of width K for the channels of a head
- *   longhorn          S_kj = (1 - w_j k^2) S_kj + w_j k v_j          w_j = beta_j / (1 + beta_j |k|^2)
- *   longhorn_column   S_:j = S_:j + w_j k (v_j - k'S_:j)             the same without the diagonal cut
+ *   w_j = beta_j / (1 + beta_j |k|^2)
+ *   longhorn          S_ij = (1 - w_j k_i^2) S_ij + w_j k_i u_j
+ *   longhorn_column   S_:j = S_:j + w_j k (u_j - k'S_:j), the same before it was cut to a diagonal
  *   y = ((S'q + D u) silu(z)) W_out'
  *
  * The scaffold and the names are those of the published Longhorn, which is Mamba's block with the

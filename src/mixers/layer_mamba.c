@@ -3,11 +3,12 @@
  *   mamba2   z, (u, b, c), d = x W_in'      (u, b, c) = silu(conv(u, b, c) + bias)
  *            d = softplus(d + dt_bias)      g = -d e^A per head
  *            S = e^g S + b (d u)'           o = S'c + D u           H heads of width V, state K
- *            y = rms(o silu(z)) W_out'      over groups of H V / G numbers: the gate comes first
+ *            y = rms(o silu(z)) W_out'      over groups of H V / G numbers: the gate comes first,
+ *                                           unless norm_before_gate; without rmsnorm o silu(z)
  *   mamba1   u, z = x W_in'                 u = silu(conv(u) + bias)
- *            r, b, c = u W_x'               d = softplus(r W_dt' + dt_bias)
- *            S = e^(d A) S + d u b          o = (S c + D u) silu(z), A = -e^A_log per channel, state
- *            y = o W_out'
+ *            r, b, c = u W_x'               d = softplus(r W_dt' + dt_bias) per channel
+ *            S = e^(d A) S + d u b          A = -e^A_log per channel and state
+ *            y = ((S c + D u) silu(z)) W_out'
  *
  * G groups of b and c serve H / G heads each, in turns (h belongs to group h G / H). mamba1 has one
  * key for all channels: "+ccq" treats it as one head. */
@@ -28,6 +29,10 @@ static mn_status derive_heads(mn_layer *layer, int64_t inner) {
                           "times head_dim is not expand times the width");
     if (st == MN_OK) {
         st = mn_layer_require(layer, G >= 1 && H % G == 0, "n_groups", "does not divide the heads");
+    }
+    if (st == MN_OK) {
+        st = mn_layer_require(layer, !c->norm_before_gate || G == 1, "norm_before_gate",
+                              "goes with one group only");
     }
     MN_SIZE(s, 'H') = H;
     MN_SIZE(s, 'V') = P;
@@ -108,15 +113,18 @@ static mn_tensor *state_space(mn_forward *f, const scan_inputs *in) {
                   v->shape[0] * H * MN_OF(f, 'K') * MN_OF(f, 'V'));
     mn_tensor *o = mn_run_out(&run, "o");
     mn_run_now(&run);
-    return mn_tape_add(tape, o, mn_tape_multiply(tape, in->u, mn_use_as(f, "D", H, 1)));
+    mn_tensor *D = mn_use_as(f, "D", H, f->layer->config.D_has_hdim ? MN_OF(f, 'V') : 1);
+    return mn_tape_add(tape, o, mn_tape_multiply(tape, in->u, D));
 }
 
-static mn_tensor *gate_then_norm(mn_forward *f, mn_tensor *o, mn_tensor *z) {
+static mn_tensor *gate_and_norm(mn_forward *f, mn_tensor *o, mn_tensor *z) {
+    if (!f->layer->config.rmsnorm) return mn_tape_gate(f->tape, MN_UNARY_SILU, z, o);
+    z = gathered(f, z);
     if (!o || !z) return NULL;
     mn_run run;
     mn_rms_norm_gated_args *args = mn_run_start(&run, f->tape, MN_OP_rms_norm_gated);
     args->eps = f->layer->norm_eps;
-    args->order = 1;
+    args->order = !f->layer->config.norm_before_gate;
     args->groups = MN_OF(f, 'G');
     mn_run_in(&run, "x", o);
     mn_run_in(&run, "z", z);
@@ -140,7 +148,7 @@ static mn_tensor *forward2(mn_forward *f, mn_tensor *x) {
     in.d = mn_tape_add(tape, part[2], mn_use(f, "dt_bias"));
     in.d = mn_tape_unary(tape, MN_UNARY_SOFTPLUS, in.d);
     mn_tensor *o = mn_tape_flat(tape, state_space(f, &in));
-    o = gate_then_norm(f, o, gathered(f, part[0]));
+    o = gate_and_norm(f, o, part[0]);
     return mn_project(f, o, "out_proj.weight", given(f, "out_proj.bias"));
 }
 

@@ -1,7 +1,7 @@
 /* layer_mesa.c - mesa: what ridge regression on all pairs so far predicts for the query.
  *
  *   q, k = unit(silu(conv(x W')))      v = x W_v'      beta = sigmoid(x W_b' + b)
- *   g = log sigmoid(x W_a' + a)        lam = softplus(lambda_params) + lambda_lower_bound per channel
+ *   g = log sigmoid(x W_a' + a)        lam = softplus(lambda_params) + lambda_lower_bound
  *   Hkk = e^g Hkk + beta k k'          Hkv = e^g Hkv + beta k v'
  *   o = Hkv'(Hkk + diag lam)^-1 q      y = rms(o) W_o', or (rms(o) silu(x W_g')) W_o'
  *
@@ -17,6 +17,10 @@ static mn_status derive(mn_layer *layer, int64_t context) {
     MN_SIZE(&layer->sizes, 'W') = c->conv_size;
     if (st == MN_OK) {
         st = mn_layer_require(layer, c->conv_size >= 1, "conv_size", "must be at least 1");
+    }
+    if (st == MN_OK) {
+        st = mn_layer_require(layer, c->use_short_conv, "use_short_conv",
+                              "cannot be switched off: queries and keys always have theirs");
     }
     if (st == MN_OK) {
         st = mn_layer_require(layer, c->lambda_lower_bound > 0.0, "lambda_lower_bound",

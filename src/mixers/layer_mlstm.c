@@ -1,8 +1,8 @@
 /* layer_mlstm.c - mlstm: xLSTM's matrix memory, a sum with exponential gates and a normaliser.
  *
- *   q, k, v = silu(conv(x W'))      i = cap tanh((x W_i' + b_i) / cap)      f the same from W_f, b_f
+ *   q, k, v = silu(conv(x W'))      i = cap tanh((x W_i' + b_i) / cap)      f the same by W_f, b_f
  *   m = max(log sigmoid(f) + m, i)
- *   C = sigmoid(f) C + e^i k v'     n = sigmoid(f) n + e^i k     (both kept in units of e^m)
+ *   C = sigmoid(f) C + e^i k v'     n = sigmoid(f) n + e^i k     (both kept over e^m)
  *   o = C'q / max(|n.q|, 1), q over sqrt K                       y = (rms(o) sigmoid(x W_g')) W_o'
  *
  * The cell, the widths (keys half as wide as values), the soft cap of the gates at 15, the forget

@@ -33,7 +33,7 @@ static const char *const known_keys[] = {
 #undef IGNORED
 };
 
-enum { MAX_KEYS = 160 };
+enum { MAX_KEYS = 512 };
 
 void mn_model_config_free(mn_model_config *config) {
     free(config->names);
@@ -282,6 +282,19 @@ static mn_status read_sizes(mn_model_config *c, const mn_json *object) {
     return st;
 }
 
+/* Bounds of Mamba-2's step: [0, infinity], which a reader of Python's JSON sees as [0, null]. */
+static mn_status check_limits(const mn_json *object, const char *key) {
+    const mn_json limits = mn_json_member(object, key);
+    if (!mn_json_given(&limits)) return MN_OK;
+    mn_status st = mn_json_expect_list(&limits);
+    if (st != MN_OK) return st;
+    const mn_json low = mn_json_item(&limits, 0), high = mn_json_item(&limits, 1);
+    double least = 0.0;
+    if (mn_json_given(&low)) st = mn_json_read_f64(&least, &low);
+    if (st != MN_OK || (least == 0.0 && !mn_json_given(&high))) return st;
+    return mn_json_fail(&limits, "bounds of the step other than 0 and infinity are not built");
+}
+
 mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
     mn_model_config c = { .context = 2048, .norm_eps = 1e-6, .initializer_range = 0.02 };
     mn_status st = mn_json_expect_object(object);
@@ -291,6 +304,8 @@ mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
     if (st == MN_OK) st = check_keys(&c, object);
     if (st == MN_OK) st = read_options(&c, object);
     if (st == MN_OK) st = read_hybrid(&c, object);
+    if (st == MN_OK) st = check_limits(object, "dt_limit");
+    if (st == MN_OK) st = check_limits(object, "time_step_limit");
     const mn_json mixing = mn_json_member(object, "attnres_block_size");
     if (st == MN_OK && mn_json_given(&mixing)) {
         st = mn_json_fail(&mixing, "attention over earlier blocks is not built");

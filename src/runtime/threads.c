@@ -45,6 +45,7 @@ struct mn_threads {
     mn_item_fn fn;              // of the round: written while nobody is inside
     void *context;
     int64_t n_items;
+    int caller_cpu;
     _Atomic bool stop;
     pthread_mutex_t lock;
     pthread_cond_t wake, done;
@@ -84,13 +85,14 @@ static bool is_empty(mn_threads *threads, uint64_t unused) {
     return (atomic_load(&threads->gate) & INSIDE) == 0;
 }
 
-/* Looks for `ready` for a while, then sleeps until it holds. The other side changes what `ready`
- * sees first and reads `asleep` next, this side the other way round: one of the two notices. */
-static void wait_until(mn_threads *threads, bool (*ready)(mn_threads *threads, uint64_t seen),
+/* Looks for `ready` for a while, then sleeps until it holds; true if it slept. The other side
+ * changes what `ready` sees first and reads `asleep` next, this side the other way round: one of
+ * the two notices. */
+static bool wait_until(mn_threads *threads, bool (*ready)(mn_threads *threads, uint64_t seen),
                        uint64_t seen, pthread_cond_t *signal, _Atomic int *asleep) {
     double until = 0.0;
     for (int i = 0;; i++) {
-        if (ready(threads, seen)) return;
+        if (ready(threads, seen)) return false;
         relax();
         if (i % LOOKS != LOOKS - 1) continue;
         const double now = mn_seconds();
@@ -102,6 +104,20 @@ static void wait_until(mn_threads *threads, bool (*ready)(mn_threads *threads, u
     while (!ready(threads, seen)) pthread_cond_wait(signal, &threads->lock);
     atomic_fetch_sub(asleep, 1);
     pthread_mutex_unlock(&threads->lock);
+    return true;
+}
+
+/* A worker that wakes up on its caller's processor goes to another one. Systems that pack threads,
+ * to save power or to share a host, put it there and may leave it: two threads, half the speed. */
+static void step_aside(const mn_threads *threads) {
+    cpu_set_t all, others;
+    const int cpu = sched_getcpu();
+    if (cpu < 0 || cpu != threads->caller_cpu) return;
+    if (sched_getaffinity(0, sizeof all, &all) != 0) return;
+    others = all;
+    CPU_CLR((size_t)cpu, &others);
+    if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof others, &others) != 0) return;
+    (void)sched_setaffinity(0, sizeof all, &all);    // free again, from its new place
 }
 
 /* Goes in while the gate is open; *seen becomes the round that was there. */
@@ -126,9 +142,11 @@ static void *work(void *argument) {
     worker *self = argument;
     mn_threads *threads = self->threads;
     for (uint64_t seen = 0;;) {
-        wait_until(threads, is_called, seen, &threads->wake, &threads->n_asleep);
+        const bool slept =
+            wait_until(threads, is_called, seen, &threads->wake, &threads->n_asleep);
         if (atomic_load(&threads->stop)) return NULL;
         if (!enter(threads, &seen)) continue;
+        if (slept) step_aside(threads);
         take_items(threads, self->index);
         leave(threads);
     }
@@ -203,6 +221,7 @@ void mn_threads_run(mn_threads *threads, int64_t n_items, mn_item_fn fn, void *c
     threads->fn = fn;
     threads->context = context;
     threads->n_items = n_items;
+    threads->caller_cpu = sched_getcpu();
     atomic_store(&threads->next, 0);
     atomic_fetch_add(&threads->gate, ROUND | OPEN);
     wake_all(threads);

@@ -61,6 +61,7 @@ mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn
     if (!t) return mn_fail(MN_ERR_MEMORY, "no memory for a training run");
     t->context = context;
     t->best = NAN;
+    t->saved = -1;
     mn_status st = mn_train_options_read(&t->options, root);
     if (st == MN_OK) st = make_model(t, root, data);
     if (st == MN_OK) st = make_optimizer(t);
@@ -88,6 +89,10 @@ void mn_trainer_destroy(mn_trainer *t) {
 
 int64_t mn_trainer_step_number(const mn_trainer *t) {
     return t->step;
+}
+
+int64_t mn_trainer_seen(const mn_trainer *t) {
+    return t->tokens;
 }
 
 double mn_trainer_best(const mn_trainer *t) {
@@ -129,7 +134,7 @@ mn_status mn_trainer_pass(mn_trainer *t, const mn_batch *batch, unsigned modes, 
     if (t->options.mc_samples > 0) {
         mn_model_marginal_loss(t->model, t->tape, &in, batch->targets, how,
                                (int)t->options.mc_samples, (uint64_t)t->options.seed,
-                               (uint64_t)t->step, loss, counted);
+                               t->draw, loss, counted);
     } else {
         mn_tensor *hidden = mn_model_hidden(t->model, t->tape, &in);
         mn_model_loss(t->model, t->tape, hidden, batch->targets, how, loss, counted);
@@ -204,6 +209,7 @@ static mn_status run_batches(mn_trainer *t, mn_step_result *r) {
         double loss;
         int64_t counted;
         mn_status st = mn_loader_fill(&t->batch, t->train_loader, number);
+        t->draw = (uint64_t)number;
         if (st == MN_OK) {
             st = mn_trainer_pass(t, &t->batch, MN_TAPE_RECORD, i > 0, 1.0 / (double)n, &loss,
                                  &counted);
@@ -247,6 +253,7 @@ mn_status mn_trainer_evaluate(mn_trainer *t, double *loss, bool *best) {
         double mean;
         int64_t counted;
         mn_status st = mn_loader_fill(&t->valid_batch, t->valid_loader, i);
+        t->draw = (uint64_t)i;
         if (st == MN_OK) {
             st = mn_trainer_pass(t, &t->valid_batch, MN_TAPE_FORWARD, false, 1.0, &mean, &counted);
         }
@@ -255,7 +262,7 @@ mn_status mn_trainer_evaluate(mn_trainer *t, double *loss, bool *best) {
         tokens += counted;
     }
     *loss = sum / (double)mn_max(tokens, 1);
-    *best = !(*loss >= t->best);    // also when there is none yet
+    *best = isfinite(*loss) && !(*loss >= t->best);    // also when there is none yet
     t->worse = *best ? 0 : t->worse + 1;
     if (!*best) return MN_OK;
     t->best = *loss;

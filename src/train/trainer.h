@@ -53,8 +53,8 @@ mn_status mn_trainer_predict(mn_trainer *trainer, mn_train_memory *memory);
  * first tensor that went wrong, and changes nothing. */
 mn_status mn_trainer_step(mn_trainer *trainer, mn_step_result *result);
 
-/* Mean loss over the validation data (or the first eval_batches), NAN when there is none. Better
- * than all before: *best. Counts towards patience. */
+/* Mean loss over the validation data (or the first eval_batches), NAN when there is none. *best: it
+ * is finite and better than all before. Counts towards patience. */
 mn_status mn_trainer_evaluate(mn_trainer *trainer, double *loss, bool *best);
 
 /* Stopped early: patience is used up. */
@@ -65,14 +65,16 @@ bool mn_trainer_exhausted(const mn_trainer *trainer);
  * the new one is complete. */
 mn_status mn_trainer_save(mn_trainer *trainer, bool best);
 
-/* Takes up the state of a checkpoint: OUT/last, or the checkpoint at `path`. The configuration must
- * be that of the checkpoint in all that matters to its numbers. */
+/* Takes up the state of a checkpoint: OUT/last, or the checkpoint at `path`. Refused are bytes that
+ * changed since they were written, and another model, tokenizer, seed or training data than the run
+ * had; the other options count from here on. Checkpoints of later steps in OUT are removed. */
 mn_status mn_trainer_resume(mn_trainer *trainer, const char *path);
 
 /* Text written by the model as it is, to be freed. */
 mn_status mn_trainer_sample(mn_trainer *trainer, char **text);
 
 int64_t mn_trainer_step_number(const mn_trainer *trainer);     // steps done
+int64_t mn_trainer_seen(const mn_trainer *trainer);            // targets trained on
 double mn_trainer_best(const mn_trainer *trainer);             // NAN: none yet
 const mn_train_options *mn_trainer_options(const mn_trainer *trainer);
 mn_model *mn_trainer_model(mn_trainer *trainer);

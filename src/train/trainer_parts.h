@@ -27,6 +27,9 @@ struct mn_trainer {
     int64_t best_step, worse;        // evaluations since the best one
     double recent[MN_SPIKE_WINDOW];  // losses of the last steps
     int64_t n_recent;
+
+    int64_t saved;                   // step that this process has a checkpoint of; -1: none
+    uint64_t draw;                   // number of the batch, for what is drawn in it
 };
 
 /* Tokenizer, corpora and loaders, from files or from what is `given` (NULL: files). vocab_size 0:
@@ -34,6 +37,9 @@ struct mn_trainer {
 mn_status mn_trainer_open_data(mn_trainer *trainer, const mn_train_data *given,
                                int64_t *vocab_size);
 void mn_trainer_close_data(mn_trainer *trainer);
+
+/* Changes with the tokenizer; 0: none. */
+uint64_t mn_trainer_tokenizer_mark(const mn_trainer *trainer);
 
 /* One batch forward and, with `back`, backward. `weight` of its mean loss in the gradient. */
 mn_status mn_trainer_pass(mn_trainer *trainer, const mn_batch *batch, unsigned modes, bool add,

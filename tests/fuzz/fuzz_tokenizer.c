@@ -62,6 +62,6 @@ int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t size) {
     } else {
         REQUIRE(!t && *mn_last_error());
     }
-    train(text, text_size);
+    if (text_size % 4 == 0) train(text, text_size);    // slow beside the rest
     return 0;
 }

@@ -162,23 +162,36 @@ static void marginal_loss(void **state) {
 }
 
 /* What a plan says is what a step takes, to the byte, and it takes no more the second time. */
-static void plan_is_what_is_used(void **state) {
-    (void)state;
+static void check_plan(const char *json) {
     fixture f;
-    if (open(&f, "{\"layers\": \"gdn, attention\", \"hidden_size\": 8, \"vocab_size\": 11}",
-             MN_F32)) {
+    if (open(&f, json, MN_F32)) {
         loss_of(&f, MN_TAPE_RECORD | MN_TAPE_PLAN, 0, 0.0);
         const size_t planned = mn_tape_bytes(f.tape);
         CHECK(mn_tape_reserve(f.tape, planned) == MN_OK, "%s", mn_last_error());
         loss_of(&f, MN_TAPE_RECORD, 0, 0.0);
         const size_t used = mn_tape_bytes(f.tape);
-        CHECK(used == planned, "planned %zu, used %zu", planned, used);
+        CHECK(used == planned, "%s: planned %zu, used %zu", json, planned, used);
         const size_t held = mn_arena_held(f.context->arena);
         loss_of(&f, MN_TAPE_RECORD, 0, 0.0);
         CHECK(mn_tape_bytes(f.tape) == used && mn_arena_held(f.context->arena) == held,
-              "the second step takes other memory than the first");
+              "%s: the second step takes other memory than the first", json);
     }
     finish(&f);
+}
+
+static void plan_is_what_is_used(void **state) {
+    (void)state;
+    check_plan("{\"layers\": \"gdn, attention\", \"hidden_size\": 8, \"vocab_size\": 11}");
+    for (int kind = 0; kind < MN_LAYER_COUNT; kind++) {
+        const char *name = mn_layer_kind_name((mn_layer_kind)kind);
+        mn_mixer_info info;
+        CHECK(mn_mixer_find(&info, name) == MN_OK, "%s", mn_last_error());
+        char json[256];
+        snprintf(json, sizeof json, "{\"layers\": \"%s%s\", \"hidden_size\": 8, "
+                 "\"vocab_size\": 11, \"max_position_embeddings\": 8}", name,
+                 mn_mixer_has_matrix(&info) ? "+ccq" : "");
+        check_plan(json);
+    }
     check_done();
 }
 
@@ -190,7 +203,8 @@ static void same_bits_at_any_thread_count(void **state) {
     static const int threads[] = { 1, 2, 5 };
     for (int n = 0; n < 3; n++) {
         fixture f;
-        if (!open(&f, "{\"layers\": \"gdn, attention\", \"hidden_size\": 8, \"vocab_size\": 11}",
+        if (!open(&f, "{\"layers\": \"gdn, attention, linear, gla+ccq, retnet, mesa, mamba2, "
+                  "mamba1, mlstm, longhorn\", \"hidden_size\": 8, \"vocab_size\": 11}",
                   MN_F32)) {
             break;
         }

@@ -9,6 +9,7 @@
 
 #include <math.h>
 #include <pthread.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -328,6 +329,47 @@ static void threads_run_each_item_once(void **state) {
     mn_threads_destroy(NULL);
 }
 
+/* Rounds so short that most end before a worker has come, each with its own context. */
+static void short_rounds_follow_each_other(void **state) {
+    (void)state;
+    enum { ROUNDS = 20000, ITEMS = 5 };
+    mn_threads *threads;
+    count *c = calloc(1, sizeof *c);
+    assert_non_null(c);
+    assert_int_equal(mn_threads_create(&threads, 4), MN_OK);
+    c->n_workers = 4;
+    for (int round = 1; round <= ROUNDS; round++) {
+        mn_threads_run(threads, ITEMS, count_item, c);
+        for (int i = 0; i < ITEMS; i++) assert_int_equal(atomic_load(&c->runs[i]), round);
+    }
+    assert_int_equal(atomic_load(&c->wrong), 0);
+    mn_threads_destroy(threads);
+    free(c);
+}
+
+/* Item 1 waits for item 0: allowed, because items begin in order. */
+static void wait_for_first(void *context, int64_t item, int worker) {
+    (void)worker;
+    _Atomic int *done = context;
+    while (item > 0 && atomic_load(done) == 0) sched_yield();
+    if (item == 0) atomic_store(done, 1);
+}
+
+static void items_begin_in_order(void **state) {
+    (void)state;
+    static const int n_threads[] = { 1, 2, 4 };
+    for (size_t i = 0; i < MN_COUNTOF(n_threads); i++) {
+        mn_threads *threads;
+        assert_int_equal(mn_threads_create(&threads, n_threads[i]), MN_OK);
+        for (int round = 0; round < 200; round++) {
+            _Atomic int done = 0;
+            mn_threads_run(threads, 20, wait_for_first, &done);
+            assert_int_equal(atomic_load(&done), 1);
+        }
+        mn_threads_destroy(threads);
+    }
+}
+
 static void a_pool_may_rest_and_go_on(void **state) {
     (void)state;
     mn_threads *threads;
@@ -411,6 +453,8 @@ int main(void) {
         cmocka_unit_test(arena_keeps_what_is_before_a_mark),
         cmocka_unit_test(arena_refuses_what_does_not_fit),
         cmocka_unit_test(threads_run_each_item_once),
+        cmocka_unit_test(short_rounds_follow_each_other),
+        cmocka_unit_test(items_begin_in_order),
         cmocka_unit_test(a_pool_may_rest_and_go_on),
         cmocka_unit_test(thread_counts_are_checked),
         cmocka_unit_test(contexts_work_side_by_side),

@@ -194,7 +194,7 @@ static void bits_belong_to_row_and_column(void **state) {
     (void)state;
     static const shape shapes[] = {
         { 7, 33, 5 },     { 70, 49, 65 },    { 131, 145, 520 }, { 150, 530, 70 },
-        { 97, 600, 1100 }, { 66, 2100, 600 }, { 70, 40, 6000 },
+        { 70, 600, 1100 }, { 66, 1800, 600 }, { 70, 40, 6000 },
     };
     static const int64_t parts[] = { 1, 3, 8, 65, 1000 };
     for (int target = 0; target < MN_TARGET_COUNT; target++) {
