@@ -190,6 +190,7 @@ static json_t *option_json(const option *o, double value, double standard) {
     if (!o->choices[0] || (rank && value > 0.0)) return json_integer((json_int_t)value);
     const char *at = rank ? "full,conv,dt" : o->choices;
     for (int i = 0; i < (int)fabs(value); i++) at += strcspn(at, ",") + 1;
+    if (value == 0.0 && standard == 0.0 && strncmp(at, "none,", 5) == 0) return json_null();
     return json_stringn(at, strcspn(at, ","));
 }
 
