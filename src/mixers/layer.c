@@ -180,7 +180,10 @@ mn_status mn_layer_config_read(mn_layer_config *config, mn_layer_kind kind, cons
     return MN_OK;
 }
 
-static json_t *option_json(const option *o, double value) {
+/* A number that is 0 where 0 stands for nothing given is null, as other software writes it. */
+static json_t *option_json(const option *o, double value, double standard) {
+    const bool number = !o->choices || !o->choices[0];
+    if (number && value == 0.0 && standard == 0.0) return json_null();
     if (!o->choices) return mn_json_real(value);
     if (strcmp(o->choices, "bool") == 0) return json_boolean(value != 0.0);
     const bool rank = strcmp(o->choices, "rank") == 0;
@@ -194,7 +197,8 @@ mn_status mn_layer_config_write(json_t *object, const mn_layer_config *config, m
     for (size_t i = 0; i < MN_COUNTOF(takes); i++) {
         if (takes[i].kind != kind) continue;
         const option *o = option_named(takes[i].option);
-        if (json_object_set_new(object, o->name, option_json(o, get_option(config, o))) != 0) {
+        json_t *value = option_json(o, get_option(config, o), takes[i].value);
+        if (json_object_set_new(object, o->name, value) != 0) {
             return mn_fail(MN_ERR_MEMORY, "no memory for the options of a layer");
         }
     }
