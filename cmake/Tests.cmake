@@ -27,10 +27,14 @@ set(golden ${CMAKE_SOURCE_DIR}/tests/golden)
 add_test(NAME golden COMMAND sh -c "$<TARGET_FILE:mneme_cli> check ${golden}/*.safetensors")
 add_test(NAME bench_quick COMMAND mneme_cli bench ops --quick --runs 1)
 add_test(NAME layers COMMAND sh ${CMAKE_SOURCE_DIR}/tests/layers.sh ${CMAKE_SOURCE_DIR})
+# Writes small model folders for the scripts, which get it as their third argument.
+add_executable(make_model tests/support/programs/make_model.c)
+target_link_libraries(make_model PRIVATE mneme_test_support)
 file(GLOB cli_tests CONFIGURE_DEPENDS tests/cli/*.sh)
 foreach(script ${cli_tests})
     get_filename_component(name ${script} NAME_WE)
-    add_test(NAME cli_${name} COMMAND sh ${script} $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR})
+    add_test(NAME cli_${name} COMMAND sh ${script} $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR}
+        $<TARGET_FILE:make_model>)
 endforeach()
 add_test(NAME install COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/install.sh
     ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})

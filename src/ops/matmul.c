@@ -266,9 +266,9 @@ static bool is_small(const mn_product *p) {
 
 /* Factors whose rows lie near each other are read as fast where they lie. */
 static bool is_near(const mn_product *p) {
-    enum { B_STEP = 511, A_STEP = 2048 };
+    enum { B_STEP = 511, A_ROW = 2048, A_COL = 768 };
     return p->b_col == 1 && p->b_row <= B_STEP && p->K <= chunk_floats / (B_STEP + 1) &&
-           mn_max(p->a_row, p->a_col) <= A_STEP;
+           p->a_row <= A_ROW && p->a_col <= A_COL;
 }
 
 static void run_vector(mn_context *context, const functions *f, const mn_matmul_args *args) {

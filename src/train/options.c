@@ -90,7 +90,7 @@ static mn_status read_text(char out[MN_TRAIN_TEXT], const mn_json *at) {
     const mn_status st = mn_json_read_text(&text, at);
     if (st != MN_OK) return st;
     if (strlen(text) >= MN_TRAIN_TEXT) {
-        return mn_json_fail(at, "longer than %d bytes", MN_TRAIN_TEXT);
+        return mn_json_fail(at, "longer than %d bytes", MN_TRAIN_TEXT - 1);
     }
     strcpy(out, text);
     return MN_OK;
@@ -184,7 +184,6 @@ static mn_status check_ranges(const mn_train_options *o, const mn_json *root) {
         bool holds;
         const char *why;
     } rules[] = {
-        { "data", "train", o->n_train > 0, "names no file to train on" },
         { "data", "valid_part", o->valid_part < 1.0, "must lie below 1" },
         { "train", "steps", o->steps >= 1 && o->steps <= most_steps,
           "must lie between 1 and 1099511627776" },

@@ -13,7 +13,7 @@
 
 /* ---- building -------------------------------------------------------------------------------- */
 
-static mn_status make_model(mn_trainer *t, const mn_json *root) {
+static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_data *given) {
     const mn_json object = mn_json_member(root, "model");
     mn_model_config config = { 0 };
     mn_status st = mn_model_config_read(&config, &object);
@@ -24,7 +24,7 @@ static mn_status make_model(mn_trainer *t, const mn_json *root) {
         st = mn_json_fail(&context, "%lld is less than train.context = %lld",
                           (long long)config.context, (long long)t->options.context);
     }
-    if (st == MN_OK) st = mn_trainer_open_data(t, &config.vocab_size);
+    if (st == MN_OK) st = mn_trainer_open_data(t, given, &config.vocab_size);
     if (st == MN_OK) st = mn_model_create(&t->model, &config, MN_F32);
     mn_model_config_free(&config);
     if (st == MN_OK) st = mn_model_want_gradients(t->model);
@@ -55,7 +55,8 @@ static mn_status make_optimizer(mn_trainer *t) {
     return st;
 }
 
-mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context) {
+mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn_train_data *data,
+                                 mn_context *context) {
     *out = NULL;
     mn_trainer *t = calloc(1, sizeof *t);
     if (!t) return mn_fail(MN_ERR_MEMORY, "no memory for a training run");
@@ -63,7 +64,7 @@ mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *c
     t->best = NAN;
     t->saved = -1;
     mn_status st = mn_train_options_read(&t->options, root);
-    if (st == MN_OK) st = make_model(t, root);
+    if (st == MN_OK) st = make_model(t, root, data);
     if (st == MN_OK) st = make_optimizer(t);
     if (st == MN_OK) st = mn_tape_create(&t->tape, context, MN_F32);
     if (st != MN_OK) {
@@ -72,6 +73,10 @@ mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *c
     }
     *out = t;
     return MN_OK;
+}
+
+mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context) {
+    return mn_trainer_create_from(out, root, NULL, context);
 }
 
 void mn_trainer_destroy(mn_trainer *t) {
@@ -184,6 +189,7 @@ static mn_status plan(mn_trainer *t, const mn_batch *batch, bool add, mn_train_m
 }
 
 static size_t corpus_bytes(const mn_corpus *corpus, bool text) {
+    if (!corpus) return 0;    // the caller's
     return (size_t)mn_corpus_documents(corpus) * sizeof(int64_t) +
            (text ? (size_t)mn_corpus_tokens(corpus) * sizeof(int32_t) : 0);
 }
