@@ -137,6 +137,13 @@ same_run "$work/sixty" "$work/more" "resumed from best"
 (cd "$work/more" && "$mneme" train --resume last --set train.steps=61 --quiet >/dev/null 2>&1) ||
     fail "resume last inside the run"
 [ -e "$work/more/checkpoints/step-00000061" ] || fail "no step 61"
+mv "$work/more" "$work/moved"
+run 1 train --resume "$work/moved" --set out="$work/elsewhere" --quiet
+complains 'stays in its folder'
+run 0 train --resume "$work/moved" --set train.steps=62 --quiet --threads 1
+[ -e "$work/moved/last/done" ] && [ ! -e "$work/more" ] || fail "a moved run goes on elsewhere"
+run 1 $new --set out=
+complains 'out is empty'
 run 1 train --resume "$work/text.txt"
 complains 'is no folder of a run'
 run 1 train --resume "$work/absent"

@@ -63,7 +63,7 @@ static void check_options(const mn_json *root) {
     mn_train_options o;
     if (mn_train_options_read(&o, root) != MN_OK) return;
     REQUIRE(o.steps >= 1 && o.batch >= 1 && o.context >= 1 && o.accumulate >= 1);
-    REQUIRE(o.batch <= INT32_MAX / o.context && o.n_train >= 1 && o.n_train <= MN_TRAIN_PATHS);
+    REQUIRE(o.batch <= INT32_MAX / o.context && o.n_train >= 0 && o.n_train <= MN_TRAIN_PATHS);
     REQUIRE(o.lr >= o.min_lr && o.min_lr >= 0.0 && o.beta1 < 1.0 && o.log_every >= 1);
     for (int i = 0; i < o.n_train; i++) REQUIRE(o.train[i]);
     for (int i = 0; i < o.n_valid; i++) REQUIRE(o.valid[i]);
