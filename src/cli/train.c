@@ -148,6 +148,17 @@ static mn_status default_out(mn_json *root) {
     return st;
 }
 
+/* A resumed run stays where it is, also when its folder was moved since. */
+static mn_status keep_out(mn_json *root, const options *o, const char *run) {
+    for (int i = 0; i < o->n_sets; i++) {
+        if (strncmp(o->sets[i], "out=", 4) != 0) continue;
+        return mn_fail(MN_ERR_ARGUMENT, "--set %s: a resumed run stays in its folder; copy the "
+                       "folder and resume the copy", o->sets[i]);
+    }
+    if (json_object_set_new(root->value, "out", json_string(run)) == 0) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "%s: the name is not valid UTF-8", run);
+}
+
 static mn_status load_config(mn_json *root, const options *o, char checkpoint[PATH]) {
     char run[PATH], path[PATH];
     mn_status st = MN_OK;
@@ -165,7 +176,7 @@ static mn_status load_config(mn_json *root, const options *o, char checkpoint[PA
     }
     if (st == MN_OK) st = mn_json_expect_object(root);
     for (int i = 0; st == MN_OK && i < o->n_sets; i++) st = mn_train_set(root, o->sets[i]);
-    if (st == MN_OK && o->resume) json_object_set_new(root->value, "out", json_string(run));
+    if (st == MN_OK && o->resume) st = keep_out(root, o, run);
     return st == MN_OK ? default_out(root) : st;
 }
 
@@ -321,6 +332,7 @@ static mn_status train(run *r) {
 static mn_status make_folders(const char *out) {
     char path[PATH];
     struct stat about;
+    if (!out[0]) return mn_fail(MN_ERR_ARGUMENT, "out is empty; it names a folder for the run");
     for (size_t i = 1; out[i] && i < PATH - 1; i++) {
         if (out[i] != '/') continue;
         memcpy(path, out, i);

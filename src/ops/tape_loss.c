@@ -280,7 +280,7 @@ static void run_pieces(mn_tape *tape, loss *l, loss_job *job) {
     /* the first piece is the largest */
     const int64_t rows = mn_tape_plans(tape) ? most : l->n_kept;
     for (int64_t row = 0; !mn_tape_dead(tape) && row < rows; row += most) {
-        run_piece(tape, l, job, row, mn_min(most, l->n_kept - row));
+        run_piece(tape, l, job, row, mn_min(most, rows - row));
     }
     l->dhead = NULL;
 }

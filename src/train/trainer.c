@@ -146,7 +146,7 @@ mn_status mn_trainer_pass(mn_trainer *t, const mn_batch *batch, unsigned modes, 
     return st;
 }
 
-/* A batch that begins with one sequence of `first` tokens (0: none) and then holds as many others as
+/* A batch that begins with one sequence of `first` tokens (0: none) and then has as many others as
  * there can be: the shortest documents, of whose places `counts` tells how many have 1, 2 .. n. */
 static void cut_batch(mn_batch *batch, const int64_t *counts, int64_t first) {
     const int64_t n = batch->rows * batch->length;
@@ -155,7 +155,7 @@ static void cut_batch(mn_batch *batch, const int64_t *counts, int64_t first) {
     while (row < at) row += batch->length;
     for (int64_t places = 1; places <= n && at < n; places++) {
         for (int64_t i = 0; i < counts[places] && at < n; i++, at += places) {
-            for (; row < at; row += batch->length) batch->starts[used++] = row;    // rows begin one
+            for (; row < at; row += batch->length) batch->starts[used++] = row;    // a row's
             if (row == at) row += batch->length;
             batch->starts[used++] = at;
         }
@@ -213,8 +213,8 @@ static mn_status reserve(mn_trainer *t, const mn_train_memory *memory) {
                    "or train.context", (double)memory->work / 1048576.0);
 }
 
-/* Work space grows with the number of sequences, with the longest, or with their product: batches of
- * every kind between one sequence a row and as many as there can be. */
+/* Work space grows with the number of sequences, with the longest, or with their product: batches
+ * of every kind between one sequence a row and as many as there can be. */
 static mn_status plan_packed(mn_trainer *t, bool add, mn_train_memory *memory) {
     int64_t *counts;
     mn_status st = count_documents(&counts, t);
@@ -243,27 +243,39 @@ mn_status mn_trainer_predict(mn_trainer *t, mn_train_memory *memory) {
 
 /* ---- steps ----------------------------------------------------------------------------------- */
 
-/* Runs the batch again and looks at every result; names the first that is not finite. */
-static mn_status explain(mn_trainer *t, const mn_batch *batch, int64_t number, double loss) {
-    double again;
-    int64_t counted;
-    const mn_status st = mn_trainer_pass(t, batch, MN_TAPE_CHECK, false, 1.0, &again, &counted);
-    char what[512];
-    snprintf(what, sizeof what, "%s", st == MN_ERR_NUMERIC ? mn_last_error()
-             : isfinite(loss) ? "the gradient overflowed though every result going forward is finite"
-                              : "the logits of lm_head overflow, though all before them is finite");
+/* The first number that is not finite: in a parameter, else in a result of running the batch once
+ * more. */
+static bool find_first(char what[512], mn_trainer *t, const mn_batch *batch) {
     for (int i = 0; i < mn_model_params(t->model); i++) {
         const mn_model_param *p = mn_model_param_at(t->model, i);
         for (int64_t k = 0; k < p->info.count; k++) {
             if (isfinite(((const float *)p->value)[k])) continue;
-            return mn_fail(MN_ERR_NUMERIC, "step %lld: the loss is %g; parameter %s is not finite. "
-                           "Go on from the last checkpoint with a lower train.lr",
-                           (long long)t->step, loss, p->name);
+            snprintf(what, 512, "parameter %s is not finite", p->name);
+            return true;
         }
+    }
+    double loss;
+    int64_t counted;
+    const mn_status st = mn_trainer_pass(t, batch, MN_TAPE_CHECK, false, 1.0, &loss, &counted);
+    if (st != MN_ERR_NUMERIC) return false;
+    snprintf(what, 512, "%s", mn_last_error());
+    return true;
+}
+
+/* Says what went wrong first in a batch that failed with `failure` (MN_OK: it went through) or of
+ * which the loss or the gradient is not finite. */
+static mn_status explain(mn_trainer *t, const mn_batch *batch, int64_t number, mn_status failure,
+                         double loss) {
+    char why[512], what[512];
+    snprintf(why, sizeof why, "%s", mn_last_error());
+    if (!find_first(what, t, batch)) {
+        if (failure != MN_OK) return mn_fail(failure, "%s", why);
+        snprintf(what, sizeof what, "%s overflowed, though every result before is finite",
+                 isfinite(loss) ? "the gradient" : "the logits of lm_head");
     }
     return mn_fail(MN_ERR_NUMERIC, "step %lld, batch %lld: the loss is %g; %s. Go on from the last "
                    "checkpoint with a lower train.lr or train.clip", (long long)t->step,
-                   (long long)number, loss, what);
+                   (long long)number, isnan(loss) ? (double)NAN : loss, what);
 }
 
 /* Deviations of `loss` above the mean of the last steps; 0 until there are enough. */
@@ -285,18 +297,16 @@ static mn_status run_batches(mn_trainer *t, mn_step_result *r) {
         int64_t counted;
         mn_status st = mn_loader_fill(&t->batch, t->train_loader, number);
         t->draw = (uint64_t)number;
-        if (st == MN_OK) {
-            st = mn_trainer_pass(t, &t->batch, MN_TAPE_RECORD, i > 0, 1.0 / (double)n, &loss,
-                                 &counted);
-        }
         if (st != MN_OK) return st;
-        if (!isfinite(loss)) return explain(t, &t->batch, number, loss);
+        st = mn_trainer_pass(t, &t->batch, MN_TAPE_RECORD, i > 0, 1.0 / (double)n, &loss, &counted);
+        if (st != MN_OK) return explain(t, &t->batch, number, st, NAN);
+        if (!isfinite(loss)) return explain(t, &t->batch, number, MN_OK, loss);
         r->loss += loss / (double)n;
         r->tokens += counted;
     }
     r->grad_norm = mn_optimizer_grad_norm(t->optimizer, t->context);
     if (isfinite(r->grad_norm)) return MN_OK;
-    return explain(t, &t->batch, t->step * n + n - 1, r->loss);
+    return explain(t, &t->batch, t->step * n + n - 1, MN_OK, r->loss);
 }
 
 mn_status mn_trainer_step(mn_trainer *t, mn_step_result *result) {
