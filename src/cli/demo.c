@@ -28,7 +28,7 @@ static void print_help(void) {
            "  --layers A,B    models, %d at most (default bayes,attention); * and / make several\n"
            "                  layers, as in gdn*3,bayes/attention; a single name counts twice\n"
            "  --steps N       of training (default %d)\n"
-           "  --seconds N     train for so long at most, with fewer steps where the machine is slow\n"
+           "  --seconds N     train for so long at most, with fewer steps on slow machines\n"
            "                  (default %d); the steps made are the same for all models\n"
            "  --seed S        of stories, initial values and batches (default 1)\n"
            "  --set K=V       change a value of the configuration of all models, such as\n"

@@ -56,14 +56,17 @@ static void panel(FILE *out, const mn_demo *demo, const char *title, const char 
     fprintf(out, "set lmargin at screen %g\nset rmargin at screen %g\n", left, right);
     fprintf(out, "set label 1 '{/:Bold %s}' at graph 0, graph 1.07 left\nset xlabel '%s'\n", title,
             label);
-    fprintf(out, "set xrange [-0.5:%g]\nset yrange [0:104]\n", count - 0.5);
-    fprintf(out, "set arrow 1 from graph 0, first %g to graph 1, first %g nohead lc rgb '#909090' "
-            "dt 3\nset label 2 'guessing' at graph 0.01, first %g left tc rgb '#707070'\n", chance,
-            chance, chance + 3.0);
+    fprintf(out, "set xrange [-0.5:%g]\nset yrange [0:104]\nset xtics (", count - 0.5);
+    for (int i = 0; i < count; i++) {
+        fprintf(out, "%s'%s' %d", i == 0 ? "" : ", ", mn_demo_group_name(first + i), i);
+    }
+    fprintf(out, ")\nset arrow 1 from graph 0, first %g to graph 1, first %g nohead lc rgb "
+            "'#909090' dt 3\nset label 2 'guessing' at graph 0.01, first %g left tc rgb "
+            "'#707070'\n", chance, chance, chance - 3.0);
     for (int i = 0; i < demo->n_models; i++) {
         const char *name = demo->models[i].name;
         fprintf(out, "%s 'recall.csv' every ::%d::%d using ($0+%g):(100*column('%s'))"
-                ":(100*column('%s error')):xtic(2) with yerrorlines lc rgb '%s' lw 2 pt 7 ps 0.8 "
+                ":(100*column('%s error')) with yerrorlines lc rgb '%s' lw 2 pt 7 ps 0.8 "
                 "title '%s'", i == 0 ? "plot" : ", \\\n    ", first, first + count - 1,
                 0.03 * (i - 0.5 * (demo->n_models - 1)), name, name, colors[i], name);
     }
@@ -73,9 +76,10 @@ static void panel(FILE *out, const mn_demo *demo, const char *title, const char 
 static void recall(FILE *out, const mn_demo *demo) {
     mn_gnuplot_begin(out, "recall", "Questions answered, by distance and by number of updates.",
                      1180, 520, 2);
-    fputs("set bmargin at screen 0.14\nset tmargin at screen 0.86\nset format x '%s'\n"
+    fputs("set bmargin at screen 0.14\nset tmargin at screen 0.84\n"
           "set ylabel 'right answers, %'\n"
-          "set key bottom left at graph 0.03, graph 0.14 Left reverse samplen 2 tc rgb '#404040'\n",
+          "set key at screen 0.975, screen 0.985 top right horizontal Left reverse samplen 2 "
+          "tc rgb '#404040'\n",
           out);
     panel(out, demo, "By distance", "tokens since the place was said", 0.075, 0.56, 1,
           MN_DEMO_DISTANCES);

@@ -28,8 +28,8 @@ static void note_place(places *p, const int32_t *tokens, int64_t t) {
     if (tokens[t - 2] == p->in || tokens[t - 2] == p->to) p->of[tokens[t - 3]] = tokens[t];
 }
 
-/* Counts the questions "where is the OBJECT ? PLACE" whose answer the model gave, and those where it
- * is what the story says. */
+/* Counts the questions "where is the OBJECT ? PLACE" whose answer the model gave, and those where
+ * it is what the story says. */
 static mn_status count_answers(mn_demo_sample *s) {
     places p = { calloc((size_t)mn_stories_words(), sizeof *p.of), word("to"), word("in"),
                  word("the"), word("where") };

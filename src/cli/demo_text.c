@@ -211,7 +211,9 @@ static mn_status print_sample(const mn_demo *demo) {
     char layers[256];
     mn_show_start(&show, mn_show_choose(believes, false));
     mn_status st = MN_OK;
-    for (int64_t t = 0; t < s->n_tokens && st == MN_OK; t++) st = mn_show_note(&show, s->variance[t]);
+    for (int64_t t = 0; t < s->n_tokens && st == MN_OK; t++) {
+        st = mn_show_note(&show, s->variance[t]);
+    }
     printf("\na story begun ...\n");
     if (st == MN_OK) st = print_words(s->tokens, s->variance, s->n_given, &show);
     printf("... and continued by %s\n", s->model->name);
@@ -223,8 +225,8 @@ static mn_status print_sample(const mn_demo *demo) {
         printf("in brackets: how unsure its memory was, the variance of what was read with each "
                "word (mean of layers %s)\n", layers);
     }
-    printf("it asked %" PRId64 " questions of its own and answered %" PRId64 " of them as its story "
-           "has it\n", s->asked, s->right);
+    printf("it asked %" PRId64 " questions of its own and answered %" PRId64 " of them as its "
+           "story has it\n", s->asked, s->right);
     mn_show_free(&show);
     return st;
 }
@@ -238,10 +240,12 @@ static void print_ends(const mn_demo *demo) {
                  demo->models[i].name, demo->models[i].seconds);
     }
     printf("\ntrained in   %s\n", seconds);
-    if (demo->figures) printf("figures      %s/loss.svg, %s/recall.svg and the same as .png\n", out, out);
+    if (demo->figures) {
+        printf("figures      %s/loss.svg, %s/recall.svg and the same as .png\n", out, out);
+    }
     printf("results      %s/results.json\n", out);
-    printf("go on with   mneme generate --model %s/%s --belief \"anna puts the lamp in the\"\n", out,
-           demo->sample.model->name);
+    printf("go on with   mneme generate --model %s/%s --belief \"anna puts the lamp in the\"\n",
+           out, demo->sample.model->name);
     printf("             mneme eval --model %s/%s --text %s/stories.txt\n", out,
            demo->models[0].name, out);
 }

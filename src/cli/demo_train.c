@@ -3,6 +3,7 @@
  *
  * A few steps of throw-away runs tell how many steps the time allows; all models make that many.
  * Where the time suffices for the steps asked for, the numbers do not depend on it. */
+#include <inttypes.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -89,7 +90,8 @@ static bool count_step(lane *l, const mn_step_result *s, double seconds) {
     }
     mn_progress_update(&r->bar, r->done, extra);
     /* the machine has become slower since the trial: all end here */
-    if (!r->trial && seconds > 1.25 * demo->options->seconds) r->last = mn_min(r->last, s->step + 1);
+    const bool late = !r->trial && seconds > 1.25 * demo->options->seconds;
+    if (late) r->last = mn_min(r->last, s->step + 1);
     const bool goes_on = s->step + 1 < r->last;
     pthread_mutex_unlock(&r->lock);
     return goes_on;
@@ -127,7 +129,7 @@ static void *run_lane(void *context) {
     mn_demo_model *m = l->model;
     m->status = train(l);
     if (m->status == MN_OK && !l->race->trial) m->status = mn_demo_measure(m, &l->race->demo->data);
-    if (m->status != MN_OK) snprintf(m->error, sizeof m->error, "%s: %s", m->layers, mn_last_error());
+    if (m->status != MN_OK) snprintf(m->error, sizeof m->error, "%s: %s", m->name, mn_last_error());
     return NULL;
 }
 
@@ -162,7 +164,7 @@ static mn_status make_trainers(mn_demo *demo) {
     return st;
 }
 
-/* A few steps of all at once: how many of them the seconds allow. */
+/* A few steps of all at once: how many of them the seconds allow. Says so when they are fewer. */
 static mn_status try_speed(mn_demo *demo) {
     race r = { .demo = demo, .trial = true, .last = mn_min(TRIAL_STEPS, demo->options->steps) };
     demo->steps = demo->options->steps;
@@ -175,6 +177,10 @@ static mn_status try_speed(mn_demo *demo) {
         const mn_demo_point *last = &m->points[m->n_points - 1];
         const double step = m->seconds / (double)last->step;
         demo->steps = mn_min(demo->steps, mn_max(1, (int64_t)(demo->options->seconds / step)));
+    }
+    if (st == MN_OK && demo->steps < demo->options->steps) {
+        fprintf(stderr, "%d seconds are enough for %" PRId64 " of %d steps here; --seconds N gives "
+                "them more\n", demo->options->seconds, demo->steps, demo->options->steps);
     }
     return st;
 }
