@@ -12,6 +12,7 @@ struct mn_context {
     mn_threads *threads;
     mn_arena *arena;
     mn_target_id target;
+    bool plans;                  // operators compute nothing and take memory from a counting arena
     mn_kernel_table f32, f64;
     mn_device *device;       // NULL: operators run on the CPU
     mn_kernel_table cuda;    // with a device: its kernels, for f32 and bf16

@@ -17,16 +17,14 @@ static const struct option {
     double value;
     size_t offset;
 } options[] = {
-#define AT(name) offsetof(mn_train_options, name)
 #define ROW(section, name, text, about, kind, value)                                               \
-    { #section, #name, text, about, kind, value, AT(name) },
+    { #section, #name, text, about, kind, value, offsetof(mn_train_options, name) },
 #define INT(section, name, value, about) ROW(section, name, #value, about, KIND_INT, value)
 #define REAL(section, name, value, about) ROW(section, name, #value, about, KIND_REAL, value)
 #define FLAG(section, name, value, about) ROW(section, name, #value, about, KIND_FLAG, value)
 #define TEXT(section, name, value, about) ROW(section, name, value, about, KIND_TEXT, 0)
 #include "train/train_options.def"
 #undef ROW
-#undef AT
 };
 
 void mn_train_options_list(mn_option_line line, void *context) {
@@ -186,7 +184,6 @@ static mn_status check_ranges(const mn_train_options *o, const mn_json *root) {
         bool holds;
         const char *why;
     } rules[] = {
-        { "data", "train", o->n_train > 0, "names no file to train on" },
         { "data", "valid_part", o->valid_part < 1.0, "must lie below 1" },
         { "train", "steps", o->steps >= 1 && o->steps <= most_steps,
           "must lie between 1 and 1099511627776" },

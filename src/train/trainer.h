@@ -35,6 +35,16 @@ typedef struct mn_step_result {
 /* Everything from the document: reads the data, makes the tokenizer and the model. Borrows `root`
  * and `context`. */
 mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context);
+
+/* Tokens that are in memory already; borrowed by the runs made from them. */
+typedef struct mn_train_data {
+    const mn_corpus *train, *valid;    // valid NULL: nothing is held out
+    const mn_tokenizer *tokenizer;     // saved with the model; NULL: none
+} mn_train_data;
+
+/* The same with `data` in place of the files of the document, which then has to name none. */
+mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn_train_data *data,
+                                 mn_context *context);
 void mn_trainer_destroy(mn_trainer *trainer);    // NULL accepted
 
 mn_status mn_trainer_predict(mn_trainer *trainer, mn_train_memory *memory);

@@ -56,15 +56,16 @@ static mn_status is_text(bool *text, const mn_train_options *o, mn_corpus_format
 
 static mn_status open_tokenizer(mn_trainer *t, mn_corpus_format format) {
     const char *name = t->options.tokenizer;
-    bool text;
-    mn_status st = is_text(&text, &t->options, format);
+    mn_status st = is_text(&t->text, &t->options, format);
     if (st != MN_OK) return st;
     const bool named = strcmp(name, "chars") != 0;
-    if (strcmp(name, "bytes") == 0) return mn_tokenizer_bytes(&t->tokenizer);
-    if (named) return mn_tokenizer_load(&t->tokenizer, name);
-    if (text) return chars_of(&t->tokenizer, &t->options, format);
+    if (strcmp(name, "bytes") == 0) return mn_tokenizer_bytes(&t->own_tokenizer);
+    if (named) return mn_tokenizer_load(&t->own_tokenizer, name);
+    if (t->text) return chars_of(&t->own_tokenizer, &t->options, format);
     /* prepared folders bring their own; .bin files have none */
-    if (mn_tokenizer_load(&t->tokenizer, t->options.train[0]) != MN_OK) t->tokenizer = NULL;
+    if (mn_tokenizer_load(&t->own_tokenizer, t->options.train[0]) != MN_OK) {
+        t->own_tokenizer = NULL;
+    }
     return MN_OK;
 }
 
@@ -89,6 +90,7 @@ static mn_status open_corpora(mn_trainer *t, mn_corpus_format format, int64_t vo
                               .separator = o->separator[0] ? o->separator : NULL,
                               .vocab_size = vocab_size };
     mn_status st = mn_corpus_open(&t->all, &how, t->tokenizer);
+    if (st != MN_OK) return st;
     const bool given = o->n_valid > 0;
     if (given) {
         how.paths = o->valid;
@@ -97,7 +99,7 @@ static mn_status open_corpora(mn_trainer *t, mn_corpus_format format, int64_t vo
     const bool split = have_valid_split(how.paths, (int)how.n_paths);
     how.split = split ? mn_split_names[MN_SPLIT_VALID] : NULL;
     const bool apart = given || (split && o->valid_part > 0.0);
-    if (st == MN_OK && apart) st = mn_corpus_open(&t->valid, &how, t->tokenizer);
+    if (apart) st = mn_corpus_open(&t->valid, &how, t->tokenizer);
     const double cut = apart ? 1.0 : 1.0 - o->valid_part;
     if (st == MN_OK) st = mn_corpus_part(&t->train, t->all, 0.0, cut);
     if (st == MN_OK && cut < 1.0) st = mn_corpus_part(&t->valid, t->all, cut, 1.0);
@@ -130,11 +132,27 @@ static mn_status open_loaders(mn_trainer *t) {
                        o->n_valid > 0 ? "data.valid" : "the part held out (data.valid_part)");
 }
 
-mn_status mn_trainer_open_data(mn_trainer *t, int64_t *vocab_size) {
+/* The corpora of the run are parts of those given, so that they can be freed like its own. */
+static mn_status take_corpora(mn_trainer *t, const mn_train_data *given) {
+    mn_status st = mn_corpus_part(&t->train, given->train, 0.0, 1.0);
+    if (st == MN_OK && given->valid) st = mn_corpus_part(&t->valid, given->valid, 0.0, 1.0);
+    return st;
+}
+
+mn_status mn_trainer_open_data(mn_trainer *t, const mn_train_data *given, int64_t *vocab_size) {
+    const mn_train_options *o = &t->options;
+    if (!given && o->n_train == 0) {
+        return mn_fail(MN_ERR_ARGUMENT, "data.train names no file to train on");
+    }
+    if (given && (o->n_train > 0 || o->n_valid > 0)) {
+        return mn_fail(MN_ERR_ARGUMENT, "data.train and data.valid name files, and the tokens of "
+                       "this run are given; leave them out");
+    }
     mn_corpus_format format = MN_CORPUS_AUTO;
-    mn_status st = format_of(&format, t->options.format);
-    if (st == MN_OK) st = open_tokenizer(t, format);
+    mn_status st = format_of(&format, o->format);
+    if (st == MN_OK && !given) st = open_tokenizer(t, format);
     if (st != MN_OK) return st;
+    t->tokenizer = given ? given->tokenizer : t->own_tokenizer;
     if (!t->tokenizer && t->options.sample_every > 0) {
         return mn_fail(MN_ERR_ARGUMENT, "train.sample_every: samples of text need a tokenizer, and "
                        "the data bring none; give data.tokenizer or set it to 0");
@@ -150,7 +168,7 @@ mn_status mn_trainer_open_data(mn_trainer *t, int64_t *vocab_size) {
                        "%lld; leave vocab_size out or raise it", (long long)tokens,
                        (long long)*vocab_size);
     }
-    st = open_corpora(t, format, *vocab_size);
+    st = given ? take_corpora(t, given) : open_corpora(t, format, *vocab_size);
     return st == MN_OK ? open_loaders(t) : st;
 }
 
@@ -166,5 +184,5 @@ void mn_trainer_close_data(mn_trainer *t) {
     mn_corpus_destroy(t->train);
     mn_corpus_destroy(t->valid);
     mn_corpus_destroy(t->all);
-    mn_tokenizer_destroy(t->tokenizer);
+    mn_tokenizer_destroy(t->own_tokenizer);
 }
