@@ -28,7 +28,8 @@ else()
 endif()
 
 mneme_object_library(mneme_objects ${library_sources})
-target_compile_definitions(mneme_objects PRIVATE MN_HAVE_CUDA=$<BOOL:${mneme_cuda_built}>)
+set_source_files_properties(src/kernels/dispatch.c PROPERTIES
+    COMPILE_DEFINITIONS MN_HAVE_CUDA=$<BOOL:${mneme_cuda_built}>)
 set(mneme_kernel_objects)
 if(mneme_cuda_built)
     mneme_cuda_objects(cuda_objects)
