@@ -45,11 +45,17 @@ set(sanitized
     test_linear
     test_loader
     test_matmul
+    test_metric
     test_ops_refusal
     test_prepare
     test_run_log
     test_safetensors
     test_stories
+    test_tasks
+    test_tasks_mad
+    test_tasks_mqar
+    test_tasks_niah
+    test_tasks_vectors
     test_tokenizer
     test_tokenizer_refusal
     test_unicode

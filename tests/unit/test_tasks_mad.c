@@ -71,8 +71,8 @@ static int64_t rank_of_probe(const found *f, int64_t K) {
     return rank;
 }
 
-/* Mean scored tokens of a test sequence: pairs that are not new, and the probe. A pair is noise with
- * probability f except in slot j*, uniform over all P, and there is a pair at least. */
+/* Mean scored tokens of a test sequence: pairs that are not new, and the probe. A pair is noise
+ * with probability f except in slot j*, uniform over all P, and there is a pair at least. */
 static double expected_scores(int64_t P, int64_t K, double f) {
     const double p = 1.0 - f, k = (double)K, n = (double)P - 1.0;
     const double none = pow(f, n), old = 1.0 - p / k;

@@ -58,7 +58,8 @@ static void read_context(found *f, const task_case *c, const form *is) {
 }
 
 static void check_tokens(const found *f, const task_case *c, const form *is) {
-    const int64_t first_value = is->shared ? 1 : is->V / 2, end_key = is->shared ? is->V : is->V / 2;
+    const int64_t first_value = is->shared ? 1 : is->V / 2;
+    const int64_t end_key = is->shared ? is->V : is->V / 2;
     int64_t updated = 0;
     for (int64_t i = 0; i < f->pairs; i++) {
         CHECK(f->key[i] >= 1 && f->key[i] < end_key, "key %d", (int)f->key[i]);
