@@ -51,10 +51,6 @@ static inline double mn_draw_unit(mn_draws *d) {
     return mn_rng_uniform(d->key, d->stream, d->next++);
 }
 
-static inline double mn_draw_normal(mn_draws *d) {
-    return mn_rng_normal(d->key, d->stream, d->next++);
-}
-
 /* Ordered draws without repetition from 0 .. n-1: `deck` holds these in order and is given back in
  * order by mn_deck_restore. Costs nothing for what is not drawn. */
 typedef struct mn_deck {

@@ -7,6 +7,8 @@
 #include <string.h>
 
 #include "base/util.h"
+#include "support/folder.h"
+#include "tasks/projection.h"
 
 enum { SEED = 4711 };
 
@@ -236,12 +238,45 @@ static void crowds_have_their_frequencies(void **state) {
     check_done();
 }
 
+/* Orthonormal rows, and addresses of norm 1 that keep the angles of keys in their span. */
+static void projections_are_orthonormal(void **state) {
+    (void)state;
+    enum { R = 16, N = 64 };
+    static float p[R * N], other[R * N], square[9], key[N], address[R];
+    assert_int_equal(mn_projection_make(p, R, N, SEED), MN_OK);
+    assert_int_equal(mn_projection_make(other, R, N, SEED + 1), MN_OK);
+    assert_true(memcmp(p, other, sizeof p) != 0);
+    for (int a = 0; a < R; a++) {
+        for (int b = 0; b <= a; b++) {
+            double sum = 0.0;
+            for (int i = 0; i < N; i++) sum += (double)p[a * N + i] * p[b * N + i];
+            CHECK(fabs(sum - (a == b)) <= N * FLT_EPSILON, "rows %d and %d: %g", a, b, sum);
+        }
+    }
+    for (int i = 0; i < N; i++) key[i] = 3.0f * p[2 * N + i] + 4.0f * p[5 * N + i];
+    mn_projection_apply(address, p, key, R, N);
+    for (int r = 0; r < R; r++) {
+        const double want = r == 2 ? 0.6 : r == 5 ? 0.8 : 0.0;
+        CHECK(fabs(address[r] - want) <= N * FLT_EPSILON, "address %d: %g", r, (double)address[r]);
+    }
+    memset(key, 0, sizeof key);
+    mn_projection_apply(address, p, key, R, N);
+    for (int r = 0; r < R; r++) assert_true(address[r] == 0.0f);
+    assert_int_equal(mn_projection_make(square, 3, 3, SEED), MN_OK);
+    assert_fails(mn_projection_make(square, 4, 3, SEED), MN_ERR_ARGUMENT, "4 rows", "possible");
+    assert_fails(mn_projection_make(square, 0, 3, SEED), MN_ERR_ARGUMENT, "0 rows", "possible");
+    assert_fails(mn_projection_make(square, INT64_MAX / 2, INT64_MAX, SEED), MN_ERR_MEMORY,
+                 "projection", "memory");
+    check_done();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(collisions_are_read_again),
         cmocka_unit_test(collisions_have_their_frequencies),
         cmocka_unit_test(crowds_are_read_again),
         cmocka_unit_test(crowds_have_their_frequencies),
+        cmocka_unit_test(projections_are_orthonormal),
     };
     return cmocka_run_group_tests_name("tasks: vectors", tests, NULL, NULL);
 }
