@@ -1,4 +1,4 @@
-/* projection.c - the fixed random address of a crowd of keys: R k / |R k|, rows of R orthonormal. */
+/* projection.c - the fixed random address of crowded keys: R k / |R k|, rows of R orthonormal. */
 #include "tasks/projection.h"
 
 #include <inttypes.h>

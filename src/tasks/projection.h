@@ -1,4 +1,4 @@
-/* projection.h - the fixed random address of a crowd of keys: R k / |R k|, rows of R orthonormal. */
+/* projection.h - the fixed random address of crowded keys: R k / |R k|, rows of R orthonormal. */
 #ifndef MN_TASKS_PROJECTION_H
 #define MN_TASKS_PROJECTION_H
 

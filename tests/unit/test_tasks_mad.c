@@ -17,6 +17,7 @@ typedef struct found {
     int64_t n_pairs, n_noise, n_new, n_distinct;    // in the slots before the last
     int64_t probe;                                  // its key
     int64_t times[4096];                            // of each key
+    int64_t order[4096];                            // in which each came first
 } found;
 
 /* Reads a recall sample with keys [0, K), values [K, S), noise [S, V). */
@@ -44,7 +45,7 @@ static found read_recall(const task_case *c, mn_split split, int64_t K, int64_t 
             value_of[first] = second;
             if (!last) {
                 f.n_pairs++;
-                f.n_new += !known;
+                if (!known) f.order[first] = f.n_new++;
                 f.times[first]++;
             }
             if (last) f.probe = first;
@@ -78,7 +79,7 @@ static double expected_scores(int64_t P, int64_t K, double f) {
     const double none = pow(f, n), old = 1.0 - p / k;
     const double kept = (1.0 + (n - 1.0) * p) - k * (1.0 - (1.0 - 1.0 / k) * pow(old, n - 1.0));
     const double free_ = (n * p - k * (1.0 - pow(old, n))) / (1.0 - none);
-    const double last = none / (1.0 - none) < 1.0 ? 1.0 / (double)P : 0.0;
+    const double last = (1.0 - none) / ((1.0 - none) + n);    // that j* is P-1, no redraw
     return 1.0 + (1.0 - last) * kept + last * free_;
 }
 
@@ -115,20 +116,24 @@ static void recall_has_its_frequencies(void **state) {
     (void)state;
     task_case c = task_open("mad-recall", "");
     tally key = tally_even("keys", 8), value = tally_even("values", 8);
-    tally rank = tally_even("probe by frequency", 8);
+    tally rank = tally_even("probe by frequency", 8), order = tally_even("probe by age", 8);
     moments scored = { 0 }, guesses = { 0 };
     for (int64_t i = 0; i < 4000; i++) {
         task_take(&c, SEED, MN_SPLIT_TEST, i);
         const found f = read_recall(&c, MN_SPLIT_TEST, 8, 16);
         for (int64_t k = 0; k < 8; k++) key.count[k] += f.times[k];
         value.count[c.input[1] - 8]++;                   // of the first key, which is new
-        if (f.n_distinct == 8) rank.count[rank_of_probe(&f, 8)]++;
+        if (f.n_distinct == 8) {
+            rank.count[rank_of_probe(&f, 8)]++;
+            order.count[f.order[f.probe]]++;
+        }
         moments_add(&scored, (double)task_scored(&c));
         moments_add(&guesses, 63.0 + (double)f.n_new);    // targets nobody can tell, in training
     }
     tally_check(&key);
     tally_check(&value);
     tally_check(&rank);
+    tally_check(&order);
     moments_check(&scored, "scored tokens", expected_scores(64, 8, 0.0), 0.05);
     moments_check(&scored, "scored tokens, as published", 56.0, 0.05);
     CHECK(fabs(moments_mean(&guesses) * log(8.0) / 127.0 - 1.163) < 0.001, "floor of the loss: %g",
@@ -145,25 +150,48 @@ static void noise_has_its_frequencies(void **state) {
     } cases[] = { { "", 0.2, 43.5, 0.1 }, { "noise=0.8", 0.8, 7.8, 0.1 } };
     for (size_t k = 0; k < MN_COUNTOF(cases); k++) {
         task_case c = task_open("mad-noisy", cases[k].changes);
-        tally noise = tally_even("noise tokens", 16);
+        tally noise = tally_even("noise tokens", 16), slot = tally_even("slots of pairs", 63);
         moments scored = { 0 }, pairs = { 0 };
         for (int64_t i = 0; i < 8000; i++) {
             task_take(&c, SEED, MN_SPLIT_TEST, i);
             const found f = read_recall(&c, MN_SPLIT_TEST, 8, 16);
             for (int64_t t = 0; t < c.n; t++) {
                 if (c.input[t] >= 16) noise.count[c.input[t] - 16]++;
+                else if (t % 2 == 0 && t < 126) slot.count[t / 2]++;
             }
             moments_add(&scored, (double)task_scored(&c));
             moments_add(&pairs, (double)f.n_pairs);
         }
         const double f = cases[k].noise;
         tally_check(&noise);
+        tally_check(&slot);
         moments_check(&pairs, "pairs", 63.0 * (1.0 - f) + 63.0 / 64.0 * f, 1.0);
         moments_check(&scored, "scored tokens", expected_scores(64, 8, f), 1.0);
         CHECK(fabs(moments_mean(&scored) - cases[k].published) < cases[k].most,
               "scored tokens: %g, published %g", moments_mean(&scored), cases[k].published);
         task_close(&c);
     }
+    check_done();
+}
+
+/* Four slots, the last of which is the probe's: j* is uniform over all four, and a sample without
+ * any pair is drawn again. */
+static void protected_slots_are_even(void **state) {
+    (void)state;
+    const double f = 0.9, p = 0.1;
+    tally pairs = { .what = "pairs in three slots", .n = 3,
+                    .p = { 0.75 * f * f + 0.25 * 3.0 * p * f * f,
+                           0.75 * 2.0 * p * f + 0.25 * 3.0 * p * p * f,
+                           0.75 * p * p + 0.25 * p * p * p } };
+    const double total = pairs.p[0] + pairs.p[1] + pairs.p[2];
+    for (int i = 0; i < 3; i++) pairs.p[i] /= total;
+    task_case c = task_open("mad-noisy", "length=8 noise=0.9");
+    for (int64_t i = 0; i < 200000; i++) {
+        task_take(&c, SEED, MN_SPLIT_TEST, i);
+        pairs.count[read_recall(&c, MN_SPLIT_TEST, 8, 16).n_pairs - 1]++;
+    }
+    tally_check(&pairs);
+    task_close(&c);
     check_done();
 }
 
@@ -520,6 +548,7 @@ int main(void) {
         cmocka_unit_test(recall_is_read_again),
         cmocka_unit_test(recall_has_its_frequencies),
         cmocka_unit_test(noise_has_its_frequencies),
+        cmocka_unit_test(protected_slots_are_even),
         cmocka_unit_test(long_recall_scores_896),
         cmocka_unit_test(fuzzy_is_read_again),
         cmocka_unit_test(fuzzy_has_its_frequencies),

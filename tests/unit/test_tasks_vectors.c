@@ -114,14 +114,14 @@ static void collisions_are_read_again(void **state) {
 static void collisions_have_their_frequencies(void **state) {
     (void)state;
     task_case c = task_open("collision", "");
-    tally floods = tally_even("floods", 4), label = tally_even("first label", 16);
+    tally floods = tally_even("floods", 4), label = tally_even("label of b_0", 16);
     tally rho = tally_even("rho in 10 parts", 10), asked = tally_even("first question", 8);
     for (int64_t i = 0; i < 6000; i++) {
         task_take(&c, SEED, MN_SPLIT_TRAIN, 256 * i + i % 256);
         const int64_t n = read_collision(&c, 8, 4, 0.6, 0.8);
         floods.count[n == 1 ? 0 : n == 2 ? 1 : n == 4 ? 2 : 3]++;
         CHECK(n == 1 || n == 2 || n == 4 || n == 8, "%d floods", (int)n);
-        label.count[read_token(&c, 0, 8).label]++;
+        label.count[read_token(&c, 16, 8).label]++;    // its boosts begin
         asked.count[read_token(&c, mn_task_used(c.task) - 8, 8).pair]++;
         rho.count[mn_min(9, (int64_t)((read_token(&c, 48 + n * (i % 8), 8).rho - 0.6) * 50.0))]++;
     }
