@@ -56,6 +56,7 @@ set(sanitized
     test_stories
     test_tokenizer
     test_tokenizer_refusal
+    test_trainer
     test_unicode
     test_vec)
 set(threaded
