@@ -6,7 +6,7 @@
  * continuation, so nothing is read twice; the same seed and stream give the same text, which the
  * last continuation shows by repeating the first.
  *
- *   cc session.c $(pkg-config --cflags --libs mneme) -o session && ./session runs/gdn/best "Once" */
+ *   cc session.c $(pkg-config --cflags --libs mneme) -o session && ./session runs/gdn/best Once */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

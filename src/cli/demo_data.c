@@ -51,7 +51,8 @@ static mn_status corpus_of(mn_corpus **out, const mn_stories *s) {
 mn_status mn_demo_data_make(mn_demo_data *out, uint64_t seed) {
     *out = (mn_demo_data){ .source = small_source() };
     mn_stories train = { 0 };
-    mn_status st = mn_stories_expect(&out->means, &out->source);
+    mn_stories_means means = { 0 };
+    mn_status st = mn_stories_expect(&means, &out->source);
     if (st == MN_OK) st = mn_stories_tokens(&train, &out->source, seed, 0, TRAIN_STORIES);
     if (st == MN_OK) st = corpus_of(&out->train, &train);
     mn_stories_free(&train);
@@ -59,8 +60,12 @@ mn_status mn_demo_data_make(mn_demo_data *out, uint64_t seed) {
         st = mn_stories_tokens(&out->held, &out->source, seed, HELD_FIRST, HELD_STORIES);
     }
     if (st == MN_OK) st = mn_stories_tokenizer(&out->tokenizer);
-    if (st == MN_OK) out->floor = out->means.bits / out->means.tokens;
+    if (st == MN_OK) out->floor = means.bits / means.tokens;
     return st;
+}
+
+double mn_demo_chance(const mn_demo_data *data) {
+    return 1.0 / (double)data->source.n_places;
 }
 
 void mn_demo_data_free(mn_demo_data *data) {

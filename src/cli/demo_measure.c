@@ -11,30 +11,37 @@
 
 enum { STORIES_AT_ONCE = 16 };
 
+/* Questions by tokens since the place was said, and by sentences that put or took the object. */
 static const struct {
     const char *name;
     int64_t most;
 } distances[MN_DEMO_DISTANCES] = {
     { "1-8", 8 }, { "9-16", 16 }, { "17-32", 32 }, { "33-64", 64 }, { "65+", INT64_MAX },
+}, updates[MN_DEMO_UPDATES] = {
+    { "1", 1 }, { "2", 2 }, { "3+", INT64_MAX },
 };
 
-const char *mn_demo_distance_name(int bucket) {
-    return distances[bucket].name;
+static int distance_group(int64_t distance) {
+    int i = 0;
+    while (distance > distances[i].most) i++;
+    return 1 + i;
 }
 
-int mn_demo_distance_bucket(int64_t distance) {
-    int bucket = 0;
-    while (distance > distances[bucket].most) bucket++;
-    return bucket;
+static int updates_group(int64_t n) {
+    int i = 0;
+    while (n > updates[i].most) i++;
+    return 1 + MN_DEMO_DISTANCES + i;
 }
 
-const char *mn_demo_updates_name(int bucket) {
-    static const char *const names[MN_DEMO_UPDATES] = { "1", "2", "3+" };
-    return names[bucket];
+const char *mn_demo_group_name(int group) {
+    if (group == 0) return "all";
+    if (group <= MN_DEMO_DISTANCES) return distances[group - 1].name;
+    return updates[group - 1 - MN_DEMO_DISTANCES].name;
 }
 
-int mn_demo_updates_bucket(int64_t n_updates) {
-    return (int)mn_min(n_updates, MN_DEMO_UPDATES) - 1;
+const char *mn_demo_group_unit(int group) {
+    if (group == 0) return "";
+    return group <= MN_DEMO_DISTANCES ? "tokens ago" : "updates";
 }
 
 double mn_demo_share(const mn_demo_score *score) {
@@ -48,6 +55,10 @@ double mn_demo_share_error(const mn_demo_score *score) {
     return sqrt(p * (1.0 - p) / n);
 }
 
+double mn_demo_variance(const mn_demo_score *score) {
+    return score->asked > 0 ? score->variance / (double)score->asked : NAN;
+}
+
 /* ---- a few stories at once ------------------------------------------------------------------- */
 
 /* Stories [first, first + count), each behind the end of the one before. */
@@ -56,15 +67,20 @@ typedef struct batch {
     int64_t first, count, n_tokens;
     int64_t starts[STORIES_AT_ONCE + 1];
     int32_t *tokens;
+    int n_beliefs;
+    float *variance;          // (n_beliefs, n_tokens)
 } batch;
 
-static mn_status make_batch(batch *b, const mn_stories *held, int64_t first) {
-    *b = (batch){ .held = held, .first = first };
+static mn_status make_batch(batch *b, const mn_stories *held, int64_t first, int n_beliefs) {
+    *b = (batch){ .held = held, .first = first, .n_beliefs = n_beliefs };
     b->count = mn_min(STORIES_AT_ONCE, held->n_stories - first);
     const int64_t from = held->borders[first];
     b->n_tokens = held->borders[first + b->count] - from;
     b->tokens = malloc((size_t)b->n_tokens * sizeof *b->tokens);
-    if (!b->tokens) return mn_fail(MN_ERR_MEMORY, "no memory for %d stories", STORIES_AT_ONCE);
+    b->variance = malloc(((size_t)n_beliefs * (size_t)b->n_tokens + 1) * sizeof *b->variance);
+    if (!b->tokens || !b->variance) {
+        return mn_fail(MN_ERR_MEMORY, "no memory for %d stories", STORIES_AT_ONCE);
+    }
     for (int64_t i = 0; i <= b->count; i++) b->starts[i] = held->borders[first + i] - from;
     for (int64_t i = 0; i < b->count; i++) {
         const int64_t start = b->starts[i], length = b->starts[i + 1] - start;
@@ -89,20 +105,27 @@ static double bits_of(const float *logits, int64_t n, int32_t token, int32_t *li
 
 /* ---- sums ------------------------------------------------------------------------------------ */
 
-/* Over stories: of bits, of the source's bits, of tokens, and of the products that the standard
- * error of a ratio needs. */
+/* One number per story each, n of them so far. */
 typedef struct sums {
-    double *loss, *floor, *tokens;    // one per story
+    double *loss, *floor, *tokens;
     int64_t n;
 } sums;
 
-static void score(mn_demo_result *r, const mn_stories_question *q, bool right) {
-    mn_demo_score *const scores[] = { &r->all, &r->distance[mn_demo_distance_bucket(q->distance)],
-                                      &r->updates[mn_demo_updates_bucket(q->n_updates)] };
-    for (size_t i = 0; i < MN_COUNTOF(scores); i++) {
-        scores[i]->asked++;
-        scores[i]->right += right;
+static void score(mn_demo_result *r, const mn_stories_question *q, bool right, double variance) {
+    const int groups[] = { 0, distance_group(q->distance), updates_group(q->n_updates) };
+    for (size_t i = 0; i < MN_COUNTOF(groups); i++) {
+        mn_demo_score *s = &r->groups[groups[i]];
+        s->asked++;
+        s->right += right;
+        s->variance += variance;
     }
+}
+
+/* Mean over layers of the variance read with token t; NAN without such layers. */
+static double variance_at(const batch *b, int64_t t) {
+    double sum = 0.0;
+    for (int i = 0; i < b->n_beliefs; i++) sum += b->variance[i * b->n_tokens + t];
+    return b->n_beliefs > 0 ? sum / b->n_beliefs : NAN;
 }
 
 /* `*question` is the first one of the batch, and after it that of the next. */
@@ -117,11 +140,11 @@ static void add_batch(mn_demo_result *r, sums *s, const batch *b, const mn_tenso
             int32_t likeliest;
             loss += bits_of(row, vocab, held->tokens[from + t], &likeliest);
             least += held->bits[from + t];
-            const bool asked = *question < held->n_questions &&
-                               held->questions[*question].at == from + t;
-            if (!asked) continue;
-            const mn_stories_question *q = &held->questions[(*question)++];
-            score(r, q, likeliest == q->answer);
+            if (*question == held->n_questions) continue;
+            const mn_stories_question *q = &held->questions[*question];
+            if (q->at != from + t) continue;
+            score(r, q, likeliest == q->answer, variance_at(b, t));
+            ++*question;
         }
         s->loss[s->n] = loss;
         s->floor[s->n] = least;
@@ -158,7 +181,8 @@ static mn_status run_batch(mn_demo_model *m, mn_tape *tape, const batch *b, sums
                            int64_t *question) {
     mn_model *model = mn_trainer_model(m->trainer);
     const mn_model_input in = { .tokens = b->tokens, .B = 1, .T = b->n_tokens, .starts = b->starts,
-                                .n_sequences = b->count };
+                                .n_sequences = b->count,
+                                .variance = b->n_beliefs > 0 ? b->variance : NULL };
     mn_tape_start(tape, MN_TAPE_FORWARD);
     mn_tensor *hidden = mn_model_hidden(model, tape, &in);
     const mn_tensor *logits = mn_model_logits(model, tape, hidden);
@@ -169,6 +193,7 @@ static mn_status run_batch(mn_demo_model *m, mn_tape *tape, const batch *b, sums
 
 mn_status mn_demo_measure(mn_demo_model *m, const mn_demo_data *data) {
     const int64_t n = data->held.n_stories;
+    const int n_beliefs = mn_model_beliefs(mn_trainer_model(m->trainer));
     double *memory = malloc(3 * (size_t)n * sizeof *memory);
     if (!memory) return mn_fail(MN_ERR_MEMORY, "no memory to measure");
     sums s = { memory, memory + n, memory + 2 * n, 0 };
@@ -178,9 +203,10 @@ mn_status mn_demo_measure(mn_demo_model *m, const mn_demo_data *data) {
     mn_status st = mn_tape_create(&tape, m->context, MN_F32);
     for (int64_t first = 0; first < n && st == MN_OK; first += STORIES_AT_ONCE) {
         batch b;
-        st = make_batch(&b, &data->held, first);
+        st = make_batch(&b, &data->held, first, n_beliefs);
         if (st == MN_OK) st = run_batch(m, tape, &b, &s, &question);
         free(b.tokens);
+        free(b.variance);
     }
     if (st == MN_OK) finish(&m->result, &s);
     mn_tape_destroy(tape);

@@ -3,7 +3,7 @@
  *
  * A few steps of throw-away runs tell how many steps the time allows; all models make that many.
  * Where the time suffices for the steps asked for, the numbers do not depend on it. */
-#include <ctype.h>
+#include <inttypes.h>
 #include <math.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -16,10 +16,8 @@
 #include "base/util.h"
 #include "cli/demo.h"
 #include "cli/progress.h"
-#include "io/json_write.h"
-#include "train/run_log.h"
 
-enum { POINTS = 200, TRIAL_STEPS = 6, PATH = 4096 };
+enum { POINTS = 100, TRIAL_STEPS = 6 };
 
 /* What the threads share. */
 typedef struct race {
@@ -42,7 +40,7 @@ typedef struct lane {
 /* ---- configuration --------------------------------------------------------------------------- */
 
 static const char base_config[] =
-    "{\"model\": {\"hidden_size\": 64, \"num_hidden_layers\": 2},"
+    "{\"model\": {\"hidden_size\": 64},"
     " \"data\": {\"cutting\": \"documents\"},"
     " \"train\": {\"batch\": 2, \"context\": 512, \"lr\": 0.003, \"min_lr\": 0.0003,"
     " \"warmup\": 50, \"weight_decay\": 0.01, \"tensorboard\": false}}";
@@ -91,8 +89,9 @@ static bool count_step(lane *l, const mn_step_result *s, double seconds) {
                  demo->models[i].name, r->loss[i] / log(2.0));
     }
     mn_progress_update(&r->bar, r->done, extra);
-    /* half as long again as it was to take: the machine has become slower; all end here */
-    if (!r->trial && seconds > 1.5 * demo->options->seconds) r->last = mn_min(r->last, s->step + 1);
+    /* the machine has become slower since the trial: all end here */
+    const bool late = !r->trial && seconds > 1.25 * demo->options->seconds;
+    if (late) r->last = mn_min(r->last, s->step + 1);
     const bool goes_on = s->step + 1 < r->last;
     pthread_mutex_unlock(&r->lock);
     return goes_on;
@@ -116,7 +115,6 @@ static mn_status train(lane *l) {
         since++;
         m->seconds = mn_seconds() - start;
         goes_on = count_step(l, &s, m->seconds);
-        if (l->race->trial && s.step == 0) continue;
         if (since < every && goes_on) continue;
         m->points[m->n_points++] = (mn_demo_point){ s.step + 1, tokens, m->seconds,
                                                     loss / (double)since };
@@ -131,7 +129,7 @@ static void *run_lane(void *context) {
     mn_demo_model *m = l->model;
     m->status = train(l);
     if (m->status == MN_OK && !l->race->trial) m->status = mn_demo_measure(m, &l->race->demo->data);
-    if (m->status != MN_OK) snprintf(m->error, sizeof m->error, "%s: %s", m->layers, mn_last_error());
+    if (m->status != MN_OK) snprintf(m->error, sizeof m->error, "%s: %s", m->name, mn_last_error());
     return NULL;
 }
 
@@ -166,7 +164,7 @@ static mn_status make_trainers(mn_demo *demo) {
     return st;
 }
 
-/* A few steps of all at once: how many of them the seconds allow. */
+/* A few steps of all at once: how many of them the seconds allow. Says so when they are fewer. */
 static mn_status try_speed(mn_demo *demo) {
     race r = { .demo = demo, .trial = true, .last = mn_min(TRIAL_STEPS, demo->options->steps) };
     demo->steps = demo->options->steps;
@@ -179,6 +177,10 @@ static mn_status try_speed(mn_demo *demo) {
         const mn_demo_point *last = &m->points[m->n_points - 1];
         const double step = m->seconds / (double)last->step;
         demo->steps = mn_min(demo->steps, mn_max(1, (int64_t)(demo->options->seconds / step)));
+    }
+    if (st == MN_OK && demo->steps < demo->options->steps) {
+        fprintf(stderr, "%d seconds are enough for %" PRId64 " of %d steps here; --seconds N gives "
+                "them more\n", demo->options->seconds, demo->steps, demo->options->steps);
     }
     return st;
 }

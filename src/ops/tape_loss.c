@@ -277,7 +277,8 @@ static void run_pieces(mn_tape *tape, loss *l, loss_job *job) {
     const size_t numbers = (size_t)l->D * tape->item;
     if (l->dx && l->kept) memset(l->dx, 0, (size_t)l->rows * numbers);
     if (l->dhead && l->n_kept == 0 && !l->add_head) memset(l->dhead, 0, (size_t)l->V * numbers);
-    const int64_t rows = mn_tape_plans(tape) ? most : l->n_kept;    // the first is the largest
+    /* the first piece is the largest */
+    const int64_t rows = mn_tape_plans(tape) ? most : l->n_kept;
     for (int64_t row = 0; !mn_tape_dead(tape) && row < rows; row += most) {
         run_piece(tape, l, job, row, mn_min(most, rows - row));
     }
