@@ -46,6 +46,8 @@ complains 'training: 40 steps in .* loss [0-9.]* valid [0-9.]*$'
 for name in last/config.json last/tokenizer.json best/model.safetensors train.json metrics.jsonl; do
     [ -s "$work/whole/$name" ] || fail "no $name"
 done
+memory=$(sed -n 's/.*memory \([0-9]*\) MiB (predicted \([0-9]*\))/\1 -le \2/p' "$work/out")
+[ $memory ] || fail "more memory than predicted: not $memory"
 [ "$(grep -c '"loss"' "$work/whole/metrics.jsonl")" = 4 ] || fail "not 4 lines of losses"
 [ "$(grep -c '"valid_loss"' "$work/whole/metrics.jsonl")" = 2 ] || fail "not 2 evaluations"
 run 0 $new --set out="$work/json" --json
