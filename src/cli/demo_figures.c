@@ -33,7 +33,10 @@ static void loss(FILE *out, const mn_demo *demo) {
           "set rmargin at screen 0.97\nset xlabel 'million tokens'\n"
           "set ylabel 'bits per token'\n"
           "set key top right Left reverse samplen 2.5 tc rgb '#404040'\n", out);
-    fprintf(out, "set yrange [%.6g:%.6g]\n", floor - room, top + 2.0 * room);
+    const mn_demo_model *first = &demo->models[0];
+    fprintf(out, "set xrange [0:%.6g]\nset yrange [%.6g:%.6g]\n",
+            1e-6 * (double)first->points[first->n_points - 1].tokens, floor - room,
+            top + 2.0 * room);
     fprintf(out, "set arrow from graph 0, first %.6g to graph 1, first %.6g nohead lc rgb '#404040'"
             " lw 1.5 dt 2 front\n", floor, floor);
     fprintf(out, "set label 'floor: entropy of the source, %.4f' at graph 0.02, first %.6g left tc "
