@@ -17,7 +17,7 @@
 #include "cli/demo.h"
 #include "cli/progress.h"
 
-enum { POINTS = 100, TRIAL_STEPS = 6 };
+enum { POINTS = 100, TRIAL_STEPS = 20 };
 
 /* What the threads share. */
 typedef struct race {

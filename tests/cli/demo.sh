@@ -43,6 +43,11 @@ run 0 demo --steps 12 --seed 4 --out "$work/a/b" --json --quiet
 grep -v '"seconds"' "$work/out" >"$work/again"
 if cmp -s "$work/again" "$work/first"; then fail "the seed does not count"; fi
 
+# alone, with all threads of the machine, a model gets the same numbers as beside another
+run 0 demo --steps 12 --seed 3 --layers attention --out "$work/g" --json --quiet
+json "[d['models'][0][k] == json.load(open('$work/first.json'))['models'][1][k]
+    for k in ('bits', 'above_floor', 'curve', 'questions')] == [True] * 4"
+
 # the models are models, and what eval finds on the stories is what the demo found, but for windows
 run 0 generate --model "$work/a/b/bayes" "anna puts the lamp in the" --tokens 5 --belief --quiet
 [ "$(wc -l <"$work/out")" -ge 7 ] || fail "no tokens with variances"
