@@ -4,7 +4,7 @@
 file(GLOB library_sources CONFIGURE_DEPENDS
     src/base/*.c src/runtime/*.c src/kernels/*.c src/io/*.c src/ops/*.c src/data/*.c
     src/optim/*.c src/mixers/*.c src/tasks/*.c src/model/*.c src/train/*.c src/eval/*.c
-    src/infer/*.c)
+    src/infer/*.c src/experiments/*.c)
 file(GLOB cli_sources CONFIGURE_DEPENDS src/cli/*.c)
 file(GLOB ref_sources CONFIGURE_DEPENDS src/kernels/ref/*.c)
 file(GLOB vec_sources CONFIGURE_DEPENDS src/kernels/vec/*.c)

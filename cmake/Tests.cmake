@@ -42,9 +42,12 @@ add_test(NAME install COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/install.sh
 # What make sanitize and make tsan run: the walks over all operators are too long under a sanitizer,
 # the golden vectors visit every kernel.
 set(sanitized
+    cli_eval
+    cli_generate
     golden
     test_base
     test_collision
+    test_eval
     test_io
     test_linear
     test_loader
@@ -53,6 +56,8 @@ set(sanitized
     test_prepare
     test_run_log
     test_safetensors
+    test_sample
+    test_session
     test_stories
     test_tokenizer
     test_tokenizer_refusal

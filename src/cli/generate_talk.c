@@ -116,7 +116,7 @@ static const struct {
 static mn_status run_help(talk *t, const char *argument) {
     (void)t, (void)argument;
     puts("A line is read and continued; an empty line continues. A line that ends in \\ goes on\n"
-         "in the next. Ctrl-C stops the writing. What was read stays until /reset.");
+         "in the next. Ctrl-C stops the writing, or ends. What was read stays until /reset.");
     for (size_t i = 0; i < MN_COUNTOF(commands); i++) {
         printf("  %-7s %-12s %s\n", commands[i].name, commands[i].argument, commands[i].about);
     }
@@ -143,7 +143,7 @@ static bool next_line(talk *t) {
         if (t->terminal) fputs(prompt, stdout);
         fflush(stdout);
         ssize_t n = getline(&t->line, &t->capacity, stdin);
-        if (n < 0) return t->text.size > 0;
+        if (n < 0) return t->text.size > 0 && !ferror(stdin);
         if (n > 0 && t->line[n - 1] == '\n') n--;
         const bool more = n > 0 && t->line[n - 1] == '\\';
         if (more) t->line[n - 1] = '\n';
@@ -165,7 +165,7 @@ static mn_status take_line(talk *t) {
 
 mn_status mn_generate_talk(mn_generator *g) {
     talk t = { .g = g, .terminal = isatty(STDIN_FILENO) != 0 };
-    struct sigaction action = { .sa_handler = on_interrupt, .sa_flags = SA_RESTART }, before;
+    struct sigaction action = { .sa_handler = on_interrupt }, before;    // ends a waiting getline
     sigaction(SIGINT, &action, &before);
     g->interrupted = &interrupted;
     if (t.terminal) puts("/help lists commands, /quit ends.");

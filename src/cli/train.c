@@ -148,6 +148,17 @@ static mn_status default_out(mn_json *root) {
     return st;
 }
 
+/* A resumed run stays where it is, also when its folder was moved since. */
+static mn_status keep_out(mn_json *root, const options *o, const char *run) {
+    for (int i = 0; i < o->n_sets; i++) {
+        if (strncmp(o->sets[i], "out=", 4) != 0) continue;
+        return mn_fail(MN_ERR_ARGUMENT, "--set %s: a resumed run stays in its folder; copy the "
+                       "folder and resume the copy", o->sets[i]);
+    }
+    if (json_object_set_new(root->value, "out", json_string(run)) == 0) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "%s: the name is not valid UTF-8", run);
+}
+
 static mn_status load_config(mn_json *root, const options *o, char checkpoint[PATH]) {
     char run[PATH], path[PATH];
     mn_status st = MN_OK;
@@ -165,7 +176,7 @@ static mn_status load_config(mn_json *root, const options *o, char checkpoint[PA
     }
     if (st == MN_OK) st = mn_json_expect_object(root);
     for (int i = 0; st == MN_OK && i < o->n_sets; i++) st = mn_train_set(root, o->sets[i]);
-    if (st == MN_OK && o->resume) json_object_set_new(root->value, "out", json_string(run));
+    if (st == MN_OK && o->resume) st = keep_out(root, o, run);
     return st == MN_OK ? default_out(root) : st;
 }
 
@@ -179,6 +190,7 @@ typedef struct run {
     int64_t from;                // steps done when this process began
     mn_progress bar;
     mn_train_memory memory;
+    double program;              // mebibytes it had before anything was read
     double ceiling;              // floating-point operations a second of sgemm here
     double flops;                // of a step of training, per token
     double started, last_time;   // seconds
@@ -198,6 +210,13 @@ static double mebibytes(size_t bytes) {
     return (double)bytes / 1048576.0;
 }
 
+/* The most this process has had in memory. */
+static double peak_mebibytes(void) {
+    struct rusage use;
+    getrusage(RUSAGE_SELF, &use);
+    return (double)use.ru_maxrss / 1024.0;
+}
+
 static void introduce(run *r) {
     const mn_train_options *o = mn_trainer_options(r->trainer);
     const mn_model *model = mn_trainer_model(r->trainer);
@@ -214,9 +233,9 @@ static void introduce(run *r) {
     fprintf(stderr, "run        %" PRId64 " steps of %" PRId64 " x %" PRId64 " tokens, to %s\n",
             o->steps, o->batch * o->accumulate, o->context, o->out);
     fprintf(stderr, "memory     %.0f MiB predicted: %.0f parameters and optimiser, %.0f step, %.0f "
-            "work space, %.0f data\n", mebibytes(r->memory.total), mebibytes(r->memory.parameters),
-            mebibytes(r->memory.activations), mebibytes(r->memory.work),
-            mebibytes(r->memory.data));
+            "work space, %.0f data, %.0f program\n", mebibytes(r->memory.total) + r->program,
+            mebibytes(r->memory.parameters), mebibytes(r->memory.activations),
+            mebibytes(r->memory.work), mebibytes(r->memory.data), r->program);
 }
 
 enum { EXTRA = 80 };
@@ -313,6 +332,7 @@ static mn_status train(run *r) {
 static mn_status make_folders(const char *out) {
     char path[PATH];
     struct stat about;
+    if (!out[0]) return mn_fail(MN_ERR_ARGUMENT, "out is empty; it names a folder for the run");
     for (size_t i = 1; out[i] && i < PATH - 1; i++) {
         if (out[i] != '/') continue;
         memcpy(path, out, i);
@@ -409,9 +429,7 @@ static void print_plan(run *r) {
 }
 
 static void report(const run *r, double seconds) {
-    struct rusage use;
-    getrusage(RUSAGE_SELF, &use);
-    const double peak = (double)use.ru_maxrss / 1024.0, best = mn_trainer_best(r->trainer);
+    const double peak = peak_mebibytes(), best = mn_trainer_best(r->trainer);
     const char *out = mn_trainer_options(r->trainer)->out;
     const double rate = (double)r->tokens / fmax(seconds, 1e-9);
     if (r->o->json) {
@@ -436,7 +454,8 @@ static void report(const run *r, double seconds) {
     printf("loss %.4f", r->loss);
     if (!isnan(best)) printf(", best on held-out data %.4f", best);
     printf("; %" PRId64 " steps, %.1f s, %.0f tokens/s; memory %.0f MiB (predicted %.0f)\n",
-           mn_trainer_step_number(r->trainer), seconds, rate, peak, mebibytes(r->memory.total));
+           mn_trainer_step_number(r->trainer), seconds, rate, peak,
+           mebibytes(r->memory.total) + r->program);
     const bool has_best = mn_run_pointed(out, "best") >= 0;
     printf("%s/last%s%s%s the model%s: mneme generate --model %s/last\n", out,
            has_best ? " and " : "", has_best ? out : "", has_best ? "/best are" : " is",
@@ -469,6 +488,7 @@ static mn_status start(run *r, const mn_json *root, const char *checkpoint, mn_c
 }
 
 static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn_context *context) {
+    r->program = peak_mebibytes();
     mn_status st = mn_trainer_create(&r->trainer, root, context);
     if (st == MN_OK) st = mn_trainer_predict(r->trainer, &r->memory);
     if (st != MN_OK) return st;

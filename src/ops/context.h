@@ -11,6 +11,7 @@ struct mn_context {
     mn_threads *threads;
     mn_arena *arena;
     mn_target_id target;
+    bool plans;                  // operators compute nothing and take memory from a counting arena
     mn_kernel_table f32, f64;
 };
 

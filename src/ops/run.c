@@ -83,25 +83,6 @@ static bool scratch_of(const mn_plan *plan, int n_threads, size_t *each, size_t 
     return mn_mul_size(all, *each, (size_t)n_threads);
 }
 
-mn_status mn_op_workspace(mn_context *context, mn_op_id op, mn_pass pass, const void *args,
-                          size_t *bytes) {
-    _Alignas(16) unsigned char copy[MN_MAX_ARGS_BYTES];
-    memcpy(copy, args, mn_op_describe(op)->args_bytes);
-    *bytes = 0;
-    const mn_status st = mn_validate_sizes(op, copy, pass == MN_BACKWARD);
-    if (st != MN_OK || !kernel_of[op]) return st;
-    mn_plan plan = { 0 };
-    size_t each, all;
-    const mn_kernel *kernel = choose_kernel(context, op, pass, copy);
-    if (kernel->plan(copy, &plan) &&
-        scratch_of(&plan, mn_threads_count(context->threads), &each, &all) &&
-        mn_add_size(bytes, all, plan.shared_bytes)) {
-        return MN_OK;
-    }
-    return mn_fail(MN_ERR_MEMORY, "%s: the sizes of its work space overflow",
-                   mn_op_describe(op)->name);
-}
-
 static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
     const char *name = mn_op_describe(op)->name;
     const int n_threads = mn_threads_count(context->threads);
@@ -118,6 +99,7 @@ static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, cons
         return mn_fail(MN_ERR_MEMORY, "%s: no memory for a work space of %zu + %zu bytes", name,
                        plan.shared_bytes, all_scratch);
     }
+    if (context->plans) return MN_OK;
     for (j.phase = 0; j.phase < plan.n_phases; j.phase++) {
         mn_threads_run(context->threads, plan.items[j.phase], run_item, &j);
     }
@@ -134,7 +116,8 @@ mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *
     }
     _Alignas(16) unsigned char copy[MN_MAX_ARGS_BYTES];
     memcpy(copy, args, info->args_bytes);
-    mn_status st = mn_validate(op, copy, pass == MN_BACKWARD);
+    const bool back = pass == MN_BACKWARD;
+    mn_status st = context->plans ? mn_validate_sizes(op, copy, back) : mn_validate(op, copy, back);
     if (st != MN_OK) return st;
     const mn_mark mark = mn_arena_mark(context->arena);
     if (kernel_of[op]) {
@@ -145,6 +128,22 @@ mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *
         st = mn_fail(MN_ERR_UNSUPPORTED, "%s has no kernel in this build", info->name);
     }
     mn_arena_release(context->arena, mark);
+    return st;
+}
+
+/* Walks through the operator with threads that rest and an arena that counts. */
+mn_status mn_op_workspace(mn_context *context, mn_op_id op, mn_pass pass, const void *args,
+                          size_t *bytes) {
+    mn_context dry = *context;
+    *bytes = 0;
+    dry.plans = true;
+    mn_status st = mn_arena_create_counting(&dry.arena);
+    if (st != MN_OK) return st;
+    mn_threads_rest(dry.threads, true);
+    st = mn_op_run(&dry, op, pass, args);
+    mn_threads_rest(dry.threads, false);
+    *bytes = mn_arena_most(dry.arena);
+    mn_arena_destroy(dry.arena);
     return st;
 }
 

@@ -151,6 +151,11 @@ void mn_tape_let_go(mn_tape *tape, mn_tape_mark mark) {
     tape->used = mark.used;
 }
 
+void mn_tape_product(mn_tape *tape, const mn_matmul_args *p) {
+    if (mn_tape_runs(tape)) mn_matmul(tape->context, p);
+    else tape->work = mn_max(tape->work, mn_matmul_work(tape->context, p));
+}
+
 void *mn_tape_memory(mn_tape *tape, int64_t count) {
     size_t bytes;
     if (count < 0 || !mn_mul_size(&bytes, (size_t)count, tape->item)) bytes = SIZE_MAX;

@@ -17,16 +17,14 @@ static const struct option {
     double value;
     size_t offset;
 } options[] = {
-#define AT(name) offsetof(mn_train_options, name)
 #define ROW(section, name, text, about, kind, value)                                               \
-    { #section, #name, text, about, kind, value, AT(name) },
+    { #section, #name, text, about, kind, value, offsetof(mn_train_options, name) },
 #define INT(section, name, value, about) ROW(section, name, #value, about, KIND_INT, value)
 #define REAL(section, name, value, about) ROW(section, name, #value, about, KIND_REAL, value)
 #define FLAG(section, name, value, about) ROW(section, name, #value, about, KIND_FLAG, value)
 #define TEXT(section, name, value, about) ROW(section, name, value, about, KIND_TEXT, 0)
 #include "train/train_options.def"
 #undef ROW
-#undef AT
 };
 
 void mn_train_options_list(mn_option_line line, void *context) {

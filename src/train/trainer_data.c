@@ -54,17 +54,18 @@ static mn_status is_text(bool *text, const mn_train_options *o, mn_corpus_format
     return st;
 }
 
-static mn_status open_tokenizer(mn_tokenizer **out, const mn_train_options *o,
-                                mn_corpus_format format) {
-    bool text;
-    mn_status st = is_text(&text, o, format);
+static mn_status open_tokenizer(mn_trainer *t, mn_corpus_format format) {
+    const char *name = t->options.tokenizer;
+    mn_status st = is_text(&t->text, &t->options, format);
     if (st != MN_OK) return st;
-    const bool named = strcmp(o->tokenizer, "chars") != 0;
-    if (strcmp(o->tokenizer, "bytes") == 0) return mn_tokenizer_bytes(out);
-    if (named) return mn_tokenizer_load(out, o->tokenizer);
-    if (text) return chars_of(out, o, format);
+    const bool named = strcmp(name, "chars") != 0;
+    if (strcmp(name, "bytes") == 0) return mn_tokenizer_bytes(&t->own_tokenizer);
+    if (named) return mn_tokenizer_load(&t->own_tokenizer, name);
+    if (t->text) return chars_of(&t->own_tokenizer, &t->options, format);
     /* prepared folders bring their own; .bin files have none */
-    if (mn_tokenizer_load(out, o->train[0]) != MN_OK) *out = NULL;
+    if (mn_tokenizer_load(&t->own_tokenizer, t->options.train[0]) != MN_OK) {
+        t->own_tokenizer = NULL;
+    }
     return MN_OK;
 }
 
@@ -89,6 +90,7 @@ static mn_status open_corpora(mn_trainer *t, mn_corpus_format format, int64_t vo
                               .separator = o->separator[0] ? o->separator : NULL,
                               .vocab_size = vocab_size };
     mn_status st = mn_corpus_open(&t->all, &how, t->tokenizer);
+    if (st != MN_OK) return st;
     const bool given = o->n_valid > 0;
     if (given) {
         how.paths = o->valid;
@@ -97,7 +99,7 @@ static mn_status open_corpora(mn_trainer *t, mn_corpus_format format, int64_t vo
     const bool split = have_valid_split(how.paths, (int)how.n_paths);
     how.split = split ? mn_split_names[MN_SPLIT_VALID] : NULL;
     const bool apart = given || (split && o->valid_part > 0.0);
-    if (st == MN_OK && apart) st = mn_corpus_open(&t->valid, &how, t->tokenizer);
+    if (apart) st = mn_corpus_open(&t->valid, &how, t->tokenizer);
     const double cut = apart ? 1.0 : 1.0 - o->valid_part;
     if (st == MN_OK) st = mn_corpus_part(&t->train, t->all, 0.0, cut);
     if (st == MN_OK && cut < 1.0) st = mn_corpus_part(&t->valid, t->all, cut, 1.0);
@@ -148,7 +150,7 @@ mn_status mn_trainer_open_data(mn_trainer *t, const mn_train_data *given, int64_
     }
     mn_corpus_format format = MN_CORPUS_AUTO;
     mn_status st = format_of(&format, o->format);
-    if (st == MN_OK && !given) st = open_tokenizer(&t->own_tokenizer, o, format);
+    if (st == MN_OK && !given) st = open_tokenizer(t, format);
     if (st != MN_OK) return st;
     t->tokenizer = given ? given->tokenizer : t->own_tokenizer;
     if (!t->tokenizer && t->options.sample_every > 0) {

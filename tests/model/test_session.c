@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "base/util.h"
+#include "io/safetensors.h"
 #include "model/checkpoint.h"
 #include "support/check.h"
 #include "support/folder.h"
@@ -381,6 +382,74 @@ static void wrong_states(void **state) {
     check_done();
 }
 
+/* ---- files that lie -------------------------------------------------------------------------- */
+
+typedef enum lie { TWICE_AS_MUCH, OTHER_RANK, NO_LAYER, NO_NAME, LOGITS, POSITION, N_LIES } lie;
+
+/* Rewrites the state `from` with one lie about tensor `which`; false where that cannot be told. */
+static bool write_lie(const char *to, const mn_safetensors *from, lie what, int64_t which) {
+    mn_stored_tensor tensors[64];
+    const int64_t n = mn_safetensors_count(from);
+    assert_true(n < 64);
+    for (int64_t i = 0; i < n; i++) tensors[i] = *mn_safetensors_at(from, i);
+    mn_stored_tensor *t = &tensors[which];
+    const bool logits = strcmp(t->name, "logits") == 0;
+    char *twice = malloc(2 * t->bytes);
+    memcpy(twice, t->data, t->bytes);
+    memcpy(twice + t->bytes, t->data, t->bytes);
+    mn_stored_text about[3];
+    for (int i = 0; i < 3; i++) {
+        about[i] = mn_safetensors_metadata_at(from, i);
+        if (what == POSITION && strcmp(about[i].key, "position") == 0) about[i].value = "-1";
+    }
+    if (what == TWICE_AS_MUCH) {
+        t->data = twice;
+        t->bytes *= 2;
+        t->shape[0] *= 2;
+    }
+    if (what == OTHER_RANK) {
+        t->shape[0] = mn_stored_elements(t);
+        t->rank = t->rank == 1 ? 3 : 1;
+        t->shape[1] = t->shape[2] = 1;
+    }
+    if (what == NO_LAYER) t->name = "7.memory";
+    if (what == NO_NAME) t->name = "0.";
+    if (what == LOGITS) t->dtype = MN_STORED_I32;
+    const bool tells = what == LOGITS ? logits : what < LOGITS || which == 0;
+    if (tells) assert_int_equal(mn_safetensors_write(to, tensors, n, about, 3), MN_OK);
+    free(twice);
+    return tells;
+}
+
+/* Each lie is found when the file is read, or by the layer that it is about. */
+static void lies_of(fixture *f, const char *layers) {
+    mn_session *session = start(f, 0);
+    mn_safetensors *file = NULL;
+    const char *path = in_folder("true"), *other = in_folder("lie");
+    feed(session, f->tokens, HALF);
+    if (mn_session_save(session, path) != MN_OK) check_fatal("%s", mn_last_error());
+    if (mn_safetensors_open(&file, path) != MN_OK) check_fatal("%s", mn_last_error());
+    for (int what = 0; what < N_LIES; what++) {
+        for (int64_t i = 0; i < mn_safetensors_count(file); i++) {
+            if (!write_lie(other, file, (lie)what, i)) continue;
+            mn_status st = mn_session_load(session, other);
+            if (st == MN_OK) st = mn_session_feed(session, f->tokens + HALF, 3);
+            CHECK(st != MN_OK, "%s: lie %d about %s was believed", layers, what,
+                  mn_safetensors_at(file, i)->name);
+        }
+    }
+    CHECK(mn_session_load(session, path) == MN_OK, "%s: %s", layers, mn_last_error());
+    feed(session, f->tokens + HALF, T - HALF);
+    check_logits(layers, session, f->logits[T - 1]);
+    mn_safetensors_close(file);
+    mn_session_destroy(session);
+}
+
+static void files_that_lie(void **state) {
+    (void)state;
+    every_kind(lies_of);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(steps_equal_whole),
@@ -392,6 +461,7 @@ int main(void) {
         cmocka_unit_test(wrong_tokens),
         cmocka_unit_test(broken_sessions),
         cmocka_unit_test(wrong_states),
+        cmocka_unit_test(files_that_lie),
     };
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
 }

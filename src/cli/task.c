@@ -1,0 +1,387 @@
+/* task.c - mneme task: lists the synthetic tasks, describes one, prints samples of it. */
+#include "tasks/task.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "base/util.h"
+#include "cli/command.h"
+#include "cli/number.h"
+#include "io/json_write.h"
+
+typedef struct options {
+    const char *name, *setting;
+    mn_json changes;             // {} and what --set says
+    int dump, first;
+    uint64_t seed;
+    mn_split split;
+    bool dumps, json, speed;
+} options;
+
+static void print_help(void) {
+    puts("usage: mneme task                      list the tasks\n"
+         "       mneme task NAME [options]       describe one: law, options, published settings\n"
+         "       mneme task NAME --dump N        print samples of it\n\n"
+         "A sample is a function of options, seed, split and index. A target of -100 asks for "
+         "nothing.\n"
+         "Samples are printed one a line as {\"index\", \"input\", \"target\"}, and with "
+         "\"prompt\" and\n"
+         "\"answers\" where the task is text; with --json as one document, under \"samples\".\n\n"
+         "  --dump N            print N samples\n"
+         "  --first I           from sample I on (default: 0)\n"
+         "  --seed S            of the samples (default: 0)\n"
+         "  --split NAME        train, valid or test (default: test)\n"
+         "  --setting NAME      a published setting of the task\n"
+         "  --set KEY=VALUE     an option of the task; may be repeated\n"
+         "  --speed             how many tokens a second one thread makes\n"
+         "  --json              one JSON document");
+}
+
+static int usage_error(const char *what, const char *option) {
+    fprintf(stderr, "mneme task: %s%s; mneme task --help lists the options\n", option, what);
+    return 2;
+}
+
+static int failed(void) {
+    fprintf(stderr, "mneme task: %s\n", mn_last_error());
+    return 1;
+}
+
+/* ---- options --------------------------------------------------------------------------------- */
+
+static bool parse_seed(uint64_t *out, const char *text) {
+    char *end;
+    if (*text < '0' || *text > '9') return false;
+    *out = strtoull(text, &end, 10);
+    return *end == '\0';
+}
+
+/* An option that takes a value; 0, or the exit status of a mistake. */
+static int parse_value(options *o, const char *option, const char *value) {
+    if (strcmp(option, "--dump") == 0) {
+        o->dumps = mn_parse_count(&o->dump, value, 1, INT32_MAX);
+        return o->dumps ? 0 : usage_error(" needs a whole number from 1 on", option);
+    }
+    if (strcmp(option, "--first") == 0) {
+        return mn_parse_count(&o->first, value, 0, INT32_MAX)
+                   ? 0 : usage_error(" needs a whole number from 0 on", option);
+    }
+    if (strcmp(option, "--seed") == 0) {
+        return parse_seed(&o->seed, value) ? 0 : usage_error(" needs a whole number", option);
+    }
+    if (strcmp(option, "--split") == 0) {
+        return mn_split_find(&o->split, value) ? 0 : usage_error(" needs train, valid or test",
+                                                                 option);
+    }
+    if (strcmp(option, "--setting") == 0) {
+        o->setting = value;
+        return 0;
+    }
+    return mn_task_set(&o->changes, value) == MN_OK ? 0 : usage_error(" KEY=VALUE is meant",
+                                                                      option);
+}
+
+static int parse(options *o, int argc, char **argv) {
+    static const char *const valued[] = { "--dump", "--first", "--seed", "--split", "--setting",
+                                          "--set" };
+    for (int i = 1; i < argc; i++) {
+        const char *option = argv[i];
+        bool takes = false;
+        for (size_t k = 0; k < MN_COUNTOF(valued); k++) takes |= strcmp(valued[k], option) == 0;
+        if (takes && i + 1 >= argc) return usage_error(" needs a value", option);
+        if (takes) {
+            const int status = parse_value(o, option, argv[++i]);
+            if (status != 0) return status;
+        } else if (strcmp(option, "--json") == 0) {
+            o->json = true;
+        } else if (strcmp(option, "--speed") == 0) {
+            o->speed = true;
+        } else if (option[0] == '-' || o->name) {
+            return usage_error(" is no option", option);
+        } else {
+            o->name = option;
+        }
+    }
+    if (!o->name && (o->dumps || o->speed)) return usage_error("name a task", "");
+    return 0;
+}
+
+/* The options of the published setting under what --set says. */
+static mn_status lay_setting(options *o) {
+    if (!o->setting) return MN_OK;
+    for (int i = 0; i < mn_task_setting_count(); i++) {
+        const mn_task_setting s = mn_task_setting_row(i);
+        if (strcmp(s.task, o->name) != 0 || strcmp(s.name, o->setting) != 0) continue;
+        json_t *said = json_copy(o->changes.value);
+        mn_status st = mn_task_apply(&o->changes, s.changes);
+        if (!said || json_object_update(o->changes.value, said) != 0) {
+            st = mn_fail(MN_ERR_MEMORY, "no memory for options");
+        }
+        json_decref(said);
+        return st;
+    }
+    return mn_fail(MN_ERR_ARGUMENT, "%s: there is no setting \"%s\"; mneme task %s lists them",
+                   o->name, o->setting, o->name);
+}
+
+/* ---- the list -------------------------------------------------------------------------------- */
+
+static void add_option(void *context, const char *key, const char *value, const char *about) {
+    json_array_append_new(context, json_pack("{s:s, s:s, s:s}", "name", key, "default", value,
+                                             "about", about));
+}
+
+static json_t *task_json(int i) {
+    const mn_task_info info = mn_task_row(i);
+    json_t *list = json_array(), *settings = json_array();
+    mn_task_options_list(i, add_option, list);
+    for (int k = 0; k < mn_task_setting_count(); k++) {
+        const mn_task_setting s = mn_task_setting_row(k);
+        if (strcmp(s.task, info.name) != 0) continue;
+        json_array_append_new(settings, json_pack("{s:s, s:s, s:s, s:I, s:I}", "suite", s.suite,
+                                                  "name", s.name, "changes", s.changes, "train",
+                                                  (json_int_t)s.train, "test",
+                                                  (json_int_t)s.test));
+    }
+    return json_pack("{s:s, s:s, s:s, s:o, s:o}", "name", info.name, "about", info.about, "metric",
+                     info.metric, "options", list, "settings", settings);
+}
+
+/* Prints `root` and lets go of it; the exit status. */
+static int print_json(json_t *root) {
+    char *text = NULL;
+    const mn_status st = root ? mn_json_text(&text, root, MN_JSON_PRETTY)
+                              : mn_fail(MN_ERR_MEMORY, "no memory for the result");
+    if (st == MN_OK) puts(text);
+    free(text);
+    json_decref(root);
+    return st == MN_OK ? 0 : failed();
+}
+
+static int list_tasks(const options *o) {
+    if (o->json) {
+        json_t *list = json_array();
+        for (int i = 0; i < mn_task_count(); i++) json_array_append_new(list, task_json(i));
+        return print_json(json_pack("{s:o}", "tasks", list));
+    }
+    for (int i = 0; i < mn_task_count(); i++) {
+        printf("  %-16s %s\n", mn_task_row(i).name, mn_task_row(i).about);
+    }
+    return 0;
+}
+
+/* ---- one task -------------------------------------------------------------------------------- */
+
+static void print_option(void *context, const char *key, const char *value, const char *about) {
+    (void)context;
+    printf("  %-14s %-12s %s\n", key, *value ? value : "-", about);
+}
+
+static void print_shape(const mn_task *task) {
+    const mn_task_shape s = mn_task_shape_of(task);
+    if (s.features > 0) printf("input    %" PRId64 " numbers", s.features);
+    else printf("input    %" PRId64 " tokens", s.vocab);
+    printf(", target %" PRId64 " classes, %" PRId64 " places\n", s.classes, s.length);
+}
+
+static void print_settings(const char *name) {
+    bool any = false;
+    for (int k = 0; k < mn_task_setting_count(); k++) {
+        const mn_task_setting s = mn_task_setting_row(k);
+        if (strcmp(s.task, name) != 0) continue;
+        if (!any) printf("\nsettings\n");
+        any = true;
+        printf("  %-18s %-14s train %-7" PRId64 " test %-7" PRId64 " %s\n", s.suite, s.name,
+               s.train, s.test, s.changes);
+    }
+}
+
+static int describe(const options *o) {
+    const int row = mn_task_find(o->name);
+    mn_task *task;
+    const mn_status st = mn_task_create(&task, o->name, &o->changes);
+    /* A task that needs to be told more, such as a folder, can still be described. */
+    if (st != MN_OK && (row < 0 || json_object_size(o->changes.value) > 0)) return failed();
+    if (o->json) {
+        json_t *root = task_json(row);
+        const mn_task_shape s = task ? mn_task_shape_of(task) : (mn_task_shape){ 0 };
+        if (task) {
+            json_object_set_new(root, "shape", json_pack("{s:I, s:I, s:I, s:I}", "vocab",
+                                (json_int_t)s.vocab, "classes", (json_int_t)s.classes, "features",
+                                (json_int_t)s.features, "length", (json_int_t)s.length));
+        }
+        mn_task_destroy(task);
+        return print_json(root);
+    }
+    printf("%s - %s\n\n", o->name, mn_task_row(row).about);
+    if (task) print_shape(task);
+    else printf("input    %s\n", mn_last_error());
+    printf("metric   %s\n\noptions\n", mn_task_row(row).metric);
+    mn_task_options_list(row, print_option, NULL);
+    print_settings(o->name);
+    mn_task_destroy(task);
+    return 0;
+}
+
+/* ---- samples --------------------------------------------------------------------------------- */
+
+typedef struct room {
+    int32_t *input, *target;
+    float *features;
+} room;
+
+static mn_status make_room(room *out, const mn_task *task) {
+    const mn_task_shape s = mn_task_shape_of(task);
+    const size_t n = (size_t)s.length, width = (size_t)s.features;
+    *out = (room){ .input = calloc(n, sizeof *out->input),
+                   .target = calloc(n, sizeof *out->target) };
+    if (width > 0 && n <= SIZE_MAX / width) out->features = calloc(n * width, sizeof(float));
+    if (out->input && out->target && (width == 0 || out->features)) return MN_OK;
+    return mn_fail(MN_ERR_MEMORY, "no memory for a sample of %" PRId64 " tokens", s.length);
+}
+
+static void free_room(room *r) {
+    free(r->input);
+    free(r->target);
+    free(r->features);
+}
+
+static mn_status make_sample(room *to, mn_task *task, const options *o, int64_t index) {
+    if (to->features) {
+        return mn_task_vectors(task, o->seed, o->split, index, to->features, to->target);
+    }
+    return mn_task_sample(task, o->seed, o->split, index, to->input, to->target);
+}
+
+static void print_ids(const char *name, const int32_t *ids, int64_t n) {
+    printf("\"%s\": [", name);
+    for (int64_t i = 0; i < n; i++) printf(i > 0 ? ", %" PRId32 : "%" PRId32, ids[i]);
+    putchar(']');
+}
+
+static void print_vectors(const char *name, const float *x, int64_t n, int64_t width) {
+    printf("\"%s\": [", name);
+    for (int64_t i = 0; i < n; i++) {
+        for (int64_t k = 0; k < width; k++) {
+            printf("%s%.9g", k > 0 ? ", " : i > 0 ? "], [" : "[", (double)x[i * width + k]);
+        }
+    }
+    printf("%s]", n > 0 ? "]" : "");
+}
+
+static mn_status print_texts(mn_task *task, const options *o, int64_t index) {
+    mn_task_text text;
+    mn_status st = mn_task_text_of(task, o->seed, o->split, index, &text);
+    if (st != MN_OK) return st;
+    json_t *answers = json_array();
+    for (int i = 0; i < text.n_answers; i++) {
+        json_array_append_new(answers, json_string(text.answers[i]));
+    }
+    json_t *prompt = json_string(text.prompt);
+    char *list = answers ? json_dumps(answers, 0) : NULL;
+    char *quoted = prompt ? json_dumps(prompt, JSON_ENCODE_ANY) : NULL;
+    if (list && quoted) {
+        printf(", \"prompt\": %s, \"answers\": %s, \"answer\": \"", quoted, list);
+        for (int i = 0; i < text.n_answers; i++) printf("%s%s", i ? ", " : "", text.answers[i]);
+        printf("\", \"prompt_tokens\": %" PRId64, text.prompt_tokens);
+    } else {
+        st = mn_fail(MN_ERR_FORMAT, "%s: a prompt that is not UTF-8", o->name);
+    }
+    free(list);
+    free(quoted);
+    json_decref(answers);
+    json_decref(prompt);
+    return st;
+}
+
+static mn_status print_sample(mn_task *task, room *r, const options *o, int64_t index) {
+    mn_status st = make_sample(r, task, o, index);
+    if (st != MN_OK) return st;
+    const int64_t n = mn_task_used(task), width = mn_task_shape_of(task).features;
+    printf("{\"index\": %" PRId64 ", ", index);
+    if (r->features) print_vectors("input", r->features, n, width);
+    else print_ids("input", r->input, n);
+    printf(", ");
+    print_ids("target", r->target, n);
+    if (mn_task_has_text(task)) st = print_texts(task, o, index);
+    putchar('}');
+    return st;
+}
+
+static mn_status dump(mn_task *task, const options *o) {
+    const mn_task_shape s = mn_task_shape_of(task);
+    room r;
+    mn_status st = make_room(&r, task);
+    if (st == MN_OK && o->json) {
+        printf("{\"task\": \"%s\", \"seed\": %" PRIu64 ", \"split\": \"%s\", \"vocab\": %" PRId64
+               ", \"classes\": %" PRId64 ", \"features\": %" PRId64 ", \"length\": %" PRId64
+               ", \"samples\": [\n", o->name, o->seed, mn_split_name(o->split), s.vocab, s.classes,
+               s.features, s.length);
+    }
+    for (int64_t i = 0; i < o->dump && st == MN_OK; i++) {
+        st = print_sample(task, &r, o, o->first + i);
+        puts(o->json && i + 1 < o->dump ? "," : "");
+    }
+    if (st == MN_OK && o->json) puts("]}");
+    free_room(&r);
+    if (st == MN_OK && (fflush(stdout) != 0 || ferror(stdout))) {
+        st = mn_fail(MN_ERR_IO, "the samples could not be written");
+    }
+    return st;
+}
+
+/* Samples for a second, after the first of them. */
+static mn_status measure(mn_task *task, const options *o) {
+    room r;
+    mn_status st = make_room(&r, task);
+    double seconds = 0.0;
+    int64_t tokens = 0, samples = 0;
+    if (st == MN_OK) st = make_sample(&r, task, o, 0);
+    const double begin = mn_seconds();
+    while (st == MN_OK && seconds < 1.0) {
+        st = make_sample(&r, task, o, ++samples);
+        tokens += mn_task_used(task);
+        seconds = mn_seconds() - begin;
+    }
+    free_room(&r);
+    if (st != MN_OK) return st;
+    const double rate = (double)tokens / seconds;
+    if (o->json) {
+        printf("{\"task\": \"%s\", \"tokens_per_second\": %.0f, \"samples_per_second\": %.0f}\n",
+               o->name, rate, (double)samples / seconds);
+    } else {
+        printf("%s: %.2f million tokens a second, %.0f samples a second\n", o->name, rate / 1e6,
+               (double)samples / seconds);
+    }
+    return MN_OK;
+}
+
+static int run(options *o) {
+    if (!o->name) return list_tasks(o);
+    if (lay_setting(o) != MN_OK) return failed();
+    if (!o->dumps && !o->speed) return describe(o);
+    mn_task *task;
+    mn_status st = mn_task_create(&task, o->name, &o->changes);
+    if (st == MN_OK) st = o->dumps ? dump(task, o) : measure(task, o);
+    mn_task_destroy(task);
+    return st == MN_OK ? 0 : failed();
+}
+
+int mn_command_task(int argc, char **argv) {
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
+            print_help();
+            return 0;
+        }
+    }
+    options o = { .changes = { .value = json_object(), .name = "--set" }, .split = MN_SPLIT_TEST };
+    if (!o.changes.value) return 1;
+    int status = parse(&o, argc, argv);
+    if (status == 0) status = run(&o);
+    json_decref(o.changes.value);
+    return status;
+}
