@@ -68,7 +68,7 @@ static mn_status parse_progress(progress *p, const mn_json *root) {
 
 /* Data and seed decide what each step sees: another one would be another run. */
 static mn_status same_run(const mn_trainer *t, const progress *p, const char *path) {
-    if (p->data != mn_corpus_fingerprint(t->train)) {
+    if (p->data != (t->train ? mn_corpus_fingerprint(t->train) : 0)) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: the run was trained on other data, or with another "
                        "tokenizer or split; start a new run for these", path);
     }
