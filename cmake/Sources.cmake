@@ -4,7 +4,7 @@
 file(GLOB library_sources CONFIGURE_DEPENDS
     src/base/*.c src/runtime/*.c src/kernels/*.c src/io/*.c src/ops/*.c src/data/*.c
     src/optim/*.c src/mixers/*.c src/tasks/*.c src/model/*.c src/train/*.c src/eval/*.c
-    src/infer/*.c)
+    src/infer/*.c src/experiments/*.c)
 file(GLOB cli_sources CONFIGURE_DEPENDS src/cli/*.c)
 file(GLOB ref_sources CONFIGURE_DEPENDS src/kernels/ref/*.c)
 file(GLOB vec_sources CONFIGURE_DEPENDS src/kernels/vec/*.c)
@@ -18,8 +18,22 @@ function(mneme_object_library name)
     target_link_libraries(${name} PRIVATE ${mneme_dependencies})
 endfunction()
 
+# A device is reached through CUDA or, without it, refused with a sentence.
+if(mneme_cuda_built)
+    list(FILTER library_sources EXCLUDE REGEX "/device_none\\.c$")
+    list(APPEND library_sources ${CMAKE_SOURCE_DIR}/src/kernels/cuda/overlay.c)
+    list(APPEND mneme_dependencies CUDA::cudart_static)
+else()
+    list(FILTER library_sources EXCLUDE REGEX "/device_cuda\\.c$")
+endif()
+
 mneme_object_library(mneme_objects ${library_sources})
+target_compile_definitions(mneme_objects PRIVATE MN_HAVE_CUDA=$<BOOL:${mneme_cuda_built}>)
 set(mneme_kernel_objects)
+if(mneme_cuda_built)
+    mneme_cuda_objects(cuda_objects)
+    list(APPEND mneme_kernel_objects ${cuda_objects})
+endif()
 foreach(bits 32 64)
     mneme_object_library(mneme_ref${bits} ${ref_sources})
     target_compile_definitions(mneme_ref${bits} PRIVATE MN_REF_BITS=${bits})

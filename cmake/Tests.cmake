@@ -27,10 +27,14 @@ set(golden ${CMAKE_SOURCE_DIR}/tests/golden)
 add_test(NAME golden COMMAND sh -c "$<TARGET_FILE:mneme_cli> check ${golden}/*.safetensors")
 add_test(NAME bench_quick COMMAND mneme_cli bench ops --quick --runs 1)
 add_test(NAME layers COMMAND sh ${CMAKE_SOURCE_DIR}/tests/layers.sh ${CMAKE_SOURCE_DIR})
+# Writes small model folders for the scripts, which get it as their third argument.
+add_executable(make_model tests/support/programs/make_model.c)
+target_link_libraries(make_model PRIVATE mneme_test_support)
 file(GLOB cli_tests CONFIGURE_DEPENDS tests/cli/*.sh)
 foreach(script ${cli_tests})
     get_filename_component(name ${script} NAME_WE)
-    add_test(NAME cli_${name} COMMAND sh ${script} $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR})
+    add_test(NAME cli_${name} COMMAND sh ${script} $<TARGET_FILE:mneme_cli> ${CMAKE_SOURCE_DIR}
+        $<TARGET_FILE:make_model>)
 endforeach()
 add_test(NAME install COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/install.sh
     ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})
@@ -38,9 +42,12 @@ add_test(NAME install COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/install.sh
 # What make sanitize and make tsan run: the walks over all operators are too long under a sanitizer,
 # the golden vectors visit every kernel.
 set(sanitized
+    cli_eval
+    cli_generate
     golden
     test_base
     test_collision
+    test_eval
     test_io
     test_linear
     test_loader
@@ -50,6 +57,8 @@ set(sanitized
     test_prepare
     test_run_log
     test_safetensors
+    test_sample
+    test_session
     test_stories
     test_tasks
     test_tasks_mad
@@ -58,6 +67,7 @@ set(sanitized
     test_tasks_vectors
     test_tokenizer
     test_tokenizer_refusal
+    test_trainer
     test_unicode
     test_vec)
 set(threaded

@@ -52,19 +52,137 @@ MN_API const char *mn_last_error(void);
 
 typedef enum mn_dtype { MN_F32, MN_F64, MN_BF16, MN_DTYPE_COUNT } mn_dtype;
 
-/* Worker threads, scratch memory and the chosen kernels. */
+/* Worker threads, scratch memory and the chosen kernels; or a GPU. */
 typedef struct mn_context mn_context;
 
 typedef struct mn_context_options {
     int n_threads;         // 0: one per core this process may run on
     const char *target;    // "ref", "avx2", "avx512"; NULL: MN_TARGET, else the best here
+    const char *device;    // NULL or "cpu"; "cuda" or "cuda:N": operators run on that GPU
+    void *stream;          // of the GPU, a cudaStream_t that stays yours; NULL: one of its own
 } mn_context_options;
 
-/* `options` may be NULL. Free with mn_context_destroy, which accepts NULL. */
+/* `options` may be NULL. Free with mn_context_destroy, which accepts NULL. A device that cannot be
+ * used fails with MN_ERR_UNSUPPORTED and the reason. */
 MN_API mn_status mn_context_create(mn_context **out, const mn_context_options *options);
 MN_API void mn_context_destroy(mn_context *context);
 MN_API int mn_context_threads(const mn_context *context);
+
+/* "ref", "avx2", "avx512", or "cuda" where a GPU runs the operators. */
 MN_API const char *mn_context_target(const mn_context *context);
+
+/* Waits until the work of all calls is done; what failed in it comes out here. On the CPU calls are
+ * done when they return, and so is this one. */
+MN_API mn_status mn_context_synchronize(mn_context *context);
+
+/* ---- text ------------------------------------------------------------------------------------ */
+
+/* A tokenizer.json. */
+typedef struct mn_tokenizer mn_tokenizer;
+
+/* `path` is a tokenizer.json or the folder that holds one. On failure `*out` is NULL. */
+MN_API mn_status mn_tokenizer_load(mn_tokenizer **out, const char *path);
+MN_API void mn_tokenizer_destroy(mn_tokenizer *tokenizer);    // NULL accepted
+
+/* The tokens of a text, in memory to be freed with free(). With `special` the text of special
+ * tokens becomes those tokens, and what the tokenizer puts in front of a text is put there. */
+MN_API mn_status mn_tokenizer_ids(int32_t **ids, int64_t *count, const mn_tokenizer *tokenizer,
+                                  const char *text, size_t size, bool special);
+
+/* The text of tokens, to be freed with free(); `*size` leaves out the zero byte at its end. Special
+ * tokens are left out unless `special`. */
+MN_API mn_status mn_tokenizer_decode(const mn_tokenizer *tokenizer, const int32_t *ids,
+                                     int64_t count, bool special, char **text, size_t *size);
+
+/* ---- sessions --------------------------------------------------------------------------------
+ *
+ * A session is one sequence that a model is reading: what its layers remember, and the logits of
+ * the token after the last. Feed it tokens, ask for logits or draw a token, feed that, and so on;
+ * take a snapshot to come back to, or fork it. Recurrent layers keep the same number of bytes
+ * however long the sequence is; attention keeps every token.
+ *
+ * A model and all sessions on it are one handle: one thread at a time for all of them together. */
+
+typedef struct mn_model mn_model;
+typedef struct mn_session mn_session;
+typedef struct mn_snapshot mn_snapshot;
+
+/* Reads config.json and the weights of a folder, in float32. On failure `*out` is NULL. */
+MN_API mn_status mn_model_open(mn_model **out, const char *folder);
+MN_API void mn_model_close(mn_model *model);              // NULL accepted; after its sessions
+MN_API int64_t mn_model_vocabulary(const mn_model *model);
+
+typedef struct mn_session_options {
+    int64_t prefill_chunk;     // tokens computed at once; 0: what 256 MiB hold, at most 512
+    bool belief;               // keep the read variances of the tokens fed last
+} mn_session_options;
+
+/* Context and model must outlive the session. `options` may be NULL. */
+MN_API mn_status mn_session_create(mn_session **out, mn_context *context, mn_model *model,
+                                   const mn_session_options *options);
+MN_API void mn_session_destroy(mn_session *session);      // NULL accepted
+
+/* Reads any number of tokens. Ids outside the vocabulary fail before anything is read. After any
+ * other failure the session has to be reset, restored or loaded. */
+MN_API mn_status mn_session_feed(mn_session *session, const int32_t *tokens, int64_t count);
+MN_API mn_status mn_session_step(mn_session *session, int32_t token);
+
+/* Reads tokens and tells the logarithm of the probability each had when its turn came; 0 for the
+ * first token of a sequence, which nothing foretold. `log_probabilities` holds `count` numbers. */
+MN_API mn_status mn_session_score(mn_session *session, const int32_t *tokens, int64_t count,
+                                  double *log_probabilities);
+
+/* Logits of the next token, mn_model_vocabulary of them, valid until the session changes; NULL
+ * before the first token. */
+MN_API const float *mn_session_logits(const mn_session *session);
+
+MN_API int64_t mn_session_position(const mn_session *session);    // tokens read
+MN_API size_t mn_session_bytes(const mn_session *session);        // what it remembers
+
+/* Read variances: how unsure a layer was of what it answered, for each token of the last call that
+ * fed any, averaged over heads. Layers that keep none are not counted. */
+MN_API int mn_session_beliefs(const mn_session *session);         // layers that tell one
+MN_API int mn_session_belief_layer(const mn_session *session, int i);    // place in the model
+
+/* Variances of the i-th such layer; returns how many there are, 0 unless options.belief. */
+MN_API int64_t mn_session_belief(const float **variance, const mn_session *session, int i);
+
+/* Forgets everything. */
+MN_API mn_status mn_session_reset(mn_session *session);
+
+/* A copy of what a session remembers, to go back to any number of times. Restoring one of another
+ * model fails and leaves the session as it is. Going on from a snapshot, a fork or a file gives the
+ * bits that going on without would have given. */
+MN_API mn_status mn_session_snapshot(mn_snapshot **out, const mn_session *session);
+MN_API mn_status mn_session_restore(mn_session *session, const mn_snapshot *snapshot);
+MN_API size_t mn_snapshot_bytes(const mn_snapshot *snapshot);
+MN_API void mn_snapshot_destroy(mn_snapshot *snapshot);           // NULL accepted
+
+/* A second session that goes on from here by itself. */
+MN_API mn_status mn_session_fork(mn_session **out, const mn_session *session);
+
+/* The same through a file (safetensors). The state of another model is refused, and the session is
+ * then as it was. */
+MN_API mn_status mn_session_save(const mn_session *session, const char *path);
+MN_API mn_status mn_session_load(mn_session *session, const char *path);
+
+/* How the next token is drawn, applied in this order. All zeros: always the most probable. */
+typedef struct mn_sampling {
+    double repetition_penalty;     // of the logits of recent tokens; 0, 1: off
+    int64_t repetition_window;     // of the recent tokens, the last so many; 0: all given
+    double temperature;            // divides logits; 0: the largest wins
+    int64_t top_k;                 // the k most probable; 0: all
+    double top_p;                  // the fewest that hold p of the probability; 0, 1: off
+    double min_p;                  // those with min_p times the largest probability or more
+    uint64_t seed, stream;         // a token is a function of both and of its position
+} mn_sampling;
+
+MN_API void mn_sampling_defaults(mn_sampling *how);    // temperature 1, everything else off
+
+/* Draws the next token without reading it. `recent` are the tokens a repetition penalty looks at,
+ * the latest last; NULL when there are none. */
+MN_API mn_status mn_session_sample(int32_t *token, mn_session *session, const mn_sampling *how,
+                                   const int32_t *recent, int64_t n_recent);
 
 /* ---- operators -------------------------------------------------------------------------------
  *
@@ -83,7 +201,14 @@ MN_API const char *mn_context_target(const mn_context *context);
  * A packed run gives the same bits as separate runs.
  *
  * Decoding: a call with T = 1 whose final states are the same memory as its initial states updates
- * them in place, reading and writing them once. */
+ * them in place, reading and writing them once.
+ *
+ * On a GPU every tensor lies in that GPU's memory; `args` itself, cu_seqlens and counts0 stay in
+ * host memory and may be changed when the call returns. The call puts its work on the context's
+ * stream and does not wait. MN_BF16 is of GPUs only: activations, weights, log decays and their
+ * gradients are then bf16, sums are float32, and states, targets, losses, moebius' a and p, and an
+ * optimiser's numbers are float32. Values inside tensors are not looked at: a log decay above 0
+ * grows the state, and a target that is no class makes the loss NaN. */
 
 typedef struct mn_in {
     const void *data;

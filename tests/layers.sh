@@ -1,6 +1,7 @@
 #!/bin/sh
 # Layer check: a folder of src includes only from folders to its left, or from itself.
-#   base < {kernels runtime io} < {ops data} < {optim mixers tasks} < model < {train eval infer} < {server cli}
+#   base < {kernels runtime io} < {ops data} < {optim mixers tasks} < model < {train eval infer} <
+#   experiments < {server cli}
 set -eu
 cd "$1/src"
 rank() {
@@ -11,13 +12,14 @@ rank() {
     optim | mixers | tasks) echo 3 ;;
     model) echo 4 ;;
     train | eval | infer) echo 5 ;;
-    server | cli) echo 6 ;;
+    experiments) echo 6 ;;
+    server | cli) echo 7 ;;
     *) echo unknown ;;
     esac
 }
 bad=0
 count=0
-for file in $(find . -name '*.[ch]' -o -name '*.def' | sed 's|^\./||'); do
+for file in $(find . -name '*.[ch]' -o -name '*.def' -o -name '*.cu' -o -name '*.cuh' | sed 's|^\./||'); do
     own=${file%%/*}
     for path in $(sed -n 's/^ *# *include "\([^"]*\)".*/\1/p' "$file"); do
         case $path in mneme.h) continue ;; esac

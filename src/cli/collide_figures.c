@@ -38,30 +38,6 @@ static const char *color_of(mn_collision_rule rule) {
 
 /* ---- the parts of a script ------------------------------------------------------------------- */
 
-static void open_script(FILE *out, const char *name, const char *about) {
-    fprintf(out, "# %s\n# gnuplot %s.gp\n", about, name);
-    fputs("set encoding utf8\n"
-          "do for [kind in 'svg png'] {\n"
-          "reset\n"
-          "set datafile separator ','\n"
-          "if (kind eq 'svg') {\n"
-          "set terminal svg size 1280,520 font 'Helvetica,14' enhanced background '#ffffff'\n"
-          "} else {\n"
-          "set terminal pngcairo size 2560,1040 font 'Sans,25' linewidth 2 enhanced background "
-          "'#ffffff'\n"
-          "}\n",
-          out);
-    fprintf(out, "set output '%s.'.kind\n", name);
-    fputs("set border 3 lc rgb '#404040'\nset tics nomirror tc rgb '#404040'\n"
-          "set grid ytics lc rgb '#e6e6e6' lt 1 lw 0.5\nset key off\n"
-          "set multiplot layout 1,2\n",
-          out);
-}
-
-static void close_script(FILE *out) {
-    fputs("unset multiplot\nunset output\n}\n", out);
-}
-
 static void place_panel(FILE *out, double left, double right, const char *title) {
     fprintf(out, "set lmargin at screen %g\nset rmargin at screen %g\n", left, right);
     fputs("set bmargin at screen 0.14\nset tmargin at screen 0.86\n", out);
@@ -203,10 +179,12 @@ static void variance_over_time(FILE *out, const mn_collide *c) {
 }
 
 static void recall(FILE *out, const mn_collide *c) {
-    open_script(out, "recall", "Retrieval of B and the variance along both addresses over time.");
+    fputs("set encoding utf8\n", out);
+    mn_gnuplot_begin(out, "recall", "Retrieval of B and the variance along both addresses over "
+                     "time.", 1280, 520, 2);
     recall_over_time(out, c);
     variance_over_time(out, c);
-    close_script(out);
+    mn_gnuplot_end(out);
 }
 
 /* ---- dynamics -------------------------------------------------------------------------------- */
@@ -258,10 +236,12 @@ static void retrieval_over_overlap(FILE *out, const mn_collide *c) {
 }
 
 static void dynamics(FILE *out, const mn_collide *c) {
-    open_script(out, "dynamics", "Gain of the writes over time, and what is left of B by overlap.");
+    fputs("set encoding utf8\n", out);
+    mn_gnuplot_begin(out, "dynamics", "Gain of the writes over time, and what is left of B by "
+                     "overlap.", 1280, 520, 2);
     gain_over_time(out, c);
     retrieval_over_overlap(out, c);
-    close_script(out);
+    mn_gnuplot_end(out);
 }
 
 static void overlap_curve(FILE *out, const mn_collide *c) {

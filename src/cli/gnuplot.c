@@ -19,6 +19,28 @@ mn_status mn_make_folder(const char *path) {
     return mn_fail(MN_ERR_IO, "%s: cannot make this folder: %s", path, strerror(errno));
 }
 
+void mn_gnuplot_begin(FILE *out, const char *name, const char *about, int width, int height,
+                      int panels) {
+    fprintf(out, "# %s\n# gnuplot %s.gp\n", about, name);
+    fprintf(out, "do for [kind in 'svg png'] {\n"
+            "reset\n"
+            "set datafile separator ','\n"
+            "if (kind eq 'svg') {\n"
+            "set terminal svg size %d,%d font 'Helvetica,14' enhanced background '#ffffff'\n"
+            "} else {\n"
+            "set terminal pngcairo size %d,%d font 'Sans,25' linewidth 2 enhanced background "
+            "'#ffffff'\n"
+            "}\n", width, height, 2 * width, 2 * height);
+    fprintf(out, "set output '%s.'.kind\n", name);
+    fprintf(out, "set border 3 lc rgb '#404040'\nset tics nomirror tc rgb '#404040'\n"
+            "set grid ytics lc rgb '#e6e6e6' lt 1 lw 0.5\nset key off\n"
+            "set multiplot layout 1,%d\n", panels);
+}
+
+void mn_gnuplot_end(FILE *out) {
+    fputs("unset multiplot\nunset output\n}\n", out);
+}
+
 /* In the child; never returns. */
 static void become_gnuplot(const char *folder, const char *script) {
     if (chdir(folder) != 0) _exit(NO_FOLDER);

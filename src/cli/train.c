@@ -1,11 +1,13 @@
 /* train.c - mneme train: from a configuration and text to a model that writes text. */
 #include <errno.h>
+#include <fcntl.h>
 #include <inttypes.h>
 #include <math.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -18,7 +20,9 @@
 #include "cli/progress.h"
 #include "cli/sgemm.h"
 #include "io/json_write.h"
+#include "train/run_folder.h"
 #include "train/run_log.h"
+#include "train/run_read.h"
 #include "train/trainer.h"
 
 enum { PATH = 4096, MAX_SETS = 256 };
@@ -91,6 +95,8 @@ static int parse(options *o, int argc, char **argv) {
             return usage_error(" is no number of threads", argv[i]);
         }
     }
+    if (o->resume && o->config) return usage_error(" and --resume: a run has its own", o->config);
+    if (o->resume && o->overwrite) return usage_error(" and --resume: one of them", "--overwrite");
     return 0;
 }
 
@@ -101,19 +107,31 @@ static bool is_there(const char *path) {
     return stat(path, &about) == 0;
 }
 
-/* A run's folder, or a checkpoint inside one: RUN/train.json lies in it or two folders up. */
-static mn_status find_run(char run[PATH], char checkpoint[PATH], const char *from) {
+static bool holds_run(const char *folder) {
     char path[PATH];
-    snprintf(run, PATH, "%s", from);
+    return snprintf(path, PATH, "%s/train.json", folder) < PATH && is_there(path);
+}
+
+/* A run's folder, or a checkpoint inside one: RUN/train.json lies in it or two folders up. Links
+ * (last, best) are followed first, as they will point elsewhere when the run goes on. */
+static mn_status find_run(char run[PATH], char checkpoint[PATH], const char *from) {
     checkpoint[0] = '\0';
-    if (snprintf(path, PATH, "%s/train.json", from) < PATH && is_there(path)) return MN_OK;
-    snprintf(checkpoint, PATH, "%s", from);
-    if (snprintf(run, PATH, "%s/../..", from) < PATH &&
-        snprintf(path, PATH, "%s/train.json", run) < PATH && is_there(path)) return MN_OK;
-    /* last and best are links: what they point to lies in RUN/checkpoints */
-    if (snprintf(run, PATH, "%s/..", from) < PATH &&
-        snprintf(path, PATH, "%s/train.json", run) < PATH && is_there(path)) return MN_OK;
-    return mn_fail(MN_ERR_IO, "%s is no folder of a run: no train.json in it or above", from);
+    if (snprintf(run, PATH, "%s", from) >= PATH) {
+        return mn_fail(MN_ERR_ARGUMENT, "%s: the path is too long", from);
+    }
+    if (holds_run(from)) return MN_OK;
+    char *real = realpath(from, NULL);
+    if (!real) return mn_fail(MN_ERR_IO, "%s: %s", from, strerror(errno));
+    bool found = snprintf(checkpoint, PATH, "%s", real) < PATH &&
+                 snprintf(run, PATH, "%s", real) < PATH;
+    free(real);
+    for (int up = 0; found && up < 2; up++) {
+        char *slash = strrchr(run, '/');
+        if (slash) *slash = '\0';
+    }
+    if (found && holds_run(run)) return MN_OK;
+    return mn_fail(MN_ERR_IO, "%s is no folder of a run: no train.json in it or two folders up",
+                   from);
 }
 
 static mn_status default_out(mn_json *root) {
@@ -128,6 +146,17 @@ static mn_status default_out(mn_json *root) {
     }
     json_object_set_new(root->value, "out", json_string(out));
     return st;
+}
+
+/* A resumed run stays where it is, also when its folder was moved since. */
+static mn_status keep_out(mn_json *root, const options *o, const char *run) {
+    for (int i = 0; i < o->n_sets; i++) {
+        if (strncmp(o->sets[i], "out=", 4) != 0) continue;
+        return mn_fail(MN_ERR_ARGUMENT, "--set %s: a resumed run stays in its folder; copy the "
+                       "folder and resume the copy", o->sets[i]);
+    }
+    if (json_object_set_new(root->value, "out", json_string(run)) == 0) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "%s: the name is not valid UTF-8", run);
 }
 
 static mn_status load_config(mn_json *root, const options *o, char checkpoint[PATH]) {
@@ -147,7 +176,7 @@ static mn_status load_config(mn_json *root, const options *o, char checkpoint[PA
     }
     if (st == MN_OK) st = mn_json_expect_object(root);
     for (int i = 0; st == MN_OK && i < o->n_sets; i++) st = mn_train_set(root, o->sets[i]);
-    if (st == MN_OK && o->resume) json_object_set_new(root->value, "out", json_string(run));
+    if (st == MN_OK && o->resume) st = keep_out(root, o, run);
     return st == MN_OK ? default_out(root) : st;
 }
 
@@ -157,11 +186,15 @@ typedef struct run {
     const options *o;
     mn_trainer *trainer;
     mn_run_log *log;
+    int lock;                    // descriptor of the locked folder; -1: none
+    int64_t from;                // steps done when this process began
     mn_progress bar;
     mn_train_memory memory;
+    double program;              // mebibytes it had before anything was read
     double ceiling;              // floating-point operations a second of sgemm here
     double flops;                // of a step of training, per token
     double started, last_time;   // seconds
+    double before;               // seconds of training in earlier processes
     int64_t tokens, last_tokens; // of this process; at the last line of the log
     double rate, loss, valid;    // tokens a second, smoothed loss, last validation loss
 } run;
@@ -175,6 +208,13 @@ static void ask_stop(int signal) {
 
 static double mebibytes(size_t bytes) {
     return (double)bytes / 1048576.0;
+}
+
+/* The most this process has had in memory. */
+static double peak_mebibytes(void) {
+    struct rusage use;
+    getrusage(RUSAGE_SELF, &use);
+    return (double)use.ru_maxrss / 1024.0;
 }
 
 static void introduce(run *r) {
@@ -193,16 +233,26 @@ static void introduce(run *r) {
     fprintf(stderr, "run        %" PRId64 " steps of %" PRId64 " x %" PRId64 " tokens, to %s\n",
             o->steps, o->batch * o->accumulate, o->context, o->out);
     fprintf(stderr, "memory     %.0f MiB predicted: %.0f parameters and optimiser, %.0f step, %.0f "
-            "work space, %.0f data\n", mebibytes(r->memory.total), mebibytes(r->memory.parameters),
-            mebibytes(r->memory.activations), mebibytes(r->memory.work),
-            mebibytes(r->memory.data));
+            "work space, %.0f data, %.0f program\n", mebibytes(r->memory.total) + r->program,
+            mebibytes(r->memory.parameters), mebibytes(r->memory.activations),
+            mebibytes(r->memory.work), mebibytes(r->memory.data), r->program);
+}
+
+enum { EXTRA = 80 };
+
+/* "loss 1.2345 valid 1.3456" */
+static void put_losses(char extra[EXTRA], const run *r) {
+    char valid[24] = "";
+    if (!isnan(r->valid)) snprintf(valid, sizeof valid, " valid %.4f", r->valid);
+    snprintf(extra, EXTRA, "loss %.4f%s", r->loss, valid);
 }
 
 static void show(run *r, int64_t done) {
-    char extra[80], valid[24] = "";
-    if (!isnan(r->valid)) snprintf(valid, sizeof valid, " valid %.4f", r->valid);
-    snprintf(extra, sizeof extra, "loss %.4f%s %.0f tokens/s %.0f%% of sgemm", r->loss, valid,
-             r->rate, 100.0 * r->rate * r->flops / r->ceiling);
+    char extra[EXTRA];
+    put_losses(extra, r);
+    const size_t n = strlen(extra);
+    snprintf(extra + n, EXTRA - n, " %.0f tokens/s %.0f%% of sgemm", r->rate,
+             100.0 * r->rate * r->flops / r->ceiling);
     mn_progress_update(&r->bar, done, extra);
 }
 
@@ -211,10 +261,9 @@ static mn_status log_step(run *r, const mn_step_result *s) {
     r->rate = (double)(r->tokens - r->last_tokens) / fmax(now - r->last_time, 1e-9);
     r->last_time = now;
     r->last_tokens = r->tokens;
-    const mn_train_options *o = mn_trainer_options(r->trainer);
-    const int64_t each = o->batch * o->context * o->accumulate;
     const mn_run_value values[] = {
-        { "tokens", (double)((s->step + 1) * each) }, { "seconds", now - r->started },
+        { "tokens", (double)mn_trainer_seen(r->trainer) },
+        { "seconds", r->before + now - r->started },
         { "loss", s->loss }, { "lr", s->lr }, { "grad_norm", s->grad_norm },
         { "tokens_per_second", r->rate }, { "skipped", s->skipped },
     };
@@ -225,7 +274,7 @@ static mn_status evaluate_and_save(run *r, bool evaluate, bool save) {
     double loss = NAN;
     bool best = false;
     mn_status st = evaluate ? mn_trainer_evaluate(r->trainer, &loss, &best) : MN_OK;
-    if (st == MN_OK && !isnan(loss)) {
+    if (st == MN_OK && evaluate && mn_trainer_tokens(r->trainer, true) > 0) {
         r->valid = loss;
         const mn_run_value value = { "valid_loss", loss };
         st = mn_run_log_write(r->log, mn_trainer_step_number(r->trainer), &value, 1);
@@ -270,33 +319,98 @@ static mn_status train(run *r) {
         if (st == MN_OK && (evaluates || saves)) st = evaluate_and_save(r, evaluates, saves);
         if (st == MN_OK && every(done, o->sample_every)) st = print_sample(r);
     }
-    if (st == MN_OK && stop_asked) st = mn_trainer_save(r->trainer, false);
+    /* stopped between two checkpoints, by hand or for lack of patience */
+    if (st == MN_OK && mn_trainer_step_number(r->trainer) > r->from) {
+        st = mn_trainer_save(r->trainer, false);
+    }
     return st;
 }
 
 /* ---- before and after ------------------------------------------------------------------------ */
 
-/* A folder for the run that holds no other one. */
-static mn_status prepare_out(const options *o, const char *out, const mn_json *root) {
+/* OUT and the folders above it. */
+static mn_status make_folders(const char *out) {
     char path[PATH];
+    struct stat about;
+    if (!out[0]) return mn_fail(MN_ERR_ARGUMENT, "out is empty; it names a folder for the run");
     for (size_t i = 1; out[i] && i < PATH - 1; i++) {
         if (out[i] != '/') continue;
         memcpy(path, out, i);
         path[i] = '\0';
         mkdir(path, 0777);
     }
-    if (mkdir(out, 0777) != 0 && errno != EEXIST) {
+    if (mkdir(out, 0777) == 0) return MN_OK;
+    if (errno != EEXIST) {
         return mn_fail(MN_ERR_IO, "%s: cannot make the folder: %s", out, strerror(errno));
     }
-    if (o->resume) return MN_OK;
-    snprintf(path, PATH, "%s/train.json", out);
-    if (is_there(path) && !o->overwrite) {
-        return mn_fail(MN_ERR_ARGUMENT, "%s holds a run; --resume %s goes on with it, --overwrite "
-                       "begins anew, out=... names another folder", out, out);
+    if (stat(out, &about) == 0 && S_ISDIR(about.st_mode)) return MN_OK;
+    return mn_fail(MN_ERR_IO, "%s: is a file; out=... names a folder for the run", out);
+}
+
+/* Before anything is read: does the folder hold another run? */
+static mn_status refuse_other_run(const options *o, const mn_json *root) {
+    const char *out = "";
+    const mn_status st = mn_json_opt_text(&out, root, "out");
+    if (st != MN_OK || o->resume || o->overwrite || o->dry || !holds_run(out)) return st;
+    return mn_fail(MN_ERR_ARGUMENT, "%s holds a run; --resume %s goes on with it, --overwrite "
+                   "begins anew, out=... names another folder", out, out);
+}
+
+/* Two processes that write one run would remove each other's checkpoints. The lock ends with the
+ * process, however that ends. */
+static mn_status lock(int *fd, const char *out) {
+    *fd = open(out, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (*fd < 0) return mn_fail(MN_ERR_IO, "%s: cannot open: %s", out, strerror(errno));
+    if (flock(*fd, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK) return MN_OK;
+    return mn_fail(MN_ERR_IO, "%s: another process trains this run; wait for it or stop it", out);
+}
+
+/* Goes on from `checkpoint`, or from the last one; a run that has none yet begins at its start. */
+static mn_status resume(run *r, const char *out, const char *checkpoint) {
+    char path[PATH];
+    struct stat about;
+    if (checkpoint[0]) return mn_trainer_resume(r->trainer, checkpoint);
+    mn_status st = mn_run_join(path, out, "last");
+    if (st != MN_OK || lstat(path, &about) == 0) {
+        return st == MN_OK ? mn_trainer_resume(r->trainer, NULL) : st;
     }
-    const mn_status st = mn_json_save(path, root->value);
-    snprintf(path, PATH, "%s/%s", out, MN_RUN_METRICS);
-    if (st == MN_OK && o->overwrite) unlink(path);
+    const int64_t step = mn_run_latest(out);    // written, but killed before the link was made
+    if (step < 0) return MN_OK;
+    st = mn_run_checkpoint(path, out, step);
+    return st == MN_OK ? mn_trainer_resume(r->trainer, path) : st;
+}
+
+/* A folder that is this process's own, with the state to begin from in the trainer. */
+static mn_status prepare_out(run *r, const char *checkpoint) {
+    const char *out = mn_trainer_options(r->trainer)->out;
+    mn_status st = make_folders(out);
+    if (st == MN_OK) st = lock(&r->lock, out);
+    if (st == MN_OK && r->o->resume) st = resume(r, out, checkpoint);
+    if (st == MN_OK && r->o->overwrite) st = mn_run_clear(out);
+    return st;
+}
+
+/* The configuration beside the run. A resumed run keeps what --set changed, so that going on once
+ * more goes on with it. */
+static mn_status save_config(const run *r, const mn_json *root) {
+    char path[PATH];
+    if (r->o->resume && r->o->n_sets == 0) return MN_OK;
+    const mn_status st = mn_run_join(path, mn_trainer_options(r->trainer)->out, "train.json");
+    return st == MN_OK ? mn_json_save(path, root->value) : st;
+}
+
+/* Seconds of training that the log tells of. */
+static mn_status seconds_before(double *seconds, const char *out) {
+    char path[PATH];
+    mn_run_table table = { 0 };
+    *seconds = 0.0;
+    mn_status st = mn_run_join(path, out, MN_RUN_METRICS);
+    if (st == MN_OK) st = mn_run_table_load(&table, path);
+    const double *column = st == MN_OK ? mn_run_table_column(&table, "seconds") : NULL;
+    for (int64_t i = 0; column && i < table.n_rows; i++) {
+        if (!isnan(column[i])) *seconds = column[i];
+    }
+    mn_run_table_free(&table);
     return st;
 }
 
@@ -315,9 +429,7 @@ static void print_plan(run *r) {
 }
 
 static void report(const run *r, double seconds) {
-    struct rusage use;
-    getrusage(RUSAGE_SELF, &use);
-    const double peak = (double)use.ru_maxrss / 1024.0, best = mn_trainer_best(r->trainer);
+    const double peak = peak_mebibytes(), best = mn_trainer_best(r->trainer);
     const char *out = mn_trainer_options(r->trainer)->out;
     const double rate = (double)r->tokens / fmax(seconds, 1e-9);
     if (r->o->json) {
@@ -334,14 +446,49 @@ static void report(const run *r, double seconds) {
         json_decref(root);
         return;
     }
+    if (isnan(r->loss)) {
+        printf("%s has all its %" PRId64 " steps, or no patience left; --set train.steps=N or "
+               "train.patience=N goes on\n", out, mn_trainer_step_number(r->trainer));
+        return;
+    }
     printf("loss %.4f", r->loss);
     if (!isnan(best)) printf(", best on held-out data %.4f", best);
     printf("; %" PRId64 " steps, %.1f s, %.0f tokens/s; memory %.0f MiB (predicted %.0f)\n",
-           mn_trainer_step_number(r->trainer), seconds, rate, peak, mebibytes(r->memory.total));
-    printf("%s/best and %s/last are the models: mneme generate --model %s/last\n", out, out, out);
+           mn_trainer_step_number(r->trainer), seconds, rate, peak,
+           mebibytes(r->memory.total) + r->program);
+    const bool has_best = mn_run_pointed(out, "best") >= 0;
+    printf("%s/last%s%s%s the model%s: mneme generate --model %s/last\n", out,
+           has_best ? " and " : "", has_best ? out : "", has_best ? "/best are" : " is",
+           has_best ? "s" : "", out);
+}
+
+/* What the signals do: ask once for a checkpoint and an end; a second Ctrl-C ends at once. A file
+ * that may not grow is to fail as a full disk does, with a message. */
+static void catch_signals(void) {
+    struct sigaction stop = { .sa_handler = ask_stop, .sa_flags = (int)SA_RESETHAND | SA_RESTART };
+    sigaction(SIGINT, &stop, NULL);
+    sigaction(SIGTERM, &stop, NULL);
+    signal(SIGXFSZ, SIG_IGN);
+}
+
+static mn_status start(run *r, const mn_json *root, const char *checkpoint) {
+    mn_status st = prepare_out(r, checkpoint);
+    if (st != MN_OK) return st;
+    const mn_train_options *t = mn_trainer_options(r->trainer);
+    r->from = mn_trainer_step_number(r->trainer);
+    st = mn_run_log_open(&r->log, t->out, r->o->resume ? r->from : MN_RUN_NEW, t->tensorboard);
+    if (st == MN_OK) st = save_config(r, root);
+    if (st == MN_OK && r->o->resume) st = seconds_before(&r->before, t->out);
+    if (st != MN_OK) return st;
+    r->loss = r->valid = NAN;
+    r->started = r->last_time = mn_seconds();
+    mn_progress_start(&r->bar, "training", "steps", r->from, t->steps, r->o->quiet);
+    return MN_OK;
 }
 
 static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn_context *context) {
+    if (!r->o->dry) r->ceiling = mn_sgemm_rate(mn_context_threads(context));
+    r->program = peak_mebibytes();
     mn_status st = mn_trainer_create(&r->trainer, root, context);
     if (st == MN_OK) st = mn_trainer_predict(r->trainer, &r->memory);
     if (st != MN_OK) return st;
@@ -350,22 +497,12 @@ static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn
     if (!r->o->quiet || r->o->dry) introduce(r);
     if (r->o->dry && r->o->json) print_plan(r);
     if (r->o->dry) return MN_OK;
-    const mn_train_options *t = mn_trainer_options(r->trainer);
-    if (r->o->resume) st = mn_trainer_resume(r->trainer, checkpoint[0] ? checkpoint : NULL);
-    if (st == MN_OK) st = prepare_out(r->o, t->out, root);
-    const int64_t from = mn_trainer_step_number(r->trainer);
-    if (st == MN_OK) {
-        st = mn_run_log_open(&r->log, t->out, r->o->resume ? from : MN_RUN_NEW, t->tensorboard);
-    }
-    if (st != MN_OK) return st;
-    r->ceiling = mn_sgemm_rate(mn_context_threads(context));
-    r->loss = r->valid = NAN;
-    r->started = r->last_time = mn_seconds();
-    signal(SIGINT, ask_stop);
-    signal(SIGTERM, ask_stop);
-    mn_progress_start(&r->bar, "training", "steps", from, t->steps, r->o->quiet);
-    st = train(r);
-    if (st == MN_OK) mn_progress_finish(&r->bar, NULL);
+    catch_signals();
+    st = start(r, root, checkpoint);
+    if (st == MN_OK) st = train(r);
+    char extra[EXTRA];
+    put_losses(extra, r);
+    if (st == MN_OK && !isnan(r->loss)) mn_progress_finish(&r->bar, extra);
     else mn_progress_clear(&r->bar);
     const mn_status closed = mn_run_log_close(r->log);
     if (st == MN_OK) st = closed;
@@ -382,16 +519,20 @@ int mn_command_train(int argc, char **argv) {
     mn_json root = { 0 };
     char checkpoint[PATH];
     mn_context *context = NULL;
-    run r = { .o = &o };
+    run r = { .o = &o, .lock = -1, .loss = NAN, .valid = NAN };
     mn_status st = load_config(&root, &o, checkpoint);
+    if (st == MN_OK) st = refuse_other_run(&o, &root);
     const mn_context_options threads = { .n_threads = o.threads };
     if (st == MN_OK) st = mn_context_create(&context, &threads);
     if (st == MN_OK) st = execute(&r, &root, checkpoint, context);
     if (st != MN_OK) fprintf(stderr, "mneme train: %s\n", mn_last_error());
+    const bool stopped = stop_asked && r.trainer &&
+                         mn_trainer_step_number(r.trainer) < mn_trainer_options(r.trainer)->steps;
     mn_trainer_destroy(r.trainer);
     mn_context_destroy(context);
     mn_json_free(&root);
-    if (st == MN_OK && stop_asked) {
+    if (r.lock >= 0) close(r.lock);
+    if (st == MN_OK && stopped) {
         fprintf(stderr, "stopped; --resume goes on\n");
         return 130;
     }

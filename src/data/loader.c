@@ -23,7 +23,8 @@ enum { STRIDE = 64, NO_TARGET = -100 };
 enum { USE_WINDOWS = 1, USE_ORDER = 2 };
 
 struct mn_loader {
-    const mn_corpus *corpus;
+    const mn_corpus *corpus;    // NULL: batches come from `source`
+    mn_source source;
     mn_loader_options options;
     int64_t batch_tokens;    // rows * length
     int64_t places;          // of an epoch
@@ -225,6 +226,31 @@ mn_status mn_loader_create(mn_loader **out, const mn_corpus *corpus,
     return st;
 }
 
+mn_status mn_loader_from_source(mn_loader **out, const mn_source *source) {
+    *out = NULL;
+    int64_t tokens;
+    if (source->rows < 1 || source->length < 1 || source->epoch < 1 ||
+        !mn_mul_i64(&tokens, source->rows, source->length) || tokens > INT32_MAX) {
+        return mn_fail(MN_ERR_ARGUMENT, "a source of %" PRId64 " x %" PRId64 " tokens and epochs "
+                       "of %" PRId64 " steps", source->rows, source->length, source->epoch);
+    }
+    mn_loader *loader = calloc(1, sizeof *loader);
+    if (!loader) return mn_fail(MN_ERR_MEMORY, "no memory for a loader");
+    loader->source = *source;
+    loader->options = (mn_loader_options){ .rows = source->rows, .length = source->length };
+    loader->batch_tokens = tokens;
+    loader->epoch_steps = source->epoch;
+    *out = loader;
+    return MN_OK;
+}
+
+static mn_status fill_from_source(mn_batch *batch, const mn_source *source, int64_t step) {
+    batch->n_sequences = source->rows;
+    for (int64_t row = 0; row <= source->rows; row++) batch->starts[row] = row * source->length;
+    return source->fill(source->context, step, source->rows, source->length, batch->tokens,
+                        batch->targets);
+}
+
 void mn_loader_destroy(mn_loader *loader) {
     if (!loader) return;
     free(loader->row);
@@ -257,6 +283,7 @@ void mn_batch_free(mn_batch *batch) {
 
 mn_status mn_loader_fill(mn_batch *batch, const mn_loader *loader, int64_t step) {
     if (step < 0) return mn_fail(MN_ERR_ARGUMENT, "step %" PRId64 " is negative", step);
+    if (!loader->corpus) return fill_from_source(batch, &loader->source, step);
     if (loader->options.cutting == MN_CUT_WINDOWS) return fill_windows(batch, loader, step);
     /* The order of an epoch is kept in the loader; it changes nothing that a caller sees. */
     return fill_documents(batch, (mn_loader *)(uintptr_t)loader, step);

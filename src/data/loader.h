@@ -41,6 +41,18 @@ typedef struct mn_batch {
  * needed. */
 mn_status mn_loader_create(mn_loader **out, const mn_corpus *corpus,
                            const mn_loader_options *options);
+/* Batches that something else makes: synthetic tasks. `fill` writes tokens and targets (-100: none
+ * asked for) of every row for step >= 0, as a function of the step alone; every row is a sequence
+ * of its own. `context` is borrowed. */
+typedef struct mn_source {
+    void *context;
+    mn_status (*fill)(void *context, int64_t step, int64_t rows, int64_t length, int32_t *tokens,
+                      int32_t *targets);
+    int64_t rows, length, epoch;    // epoch: steps
+} mn_source;
+
+mn_status mn_loader_from_source(mn_loader **out, const mn_source *source);
+
 void mn_loader_destroy(mn_loader *loader);    // NULL accepted
 
 /* Steps of an epoch: ceil(places / (rows * length)). Sequential windows are the T tokens each that

@@ -180,13 +180,17 @@ mn_status mn_layer_config_read(mn_layer_config *config, mn_layer_kind kind, cons
     return MN_OK;
 }
 
-static json_t *option_json(const option *o, double value) {
+/* A number that is 0 where 0 stands for nothing given is null, as other software writes it. */
+static json_t *option_json(const option *o, double value, double standard) {
+    const bool number = !o->choices || !o->choices[0];
+    if (number && value == 0.0 && standard == 0.0) return json_null();
     if (!o->choices) return mn_json_real(value);
     if (strcmp(o->choices, "bool") == 0) return json_boolean(value != 0.0);
     const bool rank = strcmp(o->choices, "rank") == 0;
     if (!o->choices[0] || (rank && value > 0.0)) return json_integer((json_int_t)value);
     const char *at = rank ? "full,conv,dt" : o->choices;
     for (int i = 0; i < (int)fabs(value); i++) at += strcspn(at, ",") + 1;
+    if (value == 0.0 && standard == 0.0 && strncmp(at, "none,", 5) == 0) return json_null();
     return json_stringn(at, strcspn(at, ","));
 }
 
@@ -194,7 +198,8 @@ mn_status mn_layer_config_write(json_t *object, const mn_layer_config *config, m
     for (size_t i = 0; i < MN_COUNTOF(takes); i++) {
         if (takes[i].kind != kind) continue;
         const option *o = option_named(takes[i].option);
-        if (json_object_set_new(object, o->name, option_json(o, get_option(config, o))) != 0) {
+        json_t *value = option_json(o, get_option(config, o), takes[i].value);
+        if (json_object_set_new(object, o->name, value) != 0) {
             return mn_fail(MN_ERR_MEMORY, "no memory for the options of a layer");
         }
     }
@@ -275,6 +280,17 @@ static mn_status add_param(mn_layer *layer, const char *name, const char *shape,
     return read_shape(info, shape, &layer->sizes);
 }
 
+/* Options that the kind does not take are 0, whatever a family shares with others. */
+static void keep_taken(mn_layer_config *config, mn_layer_kind kind) {
+    const mn_layer_config all = *config;
+    memset(config, 0, sizeof *config);
+    for (size_t i = 0; i < MN_COUNTOF(takes); i++) {
+        if (takes[i].kind != kind) continue;
+        const option *o = option_named(takes[i].option);
+        set_option(config, o, get_option(&all, o));
+    }
+}
+
 mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config *config, int64_t D,
                           int64_t context, double norm_eps) {
     memset(out, 0, sizeof *out);
@@ -285,6 +301,7 @@ mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config
     mn_status st = mn_layer_kind_find(&out->kind, &out->ccq, name);
     if (st == MN_OK) st = mn_mixer_find(&out->mixer, name);
     if (st == MN_OK) st = kinds[out->kind].family->derive(out, context);
+    keep_taken(&out->config, out->kind);
     for (size_t i = 0; i < MN_COUNTOF(params) && st == MN_OK; i++) {
         if (params[i].kind != out->kind || !holds(out, params[i].when)) continue;
         st = add_param(out, params[i].name, params[i].shape, params[i].init, params[i].group);

@@ -16,11 +16,12 @@ static mn_status derive(mn_layer *layer, int64_t context) {
     (void)context;
     const mn_layer_config *c = &layer->config;
     mn_layer_sizes *s = &layer->sizes;
+    const bool given = c->head_dim != 0;
     mn_status st = mn_derive_heads(layer, c->num_heads, 0, c->head_dim, 1.0, 1.0);
     if (st != MN_OK) return st;
     const int64_t H = MN_SIZE(s, 'H'), J = c->num_kv_heads ? c->num_kv_heads : H;
     MN_SIZE(s, 'J') = J;
-    st = mn_layer_require(layer, c->head_dim || layer->width % H == 0, "num_heads",
+    st = mn_layer_require(layer, given || layer->width % H == 0, "num_heads",
                           "does not divide the width; set head_dim as well");
     if (st == MN_OK) {
         st = mn_layer_require(layer, H % J == 0, "num_kv_heads", "does not divide num_heads");

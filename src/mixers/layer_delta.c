@@ -8,12 +8,24 @@
  * gdn2 has an erase gate per key channel and a write gate per value channel instead of beta. */
 #include <math.h>
 
+#include "base/util.h"
 #include "mixers/layer_family.h"
+
+/* Published models of gdn have keys of 3/4 of the width and values of twice that, together about
+ * 6 D^2 parameters; the others are as wide as the model. */
+static int64_t default_head_dim(const mn_layer *layer) {
+    const mn_layer_config *c = &layer->config;
+    if (layer->kind != MN_LAYER_gdn || c->head_dim != 0) return c->head_dim;
+    const int64_t H = c->num_heads ? c->num_heads : mn_max(layer->width / 64, 1);
+    return mn_max(3 * layer->width / (4 * H), 1);
+}
 
 static mn_status derive(mn_layer *layer, int64_t context) {
     (void)context;
     const mn_layer_config *c = &layer->config;
-    mn_status st = mn_derive_heads(layer, c->num_heads, c->num_v_heads, c->head_dim, 1.0,
+    const int64_t H = c->num_heads == 0 && c->head_dim == 0 && layer->kind == MN_LAYER_gdn
+                          ? mn_max(layer->width / 64, 1) : c->num_heads;
+    mn_status st = mn_derive_heads(layer, H, c->num_v_heads, default_head_dim(layer), 1.0,
                                    c->expand_v);
     MN_SIZE(&layer->sizes, 'W') = c->conv_size;
     if (st == MN_OK) {

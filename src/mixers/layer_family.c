@@ -33,6 +33,8 @@ mn_status mn_derive_heads(mn_layer *layer, int64_t num_heads, int64_t num_v_head
     if (head_dim == 0) head_dim = D / H;
     mn_layer_sizes *s = &layer->sizes;
     const double most = 1e9, k = (double)head_dim * expand_k, v = (double)head_dim * expand_v;
+    layer->config.num_heads = H;    // what was chosen, for the model's configuration
+    layer->config.head_dim = head_dim;
     MN_SIZE(s, 'H') = H;
     MN_SIZE(s, 'J') = J;
     MN_SIZE(s, 'K') = k >= 1.0 && k < most ? (int64_t)k : 0;

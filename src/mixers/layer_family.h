@@ -22,7 +22,7 @@ mn_tensor *mn_use(const mn_forward *f, const char *name);
 #define MN_OF(f, letter) MN_SIZE(&(f)->layer->sizes, letter)
 
 /* The usual sizes: H heads of width K and J value heads of width V. Options left at 0 follow from
- * D: heads of about 64, K = D / heads. */
+ * D: heads of about 64, K = D / heads; the layer's options num_heads and head_dim then say so. */
 mn_status mn_derive_heads(mn_layer *layer, int64_t num_heads, int64_t num_v_heads, int64_t head_dim,
                           double expand_k, double expand_v);
 

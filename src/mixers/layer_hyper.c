@@ -60,6 +60,9 @@ static mn_status derive(mn_layer *layer, int64_t context) {
     MN_SIZE(s, 'W') = c->conv_size;
     const mn_status st = check(layer, keys, values);
     if (st != MN_OK) return st;
+    layer->config.qk_rank = keys;
+    layer->config.vo_rank = values;
+    layer->config.block_size = MN_SIZE(s, 'P');
     MN_SIZE(s, 'K') = keys / MN_SIZE(s, 'Q');
     MN_SIZE(s, 'V') = values / H;
     return MN_OK;

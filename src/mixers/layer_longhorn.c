@@ -41,6 +41,7 @@ static mn_status derive(mn_layer *layer, int64_t context) {
     MN_SIZE(s, 'I') = I;
     MN_SIZE(s, 'W') = c->conv_kernel;
     MN_SIZE(s, 'R') = c->dt_rank ? c->dt_rank : mn_ceil_div(layer->width, 16);
+    layer->config.dt_rank = MN_SIZE(s, 'R');
     MN_SIZE(s, 'P') = MN_SIZE(s, 'R') + 2 * H * c->state_size;
     return st;
 }

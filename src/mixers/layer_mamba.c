@@ -34,6 +34,8 @@ static mn_status derive_heads(mn_layer *layer, int64_t inner) {
         st = mn_layer_require(layer, !c->norm_before_gate || G == 1, "norm_before_gate",
                               "goes with one group only");
     }
+    layer->config.num_heads = H;
+    layer->config.head_dim = P;
     MN_SIZE(s, 'H') = H;
     MN_SIZE(s, 'V') = P;
     MN_SIZE(s, 'G') = G;
@@ -68,6 +70,7 @@ static mn_status derive(mn_layer *layer, int64_t context) {
     MN_SIZE(s, 'H') = 1;
     MN_SIZE(s, 'V') = (int64_t)inner;
     MN_SIZE(s, 'R') = c->dt_rank ? c->dt_rank : mn_ceil_div(layer->width, 16);
+    layer->config.dt_rank = MN_SIZE(s, 'R');
     MN_SIZE(s, 'P') = MN_SIZE(s, 'R') + 2 * c->state_size;
     return MN_OK;
 }

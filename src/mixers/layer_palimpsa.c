@@ -28,6 +28,7 @@ static mn_status derive(mn_layer *layer, int64_t context) {
     const int64_t rank = c->beta_step_rank;
     MN_SIZE(&layer->sizes, 'W') = c->conv_size;
     MN_SIZE(&layer->sizes, 'R') = rank ? rank : (layer->width + 15) / 16;
+    layer->config.beta_step_rank = MN_SIZE(&layer->sizes, 'R');
     st = mn_layer_require(layer, !c->use_short_conv || c->conv_size >= 1, "conv_size",
                           "must be at least 1");
     if (st == MN_OK && !is_code(layer)) {

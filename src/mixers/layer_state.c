@@ -113,7 +113,7 @@ void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const cha
     if (!state || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return;
     state->dtype = mn_tape_dtype(tape);
     mn_state_piece *piece = find_or_add(state, name);
-    if (!piece || (piece->now && piece->count != count)) {
+    if (!piece || (piece->now && (piece->count != count || piece->width))) {
         mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "a state %s of %lld numbers where the model "
                                    "has %lld: it belongs to another model or batch", name,
                                    piece ? (long long)piece->count : 0, (long long)count));

@@ -33,7 +33,7 @@ static const char *const known_keys[] = {
 #undef IGNORED
 };
 
-enum { MAX_KEYS = 160 };
+enum { MAX_KEYS = 512 };
 
 void mn_model_config_free(mn_model_config *config) {
     free(config->names);

@@ -84,6 +84,7 @@ static mn_status add_block(mn_model *model, int i) {
     block->attn_norm = block->mixer = block->mlp_norm = block->gate = block->up = block->down = -1;
     mn_status st = mn_layer_create(&block->layer, c->names[i], &c->options[i], c->hidden_size,
                                    c->context, c->norm_eps);
+    if (st == MN_OK) model->config.options[i] = block->layer.config;    // sizes that were chosen
     char name[MN_PARAM_NAME];
     if (st == MN_OK) st = add_norm(model, &block->attn_norm, NAMED("attn_norm.weight"));
     block->mixer = model->n_params;

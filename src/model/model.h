@@ -55,6 +55,10 @@ typedef struct mn_model_state {
     int n_layers;
     mn_layer_state *layers;
     int64_t position;          // tokens read
+    /* Logits of the next token, for callers that keep them: malloc'ed, copied, saved and freed with
+     * the state. The forward pass leaves them alone. */
+    float *logits;
+    int64_t n_logits;
 } mn_model_state;
 
 mn_status mn_model_state_create(mn_model_state *out, const mn_model *model);

@@ -20,27 +20,37 @@ void mn_model_state_free(mn_model_state *state) {
         mn_layer_state_free(&state->layers[i]);
     }
     free(state->layers);
+    free(state->logits);
     memset(state, 0, sizeof *state);
 }
 
-mn_status mn_model_state_copy(mn_model_state *out, const mn_model_state *from) {
-    *out = *from;
-    out->layers = calloc((size_t)from->n_layers, sizeof *out->layers);
-    if (!out->layers) return mn_fail(MN_ERR_MEMORY, "no memory for a state");
-    for (int i = 0; i < from->n_layers; i++) {
-        const mn_status st = mn_layer_state_copy(&out->layers[i], &from->layers[i]);
-        if (st != MN_OK) {
-            mn_model_state_free(out);
-            return st;
-        }
-    }
+/* Replaces the logits by a copy of `n` numbers. */
+static mn_status put_logits(mn_model_state *state, const float *logits, int64_t n) {
+    float *copy = malloc((size_t)n * sizeof *copy);
+    if (!copy) return mn_fail(MN_ERR_MEMORY, "no memory for %" PRId64 " logits", n);
+    memcpy(copy, logits, (size_t)n * sizeof *copy);
+    free(state->logits);
+    state->logits = copy;
+    state->n_logits = n;
     return MN_OK;
+}
+
+mn_status mn_model_state_copy(mn_model_state *out, const mn_model_state *from) {
+    *out = (mn_model_state){ .n_layers = from->n_layers, .position = from->position };
+    out->layers = calloc((size_t)from->n_layers, sizeof *out->layers);
+    mn_status st = out->layers ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for a state");
+    for (int i = 0; i < from->n_layers && st == MN_OK; i++) {
+        st = mn_layer_state_copy(&out->layers[i], &from->layers[i]);
+    }
+    if (st == MN_OK && from->logits) st = put_logits(out, from->logits, from->n_logits);
+    if (st != MN_OK) mn_model_state_free(out);
+    return st;
 }
 
 size_t mn_model_state_bytes(const mn_model_state *state) {
     size_t bytes = 0;
     for (int i = 0; i < state->n_layers; i++) bytes += mn_layer_state_bytes(&state->layers[i]);
-    return bytes;
+    return bytes + (size_t)state->n_logits * sizeof *state->logits;
 }
 
 /* ---- files ----------------------------------------------------------------------------------- */
@@ -77,7 +87,7 @@ mn_status mn_model_state_save(const mn_model_state *from, const mn_model *model,
     mn_model_state packed;    // a copy has no room to spare between the rows of its caches
     mn_status st = mn_model_state_copy(&packed, from);
     if (st != MN_OK) return st;
-    const size_t most = (size_t)packed.n_layers * MN_STATE_PIECES;
+    const size_t most = (size_t)packed.n_layers * MN_STATE_PIECES + 1;
     mn_stored_tensor *tensors = calloc(most, sizeof *tensors);
     char(*names)[TENSOR_NAME] = calloc(most, sizeof *names);
     int64_t n = 0;
@@ -88,6 +98,11 @@ mn_status mn_model_state_save(const mn_model_state *from, const mn_model *model,
             tensors[n].name = names[n];
             describe_piece(&tensors[n], &layer->pieces[k], layer->dtype);
         }
+    }
+    if (tensors && packed.logits) {
+        tensors[n++] = (mn_stored_tensor){
+            .name = "logits", .dtype = MN_STORED_F32, .rank = 1, .shape = { packed.n_logits },
+            .data = packed.logits, .bytes = (size_t)packed.n_logits * sizeof *packed.logits };
     }
     char position[32], mark[32];
     snprintf(position, sizeof position, "%" PRId64, packed.position);
@@ -127,6 +142,22 @@ static mn_status read_piece(mn_model_state *state, const mn_model *model,
     return st;
 }
 
+static mn_status read_logits(mn_model_state *state, const mn_model *model,
+                             const mn_stored_tensor *t, const char *path) {
+    const int64_t n = model->config.vocab_size;
+    if (t->dtype != MN_STORED_F32 || t->rank != 1 || t->shape[0] != n) {
+        return mn_fail(MN_ERR_FORMAT, "%s: logits are not %" PRId64 " numbers of F32", path, n);
+    }
+    return put_logits(state, t->data, n);
+}
+
+/* A whole number without sign, of at most 18 digits. */
+static bool read_position(int64_t *out, const char *text) {
+    const size_t n = strspn(text, "0123456789");
+    *out = strtoll(text, NULL, 10);
+    return n > 0 && n <= 18 && text[n] == '\0';
+}
+
 mn_status mn_model_state_load(mn_model_state *out, const mn_model *model, const char *path) {
     memset(out, 0, sizeof *out);
     mn_safetensors *file;
@@ -144,9 +175,13 @@ mn_status mn_model_state_load(mn_model_state *out, const mn_model *model, const 
     }
     if (st == MN_OK) st = mn_model_state_create(out, model);
     for (int64_t i = 0; st == MN_OK && i < mn_safetensors_count(file); i++) {
-        st = read_piece(out, model, mn_safetensors_at(file, i), path);
+        const mn_stored_tensor *t = mn_safetensors_at(file, i);
+        st = strcmp(t->name, "logits") == 0 ? read_logits(out, model, t, path)
+                                            : read_piece(out, model, t, path);
     }
-    if (st == MN_OK) out->position = strtoll(position, NULL, 10);
+    if (st == MN_OK && !read_position(&out->position, position)) {
+        st = mn_fail(MN_ERR_FORMAT, "%s: \"%s\" is no position of a state", path, position);
+    }
     mn_safetensors_close(file);
     if (st != MN_OK) mn_model_state_free(out);
     return st;

@@ -252,6 +252,7 @@ mn_status mn_compose_hyper_layer(mn_context *context, mn_pass pass, const void *
     layer s = { .context = context, .p = p, .n_rows = c->B * c->T };
     mn_status st = check_sizes(p);
     if (st != MN_OK) return st;
+    if (context->plans) return mn_fail(MN_ERR_UNSUPPORTED, "hyper_layer: cannot be planned");
     open_layer(&s, pass == MN_BACKWARD);
     if (s.out_of_memory)
         return mn_fail(MN_ERR_MEMORY, "hyper_layer: no memory for its temporaries");

@@ -78,6 +78,7 @@ static mn_status prepare_decays(mn_context *context, gating *p, bool back) {
     if (!dg.data || !p->g.data || !p->bad_tokens) {
         return mn_fail(MN_ERR_MEMORY, "%s: no memory for its temporaries", name);
     }
+    if (context->plans) return MN_OK;
     mn_threads_run(context->threads, p->call->H, form_decays, p);
     for (int64_t h = 0; h < p->call->H; h++) {
         if (p->bad_tokens[h] == 0) continue;

@@ -137,6 +137,7 @@ mn_status mn_compose_swiglu(mn_context *context, mn_pass pass, const void *args)
     const mn_call *c = &p->call;
     const bool back = pass == MN_BACKWARD;
     const size_t size = mn_dtype_bytes(c->dtype);
+    if (context->plans) return mn_fail(MN_ERR_UNSUPPORTED, "swiglu: cannot be planned");
     if (back && !p->cot.y.data) {
         clear_gradients(p);
         return MN_OK;

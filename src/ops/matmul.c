@@ -230,14 +230,18 @@ static void run_chunk(mn_context *context, job *j) {
     mn_threads_run(context->threads, j->n_panels + n_items, packed_item, j);
 }
 
-/* Rows of K first: a chunk holds as many as there are, then as many panels as fit. False, and
- * nothing done, when there is no memory. */
+/* Rows and panels of a packed chunk: as many rows of K as there are first, then panels as fit. */
+static void chunk_of(int64_t *rows, int64_t *panels, const functions *f, int64_t N, int64_t K) {
+    const int64_t block = mn_matmul_block(K), panel = f->panel();
+    *rows = mn_min(K, mn_max(1, chunk_floats / (4 * panel * block)) * block);
+    *panels = mn_min(mn_ceil_div(N, panel), mn_max(1, chunk_floats / (mn_max(*rows, 1) * panel)));
+}
+
+/* False, and nothing done, when there is no memory. */
 static bool run_packed(mn_context *context, job *j) {
-    const int64_t block = mn_matmul_block(j->p.K), panel = j->f->panel();
-    const int64_t most_k = mn_max(1, chunk_floats / (4 * panel * block)) * block;
-    const int64_t K = mn_min(j->p.K, most_k);
-    const int64_t most_panels = mn_max(1, chunk_floats / (K * panel));
-    const int64_t panels = mn_min(mn_ceil_div(j->p.N, panel), most_panels);
+    const int64_t panel = j->f->panel();
+    int64_t K, panels;
+    chunk_of(&K, &panels, j->f, j->p.N, j->p.K);
     const mn_mark mark = mn_arena_mark(context->arena);
     float *packed = mn_arena_array(context->arena, K, panels * panel, sizeof *packed);
     j->chunk.packed = packed;
@@ -262,9 +266,9 @@ static bool is_small(const mn_product *p) {
 
 /* Factors whose rows lie near each other are read as fast where they lie. */
 static bool is_near(const mn_product *p) {
-    enum { B_STEP = 511, A_STEP = 2048 };
+    enum { B_STEP = 511, A_ROW = 2048, A_COL = 768 };
     return p->b_col == 1 && p->b_row <= B_STEP && p->K <= chunk_floats / (B_STEP + 1) &&
-           mn_max(p->a_row, p->a_col) <= A_STEP;
+           p->a_row <= A_ROW && p->a_col <= A_COL;
 }
 
 static void run_vector(mn_context *context, const functions *f, const mn_matmul_args *args) {
@@ -280,6 +284,22 @@ static void run_vector(mn_context *context, const functions *f, const mn_matmul_
 }
 
 #endif
+
+size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *p) {
+#if MN_HAVE_X86_TARGETS
+    const functions *f = functions_of(context->target);
+    if (p->dtype == MN_F32 && f && p->N > 0 && p->K > 0) {
+        int64_t rows, panels;
+        chunk_of(&rows, &panels, f, p->N, p->K);
+        return (size_t)(rows * panels * f->panel() +
+                        mn_threads_count(context->threads) * (int64_t)SCRATCH_FLOATS) *
+                   sizeof(float) + 2 * MN_ALIGN;
+    }
+#endif
+    (void)context;
+    (void)p;
+    return 0;
+}
 
 void mn_matmul(mn_context *context, const mn_matmul_args *args) {
     mn_matmul_args p = *args;

@@ -25,4 +25,7 @@ typedef struct mn_matmul_args {
 /* Sizes may be 0; K = 0 gives C = 0 unless accumulating. C overlaps neither A nor B. */
 void mn_matmul(mn_context *context, const mn_matmul_args *args);
 
+/* Bytes of the context's arena it takes at most. */
+size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *args);
+
 #endif

@@ -15,6 +15,8 @@
 
 mn_status mn_tape_create(mn_tape **out, mn_context *context, mn_dtype dtype) {
     *out = NULL;
+    const mn_status cpu = mn_context_needs_cpu(context, "a tape");
+    if (cpu != MN_OK) return cpu;
     if (dtype != MN_F32 && dtype != MN_F64) {
         return mn_fail(MN_ERR_UNSUPPORTED, "a tape of %s: use f32 or f64", mn_dtype_name(dtype));
     }
@@ -149,6 +151,11 @@ mn_tape_mark mn_tape_hold(const mn_tape *tape) {
 void mn_tape_let_go(mn_tape *tape, mn_tape_mark mark) {
     mn_arena_release(tape->data, mark.mark);
     tape->used = mark.used;
+}
+
+void mn_tape_product(mn_tape *tape, const mn_matmul_args *p) {
+    if (mn_tape_runs(tape)) mn_matmul(tape->context, p);
+    else tape->work = mn_max(tape->work, mn_matmul_work(tape->context, p));
 }
 
 void *mn_tape_memory(mn_tape *tape, int64_t count) {

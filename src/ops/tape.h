@@ -148,6 +148,10 @@ mn_tensor *mn_tape_at_least(mn_tape *tape, mn_tensor *x, double low);
 mn_tensor *mn_tape_softmax(mn_tape *tape, mn_tensor *x);
 mn_tensor *mn_tape_roll(mn_tape *tape, mn_tensor *x, int64_t by);
 
+/* Tokens `places` (counted over B and T) of x (B,T,1,X) side by side: (1,n,1,X). `places` is
+ * borrowed until the step's end and names no token twice. */
+mn_tensor *mn_tape_pick(mn_tape *tape, mn_tensor *x, const int32_t *places, int64_t n);
+
 /* Rows of `table` (vocabulary, D) by token: (B,T,1,D). Tokens are checked against the table. */
 mn_tensor *mn_tape_embed(mn_tape *tape, mn_tensor *table, const int32_t *tokens, int64_t B,
                          int64_t T);

@@ -65,14 +65,14 @@ static void back_input(mn_tape *tape, const linear *l, const void *dy) {
     mn_matmul_args dx = { .dtype = tape->dtype, .a = dy, .b = l->weight->data, .M = l->rows,
                           .N = l->n_in, .K = l->n_out, .c_row = mn_row_step(l->x) };
     dx.c = mn_grad_write(tape, l->x, &dx.accumulate);
-    if (dx.c && mn_tape_runs(tape)) mn_matmul(tape->context, &dx);
+    if (dx.c) mn_tape_product(tape, &dx);
 }
 
 static void back_weight(mn_tape *tape, const linear *l, const void *dy) {
     mn_matmul_args dw = { .dtype = tape->dtype, .a = dy, .a_transposed = true, .b = l->x->data,
                           .b_row = mn_row_step(l->x), .M = l->n_out, .N = l->n_in, .K = l->rows };
     dw.c = mn_grad_write(tape, l->weight, &dw.accumulate);
-    if (dw.c && mn_tape_runs(tape)) mn_matmul(tape->context, &dw);
+    if (dw.c) mn_tape_product(tape, &dw);
 }
 
 static void back_bias(mn_tape *tape, const linear *l, const void *dy) {
@@ -103,13 +103,12 @@ mn_tensor *mn_tape_linear(mn_tape *tape, mn_tensor *x, mn_tensor *weight, mn_ten
     mn_tensor *y = mn_tape_new(tape, (int64_t[]){ x->shape[0], x->shape[1], 1, n_out });
     if (!l || !y) return NULL;
     *l = (linear){ x, weight, bias, y, x->shape[0] * x->shape[1], n_in, n_out };
-    if (mn_tape_runs(tape)) {
-        mn_matmul(tape->context, &(mn_matmul_args){
-            .dtype = tape->dtype, .c = y->data, .a = x->data, .b = weight->data, .M = l->rows,
-            .N = n_out, .K = n_in, .b_transposed = true, .a_row = mn_row_step(x) });
-        bias_job job = { y->data, bias ? bias->data : NULL, l->rows, n_out,
-                         tape->dtype == MN_F64, true };
-        if (bias) mn_tape_items(tape, mn_ceil_div(l->rows, ROWS), add_bias, &job);
+    mn_tape_product(tape, &(mn_matmul_args){
+        .dtype = tape->dtype, .c = y->data, .a = x->data, .b = weight->data, .M = l->rows,
+        .N = n_out, .K = n_in, .b_transposed = true, .a_row = mn_row_step(x) });
+    if (bias && mn_tape_runs(tape)) {
+        bias_job job = { y->data, bias->data, l->rows, n_out, tape->dtype == MN_F64, true };
+        mn_tape_items(tape, mn_ceil_div(l->rows, ROWS), add_bias, &job);
     }
     const bool wanted = mn_wants(x) || mn_wants(weight) || mn_wants(bias);
     mn_tape_record(tape, "a projection", back_linear, l, wanted, &y, 1);

@@ -6,6 +6,9 @@
  *
  * Going forward the gradients are made as well, while the logits are in the cache: dx and dW.
  *
+ * Where targets are ignored, only the other rows are gathered, multiplied and scattered back: tasks
+ * that ask for a few tokens of a sequence pay for those.
+ *
  * In a mixture of n, sample s has a share in each row's gradient: softmax_s(-nll_s). */
 #include <math.h>
 #include <string.h>
@@ -70,7 +73,10 @@ static row_math math_of(const mn_context *context) {
 typedef struct loss_job {
     row_math math;
     bool f64, records;
-    int64_t V, first;             // classes; first row of this piece
+    int64_t V, first;             // classes; first kept row of this piece
+    const int32_t *kept;          // row of the batch by kept row; NULL: all are kept
+    int32_t *places;              // memory for that list
+    char *few;                    // memory for kept rows side by side, and for their gradient
     void *logits;
     const int32_t *targets;
     double *nll, *lse2;           // per row of the batch
@@ -86,10 +92,6 @@ static void row_f32(const loss_job *j, float *z, int64_t row) {
         for (int64_t i = 0; i < j->V; i++) z[i] /= cap;
         j->math.tanh(z, z, j->V);
         for (int64_t i = 0; i < j->V; i++) z[i] *= cap;
-    }
-    if (target < 0) {
-        memset(z, 0, (size_t)j->V * sizeof *z);
-        return;
     }
     float *e = z + j->V;    // second half of the row's memory
     const float top = j->math.max(z, j->V), at = z[target];
@@ -113,10 +115,6 @@ static void row_f32(const loss_job *j, float *z, int64_t row) {
 static void row_f64(const loss_job *j, double *z, int64_t row) {
     const int32_t target = j->targets[row];
     for (int64_t i = 0; j->cap > 0.0 && i < j->V; i++) z[i] = j->cap * tanh(z[i] / j->cap);
-    if (target < 0) {
-        memset(z, 0, (size_t)j->V * sizeof *z);
-        return;
-    }
     double top = z[0], sum = 0.0;
     for (int64_t i = 1; i < j->V; i++) top = fmax(top, z[i]);
     for (int64_t i = 0; i < j->V; i++) sum += exp(z[i] - top);
@@ -135,8 +133,9 @@ static void row_f64(const loss_job *j, double *z, int64_t row) {
 static void run_row(void *context, int64_t item, int worker) {
     (void)worker;
     const loss_job *j = context;
-    if (j->f64) row_f64(j, (double *)j->logits + item * 2 * j->V, j->first + item);
-    else row_f32(j, (float *)j->logits + item * 2 * j->V, j->first + item);
+    const int64_t row = j->kept ? j->kept[j->first + item] : j->first + item;
+    if (j->f64) row_f64(j, (double *)j->logits + item * 2 * j->V, row);
+    else row_f32(j, (float *)j->logits + item * 2 * j->V, row);
 }
 
 typedef struct loss {
@@ -144,25 +143,53 @@ typedef struct loss {
     int64_t rows, D, V;
     void *dx, *dhead;    // NULL where not wanted
     bool add_head;
+    const int32_t *kept;    // rows with a target, when some have none
+    int64_t n_kept;
+    char *few, *dfew;       // a piece of them side by side, and their gradient
 } loss;
 
-/* Logits of rows [first, first + n), their losses and, if recorded, what they add to dx and dW. */
-static void run_piece(mn_tape *tape, const loss *l, loss_job *job, int64_t first, int64_t n) {
+/* Copies the kept rows [first, first + n) of `from` (rows `step` apart) side by side, or back. */
+static void gather(const mn_tape *tape, const loss *l, int64_t first, int64_t n) {
     const int64_t step = mn_row_step(l->x);
+    const size_t bytes = (size_t)l->D * tape->item;
+    for (int64_t i = 0; i < n; i++) {
+        memcpy(l->few + (size_t)i * bytes,
+               (const char *)l->x->data + (size_t)(l->kept[first + i] * step) * tape->item, bytes);
+    }
+}
+
+static void scatter(const mn_tape *tape, const loss *l, int64_t first, int64_t n) {
+    const size_t bytes = (size_t)l->D * tape->item;
+    for (int64_t i = 0; i < n; i++) {
+        memcpy((char *)l->dx + (size_t)l->kept[first + i] * bytes, l->dfew + (size_t)i * bytes,
+               bytes);
+    }
+}
+
+/* Logits of kept rows [first, first + n), their losses and, if recorded, what they add to dx and
+ * dW. */
+static void run_piece(mn_tape *tape, const loss *l, loss_job *job, int64_t first, int64_t n) {
+    const int64_t step = l->kept ? l->D : mn_row_step(l->x);
     const char *x = (const char *)l->x->data + (size_t)(first * step) * tape->item;
-    mn_matmul(tape->context, &(mn_matmul_args){
+    char *dx = l->dx ? (char *)l->dx + (size_t)(first * l->D) * tape->item : NULL;
+    if (l->kept) {
+        gather(tape, l, first, n);
+        x = l->few;
+        if (dx) dx = l->dfew;
+    }
+    mn_tape_product(tape, &(mn_matmul_args){
         .dtype = tape->dtype, .c = job->logits, .c_row = 2 * l->V, .a = x, .a_row = step,
         .b = l->head->data, .b_transposed = true, .M = n, .N = l->V, .K = l->D });
     job->first = first;
-    mn_tape_items(tape, n, run_row, job);
-    if (l->dx) {
-        mn_matmul(tape->context, &(mn_matmul_args){
-            .dtype = tape->dtype, .c = (char *)l->dx + (size_t)(first * l->D) * tape->item,
-            .a = job->logits, .a_row = 2 * l->V, .b = l->head->data, .M = n, .N = l->D,
-            .K = l->V });
+    if (mn_tape_runs(tape)) mn_tape_items(tape, n, run_row, job);
+    if (dx) {
+        mn_tape_product(tape, &(mn_matmul_args){
+            .dtype = tape->dtype, .c = dx, .a = job->logits, .a_row = 2 * l->V,
+            .b = l->head->data, .M = n, .N = l->D, .K = l->V });
+        if (l->kept) scatter(tape, l, first, n);
     }
     if (l->dhead) {
-        mn_matmul(tape->context, &(mn_matmul_args){
+        mn_tape_product(tape, &(mn_matmul_args){
             .dtype = tape->dtype, .c = l->dhead, .a = job->logits, .a_row = 2 * l->V,
             .a_transposed = true, .b = x, .b_row = step, .M = l->V, .N = l->D, .K = n,
             .accumulate = l->add_head || first > 0 });
@@ -222,11 +249,38 @@ static int64_t piece_rows(const loss *l) {
     return mn_min(mn_min(mn_max(LOGITS / l->V, LEAST_ROWS), MOST_ROWS), l->rows);
 }
 
+/* Scratch of a loss, the same whether rows are left out or not: a plan does not know. */
+static void take_scratch(mn_tape *tape, const loss *l, loss_job *job) {
+    const int64_t most = piece_rows(l);
+    job->logits = mn_tape_memory(tape, most * l->V * 2);
+    job->few = mn_tape_memory(tape, most * l->D * 2);
+    job->places = mn_tape_bytes_of(tape, (size_t)l->rows * sizeof *job->places);
+}
+
+/* Lists the rows that have a target, unless all have. */
+static void keep_rows(const mn_tape *tape, loss *l, loss_job *job) {
+    l->n_kept = 0;
+    for (int64_t row = 0; row < l->rows; row++) {
+        if (job->targets[row] >= 0) job->places[l->n_kept++] = (int32_t)row;
+    }
+    l->kept = l->n_kept < l->rows ? job->places : NULL;
+    job->kept = l->kept;
+    l->few = job->few;
+    l->dfew = job->few + (size_t)(piece_rows(l) * l->D) * tape->item;
+}
+
 static void run_pieces(mn_tape *tape, loss *l, loss_job *job) {
     const int64_t most = piece_rows(l);
     if (job->records && mn_wants(l->head)) l->dhead = mn_grad_write(tape, l->head, &l->add_head);
-    for (int64_t row = 0; mn_tape_runs(tape) && row < l->rows; row += most) {
-        run_piece(tape, l, job, row, mn_min(most, l->rows - row));
+    l->n_kept = l->rows;
+    if (mn_tape_runs(tape)) keep_rows(tape, l, job);
+    const size_t numbers = (size_t)l->D * tape->item;
+    if (l->dx && l->kept) memset(l->dx, 0, (size_t)l->rows * numbers);
+    if (l->dhead && l->n_kept == 0 && !l->add_head) memset(l->dhead, 0, (size_t)l->V * numbers);
+    /* the first piece is the largest */
+    const int64_t rows = mn_tape_plans(tape) ? most : l->n_kept;
+    for (int64_t row = 0; !mn_tape_dead(tape) && row < rows; row += most) {
+        run_piece(tape, l, job, row, mn_min(most, rows - row));
     }
     l->dhead = NULL;
 }
@@ -242,7 +296,7 @@ void mn_tape_loss(mn_tape *tape, mn_tensor *x, mn_tensor *head, const int32_t *t
     const mn_tape_mark mark = mn_tape_hold(tape);
     loss_job job = job_of(tape, head, targets, how, *counted);
     job.records = mn_tape_records(tape);
-    job.logits = mn_tape_memory(tape, piece_rows(l) * l->V * 2);
+    take_scratch(tape, l, &job);
     job.nll = mn_tape_bytes_of(tape, (size_t)l->rows * 2 * sizeof *job.nll);
     if (!mn_tape_dead(tape)) {
         job.lse2 = job.nll + l->rows;
@@ -285,7 +339,7 @@ void mn_tape_mixture_loss(mn_tape *tape, mn_tensor *const *x, int n, mn_tensor *
     const mn_tape_mark mark = mn_tape_hold(tape);
     loss_job job = job_of(tape, head, targets, how, *counted);
     job.z_loss = 0.0;
-    job.logits = mn_tape_memory(tape, piece_rows(parts[0]) * parts[0]->V * 2);
+    take_scratch(tape, parts[0], &job);
     double *nll = mn_tape_bytes_of(tape, (size_t)(rows * (n + 2)) * sizeof *nll);
     for (int pass = 0; !mn_tape_dead(tape) && pass <= mn_tape_records(tape); pass++) {
         job.records = pass;

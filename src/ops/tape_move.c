@@ -127,6 +127,50 @@ mn_tensor *mn_tape_repeat(mn_tape *tape, mn_tensor *x, int64_t times) {
     return times == 1 ? x : make(tape, "repeat", &x, 1, times);
 }
 
+/* ---- pick ------------------------------------------------------------------------------------ */
+
+typedef struct pick {
+    mn_tensor *x, *y;
+    const int32_t *places;
+} pick;
+
+/* Picked rows to where they came from; the others get nothing. */
+static void back_pick(mn_tape *tape, void *payload) {
+    const pick *p = payload;
+    void *dy = mn_grad_read(p->y);
+    if (!dy || !mn_wants(p->x)) return;
+    bool add;
+    void *dx = mn_grad_write(tape, p->x, &add);
+    if (!dx || !mn_tape_runs(tape)) return;
+    const int64_t width = p->x->shape[3];
+    for (int64_t row = 0; !add && row < rows_of(p->x); row++) {
+        memset(moved(tape, dx, row_at(p->x, row)), 0, (size_t)width * tape->item);
+    }
+    for (int64_t i = 0; i < p->y->shape[1]; i++) {
+        give(tape, moved(tape, dx, row_at(p->x, p->places[i])), moved(tape, dy, i * width), width,
+             true);
+    }
+}
+
+mn_tensor *mn_tape_pick(mn_tape *tape, mn_tensor *x, const int32_t *places, int64_t n) {
+    if (!x || mn_tape_dead(tape)) return NULL;
+    for (int64_t i = 0; i < n; i++) {
+        if (x->shape[2] == 1 && places[i] >= 0 && places[i] < rows_of(x)) continue;
+        return mn_tape_fail(tape, mn_fail(MN_ERR_INTERNAL, "%s: no token %d to pick", tape->scope,
+                                          (int)places[i]));
+    }
+    pick *p = mn_tape_note(tape, sizeof *p);
+    mn_tensor *y = mn_tape_new(tape, (int64_t[]){ 1, n, 1, x->shape[3] });
+    if (!p || !y) return NULL;
+    *p = (pick){ x, y, places };
+    for (int64_t i = 0; i < n && mn_tape_runs(tape); i++) {
+        give(tape, moved(tape, y->data, i * x->shape[3]),
+             moved(tape, x->data, row_at(x, places[i])), x->shape[3], false);
+    }
+    mn_tape_record(tape, "pick", back_pick, p, mn_wants(x), &y, 1);
+    return y;
+}
+
 /* ---- embed ----------------------------------------------------------------------------------- */
 
 typedef struct embed {

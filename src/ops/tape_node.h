@@ -3,6 +3,7 @@
 #define MN_OPS_TAPE_NODE_H
 
 #include "base/status.h"
+#include "ops/matmul.h"
 #include "ops/tape.h"
 
 enum { MN_TAPE_SCOPE = 96 };
@@ -54,6 +55,9 @@ static inline bool mn_tape_runs(const mn_tape *tape) {
 static inline bool mn_tape_dead(const mn_tape *tape) {
     return tape->status != MN_OK;
 }
+
+/* A matrix product; a plan counts its work space. */
+void mn_tape_product(mn_tape *tape, const mn_matmul_args *p);
 
 /* Memory of the step: for numbers (planned or real), for notes (always real, zeroed). Failing sets
  * the status and returns NULL. */

@@ -1,6 +1,8 @@
 /* arena.c - scratch memory with a mark. A list of blocks; the last one in use serves. */
 #include "runtime/arena.h"
 
+#include <stdbool.h>
+#include <stdint.h>
 #include <stdlib.h>
 
 #include "base/checked.h"
@@ -18,6 +20,8 @@ struct mn_arena {
     block blocks[MAX_BLOCKS];
     size_t n_blocks;
     size_t current, used;    // allocation point: block and offset
+    bool counts;             // no blocks: addresses only
+    size_t most;             // of `used`, where it counts
 };
 
 static size_t rounded(size_t bytes) {
@@ -42,6 +46,16 @@ mn_status mn_arena_create(mn_arena **out) {
     return *out ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for an arena");
 }
 
+mn_status mn_arena_create_counting(mn_arena **out) {
+    const mn_status st = mn_arena_create(out);
+    if (st == MN_OK) (*out)->counts = true;
+    return st;
+}
+
+size_t mn_arena_most(const mn_arena *arena) {
+    return arena->most;
+}
+
 void mn_arena_destroy(mn_arena *arena) {
     if (!arena) return;
     for (size_t i = 0; i < arena->n_blocks; i++) free(arena->blocks[i].bytes);
@@ -52,6 +66,12 @@ void *mn_arena_bytes(mn_arena *arena, size_t bytes) {
     size_t want;
     if (!mn_add_size(&want, bytes, MN_ALIGN)) return NULL;
     want = rounded(bytes ? bytes : 1);
+    if (arena->counts) {
+        const size_t begin = arena->used;
+        if (!mn_add_size(&arena->used, begin, want)) return NULL;
+        if (arena->used > arena->most) arena->most = arena->used;
+        return (void *)(uintptr_t)(begin + MN_ALIGN);
+    }
     size_t at = arena->current, used = arena->used;
     while (at < arena->n_blocks && arena->blocks[at].size - used < want) {
         at++;

@@ -17,6 +17,10 @@ typedef struct mn_mark {
 mn_status mn_arena_create(mn_arena **out);
 void mn_arena_destroy(mn_arena *arena);    // NULL accepted
 
+/* An arena that has no memory and counts: what it hands out must not be touched. */
+mn_status mn_arena_create_counting(mn_arena **out);
+size_t mn_arena_most(const mn_arena *arena);    // bytes in use at once, of such an arena
+
 /* `bytes` of uninitialised memory, or NULL when there is none. */
 void *mn_arena_bytes(mn_arena *arena, size_t bytes);
 

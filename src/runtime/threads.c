@@ -40,6 +40,7 @@ typedef struct worker {
 
 struct mn_threads {
     int n_threads;
+    bool resting;
     worker *workers;            // n_threads - 1 of them; the caller is worker 0
     int n_started;
     mn_item_fn fn;              // of the round: written while nobody is inside
@@ -213,7 +214,12 @@ int mn_threads_count(const mn_threads *threads) {
     return threads->n_threads;
 }
 
+void mn_threads_rest(mn_threads *threads, bool resting) {
+    threads->resting = resting;
+}
+
 void mn_threads_run(mn_threads *threads, int64_t n_items, mn_item_fn fn, void *context) {
+    if (threads->resting) return;
     if (n_items <= 1 || threads->n_started == 0) {
         for (int64_t item = 0; item < n_items; item++) fn(context, item, 0);
         return;

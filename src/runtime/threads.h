@@ -5,6 +5,8 @@
 #ifndef MN_RUNTIME_THREADS_H
 #define MN_RUNTIME_THREADS_H
 
+#include <stdbool.h>
+
 #include "mneme.h"
 
 typedef struct mn_threads mn_threads;
@@ -21,5 +23,9 @@ int mn_threads_count(const mn_threads *threads);
  * may wait for one before it. Threads keep looking for work for some 50 microseconds after a call,
  * then sleep. */
 void mn_threads_run(mn_threads *threads, int64_t n_items, mn_item_fn fn, void *context);
+
+/* While resting, mn_threads_run does nothing: for code that is walked through only to count the
+ * memory it would take. */
+void mn_threads_rest(mn_threads *threads, bool resting);
 
 #endif

@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "mneme.h"
+#include "io/tokenizer.h"
 
 /* The source. Words are the first so many of each list in stories.def. */
 typedef struct mn_stories_config {
@@ -90,6 +90,10 @@ mn_status mn_stories_text(char **out, size_t *size, const int32_t *tokens, int64
 /* The word ids of such text: what mn_stories_text wrote gives its tokens back. `*out` is to be
  * freed. A word outside stories.def fails and is named with its place. */
 mn_status mn_stories_encode(int32_t **out, int64_t *count, const char *text, size_t size);
+
+/* A tokenizer of words that gives the same ids for that text, and one id more, mn_stories_words(),
+ * for words it does not know: to be saved beside models as their tokenizer.json. */
+mn_status mn_stories_tokenizer(mn_tokenizer **out);
 
 /* Means over all stories of the source, in closed form: bits / tokens is its entropy per token. */
 typedef struct mn_stories_means {

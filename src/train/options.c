@@ -90,7 +90,7 @@ static mn_status read_text(char out[MN_TRAIN_TEXT], const mn_json *at) {
     const mn_status st = mn_json_read_text(&text, at);
     if (st != MN_OK) return st;
     if (strlen(text) >= MN_TRAIN_TEXT) {
-        return mn_json_fail(at, "longer than %d bytes", MN_TRAIN_TEXT);
+        return mn_json_fail(at, "longer than %d bytes", MN_TRAIN_TEXT - 1);
     }
     strcpy(out, text);
     return MN_OK;
@@ -178,23 +178,30 @@ static mn_status require(const mn_json *root, const char *section, const char *k
 }
 
 static mn_status check_ranges(const mn_train_options *o, const mn_json *root) {
+    const int64_t most = INT64_C(1) << 24, most_steps = INT64_C(1) << 40;
     const struct {
         const char *section, *key;
         bool holds;
         const char *why;
     } rules[] = {
-        { "data", "train", o->n_train > 0, "names no file to train on" },
         { "data", "valid_part", o->valid_part < 1.0, "must lie below 1" },
-        { "train", "steps", o->steps >= 1, "must be at least 1" },
-        { "train", "batch", o->batch >= 1, "must be at least 1" },
-        { "train", "context", o->context >= 1, "must be at least 1" },
-        { "train", "accumulate", o->accumulate >= 1, "must be at least 1" },
+        { "train", "steps", o->steps >= 1 && o->steps <= most_steps,
+          "must lie between 1 and 1099511627776" },
+        { "train", "batch", o->batch >= 1 && o->batch <= most, "must lie between 1 and 16777216" },
+        { "train", "context", o->context >= 1 && o->context <= most,
+          "must lie between 1 and 16777216" },
+        { "train", "batch", (double)o->batch * (double)o->context <= INT32_MAX,
+          "times train.context must lie below 2^31; train.accumulate makes larger steps" },
+        { "train", "accumulate", o->accumulate >= 1 && o->accumulate <= 65536,
+          "must lie between 1 and 65536" },
+        { "train", "mc_samples", o->mc_samples <= 64, "must be at most 64" },
         { "train", "beta1", o->beta1 < 1.0, "must lie below 1" },
         { "train", "beta2", o->beta2 < 1.0, "must lie below 1" },
         { "train", "eps", o->eps > 0.0, "must be above 0" },
         { "train", "decay_part", o->decay_part <= 1.0, "must be at most 1" },
         { "train", "log_every", o->log_every >= 1, "must be at least 1" },
-        { "train", "min_lr", o->min_lr <= o->lr, "must be at most train.lr" },
+        { "train", "min_lr", o->min_lr <= o->lr,
+          "must be at most train.lr; give it beside a small one" },
     };
     for (size_t i = 0; i < MN_COUNTOF(rules); i++) {
         const mn_status st = require(root, rules[i].section, rules[i].key, rules[i].holds,

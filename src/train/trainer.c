@@ -2,6 +2,7 @@
 #include "train/trainer.h"
 
 #include <math.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -12,7 +13,7 @@
 
 /* ---- building -------------------------------------------------------------------------------- */
 
-static mn_status make_model(mn_trainer *t, const mn_json *root) {
+static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_data *given) {
     const mn_json object = mn_json_member(root, "model");
     mn_model_config config = { 0 };
     mn_status st = mn_model_config_read(&config, &object);
@@ -23,7 +24,7 @@ static mn_status make_model(mn_trainer *t, const mn_json *root) {
         st = mn_json_fail(&context, "%lld is less than train.context = %lld",
                           (long long)config.context, (long long)t->options.context);
     }
-    if (st == MN_OK) st = mn_trainer_open_data(t, &config.vocab_size);
+    if (st == MN_OK) st = mn_trainer_open_data(t, given, &config.vocab_size);
     if (st == MN_OK) st = mn_model_create(&t->model, &config, MN_F32);
     mn_model_config_free(&config);
     if (st == MN_OK) st = mn_model_want_gradients(t->model);
@@ -34,7 +35,8 @@ static mn_status make_model(mn_trainer *t, const mn_json *root) {
 static mn_status make_optimizer(mn_trainer *t) {
     const mn_train_options *o = &t->options;
     t->schedule = (mn_schedule){ .peak = o->lr, .floor = o->min_lr, .warmup = o->warmup,
-                                 .steps = o->steps, .decay_part = o->decay_part };
+                                 .steps = o->steps, .decay_part = o->decay_part,
+                                 .hold = o->lr_hold };
     if (!mn_schedule_parse(&t->schedule.kind, o->schedule)) {
         return mn_fail(MN_ERR_ARGUMENT, "train.schedule: \"%s\" is none of constant, linear, "
                        "cosine, warmup-stable-decay", o->schedule);
@@ -54,14 +56,16 @@ static mn_status make_optimizer(mn_trainer *t) {
     return st;
 }
 
-mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context) {
+mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn_train_data *data,
+                                 mn_context *context) {
     *out = NULL;
     mn_trainer *t = calloc(1, sizeof *t);
     if (!t) return mn_fail(MN_ERR_MEMORY, "no memory for a training run");
     t->context = context;
     t->best = NAN;
+    t->saved = -1;
     mn_status st = mn_train_options_read(&t->options, root);
-    if (st == MN_OK) st = make_model(t, root);
+    if (st == MN_OK) st = make_model(t, root, data);
     if (st == MN_OK) st = make_optimizer(t);
     if (st == MN_OK) st = mn_tape_create(&t->tape, context, MN_F32);
     if (st != MN_OK) {
@@ -70,6 +74,10 @@ mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *c
     }
     *out = t;
     return MN_OK;
+}
+
+mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context) {
+    return mn_trainer_create_from(out, root, NULL, context);
 }
 
 void mn_trainer_destroy(mn_trainer *t) {
@@ -83,6 +91,10 @@ void mn_trainer_destroy(mn_trainer *t) {
 
 int64_t mn_trainer_step_number(const mn_trainer *t) {
     return t->step;
+}
+
+int64_t mn_trainer_seen(const mn_trainer *t) {
+    return t->tokens;
 }
 
 double mn_trainer_best(const mn_trainer *t) {
@@ -124,7 +136,7 @@ mn_status mn_trainer_pass(mn_trainer *t, const mn_batch *batch, unsigned modes, 
     if (t->options.mc_samples > 0) {
         mn_model_marginal_loss(t->model, t->tape, &in, batch->targets, how,
                                (int)t->options.mc_samples, (uint64_t)t->options.seed,
-                               (uint64_t)t->step, loss, counted);
+                               t->draw, loss, counted);
     } else {
         mn_tensor *hidden = mn_model_hidden(t->model, t->tape, &in);
         mn_model_loss(t->model, t->tape, hidden, batch->targets, how, loss, counted);
@@ -135,50 +147,136 @@ mn_status mn_trainer_pass(mn_trainer *t, const mn_batch *batch, unsigned modes, 
     return st;
 }
 
-mn_status mn_trainer_predict(mn_trainer *t, mn_train_memory *memory) {
-    memset(memory, 0, sizeof *memory);
-    mn_batch planned = t->batch;
-    int64_t row[2] = { 0, t->batch.rows * t->batch.length };
-    if (planned.packed) {    // as if all were one sequence: state kept in front of each chunk
-        planned.starts = row;
-        planned.n_sequences = 1;
+/* A batch that begins with one sequence of `first` tokens (0: none) and then has as many others as
+ * there can be: the shortest documents, of whose places `counts` tells how many have 1, 2 .. n. */
+static void cut_batch(mn_batch *batch, const int64_t *counts, int64_t first) {
+    const int64_t n = batch->rows * batch->length;
+    int64_t used = 0, row = 0, at = first;
+    if (first > 0) batch->starts[used++] = 0;
+    while (row < at) row += batch->length;
+    for (int64_t places = 1; places <= n && at < n; places++) {
+        for (int64_t i = 0; i < counts[places] && at < n; i++, at += places) {
+            for (; row < at; row += batch->length) batch->starts[used++] = row;    // a row's
+            if (row == at) row += batch->length;
+            batch->starts[used++] = at;
+        }
     }
+    for (; row < n; row += batch->length) batch->starts[used++] = row;
+    batch->starts[used] = n;
+    batch->n_sequences = used;
+}
+
+/* Documents of the training data by their places, those with more than a batch has among its. */
+static mn_status count_documents(int64_t **counts, const mn_trainer *t) {
+    const int64_t n = t->batch.rows * t->batch.length;
+    *counts = calloc((size_t)n + 1, sizeof **counts);
+    if (!*counts) return mn_fail(MN_ERR_MEMORY, "no memory to plan %lld tokens", (long long)n);
+    for (int64_t i = 0; i < mn_corpus_documents(t->train); i++) {
+        const int64_t places = mn_corpus_document_start(t->train, i + 1) -
+                               mn_corpus_document_start(t->train, i) - 1;
+        (*counts)[mn_min(places, n)]++;
+    }
+    return MN_OK;
+}
+
+static mn_status plan(mn_trainer *t, const mn_batch *batch, bool add, mn_train_memory *memory) {
     double loss;
     int64_t counted;
-    const mn_status st = mn_trainer_pass(t, &planned, MN_TAPE_RECORD | MN_TAPE_PLAN, false, 1.0,
-                                         &loss, &counted);
+    const mn_status st = mn_trainer_pass(t, batch, MN_TAPE_RECORD | MN_TAPE_PLAN, add, 1.0, &loss,
+                                         &counted);
+    memory->activations = mn_max(memory->activations, mn_tape_bytes(t->tape));
+    memory->work = mn_max(memory->work, mn_tape_work_bytes(t->tape));
+    return st;
+}
+
+static size_t corpus_bytes(const mn_corpus *corpus, bool text) {
+    if (!corpus) return 0;    // the caller's
+    return (size_t)mn_corpus_documents(corpus) * sizeof(int64_t) +
+           (text ? (size_t)mn_corpus_tokens(corpus) * sizeof(int32_t) : 0);
+}
+
+/* Tokens of text, which are held in memory, borders of documents, and two batches. */
+static size_t data_bytes(const mn_trainer *t) {
+    const size_t batch = (size_t)(t->batch.rows * t->batch.length);
+    size_t bytes = corpus_bytes(t->all, t->text);
+    if (t->options.n_valid > 0) bytes += corpus_bytes(t->valid, t->text);
+    return bytes + 2 * batch * (2 * sizeof(int32_t) + sizeof(int64_t));
+}
+
+/* Takes the memory of a step at once, so that growing never holds more than is needed. */
+static mn_status reserve(mn_trainer *t, const mn_train_memory *memory) {
+    mn_arena *arena = t->context->arena;
+    const mn_mark mark = mn_arena_mark(arena);
+    const bool there = memory->work == 0 || mn_arena_bytes(arena, memory->work);
+    mn_arena_release(arena, mark);
+    if (there) return mn_tape_reserve(t->tape, memory->activations);
+    return mn_fail(MN_ERR_MEMORY, "no memory for %.1f MiB of work space; use a smaller train.batch "
+                   "or train.context", (double)memory->work / 1048576.0);
+}
+
+/* Work space grows with the number of sequences, with the longest, or with their product: batches
+ * of every kind between one sequence a row and as many as there can be. */
+static mn_status plan_packed(mn_trainer *t, bool add, mn_train_memory *memory) {
+    int64_t *counts;
+    mn_status st = count_documents(&counts, t);
+    for (int part = 0; st == MN_OK && part <= 8; part++) {
+        cut_batch(&t->batch, counts, t->batch.length * part / 8);
+        st = plan(t, &t->batch, add, memory);
+    }
+    free(counts);
+    t->batch.n_sequences = t->batch.rows;
+    for (int64_t i = 0; i <= t->batch.rows; i++) t->batch.starts[i] = i * t->batch.length;
+    return st == MN_OK ? plan(t, &t->batch, add, memory) : st;
+}
+
+mn_status mn_trainer_predict(mn_trainer *t, mn_train_memory *memory) {
+    memset(memory, 0, sizeof *memory);
+    mn_status st = MN_OK;
+    for (int add = 0; st == MN_OK && add <= (t->options.accumulate > 1); add++) {
+        st = t->batch.packed ? plan_packed(t, add, memory) : plan(t, &t->batch, add, memory);
+    }
     if (st != MN_OK) return st;
-    memory->activations = mn_tape_bytes(t->tape);
-    memory->work = mn_tape_work_bytes(t->tape);
     memory->parameters = (size_t)mn_model_count(t->model) * 4 * sizeof(float);
-    const size_t tokens = (size_t)(t->batch.rows * t->batch.length);
-    memory->data = 4 * tokens * sizeof(int32_t);
-    if (t->tokenizer) memory->data += (size_t)mn_corpus_tokens(t->all) * sizeof(int32_t);
+    memory->data = data_bytes(t);
     memory->total = memory->parameters + memory->activations + memory->work + memory->data;
-    return mn_tape_reserve(t->tape, memory->activations);
+    return reserve(t, memory);
 }
 
 /* ---- steps ----------------------------------------------------------------------------------- */
 
-/* Runs the batch again and looks at every result; names the first that is not finite. */
-static mn_status explain(mn_trainer *t, const mn_batch *batch, int64_t number, double loss) {
-    double again;
-    int64_t counted;
-    const mn_status st = mn_trainer_pass(t, batch, MN_TAPE_CHECK, false, 1.0, &again, &counted);
-    char what[512] = "the gradient overflowed though every result going forward is finite";
-    if (st == MN_ERR_NUMERIC) strncpy(what, mn_last_error(), sizeof what - 1);
+/* The first number that is not finite: in a parameter, else in a result of running the batch once
+ * more. */
+static bool find_first(char what[512], mn_trainer *t, const mn_batch *batch) {
     for (int i = 0; i < mn_model_params(t->model); i++) {
         const mn_model_param *p = mn_model_param_at(t->model, i);
         for (int64_t k = 0; k < p->info.count; k++) {
             if (isfinite(((const float *)p->value)[k])) continue;
-            return mn_fail(MN_ERR_NUMERIC, "step %lld: the loss is %g; parameter %s is not finite. "
-                           "Go on from the last checkpoint with a lower train.lr",
-                           (long long)t->step, loss, p->name);
+            snprintf(what, 512, "parameter %s is not finite", p->name);
+            return true;
         }
+    }
+    double loss;
+    int64_t counted;
+    const mn_status st = mn_trainer_pass(t, batch, MN_TAPE_CHECK, false, 1.0, &loss, &counted);
+    if (st != MN_ERR_NUMERIC) return false;
+    snprintf(what, 512, "%s", mn_last_error());
+    return true;
+}
+
+/* Says what went wrong first in a batch that failed with `failure` (MN_OK: it went through) or of
+ * which the loss or the gradient is not finite. */
+static mn_status explain(mn_trainer *t, const mn_batch *batch, int64_t number, mn_status failure,
+                         double loss) {
+    char why[512], what[512];
+    snprintf(why, sizeof why, "%s", mn_last_error());
+    if (!find_first(what, t, batch)) {
+        if (failure != MN_OK) return mn_fail(failure, "%s", why);
+        snprintf(what, sizeof what, "%s overflowed, though every result before is finite",
+                 isfinite(loss) ? "the gradient" : "the logits of lm_head");
     }
     return mn_fail(MN_ERR_NUMERIC, "step %lld, batch %lld: the loss is %g; %s. Go on from the last "
                    "checkpoint with a lower train.lr or train.clip", (long long)t->step,
-                   (long long)number, loss, what);
+                   (long long)number, isnan(loss) ? (double)NAN : loss, what);
 }
 
 /* Deviations of `loss` above the mean of the last steps; 0 until there are enough. */
@@ -199,18 +297,17 @@ static mn_status run_batches(mn_trainer *t, mn_step_result *r) {
         double loss;
         int64_t counted;
         mn_status st = mn_loader_fill(&t->batch, t->train_loader, number);
-        if (st == MN_OK) {
-            st = mn_trainer_pass(t, &t->batch, MN_TAPE_RECORD, i > 0, 1.0 / (double)n, &loss,
-                                 &counted);
-        }
+        t->draw = (uint64_t)number;
         if (st != MN_OK) return st;
-        if (!isfinite(loss)) return explain(t, &t->batch, number, loss);
+        st = mn_trainer_pass(t, &t->batch, MN_TAPE_RECORD, i > 0, 1.0 / (double)n, &loss, &counted);
+        if (st != MN_OK) return explain(t, &t->batch, number, st, NAN);
+        if (!isfinite(loss)) return explain(t, &t->batch, number, MN_OK, loss);
         r->loss += loss / (double)n;
         r->tokens += counted;
     }
     r->grad_norm = mn_optimizer_grad_norm(t->optimizer, t->context);
     if (isfinite(r->grad_norm)) return MN_OK;
-    return explain(t, &t->batch, t->step * n + n - 1, r->loss);
+    return explain(t, &t->batch, t->step * n + n - 1, MN_OK, r->loss);
 }
 
 mn_status mn_trainer_step(mn_trainer *t, mn_step_result *result) {
@@ -242,6 +339,7 @@ mn_status mn_trainer_evaluate(mn_trainer *t, double *loss, bool *best) {
         double mean;
         int64_t counted;
         mn_status st = mn_loader_fill(&t->valid_batch, t->valid_loader, i);
+        t->draw = (uint64_t)i;
         if (st == MN_OK) {
             st = mn_trainer_pass(t, &t->valid_batch, MN_TAPE_FORWARD, false, 1.0, &mean, &counted);
         }
@@ -250,7 +348,7 @@ mn_status mn_trainer_evaluate(mn_trainer *t, double *loss, bool *best) {
         tokens += counted;
     }
     *loss = sum / (double)mn_max(tokens, 1);
-    *best = !(*loss >= t->best);    // also when there is none yet
+    *best = isfinite(*loss) && !(*loss >= t->best);    // also when there is none yet
     t->worse = *best ? 0 : t->worse + 1;
     if (!*best) return MN_OK;
     t->best = *loss;
@@ -294,7 +392,9 @@ static mn_status write_tokens(mn_trainer *t, int32_t *tokens, int64_t n, mn_mode
 
 mn_status mn_trainer_sample(mn_trainer *t, char **text) {
     *text = NULL;
-    if (!t->tokenizer) return mn_fail(MN_ERR_UNSUPPORTED, "samples need a tokenizer");
+    if (!t->tokenizer || !t->train) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "samples need a tokenizer and text to begin with");
+    }
     const int64_t n = mn_min(t->options.sample_tokens, t->options.context);
     int32_t *tokens = calloc((size_t)n + 1, sizeof *tokens);
     if (!tokens) return mn_fail(MN_ERR_MEMORY, "no memory for a sample");

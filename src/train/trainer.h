@@ -35,6 +35,19 @@ typedef struct mn_step_result {
 /* Everything from the document: reads the data, makes the tokenizer and the model. Borrows `root`
  * and `context`. */
 mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context);
+
+/* Tokens that are in memory already, or batches that something makes (tasks): then model.vocab_size
+ * has to be given, and train.batch and train.context are those of the source. What contexts and
+ * pointers lead to is borrowed by the runs made from it. */
+typedef struct mn_train_data {
+    const mn_corpus *train, *valid;    // valid NULL: nothing is held out
+    const mn_source *train_source, *valid_source;    // in their place, where train is NULL
+    const mn_tokenizer *tokenizer;     // saved with the model; NULL: none
+} mn_train_data;
+
+/* The same with `data` in place of the files of the document, which then has to name none. */
+mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn_train_data *data,
+                                 mn_context *context);
 void mn_trainer_destroy(mn_trainer *trainer);    // NULL accepted
 
 mn_status mn_trainer_predict(mn_trainer *trainer, mn_train_memory *memory);
@@ -43,8 +56,8 @@ mn_status mn_trainer_predict(mn_trainer *trainer, mn_train_memory *memory);
  * first tensor that went wrong, and changes nothing. */
 mn_status mn_trainer_step(mn_trainer *trainer, mn_step_result *result);
 
-/* Mean loss over the validation data (or the first eval_batches), NAN when there is none. Better
- * than all before: *best. Counts towards patience. */
+/* Mean loss over the validation data (or the first eval_batches), NAN when there is none. *best: it
+ * is finite and better than all before. Counts towards patience. */
 mn_status mn_trainer_evaluate(mn_trainer *trainer, double *loss, bool *best);
 
 /* Stopped early: patience is used up. */
@@ -55,14 +68,16 @@ bool mn_trainer_exhausted(const mn_trainer *trainer);
  * the new one is complete. */
 mn_status mn_trainer_save(mn_trainer *trainer, bool best);
 
-/* Takes up the state of a checkpoint: OUT/last, or the checkpoint at `path`. The configuration must
- * be that of the checkpoint in all that matters to its numbers. */
+/* Takes up the state of a checkpoint: OUT/last, or the checkpoint at `path`. Refused are bytes that
+ * changed since they were written, and another model, tokenizer, seed or training data than the run
+ * had; the other options count from here on. Checkpoints of later steps in OUT are removed. */
 mn_status mn_trainer_resume(mn_trainer *trainer, const char *path);
 
 /* Text written by the model as it is, to be freed. */
 mn_status mn_trainer_sample(mn_trainer *trainer, char **text);
 
 int64_t mn_trainer_step_number(const mn_trainer *trainer);     // steps done
+int64_t mn_trainer_seen(const mn_trainer *trainer);            // targets trained on
 double mn_trainer_best(const mn_trainer *trainer);             // NAN: none yet
 const mn_train_options *mn_trainer_options(const mn_trainer *trainer);
 mn_model *mn_trainer_model(mn_trainer *trainer);

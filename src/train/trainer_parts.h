@@ -10,8 +10,11 @@ enum { MN_SPIKE_WINDOW = 128 };
 struct mn_trainer {
     mn_train_options options;
     mn_context *context;
-    mn_tokenizer *tokenizer;         // NULL: data are tokens already
-    mn_corpus *train, *valid, *all;  // all: what both are parts of; valid may be NULL
+    const mn_tokenizer *tokenizer;   // NULL: data are tokens already
+    mn_tokenizer *own_tokenizer;     // the same, unless it was given
+    bool text;                       // some data are text, whose tokens are held in memory
+    mn_corpus *train, *valid, *all;  // all: what both are parts of; valid may be NULL, and all
+                                     // is when tokens were given
     mn_loader *train_loader, *valid_loader;
     mn_batch batch, valid_batch;
     mn_model *model;
@@ -25,11 +28,19 @@ struct mn_trainer {
     int64_t best_step, worse;        // evaluations since the best one
     double recent[MN_SPIKE_WINDOW];  // losses of the last steps
     int64_t n_recent;
+
+    int64_t saved;                   // step that this process has a checkpoint of; -1: none
+    uint64_t draw;                   // number of the batch, for what is drawn in it
 };
 
-/* Tokenizer, corpora and loaders. vocab_size 0: the tokenizer's, which is then set. */
-mn_status mn_trainer_open_data(mn_trainer *trainer, int64_t *vocab_size);
+/* Tokenizer, corpora and loaders, from files or from what is `given` (NULL: files). vocab_size 0:
+ * the tokenizer's, which is then set. */
+mn_status mn_trainer_open_data(mn_trainer *trainer, const mn_train_data *given,
+                               int64_t *vocab_size);
 void mn_trainer_close_data(mn_trainer *trainer);
+
+/* Changes with the tokenizer; 0: none. */
+uint64_t mn_trainer_tokenizer_mark(const mn_trainer *trainer);
 
 /* One batch forward and, with `back`, backward. `weight` of its mean loss in the gradient. */
 mn_status mn_trainer_pass(mn_trainer *trainer, const mn_batch *batch, unsigned modes, bool add,

@@ -41,17 +41,31 @@ check_recall() {
         fail "$1 did not recall what was stored last"
 }
 
+mkdir "$work/model"
+"$build/make_model" "$work/model" '{"layers": "gdn, bayes", "hidden_size": 16, "vocab_size": 256}' bytes
+check_session() {
+    LD_LIBRARY_PATH=$libdir "$1" "$work/model" "some words to read" >"$work/session.out" ||
+        fail "$1 failed: $(cat "$work/session.out")"
+    grep -q '^layer 1: variance ' "$work/session.out" || fail "$1 tells no variance"
+    grep -q '^18 tokens read, ' "$work/session.out" || fail "$1 did not read the prompt"
+    [ "$(tail -n 1 "$work/session.out")" = "the same again" ] || fail "$1 is not repeatable"
+}
+
 export PKG_CONFIG_PATH="$libdir/pkgconfig"
 [ "$(pkg-config --modversion mneme)" = "$("$prefix/bin/mneme" --version | cut -d' ' -f2)" ] ||
     fail "mneme.pc and mneme --version disagree"
 ${CC:-cc} -std=c11 -Wall -Wextra -Werror "$source/examples/recall.c" \
     $(pkg-config --cflags --libs mneme) -lm -o "$work/recall" || fail "pkg-config build"
 check_recall "$work/recall"
+${CC:-cc} -std=c11 -Wall -Wextra -Werror "$source/examples/session.c" \
+    $(pkg-config --cflags --libs mneme) -o "$work/session" || fail "pkg-config build of session"
+check_session "$work/session"
 
 cmake -S "$source/examples" -B "$work/examples" -DCMAKE_PREFIX_PATH="$prefix" >"$work/cmake.log" 2>&1 ||
     fail "find_package: $(cat "$work/cmake.log")"
 cmake --build "$work/examples" >>"$work/cmake.log" 2>&1 || fail "cmake build: $(cat "$work/cmake.log")"
 check_recall "$work/examples/recall"
+check_session "$work/examples/session"
 
 if command -v c++ >/dev/null 2>&1; then
     printf '#include <mneme.h>\nint main() { return mn_version()[0] == 0; }\n' >"$work/plus.cpp"

@@ -279,6 +279,74 @@ static void text_gives_its_tokens_back(void **state) {
     free(tokens);
 }
 
+/* Text through the tokenizer of `name`d origin gives the stories' tokens, and these the text. */
+static void check_tokenizer(const mn_tokenizer *t, const char *name) {
+    mn_stories_config c[8];
+    const int n = sources(c);
+    for (int i = 0; i < n; i++) {
+        mn_stories s = stories_of(&c[i], 5, 0, 40);
+        mn_token_list got = { 0 };
+        char *text, *back;
+        size_t size, back_size;
+        assert_int_equal(mn_stories_text(&text, &size, s.tokens, s.n_tokens), MN_OK);
+        assert_int_equal(mn_tokenizer_encode(t, text, size, true, &got), MN_OK);
+        CHECK(got.count == s.n_tokens, "%s, source %d: %lld tokens, expected %lld", name, i,
+              (long long)got.count, (long long)s.n_tokens);
+        for (int64_t k = 0; k < got.count && k < s.n_tokens; k++) {
+            CHECK(got.ids[k] == s.tokens[k], "%s, source %d, token %lld: %d, expected %d", name, i,
+                  (long long)k, (int)got.ids[k], (int)s.tokens[k]);
+        }
+        assert_int_equal(mn_tokenizer_decode(t, s.tokens, s.n_tokens, false, &back, &back_size),
+                         MN_OK);
+        CHECK(back_size == size && memcmp(back, text, size) == 0, "%s, source %d: another text",
+              name, i);
+        free(back);
+        free(text);
+        mn_token_list_free(&got);
+        mn_stories_free(&s);
+    }
+}
+
+static void the_tokenizer_gives_their_tokens(void **state) {
+    (void)state;
+    mn_tokenizer *t, *loaded;
+    assert_int_equal(mn_stories_tokenizer(&t), MN_OK);
+    check_tokenizer(t, "made");
+    assert_int_equal(mn_tokenizer_size(t), mn_stories_words() + 1);
+    assert_int_equal(mn_tokenizer_save(t, in_folder("tokenizer.json")), MN_OK);
+    assert_int_equal(mn_tokenizer_load(&loaded, in_folder("tokenizer.json")), MN_OK);
+    check_tokenizer(loaded, "saved and loaded");
+    assert_int_equal(mn_tokenizer_fingerprint(loaded), mn_tokenizer_fingerprint(t));
+
+    /* words it does not know are one unknown token each, whatever they are made of */
+    const char text[] = "where is  the dragon?\nThe h4t.";
+    const int32_t unknown = (int32_t)mn_stories_words();
+    const int32_t wanted[] = { id("where"), id("is"), id("the"), unknown, id("?"), id("\n"),
+                               unknown, unknown, id(".") };
+    mn_token_list got = { 0 };
+    assert_int_equal(mn_tokenizer_encode(t, text, strlen(text), true, &got), MN_OK);
+    assert_int_equal(got.count, MN_COUNTOF(wanted));
+    assert_memory_equal(got.ids, wanted, sizeof wanted);
+
+    /* token by token only the start of a later line differs: by a blank */
+    mn_stream_decoder decoder = { 0 };
+    char stream[256];
+    size_t size = 0;
+    const char two[] = "anna sings.\nben waits.\n";
+    got.count = 0;
+    assert_int_equal(mn_tokenizer_encode(t, two, strlen(two), true, &got), MN_OK);
+    for (int64_t i = 0; i < got.count; i++) {
+        assert_int_equal(mn_tokenizer_stream(t, &decoder, got.ids[i], stream, sizeof stream, &size),
+                         MN_OK);
+    }
+    stream[size] = '\0';
+    assert_string_equal(stream, "anna sings.\n ben waits.\n");
+    mn_token_list_free(&got);
+    mn_tokenizer_destroy(loaded);
+    mn_tokenizer_destroy(t);
+    check_done();
+}
+
 /* All stories of a source, by trying every word at every place: total probability, -p log2 p, and
  * the means weighted with it. */
 typedef struct census {
@@ -502,10 +570,11 @@ int main(void) {
         cmocka_unit_test(a_story_is_a_function_of_seed_and_index),
         cmocka_unit_test(a_second_reader_agrees_on_every_word),
         cmocka_unit_test(text_gives_its_tokens_back),
+        cmocka_unit_test(the_tokenizer_gives_their_tokens),
         cmocka_unit_test(entropy_is_that_of_all_stories),
         cmocka_unit_test(samples_have_the_means),
         cmocka_unit_test(words_come_as_often_as_stated),
         cmocka_unit_test(impossible_sources_are_refused),
     };
-    return cmocka_run_group_tests_name("stories", tests, NULL, NULL);
+    return cmocka_run_group_tests_name("stories", tests, make_folder, remove_folder);
 }

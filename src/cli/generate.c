@@ -1,0 +1,288 @@
+/* generate.c - mneme generate: text from a model, streamed, forked, kept in files, or as a
+ * conversation. */
+#include "cli/generate.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "base/status.h"
+#include "base/util.h"
+#include "cli/command.h"
+#include "cli/number.h"
+#include "io/file.h"
+#include "io/json_write.h"
+
+/* "--top-k" of "top_k" */
+static void option_name(char *out, size_t size, const char *field) {
+    snprintf(out, size, "--%s", field);
+    for (char *c = out; *c; c++) *c = *c == '_' ? '-' : *c;
+}
+
+static void print_help(void) {
+    puts("usage: mneme generate --model DIR [PROMPT | --file F | -] [options]\n\n"
+         "Continues a prompt with the model of a folder: config.json, model.safetensors and\n"
+         "tokenizer.json. Without a prompt it talks when standard input is a terminal, and reads\n"
+         "the prompt from there when it is not. The same seed gives the same text.\n\n"
+         "  --tokens N              tokens to write at most (default 256)\n"
+         "  --stop STR              end before STR; may be repeated; \\n and \\t are understood\n"
+         "  --ignore-eos            go on where the model ends a text");
+    const mn_sampling_field *fields;
+    const int n = mn_sampling_fields(&fields);
+    for (int i = 0; i < n; i++) {
+        char name[64];
+        option_name(name, sizeof name, fields[i].name);
+        printf("  %-23s %s (default %g)\n", strcat(name, " X"), fields[i].about, fields[i].value);
+    }
+    puts("  --belief                colour each token by the variance of what the model's memory\n"
+         "                          answered; token and variance as lines when piped\n"
+         "  --fork N                N continuations of one prompt, which is read once\n"
+         "  --load-state F          go on from a file: a prompt is read behind what it holds\n"
+         "  --save-state F          keep the state after the last token in a file\n"
+         "  --interactive           talk, also when standard input is no terminal\n"
+         "  --echo                  show the prompt as well\n"
+         "  --json                  the result as one document\n"
+         "  --prefill-chunk N       tokens of a prompt computed at once (default: by memory)\n"
+         "  --threads N             default: one per core\n"
+         "  --quiet                 no progress and no speed on standard error");
+}
+
+/* ---- options --------------------------------------------------------------------------------- */
+
+static int usage_error(const char *option, const char *what) {
+    fprintf(stderr, "mneme generate: %s %s; mneme generate --help lists the options\n", option,
+            what);
+    return 2;
+}
+
+/* \n, \t and \\ in place. */
+static void unescape(char *text) {
+    char *to = text;
+    for (const char *at = text; *at; at++) {
+        const char *known = at[0] == '\\' && at[1] ? strchr("n\nt\t\\\\", at[1]) : NULL;
+        const bool escape = known && (at[1] == 'n' || at[1] == 't' || at[1] == '\\');
+        *to++ = escape ? known[1] : *at;
+        if (escape) at++;
+    }
+    *to = '\0';
+}
+
+static bool parse_switch(mn_generate_options *o, const char *name) {
+    const struct {
+        const char *name;
+        bool *on;
+    } known[] = { { "--belief", &o->belief }, { "--json", &o->json }, { "--echo", &o->echo },
+                  { "--ignore-eos", &o->ignore_eos }, { "--interactive", &o->interactive },
+                  { "--quiet", &o->quiet }, { "--help", &o->help } };
+    for (size_t i = 0; i < MN_COUNTOF(known); i++) {
+        if (strcmp(known[i].name, name) != 0) continue;
+        *known[i].on = true;
+        return true;
+    }
+    return false;
+}
+
+/* 0, or the exit status of a mistake. */
+static int parse_value(mn_generate_options *o, const char *name, char *value) {
+    const struct {
+        const char *name, **text;
+    } texts[] = { { "--model", &o->model }, { "--file", &o->file },
+                  { "--load-state", &o->load_state }, { "--save-state", &o->save_state } };
+    const struct {
+        const char *name;
+        int *count, low, high;
+    } counts[] = { { "--tokens", &o->n_tokens, 0, 1000000000 }, { "--fork", &o->n_forks, 1, 1000 },
+                   { "--threads", &o->n_threads, 1, 256 },
+                   { "--prefill-chunk", &o->chunk, 1, 1 << 20 } };
+    const mn_sampling_field *fields;
+    const int n_fields = mn_sampling_fields(&fields);
+    char option[64];
+    for (size_t i = 0; i < MN_COUNTOF(texts); i++) {
+        if (strcmp(texts[i].name, name) != 0) continue;
+        if (value) *texts[i].text = value;
+        return value ? 0 : usage_error(name, "needs a value");
+    }
+    for (size_t i = 0; i < MN_COUNTOF(counts); i++) {
+        if (strcmp(counts[i].name, name) != 0) continue;
+        const int low = counts[i].low, high = counts[i].high;
+        if (value && mn_parse_count(counts[i].count, value, low, high)) return 0;
+        fprintf(stderr, "mneme generate: %s needs a whole number from %d to %d\n", name, low, high);
+        return 2;
+    }
+    for (int i = 0; i < n_fields; i++) {
+        option_name(option, sizeof option, fields[i].name);
+        if (strcmp(option, name) != 0) continue;
+        if (!value) return usage_error(name, "needs a value");
+        if (mn_sampling_set(&o->sampling, &fields[i], value) == MN_OK) return 0;
+        fprintf(stderr, "mneme generate: %s: %s\n", name, mn_last_error());
+        return 2;
+    }
+    if (strcmp(name, "--stop") != 0) return usage_error(name, "is no option");
+    if (!value || !*value) return usage_error(name, "needs a text");
+    unescape(value);
+    o->stops[o->n_stops++] = value;
+    return 0;
+}
+
+static int check(const mn_generate_options *o) {
+    if (!o->model) return usage_error("--model", "is missing: name a folder");
+    if (o->prompt && o->file) return usage_error("--file", "and a prompt are two prompts");
+    if (o->interactive && (o->json || o->n_forks > 1 || o->save_state || o->prompt || o->file)) {
+        return usage_error("--interactive", "stands alone: /fork and /save are its commands");
+    }
+    if (o->save_state && o->n_forks > 1) {
+        return usage_error("--save-state", "and --fork: which state would be kept?");
+    }
+    return 0;
+}
+
+static int parse(mn_generate_options *o, int argc, char **argv) {
+    bool texts_only = false;
+    for (int i = 1; i < argc; i++) {
+        char *at = argv[i];
+        const bool option = !texts_only && at[0] == '-' && at[1];
+        if (option && strcmp(at, "--") == 0) {
+            texts_only = true;
+        } else if (!option) {
+            if (o->prompt) return usage_error(at, "is a second prompt: quote the text");
+            o->prompt = at;
+        } else if (!parse_switch(o, at)) {
+            const int status = parse_value(o, at, i + 1 < argc ? argv[i + 1] : NULL);
+            if (status) return status;
+            i++;
+        }
+    }
+    return o->help ? 0 : check(o);
+}
+
+/* ---- the prompt ------------------------------------------------------------------------------ */
+
+static mn_status read_stdin(mn_text *text) {
+    char buffer[1 << 14];
+    size_t n;
+    mn_status st = MN_OK;
+    while (st == MN_OK && (n = fread(buffer, 1, sizeof buffer, stdin)) > 0) {
+        st = mn_text_add(text, buffer, n);
+    }
+    if (st == MN_OK && ferror(stdin)) st = mn_fail(MN_ERR_IO, "standard input cannot be read");
+    return st;
+}
+
+static mn_status read_prompt(mn_generator *g) {
+    const mn_generate_options *o = g->options;
+    if (o->file) {
+        mn_file file = { 0 };
+        mn_status st = mn_file_map(&file, o->file);
+        if (st == MN_OK) st = mn_generator_read(g, (const char *)file.bytes, file.size);
+        mn_file_unmap(&file);
+        return st;
+    }
+    if (o->prompt && strcmp(o->prompt, "-") != 0) {
+        return mn_generator_read(g, o->prompt, strlen(o->prompt));
+    }
+    if (!o->prompt && o->load_state) return MN_OK;    // what was read before is the prompt
+    mn_text text = { 0 };
+    mn_status st = read_stdin(&text);
+    if (st == MN_OK) st = mn_generator_read(g, text.bytes ? text.bytes : "", text.size);
+    mn_text_free(&text);
+    return st;
+}
+
+/* ---- results --------------------------------------------------------------------------------- */
+
+static json_t *continuation_json(const mn_continuation *c, bool belief) {
+    json_t *out = json_object(), *tokens = json_array(), *variance = json_array();
+    for (int64_t i = 0; i < c->tokens.count; i++) {
+        json_array_append_new(tokens, json_integer(c->tokens.ids[i]));
+        if (belief) json_array_append_new(variance, mn_json_real(c->variance[i]));
+    }
+    json_object_set_new(out, "text", json_stringn(c->text.bytes ? c->text.bytes : "",
+                                                  c->text.size));
+    json_object_set_new(out, "tokens", tokens);
+    json_object_set_new(out, "stopped", json_string(mn_stopped_name(c->stopped)));
+    if (belief) json_object_set_new(out, "variance", variance);
+    else json_decref(variance);
+    return out;
+}
+
+static double rate(int64_t n, double seconds) {
+    return seconds > 0.0 ? (double)n / seconds : 0.0;
+}
+
+static mn_status print_json(const mn_generator *g, const mn_continuation *all, int n) {
+    json_t *root = json_object(), *list = json_array();
+    for (int i = 0; i < n; i++) {
+        json_array_append_new(list, continuation_json(&all[i], g->options->belief));
+    }
+    json_object_set_new(root, "model", json_string(g->options->model));
+    json_object_set_new(root, "prompt_tokens", json_integer(g->n_read));
+    json_object_set_new(root, "continuations", list);
+    json_object_set_new(root, "state_bytes",
+                        json_integer((json_int_t)mn_session_bytes(g->session)));
+    json_object_set_new(root, "prompt_tokens_per_second",
+                        mn_json_real(rate(g->n_read, g->read_seconds)));
+    json_object_set_new(root, "tokens_per_second",
+                        mn_json_real(rate(g->n_written, g->write_seconds)));
+    char *text = NULL;
+    const mn_status st = mn_json_text(&text, root, MN_JSON_PRETTY);
+    if (st == MN_OK) puts(text);
+    free(text);
+    json_decref(root);
+    return st;
+}
+
+static void print_speed(const mn_generator *g) {
+    fprintf(stderr, "%" PRId64 " tokens read at %.0f/s, %" PRId64 " written at %.1f/s\n", g->n_read,
+            rate(g->n_read, g->read_seconds), g->n_written, rate(g->n_written, g->write_seconds));
+}
+
+/* ---- the command ----------------------------------------------------------------------------- */
+
+static mn_status write_all(mn_generator *g) {
+    const mn_generate_options *o = g->options;
+    mn_continuation *all = calloc((size_t)o->n_forks, sizeof *all);
+    if (!all) return mn_fail(MN_ERR_MEMORY, "no memory for %d continuations", o->n_forks);
+    mn_status st = read_prompt(g);
+    if (st == MN_OK && o->n_forks > 1) st = mn_generator_fork(all, g, o->n_forks, !o->json);
+    else if (st == MN_OK) st = mn_generator_write(&all[0], g, g->session, 0);
+    const bool text = g->show.mode == MN_SHOW_TEXT || g->show.mode == MN_SHOW_COLOURS;
+    if (text && st == MN_OK) putchar('\n');
+    fflush(stdout);
+    if (st == MN_OK && o->save_state) st = mn_session_save(g->session, o->save_state);
+    if (st == MN_OK && o->json) st = print_json(g, all, o->n_forks);
+    for (int i = 0; i < o->n_forks; i++) mn_continuation_free(&all[i]);
+    free(all);
+    return st;
+}
+
+static mn_status generate(const mn_generate_options *o) {
+    mn_generator g;
+    mn_status st = mn_generator_open(&g, o);
+    const bool asked = o->prompt || o->file || o->load_state || o->json || o->n_forks > 1;
+    const bool talks = o->interactive || (!asked && isatty(STDIN_FILENO));
+    if (st == MN_OK) st = talks ? mn_generate_talk(&g) : write_all(&g);
+    if (st == MN_OK && !o->quiet) print_speed(&g);
+    mn_generator_close(&g);
+    if (st == MN_OK && (fflush(stdout) != 0 || ferror(stdout))) {
+        st = mn_fail(MN_ERR_IO, "standard output cannot be written");
+    }
+    return st;
+}
+
+int mn_command_generate(int argc, char **argv) {
+    mn_generate_options o = { .n_tokens = 256, .n_forks = 1 };
+    mn_sampling_defaults(&o.sampling);
+    o.stops = calloc((size_t)argc, sizeof *o.stops);
+    int status = o.stops ? parse(&o, argc, argv) : 2;
+    if (status == 0 && o.help) {
+        print_help();
+    } else if (status == 0 && generate(&o) != MN_OK) {
+        fflush(stdout);
+        fprintf(stderr, "mneme generate: %s\n", mn_last_error());
+        status = 1;
+    }
+    free(o.stops);
+    return status;
+}

@@ -1,0 +1,417 @@
+/* session.c - one sequence that a model reads.
+ *
+ * Tokens go through the model a chunk at a time, each chunk one forward pass on the session's tape
+ * with the session's state; decoding is the same with chunks of one token. Only the last token of a
+ * feed gets logits, which are kept with the state, so that copies and files of it can go on. */
+#include "infer/session.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/checked.h"
+#include "base/status.h"
+#include "base/util.h"
+#include "model/checkpoint.h"
+#include "model/pass.h"
+
+struct mn_session {
+    mn_context *context;
+    mn_model *model;
+    mn_tape *tape;
+    mn_session_options options;
+    mn_model_state state;
+    bool broken;                // a pass failed: some layers are ahead of others
+    int n_beliefs;
+    float *variance;            // (n_beliefs, n_variance) and room for one chunk behind it
+    int64_t n_variance, variance_room;
+    mn_sampler *sampler;
+};
+
+struct mn_snapshot {
+    const mn_model *model;
+    mn_model_state state;
+};
+
+enum { MOST_CHUNK = 512, LEAST_CHUNK = 16 };
+static const size_t chunk_bytes = (size_t)256 << 20;
+
+/* ---- models ---------------------------------------------------------------------------------- */
+
+mn_status mn_model_open(mn_model **out, const char *folder) {
+    if (!out || !folder) return mn_fail(MN_ERR_ARGUMENT, "mn_model_open: an argument is NULL");
+    return mn_checkpoint_load(out, folder, MN_F32);
+}
+
+void mn_model_close(mn_model *model) {
+    mn_model_destroy(model);
+}
+
+int64_t mn_model_vocabulary(const mn_model *model) {
+    return mn_model_describe(model)->vocab_size;
+}
+
+/* ---- making ---------------------------------------------------------------------------------- */
+
+static mn_status choose_chunk(mn_session *s) {
+    if (s->options.prefill_chunk > 0) return MN_OK;
+    if (s->options.prefill_chunk < 0) {
+        return mn_fail(MN_ERR_ARGUMENT, "prefill_chunk is %" PRId64 "; take 1 or more, or 0",
+                       s->options.prefill_chunk);
+    }
+    const int64_t context = mn_model_describe(s->model)->context;
+    const int64_t most = context > 0 ? mn_min(MOST_CHUNK, context) : MOST_CHUNK;
+    return mn_pass_tokens(&s->options.prefill_chunk, s->model, s->tape, 1,
+                          mn_min(LEAST_CHUNK, most), most, chunk_bytes);
+}
+
+mn_status mn_session_create(mn_session **out, mn_context *context, mn_model *model,
+                            const mn_session_options *options) {
+    if (!out || !context || !model) {
+        return mn_fail(MN_ERR_ARGUMENT, "mn_session_create: an argument is NULL");
+    }
+    *out = NULL;
+    mn_session *s = calloc(1, sizeof *s);
+    if (!s) return mn_fail(MN_ERR_MEMORY, "no memory for a session");
+    s->context = context;
+    s->model = model;
+    if (options) s->options = *options;
+    s->n_beliefs = mn_model_beliefs(model);
+    mn_status st = mn_tape_create(&s->tape, context, mn_model_dtype(model));
+    if (st == MN_OK) st = mn_model_state_create(&s->state, model);
+    if (st == MN_OK) st = choose_chunk(s);
+    if (st != MN_OK) {
+        mn_session_destroy(s);
+        return st;
+    }
+    *out = s;
+    return MN_OK;
+}
+
+void mn_session_destroy(mn_session *session) {
+    if (!session) return;
+    mn_model_state_free(&session->state);
+    mn_tape_destroy(session->tape);
+    mn_sampler_destroy(session->sampler);
+    free(session->variance);
+    free(session);
+}
+
+int64_t mn_session_chunk(const mn_session *session) {
+    return session->options.prefill_chunk;
+}
+
+/* ---- reading tokens -------------------------------------------------------------------------- */
+
+/* Memory of one call that feeds. */
+typedef struct reading {
+    const int32_t *tokens;
+    int64_t count;
+    double *scores;             // log probability of each token; NULL: not wanted
+    int32_t *targets;           // of one chunk
+    float *nll;
+} reading;
+
+/* Copies the logits of the last of T hidden rows. */
+static mn_status keep_logits(mn_session *s, mn_tensor *hidden, int64_t T) {
+    mn_tensor *row = mn_pass_row(s->tape, hidden, T - 1);
+    const mn_tensor *logits = mn_model_logits(s->model, s->tape, row);
+    const int64_t n = s->state.n_logits;
+    for (int64_t i = 0; logits && i < n; i++) {
+        s->state.logits[i] = mn_model_dtype(s->model) == MN_F64
+                                 ? (float)((const double *)logits->data)[i]
+                                 : ((const float *)logits->data)[i];
+    }
+    return mn_tape_status(s->tape);
+}
+
+/* Log probabilities of the tokens that follow each of this chunk's, the next chunk's first among
+ * them. */
+static mn_status keep_scores(mn_session *s, mn_tensor *hidden, const reading *in, int64_t at,
+                             int64_t T) {
+    for (int64_t t = 0; t < T; t++) {
+        const int64_t next = at + t + 1;
+        in->targets[t] = next < in->count ? in->tokens[next] : -100;
+    }
+    double mean;
+    int64_t counted;
+    const mn_loss_options how = { .nll = in->nll };
+    mn_model_loss(s->model, s->tape, hidden, in->targets, how, &mean, &counted);
+    if (mn_tape_status(s->tape) != MN_OK) return mn_tape_status(s->tape);
+    for (int64_t t = 0; t < T && at + t + 1 < in->count; t++) {
+        in->scores[at + t + 1] = -(double)in->nll[t];
+    }
+    return MN_OK;
+}
+
+static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
+    float *fresh = s->options.belief && s->n_beliefs ? s->variance + s->n_beliefs * in->count
+                                                     : NULL;
+    const mn_model_input input = { .tokens = in->tokens + at, .B = 1, .T = T, .state = &s->state,
+                                   .variance = fresh };
+    mn_tape_start(s->tape, MN_TAPE_FORWARD);
+    mn_tensor *hidden = mn_model_hidden(s->model, s->tape, &input);
+    mn_status st = mn_tape_status(s->tape);
+    if (st == MN_OK && in->scores) st = keep_scores(s, hidden, in, at, T);
+    if (st == MN_OK && at + T == in->count) st = keep_logits(s, hidden, T);
+    for (int i = 0; fresh && st == MN_OK && i < s->n_beliefs; i++) {
+        memcpy(s->variance + i * in->count + at, fresh + i * T, (size_t)T * sizeof *fresh);
+    }
+    return st;
+}
+
+static mn_status make_room(mn_session *s, int64_t count, int64_t chunk) {
+    const int64_t V = mn_model_vocabulary(s->model);
+    int64_t rows, room = 0;
+    s->n_variance = 0;
+    if (s->options.belief && s->n_beliefs) {
+        const bool fits = mn_add_i64(&rows, count, chunk) &&
+                          mn_mul_i64(&room, rows, s->n_beliefs) &&
+                          room < (int64_t)(PTRDIFF_MAX / sizeof(float));
+        if (!fits) return mn_fail(MN_ERR_MEMORY, "%" PRId64 " tokens overflow", count);
+    }
+    if (room > s->variance_room) {
+        float *grown = realloc(s->variance, (size_t)room * sizeof *grown);
+        if (!grown) return mn_fail(MN_ERR_MEMORY, "no memory for %" PRId64 " variances", room);
+        s->variance = grown;
+        s->variance_room = room;
+    }
+    if (s->state.logits) return MN_OK;
+    s->state.logits = malloc((size_t)V * sizeof *s->state.logits);
+    if (!s->state.logits) return mn_fail(MN_ERR_MEMORY, "no memory for %" PRId64 " logits", V);
+    s->state.n_logits = V;
+    return MN_OK;
+}
+
+static mn_status check_tokens(const mn_session *s, const int32_t *tokens, int64_t count) {
+    if (count < 0 || (count > 0 && !tokens)) {
+        return mn_fail(MN_ERR_ARGUMENT, "a session was given %" PRId64 " tokens", count);
+    }
+    if (s->broken) {
+        return mn_fail(MN_ERR_ARGUMENT, "the session failed in the middle of a feed; reset, "
+                       "restore or load it first");
+    }
+    const int64_t V = mn_model_vocabulary(s->model);
+    for (int64_t i = 0; i < count; i++) {
+        if (tokens[i] >= 0 && tokens[i] < V) continue;
+        return mn_fail(MN_ERR_ARGUMENT, "token %d at %" PRId64 " is outside the model's vocabulary "
+                       "of %" PRId64, (int)tokens[i], i, V);
+    }
+    return MN_OK;
+}
+
+static mn_status read_tokens(mn_session *s, const reading *in, int64_t chunk) {
+    const bool fresh = !s->state.logits;
+    mn_status st = make_room(s, in->count, chunk);
+    for (int64_t at = 0; at < in->count && st == MN_OK; at += chunk) {
+        st = pass(s, in, at, mn_min(chunk, in->count - at));
+        s->broken = st != MN_OK;
+    }
+    if (st == MN_OK) s->n_variance = in->count;
+    else if (fresh) {    // no logits before the first token
+        free(s->state.logits);
+        s->state.logits = NULL;
+        s->state.n_logits = 0;
+    }
+    return st;
+}
+
+mn_status mn_session_feed(mn_session *session, const int32_t *tokens, int64_t count) {
+    const mn_status st = check_tokens(session, tokens, count);
+    if (st != MN_OK || count == 0) return st;
+    const reading in = { .tokens = tokens, .count = count };
+    return read_tokens(session, &in, mn_min(session->options.prefill_chunk, count));
+}
+
+mn_status mn_session_step(mn_session *session, int32_t token) {
+    return mn_session_feed(session, &token, 1);
+}
+
+/* log softmax(logits)[token] */
+static double log_probability(const float *logits, int64_t n, int32_t token) {
+    double top = -INFINITY, sum = 0.0;
+    for (int64_t i = 0; i < n; i++) top = fmax(top, logits[i]);
+    for (int64_t i = 0; i < n; i++) sum += exp(logits[i] - top);
+    return logits[token] - top - log(sum);
+}
+
+mn_status mn_session_score(mn_session *session, const int32_t *tokens, int64_t count,
+                           double *log_probabilities) {
+    mn_status st = check_tokens(session, tokens, count);
+    if (st != MN_OK || count == 0) return st;
+    const int64_t chunk = mn_min(session->options.prefill_chunk, count);
+    reading in = { .tokens = tokens, .count = count, .scores = log_probabilities };
+    in.targets = malloc((size_t)chunk * sizeof *in.targets);
+    in.nll = malloc((size_t)chunk * sizeof *in.nll);
+    const mn_model_state *state = &session->state;
+    log_probabilities[0] = state->logits ? log_probability(state->logits, state->n_logits,
+                                                           tokens[0])
+                                         : 0.0;
+    st = in.targets && in.nll ? read_tokens(session, &in, chunk)
+                              : mn_fail(MN_ERR_MEMORY, "no memory to score %" PRId64 " tokens",
+                                        count);
+    free(in.targets);
+    free(in.nll);
+    return st;
+}
+
+/* ---- what there is to see -------------------------------------------------------------------- */
+
+const float *mn_session_logits(const mn_session *session) {
+    return session->broken ? NULL : session->state.logits;
+}
+
+int64_t mn_session_position(const mn_session *session) {
+    return session->state.position;
+}
+
+size_t mn_session_bytes(const mn_session *session) {
+    return mn_model_state_bytes(&session->state);
+}
+
+int mn_session_beliefs(const mn_session *session) {
+    return session->n_beliefs;
+}
+
+int mn_session_belief_layer(const mn_session *session, int i) {
+    const int n_layers = mn_model_describe(session->model)->n_layers;
+    for (int layer = 0; layer < n_layers; layer++) {
+        if (mn_layer_has_variance(mn_model_layer(session->model, layer)) && i-- == 0) return layer;
+    }
+    return -1;
+}
+
+int64_t mn_session_belief(const float **variance, const mn_session *session, int i) {
+    const bool there = session->options.belief && i >= 0 && i < session->n_beliefs;
+    *variance = there ? session->variance + i * session->n_variance : NULL;
+    return there ? session->n_variance : 0;
+}
+
+mn_status mn_session_sample_below(int32_t *token, mn_session *session, const mn_sampling *how,
+                                  const int32_t *recent, int64_t n_recent, int64_t n) {
+    const float *logits = mn_session_logits(session);
+    const int64_t V = mn_model_vocabulary(session->model);
+    if (!logits) {
+        return mn_fail(MN_ERR_ARGUMENT, "there is nothing to sample from: feed at least one token "
+                       "first");
+    }
+    mn_status st = MN_OK;
+    if (!session->sampler) st = mn_sampler_create(&session->sampler, V);
+    const mn_draw from = { .logits = logits, .n = mn_min(n, V), .recent = recent,
+                           .n_recent = recent ? n_recent : 0,
+                           .position = (uint64_t)session->state.position };
+    return st == MN_OK ? mn_sampler_pick(token, session->sampler, how, &from) : st;
+}
+
+mn_status mn_session_sample(int32_t *token, mn_session *session, const mn_sampling *how,
+                            const int32_t *recent, int64_t n_recent) {
+    return mn_session_sample_below(token, session, how, recent, n_recent,
+                                   mn_model_vocabulary(session->model));
+}
+
+/* ---- copies ---------------------------------------------------------------------------------- */
+
+/* `state` becomes the session's. */
+static void take_state(mn_session *s, mn_model_state *state) {
+    mn_model_state_free(&s->state);
+    s->state = *state;
+    s->n_variance = 0;
+    s->broken = false;
+}
+
+static mn_status check_whole(const mn_session *s) {
+    if (!s->broken) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "the session failed in the middle of a feed: what it remembers "
+                   "is not to be kept");
+}
+
+mn_status mn_session_reset(mn_session *session) {
+    mn_model_state state;
+    const mn_status st = mn_model_state_create(&state, session->model);
+    if (st == MN_OK) take_state(session, &state);
+    return st;
+}
+
+mn_status mn_session_snapshot(mn_snapshot **out, const mn_session *session) {
+    *out = NULL;
+    mn_status st = check_whole(session);
+    mn_snapshot *snapshot = st == MN_OK ? calloc(1, sizeof *snapshot) : NULL;
+    if (st == MN_OK && !snapshot) st = mn_fail(MN_ERR_MEMORY, "no memory for a snapshot");
+    if (st == MN_OK) st = mn_model_state_copy(&snapshot->state, &session->state);
+    if (st != MN_OK) {
+        free(snapshot);
+        return st;
+    }
+    snapshot->model = session->model;
+    *out = snapshot;
+    return MN_OK;
+}
+
+mn_status mn_session_restore(mn_session *session, const mn_snapshot *snapshot) {
+    if (snapshot->model != session->model) {
+        return mn_fail(MN_ERR_ARGUMENT, "the snapshot is of a session on another model");
+    }
+    mn_model_state state;
+    const mn_status st = mn_model_state_copy(&state, &snapshot->state);
+    if (st == MN_OK) take_state(session, &state);
+    return st;
+}
+
+size_t mn_snapshot_bytes(const mn_snapshot *snapshot) {
+    return mn_model_state_bytes(&snapshot->state);
+}
+
+void mn_snapshot_destroy(mn_snapshot *snapshot) {
+    if (!snapshot) return;
+    mn_model_state_free(&snapshot->state);
+    free(snapshot);
+}
+
+mn_status mn_session_fork(mn_session **out, const mn_session *session) {
+    *out = NULL;
+    mn_status st = check_whole(session);
+    mn_session *fork = NULL;
+    mn_model_state state;
+    if (st == MN_OK) {
+        st = mn_session_create(&fork, session->context, session->model, &session->options);
+    }
+    if (st == MN_OK) st = mn_model_state_copy(&state, &session->state);
+    if (st != MN_OK) {
+        mn_session_destroy(fork);
+        return st;
+    }
+    take_state(fork, &state);
+    *out = fork;
+    return MN_OK;
+}
+
+/* ---- files ----------------------------------------------------------------------------------- */
+
+mn_status mn_session_save(const mn_session *session, const char *path) {
+    const mn_status st = check_whole(session);
+    return st == MN_OK ? mn_model_state_save(&session->state, session->model, path) : st;
+}
+
+/* Caches of a file say how many sequences they are of, and how long those are. */
+static mn_status check_caches(const mn_model_state *state, const char *path) {
+    for (int i = 0; i < state->n_layers; i++) {
+        for (int k = 0; k < state->layers[i].n_pieces; k++) {
+            const mn_state_piece *piece = &state->layers[i].pieces[k];
+            if (piece->width == 0 || piece->B == 1) continue;
+            return mn_fail(MN_ERR_ARGUMENT, "%s is the state of %" PRId64 " sequences at once; a "
+                           "session is one", path, piece->B);
+        }
+    }
+    return MN_OK;
+}
+
+mn_status mn_session_load(mn_session *session, const char *path) {
+    mn_model_state state;
+    mn_status st = mn_model_state_load(&state, session->model, path);
+    if (st != MN_OK) return st;
+    st = check_caches(&state, path);
+    if (st == MN_OK) take_state(session, &state);
+    else mn_model_state_free(&state);
+    return st;
+}
