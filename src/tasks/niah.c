@@ -510,12 +510,15 @@ static mn_status text_niah(mn_task *task, mn_sample_row *row, mn_task_text *out)
     n->prompt.bytes[n->prompt.size] = '\0';
     out->prompt = n->prompt.bytes;
     out->prompt_tokens = n->prompt_tokens;
-    for (int64_t i = 0; i < task->values.asked * values; i++) {
+    for (int64_t i = 0; i < task->values.asked * values && st == MN_OK; i++) {
         const needle *it = &n->needles[n->asked[i / values] * values + i % values];
+        n->tokens.count = 0;
+        st = encode(n, n->prompt.bytes, (size_t)it->at);
         out->answers[out->n_answers] = it->value;
+        out->answer_token[out->n_answers] = n->tokens.count;
         out->answer_at[out->n_answers++] = it->at;
     }
-    return MN_OK;
+    return st;
 }
 
 const mn_generator mn_generator_niah = { .open = open_niah, .draw = draw_niah, .close = close_niah,

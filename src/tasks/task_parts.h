@@ -83,6 +83,7 @@ typedef struct mn_generator {
     void (*group)(const mn_task *task, const int32_t *input, const int32_t *target,
                   int8_t *group);         // may be NULL, as the next
     mn_status (*text)(mn_task *task, mn_sample_row *row, mn_task_text *out);
+    void (*rival)(const mn_task *task, const float *input, const int32_t *target, int32_t *rival);
 } mn_generator;
 
 #define GENERATOR(name) extern const mn_generator mn_generator_##name;

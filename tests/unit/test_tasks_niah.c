@@ -187,7 +187,8 @@ static void prompts_are_read_again(void **state) {
             const size_t counts = cases[k].name[0] == 's' ? (size_t)(opening - text.prompt)
                                                           : strlen(text.prompt);
             CHECK(counts + 128 <= 4096, "%s: %d bytes", cases[k].name, (int)counts);
-            CHECK(text.prompt_tokens == (int64_t)strlen(text.prompt), "tokens of the prompt");
+            CHECK(text.prompt_tokens == (int64_t)strlen(text.prompt) &&
+                  text.answer_token[answers - 1] == text.answer_at[answers - 1], "tokens");
         }
         task_close(&c);
     }

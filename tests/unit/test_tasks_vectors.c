@@ -51,6 +51,7 @@ static int64_t read_collision(const task_case *c, int64_t P, int64_t boosts, dou
     const int64_t used = mn_task_used(c->task), n = used / P - 3 - boosts;
     int64_t label[2][256], t = 0;
     double rho[256];
+    static int32_t rival[1 << 16];
     bool seen[2][256] = { { false } }, has[512] = { false };
     CHECK(used == P * (3 + boosts + n) && n >= 0, "%d tokens", (int)used);
     for (; t < 2 * P; t++) {
@@ -72,12 +73,17 @@ static int64_t read_collision(const task_case *c, int64_t P, int64_t boosts, dou
               r.rho == rho[r.pair], "flood %d", (int)i);
     }
     memset(seen, 0, sizeof seen);
+    mn_task_rival(c->task, c->x, c->target, rival);
     for (int64_t i = 0; i < P; i++, t++) {
         const token r = read_token(c, t, P);
         CHECK(r.asks && !r.is_a && !seen[0][r.pair], "question %d", (int)i);
         CHECK(c->target[t] == label[0][r.pair], "question %d: target %d", (int)i,
               (int)c->target[t]);
+        CHECK(rival[t] == label[1][r.pair], "question %d: rival %d", (int)i, (int)rival[t]);
         seen[0][r.pair] = true;
+    }
+    for (int64_t i = 0; i < c->n; i++) {
+        CHECK((rival[i] == MN_NO_TARGET) == (c->target[i] == MN_NO_TARGET), "rival at %d", (int)i);
     }
     CHECK(task_scored(c) == P, "%d targets", (int)task_scored(c));
     for (; t < c->n; t++) {
@@ -97,6 +103,7 @@ static void collisions_are_read_again(void **state) {
                   { "floods=256 rho_low=0.8 rho_high=0.8", 8, 4, 0.8, 0.8 },
                   { "floods=16 rho_low=0.85 rho_high=0.95", 8, 4, 0.85, 0.95 },
                   { "bindings=1 boosts=0 floods=0", 1, 0, 0.6, 0.8 },
+                  { "rho_low=0 rho_high=0 floods=3", 8, 4, 0.0, 0.0 },
                   { "bindings=3 boosts=1 floods=0,5 batch=1", 3, 1, 0.6, 0.8 } };
     for (size_t k = 0; k < MN_COUNTOF(cases); k++) {
         task_case c = task_open("collision", cases[k].changes);
