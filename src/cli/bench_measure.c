@@ -14,8 +14,10 @@ static const double patience = 10.0;    // seconds a case may take beyond its le
 
 mn_status mn_bench_create(mn_bench *bench, const mn_bench_options *options) {
     *bench = (mn_bench){ .options = *options };
-    const mn_context_options wanted = { options->n_threads, options->target };
-    const mn_context_options single = { 1, options->target }, reference = { 0, "ref" };
+    const mn_context_options wanted = { .n_threads = options->n_threads,
+                                        .target = options->target };
+    const mn_context_options single = { .n_threads = 1, .target = options->target };
+    const mn_context_options reference = { .target = "ref" };
     mn_status st = mn_context_create(&bench->context, &wanted);
     if (st == MN_OK) st = mn_context_create(&bench->single, &single);
     if (st == MN_OK) st = mn_context_create(&bench->reference, &reference);

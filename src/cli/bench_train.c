@@ -213,7 +213,8 @@ int mn_bench_train(const mn_bench_options *options, const char *only, bool json,
     result results[MN_COUNTOF(cases)];
     int n = 0, n_failed = 0, n_chosen = 0;
     mn_context *context;
-    const mn_context_options how = { options->n_threads, options->target };
+    const mn_context_options how = { .n_threads = options->n_threads,
+                                     .target = options->target };
     mn_status st = mn_context_create(&context, &how);
     if (st == MN_OK && !json && !list) {
         printf("a training step: forward + backward + update; share of sgemm on %d threads\n",
