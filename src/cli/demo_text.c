@@ -255,10 +255,10 @@ static void print_ends(const mn_demo *demo) {
         printf("figures      %s/loss.svg, %s/recall.svg and the same as .png\n", out, out);
     }
     printf("results      %s/results.json\n", out);
-    printf("go on with   mneme generate --model %s/%s --belief \"anna puts the lamp in the\"\n",
-           out, demo->sample.model->name);
-    printf("             mneme eval --model %s/%s --text %s/stories.txt\n", out,
-           demo->models[0].name, out);
+    printf("go on with   mneme generate --model %s/%s --tokens 2 \"anna puts the lamp in the mill. "
+           "ben takes the lamp to the barn. where is the lamp?\"\n", out,
+           demo->sample.model->name);
+    printf("             mneme plot %s/%s --text\n", out, demo->models[0].name);
 }
 
 mn_status mn_demo_print(const mn_demo *demo) {

@@ -269,5 +269,9 @@ mn_status mn_demo_train(mn_demo *demo) {
     st = run_lanes(&r);
     if (st == MN_OK) mn_progress_finish(&r.bar, NULL);
     else mn_progress_clear(&r.bar);
+    if (st == MN_OK && r.last < demo->steps) {
+        fprintf(stderr, "the machine became slower: ended after %" PRId64 " of %" PRId64 " steps\n",
+                r.last, demo->steps);
+    }
     return st;
 }
