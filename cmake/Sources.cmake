@@ -19,6 +19,13 @@ function(mneme_object_library name)
 endfunction()
 
 mneme_object_library(mneme_objects ${library_sources})
+add_custom_target(mneme_commit
+    COMMAND ${CMAKE_COMMAND} -DSOURCE=${CMAKE_SOURCE_DIR}
+        -DOUT=${CMAKE_BINARY_DIR}/generated/mneme_commit.h
+        -P ${CMAKE_SOURCE_DIR}/cmake/Commit.cmake
+    BYPRODUCTS ${CMAKE_BINARY_DIR}/generated/mneme_commit.h)
+add_dependencies(mneme_objects mneme_commit)
+target_include_directories(mneme_objects PRIVATE ${CMAKE_BINARY_DIR}/generated)
 set(mneme_kernel_objects)
 foreach(bits 32 64)
     mneme_object_library(mneme_ref${bits} ${ref_sources})

@@ -35,7 +35,8 @@ static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_d
 static mn_status make_optimizer(mn_trainer *t) {
     const mn_train_options *o = &t->options;
     t->schedule = (mn_schedule){ .peak = o->lr, .floor = o->min_lr, .warmup = o->warmup,
-                                 .steps = o->steps, .decay_part = o->decay_part, .hold = o->lr_hold };
+                                 .steps = o->steps, .decay_part = o->decay_part,
+                                 .hold = o->lr_hold };
     if (!mn_schedule_parse(&t->schedule.kind, o->schedule)) {
         return mn_fail(MN_ERR_ARGUMENT, "train.schedule: \"%s\" is none of constant, linear, "
                        "cosine, warmup-stable-decay", o->schedule);
