@@ -15,6 +15,15 @@ elseif(MN_CUDA STREQUAL "ON")
     message(FATAL_ERROR "MN_CUDA=ON needs nvcc and libcudart_static.a; set CUDAToolkit_ROOT to the toolkit")
 endif()
 
+# cuBLASLt is found when `mneme bench` runs; building needs its header only.
+set(mneme_cublaslt_header FALSE)
+if(mneme_cuda_built)
+    find_file(MN_CUBLASLT_HEADER cublasLt.h PATHS ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
+    if(MN_CUBLASLT_HEADER)
+        set(mneme_cublaslt_header TRUE)
+    endif()
+endif()
+
 # The object files of src/kernels/cuda/*.cu in `result`.
 # -fmad=false: products and sums are fused only where the code says so, as in the C kernels.
 function(mneme_cuda_objects result)

@@ -102,7 +102,7 @@ mn_status mn_ceiling_open(mn_ceiling *ceiling, const mn_bench_case *which, const
     *ceiling = (mn_ceiling){ .id = which->ceiling,
                              .context = context,
                              .flop = mn_bench_work(which, sample),
-                             .bytes = mn_bench_bytes(which, sample),
+                             .bytes = mn_bench_bytes(which, sample, MN_F32),
                              .cells = mn_bench_cells(which, sample) };
     const int64_t floats = mn_max((int64_t)(ceiling->bytes / sizeof(float)), 1);
     int64_t need_b = 0, need_c = 0;

@@ -49,6 +49,12 @@ const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pa
     return &table->kernel[kernel_of[op] - 1][pass];
 }
 
+bool mn_op_has_cuda(mn_op_id op, mn_pass pass) {
+    mn_kernel_table table;
+    mn_kernel_table_fill_cuda(&table);
+    return kernel_of[op] && table.kernel[kernel_of[op] - 1][pass].launch;
+}
+
 static const void *data_at(const void *args, const mn_field *field) {
     return ((const mn_in *)((const char *)args + field->offset))->data;
 }

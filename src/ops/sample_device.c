@@ -154,6 +154,46 @@ mn_status mn_device_sample_create(mn_device_sample **out, mn_context *context,
     return MN_OK;
 }
 
+/* Where the view at `offset` of a clone points, if the original's has memory. */
+static void move_view(mn_device_sample *to, const mn_device_sample *from, size_t offset) {
+    if (offset == MN_NO_OFFSET) return;
+    const unsigned char *old = ((const mn_out *)(from->args + offset))->data;
+    for (int i = 0; old && i < from->n_parts; i++) {
+        if (from->parts[i].memory + GUARD_BYTES != old) continue;
+        ((mn_out *)(to->args + offset))->data = to->parts[i].memory + GUARD_BYTES;
+    }
+}
+
+mn_status mn_device_sample_clone(mn_device_sample **out, const mn_device_sample *sample) {
+    mn_device_sample *clone = malloc(sizeof *clone);
+    *out = NULL;
+    if (!clone) return mn_fail(MN_ERR_MEMORY, "no memory for a sample");
+    *clone = *sample;
+    for (int i = 0; i < clone->n_parts; i++) clone->parts[i].memory = NULL;
+    mn_status st = MN_OK;
+    for (int i = 0; i < clone->n_parts && st == MN_OK; i++) {
+        void *memory;
+        const size_t bytes = part_bytes(&clone->parts[i]);
+        st = mn_device_allocate(clone->device, &memory, bytes);
+        clone->parts[i].memory = memory;
+        if (st == MN_OK) {
+            st = mn_device_copy(clone->device, memory, sample->parts[i].memory, bytes);
+        }
+    }
+    int count;
+    const mn_field *fields = mn_op_fields(sample->op, &count);
+    for (int i = 0; i < count && st == MN_OK; i++) {
+        move_view(clone, sample, fields[i].offset);
+        move_view(clone, sample, fields[i].partner);
+    }
+    if (st != MN_OK) {
+        mn_device_sample_free(clone);
+        return st;
+    }
+    *out = clone;
+    return MN_OK;
+}
+
 void mn_device_sample_free(mn_device_sample *sample) {
     if (!sample) return;
     for (int i = 0; i < sample->n_parts; i++) {

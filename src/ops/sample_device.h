@@ -20,6 +20,9 @@ void mn_sample_round(mn_sample *sample, mn_dtype dtype);
  * more, but its cu_seqlens and counts0 stay in use. `dtype` is MN_F32 or MN_BF16. */
 mn_status mn_device_sample_create(mn_device_sample **out, mn_context *context,
                                   const mn_sample *sample, mn_dtype dtype);
+
+/* The same call once more, with the same numbers in memory of its own. */
+mn_status mn_device_sample_clone(mn_device_sample **out, const mn_device_sample *sample);
 void mn_device_sample_free(mn_device_sample *sample);    // NULL accepted
 
 /* The argument struct of the call, for mn_op_run. */
