@@ -30,6 +30,13 @@ endif()
 mneme_object_library(mneme_objects ${library_sources})
 set_source_files_properties(src/kernels/dispatch.c PROPERTIES
     COMPILE_DEFINITIONS MN_HAVE_CUDA=$<BOOL:${mneme_cuda_built}>)
+add_custom_target(mneme_commit
+    COMMAND ${CMAKE_COMMAND} -DSOURCE=${CMAKE_SOURCE_DIR}
+        -DOUT=${CMAKE_BINARY_DIR}/generated/mneme_commit.h
+        -P ${CMAKE_SOURCE_DIR}/cmake/Commit.cmake
+    BYPRODUCTS ${CMAKE_BINARY_DIR}/generated/mneme_commit.h)
+add_dependencies(mneme_objects mneme_commit)
+target_include_directories(mneme_objects PRIVATE ${CMAKE_BINARY_DIR}/generated)
 set(mneme_kernel_objects)
 if(mneme_cuda_built)
     mneme_cuda_objects(cuda_objects)

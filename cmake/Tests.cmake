@@ -53,6 +53,7 @@ set(sanitized
     test_linear
     test_loader
     test_matmul
+    test_metric
     test_ops_refusal
     test_prepare
     test_run_log
@@ -60,8 +61,14 @@ set(sanitized
     test_sample
     test_session
     test_stories
+    test_tasks
+    test_tasks_mad
+    test_tasks_mqar
+    test_tasks_niah
+    test_tasks_vectors
     test_tokenizer
     test_tokenizer_refusal
+    test_trainer
     test_unicode
     test_vec)
 set(threaded

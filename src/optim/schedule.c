@@ -31,7 +31,9 @@ static double part_done(double step, double first, double steps) {
 
 double mn_schedule_rate(const mn_schedule *schedule, int64_t step) {
     const mn_schedule *s = schedule;
-    const double at = (double)step, warmup = (double)s->warmup, steps = (double)s->steps;
+    const double warmup = (double)s->warmup, steps = (double)s->steps;
+    double at = (double)step;
+    if (at >= warmup && s->hold > 1) at = fmax(at - (double)(step % s->hold), warmup);
     if (at < warmup) return s->peak * fmax(at + 1.0, 0.0) / (warmup + 1.0);
     const double fall = s->peak - s->floor;
     switch (s->kind) {

@@ -35,7 +35,8 @@ static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_d
 static mn_status make_optimizer(mn_trainer *t) {
     const mn_train_options *o = &t->options;
     t->schedule = (mn_schedule){ .peak = o->lr, .floor = o->min_lr, .warmup = o->warmup,
-                                 .steps = o->steps, .decay_part = o->decay_part };
+                                 .steps = o->steps, .decay_part = o->decay_part,
+                                 .hold = o->lr_hold };
     if (!mn_schedule_parse(&t->schedule.kind, o->schedule)) {
         return mn_fail(MN_ERR_ARGUMENT, "train.schedule: \"%s\" is none of constant, linear, "
                        "cosine, warmup-stable-decay", o->schedule);
@@ -391,7 +392,9 @@ static mn_status write_tokens(mn_trainer *t, int32_t *tokens, int64_t n, mn_mode
 
 mn_status mn_trainer_sample(mn_trainer *t, char **text) {
     *text = NULL;
-    if (!t->tokenizer) return mn_fail(MN_ERR_UNSUPPORTED, "samples need a tokenizer");
+    if (!t->tokenizer || !t->train) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "samples need a tokenizer and text to begin with");
+    }
     const int64_t n = mn_min(t->options.sample_tokens, t->options.context);
     int32_t *tokens = calloc((size_t)n + 1, sizeof *tokens);
     if (!tokens) return mn_fail(MN_ERR_MEMORY, "no memory for a sample");

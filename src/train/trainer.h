@@ -36,9 +36,12 @@ typedef struct mn_step_result {
  * and `context`. */
 mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *context);
 
-/* Tokens that are in memory already; borrowed by the runs made from them. */
+/* Tokens that are in memory already, or batches that something makes (tasks): then model.vocab_size
+ * has to be given, and train.batch and train.context are those of the source. What contexts and
+ * pointers lead to is borrowed by the runs made from it. */
 typedef struct mn_train_data {
     const mn_corpus *train, *valid;    // valid NULL: nothing is held out
+    const mn_source *train_source, *valid_source;    // in their place, where train is NULL
     const mn_tokenizer *tokenizer;     // saved with the model; NULL: none
 } mn_train_data;
 

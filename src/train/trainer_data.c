@@ -139,6 +139,24 @@ static mn_status take_corpora(mn_trainer *t, const mn_train_data *given) {
     return st;
 }
 
+static mn_status open_source(mn_loader **loader, mn_batch *batch, const mn_source *source,
+                             const mn_train_options *o) {
+    if (source->rows != o->batch || source->length != o->context) {
+        return mn_fail(MN_ERR_ARGUMENT, "the source of batches has %lld rows of %lld tokens, but "
+                       "train.batch is %lld and train.context %lld", (long long)source->rows,
+                       (long long)source->length, (long long)o->batch, (long long)o->context);
+    }
+    const mn_status st = mn_loader_from_source(loader, source);
+    return st == MN_OK ? mn_batch_create(batch, *loader) : st;
+}
+
+static mn_status open_sources(mn_trainer *t, const mn_train_data *given) {
+    const mn_train_options *o = &t->options;
+    mn_status st = open_source(&t->train_loader, &t->batch, given->train_source, o);
+    if (st != MN_OK || !given->valid_source) return st;
+    return open_source(&t->valid_loader, &t->valid_batch, given->valid_source, o);
+}
+
 mn_status mn_trainer_open_data(mn_trainer *t, const mn_train_data *given, int64_t *vocab_size) {
     const mn_train_options *o = &t->options;
     if (!given && o->n_train == 0) {
@@ -168,6 +186,7 @@ mn_status mn_trainer_open_data(mn_trainer *t, const mn_train_data *given, int64_
                        "%lld; leave vocab_size out or raise it", (long long)tokens,
                        (long long)*vocab_size);
     }
+    if (given && given->train_source) return open_sources(t, given);
     st = given ? take_corpora(t, given) : open_corpora(t, format, *vocab_size);
     return st == MN_OK ? open_loaders(t) : st;
 }

@@ -55,7 +55,7 @@ static mn_status save_progress(const mn_trainer *t, const char *path) {
                              "best_loss", mn_json_real(t->best),
                              "best_step", (json_int_t)t->best_step, "worse", (json_int_t)t->worse,
                              "n_recent", (json_int_t)t->n_recent, "recent", recent,
-                             "data", hash_text(mn_corpus_fingerprint(t->train)),
+                             "data", hash_text(t->train ? mn_corpus_fingerprint(t->train) : 0),
                              "valid", hash_text(t->valid ? mn_corpus_fingerprint(t->valid) : 0),
                              "tokenizer", hash_text(mn_trainer_tokenizer_mark(t)),
                              "seed", (json_int_t)t->options.seed);

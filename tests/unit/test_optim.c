@@ -295,7 +295,7 @@ static void rates_at_known_points(void **state) {
         { MN_SCHEDULE_WSD, 103, 2.0 },
     };
     for (size_t i = 0; i < MN_COUNTOF(points); i++) {
-        const mn_schedule s = { points[i].kind, 8.0, 2.0, 3, 103, 0.2 };
+        const mn_schedule s = { points[i].kind, 8.0, 2.0, 3, 103, 0.2, 0 };
         const double got = mn_schedule_rate(&s, points[i].step);
         if (fabs(got - points[i].rate) > 1e-13) {
             fail_msg("%s at %d: %.17g, not %.17g", mn_schedule_name(points[i].kind),
@@ -309,7 +309,7 @@ static void odd_schedules_stay_in_bounds(void **state) {
     (void)state;
     for (int kind = 0; kind < MN_SCHEDULE_COUNT; kind++) {
         for (int64_t warmup = 0; warmup < 15; warmup += 5) {
-            const mn_schedule s = { (mn_schedule_kind)kind, 1.0, 0.1, warmup, 10, 0.9 };
+            const mn_schedule s = { (mn_schedule_kind)kind, 1.0, 0.1, warmup, 10, 0.9, 0 };
             double before = 0.0;
             for (int64_t step = 0; step < 12; step++) {
                 const double rate = mn_schedule_rate(&s, step);
@@ -317,6 +317,18 @@ static void odd_schedules_stay_in_bounds(void **state) {
                 assert_true(step >= warmup ? rate >= 0.1 : rate > before);
                 before = rate;
             }
+        }
+    }
+}
+
+static void held_schedules_move_by_epochs(void **state) {
+    (void)state;
+    const mn_schedule held = { MN_SCHEDULE_COSINE, 1.0, 0.0, 0, 40, 0.0, 10 };
+    const mn_schedule each = { MN_SCHEDULE_COSINE, 1.0, 0.0, 0, 40, 0.0, 1 };
+    for (int64_t step = 0; step < 40; step++) {
+        const double rate = mn_schedule_rate(&held, step);
+        if (rate != mn_schedule_rate(&each, step - step % 10)) {
+            fail_msg("step %d has a rate of its own: %g", (int)step, rate);
         }
     }
 }
@@ -339,6 +351,7 @@ int main(void) {
         cmocka_unit_test(mistakes_are_refused),
         cmocka_unit_test(rates_at_known_points),
         cmocka_unit_test(odd_schedules_stay_in_bounds),
+        cmocka_unit_test(held_schedules_move_by_epochs),
         cmocka_unit_test(schedules_have_names),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

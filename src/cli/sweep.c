@@ -1,0 +1,152 @@
+/* sweep.c - mneme sweep: a file of jobs, run several at once, with results that a stopped or killed
+ * sweep keeps. */
+#include "cli/sweep.h"
+
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/util.h"
+#include "cli/command.h"
+#include "cli/number.h"
+#include "experiments/grid.h"
+#include "io/json_write.h"
+#include "train/options.h"
+
+enum { MOST_SETS = 64, TITLE = 256 };
+
+typedef struct options {
+    const char *file, *out;
+    const char *sets[MOST_SETS];
+    int n_sets, processes;
+    bool dry, quiet;
+} options;
+
+static void print_help(void) {
+    puts("usage: mneme sweep FILE.json [options]\n\n"
+         "Trains models on tasks and asks them, one process and one thread for each job, several "
+         "at once.\n"
+         "FILE is a product of axes:\n\n"
+         "  {\"job\": {\"task\": {\"name\": \"mqar\", \"setting\": \"64-4\", \"test\": 1000},\n"
+         "           \"model\": {\"hidden_size\": 64, \"num_hidden_layers\": 2},\n"
+         "           \"train\": {\"steps\": 2000, \"batch\": 64},\n"
+         "           \"evaluate\": {\"every\": 500, \"metric\": \"example\", \"stop_at\": 0.99}},\n"
+         "   \"grid\": {\"model\": {\"gdn\": {\"model\": {\"layers\": \"gdn\"}},\n"
+         "                      \"kla\": {\"model\": {\"layers\": \"kla\"}}},\n"
+         "            \"train.lr\": [0.001, 0.003], \"seed\": [0, 1, 2]}}\n\n"
+         "A named choice is laid over the job, a listed one is set at the place that the axis "
+         "names; names and\n"
+         "values become the labels of the job. \"parts\": [{\"job\", \"grid\"}] are several such "
+         "products over one\n"
+         "beginning, \"only\": {axis: [labels]} leaves out the others, \"jobs\": [...] lists them "
+         "one by one.\n\n"
+         "A job: task (name, setting, options; train and test: examples), model and train as in "
+         "mneme train,\n"
+         "seed, epochs, lr_by_epoch, steps_at_most, tests (name: {options, test}), evaluate "
+         "(every, metric:\n"
+         "token macro example sequence, select: last loss, stop_at, patience, batch).\n\n"
+         "Records are appended to DIR/results.jsonl, on the disk before the next job starts. A "
+         "job that is\n"
+         "there is not run again, so the same command goes on with a sweep that was stopped or "
+         "killed.\n\n"
+         "  -o DIR              folder of the results (default: FILE without .json)\n"
+         "  --jobs N            processes (default: one a core)\n"
+         "  --set KEY=VALUE     set a member of every job, such as train.steps=100; may be "
+         "repeated\n"
+         "  --dry-run           print the jobs and their keys, run nothing\n"
+         "  --quiet             show nothing but failures");
+}
+
+static int usage_error(const char *what, const char *option) {
+    fprintf(stderr, "mneme sweep: %s%s; mneme sweep --help lists the options\n", option, what);
+    return 2;
+}
+
+static int parse_value(options *o, const char *option, const char *value) {
+    if (strcmp(option, "-o") == 0) {
+        o->out = value;
+        return 0;
+    }
+    if (strcmp(option, "--jobs") == 0) {
+        return mn_parse_count(&o->processes, value, 1, MN_SWEEP_LANES)
+                   ? 0 : usage_error(" needs a whole number from 1 to 256", option);
+    }
+    if (o->n_sets == MOST_SETS) return usage_error(" is given too often", option);
+    o->sets[o->n_sets++] = value;
+    return 0;
+}
+
+static int parse(options *o, int argc, char **argv) {
+    static const char *const valued[] = { "-o", "--jobs", "--set" };
+    for (int i = 1; i < argc; i++) {
+        bool takes = false;
+        for (size_t k = 0; k < MN_COUNTOF(valued); k++) takes |= strcmp(valued[k], argv[i]) == 0;
+        if (takes && i + 1 >= argc) return usage_error(" needs a value", argv[i]);
+        if (takes) {
+            const int status = parse_value(o, argv[i], argv[i + 1]);
+            if (status != 0) return status;
+            i++;
+        } else if (strcmp(argv[i], "--dry-run") == 0) {
+            o->dry = true;
+        } else if (strcmp(argv[i], "--quiet") == 0) {
+            o->quiet = true;
+        } else if (argv[i][0] == '-' || o->file) {
+            return usage_error(" is no option", argv[i]);
+        } else {
+            o->file = argv[i];
+        }
+    }
+    return o->file ? 0 : usage_error("name a file of jobs", "");
+}
+
+static mn_status load_jobs(json_t **jobs, const options *o) {
+    mn_json root = { 0 }, changes = { .value = json_object(), .name = "--set" };
+    mn_status st = mn_json_load(&root, o->file, MN_JSON_STANDARD);
+    for (int i = 0; st == MN_OK && i < o->n_sets; i++) st = mn_train_set(&changes, o->sets[i]);
+    if (st == MN_OK) st = mn_grid_expand(jobs, &root, changes.value);
+    json_decref(changes.value);
+    mn_json_free(&root);
+    return st;
+}
+
+static int print_jobs(const json_t *jobs) {
+    for (size_t i = 0; i < json_array_size(jobs); i++) {
+        char key[MN_JOB_KEY] = "", title[TITLE], *text = NULL;
+        const json_t *job = json_array_get(jobs, i);
+        mn_job_title(title, sizeof title, job);
+        if (mn_job_key(key, job) != MN_OK || mn_json_text(&text, job, MN_JSON_COMPACT) != MN_OK) {
+            fprintf(stderr, "mneme sweep: %s\n", mn_last_error());
+            return 1;
+        }
+        printf("%s  %s  %s\n", key, title, text);
+        free(text);
+    }
+    return 0;
+}
+
+int mn_command_sweep(int argc, char **argv) {
+    options o = { 0 };
+    char folder[MN_SWEEP_PATH];
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--help") != 0) continue;
+        print_help();
+        return 0;
+    }
+    const int mistake = parse(&o, argc, argv);
+    if (mistake != 0) return mistake;
+    json_t *jobs = NULL;
+    if (load_jobs(&jobs, &o) != MN_OK) {
+        fprintf(stderr, "mneme sweep: %s\n", mn_last_error());
+        return 1;
+    }
+    snprintf(folder, sizeof folder, "%s", o.out ? o.out : o.file);
+    const size_t n = strlen(folder);
+    if (!o.out && n > 5 && strcmp(folder + n - 5, ".json") == 0) folder[n - 5] = '\0';
+    else if (!o.out) snprintf(folder + n, sizeof folder - n, ".results");
+    const int status = o.dry ? print_jobs(jobs)
+                             : mn_sweep_show("sweep", folder, jobs, o.processes, o.quiet);
+    if (status == 0 && !o.dry && !o.quiet) printf("%s/results.jsonl\n", folder);
+    json_decref(jobs);
+    return status;
+}

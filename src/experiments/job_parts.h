@@ -1,0 +1,28 @@
+/* job_parts.h - what the kinds of jobs have in common. */
+#ifndef MN_EXPERIMENTS_JOB_PARTS_H
+#define MN_EXPERIMENTS_JOB_PARTS_H
+
+#include "experiments/job.h"
+
+/* A kind fills in `job`, an object that is its own, and runs a completed one: *result is a new
+ * object. */
+typedef struct mn_job_kind {
+    mn_status (*complete)(mn_json *job);
+    mn_status (*run)(json_t **result, const mn_json *job, mn_job_watch watch, void *context);
+} mn_job_kind;
+
+#define JOB_KIND(name, about) extern const mn_job_kind mn_job_##name;
+#include "experiments/job_kinds.def"
+#undef JOB_KIND
+
+/* Sets "a.b.c" of `root` to `value` (stolen), making objects on the way. */
+mn_status mn_spec_set(json_t *root, const char *path, json_t *value);
+
+/* The value at "a.b.c", borrowed; NULL when there is none. Names may not hold dots, except the last
+ * one that is found whole. */
+json_t *mn_spec_get(const json_t *root, const char *path);
+
+/* Lays a copy of `over` on `base`: objects member by member, everything else replaced. */
+mn_status mn_spec_merge(json_t *base, const json_t *over);
+
+#endif
