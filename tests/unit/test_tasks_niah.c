@@ -425,7 +425,8 @@ static void other_tokenizers_are_heard(void **state) {
     CHECK(tokens.count == text.prompt_tokens, "%d tokens", (int)text.prompt_tokens);
     CHECK(tokens.count <= 4096 - 128, "%d tokens", (int)tokens.count);
     task_take(&c, SEED, MN_SPLIT_TEST, 0);
-    CHECK(memcmp(tokens.ids, c.input, (size_t)tokens.count * sizeof *c.input) == 0, "the tokens");
+    const size_t bytes = (size_t)tokens.count * sizeof *c.input;
+    CHECK(memcmp(tokens.ids, c.input, bytes) == 0, "the tokens");
     /* Samples that would not fit are cut by 500 words: the longest of some comes near the budget. */
     size_t longest = 0;
     for (int64_t i = 0; i < 8; i++) {
