@@ -7,12 +7,12 @@
  *   epochs    passes over the training set, in place of train.steps; steps_at_most cuts either
  *   lr_by_epoch   the learning rate moves once an epoch
  *   evaluate  every (steps; 0: an epoch), metric (token, macro, example, sequence), select (last,
- *             loss: the evaluation of lowest test loss), stop_at (score that ends the run; 0: none),
- *             patience (evaluations without a lower loss; 0: all), batch (rows of a test batch)
+ *             loss: the evaluation of lowest test loss), stop_at (score that ends the run, 0:
+ *             none), patience (evaluations without a lower loss; 0: all), batch (rows of a test batch)
  *   tests     name: {options, test}: further sets to ask the trained model about
  *
- * The seed draws initial values, training batches and the samples of all sets. The selection looks at
- * the test set because the published protocols do. */
+ * The seed draws initial values, training batches and the samples of all sets. The selection looks
+ * at the test set because the published protocols do. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -46,8 +46,8 @@ static mn_status lay_setting(json_t *task, const char *name, const char *setting
         json_object_del(task, "setting");
         return st;
     }
-    return mn_fail(MN_ERR_ARGUMENT, "%s: there is no setting \"%s\"; mneme task %s lists them", name,
-                   setting, name);
+    return mn_fail(MN_ERR_ARGUMENT, "%s: there is no setting \"%s\"; mneme task %s lists them",
+                   name, setting, name);
 }
 
 static mn_status complete_task(mn_json *job) {
@@ -76,8 +76,8 @@ static mn_status complete_steps(mn_json *job, int64_t epoch) {
     if (st == MN_OK) st = mn_json_opt_i64(&steps, &train, "steps");
     if (st != MN_OK) return st;
     if ((epochs > 0 || by_epoch) && epoch == 0) {
-        return mn_fail(MN_ERR_ARGUMENT, "job: epochs and lr_by_epoch need a training set of a size; "
-                       "give task.train, or train.steps alone");
+        return mn_fail(MN_ERR_ARGUMENT, "job: epochs and lr_by_epoch need a training set of a "
+                       "size; give task.train, or train.steps alone");
     }
     if (epochs < 0 || most < 1 || (epochs > 0 && epochs > INT64_MAX / epoch)) {
         return mn_fail(MN_ERR_ARGUMENT, "job: epochs and steps_at_most count from 1 on");
