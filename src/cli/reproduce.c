@@ -1,4 +1,4 @@
-/* reproduce.c - mneme reproduce: an experiment of a paper in one command, from nothing to a report. */
+/* reproduce.c - mneme reproduce: an experiment of a paper in one command, up to a report. */
 #include "cli/reproduce.h"
 
 #include <stdio.h>

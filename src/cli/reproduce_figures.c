@@ -87,7 +87,8 @@ static void put_terminal(FILE *out, bool png, const char *name) {
 
 static void put_axes(FILE *out, const mn_cells *c) {
     fputs("set border 3 lc rgb '#404040'\nset tics nomirror tc rgb '#404040'\n"
-          "set grid ytics lc rgb '#e6e6e6' lt 1 lw 0.5\nset key outside right top\nset title ", out);
+          "set grid ytics lc rgb '#e6e6e6' lt 1 lw 0.5\nset key outside right top\nset title ",
+          out);
     put_quoted(out, c->title);
     if (c->percent) fputs("\nset ylabel 'percent'\nset yrange [0:105]", out);
     fputs("\nset xtics (", out);

@@ -28,18 +28,17 @@ const mn_experiment_text mn_experiment_mad_noise = {
             }
         },
         "tables": [
-            {
-                "title": "Accuracy on the MAD tasks", "rows": "model", "columns": "task",
-                "value": "token", "percent": true, "figure": "bars"
-            }
+            {"title": "Accuracy on the MAD tasks", "rows": "model", "columns": "task",
+             "value": "token", "percent": true, "figure": "bars"}
         ]
     }),
     .preset = {
         [MN_PRESET_SMOKE] = MN_JSON_TEXT({
             "grid": {
                 "job": {
-                    "model": {"hidden_size": 64}, "task": {"test": 128},
-                    "train": {"steps": 150, "batch": 32, "lr": 0.003}, "evaluate": {"every": 75}
+                    "model": {"hidden_size": 64}, "task": {"test": 256},
+                    "train": {"steps": 1000, "batch": 32, "lr": 0.003},
+                    "evaluate": {"every": 100, "stop_at": 0.999}
                 },
                 "grid": {
                     "task": {

@@ -43,10 +43,8 @@ const mn_experiment_text mn_experiment_mqar = {
             }
         },
         "tables": [
-            {
-                "title": "Part of the pairs recalled", "rows": "model", "columns": "task",
-                "value": "example", "percent": true, "figure": "lines"
-            }
+            {"title": "Part of the pairs recalled", "rows": "model", "columns": "task",
+             "value": "example", "percent": true, "figure": "lines"}
         ]
     }),
     .preset = {
@@ -54,9 +52,9 @@ const mn_experiment_text mn_experiment_mqar = {
             "grid": {
                 "job": {
                     "model": {"hidden_size": 32},
-                    "task": {"train": 0, "test": 128},
-                    "train": {"steps": 400, "batch": 32, "warmup": 40, "lr": 0.005},
-                    "evaluate": {"every": 200}
+                    "task": {"train": 0, "test": 256},
+                    "train": {"steps": 2000, "batch": 32, "warmup": 100, "lr": 0.005},
+                    "evaluate": {"every": 250}
                 },
                 "grid": {
                     "task": {
@@ -64,6 +62,12 @@ const mn_experiment_text mn_experiment_mqar = {
                             "task": {
                                 "name": "mqar-shared",
                                 "options": {"vocab": 48, "length": 32, "pairs": 2}
+                            }
+                        },
+                        "64-4": {
+                            "task": {
+                                "name": "mqar-shared",
+                                "options": {"vocab": 64, "length": 64, "pairs": 4}
                             }
                         }
                     },

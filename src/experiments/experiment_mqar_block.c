@@ -44,10 +44,8 @@ const mn_experiment_text mn_experiment_mqar_block = {
             }
         },
         "tables": [
-            {
-                "title": "Part of the pairs recalled", "rows": "model", "columns": "task",
-                "value": "example", "percent": true, "figure": "bars"
-            }
+            {"title": "Part of the pairs recalled", "rows": "model", "columns": "task",
+             "value": "example", "percent": true, "figure": "bars"}
         ]
     }),
     .preset = {
@@ -55,9 +53,9 @@ const mn_experiment_text mn_experiment_mqar_block = {
             "grid": {
                 "job": {
                     "model": {"hidden_size": 32},
-                    "task": {"train": 0, "test": 128},
-                    "train": {"steps": 400, "batch": 32, "warmup": 40, "lr": 0.005},
-                    "evaluate": {"every": 200}
+                    "task": {"train": 0, "test": 256},
+                    "train": {"steps": 2000, "batch": 32, "warmup": 100, "lr": 0.005},
+                    "evaluate": {"every": 250}
                 },
                 "grid": {
                     "task": {
@@ -65,6 +63,12 @@ const mn_experiment_text mn_experiment_mqar_block = {
                             "task": {
                                 "name": "mqar-block",
                                 "options": {"vocab": 48, "length": 32, "block": 2, "blocks": 1}
+                            }
+                        },
+                        "block-2, 4 blocks": {
+                            "task": {
+                                "name": "mqar-block",
+                                "options": {"vocab": 64, "length": 64, "block": 2, "blocks": 4}
                             }
                         }
                     },

@@ -23,10 +23,8 @@ const mn_experiment_text mn_experiment_mqar_long = {
             }
         },
         "tables": [
-            {
-                "title": "Accuracy by width of the model", "rows": "model", "columns": "width",
-                "value": "token", "percent": true, "figure": "lines"
-            }
+            {"title": "Accuracy by width of the model", "rows": "model", "columns": "width",
+             "value": "token", "percent": true, "figure": "lines"}
         ]
     }),
     .preset = {
@@ -34,7 +32,7 @@ const mn_experiment_text mn_experiment_mqar_long = {
             "grid": {
                 "job": {
                     "task": {"options": {"length": 64, "vocab": 32}, "train": 3200, "test": 64},
-                    "train": {"steps": 200, "batch": 16, "lr": 0.003}, "evaluate": {"every": 100}
+                    "train": {"steps": 1500, "batch": 16, "lr": 0.003}, "evaluate": {"every": 250}
                 },
                 "grid": {
                     "width": {"32": {"model": {"hidden_size": 32, "intermediate_size": 64}}},

@@ -43,18 +43,12 @@ const mn_experiment_text mn_experiment_mqar_update = {
             }
         },
         "tables": [
-            {
-                "title": "Part of all keys recalled", "rows": "model", "columns": "task",
-                "value": "example", "percent": true, "figure": "bars"
-            },
-            {
-                "title": "Keys with a new value", "rows": "model", "columns": "task",
-                "value": "groups.updated", "percent": true, "figure": "bars"
-            },
-            {
-                "title": "Keys left alone", "rows": "model", "columns": "task",
-                "value": "groups.untouched", "percent": true, "figure": "bars"
-            }
+            {"title": "Part of all keys recalled", "rows": "model", "columns": "task",
+             "value": "example", "percent": true, "figure": "bars"},
+            {"title": "Keys with a new value", "rows": "model", "columns": "task",
+             "value": "groups.updated", "percent": true, "figure": "bars"},
+            {"title": "Keys left alone", "rows": "model", "columns": "task",
+             "value": "groups.untouched", "percent": true, "figure": "bars"}
         ]
     }),
     .preset = {
@@ -62,9 +56,9 @@ const mn_experiment_text mn_experiment_mqar_update = {
             "grid": {
                 "job": {
                     "model": {"hidden_size": 32},
-                    "task": {"train": 0, "test": 128},
-                    "train": {"steps": 400, "batch": 32, "warmup": 40, "lr": 0.005},
-                    "evaluate": {"every": 200}
+                    "task": {"train": 0, "test": 256},
+                    "train": {"steps": 2000, "batch": 32, "warmup": 100, "lr": 0.005},
+                    "evaluate": {"every": 250}
                 },
                 "grid": {
                     "task": {
@@ -72,6 +66,12 @@ const mn_experiment_text mn_experiment_mqar_update = {
                             "task": {
                                 "name": "mqar-update",
                                 "options": {"vocab": 48, "length": 32, "pairs": 2, "updates": 1}
+                            }
+                        },
+                        "64-4-4": {
+                            "task": {
+                                "name": "mqar-update",
+                                "options": {"vocab": 64, "length": 64, "pairs": 4, "updates": 4}
                             }
                         }
                     },

@@ -25,10 +25,8 @@ const mn_experiment_text mn_experiment_stack_depth = {
             }
         },
         "tables": [
-            {
-                "title": "Accuracy by depth", "rows": "steps", "columns": "depth",
-                "value": "token", "percent": true, "figure": "lines"
-            }
+            {"title": "Accuracy by depth", "rows": "steps", "columns": "depth", "value": "token",
+             "percent": true, "figure": "lines"}
         ]
     }),
     .preset = {
@@ -37,7 +35,7 @@ const mn_experiment_text mn_experiment_stack_depth = {
                 "job": {
                     "model": {"hidden_size": 32, "intermediate_size": 64},
                     "task": {"options": {"length": 32, "to_copy": 4}, "train": 3200, "test": 128},
-                    "train": {"steps": 150, "batch": 32, "lr": 0.003}, "evaluate": {"every": 75}
+                    "train": {"steps": 1000, "batch": 32, "lr": 0.003}, "evaluate": {"every": 100}
                 },
                 "grid": {
                     "depth": {

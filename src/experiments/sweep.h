@@ -37,8 +37,8 @@ typedef struct mn_sweep_options {
 } mn_sweep_options;
 
 /* `jobs` are completed. *state holds the counts at the end; failed jobs are no failure of the
- * sweep, their records tell why. The caller's other threads must not hold locks that jobs need: processes
- * are forked. */
+ * sweep, their records tell why. Processes are forked: the caller's other threads must not hold
+ * locks that jobs need. */
 mn_status mn_sweep_run(mn_sweep_state *state, const json_t *jobs, const mn_sweep_options *options);
 
 /* The last record of each key in the file, by key, new; an object without members when there is no

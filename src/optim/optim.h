@@ -57,7 +57,7 @@ typedef struct mn_schedule {
     int64_t warmup, steps;      // step s < warmup: peak (s + 1) / (warmup + 1), so no step is at 0;
                                 // `steps` is the whole run, the floor would be reached at its end
     double decay_part;          // warmup-stable-decay: the last part of the run that falls
-    int64_t hold;               // so many steps share the rate of their first, after the warmup; 0: 1
+    int64_t hold;               // steps that share the rate of their first, after the warmup; 0: 1
 } mn_schedule;
 
 const char *mn_schedule_name(mn_schedule_kind kind);
