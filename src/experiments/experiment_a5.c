@@ -49,7 +49,7 @@ const mn_experiment_text mn_experiment_a5 = {
                 "job": {
                     "model": {"hidden_size": 64},
                     "task": {"options": {"sequences": 4000}, "test": 200},
-                    "train": {"steps": 2000, "batch": 64, "lr": 0.003}, "evaluate": {"every": 250}
+                    "train": {"steps": 6000, "batch": 64, "lr": 0.003}, "evaluate": {"every": 250}
                 },
                 "grid": {"length": {"3": {"task": {"options": {"steps": 3}}}}, "seed": [0]},
                 "only": {"model": ["kla, 1 block", "gdn, 1 block", "mamba1, 1 block"]}

@@ -47,7 +47,7 @@ const mn_experiment_text mn_experiment_hyper_layout = {
             "grid": {
                 "job": {
                     "model": {"hidden_size": 32, "intermediate_size": 64}, "task": {"test": 256},
-                    "train": {"steps": 1000, "batch": 32, "lr": 0.003},
+                    "train": {"steps": 2000, "batch": 32, "lr": 0.003},
                     "evaluate": {"every": 100, "stop_at": 0.999}
                 },
                 "grid": {

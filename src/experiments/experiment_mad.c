@@ -44,7 +44,7 @@ const mn_experiment_text mn_experiment_mad = {
             "grid": {
                 "job": {
                     "model": {"hidden_size": 64}, "task": {"test": 256},
-                    "train": {"steps": 800, "batch": 32, "lr": 0.003},
+                    "train": {"steps": 2000, "batch": 32, "lr": 0.003},
                     "evaluate": {"every": 100, "stop_at": 0.999}
                 },
                 "grid": {
@@ -58,6 +58,11 @@ const mn_experiment_text mn_experiment_mad = {
                             "task": {
                                 "name": "mad-copy",
                                 "options": {"length": 32, "to_copy": 4}, "train": 3200
+                            }
+                        },
+                        "noisy": {
+                            "task": {
+                                "name": "mad-noisy", "options": {"length": 32}, "train": 3200
                             }
                         }
                     },

@@ -37,7 +37,7 @@ const mn_experiment_text mn_experiment_mad_noise = {
             "grid": {
                 "job": {
                     "model": {"hidden_size": 64}, "task": {"test": 256},
-                    "train": {"steps": 1000, "batch": 32, "lr": 0.003},
+                    "train": {"steps": 2000, "batch": 32, "lr": 0.003},
                     "evaluate": {"every": 100, "stop_at": 0.999}
                 },
                 "grid": {

@@ -53,7 +53,7 @@ const mn_experiment_text mn_experiment_mqar = {
                 "job": {
                     "model": {"hidden_size": 32},
                     "task": {"train": 0, "test": 256},
-                    "train": {"steps": 2000, "batch": 32, "warmup": 100, "lr": 0.005},
+                    "train": {"steps": 3000, "batch": 32, "warmup": 100, "lr": 0.005},
                     "evaluate": {"every": 250}
                 },
                 "grid": {
@@ -67,7 +67,7 @@ const mn_experiment_text mn_experiment_mqar = {
                         "64-4": {
                             "task": {
                                 "name": "mqar-shared",
-                                "options": {"vocab": 64, "length": 64, "pairs": 4}
+                                "options": {"vocab": 96, "length": 64, "pairs": 4}
                             }
                         }
                     },

@@ -32,7 +32,8 @@ const mn_experiment_text mn_experiment_mqar_long = {
             "grid": {
                 "job": {
                     "task": {"options": {"length": 64, "vocab": 32}, "train": 3200, "test": 64},
-                    "train": {"steps": 1500, "batch": 16, "lr": 0.003}, "evaluate": {"every": 250}
+                    "train": {"steps": 4000, "batch": 16, "lr": 0.003},
+                    "evaluate": {"every": 250, "stop_at": 0.99}
                 },
                 "grid": {
                     "width": {"32": {"model": {"hidden_size": 32, "intermediate_size": 64}}},

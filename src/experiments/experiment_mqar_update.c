@@ -57,7 +57,7 @@ const mn_experiment_text mn_experiment_mqar_update = {
                 "job": {
                     "model": {"hidden_size": 32},
                     "task": {"train": 0, "test": 256},
-                    "train": {"steps": 2000, "batch": 32, "warmup": 100, "lr": 0.005},
+                    "train": {"steps": 3000, "batch": 32, "warmup": 100, "lr": 0.005},
                     "evaluate": {"every": 250}
                 },
                 "grid": {
@@ -71,7 +71,7 @@ const mn_experiment_text mn_experiment_mqar_update = {
                         "64-4-4": {
                             "task": {
                                 "name": "mqar-update",
-                                "options": {"vocab": 64, "length": 64, "pairs": 4, "updates": 4}
+                                "options": {"vocab": 96, "length": 64, "pairs": 4, "updates": 4}
                             }
                         }
                     },

@@ -35,7 +35,8 @@ const mn_experiment_text mn_experiment_stack_depth = {
                 "job": {
                     "model": {"hidden_size": 32, "intermediate_size": 64},
                     "task": {"options": {"length": 32, "to_copy": 4}, "train": 3200, "test": 128},
-                    "train": {"steps": 1000, "batch": 32, "lr": 0.003}, "evaluate": {"every": 100}
+                    "train": {"steps": 2000, "batch": 32, "lr": 0.003},
+                    "evaluate": {"every": 100, "stop_at": 0.999}
                 },
                 "grid": {
                     "depth": {
