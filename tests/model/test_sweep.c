@@ -1,5 +1,5 @@
-/* test_sweep.c - jobs and sweeps: keys, products of axes, every plan of every experiment, the queue,
- * what a kill leaves behind, failures, the same numbers again, and cells of a report. */
+/* test_sweep.c - jobs and sweeps: keys, products of axes, every plan of every experiment, the
+ * queue, what a kill leaves behind, failures, the same numbers again, and cells of a report. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -44,8 +44,8 @@ static json_t *expand(const char *text) {
 }
 
 #define TINY                                                                                       \
-    "\"job\": {\"task\": {\"name\": \"mad-recall\", \"options\": {\"length\": 16}, \"train\": 64, "  \
-    "\"test\": 16}, \"model\": {\"layers\": \"linear\", \"hidden_size\": 16, "                     \
+    "\"job\": {\"task\": {\"name\": \"mad-recall\", \"options\": {\"length\": 16}, "               \
+    "\"train\": 64, \"test\": 16}, \"model\": {\"layers\": \"linear\", \"hidden_size\": 16, "    \
     "\"num_hidden_layers\": 1}, \"train\": {\"steps\": 4, \"batch\": 16, \"lr\": 0.01, "           \
     "\"min_lr\": 0, \"warmup\": 0}}"
 
@@ -68,8 +68,8 @@ static void keys_know_what_defines_a_job(void **state) {
         "{\"jobs\": [{\"task\": {\"name\": \"mqar\", \"setting\": \"64-4\", \"test\": 9}, "
         "\"model\": {\"layers\": \"gdn\", \"hidden_size\": 32}, \"train\": {\"steps\": 5}}]}",
         "{\"jobs\": [{\"seed\": 0, \"train\": {\"steps\": 5, \"batch\": 32}, \"model\": "
-        "{\"hidden_size\": 32, \"layers\": \"gdn\"}, \"task\": {\"test\": 9, \"setting\": \"64-4\", "
-        "\"name\": \"mqar\"}, \"labels\": {\"any\": \"thing\"}}]}",
+        "{\"hidden_size\": 32, \"layers\": \"gdn\"}, \"task\": {\"test\": 9, "
+        "\"setting\": \"64-4\", \"name\": \"mqar\"}, \"labels\": {\"any\": \"thing\"}}]}",
         "{\"job\": {\"task\": {\"name\": \"mqar\", \"test\": 9, \"train\": 100000, \"options\": "
         "{\"length\": 64, \"pairs\": 4, \"random_fill\": false}}, \"train\": {\"steps\": 50}, "
         "\"steps_at_most\": 5, \"model\": {\"layers\": \"gdn\"}}, "
@@ -80,8 +80,9 @@ static void keys_know_what_defines_a_job(void **state) {
         "\"model\": {\"layers\": \"gdn\", \"hidden_size\": 32}, \"train\": {\"steps\": 6}}]}",
         "{\"jobs\": [{\"task\": {\"name\": \"mqar\", \"setting\": \"64-4\", \"test\": 9}, "
         "\"model\": {\"layers\": \"kda\", \"hidden_size\": 32}, \"train\": {\"steps\": 5}}]}",
-        "{\"jobs\": [{\"task\": {\"name\": \"mqar\", \"setting\": \"64-4\", \"test\": 9}, \"seed\": 1, "
-        "\"model\": {\"layers\": \"gdn\", \"hidden_size\": 32}, \"train\": {\"steps\": 5}}]}",
+        "{\"jobs\": [{\"task\": {\"name\": \"mqar\", \"setting\": \"64-4\", \"test\": 9}, "
+        "\"seed\": 1, \"model\": {\"layers\": \"gdn\", \"hidden_size\": 32}, "
+        "\"train\": {\"steps\": 5}}]}",
     };
     char first[MN_JOB_KEY], key[MN_JOB_KEY];
     key_of(first, same[0]);
@@ -107,7 +108,8 @@ static void products_have_labels(void **state) {
     const json_t *lr = mn_spec_get(json_array_get(jobs, 4), "train.lr");
     assert_true(json_number_value(lr) == 0.02);
     json_decref(jobs);
-    jobs = expand("{" TINY ", \"only\": {\"seed\": [2]}, \"parts\": [{\"grid\": {\"seed\": [1, 2]}}, "
+    jobs = expand("{" TINY ", \"only\": {\"seed\": [2]}, \"parts\": ["
+                  "{\"grid\": {\"seed\": [1, 2]}}, "
                   "{\"job\": {\"train\": {\"steps\": 7}}, \"grid\": {\"seed\": [2]}}]}");
     assert_int_equal(json_array_size(jobs), 2);
     assert_int_equal(json_integer_value(mn_spec_get(json_array_get(jobs, 1), "train.steps")), 7);
@@ -125,7 +127,8 @@ static void what_cannot_run_is_refused(void **state) {
     (void)state;
     static const char *const bad[][2] = {
         { "{\"jobs\": [{\"task\": {\"name\": \"mqarr\"}}]}", "did you mean \"mqar\"" },
-        { "{\"jobs\": [{\"task\": {\"name\": \"mqar\", \"setting\": \"x\"}}]}", "no setting \"x\"" },
+        { "{\"jobs\": [{\"task\": {\"name\": \"mqar\", \"setting\": \"x\"}}]}",
+          "no setting \"x\"" },
         { "{\"jobs\": [{\"taks\": {}}]}", "\"task\"" },
         { "{\"jobs\": [{\"kind\": \"trian\"}]}", "did you mean \"train\"" },
         { "{" TINY ", \"grid\": {\"train.lrr\": [1]}}", "did you mean \"lr\"" },
@@ -363,8 +366,8 @@ static void a_damaged_file_is_named(void **state) {
 static void cells_choose_the_best_setting(void **state) {
     (void)state;
 #define RUN(model, lr, seed, score)                                                                \
-    "{\"labels\": {\"model\": \"" model "\", \"task\": \"t\", \"train.lr\": " lr ", \"seed\": " seed \
-    "}, \"result\": {\"token\": " score "}}"
+    "{\"labels\": {\"model\": \"" model "\", \"task\": \"t\", \"train.lr\": " lr                   \
+    ", \"seed\": " seed "}, \"result\": {\"token\": " score "}}"
     mn_json root = parse(
         "{\"tables\": [{\"title\": \"x\", \"rows\": \"model\", \"columns\": \"task\", \"value\": "
         "\"token\", \"percent\": true}], \"paper_numbers\": [{\"table\": 0, \"row\": \"a\", "
