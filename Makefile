@@ -2,7 +2,7 @@
 BUILD := build/release
 JOBS  := $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: all build setup demo test check bench sanitize tsan fuzz format format-check install clean help
+.PHONY: all build setup demo collide test check bench sanitize tsan fuzz format format-check install clean help
 
 all: build
 
@@ -13,8 +13,11 @@ build: setup       ## release build in build/release
 	@cmake --preset release >/dev/null
 	@cmake --build $(BUILD) -j $(JOBS) -- --no-print-directory
 
-demo: build        ## the collision experiment, as a table and two figures in build/demo
-	@$(BUILD)/mneme collide --figures build/demo
+demo: build        ## two small models learn stories and are asked: table, figures in build/demo
+	@$(BUILD)/mneme demo --out build/demo
+
+collide: build     ## the collision experiment, as a table and two figures in build/collide
+	@$(BUILD)/mneme collide --figures build/collide
 
 test: build        ## all tests
 	@ctest --preset release -j $(JOBS)

@@ -171,7 +171,8 @@ int main(int argc, char **argv) {
     const int64_t tokens = argc > 4 ? atoll(argv[4]) : 0;    // 0: all of them
     openblas_set_num_threads(s.n_threads);
     spread_new_threads();
-    const mn_context_options options = { s.n_threads, argc > 2 ? argv[2] : NULL };
+    const mn_context_options options = { .n_threads = s.n_threads,
+                                         .target = argc > 2 ? argv[2] : NULL };
     if (s.runs < 1 || s.runs > MAX_RUNS || mn_context_create(&s.context, &options) != MN_OK) {
         fprintf(stderr, "bench_matmul: %s; bench_matmul [threads [target [runs [tokens]]]]\n",
                 s.runs < 1 || s.runs > MAX_RUNS ? "runs are 1 to 101" : mn_last_error());

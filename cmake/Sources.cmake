@@ -18,7 +18,17 @@ function(mneme_object_library name)
     target_link_libraries(${name} PRIVATE ${mneme_dependencies})
 endfunction()
 
+# A device is reached through CUDA or, without it, refused with a sentence.
+if(mneme_cuda_built)
+    list(FILTER library_sources EXCLUDE REGEX "/device_none\\.c$")
+    list(APPEND library_sources ${CMAKE_SOURCE_DIR}/src/kernels/cuda/overlay.c)
+    list(APPEND mneme_dependencies CUDA::cudart_static)
+else()
+    list(FILTER library_sources EXCLUDE REGEX "/device_cuda\\.c$")
+endif()
+
 mneme_object_library(mneme_objects ${library_sources})
+target_compile_definitions(mneme_objects PRIVATE MN_HAVE_CUDA=$<BOOL:${mneme_cuda_built}>)
 add_custom_target(mneme_commit
     COMMAND ${CMAKE_COMMAND} -DSOURCE=${CMAKE_SOURCE_DIR}
         -DOUT=${CMAKE_BINARY_DIR}/generated/mneme_commit.h
@@ -27,6 +37,10 @@ add_custom_target(mneme_commit
 add_dependencies(mneme_objects mneme_commit)
 target_include_directories(mneme_objects PRIVATE ${CMAKE_BINARY_DIR}/generated)
 set(mneme_kernel_objects)
+if(mneme_cuda_built)
+    mneme_cuda_objects(cuda_objects)
+    list(APPEND mneme_kernel_objects ${cuda_objects})
+endif()
 foreach(bits 32 64)
     mneme_object_library(mneme_ref${bits} ${ref_sources})
     target_compile_definitions(mneme_ref${bits} PRIVATE MN_REF_BITS=${bits})

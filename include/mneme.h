@@ -52,19 +52,28 @@ MN_API const char *mn_last_error(void);
 
 typedef enum mn_dtype { MN_F32, MN_F64, MN_BF16, MN_DTYPE_COUNT } mn_dtype;
 
-/* Worker threads, scratch memory and the chosen kernels. */
+/* Worker threads, scratch memory and the chosen kernels; or a GPU. */
 typedef struct mn_context mn_context;
 
 typedef struct mn_context_options {
     int n_threads;         // 0: one per core this process may run on
     const char *target;    // "ref", "avx2", "avx512"; NULL: MN_TARGET, else the best here
+    const char *device;    // NULL or "cpu"; "cuda" or "cuda:N": operators run on that GPU
+    void *stream;          // of the GPU, a cudaStream_t that stays yours; NULL: one of its own
 } mn_context_options;
 
-/* `options` may be NULL. Free with mn_context_destroy, which accepts NULL. */
+/* `options` may be NULL. Free with mn_context_destroy, which accepts NULL. A device that cannot be
+ * used fails with MN_ERR_UNSUPPORTED and the reason. */
 MN_API mn_status mn_context_create(mn_context **out, const mn_context_options *options);
 MN_API void mn_context_destroy(mn_context *context);
 MN_API int mn_context_threads(const mn_context *context);
+
+/* "ref", "avx2", "avx512", or "cuda" where a GPU runs the operators. */
 MN_API const char *mn_context_target(const mn_context *context);
+
+/* Waits until the work of all calls is done; what failed in it comes out here. On the CPU calls are
+ * done when they return, and so is this one. */
+MN_API mn_status mn_context_synchronize(mn_context *context);
 
 /* ---- text ------------------------------------------------------------------------------------ */
 
@@ -192,7 +201,14 @@ MN_API mn_status mn_session_sample(int32_t *token, mn_session *session, const mn
  * A packed run gives the same bits as separate runs.
  *
  * Decoding: a call with T = 1 whose final states are the same memory as its initial states updates
- * them in place, reading and writing them once. */
+ * them in place, reading and writing them once.
+ *
+ * On a GPU every tensor lies in that GPU's memory; `args` itself, cu_seqlens and counts0 stay in
+ * host memory and may be changed when the call returns. The call puts its work on the context's
+ * stream and does not wait. MN_BF16 is of GPUs only: activations, weights, log decays and their
+ * gradients are then bf16, sums are float32, and states, targets, losses, moebius' a and p, and an
+ * optimiser's numbers are float32. Values inside tensors are not looked at: a log decay above 0
+ * grows the state, and a target that is no class makes the loss NaN. */
 
 typedef struct mn_in {
     const void *data;

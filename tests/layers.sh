@@ -19,7 +19,7 @@ rank() {
 }
 bad=0
 count=0
-for file in $(find . -name '*.[ch]' -o -name '*.def' | sed 's|^\./||'); do
+for file in $(find . -name '*.[ch]' -o -name '*.def' -o -name '*.cu' -o -name '*.cuh' | sed 's|^\./||'); do
     own=${file%%/*}
     for path in $(sed -n 's/^ *# *include "\([^"]*\)".*/\1/p' "$file"); do
         case $path in mneme.h) continue ;; esac

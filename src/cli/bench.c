@@ -5,13 +5,15 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/dtype.h"
 #include "base/status.h"
 #include "cli/command.h"
 #include "cli/number.h"
 
 typedef struct options {
     mn_bench_options bench;
-    const char *only;    // NULL: every case
+    const char *only;     // NULL: every case
+    const char *dtype;    // NULL: bf16 on a GPU
     bool json, list;
 } options;
 
@@ -28,6 +30,8 @@ static void print_help(void) {
          "  --runs N        runs of each case (default: 7, fewer for slow ones)\n"
          "  --threads N     worker threads (default: one per core)\n"
          "  --target NAME   ref, avx2, avx512 (default: the best here)\n"
+         "  --device NAME   cuda or cuda:N: the operators of a GPU, against copies of its memory\n"
+         "  --dtype NAME    on a GPU: bf16 or f32 (default: bf16)\n"
          "  --quick         cut sizes and three runs: does it work, not how fast is it\n"
          "  --json          machine, shapes, times, work, bytes and shares as one document");
 }
@@ -35,6 +39,16 @@ static void print_help(void) {
 static int usage_error(const char *what, const char *option) {
     fprintf(stderr, "mneme bench: %s%s; mneme bench --help lists the options\n", option, what);
     return 2;
+}
+
+/* The CPU measures f32; a GPU bf16 or f32. */
+static int parse_device(options *o) {
+    if (o->bench.device && strcmp(o->bench.device, "cpu") == 0) o->bench.device = NULL;
+    o->bench.dtype = o->bench.device ? MN_BF16 : MN_F32;
+    if (!o->dtype) return 0;
+    const bool known = mn_dtype_parse(&o->bench.dtype, o->dtype) && o->bench.dtype != MN_F64;
+    if (known && (o->bench.device || o->bench.dtype == MN_F32)) return 0;
+    return usage_error(" is not measured; the CPU has f32, a GPU bf16 and f32", o->dtype);
 }
 
 /* 0, or the exit status of a mistake. */
@@ -46,6 +60,8 @@ static int parse(options *o, int argc, char **argv) {
                                                          : NULL;
         const char **text = strcmp(option, "--only") == 0     ? &o->only
                             : strcmp(option, "--target") == 0 ? &o->bench.target
+                            : strcmp(option, "--device") == 0 ? &o->bench.device
+                            : strcmp(option, "--dtype") == 0  ? &o->dtype
                                                               : NULL;
         if (strcmp(option, "--json") == 0) o->json = true;
         else if (strcmp(option, "--list") == 0) o->list = true;
@@ -58,23 +74,34 @@ static int parse(options *o, int argc, char **argv) {
         }
         i += number || text;
     }
-    return 0;
+    return parse_device(o);
 }
 
 static bool chosen(const options *o, const mn_bench_case *which) {
     return !o->only || strstr(which->name, o->only);
 }
 
+static mn_status measure_one(mn_bench_result *result, const mn_bench *bench,
+                             const mn_bench_case *which) {
+    return bench->gpu ? mn_bench_gpu_measure(result, bench, which)
+                      : mn_bench_measure(result, bench, which);
+}
+
 /* Measures the chosen cases; the number that failed. */
 static int measure_all(mn_bench_result *results, int *n_results, const options *o,
                        const mn_bench *bench) {
     int n_cases, n_failed = 0;
-    const mn_bench_case *cases = mn_bench_cases(&n_cases);
+    const mn_bench_case *cases = mn_bench_cases(&n_cases, bench->gpu != NULL);
     if (!o->json) mn_bench_print_header(stdout, bench);
     for (int i = 0; i < n_cases; i++) {
         if (!chosen(o, &cases[i])) continue;
         mn_bench_result *result = &results[*n_results];
-        if (mn_bench_measure(result, bench, &cases[i]) == MN_OK) {
+        const mn_bench_options *how = &bench->options;
+        if (bench->gpu && mn_bench_gpu_serves(bench->gpu, &cases[i], how->dtype) != MN_OK) {
+            fprintf(stderr, "mneme bench: %s left out: %s\n", cases[i].name, mn_last_error());
+            continue;
+        }
+        if (measure_one(result, bench, &cases[i]) == MN_OK) {
             if (!o->json) mn_bench_print(stdout, bench, result);
             ++*n_results;
         } else {
@@ -88,7 +115,7 @@ static int measure_all(mn_bench_result *results, int *n_results, const options *
 
 static int run_ops(const options *o) {
     int n_cases, n_chosen = 0, n_results = 0;
-    const mn_bench_case *cases = mn_bench_cases(&n_cases);
+    const mn_bench_case *cases = mn_bench_cases(&n_cases, o->bench.device != NULL);
     for (int i = 0; i < n_cases; i++) {
         n_chosen += chosen(o, &cases[i]);
         if (o->list && chosen(o, &cases[i])) puts(cases[i].name);

@@ -44,7 +44,11 @@ typedef enum mn_bench_scale { MN_BENCH_FULL, MN_BENCH_QUICK, MN_BENCH_CHECK } mn
 
 /* ---- bench_case.c ---- */
 
-const mn_bench_case *mn_bench_cases(int *count);
+/* The cases of the CPU or of a GPU. */
+const mn_bench_case *mn_bench_cases(int *count, bool device);
+
+/* Whether the ceiling is of a GPU. */
+bool mn_ceiling_of_device(mn_ceiling_id id);
 const mn_ceiling_info *mn_ceiling_describe(mn_ceiling_id id);
 const char *mn_bench_pass_name(mn_bench_pass pass);
 
@@ -54,17 +58,19 @@ mn_status mn_bench_open(mn_sample *sample, const mn_bench_case *which, mn_bench_
                         mn_dtype dtype);
 
 /* Floating-point operations in the recurrent form (a backward pass counts as two forward), and
- * bytes that the case has to move. */
+ * bytes that the case has to move in a call of `dtype`. */
 double mn_bench_work(const mn_bench_case *which, const mn_sample *sample);
-double mn_bench_bytes(const mn_bench_case *which, const mn_sample *sample);
+double mn_bench_bytes(const mn_bench_case *which, const mn_sample *sample, mn_dtype dtype);
 
 /* Cells of the state times tokens: what the DIVIDE ceiling counts. */
 double mn_bench_cells(const mn_bench_case *which, const mn_sample *sample);
 
 /* ---- bench_check.c ---- */
 
-/* Runs a small form of the case on `context` and in double on the reference and compares. */
-mn_status mn_bench_check(const mn_bench_case *which, mn_context *context, mn_context *reference);
+/* Runs a small form of the case on `context` and in double on the reference and compares. On a
+ * device, in `dtype` and on inputs rounded to it. */
+mn_status mn_bench_check(const mn_bench_case *which, mn_context *context, mn_context *reference,
+                         mn_dtype dtype);
 
 /* ---- bench_ceiling.c ---- */
 
@@ -94,6 +100,8 @@ typedef struct mn_bench_options {
     int n_runs;       // 0: 7, fewer where the case is slow
     int n_threads;    // 0: one per core
     const char *target;
+    const char *device;      // NULL: the CPU
+    mn_dtype dtype;          // of a device's cases
     mn_bench_scale scale;    // FULL or QUICK
 } mn_bench_options;
 
@@ -107,10 +115,13 @@ typedef struct mn_bench_result {
     double share;    // ceiling's median time over the operator's
 } mn_bench_result;
 
+typedef struct mn_bench_gpu mn_bench_gpu;
+
 /* The contexts of one run of the program. */
 typedef struct mn_bench {
     mn_bench_options options;
     mn_context *context, *single, *reference;
+    mn_bench_gpu *gpu;    // NULL: the CPU is measured
 } mn_bench;
 
 mn_status mn_bench_create(mn_bench *bench, const mn_bench_options *options);
@@ -119,6 +130,34 @@ void mn_bench_destroy(mn_bench *bench);
 /* Checks the case, then repeats ceiling, operator, ceiling, operator ... after a warm-up. */
 mn_status mn_bench_measure(mn_bench_result *result, const mn_bench *bench,
                            const mn_bench_case *which);
+
+/* Sorts `x`; the mean of the two in the middle when n is even. */
+double mn_bench_median(double *x, int n);
+
+/* ---- bench_gpu.c ---- */
+
+/* Memory and events for measuring on the context's device; measures the ceilings once at their
+ * best. Destroy accepts NULL. */
+mn_status mn_bench_gpu_create(mn_bench_gpu **out, mn_context *context);
+void mn_bench_gpu_destroy(mn_bench_gpu *gpu);
+
+/* Whether the device has the kernels of the case; if not, the message names the operator. */
+mn_status mn_bench_gpu_serves(const mn_bench_gpu *gpu, const mn_bench_case *which, mn_dtype dtype);
+
+/* mn_bench_measure on the device: copy and operator in turn, each between two events; inputs come
+ * from memory because several sets of them take turns. */
+mn_status mn_bench_gpu_measure(mn_bench_result *result, const mn_bench *bench,
+                               const mn_bench_case *which);
+
+/* Large copies in bytes a second, and matrix products in floating-point operations a second; NaN
+ * where there is no cuBLASLt. */
+double mn_bench_gpu_copy_rate(const mn_bench_gpu *gpu);
+double mn_bench_gpu_product_rate(const mn_bench_gpu *gpu);
+
+/* ---- bench_product.c ---- */
+
+/* Floating-point operations a second of the device's bf16 matrix product; NaN without cuBLASLt. */
+double mn_bench_product_rate(mn_device *device);
 
 /* ---- bench_report.c ---- */
 

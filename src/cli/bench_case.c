@@ -14,15 +14,26 @@ static const mn_bench_case cases[] = {
 #undef CASE
 };
 
+static const mn_bench_case device_cases[] = {
+#define CASE(name, op, pass, ceiling, asked, with, ...)                                            \
+    { name, MN_OP_##op, MN_BENCH_##pass, MN_CEILING_##ceiling, asked, with, { __VA_ARGS__ } },
+#include "cli/bench_cuda.def"
+#undef CASE
+};
+
 static const mn_ceiling_info ceilings[MN_CEILING_COUNT] = {
 #define CEILING(id, name, unit, about) { name, unit, about },
 #include "cli/bench_ceilings.def"
 #undef CEILING
 };
 
-const mn_bench_case *mn_bench_cases(int *count) {
-    *count = (int)MN_COUNTOF(cases);
-    return cases;
+const mn_bench_case *mn_bench_cases(int *count, bool device) {
+    *count = (int)(device ? MN_COUNTOF(device_cases) : MN_COUNTOF(cases));
+    return device ? device_cases : cases;
+}
+
+bool mn_ceiling_of_device(mn_ceiling_id id) {
+    return id >= MN_CEILING_GPU_COPY;
 }
 
 const mn_ceiling_info *mn_ceiling_describe(mn_ceiling_id id) {
@@ -190,34 +201,39 @@ double mn_bench_cells(const mn_bench_case *which, const mn_sample *sample) {
     return rows * (double)c->K * (double)c->V * (which->pass == MN_BENCH_TRAIN ? 3.0 : 1.0);
 }
 
+static double tensor_bytes(const mn_sample_tensor *tensor, mn_dtype dtype) {
+    return (double)tensor->count * (double)mn_dtype_bytes(mn_field_dtype(tensor->field, dtype));
+}
+
 /* Bytes of the tensors with these roles, or of their gradients and cotangents. */
-static double bytes_of(const mn_sample *sample, mn_role first, mn_role last, bool partners) {
-    double count = 0.0;
+static double bytes_of(const mn_sample *sample, mn_role first, mn_role last, bool partners,
+                       mn_dtype dtype) {
+    double bytes = 0.0;
     for (int i = 0; i < sample->n_tensors; i++) {
         const mn_sample_tensor *tensor = &sample->tensors[i];
         const bool there = partners ? tensor->partner != NULL : tensor->data != NULL;
         const mn_role role = tensor->field->role;
-        if (there && role >= first && role <= last) count += (double)tensor->count;
+        if (there && role >= first && role <= last) bytes += tensor_bytes(tensor, dtype);
     }
-    return count * (double)mn_dtype_bytes(((const mn_call *)sample->args)->dtype);
+    return bytes;
 }
 
-static double state_bytes(const mn_sample *sample) {
-    double count = 0.0;
+static double state_bytes(const mn_sample *sample, mn_dtype dtype) {
+    double bytes = 0.0;
     for (int i = 0; i < sample->n_tensors; i++) {
         const mn_sample_tensor *tensor = &sample->tensors[i];
         const bool input = tensor->field->role <= MN_ROLE_RAW;
-        if (input && tensor->axes[0] == 'N') count += (double)tensor->count;
+        if (input && tensor->axes[0] == 'N') bytes += tensor_bytes(tensor, dtype);
     }
-    return count * (double)mn_dtype_bytes(((const mn_call *)sample->args)->dtype);
+    return bytes;
 }
 
-double mn_bench_bytes(const mn_bench_case *which, const mn_sample *sample) {
-    const double inputs = bytes_of(sample, MN_ROLE_IN, MN_ROLE_RAW, false);
-    const double results = bytes_of(sample, MN_ROLE_OUT, MN_ROLE_AUX, false);
-    if (which->ceiling == MN_CEILING_STREAM) return 2.0 * state_bytes(sample);
+double mn_bench_bytes(const mn_bench_case *which, const mn_sample *sample, mn_dtype dtype) {
+    const double inputs = bytes_of(sample, MN_ROLE_IN, MN_ROLE_RAW, false, dtype);
+    const double results = bytes_of(sample, MN_ROLE_OUT, MN_ROLE_AUX, false, dtype);
+    if (which->ceiling == MN_CEILING_STREAM) return 2.0 * state_bytes(sample, dtype);
     if (which->ceiling == MN_CEILING_READ) return inputs;
-    if (which->pass == MN_BENCH_STEP) return inputs + results + state_bytes(sample);
+    if (which->pass == MN_BENCH_STEP) return inputs + results + state_bytes(sample, dtype);
     if (which->pass == MN_BENCH_FORWARD) return inputs + results;
-    return 2.0 * inputs + results + bytes_of(sample, MN_ROLE_IN, MN_ROLE_AUX, true);
+    return 2.0 * inputs + results + bytes_of(sample, MN_ROLE_IN, MN_ROLE_AUX, true, dtype);
 }

@@ -1,5 +1,7 @@
 /* bench_ceiling.c - work that this machine cannot do faster, measured next to the operators. */
+#if MN_HAVE_OPENBLAS
 #include <cblas.h>
+#endif
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -100,7 +102,7 @@ mn_status mn_ceiling_open(mn_ceiling *ceiling, const mn_bench_case *which, const
     *ceiling = (mn_ceiling){ .id = which->ceiling,
                              .context = context,
                              .flop = mn_bench_work(which, sample),
-                             .bytes = mn_bench_bytes(which, sample),
+                             .bytes = mn_bench_bytes(which, sample, MN_F32),
                              .cells = mn_bench_cells(which, sample) };
     const int64_t floats = mn_max((int64_t)(ceiling->bytes / sizeof(float)), 1);
     int64_t need_b = 0, need_c = 0;
@@ -137,12 +139,17 @@ void mn_ceiling_close(mn_ceiling *ceiling) {
  */
 
 static double sgemm_seconds(const mn_ceiling *c) {
+#if MN_HAVE_OPENBLAS
     const int n = SGEMM_N;
     openblas_set_num_threads(mn_context_threads(c->context));
     const double start = mn_seconds();
     cblas_sgemm(CblasRowMajor, CblasNoTrans, CblasNoTrans, n, n, n, 1.0f, c->a, n, c->b, n, 0.0f,
                 c->c, n);
     return (mn_seconds() - start) * c->flop / (2.0 * n * (double)n * n);
+#else
+    (void)c;
+    return NAN;
+#endif
 }
 
 static double seconds_of(mn_ceiling *c, int64_t n_items, mn_item_fn fn) {

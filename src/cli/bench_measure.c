@@ -14,16 +14,20 @@ static const double patience = 10.0;    // seconds a case may take beyond its le
 
 mn_status mn_bench_create(mn_bench *bench, const mn_bench_options *options) {
     *bench = (mn_bench){ .options = *options };
-    const mn_context_options wanted = { options->n_threads, options->target };
-    const mn_context_options single = { 1, options->target }, reference = { 0, "ref" };
+    const mn_context_options wanted = { .n_threads = options->n_threads,
+                                        .target = options->target, .device = options->device };
+    const mn_context_options single = { .n_threads = 1, .target = options->target };
+    const mn_context_options reference = { .target = "ref" };
     mn_status st = mn_context_create(&bench->context, &wanted);
-    if (st == MN_OK) st = mn_context_create(&bench->single, &single);
+    if (st == MN_OK && !options->device) st = mn_context_create(&bench->single, &single);
     if (st == MN_OK) st = mn_context_create(&bench->reference, &reference);
+    if (st == MN_OK && options->device) st = mn_bench_gpu_create(&bench->gpu, bench->context);
     if (st != MN_OK) mn_bench_destroy(bench);
     return st;
 }
 
 void mn_bench_destroy(mn_bench *bench) {
+    mn_bench_gpu_destroy(bench->gpu);
     mn_context_destroy(bench->context);
     mn_context_destroy(bench->single);
     mn_context_destroy(bench->reference);
@@ -35,8 +39,7 @@ static int by_value(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Sorts `x`; the mean of the two in the middle when n is even. */
-static double median(double *x, int n) {
+double mn_bench_median(double *x, int n) {
     qsort(x, (size_t)n, sizeof *x, by_value);
     return 0.5 * (x[(n - 1) / 2] + x[n / 2]);
 }
@@ -75,7 +78,7 @@ static double amount_of(const mn_bench_case *which, const mn_sample *sample) {
     case MN_CEILING_SGEMM: return mn_bench_work(which, sample);
     case MN_CEILING_DIVIDE: return mn_bench_cells(which, sample);
     case MN_CEILING_THREADS: return 1.0;
-    default: return mn_bench_bytes(which, sample);
+    default: return mn_bench_bytes(which, sample, MN_F32);
     }
 }
 
@@ -93,9 +96,9 @@ static mn_status repeat(mn_bench_result *result, const mn_bench *bench, mn_ceili
     }
     if (st != MN_OK) return st;
     result->n_runs = n;
-    result->median_s = median(op, n);
+    result->median_s = mn_bench_median(op, n);
     result->min_s = op[0];
-    result->ceiling_median_s = median(top, n);
+    result->ceiling_median_s = mn_bench_median(top, n);
     result->ceiling_min_s = top[0];
     result->share = result->ceiling_median_s / result->median_s;
     return MN_OK;
@@ -107,13 +110,13 @@ mn_status mn_bench_measure(mn_bench_result *result, const mn_bench *bench,
     mn_sample *sample = calloc(1, sizeof *sample);
     if (!sample) return mn_fail(MN_ERR_MEMORY, "no memory for a sample");
     mn_ceiling ceiling = { 0 };
-    mn_status st = mn_bench_check(which, bench->context, bench->reference);
+    mn_status st = mn_bench_check(which, bench->context, bench->reference, MN_F32);
     if (st == MN_OK) st = mn_bench_open(sample, which, bench->options.scale, MN_F32);
     if (st == MN_OK) st = mn_ceiling_open(&ceiling, which, sample, bench->context);
     if (st == MN_OK) {
         result->call = *(const mn_call *)sample->args;
         result->flop = mn_bench_work(which, sample);
-        result->bytes = mn_bench_bytes(which, sample);
+        result->bytes = mn_bench_bytes(which, sample, MN_F32);
         result->amount = amount_of(which, sample);
         mn_sample_draw_repeated(sample, 1);
         st = repeat(result, bench, &ceiling, sample);

@@ -4,6 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/dtype.h"
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/bench.h"
@@ -37,13 +38,26 @@ static bool judged(const mn_bench *bench, const mn_bench_result *r) {
     return r->which->asked > 0.0 && bench->options.scale == MN_BENCH_FULL && !isnan(r->share);
 }
 
+/* The GPU, and its ceilings at their best. */
+static void print_gpu(FILE *out, const mn_bench *bench) {
+    const mn_device_info *gpu = mn_device_facts(bench->context->device);
+    fprintf(out, "%s, compute capability %d.%d, %d processors, %.0f GB, L2 %.0f MB\n", gpu->name,
+            gpu->major, gpu->minor, gpu->n_processors, (double)gpu->bytes / 1e9,
+            (double)gpu->l2_bytes / 1e6);
+    fprintf(out, "  copies of 1 GiB: %.0f GB/s; bf16 products: %.0f TFLOP/s\n",
+            mn_bench_gpu_copy_rate(bench->gpu) / 1e9, mn_bench_gpu_product_rate(bench->gpu) / 1e12);
+}
+
 void mn_bench_print_header(FILE *out, const mn_bench *bench) {
     char cpu[128];
     mn_machine_cpu(cpu, sizeof cpu);
-    fprintf(out, "mneme %s bench ops\n%s, %d threads, target %s, f32\n", mn_version(), cpu,
-            mn_context_threads(bench->context), mn_context_target(bench->context));
+    fprintf(out, "mneme %s bench ops\n%s, %d threads, target %s, %s\n", mn_version(), cpu,
+            mn_context_threads(bench->context), mn_context_target(bench->context),
+            mn_dtype_name(bench->options.dtype));
+    if (bench->gpu) print_gpu(out, bench);
     for (int i = 0; i < MN_CEILING_COUNT; i++) {
         const mn_ceiling_info *info = mn_ceiling_describe((mn_ceiling_id)i);
+        if (mn_ceiling_of_device((mn_ceiling_id)i) != (bench->gpu != NULL)) continue;
         fprintf(out, "  ceiling %-8s %s\n", info->name, info->about);
     }
     if (bench->options.scale == MN_BENCH_QUICK)
@@ -144,7 +158,13 @@ mn_status mn_bench_json(FILE *out, const mn_bench *bench, const mn_bench_result 
     json_object_set_new(machine, "threads", json_integer(mn_context_threads(bench->context)));
     set_text(machine, "target", mn_context_target(bench->context));
     json_object_set_new(root, "machine", machine);
-    set_text(root, "dtype", "f32");
+    if (bench->gpu) {
+        const mn_device_info *gpu = mn_device_facts(bench->context->device);
+        set_text(machine, "gpu", gpu->name);
+        set_real(machine, "gpu_copy_bytes_per_s", mn_bench_gpu_copy_rate(bench->gpu));
+        set_real(machine, "gpu_product_flop_per_s", mn_bench_gpu_product_rate(bench->gpu));
+    }
+    set_text(root, "dtype", mn_dtype_name(bench->options.dtype));
     json_object_set_new(root, "quick", json_boolean(bench->options.scale == MN_BENCH_QUICK));
     for (int i = 0; i < count; i++) json_array_append_new(list, result_json(bench, &results[i]));
     json_object_set_new(root, "cases", list);

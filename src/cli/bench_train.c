@@ -169,7 +169,7 @@ static mn_status measure(result *out, const train_case *c, mn_context *context, 
 
 static void print(const result *r) {
     const train_case *c = r->of;
-    printf("%-15s %7.2fM %3lld x %-4lld %8.1f ms %8.1f + %6.1f + %5.1f %9.0f tok/s %5.2f", c->name,
+    printf("%-22s %7.2fM %3lld x %-4lld %8.1f ms %8.1f + %6.1f + %5.1f %9.0f tok/s %5.2f", c->name,
            (double)r->parameters * 1e-6, (long long)c->batch, (long long)c->context,
            1e3 * r->step, 1e3 * r->forward, 1e3 * r->backward, 1e3 * r->update,
            r->tokens_per_second, r->share);
@@ -213,7 +213,8 @@ int mn_bench_train(const mn_bench_options *options, const char *only, bool json,
     result results[MN_COUNTOF(cases)];
     int n = 0, n_failed = 0, n_chosen = 0;
     mn_context *context;
-    const mn_context_options how = { options->n_threads, options->target };
+    const mn_context_options how = { .n_threads = options->n_threads,
+                                     .target = options->target };
     mn_status st = mn_context_create(&context, &how);
     if (st == MN_OK && !json && !list) {
         printf("a training step: forward + backward + update; share of sgemm on %d threads\n",

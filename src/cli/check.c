@@ -5,61 +5,57 @@
 
 #include "base/dtype.h"
 #include "base/status.h"
+#include "cli/check.h"
 #include "cli/command.h"
-#include "cli/golden.h"
 #include "cli/number.h"
 #include "kernels/dispatch.h"
-#include "ops/run.h"
-
-typedef struct options {
-    const char *target;    // NULL: all present
-    const char *dtype;     // NULL: f64 on ref, f32 elsewhere
-    bool quiet;
-    int n_threads;
-} options;
-
-/* One file on one target. */
-typedef struct run {
-    const options *options;
-    const mn_safetensors *file;
-    const mn_sample *sample;
-    const char *path, *target, *dtype;
-    int64_t n_passed, n_failed;
-} run;
+#include "runtime/device.h"
 
 static void print_help(void) {
     puts("usage: mneme check [options] FILE...\n\n"
          "Evaluates the operator inside each golden file (safetensors), forward and backward, and\n"
          "compares every result and gradient with the file's own tolerance: rms <= tol and\n"
-         "largest deviation <= 16 tol.\n\n"
-         "  --target NAME   ref, avx2, avx512 (default: every target of this machine)\n"
-         "  --dtype NAME    f32 or f64 (default: f64 on ref, f32 on the others)\n"
+         "largest deviation <= 16 tol. In bf16, the judge is the reference in f64 on inputs\n"
+         "rounded to bf16. Without a GPU, --target cuda says so and exits with status 77.\n\n"
+         "  --target NAME   ref, avx2, avx512, cuda, cuda:N (default: every target here)\n"
+         "  --dtype NAME    f32; f64 on ref; bf16 on cuda (default: f64 on ref, f32 elsewhere)\n"
          "  --threads N     worker threads (default: one per core)\n"
          "  --quiet         only failures and the closing line");
 }
 
 static mn_status report(void *context, const char *name) {
-    run *r = context;
+    mn_check *c = context;
     mn_golden_result result = { 0 };
-    const mn_status st = mn_golden_compare(&result, r->sample, r->file, name);
+    const mn_status st = c->want
+                             ? mn_golden_compare_bf16(&result, c->sample, c->want, c->file, name)
+                             : mn_golden_compare(&result, c->sample, c->file, name);
     if (st != MN_OK) return st;
-    const char *base = strrchr(r->path, '/') ? strrchr(r->path, '/') + 1 : r->path;
-    if (result.passed) r->n_passed++;
-    else r->n_failed++;
-    if (!r->options->quiet || !result.passed) {
+    const char *base = strrchr(c->path, '/') ? strrchr(c->path, '/') + 1 : c->path;
+    if (result.passed) c->n_passed++;
+    else c->n_failed++;
+    if (!c->options->quiet || !result.passed) {
         printf("%s %s %s %s %s: rms %.2e max %.2e tol %.2e\n", result.passed ? "ok  " : "FAIL",
-               r->target, r->dtype, base, name, result.rms, result.worst, result.tolerance);
+               c->target, c->dtype, base, name, result.rms, result.worst, result.tolerance);
     }
     return MN_OK;
 }
 
-static mn_status evaluate(run *r, mn_context *context, mn_sample *sample) {
+mn_status mn_check_tensors(mn_check *check, const char *key) {
+    return mn_golden_each(check->file, key, report, check);
+}
+
+void mn_check_failed(mn_check *check) {
+    printf("FAIL %s %s %s: %s\n", check->target, check->dtype, check->path, mn_last_error());
+    check->n_failed++;
+}
+
+static mn_status evaluate(mn_check *c, mn_context *context, mn_sample *sample) {
     mn_status st = mn_op_run(context, sample->op, MN_FORWARD, sample->args);
-    if (st == MN_OK) st = mn_golden_each(r->file, "outputs", report, r);
-    const char *grads = mn_safetensors_metadata(r->file, "grads");
+    if (st == MN_OK) st = mn_check_tensors(c, "outputs");
+    const char *grads = mn_safetensors_metadata(c->file, "grads");
     if (st == MN_OK && grads && *grads) {
         st = mn_op_run(context, sample->op, MN_BACKWARD, sample->args);
-        if (st == MN_OK) st = mn_golden_each(r->file, "grads", report, r);
+        if (st == MN_OK) st = mn_check_tensors(c, "grads");
     }
     if (st == MN_OK && !mn_sample_guards_intact(sample)) {
         st = mn_fail(MN_ERR_INTERNAL, "memory around a result was overwritten");
@@ -67,30 +63,26 @@ static mn_status evaluate(run *r, mn_context *context, mn_sample *sample) {
     return st;
 }
 
-/* A file that cannot be evaluated counts as one failure. */
-static void check_file(run *r, mn_context *context, const char *path, mn_dtype dtype) {
+static void check_file(mn_check *c, mn_context *context, const char *path, mn_dtype dtype) {
     mn_safetensors *file = NULL;
     int64_t *cu = NULL;
     mn_sample *sample = calloc(1, sizeof *sample);
     mn_status st = sample ? mn_safetensors_open(&file, path) : mn_fail(MN_ERR_MEMORY, "no memory");
-    r->path = path;
-    r->file = file;
-    r->sample = sample;
+    c->path = path;
+    c->file = file;
+    c->sample = sample;
     if (st == MN_OK) st = mn_golden_bind(sample, &cu, file, dtype);
-    if (st == MN_OK) st = evaluate(r, context, sample);
-    if (st != MN_OK) {
-        printf("FAIL %s %s %s: %s\n", r->target, r->dtype, path, mn_last_error());
-        r->n_failed++;
-    }
+    if (st == MN_OK) st = evaluate(c, context, sample);
+    if (st != MN_OK) mn_check_failed(c);
     if (sample) mn_sample_free(sample);
     free(sample);
     free(cu);
     mn_safetensors_close(file);
 }
 
-static mn_status check_target(run *total, mn_target_id id, char **files, int n_files) {
-    const options *o = total->options;
-    const mn_context_options wanted = { o->n_threads, mn_target_name(id) };
+static mn_status check_target(mn_check *total, mn_target_id id, char **files, int n_files) {
+    const mn_check_options *o = total->options;
+    const mn_context_options wanted = { .n_threads = o->n_threads, .target = mn_target_name(id) };
     mn_context *context = NULL;
     mn_dtype dtype = id == MN_TARGET_REF ? MN_F64 : MN_F32;
     if (o->dtype && !mn_dtype_parse(&dtype, o->dtype)) {
@@ -109,8 +101,43 @@ static mn_status check_target(run *total, mn_target_id id, char **files, int n_f
     return st;
 }
 
+static bool wants_device(const mn_check_options *o) {
+    return o->target && strncmp(o->target, "cuda", 4) == 0;
+}
+
+/* The target asked for, or every one of this machine; a GPU counts where one can be seen and the
+ * type is not of the CPU. */
+static mn_status check_targets(mn_check *total, char **files, int n_files) {
+    const mn_check_options *o = total->options;
+    if (wants_device(o)) return mn_check_device(total, o->target, files, n_files);
+    mn_status st = MN_OK;
+    mn_target_id chosen = MN_TARGET_COUNT;
+    if (o->target) st = mn_target_choose(&chosen, o->target);
+    for (int id = 0; id < MN_TARGET_COUNT && st == MN_OK; id++) {
+        const bool wanted = o->target ? (int)chosen == id : mn_target_available((mn_target_id)id);
+        if (wanted) st = check_target(total, (mn_target_id)id, files, n_files);
+    }
+    int n_devices = 0;
+    const bool everywhere = st == MN_OK && !o->target && !o->dtype;
+    if (everywhere && mn_device_count(&n_devices) == MN_OK && n_devices > 0) {
+        st = mn_check_device(total, "cuda", files, n_files);
+    }
+    return st;
+}
+
+/* Which operators had no kernel where they were asked for. */
+static void print_skipped(const mn_check *total) {
+    if (total->n_skipped == 0) return;
+    printf("skipped %lld files whose operators have no CUDA kernels yet:",
+           (long long)total->n_skipped);
+    for (int op = 0; op < MN_OP_COUNT; op++) {
+        if (total->skipped[op]) printf(" %s", mn_op_describe((mn_op_id)op)->name);
+    }
+    putchar('\n');
+}
+
 /* Takes the options off argv; the number of file names left at its front, or -1. */
-static int parse(options *o, int argc, char **argv) {
+static int parse(mn_check_options *o, int argc, char **argv) {
     int n_files = 0;
     for (int i = 1; i < argc; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : NULL;
@@ -136,7 +163,7 @@ static int parse(options *o, int argc, char **argv) {
 }
 
 int mn_command_check(int argc, char **argv) {
-    options o = { 0 };
+    mn_check_options o = { 0 };
     if (argc > 1 && strcmp(argv[1], "--help") == 0) {
         print_help();
         return 0;
@@ -146,18 +173,12 @@ int mn_command_check(int argc, char **argv) {
         if (n_files == 0) fputs("mneme check: name at least one golden file\n", stderr);
         return 2;
     }
-    run total = { .options = &o };
-    mn_status st = MN_OK;
-    mn_target_id chosen = MN_TARGET_COUNT;
-    if (o.target) st = mn_target_choose(&chosen, o.target);
-    for (int id = 0; id < MN_TARGET_COUNT && st == MN_OK; id++) {
-        const bool wanted = o.target ? (int)chosen == id : mn_target_available((mn_target_id)id);
-        if (wanted) st = check_target(&total, (mn_target_id)id, argv, n_files);
-    }
-    if (st != MN_OK) {
-        fprintf(stderr, "mneme check: %s\n", mn_last_error());
-        return 2;
-    }
+    mn_check total = { .options = &o };
+    const mn_status st = check_targets(&total, argv, n_files);
+    if (st != MN_OK) fprintf(stderr, "mneme check: %s\n", mn_last_error());
+    if (st == MN_ERR_UNSUPPORTED && wants_device(&o)) return MN_CHECK_SKIPPED;
+    if (st != MN_OK) return 2;
+    print_skipped(&total);
     printf("%lld passed, %lld failed\n", (long long)total.n_passed, (long long)total.n_failed);
     return total.n_failed == 0 ? 0 : 1;
 }

@@ -179,6 +179,7 @@ static void variance_over_time(FILE *out, const mn_collide *c) {
 }
 
 static void recall(FILE *out, const mn_collide *c) {
+    fputs("set encoding utf8\n", out);
     mn_gnuplot_begin(out, "recall", "Retrieval of B and the variance along both addresses over "
                      "time.", 1280, 520, 2);
     recall_over_time(out, c);
@@ -235,6 +236,7 @@ static void retrieval_over_overlap(FILE *out, const mn_collide *c) {
 }
 
 static void dynamics(FILE *out, const mn_collide *c) {
+    fputs("set encoding utf8\n", out);
     mn_gnuplot_begin(out, "dynamics", "Gain of the writes over time, and what is left of B by "
                      "overlap.", 1280, 520, 2);
     gain_over_time(out, c);

@@ -16,7 +16,7 @@
 #include "cli/number.h"
 #include "io/json_write.h"
 
-enum { STEPS = 3000, SECONDS = 120, MOST = 10000000 };
+enum { STEPS = 2500, SECONDS = 120, MOST = 10000000 };
 
 static void print_help(void) {
     printf("usage: mneme demo [options]\n\n"

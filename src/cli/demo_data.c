@@ -1,7 +1,6 @@
 /* demo_data.c - the stories that the models of the demo are trained and asked on. */
 #include <math.h>
 #include <stdlib.h>
-#include <stdio.h>
 #include <string.h>
 
 #include "base/status.h"
@@ -20,12 +19,6 @@ static mn_stories_config small_source(void) {
     c.n_cast = 5;
     c.n_sentences = 60;
     c.p_end = 1.0 / 20.0;
-    if (getenv("XSRC")) {
-        double pe;
-        long a, b, cc, d, e;
-        sscanf(getenv("XSRC"), "%ld,%ld,%ld,%ld,%ld,%lf,%lf,%lf,%lf,%lf", &a, &b, &cc, &d, &e, &pe, &c.p_new, &c.update, &c.filler, &c.question);
-        c.n_names = a, c.n_objects = b, c.n_places = cc, c.n_cast = d, c.n_sentences = e, c.p_end = 1 / pe;
-    }
     return c;
 }
 

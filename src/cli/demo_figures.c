@@ -14,6 +14,15 @@ static const char *const colors[MN_DEMO_MODELS] = { "#0b4f9c", "#d95f02", "#1b9e
 
 /* ---- loss ------------------------------------------------------------------------------------ */
 
+/* Points at the end of the curves: how far above the floor a model is on the stories held out. Rows
+ * of training begin inside of stories too, where nobody knows what was before. */
+static void held_out(FILE *out, const mn_demo *demo) {
+    for (int i = 0; i < demo->n_models; i++) {
+        fprintf(out, "set label '' at graph 1, first %.6g point pt 7 ps 1.2 lc rgb '%s' front\n",
+                demo->data.floor + demo->models[i].result.gap, colors[i]);
+    }
+}
+
 /* Where the steep start is over: a tenth of the way. */
 static double top_of(const mn_demo *demo) {
     double top = 0.0;
@@ -33,17 +42,22 @@ static void loss(FILE *out, const mn_demo *demo) {
           "set rmargin at screen 0.97\nset xlabel 'million tokens'\n"
           "set ylabel 'bits per token'\n"
           "set key top right Left reverse samplen 2.5 tc rgb '#404040'\n", out);
-    fprintf(out, "set yrange [%.6g:%.6g]\n", floor - room, top + 2.0 * room);
+    const mn_demo_model *first = &demo->models[0];
+    fprintf(out, "set xrange [0:%.6g]\nset yrange [%.6g:%.6g]\n",
+            1e-6 * (double)first->points[first->n_points - 1].tokens, floor - room,
+            top + 2.0 * room);
     fprintf(out, "set arrow from graph 0, first %.6g to graph 1, first %.6g nohead lc rgb '#404040'"
             " lw 1.5 dt 2 front\n", floor, floor);
     fprintf(out, "set label 'floor: entropy of the source, %.4f' at graph 0.02, first %.6g left tc "
             "rgb '#404040' front\n", floor, floor - 0.45 * room);
+    held_out(out, demo);
     for (int i = 0; i < demo->n_models; i++) {
         fprintf(out, "%s 'loss.csv' using (column('tokens')*1e-6):(column('%s')) with lines lc rgb "
                 "'%s' lw 2 title '%s'", i == 0 ? "plot" : ", \\\n    ", demo->models[i].name,
                 colors[i], demo->models[i].name);
     }
-    fputc('\n', out);
+    fprintf(out, ", \\\n    NaN with points pt 7 ps 1.2 lc rgb '#707070' title '"
+            "whole stories held out'\n");
     mn_gnuplot_end(out);
 }
 

@@ -80,18 +80,28 @@ static mn_status add_words(page *p, const int32_t *tokens, const double *varianc
     return st;
 }
 
+/* Line by line, so that what is before and behind a line has no colour. */
+static void print_page(const page *p, const mn_show *show) {
+    for (size_t at = 0; at < p->size;) {
+        const char *line = p->text + at, *end = strchr(line, '\n');
+        const size_t n = end ? (size_t)(end - line) : p->size - at, indent = strspn(line, " ");
+        printf("%*s", (int)indent, "");
+        if (show->mode == MN_SHOW_COLOURS) {
+            mn_show_text(show, line + indent, n - indent, p->shades + at + indent);
+        } else {
+            fwrite(line + indent, 1, n - indent, stdout);
+        }
+        putchar('\n');
+        at += n + 1;
+    }
+}
+
 static mn_status print_words(const int32_t *tokens, const double *variance, int64_t n,
                              const mn_show *show) {
     page p = { 0 };
     mn_status st = add(&p, "  ", 0);
     if (st == MN_OK) st = add_words(&p, tokens, variance, n, show);
-    if (st == MN_OK && show->mode == MN_SHOW_COLOURS) {
-        memset(p.shades, MN_SHADES / 2, 2);
-        mn_show_text(show, p.text + 2, p.size - 2, p.shades + 2);
-    } else if (st == MN_OK) {
-        fwrite(p.text, 1, p.size, stdout);
-    }
-    putchar('\n');
+    if (st == MN_OK) print_page(&p, show);
     free_page(&p);
     return st;
 }
@@ -109,9 +119,10 @@ mn_status mn_demo_introduce(const mn_demo *demo) {
            "predicts better; answers\n           cost nothing to whoever remembers the latest "
            "place. Guessing, %.1f %% of them are right.\n", d->floor, 100.0 * mn_demo_chance(d));
     for (int i = 0; i < demo->n_models; i++) {
-        printf("model %d    %s (layers \"%s\")\n", i + 1,
-               demo->models[i].name, demo->models[i].layers);
+        printf("%-10s %s: layers \"%s\"\n", i == 0 ? "models" : "", demo->models[i].name,
+               demo->models[i].layers);
     }
+    printf("%-10s trained side by side, on the same batches\n", "");
     fflush(stdout);
     return st;
 }
@@ -244,10 +255,10 @@ static void print_ends(const mn_demo *demo) {
         printf("figures      %s/loss.svg, %s/recall.svg and the same as .png\n", out, out);
     }
     printf("results      %s/results.json\n", out);
-    printf("go on with   mneme generate --model %s/%s --belief \"anna puts the lamp in the\"\n",
-           out, demo->sample.model->name);
-    printf("             mneme eval --model %s/%s --text %s/stories.txt\n", out,
-           demo->models[0].name, out);
+    printf("go on with   mneme generate --model %s/%s --tokens 2 \"anna puts the lamp in the mill. "
+           "ben takes the lamp to the barn. where is the lamp?\"\n", out,
+           demo->sample.model->name);
+    printf("             mneme plot %s/%s --text\n", out, demo->models[0].name);
 }
 
 mn_status mn_demo_print(const mn_demo *demo) {

@@ -22,8 +22,7 @@ mn_status mn_make_folder(const char *path) {
 void mn_gnuplot_begin(FILE *out, const char *name, const char *about, int width, int height,
                       int panels) {
     fprintf(out, "# %s\n# gnuplot %s.gp\n", about, name);
-    fprintf(out, "set encoding utf8\n"
-            "do for [kind in 'svg png'] {\n"
+    fprintf(out, "do for [kind in 'svg png'] {\n"
             "reset\n"
             "set datafile separator ','\n"
             "if (kind eq 'svg') {\n"

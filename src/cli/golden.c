@@ -288,6 +288,57 @@ mn_status mn_golden_compare(mn_golden_result *result, const mn_sample *sample,
     return st;
 }
 
+/* Largest number of the row that starts at `first`. */
+static double row_scale(const mn_sample *want, const void *data, int64_t first, int64_t width,
+                        int64_t square) {
+    double largest = 0.0;
+    for (int64_t i = first; i < first + width; i++) {
+        largest = fmax(largest, fabs(value_at(want, data, i, square)));
+    }
+    return largest;
+}
+
+mn_status mn_golden_compare_bf16(mn_golden_result *result, const mn_sample *got,
+                                 const mn_sample *want, const mn_safetensors *file,
+                                 const char *name) {
+    static const double unit = 1.0 / 256.0;
+    int64_t count = 0, n_want = 0;
+    const mn_field *field = NULL;
+    const mn_stored_tensor *shape;
+    const void *x = computed(got, name, &count, &field), *y = computed(want, name, &n_want, &field);
+    const mn_status st = mn_safetensors_get(&shape, file, name);
+    if (st != MN_OK) return st;
+    if (!x || !y || count != n_want || mn_stored_elements(shape) != count) {
+        return mn_fail(MN_ERR_FORMAT, "nothing comparable was computed for %s", name);
+    }
+    const int64_t width = shape->rank > 0 ? shape->shape[shape->rank - 1] : 1;
+    const char *symmetric = mn_safetensors_metadata(file, "symmetric");
+    const bool input = field->role <= MN_ROLE_RAW;
+    const int64_t square = input && symmetric && listed(symmetric, field->name) ? width : 0;
+    double error2 = 0.0, norm2 = 0.0;
+    for (int64_t i = 0; i < count; i++) {
+        const double reference = value_at(want, y, i, square);
+        const double d = value_at(got, x, i, square) - reference;
+        error2 += d * d;
+        norm2 += reference * reference;
+    }
+    const double rms = count > 0 ? sqrt(norm2 / (double)count) : 0.0;
+    double worst = 0.0;
+    for (int64_t first = 0; first < count; first += width) {
+        const double scale = fmax(row_scale(want, y, first, width, square), rms);
+        for (int64_t i = first; i < first + width; i++) {
+            const double d = fabs(value_at(got, x, i, square) - value_at(want, y, i, square));
+            const double share = d > 0.0 || isnan(d) ? d / scale : 0.0;
+            worst = share > worst || isnan(share) ? share : worst;
+        }
+    }
+    result->rms = norm2 > 0 ? sqrt(error2 / norm2) : sqrt(error2);
+    result->worst = worst;
+    result->tolerance = 2.0 * unit / sqrt(3.0);
+    result->passed = sqrt(error2) <= result->tolerance * sqrt(norm2) && worst <= 2.0 * unit;
+    return MN_OK;
+}
+
 mn_status mn_golden_each(const mn_safetensors *file, const char *key,
                          mn_status (*use)(void *context, const char *name), void *context) {
     const char *list = mn_safetensors_metadata(file, key);

@@ -21,6 +21,17 @@ typedef struct mn_golden_result {
 mn_status mn_golden_compare(mn_golden_result *result, const mn_sample *sample,
                             const mn_safetensors *file, const char *name);
 
+/* Compares the tensor `name` that `got` holds after a bf16 call with `want`, the same call in
+ * float64 on inputs rounded to bf16: what is left is the kernel's own error. Rounding a result to
+ * bf16 (8 significant bits) is off by up to u = 2^-8 of the number and by u / sqrt(3) at most in
+ * the mean square; a formula in float64 whose results are stored in bf16 has that error and no
+ * other. Kernels may have twice of it, for what they round on the way: rms <= 2 u / sqrt(3) of the
+ * tensor's rms, and each number within 2 u of its scale, the largest of its row (last axis) or the
+ * tensor's rms, whichever is more. */
+mn_status mn_golden_compare_bf16(mn_golden_result *result, const mn_sample *got,
+                                 const mn_sample *want, const mn_safetensors *file,
+                                 const char *name);
+
 /* Calls `use(context, name)` for each name of the comma-separated metadata `key`; stops at a
  * failure. */
 mn_status mn_golden_each(const mn_safetensors *file, const char *key,

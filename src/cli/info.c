@@ -10,6 +10,7 @@
 #include "io/json_write.h"
 #include "mixers/mixer.h"
 #include "ops/run.h"
+#include "runtime/device.h"
 
 static const bool composed[MN_OP_COUNT] = {
 #define COMPOSE(name) [MN_OP_##name] = true,
@@ -75,9 +76,27 @@ static void print_build(const mn_context *context) {
     }
 }
 
+/* The GPUs that can be seen, or the reason why there are none. */
+static void print_devices(void) {
+    int count;
+    printf("\ndevices\n");
+    printf("  CUDA %s\n", mn_device_built() ? "built in: sm_80, sm_90a and PTX" : "not built in");
+    if (mn_device_count(&count) != MN_OK) printf("  none: %s\n", mn_last_error());
+    for (int i = 0; i < count; i++) {
+        mn_device_info info;
+        if (mn_device_describe(&info, i) == MN_OK) {
+            printf("  cuda:%-5d %s, compute capability %d.%d, %.1f of %.1f GB free\n", i, info.name,
+                   info.major, info.minor, (double)info.free_bytes / 1e9,
+                   (double)info.bytes / 1e9);
+        } else {
+            printf("  cuda:%-5d %s\n", i, mn_last_error());
+        }
+    }
+}
+
 static void print_kernels(const mn_context *context) {
-    printf("\noperators, float32 (float64 always runs on ref)\n");
-    printf("  %-16s %-9s %-9s %-9s\n", "", "forward", "backward", "step");
+    printf("\noperators, float32 (float64 always runs on ref); on GPUs, also bf16\n");
+    printf("  %-16s %-9s %-9s %-9s %s\n", "", "forward", "backward", "step", "on GPUs");
     for (int op = 0; op < MN_OP_COUNT; op++) {
         const char *name = mn_op_describe((mn_op_id)op)->name;
         const char *kind = kind_of(context, (mn_op_id)op);
@@ -89,6 +108,10 @@ static void print_kernels(const mn_context *context) {
         for (int pass = 0; pass < MN_PASS_COUNT; pass++) {
             const char *target = serves(context, (mn_op_id)op, (mn_pass)pass);
             printf(" %-9s", target ? target : pass == MN_STEP ? "forward" : "-");
+        }
+        for (int pass = 0; pass < MN_PASS_COUNT; pass++) {
+            const bool there = mn_op_has_cuda((mn_op_id)op, (mn_pass)pass);
+            if (there) printf(" %s", mn_pass_name((mn_pass)pass));
         }
         printf("\n");
     }
@@ -138,9 +161,36 @@ static json_t *kernels_json(const mn_context *context) {
             json_object_set_new(row, mn_pass_name((mn_pass)pass),
                                 target ? json_string(target) : json_null());
         }
+        json_t *passes = json_array();
+        for (int pass = 0; pass < MN_PASS_COUNT; pass++) {
+            if (!mn_op_has_cuda((mn_op_id)op, (mn_pass)pass)) continue;
+            json_array_append_new(passes, json_string(mn_pass_name((mn_pass)pass)));
+        }
+        json_object_set_new(row, "cuda", passes);
         json_array_append_new(list, row);
     }
     return list;
+}
+
+/* Whether CUDA is built in, the GPUs, and why there are none. */
+static json_t *devices_json(void) {
+    int count;
+    json_t *list = json_array();
+    const mn_status st = mn_device_count(&count);
+    json_t *why = st == MN_OK ? json_null() : json_string(mn_last_error());
+    for (int i = 0; i < count; i++) {
+        mn_device_info info;
+        char name[32];
+        if (mn_device_describe(&info, i) != MN_OK) continue;
+        snprintf(name, sizeof name, "cuda:%d", i);
+        json_array_append_new(
+            list, json_pack("{s:s, s:s, s:i, s:i, s:i, s:I, s:I}", "device", name, "name",
+                            info.name, "major", info.major, "minor", info.minor, "processors",
+                            info.n_processors, "bytes", (json_int_t)info.bytes, "free_bytes",
+                            (json_int_t)info.free_bytes));
+    }
+    return json_pack("{s:b, s:o, s:o}", "built", (int)mn_device_built(), "why", why, "devices",
+                     list);
 }
 
 static json_t *axis_json(const char *name, const char *equation) {
@@ -169,10 +219,11 @@ static json_t *mixers_json(void) {
 
 static mn_status print_json(const mn_context *context) {
     json_t *root =
-        json_pack("{s:s, s:{s:s, s:s}, s:i, s:s, s:o, s:o, s:o}", "version", mn_version(), "build",
-                  "compiler", compiler(), "processor", processor(), "threads",
+        json_pack("{s:s, s:{s:s, s:s}, s:i, s:s, s:o, s:o, s:o, s:o}", "version", mn_version(),
+                  "build", "compiler", compiler(), "processor", processor(), "threads",
                   mn_context_threads(context), "target", mn_context_target(context), "targets",
-                  targets_json(context), "kernels", kernels_json(context), "mixers", mixers_json());
+                  targets_json(context), "cuda", devices_json(), "kernels", kernels_json(context),
+                  "mixers", mixers_json());
     char *text = NULL;
     if (!root) return mn_fail(MN_ERR_MEMORY, "no memory for the answer");
     const mn_status st = mn_json_text(&text, root, MN_JSON_PRETTY);
@@ -205,6 +256,7 @@ int mn_command_info(int argc, char **argv) {
         st = print_json(context);
     } else if (st == MN_OK) {
         print_build(context);
+        print_devices();
         print_kernels(context);
         print_mixers();
     }

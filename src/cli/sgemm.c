@@ -1,10 +1,15 @@
 /* sgemm.c - times cblas_sgemm. */
 #include "cli/sgemm.h"
 
+#if MN_HAVE_OPENBLAS
 #include <cblas.h>
+#endif
+#include <math.h>
 #include <stdlib.h>
 
 #include "base/clock.h"
+
+#if MN_HAVE_OPENBLAS
 
 enum { N = 1024, RUNS = 5 };
 
@@ -30,3 +35,12 @@ double mn_sgemm_rate(int n_threads) {
     qsort(seconds, RUNS, sizeof *seconds, by_value);
     return 2.0 * N * N * N / seconds[RUNS / 2];
 }
+
+#else
+
+double mn_sgemm_rate(int n_threads) {
+    (void)n_threads;
+    return NAN;
+}
+
+#endif

@@ -3,7 +3,8 @@
 #ifndef MN_CLI_SGEMM_H
 #define MN_CLI_SGEMM_H
 
-/* Median of a few products of 1024 x 1024, about a tenth of a second, on that many threads. */
+/* Median of a few products of 1024 x 1024, about a tenth of a second, on that many threads. NaN
+ * in a build without OpenBLAS. */
 double mn_sgemm_rate(int n_threads);
 
 #endif

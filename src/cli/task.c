@@ -287,7 +287,11 @@ static mn_status print_texts(mn_task *task, const options *o, int64_t index) {
     if (list && quoted) {
         printf(", \"prompt\": %s, \"answers\": %s, \"answer\": \"", quoted, list);
         for (int i = 0; i < text.n_answers; i++) printf("%s%s", i ? ", " : "", text.answers[i]);
-        printf("\", \"prompt_tokens\": %" PRId64, text.prompt_tokens);
+        printf("\", \"answer_token\": [");
+        for (int i = 0; i < text.n_answers; i++) {
+            printf("%s%" PRId64, i ? ", " : "", text.answer_token[i]);
+        }
+        printf("], \"prompt_tokens\": %" PRId64, text.prompt_tokens);
     } else {
         st = mn_fail(MN_ERR_FORMAT, "%s: a prompt that is not UTF-8", o->name);
     }

@@ -471,7 +471,7 @@ static void catch_signals(void) {
     signal(SIGXFSZ, SIG_IGN);
 }
 
-static mn_status start(run *r, const mn_json *root, const char *checkpoint, mn_context *context) {
+static mn_status start(run *r, const mn_json *root, const char *checkpoint) {
     mn_status st = prepare_out(r, checkpoint);
     if (st != MN_OK) return st;
     const mn_train_options *t = mn_trainer_options(r->trainer);
@@ -480,7 +480,6 @@ static mn_status start(run *r, const mn_json *root, const char *checkpoint, mn_c
     if (st == MN_OK) st = save_config(r, root);
     if (st == MN_OK && r->o->resume) st = seconds_before(&r->before, t->out);
     if (st != MN_OK) return st;
-    r->ceiling = mn_sgemm_rate(mn_context_threads(context));
     r->loss = r->valid = NAN;
     r->started = r->last_time = mn_seconds();
     mn_progress_start(&r->bar, "training", "steps", r->from, t->steps, r->o->quiet);
@@ -488,6 +487,7 @@ static mn_status start(run *r, const mn_json *root, const char *checkpoint, mn_c
 }
 
 static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn_context *context) {
+    if (!r->o->dry) r->ceiling = mn_sgemm_rate(mn_context_threads(context));
     r->program = peak_mebibytes();
     mn_status st = mn_trainer_create(&r->trainer, root, context);
     if (st == MN_OK) st = mn_trainer_predict(r->trainer, &r->memory);
@@ -498,7 +498,7 @@ static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn
     if (r->o->dry && r->o->json) print_plan(r);
     if (r->o->dry) return MN_OK;
     catch_signals();
-    st = start(r, root, checkpoint, context);
+    st = start(r, root, checkpoint);
     if (st == MN_OK) st = train(r);
     char extra[EXTRA];
     put_losses(extra, r);

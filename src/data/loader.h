@@ -42,8 +42,8 @@ typedef struct mn_batch {
 mn_status mn_loader_create(mn_loader **out, const mn_corpus *corpus,
                            const mn_loader_options *options);
 /* Batches that something else makes: synthetic tasks. `fill` writes tokens and targets (-100: none
- * asked for) of every row for step >= 0, as a function of the step alone; every row is a sequence of
- * its own. `context` is borrowed. */
+ * asked for) of every row for step >= 0, as a function of the step alone; every row is a sequence
+ * of its own. `context` is borrowed. */
 typedef struct mn_source {
     void *context;
     mn_status (*fill)(void *context, int64_t step, int64_t rows, int64_t length, int32_t *tokens,

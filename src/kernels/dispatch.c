@@ -96,3 +96,10 @@ mn_status mn_kernel_table_fill(mn_kernel_table *table, mn_target_id target, mn_d
 #endif
     return MN_OK;
 }
+
+void mn_kernel_table_fill_cuda(mn_kernel_table *table) {
+    memset(table, 0, sizeof *table);
+#if MN_HAVE_CUDA
+    mn_overlay_cuda(table);
+#endif
+}

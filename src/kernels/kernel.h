@@ -28,10 +28,19 @@ typedef struct mn_plan {
 typedef bool (*mn_plan_fn)(const void *args, mn_plan *plan);
 typedef void (*mn_run_fn)(const void *args, int phase, int64_t item, void *shared, void *scratch);
 
+/* A kernel of a GPU: puts its work on `stream` and returns without waiting, with 0 or the
+ * cudaError_t of the launch. All pointers in `args` are the device's, cu_seqlens and counts0 too;
+ * `shared` is a block of plan's shared_bytes there, which is all of the plan that counts (the plan
+ * itself sees those two arrays in host memory). What an element's value is may not depend on timing
+ * (no floating-point atomics), nor on the other sequences of a packed call. */
+typedef int (*mn_launch_fn)(const void *args, void *shared, void *stream);
+
+/* `run` is NULL for a kernel of a GPU, `launch` for one of the CPU, both where there is none. */
 typedef struct mn_kernel {
     mn_plan_fn plan;
     mn_run_fn run;
-    const char *target;    // "ref", "avx2", ...
+    const char *target;    // "ref", "avx2", ..., "cuda"
+    mn_launch_fn launch;
 } mn_kernel;
 
 typedef enum mn_pass { MN_FORWARD, MN_BACKWARD, MN_STEP, MN_PASS_COUNT } mn_pass;

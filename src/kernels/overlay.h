@@ -8,5 +8,6 @@ void mn_fill_ref_f32(mn_kernel_table *table);    // float storage, computed in d
 void mn_fill_ref_f64(mn_kernel_table *table);
 void mn_overlay_avx2(mn_kernel_table *table);
 void mn_overlay_avx512(mn_kernel_table *table);
+void mn_overlay_cuda(mn_kernel_table *table);
 
 #endif

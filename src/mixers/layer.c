@@ -280,6 +280,17 @@ static mn_status add_param(mn_layer *layer, const char *name, const char *shape,
     return read_shape(info, shape, &layer->sizes);
 }
 
+/* Options that the kind does not take are 0, whatever a family shares with others. */
+static void keep_taken(mn_layer_config *config, mn_layer_kind kind) {
+    const mn_layer_config all = *config;
+    memset(config, 0, sizeof *config);
+    for (size_t i = 0; i < MN_COUNTOF(takes); i++) {
+        if (takes[i].kind != kind) continue;
+        const option *o = option_named(takes[i].option);
+        set_option(config, o, get_option(&all, o));
+    }
+}
+
 mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config *config, int64_t D,
                           int64_t context, double norm_eps) {
     memset(out, 0, sizeof *out);
@@ -290,6 +301,7 @@ mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config
     mn_status st = mn_layer_kind_find(&out->kind, &out->ccq, name);
     if (st == MN_OK) st = mn_mixer_find(&out->mixer, name);
     if (st == MN_OK) st = kinds[out->kind].family->derive(out, context);
+    keep_taken(&out->config, out->kind);
     for (size_t i = 0; i < MN_COUNTOF(params) && st == MN_OK; i++) {
         if (params[i].kind != out->kind || !holds(out, params[i].when)) continue;
         st = add_param(out, params[i].name, params[i].shape, params[i].init, params[i].group);

@@ -1,24 +1,52 @@
-/* context.c - worker threads, scratch memory and kernels of one caller. */
+/* context.c - worker threads, scratch memory and kernels of one caller; or its GPU. */
 #include "ops/context.h"
 
 #include <stdlib.h>
+#include <string.h>
 
 #include "base/status.h"
 
+static bool is_given(const char *text) {
+    return text && *text;
+}
+
+/* The device asked for, NULL for the CPU: "cuda" is understood as a target too. */
+static mn_status choose_device(const char **out, const mn_context_options *options) {
+    const bool cuda_target = is_given(options->target) && strcmp(options->target, "cuda") == 0;
+    const bool device = is_given(options->device) && strcmp(options->device, "cpu") != 0;
+    *out = device ? options->device : cuda_target && !options->device ? "cuda" : NULL;
+    if (device && is_given(options->target) && !cuda_target) {
+        return mn_fail(MN_ERR_ARGUMENT, "target %s is the CPU's; leave it out for device %s",
+                       options->target, options->device);
+    }
+    if (!*out && options->stream) {
+        return mn_fail(MN_ERR_ARGUMENT, "a stream is given, and no device that it could be of");
+    }
+    return MN_OK;
+}
+
+static mn_status fill(mn_context *context, const mn_context_options *options, const char *device) {
+    context->target = MN_TARGET_REF;
+    mn_status st = device ? mn_device_open(&context->device, device, options->stream)
+                          : mn_target_choose(&context->target, options->target);
+    if (st == MN_OK) st = mn_threads_create(&context->threads, options->n_threads);
+    if (st == MN_OK) st = mn_arena_create(&context->arena);
+    if (st == MN_OK) st = mn_kernel_table_fill(&context->f32, context->target, MN_F32);
+    if (st == MN_OK) st = mn_kernel_table_fill(&context->f64, context->target, MN_F64);
+    if (st == MN_OK && device) mn_kernel_table_fill_cuda(&context->cuda);
+    return st;
+}
+
 mn_status mn_context_create(mn_context **out, const mn_context_options *options) {
-    const mn_context_options defaults = { 0, NULL };
+    const mn_context_options defaults = { 0 };
     if (!out) return mn_fail(MN_ERR_ARGUMENT, "context: out is NULL");
     if (!options) options = &defaults;
-    mn_target_id target;
-    mn_status st = mn_target_choose(&target, options->target);
+    const char *device;
+    mn_status st = choose_device(&device, options);
     if (st != MN_OK) return st;
     mn_context *context = calloc(1, sizeof *context);
     if (!context) return mn_fail(MN_ERR_MEMORY, "no memory for a context");
-    context->target = target;
-    st = mn_threads_create(&context->threads, options->n_threads);
-    if (st == MN_OK) st = mn_arena_create(&context->arena);
-    if (st == MN_OK) st = mn_kernel_table_fill(&context->f32, target, MN_F32);
-    if (st == MN_OK) st = mn_kernel_table_fill(&context->f64, target, MN_F64);
+    st = fill(context, options, device);
     if (st != MN_OK) {
         mn_context_destroy(context);
         return st;
@@ -29,6 +57,7 @@ mn_status mn_context_create(mn_context **out, const mn_context_options *options)
 
 void mn_context_destroy(mn_context *context) {
     if (!context) return;
+    mn_device_close(context->device);
     mn_threads_destroy(context->threads);
     mn_arena_destroy(context->arena);
     free(context);
@@ -39,5 +68,16 @@ int mn_context_threads(const mn_context *context) {
 }
 
 const char *mn_context_target(const mn_context *context) {
-    return mn_target_name(context->target);
+    return context->device ? "cuda" : mn_target_name(context->target);
+}
+
+mn_status mn_context_synchronize(mn_context *context) {
+    if (!context) return mn_fail(MN_ERR_ARGUMENT, "synchronize: context is NULL");
+    return context->device ? mn_device_synchronize(context->device) : MN_OK;
+}
+
+mn_status mn_context_needs_cpu(const mn_context *context, const char *what) {
+    if (!context->device) return MN_OK;
+    return mn_fail(MN_ERR_UNSUPPORTED, "%s runs on the CPU only, and this context is of %s", what,
+                   mn_device_facts(context->device)->name);
 }

@@ -1,10 +1,11 @@
-/* context.h - worker threads, scratch memory and kernels of one caller. */
+/* context.h - worker threads, scratch memory and kernels of one caller; or its GPU. */
 #ifndef MN_OPS_CONTEXT_H
 #define MN_OPS_CONTEXT_H
 
 #include "kernels/dispatch.h"
 #include "mneme.h"
 #include "runtime/arena.h"
+#include "runtime/device.h"
 #include "runtime/threads.h"
 
 struct mn_context {
@@ -13,6 +14,11 @@ struct mn_context {
     mn_target_id target;
     bool plans;                  // operators compute nothing and take memory from a counting arena
     mn_kernel_table f32, f64;
+    mn_device *device;       // NULL: operators run on the CPU
+    mn_kernel_table cuda;    // with a device: its kernels, for f32 and bf16
 };
+
+/* MN_ERR_UNSUPPORTED where the context has a device: for `what` that is of the CPU only. */
+mn_status mn_context_needs_cpu(const mn_context *context, const char *what);
 
 #endif

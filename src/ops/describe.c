@@ -92,6 +92,19 @@ const char *mn_field_axes(const mn_field *field, int decay, char out[MN_MAX_RANK
     return out;
 }
 
+mn_dtype mn_field_dtype(const mn_field *field, mn_dtype dtype) {
+    static const size_t wide[][2] = {
+#define WIDE(op, name) { MN_OP_##op, offsetof(mn_##op##_args, name) },
+#include "ops/wide.def"
+#undef WIDE
+    };
+    if (dtype != MN_BF16) return dtype;
+    for (size_t i = 0; i < MN_COUNTOF(wide); i++) {
+        if (wide[i][0] == field->op && wide[i][1] == field->offset) return MN_F32;
+    }
+    return field->axes[0] == 'N' ? MN_F32 : MN_BF16;
+}
+
 int64_t *mn_axis_slot(mn_call *call, char letter) {
     switch (letter) {
     case '*':

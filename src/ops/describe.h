@@ -68,6 +68,9 @@ const mn_param *mn_op_params(mn_op_id op, int *count);
  * given by `decay`; NULL when decay is MN_DECAY_NONE. Copies into `out`. */
 const char *mn_field_axes(const mn_field *field, int decay, char out[MN_MAX_RANK + 1]);
 
+/* The type in which a call of `dtype` holds the tensor, its gradient and its cotangent. */
+mn_dtype mn_field_dtype(const mn_field *field, mn_dtype dtype);
+
 /* Size of the axis called `letter`; *ok turns false for a letter that has none. */
 int64_t mn_axis_size(const mn_call *call, char letter, bool *ok);
 

@@ -1,4 +1,5 @@
-/* run.c - runs an operator: validate, plan, take memory, hand the items to the threads. */
+/* run.c - runs an operator: validate, plan, take memory, hand the items to the threads or launch
+ * the kernel on the context's device. */
 #include "ops/run.h"
 
 #include <string.h>
@@ -42,8 +43,16 @@ static void run_item(void *context, int64_t item, int worker) {
 const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pass,
                               mn_dtype dtype) {
     if (kernel_of[op] == 0) return NULL;
-    const mn_kernel_table *table = dtype == MN_F64 ? &context->f64 : &context->f32;
+    const mn_kernel_table *table = context->device   ? &context->cuda
+                                   : dtype == MN_F64 ? &context->f64
+                                                     : &context->f32;
     return &table->kernel[kernel_of[op] - 1][pass];
+}
+
+bool mn_op_has_cuda(mn_op_id op, mn_pass pass) {
+    mn_kernel_table table;
+    mn_kernel_table_fill_cuda(&table);
+    return kernel_of[op] && table.kernel[kernel_of[op] - 1][pass].launch;
 }
 
 static const void *data_at(const void *args, const mn_field *field) {
@@ -71,9 +80,16 @@ static const mn_kernel *choose_kernel(const mn_context *context, mn_op_id op, mn
                                       const void *args) {
     const mn_call *call = args;
     const mn_kernel *step = mn_op_kernel(context, op, MN_STEP, call->dtype);
-    const bool one = pass == MN_FORWARD && call->T == 1 && !call->cu_seqlens && step->run;
+    const bool one = pass == MN_FORWARD && call->T == 1 && !call->cu_seqlens &&
+                     (step->run || step->launch);
     const bool decodes = one && (call->L > 1 || in_place(op, args));
     return decodes ? step : mn_op_kernel(context, op, pass, call->dtype);
+}
+
+static mn_status refuse_device(mn_op_id op, mn_pass pass) {
+    return mn_fail(MN_ERR_UNSUPPORTED,
+                   "%s has no CUDA kernel for its %s pass yet; run it on the CPU",
+                   mn_op_describe(op)->name, mn_pass_name(pass));
 }
 
 /* Bytes of scratch per worker, rounded so that workers share no cache line; false on overflow. */
@@ -106,16 +122,81 @@ static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, cons
     return MN_OK;
 }
 
+/* ---- on a device ----------------------------------------------------------------------------- */
+
+/* Copies `count` numbers of a host array that kernels read to the device; NULL stays NULL. */
+static mn_status lend_array(mn_device *device, const int64_t **array, int64_t count) {
+    if (!*array) return MN_OK;
+    const size_t bytes = (size_t)count * sizeof **array;    // validated: the array is there
+    void *there = mn_device_bytes(device, bytes);
+    if (!there) return mn_fail(MN_ERR_MEMORY, "the GPU has no %zu bytes left", bytes);
+    const mn_status st = mn_device_upload(device, there, *array, bytes);
+    *array = there;
+    return st;
+}
+
+/* Makes what callers keep in host memory visible to the kernels. */
+static mn_status lend_arrays(mn_device *device, mn_op_id op, void *args) {
+    mn_call *call = args;
+    const int64_t n_states = call->cu_seqlens ? call->n_seqs : call->B;
+    mn_status st = lend_array(device, &call->cu_seqlens, call->n_seqs + 1);
+    if (st == MN_OK && op == MN_OP_curvature) {
+        st = lend_array(device, &((mn_curvature_args *)args)->counts0, n_states);
+    }
+    return st;
+}
+
+static mn_status launch_kernel(mn_context *context, const mn_kernel *kernel, mn_op_id op,
+                               void *args) {
+    const char *name = mn_op_describe(op)->name;
+    mn_device *device = context->device;
+    mn_plan plan = { 0 };
+    if (!kernel->plan(args, &plan)) {
+        return mn_fail(MN_ERR_MEMORY, "%s: the sizes of its work space overflow", name);
+    }
+    if (context->plans) {
+        mn_arena_bytes(context->arena, plan.shared_bytes);    // counts
+        return MN_OK;
+    }
+    void *shared = plan.shared_bytes > 0 ? mn_device_bytes(device, plan.shared_bytes) : NULL;
+    if (plan.shared_bytes > 0 && !shared) {
+        return mn_fail(MN_ERR_MEMORY, "%s: the GPU has no memory for a work space of %zu bytes",
+                       name, plan.shared_bytes);
+    }
+    mn_status st = mn_device_use(device);
+    if (st == MN_OK) st = lend_arrays(device, op, args);
+    if (st != MN_OK) return st;
+    return mn_device_check(device, kernel->launch(args, shared, mn_device_stream(device)), name);
+}
+
+/* Values in tensors are not checked: that would read the device's memory back at each call. */
+static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, void *args) {
+    const mn_op_info *info = mn_op_describe(op);
+    if (((const mn_call *)args)->dtype == MN_F64) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: f64 is for the CPU; GPUs run f32 and bf16",
+                       info->name);
+    }
+    mn_status st = mn_validate_sizes(op, args, pass == MN_BACKWARD);
+    if (st != MN_OK) return st;
+    const mn_kernel *kernel = kernel_of[op] ? choose_kernel(context, op, pass, args) : NULL;
+    if (!kernel || !kernel->launch) return refuse_device(op, pass);
+    const mn_mark mark = mn_device_mark(context->device);
+    st = launch_kernel(context, kernel, op, args);
+    mn_device_release(context->device, mark);
+    return st;
+}
+
 mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
     const mn_op_info *info = mn_op_describe(op);
     if (!context) return mn_fail(MN_ERR_ARGUMENT, "%s: context is NULL", info->name);
     if (!args) return mn_fail(MN_ERR_ARGUMENT, "%s: args is NULL", info->name);
+    _Alignas(16) unsigned char copy[MN_MAX_ARGS_BYTES];
+    memcpy(copy, args, info->args_bytes);
+    if (context->device) return run_on_device(context, op, pass, copy);
     if (((const mn_call *)args)->dtype == MN_BF16) {
         return mn_fail(MN_ERR_UNSUPPORTED, "%s: bf16 runs on GPUs only; use f32 on the CPU",
                        info->name);
     }
-    _Alignas(16) unsigned char copy[MN_MAX_ARGS_BYTES];
-    memcpy(copy, args, info->args_bytes);
     const bool back = pass == MN_BACKWARD;
     mn_status st = context->plans ? mn_validate_sizes(op, copy, back) : mn_validate(op, copy, back);
     if (st != MN_OK) return st;

@@ -13,6 +13,9 @@ mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *
 mn_status mn_op_workspace(mn_context *context, mn_op_id op, mn_pass pass, const void *args,
                           size_t *bytes);
 
+/* Whether this build has a CUDA kernel for that pass of an operator. */
+bool mn_op_has_cuda(mn_op_id op, mn_pass pass);
+
 /* The kernel that would serve this call, for tables; NULL for a composed op. */
 const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pass, mn_dtype dtype);
 

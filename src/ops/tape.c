@@ -15,6 +15,8 @@
 
 mn_status mn_tape_create(mn_tape **out, mn_context *context, mn_dtype dtype) {
     *out = NULL;
+    const mn_status cpu = mn_context_needs_cpu(context, "a tape");
+    if (cpu != MN_OK) return cpu;
     if (dtype != MN_F32 && dtype != MN_F64) {
         return mn_fail(MN_ERR_UNSUPPORTED, "a tape of %s: use f32 or f64", mn_dtype_name(dtype));
     }

@@ -97,5 +97,34 @@ static mn_status draw_collide(mn_task *task, mn_sample_row *row) {
     return MN_OK;
 }
 
+static int64_t pair_of(const float *token) {
+    int64_t pair = 0;
+    while (token[1 + 2 * pair] == 0.0f && token[2 + 2 * pair] == 0.0f) pair++;
+    return pair;
+}
+
+static int32_t label_of(const float *value) {
+    int32_t label = 0;
+    while (value[label] == 0.0f) label++;
+    return label;
+}
+
+/* The label of a_i where b_i is asked: of the two that the seed writes for the pair, the one that
+ * is not the target. */
+static void rival_collide(const mn_task *task, const float *input, const int32_t *target,
+                          int32_t *rival) {
+    const int64_t P = task->values.bindings, width = task->shape.features;
+    for (int64_t t = 2 * P; t < task->shape.length; t++) {
+        if (target[t] == MN_NO_TARGET) continue;
+        const int64_t asked = pair_of(input + t * width);
+        for (int64_t s = 0; s < 2 * P; s++) {
+            const float *write = input + s * width;
+            if (pair_of(write) != asked) continue;
+            const int32_t label = label_of(write + 1 + 2 * P);
+            if (label != target[t]) rival[t] = label;
+        }
+    }
+}
+
 const mn_generator mn_generator_collide = { .open = open_collide, .draw = draw_collide,
-                                            .close = close_collide };
+                                            .close = close_collide, .rival = rival_collide };

@@ -50,14 +50,34 @@ static mn_status open_crowd(mn_task *task) {
     return st;
 }
 
+/* Two normal numbers from a point in the unit disc (Marsaglia and Bray, 1964), whose coordinates
+ * are the halves of one draw: no sine or cosine, and half the logarithms. */
+static void draw_pair(double out[2], mn_draws *d) {
+    double x, y, square;
+    do {
+        const uint64_t bits = mn_draw_bits(d);
+        x = ((double)(uint32_t)bits + 0.5) * 0x1p-31 - 1.0;
+        y = ((double)(uint32_t)(bits >> 32) + 0.5) * 0x1p-31 - 1.0;
+        square = x * x + y * y;
+    } while (square >= 1.0);
+    const double scale = sqrt(-2.0 * log(square) / square);
+    out[0] = scale * x;
+    out[1] = scale * y;
+}
+
 static void draw_key(float *key, int64_t width, mn_draws *d) {
     double square = 0.0;
-    for (int64_t i = 0; i < width; i++) {
-        key[i] = (float)mn_draw_normal(d);
-        square += (double)key[i] * key[i];
+    for (int64_t i = 0; i < width; i += 2) {
+        double pair[2];
+        draw_pair(pair, d);
+        key[i] = (float)pair[0];
+        square += pair[0] * pair[0];
+        if (i + 1 == width) break;
+        key[i + 1] = (float)pair[1];
+        square += pair[1] * pair[1];
     }
-    const double scale = 1.0 / sqrt(square);
-    for (int64_t i = 0; i < width; i++) key[i] = (float)(key[i] * scale);
+    const float scale = (float)(1.0 / sqrt(square));
+    for (int64_t i = 0; i < width; i++) key[i] *= scale;
 }
 
 static mn_status draw_crowd(mn_task *task, mn_sample_row *row) {

@@ -23,6 +23,7 @@
 
 #include "base/status.h"
 #include "base/util.h"
+#include "io/file.h"
 #include "io/tokenizer.h"
 #include "tasks/haystack.h"
 #include "tasks/task_parts.h"
@@ -39,6 +40,7 @@ static const char noun_list[] =
 enum {
     DEPTHS = 40,
     VALUE_BYTES = 96,          // of a key or value, with the closing zero
+    MOST_WORD = 46,            // bytes of a word: two and a hyphen fit
     ANSWER_TOKENS = 128,       // of the budget
     MOST_KEYS = 32,
     LINE_STEP = 25, SHORT_LINE_STEP = 5, WORD_STEP = 500,
@@ -111,6 +113,39 @@ static mn_status split_words(word_list *out, const mn_task *task, const char *li
         out->words[out->count++] = at;
     }
     return MN_OK;
+}
+
+/* The built-in list, or the lines of `file` in the folder the options name. */
+static mn_status open_words(word_list *out, const mn_task *task, const char *list,
+                            const char *file) {
+    const char *folder = task->values.words;
+    if (folder[0] == '\0') return split_words(out, task, list);
+    char path[4096];
+    mn_file lines;
+    snprintf(path, sizeof path, "%s/%s", folder, file);
+    mn_status st = mn_file_map(&lines, path);
+    if (st != MN_OK) return st;
+    char *joined = malloc(lines.size + 2);
+    size_t n = 0;
+    for (size_t i = 0; joined && i < lines.size; i++) {
+        const char c = (char)lines.bytes[i];
+        const bool end = c == '\n' || c == '\r' || c == ';';
+        if (!end) joined[n++] = c ? c : '?';
+        else if (n > 0 && joined[n - 1] != ';') joined[n++] = ';';
+    }
+    if (joined && n > 0 && joined[n - 1] != ';') joined[n++] = ';';
+    if (joined) joined[n] = '\0';
+    mn_file_unmap(&lines);
+    st = joined ? split_words(out, task, joined)
+                : mn_fail(MN_ERR_MEMORY, "no memory for the words of %s", path);
+    free(joined);
+    for (int64_t i = 0; st == MN_OK && i < out->count; i++) {
+        if (strlen(out->words[i]) <= MOST_WORD) continue;
+        return mn_fail(MN_ERR_FORMAT, "%s: \"%.60s\" is longer than %d bytes", path, out->words[i],
+                       MOST_WORD);
+    }
+    if (st == MN_OK && out->count == 0) st = mn_fail(MN_ERR_FORMAT, "%s holds no word", path);
+    return st;
 }
 
 static void draw_words(char out[VALUE_BYTES], const niah *n, mn_draws *d) {
@@ -454,8 +489,8 @@ static mn_status open_niah(mn_task *task) {
     st = read_choices(task, n);
     if (st == MN_OK) st = open_tokenizer(task, n);
     if (st == MN_OK) st = open_essays(task, n);
-    if (st == MN_OK) st = split_words(&n->adjectives, task, adjective_list);
-    if (st == MN_OK) st = split_words(&n->nouns, task, noun_list);
+    if (st == MN_OK) st = open_words(&n->adjectives, task, adjective_list, "adjectives.txt");
+    if (st == MN_OK) st = open_words(&n->nouns, task, noun_list, "nouns.txt");
     if (st == MN_OK) st = mn_deck_create(&n->depths, DEPTHS);
     if (st == MN_OK) st = mn_deck_create(&n->keys, v->keys);
     if (st != MN_OK) return st;
@@ -510,12 +545,15 @@ static mn_status text_niah(mn_task *task, mn_sample_row *row, mn_task_text *out)
     n->prompt.bytes[n->prompt.size] = '\0';
     out->prompt = n->prompt.bytes;
     out->prompt_tokens = n->prompt_tokens;
-    for (int64_t i = 0; i < task->values.asked * values; i++) {
+    for (int64_t i = 0; i < task->values.asked * values && st == MN_OK; i++) {
         const needle *it = &n->needles[n->asked[i / values] * values + i % values];
+        n->tokens.count = 0;
+        st = encode(n, n->prompt.bytes, (size_t)it->at);
         out->answers[out->n_answers] = it->value;
+        out->answer_token[out->n_answers] = n->tokens.count;
         out->answer_at[out->n_answers++] = it->at;
     }
-    return MN_OK;
+    return st;
 }
 
 const mn_generator mn_generator_niah = { .open = open_niah, .draw = draw_niah, .close = close_niah,

@@ -353,6 +353,11 @@ void mn_task_group(const mn_task *task, const int32_t *input, const int32_t *tar
     if (task->generator->group) task->generator->group(task, input, target, group);
 }
 
+void mn_task_rival(const mn_task *task, const float *input, const int32_t *target, int32_t *rival) {
+    for (int64_t t = 0; t < task->shape.length; t++) rival[t] = MN_NO_TARGET;
+    if (task->generator->rival) task->generator->rival(task, input, target, rival);
+}
+
 /* Index and random numbers of a sample; targets are cleared where there are any. */
 static mn_status begin(mn_task *task, mn_sample_row *row) {
     if (row->index < 0 || row->split < 0 || row->split >= MN_SPLIT_COUNT) {

@@ -102,6 +102,10 @@ const char *mn_task_group_name(const mn_task *task, int group);
 /* The group of every place of a sample, -1 where none: (length) from its input and target. */
 void mn_task_group(const mn_task *task, const int32_t *input, const int32_t *target, int8_t *group);
 
+/* The label that each answer competes with, -100 where there is none: (length) from the features
+ * and targets of a sample. In collisions it is the label of the other key of the pair. */
+void mn_task_rival(const mn_task *task, const float *input, const int32_t *target, int32_t *rival);
+
 /* ---- text ------------------------------------------------------------------------------------ */
 
 enum { MN_TASK_ANSWERS = 64 };
@@ -111,6 +115,7 @@ typedef struct mn_task_text {
     const char *prompt;                        // up to where the answer is to begin
     const char *answers[MN_TASK_ANSWERS];
     int64_t answer_at[MN_TASK_ANSWERS];        // where in the prompt each stands, in bytes
+    int64_t answer_token[MN_TASK_ANSWERS];     // and in tokens, of prompt_tokens
     int n_answers;
     int64_t prompt_tokens;
 } mn_task_text;

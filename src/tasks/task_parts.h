@@ -51,10 +51,6 @@ static inline double mn_draw_unit(mn_draws *d) {
     return mn_rng_uniform(d->key, d->stream, d->next++);
 }
 
-static inline double mn_draw_normal(mn_draws *d) {
-    return mn_rng_normal(d->key, d->stream, d->next++);
-}
-
 /* Ordered draws without repetition from 0 .. n-1: `deck` holds these in order and is given back in
  * order by mn_deck_restore. Costs nothing for what is not drawn. */
 typedef struct mn_deck {
@@ -87,6 +83,7 @@ typedef struct mn_generator {
     void (*group)(const mn_task *task, const int32_t *input, const int32_t *target,
                   int8_t *group);         // may be NULL, as the next
     mn_status (*text)(mn_task *task, mn_sample_row *row, mn_task_text *out);
+    void (*rival)(const mn_task *task, const float *input, const int32_t *target, int32_t *rival);
 } mn_generator;
 
 #define GENERATOR(name) extern const mn_generator mn_generator_##name;

@@ -109,6 +109,12 @@ static void take_progress(mn_trainer *t, const progress *p) {
 
 /* The first thing in which two models differ that shapes of weights need not show, or NULL. */
 static const char *difference(const mn_model_config *a, const mn_model_config *b) {
+    if (a->vocab_size != b->vocab_size) return "vocab_size";
+    if (a->hidden_size != b->hidden_size) return "hidden_size";
+    if (a->mlp != b->mlp) return "mlp";
+    if (a->intermediate_size != b->intermediate_size) return "intermediate_size";
+    if (a->tied != b->tied) return "tie_word_embeddings";
+    if (a->norm_eps != b->norm_eps) return "norm_eps";
     if (a->n_layers != b->n_layers) return "num_hidden_layers";
     for (int i = 0; i < a->n_layers; i++) {
         if (strcmp(a->names[i], b->names[i]) != 0) return "layers";
@@ -116,12 +122,6 @@ static const char *difference(const mn_model_config *a, const mn_model_config *b
             return "the options of a layer";
         }
     }
-    if (a->vocab_size != b->vocab_size) return "vocab_size";
-    if (a->hidden_size != b->hidden_size) return "hidden_size";
-    if (a->mlp != b->mlp) return "mlp";
-    if (a->intermediate_size != b->intermediate_size) return "intermediate_size";
-    if (a->tied != b->tied) return "tie_word_embeddings";
-    if (a->norm_eps != b->norm_eps) return "norm_eps";
     return a->logit_softcap != b->logit_softcap ? "logit_softcap" : NULL;
 }
 

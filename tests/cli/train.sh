@@ -46,6 +46,8 @@ complains 'training: 40 steps in .* loss [0-9.]* valid [0-9.]*$'
 for name in last/config.json last/tokenizer.json best/model.safetensors train.json metrics.jsonl; do
     [ -s "$work/whole/$name" ] || fail "no $name"
 done
+memory=$(sed -n 's/.*memory \([0-9]*\) MiB (predicted \([0-9]*\))/\1 -le \2/p' "$work/out")
+[ $memory ] || fail "more memory than predicted: not $memory"
 [ "$(grep -c '"loss"' "$work/whole/metrics.jsonl")" = 4 ] || fail "not 4 lines of losses"
 [ "$(grep -c '"valid_loss"' "$work/whole/metrics.jsonl")" = 2 ] || fail "not 2 evaluations"
 run 0 $new --set out="$work/json" --json
@@ -289,6 +291,17 @@ complains 'data.train.* no file'
 head -c 300 "$text" >"$work/tiny.txt"
 run 0 train $small --set train.steps=2 --set data.train="$work/tiny.txt" --set train.batch=1000 \
     --set out="$work/tiny"
+
+# patience: at a learning rate of 0 nothing gets better after the first evaluation
+run 0 train $small --set train.lr=0 --set train.min_lr=0 --set train.steps=1000 \
+    --set train.eval_every=3 --set train.patience=2 --set train.checkpoint_every=0 \
+    --set out="$work/patient"
+[ "$(step_of "$work/patient")" = 9 ] || fail "patience ended at step $(step_of "$work/patient")"
+[ "$(basename "$(readlink "$work/patient/best")")" = step-00000003 ] || fail "best is not step 3"
+run 0 train --resume "$work/patient" --quiet
+says 'no patience left'
+run 0 train --resume "$work/patient" --set train.patience=3 --quiet --threads 1
+[ "$(step_of "$work/patient")" = 12 ] || fail "more patience ended at another step than 12"
 
 # numbers that overflow: named, status 1, checkpoints as they were
 run 1 $new --set train.lr=1e6 --set train.clip=0 --set train.warmup=0 --set train.checkpoint_every=1 \

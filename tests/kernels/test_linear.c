@@ -112,7 +112,8 @@ static void check_shape(const shape *s, bool harsh) {
     copy_inputs(exact, fast);
     for (int id = MN_TARGET_REF; id < MN_TARGET_COUNT; id++) {
         if (!mn_target_available((mn_target_id)id)) continue;
-        const mn_context_options options = { 2, mn_target_name((mn_target_id)id) };
+        const mn_context_options options = { .n_threads = 2,
+                                             .target = mn_target_name((mn_target_id)id) };
         mn_context *context = NULL;
         assert_int_equal(mn_context_create(&context, &options), MN_OK);
         if (id == MN_TARGET_REF) {
@@ -202,7 +203,8 @@ static void steps_equal_chunks(void **state) {
     (void)state;
     for (int id = 0; id < MN_TARGET_COUNT; id++) {
         if (!mn_target_available((mn_target_id)id)) continue;
-        const mn_context_options options = { 2, mn_target_name((mn_target_id)id) };
+        const mn_context_options options = { .n_threads = 2,
+                                             .target = mn_target_name((mn_target_id)id) };
         mn_context *context = NULL;
         assert_int_equal(mn_context_create(&context, &options), MN_OK);
         for (int decay = 0; decay <= MN_DECAY_CHANNEL; decay++) {

@@ -377,7 +377,8 @@ static void any_presence(mn_op_id op) {
 
 static void contexts(void) {
     mn_context *context = NULL;
-    const mn_context_options no_target = { 1, "mmx" }, few = { -1, NULL }, many = { 100000, NULL };
+    const mn_context_options no_target = { .n_threads = 1, .target = "mmx" };
+    const mn_context_options few = { .n_threads = -1 }, many = { .n_threads = 100000 };
     CHECK(mn_context_create(&context, &no_target) == MN_ERR_ARGUMENT && !context &&
               strstr(mn_last_error(), "mmx"), "an unknown target was accepted");
     CHECK(mn_context_create(&context, &few) == MN_ERR_ARGUMENT && !context, "-1 threads");

@@ -23,7 +23,8 @@
 
 static mn_context *context_of(int target) {
     mn_context *context = NULL;
-    const mn_context_options options = { 2, mn_target_name((mn_target_id)target) };
+    const mn_context_options options = { .n_threads = 2,
+                                         .target = mn_target_name((mn_target_id)target) };
     assert_int_equal(mn_context_create(&context, &options), MN_OK);
     return context;
 }

@@ -223,7 +223,7 @@ static void covariance_reset_of_the_operators(void **state) {
     static double la[T][HK], gainvec[T][HK], noise[T][H], observed[T][H], strength[T][H];
     static double x[T][HV], y[T][HV];
     mn_context *context;
-    const mn_context_options options = { 1, "ref" };
+    const mn_context_options options = { .n_threads = 1, .target = "ref" };
     assert_int_equal(mn_context_create(&context, &options), MN_OK);
     for (int64_t t = 0; t < T; t++) {
         for (int64_t i = 0; i < HK; i++) la[t][i] = -1000.0;

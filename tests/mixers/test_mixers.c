@@ -57,7 +57,7 @@ static void for_all_layers(check_fn check) {
         const mn_target_id id = run < 0 ? MN_TARGET_REF : (mn_target_id)run;
         if (!mn_target_available(id)) continue;
         where at = { NULL, mn_target_name(id), run < 0 ? MN_F64 : MN_F32 };
-        const mn_context_options options = { 2, at.target };
+        const mn_context_options options = { .n_threads = 2, .target = at.target };
         assert_int_equal(mn_context_create(&at.context, &options), MN_OK);
         for (int i = 0; i < 2 * mn_mixer_count(); i++) {
             mn_mixer_info info = *mn_mixer_row(i / 2);
@@ -157,7 +157,7 @@ static const struct {
 static void options_mean_the_same(void **state) {
     (void)state;
     where at = { NULL, "ref", MN_F64 };
-    const mn_context_options wanted = { 1, at.target };
+    const mn_context_options wanted = { .n_threads = 1, .target = at.target };
     int failures = 0;
     assert_int_equal(mn_context_create(&at.context, &wanted), MN_OK);
     for (size_t i = 0; i < sizeof options / sizeof *options; i++) {

@@ -56,7 +56,7 @@ mn_context *op_context(const char *target, int n_threads) {
     }
     if (i == MOST_CONTEXTS) check_fatal("more than %d contexts", MOST_CONTEXTS);
     if (i == 0) atexit(destroy_contexts);
-    const mn_context_options options = { n_threads, target };
+    const mn_context_options options = { .n_threads = n_threads, .target = target };
     if (mn_context_create(&contexts[i].context, &options) != MN_OK) {
         check_fatal("context %s: %s", target, mn_last_error());
     }

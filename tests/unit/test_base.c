@@ -399,7 +399,7 @@ static void thread_counts_are_checked(void **state) {
 static void *host(void *result) {
     mn_context *context = NULL;
     mn_sample s;
-    const mn_context_options options = { 3, NULL };
+    const mn_context_options options = { .n_threads = 3 };
     bool *fine = result;
     *fine = mn_context_create(&context, &options) == MN_OK;
     mn_sample_init(&s, MN_OP_rms_norm);

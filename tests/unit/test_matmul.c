@@ -17,7 +17,7 @@
 
 static mn_context *open_context(mn_target_id target, int n_threads) {
     mn_context *context = NULL;
-    const mn_context_options options = { n_threads, mn_target_name(target) };
+    const mn_context_options options = { .n_threads = n_threads, .target = mn_target_name(target) };
     assert_int_equal(mn_context_create(&context, &options), MN_OK);
     return context;
 }

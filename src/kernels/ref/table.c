@@ -12,7 +12,7 @@
 #undef KERNEL
 
 void MN_REF(mn_fill_ref)(mn_kernel_table *table) {
-#define PAIR(name) { MN_REF(mn_##name##_plan), MN_REF(mn_##name##_run), "ref" }
+#define PAIR(name) { MN_REF(mn_##name##_plan), MN_REF(mn_##name##_run), "ref", NULL }
 #define KERNEL(name)                                                                               \
     table->kernel[MN_KERNEL_##name][MN_FORWARD] = (mn_kernel)PAIR(name##_forward);                 \
     table->kernel[MN_KERNEL_##name][MN_BACKWARD] = (mn_kernel)PAIR(name##_backward);

@@ -16,7 +16,8 @@ void MN_T(mn_overlay)(mn_kernel_table *table) {
     (void)table;
 #define VEC(id, pass, name)                                                                        \
     table->kernel[MN_KERNEL_##id][MN_##pass] =                                                     \
-        (mn_kernel){ MN_T(mn_##name##_plan), MN_T(mn_##name##_run), MN_QUOTE_EXPANDED(MN_TARGET) };
+        (mn_kernel){ MN_T(mn_##name##_plan), MN_T(mn_##name##_run),                                \
+                     MN_QUOTE_EXPANDED(MN_TARGET), NULL };
 #include "kernels/vec/vec_kernels.def"
 #undef VEC
 }

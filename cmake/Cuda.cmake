@@ -1,0 +1,47 @@
+# CUDA kernels: machine code for sm_80 and sm_90a, and PTX for what comes between and after, compiled
+# ahead of time. nvcc makes the objects; everything else, linking too, stays with the C compiler. The
+# CUDA runtime is linked statically, so the program starts on machines without a driver.
+set(MN_CUDA AUTO CACHE STRING "CUDA kernels: AUTO (where a toolkit is found), ON or OFF")
+set_property(CACHE MN_CUDA PROPERTY STRINGS AUTO ON OFF)
+set(mneme_cuda_built FALSE)
+if(MN_CUDA STREQUAL "AUTO")
+    find_package(CUDAToolkit 12.0 QUIET)
+elseif(MN_CUDA)
+    find_package(CUDAToolkit 12.0 REQUIRED)
+endif()
+if(MN_CUDA AND TARGET CUDA::cudart_static AND CUDAToolkit_NVCC_EXECUTABLE)
+    set(mneme_cuda_built TRUE)
+elseif(MN_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "MN_CUDA=ON needs nvcc and libcudart_static.a; set CUDAToolkit_ROOT to the toolkit")
+endif()
+
+# cuBLASLt is found when `mneme bench` runs; building needs its header only.
+set(mneme_cublaslt_header FALSE)
+if(mneme_cuda_built)
+    find_file(MN_CUBLASLT_HEADER cublasLt.h PATHS ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
+    if(MN_CUBLASLT_HEADER)
+        set(mneme_cublaslt_header TRUE)
+    endif()
+endif()
+
+# The object files of src/kernels/cuda/*.cu in `result`.
+# -fmad=false: products and sums are fused only where the code says so, as in the C kernels.
+function(mneme_cuda_objects result)
+    set(flags -std=c++17 -O3 -fmad=false -lineinfo -I${CMAKE_SOURCE_DIR}/src
+        -I${CMAKE_SOURCE_DIR}/include
+        -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=compute_80
+        -gencode=arch=compute_90a,code=sm_90a
+        -Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra)
+    file(GLOB sources CONFIGURE_DEPENDS src/kernels/cuda/*.cu)
+    set(objects)
+    foreach(source ${sources})
+        get_filename_component(name ${source} NAME_WE)
+        set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
+        add_custom_command(OUTPUT ${object}
+            COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_BINARY_DIR}/cuda
+            COMMAND ${CUDAToolkit_NVCC_EXECUTABLE} ${flags} -MD -MF ${object}.d -c ${source} -o ${object}
+            DEPENDS ${source} DEPFILE ${object}.d VERBATIM COMMENT "Building CUDA object ${name}.o")
+        list(APPEND objects ${object})
+    endforeach()
+    set(${result} ${objects} PARENT_SCOPE)
+endfunction()

@@ -1,0 +1,83 @@
+/* device.h - an accelerator: its stream, its memory and copies to and from it.
+ *
+ * Work goes to the device's stream in the order of the calls; only what says so waits for it. A
+ * build without CUDA has all of these functions, and opening a device then fails with a sentence
+ * that says so. The GPU itself is reached through device_backend.h. */
+#ifndef MN_RUNTIME_DEVICE_H
+#define MN_RUNTIME_DEVICE_H
+
+#include "mneme.h"
+#include "runtime/arena.h"
+
+typedef struct mn_device mn_device;
+
+typedef struct mn_device_info {
+    int index;
+    char name[256];
+    int major, minor;                   // compute capability
+    int n_processors;
+    size_t bytes, free_bytes, l2_bytes;
+} mn_device_info;
+
+/* Whether this build has CUDA kernels at all. */
+bool mn_device_built(void);
+
+/* GPUs that can be seen. Fails, and then says why there are none: no CUDA in the build, no driver,
+ * a driver that is too old, no GPU. */
+mn_status mn_device_count(int *count);
+
+/* What device `index` is. */
+mn_status mn_device_describe(mn_device_info *info, int index);
+
+/* Opens "cuda" (the first) or "cuda:N". Work runs on `stream` when that is not NULL: it stays the
+ * caller's; otherwise on a stream of the device's own. */
+mn_status mn_device_open(mn_device **out, const char *name, void *stream);
+void mn_device_close(mn_device *device);    // waits for its work; NULL accepted
+
+const mn_device_info *mn_device_facts(const mn_device *device);
+void *mn_device_stream(const mn_device *device);
+
+/* Makes it the device of the calling thread; before anything that launches by itself. */
+mn_status mn_device_use(mn_device *device);
+
+/* The status that a launch returned (a cudaError_t) as ours; `what` begins the sentence. */
+mn_status mn_device_check(mn_device *device, int code, const char *what);
+
+/* Waits until all work is done; failures of that work come out here. */
+mn_status mn_device_synchronize(mn_device *device);
+
+/* ---- memory ---------------------------------------------------------------------------------- */
+
+/* Lasting memory, aligned for any vector, uninitialised. */
+mn_status mn_device_allocate(mn_device *device, void **out, size_t bytes);
+void mn_device_free(mn_device *device, void *data);    // NULL accepted
+
+/* Scratch memory as in arena.h: blocks are kept when released. A piece may be handed out again at
+ * once, because the stream runs what was asked for before. NULL when there is no memory. */
+void *mn_device_bytes(mn_device *device, size_t bytes);
+mn_mark mn_device_mark(const mn_device *device);
+void mn_device_release(mn_device *device, mn_mark mark);
+
+/* Copies in the stream. `from` of an upload may be changed as soon as the call returns; a download
+ * waits until the bytes are there. */
+mn_status mn_device_upload(mn_device *device, void *to, const void *from, size_t bytes);
+mn_status mn_device_download(mn_device *device, void *to, const void *from, size_t bytes);
+mn_status mn_device_copy(mn_device *device, void *to, const void *from, size_t bytes);
+
+/* Every byte becomes `value`. */
+mn_status mn_device_fill(mn_device *device, void *to, unsigned char value, size_t bytes);
+
+/* ---- time ------------------------------------------------------------------------------------ */
+
+/* A point in the stream; the time between two of them is the GPU's own. */
+typedef struct mn_device_event mn_device_event;
+
+mn_status mn_device_event_create(mn_device *device, mn_device_event **out);
+void mn_device_event_destroy(mn_device_event *event);    // NULL accepted
+mn_status mn_device_event_record(mn_device *device, mn_device_event *event);
+
+/* Waits for `to`; seconds from `from` to `to`. */
+mn_status mn_device_seconds(mn_device *device, double *seconds, mn_device_event *from,
+                            mn_device_event *to);
+
+#endif

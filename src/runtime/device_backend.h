@@ -1,0 +1,36 @@
+/* device_backend.h - the few calls that reach a GPU. device_cuda.c makes them through the CUDA
+ * runtime; device_none.c stands in for it in a build without CUDA and fails with a sentence. Only
+ * device.c calls them. */
+#ifndef MN_RUNTIME_DEVICE_BACKEND_H
+#define MN_RUNTIME_DEVICE_BACKEND_H
+
+#include "runtime/device.h"
+
+typedef enum mn_backend_way { MN_TO_DEVICE, MN_FROM_DEVICE, MN_ON_DEVICE } mn_backend_way;
+
+bool mn_backend_built(void);
+mn_status mn_backend_count(int *count);
+mn_status mn_backend_describe(mn_device_info *info, int index);
+
+/* Device `index` becomes that of the calling thread; all calls below go there. */
+mn_status mn_backend_use(int index);
+
+/* The code of a launch or a call: MN_OK for 0, else a sentence that begins with `what`. */
+mn_status mn_backend_check(int code, const char *what);
+
+mn_status mn_backend_stream_create(void **stream);
+void mn_backend_stream_destroy(void *stream);
+mn_status mn_backend_synchronize(void *stream);
+
+mn_status mn_backend_allocate(void **out, size_t bytes);
+void mn_backend_free(void *data);
+mn_status mn_backend_copy(void *to, const void *from, size_t bytes, mn_backend_way way,
+                          void *stream);
+mn_status mn_backend_fill(void *to, unsigned char value, size_t bytes, void *stream);
+
+mn_status mn_backend_event_create(void **event);
+void mn_backend_event_destroy(void *event);
+mn_status mn_backend_event_record(void *event, void *stream);
+mn_status mn_backend_event_seconds(double *seconds, void *from, void *to);
+
+#endif

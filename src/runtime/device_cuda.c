@@ -1,0 +1,150 @@
+/* device_cuda.c - the backend over the CUDA runtime, linked statically: a machine without a driver
+ * still starts the program, and learns here what is missing. */
+#include <cuda_runtime_api.h>
+#include <stdio.h>
+
+#include "base/status.h"
+#include "runtime/device_backend.h"
+
+/* The kernels are machine code for 8.0 and 9.0a, and PTX from 8.0 on. */
+enum { LEAST_MAJOR = 8 };
+
+bool mn_backend_built(void) {
+    return true;
+}
+
+/* CUDA counts 13.1 as 13010. */
+static mn_status driver_too_old(void) {
+    int driver = 0, runtime = 0;
+    cudaDriverGetVersion(&driver);
+    cudaRuntimeGetVersion(&runtime);
+    if (driver == 0) {
+        return mn_fail(MN_ERR_UNSUPPORTED,
+                       "no NVIDIA driver: libcuda is not installed or does not load; use the CPU");
+    }
+    return mn_fail(MN_ERR_UNSUPPORTED,
+                   "the NVIDIA driver is too old: it supports CUDA %d.%d, this build needs %d.%d",
+                   driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
+}
+
+static mn_status translate(cudaError_t code, const char *what) {
+    if (code == cudaSuccess) return MN_OK;
+    cudaGetLastError();    // a failure that is not for ever is reported once
+    if (code == cudaErrorInsufficientDriver) return driver_too_old();
+    if (code == cudaErrorNoDevice) {
+        return mn_fail(MN_ERR_UNSUPPORTED,
+                       "no GPU is visible: none is installed, or CUDA_VISIBLE_DEVICES hides it");
+    }
+    const char *text = cudaGetErrorString(code);
+    if (code == cudaErrorMemoryAllocation) {
+        return mn_fail(MN_ERR_MEMORY, "%s: the GPU's memory is full (%s)", what, text);
+    }
+    if (code == cudaErrorNoKernelImageForDevice) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "%s: this build has no kernels for this GPU (%s)", what,
+                       text);
+    }
+    return mn_fail(MN_ERR_INTERNAL, "%s: %s (%s)", what, text, cudaGetErrorName(code));
+}
+
+mn_status mn_backend_check(int code, const char *what) {
+    return translate((cudaError_t)code, what);
+}
+
+mn_status mn_backend_count(int *count) {
+    *count = 0;
+    const mn_status st = translate(cudaGetDeviceCount(count), "GPUs cannot be counted");
+    if (st != MN_OK) *count = 0;
+    return st;
+}
+
+mn_status mn_backend_describe(mn_device_info *info, int index) {
+    struct cudaDeviceProp facts;
+    mn_status st = translate(cudaGetDeviceProperties(&facts, index), "GPU properties");
+    if (st != MN_OK) return st;
+    *info = (mn_device_info){ .index = index,
+                              .major = facts.major,
+                              .minor = facts.minor,
+                              .n_processors = facts.multiProcessorCount,
+                              .bytes = facts.totalGlobalMem,
+                              .l2_bytes = (size_t)facts.l2CacheSize };
+    snprintf(info->name, sizeof info->name, "%s", facts.name);
+    if (facts.major < LEAST_MAJOR) {
+        return mn_fail(MN_ERR_UNSUPPORTED,
+                       "cuda:%d (%s) has compute capability %d.%d; the kernels need %d.0 or newer",
+                       index, info->name, facts.major, facts.minor, LEAST_MAJOR);
+    }
+    st = mn_backend_use(index);
+    size_t all;
+    if (st == MN_OK) st = translate(cudaMemGetInfo(&info->free_bytes, &all), "GPU memory");
+    return st;
+}
+
+mn_status mn_backend_use(int index) {
+    return translate(cudaSetDevice(index), "the GPU cannot be used");
+}
+
+mn_status mn_backend_stream_create(void **stream) {
+    cudaStream_t made = NULL;
+    const mn_status st = translate(cudaStreamCreateWithFlags(&made, cudaStreamNonBlocking),
+                                   "a stream cannot be made");
+    *stream = made;
+    return st;
+}
+
+void mn_backend_stream_destroy(void *stream) {
+    if (stream) cudaStreamDestroy(stream);
+}
+
+mn_status mn_backend_synchronize(void *stream) {
+    return translate(cudaStreamSynchronize(stream), "work on the GPU failed");
+}
+
+mn_status mn_backend_allocate(void **out, size_t bytes) {
+    *out = NULL;
+    const cudaError_t code = cudaMalloc(out, bytes);
+    if (code != cudaErrorMemoryAllocation) return translate(code, "GPU memory");
+    cudaGetLastError();
+    return mn_fail(MN_ERR_MEMORY, "the GPU has no %zu bytes left", bytes);
+}
+
+void mn_backend_free(void *data) {
+    cudaFree(data);
+}
+
+mn_status mn_backend_copy(void *to, const void *from, size_t bytes, mn_backend_way way,
+                          void *stream) {
+    static const enum cudaMemcpyKind kinds[] = {
+        [MN_TO_DEVICE] = cudaMemcpyHostToDevice,
+        [MN_FROM_DEVICE] = cudaMemcpyDeviceToHost,
+        [MN_ON_DEVICE] = cudaMemcpyDeviceToDevice,
+    };
+    return translate(cudaMemcpyAsync(to, from, bytes, kinds[way], stream), "a copy failed");
+}
+
+mn_status mn_backend_fill(void *to, unsigned char value, size_t bytes, void *stream) {
+    return translate(cudaMemsetAsync(to, value, bytes, stream), "filling memory failed");
+}
+
+mn_status mn_backend_event_create(void **event) {
+    cudaEvent_t made = NULL;
+    const mn_status st = translate(cudaEventCreate(&made), "an event cannot be made");
+    *event = made;
+    return st;
+}
+
+void mn_backend_event_destroy(void *event) {
+    if (event) cudaEventDestroy(event);
+}
+
+mn_status mn_backend_event_record(void *event, void *stream) {
+    return translate(cudaEventRecord(event, stream), "an event cannot be recorded");
+}
+
+mn_status mn_backend_event_seconds(double *seconds, void *from, void *to) {
+    float milliseconds = 0.0f;
+    *seconds = 0.0;
+    mn_status st = translate(cudaEventSynchronize(to), "work on the GPU failed");
+    if (st == MN_OK) st = translate(cudaEventElapsedTime(&milliseconds, from, to), "event times");
+    if (st == MN_OK) *seconds = 1e-3 * milliseconds;
+    return st;
+}

@@ -1,0 +1,30 @@
+#!/bin/sh
+# Stages a self-contained folder to run on another machine, one with a GPU say: the stripped program,
+# the shared libraries it needs besides the C library, the golden files, and `run`, which starts the
+# program with those libraries.
+#   tools/device_stage.sh BUILD_DIR FOLDER       then there: FOLDER/run check --target cuda ...
+# Configure with -DMN_OPENBLAS=OFF to leave out 40 MB that only a ceiling of `mneme bench` uses.
+set -eu
+[ $# = 2 ] || { echo "usage: tools/device_stage.sh BUILD_DIR FOLDER" >&2; exit 2; }
+build=$1
+folder=$2
+source=$(cd "$(dirname "$0")/.." && pwd)
+[ -x "$build/mneme" ] || { echo "$build/mneme is not there; build it first" >&2; exit 1; }
+mkdir -p "$folder/lib"
+rm -f "$folder"/lib/*
+strip -o "$folder/mneme" "$build/mneme"
+ldd "$build/mneme" | sed -n 's/.*=> \(\/[^ ]*\) .*/\1/p' | while read -r library; do
+    case $library in
+    */libc.so* | */libm.so* | */libpthread.so* | */libdl.so* | */librt.so*) ;;
+    *) cp -L "$library" "$folder/lib/" ;;
+    esac
+done
+rm -rf "$folder/golden"
+cp -R "$source/tests/golden" "$folder/golden"
+cat >"$folder/run" <<'END'
+#!/bin/sh
+here=$(cd "$(dirname "$0")" && pwd)
+LD_LIBRARY_PATH=$here/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH} exec "$here/mneme" "$@"
+END
+chmod +x "$folder/run"
+du -sh "$folder" | cut -f1
