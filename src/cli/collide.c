@@ -114,6 +114,20 @@ static mn_status sweep_priors(mn_collide *c) {
     return st;
 }
 
+mn_status mn_collide_compute(mn_collide *c, bool with_curve) {
+    mn_status st = run_all(c);
+    if (st != MN_OK) return st;
+    find_families(c);
+    mn_collision_predict(&c->theory, &c->setup, c->points[MN_COLLISION_BAYES],
+                         c->points[MN_COLLISION_RESET], c->points[MN_COLLISION_LINEAR]);
+    st = sweep_overlaps(c, with_curve);
+    return st == MN_OK ? sweep_priors(c) : st;
+}
+
+void mn_collide_free(mn_collide *c) {
+    for (int rule = 0; rule < MN_COLLISION_RULES; rule++) free(c->points[rule]);
+}
+
 int mn_collide_checks(mn_collide_check out[MN_COLLIDE_CHECKS], const mn_collide *c) {
     const mn_collision_theory *th = &c->theory;
     const mn_collision_point *bayes = c->points[MN_COLLISION_BAYES];
@@ -218,16 +232,6 @@ static bool parse(options *o, mn_collision_setup *s, int argc, char **argv) {
     return true;
 }
 
-static mn_status compute(mn_collide *c, bool with_curve) {
-    mn_status st = run_all(c);
-    if (st != MN_OK) return st;
-    find_families(c);
-    mn_collision_predict(&c->theory, &c->setup, c->points[MN_COLLISION_BAYES],
-                         c->points[MN_COLLISION_RESET], c->points[MN_COLLISION_LINEAR]);
-    st = sweep_overlaps(c, with_curve);
-    return st == MN_OK ? sweep_priors(c) : st;
-}
-
 int mn_command_collide(int argc, char **argv) {
     options o = { 0 };
     mn_collide *c = calloc(1, sizeof *c);
@@ -239,7 +243,7 @@ int mn_command_collide(int argc, char **argv) {
         if (o.help) {
             print_help();
         } else {
-            st = compute(c, o.figures != NULL);
+            st = mn_collide_compute(c, o.figures != NULL);
             if (st == MN_OK && o.json) st = mn_collide_print_json(c);
             else if (st == MN_OK) mn_collide_print(c);
             if (st == MN_OK && o.csv) st = mn_collide_write_csv(c, o.csv);
@@ -252,7 +256,7 @@ int mn_command_collide(int argc, char **argv) {
         if (st != MN_OK) fprintf(stderr, "mneme collide: %s\n", mn_last_error());
         result = st == MN_OK ? 0 : 1;
     }
-    for (int rule = 0; rule < MN_COLLISION_RULES; rule++) free(c->points[rule]);
+    mn_collide_free(c);
     free(c);
     return result;
 }

@@ -42,6 +42,11 @@ int mn_collide_checks(mn_collide_check out[MN_COLLIDE_CHECKS], const mn_collide 
 /* What the paper's tables say at which overlap, in sentences; NULL after the last. */
 const char *mn_collide_note(int index);
 
+/* Runs everything for c->setup; `with_curve` fills curve too, which figures need. Free with
+ * mn_collide_free, also after a failure. */
+mn_status mn_collide_compute(mn_collide *c, bool with_curve);
+void mn_collide_free(mn_collide *c);
+
 void mn_collide_print(const mn_collide *c);
 mn_status mn_collide_print_json(const mn_collide *c);
 

@@ -104,7 +104,7 @@ static mn_status multiply(product *p, const json_t *job, const json_t *grid) {
     return st;
 }
 
-/* The common beginning with a part over it; axes that a part gives replace those of the same name. */
+/* The common beginning with a part over it; axes of a part replace those of the same name. */
 static mn_status multiply_part(product *p, const mn_json *root, const mn_json *part) {
     static const char *const keys[] = { "job", "grid" };
     const json_t *job = json_object_get(root->value, "job");

@@ -74,8 +74,9 @@ mn_status mn_job_key(char key[MN_JOB_KEY], const json_t *job) {
 static void put_label(char *text, size_t size, const char *key, const json_t *value) {
     const size_t n = strlen(text);
     const char *blank = n > 0 ? " " : "";
-    if (json_is_string(value)) snprintf(text + n, size - n, "%s%s", blank, json_string_value(value));
-    else if (json_is_number(value)) {
+    if (json_is_string(value)) {
+        snprintf(text + n, size - n, "%s%s", blank, json_string_value(value));
+    } else if (json_is_number(value)) {
         snprintf(text + n, size - n, "%s%s=%g", blank, key, json_number_value(value));
     }
 }

@@ -1,12 +1,12 @@
-/* job.h - one run of an experiment: a JSON object that says all that defines it, and the record that
- * comes back.
+/* job.h - one run of an experiment: a JSON object that says all that defines it, and the record
+ * that comes back.
  *
  *   job      {"kind": "train", "task": {...}, "model": {...}, "train": {...}, "seed": 0, ...}
  *   record   {"key", "job", "status": "ok" or "failed", "error", "result", "seconds", "commit",
  *             "version"}
  *
- * The key is a hash of the completed job without its labels, which only name its place in a report:
- * the same job has the same key in whatever order it is written. Kinds are rows of job_kinds.def. */
+ * The key is a hash of the completed job without its labels, which only name its place in a
+ * report: the same job has the same key in whatever order it is written. Kinds: job_kinds.def. */
 #ifndef MN_EXPERIMENTS_JOB_H
 #define MN_EXPERIMENTS_JOB_H
 

@@ -7,12 +7,13 @@
  *   epochs    passes over the training set, in place of train.steps; steps_at_most cuts either
  *   lr_by_epoch   the learning rate moves once an epoch
  *   evaluate  every (steps; 0: an epoch), metric (token, macro, example, sequence), select (last,
- *             loss: the evaluation of lowest test loss), stop_at (score that ends the run; 0: none),
- *             patience (evaluations without a lower loss; 0: all), batch (rows of a test batch)
+ *             loss: the evaluation of lowest test loss), stop_at (score that ends the run, 0:
+ *             none), patience (evaluations without a lower loss; 0: all), batch (rows of a test
+ *             batch)
  *   tests     name: {options, test}: further sets to ask the trained model about
  *
- * The seed draws initial values, training batches and the samples of all sets. The selection looks at
- * the test set because the published protocols do. */
+ * The seed draws initial values, training batches and the samples of all sets. The selection looks
+ * at the test set because the published protocols do. */
 #include <inttypes.h>
 #include <math.h>
 #include <stdio.h>
@@ -46,8 +47,8 @@ static mn_status lay_setting(json_t *task, const char *name, const char *setting
         json_object_del(task, "setting");
         return st;
     }
-    return mn_fail(MN_ERR_ARGUMENT, "%s: there is no setting \"%s\"; mneme task %s lists them", name,
-                   setting, name);
+    return mn_fail(MN_ERR_ARGUMENT, "%s: there is no setting \"%s\"; mneme task %s lists them",
+                   name, setting, name);
 }
 
 static mn_status complete_task(mn_json *job) {
@@ -76,8 +77,8 @@ static mn_status complete_steps(mn_json *job, int64_t epoch) {
     if (st == MN_OK) st = mn_json_opt_i64(&steps, &train, "steps");
     if (st != MN_OK) return st;
     if ((epochs > 0 || by_epoch) && epoch == 0) {
-        return mn_fail(MN_ERR_ARGUMENT, "job: epochs and lr_by_epoch need a training set of a size; "
-                       "give task.train, or train.steps alone");
+        return mn_fail(MN_ERR_ARGUMENT, "job: epochs and lr_by_epoch need a training set of a "
+                       "size; give task.train, or train.steps alone");
     }
     if (epochs < 0 || most < 1 || (epochs > 0 && epochs > INT64_MAX / epoch)) {
         return mn_fail(MN_ERR_ARGUMENT, "job: epochs and steps_at_most count from 1 on");
@@ -110,6 +111,44 @@ static mn_status complete_defaults(json_t *job) {
     return st == MN_OK ? fill_in(job, "evaluate.batch", json_integer(128)) : st;
 }
 
+/* What the trainer reads: model and train of the job, and what the task and the seed say. */
+static mn_status make_config(json_t **out, mn_task_run *task, const mn_json *job) {
+    const mn_source source = mn_task_run_source(task);
+    json_t *model = json_deep_copy(json_object_get(job->value, "model"));
+    json_t *train = json_deep_copy(json_object_get(job->value, "train"));
+    json_t *seed = json_copy(json_object_get(job->value, "seed"));
+    json_t *root = json_pack("{s:o, s:o}", "model", model ? model : json_object(), "train",
+                             train ? train : json_object());
+    mn_status st = root ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for a job");
+    if (st == MN_OK) st = mn_spec_set(root, "train.batch", json_integer(source.rows));
+    if (st == MN_OK) st = mn_spec_set(root, "train.context", json_integer(source.length));
+    if (st == MN_OK) st = mn_spec_set(root, "train.seed", seed);
+    if (st == MN_OK) {
+        st = mn_spec_set(root, "model.max_position_embeddings",
+                         json_integer(mn_task_run_longest(task)));
+    }
+    if (st == MN_OK) {
+        st = mn_spec_set(root, "model.vocab_size", json_integer(mn_task_run_vocab(task)));
+    }
+    if (st == MN_OK) *out = root;
+    else json_decref(root);
+    return st;
+}
+
+/* Whether model and options can be read, so that a misspelt key fails before anything runs. */
+static mn_status check_config(mn_task_run *task, const mn_json *job) {
+    mn_json root = { .name = "job" };
+    mn_train_options options;
+    mn_model_config config = { 0 };
+    mn_status st = make_config(&root.value, task, job);
+    const mn_json model = mn_json_member(&root, "model");
+    if (st == MN_OK) st = mn_train_options_read(&options, &root);
+    if (st == MN_OK) st = mn_model_config_read(&config, &model);
+    mn_model_config_free(&config);
+    json_decref(root.value);
+    return st;
+}
+
 static mn_status complete(mn_json *job) {
     static const char *const keys[] = { "kind", "task", "model", "train", "seed", "epochs",
                                         "steps_at_most", "lr_by_epoch", "evaluate", "tests",
@@ -120,6 +159,7 @@ static mn_status complete(mn_json *job) {
     mn_task_run *run = NULL;
     if (st == MN_OK) st = mn_task_run_open(&run, job);
     if (st == MN_OK) st = complete_steps(job, mn_task_run_epoch(run));
+    if (st == MN_OK) st = check_config(run, job);
     mn_task_run_close(run);
     return st;
 }
@@ -143,32 +183,11 @@ typedef struct train_run {
     stop_reason stopped;
 } train_run;
 
-static mn_status make_config(train_run *r, const mn_json *job) {
-    const mn_source source = mn_task_run_source(r->task);
-    json_t *model = json_deep_copy(json_object_get(job->value, "model"));
-    json_t *train = json_deep_copy(json_object_get(job->value, "train"));
-    r->config = (mn_json){ .value = json_pack("{s:o, s:o}", "model", model ? model : json_object(),
-                                              "train", train ? train : json_object()),
-                           .name = "job" };
-    if (!r->config.value) return mn_fail(MN_ERR_MEMORY, "no memory for a job");
-    json_t *root = r->config.value;
-    mn_status st = mn_spec_set(root, "train.batch", json_integer(source.rows));
-    if (st == MN_OK) st = mn_spec_set(root, "train.context", json_integer(source.length));
-    if (st == MN_OK) {
-        st = mn_spec_set(root, "train.seed", json_copy(json_object_get(job->value, "seed")));
-    }
-    if (st == MN_OK) {
-        st = mn_spec_set(root, "model.max_position_embeddings",
-                         json_integer(mn_task_run_longest(r->task)));
-    }
-    return st != MN_OK ? st : mn_spec_set(root, "model.vocab_size",
-                                          json_integer(mn_task_run_vocab(r->task)));
-}
-
 static mn_status start(train_run *r, const mn_json *job) {
     const mn_context_options one = { .n_threads = 1 };
     mn_status st = mn_task_run_open(&r->task, job);
-    if (st == MN_OK) st = make_config(r, job);
+    r->config.name = "job";
+    if (st == MN_OK) st = make_config(&r->config.value, r->task, job);
     if (st == MN_OK) st = mn_context_create(&r->context, &one);
     if (st != MN_OK) return st;
     const mn_source source = mn_task_run_source(r->task);

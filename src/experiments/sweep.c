@@ -302,7 +302,8 @@ static mn_status listen_to(sweep *s, int lane) {
     mn_status st = mn_text_reserve(&w->said, 65536);
     if (st != MN_OK) return st;
     const ssize_t n = read(w->pipe, w->said.bytes + w->said.size, 65536);
-    if (n < 0) return errno == EINTR ? MN_OK : mn_fail(MN_ERR_IO, "lost a job: %s", strerror(errno));
+    if (n < 0 && errno == EINTR) return MN_OK;
+    if (n < 0) return mn_fail(MN_ERR_IO, "lost a job: %s", strerror(errno));
     if (n == 0) return finish(s, lane);
     w->said.size += (size_t)n;
     hear_lines(s, lane);

@@ -1,8 +1,8 @@
 /* sweep.h - runs a list of jobs, several at once, one process and one thread for each.
  *
- * Records are lines of a file that only grows; each is on the disk before the next job starts in its
- * place. A job whose key the file has as done is not run again, a failed one is. So a sweep that was
- * killed goes on where it was, and has lost what was running then. */
+ * Records are lines of a file that only grows; each is on the disk before the next job starts in
+ * its place. A job whose key the file has as done is not run again, a failed one is. So a sweep
+ * that was killed goes on where it was, and has lost what was running then. */
 #ifndef MN_EXPERIMENTS_SWEEP_H
 #define MN_EXPERIMENTS_SWEEP_H
 
@@ -36,9 +36,9 @@ typedef struct mn_sweep_options {
     void *context;
 } mn_sweep_options;
 
-/* `jobs` are completed. *state holds the counts at the end; failed jobs are no failure of the sweep,
- * their records tell why. The caller's other threads must not hold locks that jobs need: processes
- * are forked. */
+/* `jobs` are completed. *state holds the counts at the end; failed jobs are no failure of the
+ * sweep, their records tell why. Processes are forked: the caller's other threads must not hold
+ * locks that jobs need. */
 mn_status mn_sweep_run(mn_sweep_state *state, const json_t *jobs, const mn_sweep_options *options);
 
 /* The last record of each key in the file, by key, new; an object without members when there is no

@@ -1,0 +1,249 @@
+/* reproduce.c - mneme reproduce: an experiment of a paper in one command, up to a report. */
+#include "cli/reproduce.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "base/status.h"
+#include "base/util.h"
+#include "cli/command.h"
+#include "cli/number.h"
+#include "cli/sweep.h"
+#include "experiments/experiment.h"
+#include "experiments/grid.h"
+#include "experiments/report.h"
+#include "io/json_write.h"
+#include "train/options.h"
+
+enum { MOST_SETS = 64 };
+
+typedef struct options {
+    const char *name, *out, *report;
+    const char *sets[MOST_SETS];
+    int n_sets, processes, seeds, steps;
+    mn_preset preset;
+    bool list, json, quiet;
+} options;
+
+static void print_help(void) {
+    puts("usage: mneme reproduce --list\n"
+         "       mneme reproduce NAME [--preset smoke|cpu|full] [options]\n"
+         "       mneme reproduce NAME --report DIR\n\n"
+         "Runs an experiment of a paper and writes a report that puts our numbers beside the "
+         "printed ones.\n"
+         "DIR gets report.md, figures (SVG and PNG, with gnuplot), CSV files, results.json (all "
+         "that the report\n"
+         "is made of) and results.jsonl (a line for each run as it ended). The same command goes "
+         "on with one\n"
+         "that was stopped or killed.\n\n"
+         "  --list              experiments, what they cost, and their papers\n"
+         "  --preset NAME       smoke (about a minute on two cores), cpu (about an hour), full "
+         "(as published);\n"
+         "                      default: smoke\n"
+         "  --out DIR           default: NAME-PRESET\n"
+         "  --jobs N            processes, one thread each (default: one a core)\n"
+         "  --seeds N           seeds 0 to N-1 in place of the preset's\n"
+         "  --steps N           no run takes more steps than these\n"
+         "  --set KEY=VALUE     set a member of every job (mneme sweep --help); may be repeated\n"
+         "  --report DIR        write report.md and CSV files again, from DIR/results.json alone\n"
+         "  --json              with --list: as JSON\n"
+         "  --quiet             show nothing but failures");
+}
+
+static int usage_error(const char *what, const char *option) {
+    fprintf(stderr, "mneme reproduce: %s%s; mneme reproduce --help lists the options\n", option,
+            what);
+    return 2;
+}
+
+static int failed(void) {
+    fprintf(stderr, "mneme reproduce: %s\n", mn_last_error());
+    return 1;
+}
+
+/* ---- options --------------------------------------------------------------------------------- */
+
+static int parse_count(int *out, const char *option, const char *value, int most) {
+    return mn_parse_count(out, value, 1, most) ? 0 : usage_error(" needs a whole number from 1 on",
+                                                                 option);
+}
+
+static int parse_value(options *o, const char *option, const char *value) {
+    if (strcmp(option, "--jobs") == 0) return parse_count(&o->processes, option, value,
+                                                          MN_SWEEP_LANES);
+    if (strcmp(option, "--seeds") == 0) return parse_count(&o->seeds, option, value, 1000);
+    if (strcmp(option, "--steps") == 0) return parse_count(&o->steps, option, value, INT32_MAX);
+    if (strcmp(option, "--out") == 0) o->out = value;
+    else if (strcmp(option, "--report") == 0) o->report = value;
+    else if (strcmp(option, "--preset") == 0) {
+        return mn_preset_find(&o->preset, value) ? 0 : usage_error(" is smoke, cpu or full",
+                                                                   option);
+    } else {
+        if (o->n_sets == MOST_SETS) return usage_error(" is given too often", option);
+        o->sets[o->n_sets++] = value;
+    }
+    return 0;
+}
+
+static int parse(options *o, int argc, char **argv) {
+    static const char *const valued[] = { "--jobs", "--seeds", "--steps", "--out", "--report",
+                                          "--preset", "--set" };
+    for (int i = 1; i < argc; i++) {
+        bool takes = false;
+        for (size_t k = 0; k < MN_COUNTOF(valued); k++) takes |= strcmp(valued[k], argv[i]) == 0;
+        if (takes && i + 1 >= argc) return usage_error(" needs a value", argv[i]);
+        if (takes) {
+            const int status = parse_value(o, argv[i], argv[i + 1]);
+            if (status != 0) return status;
+            i++;
+        } else if (strcmp(argv[i], "--list") == 0) {
+            o->list = true;
+        } else if (strcmp(argv[i], "--json") == 0) {
+            o->json = true;
+        } else if (strcmp(argv[i], "--quiet") == 0) {
+            o->quiet = true;
+        } else if (argv[i][0] == '-' || o->name) {
+            return usage_error(" is no option", argv[i]);
+        } else {
+            o->name = argv[i];
+        }
+    }
+    return o->name || o->list ? 0 : usage_error("name an experiment, or --list them", "");
+}
+
+/* ---- the list -------------------------------------------------------------------------------- */
+
+static int print_list(bool json) {
+    json_t *list = json_array();
+    for (int i = 0; i < mn_experiment_count(); i++) {
+        const mn_experiment e = mn_experiment_row(i);
+        json_array_append_new(list, json_pack("{s:s, s:s, s:s, s:{s:s, s:s, s:s}}", "name", e.name,
+                                              "about", e.about, "paper", e.paper, "cost", "smoke",
+                                              e.cost[0], "cpu", e.cost[1], "full", e.cost[2]));
+        if (!json) {
+            printf("%-13s %s\n%13s %s; smoke %s, cpu %s, full %s\n", e.name, e.about, "", e.paper,
+                   e.cost[0], e.cost[1], e.cost[2]);
+        }
+    }
+    char *text = NULL;
+    json_t *root = json_pack("{s:o}", "experiments", list);
+    const mn_status st = json ? mn_json_text(&text, root, MN_JSON_PRETTY) : MN_OK;
+    if (st == MN_OK && text) puts(text);
+    free(text);
+    json_decref(root);
+    return st == MN_OK ? 0 : failed();
+}
+
+/* ---- one experiment -------------------------------------------------------------------------- */
+
+/* What the options change in every job. */
+static mn_status changes_of(mn_json *changes, const options *o) {
+    mn_status st = MN_OK;
+    *changes = (mn_json){ .value = json_object(), .name = "--set" };
+    for (int i = 0; st == MN_OK && i < o->n_sets; i++) st = mn_train_set(changes, o->sets[i]);
+    if (st == MN_OK && o->steps > 0) {
+        json_object_set_new(changes->value, "steps_at_most", json_integer(o->steps));
+    }
+    return st;
+}
+
+static mn_status make_jobs(json_t **plan, json_t **jobs, int row, const options *o) {
+    mn_json changes = { 0 };
+    mn_status st = changes_of(&changes, o);
+    if (st == MN_OK) st = mn_experiment_plan(plan, row, o->preset);
+    if (st == MN_OK) {
+        const mn_json grid = { .value = json_object_get(*plan, "grid"), .name = o->name };
+        json_t *axes = json_object_get(grid.value, "grid");
+        if (o->seeds > 0 && json_object_get(axes, "seed")) {
+            json_t *seeds = json_array();
+            for (int i = 0; i < o->seeds; i++) json_array_append_new(seeds, json_integer(i));
+            json_object_set_new(axes, "seed", seeds);
+        }
+        const bool trains = axes != NULL;    // other jobs have no steps to cut
+        st = mn_grid_expand(jobs, &grid, trains ? changes.value : NULL);
+    }
+    json_decref(changes.value);
+    return st;
+}
+
+static mn_status write_results(const char *folder, int row, const options *o, const json_t *plan,
+                               const json_t *jobs) {
+    char path[MN_SWEEP_PATH];
+    json_t *records = NULL;
+    mn_json results = { .name = "results.json" };
+    snprintf(path, sizeof path, "%s/results.jsonl", folder);
+    mn_status st = mn_sweep_records(&records, path);
+    if (st == MN_OK) {
+        st = mn_experiment_results(&results.value, row, o->preset, plan, jobs, records);
+    }
+    if (st == MN_OK) st = mn_reproduce_figures(&results, folder);
+    snprintf(path, sizeof path, "%s/results.json", folder);
+    if (st == MN_OK) st = mn_json_save(path, results.value);
+    if (st == MN_OK) st = mn_report_write(&results, folder);
+    json_decref(results.value);
+    json_decref(records);
+    return st;
+}
+
+static int report_again(int row, const char *folder) {
+    char path[MN_SWEEP_PATH];
+    mn_json results = { 0 };
+    const char *name = "";
+    if (snprintf(path, sizeof path, "%s/results.json", folder) >= MN_SWEEP_PATH) {
+        return usage_error(" is too long a path", folder);
+    }
+    mn_status st = mn_json_load(&results, path, MN_JSON_STANDARD);
+    if (st == MN_OK) st = mn_json_get_text(&name, &results, "experiment");
+    if (st == MN_OK && strcmp(name, mn_experiment_row(row).name) != 0) {
+        st = mn_fail(MN_ERR_ARGUMENT, "%s: is of experiment \"%s\"", path, name);
+    }
+    if (st == MN_OK) st = mn_report_write(&results, folder);
+    mn_json_free(&results);
+    if (st != MN_OK) return failed();
+    printf("%s/report.md\n", folder);
+    return 0;
+}
+
+static int reproduce(int row, const options *o) {
+    char folder[MN_SWEEP_PATH - 64];
+    json_t *plan = NULL, *jobs = NULL;
+    const char *preset = mn_preset_name(o->preset);
+    const int n = o->out ? snprintf(folder, sizeof folder, "%s", o->out)
+                         : snprintf(folder, sizeof folder, "%s-%s", o->name, preset);
+    if (n >= (int)sizeof folder) return usage_error(" is too long a path", "--out");
+    int status = make_jobs(&plan, &jobs, row, o) == MN_OK ? 0 : failed();
+    if (status == 0) {
+        if (!o->quiet) {
+            fprintf(stderr, "%s, preset %s: %zu runs, %s\n", o->name, preset,
+                    json_array_size(jobs), mn_experiment_row(row).cost[o->preset]);
+        }
+        status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->quiet);
+        /* What came out is reported even when the rest failed or was stopped. */
+        struct stat about;
+        if (stat(folder, &about) == 0 && write_results(folder, row, o, plan, jobs) != MN_OK) {
+            status = failed();
+        } else if (!o->quiet) {
+            printf("%s/report.md\n", folder);
+        }
+    }
+    json_decref(plan);
+    json_decref(jobs);
+    return status;
+}
+
+int mn_command_reproduce(int argc, char **argv) {
+    options o = { 0 };
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--help") != 0) continue;
+        print_help();
+        return 0;
+    }
+    const int mistake = parse(&o, argc, argv);
+    if (mistake != 0) return mistake;
+    if (o.list) return print_list(o.json);
+    int row;
+    if (mn_experiment_find(&row, o.name) != MN_OK) return failed();
+    return o.report ? report_again(row, o.report) : reproduce(row, &o);
+}

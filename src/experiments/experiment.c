@@ -1,0 +1,148 @@
+/* experiment.c - the table of experiments, their plans, and results.json. */
+#include "experiments/experiment.h"
+
+#include <string.h>
+
+#include "base/status.h"
+#include "base/util.h"
+#include "experiments/experiment_parts.h"
+#include "experiments/job_parts.h"
+#include "io/closest.h"
+#include "io/json_write.h"
+
+static const char *const preset_names[MN_PRESETS] = { "smoke", "cpu", "full" };
+
+static const struct {
+    mn_experiment info;
+    const mn_experiment_text *text;
+} experiments[] = {
+#define EXPERIMENT(id, name, about, paper, smoke, cpu, full)                                       \
+    { { name, about, paper, { smoke, cpu, full } }, &mn_experiment_##id },
+#include "experiments/experiments.def"
+#undef EXPERIMENT
+};
+
+static const struct {
+    const char *experiment;
+    int table;
+    const char *row, *column, *printed, *place;
+} numbers[] = {
+#define PAPER(experiment, table, row, column, printed, place)                                      \
+    { experiment, table, row, column, printed, place },
+#include "experiments/paper_numbers.def"
+#undef PAPER
+};
+
+const char *mn_preset_name(mn_preset preset) {
+    return preset_names[preset];
+}
+
+bool mn_preset_find(mn_preset *out, const char *name) {
+    for (int i = 0; i < MN_PRESETS; i++) {
+        if (strcmp(preset_names[i], name) != 0) continue;
+        *out = (mn_preset)i;
+        return true;
+    }
+    return false;
+}
+
+int mn_experiment_count(void) {
+    return (int)MN_COUNTOF(experiments);
+}
+
+mn_experiment mn_experiment_row(int i) {
+    return experiments[i].info;
+}
+
+mn_status mn_experiment_find(int *out, const char *name) {
+    const char *names[MN_COUNTOF(experiments)];
+    for (int i = 0; i < mn_experiment_count(); i++) {
+        names[i] = experiments[i].info.name;
+        if (strcmp(names[i], name) != 0) continue;
+        *out = i;
+        return MN_OK;
+    }
+    const char *near = mn_closest(name, names, (int64_t)MN_COUNTOF(experiments));
+    return mn_fail(MN_ERR_ARGUMENT, "there is no experiment \"%s\"%s%s%s", name,
+                   near ? ", did you mean \"" : "", near ? near : "", near ? "\"?" : "");
+}
+
+mn_status mn_experiment_plan(json_t **plan, int i, mn_preset preset) {
+    const mn_experiment_text *text = experiments[i].text;
+    mn_json common = { 0 }, over = { 0 };
+    *plan = NULL;
+    mn_status st = mn_json_parse(&common, text->common, strlen(text->common),
+                                 experiments[i].info.name, MN_JSON_STANDARD);
+    if (st == MN_OK) {
+        st = mn_json_parse(&over, text->preset[preset], strlen(text->preset[preset]),
+                           preset_names[preset], MN_JSON_STANDARD);
+    }
+    if (st == MN_OK) st = mn_spec_merge(common.value, over.value);
+    if (st == MN_OK && text->add) st = text->add(common.value);
+    json_t *notes = json_array();
+    for (int k = 0; text->notes[k]; k++) json_array_append_new(notes, json_string(text->notes[k]));
+    if (st == MN_OK && json_object_set_new(common.value, "notes", notes) != 0) {
+        st = mn_fail(MN_ERR_MEMORY, "no memory for the plan of an experiment");
+    }
+    if (st == MN_OK) *plan = json_incref(common.value);
+    mn_json_free(&common);
+    mn_json_free(&over);
+    return st;
+}
+
+mn_status mn_experiment_paper(json_t **out, int row) {
+    json_t *list = json_array();
+    for (size_t i = 0; i < MN_COUNTOF(numbers); i++) {
+        if (strcmp(numbers[i].experiment, experiments[row].info.name) != 0) continue;
+        json_array_append_new(list, json_pack("{s:i, s:s, s:s, s:s, s:s}", "table",
+                                              numbers[i].table, "row", numbers[i].row, "column",
+                                              numbers[i].column, "printed", numbers[i].printed,
+                                              "place", numbers[i].place));
+    }
+    mn_status st = list ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for the paper's numbers");
+    if (st == MN_OK && experiments[row].text->add_paper) {
+        st = experiments[row].text->add_paper(list);
+    }
+    if (st == MN_OK) *out = list;
+    else json_decref(list);
+    return st;
+}
+
+/* Of every job its labels, and what its record says. */
+static json_t *runs_of(const json_t *jobs, const json_t *records) {
+    static const char *const kept[] = { "status", "error", "result", "seconds", "commit",
+                                        "version" };
+    json_t *runs = json_array();
+    for (size_t i = 0; i < json_array_size(jobs); i++) {
+        const json_t *job = json_array_get(jobs, i);
+        char key[MN_JOB_KEY] = "";
+        if (mn_job_key(key, job) != MN_OK) continue;
+        const json_t *record = json_object_get(records, key);
+        json_t *run = json_pack("{s:s, s:O*}", "key", key, "labels",
+                                json_object_get(job, "labels"));
+        for (size_t k = 0; k < MN_COUNTOF(kept); k++) {
+            json_t *value = json_object_get(record, kept[k]);
+            if (value) json_object_set(run, kept[k], value);
+        }
+        if (!record) json_object_set_new(run, "status", json_string("not run"));
+        json_object_set(run, "job", (json_t *)(uintptr_t)job);
+        json_array_append_new(runs, run);
+    }
+    return runs;
+}
+
+mn_status mn_experiment_results(json_t **results, int i, mn_preset preset, const json_t *plan,
+                                const json_t *jobs, const json_t *records) {
+    const mn_experiment *e = &experiments[i].info;
+    json_t *paper = NULL;
+    *results = NULL;
+    const mn_status st = mn_experiment_paper(&paper, i);
+    if (st != MN_OK) return st;
+    *results = json_pack("{s:s, s:s, s:s, s:s, s:s, s:s, s:O*, s:O*, s:o, s:o}", "experiment",
+                         e->name, "about", e->about, "paper", e->paper, "preset",
+                         preset_names[preset], "version", mn_version(), "commit",
+                         mn_build_commit(), "tables", json_object_get(plan, "tables"), "notes",
+                         json_object_get(plan, "notes"), "paper_numbers", paper, "runs",
+                         runs_of(jobs, records));
+    return *results ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for results");
+}

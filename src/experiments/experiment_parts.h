@@ -1,0 +1,22 @@
+/* experiment_parts.h - how an experiment's file writes its plan: as JSON, the common part and that
+ * of the preset laid over it. */
+#ifndef MN_EXPERIMENTS_EXPERIMENT_PARTS_H
+#define MN_EXPERIMENTS_EXPERIMENT_PARTS_H
+
+#include "experiments/experiment.h"
+
+#define MN_JSON_TEXT(...) #__VA_ARGS__
+
+typedef struct mn_experiment_text {
+    const char *common, *preset[MN_PRESETS];
+    const char *notes[8];                       // sentences for the report, NULL behind the last
+    mn_status (*add)(json_t *plan);             // what text cannot say, or NULL
+    mn_status (*add_paper)(json_t *numbers);    // numbers kept elsewhere, or NULL
+} mn_experiment_text;
+
+#define EXPERIMENT(id, name, about, paper, smoke, cpu, full)                                       \
+    extern const mn_experiment_text mn_experiment_##id;
+#include "experiments/experiments.def"
+#undef EXPERIMENT
+
+#endif

@@ -1,0 +1,108 @@
+#!/bin/sh
+# mneme reproduce and mneme sweep: the collision numbers, a tiny trained experiment, going on after a
+# stop, the report from results.json alone, and what is refused.
+set -eu
+. "$2/tests/cli/support/expect.sh"
+cd "$work"
+case $mneme in /*) ;; *) mneme=$OLDPWD/$mneme ;; esac
+
+run 0 reproduce --help
+says '^usage: mneme reproduce'
+run 0 reproduce --list
+says '^collision  *which write rule'
+says 'Kalman Linear Attention, Figure 5a'
+run 0 reproduce --list --json
+json 'len(d["experiments"]) >= 10 and all(e["cost"]["smoke"] for e in d["experiments"])'
+
+# every printed number of the collision experiment, to the digits printed
+run 0 reproduce collision --out collision --quiet --jobs 2
+quiet
+grep -q '^70 of 70 printed numbers come out to the digits printed' collision/report.md ||
+    fail "not all numbers of the collision experiment"
+[ "$(wc -l <collision/runs.csv)" = 71 ] || fail "runs.csv has not 70 runs"
+[ -s collision/retrieval.csv ] || fail "no series"
+
+# a trained one
+tiny="--jobs 2 --steps 6 --set task.test=16 --set evaluate.batch=16 --quiet"
+# shellcheck disable=SC2086
+run 0 reproduce mad-noise --out noise --seeds 2 $tiny
+quiet
+for file in report.md results.json results.jsonl runs.csv table-1.csv; do
+    [ -s "noise/$file" ] || fail "no $file"
+done
+grep -q '| kla, no process noise | recall | .* | 100 | .* | Table 6 |' noise/report.md ||
+    fail "no number of the paper"
+grep -q '^8 of 8 runs' noise/report.md || fail "not eight runs"
+if command -v gnuplot >/dev/null; then
+    grep -q '</svg>' noise/table-1.svg || fail "no SVG"
+    [ "$(head -c 4 noise/table-1.png | tail -c 3)" = PNG ] || fail "no PNG"
+    grep -q '(table-1.svg)' noise/report.md || fail "the report shows no figure"
+fi
+
+# the report again, from results.json alone
+mkdir alone
+cp noise/results.json alone
+run 0 reproduce mad-noise --report alone
+says '^alone/report.md$'
+for file in report.md runs.csv table-1.csv; do
+    cmp "noise/$file" "alone/$file" || fail "$file is another one"
+done
+run 1 reproduce mad --report alone
+complains 'is of experiment "mad-noise"'
+
+# again: nothing is left to run
+lines=$(wc -l <noise/results.jsonl)
+# shellcheck disable=SC2086
+run 0 reproduce mad-noise --out noise --seeds 2 $tiny
+[ "$(wc -l <noise/results.jsonl)" = "$lines" ] || fail "a job ran twice"
+cmp noise/report.md alone/report.md || fail "the report is another one"
+
+# one more seed: only its jobs run
+# shellcheck disable=SC2086
+run 0 reproduce mad-noise --out noise --seeds 3 $tiny
+[ "$(wc -l <noise/results.jsonl)" = $((lines + 4)) ] || fail "not four more jobs"
+
+# without gnuplot a sentence
+mkdir empty
+path=$PATH
+PATH=$work/empty
+run 0 reproduce collision --out bare --quiet
+PATH=$path
+grep -q 'There are no figures: gnuplot is not installed' bare/report.md || fail "no sentence"
+
+# mneme sweep
+cat >jobs.json <<'END'
+{"job": {"task": {"name": "mad-recall", "options": {"length": 16}, "train": 64, "test": 16},
+         "model": {"hidden_size": 16, "num_hidden_layers": 1},
+         "train": {"steps": 4, "batch": 16, "min_lr": 0}},
+ "grid": {"model": {"gdn": {"model": {"layers": "gdn"}}, "bad": {"model": {"layers": "linear",
+          "num_heads": 3}}}, "seed": [0, 1]}}
+END
+run 0 sweep --help
+says '^usage: mneme sweep'
+run 0 sweep jobs.json --dry-run
+[ "$(wc -l <"$work/out")" = 4 ] || fail "not four jobs"
+run 1 sweep jobs.json --jobs 2
+complains '^2/4  gdn seed=[01]: score 0\.[0-9]*, '
+complains '^failed: bad seed=0: .*head'
+complains '2 of 4 jobs failed; jobs/results.jsonl says why'
+[ "$(wc -l <jobs/results.jsonl)" = 4 ] || fail "not four records"
+run 0 sweep jobs.json --set model.num_heads=2 -o other
+says '^other/results.jsonl$'
+
+run 2 reproduce
+complains 'name an experiment'
+run 1 reproduce madd
+complains 'did you mean "mad"'
+run 2 reproduce mad --preset tiny
+complains 'smoke, cpu or full'
+run 1 reproduce mad --out x --set train.lrr=1
+complains 'did you mean "lr"'
+[ ! -e x ] || fail "a folder for a run that cannot be"
+run 1 sweep nowhere.json
+complains 'nowhere.json: no such file'
+for bad in "--jobs 0" "--seeds x" "--steps" "--nonsense"; do
+    # shellcheck disable=SC2086
+    run 2 reproduce mad $bad
+    complains "${bad%% *}"
+done

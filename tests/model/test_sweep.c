@@ -1,0 +1,411 @@
+/* test_sweep.c - jobs and sweeps: keys, products of axes, every plan of every experiment, the
+ * queue, what a kill leaves behind, failures, the same numbers again, and cells of a report. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "base/util.h"
+#include "experiments/cells.h"
+#include "experiments/experiment.h"
+#include "experiments/grid.h"
+#include "experiments/job_parts.h"
+#include "experiments/sweep.h"
+#include "io/file.h"
+#include "io/json_write.h"
+#include "support/check.h"
+#include "support/folder.h"
+
+enum { PATH = 4096 };
+
+static mn_json parse(const char *text) {
+    mn_json root = { 0 };
+    if (mn_json_parse(&root, text, strlen(text), "test", MN_JSON_STANDARD) != MN_OK) {
+        check_fatal("%s", mn_last_error());
+    }
+    return root;
+}
+
+static json_t *expand(const char *text) {
+    mn_json root = parse(text);
+    json_t *jobs = NULL;
+    if (mn_grid_expand(&jobs, &root, NULL) != MN_OK) check_fatal("%s", mn_last_error());
+    mn_json_free(&root);
+    return jobs;
+}
+
+#define TINY                                                                                       \
+    "\"job\": {\"task\": {\"name\": \"mad-recall\", \"options\": {\"length\": 16}, "               \
+    "\"train\": 64, \"test\": 16}, \"model\": {\"layers\": \"linear\", \"hidden_size\": 16, "    \
+    "\"num_hidden_layers\": 1}, \"train\": {\"steps\": 4, \"batch\": 16, \"lr\": 0.01, "           \
+    "\"min_lr\": 0, \"warmup\": 0}}"
+
+static const char grid_of_six[] =
+    "{" TINY ", \"grid\": {\"lr\": {\"low\": {\"train\": {\"lr\": 0.001}}, "
+    "\"high\": {\"train\": {\"lr\": 0.02}}}, \"seed\": [0, 1, 2]}}";
+
+/* ---- jobs ------------------------------------------------------------------------------------ */
+
+static void key_of(char key[MN_JOB_KEY], const char *text) {
+    json_t *jobs = expand(text);
+    assert_int_equal(json_array_size(jobs), 1);
+    assert_int_equal(mn_job_key(key, json_array_get(jobs, 0)), MN_OK);
+    json_decref(jobs);
+}
+
+static void keys_know_what_defines_a_job(void **state) {
+    (void)state;
+    static const char *const same[] = {
+        "{\"jobs\": [{\"task\": {\"name\": \"mqar\", \"setting\": \"64-4\", \"test\": 9}, "
+        "\"model\": {\"layers\": \"gdn\", \"hidden_size\": 32}, \"train\": {\"steps\": 5}}]}",
+        "{\"jobs\": [{\"seed\": 0, \"train\": {\"steps\": 5, \"batch\": 32}, \"model\": "
+        "{\"hidden_size\": 32, \"layers\": \"gdn\"}, \"task\": {\"test\": 9, "
+        "\"setting\": \"64-4\", \"name\": \"mqar\"}, \"labels\": {\"any\": \"thing\"}}]}",
+        "{\"job\": {\"task\": {\"name\": \"mqar\", \"test\": 9, \"train\": 100000, \"options\": "
+        "{\"length\": 64, \"pairs\": 4, \"random_fill\": false}}, \"train\": {\"steps\": 50}, "
+        "\"steps_at_most\": 5, \"model\": {\"layers\": \"gdn\"}}, "
+        "\"grid\": {\"model.hidden_size\": [32]}}",
+    };
+    static const char *const other[] = {
+        "{\"jobs\": [{\"task\": {\"name\": \"mqar\", \"setting\": \"64-4\", \"test\": 9}, "
+        "\"model\": {\"layers\": \"gdn\", \"hidden_size\": 32}, \"train\": {\"steps\": 6}}]}",
+        "{\"jobs\": [{\"task\": {\"name\": \"mqar\", \"setting\": \"64-4\", \"test\": 9}, "
+        "\"model\": {\"layers\": \"kda\", \"hidden_size\": 32}, \"train\": {\"steps\": 5}}]}",
+        "{\"jobs\": [{\"task\": {\"name\": \"mqar\", \"setting\": \"64-4\", \"test\": 9}, "
+        "\"seed\": 1, \"model\": {\"layers\": \"gdn\", \"hidden_size\": 32}, "
+        "\"train\": {\"steps\": 5}}]}",
+    };
+    char first[MN_JOB_KEY], key[MN_JOB_KEY];
+    key_of(first, same[0]);
+    assert_int_equal(strlen(first), 16);
+    for (size_t i = 1; i < MN_COUNTOF(same); i++) {
+        key_of(key, same[i]);
+        assert_string_equal(key, first);
+    }
+    for (size_t i = 0; i < MN_COUNTOF(other); i++) {
+        key_of(key, other[i]);
+        assert_string_not_equal(key, first);
+    }
+    check_done();
+}
+
+static void products_have_labels(void **state) {
+    (void)state;
+    char title[256];
+    json_t *jobs = expand(grid_of_six);
+    assert_int_equal(json_array_size(jobs), 6);
+    mn_job_title(title, sizeof title, json_array_get(jobs, 4));
+    assert_string_equal(title, "high seed=1");
+    const json_t *lr = mn_spec_get(json_array_get(jobs, 4), "train.lr");
+    assert_true(json_number_value(lr) == 0.02);
+    json_decref(jobs);
+    jobs = expand("{" TINY ", \"only\": {\"seed\": [2]}, \"parts\": ["
+                  "{\"grid\": {\"seed\": [1, 2]}}, "
+                  "{\"job\": {\"train\": {\"steps\": 7}}, \"grid\": {\"seed\": [2]}}]}");
+    assert_int_equal(json_array_size(jobs), 2);
+    assert_int_equal(json_integer_value(mn_spec_get(json_array_get(jobs, 1), "train.steps")), 7);
+    json_decref(jobs);
+    jobs = expand("{\"job\": {\"task\": {\"name\": \"mad-recall\", \"train\": 100}, \"epochs\": 3, "
+                  "\"lr_by_epoch\": true, \"train\": {\"batch\": 40}, \"model\": {\"layers\": "
+                  "\"gdn\", \"hidden_size\": 16}}}");
+    assert_int_equal(json_integer_value(mn_spec_get(json_array_get(jobs, 0), "train.steps")), 9);
+    assert_int_equal(json_integer_value(mn_spec_get(json_array_get(jobs, 0), "train.lr_hold")), 3);
+    json_decref(jobs);
+    check_done();
+}
+
+static void what_cannot_run_is_refused(void **state) {
+    (void)state;
+    static const char *const bad[][2] = {
+        { "{\"jobs\": [{\"task\": {\"name\": \"mqarr\"}}]}", "did you mean \"mqar\"" },
+        { "{\"jobs\": [{\"task\": {\"name\": \"mqar\", \"setting\": \"x\"}}]}",
+          "no setting \"x\"" },
+        { "{\"jobs\": [{\"taks\": {}}]}", "\"task\"" },
+        { "{\"jobs\": [{\"kind\": \"trian\"}]}", "did you mean \"train\"" },
+        { "{" TINY ", \"grid\": {\"train.lrr\": [1]}}", "did you mean \"lr\"" },
+        { "{" TINY ", \"grid\": {\"model.layers\": [\"gnd\"]}}", "gdn" },
+        { "{" TINY ", \"grid\": {\"seed\": 3}}", "neither a list nor an object" },
+        { "{" TINY ", \"grid\": {\"evaluate.metric\": [\"best\"]}}", "metric is token" },
+        { "{" TINY ", \"grid\": {\"task.test\": [0]}}", "test has to be 1" },
+        { "{" TINY ", \"only\": {\"seed\": [7]}, \"grid\": {\"seed\": [1]}}", "no job is left" },
+        { "{\"jobs\": [{\"task\": {\"name\": \"mqar\"}, \"epochs\": 2}]}", "a training set of a" },
+        { "{\"jobs\": [{\"task\": {\"name\": \"collision\"}}]}", "inputs are numbers" },
+        { "{\"jobs\": [{\"kind\": \"collision\", \"rule\": \"bayes\", \"quantity\": \"gain\", "
+          "\"write\": 113}]}", "from 1 to 112" },
+    };
+    for (size_t i = 0; i < MN_COUNTOF(bad); i++) {
+        mn_json root = parse(bad[i][0]);
+        json_t *jobs = NULL;
+        CHECK(mn_grid_expand(&jobs, &root, NULL) != MN_OK, "%s is taken", bad[i][0]);
+        CHECK(strstr(mn_last_error(), bad[i][1]) != NULL, "\"%s\" lacks \"%s\"", mn_last_error(),
+              bad[i][1]);
+        json_decref(jobs);
+        mn_json_free(&root);
+    }
+    check_done();
+}
+
+/* Every experiment at every size is a list of jobs whose labels its tables name, and what papers
+ * print belongs to a cell of the full size. */
+static void plans_are_whole(void **state) {
+    (void)state;
+    for (int i = 0; i < mn_experiment_count(); i++) {
+        for (int preset = 0; preset < MN_PRESETS; preset++) {
+            const char *name = mn_experiment_row(i).name;
+            json_t *plan = NULL, *jobs = NULL, *records = json_object();
+            mn_json results = { .name = name };
+            mn_status st = mn_experiment_plan(&plan, i, (mn_preset)preset);
+            const mn_json grid = { .value = json_object_get(plan, "grid"), .name = name };
+            if (st == MN_OK) st = mn_grid_expand(&jobs, &grid, NULL);
+            if (st == MN_OK) {
+                st = mn_experiment_results(&results.value, i, (mn_preset)preset, plan, jobs,
+                                           records);
+            }
+            if (st != MN_OK) check_fatal("%s %d: %s", name, preset, mn_last_error());
+            const mn_json tables = mn_json_member(&results, "tables");
+            size_t printed = 0;
+            for (int64_t t = 0; t < mn_json_count(&tables); t++) {
+                mn_cells cells;
+                if (mn_cells_make(&cells, &results, t) != MN_OK) check_fatal("%s", mn_last_error());
+                CHECK(cells.n > 0, "%s: table %d is empty", name, (int)t);
+                for (int64_t k = 0; k < cells.n; k++) printed += cells.items[k].printed != NULL;
+                mn_cells_free(&cells);
+            }
+            const size_t all = json_array_size(json_object_get(results.value, "paper_numbers"));
+            CHECK(preset != MN_PRESET_FULL || printed == all, "%s: %zu of %zu printed numbers have "
+                  "a cell", name, printed, all);
+            json_decref(results.value);
+            json_decref(plan);
+            json_decref(jobs);
+            json_decref(records);
+        }
+    }
+    check_done();
+}
+
+/* ---- sweeps ---------------------------------------------------------------------------------- */
+
+static mn_sweep_state run_sweep(const char *path, const char *text, int processes) {
+    static mn_sweep_state now;
+    json_t *jobs = expand(text);
+    const mn_sweep_options how = { .path = path, .processes = processes };
+    if (mn_sweep_run(&now, jobs, &how) != MN_OK) check_fatal("%s", mn_last_error());
+    json_decref(jobs);
+    return now;
+}
+
+static int64_t lines_of(const char *path) {
+    mn_file file = { 0 };
+    int64_t n = 0;
+    if (mn_file_map(&file, path) != MN_OK) return -1;
+    for (size_t i = 0; i < file.size; i++) n += file.bytes[i] == '\n';
+    mn_file_unmap(&file);
+    return n;
+}
+
+/* Results of each key, as text. */
+static void check_same_results(const char *a, const char *b) {
+    json_t *one = NULL, *two = NULL, *record;
+    const char *key;
+    if (mn_sweep_records(&one, a) != MN_OK || mn_sweep_records(&two, b) != MN_OK) {
+        check_fatal("%s", mn_last_error());
+    }
+    assert_int_equal(json_object_size(one), json_object_size(two));
+    json_object_foreach(one, key, record) {
+        const json_t *result = json_object_get(record, "result");
+        CHECK(json_is_object(result), "%s has no result", key);
+        CHECK(json_equal(result, json_object_get(json_object_get(two, key), "result")),
+              "%s has another result", key);
+    }
+    json_decref(one);
+    json_decref(two);
+}
+
+static void no_job_runs_twice(void **state) {
+    (void)state;
+    char path[PATH], alone[PATH];
+    snprintf(path, PATH, "%s", in_folder("twice.jsonl"));
+    snprintf(alone, PATH, "%s", in_folder("alone.jsonl"));
+    const mn_sweep_state first = run_sweep(path, grid_of_six, 3);
+    assert_int_equal(first.jobs, 6);
+    assert_int_equal(first.done, 6);
+    assert_int_equal(first.found, 0);
+    assert_int_equal(lines_of(path), 6);
+    const mn_sweep_state again = run_sweep(path, grid_of_six, 3);
+    assert_int_equal(again.found, 6);
+    assert_int_equal(lines_of(path), 6);
+    /* the same job twice in one list */
+    const mn_sweep_state pair = run_sweep(alone, "{" TINY ", \"parts\": [{}, {}]}", 2);
+    assert_int_equal(pair.jobs, 1);
+    assert_int_equal(lines_of(alone), 1);
+    /* one process or three: the same numbers */
+    snprintf(alone, PATH, "%s", in_folder("one-by-one.jsonl"));
+    run_sweep(alone, grid_of_six, 1);
+    check_same_results(path, alone);
+    check_done();
+}
+
+/* Ends the program, as a power cut would, when a job has ended. */
+static void die_after_two(void *context, const mn_sweep_state *now) {
+    (void)context;
+    if (now->ended && now->done == 2) kill(getpid(), SIGKILL);
+}
+
+static void a_killed_sweep_goes_on(void **state) {
+    (void)state;
+    char path[PATH], whole[PATH];
+    snprintf(path, PATH, "%s", in_folder("killed.jsonl"));
+    snprintf(whole, PATH, "%s", in_folder("whole.jsonl"));
+    json_t *jobs = expand(grid_of_six);
+    const pid_t child = fork();
+    if (child == 0) {
+        static mn_sweep_state now;
+        const mn_sweep_options how = { .path = path, .processes = 2, .tell = die_after_two };
+        mn_sweep_run(&now, jobs, &how);
+        _exit(0);
+    }
+    int status = 0;
+    waitpid(child, &status, 0);
+    assert_true(WIFSIGNALED(status));
+    json_decref(jobs);
+    assert_int_equal(lines_of(path), 2);
+    /* half a line, as a kill in the middle of a write leaves it */
+    FILE *file = fopen(path, "ab");
+    assert_non_null(file);
+    fputs("{\"key\": \"0123", file);
+    assert_int_equal(fclose(file), 0);
+    const mn_sweep_state again = run_sweep(path, grid_of_six, 2);
+    assert_int_equal(again.found, 2);
+    assert_int_equal(again.done, 6);
+    assert_int_equal(lines_of(path), 6);
+    run_sweep(whole, grid_of_six, 2);
+    check_same_results(path, whole);
+    check_done();
+}
+
+static void one_failure_stops_nothing(void **state) {
+    (void)state;
+    char path[PATH];
+    json_t *records = NULL, *record;
+    const char *key;
+    int64_t failed = 0;
+    snprintf(path, PATH, "%s", in_folder("failed.jsonl"));
+    /* heads that do not fit the width are found when the layer is made */
+    static const char text[] = "{" TINY ", \"grid\": {\"heads\": {\"three\": {\"model\": "
+                               "{\"num_heads\": 3}}, \"two\": {\"model\": {\"num_heads\": 2}}}, "
+                               "\"seed\": [0, 1]}}";
+    const mn_sweep_state now = run_sweep(path, text, 2);
+    assert_int_equal(now.done, 2);
+    assert_int_equal(now.failed, 2);
+    if (mn_sweep_records(&records, path) != MN_OK) check_fatal("%s", mn_last_error());
+    json_object_foreach(records, key, record) {
+        const char *error = json_string_value(json_object_get(record, "error"));
+        const char *label = json_string_value(mn_spec_get(record, "job.labels.heads"));
+        failed += error != NULL;
+        CHECK((error != NULL) == (strcmp(label, "three") == 0), "%s: %s", label,
+              error ? error : "no error");
+        CHECK(!error || strstr(error, "head") != NULL, "no word about heads: %s",
+              error ? error : "");
+    }
+    assert_int_equal(failed, 2);
+    json_decref(records);
+    /* what failed is tried again, what is done is not */
+    assert_int_equal(run_sweep(path, text, 2).found, 2);
+    check_done();
+}
+
+static volatile sig_atomic_t stop;
+
+static void stop_after_one(void *context, const mn_sweep_state *now) {
+    (void)context;
+    if (now->ended) stop = 1;
+}
+
+static void stopping_leaves_the_rest(void **state) {
+    (void)state;
+    char path[PATH];
+    static mn_sweep_state now;
+    snprintf(path, PATH, "%s", in_folder("stopped.jsonl"));
+    json_t *jobs = expand(grid_of_six);
+    const mn_sweep_options how = { .path = path, .processes = 1, .stop = &stop,
+                                   .tell = stop_after_one };
+    stop = 0;
+    if (mn_sweep_run(&now, jobs, &how) != MN_OK) check_fatal("%s", mn_last_error());
+    json_decref(jobs);
+    assert_int_equal(now.done, 1);
+    assert_int_equal(now.failed, 0);
+    assert_int_equal(lines_of(path), 1);
+    check_done();
+}
+
+static void a_damaged_file_is_named(void **state) {
+    (void)state;
+    char path[PATH];
+    static mn_sweep_state now;
+    snprintf(path, PATH, "%s", in_folder("damaged.jsonl"));
+    assert_int_equal(mn_file_write_bytes(path, "{}\n", 3), MN_OK);
+    json_t *jobs = expand(grid_of_six);
+    const mn_sweep_options how = { .path = path, .processes = 1 };
+    assert_int_equal(mn_sweep_run(&now, jobs, &how), MN_ERR_FORMAT);
+    CHECK(strstr(mn_last_error(), "line 1") != NULL, "%s", mn_last_error());
+    json_decref(jobs);
+    check_done();
+}
+
+/* ---- cells ----------------------------------------------------------------------------------- */
+
+static void cells_choose_the_best_setting(void **state) {
+    (void)state;
+#define RUN(model, lr, seed, score)                                                                \
+    "{\"labels\": {\"model\": \"" model "\", \"task\": \"t\", \"train.lr\": " lr                   \
+    ", \"seed\": " seed "}, \"result\": {\"token\": " score "}}"
+    mn_json root = parse(
+        "{\"tables\": [{\"title\": \"x\", \"rows\": \"model\", \"columns\": \"task\", \"value\": "
+        "\"token\", \"percent\": true}], \"paper_numbers\": [{\"table\": 0, \"row\": \"a\", "
+        "\"column\": \"t\", \"printed\": \"70.0\", \"place\": \"Table 9\"}], \"runs\": ["
+        RUN("a", "0.1", "0", "0.9") "," RUN("a", "0.1", "1", "0.1") ","
+        RUN("a", "0.2", "0", "0.6") "," RUN("a", "0.2", "1", "0.8") ","
+        RUN("b", "0.1", "0", "0.25") "," RUN("b", "0.1", "1", "null") "]}");
+#undef RUN
+    mn_cells cells;
+    if (mn_cells_make(&cells, &root, 0) != MN_OK) check_fatal("%s", mn_last_error());
+    assert_int_equal(cells.n, 2);
+    const mn_cell *a = mn_cells_at(&cells, "a", "t"), *b = mn_cells_at(&cells, "b", "t");
+    assert_non_null(a);
+    assert_non_null(b);
+    assert_string_equal(a->setting, "train.lr=0.2");
+    /* mean of 0.6 and 0.8; deviations of 0.1 give sd 0.1414 and, over two seeds, 0.1 */
+    assert_true(fabs(a->mean - 0.7) < 1e-12 && fabs(a->se - 0.1) < 1e-12 && a->n == 2);
+    assert_true(fabs(a->paper - 0.7) < 1e-12 && mn_cell_agrees(a, true));
+    assert_true(b->n == 1 && b->missing == 1 && isnan(b->se) && isnan(b->paper));
+    mn_cells_free(&cells);
+    mn_json_free(&root);
+    check_done();
+}
+
+/* ---------------------------------------------------------------------------------------------- */
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(keys_know_what_defines_a_job),
+        cmocka_unit_test(products_have_labels),
+        cmocka_unit_test(what_cannot_run_is_refused),
+        cmocka_unit_test(plans_are_whole),
+        cmocka_unit_test(no_job_runs_twice),
+        cmocka_unit_test(a_killed_sweep_goes_on),
+        cmocka_unit_test(one_failure_stops_nothing),
+        cmocka_unit_test(stopping_leaves_the_rest),
+        cmocka_unit_test(a_damaged_file_is_named),
+        cmocka_unit_test(cells_choose_the_best_setting),
+    };
+    return cmocka_run_group_tests(tests, make_folder, remove_folder);
+}
