@@ -17,7 +17,7 @@ enum {
 };
 
 /* at[i][t]: number of line or column i at token t of the tile */
-struct mn_cell_rows {
+struct alignas(16) mn_cell_rows {
     float at[MN_CELL_SIDE][MN_CELL_PITCH];
 
     /* Thread (t, i) brings one number. */
@@ -25,12 +25,10 @@ struct mn_cell_rows {
         at[threadIdx.x % MN_CELL_SIDE][threadIdx.x / MN_CELL_SIDE] = x;
     }
 
-    __device__ void get(float (&x)[MN_CELL_TOKENS], int i) const {
-#pragma unroll
-        for (int t = 0; t < MN_CELL_TOKENS; t += 4) {
-            const float4 four = *(const float4 *)(at[i] + t);
-            x[t] = four.x, x[t + 1] = four.y, x[t + 2] = four.z, x[t + 3] = four.w;
-        }
+    /* Tokens t to t + 3 of line or column i; t is a multiple of 4. */
+    __device__ void get(float (&x)[4], int i, int t) const {
+        const float4 four = *(const float4 *)(at[i] + t);
+        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
     }
 };
 
@@ -69,7 +67,7 @@ __device__ inline float mn_cell_fetch(const mn_in &view, const mn_cell_tile &til
 
 /* x[t] summed over the 16 columns of each line: column t gets the sum of token t. The halves of the
  * lanes exchange halves of the tokens, so it takes 15 exchanges and not 64. */
-__device__ inline float mn_cell_line_sums(float (&x)[MN_CELL_TOKENS]) {
+__device__ __forceinline__ float mn_cell_line_sums(float (&x)[MN_CELL_TOKENS]) {
 #pragma unroll
     for (int width = MN_CELL_SIDE / 2; width > 0; width >>= 1) {
         const bool upper = threadIdx.x & width;
@@ -100,18 +98,19 @@ inline int64_t mn_cell_rows_of(const mn_call *call) {
     return call->cu_seqlens ? call->T : call->B * call->T;
 }
 
-/* Sums over parts that are rows of tokens: two tensors of `width` numbers each, the second one's
+/* Sums over parts that are rows (b, t, h): two tensors of `width` numbers each, the second one's
  * row after the first one's. */
 template <typename T>
 struct mn_put_rows {
     mn_out first, second;
-    int64_t T_, width;
+    int64_t tokens, heads, width;
 
     __device__ void operator()(int64_t i, float sum) const {
         const int64_t row = i / (2 * width), at = i % (2 * width);
         const mn_out &to = at < width ? first : second;
         if (!to.data) return;
-        mn_put(mn_row<T>(to, row / T_, row % T_, 0) + at % width, sum);
+        const int64_t token = row / heads;
+        mn_put(mn_row<T>(to, token / tokens, token % tokens, row % heads) + at % width, sum);
     }
 };
 
