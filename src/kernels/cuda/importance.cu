@@ -11,6 +11,8 @@
 #include "kernels/cuda/cells.cuh"
 #include "kernels/cuda/parts.cuh"
 
+static __device__ const float least_importance = 1.17549435e-38f;    // that is not denormal
+
 enum { SIDE = MN_CELL_SIDE, TOKENS = MN_CELL_TOKENS, MOST_HEADS = 65535, S = 4 };
 
 /* The work space of a call, each part behind the other. */
@@ -58,9 +60,9 @@ struct cell {
     }
 };
 
-/* 1 / I; finite at 0, where cells outside of (K,V) may end, whose numbers are all zero. */
+/* 1 / I; finite near 0, where cells outside of (K,V) may end, whose numbers are all zero. */
 __device__ static float inverse_importance(float I) {
-    return mn_inverse(I == 0.0f ? 1.17549435e-38f : I);
+    return mn_inverse(fabsf(I) < least_importance ? least_importance : I);
 }
 
 __device__ static float first_importance(const mn_importance_args &p, const place &at, int64_t i) {
@@ -83,7 +85,7 @@ enum { KEYS = 0, QUERIES = S, VALUES = 2 * S, WRITES, MEAN_COTS, SPREAD_COTS, N_
 
 struct stage {
     mn_cell_rows rows[N_ARRAYS];
-    float a[TOKENS], forget[TOKENS];
+    alignas(16) float a[TOKENS], forget[TOKENS];
 };
 
 template <typename T, bool COTS>
@@ -128,25 +130,34 @@ __device__ static void put_sums(const mn_out &first, const mn_out &second, float
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
+/* WHOLE: the tile has all of its tokens, and nothing asks. */
+template <bool WHOLE>
 __device__ static void tile_forward(cell (&c)[S], float (&o)[TOKENS], float (&ovar)[TOKENS],
                                     const stage &in, int n_rows, float scale, float ip) {
     const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
 #pragma unroll
-    for (int t = 0; t < TOKENS; t++) {
-        o[t] = ovar[t] = 0.0f;
-        if (t >= n_rows) continue;
-        const float v = in.rows[VALUES].at[line][t], b = in.rows[WRITES].at[line][t];
-        const float a = in.a[t], fresh = in.forget[t] * ip;
+    for (int t = 0; t < TOKENS; t += 4) {
+        float v[4], b[4];
+        in.rows[VALUES].get(v, line, t);
+        in.rows[WRITES].get(b, line, t);
+#pragma unroll
+        for (int i = 0; i < 4; i++) o[t + i] = ovar[t + i] = 0.0f;
 #pragma unroll
         for (int s = 0; s < S; s++) {
-            const float q = in.rows[QUERIES + s].at[column][t];
-            c[s].advance(in.rows[KEYS + s].at[column][t], v, b, a, fresh);
-            const float r = q * inverse_importance(c[s].I);
-            o[t] = fmaf(c[s].M, r, o[t]);
-            ovar[t] = fmaf(q, r, ovar[t]);
+            float k[4], q[4];
+            in.rows[KEYS + s].get(k, column, t);
+            in.rows[QUERIES + s].get(q, column, t);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                if (!WHOLE && t + i >= n_rows) continue;
+                c[s].advance(k[i], v[i], b[i], in.a[t + i], in.forget[t + i] * ip);
+                const float r = q[i] * inverse_importance(c[s].I);
+                o[t + i] = fmaf(c[s].M, r, o[t + i]);
+                ovar[t + i] = fmaf(q[i], r, ovar[t + i]);
+            }
         }
-        o[t] *= scale;
-        ovar[t] *= scale * scale;
+#pragma unroll
+        for (int i = 0; i < 4; i++) o[t + i] *= scale, ovar[t + i] *= scale * scale;
     }
 }
 
@@ -176,7 +187,9 @@ forward_kernel(const __grid_constant__ mn_importance_args p, float *sums, float 
             }
             __syncthreads();
             float o[TOKENS], ovar[TOKENS];
-            tile_forward(c, o, ovar, in, tile.n_rows, (float)p.scale, at.ip);
+            const float scale = (float)p.scale;
+            if (tile.n_rows == TOKENS) tile_forward<true>(c, o, ovar, in, TOKENS, scale, at.ip);
+            else tile_forward<false>(c, o, ovar, in, tile.n_rows, scale, at.ip);
             if (READ) {
                 out[0][column][line] = mn_cell_line_sums(o);
                 out[1][column][line] = mn_cell_line_sums(ovar);
@@ -204,9 +217,9 @@ struct line_sums {
 
 /* Slot s of this thread through one tile; `adj` has the adjoints of M and I. `last`: their first
  * values come from the cotangents of the last state. Returns the part of dip. */
-__device__ static float slot_backward(cell &adj, line_sums &sums, float (&keys)[TOKENS][32], cell c,
-                                      const stage &in, int s, int n_rows, const place &at,
-                                      float scale, bool last, float dmu, float dimp) {
+__device__ __forceinline__ static float
+slot_backward(cell &adj, line_sums &sums, float (&keys)[TOKENS][32], cell c, const stage &in, int s,
+              int n_rows, const place &at, float scale, bool last, float dmu, float dimp) {
     const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
     float M[TOKENS + 1], I[TOKENS + 1], prior = 0.0f;
     M[0] = c.M, I[0] = c.I;
@@ -260,7 +273,7 @@ __device__ static void put_keys(float *to, const mn_call &call, const place &at,
 }
 
 /* Gradients of the first state; returns the part of dip of one that starts at the prior. */
-__device__ static float put_first(const cell (&adj)[S], const mn_importance_args &p,
+__device__ static float put_first(const cell (&adjoints)[S][MN_CELLS], const mn_importance_args &p,
                                   const place &at) {
     const float *mu0 = mn_row<float>(p.mu0, at.n, 0, at.h);
     float *dmu0 = mn_row<float>(p.grad.mu0, at.n, 0, at.h), sum = 0.0f;
@@ -269,8 +282,9 @@ __device__ static float put_first(const cell (&adj)[S], const mn_importance_args
     for (int s = 0; s < S; s++) {
         const int64_t i = at.cell(p.call, s);
         if (i < 0) continue;
-        const float to_imp = fmaf(adj[s].M, mn_get(mu0, i), adj[s].I);
-        if (dmu0) dmu0[i] = adj[s].M * first_importance(p, at, i);
+        const cell adj = adjoints[s][threadIdx.x];
+        const float to_imp = fmaf(adj.M, mn_get(mu0, i), adj.I);
+        if (dmu0) dmu0[i] = adj.M * first_importance(p, at, i);
         if (dimp0) dimp0[i] = to_imp;
         sum += to_imp;
     }
@@ -283,6 +297,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
     __shared__ stage in;
     __shared__ float keys[MN_CELLS / 32][TOKENS][32], out[2][TOKENS][SIDE + 1];
     __shared__ float gates[TOKENS][SIDE + 1], team[32];
+    __shared__ cell adjoints[S][MN_CELLS];    // each thread's own; M and I of adjoints
     const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
     const int64_t step = 2 * S * MN_CELLS, blocks = gridDim.x * gridDim.z;
     const int64_t block = blockIdx.z * gridDim.x + blockIdx.x;
@@ -291,14 +306,15 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
         const int64_t n_tiles = mn_cell_tiles(at.span), slot = mn_cell_first_slot(p.call, at.n);
         const float *dmu = mn_row<float>(p.cot.mu, at.n, 0, at.h);
         const float *dimp = mn_row<float>(p.cot.imp, at.n, 0, at.h);
-        cell adj[S] = {}, c[S];
+        cell c[S];
         float prior = 0.0f;
         load_state(c, p, at);
 #pragma unroll
-        for (int s = 0; s < S && n_tiles == 0; s++) {
-            const int64_t i = at.cell(p.call, s);
-            adj[s].M = i >= 0 ? mn_get(dmu, i) / c[s].I : 0.0f;
-            adj[s].I = i >= 0 ? mn_get(dimp, i) - adj[s].M * (c[s].M / c[s].I) : 0.0f;
+        for (int s = 0; s < S; s++) {
+            const int64_t i = n_tiles == 0 ? at.cell(p.call, s) : -1;
+            const float to_mu = i >= 0 ? mn_get(dmu, i) / c[s].I : 0.0f;
+            const float to_imp = i >= 0 ? mn_get(dimp, i) - to_mu * (c[s].M / c[s].I) : 0.0f;
+            adjoints[s][threadIdx.x] = { to_mu, to_imp };
         }
         for (int64_t i = n_tiles - 1; i >= 0; i--) {
             const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
@@ -307,16 +323,18 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
                                 (((slot + i) * p.call.H + at.h) * blocks + block) * step;
             line_sums sums = {};
             __syncthreads();
-#pragma unroll
+#pragma unroll 1
             for (int s = 0; s < S; s++) {
                 const int64_t place_of = at.cell(p.call, s);
                 const bool cots = i == n_tiles - 1 && place_of >= 0;
-                c[s] = { from[2 * s * MN_CELLS + threadIdx.x],
-                         from[(2 * s + 1) * MN_CELLS + threadIdx.x] };
-                prior += slot_backward(adj[s], sums, keys[threadIdx.x / 32], c[s], in, s,
+                const cell first = { from[2 * s * MN_CELLS + threadIdx.x],
+                                     from[(2 * s + 1) * MN_CELLS + threadIdx.x] };
+                cell mine = adjoints[s][threadIdx.x];
+                prior += slot_backward(mine, sums, keys[threadIdx.x / 32], first, in, s,
                                        tile.n_rows, at, (float)p.scale, cots,
                                        cots ? mn_get(dmu, place_of) : 0.0f,
                                        cots ? mn_get(dimp, place_of) : 0.0f);
+                adjoints[s][threadIdx.x] = mine;
                 __syncthreads();
                 put_keys(to.at[SLOTS], p.call, at, tile, s, keys);
                 __syncthreads();
@@ -336,7 +354,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
         bool any = false;
 #pragma unroll
         for (int s = 0; s < S; s++) any = any || at.cell(p.call, s) >= 0;
-        prior = any ? prior + put_first(adj, p, at) : 0.0f;
+        prior = any ? prior + put_first(adjoints, p, at) : 0.0f;
         prior = mn_team_sum<MN_CELLS>(prior, team);
         if (threadIdx.x == 0) to.at[PRIORS][(at.n * blocks + block) * p.call.H + at.h] = prior;
         __syncthreads();

@@ -102,7 +102,8 @@ __device__ static void put_sums(const mn_out &first, const mn_out &second, float
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-template <bool VARIANCE>
+/* WHOLE: the tile has all of its tokens, and nothing asks. */
+template <bool VARIANCE, bool WHOLE>
 __device__ static void tile_forward(cell &c, float (&y)[TOKENS], float (&yvar)[TOKENS],
                                     const mn_cell_rows *rows, int n_rows, bool from_prior) {
     const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
@@ -118,7 +119,7 @@ __device__ static void tile_forward(cell &c, float (&y)[TOKENS], float (&yvar)[T
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             y[t + i] = yvar[t + i] = 0.0f;
-            if (t + i >= n_rows) continue;
+            if (!WHOLE && t + i >= n_rows) continue;
             c.advance(k[i], v[i], prec[i]);
             const float var = mn_inverse(fmaxf(c.lam, floor_at));
             y[t + i] = q[i] * by * (c.eta * var);
@@ -151,7 +152,11 @@ forward_kernel(const __grid_constant__ mn_moebius_args p, float *sums, int64_t n
             }
             if (i + 1 < n_tiles) next.fetch(p, mn_cell_tile_at(span, i + 1));
             float y[TOKENS], yvar[TOKENS];
-            tile_forward<VARIANCE>(c, y, yvar, rows[side], tile.n_rows, p.from_prior);
+            if (tile.n_rows == TOKENS) {
+                tile_forward<VARIANCE, true>(c, y, yvar, rows[side], TOKENS, p.from_prior);
+            } else {
+                tile_forward<VARIANCE, false>(c, y, yvar, rows[side], tile.n_rows, p.from_prior);
+            }
             out[side][0][column][line] = mn_cell_line_sums(y);
             if (VARIANCE) out[side][1][column][line] = mn_cell_line_sums(yvar);
         }
@@ -171,7 +176,7 @@ forward_kernel(const __grid_constant__ mn_moebius_args p, float *sums, int64_t n
 /* ---- backward -------------------------------------------------------------------------------- */
 
 /* Four tokens of the tile, or those that there are; after(i) follows token t + i. */
-template <typename F>
+template <bool WHOLE, typename F>
 __device__ static void advance_four(cell &c, const mn_cell_rows *rows, int t, int n_rows, F after) {
     const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
     float k[4], v[4], prec[4];
@@ -180,9 +185,15 @@ __device__ static void advance_four(cell &c, const mn_cell_rows *rows, int t, in
     rows[PRECISIONS].get(prec, line, t);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        if (t + i < n_rows) c.advance(k[i], v[i], prec[i]);
+        if (WHOLE || t + i < n_rows) c.advance(k[i], v[i], prec[i]);
         after(i);
     }
+}
+
+template <bool WHOLE>
+__device__ static void advance_tile(cell &c, const mn_cell_rows *rows, int n_rows) {
+#pragma unroll
+    for (int t = 0; t < TOKENS; t += 4) advance_four<WHOLE>(c, rows, t, n_rows, [](int) {});
 }
 
 /* States in front of every tile. */
@@ -205,10 +216,8 @@ states_kernel(const __grid_constant__ mn_moebius_args p, float *states) {
             if (c.inside) to[2 * i * cells] = c.lam, to[(2 * i + 1) * cells] = c.eta;
             __syncthreads();
             if (i + 1 < n_tiles) next.fetch(p, mn_cell_tile_at(span, i + 1));
-#pragma unroll
-            for (int t = 0; t < TOKENS; t += 4) {
-                advance_four(c, rows[i % 2], t, tile.n_rows, [](int) {});
-            }
+            if (tile.n_rows == TOKENS) advance_tile<true>(c, rows[i % 2], TOKENS);
+            else advance_tile<false>(c, rows[i % 2], tile.n_rows);
         }
         __syncthreads();
     }
@@ -263,7 +272,7 @@ __device__ static token_cots token_backward(adjoint &d, const cell &c, float lam
 
 /* One tile from its first state in `c`; dk and dq of each warp go to `keys`, lower and upper half
  * of its lanes. */
-template <bool PRIOR>
+template <bool PRIOR, bool WHOLE>
 __device__ static void tile_backward(adjoint &total, cell c, float (&dv)[TOKENS],
                                      float (&dprec)[TOKENS], float (&keys)[TOKENS][32],
                                      const mn_cell_rows *rows, int n_rows) {
@@ -272,7 +281,7 @@ __device__ static void tile_backward(adjoint &total, cell c, float (&dv)[TOKENS]
     lam[0] = c.lam, eta[0] = c.eta;
 #pragma unroll
     for (int t = 0; t < TOKENS; t += 4) {
-        advance_four(c, rows, t, n_rows, [&](int i) {
+        advance_four<WHOLE>(c, rows, t, n_rows, [&](int i) {
             lam[t + i + 1] = c.lam;
             eta[t + i + 1] = c.eta;
         });
@@ -291,7 +300,7 @@ __device__ static void tile_backward(adjoint &total, cell c, float (&dv)[TOKENS]
         for (int i = 3; i >= 0; i--) {
             token_cots to = { 0.0f, 0.0f, 0.0f, 0.0f };
             c.lam = lam[t + i + 1], c.eta = eta[t + i + 1];
-            if (t + i < n_rows) {
+            if (WHOLE || t + i < n_rows) {
                 to = token_backward<PRIOR>(d, c, lam[t + i], eta[t + i], k[i], q[i], v[i], prec[i],
                                            gy[i], gw[i]);
             }
@@ -356,7 +365,12 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room at, int64_t n_ro
             __syncthreads();
             if (i > 0) next.fetch(p, mn_cell_tile_at(span, i - 1));
             float dv[TOKENS], dprec[TOKENS];
-            tile_backward<PRIOR>(d, c, dv, dprec, keys[threadIdx.x / 32], rows, tile.n_rows);
+            float(&to_keys)[TOKENS][32] = keys[threadIdx.x / 32];
+            if (tile.n_rows == TOKENS) {
+                tile_backward<PRIOR, true>(d, c, dv, dprec, to_keys, rows, TOKENS);
+            } else {
+                tile_backward<PRIOR, false>(d, c, dv, dprec, to_keys, rows, tile.n_rows);
+            }
             out[0][column][line] = mn_cell_line_sums(dv);
             out[1][column][line] = mn_cell_line_sums(dprec);
             __syncthreads();
