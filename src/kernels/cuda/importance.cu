@@ -217,6 +217,7 @@ struct line_sums {
 
 /* Slot s of this thread through one tile; `adj` has the adjoints of M and I. `last`: their first
  * values come from the cotangents of the last state. Returns the part of dip. */
+template <bool WHOLE>
 __device__ __forceinline__ static float
 slot_backward(cell &adj, line_sums &sums, float (&keys)[TOKENS][32], cell c, const stage &in, int s,
               int n_rows, const place &at, float scale, bool last, float dmu, float dimp) {
@@ -224,35 +225,49 @@ slot_backward(cell &adj, line_sums &sums, float (&keys)[TOKENS][32], cell c, con
     float M[TOKENS + 1], I[TOKENS + 1], prior = 0.0f;
     M[0] = c.M, I[0] = c.I;
 #pragma unroll
-    for (int t = 0; t < TOKENS; t++) {
-        if (t < n_rows) {
-            c.advance(in.rows[KEYS + s].at[column][t], in.rows[VALUES].at[line][t],
-                      in.rows[WRITES].at[line][t], in.a[t], in.forget[t] * at.ip);
+    for (int t = 0; t < TOKENS; t += 4) {
+        float k[4], v[4], b[4];
+        in.rows[KEYS + s].get(k, column, t);
+        in.rows[VALUES].get(v, line, t);
+        in.rows[WRITES].get(b, line, t);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (WHOLE || t + i < n_rows) {
+                c.advance(k[i], v[i], b[i], in.a[t + i], in.forget[t + i] * at.ip);
+            }
+            M[t + i + 1] = c.M, I[t + i + 1] = c.I;
         }
-        M[t + 1] = c.M, I[t + 1] = c.I;
     }
     if (last) adj.M = dmu / c.I, adj.I = dimp - adj.M * (c.M / c.I);
 #pragma unroll
-    for (int t = TOKENS - 1; t >= 0; t--) {
-        float to_k = 0.0f, to_q = 0.0f;
-        if (t < n_rows) {
-            const float k = in.rows[KEYS + s].at[column][t], q = in.rows[QUERIES + s].at[column][t];
-            const float v = in.rows[VALUES].at[line][t], b = in.rows[WRITES].at[line][t];
-            const float mean = scale * in.rows[MEAN_COTS].at[line][t];
-            const float spread = scale * scale * in.rows[SPREAD_COTS].at[line][t];
-            const float r = inverse_importance(I[t + 1]), mu = M[t + 1] * r, qr = q * r;
-            adj.M = fmaf(qr, mean, adj.M);
-            adj.I -= qr * fmaf(mean, mu, qr * spread);
-            to_q = fmaf(mean, mu, 2.0f * qr * spread);
-            to_k = fmaf(adj.M, v, 2.0f * k * adj.I * b);
-            sums.v[t] = fmaf(adj.M, k, sums.v[t]);
-            sums.b[t] = fmaf(adj.I, k * k, sums.b[t]);
-            sums.g[t] += in.a[t] * fmaf(adj.M, M[t], adj.I * (I[t] - at.ip));
-            prior = fmaf(in.forget[t], adj.I, prior);
-            adj.M *= in.a[t];
-            adj.I *= in.a[t];
+    for (int t = TOKENS - 4; t >= 0; t -= 4) {
+        float k[4], q[4], v[4], b[4], means[4], spreads[4];
+        in.rows[KEYS + s].get(k, column, t);
+        in.rows[QUERIES + s].get(q, column, t);
+        in.rows[VALUES].get(v, line, t);
+        in.rows[WRITES].get(b, line, t);
+        in.rows[MEAN_COTS].get(means, line, t);
+        in.rows[SPREAD_COTS].get(spreads, line, t);
+#pragma unroll
+        for (int i = 3; i >= 0; i--) {
+            float to_k = 0.0f, to_q = 0.0f;
+            if (WHOLE || t + i < n_rows) {
+                const float mean = scale * means[i], spread = scale * scale * spreads[i];
+                const float a = in.a[t + i], r = inverse_importance(I[t + i + 1]);
+                const float mu = M[t + i + 1] * r, qr = q[i] * r;
+                adj.M = fmaf(qr, mean, adj.M);
+                adj.I -= qr * fmaf(mean, mu, qr * spread);
+                to_q = fmaf(mean, mu, 2.0f * qr * spread);
+                to_k = fmaf(adj.M, v[i], 2.0f * k[i] * adj.I * b[i]);
+                sums.v[t + i] = fmaf(adj.M, k[i], sums.v[t + i]);
+                sums.b[t + i] = fmaf(adj.I, k[i] * k[i], sums.b[t + i]);
+                sums.g[t + i] += a * fmaf(adj.M, M[t + i], adj.I * (I[t + i] - at.ip));
+                prior = fmaf(in.forget[t + i], adj.I, prior);
+                adj.M *= a;
+                adj.I *= a;
+            }
+            keys[t + i][threadIdx.x % 32] = mn_cell_pair_sums(to_k, to_q);
         }
-        keys[t][threadIdx.x % 32] = mn_cell_pair_sums(to_k, to_q);
     }
     return prior;
 }
@@ -330,10 +345,17 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
                 const cell first = { from[2 * s * MN_CELLS + threadIdx.x],
                                      from[(2 * s + 1) * MN_CELLS + threadIdx.x] };
                 cell mine = adjoints[s][threadIdx.x];
-                prior += slot_backward(mine, sums, keys[threadIdx.x / 32], first, in, s,
-                                       tile.n_rows, at, (float)p.scale, cots,
-                                       cots ? mn_get(dmu, place_of) : 0.0f,
-                                       cots ? mn_get(dimp, place_of) : 0.0f);
+                const float to_mu = cots ? mn_get(dmu, place_of) : 0.0f;
+                const float to_imp = cots ? mn_get(dimp, place_of) : 0.0f;
+                float(&to_keys)[TOKENS][32] = keys[threadIdx.x / 32];
+                const float scale = (float)p.scale;
+                if (tile.n_rows == TOKENS) {
+                    prior += slot_backward<true>(mine, sums, to_keys, first, in, s, TOKENS, at,
+                                                 scale, cots, to_mu, to_imp);
+                } else {
+                    prior += slot_backward<false>(mine, sums, to_keys, first, in, s, tile.n_rows,
+                                                  at, scale, cots, to_mu, to_imp);
+                }
                 adjoints[s][threadIdx.x] = mine;
                 __syncthreads();
                 put_keys(to.at[SLOTS], p.call, at, tile, s, keys);
