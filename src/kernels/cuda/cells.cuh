@@ -17,7 +17,7 @@ enum {
 };
 
 /* at[i][t]: number of line or column i at token t of the tile */
-struct mn_cell_rows {
+struct alignas(16) mn_cell_rows {
     float at[MN_CELL_SIDE][MN_CELL_PITCH];
 
     /* Thread (t, i) brings one number. */
@@ -25,12 +25,10 @@ struct mn_cell_rows {
         at[threadIdx.x % MN_CELL_SIDE][threadIdx.x / MN_CELL_SIDE] = x;
     }
 
-    __device__ void get(float (&x)[MN_CELL_TOKENS], int i) const {
-#pragma unroll
-        for (int t = 0; t < MN_CELL_TOKENS; t += 4) {
-            const float4 four = *(const float4 *)(at[i] + t);
-            x[t] = four.x, x[t + 1] = four.y, x[t + 2] = four.z, x[t + 3] = four.w;
-        }
+    /* Tokens t to t + 3 of line or column i; t is a multiple of 4. */
+    __device__ void get(float (&x)[4], int i, int t) const {
+        const float4 four = *(const float4 *)(at[i] + t);
+        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
     }
 };
 
@@ -67,18 +65,25 @@ __device__ inline float mn_cell_fetch(const mn_in &view, const mn_cell_tile &til
     return mn_float(mn_row<T>(view, tile.span.b, tile.span.t0 + tile.first + t, h)[i]);
 }
 
+/* One exchange between lanes `width` apart: each keeps one half of 2 width tokens. */
+template <int width>
+__device__ __forceinline__ void mn_cell_halve(float (&x)[MN_CELL_TOKENS]) {
+    const bool upper = threadIdx.x & width;
+#pragma unroll
+    for (int i = 0; i < width; i++) {
+        const float early = x[i], late = x[i + width];    // values: chosen addresses would
+        const float give = upper ? early : late;          // keep x out of the registers
+        x[i] = (upper ? late : early) + __shfl_xor_sync(0xffffffffu, give, width);
+    }
+}
+
 /* x[t] summed over the 16 columns of each line: column t gets the sum of token t. The halves of the
  * lanes exchange halves of the tokens, so it takes 15 exchanges and not 64. */
-__device__ inline float mn_cell_line_sums(float (&x)[MN_CELL_TOKENS]) {
-#pragma unroll
-    for (int width = MN_CELL_SIDE / 2; width > 0; width >>= 1) {
-        const bool upper = threadIdx.x & width;
-#pragma unroll
-        for (int i = 0; i < width; i++) {
-            const float give = upper ? x[i] : x[i + width], keep = upper ? x[i + width] : x[i];
-            x[i] = keep + __shfl_xor_sync(0xffffffffu, give, width);
-        }
-    }
+__device__ __forceinline__ float mn_cell_line_sums(float (&x)[MN_CELL_TOKENS]) {
+    mn_cell_halve<8>(x);
+    mn_cell_halve<4>(x);
+    mn_cell_halve<2>(x);
+    mn_cell_halve<1>(x);
     return x[0];
 }
 
@@ -90,9 +95,11 @@ __device__ inline float mn_cell_pair_sums(float first, float second) {
     return keep + __shfl_xor_sync(0xffffffffu, give, MN_CELL_SIDE);
 }
 
-/* 1 / x to the last bit or two */
+/* 1 / x to the last bit or two; denormal numbers count as zero. */
 __device__ inline float mn_inverse(float x) {
-    return __fdividef(1.0f, x);
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 /* Tokens of all sequences. */
@@ -100,18 +107,18 @@ inline int64_t mn_cell_rows_of(const mn_call *call) {
     return call->cu_seqlens ? call->T : call->B * call->T;
 }
 
-/* Sums over parts that are rows of tokens: two tensors of `width` numbers each, the second one's
+/* Sums over parts that are rows (b, t, h): two tensors of `width` numbers each, the second one's
  * row after the first one's. */
 template <typename T>
 struct mn_put_rows {
     mn_out first, second;
-    int64_t T_, width;
+    int64_t tokens, heads, width;
 
     __device__ void operator()(int64_t i, float sum) const {
         const int64_t row = i / (2 * width), at = i % (2 * width);
-        const mn_out &to = at < width ? first : second;
-        if (!to.data) return;
-        mn_put(mn_row<T>(to, row / T_, row % T_, 0) + at % width, sum);
+        const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
+        if (at < width && first.data) mn_put(mn_row<T>(first, b, t, h) + at, sum);
+        if (at >= width && second.data) mn_put(mn_row<T>(second, b, t, h) + at - width, sum);
     }
 };
 

@@ -102,30 +102,34 @@ __device__ static void put_sums(const mn_out &first, const mn_out &second, float
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-template <bool VARIANCE>
+/* WHOLE: the tile has all of its tokens, and nothing asks. */
+template <bool VARIANCE, bool WHOLE>
 __device__ static void tile_forward(cell &c, float (&y)[TOKENS], float (&yvar)[TOKENS],
                                     const mn_cell_rows *rows, int n_rows, bool from_prior) {
     const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
-    float k[TOKENS], q[TOKENS], v[TOKENS], prec[TOKENS];
-    rows[KEYS].get(k, column);
-    rows[QUERIES].get(q, column);
-    rows[VALUES].get(v, line);
-    rows[PRECISIONS].get(prec, line);
     const float by = from_prior ? c.a : 1.0f, by2 = from_prior ? c.a2 : 1.0f;
     const float more = from_prior ? c.p : 0.0f;
 #pragma unroll
-    for (int t = 0; t < TOKENS; t++) {
-        y[t] = yvar[t] = 0.0f;
-        if (t >= n_rows) continue;
-        c.advance(k[t], v[t], prec[t]);
-        const float var = mn_inverse(fmaxf(c.lam, floor_at));
-        y[t] = q[t] * by * (c.eta * var);
-        if (VARIANCE) yvar[t] = q[t] * q[t] * fmaf(by2, var, more);
+    for (int t = 0; t < TOKENS; t += 4) {
+        float k[4], q[4], v[4], prec[4];
+        rows[KEYS].get(k, column, t);
+        rows[QUERIES].get(q, column, t);
+        rows[VALUES].get(v, line, t);
+        rows[PRECISIONS].get(prec, line, t);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            y[t + i] = yvar[t + i] = 0.0f;
+            if (!WHOLE && t + i >= n_rows) continue;
+            c.advance(k[i], v[i], prec[i]);
+            const float var = mn_inverse(fmaxf(c.lam, floor_at));
+            y[t + i] = q[i] * by * (c.eta * var);
+            if (VARIANCE) yvar[t + i] = q[i] * q[i] * fmaf(by2, var, more);
+        }
     }
 }
 
 template <typename T, bool VARIANCE>
-__global__ void __launch_bounds__(MN_CELLS)
+__global__ void __launch_bounds__(MN_CELLS, 4)
 forward_kernel(const __grid_constant__ mn_moebius_args p, float *sums, int64_t n_rows) {
     __shared__ mn_cell_rows rows[2][QUERIES + 1];
     __shared__ float out[2][2][TOKENS][SIDE + 1];
@@ -148,7 +152,11 @@ forward_kernel(const __grid_constant__ mn_moebius_args p, float *sums, int64_t n
             }
             if (i + 1 < n_tiles) next.fetch(p, mn_cell_tile_at(span, i + 1));
             float y[TOKENS], yvar[TOKENS];
-            tile_forward<VARIANCE>(c, y, yvar, rows[side], tile.n_rows, p.from_prior);
+            if (tile.n_rows == TOKENS) {
+                tile_forward<VARIANCE, true>(c, y, yvar, rows[side], TOKENS, p.from_prior);
+            } else {
+                tile_forward<VARIANCE, false>(c, y, yvar, rows[side], tile.n_rows, p.from_prior);
+            }
             out[side][0][column][line] = mn_cell_line_sums(y);
             if (VARIANCE) out[side][1][column][line] = mn_cell_line_sums(yvar);
         }
@@ -167,12 +175,32 @@ forward_kernel(const __grid_constant__ mn_moebius_args p, float *sums, int64_t n
 
 /* ---- backward -------------------------------------------------------------------------------- */
 
+/* Four tokens of the tile, or those that there are; after(i) follows token t + i. */
+template <bool WHOLE, typename F>
+__device__ static void advance_four(cell &c, const mn_cell_rows *rows, int t, int n_rows, F after) {
+    const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
+    float k[4], v[4], prec[4];
+    rows[KEYS].get(k, column, t);
+    rows[VALUES].get(v, line, t);
+    rows[PRECISIONS].get(prec, line, t);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        if (WHOLE || t + i < n_rows) c.advance(k[i], v[i], prec[i]);
+        after(i);
+    }
+}
+
+template <bool WHOLE>
+__device__ static void advance_tile(cell &c, const mn_cell_rows *rows, int n_rows) {
+#pragma unroll
+    for (int t = 0; t < TOKENS; t += 4) advance_four<WHOLE>(c, rows, t, n_rows, [](int) {});
+}
+
 /* States in front of every tile. */
 template <typename T>
-__global__ void __launch_bounds__(MN_CELLS)
+__global__ void __launch_bounds__(MN_CELLS, 4)
 states_kernel(const __grid_constant__ mn_moebius_args p, float *states) {
     __shared__ mn_cell_rows rows[2][PRECISIONS + 1];
-    const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
     const int64_t cells = p.call.V * p.call.K;
     cell c(p);
     for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
@@ -188,14 +216,8 @@ states_kernel(const __grid_constant__ mn_moebius_args p, float *states) {
             if (c.inside) to[2 * i * cells] = c.lam, to[(2 * i + 1) * cells] = c.eta;
             __syncthreads();
             if (i + 1 < n_tiles) next.fetch(p, mn_cell_tile_at(span, i + 1));
-            float k[TOKENS], v[TOKENS], prec[TOKENS];
-            rows[i % 2][KEYS].get(k, column);
-            rows[i % 2][VALUES].get(v, line);
-            rows[i % 2][PRECISIONS].get(prec, line);
-#pragma unroll
-            for (int t = 0; t < TOKENS; t++) {
-                if (t < tile.n_rows) c.advance(k[t], v[t], prec[t]);
-            }
+            if (tile.n_rows == TOKENS) advance_tile<true>(c, rows[i % 2], TOKENS);
+            else advance_tile<false>(c, rows[i % 2], tile.n_rows);
         }
         __syncthreads();
     }
@@ -250,7 +272,7 @@ __device__ static token_cots token_backward(adjoint &d, const cell &c, float lam
 
 /* One tile from its first state in `c`; dk and dq of each warp go to `keys`, lower and upper half
  * of its lanes. */
-template <bool PRIOR>
+template <bool PRIOR, bool WHOLE>
 __device__ static void tile_backward(adjoint &total, cell c, float (&dv)[TOKENS],
                                      float (&dprec)[TOKENS], float (&keys)[TOKENS][32],
                                      const mn_cell_rows *rows, int n_rows) {
@@ -258,26 +280,33 @@ __device__ static void tile_backward(adjoint &total, cell c, float (&dv)[TOKENS]
     float lam[TOKENS + 1], eta[TOKENS + 1];
     lam[0] = c.lam, eta[0] = c.eta;
 #pragma unroll
-    for (int t = 0; t < TOKENS; t++) {
-        if (t < n_rows) {
-            c.advance(rows[KEYS].at[column][t], rows[VALUES].at[line][t],
-                      rows[PRECISIONS].at[line][t]);
-        }
-        lam[t + 1] = c.lam, eta[t + 1] = c.eta;
+    for (int t = 0; t < TOKENS; t += 4) {
+        advance_four<WHOLE>(c, rows, t, n_rows, [&](int i) {
+            lam[t + i + 1] = c.lam;
+            eta[t + i + 1] = c.eta;
+        });
     }
     adjoint d = { total.lam, total.eta, 0.0f, 0.0f, 0.0f };
 #pragma unroll
-    for (int t = TOKENS - 1; t >= 0; t--) {
-        token_cots to = { 0.0f, 0.0f, 0.0f, 0.0f };
-        if (t < n_rows) {
-            c.lam = lam[t + 1], c.eta = eta[t + 1];
-            to = token_backward<PRIOR>(d, c, lam[t], eta[t], rows[KEYS].at[column][t],
-                                       rows[QUERIES].at[column][t], rows[VALUES].at[line][t],
-                                       rows[PRECISIONS].at[line][t], rows[MEAN_COTS].at[line][t],
-                                       rows[SPREAD_COTS].at[line][t]);
+    for (int t = TOKENS - 4; t >= 0; t -= 4) {
+        float k[4], q[4], v[4], prec[4], gy[4], gw[4];
+        rows[KEYS].get(k, column, t);
+        rows[QUERIES].get(q, column, t);
+        rows[VALUES].get(v, line, t);
+        rows[PRECISIONS].get(prec, line, t);
+        rows[MEAN_COTS].get(gy, line, t);
+        rows[SPREAD_COTS].get(gw, line, t);
+#pragma unroll
+        for (int i = 3; i >= 0; i--) {
+            token_cots to = { 0.0f, 0.0f, 0.0f, 0.0f };
+            c.lam = lam[t + i + 1], c.eta = eta[t + i + 1];
+            if (WHOLE || t + i < n_rows) {
+                to = token_backward<PRIOR>(d, c, lam[t + i], eta[t + i], k[i], q[i], v[i], prec[i],
+                                           gy[i], gw[i]);
+            }
+            dv[t + i] = to.v, dprec[t + i] = to.prec;
+            keys[t + i][threadIdx.x % 32] = mn_cell_pair_sums(to.k, to.q);
         }
-        dv[t] = to.v, dprec[t] = to.prec;
-        keys[t][threadIdx.x % 32] = mn_cell_pair_sums(to.k, to.q);
     }
     total = { d.lam, d.eta, total.a + d.a, total.a2 + d.a2, total.p + d.p };
 }
@@ -336,7 +365,12 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room at, int64_t n_ro
             __syncthreads();
             if (i > 0) next.fetch(p, mn_cell_tile_at(span, i - 1));
             float dv[TOKENS], dprec[TOKENS];
-            tile_backward<PRIOR>(d, c, dv, dprec, keys[threadIdx.x / 32], rows, tile.n_rows);
+            float(&to_keys)[TOKENS][32] = keys[threadIdx.x / 32];
+            if (tile.n_rows == TOKENS) {
+                tile_backward<PRIOR, true>(d, c, dv, dprec, to_keys, rows, TOKENS);
+            } else {
+                tile_backward<PRIOR, false>(d, c, dv, dprec, to_keys, rows, tile.n_rows);
+            }
             out[0][column][line] = mn_cell_line_sums(dv);
             out[1][column][line] = mn_cell_line_sums(dprec);
             __syncthreads();
@@ -371,7 +405,7 @@ static int sum_groups(const mn_out &first, const mn_out &second, const float *su
                       const mn_call *call, cudaStream_t stream) {
     const int64_t groups = mn_ceil_div(call->K, SIDE), width = mn_cell_rows_of(call) * 2 * call->V;
     if (groups == 1 || width == 0) return cudaSuccess;
-    const mn_put_rows<T> put = { first, second, mn_max(call->T, 1), call->V };
+    const mn_put_rows<T> put = { first, second, mn_max(call->T, 1), 1, call->V };
     return mn_sum_parts_into(put, sums, groups, width, stream);
 }
 
@@ -435,7 +469,7 @@ static int backward(const mn_moebius_args *p, float *shared, cudaStream_t stream
         code = sum_groups<T>(p->grad.v, p->grad.prec, at.sums, call, stream);
     }
     if (code == cudaSuccess && n_rows > 0 && (p->grad.k.data || p->grad.q.data)) {
-        const mn_put_rows<T> put = { p->grad.k, p->grad.q, call->T, call->K };
+        const mn_put_rows<T> put = { p->grad.k, p->grad.q, call->T, 1, call->K };
         code = mn_sum_parts_into(put, at.keys, blocks.x, n_rows * 2 * call->K, stream);
     }
     if (code != cudaSuccess || (!p->grad.a.data && !p->grad.p.data)) return code;
