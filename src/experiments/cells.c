@@ -93,6 +93,8 @@ static void count_run(trials *all, const json_t *run, const json_t *table) {
         return;
     }
     json_object_foreach(values, name, at) {
+        /* a smaller preset leaves out some; a run that failed says nothing about that */
+        if (result && !mn_spec_get(result, json_string_value(at))) continue;
         count(trial_of(all, row, name, setting), mn_spec_get(result, json_string_value(at)));
     }
 }
