@@ -364,11 +364,11 @@ static void a_damaged_file_is_named(void **state) {
 /* Every memory of the learned collisions learns, and learns the same again. */
 static void learned_collisions_repeat(void **state) {
     (void)state;
-    json_t *jobs = expand("{\"job\": {\"kind\": \"addressed\", "
-                          "\"task\": {\"name\": \"collision\", \"options\": {\"bindings\": 8, \"floods\": \"1,2\", \"boosts\": 1}}, "
-                          "\"steps\": 30, \"batch\": 8, \"lr\": 0.01, \"tests\": {\"more\": "
-                          "{\"options\": {\"floods\": \"3\"}, \"test\": 16}}}, \"grid\": {\"memory\": "
-                          "[\"linear\", \"gla\", \"delta\", \"reset\", \"bayes\"]}}");
+    json_t *jobs = expand(
+        "{\"job\": {\"kind\": \"addressed\", \"task\": {\"name\": \"collision\", \"options\": "
+        "{\"bindings\": 8, \"floods\": \"1,2\", \"boosts\": 1}}, \"steps\": 30, \"batch\": 8, "
+        "\"lr\": 0.01, \"tests\": {\"more\": {\"options\": {\"floods\": \"3\"}, \"test\": 16}}}, "
+        "\"grid\": {\"memory\": [\"linear\", \"gla\", \"delta\", \"reset\", \"bayes\"]}}");
     for (size_t i = 0; i < json_array_size(jobs); i++) {
         json_t *one = NULL, *two = NULL;
         const json_t *job = json_array_get(jobs, i);
