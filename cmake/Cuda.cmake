@@ -15,6 +15,25 @@ elseif(MN_CUDA STREQUAL "ON")
     message(FATAL_ERROR "MN_CUDA=ON needs nvcc and libcudart_static.a; set CUDAToolkit_ROOT to the toolkit")
 endif()
 
+set(mneme_cuda_machines -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=compute_80
+    -gencode=arch=compute_90a,code=sm_90a)
+
+# A toolkit that does not know the host's compiler or these machines is none.
+if(mneme_cuda_built AND NOT DEFINED MN_NVCC_WORKS)
+    set(trial ${CMAKE_BINARY_DIR}/CMakeFiles/mneme_cuda)
+    file(WRITE ${trial}.cu "#include <cuda_bf16.h>\n__global__ void trial(float *x) { *x = 1; }\n")
+    execute_process(COMMAND ${CUDAToolkit_NVCC_EXECUTABLE} -std=c++17 ${mneme_cuda_machines}
+        -c ${trial}.cu -o ${trial}.o RESULT_VARIABLE code OUTPUT_VARIABLE why ERROR_VARIABLE why)
+    if(code EQUAL 0)
+        set(MN_NVCC_WORKS TRUE CACHE INTERNAL "nvcc compiles for the machines of mneme")
+    elseif(MN_CUDA STREQUAL "AUTO")
+        message(STATUS "CUDA is left out: ${CUDAToolkit_NVCC_EXECUTABLE} fails: ${why}")
+        set(mneme_cuda_built FALSE)
+    else()
+        message(FATAL_ERROR "${CUDAToolkit_NVCC_EXECUTABLE} fails:\n${why}")
+    endif()
+endif()
+
 # cuBLASLt is found when `mneme bench` runs; building needs its header only.
 set(mneme_cublaslt_header FALSE)
 if(mneme_cuda_built)
@@ -24,13 +43,13 @@ if(mneme_cuda_built)
     endif()
 endif()
 
-# The object files of src/kernels/cuda/*.cu in `result`.
+# The object files of src/kernels/cuda/*.cu in `result`; targets that link them depend on mneme_cuda, or
+# several would make them at the same time.
 # -fmad=false: products and sums are fused only where the code says so, as in the C kernels.
 function(mneme_cuda_objects result)
     set(flags -std=c++17 -O3 -fmad=false -lineinfo -I${CMAKE_SOURCE_DIR}/src
         -I${CMAKE_SOURCE_DIR}/include
-        -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=compute_80
-        -gencode=arch=compute_90a,code=sm_90a
+        ${mneme_cuda_machines}
         -Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra)
     file(GLOB sources CONFIGURE_DEPENDS src/kernels/cuda/*.cu)
     set(objects)
@@ -43,5 +62,6 @@ function(mneme_cuda_objects result)
             DEPENDS ${source} DEPFILE ${object}.d VERBATIM COMMENT "Building CUDA object ${name}.o")
         list(APPEND objects ${object})
     endforeach()
+    add_custom_target(mneme_cuda DEPENDS ${objects})
     set(${result} ${objects} PARENT_SCOPE)
 endfunction()

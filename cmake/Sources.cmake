@@ -28,7 +28,8 @@ else()
 endif()
 
 mneme_object_library(mneme_objects ${library_sources})
-target_compile_definitions(mneme_objects PRIVATE MN_HAVE_CUDA=$<BOOL:${mneme_cuda_built}>)
+set_source_files_properties(src/kernels/dispatch.c PROPERTIES
+    COMPILE_DEFINITIONS MN_HAVE_CUDA=$<BOOL:${mneme_cuda_built}>)
 add_custom_target(mneme_commit
     COMMAND ${CMAKE_COMMAND} -DSOURCE=${CMAKE_SOURCE_DIR}
         -DOUT=${CMAKE_BINARY_DIR}/generated/mneme_commit.h

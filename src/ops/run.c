@@ -25,6 +25,15 @@ static const compose_fn composition_of[MN_OP_COUNT] = {
     NULL,
 };
 
+/* A composition that only gives another operator's arguments other names runs wherever that
+ * operator does (its kernel's id + 1); other compositions need the CPU's arena. */
+static const int renames[MN_OP_COUNT] = { [MN_OP_delta_net] = MN_KERNEL_delta + 1 };
+
+/* The kernel behind an op on a device, its id + 1; 0 where there is none. */
+static int device_kernel_of(mn_op_id op) {
+    return kernel_of[op] ? kernel_of[op] : renames[op];
+}
+
 typedef struct job {
     const mn_kernel *kernel;
     const void *args;
@@ -42,17 +51,19 @@ static void run_item(void *context, int64_t item, int worker) {
 
 const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pass,
                               mn_dtype dtype) {
-    if (kernel_of[op] == 0) return NULL;
+    const int id = context->device ? device_kernel_of(op) : kernel_of[op];
+    if (id == 0) return NULL;
     const mn_kernel_table *table = context->device   ? &context->cuda
                                    : dtype == MN_F64 ? &context->f64
                                                      : &context->f32;
-    return &table->kernel[kernel_of[op] - 1][pass];
+    return &table->kernel[id - 1][pass];
 }
 
 bool mn_op_has_cuda(mn_op_id op, mn_pass pass) {
     mn_kernel_table table;
     mn_kernel_table_fill_cuda(&table);
-    return kernel_of[op] && table.kernel[kernel_of[op] - 1][pass].launch;
+    const int id = device_kernel_of(op);
+    return id && table.kernel[id - 1][pass].launch;
 }
 
 static const void *data_at(const void *args, const mn_field *field) {
@@ -178,6 +189,7 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     }
     mn_status st = mn_validate_sizes(op, args, pass == MN_BACKWARD);
     if (st != MN_OK) return st;
+    if (renames[op]) return composition_of[op](context, pass, args);
     const mn_kernel *kernel = kernel_of[op] ? choose_kernel(context, op, pass, args) : NULL;
     if (!kernel || !kernel->launch) return refuse_device(op, pass);
     const mn_mark mark = mn_device_mark(context->device);

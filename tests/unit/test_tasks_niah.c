@@ -427,11 +427,11 @@ static void other_tokenizers_are_heard(void **state) {
     task_take(&c, SEED, MN_SPLIT_TEST, 0);
     const size_t bytes = (size_t)tokens.count * sizeof *c.input;
     CHECK(memcmp(tokens.ids, c.input, bytes) == 0, "the tokens");
-    /* Samples that would not fit are cut by 500 words: the longest of some comes near the budget. */
+    /* What would not fit is cut by 500 words: the longest of some comes near the budget. */
     size_t longest = 0;
     for (int64_t i = 0; i < 8; i++) {
-        const size_t bytes = strlen(text_of(&c, i).prompt);
-        if (bytes > longest) longest = bytes;
+        const size_t n = strlen(text_of(&c, i).prompt);
+        if (n > longest) longest = n;
     }
     CHECK(longest > 4500, "at most %d bytes", (int)longest);
     mn_token_list_free(&tokens);

@@ -4,13 +4,14 @@
  *   du_j = sum_i w_i d_{j-i}  (+ dtail_{j-length} for j >= length),  d_t = dy_t act'(p_t)
  *   dw_i = sum_t d_t u_{t+i}     dbias = sum_t d_t
  *
- * A thread has N neighbouring channels and walks down the tokens of a tile with the last W inputs
- * in registers (W = 4, what models have; any other W reads them again from the cache). Backward, it
- * gathers its part of dw and dbias over the tiles it takes, and mn_sum_parts adds the parts. */
+ * A thread has N neighbouring channels and walks down the tokens of a tile, four at a time so that
+ * their loads are in flight together, with the W - 1 inputs before them in registers (W = 4, what
+ * models have; any other W reads its inputs again from the cache). Backward, it gathers its
+ * part of dw and dbias over the tiles it takes, and mn_sum_parts adds the parts. */
 #include "kernels/cuda/gate.cuh"
 #include "kernels/cuda/parts.cuh"
 
-enum { THREADS = 128, PACK = 4, TILE = 32, TAPS = 4, SILU = 1 };
+enum { THREADS = 128, PACK = 4, TILE = 32, TAPS = 4, GROUP = 4, ROWS = TAPS - 1 + GROUP, SILU = 1 };
 enum { MOST_TILES = 65535, BLOCKS = 1056 };    // BLOCKS: eight for each processor of an H200
 
 /* x_s of a sequence for channels [channel, channel + N); before its start the tail, or zero. */
@@ -70,24 +71,36 @@ struct filter {
         }
     }
 
-    /* p_t from the inputs of its window */
-    __device__ void apply(float (&sum)[N], const float (&u)[TAPS][N]) const {
+    /* p_t from u_t, ..., u_{t+W-1}, which begin at row `at` */
+    __device__ void apply(float (&sum)[N], const float (&u)[ROWS][N], int at) const {
 #pragma unroll
         for (int j = 0; j < N; j++) {
             sum[j] = bias[j];
 #pragma unroll
-            for (int i = 0; i < TAPS; i++) sum[j] = fmaf(w[i][j], u[i][j], sum[j]);
+            for (int i = 0; i < TAPS; i++) sum[j] = fmaf(w[i][j], u[at + i][j], sum[j]);
         }
     }
 };
 
-/* Makes room for one more at the end. */
+/* The last rows become the first ones: the inputs before the next group of tokens. */
 template <int N>
-__device__ static void shift(float (&u)[TAPS][N]) {
+__device__ static void carry(float (&u)[ROWS][N]) {
 #pragma unroll
-    for (int i = 0; i + 1 < TAPS; i++) {
+    for (int i = 0; i < TAPS - 1; i++) {
 #pragma unroll
-        for (int j = 0; j < N; j++) u[i][j] = u[i + 1][j];
+        for (int j = 0; j < N; j++) u[i][j] = u[GROUP + i][j];
+    }
+}
+
+/* Rows TAPS - 1 ... of `u`: the inputs of the group of tokens from t on; zeros past the end. */
+template <typename T, int N>
+__device__ static void load_group(float (&u)[ROWS][N], const mn_in &view, const mn_span &span,
+                                  int64_t t, int64_t channel) {
+#pragma unroll
+    for (int i = 0; i < GROUP; i++) {
+        const bool inside = t + i < span.length;
+        const T *row = inside ? mn_row<T>(view, span.b, span.t0 + t + i, 0) : nullptr;
+        mn_load<N>(u[TAPS - 1 + i], row, channel);
     }
 }
 
@@ -99,19 +112,25 @@ forward_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots) {
     const filter<T, N> f(p, channel);
     for (int64_t slot = blockIdx.y; slot < n_slots; slot += gridDim.y) {
         const mn_tile_span tile = mn_tile_at(p.call, TILE, slot);
-        float u[TAPS][N];
+        if (tile.n_rows == 0) continue;
+        const int64_t end = tile.first + tile.n_rows;
+        float u[ROWS][N];
 #pragma unroll
-        for (int i = 1; i < TAPS && tile.n_rows > 0; i++) {
-            input_at<T, N>(u[i], p, tile.n, tile.span, tile.first - TAPS + i, channel);
+        for (int i = 0; i < TAPS - 1; i++) {
+            input_at<T, N>(u[i], p, tile.n, tile.span, tile.first - (TAPS - 1) + i, channel);
         }
-        for (int64_t t = tile.first; t < tile.first + tile.n_rows; t++) {
-            float y[N];
-            shift<N>(u);
-            input_at<T, N>(u[TAPS - 1], p, tile.n, tile.span, t, channel);
-            f.apply(y, u);
+        for (int64_t t = tile.first; t < end; t += GROUP) {
+            load_group<T, N>(u, p.x, tile.span, t, channel);
 #pragma unroll
-            for (int j = 0; j < N; j++) y[j] = p.act == SILU ? mn_silu(y[j]).value : y[j];
-            mn_store<N>(mn_row<T>(p.y, tile.span.b, tile.span.t0 + t, 0), channel, y);
+            for (int g = 0; g < GROUP; g++) {
+                if (t + g >= end) break;
+                float y[N];
+                f.apply(y, u, g);
+#pragma unroll
+                for (int j = 0; j < N; j++) y[j] = p.act == SILU ? mn_silu(y[j]).value : y[j];
+                mn_store<N>(mn_row<T>(p.y, tile.span.b, tile.span.t0 + t + g, 0), channel, y);
+            }
+            carry<N>(u);
         }
     }
 }
@@ -158,54 +177,58 @@ __device__ static void tail_cot(float (&d)[N], const mn_conv_args &p, int64_t n,
     mn_load<N>(d, dtail && m >= 0 ? dtail + (n * M + m) * p.call.V : nullptr, channel);
 }
 
-/* Walks one tile: at t it makes d_t and then, with it, dx_{t-W+1}. Tokens past the tile's end
- * belong to the next one and count for dx only. */
+/* Walks one tile by groups of tokens: from u and dy of t, ..., t + 3 it makes d of these tokens and
+ * then dx of t - 3, ..., t. Tokens past the tile's end belong to the next one and count for dx
+ * only. */
 template <typename T, int N>
 __device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_args &p,
                                      const filter<T, N> &f, const mn_tile_span &tile,
                                      int64_t channel) {
     const mn_span &span = tile.span;
     const int64_t end = tile.first + tile.n_rows;
-    float u[TAPS][N], d[TAPS][N] = {};
+    float u[ROWS][N], d[ROWS][N] = {};    // d: of tokens t - 3, ..., t + 3
 #pragma unroll
-    for (int i = 1; i < TAPS; i++) {
-        input_at<T, N>(u[i], p, tile.n, span, tile.first - TAPS + i, channel);
+    for (int i = 0; i < TAPS - 1; i++) {
+        input_at<T, N>(u[i], p, tile.n, span, tile.first - (TAPS - 1) + i, channel);
     }
-    for (int64_t t = tile.first; t < end + TAPS - 1; t++) {
-        shift<N>(u);
-        shift<N>(d);
-        float dy[N], sum[N];
-        const bool inside = t < span.length;
-        if (inside) input_at<T, N>(u[TAPS - 1], p, tile.n, span, t, channel);
-        mn_load<N>(dy, inside ? mn_row<T>(p.cot.y, span.b, span.t0 + t, 0) : nullptr, channel);
-        f.apply(sum, u);
+    for (int64_t t = tile.first; t < end + TAPS - 1; t += GROUP) {
+        load_group<T, N>(u, p.x, span, t, channel);
+        load_group<T, N>(d, p.cot.y, span, t, channel);
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            d[TAPS - 1][j] = inside && p.act == SILU ? dy[j] * mn_silu(sum[j]).slope : dy[j];
+        for (int g = 0; g < GROUP; g++) {
+            float sum[N], (&now)[N] = d[TAPS - 1 + g];
+            f.apply(sum, u, g);
+#pragma unroll
+            for (int j = 0; j < N; j++) now[j] *= p.act == SILU ? mn_silu(sum[j]).slope : 1.0f;
+            if (t + g >= end) continue;
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+#pragma unroll
+                for (int i = 0; i < TAPS; i++) dw[i][j] = fmaf(now[j], u[g + i][j], dw[i][j]);
+                dw[TAPS][j] += now[j];
+            }
         }
 #pragma unroll
-        for (int i = 0; i < TAPS && t < end; i++) {
+        for (int g = 0; g < GROUP; g++) {
+            const int64_t s = t + g - (TAPS - 1);
+            if (!p.grad.x.data || s < tile.first || s >= end) continue;
+            float dx[N];
+            tail_cot<N>(dx, p, tile.n, t + g - span.length, channel);
 #pragma unroll
-            for (int j = 0; j < N; j++) dw[i][j] = fmaf(d[TAPS - 1][j], u[i][j], dw[i][j]);
+            for (int i = 0; i < TAPS; i++) {    // d_{t+g-i}
+#pragma unroll
+                for (int j = 0; j < N; j++) dx[j] = fmaf(f.w[i][j], d[TAPS - 1 + g - i][j], dx[j]);
+            }
+            mn_store<N>(mn_row<T>(p.grad.x, span.b, span.t0 + s, 0), channel, dx);
         }
-#pragma unroll
-        for (int j = 0; j < N && t < end; j++) dw[TAPS][j] += d[TAPS - 1][j];
-        const int64_t s = t - (TAPS - 1);
-        if (s < tile.first || !p.grad.x.data) continue;
-        float dx[N];
-        tail_cot<N>(dx, p, tile.n, t - span.length, channel);
-#pragma unroll
-        for (int i = 0; i < TAPS; i++) {    // d_{t-i} is the i-th from the end
-#pragma unroll
-            for (int j = 0; j < N; j++) dx[j] = fmaf(f.w[i][j], d[TAPS - 1 - i][j], dx[j]);
-        }
-        mn_store<N>(mn_row<T>(p.grad.x, span.b, span.t0 + s, 0), channel, dx);
+        carry<N>(u);
+        carry<N>(d);
     }
 }
 
 /* Part blockIdx.y: W rows of dw and one of dbias, each of V channels. */
 template <typename T, int N>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, 4)
 backward_kernel(const __grid_constant__ mn_conv_args p, float *parts, int64_t n_slots) {
     const int64_t channel = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * N;
     if (channel >= p.call.V) return;

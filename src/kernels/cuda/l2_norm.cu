@@ -15,25 +15,30 @@ __device__ static float inverse_norm(const mn_l2_norm_args &p, float squares, bo
     return 1.0f / (p.kind == ROOT ? sqrtf(squares + eps) : *bent ? length : eps);
 }
 
-template <typename T, int N, int TEAM>
+template <typename Team>
 __global__ void __launch_bounds__(MN_TEAM_THREADS)
 l2_norm_forward_kernel(const __grid_constant__ mn_l2_norm_args p) {
+    typedef typename Team::T T;
+    constexpr int N = Team::N;
     __shared__ float room[32];
-    const mn_team<N, TEAM> team;
+    const Team team;
     const int64_t V = p.call.V;
     for (int64_t b = team.first(); b < p.call.B; b += team.step()) {
         const T *x = (const T *)p.x.data + b * V;
-        mn_kept<N> kept;
+        typename Team::kept kept;
         float sum = 0.0f;
         team.keep(kept, x, V);
-        team.each(kept, x, V, [&](int64_t, const float (&at)[N]) {
+        team.each(V, [&](int64_t i, int k) {
+            float at[N];
+            team.at(at, kept, x, i, k);
 #pragma unroll
             for (int j = 0; j < N; j++) sum = fmaf(at[j], at[j], sum);
         });
         bool bent;
-        const float r = inverse_norm(p, mn_team_sum<TEAM>(sum, room), &bent);
-        team.each(kept, x, V, [&](int64_t i, const float (&at)[N]) {
-            float y[N];
+        const float r = inverse_norm(p, team.sum(sum, room), &bent);
+        team.each(V, [&](int64_t i, int k) {
+            float at[N], y[N];
+            team.at(at, kept, x, i, k);
 #pragma unroll
             for (int j = 0; j < N; j++) y[j] = at[j] * r;
             mn_store<N>((T *)p.y.data + b * V, i, y);
@@ -41,21 +46,25 @@ l2_norm_forward_kernel(const __grid_constant__ mn_l2_norm_args p) {
     }
 }
 
-template <typename T, int N, int TEAM>
+template <typename Team>
 __global__ void __launch_bounds__(MN_TEAM_THREADS)
 l2_norm_backward_kernel(const __grid_constant__ mn_l2_norm_args p) {
+    typedef typename Team::T T;
+    constexpr int N = Team::N;
     __shared__ float room[32];
-    const mn_team<N, TEAM> team;
+    const Team team;
     const int64_t V = p.call.V;
     for (int64_t b = team.first(); b < p.call.B; b += team.step()) {
         const T *x = (const T *)p.x.data + b * V;
         const T *dy = p.cot.y.data ? (const T *)p.cot.y.data + b * V : nullptr;
-        mn_kept<N> kept, kept_dy;
+        typename Team::kept kept, kept_dy;
         float squares = 0.0f, dot = 0.0f;
         team.keep(kept, x, V);
         team.keep(kept_dy, dy, V);
-        team.each(kept, kept_dy, x, dy, V,
-                  [&](int64_t, const float (&at)[N], const float (&d)[N]) {
+        team.each(V, [&](int64_t i, int k) {
+            float at[N], d[N];
+            team.at(at, kept, x, i, k);
+            team.at(d, kept_dy, dy, i, k);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 squares = fmaf(at[j], at[j], squares);
@@ -63,11 +72,12 @@ l2_norm_backward_kernel(const __grid_constant__ mn_l2_norm_args p) {
             }
         });
         bool bent;
-        const float r = inverse_norm(p, mn_team_sum<TEAM>(squares, room), &bent);
-        const float all = mn_team_sum<TEAM>(dot, room), pull = bent ? r * r * all : 0.0f;
-        team.each(kept, kept_dy, x, dy, V,
-                  [&](int64_t i, const float (&at)[N], const float (&d)[N]) {
-            float dx[N];
+        const float r = inverse_norm(p, team.sum(squares, room), &bent);
+        const float all = team.sum(dot, room), pull = bent ? r * r * all : 0.0f;
+        team.each(V, [&](int64_t i, int k) {
+            float at[N], d[N], dx[N];
+            team.at(at, kept, x, i, k);
+            team.at(d, kept_dy, dy, i, k);
 #pragma unroll
             for (int j = 0; j < N; j++) dx[j] = r * fmaf(-pull, at[j], d[j]);
             mn_store<N>((T *)p.grad.x.data + b * V, i, dx);
@@ -75,17 +85,17 @@ l2_norm_backward_kernel(const __grid_constant__ mn_l2_norm_args p) {
     }
 }
 
-template <typename T, int N, int TEAM>
+template <typename Team>
 static int forward(const mn_l2_norm_args *p, cudaStream_t stream) {
-    const unsigned blocks = mn_blocks(p->call.B, MN_TEAM_THREADS / TEAM);
-    l2_norm_forward_kernel<T, N, TEAM><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p);
+    const unsigned blocks = mn_blocks(p->call.B, Team::per_block);
+    l2_norm_forward_kernel<Team><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p);
     return mn_launched();
 }
 
-template <typename T, int N, int TEAM>
+template <typename Team>
 static int backward(const mn_l2_norm_args *p, cudaStream_t stream) {
-    const unsigned blocks = mn_blocks(p->call.B, MN_TEAM_THREADS / TEAM);
-    l2_norm_backward_kernel<T, N, TEAM><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p);
+    const unsigned blocks = mn_blocks(p->call.B, Team::per_block);
+    l2_norm_backward_kernel<Team><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p);
     return mn_launched();
 }
 

@@ -2,32 +2,35 @@
  *
  *   dx = r (c - x r^2 mean(c x)), c = dy w            dw = sum over rows of dy r x
  *
- * A row belongs to a team: a warp, or a block of 256 threads where it is long. A thread owns the
- * columns lane N + k TEAM N and keeps what it read of them in registers. In backward a team takes
- * every n-th row, gathers its part of dw in registers, and mn_sum_parts adds the parts. */
+ * A row belongs to a team of threads (row_team.cuh). In backward a team takes every n-th row and
+ * gathers its part of dw; mn_sum_parts adds the parts. */
 #include "kernels/cuda/parts.cuh"
 #include "kernels/cuda/row_team.cuh"
 
-template <typename T, int N, int TEAM>
+template <typename Team>
 __global__ void __launch_bounds__(MN_TEAM_THREADS)
 rms_norm_forward_kernel(const __grid_constant__ mn_rms_norm_args p) {
+    typedef typename Team::T T;
+    constexpr int N = Team::N;
     __shared__ float room[32];
-    const mn_team<N, TEAM> team;
+    const Team team;
     const int64_t V = p.call.V;
     const T *w = (const T *)p.w.data;
     for (int64_t b = team.first(); b < p.call.B; b += team.step()) {
         const T *x = (const T *)p.x.data + b * V;
-        mn_kept<N> kept;
+        typename Team::kept kept;
         float sum = 0.0f;
         team.keep(kept, x, V);
-        team.each(kept, x, V, [&](int64_t, const float (&at)[N]) {
+        team.each(V, [&](int64_t i, int k) {
+            float at[N];
+            team.at(at, kept, x, i, k);
 #pragma unroll
             for (int j = 0; j < N; j++) sum = fmaf(at[j], at[j], sum);
         });
-        const float mean = mn_team_sum<TEAM>(sum, room) / (float)V;
-        const float r = 1.0f / sqrtf(mean + (float)p.eps);
-        team.each(kept, x, V, [&](int64_t i, const float (&at)[N]) {
-            float weight[N], y[N];
+        const float r = 1.0f / sqrtf(team.sum(sum, room) / (float)V + (float)p.eps);
+        team.each(V, [&](int64_t i, int k) {
+            float at[N], weight[N], y[N];
+            team.at(at, kept, x, i, k);
             mn_load<N>(weight, w, i);
 #pragma unroll
             for (int j = 0; j < N; j++) y[j] = at[j] * r * weight[j];
@@ -36,28 +39,31 @@ rms_norm_forward_kernel(const __grid_constant__ mn_rms_norm_args p) {
     }
 }
 
-template <typename T, int N, int TEAM>
-__global__ void __launch_bounds__(MN_TEAM_THREADS)
+template <typename Team>
+__global__ void __launch_bounds__(MN_TEAM_THREADS, Team::blocks)
 rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *parts,
                          int64_t n_parts) {
+    typedef typename Team::T T;
+    constexpr int N = Team::N;
     __shared__ float room[32];
-    const mn_team<N, TEAM> team;
+    const Team team;
     const int64_t V = p.call.V;
     const T *w = (const T *)p.w.data, *cot = (const T *)p.cot.y.data;
     T *grad = (T *)p.grad.x.data;
     if (team.first() >= n_parts) return;
     float *part = parts + team.first() * V;
-    mn_kept<N> dw = {};
+    typename Team::floats dw = {};
     team.begin(part, V);
     for (int64_t b = team.first(); b < p.call.B; b += n_parts) {
         const T *x = (const T *)p.x.data + b * V, *dy = cot ? cot + b * V : nullptr;
-        mn_kept<N> kept, kept_dy;
+        typename Team::kept kept, kept_dy;
         float squares = 0.0f, dot = 0.0f;
         team.keep(kept, x, V);
         team.keep(kept_dy, dy, V);
-        team.each(kept, kept_dy, x, dy, V,
-                  [&](int64_t i, const float (&at)[N], const float (&d)[N]) {
-            float weight[N];
+        team.each(V, [&](int64_t i, int k) {
+            float at[N], d[N], weight[N];
+            team.at(at, kept, x, i, k);
+            team.at(d, kept_dy, dy, i, k);
             mn_load<N>(weight, w, i);
 #pragma unroll
             for (int j = 0; j < N; j++) {
@@ -65,43 +71,40 @@ rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *part
                 dot = fmaf(d[j] * weight[j], at[j], dot);
             }
         });
-        const float mean = mn_team_sum<TEAM>(squares, room) / (float)V;
-        const float r = 1.0f / sqrtf(mean + (float)p.eps);
-        const float pull = r * r * mn_team_sum<TEAM>(dot, room) / (float)V;
-        team.each(kept, kept_dy, x, dy, V,
-                  [&](int64_t i, const float (&at)[N], const float (&d)[N]) {
-            float weight[N], dx[N];
+        const float r = 1.0f / sqrtf(team.sum(squares, room) / (float)V + (float)p.eps);
+        const float pull = r * r * team.sum(dot, room) / (float)V;
+        team.each(V, [&](int64_t i, int k) {
+            float at[N], d[N], weight[N], dx[N], more[N];
+            team.at(at, kept, x, i, k);
+            team.at(d, kept_dy, dy, i, k);
             mn_load<N>(weight, w, i);
 #pragma unroll
-            for (int j = 0; j < N; j++) dx[j] = r * fmaf(-pull, at[j], d[j] * weight[j]);
+            for (int j = 0; j < N; j++) {
+                dx[j] = r * fmaf(-pull, at[j], d[j] * weight[j]);
+                more[j] = d[j] * (r * at[j]);
+            }
             if (grad) mn_store<N>(grad + b * V, i, dx);
-        });
-        team.gather(dw, part, V, [&](float (&more)[N], int64_t i, int k) {
-            float at[N], d[N];
-            team.again(at, kept, x, i, k);
-            team.again(d, kept_dy, dy, i, k);
-#pragma unroll
-            for (int j = 0; j < N; j++) more[j] = d[j] * (r * at[j]);
+            team.gather(dw, part, more, i, k);
         });
     }
     team.leave(part, dw, V);
 }
 
-template <typename T, int N, int TEAM>
+template <typename Team>
 static int forward(const mn_rms_norm_args *p, cudaStream_t stream) {
-    const unsigned blocks = mn_blocks(p->call.B, MN_TEAM_THREADS / TEAM);
-    rms_norm_forward_kernel<T, N, TEAM><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p);
+    const unsigned blocks = mn_blocks(p->call.B, Team::per_block);
+    rms_norm_forward_kernel<Team><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p);
     return mn_launched();
 }
 
-template <typename T, int N, int TEAM>
+template <typename Team>
 static int backward(const mn_rms_norm_args *p, float *parts, cudaStream_t stream) {
     const int64_t B = p->call.B, V = p->call.V, n_parts = mn_gather_parts(B, V, 1);
-    rms_norm_backward_kernel<T, N, TEAM>
-        <<<mn_gather_blocks(B, V, 1), MN_TEAM_THREADS, 0, stream>>>(*p, parts, n_parts);
+    const unsigned blocks = mn_blocks(n_parts, Team::per_block);
+    rms_norm_backward_kernel<Team><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p, parts, n_parts);
     const int code = mn_launched();
     if (code != cudaSuccess) return code;
-    return mn_sum_parts((T *)p->grad.w.data, parts, n_parts, V, stream);
+    return mn_sum_parts((typename Team::T *)p->grad.w.data, parts, n_parts, V, stream);
 }
 
 MN_CUDA_PLAN(rms_norm_forward) {
@@ -112,7 +115,7 @@ MN_CUDA_PLAN(rms_norm_forward) {
 MN_CUDA_LAUNCH(rms_norm_forward) {
     (void)shared;
     const mn_rms_norm_args *p = (const mn_rms_norm_args *)args;
-    if (!p->y.data || p->call.B == 0) return cudaSuccess;
+    if (!p->y.data) return cudaSuccess;
     const void *tensors[] = { p->x.data, p->w.data, p->y.data };
     MN_BY_TEAM(forward, p->call, p->call.V, tensors, (p, (cudaStream_t)stream));
 }

@@ -17,32 +17,36 @@ __device__ static mn_gate gate_at(const mn_rms_norm_gated_args &p, float z) {
     return { s, s * (1.0f - s) };
 }
 
-template <typename T, int N, int TEAM>
+template <typename Team>
 __global__ void __launch_bounds__(MN_TEAM_THREADS)
 rms_norm_gated_forward_kernel(const __grid_constant__ mn_rms_norm_gated_args p) {
+    typedef typename Team::T T;
+    constexpr int N = Team::N;
     __shared__ float room[32];
-    const mn_team<N, TEAM> team;
+    const Team team;
     const int64_t width = p.call.V / p.groups;
     for (int64_t row = team.first(); row < p.call.B * p.groups; row += team.step()) {
         const T *x = (const T *)p.x.data + row * width, *z = (const T *)p.z.data + row * width;
         const T *w = (const T *)p.w.data + row % p.groups * width;
-        mn_kept<N> kept_x, kept_z;
+        typename Team::kept kept_x, kept_z;
         float sum = 0.0f;
         team.keep(kept_x, x, width);
         team.keep(kept_z, z, width);
-        team.each(kept_x, kept_z, x, z, width,
-                  [&](int64_t, const float (&at)[N], const float (&gate)[N]) {
+        team.each(width, [&](int64_t i, int k) {
+            float at[N], gate[N];
+            team.at(at, kept_x, x, i, k);
+            team.at(gate, kept_z, z, i, k);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 const float u = p.order == GATE_FIRST ? at[j] * gate_at(p, gate[j]).value : at[j];
                 sum = fmaf(u, u, sum);
             }
         });
-        const float mean = mn_team_sum<TEAM>(sum, room) / (float)width;
-        const float r = 1.0f / sqrtf(mean + (float)p.eps);
-        team.each(kept_x, kept_z, x, z, width,
-                  [&](int64_t i, const float (&at)[N], const float (&gate)[N]) {
-            float weight[N], y[N];
+        const float r = 1.0f / sqrtf(team.sum(sum, room) / (float)width + (float)p.eps);
+        team.each(width, [&](int64_t i, int k) {
+            float at[N], gate[N], weight[N], y[N];
+            team.at(at, kept_x, x, i, k);
+            team.at(gate, kept_z, z, i, k);
             mn_load<N>(weight, w, i);
 #pragma unroll
             for (int j = 0; j < N; j++) y[j] = at[j] * gate_at(p, gate[j]).value * r * weight[j];
@@ -52,32 +56,36 @@ rms_norm_gated_forward_kernel(const __grid_constant__ mn_rms_norm_gated_args p) 
 }
 
 /* Team part * groups + g gathers part `part` of group g. */
-template <typename T, int N, int TEAM>
-__global__ void __launch_bounds__(MN_TEAM_THREADS, 2)
+template <typename Team>
+__global__ void __launch_bounds__(MN_TEAM_THREADS, Team::blocks)
 rms_norm_gated_backward_kernel(const __grid_constant__ mn_rms_norm_gated_args p, float *parts,
                                int64_t n_parts) {
+    typedef typename Team::T T;
+    constexpr int N = Team::N;
     __shared__ float room[32];
-    const mn_team<N, TEAM> team;
+    const Team team;
     if (team.first() >= n_parts * p.groups) return;
     const int64_t width = p.call.V / p.groups, group = team.first() % p.groups;
     const bool gate_first = p.order == GATE_FIRST;
     const T *w = (const T *)p.w.data + group * width;
     float *part = parts + team.first() * width;
-    mn_kept<N> dw = {};
+    typename Team::floats dw = {};
     team.begin(part, width);
     for (int64_t b = team.first() / p.groups; b < p.call.B; b += n_parts) {
         const int64_t first = b * p.call.V + group * width;
         const T *x = (const T *)p.x.data + first, *z = (const T *)p.z.data + first;
         const T *dy = p.cot.y.data ? (const T *)p.cot.y.data + first : nullptr;
-        mn_kept<N> kept_x, kept_z;
+        typename Team::kept kept_x, kept_z, kept_dy;
         float squares = 0.0f, dot = 0.0f;
         team.keep(kept_x, x, width);
         team.keep(kept_z, z, width);
-        team.each(kept_x, kept_z, x, z, width,
-                  [&](int64_t i, const float (&at)[N], const float (&gate)[N]) {
-            float weight[N], d[N];
+        team.keep(kept_dy, dy, width);
+        team.each(width, [&](int64_t i, int k) {
+            float at[N], gate[N], weight[N], d[N];
+            team.at(at, kept_x, x, i, k);
+            team.at(gate, kept_z, z, i, k);
+            team.at(d, kept_dy, dy, i, k);
             mn_load<N>(weight, w, i);
-            mn_load<N>(d, dy, i);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 const float gated = at[j] * gate_at(p, gate[j]).value;
@@ -86,15 +94,14 @@ rms_norm_gated_backward_kernel(const __grid_constant__ mn_rms_norm_gated_args p,
                 dot = fmaf(d[j] * weight[j], gated, dot);    // c u, either order
             }
         });
-        const float mean = mn_team_sum<TEAM>(squares, room) / (float)width;
-        const float r = 1.0f / sqrtf(mean + (float)p.eps);
-        const float pull = r * r * mn_team_sum<TEAM>(dot, room) / (float)width;
-        team.gather(dw, part, width, [&](float (&more)[N], int64_t i, int k) {
-            float at[N], gate[N], weight[N], d[N], dx[N], dz[N];
-            team.again(at, kept_x, x, i, k);
-            team.again(gate, kept_z, z, i, k);
+        const float r = 1.0f / sqrtf(team.sum(squares, room) / (float)width + (float)p.eps);
+        const float pull = r * r * team.sum(dot, room) / (float)width;
+        team.each(width, [&](int64_t i, int k) {
+            float at[N], gate[N], weight[N], d[N], dx[N], dz[N], more[N];
+            team.at(at, kept_x, x, i, k);
+            team.at(gate, kept_z, z, i, k);
+            team.at(d, kept_dy, dy, i, k);
             mn_load<N>(weight, w, i);
-            mn_load<N>(d, dy, i);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 const mn_gate a = gate_at(p, gate[j]);
@@ -107,27 +114,29 @@ rms_norm_gated_backward_kernel(const __grid_constant__ mn_rms_norm_gated_args p,
             }
             if (p.grad.x.data) mn_store<N>((T *)p.grad.x.data + first, i, dx);
             if (p.grad.z.data) mn_store<N>((T *)p.grad.z.data + first, i, dz);
+            team.gather(dw, part, more, i, k);
         });
     }
     team.leave(part, dw, width);
 }
 
-template <typename T, int N, int TEAM>
+template <typename Team>
 static int forward(const mn_rms_norm_gated_args *p, cudaStream_t stream) {
-    const unsigned blocks = mn_blocks(p->call.B * p->groups, MN_TEAM_THREADS / TEAM);
-    rms_norm_gated_forward_kernel<T, N, TEAM><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p);
+    const unsigned blocks = mn_blocks(p->call.B * p->groups, Team::per_block);
+    rms_norm_gated_forward_kernel<Team><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p);
     return mn_launched();
 }
 
-template <typename T, int N, int TEAM>
+template <typename Team>
 static int backward(const mn_rms_norm_gated_args *p, float *parts, cudaStream_t stream) {
-    const int64_t B = p->call.B, V = p->call.V, width = V / p->groups;
-    const int64_t n_parts = mn_gather_parts(B, width, p->groups);
-    rms_norm_gated_backward_kernel<T, N, TEAM>
-        <<<mn_gather_blocks(B, width, p->groups), MN_TEAM_THREADS, 0, stream>>>(*p, parts, n_parts);
+    const int64_t V = p->call.V;
+    const int64_t n_parts = mn_gather_parts(p->call.B, V / p->groups, p->groups);
+    const unsigned blocks = mn_blocks(n_parts * p->groups, Team::per_block);
+    rms_norm_gated_backward_kernel<Team>
+        <<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p, parts, n_parts);
     const int code = mn_launched();
     if (code != cudaSuccess) return code;
-    return mn_sum_parts((T *)p->grad.w.data, parts, n_parts, V, stream);
+    return mn_sum_parts((typename Team::T *)p->grad.w.data, parts, n_parts, V, stream);
 }
 
 MN_CUDA_PLAN(rms_norm_gated_forward) {

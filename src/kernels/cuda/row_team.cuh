@@ -1,131 +1,112 @@
-/* row_team.cuh - rows of V neighbours, each read by a team of threads: a warp where rows are short,
- * a block where they are long. For norms and whatever else needs a sum over a row first.
+/* row_team.cuh - rows of V neighbours, each read by a team of threads: part of a warp or a warp
+ * where rows are short, a block where they are long. For norms and whatever else needs a sum over a
+ * row first.
  *
  * Thread `lane` of a team owns the packs of N columns that start at (lane + k TEAM) N, for all k.
- * The first MN_KEPT / N of them are kept in registers between passes over the row; of longer rows
- * the rest is read again, from a cache. Teams take rows in turn. */
+ * The first PACKS of them are kept in registers, as they are stored, between passes over the row;
+ * of longer rows the rest is read again, from a cache. What is kept is also what is in flight at
+ * once: 16 bytes for each pack and tensor, which is what hides the time that memory takes. */
 #ifndef MN_KERNELS_CUDA_ROW_TEAM_CUH
 #define MN_KERNELS_CUDA_ROW_TEAM_CUH
 
 #include "kernels/cuda/common.cuh"
 
 enum {
-    MN_TEAM_THREADS = 256,      // of a block
-    MN_KEPT = 16,               // columns that a thread keeps
-    MN_WARP_ROW = 32 * MN_KEPT, // longest row of a warp
-    MN_TEAM_ROWS = 16,          // least rows of a team that gathers a part of a sum over rows
-    MN_TEAM_BLOCKS = 528,       // most blocks that gather: four for each processor of an H200
+    MN_TEAM_THREADS = 256,    // of a block
+    MN_WARP_ROW = 1024,       // longest row of a warp
+    MN_TEAM_ROWS = 16,        // least rows of a team that gathers a part of a sum over rows
+    MN_TEAM_BLOCKS = 528,     // most blocks that gather: four for each processor of an H200
 };
 
-/* N = 1 serves rows that are not aligned; there fewer columns are kept, in as many registers. */
-template <int N>
-constexpr int mn_kept_packs() {
-    return N == 1 ? 4 : MN_KEPT / N;
-}
-
-template <int N>
-using mn_kept = float[mn_kept_packs<N>()][N];
-
-template <int N, int TEAM>
+/* TEAM threads with PACKS packs of N numbers of type T each. */
+template <typename T_, int N_, int TEAM_, int PACKS_>
 struct mn_team {
-    static constexpr int packs = mn_kept_packs<N>();
+    typedef T_ T;
+    static constexpr int N = N_, TEAM = TEAM_, PACKS = PACKS_, per_block = MN_TEAM_THREADS / TEAM_;
+    static constexpr int blocks = N_ * PACKS_ > 16 ? 1 : 2;    // of a processor, in backward
+    typedef mn_pack<T_, N_> kept[PACKS_];
+    typedef float floats[PACKS_][N_];
 
     __device__ int64_t first() const {
-        return blockIdx.x * (int64_t)(MN_TEAM_THREADS / TEAM) + threadIdx.x / TEAM;
+        return blockIdx.x * (int64_t)per_block + threadIdx.x / TEAM;
     }
 
     __device__ int64_t step() const {
-        return gridDim.x * (int64_t)(MN_TEAM_THREADS / TEAM);
+        return gridDim.x * (int64_t)per_block;
     }
 
     __device__ int64_t column(int k) const {
         return (threadIdx.x % TEAM + k * (int64_t)TEAM) * N;
     }
 
-    /* Reads the first columns of a row; zeros where x is NULL. */
-    template <typename T>
-    __device__ void keep(mn_kept<N> &kept, const T *x, int64_t V) const {
+    /* The sum over the team, in all its threads. Parts of a warp end their loops over rows at
+     * different times, so each part names its own threads. */
+    __device__ float sum(float x, float *room) const {
+        if constexpr (TEAM > 32) {
+            return mn_team_sum<TEAM>(x, room);
+        } else {
+            const unsigned base = threadIdx.x % 32 / TEAM * TEAM;
+            const unsigned own = (TEAM == 32 ? 0xffffffffu : (1u << TEAM % 32) - 1) << base;
 #pragma unroll
-        for (int k = 0; k < packs; k++) {
-            if (column(k) < V) mn_load<N>(kept[k], x, column(k));
+            for (int lanes = TEAM / 2; lanes > 0; lanes >>= 1) {
+                x += __shfl_xor_sync(own, x, lanes);
+            }
+            return x;
         }
     }
 
-    /* The pack at column i once more: number k of those kept, or read again for k = -1. */
-    template <typename T>
-    __device__ void again(float (&at)[N], const mn_kept<N> &kept, const T *x, int64_t i,
-                          int k) const {
+    /* Reads the first columns of a row; zeros where x is NULL. */
+    __device__ void keep(kept &out, const T *x, int64_t V) const {
+#pragma unroll
+        for (int k = 0; k < PACKS; k++) {
+            if (x && column(k) < V) out[k] = *(const mn_pack<T, N> *)(x + column(k));
+            else out[k] = mn_pack<T, N>{};
+        }
+    }
+
+    /* The pack at column i: number k of those kept, or read again for k = -1. */
+    __device__ void at(float (&out)[N], const kept &from, const T *x, int64_t i, int k) const {
         if (k < 0) {
-            mn_load<N>(at, x, i);
+            mn_load<N>(out, x, i);
             return;
         }
 #pragma unroll
-        for (int j = 0; j < N; j++) at[j] = kept[k][j];
+        for (int j = 0; j < N; j++) out[j] = mn_float(from[k].at[j]);
     }
 
-    /* use(i, x[i..i+N)) for each pack of this thread */
-    template <typename T, typename F>
-    __device__ void each(const mn_kept<N> &kept, const T *x, int64_t V, F use) const {
-#pragma unroll
-        for (int k = 0; k < packs; k++) {
-            if (column(k) < V) use(column(k), kept[k]);
-        }
-        for (int64_t i = column(packs); i < V; i += TEAM * N) {
-            float at[N];
-            mn_load<N>(at, x, i);
-            use(i, at);
-        }
-    }
-
-    /* use(i, x[i..i+N), y[i..i+N)) for each pack of this thread */
-    template <typename T, typename F>
-    __device__ void each(const mn_kept<N> &kept_x, const mn_kept<N> &kept_y, const T *x, const T *y,
-                         int64_t V, F use) const {
-#pragma unroll
-        for (int k = 0; k < packs; k++) {
-            if (column(k) < V) use(column(k), kept_x[k], kept_y[k]);
-        }
-        for (int64_t i = column(packs); i < V; i += TEAM * N) {
-            float at_x[N], at_y[N];
-            mn_load<N>(at_x, x, i);
-            mn_load<N>(at_y, y, i);
-            use(i, at_x, at_y);
-        }
-    }
-
-    /* Adds to this team's part of a sum over rows: sum[k][j] for the columns kept, part[i] in
-     * memory for the others, which no other thread touches. value(more, i, k or -1) gives N
-     * numbers. */
+    /* use(i, k) for each pack of this thread: at column i, kept as number k, or -1. */
     template <typename F>
-    __device__ void gather(mn_kept<N> &sum, float *part, int64_t V, F value) const {
+    __device__ void each(int64_t V, F use) const {
 #pragma unroll
-        for (int k = 0; k < packs; k++) {
-            if (column(k) >= V) continue;
-            float more[N];
-            value(more, column(k), k);
-#pragma unroll
-            for (int j = 0; j < N; j++) sum[k][j] += more[j];
+        for (int k = 0; k < PACKS; k++) {
+            if (column(k) < V) use(column(k), k);
         }
-        for (int64_t i = column(packs); i < V; i += TEAM * N) {
-            float more[N];
-            value(more, i, -1);
+        for (int64_t i = column(PACKS); i < V; i += TEAM * N) use(i, -1);
+    }
+
+    /* Adds to this team's part of a sum over rows: in registers for columns kept, in memory that no
+     * other thread touches for the others. */
+    __device__ void gather(floats &sums, float *part, const float (&more)[N], int64_t i,
+                           int k) const {
 #pragma unroll
-            for (int j = 0; j < N; j++) part[i + j] += more[j];
+        for (int j = 0; j < N; j++) {
+            if (k < 0) part[i + j] += more[j];
+            else sums[k][j] += more[j];
         }
     }
 
     /* Before the first row: the part in memory starts at zero. */
     __device__ void begin(float *part, int64_t V) const {
-        for (int64_t i = column(packs); i < V; i += TEAM * N) {
+        for (int64_t i = column(PACKS); i < V; i += TEAM * N) {
             for (int j = 0; j < N; j++) part[i + j] = 0.0f;
         }
     }
 
     /* After the last row: what was gathered in registers. */
-    __device__ void leave(float *part, const mn_kept<N> &sum, int64_t V) const {
+    __device__ void leave(float *part, const floats &sums, int64_t V) const {
 #pragma unroll
-        for (int k = 0; k < packs; k++) {
-            if (column(k) < V) mn_store<N>(part, column(k), sum[k]);
+        for (int k = 0; k < PACKS; k++) {
+            if (column(k) < V) mn_store<N>(part, column(k), sums[k]);
         }
     }
 };
@@ -135,17 +116,10 @@ struct mn_team {
  * Rows of `width` columns come in `groups` that have sums of their own. Part `part` of group g is
  * gathered by team part * groups + g over the rows part, part + n_parts, ... of that group. */
 
-inline int64_t mn_teams_per_block(int64_t width) {
-    return width <= MN_WARP_ROW ? MN_TEAM_THREADS / 32 : 1;
-}
-
 inline int64_t mn_gather_parts(int64_t rows, int64_t width, int64_t groups) {
-    const int64_t most = MN_TEAM_BLOCKS * mn_teams_per_block(width) / groups;
+    const int64_t teams = width <= MN_WARP_ROW ? MN_TEAM_THREADS / 32 : 1;    // of a block
+    const int64_t most = MN_TEAM_BLOCKS * teams / groups;
     return mn_max(mn_min(mn_ceil_div(rows, MN_TEAM_ROWS), most), 1);
-}
-
-inline unsigned mn_gather_blocks(int64_t rows, int64_t width, int64_t groups) {
-    return mn_blocks(mn_gather_parts(rows, width, groups) * groups, mn_teams_per_block(width));
 }
 
 /* Work space for the parts. */
@@ -155,6 +129,8 @@ inline bool mn_gather_plan(mn_plan *plan, int64_t rows, int64_t width, int64_t g
            mn_mul_size(&plan->shared_bytes, plan->shared_bytes, sizeof(float));
 }
 
+/* ---- choosing a team ------------------------------------------------------------------------- */
+
 /* Whether packs serve rows of `width` of all these tensors. */
 template <typename T, size_t n>
 inline bool mn_rows_packable(const void *const (&tensors)[n], int64_t width) {
@@ -163,7 +139,7 @@ inline bool mn_rows_packable(const void *const (&tensors)[n], int64_t width) {
     return all;
 }
 
-/* Returns function<T, N, TEAM> arguments for rows of `width` columns in `call`. */
+/* Returns function<mn_team<...>> arguments for rows of `width` columns in `call`. */
 #define MN_BY_TEAM(function, call, width, tensors, arguments)                                      \
     do {                                                                                           \
         if ((call).dtype == MN_BF16) MN_BY_TEAM_OF(mn_bf16, function, width, tensors, arguments);  \
@@ -172,12 +148,17 @@ inline bool mn_rows_packable(const void *const (&tensors)[n], int64_t width) {
 
 #define MN_BY_TEAM_OF(T, function, width, tensors, arguments)                                      \
     do {                                                                                           \
-        constexpr int wide = mn_pack_width<T>();                                                   \
-        const bool packs = mn_rows_packable<T>(tensors, width), warps = (width) <= MN_WARP_ROW;    \
-        if (packs && warps) return function<T, wide, 32> arguments;                                \
-        if (packs) return function<T, wide, MN_TEAM_THREADS> arguments;                            \
-        if (warps) return function<T, 1, 32> arguments;                                            \
-        return function<T, 1, MN_TEAM_THREADS> arguments;                                          \
+        constexpr int N = mn_pack_width<T>();                                                      \
+        const bool warps = (width) <= MN_WARP_ROW;                                                 \
+        if (mn_rows_packable<T>(tensors, width)) {                                                 \
+            if ((width) <= 16 * N) return function<mn_team<T, N, 16, 1>> arguments;                \
+            if ((width) <= 64 * N) return function<mn_team<T, N, 32, 2>> arguments;                \
+            if (warps) return function<mn_team<T, N, 32, 32 / N>> arguments;                       \
+            if ((width) <= 512 * N) return function<mn_team<T, N, MN_TEAM_THREADS, 2>> arguments;  \
+            return function<mn_team<T, N, MN_TEAM_THREADS, 4>> arguments;                          \
+        }                                                                                          \
+        if (warps) return function<mn_team<T, 1, 32, 4>> arguments;                                \
+        return function<mn_team<T, 1, MN_TEAM_THREADS, 4>> arguments;                              \
     } while (0)
 
 #endif
