@@ -61,9 +61,10 @@ static trial *trial_of(trials *all, const char *row, const char *column, const c
     return t;
 }
 
-static void count(trial *t, const json_t *value) {
+/* A run that has not been made yet counts for nothing. */
+static void count(trial *t, const json_t *value, bool failed) {
     if (!json_is_number(value)) {
-        t->missing++;
+        t->missing += failed;
         return;
     }
     const double x = json_number_value(value);
@@ -86,14 +87,20 @@ static void count_run(trials *all, const json_t *run, const json_t *table) {
     put_value(column, json_object_get(labels, columns));
     put_setting(setting, labels, rows, columns);
     const json_t *result = json_object_get(run, "result");
+    const char *status = json_string_value(json_object_get(run, "status"));
+    const bool failed = !status || strcmp(status, "not run") != 0;
     if (!values) {
         if (!row[0]) return;        // a run of another table
         if (columns[0] && !column[0]) return;
-        count(trial_of(all, row, column, setting), mn_spec_get(result, way ? way : "score"));
+        count(trial_of(all, row, column, setting), mn_spec_get(result, way ? way : "score"),
+              failed);
         return;
     }
     json_object_foreach(values, name, at) {
-        count(trial_of(all, row, name, setting), mn_spec_get(result, json_string_value(at)));
+        /* a smaller preset leaves out some; a run that failed says nothing about that */
+        if (result && !mn_spec_get(result, json_string_value(at))) continue;
+        count(trial_of(all, row, name, setting), mn_spec_get(result, json_string_value(at)),
+              failed);
     }
 }
 

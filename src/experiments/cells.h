@@ -21,7 +21,7 @@ enum { MN_CELL_NAME = 128 };
 typedef struct mn_cell {
     char row[MN_CELL_NAME], column[MN_CELL_NAME];
     char setting[MN_CELL_NAME];     // "train.lr=0.001", "" when nothing was tried
-    int64_t n, missing;             // seeds measured; failed or not run
+    int64_t n, missing;             // seeds measured; failed
     double mean, se;                // se of the mean: NAN for one seed
     const char *printed, *place;    // the paper's, or NULL; borrowed from the results
     double paper;                   // NAN without

@@ -74,7 +74,7 @@ const mn_experiment_text mn_experiment_mad = {
         [MN_PRESET_CPU] = MN_JSON_TEXT({
             "grid": {
                 "job": {
-                    "task": {"test": 640}, "train": {"batch": 64}, "steps_at_most": 1500,
+                    "task": {"test": 640}, "train": {"batch": 64}, "steps_at_most": 1000,
                     "epochs": 400,
                     "evaluate": {"every": 150, "stop_at": 0.999}
                 },

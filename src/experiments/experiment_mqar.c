@@ -53,7 +53,7 @@ const mn_experiment_text mn_experiment_mqar = {
                 "job": {
                     "model": {"hidden_size": 32},
                     "task": {"train": 0, "test": 256},
-                    "train": {"steps": 3000, "batch": 32, "warmup": 100, "lr": 0.005},
+                    "train": {"steps": 1500, "batch": 32, "warmup": 100, "lr": 0.005},
                     "evaluate": {"every": 250}
                 },
                 "grid": {

@@ -90,13 +90,23 @@ mn_status mn_sweep_records(json_t **records, const char *path) {
     return read_records(records, &whole, path);
 }
 
+/* One sweep at a time. The processes of one that was killed let go of the lock when they notice,
+ * hence a little patience. */
+static bool lock_file(int file) {
+    for (int tries = 0; tries < 20; tries++) {
+        if (flock(file, LOCK_EX | LOCK_NB) == 0) return true;
+        poll(NULL, 0, 100);
+    }
+    return false;
+}
+
 /* Opens the file for one sweep at a time, reads it, and cuts off what a kill left half written. */
 static mn_status open_file(sweep *s) {
     const char *path = s->options->path;
     size_t whole = 0;
     s->file = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (s->file < 0) return io_failed(path, "open");
-    if (flock(s->file, LOCK_EX | LOCK_NB) != 0) {
+    if (!lock_file(s->file)) {
         return mn_fail(MN_ERR_IO, "%s: another sweep writes this file; wait for it or stop it",
                        path);
     }

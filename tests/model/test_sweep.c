@@ -361,6 +361,34 @@ static void a_damaged_file_is_named(void **state) {
     check_done();
 }
 
+/* Every memory of the learned collisions learns, and learns the same again. */
+static void learned_collisions_repeat(void **state) {
+    (void)state;
+    json_t *jobs = expand(
+        "{\"job\": {\"kind\": \"addressed\", \"task\": {\"name\": \"collision\", \"options\": "
+        "{\"bindings\": 8, \"floods\": \"1,2\", \"boosts\": 1}}, \"steps\": 30, \"batch\": 8, "
+        "\"lr\": 0.01, \"tests\": {\"more\": {\"options\": {\"floods\": \"3\"}, \"test\": 16}}}, "
+        "\"grid\": {\"memory\": [\"linear\", \"gla\", \"delta\", \"reset\", \"bayes\"]}}");
+    for (size_t i = 0; i < json_array_size(jobs); i++) {
+        json_t *one = NULL, *two = NULL;
+        const json_t *job = json_array_get(jobs, i);
+        if (mn_job_run(&one, job, NULL, NULL) != MN_OK ||
+            mn_job_run(&two, job, NULL, NULL) != MN_OK) {
+            check_fatal("%s", mn_last_error());
+        }
+        const json_t *result = json_object_get(one, "result");
+        CHECK(json_is_object(result) && json_equal(result, json_object_get(two, "result")),
+              "memory %zu: another result", i);
+        /* log 16 = 2.77 is what knowing nothing costs; a mean over the last steps */
+        const double loss = json_number_value(mn_spec_get(result, "train_loss"));
+        CHECK(loss > 0.0 && loss < 2.0, "memory %zu: loss %g after 30 steps", i, loss);
+        json_decref(one);
+        json_decref(two);
+    }
+    json_decref(jobs);
+    check_done();
+}
+
 /* ---- cells ----------------------------------------------------------------------------------- */
 
 static void cells_choose_the_best_setting(void **state) {
@@ -405,6 +433,7 @@ int main(void) {
         cmocka_unit_test(one_failure_stops_nothing),
         cmocka_unit_test(stopping_leaves_the_rest),
         cmocka_unit_test(a_damaged_file_is_named),
+        cmocka_unit_test(learned_collisions_repeat),
         cmocka_unit_test(cells_choose_the_best_setting),
     };
     return cmocka_run_group_tests(tests, make_folder, remove_folder);
