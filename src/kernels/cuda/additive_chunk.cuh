@@ -224,11 +224,12 @@ inline bool mn_chunk_packable(const mn_in &view) {
     return whole;
 }
 
-/* Whether the kernel serves a call: its kind and sizes, never its length. */
+/* Whether the kernel serves a call: its kind and sizes, never its length. In narrow memories tiles
+ * would be mostly padding, and few columns average the roundings of P and S less. */
 inline bool mn_additive_chunks(const mn_additive_args *p) {
     return p->call.dtype == MN_BF16 && p->decay != MN_DECAY_CHANNEL && p->call.K % 8 == 0 &&
-           p->call.K <= 128 && p->call.V % 8 == 0 && mn_chunk_packable(p->q) &&
-           mn_chunk_packable(p->k) && mn_chunk_packable(p->v);
+           p->call.K >= 16 && p->call.K <= 128 && p->call.V % 8 == 0 && p->call.V >= 32 &&
+           mn_chunk_packable(p->q) && mn_chunk_packable(p->k) && mn_chunk_packable(p->v);
 }
 
 template <int K>
