@@ -1,5 +1,7 @@
 /* additive.cu - S = diag(exp g) S + k v';  o = scale S'q (see ref/additive.c), as the recurrence of
- * memory.cuh without its eraser: w = k, and the residual is the value. */
+ * memory.cuh without its eraser: w = k, and the residual is the value. Forward in bf16 with a decay
+ * that channels share goes over chunks instead; a decode step does not. */
+#include "kernels/cuda/additive_chunk.cuh"
 #include "kernels/cuda/memory.cuh"
 
 static mn_memory memory_of(const mn_additive_args *p) {
@@ -18,6 +20,20 @@ MN_CUDA_PLAN(additive_forward) {
 }
 
 MN_CUDA_LAUNCH(additive_forward) {
+    (void)shared;
+    const mn_additive_args *p = (const mn_additive_args *)args;
+    const cudaStream_t on = (cudaStream_t)stream;
+    if (!mn_additive_chunks(p)) return mn_memory_forward<false>(memory_of(p), stream);
+    if (p->call.K <= 64) return mn_additive_chunk_forward<64>(p, on);
+    return mn_additive_chunk_forward<128>(p, on);
+}
+
+MN_CUDA_PLAN(additive_step) {
+    (void)args, (void)plan;
+    return true;
+}
+
+MN_CUDA_LAUNCH(additive_step) {
     (void)shared;
     return mn_memory_forward<false>(memory_of((const mn_additive_args *)args), stream);
 }

@@ -373,7 +373,7 @@ __global__ void __launch_bounds__(mn_memory_sizes<R>::threads)
 mn_memory_backward_kernel(const __grid_constant__ mn_memory p, int64_t n_tiles,
                           mn_memory_work work) {
     using sizes = mn_memory_sizes<R>;
-    extern __shared__ __align__(16) unsigned char bytes[];
+    extern __shared__ __align__(128) unsigned char bytes[];
     mn_memory_room<R> &room = *(mn_memory_room<R> *)bytes;
     const mn_memory_place at = mn_memory_here<R>(p, n_tiles);
     const int64_t stride = p.call.H * n_tiles * sizes::kept;    // between spans
