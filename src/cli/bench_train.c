@@ -128,16 +128,6 @@ static mn_status step(rig *r, const train_case *c, mn_context *context, int64_t 
     return st;
 }
 
-static int by_value(const void *a, const void *b) {
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
-
-static double median(double *values, int n) {
-    qsort(values, (size_t)n, sizeof *values, by_value);
-    return n % 2 ? values[n / 2] : 0.5 * (values[n / 2 - 1] + values[n / 2]);
-}
-
 static mn_status measure(result *out, const train_case *c, mn_context *context, int n_runs) {
     rig r = { 0 };
     double all[MAX_RUNS], share[MAX_RUNS], ceiling[MAX_RUNS], parts[3][MAX_RUNS], times[3];
@@ -156,9 +146,12 @@ static mn_status measure(result *out, const train_case *c, mn_context *context, 
     }
     if (st == MN_OK) {
         *out = (result){ .of = c, .parameters = mn_model_count(r.model),
-                         .step = median(all, n_runs), .share = median(share, n_runs),
-                         .ceiling = median(ceiling, n_runs), .forward = median(parts[0], n_runs),
-                         .backward = median(parts[1], n_runs), .update = median(parts[2], n_runs),
+                         .step = mn_bench_median(all, n_runs),
+                         .share = mn_bench_median(share, n_runs),
+                         .ceiling = mn_bench_median(ceiling, n_runs),
+                         .forward = mn_bench_median(parts[0], n_runs),
+                         .backward = mn_bench_median(parts[1], n_runs),
+                         .update = mn_bench_median(parts[2], n_runs),
                          .mebibytes = (double)mn_tape_bytes(r.tape) / 1048576.0 };
         out->least = all[0];    // sorted by median
         out->tokens_per_second = tokens / out->step;

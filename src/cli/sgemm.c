@@ -8,15 +8,11 @@
 #include <stdlib.h>
 
 #include "base/clock.h"
+#include "cli/bench.h"
 
 #if MN_HAVE_OPENBLAS
 
 enum { N = 1024, RUNS = 5 };
-
-static int by_value(const void *a, const void *b) {
-    const double x = *(const double *)a, y = *(const double *)b;
-    return (x > y) - (x < y);
-}
 
 double mn_sgemm_rate(int n_threads) {
     float *memory = malloc(3 * sizeof(float) * N * N);
@@ -32,8 +28,7 @@ double mn_sgemm_rate(int n_threads) {
         if (run >= 0) seconds[run] = mn_seconds() - start;
     }
     free(memory);
-    qsort(seconds, RUNS, sizeof *seconds, by_value);
-    return 2.0 * N * N * N / seconds[RUNS / 2];
+    return 2.0 * N * N * N / mn_bench_median(seconds, RUNS);
 }
 
 #else

@@ -306,8 +306,7 @@ bool mn_grad_place(mn_tape *tape, mn_tensor *x) {
     return slot_memory(tape, standing_for(x->slot)) != NULL;
 }
 
-/* A row of a gradient that arrives: n numbers. */
-static void give_row(const mn_tape *tape, void *to, const void *from, int64_t n, bool add) {
+void mn_tape_give(const mn_tape *tape, void *to, const void *from, int64_t n, bool add) {
     if (!add) {
         memcpy(to, from, (size_t)n * tape->item);
     } else if (tape->dtype == MN_F64) {
@@ -333,7 +332,7 @@ static void give_token(void *context, int64_t item, int worker) {
     for (int64_t h = 0; h < n[2]; h++) {
         const int64_t to = item / n[1] * s[0] + item % n[1] * s[1] + h * s[2];
         const int64_t from = (item * n[2] + h) * n[3];
-        give_row(g->tape, g->to + (size_t)to * g->tape->item,
+        mn_tape_give(g->tape, g->to + (size_t)to * g->tape->item,
                  g->from + (size_t)from * g->tape->item, n[3], g->add);
     }
 }

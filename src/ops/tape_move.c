@@ -6,24 +6,8 @@
 
 enum { ROWS = 16, COLUMNS = 64, MAX_PARTS = 8 };
 
-static int64_t row_at(const mn_tensor *x, int64_t row) {
-    const int64_t h = row % x->shape[2], t = row / x->shape[2] % x->shape[1];
-    return row / x->shape[2] / x->shape[1] * x->stride[0] + t * x->stride[1] + h * x->stride[2];
-}
-
 static int64_t rows_of(const mn_tensor *x) {
     return x->shape[0] * x->shape[1] * x->shape[2];
-}
-
-/* to = from, or to += from, over n numbers. */
-static void give(const mn_tape *tape, void *to, const void *from, int64_t n, bool add) {
-    if (!add) {
-        memcpy(to, from, (size_t)n * tape->item);
-    } else if (tape->dtype == MN_F64) {
-        for (int64_t i = 0; i < n; i++) ((double *)to)[i] += ((const double *)from)[i];
-    } else {
-        for (int64_t i = 0; i < n; i++) ((float *)to)[i] += ((const float *)from)[i];
-    }
 }
 
 static void *moved(const mn_tape *tape, void *at, int64_t elements) {
@@ -49,8 +33,8 @@ static void join_rows(void *context, int64_t item, int worker) {
         int64_t at = row * j->y->shape[3];
         for (int i = 0; i < j->n; i++) {
             const mn_tensor *part = j->parts[i];
-            const int64_t from = row_at(part, row / j->times);
-            give(j->tape, moved(j->tape, j->y->data, at), moved(j->tape, part->data, from),
+            const int64_t from = mn_row_at(part, row / j->times);
+            mn_tape_give(j->tape, moved(j->tape, j->y->data, at), moved(j->tape, part->data, from),
                  part->shape[3], false);
             at += part->shape[3];
         }
@@ -67,7 +51,7 @@ static void back_rows(void *context, int64_t item, int worker) {
         for (int i = 0; i < j->n; i++) {
             const mn_tensor *part = j->parts[i];
             for (int64_t copy = 0; j->grads[i] && copy < j->times; copy++) {
-                give(j->tape, moved(j->tape, j->grads[i], row_at(part, row)),
+                mn_tape_give(j->tape, moved(j->tape, j->grads[i], mn_row_at(part, row)),
                      moved(j->tape, j->dy, at + copy * part->shape[3]), part->shape[3],
                      j->add[i] || copy > 0);
             }
@@ -144,11 +128,11 @@ static void back_pick(mn_tape *tape, void *payload) {
     if (!dx || !mn_tape_runs(tape)) return;
     const int64_t width = p->x->shape[3];
     for (int64_t row = 0; !add && row < rows_of(p->x); row++) {
-        memset(moved(tape, dx, row_at(p->x, row)), 0, (size_t)width * tape->item);
+        memset(moved(tape, dx, mn_row_at(p->x, row)), 0, (size_t)width * tape->item);
     }
     for (int64_t i = 0; i < p->y->shape[1]; i++) {
-        give(tape, moved(tape, dx, row_at(p->x, p->places[i])), moved(tape, dy, i * width), width,
-             true);
+        mn_tape_give(tape, moved(tape, dx, mn_row_at(p->x, p->places[i])),
+                     moved(tape, dy, i * width), width, true);
     }
 }
 
@@ -164,8 +148,8 @@ mn_tensor *mn_tape_pick(mn_tape *tape, mn_tensor *x, const int32_t *places, int6
     if (!p || !y) return NULL;
     *p = (pick){ x, y, places };
     for (int64_t i = 0; i < n && mn_tape_runs(tape); i++) {
-        give(tape, moved(tape, y->data, i * x->shape[3]),
-             moved(tape, x->data, row_at(x, places[i])), x->shape[3], false);
+        mn_tape_give(tape, moved(tape, y->data, i * x->shape[3]),
+             moved(tape, x->data, mn_row_at(x, places[i])), x->shape[3], false);
     }
     mn_tape_record(tape, "pick", back_pick, p, mn_wants(x), &y, 1);
     return y;
@@ -186,7 +170,7 @@ static void embed_rows(void *context, int64_t item, int worker) {
     const int64_t width = e->table->shape[3];
     const int64_t last = mn_min((item + 1) * ROWS, rows_of(e->y));
     for (int64_t row = item * ROWS; row < last; row++) {
-        give(e->tape, moved(e->tape, e->y->data, row * width),
+        mn_tape_give(e->tape, moved(e->tape, e->y->data, row * width),
              moved(e->tape, e->table->data, e->tokens[row] * width), width, false);
     }
 }
@@ -198,7 +182,7 @@ static void back_columns(void *context, int64_t item, int worker) {
     const int64_t width = e->table->shape[3], first = item * COLUMNS;
     const int64_t n = mn_min(COLUMNS, width - first);
     for (int64_t row = 0; row < rows_of(e->y); row++) {
-        give(e->tape, moved(e->tape, e->dtable, e->tokens[row] * width + first),
+        mn_tape_give(e->tape, moved(e->tape, e->dtable, e->tokens[row] * width + first),
              moved(e->tape, e->dy, row * width + first), n, true);
     }
 }

@@ -77,6 +77,15 @@ bool mn_is_contiguous(const mn_tensor *x);
  * when they do not. */
 int64_t mn_row_step(const mn_tensor *x);
 
+/* Where row number `row` of X numbers begins, rows counted over B, T and H. */
+static inline int64_t mn_row_at(const mn_tensor *x, int64_t row) {
+    const int64_t h = row % x->shape[2], t = row / x->shape[2] % x->shape[1];
+    return row / x->shape[2] / x->shape[1] * x->stride[0] + t * x->stride[1] + h * x->stride[2];
+}
+
+/* to = from, or to += from, over n numbers of the tape's type. */
+void mn_tape_give(const mn_tape *tape, void *to, const void *from, int64_t n, bool add);
+
 /* A tensor over given memory, contiguous; with a slot of its own if the tape records. */
 mn_tensor *mn_tape_over(mn_tape *tape, void *data, const int64_t shape[4], bool wants_grad);
 

@@ -18,11 +18,6 @@ typedef struct row_op {
     void *dx;
 } row_op;
 
-static int64_t row_at(const mn_tensor *x, int64_t row) {
-    const int64_t h = row % x->shape[2], t = row / x->shape[2] % x->shape[1];
-    return row / x->shape[2] / x->shape[1] * x->stride[0] + t * x->stride[1] + h * x->stride[2];
-}
-
 static int64_t rows_of(const mn_tensor *x) {
     return x->shape[0] * x->shape[1] * x->shape[2];
 }
@@ -31,7 +26,7 @@ static int64_t rows_of(const mn_tensor *x) {
 #define ROW_LOOPS(suffix, TYPE, EXP)                                                               \
     static void softmax_##suffix(const row_op *r, int64_t row) {                                   \
         const int64_t n = r->x->shape[3];                                                          \
-        const TYPE *x = (const TYPE *)r->x->data + row_at(r->x, row);                              \
+        const TYPE *x = (const TYPE *)r->x->data + mn_row_at(r->x, row);                           \
         TYPE *y = (TYPE *)r->y->data + row * n, top = x[0];                                        \
         for (int64_t i = 1; i < n; i++) top = x[i] > top ? x[i] : top;                             \
         double sum = 0.0;                                                                          \
@@ -44,7 +39,7 @@ static int64_t rows_of(const mn_tensor *x) {
     static void back_softmax_##suffix(const row_op *r, int64_t row) {                              \
         const int64_t n = r->x->shape[3];                                                          \
         const TYPE *y = (const TYPE *)r->y->data + row * n, *dy = (const TYPE *)r->dy + row * n;   \
-        TYPE *dx = (TYPE *)r->dx + row_at(r->x, row);                                              \
+        TYPE *dx = (TYPE *)r->dx + mn_row_at(r->x, row);                                           \
         double along = 0.0;                                                                        \
         for (int64_t i = 0; i < n; i++) along += (double)y[i] * (double)dy[i];                     \
         for (int64_t i = 0; i < n; i++) {                                                          \
@@ -54,7 +49,7 @@ static int64_t rows_of(const mn_tensor *x) {
     }                                                                                              \
     static void roll_##suffix(const row_op *r, int64_t row) {                                      \
         const int64_t n = r->x->shape[3], by = r->by;                                              \
-        const TYPE *x = (const TYPE *)r->x->data + row_at(r->x, row);                              \
+        const TYPE *x = (const TYPE *)r->x->data + mn_row_at(r->x, row);                           \
         TYPE *y = (TYPE *)r->y->data + row * n;                                                    \
         memcpy(y, x + n - by, (size_t)by * sizeof *y);                                             \
         memcpy(y + by, x, (size_t)(n - by) * sizeof *y);                                           \
@@ -62,7 +57,7 @@ static int64_t rows_of(const mn_tensor *x) {
     static void back_roll_##suffix(const row_op *r, int64_t row) {                                 \
         const int64_t n = r->x->shape[3];                                                          \
         const TYPE *dy = (const TYPE *)r->dy + row * n;                                            \
-        TYPE *dx = (TYPE *)r->dx + row_at(r->x, row);                                              \
+        TYPE *dx = (TYPE *)r->dx + mn_row_at(r->x, row);                                           \
         for (int64_t i = 0; i < n; i++) {                                                          \
             const TYPE g = dy[i + r->by < n ? i + r->by : i + r->by - n];                          \
             dx[i] = r->add ? dx[i] + g : g;                                                        \

@@ -44,11 +44,6 @@ typedef struct unary_job {
     const mn_tensor *x, *b;
 } unary_job;
 
-static int64_t row_at(const mn_tensor *x, int64_t row) {
-    const int64_t h = row % x->shape[2], t = row / x->shape[2] % x->shape[1];
-    return row / x->shape[2] / x->shape[1] * x->stride[0] + t * x->stride[1] + h * x->stride[2];
-}
-
 static const void *moved(const void *at, int64_t elements, size_t item) {
     return at ? (const char *)at + (size_t)elements * item : NULL;
 }
@@ -58,8 +53,8 @@ static void run_piece(void *context, int64_t item, int worker) {
     const unary_job *j = context;
     mn_unary_args p = j->args;
     const int64_t at = j->plain ? item * PIECE : item * j->width;
-    const int64_t x_at = j->plain ? at : row_at(j->x, item);
-    const int64_t b_at = j->plain || !j->b ? at : row_at(j->b, item);
+    const int64_t x_at = j->plain ? at : mn_row_at(j->x, item);
+    const int64_t b_at = j->plain || !j->b ? at : mn_row_at(j->b, item);
     p.n = j->plain ? mn_min(PIECE, j->rows * j->width - at) : j->width;
     p.x = moved(p.x, x_at, j->item);
     p.dx = (void *)moved(p.dx, x_at, j->item);
