@@ -107,25 +107,13 @@ static const struct {
 #undef NORMALISER
 };
 
-static mn_status unknown_type(const mn_json *at, const char *type) {
-    mn_text names = { 0 };
-    mn_status st = MN_OK;
-    for (size_t i = 0; i < MN_COUNTOF(kinds) && st == MN_OK; i++) {
-        st = mn_text_add(&names, kinds[i].type, strlen(kinds[i].type));
-        if (st == MN_OK) st = mn_text_add(&names, ", ", 2);
-    }
-    if (st == MN_OK) {
-        st = mn_json_fail(at, "normalizer type \"%s\" is not supported; there are %.*sSequence",
-                          type, (int)names.size, names.bytes);
-    }
-    mn_text_free(&names);
-    return st;
-}
-
 static mn_status read_step(mn_normaliser *out, const mn_json *at, const char *type) {
     size_t kind = 0;
     while (kind < MN_COUNTOF(kinds) && strcmp(kinds[kind].type, type) != 0) kind++;
-    if (kind == MN_COUNTOF(kinds)) return unknown_type(at, type);
+    if (kind == MN_COUNTOF(kinds)) {
+        return mn_unknown_type(at, "normalizer", type, &kinds[0].type, MN_COUNTOF(kinds),
+                               sizeof kinds[0]);
+    }
     mn_normal_step *steps = realloc(out->steps, (size_t)(out->count + 1) * sizeof *steps);
     if (!steps) return mn_fail(MN_ERR_MEMORY, "no memory for a normalizer");
     out->steps = steps;

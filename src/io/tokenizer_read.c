@@ -258,3 +258,20 @@ mn_status mn_tokenizer_read_added(mn_tokenizer *t, const mn_json *root) {
     }
     return st == MN_OK ? mn_added_prepare(&t->added, &t->normaliser, &t->vocab) : st;
 }
+
+mn_status mn_unknown_type(const mn_json *at, const char *component, const char *type,
+                          const char *const *first, size_t n, size_t step) {
+    mn_text names = { 0 };
+    mn_status st = MN_OK;
+    for (size_t i = 0; i < n && st == MN_OK; i++) {
+        const char *name = *(const char *const *)((const char *)first + i * step);
+        st = mn_text_add(&names, name, strlen(name));
+        if (st == MN_OK) st = mn_text_add(&names, ", ", 2);
+    }
+    if (st == MN_OK) {
+        st = mn_json_fail(at, "%s type \"%s\" is not supported; there are %.*sSequence", component,
+                          type, (int)names.size, names.bytes);
+    }
+    mn_text_free(&names);
+    return st;
+}

@@ -135,25 +135,13 @@ static const splitter_kind kinds[] = {
 #undef SPLITTER
 };
 
-static mn_status unknown_type(const mn_json *at, const char *type) {
-    mn_text names = { 0 };
-    mn_status st = MN_OK;
-    for (size_t i = 0; i < MN_COUNTOF(kinds) && st == MN_OK; i++) {
-        st = mn_text_add(&names, kinds[i].type, strlen(kinds[i].type));
-        if (st == MN_OK) st = mn_text_add(&names, ", ", 2);
-    }
-    if (st == MN_OK) {
-        st = mn_json_fail(at, "pre_tokenizer type \"%s\" is not supported; there are %.*sSequence",
-                          type, (int)names.size, names.bytes);
-    }
-    mn_text_free(&names);
-    return st;
-}
-
 static mn_status read_stage(mn_splitter *out, const mn_json *at, const char *type) {
     size_t i = 0;
     while (i < MN_COUNTOF(kinds) && strcmp(kinds[i].type, type) != 0) i++;
-    if (i == MN_COUNTOF(kinds)) return unknown_type(at, type);
+    if (i == MN_COUNTOF(kinds)) {
+        return mn_unknown_type(at, "pre_tokenizer", type, &kinds[0].type, MN_COUNTOF(kinds),
+                               sizeof kinds[0]);
+    }
     if (out->count == MN_SPLIT_STAGES_MAX) {
         return mn_json_fail(at, "the pre_tokenizer has more than %d stages", MN_SPLIT_STAGES_MAX);
     }
