@@ -15,8 +15,15 @@ elseif(MN_CUDA STREQUAL "ON")
     message(FATAL_ERROR "MN_CUDA=ON needs nvcc and libcudart_static.a; set CUDAToolkit_ROOT to the toolkit")
 endif()
 
-set(mneme_cuda_machines -gencode=arch=compute_80,code=sm_80 -gencode=arch=compute_80,code=compute_80
-    -gencode=arch=compute_90a,code=sm_90a)
+set(MN_CUDA_MACHINES "80;80-virtual;90a" CACHE STRING
+    "Machines CUDA kernels are compiled for, as N (machine code) or N-virtual (PTX)")
+set(mneme_cuda_machines)
+foreach(machine ${MN_CUDA_MACHINES})
+    string(REPLACE "-virtual" "" number ${machine})
+    string(REGEX REPLACE "^[0-9]+a?$" "sm_${number}" code ${machine})
+    string(REGEX REPLACE "^.*-virtual$" "compute_${number}" code ${code})
+    list(APPEND mneme_cuda_machines -gencode=arch=compute_${number},code=${code})
+endforeach()
 
 # A toolkit that does not know the host's compiler or these machines is none.
 if(mneme_cuda_built AND NOT DEFINED MN_NVCC_WORKS)
@@ -58,7 +65,7 @@ function(mneme_cuda_objects result)
         set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
         add_custom_command(OUTPUT ${object}
             COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_BINARY_DIR}/cuda
-            COMMAND ${CUDAToolkit_NVCC_EXECUTABLE} ${flags} -MD -MF ${object}.d -c ${source} -o ${object}
+            COMMAND ${CMAKE_C_COMPILER_LAUNCHER} ${CUDAToolkit_NVCC_EXECUTABLE} ${flags} -MD -MF ${object}.d -c ${source} -o ${object}
             DEPENDS ${source} DEPFILE ${object}.d VERBATIM COMMENT "Building CUDA object ${name}.o")
         list(APPEND objects ${object})
     endforeach()
