@@ -1,7 +1,7 @@
 /* hyper.c - HyperMLP and HyperGLU heads, one query row at a time in lag order.
  *
- * Lag j of the row at position t is key t - j; a mixing parameter's entry for it is P-1-j, or t-j in
- * layout position.
+ * Lag j of the row at position t is key t - j; a mixing parameter's entry for it is P-1-j, or t-j
+ * in layout position.
  *
  *   z_j = q.k_{t-j}                    x = mix1(z), per branch
  *   relu: base = relu(x)               glu: base = softplus(x2) relu(x1), branches h and H + h

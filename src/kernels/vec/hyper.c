@@ -82,8 +82,8 @@ static void contract(const hyper_strip *s, const float *z, const hyper_mix *m) {
     for (int64_t i = 0; i < s->n_keys; i += HYPER_COLUMNS) {
         const int64_t n = mn_min(HYPER_COLUMNS, s->n_keys - i);
         const mn_gemm_args g = { .c = m->h, .c_row = m->R, .a = z + s->mix_at + i,
-                                 .a_row = s->mix_row, .a_col = 1, .b = m->U + i * m->R, .b_row = m->R,
-                                 .M = s->n_rows, .N = m->R, .K = n, .alpha = 1.0f,
+                                 .a_row = s->mix_row, .a_col = 1, .b = m->U + i * m->R,
+                                 .b_row = m->R, .M = s->n_rows, .N = m->R, .K = n, .alpha = 1.0f,
                                  .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD };
         MN_T(mn_gemm)(&g);
     }
@@ -116,8 +116,8 @@ void MN_T(mn_hyper_apply)(const hyper_strip *s, float *x, const float *z, const 
         if (x != z || m->d) scale_columns(s, x, z, m->d, i, n);
         if (!m->U) continue;
         const mn_gemm_args g = { .c = x + s->mix_at + i, .c_row = s->mix_row, .a = m->hc,
-                                 .a_row = m->R, .a_col = 1, .b = m->Vt + i, .b_row = m->P, .M = s->n_rows,
-                                 .N = n, .K = m->R, .alpha = 1.0f, .base = MN_GEMM_ADD };
+                                 .a_row = m->R, .a_col = 1, .b = m->Vt + i, .b_row = m->P,
+                                 .M = s->n_rows, .N = n, .K = m->R, .alpha = 1.0f, .base = MN_GEMM_ADD };
         MN_T(mn_gemm)(&g);
     }
     MN_T(mn_hyper_mask)(s, x);

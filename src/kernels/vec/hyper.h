@@ -12,8 +12,8 @@
  *   H = Z U    X = Z (1 + d) + (H c) Vt        with U (n_keys,R), Vt (R,n_keys), d (n_keys) the
  *                                              last entries of the parameters
  *
- * In layout position the parameters belong to keys, and the same products run over the key view with
- * their first entries.
+ * In layout position the parameters belong to keys, and the same products run over the key view
+ * with their first entries.
  *
  * Two corners must be 0 for that: columns of the lag view left of a row's oldest key, and of the
  * key view right of its own key. Products fill them with numbers that mean nothing; hyper_mask

@@ -226,8 +226,8 @@ static void controls_backward(pass *a, const float *g, const hyper_mix *m, int b
     const hyper_strip *s = &a->s;
     for (int64_t i = 0; m->U && i < s->n_keys; i += HYPER_COLUMNS) {
         const mn_gemm_args y = { .c = a->y, .c_row = m->R, .a = g + s->mix_at + i,
-                                 .a_row = s->mix_row, .a_col = 1, .b = m->Vt + i, .b_row = m->P, .M = s->n_rows,
-                                 .N = m->R, .K = mn_min(HYPER_COLUMNS, s->n_keys - i),
+                                 .a_row = s->mix_row, .a_col = 1, .b = m->Vt + i, .b_row = m->P,
+                                 .M = s->n_rows, .N = m->R, .K = mn_min(HYPER_COLUMNS, s->n_keys - i),
                                  .alpha = 1.0f, .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD };
         MN_T(mn_gemm_nt)(&y);
     }
@@ -388,8 +388,8 @@ static void sum_lanes(const work *w, const mn_tile *tile, int64_t which, bool va
     }
 }
 
-/* Entries first .. end - 1 of one mix's gradients: the sums of all items of its head; 0 for those of
- * lags or places that no query had. */
+/* Entries first .. end - 1 of one mix's gradients: the sums of all items of its head; 0 for those
+ * of lags or places that no query had. */
 static void sum_params(const work *w, int64_t head, int branch, int64_t first, int64_t end) {
     const mn_hyper_args *p = w->p;
     const mn_call *c = &p->call;
