@@ -23,6 +23,18 @@ const mn_experiment_text mn_experiment_hyper_layout = {
                     "hypermlp, no lag layout": {
                         "model": {"layers": "hypermlp", "layout": "position"}
                     },
+                    "bare, lags": {
+                        "model": {
+                            "layers": "hypermlp", "use_kv_conv": false, "use_qk_gate": false,
+                            "use_vo_gate": false, "qk_rank": 64
+                        }
+                    },
+                    "bare, places": {
+                        "model": {
+                            "layers": "hypermlp", "use_kv_conv": false, "use_qk_gate": false,
+                            "use_vo_gate": false, "qk_rank": 64, "layout": "position"
+                        }
+                    },
                     "hypermlp, first mix": {"model": {"layers": "hypermlp", "op2_rank": 0}},
                     "hypermlp, second mix": {"model": {"layers": "hypermlp", "op1_rank": 0}},
                     "hypermlp, narrow values": {
@@ -117,7 +129,8 @@ const mn_experiment_text mn_experiment_hyper_layout = {
                 },
                 "only": {
                     "model": [
-                        "attention", "hypermlp", "hypermlp, no lag layout", "hypermlp, first mix",
+                        "attention", "bare, lags", "bare, places", "hypermlp",
+                        "hypermlp, no lag layout", "hypermlp, first mix",
                         "hypermlp, second mix", "hypermlp, narrow values", "hypermlp, no mix",
                         "hyperglu", "hyperglu, no lag layout"
                     ]
@@ -139,6 +152,8 @@ const mn_experiment_text mn_experiment_hyper_layout = {
                         "copy": {"task": {"name": "mad-copy", "setting": "baseline"}}
                     },
                     "model": {
+                        "bare, lags": {"model": {"qk_rank": 128}},
+                        "bare, places": {"model": {"qk_rank": 128}},
                         "hypermlp, narrow values": {"model": {"qk_rank": 128, "vo_rank": 32}}
                     },
                     "train.lr": [0.0001, 0.0005, 0.001], "train.weight_decay": [0, 0.1],
@@ -149,8 +164,8 @@ const mn_experiment_text mn_experiment_hyper_layout = {
     },
     .notes = {
         "Without the lag layout a weight of the mixes belongs to a place of the sequence. "
-        "The paper's row R-12! has no gates, convolutions or compression besides; here "
-        "only the layout differs.",
+        "Rows bare are the paper's R-12o! and R-12!: no gates, no convolutions, queries and "
+        "keys of full width. In the others only what their name says differs.",
         "The paper averages a sweep of settings of each task; here each task has its "
         "baseline setting, so its numbers are harder ones.",
         "Compression is left out: it needs the decoder of an autoencoder behind the last "
