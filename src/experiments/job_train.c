@@ -11,6 +11,7 @@
  *             none), patience (evaluations without a lower loss; 0: all), batch (rows of a test
  *             batch)
  *   tests     name: {options, test}: further sets to ask the trained model about
+ *   look      name: options: what to look at inside the trained model, see looks.def
  *
  * The seed draws initial values, training batches and the samples of all sets. The selection looks
  * at the test set because the published protocols do. */
@@ -25,6 +26,7 @@
 #include "base/util.h"
 #include "experiments/job_keep.h"
 #include "experiments/job_parts.h"
+#include "experiments/look.h"
 #include "experiments/task_run.h"
 #include "train/trainer.h"
 
@@ -153,10 +155,12 @@ static mn_status check_config(mn_task_run *task, const mn_json *job) {
 static mn_status complete(mn_json *job) {
     static const char *const keys[] = { "kind", "task", "model", "train", "seed", "epochs",
                                         "steps_at_most", "lr_by_epoch", "evaluate", "tests",
-                                        "labels" };
+                                        "look", "labels" };
+    const mn_json looks = mn_json_member(job, "look");
     mn_status st = mn_json_unknown_key(job, keys, MN_COUNTOF(keys));
     if (st == MN_OK) st = complete_task(job);
     if (st == MN_OK) st = complete_defaults(job->value);
+    if (st == MN_OK && looks.value) st = mn_look_check(&looks);
     mn_task_run *run = NULL;
     if (st == MN_OK) st = mn_task_run_open(&run, job);
     if (st == MN_OK) st = complete_steps(job, mn_task_run_epoch(run));
@@ -298,6 +302,12 @@ static mn_status train(train_run *r, const mn_job_call *call) {
     return st;
 }
 
+static mn_status look(train_run *r, const mn_json *job) {
+    const mn_json looks = mn_json_member(job, "look");
+    const mn_look_at at = { r->context, mn_trainer_model(r->trainer), r->task };
+    return looks.value ? mn_look_all(r->best, &at, &looks) : MN_OK;
+}
+
 static mn_status run(json_t **result, const mn_json *job, const mn_job_call *call) {
     train_run r = { 0 };
     mn_status st = start(&r, job, call);
@@ -314,7 +324,8 @@ static mn_status run(json_t **result, const mn_json *job, const mn_job_call *cal
                             json_integer(mn_model_count(mn_trainer_model(r.trainer))));
         if (tests) json_object_set(r.best, "tests", tests);
         json_object_set(r.best, "curve", r.curve);
-        *result = json_incref(r.best);
+        st = look(&r, job);
+        if (st == MN_OK) *result = json_incref(r.best);
     }
     json_decref(tests);
     finish(&r);

@@ -67,6 +67,8 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
         f->tape = tape;
         f->state = in->state ? &in->state->layers[i] : NULL;
         f->variance = NULL;
+        f->tap = in->tap;
+        f->index = i;
         if (in->variance && mn_layer_has_variance(&model->blocks[i].layer)) {
             f->variance = in->variance + belief++ * in->B * in->T;
         }

@@ -117,7 +117,8 @@ void MN_T(mn_hyper_apply)(const hyper_strip *s, float *x, const float *z, const 
         if (!m->U) continue;
         const mn_gemm_args g = { .c = x + s->mix_at + i, .c_row = s->mix_row, .a = m->hc,
                                  .a_row = m->R, .a_col = 1, .b = m->Vt + i, .b_row = m->P,
-                                 .M = s->n_rows, .N = n, .K = m->R, .alpha = 1.0f, .base = MN_GEMM_ADD };
+                                 .M = s->n_rows, .N = n, .K = m->R, .alpha = 1.0f,
+                                 .base = MN_GEMM_ADD };
         MN_T(mn_gemm)(&g);
     }
     MN_T(mn_hyper_mask)(s, x);

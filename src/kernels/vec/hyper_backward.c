@@ -227,8 +227,9 @@ static void controls_backward(pass *a, const float *g, const hyper_mix *m, int b
     for (int64_t i = 0; m->U && i < s->n_keys; i += HYPER_COLUMNS) {
         const mn_gemm_args y = { .c = a->y, .c_row = m->R, .a = g + s->mix_at + i,
                                  .a_row = s->mix_row, .a_col = 1, .b = m->Vt + i, .b_row = m->P,
-                                 .M = s->n_rows, .N = m->R, .K = mn_min(HYPER_COLUMNS, s->n_keys - i),
-                                 .alpha = 1.0f, .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD };
+                                 .M = s->n_rows, .N = m->R,
+                                 .K = mn_min(HYPER_COLUMNS, s->n_keys - i), .alpha = 1.0f,
+                                 .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD };
         MN_T(mn_gemm_nt)(&y);
     }
     for (int64_t r = 0; r < s->n_rows; r++) {
