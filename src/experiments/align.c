@@ -5,9 +5,9 @@
  *   a_t      |U'(k_t - mean)|^2 / |k_t - mean|^2, mean over heads
  *   gap      mean of a_t over the needle - mean over the other tokens before the question
  *
- * The needle's tokens are those of its sentence whose id occurs at most twice in the prompt; "whole"
- * takes the whole sentence. A negative gap says that needles lie where a curvature-conditioned query
- * keeps them. */
+ * The needle's tokens are those of its sentence whose id occurs at most twice in the prompt;
+ * "whole" takes the whole sentence. A negative gap says that needles lie where a
+ * curvature-conditioned query keeps them. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -208,9 +208,9 @@ static mn_status run_prompt(alignment *al, mn_context *context, mn_model *model)
 static json_t *tell_layer(const layer_sums *s, int64_t layer) {
     const double n = (double)s->n, r = s->n_rare > 0 ? (double)s->n_rare : NAN;
     const double mean = s->gap / r, variance = (s->squares - r * mean * mean) / (r - 1.0);
-    return json_pack("{s:I, s:o, s:o, s:o, s:o, s:o, s:o, s:I}", "layer", (json_int_t)layer, "needle",
-                     mn_json_real(s->rare / r), "whole", mn_json_real(s->whole / n), "rest",
-                     mn_json_real(s->rest / n), "gap", mn_json_real(mean), "gap_deviation",
+    return json_pack("{s:I, s:o, s:o, s:o, s:o, s:o, s:o, s:I}", "layer", (json_int_t)layer,
+                     "needle", mn_json_real(s->rare / r), "whole", mn_json_real(s->whole / n),
+                     "rest", mn_json_real(s->rest / n), "gap", mn_json_real(mean), "gap_deviation",
                      mn_json_real(s->n_rare > 1 ? sqrt(fmax(variance, 0.0)) : NAN), "whole_gap",
                      mn_json_real(s->whole_gap / n), "prompts", (json_int_t)s->n);
 }

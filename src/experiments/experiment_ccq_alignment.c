@@ -66,15 +66,15 @@ const mn_experiment_text mn_experiment_ccq_alignment = {
         }),
     },
     .notes = {
-        "Keys are what the key projection gives, at unit length, a head at a time; a token's number "
-        "is the part of its centred key that lies in the span of the first eigenvectors of the "
-        "covariance of all keys of the prompt. Rare tokens are those of the needle whose id occurs "
-        "at most twice.",
+        "Keys are what the key projection gives, at unit length, a head at a time; a token's "
+        "number is the part of its centred key that lies in the span of the first eigenvectors "
+        "of the covariance of all keys of the prompt. Rare tokens are those of the needle whose "
+        "id occurs at most twice.",
         "Models trained here read bytes, with prompts of their own task. --checkpoint DIR asks any "
         "model folder with a tokenizer, with six needles among 120 sentences and 16 directions, as "
         "Appendix H does.",
-        "The paper finds a negative gap in all 21 layers of a Gated DeltaNet of 500M parameters and "
-        "all 36 of Qwen3-4B; its numbers are figures.",
+        "The paper finds a negative gap in all 21 layers of a Gated DeltaNet of 500M parameters "
+        "and all 36 of Qwen3-4B; its numbers are figures.",
         NULL
     },
 };

@@ -86,13 +86,14 @@ const mn_experiment_text mn_experiment_ccq_needle = {
         }),
     },
     .notes = {
-        "S-NIAH-1 in bytes: one seven-digit number in repeated noise, asked for at the end. Models "
-        "are trained on this task from nothing, so that a length tells how far a memory reaches and "
-        "nothing of language; 500M parameters and 15B tokens of the paper are out of reach.",
+        "S-NIAH-1 in bytes: one seven-digit number in repeated noise, asked for at the end. "
+        "Models are trained on this task from nothing, so that a length tells how far a memory "
+        "reaches and nothing of language; the paper's 500M parameters and 15B tokens are out of "
+        "reach.",
         "A number counts when every byte of it is the likeliest one given those before, which is "
         "what greedy generation says.",
-        "The paper's 500M models at 8K, trained at 4K: GLA 5.2, CCQ-GLA 20.6, GDN 100, CCQ-GDN 99.6 "
-        "percent on S-NIAH-1; at 4K 11.0, 56.4, 100 and 100.",
+        "The paper's 500M models at 8K, trained at 4K: GLA 5.2, CCQ-GLA 20.6, GDN 100, CCQ-GDN "
+        "99.6 percent on S-NIAH-1; at 4K 11.0, 56.4, 100 and 100.",
         NULL
     },
 };

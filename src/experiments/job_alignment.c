@@ -1,5 +1,6 @@
-/* job_alignment.c - a job that asks a checkpoint, with its own tokenizer, how far the keys of needles
- * lie off the directions in which keys vary most: align.c with the prompts of needle_texts.def.
+/* job_alignment.c - a job that asks a checkpoint, with its own tokenizer, how far the keys of
+ * needles lie off the directions in which keys vary most: align.c with the prompts of
+ * needle_texts.def.
  *
  *   checkpoint   a model folder with tokenizer.json
  *   fillers (120), prompts (6), top (16)

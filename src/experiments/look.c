@@ -33,7 +33,8 @@ mn_status mn_look_check(const mn_json *list) {
         const char *near = mn_closest(m.name, names, (int64_t)MN_COUNTOF(names));
         if (look) st = look->check(&m);
         else st = mn_json_fail(list, "there is nothing called \"%s\" to look at%s%s%s", m.name,
-                               near ? ", did you mean \"" : "", near ? near : "", near ? "\"?" : "");
+                               near ? ", did you mean \"" : "", near ? near : "",
+                               near ? "\"?" : "");
     }
     return st;
 }

@@ -31,8 +31,8 @@ mn_status mn_look_all(json_t *result, const mn_look_at *at, const mn_json *looks
 
 /* ---- needles --------------------------------------------------------------------------------- */
 
-/* A prompt with a needle in it: tokens first .. end - 1 are its sentence, `asked` where the question
- * begins. */
+/* A prompt with a needle in it: tokens first .. end - 1 are its sentence, `asked` where the
+ * question begins. */
 typedef struct mn_needle {
     mn_token_list tokens;
     int64_t first, end, asked;

@@ -265,8 +265,8 @@ static mn_status tell(json_t *result, maps *m, const heard *h, int64_t channels,
         "{s:o, s:o, s:o, s:o, s:f, s:f, s:f, s:f, s:f, s:f, s:o}", "tokens", ids(tokens, m->T),
         "targets", ids(targets, m->T), "read_variance", read, "cell_variance", cell, "digits",
         -log10(fmax(m->error / fmax(m->largest, 1e-30), 1e-17)), "aimed", m->aimed / asking, "best",
-        m->best, "by_chance", m->by_chance / asking, "variance_first", first, "variance_last", last, "channels",
-        tell_channels(m, h, channels));
+        m->best, "by_chance", m->by_chance / asking, "variance_first", first, "variance_last",
+        last, "channels", tell_channels(m, h, channels));
     return json_object_set_new(result, "maps", out) == 0
                ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for maps");
 }
