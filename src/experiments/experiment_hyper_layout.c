@@ -2,6 +2,7 @@
 #include "experiments/experiment_parts.h"
 
 const mn_experiment_text mn_experiment_hyper_layout = {
+    .base = &mn_base_mad_tasks,
     .common = MN_JSON_TEXT({
         "grid": {
             "job": {
@@ -68,64 +69,19 @@ const mn_experiment_text mn_experiment_hyper_layout = {
     .preset = {
         [MN_PRESET_SMOKE] = MN_JSON_TEXT({
             "grid": {
-                "job": {
-                    "model": {"hidden_size": 32, "intermediate_size": 64}, "task": {"test": 256},
-                    "train": {"steps": 2000, "batch": 32, "lr": 0.003},
-                    "evaluate": {"every": 100, "stop_at": 0.999}
-                },
-                "grid": {
-                    "task": {
-                        "recall": {
-                            "task": {
-                                "name": "mad-recall", "options": {"length": 32}, "train": 3200
-                            }
-                        },
-                        "copy": {
-                            "task": {
-                                "name": "mad-copy",
-                                "options": {"length": 32, "to_copy": 4}, "train": 3200
-                            }
-                        }
-                    },
-                    "seed": [0]
-                },
-                "only": {"model": ["attention", "hypermlp", "hyperglu, no mix"]}
+                "job": {"model": {"hidden_size": 32, "intermediate_size": 64}},
+                "only": {
+                    "model": ["attention", "hypermlp", "hyperglu, no mix"],
+                    "task": ["recall", "copy"]
+                }
             }
         }),
         [MN_PRESET_CPU] = MN_JSON_TEXT({
             "grid": {
                 "job": {
-                    "model": {"hidden_size": 64, "intermediate_size": 128}, "task": {"test": 640},
+                    "model": {"hidden_size": 64, "intermediate_size": 128},
                     "train": {"batch": 32, "lr": 0.001}, "lr_by_epoch": false,
-                    "steps_at_most": 1000, "epochs": 400,
-                    "evaluate": {"every": 150, "stop_at": 0.999}
-                },
-                "grid": {
-                    "task": {
-                        "memorise": {"task": {"name": "mad-memorise", "train": 256}},
-                        "recall": {
-                            "task": {
-                                "name": "mad-recall", "options": {"length": 64}, "train": 12800
-                            }
-                        },
-                        "noisy": {
-                            "task": {
-                                "name": "mad-noisy", "options": {"length": 64}, "train": 12800
-                            }
-                        },
-                        "fuzzy": {
-                            "task": {
-                                "name": "mad-fuzzy", "options": {"length": 64}, "train": 12800
-                            }
-                        },
-                        "copy": {
-                            "task": {
-                                "name": "mad-copy",
-                                "options": {"length": 64, "to_copy": 8}, "train": 12800
-                            }
-                        }
-                    },
-                    "seed": [0, 1, 2]
+                    "steps_at_most": 1000
                 },
                 "only": {
                     "model": [
@@ -141,16 +97,9 @@ const mn_experiment_text mn_experiment_hyper_layout = {
             "grid": {
                 "job": {
                     "epochs": 200, "lr_by_epoch": true, "train": {"batch": 128},
-                    "evaluate": {"every": 0, "batch": 128}
+                    "evaluate": {"batch": 128}
                 },
                 "grid": {
-                    "task": {
-                        "memorise": {"task": {"name": "mad-memorise", "setting": "baseline"}},
-                        "recall": {"task": {"name": "mad-recall", "setting": "baseline"}},
-                        "noisy": {"task": {"name": "mad-noisy", "setting": "baseline"}},
-                        "fuzzy": {"task": {"name": "mad-fuzzy", "setting": "baseline"}},
-                        "copy": {"task": {"name": "mad-copy", "setting": "baseline"}}
-                    },
                     "model": {
                         "bare, lags": {"model": {"qk_rank": 128}},
                         "bare, places": {"model": {"qk_rank": 128}},
@@ -168,8 +117,6 @@ const mn_experiment_text mn_experiment_hyper_layout = {
         "keys of full width. In the others only what their name says differs.",
         "The paper averages a sweep of settings of each task; here each task has its "
         "baseline setting, so its numbers are harder ones.",
-        "Compression is left out: it needs the decoder of an autoencoder behind the last "
-        "state.",
         NULL
     },
 };
