@@ -38,6 +38,16 @@ const mn_experiment_text mn_experiment_a5 = {
                 }
             }
         },
+        "claims": [
+            {"says": "one kla block solves length 4",
+             "table": 0, "cell": ["kla, 1 block", "4"], "above": 0.9},
+            {"says": "one kla block solves length 8",
+             "table": 0, "cell": ["kla, 1 block", "8"], "above": 0.9},
+            {"says": "one gla block does not solve length 4",
+             "table": 0, "cell": ["gla, 1 block", "4"], "below": 0.9},
+            {"says": "one kla block is ahead of one gla block at length 4",
+             "table": 0, "cell": ["kla, 1 block", "4"], "less": ["gla, 1 block", "4"], "above": 0.1}
+        ],
         "tables": [
             {"title": "Sequences that are right throughout", "rows": "model", "columns": "length",
              "value": "sequence", "percent": true, "figure": "lines"},

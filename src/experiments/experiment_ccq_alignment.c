@@ -22,6 +22,12 @@ const mn_experiment_text mn_experiment_ccq_alignment = {
                 }
             }
         },
+        "claims": [
+            {"says": "needle keys of gdn lie off the main directions",
+             "table": 0, "cell": ["gdn", "rare tokens"], "below": 0},
+            {"says": "needle keys of gla lie off the main directions",
+             "table": 0, "cell": ["gla", "rare tokens"], "below": 0}
+        ],
         "tables": [
             {"title": "Gap: needle less the rest, part of a key along the main directions",
              "rows": "model",

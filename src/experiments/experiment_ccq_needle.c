@@ -22,6 +22,12 @@ const mn_experiment_text mn_experiment_ccq_needle = {
                 }
             }
         },
+        "claims": [
+            {"says": "gla+ccq finds more than gla at twice the length",
+             "table": 0, "cell": ["gla+ccq", "2x"], "less": ["gla", "2x"], "above": 0},
+            {"says": "gdn+ccq finds more than gdn at four times the length",
+             "table": 0, "cell": ["gdn+ccq", "4x"], "less": ["gdn", "4x"], "above": 0}
+        ],
         "tables": [
             {"title": "Numbers said without an error, by length of the haystack", "rows": "model",
              "values": {"as trained": "sequence", "1.5x": "tests.x1h.sequence",
