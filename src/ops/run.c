@@ -192,6 +192,10 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     if (renames[op]) return composition_of[op](context, pass, args);
     const mn_kernel *kernel = kernel_of[op] ? choose_kernel(context, op, pass, args) : NULL;
     if (!kernel || !kernel->launch) return refuse_device(op, pass);
+    if (op == MN_OP_hyper && ((const mn_hyper_args *)args)->layout != 0) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "hyper: layout position has no CUDA kernel; run it on "
+                       "the CPU");
+    }
     const mn_mark mark = mn_device_mark(context->device);
     st = launch_kernel(context, kernel, op, args);
     mn_device_release(context->device, mark);
