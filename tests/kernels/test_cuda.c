@@ -124,7 +124,8 @@ static const int64_t lengths[] = { 0, 1, 2, 31, 32, 33, 65, 130 };
 static const struct {
     int64_t K, V;
 } widths[] = { { 2, 3 },    { 8, 8 },    { 16, 17 },  { 6, 64 },   { 64, 33 },
-               { 128, 128 }, { 32, 520 }, { 256, 511 }, { 4, 2056 } };
+               { 128, 128 }, { 32, 520 }, { 256, 511 }, { 4, 2056 }, { 72, 40 },
+    { 33, 100 },  { 256, 256 }, { 100, 136 } };
 
 /* Sequences of all kinds of lengths: none, one, less than the taps of a convolution, more than a
  * tile. */
