@@ -1,5 +1,5 @@
 /* attention.cu - softmax attention and relu_attention (equations in ref/attention.c). */
-#include "kernels/cuda/attention_rows.cuh"
+#include "kernels/cuda/attention_forward.cuh"
 
 static mn_reads softmax_reads(const void *args) {
     const mn_attention_args *p = (const mn_attention_args *)args;
@@ -20,12 +20,22 @@ static mn_reads relu_reads(const void *args) {
     return r;
 }
 
+static bool plan_forward(mn_plan *plan, const mn_reads &p) {
+    return mn_flash_serves(p) || mn_reads_plan(plan, p, false);
+}
+
+static int forward(const mn_reads &p, void *shared, void *stream) {
+    if (!p.o.data) return cudaSuccess;
+    if (mn_flash_serves(p)) return mn_flash_forward(p, (cudaStream_t)stream);
+    return mn_reads_any(p, false, shared, stream);
+}
+
 MN_CUDA_PLAN(attention_forward) {
-    return mn_reads_plan(plan, softmax_reads(args), false);
+    return plan_forward(plan, softmax_reads(args));
 }
 
 MN_CUDA_LAUNCH(attention_forward) {
-    return mn_reads_any(softmax_reads(args), false, shared, stream);
+    return forward(softmax_reads(args), shared, stream);
 }
 
 MN_CUDA_PLAN(attention_backward) {
@@ -37,11 +47,11 @@ MN_CUDA_LAUNCH(attention_backward) {
 }
 
 MN_CUDA_PLAN(relu_attention_forward) {
-    return mn_reads_plan(plan, relu_reads(args), false);
+    return plan_forward(plan, relu_reads(args));
 }
 
 MN_CUDA_LAUNCH(relu_attention_forward) {
-    return mn_reads_any(relu_reads(args), false, shared, stream);
+    return forward(relu_reads(args), shared, stream);
 }
 
 MN_CUDA_PLAN(relu_attention_backward) {
