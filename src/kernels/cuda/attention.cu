@@ -1,5 +1,5 @@
 /* attention.cu - softmax attention and relu_attention (equations in ref/attention.c). */
-#include "kernels/cuda/attention_forward.cuh"
+#include "kernels/cuda/attention_backward.cuh"
 
 static mn_reads softmax_reads(const void *args) {
     const mn_attention_args *p = (const mn_attention_args *)args;
@@ -30,6 +30,15 @@ static int forward(const mn_reads &p, void *shared, void *stream) {
     return mn_reads_any(p, false, shared, stream);
 }
 
+static bool plan_backward(mn_plan *plan, const mn_reads &p) {
+    return mn_flash_serves_back(p) ? mn_flash_plan_back(plan, p) : mn_reads_plan(plan, p, true);
+}
+
+static int backward(const mn_reads &p, void *shared, void *stream) {
+    if (!mn_flash_serves_back(p)) return mn_reads_any(p, true, shared, stream);
+    return mn_flash_backward(p, (float *)shared, (cudaStream_t)stream);
+}
+
 MN_CUDA_PLAN(attention_forward) {
     return plan_forward(plan, softmax_reads(args));
 }
@@ -39,11 +48,11 @@ MN_CUDA_LAUNCH(attention_forward) {
 }
 
 MN_CUDA_PLAN(attention_backward) {
-    return mn_reads_plan(plan, softmax_reads(args), true);
+    return plan_backward(plan, softmax_reads(args));
 }
 
 MN_CUDA_LAUNCH(attention_backward) {
-    return mn_reads_any(softmax_reads(args), true, shared, stream);
+    return backward(softmax_reads(args), shared, stream);
 }
 
 MN_CUDA_PLAN(relu_attention_forward) {
@@ -55,9 +64,9 @@ MN_CUDA_LAUNCH(relu_attention_forward) {
 }
 
 MN_CUDA_PLAN(relu_attention_backward) {
-    return mn_reads_plan(plan, relu_reads(args), true);
+    return plan_backward(plan, relu_reads(args));
 }
 
 MN_CUDA_LAUNCH(relu_attention_backward) {
-    return mn_reads_any(relu_reads(args), true, shared, stream);
+    return backward(relu_reads(args), shared, stream);
 }
