@@ -1,5 +1,6 @@
 /* attention.cu - softmax attention and relu_attention (equations in ref/attention.c). */
 #include "kernels/cuda/attention_backward.cuh"
+#include "kernels/cuda/attention_step.cuh"
 
 static mn_reads softmax_reads(const void *args) {
     const mn_attention_args *p = (const mn_attention_args *)args;
@@ -28,6 +29,16 @@ static int forward(const mn_reads &p, void *shared, void *stream) {
     if (!p.o.data) return cudaSuccess;
     if (mn_flash_serves(p)) return mn_flash_forward(p, (cudaStream_t)stream);
     return mn_reads_any(p, false, shared, stream);
+}
+
+static bool plan_step(mn_plan *plan, const mn_reads &p) {
+    return mn_step_serves(p) ? mn_step_plan(plan, p) : plan_forward(plan, p);
+}
+
+static int step(const mn_reads &p, void *shared, void *stream) {
+    if (!p.o.data) return cudaSuccess;
+    if (!mn_step_serves(p)) return forward(p, shared, stream);
+    return mn_step(p, (float *)shared, (cudaStream_t)stream);
 }
 
 static bool plan_backward(mn_plan *plan, const mn_reads &p) {
@@ -69,4 +80,20 @@ MN_CUDA_PLAN(relu_attention_backward) {
 
 MN_CUDA_LAUNCH(relu_attention_backward) {
     return backward(relu_reads(args), shared, stream);
+}
+
+MN_CUDA_PLAN(attention_step) {
+    return plan_step(plan, softmax_reads(args));
+}
+
+MN_CUDA_LAUNCH(attention_step) {
+    return step(softmax_reads(args), shared, stream);
+}
+
+MN_CUDA_PLAN(relu_attention_step) {
+    return plan_step(plan, relu_reads(args));
+}
+
+MN_CUDA_LAUNCH(relu_attention_step) {
+    return step(relu_reads(args), shared, stream);
 }

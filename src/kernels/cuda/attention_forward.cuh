@@ -1,13 +1,13 @@
 /* attention_forward.cuh - attention and relu_attention forward by Hopper's products, in bf16, for
  * heads of up to 128 columns.
  *
- *   softmax   m = max(m, z)   l = sum 2^(c z - c m)   O = sum 2^(c z - c m) v / l,  c = scale log2 e
+ *   softmax   m = max(m, z)   l = sum 2^(c z - c m)   O = sum 2^(c z - c m) v / l
  *   relu      O = sum relu(z) v scale / max(scale |z|, eps)
  *
- * A block has 128 queries of one head: one warp group copies tiles of 128 keys and values, two
- * multiply, 64 queries each. Scores of the next tile are made while the values of this one are
- * read. Blocks with many keys start first; heads go in sections whose keys and values fit in the
- * second cache. */
+ * with z before its scale and c = scale log2 e. A block has 128 queries of one head: one warp group
+ * copies tiles of 128 keys and values, two multiply, 64 queries each. Scores of the next tile are
+ * made while the values of this one are read. Blocks with many keys start first; heads go in
+ * sections whose keys and values fit in the second cache. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_FORWARD_CUH
 #define MN_KERNELS_CUDA_ATTENTION_FORWARD_CUH
 
@@ -281,14 +281,14 @@ inline mn_flash mn_flash_of(const mn_reads &p, const mn_call &call, int64_t head
 }
 
 template <typename Kernel>
-inline int mn_flash_start(Kernel kernel, const mn_flash &f, int64_t blocks, int threads, size_t bytes,
+inline int mn_flash_start(Kernel kernel, const mn_flash &f, int64_t blocks, size_t bytes,
                           cudaStream_t stream) {
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const cudaError_t code =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (code != cudaSuccess) return code;
-    kernel<<<(unsigned)blocks, threads, bytes, stream>>>(f);
+    kernel<<<(unsigned)blocks, MN_FLASH_THREADS, bytes, stream>>>(f);
     return mn_launched();
 }
 
@@ -297,7 +297,7 @@ inline int mn_flash_forward_of(const mn_reads &p, cudaStream_t stream) {
     int64_t blocks;
     const mn_flash f = mn_flash_of(p, p.call, p.call.H, MN_FLASH_QUERIES, p.call.H / p.call.J,
                                    &blocks);
-    return mn_flash_start(mn_flash_forward_kernel<D, softmax>, f, blocks, MN_FLASH_THREADS,
+    return mn_flash_start(mn_flash_forward_kernel<D, softmax>, f, blocks,
                           sizeof(mn_flash_room<D>), stream);
 }
 
