@@ -7,7 +7,7 @@
 #ifndef MN_KERNELS_CUDA_ATTENTION_ROWS_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ROWS_CUH
 
-#include "kernels/cuda/attention_strip.cuh"
+#include "kernels/cuda/attention_strip_mma.cuh"
 
 /* Both operators. */
 struct mn_reads {
@@ -123,7 +123,7 @@ inline bool mn_reads_plan(mn_plan *plan, const mn_reads &p, bool backward) {
 
 inline mn_strip_turn mn_turn_of(const mn_reads &p, bool keys, int direction) {
     mn_strip_turn turn = { p.call, keys ? 0 : mn_keys_before(p.call), keys ? p.call.J : p.call.H,
-                           p.call.K, p.base, p.rope, direction };
+                           p.call.K, p.base, p.rope, direction, 1.0f };
     if (keys) turn.call.T = p.call.L;
     return turn;
 }
@@ -136,18 +136,18 @@ inline void mn_reads_strip(const mn_strip &s, const mn_reads &p, const mn_in &q,
     const int64_t group = p.call.H / p.call.J, K = p.call.K, V = p.call.V;
     const mn_strip_side<TQ> queries = { q, 0, 1 }, keys = { k, 0, group };
     const mn_strip_side<T> values = { p.v, 0, group }, d_o = { p.d_o, 0, 1 };
-    mn_strip_scores(s, w, queries, keys, K, p.scale, stream);
+    mn_past_scores(s, w, queries, keys, K, p.scale, stream);
     if (!g) {
         mn_weigh(s, p, w, g, stream);
-        mn_strip_read<T, T>(s, p.o, 0, w, values, V, 1.0f, stream);
+        mn_past_read<T, T>(s, p.o, 0, w, values, V, 1.0f, stream);
         return;
     }
-    mn_strip_scores(s, g, d_o, values, V, 1.0f, stream);
+    mn_past_scores(s, g, d_o, values, V, 1.0f, stream);
     mn_weigh(s, p, w, g, stream);
-    mn_strip_gather(s, dv, 0, group, w, d_o, V, 1.0f, stream);
-    mn_strip_gather(s, dk, 0, group, g, queries, K, p.scale, stream);
-    if (p.rope) mn_strip_read<TQ, float>(s, dq, 0, g, keys, K, p.scale, stream);
-    else mn_strip_read<TQ, T>(s, dq, 0, g, keys, K, p.scale, stream);
+    mn_past_gather(s, dv, 0, group, w, d_o, V, stream);
+    mn_past_gather(s, dk, 0, group, g, queries, K, stream);
+    if (p.rope) mn_past_read<TQ, float>(s, dq, 0, g, keys, K, p.scale, stream);
+    else mn_past_read<TQ, T>(s, dq, 0, g, keys, K, p.scale, stream);
 }
 
 template <typename T>
@@ -191,7 +191,9 @@ inline int mn_reads_run(const mn_reads &p, bool backward, float *shared, cudaStr
         mn_strip_turn_rows<float, T>(mn_turn_of(p, false, -1), p.dq, mn_strip_input(dq), stream);
     }
     if (dk.data) {
-        mn_strip_turn_rows<float, T>(mn_turn_of(p, true, -1), p.dk, mn_strip_input(dk), stream);
+        mn_strip_turn back = mn_turn_of(p, true, -1);
+        back.scale = p.scale;
+        mn_strip_turn_rows<float, T>(back, p.dk, mn_strip_input(dk), stream);
     }
     if (dv.data) mn_strip_turn_rows<float, T>(values, p.dv, mn_strip_input(dv), stream);
     return mn_launched();

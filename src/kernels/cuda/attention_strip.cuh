@@ -211,7 +211,7 @@ __device__ inline void mn_strip_slots(const mn_call &call, int64_t n, int64_t *f
 template <typename TX>
 __global__ void __launch_bounds__(MN_STRIP_THREADS)
 mn_strip_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t head0, int64_t group,
-                       const float *w, mn_strip_side<TX> x, int64_t width, float scale) {
+                       const float *w, mn_strip_side<TX> x, int64_t width) {
     __shared__ __align__(16) float room_w[MN_STRIP_DEPTH * MN_STRIP_PITCH];
     __shared__ __align__(16) float room_x[MN_STRIP_DEPTH * MN_STRIP_PITCH];
     mn_call keys = s.call;
@@ -252,15 +252,7 @@ mn_strip_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t hea
                     return r + k < of.n_rows ? x.row(b, start + of.first + r + k, h) : none;
                 });
                 __syncthreads();
-                mn_strip_sums more = {};
-                more.step(room_w, room_x);
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        sums.at[i][j] = fmaf(scale, more.at[i][j], sums.at[i][j]);
-                    }
-                }
+                sums.step(room_w, room_x);
                 __syncthreads();
             }
         }
@@ -277,7 +269,7 @@ mn_strip_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t hea
 /* Adds to float sums of shape (B, L, heads of d, width); nothing where d is absent. */
 template <typename TX>
 inline void mn_strip_gather(const mn_strip &s, const mn_out &d, int64_t head0, int64_t group,
-                            const float *w, mn_strip_side<TX> x, int64_t width, float scale,
+                            const float *w, mn_strip_side<TX> x, int64_t width,
                             cudaStream_t stream) {
     if (!d.data) return;
     mn_call keys = s.call;
@@ -285,7 +277,7 @@ inline void mn_strip_gather(const mn_strip &s, const mn_out &d, int64_t head0, i
     const dim3 blocks((unsigned)mn_tile_slots(keys, 64), (unsigned)mn_ceil_div(width, 64),
                       (unsigned)(s.heads / group));
     mn_strip_gather_kernel<TX><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, d, head0, group, w, x,
-                                                                        width, scale);
+                                                                        width);
 }
 
 /* Float views of work space, contiguous: (B, n, heads, width). */
@@ -309,12 +301,14 @@ __device__ inline float2 mn_strip_angle(double base, int64_t pos, int64_t j, int
 }
 
 /* How rows change on their way: kind 0 not at all, 1 and 2 by rotary positions of half with half or
- * of neighbours, forward or (direction -1) back. Row i of a sequence is at position before + i. */
+ * of neighbours, forward or (direction -1) back; and times `scale`. Row i of a sequence is at
+ * position before + i. */
 struct mn_strip_turn {
     mn_call call;    // T: rows of the views
     int64_t before, heads, width;
     double base;
     int kind, direction;
+    float scale;
 };
 
 /* y = turn(x), a block for each token */
@@ -329,12 +323,12 @@ mn_strip_turn_kernel(const __grid_constant__ mn_strip_turn p, mn_out y, mn_in x)
         const TX *from = mn_row<TX>(x, b, t, h);
         TY *to = mn_row<TY>(y, b, t, h);
         if (p.kind == 0) {
-            mn_put(to + j, mn_float(from[j]));
+            mn_put(to + j, p.scale * mn_float(from[j]));
             continue;
         }
         const int64_t first = p.kind == 1 ? j : 2 * j, second = p.kind == 1 ? j + K / 2 : 2 * j + 1;
         const float2 at = mn_strip_angle(p.base, pos, j, K);
-        const float c = at.x, sine = (float)p.direction * at.y;
+        const float c = p.scale * at.x, sine = p.scale * (float)p.direction * at.y;
         const float x0 = mn_float(from[first]), x1 = mn_float(from[second]);
         mn_put(to + first, fmaf(c, x0, -sine * x1));
         mn_put(to + second, fmaf(sine, x0, c * x1));
