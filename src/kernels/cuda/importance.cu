@@ -8,7 +8,7 @@
  * keeps S slots of one value column in registers. With more slots, blocks leave parts of the sums
  * over slots. Backward as in moebius.cu: states in front of each tile first, then the tiles from
  * the last one on, each made again in registers slot by slot. */
-#include "kernels/cuda/cells.cuh"
+#include "kernels/cuda/cells16.cuh"
 #include "kernels/cuda/parts.cuh"
 
 static __device__ const float least_importance = 1.17549435e-38f;    // that is not denormal
