@@ -126,12 +126,13 @@ struct mn_cell_fetched {
         }
     }
 
+    /* To shared memory, times `by`. */
     template <typename Room>
-    __device__ void put(Room &room) const {
+    __device__ void put(Room &room, float by = 1.0f) const {
 #pragma unroll
         for (int n = 0; n < COUNT; n++) {
             const int at = threadIdx.x + n * THREADS;
-            room.put(at / WIDTH, at % WIDTH, mn_float(x[n]));
+            room.put(at / WIDTH, at % WIDTH, by * mn_float(x[n]));
         }
     }
 };
@@ -236,7 +237,7 @@ __device__ inline float mn_inverse(float x) {
 /* Two sums for each token and column of a tile, from each group of slots. */
 template <typename Block>
 struct mn_cell_sums {
-    float at[2][Block::GROUPS][MN_CELL_TOKENS][Block::COLUMNS + 8];
+    float at[2][Block::GROUPS][MN_CELL_TOKENS][Block::COLUMNS + 8 * Block::C];
 
     __device__ float sum(int kind, int t, int column) const {
         float sum = at[kind][0][t][column];
@@ -302,6 +303,33 @@ __device__ inline void mn_cell_put_keys(float *parts, const mn_call &call, const
         parts[(row * 2 + kind) * call.K + s] = sum;
     }
 }
+
+/* ---- work space ------------------------------------------------------------------------------ */
+
+/* Room for parts of so many floats each, 16 bytes aligned. */
+template <int n>
+inline bool mn_cell_plan(mn_plan *plan, const int64_t (&counts)[n]) {
+    for (int64_t count : counts) {
+        size_t bytes;
+        if (!mn_mul_size(&bytes, (size_t)count, sizeof(float)) ||
+            bytes > SIZE_MAX - 16 - plan->shared_bytes) {
+            return false;
+        }
+        plan->shared_bytes += (bytes + 15) / 16 * 16;
+    }
+    return true;
+}
+
+/* Where they lie. */
+template <int n>
+inline void mn_cell_rooms(float *(&at)[n], float *shared, const int64_t (&counts)[n]) {
+    for (int i = 0; i < n; i++) {
+        at[i] = shared;
+        shared += (counts[i] + 3) / 4 * 4;
+    }
+}
+
+/* ---- sums over parts ------------------------------------------------------------------------- */
 
 /* Sums over parts that are rows (b, t, h): two tensors of `width` numbers each, the second one's
  * row after the first one's. */

@@ -363,26 +363,14 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backwa
 
 static bool plan_room(mn_plan *plan, const mn_call *call, bool backward) {
     int64_t counts[N_ROOMS];
-    if (!measure(counts, call, backward)) return false;
-    for (int64_t count : counts) {
-        size_t bytes;
-        if (!mn_mul_size(&bytes, (size_t)count, sizeof(float)) ||
-            bytes > SIZE_MAX - 16 - plan->shared_bytes) {
-            return false;
-        }
-        plan->shared_bytes += (bytes + 15) / 16 * 16;
-    }
-    return true;
+    return measure(counts, call, backward) && mn_cell_plan(plan, counts);
 }
 
 static room room_at(float *shared, const mn_call *call, bool backward) {
     int64_t counts[N_ROOMS];
     float *at[N_ROOMS];
     (void)measure(counts, call, backward);    // went well when it was planned
-    for (int i = 0; i < N_ROOMS; i++) {
-        at[i] = shared;
-        shared += (counts[i] + 3) / 4 * 4;
-    }
+    mn_cell_rooms(at, shared, counts);
     return { at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7] };
 }
 
