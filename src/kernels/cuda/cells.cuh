@@ -106,22 +106,44 @@ inline int64_t mn_cell_rows_of(const mn_call *call) {
 
 /* ---- numbers of a tile ----------------------------------------------------------------------- */
 
-/* WIDTH numbers of each token on their way to shared memory, some per thread. */
+/* How the THREADS of a block share out WIDTH numbers of each token of a tile: a thread has number
+ * `place` of COUNT tokens, ROWS apart from `row` on. */
+template <int WIDTH, int THREADS>
+struct mn_cell_share {
+    static constexpr int ROWS = THREADS / WIDTH, COUNT = MN_CELL_TOKENS / ROWS;
+
+    __device__ static int place() {
+        return threadIdx.x % WIDTH;
+    }
+
+    __device__ static int row() {
+        return threadIdx.x / WIDTH;
+    }
+
+    /* How many of its tokens are among the first n_rows. */
+    __device__ static int among(int n_rows) {
+        return n_rows == MN_CELL_TOKENS ? COUNT : (n_rows - row() + ROWS - 1) / ROWS;
+    }
+};
+
+/* WIDTH numbers of each token on their way to shared memory. */
 template <typename T, int WIDTH, int THREADS>
-struct mn_cell_fetched {
-    static constexpr int COUNT = WIDTH * MN_CELL_TOKENS / THREADS;
-    T x[COUNT];
+struct mn_cell_fetched : mn_cell_share<WIDTH, THREADS> {
+    typedef mn_cell_share<WIDTH, THREADS> share;
+    T x[share::COUNT];
 
     /* Numbers base, base + 1, ... of head h; zero outside of `count`, of the tile, and where the
      * tensor is absent. */
     __device__ void fetch(const mn_in &view, const mn_cell_tile &tile, int64_t h, int64_t base,
                           int64_t count) {
-        const T *row = mn_row<T>(view, tile.span.b, tile.span.t0 + tile.first, h);
+        const int64_t i = base + share::place(), step = share::ROWS * view.stride[1];
+        const int n_rows = view.data && i < count ? share::among(tile.n_rows) : 0;
+        const int64_t t = tile.span.t0 + tile.first + share::row();
+        const T *from = (const T *)view.data + tile.span.b * view.stride[0] + t * view.stride[1] +
+                        h * view.stride[2] + i;
 #pragma unroll
-        for (int n = 0; n < COUNT; n++) {
-            const int t = (threadIdx.x + n * THREADS) / WIDTH;
-            const int64_t i = base + (threadIdx.x + n * THREADS) % WIDTH;
-            if (row && i < count && t < tile.n_rows) x[n] = row[t * view.stride[1] + i];
+        for (int n = 0; n < share::COUNT; n++, from += step) {
+            if (n < n_rows) x[n] = *from;
             else mn_put(&x[n], 0.0f);
         }
     }
@@ -130,9 +152,8 @@ struct mn_cell_fetched {
     template <typename Room>
     __device__ void put(Room &room, float by = 1.0f) const {
 #pragma unroll
-        for (int n = 0; n < COUNT; n++) {
-            const int at = threadIdx.x + n * THREADS;
-            room.put(at / WIDTH, at % WIDTH, by * mn_float(x[n]));
+        for (int n = 0; n < share::COUNT; n++) {
+            room.put(share::row() + n * share::ROWS, share::place(), by * mn_float(x[n]));
         }
     }
 };
@@ -247,28 +268,39 @@ struct mn_cell_sums {
     }
 };
 
+/* One of them, to column `place` of rows that begin at `to` and lie `stride` apart. */
+template <typename T, typename Block>
+__device__ __forceinline__ void mn_cell_put_kind(T *to, int64_t stride, int kind, int n_rows,
+                                                 const mn_cell_sums<Block> &sums) {
+    typedef mn_cell_share<Block::COLUMNS, Block::THREADS> share;
+    const int count = share::among(n_rows);
+    to += share::row() * stride + share::place();
+#pragma unroll
+    for (int n = 0; n < share::COUNT; n++, to += share::ROWS * stride) {
+        if (n < count) mn_put(to, sums.sum(kind, share::row() + n * share::ROWS, share::place()));
+    }
+}
+
 /* Puts them to two tensors whose rows have call.V numbers or, where blockIdx.z counts blocks of
  * slots, as its part to `parts`: rows of both, behind each other, for `n_rows` tokens and heads. */
 template <typename T, typename Block>
-__device__ inline void mn_cell_put_sums(const mn_out &first, const mn_out &second, float *parts,
-                                        const mn_call &call, const mn_cell_tile &tile, int64_t h,
-                                        int64_t heads, int64_t n_rows,
-                                        const mn_cell_sums<Block> &sums) {
-    constexpr int COUNT = MN_CELL_TOKENS * Block::COLUMNS;
-#pragma unroll
-    for (int at = threadIdx.x; at < COUNT; at += Block::THREADS) {
-        const int t = at / Block::COLUMNS, i = at % Block::COLUMNS;
-        const int64_t m = Block::column0() + i, token = tile.span.t0 + tile.first + t;
-        if (t >= tile.n_rows || m >= call.V) continue;
-        if (gridDim.z > 1) {
-            const int64_t row = blockIdx.z * n_rows + tile.row(call, t) * heads + h;
-            parts[row * 2 * call.V + m] = sums.sum(0, t, i);
-            parts[(row * 2 + 1) * call.V + m] = sums.sum(1, t, i);
-            continue;
-        }
-        if (first.data) mn_put(mn_row<T>(first, tile.span.b, token, h) + m, sums.sum(0, t, i));
-        if (second.data) mn_put(mn_row<T>(second, tile.span.b, token, h) + m, sums.sum(1, t, i));
+__device__ __forceinline__ void mn_cell_put_sums(const mn_out &first, const mn_out &second,
+                                                 float *parts, const mn_call &call,
+                                                 const mn_cell_tile &tile, int64_t h, int64_t heads,
+                                                 int64_t n_rows, const mn_cell_sums<Block> &sums) {
+    const int64_t m = Block::column0(), token = tile.span.t0 + tile.first;
+    if (m + threadIdx.x % Block::COLUMNS >= call.V) return;
+    if (gridDim.z > 1) {
+        const int64_t row = blockIdx.z * n_rows + tile.row(call, 0) * heads + h;
+        float *to = parts + row * 2 * call.V + m;
+        mn_cell_put_kind(to, 2 * call.V * heads, 0, tile.n_rows, sums);
+        mn_cell_put_kind(to + call.V, 2 * call.V * heads, 1, tile.n_rows, sums);
+        return;
     }
+    T *to_first = mn_row<T>(first, tile.span.b, token, h);
+    T *to_second = mn_row<T>(second, tile.span.b, token, h);
+    if (to_first) mn_cell_put_kind(to_first + m, first.stride[1], 0, tile.n_rows, sums);
+    if (to_second) mn_cell_put_kind(to_second + m, second.stride[1], 1, tile.n_rows, sums);
 }
 
 /* Two sums for each token and slot of a tile, from each warp, as mn_cell_key_of orders them. */
@@ -285,22 +317,28 @@ struct mn_cell_key_parts {
 /* This block's sums over its columns: part blockIdx.x of `parts`, rows of call.K first and call.K
  * second numbers for `n_rows` tokens and heads. */
 template <typename Block>
-__device__ inline void mn_cell_put_keys(float *parts, const mn_call &call, const mn_cell_tile &tile,
-                                        int64_t h, int64_t heads, int64_t n_rows,
-                                        const mn_cell_key_parts<Block> &sums) {
-    constexpr int WIDTH = 2 * Block::SLOTS;
-    for (int at = threadIdx.x; at < MN_CELL_TOKENS * WIDTH; at += Block::THREADS) {
-        const int t = at / WIDTH, kind = at % WIDTH / Block::SLOTS, slot = at % Block::SLOTS;
-        const int64_t s = Block::slot0() + slot;
-        if (t >= tile.n_rows || s >= call.K) continue;
-        const int group = slot / MN_CELL_GROUP, i = kind * MN_CELL_GROUP + slot % MN_CELL_GROUP;
+__device__ __forceinline__ void mn_cell_put_keys(float *parts, const mn_call &call,
+                                                 const mn_cell_tile &tile, int64_t h, int64_t heads,
+                                                 int64_t n_rows,
+                                                 const mn_cell_key_parts<Block> &sums) {
+    typedef mn_cell_share<2 * Block::SLOTS, Block::THREADS> share;
+    const int kind = share::place() / Block::SLOTS, slot = share::place() % Block::SLOTS;
+    const int group = slot / MN_CELL_GROUP, i = kind * MN_CELL_GROUP + slot % MN_CELL_GROUP;
+    const int64_t s = Block::slot0() + slot, stride = 2 * call.K * heads;
+    if (s >= call.K) return;
+    const int64_t row = blockIdx.x * n_rows + (tile.row(call, 0) + share::row()) * heads + h;
+    float *to = parts + (row * 2 + kind) * call.K + s;
+    const int count = share::among(tile.n_rows);
+#pragma unroll
+    for (int n = 0; n < share::COUNT; n++, to += share::ROWS * stride) {
+        if (n >= count) break;
+        const int t = share::row() + n * share::ROWS;
         float sum = sums.at[0][group][t][i];
 #pragma unroll
         for (int warp = 1; warp < mn_cell_key_parts<Block>::ACROSS; warp++) {
             sum += sums.at[warp][group][t][i];
         }
-        const int64_t row = blockIdx.x * n_rows + tile.row(call, t) * heads + h;
-        parts[(row * 2 + kind) * call.K + s] = sum;
+        *to = sum;
     }
 }
 
@@ -331,20 +369,27 @@ inline void mn_cell_rooms(float *(&at)[n], float *shared, const int64_t (&counts
 
 /* ---- sums over parts ------------------------------------------------------------------------- */
 
-/* Sums over parts that are rows (b, t, h): two tensors of `width` numbers each, the second one's
- * row after the first one's. */
-template <typename T>
-struct mn_put_rows {
-    mn_out first, second;
-    int64_t tokens, heads, width;
+enum { MN_CELL_ADDERS = 256 };
 
-    __device__ void operator()(int64_t i, float sum) const {
-        const int64_t row = i / (2 * width), at = i % (2 * width);
-        const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
-        if (at < width && first.data) mn_put(mn_row<T>(first, b, t, h) + at, sum);
-        if (at >= width && second.data) mn_put(mn_row<T>(second, b, t, h) + at - width, sum);
+/* Two tensors of `width` numbers in each row (b, t, h) from parts of n_rows such rows, the second
+ * one's row behind the first one's. A warp takes a row and adds the parts in their order. */
+template <typename T>
+__global__ void __launch_bounds__(MN_CELL_ADDERS)
+mn_cell_add_kernel(mn_out first, mn_out second, const float *parts, int64_t n_parts, int64_t n_rows,
+                   int64_t tokens, int64_t heads, int64_t width) {
+    const int64_t row = (blockIdx.x * (int64_t)MN_CELL_ADDERS + threadIdx.x) / 32;
+    if (row >= n_rows) return;
+    const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
+    T *to_first = mn_row<T>(first, b, t, h), *to_second = mn_row<T>(second, b, t, h);
+    for (int64_t i = threadIdx.x % 32; i < 2 * width; i += 32) {
+        const float *from = parts + row * 2 * width + i;
+        float sum = 0.0f;
+#pragma unroll 8
+        for (int64_t part = 0; part < n_parts; part++) sum += from[part * n_rows * 2 * width];
+        if (i < width && to_first) mn_put(to_first + i, sum);
+        if (i >= width && to_second) mn_put(to_second + i - width, sum);
     }
-};
+}
 
 /* Adds the parts of mn_cell_put_sums or mn_cell_put_keys. */
 template <typename T>
@@ -353,8 +398,10 @@ inline int mn_cell_add_rows(const mn_out &first, const mn_out &second, const flo
                             cudaStream_t stream) {
     const int64_t n_rows = mn_cell_rows_of(call) * heads;
     if (n_rows == 0 || (!first.data && !second.data)) return cudaSuccess;
-    const mn_put_rows<T> put = { first, second, call->T, heads, width };
-    return mn_sum_parts_into(put, parts, n_parts, n_rows * 2 * width, stream);
+    mn_cell_add_kernel<T>
+        <<<mn_blocks(n_rows, MN_CELL_ADDERS / 32), MN_CELL_ADDERS, 0, stream>>>(
+            first, second, parts, n_parts, n_rows, call->T, heads, width);
+    return mn_launched();
 }
 
 #endif

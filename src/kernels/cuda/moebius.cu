@@ -18,8 +18,9 @@ enum { HALF = TOKENS / 2 };
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-/* WHOLE: the tile has all of its tokens, and nothing asks. */
-template <bool VARIANCE, bool WHOLE>
+/* FULL: with yvar, or read from the prior. WHOLE: the tile has all of its tokens, and nothing
+ * asks. */
+template <bool FULL, bool WHOLE>
 __device__ __forceinline__ static void tile_forward(state &c, const dynamics &dyn,
                                                     mn_cell_sums<block> &out,
                                                     const stage<2, 2> &in, int n_rows,
@@ -40,20 +41,20 @@ __device__ __forceinline__ static void tile_forward(state &c, const dynamics &dy
 #pragma unroll
             for (int j = 0; j < SLOTS; j++) {
                 const float var = mn_inverse(fmaxf(c.lam[j], floor_at));
-                const float by = prior ? q[j] * dyn.a[j] : q[j];
+                const float by = FULL && prior ? q[j] * dyn.a[j] : q[j];
                 y[i] = fmaf(by * c.eta[j], var, y[i]);
-                if (!VARIANCE) continue;
+                if (!FULL) continue;
                 const float spread = prior ? fmaf(dyn.a2[j], var, dyn.p[j]) : var;
                 yvar[i] = fmaf(q[j] * q[j], spread, yvar[i]);
             }
         }
         const int at = t + block::slot_lane(), column = block::column(0);
         out.at[0][0][at][column] = mn_cell_line_sums(y);
-        if (VARIANCE) out.at[1][0][at][column] = mn_cell_line_sums(yvar);
+        if (FULL) out.at[1][0][at][column] = mn_cell_line_sums(yvar);
     }
 }
 
-template <typename T, bool VARIANCE>
+template <typename T, bool FULL>
 __global__ void __launch_bounds__(block::THREADS, 4)
 forward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
                int64_t count) {
@@ -73,9 +74,9 @@ forward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_row
         each_tile<T>(in, p, at, [&](int64_t i, const mn_cell_tile &tile, const stage<2, 2> &now) {
             if (i > at.first_tile()) put(i - 1);
             if (tile.n_rows == TOKENS) {
-                tile_forward<VARIANCE, true>(c, dyn, out[i % 2], now, TOKENS, p.from_prior);
+                tile_forward<FULL, true>(c, dyn, out[i % 2], now, TOKENS, p.from_prior);
             } else {
-                tile_forward<VARIANCE, false>(c, dyn, out[i % 2], now, tile.n_rows, p.from_prior);
+                tile_forward<FULL, false>(c, dyn, out[i % 2], now, tile.n_rows, p.from_prior);
             }
         });
         if (at.first < at.end) put(at.end_tile() - 1);
@@ -296,13 +297,13 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_ro
             if (tile.n_rows == TOKENS) {
 #pragma unroll 1
                 for (int t0 = HALF; t0 >= 0; t0 -= HALF) {
-                    half_backward<FULL, true>(here, t0 ? middle : first, dyn, r.out, r.keys, r.in,
+                    half_backward<FULL, true>(here, choose(t0 > 0, middle, first), dyn, r.out, r.keys, r.in,
                                               t0, TOKENS, p.from_prior);
                 }
             } else {
 #pragma unroll 1
                 for (int t0 = HALF; t0 >= 0; t0 -= HALF) {
-                    half_backward<FULL, false>(here, t0 ? middle : first, dyn, r.out, r.keys, r.in,
+                    half_backward<FULL, false>(here, choose(t0 > 0, middle, first), dyn, r.out, r.keys, r.in,
                                                t0, tile.n_rows, p.from_prior);
                 }
             }
@@ -416,7 +417,7 @@ static int forward(const mn_moebius_args *p, float *shared, cudaStream_t stream)
     const room to = room_at(shared, &p->call, false);
     int code = find_starts<T>(p, to, stream);
     if (code != cudaSuccess) return code;
-    if (p->yvar.data) {
+    if (p->yvar.data || p->from_prior) {
         forward_kernel<T, true><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
     } else {
         forward_kernel<T, false><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);

@@ -56,6 +56,17 @@ struct state {
     }
 };
 
+/* One of two by value: a chosen address would keep both out of the registers. */
+__device__ __forceinline__ state choose(bool first, const state &a, const state &b) {
+    state c;
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        c.lam[j] = first ? a.lam[j] : b.lam[j];
+        c.eta[j] = first ? a.eta[j] : b.eta[j];
+    }
+    return c;
+}
+
 /* Where cell j of this thread lies in (V,K); -1 outside. */
 __device__ inline int64_t place_of(const mn_call &call, int j) {
     const int64_t m = block::column0() + block::column(0), s = block::slot0() + block::slot(j);

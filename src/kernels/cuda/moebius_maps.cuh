@@ -241,7 +241,7 @@ back_maps_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t cou
             advance_tile<TOKENS / 2>(middle, dyn, in, n_rows);
 #pragma unroll 1
             for (int t0 = TOKENS / 2; t0 >= 0; t0 -= TOKENS / 2) {
-                map_half(map, t0 ? middle : first, dyn, in, t0, n_rows, p.from_prior);
+                map_half(map, choose(t0 > 0, middle, first), dyn, in, t0, n_rows, p.from_prior);
             }
             __syncthreads();
         }
