@@ -139,6 +139,19 @@ static const struct {
  * tile. */
 static const int64_t packing[] = { 0, 0, 1, 3, 3, 35, 67, 68, 132, 132 };
 
+/* Sequences of one, two and several of the chunks of 4096 tokens that moebius is parallel over. */
+static const int64_t long_packing[] = { 0, 4096, 4097, 4099, 12500 };
+
+static void check_long(op_case c) {
+    c.B = c.H = 1, c.K = 3, c.V = 5, c.T = 8200, c.seed = 8;
+    check_f32(c);
+    check_bf16(c);
+    c.cu_seqlens = long_packing, c.n_seqs = MN_COUNTOF(long_packing) - 1;
+    c.T = long_packing[c.n_seqs];
+    check_f32(c);
+    check_bf16(c);
+}
+
 static void kernels_match_reference(mn_op_id op) {
     if (!gpu) {
         skip();
@@ -158,6 +171,7 @@ static void kernels_match_reference(mn_op_id op) {
             check_bf16(c);
         }
         op_case c = forms[f];
+        if (op == MN_OP_moebius) check_long(c);
         if (!op_has_time(op)) continue;
         c.B = 1, c.H = 3, c.K = 16, c.V = 40, c.seed = 7;
         c.cu_seqlens = packing, c.n_seqs = MN_COUNTOF(packing) - 1, c.T = packing[c.n_seqs];
