@@ -1,13 +1,13 @@
 /* compose.h - operators made of others.
  *
- * Each takes validated arguments and runs its parts through mn_op_run with temporaries from the
- * context's arena, which the caller releases. */
+ * Each takes validated arguments and runs its parts through mn_op_run with temporaries from
+ * work.h, which the caller releases. */
 #ifndef MN_OPS_COMPOSE_H
 #define MN_OPS_COMPOSE_H
 
 #include "ops/run.h"
 
-#define COMPOSE(name)                                                                              \
+#define COMPOSE(name, parts)                                                                       \
     mn_status mn_compose_##name(mn_context *context, mn_pass pass, const void *args);
 #include "ops/compose.def"
 #undef COMPOSE
