@@ -11,10 +11,17 @@ typedef enum mn_glue_id {
     MN_GLUE_COUNT
 } mn_glue_id;
 
+/* Tensors of a step that are float32 whatever its type is. */
+enum {
+    MN_GLUE_WIDE_A = 1, MN_GLUE_WIDE_B = 2, MN_GLUE_WIDE_C = 4,
+    MN_GLUE_WIDE_X = 8, MN_GLUE_WIDE_Y = 16, MN_GLUE_WIDE_Z = 32,
+};
+
 /* Rows (b, t, h) of `width` numbers. Views that a step does not use stay zero; an input that is
  * absent counts as zeros, a result that is absent is not wanted. */
 typedef struct mn_glue {
-    mn_dtype dtype;             // MN_F32 or MN_BF16, of all tensors
+    mn_dtype dtype;             // MN_F32 or MN_BF16, of all tensors but the wide ones
+    unsigned wide;              // bits of the above
     int64_t B, T, H, width;
     mn_in a, b, c;
     mn_out x, y, z;

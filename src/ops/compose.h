@@ -12,4 +12,8 @@
 #include "ops/compose.def"
 #undef COMPOSE
 
+/* A call of bf16 by one of float32 with copies of its tensors. Of operators whose tensors have axes
+ * BTHx, BTH or H, and N... */
+mn_status mn_compose_wide(mn_context *context, mn_op_id op, mn_pass pass, const void *args);
+
 #endif

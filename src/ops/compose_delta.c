@@ -16,12 +16,16 @@ mn_status mn_compose_delta_net(mn_context *context, mn_pass pass, const void *ar
     return mn_op_run(context, MN_OP_delta, pass, &delta);
 }
 
-/* e = erase k, w = k, v' = write v:  dk = dw + erase de, derase = k de, dv = write dv', dwrite = v
+/* In bf16 the products would be rounded before the recurrence takes them, and it would make more of
+ * that error than a result may have: there all of it is float32.
+ *
+ * e = erase k, w = k, v' = write v:  dk = dw + erase de, derase = k de, dv = write dv', dwrite = v
  * dv'. */
 mn_status mn_compose_gdn2(mn_context *context, mn_pass pass, const void *args) {
     const mn_gdn2_args *p = args;
     const mn_call *c = &p->call;
     const bool back = pass == MN_BACKWARD;
+    if (c->dtype == MN_BF16) return mn_compose_wide(context, MN_OP_gdn2, pass, args);
     const mn_out e = mn_rows_temporary(context, c, c->K), v = mn_rows_temporary(context, c, c->V);
     const mn_out de = mn_rows_temporary(context, c, back ? c->K : 0);
     const mn_out dv = mn_rows_temporary(context, c, back ? c->V : 0);

@@ -47,6 +47,14 @@ mn_status mn_rows_glue(mn_context *context, mn_glue_id id, const mn_call *call, 
     return x.data ? mn_work_glue(context, id, &step) : MN_OK;
 }
 
+mn_status mn_rows_convert(mn_context *context, const mn_call *call, int64_t width, mn_out x,
+                          mn_in a, bool widen) {
+    const mn_glue step = { .dtype = call->dtype, .B = call->B, .T = call->T, .H = call->H,
+                           .width = width, .a = a, .x = x,
+                           .wide = widen ? MN_GLUE_WIDE_X : MN_GLUE_WIDE_A };
+    return x.data && a.data ? mn_work_glue(context, MN_GLUE_copy, &step) : MN_OK;
+}
+
 mn_status mn_rows_multiply(mn_context *context, const mn_call *call, int64_t width, mn_out y,
                            mn_in a, mn_in b, bool add) {
     product p = { call, width, y, a, b, add };

@@ -17,6 +17,11 @@ mn_status mn_rows_add(mn_context *context, const mn_call *call, int64_t width, m
 mn_status mn_rows_glue(mn_context *context, mn_glue_id id, const mn_call *call, int64_t width,
                        mn_out x, mn_in a, mn_in b, mn_in c);
 
+/* x = a, where x (or else a) is float32 and the other one of the call's type; of contexts with a
+ * device only. */
+mn_status mn_rows_convert(mn_context *context, const mn_call *call, int64_t width, mn_out x,
+                          mn_in a, bool widen);
+
 /* A contiguous temporary (B,T,H,width) of work.h; data is NULL when memory is out. */
 mn_out mn_rows_temporary(mn_context *context, const mn_call *call, int64_t width);
 

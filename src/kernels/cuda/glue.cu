@@ -52,6 +52,21 @@ TERM(glue_sum_decay_code, -c * a);
 
 /* ---- element by element ---------------------------------------------------------------------- */
 
+template <typename T, int N>
+__device__ static void load(float (&to)[N], const mn_in &view, bool wide, int64_t b, int64_t t,
+                            int64_t h, int64_t i) {
+    if (wide) mn_load<N>(to, mn_row<float>(view, b, t, h), i);
+    else mn_load<N>(to, mn_row<T>(view, b, t, h), i);
+}
+
+template <typename T, int N>
+__device__ static void store(const mn_out &view, bool wide, int64_t b, int64_t t, int64_t h,
+                             int64_t i, const float (&x)[N]) {
+    if (!view.data) return;
+    if (wide) mn_store<N>(mn_row<float>(view, b, t, h), i, x);
+    else mn_store<N>(mn_row<T>(view, b, t, h), i, x);
+}
+
 template <typename T, int N, typename F, int INS, int OUTS>
 __global__ void __launch_bounds__(THREADS) glue_kernel(const __grid_constant__ mn_glue p) {
     const int64_t packs = p.width / N, count = p.B * p.T * p.H * packs;
@@ -60,9 +75,9 @@ __global__ void __launch_bounds__(THREADS) glue_kernel(const __grid_constant__ m
         const int64_t row = at / packs, i = at % packs * N;
         const int64_t h = row % p.H, token = row / p.H, t = token % p.T, b = token / p.T;
         float in[3][N] = {}, out[3][N];
-        mn_load<N>(in[0], mn_row<T>(p.a, b, t, h), i);
-        if (INS > 1) mn_load<N>(in[1], mn_row<T>(p.b, b, t, h), i);
-        if (INS > 2) mn_load<N>(in[2], mn_row<T>(p.c, b, t, h), i);
+        load<T, N>(in[0], p.a, p.wide & MN_GLUE_WIDE_A, b, t, h, i);
+        if (INS > 1) load<T, N>(in[1], p.b, p.wide & MN_GLUE_WIDE_B, b, t, h, i);
+        if (INS > 2) load<T, N>(in[2], p.c, p.wide & MN_GLUE_WIDE_C, b, t, h, i);
 #pragma unroll
         for (int j = 0; j < N; j++) {
             float result[3];
@@ -70,12 +85,13 @@ __global__ void __launch_bounds__(THREADS) glue_kernel(const __grid_constant__ m
 #pragma unroll
             for (int k = 0; k < OUTS; k++) out[k][j] = result[k];
         }
-        if (p.x.data) mn_store<N>(mn_row<T>(p.x, b, t, h), i, out[0]);
-        if (OUTS > 1 && p.y.data) mn_store<N>(mn_row<T>(p.y, b, t, h), i, out[1]);
-        if (OUTS > 2 && p.z.data) mn_store<N>(mn_row<T>(p.z, b, t, h), i, out[2]);
+        store<T, N>(p.x, p.wide & MN_GLUE_WIDE_X, b, t, h, i, out[0]);
+        if (OUTS > 1) store<T, N>(p.y, p.wide & MN_GLUE_WIDE_Y, b, t, h, i, out[1]);
+        if (OUTS > 2) store<T, N>(p.z, p.wide & MN_GLUE_WIDE_Z, b, t, h, i, out[2]);
     }
 }
 
+/* Whether rows of a view may be touched in packs of 16 bytes, whichever type it has. */
 template <typename T, typename View>
 static bool packable(const View &view) {
     bool fits = mn_packable<T>(view.data, 0);
