@@ -1,5 +1,5 @@
-/* compose_wide.c - a call of bf16 as one of float32, for operators that are too sensitive to rounded
- * temporaries: every tensor but the states is copied, and results are rounded once, at the end. */
+/* compose_wide.c - a call of bf16 as one of float32, for operators whose results would be rounded
+ * more than once: every tensor but the states is copied, and results are rounded at the end. */
 #include <string.h>
 
 #include "base/status.h"
