@@ -17,17 +17,12 @@
 
 static mn_context *gpu;    // NULL: none here
 
-static bool has_kernel(mn_op_id op, mn_pass pass) {
-    const mn_kernel *kernel = mn_op_kernel(gpu, op, pass, MN_F32);
-    return kernel && kernel->launch;
-}
-
 /* Forward and backward on the GPU, results and gradients into `got`. */
 static void run_there(mn_sample *got, const op_case *c, mn_dtype dtype) {
     mn_device_sample *there = NULL;
     mn_status st = mn_device_sample_create(&there, gpu, got, dtype);
     if (st == MN_OK) st = mn_op_run(gpu, c->op, MN_FORWARD, mn_device_sample_args(there));
-    if (st == MN_OK && has_kernel(c->op, MN_BACKWARD)) {
+    if (st == MN_OK && mn_op_has_cuda(c->op, MN_BACKWARD)) {
         st = mn_op_run(gpu, c->op, MN_BACKWARD, mn_device_sample_args(there));
     }
     if (st == MN_OK) st = mn_device_sample_fetch(there, got);
@@ -119,7 +114,7 @@ static void check_bf16(op_case c) {
         const int64_t width = rank ? mn_axis_size((const mn_call *)want.args,
                                                   tensor->axes[rank - 1], &ok) : 1;
         const bool input = tensor->field->role <= MN_ROLE_RAW;
-        if (!x || !y || (input && !has_kernel(c.op, MN_BACKWARD))) continue;
+        if (!x || !y || (input && !mn_op_has_cuda(c.op, MN_BACKWARD))) continue;
         compare_bf16(x, y, tensor->count, width, input ? op_loss_norm(&want) : 0.0,
                      tensor->field->name, &c);
     }
@@ -157,7 +152,7 @@ static void kernels_match_reference(mn_op_id op) {
         skip();
         return;
     }
-    if (!has_kernel(op, MN_FORWARD)) return;
+    if (!mn_op_has_cuda(op, MN_FORWARD)) return;
     op_case forms[OP_MAX_FORMS];
     const int n_forms = op_forms(op, forms);
     for (int f = 0; f < n_forms; f++) {
