@@ -97,6 +97,12 @@ const mn_experiment_text mn_experiment_hyper_layout = {
                     "train": {"batch": 32, "lr": 0.001}, "lr_by_epoch": false,
                     "steps_at_most": 1000
                 },
+                "grid": {
+                    "model": {
+                        "bare, lags": {"steps_at_most": 3000},
+                        "bare, places": {"steps_at_most": 3000}
+                    }
+                },
                 "only": {
                     "model": [
                         "attention", "bare, lags", "bare, places", "hypermlp",
