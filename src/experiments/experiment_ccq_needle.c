@@ -104,8 +104,8 @@ const mn_experiment_text mn_experiment_ccq_needle = {
         "Preset full: S-NIAH-1 in words and digits, one seven-digit number in repeated noise, "
         "asked for at the end; models are trained on this task from nothing, so that a length "
         "tells how far a memory reaches and nothing of language. The paper's 500M parameters and "
-        "15B tokens are out of reach. A number counts when every digit of it is the likeliest one given "
-        "those before, which is what greedy generation says.",
+        "15B tokens are out of reach. A number counts when every digit of it is the likeliest "
+        "one given those before, which is what greedy generation says.",
         "Preset cpu: small models do not learn to copy seven digits in an hour (the loss stays at "
         "that of guessing digits for 1,500 steps), so their needles are the pairs of MAD's noisy "
         "recall with four slots of five being noise.",
