@@ -1,9 +1,10 @@
 /* claims.h - what a paper says of its numbers, held against ours.
  *
  *   claim   {"says": sentence, "table": number, "cell": [row, column], "less": [row, column],
- *            "above": x} or "below" in place of above
+ *            "above": x, "best": true} or "below" in place of above
  *
- * The value is the cell, less the other one where there is one. */
+ * The value is the cell, less the other one where there is one; with "best" that of its best
+ * seed. */
 #ifndef MN_EXPERIMENTS_CLAIMS_H
 #define MN_EXPERIMENTS_CLAIMS_H
 
