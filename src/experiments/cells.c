@@ -101,7 +101,8 @@ static void count_run(trials *all, const json_t *run, const json_t *table) {
     put_setting(setting, labels, rows, columns, where);
     const json_t *result = json_object_get(run, "result");
     const char *status = json_string_value(json_object_get(run, "status"));
-    const bool failed = !status || strcmp(status, "not run") != 0;
+    /* a run that came out without this number has no such answers */
+    const bool failed = !status || (strcmp(status, "not run") != 0 && strcmp(status, "ok") != 0);
     if (!values) {
         if (!row[0]) return;        // a run of another table
         if (columns[0] && !column[0]) return;
