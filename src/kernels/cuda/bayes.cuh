@@ -16,11 +16,11 @@
  * chunk in which a channel would decay by more than e^-40; if the chunk alone does so, token by
  * token. Scaling rows and columns costs no digits.
  *
- * A block of 16 warps has one noise group of one head of one sequence. P lies in tiles of 8 x 8, two
- * numbers for each lane: row l / 4, columns 2 (l % 4) and the next, as products leave it. The same
- * numbers are the right factor of the next product, rows read as columns, if the left one's columns
- * are taken in the order 0 2 4 6 1 3 5 7. Mh' lies alike, value columns being its rows. Up to R =
- * 128, P is in registers, row block w in warp w; beyond it is in memory. */
+ * A block of 16 warps has one noise group of one head of one sequence. P lies in tiles of 8 x 8,
+ * two numbers for each lane: row l / 4, columns 2 (l % 4) and the next, as products leave it. The
+ * same numbers are the right factor of the next product, rows read as columns, if the left one's
+ * columns are taken in the order 0 2 4 6 1 3 5 7. Mh' lies alike, value columns being its rows. Up
+ * to R = 128, P is in registers, row block w in warp w; beyond it is in memory. */
 #ifndef MN_KERNELS_CUDA_BAYES_CUH
 #define MN_KERNELS_CUDA_BAYES_CUH
 
@@ -96,9 +96,10 @@ struct mn_bayes_tiles {
     double at[LARGE ? 1 : MN_BAYES_TILES][2];
     double *memory;    // LARGE: nb x nb tiles of 64
 
-    /* use(tile, row block, column block) for all tiles of the warp, which may change them */
+    /* use(tile, row block, column block) for all tiles of the warp, which it may change if it
+     * says so */
     template <typename F>
-    __device__ void each(const mn_bayes_shape &s, F use) {
+    __device__ void each(const mn_bayes_shape &s, F use, bool changes = true) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
         for (int b = 0; b < (LARGE ? 0 : MN_BAYES_TILES); b++) {
@@ -109,7 +110,7 @@ struct mn_bayes_tiles {
                 double2 *place = (double2 *)(memory + ((int64_t)a * s.nb + b) * 64) + lane;
                 double tile[2] = { place->x, place->y };
                 use(tile, a, b);
-                *place = make_double2(tile[0], tile[1]);
+                if (changes) *place = make_double2(tile[0], tile[1]);
             }
         }
     }
@@ -242,7 +243,7 @@ __device__ inline bool mn_bayes_is_steep(const mn_bayes_room &room, const mn_bay
 
 /* Phi_t, kh, qh and the weights of the noise of tokens [first, first + count) of the raw chunk, as
  * tokens 0 to 15 of the room. Four threads share a channel. `still`: the frame does not move. */
-__device__ inline void mn_bayes_prepare(const mn_bayes_room &room, const mn_bayes_shape &s,
+__device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_room &room, const mn_bayes_shape &s,
                                         int first, int count, bool still) {
     const int size = MN_BAYES_CHUNK * s.K, quarter = threadIdx.x / 128 * 4;
     const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;
@@ -292,7 +293,7 @@ __device__ inline void mn_bayes_prepare(const mn_bayes_room &room, const mn_baye
 }
 
 /* n_t kh_t and n_t qh_t in place of the weights; n at the end. One thread has one channel. */
-__device__ inline void mn_bayes_add_noise(const mn_bayes_room &room, const mn_bayes_shape &s) {
+__device__ __noinline__ static void mn_bayes_add_noise(const mn_bayes_room &room, const mn_bayes_shape &s) {
     const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
         const int r = i * s.step;
@@ -395,7 +396,7 @@ __device__ void mn_bayes_through(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &
             const double2 q = *(const double2 *)(room.q + t * ld + r);
             sums[m] += cq[m][0] * q.x + cq[m][1] * q.y;
         }
-    });
+    }, false);
     if (!qvar) return;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
@@ -431,7 +432,7 @@ __device__ inline void mn_bayes_read_mean(const mn_bayes_room &room, const mn_ba
 }
 
 /* S + diag r2 = G'diag(1/sigma) G by one warp: lane t has column t. Rows of S come first. */
-__device__ inline void mn_bayes_factor(const mn_bayes_room &room) {
+__device__ __noinline__ static void mn_bayes_factor(const mn_bayes_room &room) {
     const int t = threadIdx.x % 16;
     double column[MN_BAYES_CHUNK];
 #pragma unroll
@@ -456,7 +457,7 @@ __device__ inline void mn_bayes_factor(const mn_bayes_room &room) {
 }
 
 /* z from B and e from its start: one thread has one column of either. */
-__device__ inline void mn_bayes_solve(const mn_bayes_room &room, const mn_bayes_shape &s) {
+__device__ __noinline__ static void mn_bayes_solve(const mn_bayes_room &room, const mn_bayes_shape &s) {
     const int rows = 8 * s.nb, all = rows + 8 * s.nm;
     for (int i = threadIdx.x; i < all; i += MN_BAYES_THREADS) {
         double *at = i < rows ? room.z + i : room.e + i - rows, x[MN_BAYES_CHUNK];
