@@ -533,7 +533,7 @@ __device__ bool mn_bayes_raise(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &ro
                                const mn_bayes_shape &s) {
     const double few = 8.0 * 0x1p-24;
     __shared__ int shows;
-    double *spread = room.qparts;    // free until the next product
+    double *spread = room.coef;    // free until the factor
     __syncthreads();
     for (int i = threadIdx.x; i < 2 * MN_BAYES_WARPS; i += MN_BAYES_THREADS) spread[i] = 0.0;
     __syncthreads();

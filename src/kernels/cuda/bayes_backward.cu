@@ -598,7 +598,7 @@ __device__ __noinline__ static void chunk_back(tiles &D, double *E, double *stat
     });
     __syncthreads();
     read_back(state, room, r, s, weighs);
-    channels_back<T>(room, r, p, s, parts, t, first, count);
+    channels_back<T>(room, r, p, s, parts, t + first, first, count);
 }
 
 /* D and E from the cotangents of the last states, of which P and room.M are the values; C. */
