@@ -11,10 +11,12 @@
 
 #include "base/dtype.h"
 #include "base/status.h"
+#include "base/util.h"
 #include "kernels/access.h"
 #include "ops/compose.h"
 #include "ops/linear.h"
 #include "ops/rows.h"
+#include "ops/work.h"
 
 /* What forward makes and backward needs, all contiguous over the B T rows; d_* are its
  * cotangents. */
@@ -56,8 +58,7 @@ static mn_status check_sizes(const mn_hyper_layer_args *p) {
 }
 
 static void *temporary(layer *s, int64_t width) {
-    void *data = mn_arena_array(s->context->arena, s->n_rows, width,
-                                mn_dtype_bytes(s->p->call.dtype));
+    void *data = mn_work_array(s->context, s->n_rows, width, mn_dtype_bytes(s->p->call.dtype));
     if (!data) s->out_of_memory = true;
     return data;
 }
@@ -72,9 +73,16 @@ static mn_out flat_out(const layer *s, void *data, int64_t width) {
 }
 
 /* Copies rows of `width` between views. */
-static void copy_rows(const layer *s, mn_out to, mn_in from, int64_t width) {
+static mn_status copy_rows(const layer *s, mn_out to, mn_in from, int64_t width) {
     const mn_call *c = &s->p->call;
     const size_t bytes = mn_dtype_bytes(c->dtype);
+    mn_call rows = *c;
+    rows.H = 1;
+    if (s->context->plans) return MN_OK;
+    if (s->context->device) {
+        const mn_in none = { 0 };
+        return mn_rows_glue(s->context, MN_GLUE_copy, &rows, width, to, from, none, none);
+    }
     for (int64_t b = 0; b < c->B; b++) {
         for (int64_t t = 0; t < c->T; t++) {
             memcpy((char *)to.data + (size_t)MN_OFFSET(to, b, t, 0) * bytes,
@@ -82,6 +90,7 @@ static void copy_rows(const layer *s, mn_out to, mn_in from, int64_t width) {
                    (size_t)width * bytes);
         }
     }
+    return MN_OK;
 }
 
 static void open_layer(layer *s, bool backward) {
@@ -158,23 +167,25 @@ static mn_status forward(layer *s, const projections *w) {
     rows.H = 1;
     const int64_t D = rows.D, K = rows.K;
     mn_context *context = s->context;
-    copy_rows(s, flat_out(s, s->x, D), s->p->x, D);
+    mn_status st = copy_rows(s, flat_out(s, s->x, D), s->p->x, D);
     mn_conv_args conv = convolution(s, s->p->conv1_conv_weight);
     conv.y.data = s->xk;
-    mn_status st = mn_op_run(context, MN_OP_conv, MN_FORWARD, &conv);
+    if (st == MN_OK) st = mn_op_run(context, MN_OP_conv, MN_FORWARD, &conv);
     conv = convolution(s, s->p->conv2_conv_weight);
     conv.y.data = s->xv;
     if (st == MN_OK) st = mn_op_run(context, MN_OP_conv, MN_FORWARD, &conv);
+    if (st == MN_OK) st = mn_linear_forward(context, &w->left, s->gq);
+    if (st == MN_OK) st = mn_linear_forward(context, &w->right, s->gv);
+    if (st == MN_OK) st = mn_linear_forward(context, &w->control1, s->c1);
+    if (st == MN_OK) st = mn_linear_forward(context, &w->control2, s->c2);
+    if (st == MN_OK) st = mn_linear_forward(context, &w->q, s->q0);
+    if (st == MN_OK) st = mn_linear_forward(context, &w->k, s->k);
+    if (st == MN_OK) st = mn_linear_forward(context, &w->v, s->v);
+    if (st == MN_OK) {
+        st = mn_rows_multiply(context, &rows, K, flat_out(s, s->q, K), flat(s, s->q0, K),
+                              flat(s, s->gq, K), false);
+    }
     if (st != MN_OK) return st;
-    mn_linear_forward(context, &w->left, s->gq);
-    mn_linear_forward(context, &w->right, s->gv);
-    mn_linear_forward(context, &w->control1, s->c1);
-    mn_linear_forward(context, &w->control2, s->c2);
-    mn_linear_forward(context, &w->q, s->q0);
-    mn_linear_forward(context, &w->k, s->k);
-    mn_linear_forward(context, &w->v, s->v);
-    mn_rows_multiply(context, &rows, K, flat_out(s, s->q, K), flat(s, s->q0, K), flat(s, s->gq, K),
-                     false);
     mn_hyper_args hyper = core(s);
     hyper.o.data = s->o;
     return mn_op_run(context, MN_OP_hyper, MN_FORWARD, &hyper);
@@ -205,13 +216,12 @@ static mn_status conv_backward(layer *s, mn_in weight, const void *dy, mn_out dw
     conv.cot.y.data = dy;
     conv.grad.x.data = s->dconv;
     conv.grad.w.data = dweight.data;
+    mn_call rows = s->p->call;
+    rows.H = 1;
     const mn_status st = mn_op_run(s->context, MN_OP_conv, MN_BACKWARD, &conv);
-    const int64_t count = s->n_rows * s->p->call.D;
-    for (int64_t i = 0; st == MN_OK && i < count; i++) {
-        if (s->p->call.dtype == MN_F64) ((double *)s->dx)[i] += ((double *)s->dconv)[i];
-        else ((float *)s->dx)[i] += ((float *)s->dconv)[i];
-    }
-    return st;
+    if (st != MN_OK) return st;
+    return mn_rows_add(s->context, &rows, rows.D, flat_out(s, s->dx, rows.D),
+                       flat(s, s->dconv, rows.D));
 }
 
 static mn_status backward(layer *s, const projections *w) {
@@ -220,29 +230,46 @@ static mn_status backward(layer *s, const projections *w) {
     rows.H = 1;
     const int64_t D = rows.D, K = rows.K;
     mn_context *context = s->context;
-    if (p->cot.y.data) copy_rows(s, flat_out(s, s->dy, D), p->cot.y, D);
-    else memset(s->dy, 0, (size_t)(s->n_rows * D) * mn_dtype_bytes(rows.dtype));
-    mn_linear_backward(context, &w->c_proj, NULL, s->dy, p->grad.c_proj_weight.data, NULL, s->d_o,
-                       false);
-    mn_status st = hyper_backward(s);
-    if (st != MN_OK) return st;
-    const mn_in dq = flat(s, s->dq, K);
-    mn_rows_multiply(context, &rows, K, flat_out(s, s->dgq, K), dq, flat(s, s->q0, K), false);
-    mn_rows_multiply(context, &rows, K, flat_out(s, s->dq, K), dq, flat(s, s->gq, K), false);
-    mn_linear_backward(context, &w->q, NULL, s->dq, p->grad.q_weight.data, NULL, s->dx, false);
-    mn_linear_backward(context, &w->left, s->gq, s->dgq, p->grad.left_gate_weight.data,
-                       p->grad.left_gate_bias.data, s->dx, true);
-    mn_linear_backward(context, &w->right, s->gv, s->dgv, p->grad.right_gate_weight.data,
-                       p->grad.right_gate_bias.data, s->dx, true);
-    mn_linear_backward(context, &w->control1, s->c1, s->dc1, p->grad.control1_weight.data,
-                       p->grad.control1_bias.data, s->dx, true);
-    mn_linear_backward(context, &w->control2, s->c2, s->dc2, p->grad.control2_weight.data,
-                       p->grad.control2_bias.data, s->dx, true);
-    mn_linear_backward(context, &w->k, NULL, s->dk, p->grad.k_weight.data, NULL, s->dxk, false);
-    mn_linear_backward(context, &w->v, NULL, s->dv, p->grad.v_weight.data, NULL, s->dxv, false);
-    st = conv_backward(s, p->conv1_conv_weight, s->dxk, p->grad.conv1_conv_weight);
+    const mn_in gq = flat(s, s->gq, K), q0 = flat(s, s->q0, K), dq = flat(s, s->dq, K);
+    const size_t bytes = (size_t)(s->n_rows * D) * mn_dtype_bytes(rows.dtype);
+    mn_status st = p->cot.y.data ? copy_rows(s, flat_out(s, s->dy, D), p->cot.y, D)
+                                 : mn_work_clear(context, s->dy, bytes);
+    if (st == MN_OK) {
+        st = mn_linear_backward(context, &w->c_proj, NULL, s->dy, p->grad.c_proj_weight.data, NULL,
+                                s->d_o, false);
+    }
+    if (st == MN_OK) st = hyper_backward(s);
+    if (st == MN_OK) {
+        st = mn_rows_multiply(context, &rows, K, flat_out(s, s->dgq, K), dq, q0, false);
+    }
+    if (st == MN_OK) {
+        st = mn_rows_multiply(context, &rows, K, flat_out(s, s->dq, K), dq, gq, false);
+    }
+    const struct {
+        const mn_linear *linear;
+        const void *y;
+        void *dy, *dweight, *dbias, *dx;
+        bool add;
+    } steps[] = {
+        { &w->q, NULL, s->dq, p->grad.q_weight.data, NULL, s->dx, false },
+        { &w->left, s->gq, s->dgq, p->grad.left_gate_weight.data, p->grad.left_gate_bias.data,
+          s->dx, true },
+        { &w->right, s->gv, s->dgv, p->grad.right_gate_weight.data, p->grad.right_gate_bias.data,
+          s->dx, true },
+        { &w->control1, s->c1, s->dc1, p->grad.control1_weight.data, p->grad.control1_bias.data,
+          s->dx, true },
+        { &w->control2, s->c2, s->dc2, p->grad.control2_weight.data, p->grad.control2_bias.data,
+          s->dx, true },
+        { &w->k, NULL, s->dk, p->grad.k_weight.data, NULL, s->dxk, false },
+        { &w->v, NULL, s->dv, p->grad.v_weight.data, NULL, s->dxv, false },
+    };
+    for (size_t i = 0; i < MN_COUNTOF(steps) && st == MN_OK; i++) {
+        st = mn_linear_backward(context, steps[i].linear, steps[i].y, steps[i].dy,
+                                steps[i].dweight, steps[i].dbias, steps[i].dx, steps[i].add);
+    }
+    if (st == MN_OK) st = conv_backward(s, p->conv1_conv_weight, s->dxk, p->grad.conv1_conv_weight);
     if (st == MN_OK) st = conv_backward(s, p->conv2_conv_weight, s->dxv, p->grad.conv2_conv_weight);
-    if (st == MN_OK && p->grad.x.data) copy_rows(s, p->grad.x, flat(s, s->dx, D), D);
+    if (st == MN_OK && p->grad.x.data) st = copy_rows(s, p->grad.x, flat(s, s->dx, D), D);
     return st;
 }
 
@@ -252,7 +279,6 @@ mn_status mn_compose_hyper_layer(mn_context *context, mn_pass pass, const void *
     layer s = { .context = context, .p = p, .n_rows = c->B * c->T };
     mn_status st = check_sizes(p);
     if (st != MN_OK) return st;
-    if (context->plans) return mn_fail(MN_ERR_UNSUPPORTED, "hyper_layer: cannot be planned");
     open_layer(&s, pass == MN_BACKWARD);
     if (s.out_of_memory)
         return mn_fail(MN_ERR_MEMORY, "hyper_layer: no memory for its temporaries");
@@ -261,7 +287,6 @@ mn_status mn_compose_hyper_layer(mn_context *context, mn_pass pass, const void *
     if (st != MN_OK || pass == MN_BACKWARD) return st == MN_OK ? backward(&s, &w) : st;
     if (!p->y.data) return MN_OK;
     void *y = s.x;    // no longer needed
-    mn_linear_forward(context, &w.c_proj, y);
-    copy_rows(&s, p->y, flat(&s, y, c->D), c->D);
-    return MN_OK;
+    st = mn_linear_forward(context, &w.c_proj, y);
+    return st == MN_OK ? copy_rows(&s, p->y, flat(&s, y, c->D), c->D) : st;
 }

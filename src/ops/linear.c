@@ -6,7 +6,7 @@
 #include <math.h>
 
 #include "base/util.h"
-#include "ops/matmul.h"
+#include "ops/work.h"
 
 #if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2
@@ -89,40 +89,77 @@ static void sum_columns(void *context, int64_t item, int worker) {
     }
 }
 
-void mn_linear_forward(mn_context *context, const mn_linear *p, void *y) {
-    const mn_matmul_args product = { .dtype = p->dtype, .c = y, .a = p->x, .b = p->weight,
-                                     .M = p->n_rows, .N = p->n_out, .K = p->n_in,
-                                     .b_transposed = true };
-    mn_matmul(context, &product);
-    job j = { .p = p, .out = y, .sigmoid_f32 = plain_sigmoid };
-#if MN_HAVE_X86_TARGETS
-    if (context->target == MN_TARGET_AVX2) j.sigmoid_f32 = mn_map_sigmoid_avx2;
-    if (context->target == MN_TARGET_AVX512) j.sigmoid_f32 = mn_map_sigmoid_avx512;
-#endif
-    if (!p->bias && !p->sigmoid) return;
-    mn_threads_run(context->threads, mn_ceil_div(p->n_rows, ROWS), finish_rows, &j);
+/* A step over rows of n_out numbers on a device. */
+static mn_status glue(mn_context *context, mn_glue_id id, const mn_linear *p, void *x,
+                      const void *a, const void *b) {
+    const int64_t step = id == MN_GLUE_sum ? 0 : p->n_out;    // of results
+    const mn_glue work = { .dtype = p->dtype, .B = 1, .T = p->n_rows, .H = 1, .width = p->n_out,
+                           .a = { a, { 0, p->n_out, 0 } },
+                           .b = { b, { 0, id == MN_GLUE_sigmoid_back ? p->n_out : 0, 0 } },
+                           .x = { x, { 0, step, 0 } } };
+    return mn_work_glue(context, id, &work);
 }
 
-void mn_linear_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
-                        void *dweight, void *dbias, void *dx, bool add) {
-    if (p->sigmoid) {
-        job j = { .p = p, .y = y, .out = dy };
-        mn_threads_run(context->threads, mn_ceil_div(p->n_rows, ROWS), open_rows, &j);
+static void choose_sigmoid(const mn_context *context, job *j) {
+    j->sigmoid_f32 = plain_sigmoid;
+#if MN_HAVE_X86_TARGETS
+    if (context->target == MN_TARGET_AVX2) j->sigmoid_f32 = mn_map_sigmoid_avx2;
+    if (context->target == MN_TARGET_AVX512) j->sigmoid_f32 = mn_map_sigmoid_avx512;
+#else
+    (void)context;
+#endif
+}
+
+mn_status mn_linear_forward(mn_context *context, const mn_linear *p, void *y) {
+    const mn_matmul_args product = { .dtype = p->dtype, .c_dtype = p->dtype, .c = y, .a = p->x,
+                                     .b = p->weight,
+                                     .M = p->n_rows, .N = p->n_out, .K = p->n_in,
+                                     .b_transposed = true };
+    const mn_status st = mn_work_product(context, &product);
+    if (st != MN_OK || (!p->bias && !p->sigmoid) || context->plans) return st;
+    if (context->device) {
+        return glue(context, p->sigmoid ? MN_GLUE_sigmoid : MN_GLUE_add, p, y, y, p->bias);
     }
-    if (dweight) {
-        const mn_matmul_args product = { .dtype = p->dtype, .c = dweight, .a = dy, .b = p->x,
+    job j = { .p = p, .out = y };
+    choose_sigmoid(context, &j);
+    mn_threads_run(context->threads, mn_ceil_div(p->n_rows, ROWS), finish_rows, &j);
+    return MN_OK;
+}
+
+/* dy becomes the cotangent of x W' + b. */
+static mn_status open_sigmoid(mn_context *context, const mn_linear *p, const void *y, void *dy) {
+    if (context->plans) return MN_OK;
+    if (context->device) return glue(context, MN_GLUE_sigmoid_back, p, dy, dy, y);
+    job j = { .p = p, .y = y, .out = dy };
+    mn_threads_run(context->threads, mn_ceil_div(p->n_rows, ROWS), open_rows, &j);
+    return MN_OK;
+}
+
+static mn_status sum_bias(mn_context *context, const mn_linear *p, const void *dy, void *dbias) {
+    if (context->plans) return MN_OK;
+    if (context->device) return glue(context, MN_GLUE_sum, p, dbias, dy, NULL);
+    job j = { .p = p, .y = dy, .out = dbias };
+    mn_threads_run(context->threads, mn_ceil_div(p->n_out, COLUMNS), sum_columns, &j);
+    return MN_OK;
+}
+
+mn_status mn_linear_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
+                             void *dweight, void *dbias, void *dx, bool add) {
+    mn_status st = p->sigmoid ? open_sigmoid(context, p, y, dy) : MN_OK;
+    if (st == MN_OK && dweight) {
+        const mn_matmul_args product = { .dtype = p->dtype, .c_dtype = p->dtype, .c = dweight,
+                                         .a = dy, .b = p->x,
                                          .M = p->n_out, .N = p->n_in, .K = p->n_rows,
                                          .a_transposed = true };
-        mn_matmul(context, &product);
+        st = mn_work_product(context, &product);
     }
-    if (dbias) {
-        job j = { .p = p, .y = dy, .out = dbias };
-        mn_threads_run(context->threads, mn_ceil_div(p->n_out, COLUMNS), sum_columns, &j);
-    }
-    if (dx) {
-        const mn_matmul_args product = { .dtype = p->dtype, .c = dx, .a = dy, .b = p->weight,
+    if (st == MN_OK && dbias) st = sum_bias(context, p, dy, dbias);
+    if (st == MN_OK && dx) {
+        const mn_matmul_args product = { .dtype = p->dtype, .c_dtype = p->dtype, .c = dx,
+                                         .a = dy, .b = p->weight,
                                          .M = p->n_rows, .N = p->n_in, .K = p->n_out,
                                          .accumulate = add };
-        mn_matmul(context, &product);
+        st = mn_work_product(context, &product);
     }
+    return st;
 }

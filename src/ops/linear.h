@@ -15,11 +15,11 @@ typedef struct mn_linear {
     bool sigmoid;
 } mn_linear;
 
-void mn_linear_forward(mn_context *context, const mn_linear *p, void *y);
+mn_status mn_linear_forward(mn_context *context, const mn_linear *p, void *y);
 
 /* Adds nothing where a pointer is NULL. `y` is the result of forward, needed with sigmoid only;
  * `dy` becomes the cotangent of x W' + b. dx is written, or added to when `add`. */
-void mn_linear_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
-                        void *dweight, void *dbias, void *dx, bool add);
+mn_status mn_linear_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
+                             void *dweight, void *dbias, void *dx, bool add);
 
 #endif

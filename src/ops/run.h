@@ -9,7 +9,7 @@
 mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *args);
 
 /* Bytes of work space such a call takes, without running it; pointers of `args` are only compared
- * with NULL. swiglu and hyper_layer, which no tape runs, cannot be planned. */
+ * with NULL. */
 mn_status mn_op_workspace(mn_context *context, mn_op_id op, mn_pass pass, const void *args,
                           size_t *bytes);
 

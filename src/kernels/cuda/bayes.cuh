@@ -243,8 +243,9 @@ __device__ inline bool mn_bayes_is_steep(const mn_bayes_room &room, const mn_bay
 
 /* Phi_t, kh, qh and the weights of the noise of tokens [first, first + count) of the raw chunk, as
  * tokens 0 to 15 of the room. Four threads share a channel. `still`: the frame does not move. */
-__device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_room &room, const mn_bayes_shape &s,
-                                        int first, int count, bool still) {
+__device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_room &room,
+                                                     const mn_bayes_shape &s, int first,
+                                                     int count, bool still) {
     const int size = MN_BAYES_CHUNK * s.K, quarter = threadIdx.x / 128 * 4;
     const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;
     if (threadIdx.x < MN_BAYES_CHUNK) {
@@ -293,7 +294,8 @@ __device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_room &room, 
 }
 
 /* n_t kh_t and n_t qh_t in place of the weights; n at the end. One thread has one channel. */
-__device__ __noinline__ static void mn_bayes_add_noise(const mn_bayes_room &room, const mn_bayes_shape &s) {
+__device__ __noinline__ static void mn_bayes_add_noise(const mn_bayes_room &room,
+                                                       const mn_bayes_shape &s) {
     const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
         const int r = i * s.step;
@@ -457,7 +459,8 @@ __device__ __noinline__ static void mn_bayes_factor(const mn_bayes_room &room) {
 }
 
 /* z from B and e from its start: one thread has one column of either. */
-__device__ __noinline__ static void mn_bayes_solve(const mn_bayes_room &room, const mn_bayes_shape &s) {
+__device__ __noinline__ static void mn_bayes_solve(const mn_bayes_room &room,
+                                                   const mn_bayes_shape &s) {
     const int rows = 8 * s.nb, all = rows + 8 * s.nm;
     for (int i = threadIdx.x; i < all; i += MN_BAYES_THREADS) {
         double *at = i < rows ? room.z + i : room.e + i - rows, x[MN_BAYES_CHUNK];

@@ -1,8 +1,8 @@
-/* columns.cuh - matrix memories whose value columns go their own way: the recurrence of mlstm and of
- * both forms of Longhorn, with weights that a kernel before it has made.
+/* columns.cuh - matrix memories whose value columns go their own way: the recurrence of mlstm and
+ * of both forms of Longhorn, with weights that a kernel before it has made.
  *
  *   SUM     S_ij <- f S_ij + w k_i v_j                         w, f numbers of a token
- *   CELL    S_ij <- (u_j + w_j x_i) S_ij + w_j k_i v_j         x_i = |k|^2 - k_i^2, u_j = 1 - w_j |k|^2
+ *   CELL    S_ij <- (u_j + w_j x_i) S_ij + w_j k_i v_j       x_i = |k|^2 - k_i^2, u = 1 - w |k|^2
  *   COLUMN  S_ij <- S_ij + w_j k_i (v_j - k'S_:j)              o_j = scale S_:j'q
  *
  * Backward, D the adjoint of S_t, B that of the memory before the write, y_j the gradient of w_j:
@@ -11,9 +11,9 @@
  *   df = f D.S, D <- f D      CELL    y_j = sum D k (v - k S), dk = sum w D (v - 2 k S), D <- c D
  *   COLUMN  y_j = (D'k)_j (v_j - k'S), dk = D (w (v - k'S)) - S (w D'k), D <- D - k (w D'k)'
  *
- * A warp has four columns; its lane l holds rows l, l + 32, ... of them in registers. Backward keeps
- * the state of every 64 tokens, and inside such a span that of every token, in memory; a thread
- * reads back only what it wrote. dq and dk leave parts, one for each tile of columns. */
+ * A warp has four columns; its lane l holds rows l, l + 32, ... of them in registers. Backward
+ * keeps the state of every 64 tokens, and inside such a span that of every token, in memory; a
+ * thread reads back only what it wrote. dq and dk leave parts, one for each tile of columns. */
 #ifndef MN_KERNELS_CUDA_COLUMNS_CUH
 #define MN_KERNELS_CUDA_COLUMNS_CUH
 
@@ -375,8 +375,9 @@ static int mn_columns_start(const mn_columns &p, bool backward, cudaStream_t on)
     const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    if (backward) mn_columns_backward_kernel<T, R, KIND><<<(unsigned)blocks, 256, 0, on>>>(p, tiles);
-    else mn_columns_forward_kernel<T, R, KIND><<<(unsigned)blocks, 256, 0, on>>>(p, tiles);
+    const unsigned n = (unsigned)blocks;
+    if (backward) mn_columns_backward_kernel<T, R, KIND><<<n, 256, 0, on>>>(p, tiles);
+    else mn_columns_forward_kernel<T, R, KIND><<<n, 256, 0, on>>>(p, tiles);
     return mn_launched();
 }
 

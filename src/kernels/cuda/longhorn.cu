@@ -59,8 +59,8 @@ longhorn_finish_kernel(const __grid_constant__ mn_longhorn_diag_args p, work s, 
     const row_place at = row_here(p.call);
     const int64_t rows = p.call.B * p.call.T * p.call.H, K = p.call.K, V = p.call.V;
     if (at.row >= rows) return;
-    T *dbeta = mn_row<T>(p.grad.beta, at.b, at.t, at.h), *dq = mn_row<T>(p.grad.q, at.b, at.t, at.h);
-    T *dk = mn_row<T>(p.grad.k, at.b, at.t, at.h);
+    T *dbeta = mn_row<T>(p.grad.beta, at.b, at.t, at.h);
+    T *dq = mn_row<T>(p.grad.q, at.b, at.t, at.h), *dk = mn_row<T>(p.grad.k, at.b, at.t, at.h);
     const T *k = mn_row<T>(p.k, at.b, at.t, at.h);
     float through = 0.0f;
     for (int64_t j = threadIdx.x % 32; j < V; j += 32) {

@@ -10,8 +10,8 @@
 
 enum { ROWS = 8 };    // of a block
 
-/* Work space: gates by rows; read sums and their cotangents, gradients of w (rows, V + 1); states at
- * the end and their cotangents or, going back, the gradients of the first ones. */
+/* Work space: gates by rows; read sums and their cotangents, gradients of w (rows, V + 1); states
+ * at the end and their cotangents or, going back, the gradients of the first ones. */
 struct work {
     float *f, *w, *m, *o, *cot, *y, *state, *ones, *last, *dstate0, *dones0;
     float *spans;    // and all behind it

@@ -3,14 +3,14 @@
  *
  *   d = softplus(dt + dt_bias)     h_t = exp(d A) h_{t-1} + d u B     y = (sum C h + D u) silu(z)
  *
- * Numbers of a channel are sums over the 16 columns of its line (cells.cuh), those of a state sums
+ * Numbers of a channel are sums over the 16 columns of its line (lines.cuh), those of a state sums
  * over lines: inside a block through shared memory, between blocks through parts. Backward keeps h
  * in front of each tile and makes it again inside one. More than 16 states go one group after the
  * other through a tile. */
-#include "kernels/cuda/cells.cuh"
+#include "kernels/cuda/lines.cuh"
 #include "kernels/cuda/parts.cuh"
 
-enum { SIDE = MN_CELL_SIDE, TOKENS = MN_CELL_TOKENS, WARPS = MN_CELLS / 32, MOST_GROUPS = 16 };
+enum { SIDE = MN_LINE_SIDE, TOKENS = MN_LINE_TOKENS, WARPS = MN_LINE_CELLS / 32, MOST_GROUPS = 16 };
 
 /* Work space of the way back: h in front of tiles, dB and dC by channel tiles, and dA, dD and the
  * bias's gradient by sequences. */
@@ -20,7 +20,7 @@ struct work {
 
 /* A tile's inputs: d and u by lines, B and C by columns. */
 struct inputs {
-    mn_cell_rows d, u, gr, B, C;
+    mn_line_rows d, u, gr, B, C;
 };
 
 struct place {
@@ -55,28 +55,28 @@ __device__ static float cell_of(const void *data, const mn_scan_args &p, const p
 
 /* d and u of the tile; thread (t, i) has channel i. Returns dt + dt_bias there. */
 template <typename T>
-__device__ static float fetch_channels(inputs &in, const mn_scan_args &p, const mn_cell_tile &tile,
+__device__ static float fetch_channels(inputs &in, const mn_scan_args &p, const mn_line_tile &tile,
                                        int64_t channel0) {
     const int64_t v = channel0 + threadIdx.x % SIDE;
     const bool there = v < p.call.V && (int)threadIdx.x / SIDE < tile.n_rows;
     const float bias = there ? mn_get((const T *)p.dt_bias.data, v) : 0.0f;
-    const float x = mn_cell_fetch<T>(p.dt, tile, 0, channel0, p.call.V) + bias;
+    const float x = mn_line_fetch<T>(p.dt, tile, 0, channel0, p.call.V) + bias;
     in.d.put(!there ? 0.0f : p.softplus ? softplus(x) : x);
-    in.u.put(mn_cell_fetch<T>(p.u, tile, 0, channel0, p.call.V));
+    in.u.put(mn_line_fetch<T>(p.u, tile, 0, channel0, p.call.V));
     return x;
 }
 
 template <typename T>
-__device__ static void fetch_states(inputs &in, const mn_scan_args &p, const mn_cell_tile &tile,
+__device__ static void fetch_states(inputs &in, const mn_scan_args &p, const mn_line_tile &tile,
                                     int group) {
-    in.B.put(mn_cell_fetch<T>(p.Bm, tile, 0, group * SIDE, p.call.K));
-    in.C.put(mn_cell_fetch<T>(p.Cm, tile, 0, group * SIDE, p.call.K));
+    in.B.put(mn_line_fetch<T>(p.Bm, tile, 0, group * SIDE, p.call.K));
+    in.C.put(mn_line_fetch<T>(p.Cm, tile, 0, group * SIDE, p.call.K));
 }
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
 template <typename T, int GROUPS>
-__global__ void __launch_bounds__(MN_CELLS)
+__global__ void __launch_bounds__(MN_LINE_CELLS)
 scan_forward_kernel(const __grid_constant__ mn_scan_args p, int64_t tiles) {
     __shared__ inputs in;
     const place at = place_of(tiles);
@@ -90,8 +90,8 @@ scan_forward_kernel(const __grid_constant__ mn_scan_args p, int64_t tiles) {
     }
     const int64_t v = at.channel0 + at.line;
     const float D = v < p.call.V ? mn_get((const T *)p.D.data, v) : 0.0f;
-    for (int64_t i = 0; i < mn_cell_tiles(span); i++) {
-        const mn_cell_tile tile = mn_cell_tile_at(span, i);
+    for (int64_t i = 0; i < mn_line_tiles(span); i++) {
+        const mn_line_tile tile = mn_line_tile_at(span, i);
         float sums[TOKENS] = {};
         __syncthreads();
         fetch_channels<T>(in, p, tile, at.channel0);
@@ -107,7 +107,7 @@ scan_forward_kernel(const __grid_constant__ mn_scan_args p, int64_t tiles) {
                 sums[t] = fmaf(in.C.at[at.column][t], h[g], sums[t]);
             }
         }
-        const float sum = mn_cell_line_sums(sums);    // of token at.column
+        const float sum = mn_line_sums(sums);    // of token at.column
         if (!p.y.data || v >= p.call.V || at.column >= tile.n_rows) continue;
         const int64_t t = span.t0 + tile.first + at.column;
         const T *z = mn_row<T>(p.z, span.b, t, 0);
@@ -128,12 +128,12 @@ scan_forward_kernel(const __grid_constant__ mn_scan_args p, int64_t tiles) {
 /* h in front of a tile, for each thread. */
 __device__ static float *state_at(const work &w, const mn_call &call, const place &at, int64_t tile,
                                   int64_t tiles, int groups, int group) {
-    const int64_t slot = mn_cell_first_slot(call, at.n) + tile;
-    return w.states + ((slot * tiles + at.tile) * groups + group) * MN_CELLS + threadIdx.x;
+    const int64_t slot = mn_line_first_slot(call, at.n) + tile;
+    return w.states + ((slot * tiles + at.tile) * groups + group) * MN_LINE_CELLS + threadIdx.x;
 }
 
 template <typename T, int GROUPS>
-__global__ void __launch_bounds__(MN_CELLS)
+__global__ void __launch_bounds__(MN_LINE_CELLS)
 scan_states_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t tiles) {
     __shared__ inputs in;
     const place at = place_of(tiles);
@@ -145,15 +145,15 @@ scan_states_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t tiles
         h[g] = cell_of<float>(first, p, at, g);
         A[g] = cell_of<T>(p.A.data, p, at, g);
     }
-    for (int64_t i = 0; i < mn_cell_tiles(span); i++) {
-        const mn_cell_tile tile = mn_cell_tile_at(span, i);
+    for (int64_t i = 0; i < mn_line_tiles(span); i++) {
+        const mn_line_tile tile = mn_line_tile_at(span, i);
         __syncthreads();
         fetch_channels<T>(in, p, tile, at.channel0);
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             *state_at(w, p.call, at, i, tiles, GROUPS, g) = h[g];
             if (g > 0) __syncthreads();
-            in.B.put(mn_cell_fetch<T>(p.Bm, tile, 0, g * SIDE, p.call.K));
+            in.B.put(mn_line_fetch<T>(p.Bm, tile, 0, g * SIDE, p.call.K));
             __syncthreads();
 #pragma unroll
             for (int t = 0; t < TOKENS; t++) {
@@ -191,7 +191,7 @@ __device__ static void group_back(float &g, float &dA, line_sums &sums,
         const float after = t + 1 < TOKENS ? h[t + 1 < TOKENS ? t + 1 : t] : state;
         g = fmaf(gr, in.C.at[at.column][t], g);
         const float x = g * decay * h[t];
-        const float both = mn_cell_pair_sums(g * d * u, gr * after);
+        const float both = mn_line_pair_sums(g * d * u, gr * after);
         over_lines[warp][t][upper][at.column] = both;
         dA = fmaf(d, x, dA);
         sums.d[t] = fmaf(g, u * B, fmaf(A, x, sums.d[t]));
@@ -201,7 +201,7 @@ __device__ static void group_back(float &g, float &dA, line_sums &sums,
 }
 
 template <typename T, int GROUPS>
-__global__ void __launch_bounds__(MN_CELLS)
+__global__ void __launch_bounds__(MN_LINE_CELLS)
 scan_backward_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t tiles) {
     __shared__ inputs in;
     __shared__ float over_lines[WARPS][TOKENS][2][SIDE];
@@ -218,13 +218,13 @@ scan_backward_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t til
         dA[i] = 0.0f;
     }
     const float D = v < V ? mn_get((const T *)p.D.data, v) : 0.0f;
-    for (int64_t i = mn_cell_tiles(span) - 1; i >= 0; i--) {
-        const mn_cell_tile tile = mn_cell_tile_at(span, i);
+    for (int64_t i = mn_line_tiles(span) - 1; i >= 0; i--) {
+        const mn_line_tile tile = mn_line_tile_at(span, i);
         line_sums sums = {};
         __syncthreads();
         fetch_channels<T>(in, p, tile, at.channel0);
-        const float z = mn_cell_fetch<T>(p.z, tile, 0, at.channel0, V);
-        in.gr.put(mn_cell_fetch<T>(p.cot.y, tile, 0, at.channel0, V) *
+        const float z = mn_line_fetch<T>(p.z, tile, 0, at.channel0, V);
+        in.gr.put(mn_line_fetch<T>(p.cot.y, tile, 0, at.channel0, V) *
                   (p.z.data ? z * sigmoid(z) : 1.0f));
 #pragma unroll
         for (int j = 0; j < GROUPS; j++) {
@@ -234,7 +234,7 @@ scan_backward_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t til
             group_back(g[j], dA[j], sums, over_lines, in,
                        *state_at(w, p.call, at, i, tiles, GROUPS, j), A[j], at);
             __syncthreads();
-            for (int k = threadIdx.x; k < tile.n_rows * 2 * SIDE; k += MN_CELLS) {
+            for (int k = threadIdx.x; k < tile.n_rows * 2 * SIDE; k += MN_LINE_CELLS) {
                 const int t = k / (2 * SIDE), which = k / SIDE % 2, column = k % SIDE;
                 const int64_t row = span.b * p.call.T + span.t0 + tile.first + t;
                 float sum = 0.0f;
@@ -244,8 +244,8 @@ scan_backward_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t til
                 w.rows[((at.tile * rows + row) * 2 + which) * K + j * SIDE + column] = sum;
             }
         }
-        const float r = mn_cell_line_sums(sums.r), to_d = mn_cell_line_sums(sums.d);
-        const float to_u = mn_cell_line_sums(sums.u);    // of token at.column
+        const float r = mn_line_sums(sums.r), to_d = mn_line_sums(sums.d);
+        const float to_u = mn_line_sums(sums.u);    // of token at.column
         if (v >= V || at.column >= tile.n_rows) continue;
         const int64_t t = span.t0 + tile.first + at.column;
         const float u = in.u.at[at.line][at.column], gr = in.gr.at[at.line][at.column];
@@ -317,7 +317,7 @@ static int groups_of(int64_t K) {
 /* Floats of the three parts of the work space. */
 static bool measure(size_t *states, size_t *rows, size_t *parts, const mn_call *c) {
     const size_t tiles = (size_t)mn_ceil_div(c->V, SIDE), groups = (size_t)groups_of(c->K);
-    return mn_mul_size(states, (size_t)mn_tile_slots(*c, TOKENS), tiles * groups * MN_CELLS) &&
+    return mn_mul_size(states, (size_t)mn_tile_slots(*c, TOKENS), tiles * groups * MN_LINE_CELLS) &&
            mn_mul_size(rows, (size_t)c->B, (size_t)c->T) && mn_mul_size(rows, *rows, tiles) &&
            mn_mul_size(rows, *rows, 2 * (size_t)c->K) &&
            mn_mul_size(parts, (size_t)mn_n_spans(*c), (size_t)c->V) &&
@@ -341,7 +341,7 @@ static int forward_of(const mn_scan_args *p, cudaStream_t on) {
     const int64_t tiles = mn_ceil_div(p->call.V, SIDE), blocks = tiles * mn_n_spans(p->call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    scan_forward_kernel<T, GROUPS><<<(unsigned)blocks, MN_CELLS, 0, on>>>(*p, tiles);
+    scan_forward_kernel<T, GROUPS><<<(unsigned)blocks, MN_LINE_CELLS, 0, on>>>(*p, tiles);
     return mn_launched();
 }
 
@@ -353,8 +353,8 @@ static int backward_of(const mn_scan_args *p, float *at, cudaStream_t on) {
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX || !measure(&states, &rows, &parts, &c)) return cudaErrorNotSupported;
     const work w = { at, at + states, at + states + rows };
-    scan_states_kernel<T, GROUPS><<<(unsigned)blocks, MN_CELLS, 0, on>>>(*p, w, tiles);
-    scan_backward_kernel<T, GROUPS><<<(unsigned)blocks, MN_CELLS, 0, on>>>(*p, w, tiles);
+    scan_states_kernel<T, GROUPS><<<(unsigned)blocks, MN_LINE_CELLS, 0, on>>>(*p, w, tiles);
+    scan_backward_kernel<T, GROUPS><<<(unsigned)blocks, MN_LINE_CELLS, 0, on>>>(*p, w, tiles);
     int code = mn_launched();
     if (code != cudaSuccess) return code;
     const put_states<T> to_rows = { p->grad.Bm, p->grad.Cm, c.T, c.K };
