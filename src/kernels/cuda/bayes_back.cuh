@@ -89,14 +89,14 @@ __device__ static void move_back(tiles &D, double *E, const mn_bayes_room &room,
 __device__ static void mix(double (&c)[2][2], const double *weights, const double *panel, int ld,
                            int b) {
     const int lane = threadIdx.x % 32;
+    double left[8], right[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const double from = panel[(4 * i + lane % 4) * ld + 8 * b + lane / 4];
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            mn_dmma(c[m], weights[(8 * m + lane / 4) * 16 + 4 * i + lane % 4], from);
-        }
+        right[i] = panel[(4 * i + lane % 4) * ld + 8 * b + lane / 4];
+        left[2 * i] = weights[lane / 4 * 16 + 4 * i + lane % 4];
+        left[2 * i + 1] = weights[(8 + lane / 4) * 16 + 4 * i + lane % 4];
     }
+    mn_dmma_16(c, left, right);
 }
 
 /* c += left (16, value columns) times a mean's tiles (value columns, rows), rows of block b */
@@ -105,14 +105,11 @@ __device__ static void through_mean(double (&c)[2][2], const double *left, int l
     const int lane = threadIdx.x % 32;
     for (int j = 0; j < s.nm; j++) {
         const double *tile = M + ((int64_t)j * s.nb + b) * 64;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const double from = tile[(4 * i + lane % 4) * 8 + lane / 4];
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                mn_dmma(c[m], left[(8 * m + lane / 4) * ld + 8 * j + 4 * i + lane % 4], from);
-            }
-        }
+        const double *upper = left + lane / 4 * ld + 8 * j + lane % 4, *lower = upper + 8 * ld;
+        const double from[4] = { upper[0], lower[0], upper[4], lower[4] };
+        const double with[2] = { tile[lane % 4 * 8 + lane / 4],
+                                 tile[(4 + lane % 4) * 8 + lane / 4] };
+        mn_dmma_8(c, from, with);
     }
 }
 
@@ -355,22 +352,34 @@ __device__ static void write_back(tiles &D, double *E, const mn_bayes_room &room
     const int lane = threadIdx.x % 32, ld = s.pitch(), ld_e = s.pitch_e();
     D.each(s, [&](double (&tile)[2], int a, int b) {
         const int row = 8 * a + lane / 4, column = 8 * b + lane / 4;
+        double left[4], right[4], up[4], along[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const int t = (4 * i + lane % 4), at = t * ld;
-            mn_dmma(tile, 0.5 * r.du[at + row], room.k[at + column]);
-            mn_dmma(tile, 0.5 * room.k[at + row], r.du[at + column]);
-            if (weighs) mn_dmma(tile, r.a[t] * room.q[at + row], room.q[at + column]);
+            const int at = (4 * i + lane % 4) * ld;
+            left[i] = 0.5 * r.du[at + row], right[i] = room.k[at + column];
+            up[i] = 0.5 * room.k[at + row], along[i] = r.du[at + column];
         }
-    });
-    mn_bayes_each_mean(E, s, [&](double (&tile)[2], int a, int b) {
-        const int row = 8 * a + lane / 4, column = 8 * b + lane / 4;
+        mn_dmma_tile(tile, left, right);
+        mn_dmma_tile(tile, up, along);
+        if (!weighs) return;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int t = 4 * i + lane % 4;
-            mn_dmma(tile, room.o[t * ld_e + row], room.q[t * ld + column]);
-            mn_dmma(tile, -r.de[t * ld_e + row], room.k[t * ld + column]);
+            left[i] = r.a[t] * room.q[t * ld + row], right[i] = room.q[t * ld + column];
         }
+        mn_dmma_tile(tile, left, right);
+    });
+    mn_bayes_each_mean(E, s, [&](double (&tile)[2], int a, int b) {
+        const int row = 8 * a + lane / 4, column = 8 * b + lane / 4;
+        double left[4], right[4], up[4], along[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int t = 4 * i + lane % 4;
+            left[i] = room.o[t * ld_e + row], right[i] = room.q[t * ld + column];
+            up[i] = -r.de[t * ld_e + row], along[i] = room.k[t * ld + column];
+        }
+        mn_dmma_tile(tile, left, right);
+        mn_dmma_tile(tile, up, along);
     });
 }
 
