@@ -45,6 +45,16 @@ struct mn_bayes_shape {
     __device__ int pitch_e() const { return 8 * nm + 4; }
 };
 
+/* Bytes of shared memory that a block may have on the device in use. */
+inline size_t mn_bayes_most_shared(void) {
+    int device = 0, bytes = 0;
+    const bool known =
+        cudaGetDevice(&device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
+            cudaSuccess;
+    return known ? (size_t)bytes - 1024 : 0;    // some is taken already
+}
+
 /* Shared memory, in doubles. */
 struct mn_bayes_room {
     double *k, *q, *z, *zq;              // 16 rows

@@ -22,8 +22,6 @@
 #include "kernels/cuda/parts.cuh"
 #include "kernels/riccati_args.h"
 
-enum { ROOM_BYTES = 227 * 1024 };
-
 /* ---- walks ----------------------------------------------------------------------------------- */
 
 /* Where a state lies: P's tiles, then the mean's. */
@@ -346,7 +344,7 @@ static bool layout_of(layout *l, const mn_bayes_args *p) {
     const size_t room = (size_t)back_doubles(l->nb, l->nm, (int)c.K);
     const size_t square = (size_t)l->nb * l->nb * 64, mean = (size_t)l->nm * l->nb * 64;
     l->room_bytes = room * sizeof(double);
-    l->w.inside = l->room_bytes <= ROOM_BYTES;
+    l->w.inside = l->room_bytes <= mn_bayes_most_shared();
     l->w.state = (int64_t)(square + mean);
     size_t size = 2 * square + 2 * mean + (CHUNKS + 1) * (square + mean);
     if (!l->w.inside) size += room;

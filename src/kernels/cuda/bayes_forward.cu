@@ -3,8 +3,6 @@
 #include "kernels/cuda/bayes.cuh"
 #include "kernels/riccati_args.h"
 
-enum { ROOM_BYTES = 227 * 1024 };
-
 /* What is asked of tokens [t, t + count), the first ones of the room. */
 template <typename T>
 __device__ static void put_results(const mn_bayes_room &room, const mn_bayes_args &p,
@@ -129,15 +127,16 @@ static layout layout_of(const mn_bayes_args *p) {
     layout l;
     const mn_call &c = p->call;
     const int64_t R = c.K * (p->theta.data ? 2 : 1);
+    const size_t most = mn_bayes_most_shared();
     l.nb = (int)((R + 7) / 8);
     l.nm = (int)(mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), 8));
     l.large = l.nb > MN_BAYES_TILES;
     l.room_bytes = (size_t)mn_bayes_doubles(l.nb, l.nm, (int)c.K, true) * sizeof(double);
-    l.mean_inside = l.room_bytes <= ROOM_BYTES;
+    l.mean_inside = l.room_bytes <= most;
     if (!l.mean_inside) {
         l.room_bytes = (size_t)mn_bayes_doubles(l.nb, l.nm, (int)c.K, false) * sizeof(double);
     }
-    l.room_inside = l.room_bytes <= ROOM_BYTES;
+    l.room_inside = l.room_bytes <= most;
     l.work_each = (l.large ? (size_t)l.nb * l.nb * 64 : 0) +
                   (l.mean_inside ? 0 : (size_t)l.nm * l.nb * 64);
     if (!l.room_inside) {

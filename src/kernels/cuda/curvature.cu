@@ -21,7 +21,7 @@ enum { SLICE_PITCH = SLICE + MN_PANEL_PAD };
 /* Chunks and who has which tile of a product, for keys of up to KP numbers. */
 template <typename T, int KP>
 struct sizes {
-    static constexpr int chunk = sizeof(T) == 2 ? 64 : KP == 256 ? 16 : 32;
+    static constexpr int chunk = (sizeof(T) == 2 ? 64 : 32) / (KP == 256 ? 2 : 1);
     static constexpr int pitch = KP + MN_PANEL_PAD, score_pitch = chunk + MN_PANEL_PAD;
     static constexpr int down = chunk / 16, across = WARPS / down;    // tiles of a chunk's rows
     static constexpr int columns = SLICE / across;
