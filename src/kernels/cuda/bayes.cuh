@@ -304,8 +304,8 @@ __device__ inline bool mn_bayes_is_steep(const mn_bayes_room &room, const mn_bay
 
 /* Phi_t, kh, qh and the weights of the noise of tokens [first, first + count) of the raw chunk, as
  * tokens 0 to 15 of the room. Four threads share a channel. `still`: the frame does not move. */
-__device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_room room,
-                                                     const mn_bayes_shape s, int first,
+__device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_room &room,
+                                                     const mn_bayes_shape &s, int first,
                                                      int count, bool still) {
     const int size = MN_BAYES_CHUNK * s.K, quarter = threadIdx.x / 128 * 4;
     const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;
@@ -363,8 +363,8 @@ __device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_room room,
 }
 
 /* n_t kh_t and n_t qh_t in place of the weights; n at the end. One thread has one channel. */
-__device__ __noinline__ static void mn_bayes_add_noise(const mn_bayes_room room,
-                                                       const mn_bayes_shape s) {
+__device__ __noinline__ static void mn_bayes_add_noise(const mn_bayes_room &room,
+                                                       const mn_bayes_shape &s) {
     const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
         const int r = i * s.step;
@@ -512,7 +512,7 @@ __device__ inline void mn_bayes_read_mean(const mn_bayes_room &room, const mn_ba
 }
 
 /* S + diag r2 = G'diag(1/sigma) G by one warp: lane t has column t. Rows of S come first. */
-__device__ __noinline__ static void mn_bayes_factor(const mn_bayes_room room) {
+__device__ __noinline__ static void mn_bayes_factor(const mn_bayes_room &room) {
     const int t = threadIdx.x % 16;
     double column[MN_BAYES_CHUNK];
 #pragma unroll
@@ -537,8 +537,8 @@ __device__ __noinline__ static void mn_bayes_factor(const mn_bayes_room room) {
 }
 
 /* z from B and e from its start: one thread has one column of either. */
-__device__ __noinline__ static void mn_bayes_solve(const mn_bayes_room room,
-                                                   const mn_bayes_shape s) {
+__device__ __noinline__ static void mn_bayes_solve(const mn_bayes_room &room,
+                                                   const mn_bayes_shape &s) {
     const int rows = 8 * s.nb, all = rows + 8 * s.nm;
     for (int i = threadIdx.x; i < all; i += MN_BAYES_THREADS) {
         double *at = i < rows ? room.z + i : room.e + i - rows, x[MN_BAYES_CHUNK];

@@ -31,7 +31,7 @@ __device__ static double *mean_of(double *state, const mn_bayes_shape &s) {
 
 /* From the state in front of a chunk to the one behind it; the frame is at rest on both sides. */
 template <typename T>
-__device__ __noinline__ static void walk(tiles P, const mn_bayes_room room,
+__device__ __noinline__ static void walk(tiles &P, const mn_bayes_room &room,
                                          const mn_bayes_args &p, mn_bayes_shape s, int64_t t,
                                          int limit) {
     const int all = (int)min((int64_t)MN_BAYES_CHUNK, s.span.length - t);
@@ -59,9 +59,9 @@ __device__ __noinline__ static void walk(tiles P, const mn_bayes_room room,
 /* Everything of tokens [first, first + count) of the chunk at t, whose frame starts from `state`: D
  * and E go from behind them to in front of them. */
 template <typename T>
-__device__ __noinline__ static void chunk_back(tiles D, double *E, double *state,
-                                  mn_bayes_room room, const back_room r, const mn_bayes_args &p,
-                                  const mn_bayes_shape s, float *parts, int64_t t, int first,
+__device__ __noinline__ static void chunk_back(tiles &D, double *E, double *state,
+                                  mn_bayes_room room, const back_room &r, const mn_bayes_args &p,
+                                  const mn_bayes_shape &s, float *parts, int64_t t, int first,
                                   int count, bool still) {
     const bool weighs = p.cot.qvar.data && p.q.data;
     tiles P;
