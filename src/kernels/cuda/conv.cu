@@ -11,7 +11,7 @@
 #include "kernels/cuda/gate.cuh"
 #include "kernels/cuda/parts.cuh"
 
-enum { THREADS = 128, PACK = 4, TILE = 32, TAPS = 4, GROUP = 4, ROWS = TAPS - 1 + GROUP, SILU = 1 };
+enum { THREADS = 128, PACK = 4, TILE = 64, TAPS = 4, GROUP = 4, ROWS = TAPS - 1 + GROUP, SILU = 1 };
 enum { MOST_TILES = 65535, BLOCKS = 1056 };    // BLOCKS: eight for each processor of an H200
 
 /* x_s of a sequence for channels [channel, channel + N); before its start the tail, or zero. */
@@ -92,17 +92,30 @@ __device__ static void carry(float (&u)[ROWS][N]) {
     }
 }
 
-/* Rows TAPS - 1 ... of `u`: the inputs of the group of tokens from t on; zeros past the end. */
+/* The inputs of a group of tokens on their way, asked for while the group before is worked on. */
 template <typename T, int N>
-__device__ static void load_group(float (&u)[ROWS][N], const mn_in &view, const mn_span &span,
-                                  int64_t t, int64_t channel) {
+struct ahead {
+    mn_pack<T, N> at[GROUP];
+
+    /* Tokens t, t + 1, ...; zeros past the end and where the tensor is absent. */
+    __device__ void ask(const mn_in &view, const mn_span &span, int64_t t, int64_t channel) {
+        const T *row = mn_row<T>(view, span.b, span.t0 + t, 0);
 #pragma unroll
-    for (int i = 0; i < GROUP; i++) {
-        const bool inside = t + i < span.length;
-        const T *row = inside ? mn_row<T>(view, span.b, span.t0 + t + i, 0) : nullptr;
-        mn_load<N>(u[TAPS - 1 + i], row, channel);
+        for (int i = 0; i < GROUP; i++, row += view.stride[1]) {
+            if (view.data && t + i < span.length) at[i] = *(const mn_pack<T, N> *)(row + channel);
+            else at[i] = mn_pack<T, N>{};
+        }
     }
-}
+
+    /* To rows TAPS - 1 ... of `u`. */
+    __device__ void take(float (&u)[ROWS][N]) const {
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+#pragma unroll
+            for (int j = 0; j < N; j++) u[TAPS - 1 + i][j] = mn_float(at[i].at[j]);
+        }
+    }
+};
 
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS)
@@ -114,21 +127,25 @@ forward_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots) {
         const mn_tile_span tile = mn_tile_at(p.call, TILE, slot);
         if (tile.n_rows == 0) continue;
         const int64_t end = tile.first + tile.n_rows;
+        T *to = mn_row<T>(p.y, tile.span.b, tile.span.t0 + tile.first, 0);
         float u[ROWS][N];
+        ahead<T, N> next;
+        next.ask(p.x, tile.span, tile.first, channel);
 #pragma unroll
         for (int i = 0; i < TAPS - 1; i++) {
             input_at<T, N>(u[i], p, tile.n, tile.span, tile.first - (TAPS - 1) + i, channel);
         }
         for (int64_t t = tile.first; t < end; t += GROUP) {
-            load_group<T, N>(u, p.x, tile.span, t, channel);
+            next.take(u);
+            if (t + GROUP < end) next.ask(p.x, tile.span, t + GROUP, channel);
 #pragma unroll
-            for (int g = 0; g < GROUP; g++) {
+            for (int g = 0; g < GROUP; g++, to += p.y.stride[1]) {
                 if (t + g >= end) break;
                 float y[N];
                 f.apply(y, u, g);
 #pragma unroll
                 for (int j = 0; j < N; j++) y[j] = p.act == SILU ? mn_silu(y[j]).value : y[j];
-                mn_store<N>(mn_row<T>(p.y, tile.span.b, tile.span.t0 + t + g, 0), channel, y);
+                mn_store<N>(to, channel, y);
             }
             carry<N>(u);
         }
@@ -187,13 +204,20 @@ __device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_arg
     const mn_span &span = tile.span;
     const int64_t end = tile.first + tile.n_rows;
     float u[ROWS][N], d[ROWS][N] = {};    // d: of tokens t - 3, ..., t + 3
+    ahead<T, N> next_u, next_d;
+    next_u.ask(p.x, span, tile.first, channel);
+    next_d.ask(p.cot.y, span, tile.first, channel);
 #pragma unroll
     for (int i = 0; i < TAPS - 1; i++) {
         input_at<T, N>(u[i], p, tile.n, span, tile.first - (TAPS - 1) + i, channel);
     }
     for (int64_t t = tile.first; t < end + TAPS - 1; t += GROUP) {
-        load_group<T, N>(u, p.x, span, t, channel);
-        load_group<T, N>(d, p.cot.y, span, t, channel);
+        next_u.take(u);
+        next_d.take(d);
+        if (t + GROUP < end + TAPS - 1) {
+            next_u.ask(p.x, span, t + GROUP, channel);
+            next_d.ask(p.cot.y, span, t + GROUP, channel);
+        }
 #pragma unroll
         for (int g = 0; g < GROUP; g++) {
             float sum[N], (&now)[N] = d[TAPS - 1 + g];
