@@ -1,15 +1,16 @@
 /* cells.cuh - recurrences in which every memory cell goes its own way: what moebius.cu and
  * importance.cu share.
  *
- * Cells lie in slots (axis K) and columns (axis V). A thread keeps 4 slots of C columns in registers
- * and walks through time by tiles of 16 tokens, whose numbers wait in shared memory. The lanes of a
- * warp are 4 along the slots and 8 along the columns, so that a warp has 16 slots of 8 C columns;
- * GROUPS of the block's warps lie along the slots, the others along the columns.
+ * Cells lie in slots (axis K) and columns (axis V). A thread keeps 4 slots of C columns in
+ * registers and walks through time by tiles of 16 tokens, whose numbers wait in shared memory. The
+ * lanes of a warp are 4 along the slots and 8 along the columns, so that a warp has 16 slots of 8 C
+ * columns; GROUPS of the block's warps lie along the slots, the others along the columns.
  *
- * Sums over columns or slots go from lane to lane by halves: of n numbers a lane gives away n / 2 and
- * keeps n / 2. So that it always gives the same registers, lanes call their slots and columns by
- * different names: number j of a thread is slot 4 s + (j ^ c % 4), number i is column C c + (i ^ s %
- * C), with s and c the lane's place. Keys lie in shared memory in the four orders that asks for. */
+ * Sums over columns or slots go from lane to lane by halves: of n numbers a lane gives away n / 2
+ * and keeps n / 2. So that it always gives the same registers, lanes call their slots and columns
+ * by different names: number j of a thread is slot 4 s + (j ^ c % 4), number i is column C c + (i ^
+ * s % C), with s and c the lane's place. Keys lie in shared memory in the four orders that asks
+ * for. */
 #ifndef MN_KERNELS_CUDA_CELLS_CUH
 #define MN_KERNELS_CUDA_CELLS_CUH
 

@@ -66,8 +66,8 @@ struct row_sums {
     float top, sum;
 };
 
-/* Thread by thread, sums of exp(x - from) with the largest logit so far in `from`; 0 stands for none,
- * so that -inf less -inf does not come up. */
+/* Thread by thread, sums of exp(x - from) with the largest logit so far in `from`; 0 stands for
+ * none, so that -inf less -inf does not come up. */
 template <int N, typename T>
 __device__ static row_sums sum_row(const T *x, int64_t V, float *room) {
     float top = -INFINITY, from = 0.0f, sum = 0.0f;

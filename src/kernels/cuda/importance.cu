@@ -4,8 +4,8 @@
  *   I <- a I + (1 - a) ip + k^2 b      M <- a M + k v      mu = M / I
  *   o = scale sum_i q mu               ovar = scale^2 sum_i q^2 / I
  *
- * A thread keeps 4 slots of 2 value columns, a block 64 slots of 32 columns or, of short keys, 32 of
- * 64, of one head of one sequence. With more slots, blocks leave parts of the sums over slots.
+ * A thread keeps 4 slots of 2 value columns, a block 64 slots of 32 columns or, of short keys, 32
+ * of 64, of one head of one sequence. With more slots, blocks leave parts of the sums over slots.
  * Backward, a first pass leaves the states in front of each span of 64 tokens. The second goes
  * through the spans from the last one on: forward over the tiles of 16 tokens, whose first states
  * stay in shared memory, then back, half a tile's states made again in registers each time. */
@@ -314,8 +314,8 @@ struct token {
     float k[SLOTS], q[SLOTS], v[C], b[C], mean[C], spread[C], a;
 };
 
-/* What it says: dk and dq slot by slot, dv and db column by column, and for dg and dip the sum of A M
- * + C (I - ip) and of C. */
+/* What it says: dk and dq slot by slot, dv and db column by column, and for dg and dip the sum of
+ * A M + C (I - ip) and of C. */
 struct token_cots {
     float k[SLOTS], q[SLOTS], v[C], b[C], along, fresh;
 };
@@ -379,8 +379,8 @@ __device__ __forceinline__ static float warp_sums(float (&x)[4]) {
     return x[0];
 }
 
-/* Half a tile from its first token t0 on, with the state in front of it in `first`. Adds to `prior`,
- * the part of dip. */
+/* Half a tile from its first token t0 on, with the state in front of it in `first`. Adds to
+ * `prior`, the part of dip. */
 template <typename Block, bool SPREAD>
 __device__ __forceinline__ static void half_backward(state &adj, float &prior, const state &first,
                                                      backward_room<Block, SPREAD> &r, int t0,
@@ -470,8 +470,8 @@ __device__ static float put_first(const state &adj, const mn_importance_args &p,
     return p.imp0.data ? 0.0f : sum;
 }
 
-/* Forward over the tiles [first, end) of a span from the state in `c`, which stay in shared memory; at
- * the end of the sequence, its adjoint begins. */
+/* Forward over the tiles [first, end) of a span from the state in `c`, which stay in shared memory;
+ * at the end of the sequence, its adjoint begins. */
 template <typename T, typename Block, bool SPREAD>
 __device__ static void walk_span(state &c, state &adj, backward_room<Block, SPREAD> &r,
                                  const mn_importance_args &p, const place &at, int64_t first,

@@ -160,7 +160,8 @@ __device__ __forceinline__ static void token_backward(token_cots &to, adjoint &s
         const float g = mn_inverse(fmaxf(den, floor_at)), ng = nl * g, de = ne * (a * g);
         sum.a[j] = fmaf(ne, eta * g, sum.a[j]);
         sum.d.eta[j] = de;
-        const float through = de * eta, pulled = den >= floor_at ? fmaf(ng, lam, through) * g : 0.0f;
+        const float through = de * eta;
+        const float pulled = den >= floor_at ? fmaf(ng, lam, through) * g : 0.0f;
         sum.a2[j] -= pulled;
         sum.p[j] = fmaf(-pulled, lam, sum.p[j]);
         sum.d.lam[j] = den >= floor_at ? g * fmaf(ng, a2, -(p * through)) : ng;
@@ -297,14 +298,14 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_ro
             if (tile.n_rows == TOKENS) {
 #pragma unroll 1
                 for (int t0 = HALF; t0 >= 0; t0 -= HALF) {
-                    half_backward<FULL, true>(here, choose(t0 > 0, middle, first), dyn, r.out, r.keys, r.in,
-                                              t0, TOKENS, p.from_prior);
+                    half_backward<FULL, true>(here, choose(t0 > 0, middle, first), dyn, r.out,
+                                              r.keys, r.in, t0, TOKENS, p.from_prior);
                 }
             } else {
 #pragma unroll 1
                 for (int t0 = HALF; t0 >= 0; t0 -= HALF) {
-                    half_backward<FULL, false>(here, choose(t0 > 0, middle, first), dyn, r.out, r.keys, r.in,
-                                               t0, tile.n_rows, p.from_prior);
+                    half_backward<FULL, false>(here, choose(t0 > 0, middle, first), dyn, r.out,
+                                               r.keys, r.in, t0, tile.n_rows, p.from_prior);
                 }
             }
             add_sums(sum, here);

@@ -74,8 +74,8 @@ __device__ inline int64_t place_of(const mn_call &call, int j) {
 }
 
 /* Four cells of states (N,V,K): given ones, or `lam` and 0. */
-__device__ inline void load_cells(state &to, const mn_in &lam, const mn_in &eta, const mn_call &call,
-                                  int64_t n, float usual) {
+__device__ inline void load_cells(state &to, const mn_in &lam, const mn_in &eta,
+                                  const mn_call &call, int64_t n, float usual) {
     const float *from_lam = mn_row<float>(lam, n, 0, 0), *from_eta = mn_row<float>(eta, n, 0, 0);
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {

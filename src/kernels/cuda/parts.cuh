@@ -5,8 +5,9 @@
 
 #include "kernels/cuda/common.cuh"
 
-/* put(i, sum over parts of parts[part * width + i]). A block has COLUMNS columns and GROUPS groups of
- * threads; group g adds parts g, g + GROUPS, ..., and the groups' sums are added in their order. */
+/* put(i, sum over parts of parts[part * width + i]). A block has COLUMNS columns and GROUPS groups
+ * of threads; group g adds parts g, g + GROUPS, ..., and the groups' sums are added in their order.
+ */
 template <int COLUMNS, int GROUPS, typename F>
 __global__ void __launch_bounds__(COLUMNS *GROUPS)
 mn_sum_parts_kernel(F put, const float *parts, int64_t n_parts, int64_t width) {

@@ -48,9 +48,9 @@ struct mn_team {
         return (threadIdx.x % TEAM + k * (int64_t)TEAM) * N;
     }
 
-    /* Sums over the team, in all its threads. Parts of a warp end their loops over rows at different
-     * times, so each part names its own threads; a block waits once, since successive calls take
-     * turns in `room`. */
+    /* Sums over the team, in all its threads. Parts of a warp end their loops over rows at
+     * different times, so each part names its own threads; a block waits once, since successive
+     * calls take turns in `room`. */
     template <int n>
     __device__ void sum(float (&x)[n], float *room) {
         const unsigned base = TEAM < 32 ? threadIdx.x % 32 / TEAM * TEAM : 0;
@@ -167,8 +167,8 @@ struct mn_team {
 
 /* ---- sums over rows --------------------------------------------------------------------------
  *
- * Rows of `width` columns come in `groups` that have sums of their own: block (part, g) gathers part
- * `part` of group g, of gridDim.x parts. */
+ * Rows of `width` columns come in `groups` that have sums of their own: block (part, g) gathers
+ * part `part` of group g, of gridDim.x parts. */
 
 /* Blocks for `rows` rows, `resident` of them on each processor. */
 template <typename Team>
