@@ -12,8 +12,8 @@
  *
  * That needs lam, prec >= 0 and finite entries; where a thread's four cells lack that, they go
  * through the chunk token by token instead. Adjoints are linear anyway once the states are known:
- * (lam, eta) <- (G lam + H eta + lam', E eta + eta'), where lam', eta' start from nothing behind the
- * chunk. */
+ * (lam, eta) <- (G lam + H eta + lam', E eta + eta'), where lam', eta' start from nothing behind
+ * the chunk. */
 #ifndef MN_KERNELS_CUDA_MOEBIUS_MAPS_CUH
 #define MN_KERNELS_CUDA_MOEBIUS_MAPS_CUH
 
