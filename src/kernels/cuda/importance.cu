@@ -120,17 +120,13 @@ enum { VALUES, WRITES, MEAN_COTS, SPREAD_COTS };
 struct gates {
     float a[TOKENS], forget[TOKENS], fresh[TOKENS];
 
-    template <typename T>
-    __device__ void fill(const mn_importance_args &p, const place &at, const mn_cell_tile &tile) {
+    /* Thread t brings token t of the n_rows that there are. */
+    __device__ void put(float g, int n_rows, float ip) {
         const int t = threadIdx.x;
         if (t >= TOKENS) return;
-        float g = 0.0f;
-        if (t < tile.n_rows) {
-            g = mn_float(*mn_row<T>(p.g, tile.span.b, tile.span.t0 + tile.first + t, at.h));
-        }
         a[t] = expf(g);
         forget[t] = -expm1f(g);
-        fresh[t] = t < tile.n_rows ? fmaf(forget[t], at.ip, least_importance) : 0.0f;
+        fresh[t] = t < n_rows ? fmaf(forget[t], ip, least_importance) : 0.0f;
     }
 };
 
@@ -169,19 +165,37 @@ template <typename T, typename Block, int N_KEYS, int N_LINES>
 struct fetched {
     mn_cell_fetched<T, Block::SLOTS, Block::THREADS> keys[N_KEYS];
     mn_cell_fetched<T, Block::COLUMNS, Block::THREADS> lines[N_LINES];
+    float g;
+    int n_rows;
 
-    __device__ void fetch(const mn_importance_args &p, const place &at, const mn_cell_tile &tile) {
+    __device__ void open(const mn_importance_args &p, const place &at) {
         const int64_t s0 = Block::slot0(), v0 = Block::column0(), K = p.call.K, V = p.call.V;
-        keys[KEYS].fetch(p.k, tile, at.h, s0, K);
-        if (N_KEYS > QUERIES) keys[N_KEYS - 1].fetch(p.q, tile, at.h, s0, K);
-        lines[VALUES].fetch(p.v, tile, at.h, v0, V);
-        lines[WRITES].fetch(p.b, tile, at.h, v0, V);
-        if (N_LINES > MEAN_COTS) lines[N_LINES > 2 ? 2 : 0].fetch(p.cot.o, tile, at.h, v0, V);
-        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.ovar, tile, at.h, v0, V);
+        keys[KEYS].open(p.k, at.span, at.h, s0, K);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].open(p.q, at.span, at.h, s0, K);
+        lines[VALUES].open(p.v, at.span, at.h, v0, V);
+        lines[WRITES].open(p.b, at.span, at.h, v0, V);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > 2 ? 2 : 0].open(p.cot.o, at.span, at.h, v0, V);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].open(p.cot.ovar, at.span, at.h, v0, V);
+    }
+
+    __device__ __forceinline__ void fetch(const mn_importance_args &p, const place &at,
+                                          const mn_cell_tile &tile) {
+        keys[KEYS].fetch(p.k, tile);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].fetch(p.q, tile);
+        lines[VALUES].fetch(p.v, tile);
+        lines[WRITES].fetch(p.b, tile);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > 2 ? 2 : 0].fetch(p.cot.o, tile);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.ovar, tile);
+        const int t = threadIdx.x;
+        n_rows = tile.n_rows;
+        g = 0.0f;
+        if (t >= n_rows) return;
+        g = mn_float(*mn_row<T>(p.g, tile.span.b, tile.span.t0 + tile.first + t, at.h));
     }
 
     /* Cotangents are put times `scale` and its square, which spares the sums over slots that. */
-    __device__ void put(stage<Block, N_KEYS, N_LINES> &to, float scale) const {
+    template <typename Stage>
+    __device__ void put(Stage &to, float ip, float scale) const {
 #pragma unroll
         for (int i = 0; i < N_KEYS; i++) keys[i].put(to.keys[i]);
 #pragma unroll
@@ -189,6 +203,7 @@ struct fetched {
             lines[i].put(to.lines[i], i == MEAN_COTS ? scale : i == SPREAD_COTS ? scale * scale :
                                                                                   1.0f);
         }
+        to.g.put(g, n_rows, ip);
     }
 };
 
@@ -252,13 +267,13 @@ forward_kernel(const __grid_constant__ mn_importance_args p, float *sums, int64_
         const place at = place::of<T>(p, item);
         const int64_t n_tiles = mn_cell_tiles(at.span.length);
         fetched<T, Block, 2, 2> next;
+        next.open(p, at);
         state c;
         load_first<Block>(c, p, at);
         if (n_tiles > 0) next.fetch(p, at, mn_cell_tile_at(at.span, 0));
         for (int64_t i = 0; i < n_tiles; i++) {
             const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
-            next.put(r.in, 1.0f);
-            r.in.g.template fill<T>(p, at, tile);
+            next.put(r.in, at.ip, 1.0f);
             __syncthreads();
             if (i + 1 < n_tiles) next.fetch(p, at, mn_cell_tile_at(at.span, i + 1));
             tile_forward<Block, VARIANCE>(c, r.out, r.in, (float)p.scale);
@@ -289,12 +304,12 @@ states_kernel(const __grid_constant__ mn_importance_args p, float *states) {
         const int64_t n_tiles = mn_cell_tiles(at.span.length);
         const int64_t slot = mn_cell_first_slot(p.call, at.n, SPAN);
         fetched<T, Block, 1, 2> next;
+        next.open(p, at);
         state c;
         load_first<Block>(c, p, at);
         if (n_tiles > 0) next.fetch(p, at, mn_cell_tile_at(at.span, 0));
         for (int64_t i = 0; i < n_tiles; i++) {
-            next.put(in, 1.0f);
-            in.g.template fill<T>(p, at, mn_cell_tile_at(at.span, i));
+            next.put(in, at.ip, 1.0f);
             if (i % (SPAN / TOKENS) == 0) {
                 const int64_t set = ((slot + i / (SPAN / TOKENS)) * p.call.H + at.h) * SETS;
                 c.store(states + Block::own(set), Block::own(1) - Block::own(0));
@@ -477,15 +492,15 @@ __device__ static void walk_span(state &c, state &adj, backward_room<Block, SPRE
                                  const mn_importance_args &p, const place &at, int64_t first,
                                  int64_t end) {
     const bool last = end == mn_cell_tiles(at.span.length);
-    fetched<T, Block, 2, SPREAD ? 4 : 3> next;
+    fetched<T, Block, 1, 2> next;
+    next.open(p, at);
+    next.fetch(p, at, mn_cell_tile_at(at.span, first));
     for (int64_t i = first; i < end; i++) {
-        const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
         c.store((float *)&r.states[i - first][0][threadIdx.x], 4 * Block::THREADS);
         if (i + 1 == end && !last) break;
-        next.fetch(p, at, tile);
-        next.put(r.in, (float)p.scale);
-        r.in.g.template fill<T>(p, at, tile);
+        next.put(r.in, at.ip, 1.0f);
         __syncthreads();
+        if (i + 1 < end) next.fetch(p, at, mn_cell_tile_at(at.span, i + 1));
         r.in.walk(c, 0, TOKENS);
         __syncthreads();
     }
@@ -511,14 +526,14 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
         for (int64_t end = n_tiles; end > 0;) {
             const int64_t span = (end - 1) / (SPAN / TOKENS), first = span * (SPAN / TOKENS);
             const int64_t set = ((slot + span) * p.call.H + at.h) * SETS;
-            c.load(to.at[STATES] + Block::own(set), Block::own(1) - Block::own(0));
-            walk_span<T, Block, SPREAD>(c, adj, r, p, at, first, end);
             fetched<T, Block, 2, SPREAD ? 4 : 3> next;
+            next.open(p, at);
+            c.load(to.at[STATES] + Block::own(set), Block::own(1) - Block::own(0));
             next.fetch(p, at, mn_cell_tile_at(at.span, end - 1));
+            walk_span<T, Block, SPREAD>(c, adj, r, p, at, first, end);
             for (int64_t i = end - 1; i >= first; i--) {
                 const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
-                next.put(r.in, (float)p.scale);
-                r.in.g.template fill<T>(p, at, tile);
+                next.put(r.in, at.ip, (float)p.scale);
                 __syncthreads();
                 if (i > first) next.fetch(p, at, mn_cell_tile_at(at.span, i - 1));
 #pragma unroll 1

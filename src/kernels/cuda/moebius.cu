@@ -279,6 +279,7 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_ro
         if (at.last()) load_cells(sum.d, p.cot.lam, p.cot.eta, p.call, at.n, 0.0f);
         else sum.d.load(to.ends, slot);
         const int64_t last = at.end_tile() - 1;
+        next.open(p, at.span);
         if (at.first < at.end) {
             next.fetch(p, mn_cell_tile_at(at.span, last));
             ahead.load(to.states, set + last);

@@ -137,14 +137,23 @@ struct fetched {
     mn_cell_fetched<T, block::SLOTS, block::THREADS> keys[N_KEYS];
     mn_cell_fetched<T, block::COLUMNS, block::THREADS> lines[N_LINES];
 
-    __device__ void fetch(const mn_moebius_args &p, const mn_cell_tile &tile) {
+    __device__ void open(const mn_moebius_args &p, const mn_span &span) {
         const int64_t s0 = block::slot0(), m0 = block::column0(), K = p.call.K, V = p.call.V;
-        keys[KEYS].fetch(p.k, tile, 0, s0, K);
-        if (N_KEYS > QUERIES) keys[N_KEYS - 1].fetch(p.q, tile, 0, s0, K);
-        lines[VALUES].fetch(p.v, tile, 0, m0, V);
-        lines[PRECISIONS].fetch(p.prec, tile, 0, m0, V);
-        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].fetch(p.cot.y, tile, 0, m0, V);
-        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.yvar, tile, 0, m0, V);
+        keys[KEYS].open(p.k, span, 0, s0, K);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].open(p.q, span, 0, s0, K);
+        lines[VALUES].open(p.v, span, 0, m0, V);
+        lines[PRECISIONS].open(p.prec, span, 0, m0, V);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].open(p.cot.y, span, 0, m0, V);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].open(p.cot.yvar, span, 0, m0, V);
+    }
+
+    __device__ __forceinline__ void fetch(const mn_moebius_args &p, const mn_cell_tile &tile) {
+        keys[KEYS].fetch(p.k, tile);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].fetch(p.q, tile);
+        lines[VALUES].fetch(p.v, tile);
+        lines[PRECISIONS].fetch(p.prec, tile);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].fetch(p.cot.y, tile);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.yvar, tile);
     }
 
     __device__ void put(stage<N_KEYS, N_LINES> &to) const {
@@ -238,6 +247,7 @@ __device__ __forceinline__ void each_tile(stage<N_KEYS, N_LINES> (&in)[2], const
                                           const chunk &at, F walk) {
     fetched<T, N_KEYS, N_LINES> next;
     const int64_t end = at.end_tile();
+    next.open(p, at.span);
     if (at.first_tile() < end) next.fetch(p, mn_cell_tile_at(at.span, at.first_tile()));
     for (int64_t i = at.first_tile(); i < end; i++) {
         next.put(in[i % 2]);

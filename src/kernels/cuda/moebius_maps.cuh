@@ -230,6 +230,7 @@ back_maps_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t cou
         fetched<T, 2, 4> next;
 #pragma unroll
         for (int j = 0; j < SLOTS; j++) map.g[j] = map.e[j] = 1.0f;
+        next.open(p, at.span);
         next.fetch(p, mn_cell_tile_at(at.span, last));
         for (int64_t i = last; i >= at.first_tile(); i--) {
             const int n_rows = mn_cell_tile_at(at.span, i).n_rows;
