@@ -223,13 +223,11 @@ struct alignas(16) mn_cell_lines {
         for (int i = 0; i < n; i++) at[column + i][t] = x[i];
     }
 
-    /* Tokens t to t + 3 of this thread's columns; t is a multiple of 4. */
-    __device__ void get(float (&x)[Block::C][4], int t) const {
+    /* n tokens from t on, a multiple of n, of this thread's columns. */
+    template <int n>
+    __device__ void get(float (&x)[Block::C][n], int t) const {
 #pragma unroll
-        for (int i = 0; i < Block::C; i++) {
-            const float4 four = *(const float4 *)(at[Block::column(i)] + t);
-            x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
-        }
+        for (int i = 0; i < Block::C; i++) mn_load<n>(x[i], at[Block::column(i)], t);
     }
 };
 
@@ -306,7 +304,8 @@ struct alignas(16) mn_cell_sums {
     float at[2][Block::GROUPS][MN_CELL_TOKENS][Block::COLUMNS + 8 * Block::C];
 };
 
-/* One of them, to rows that begin at `to` and lie `stride` apart, of which `count` numbers exist. */
+/* One of them, to rows that begin at `to` and lie `stride` apart, of which `count` numbers
+ * exist. */
 template <typename T, typename Block>
 __device__ __forceinline__ void mn_cell_put_kind(T *to, int64_t stride, int64_t count, int kind,
                                                  int n_rows, const mn_cell_sums<Block> &sums) {

@@ -11,7 +11,7 @@
 #include "kernels/cuda/gate.cuh"
 #include "kernels/cuda/parts.cuh"
 
-enum { THREADS = 128, PACK = 4, TILE = 64, TAPS = 4, GROUP = 4, ROWS = TAPS - 1 + GROUP, SILU = 1 };
+enum { THREADS = 128, PACK = 4, TILE = 32, TAPS = 4, GROUP = 4, ROWS = TAPS - 1 + GROUP, SILU = 1 };
 enum { MOST_TILES = 65535, BLOCKS = 1056 };    // BLOCKS: eight for each processor of an H200
 
 /* x_s of a sequence for channels [channel, channel + N); before its start the tail, or zero. */
@@ -92,7 +92,8 @@ __device__ static void carry(float (&u)[ROWS][N]) {
     }
 }
 
-/* The inputs of a group of tokens on their way, asked for while the group before is worked on. */
+/* The inputs of a group of tokens on their way; going back, asked for while the group before is
+ * worked on. Forward, more threads at a time are worth more. */
 template <typename T, int N>
 struct ahead {
     mn_pack<T, N> at[GROUP];
@@ -129,15 +130,14 @@ forward_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots) {
         const int64_t end = tile.first + tile.n_rows;
         T *to = mn_row<T>(p.y, tile.span.b, tile.span.t0 + tile.first, 0);
         float u[ROWS][N];
-        ahead<T, N> next;
-        next.ask(p.x, tile.span, tile.first, channel);
 #pragma unroll
         for (int i = 0; i < TAPS - 1; i++) {
             input_at<T, N>(u[i], p, tile.n, tile.span, tile.first - (TAPS - 1) + i, channel);
         }
         for (int64_t t = tile.first; t < end; t += GROUP) {
-            next.take(u);
-            if (t + GROUP < end) next.ask(p.x, tile.span, t + GROUP, channel);
+            ahead<T, N> now;
+            now.ask(p.x, tile.span, t, channel);
+            now.take(u);
 #pragma unroll
             for (int g = 0; g < GROUP; g++, to += p.y.stride[1]) {
                 if (t + g >= end) break;

@@ -56,17 +56,6 @@ struct state {
     }
 };
 
-/* One of two by value: a chosen address would keep both out of the registers. */
-__device__ __forceinline__ state choose(bool first, const state &a, const state &b) {
-    state c;
-#pragma unroll
-    for (int j = 0; j < SLOTS; j++) {
-        c.lam[j] = first ? a.lam[j] : b.lam[j];
-        c.eta[j] = first ? a.eta[j] : b.eta[j];
-    }
-    return c;
-}
-
 /* Where cell j of this thread lies in (V,K); -1 outside. */
 __device__ inline int64_t place_of(const mn_call &call, int j) {
     const int64_t m = block::column0() + block::column(0), s = block::slot0() + block::slot(j);
@@ -188,17 +177,45 @@ __device__ __forceinline__ void advance_four(state &c, const dynamics &dyn,
     }
 }
 
-/* Through the first `end` tokens of a tile, of which there are n_rows. */
-template <int end = TOKENS, int N_KEYS, int N_LINES>
+/* Through the tokens [t, end) of a tile, 4 or all of them, as far as there are any. */
+template <int N_KEYS, int N_LINES>
 __device__ __forceinline__ void advance_tile(state &c, const dynamics &dyn,
-                                             const stage<N_KEYS, N_LINES> &in, int n_rows) {
+                                             const stage<N_KEYS, N_LINES> &in, int n_rows,
+                                             int t = 0, int end = TOKENS) {
     if (n_rows >= end) {
 #pragma unroll 1
-        for (int t = 0; t < end; t += 4) advance_four(c, dyn, in, t);
+        for (; t < end; t += 4) advance_four(c, dyn, in, t);
     } else {
-        for (int t = 0; t < n_rows; t++) advance_token(c, dyn, in, t);
+        for (; t < n_rows; t++) advance_token(c, dyn, in, t);
     }
 }
+
+/* States in front of each four tokens of a tile, in shared memory. */
+struct fours {
+    float4 at[TOKENS / 4][2][block::THREADS];
+
+    __device__ void put(int t, const state &c) {
+        store_four((float *)&at[t / 4][0][threadIdx.x], c.lam);
+        store_four((float *)&at[t / 4][1][threadIdx.x], c.eta);
+    }
+
+    __device__ void get(state &c, int t) const {
+        load_four(c.lam, (const float *)&at[t / 4][0][threadIdx.x]);
+        load_four(c.eta, (const float *)&at[t / 4][1][threadIdx.x]);
+    }
+
+    /* From the state in front of the tile. */
+    template <int N_KEYS, int N_LINES>
+    __device__ void fill(state c, const dynamics &dyn, const stage<N_KEYS, N_LINES> &in,
+                         int n_rows) {
+        put(0, c);
+#pragma unroll 1
+        for (int t = 4; t < TOKENS; t += 4) {
+            advance_tile(c, dyn, in, n_rows, t - 4, t);
+            put(t, c);
+        }
+    }
+};
 
 /* ---- chunks ---------------------------------------------------------------------------------- */
 
