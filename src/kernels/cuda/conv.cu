@@ -4,14 +4,14 @@
  *   du_j = sum_i w_i d_{j-i}  (+ dtail_{j-length} for j >= length),  d_t = dy_t act'(p_t)
  *   dw_i = sum_t d_t u_{t+i}     dbias = sum_t d_t
  *
- * A thread has N neighbouring channels and walks down the tokens of a tile, four at a time so that
+ * A thread has N neighbouring channels and walks down the tokens of a tile, eight at a time so that
  * their loads are in flight together, with the W - 1 inputs before them in registers (W = 4, what
  * models have; any other W reads its inputs again from the cache). Backward, it gathers its
  * part of dw and dbias over the tiles it takes, and mn_sum_parts adds the parts. */
 #include "kernels/cuda/gate.cuh"
 #include "kernels/cuda/parts.cuh"
 
-enum { THREADS = 128, PACK = 4, TILE = 32, TAPS = 4, GROUP = 4, ROWS = TAPS - 1 + GROUP, SILU = 1 };
+enum { THREADS = 128, PACK = 4, TILE = 64, TAPS = 4, GROUP = 8, ROWS = TAPS - 1 + GROUP, SILU = 1 };
 enum { MOST_TILES = 65535, BLOCKS = 1056 };    // BLOCKS: eight for each processor of an H200
 
 /* x_s of a sequence for channels [channel, channel + N); before its start the tail, or zero. */
@@ -194,8 +194,8 @@ __device__ static void tail_cot(float (&d)[N], const mn_conv_args &p, int64_t n,
     mn_load<N>(d, dtail && m >= 0 ? dtail + (n * M + m) * p.call.V : nullptr, channel);
 }
 
-/* Walks one tile by groups of tokens: from u and dy of t, ..., t + 3 it makes d of these tokens and
- * then dx of t - 3, ..., t. Tokens past the tile's end belong to the next one and count for dx
+/* Walks one tile by groups of tokens: from u and dy of t, ..., t + 7 it makes d of these tokens and
+ * then dx of t - 3, ..., t + 4. Tokens past the tile's end belong to the next one and count for dx
  * only. */
 template <typename T, int N>
 __device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_args &p,
@@ -203,7 +203,7 @@ __device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_arg
                                      int64_t channel) {
     const mn_span &span = tile.span;
     const int64_t end = tile.first + tile.n_rows;
-    float u[ROWS][N], d[ROWS][N] = {};    // d: of tokens t - 3, ..., t + 3
+    float u[ROWS][N], d[ROWS][N] = {};    // d: of tokens t - 3, ..., t + 7
     ahead<T, N> next_u, next_d;
     next_u.ask(p.x, span, tile.first, channel);
     next_d.ask(p.cot.y, span, tile.first, channel);
@@ -252,7 +252,7 @@ __device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_arg
 
 /* Part blockIdx.y: W rows of dw and one of dbias, each of V channels. */
 template <typename T, int N>
-__global__ void __launch_bounds__(THREADS, 4)
+__global__ void __launch_bounds__(THREADS, 2)
 backward_kernel(const __grid_constant__ mn_conv_args p, float *parts, int64_t n_slots) {
     const int64_t channel = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * N;
     if (channel >= p.call.V) return;

@@ -39,9 +39,10 @@ struct cell_map {
         e *= a;
     }
 
-    /* Divides by the trace; where that is not a positive number, by 0, which no check lets pass. */
+    /* Divides by the trace, more or less, which no result depends on; one that is no positive
+     * number leaves entries that no check lets pass. */
     __device__ void normalise() {
-        const float by = 1.0f / (n1 + d2);
+        const float by = mn_inverse(n1 + d2);
         n1 *= by, d1 *= by, e1 *= by, n2 *= by, d2 *= by, e2 *= by, e *= by;
     }
 };
@@ -187,7 +188,8 @@ __device__ __forceinline__ void map_token(back_map &map, const dynamics &dyn, co
     }
 }
 
-/* Four tokens of a tile from t on. */
+/* Four tokens of a tile from t on. WHOLE: all of them are there. */
+template <bool WHOLE>
 __device__ __forceinline__ void map_four(back_map &map, const fours &states, const dynamics &dyn,
                                          const stage<2, 4> &in, int t, int n_rows, bool prior) {
     state c[5];
@@ -198,13 +200,13 @@ __device__ __forceinline__ void map_four(back_map &map, const fours &states, con
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         c[i + 1] = c[i];
-        if (t + i < n_rows) advance_token(c[i + 1], dyn, in, t + i);
+        if (WHOLE || t + i < n_rows) advance_token(c[i + 1], dyn, in, t + i);
     }
 #pragma unroll
     for (int i = 3; i >= 0; i--) {
         float q[SLOTS];
         in.keys[QUERIES].get(q, t + i);
-        if (t + i >= n_rows) continue;
+        if (!WHOLE && t + i >= n_rows) continue;
         map_token(map, dyn, c[i], c[i + 1], q, gy[0][i], gw[0][i], prior);
     }
 }
@@ -237,7 +239,8 @@ back_maps_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t cou
             states.fill(first, dyn, in, n_rows);
 #pragma unroll 1
             for (int t = TOKENS - 4; t >= 0; t -= 4) {
-                map_four(map, states, dyn, in, t, n_rows, p.from_prior);
+                if (t + 4 <= n_rows) map_four<true>(map, states, dyn, in, t, n_rows, p.from_prior);
+                else map_four<false>(map, states, dyn, in, t, n_rows, p.from_prior);
             }
             __syncthreads();
         }

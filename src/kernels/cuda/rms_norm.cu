@@ -7,7 +7,7 @@
 #include "kernels/cuda/parts.cuh"
 #include "kernels/cuda/row_team.cuh"
 
-enum { FORWARD_REGS = 12, BACKWARD_REGS = 28 };    // of a pack: kept, next, w; and dw
+enum { FORWARD_REGS = 10, BACKWARD_REGS = 28 };    // of a pack: kept, next; and dw
 
 template <typename Team>
 __global__ void __launch_bounds__(Team::THREADS, Team::resident(FORWARD_REGS))
@@ -18,8 +18,7 @@ rms_norm_forward_kernel(const __grid_constant__ mn_rms_norm_args p) {
     Team team;
     const int64_t V = p.call.V, B = p.call.B;
     const T *w = (const T *)p.w.data, *x = (const T *)p.x.data;
-    typename Team::kept kept, next, kept_w;
-    team.keep(kept_w, w, V);
+    typename Team::kept kept, next;
     team.keep(next, team.first() < B ? x + team.first() * V : nullptr, V);
     for (int64_t b = team.first(); b < B; b += team.step()) {
         const T *row = x + b * V;
@@ -36,7 +35,7 @@ rms_norm_forward_kernel(const __grid_constant__ mn_rms_norm_args p) {
         team.each(V, [&](int64_t i, int k) {
             float at[N], weight[N], y[N];
             team.at(at, kept, row, i, k);
-            team.at(weight, kept_w, w, i, k);
+            mn_load<N>(weight, w, i);
 #pragma unroll
             for (int j = 0; j < N; j++) y[j] = at[j] * r * weight[j];
             mn_store<N>((T *)p.y.data + b * V, i, y);
@@ -59,13 +58,12 @@ rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *part
     T *grad = (T *)p.grad.x.data;
     float *part = parts + blockIdx.x * V;
     typename Team::floats dw = {};
-    typename Team::kept kept[N_INPUTS], next[N_INPUTS], kept_w;
+    typename Team::kept kept[N_INPUTS], next[N_INPUTS];
     const auto fetch = [&](int64_t b) {
         team.keep(next[X], b < B ? x + b * V : nullptr, V);
         team.keep(next[DY], b < B && cot ? cot + b * V : nullptr, V);
     };
     team.begin(part, V);
-    team.keep(kept_w, w, V);
     fetch(team.first());
     for (int64_t b = team.first(); b < B; b += team.step()) {
         const T *row = x + b * V, *dy = cot ? cot + b * V : nullptr;
@@ -77,7 +75,7 @@ rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *part
             float at[N], d[N], weight[N];
             team.at(at, kept[X], row, i, k);
             team.at(d, kept[DY], dy, i, k);
-            team.at(weight, kept_w, w, i, k);
+            mn_load<N>(weight, w, i);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 sums[0] = fmaf(at[j], at[j], sums[0]);
@@ -91,7 +89,7 @@ rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *part
             float at[N], d[N], weight[N], dx[N], more[N];
             team.at(at, kept[X], row, i, k);
             team.at(d, kept[DY], dy, i, k);
-            team.at(weight, kept_w, w, i, k);
+            mn_load<N>(weight, w, i);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 dx[j] = r * fmaf(-pull, at[j], d[j] * weight[j]);

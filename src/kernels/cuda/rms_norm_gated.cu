@@ -17,7 +17,7 @@ __device__ static mn_gate gate_at(const mn_rms_norm_gated_args &p, float z) {
     return { s, s * (1.0f - s) };
 }
 
-enum { FORWARD_REGS = 20, BACKWARD_REGS = 36 };    // of a pack: kept, next, w; and dw
+enum { FORWARD_REGS = 18, BACKWARD_REGS = 36 };    // of a pack: kept, next; and dw
 
 /* x, z and, going back, dy of a row */
 enum { X, Z, DY, N_INPUTS };
@@ -33,12 +33,11 @@ rms_norm_gated_forward_kernel(const __grid_constant__ mn_rms_norm_gated_args p) 
     const int64_t width = p.call.V / p.groups, V = p.call.V, B = p.call.B;
     const int64_t group = blockIdx.y * width;
     const T *w = (const T *)p.w.data + group;
-    typename Team::kept kept[DY], next[DY], kept_w;
+    typename Team::kept kept[DY], next[DY];
     const auto fetch = [&](int64_t b) {
         team.keep(next[X], b < B ? (const T *)p.x.data + b * V + group : nullptr, width);
         team.keep(next[Z], b < B ? (const T *)p.z.data + b * V + group : nullptr, width);
     };
-    team.keep(kept_w, w, width);
     fetch(team.first());
     for (int64_t b = team.first(); b < B; b += team.step()) {
         const T *x = (const T *)p.x.data + b * V + group;
@@ -62,7 +61,7 @@ rms_norm_gated_forward_kernel(const __grid_constant__ mn_rms_norm_gated_args p) 
             float at[N], gate[N], weight[N], y[N];
             team.at(at, kept[X], x, i, k);
             team.at(gate, kept[Z], z, i, k);
-            team.at(weight, kept_w, w, i, k);
+            mn_load<N>(weight, w, i);
 #pragma unroll
             for (int j = 0; j < N; j++) y[j] = at[j] * gate_at(p, gate[j]).value * r * weight[j];
             mn_store<N>((T *)p.y.data + b * V + group, i, y);
@@ -104,7 +103,7 @@ rms_norm_gated_backward_kernel(const __grid_constant__ mn_rms_norm_gated_args p,
     const T *all[N_INPUTS] = { (const T *)p.x.data, (const T *)p.z.data, (const T *)p.cot.y.data };
     float *part = parts + blockIdx.x * V + group;
     typename Team::floats dw = {};
-    typename Team::kept kept[N_INPUTS], next[N_INPUTS], kept_w;
+    typename Team::kept kept[N_INPUTS], next[N_INPUTS];
     const auto fetch = [&](int64_t b) {
 #pragma unroll
         for (int i = 0; i < N_INPUTS; i++) {
@@ -112,7 +111,6 @@ rms_norm_gated_backward_kernel(const __grid_constant__ mn_rms_norm_gated_args p,
         }
     };
     team.begin(part, width);
-    team.keep(kept_w, w, width);
     fetch(team.first());
     for (int64_t b = team.first(); b < B; b += team.step()) {
         const int64_t first = b * V + group;
@@ -125,7 +123,7 @@ rms_norm_gated_backward_kernel(const __grid_constant__ mn_rms_norm_gated_args p,
             float at[N], gate[N], weight[N], d[N];
             team.at(at, kept[X], all[X] + first, i, k);
             team.at(gate, kept[Z], all[Z] + first, i, k);
-            team.at(weight, kept_w, w, i, k);
+            mn_load<N>(weight, w, i);
             team.at(d, kept[DY], dy, i, k);
 #pragma unroll
             for (int j = 0; j < N; j++) {
@@ -142,7 +140,7 @@ rms_norm_gated_backward_kernel(const __grid_constant__ mn_rms_norm_gated_args p,
             float at[N], gate[N], weight[N], d[N], dx[N], dz[N], more[N];
             team.at(at, kept[X], all[X] + first, i, k);
             team.at(gate, kept[Z], all[Z] + first, i, k);
-            team.at(weight, kept_w, w, i, k);
+            mn_load<N>(weight, w, i);
             team.at(d, kept[DY], dy, i, k);
             pack_backward(dx, dz, more, p, at, gate, weight, d, r, pull);
             if (p.grad.x.data) mn_store<N>((T *)p.grad.x.data + first, i, dx);

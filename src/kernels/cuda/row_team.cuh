@@ -5,7 +5,8 @@
  * Thread `lane` of a team owns the packs of N columns that start at (lane + k TEAM) N, for all k.
  * The first PACKS of them are kept in registers, as they are stored, between passes over the row;
  * of longer rows the rest is read again, from a cache. A team takes row after row and asks for the
- * next one before it works on this one: that is what hides the time that memory takes. */
+ * next one before it works on this one: that is what hides the time that memory takes, some 40 KB
+ * on their way to each processor, and why teams are small and have several packs. */
 #ifndef MN_KERNELS_CUDA_ROW_TEAM_CUH
 #define MN_KERNELS_CUDA_ROW_TEAM_CUH
 
@@ -13,7 +14,7 @@
 
 enum {
     MN_TEAM_ROWS = 4,          // least rows of a team that gathers a part of a sum over rows
-    MN_TEAM_BLOCKS = 8,        // most blocks of a processor
+    MN_TEAM_BLOCKS = 16,       // most blocks of a processor
     MN_TEAM_PROCESSORS = 132,  // of an H200
     MN_TEAM_ROOM = 128,        // floats of shared memory for sums over a row
 };
@@ -23,7 +24,7 @@ template <typename T_, int N_, int TEAM_, int PACKS_>
 struct mn_team {
     typedef T_ T;
     static constexpr int N = N_, TEAM = TEAM_, PACKS = PACKS_;
-    static constexpr int THREADS = TEAM_ > 32 ? TEAM_ : 256, per_block = THREADS / TEAM_;
+    static constexpr int THREADS = TEAM_ > 32 ? TEAM_ : 128, per_block = THREADS / TEAM_;
     static constexpr int KEPT = TEAM_ * PACKS_ * N_;    // columns
     typedef mn_pack<T_, N_> kept[PACKS_];
     typedef float floats[PACKS_][N_];
@@ -206,12 +207,12 @@ inline bool mn_rows_packable(const void *const (&tensors)[n], int64_t width) {
     do {                                                                                           \
         constexpr int N = mn_pack_width<T>();                                                      \
         if (mn_rows_packable<T>(tensors, width)) {                                                 \
-            if ((width) <= 16 * N) return function<mn_team<T, N, 16, 1>> arguments;                \
-            if ((width) <= 32 * N) return function<mn_team<T, N, 32, 1>> arguments;                \
-            if ((width) <= 64 * N) return function<mn_team<T, N, 32, 2>> arguments;                \
-            if ((width) <= 128 * N) return function<mn_team<T, N, 128, 1>> arguments;              \
-            if ((width) <= 256 * N) return function<mn_team<T, N, 128, 2>> arguments;              \
-            if ((width) <= 512 * N) return function<mn_team<T, N, 256, 2>> arguments;              \
+            if ((width) <= 16 * N) return function<mn_team<T, N, 8, 2>> arguments;                 \
+            if ((width) <= 32 * N) return function<mn_team<T, N, 16, 2>> arguments;                \
+            if ((width) <= 64 * N) return function<mn_team<T, N, 16, 4>> arguments;                \
+            if ((width) <= 128 * N) return function<mn_team<T, N, 32, 4>> arguments;               \
+            if ((width) <= 256 * N) return function<mn_team<T, N, 64, 4>> arguments;               \
+            if ((width) <= 512 * N) return function<mn_team<T, N, 128, 4>> arguments;              \
             return function<mn_team<T, N, 256, 4>> arguments;                                      \
         }                                                                                          \
         if ((width) <= 128) return function<mn_team<T, 1, 32, 4>> arguments;                       \
