@@ -4,14 +4,14 @@
  *   du_j = sum_i w_i d_{j-i}  (+ dtail_{j-length} for j >= length),  d_t = dy_t act'(p_t)
  *   dw_i = sum_t d_t u_{t+i}     dbias = sum_t d_t
  *
- * A thread has N neighbouring channels and walks down the tokens of a tile, eight at a time so that
+ * A thread has N neighbouring channels and walks down the tokens of a tile, four at a time so that
  * their loads are in flight together, with the W - 1 inputs before them in registers (W = 4, what
  * models have; any other W reads its inputs again from the cache). Backward, it gathers its
  * part of dw and dbias over the tiles it takes, and mn_sum_parts adds the parts. */
 #include "kernels/cuda/gate.cuh"
 #include "kernels/cuda/parts.cuh"
 
-enum { THREADS = 128, PACK = 4, TILE = 64, TAPS = 4, GROUP = 8, ROWS = TAPS - 1 + GROUP, SILU = 1 };
+enum { THREADS = 128, PACK = 4, TILE = 32, TAPS = 4, GROUP = 4, ROWS = TAPS - 1 + GROUP, SILU = 1 };
 enum { MOST_TILES = 65535, BLOCKS = 1056 };    // BLOCKS: eight for each processor of an H200
 
 /* x_s of a sequence for channels [channel, channel + N); before its start the tail, or zero. */
@@ -92,31 +92,17 @@ __device__ static void carry(float (&u)[ROWS][N]) {
     }
 }
 
-/* The inputs of a group of tokens on their way; going back, asked for while the group before is
- * worked on. Forward, more threads at a time are worth more. */
+/* Rows TAPS - 1 ... of `u`: the inputs of the group of tokens from t on; zeros past the end. */
 template <typename T, int N>
-struct ahead {
-    mn_pack<T, N> at[GROUP];
-
-    /* Tokens t, t + 1, ...; zeros past the end and where the tensor is absent. */
-    __device__ void ask(const mn_in &view, const mn_span &span, int64_t t, int64_t channel) {
-        const T *row = mn_row<T>(view, span.b, span.t0 + t, 0);
+__device__ static void load_group(float (&u)[ROWS][N], const mn_in &view, const mn_span &span,
+                                  int64_t t, int64_t channel) {
 #pragma unroll
-        for (int i = 0; i < GROUP; i++, row += view.stride[1]) {
-            if (view.data && t + i < span.length) at[i] = *(const mn_pack<T, N> *)(row + channel);
-            else at[i] = mn_pack<T, N>{};
-        }
+    for (int i = 0; i < GROUP; i++) {
+        const bool inside = t + i < span.length;
+        const T *row = inside ? mn_row<T>(view, span.b, span.t0 + t + i, 0) : nullptr;
+        mn_load<N>(u[TAPS - 1 + i], row, channel);
     }
-
-    /* To rows TAPS - 1 ... of `u`. */
-    __device__ void take(float (&u)[ROWS][N]) const {
-#pragma unroll
-        for (int i = 0; i < GROUP; i++) {
-#pragma unroll
-            for (int j = 0; j < N; j++) u[TAPS - 1 + i][j] = mn_float(at[i].at[j]);
-        }
-    }
-};
+}
 
 template <typename T, int N>
 __global__ void __launch_bounds__(THREADS)
@@ -128,24 +114,21 @@ forward_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots) {
         const mn_tile_span tile = mn_tile_at(p.call, TILE, slot);
         if (tile.n_rows == 0) continue;
         const int64_t end = tile.first + tile.n_rows;
-        T *to = mn_row<T>(p.y, tile.span.b, tile.span.t0 + tile.first, 0);
         float u[ROWS][N];
 #pragma unroll
         for (int i = 0; i < TAPS - 1; i++) {
             input_at<T, N>(u[i], p, tile.n, tile.span, tile.first - (TAPS - 1) + i, channel);
         }
         for (int64_t t = tile.first; t < end; t += GROUP) {
-            ahead<T, N> now;
-            now.ask(p.x, tile.span, t, channel);
-            now.take(u);
+            load_group<T, N>(u, p.x, tile.span, t, channel);
 #pragma unroll
-            for (int g = 0; g < GROUP; g++, to += p.y.stride[1]) {
+            for (int g = 0; g < GROUP; g++) {
                 if (t + g >= end) break;
                 float y[N];
                 f.apply(y, u, g);
 #pragma unroll
                 for (int j = 0; j < N; j++) y[j] = p.act == SILU ? mn_silu(y[j]).value : y[j];
-                mn_store<N>(to, channel, y);
+                mn_store<N>(mn_row<T>(p.y, tile.span.b, tile.span.t0 + t + g, 0), channel, y);
             }
             carry<N>(u);
         }
@@ -194,8 +177,34 @@ __device__ static void tail_cot(float (&d)[N], const mn_conv_args &p, int64_t n,
     mn_load<N>(d, dtail && m >= 0 ? dtail + (n * M + m) * p.call.V : nullptr, channel);
 }
 
-/* Walks one tile by groups of tokens: from u and dy of t, ..., t + 7 it makes d of these tokens and
- * then dx of t - 3, ..., t + 4. Tokens past the tile's end belong to the next one and count for dx
+/* The inputs of a group of tokens on their way, asked for while the group before is worked on.
+ * Forward, more threads at a time are worth more. */
+template <typename T, int N>
+struct ahead {
+    mn_pack<T, N> at[GROUP];
+
+    /* Tokens t, t + 1, ...; zeros past the end and where the tensor is absent. */
+    __device__ void ask(const mn_in &view, const mn_span &span, int64_t t, int64_t channel) {
+        const T *row = mn_row<T>(view, span.b, span.t0 + t, 0);
+#pragma unroll
+        for (int i = 0; i < GROUP; i++, row += view.stride[1]) {
+            if (view.data && t + i < span.length) at[i] = *(const mn_pack<T, N> *)(row + channel);
+            else at[i] = mn_pack<T, N>{};
+        }
+    }
+
+    /* To rows TAPS - 1 ... of `u`. */
+    __device__ void take(float (&u)[ROWS][N]) const {
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+#pragma unroll
+            for (int j = 0; j < N; j++) u[TAPS - 1 + i][j] = mn_float(at[i].at[j]);
+        }
+    }
+};
+
+/* Walks one tile by groups of tokens: from u and dy of t, ..., t + 3 it makes d of these tokens and
+ * then dx of t - 3, ..., t. Tokens past the tile's end belong to the next one and count for dx
  * only. */
 template <typename T, int N>
 __device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_args &p,
@@ -203,7 +212,7 @@ __device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_arg
                                      int64_t channel) {
     const mn_span &span = tile.span;
     const int64_t end = tile.first + tile.n_rows;
-    float u[ROWS][N], d[ROWS][N] = {};    // d: of tokens t - 3, ..., t + 7
+    float u[ROWS][N], d[ROWS][N] = {};    // d: of tokens t - 3, ..., t + 3
     ahead<T, N> next_u, next_d;
     next_u.ask(p.x, span, tile.first, channel);
     next_d.ask(p.cot.y, span, tile.first, channel);
@@ -252,7 +261,7 @@ __device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_arg
 
 /* Part blockIdx.y: W rows of dw and one of dbias, each of V channels. */
 template <typename T, int N>
-__global__ void __launch_bounds__(THREADS, 2)
+__global__ void __launch_bounds__(THREADS, 4)
 backward_kernel(const __grid_constant__ mn_conv_args p, float *parts, int64_t n_slots) {
     const int64_t channel = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * N;
     if (channel >= p.call.V) return;

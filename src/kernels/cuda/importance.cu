@@ -147,15 +147,19 @@ struct stage {
         c.advance(k, v, b, n, g.a[t], g.fresh[t]);
     }
 
-    /* Tokens [t0, t1), multiples of 4. */
+    /* Tokens [t0, t1), multiples of 8: eight at a time, so that reads of the second four need not
+     * wait for the first. */
     __device__ void walk(state &c, int t0, int t1) const {
 #pragma unroll 1
-        for (int t = t0; t < t1; t += 4) {
-            float v[C][4], b[C][4];
-            lines[VALUES].get(v, t);
-            lines[WRITES].get(b, t);
+        for (int t = t0; t < t1; t += HALF) {
 #pragma unroll
-            for (int n = 0; n < 4; n++) advance(c, t + n, n, v, b);
+            for (int four = t; four < t + HALF; four += 4) {
+                float v[C][4], b[C][4];
+                lines[VALUES].get(v, four);
+                lines[WRITES].get(b, four);
+#pragma unroll
+                for (int n = 0; n < 4; n++) advance(c, four + n, n, v, b);
+            }
         }
     }
 };

@@ -5,8 +5,7 @@
  * Thread `lane` of a team owns the packs of N columns that start at (lane + k TEAM) N, for all k.
  * The first PACKS of them are kept in registers, as they are stored, between passes over the row;
  * of longer rows the rest is read again, from a cache. A team takes row after row and asks for the
- * next one before it works on this one: that is what hides the time that memory takes, some 40 KB
- * on their way to each processor, and why teams are small and have several packs. */
+ * next one before it works on this one: that is what hides the time that memory takes. */
 #ifndef MN_KERNELS_CUDA_ROW_TEAM_CUH
 #define MN_KERNELS_CUDA_ROW_TEAM_CUH
 
@@ -210,9 +209,9 @@ inline bool mn_rows_packable(const void *const (&tensors)[n], int64_t width) {
             if ((width) <= 16 * N) return function<mn_team<T, N, 8, 2>> arguments;                 \
             if ((width) <= 32 * N) return function<mn_team<T, N, 16, 2>> arguments;                \
             if ((width) <= 64 * N) return function<mn_team<T, N, 16, 4>> arguments;                \
-            if ((width) <= 128 * N) return function<mn_team<T, N, 32, 4>> arguments;               \
-            if ((width) <= 256 * N) return function<mn_team<T, N, 64, 4>> arguments;               \
-            if ((width) <= 512 * N) return function<mn_team<T, N, 128, 4>> arguments;              \
+            if ((width) <= 128 * N) return function<mn_team<T, N, 128, 1>> arguments;              \
+            if ((width) <= 256 * N) return function<mn_team<T, N, 128, 2>> arguments;              \
+            if ((width) <= 512 * N) return function<mn_team<T, N, 256, 2>> arguments;              \
             return function<mn_team<T, N, 256, 4>> arguments;                                      \
         }                                                                                          \
         if ((width) <= 128) return function<mn_team<T, 1, 32, 4>> arguments;                       \
