@@ -5,12 +5,13 @@ template <int KP>
 static int forward(const mn_delta_job &job, cudaStream_t stream) {
     const int code = mn_delta_prepare<KP>(job, stream);
     if (code != cudaSuccess) return code;
-    return mn_delta_walk<KP>(mn_delta_walk_kernel<KP, false, false>, job, job.p.call.V, stream);
+    const auto kernel = job.p.decay == MN_DECAY_CHANNEL ? mn_delta_walk_kernel<KP, true, false>
+                                                        : mn_delta_walk_kernel<KP, false, false>;
+    return mn_delta_walk<KP>(kernel, job, job.p.call.V, stream);
 }
 
 bool mn_delta_chunks(const mn_delta_args *p) {
-    return p->call.dtype == MN_BF16 && p->call.K >= 32 && p->call.K <= 256 && p->call.V >= 32 &&
-           p->decay != MN_DECAY_CHANNEL;
+    return p->call.dtype == MN_BF16 && p->call.K >= 32 && p->call.K <= 256 && p->call.V >= 32;
 }
 
 bool mn_delta_chunk_forward_plan(mn_plan *plan, const mn_delta_args *p) {

@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/delta_chunk.h"
 #include "kernels/cuda/delta_prepare.cuh"
+#include "kernels/cuda/delta_prepare_channel.cuh"
 #include "kernels/cuda/delta_walk.cuh"
 
 inline int64_t mn_delta_wide_k(int64_t K) {
@@ -85,7 +86,7 @@ inline bool mn_delta_job_of(mn_delta_job *job, const mn_delta_args *p, void *sha
     job->packed[MN_DELTA_DE] = mn_delta_packable(p->grad.e, K);
     job->packed[MN_DELTA_DW] = mn_delta_packable(p->grad.w, K);
     job->packed[MN_DELTA_DV] = mn_delta_packable(p->grad.v, V);
-    job->packed[MN_DELTA_DG] = mn_delta_packable(p->grad.g, K);
+    job->packed[MN_DELTA_G] = mn_delta_packable(p->g, K);
     return mn_delta_lay_out(&job->work, &bytes, p, shared, back);
 }
 
@@ -113,6 +114,10 @@ inline int mn_delta_prepare(const mn_delta_job &job, cudaStream_t stream) {
     const int64_t blocks = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    if (job.p.decay == MN_DECAY_CHANNEL) {
+        return mn_delta_launch(mn_delta_prepare_channel_kernel<KP>, dim3((unsigned)blocks),
+                               MN_DELTA_PREPARERS, sizeof(mn_channel_keys<KP>), stream, job);
+    }
     return mn_delta_launch(mn_delta_prepare_kernel<KP>, dim3((unsigned)blocks), MN_DELTA_PREPARERS,
                            sizeof(mn_delta_keys<KP>), stream, job);
 }

@@ -22,6 +22,13 @@ struct mn_delta_solver {
     float A[MN_DELTA_CHUNK][MN_DELTA_LD], T[MN_DELTA_CHUNK][MN_DELTA_LD];
 };
 
+__device__ inline void mn_delta_leave_levels(mn_delta_levels *to, const mn_delta_levels &levels) {
+    const float *from = (const float *)&levels;
+    for (int k = threadIdx.x; k < (int)(sizeof levels / sizeof(float)); k += blockDim.x) {
+        ((float *)to)[k] = from[k];
+    }
+}
+
 template <int KP>
 struct alignas(128) mn_delta_keys {
     unsigned char q[mn_tile_bytes<KP>()], w[mn_tile_bytes<KP>()], e[mn_tile_bytes<KP>()];
@@ -213,11 +220,7 @@ mn_delta_prepare_kernel(const __grid_constant__ mn_delta_job job) {
                         job.work.P + index * MN_DELTA_SQUARE, job.scale);
     mn_delta_invert(room.solver, job.work.T + index * MN_DELTA_SQUARE,
                     job.work.A ? job.work.A + index * MN_DELTA_SQUARE : nullptr);
-    const float *from = (const float *)&room.levels;
-    float *to = (float *)(job.work.levels + index);
-    for (int k = threadIdx.x; k < (int)(sizeof room.levels / sizeof(float)); k += blockDim.x) {
-        to[k] = from[k];
-    }
+    mn_delta_leave_levels(job.work.levels + index, room.levels);
 }
 
 #endif

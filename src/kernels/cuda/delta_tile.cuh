@@ -34,8 +34,8 @@ struct mn_delta_work {
 
 /* Tensors by the views that kernels read and write in packs of eight where they can. */
 enum mn_delta_tensor {
-    MN_DELTA_Q, MN_DELTA_E, MN_DELTA_W, MN_DELTA_V, MN_DELTA_O, MN_DELTA_COT, MN_DELTA_DQ,
-    MN_DELTA_DE, MN_DELTA_DW, MN_DELTA_DV, MN_DELTA_DG, MN_DELTA_TENSORS
+    MN_DELTA_Q, MN_DELTA_E, MN_DELTA_W, MN_DELTA_V, MN_DELTA_G, MN_DELTA_O, MN_DELTA_COT,
+    MN_DELTA_DQ, MN_DELTA_DE, MN_DELTA_DW, MN_DELTA_DV, MN_DELTA_TENSORS
 };
 
 struct mn_delta_job {
