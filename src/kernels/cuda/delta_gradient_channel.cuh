@@ -263,7 +263,7 @@ __device__ inline float mn_tile_number(const unsigned char *tile, int row, int i
     return mn_float(*(const mn_bf16 *)(tile + mn_tile_place(row, i / 8) + i % 8 * 2));
 }
 
-/* All pairs of a block of 16 tokens, s <= t, in one channel. */
+/* All pairs of a block of 16 tokens, s < t, in one channel. */
 template <int KT>
 __device__ void mn_channel_inside(mn_channel_room<KT> &room, const unsigned char *w) {
     const int block = threadIdx.x / KT, i = threadIdx.x % KT, first = 16 * block;
@@ -279,13 +279,11 @@ __device__ void mn_channel_inside(mn_channel_room<KT> &room, const unsigned char
     for (int t = 0; t < 16; t++) {
         const float q = mn_tile_number(room.keys.q, first + t, i);
         const float e = mn_tile_number(room.keys.e, first + t, i);
-        float2 both = room.tiles.inside[block][t][t];
-        float dq = both.x * write[t], de = 0.0f;
-        dw[t] = fmaf(both.x, q, dw[t]);
+        float dq = 0.0f, de = 0.0f;
 #pragma unroll
         for (int s = 0; s < t; s++) {
             const float fall = __expf(level[t] - level[s]), x = fall * write[s];
-            both = room.tiles.inside[block][t][s];
+            const float2 both = room.tiles.inside[block][t][s];
             dq = fmaf(both.x, x, dq);
             de = fmaf(both.y, x, de);
             dw[s] = fmaf(fall, fmaf(both.x, q, both.y * e), dw[s]);
@@ -297,7 +295,8 @@ __device__ void mn_channel_inside(mn_channel_room<KT> &room, const unsigned char
     for (int s = 0; s < 16; s++) room.tiles.sums.w.at[first + s][i] = dw[s];
 }
 
-/* Adds the pairs inside blocks; leaves dG in their place. */
+/* Adds the pairs inside blocks; leaves dG in their place. A token's read of its own write, which no
+ * decay comes between, is added after that. */
 template <int KT>
 __device__ void mn_channel_join_inside(mn_channel_room<KT> &room, mn_grade_tile<KT> &sum,
                                        const unsigned char *w, const mn_grade_place &at) {
@@ -315,7 +314,7 @@ __device__ void mn_channel_join_inside(mn_channel_room<KT> &room, mn_grade_tile<
             float2 &to = *(float2 *)&room.tiles.sums.q.at[t][i];
             const float2 dq = to, de = room.tiles.sums.e.pair(t, i);
             const float2 dw = room.tiles.sums.w.pair(t, i);
-            const float beta = room.beta[t];
+            const float beta = room.beta[t], own = room.tiles.inside[at.block][t % 16][t % 16].x;
             sum.q[n][c] += dq.x, sum.q[n][c + 1] += dq.y;
             sum.e[n][c] += de.x, sum.e[n][c + 1] += de.y;
             sum.w[n][c] += dw.x, sum.w[n][c + 1] += dw.y;
@@ -323,6 +322,10 @@ __device__ void mn_channel_join_inside(mn_channel_room<KT> &room, mn_grade_tile<
             to.y = fmaf(mn_high(q), sum.q[n][c + 1], mn_high(e) * sum.e[n][c + 1]);
             to.x = fmaf(-beta * mn_low(write), sum.w[n][c], to.x);
             to.y = fmaf(-beta * mn_high(write), sum.w[n][c + 1], to.y);
+            sum.q[n][c] = fmaf(own, beta * mn_low(write), sum.q[n][c]);
+            sum.q[n][c + 1] = fmaf(own, beta * mn_high(write), sum.q[n][c + 1]);
+            sum.w[n][c] = fmaf(own, mn_low(q), sum.w[n][c]);
+            sum.w[n][c + 1] = fmaf(own, mn_high(q), sum.w[n][c + 1]);
         }
     }
 }

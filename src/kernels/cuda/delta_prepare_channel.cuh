@@ -95,11 +95,13 @@ template <int KP>
 __device__ void mn_channel_rows(mn_channel_keys<KP> &room, const mn_delta_job &job,
                                 const mn_tile_span &tile, int64_t h, int64_t index,
                                 const unsigned char *w) {
-    constexpr int pairs = KP / 2, rounds = (4 * pairs + MN_DELTA_PREPARERS - 1) / MN_DELTA_PREPARERS;
+    constexpr int pairs = KP / 2;
+    constexpr int rounds = (4 * pairs + MN_DELTA_PREPARERS - 1) / MN_DELTA_PREPARERS;
     float2 g[rounds][16];
 #pragma unroll
     for (int round = 0; round < rounds; round++) {
-        const int k = threadIdx.x + round * MN_DELTA_PREPARERS, block = k / pairs, i = k % pairs * 2;
+        const int k = threadIdx.x + round * MN_DELTA_PREPARERS;
+        const int block = k / pairs, i = k % pairs * 2;
         if (block >= 4) break;
         mn_channel_decays(g[round], job, tile.span, h, tile.first + 16 * block,
                           (int)tile.n_rows - 16 * block, i);
@@ -113,7 +115,8 @@ __device__ void mn_channel_rows(mn_channel_keys<KP> &room, const mn_delta_job &j
     __syncthreads();
 #pragma unroll
     for (int round = 0; round < rounds; round++) {
-        const int k = threadIdx.x + round * MN_DELTA_PREPARERS, block = k / pairs, i = k % pairs * 2;
+        const int k = threadIdx.x + round * MN_DELTA_PREPARERS;
+        const int block = k / pairs, i = k % pairs * 2;
         if (block >= 4) break;
         const int64_t first = (index * MN_DELTA_CHUNK + 16 * block) * KP + i;
         float2 before = make_float2(0.0f, 0.0f), behind = before;
@@ -168,7 +171,8 @@ __device__ void mn_channel_scores(float (&A)[8][4], float (&P)[8][4],
             if (J == block - 1) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    const float2 level = c.pair(16 * block + row + i % 2 * 8, k + column + i / 2 * 8);
+                    const int t = 16 * block + row + i % 2 * 8;
+                    const float2 level = c.pair(t, k + column + i / 2 * 8);
                     a[i] = mn_channel_scale(e[i], level), p[i] = mn_channel_scale(q[i], level);
                 }
             }
@@ -270,12 +274,12 @@ mn_delta_prepare_channel_kernel(const __grid_constant__ mn_delta_job job) {
     float A[8][4] = {}, P[8][4] = {};
     if (count == 0) return;
     mn_tile_fetch(room.q, p.q, job.packed[MN_DELTA_Q], tile.span, h, tile.first, count, 0, call.K,
-                  KP);
+                  KP, mn_all_hands());
     mn_tile_fetch(room.e, p.e, job.packed[MN_DELTA_E], tile.span, h, tile.first, count, 0, call.K,
-                  KP);
+                  KP, mn_all_hands());
     if (p.w.data) {
         mn_tile_fetch(room.w, p.w, job.packed[MN_DELTA_W], tile.span, h, tile.first, count, 0,
-                      call.K, KP);
+                      call.K, KP, mn_all_hands());
     }
     mn_copy_commit();
     if (threadIdx.x < MN_DELTA_CHUNK) {
@@ -287,6 +291,7 @@ mn_delta_prepare_channel_kernel(const __grid_constant__ mn_delta_job job) {
     const unsigned char *w = p.w.data ? room.w : room.e;
     mn_channel_rows<KP>(room, job, tile, h, index, w);
     mn_channel_scores<KP>(A, P, room, w);
+    mn_delta_clear_above(job.work.P + index * MN_DELTA_SQUARE);
     mn_channel_join<KP>(room, A, P, job.work.P + index * MN_DELTA_SQUARE, job.scale);
     mn_delta_invert(*(mn_delta_solver *)room.A, job.work.T + index * MN_DELTA_SQUARE,
                     job.work.A ? job.work.A + index * MN_DELTA_SQUARE : nullptr);

@@ -61,6 +61,15 @@ __device__ inline unsigned mn_shared(const void *memory) {
     return (unsigned)__cvta_generic_to_shared(memory);
 }
 
+/* Which threads share a copy: this one takes pieces first, first + step, ... */
+struct mn_hands {
+    int first, step;
+};
+
+__device__ inline mn_hands mn_all_hands(void) {
+    return { (int)threadIdx.x, (int)blockDim.x };
+}
+
 /* Sixteen bytes from memory, of which those beyond `bytes` become zeros. */
 __device__ inline void mn_copy_octet(unsigned to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes)
@@ -81,12 +90,13 @@ __device__ inline void mn_copy_wait(void) {
  * where the tensor is absent. */
 __device__ inline void mn_tile_fetch(unsigned char *tile, const mn_in &view, bool packed,
                                      const mn_span &span, int64_t h, int64_t t, int count,
-                                     int64_t column0, int64_t width, int columns) {
+                                     int64_t column0, int64_t width, int columns,
+                                     mn_hands hands) {
     const mn_bf16 *row0 = mn_row<mn_bf16>(view, span.b, span.t0 + t, h);
     const mn_bf16 *from = row0 ? row0 + column0 : nullptr;
     const int left = (int)min(width - column0, (int64_t)columns), octets = columns / 8;
     const unsigned to = mn_shared(tile);
-    for (int k = threadIdx.x; k < MN_DELTA_CHUNK * octets; k += blockDim.x) {
+    for (int k = hands.first; k < MN_DELTA_CHUNK * octets; k += hands.step) {
         const int row = k / octets, octet = k % octets, j = octet * 8;
         const bool inside = view.data && row < count && j < left;
         const mn_bf16 *at = inside ? from + row * view.stride[1] + j : from;
@@ -105,18 +115,18 @@ __device__ inline void mn_tile_fetch(unsigned char *tile, const mn_in &view, boo
 
 /* 64 rows of `columns` from work space, which are `stride` apart. */
 __device__ inline void mn_tile_recall(unsigned char *tile, const mn_bf16 *from, int columns,
-                                      int stride) {
+                                      int stride, mn_hands hands) {
     const int octets = columns / 8;
     const unsigned to = mn_shared(tile);
-    for (int k = threadIdx.x; k < MN_DELTA_CHUNK * octets; k += blockDim.x) {
+    for (int k = hands.first; k < MN_DELTA_CHUNK * octets; k += hands.step) {
         const int row = k / octets, octet = k % octets;
         mn_copy_octet(to + mn_tile_place(row, octet), from + row * stride + octet * 8, 16);
     }
 }
 
 /* `bytes`, a multiple of 16, as they lie. */
-__device__ inline void mn_copy_plain(void *to, const void *from, int bytes) {
-    for (int k = threadIdx.x * 16; k < bytes; k += blockDim.x * 16) {
+__device__ inline void mn_copy_plain(void *to, const void *from, int bytes, mn_hands hands) {
+    for (int k = hands.first * 16; k < bytes; k += hands.step * 16) {
         mn_copy_octet(mn_shared(to) + k, (const char *)from + k, 16);
     }
 }
