@@ -51,8 +51,14 @@ mn_status mn_derive_heads(mn_layer *layer, int64_t num_heads, int64_t num_v_head
     return st;
 }
 
+void mn_tell(const mn_forward *f, const char *name, const mn_tensor *x) {
+    if (f->tap && x && !mn_tape_plans(f->tape)) f->tap->hear(f->tap->context, f->index, name, x);
+}
+
 mn_tensor *mn_project(mn_forward *f, mn_tensor *x, const char *weight, const char *bias) {
-    return mn_tape_linear(f->tape, x, mn_use(f, weight), bias ? mn_use(f, bias) : NULL);
+    mn_tensor *y = mn_tape_linear(f->tape, x, mn_use(f, weight), bias ? mn_use(f, bias) : NULL);
+    mn_tell(f, weight, y);
+    return y;
 }
 
 mn_tensor *mn_short_conv(mn_forward *f, mn_tensor *x, const char *weight, const char *bias, int act,
@@ -113,16 +119,7 @@ mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char
 }
 
 mn_tensor *mn_filled(mn_forward *f, const int64_t shape[4], double value) {
-    mn_tensor *all = mn_tape_new(f->tape, shape);
-    if (!all) return NULL;
-    all->slot = NULL;
-    const bool f64 = mn_tape_dtype(f->tape) == MN_F64;
-    const int64_t n = mn_tape_plans(f->tape) ? 0 : shape[0] * shape[1] * shape[2] * shape[3];
-    for (int64_t i = 0; i < n; i++) {
-        if (f64) ((double *)all->data)[i] = value;
-        else ((float *)all->data)[i] = (float)value;
-    }
-    return all;
+    return mn_tape_filled(f->tape, shape, value);
 }
 
 mn_tensor *mn_over_sum(mn_forward *f, mn_tensor *x, double eps) {

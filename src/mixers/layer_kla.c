@@ -128,13 +128,7 @@ static sensed sense(mn_forward *f, mn_tensor *z) {
 
 /* The same noise for every cell. */
 static mn_tensor *constant_noise(mn_forward *f, double value) {
-    const int64_t V = MN_OF(f, 'V'), K = MN_OF(f, 'K');
-    void *noise = mn_tape_memory(f->tape, V * K);
-    for (int64_t i = 0; noise && !mn_tape_plans(f->tape) && i < V * K; i++) {
-        if (mn_tape_dtype(f->tape) == MN_F64) ((double *)noise)[i] = value;
-        else ((float *)noise)[i] = (float)value;
-    }
-    return noise ? mn_tape_leaf(f->tape, noise, NULL, V, K, false) : NULL;
+    return mn_filled(f, (int64_t[]){ 1, 1, MN_OF(f, 'V'), MN_OF(f, 'K') }, value);
 }
 
 /* Without noise p is 1e-12 while the operator keeps it at 1e-7 or more; the result is linear in p,
@@ -180,6 +174,13 @@ static mn_tensor *filter(mn_forward *f, const sensed *s, mn_tensor **yvar) {
     mn_tensor *y = mn_run_out(&run, "y");
     if (f->variance || f->wants_output_variance) *yvar = mn_run_out(&run, "yvar");
     mn_run_now(&run);
+    mn_tell(f, "v", s->v);
+    mn_tell(f, "prec", s->prec);
+    mn_tell(f, "k", s->k);
+    mn_tell(f, "q", s->q);
+    mn_tell(f, "a", a);
+    mn_tell(f, "p", p);
+    mn_tell(f, "y", y);
     return y;
 }
 
