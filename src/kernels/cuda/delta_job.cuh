@@ -134,7 +134,8 @@ inline int mn_delta_walk(void (*by_warp)(mn_delta_job, int64_t),
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     return mn_delta_launch(warps == MN_DELTA_WALKERS ? by_group : by_warp, dim3((unsigned)blocks),
-                           32 * warps + 32, sizeof(mn_walk_room<KP>), stream, job, n_slices);
+                           32 * warps + MN_DELTA_FETCHERS, sizeof(mn_walk_room<KP>), stream, job,
+                           n_slices);
 }
 
 /* Returns function<KP> arguments for a key width. */

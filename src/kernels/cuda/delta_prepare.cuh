@@ -225,13 +225,13 @@ mn_delta_prepare_kernel(const __grid_constant__ mn_delta_job job) {
     const mn_tile_span tile = mn_tile_at(call, MN_DELTA_CHUNK, slot);
     const int count = (int)tile.n_rows, warp = threadIdx.x / 32;
     if (count == 0) return;
-    mn_tile_fetch(room.q, p.q, job.packed[MN_DELTA_Q], tile.span, h, tile.first, count, 0, call.K,
-                  KP, mn_all_hands());
-    mn_tile_fetch(room.e, p.e, job.packed[MN_DELTA_E], tile.span, h, tile.first, count, 0, call.K,
-                  KP, mn_all_hands());
+    mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.q, p.q, job.packed[MN_DELTA_Q], tile.span, h,
+                                          tile.first, count, 0, call.K, threadIdx.x);
+    mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.e, p.e, job.packed[MN_DELTA_E], tile.span, h,
+                                          tile.first, count, 0, call.K, threadIdx.x);
     if (p.w.data) {
-        mn_tile_fetch(room.w, p.w, job.packed[MN_DELTA_W], tile.span, h, tile.first, count, 0,
-                      call.K, KP, mn_all_hands());
+        mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.w, p.w, job.packed[MN_DELTA_W], tile.span, h,
+                                              tile.first, count, 0, call.K, threadIdx.x);
     }
     mn_copy_commit();
     if (warp == 0) mn_delta_sum_decays(room.levels, p, tile.span, h, tile.first, count);

@@ -8,14 +8,14 @@
  * A warp has 16 value columns of one head of one sequence and keeps its columns of the state,
  * turned, in registers in float32: [16][K]. Everything is computed turned as well, so that sums of
  * one product are the left operand of the next and never leave the registers; the right operands,
- * which warps of a block share, come through shared memory, where one more warp fetches them. Where
+ * which warps of a block share, come through shared memory, where four more warps fetch them. Where
  * channels share the decay, keys come as they are and the decays are applied to the sums. */
 #ifndef MN_KERNELS_CUDA_DELTA_WALK_CUH
 #define MN_KERNELS_CUDA_DELTA_WALK_CUH
 
 #include "kernels/cuda/delta_unit.cuh"
 
-enum { MN_DELTA_WALKERS = 4 };    // most warps of a block, besides the one that fetches
+enum { MN_DELTA_WALKERS = 4, MN_DELTA_FETCHERS = 128 };    // most warps; threads that fetch
 
 /* What is needed first of a chunk, and what later; the first kind is fetched one chunk ahead, the
  * second too where there is room. */
@@ -51,7 +51,7 @@ __device__ inline void mn_walk_begin(mn_walk_place &at, const mn_delta_job &job,
                                      int64_t n_slices) {
     const mn_call &call = job.p.call;
     if (threadIdx.x == 0) {
-        at.columns = ((int)blockDim.x - 32) / 2;
+        at.columns = ((int)blockDim.x - MN_DELTA_FETCHERS) / 2;
         at.column0 = blockIdx.x % n_slices * at.columns;
         at.h = blockIdx.x / n_slices % call.H;
         at.n = blockIdx.x / n_slices / call.H;
@@ -62,13 +62,9 @@ __device__ inline void mn_walk_begin(mn_walk_place &at, const mn_delta_job &job,
     __syncthreads();
 }
 
-/* Whether this warp, the last, is the one that fetches, and its threads. */
-__device__ inline bool mn_walk_fetches(void) {
-    return threadIdx.x + 32 >= blockDim.x;
-}
-
-__device__ inline mn_hands mn_walk_hands(void) {
-    return { (int)threadIdx.x % 32, 32 };
+/* The number of a thread that fetches; below zero for the others. */
+__device__ inline int mn_walk_hand(void) {
+    return (int)threadIdx.x - ((int)blockDim.x - MN_DELTA_FETCHERS);
 }
 
 __device__ inline int mn_walk_count(const mn_walk_place &at, int chunk) {
@@ -80,13 +76,14 @@ template <int KP, bool CHANNEL>
 __device__ inline void mn_walk_fetch_keys(unsigned char *tile, const mn_delta_job &job,
                                           const mn_in &view, int tensor, const mn_bf16 *decayed,
                                           const mn_walk_place &at, int chunk) {
+    constexpr int hands = MN_DELTA_FETCHERS;
     if (CHANNEL) {
         const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
-        mn_tile_recall(tile, decayed + index * MN_DELTA_CHUNK * KP, KP, KP, mn_walk_hands());
+        mn_tile_recall<KP, hands>(tile, decayed + index * MN_DELTA_CHUNK * KP, KP, mn_walk_hand());
     } else {
-        mn_tile_fetch(tile, view, job.packed[tensor], at.span, at.h,
-                      (int64_t)chunk * MN_DELTA_CHUNK, mn_walk_count(at, chunk), 0, job.p.call.K,
-                      KP, mn_walk_hands());
+        mn_tile_fetch<KP, hands>(tile, view, job.packed[tensor], at.span, at.h,
+                                 (int64_t)chunk * MN_DELTA_CHUNK, mn_walk_count(at, chunk), 0,
+                                 job.p.call.K, mn_walk_hand());
     }
 }
 
@@ -95,21 +92,23 @@ template <int KP, bool CHANNEL>
 __device__ inline void mn_walk_fetch_front(mn_walk_front<KP> &to, const mn_delta_job &job,
                                            const mn_in &values, bool packed,
                                            const mn_walk_place &at, int chunk) {
+    constexpr int hands = MN_DELTA_FETCHERS;
+    const int hand = mn_walk_hand();
     const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
-    mn_tile_fetch(to.values, values, packed, at.span, at.h, (int64_t)chunk * MN_DELTA_CHUNK,
-                  mn_walk_count(at, chunk), at.column0, job.p.call.V, at.columns, mn_walk_hands());
-    mn_tile_recall(to.T, job.work.T + index * MN_DELTA_SQUARE, 64, 64, mn_walk_hands());
-    mn_tile_recall(to.P, job.work.P + index * MN_DELTA_SQUARE, 64, 64, mn_walk_hands());
+    mn_tile_fetch<64, hands>(to.values, values, packed, at.span, at.h,
+                             (int64_t)chunk * MN_DELTA_CHUNK, mn_walk_count(at, chunk), at.column0,
+                             min(job.p.call.V, at.column0 + at.columns), hand);
+    mn_tile_recall<64, hands>(to.T, job.work.T + index * MN_DELTA_SQUARE, 64, hand);
+    mn_tile_recall<64, hands>(to.P, job.work.P + index * MN_DELTA_SQUARE, 64, hand);
     if (CHANNEL) {
-        mn_copy_plain(to.fall, job.work.fall + index * KP, KP * (int)sizeof(float),
-                      mn_walk_hands());
+        mn_copy_plain(to.fall, job.work.fall + index * KP, KP * (int)sizeof(float), hands, hand);
     } else {
         mn_copy_plain(to.gamma, job.work.levels[index].gamma,
-                      2 * MN_DELTA_CHUNK * (int)sizeof(float), mn_walk_hands());
+                      2 * MN_DELTA_CHUNK * (int)sizeof(float), hands, hand);
     }
 }
 
-/* What the fetching warp does for `n` chunks, in step with the others: front(i) and back(i) fetch
+/* What the fetching warps do for `n` chunks, in step with the others: front(i) and back(i) fetch
  * for chunk i in the order of the walk, and do nothing beyond the last. */
 template <int KP, bool GROUP, typename Front, typename Back>
 __device__ inline void mn_walk_fetch(int n, Front front, Back back) {
@@ -340,7 +339,7 @@ __device__ inline void mn_walk_misses(unsigned (&x)[4][4], float (&X)[8][4],
 
 /* KEEP: states in front of chunks and residuals go to work space, and there are no outputs. */
 template <int KP, bool CHANNEL, bool KEEP, bool GROUP>
-__global__ void __launch_bounds__(32 * MN_DELTA_WALKERS + 32)
+__global__ void __launch_bounds__(32 * MN_DELTA_WALKERS + MN_DELTA_FETCHERS)
 mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices) {
     extern __shared__ __align__(1024) unsigned char walk_bytes[];
     mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
@@ -349,7 +348,7 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices)
     mn_walk_begin(room.place, job, n_slices);
     const mn_walk_place &at = room.place;
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
-    if (mn_walk_fetches()) {
+    if (mn_walk_hand() >= 0) {
         const auto front = [&](int chunk) {
             mn_walk_front<KP> &to = room.front[chunk % 2];
             mn_walk_fetch_keys<KP, CHANNEL>(to.keys, job, p.e, MN_DELTA_E, job.work.e, at, chunk);
@@ -429,7 +428,7 @@ __device__ inline void mn_walk_cotangent(unsigned (&x)[4][4], unsigned tile, con
 }
 
 template <int KP, bool CHANNEL, bool GROUP>
-__global__ void __launch_bounds__(32 * MN_DELTA_WALKERS + 32)
+__global__ void __launch_bounds__(32 * MN_DELTA_WALKERS + MN_DELTA_FETCHERS)
 mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices) {
     extern __shared__ __align__(1024) unsigned char walk_bytes[];
     mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
@@ -439,7 +438,7 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_sl
     const mn_walk_place &at = room.place;
     const bool same_keys = !CHANNEL && !p.w.data;
     const mn_in &w = same_keys ? p.e : p.w;
-    if (mn_walk_fetches()) {
+    if (mn_walk_hand() >= 0) {
         const auto front = [&](int i) {
             const int chunk = at.n_chunks - 1 - i;
             mn_walk_front<KP> &to = room.front[chunk % 2];
