@@ -26,8 +26,10 @@ static bool has_room(void) {
     return bytes >= 226 * 1024;
 }
 
+/* Sums over few value columns average the roundings of operands less: those of up to 32 lose more
+ * than twice what storing in bf16 does. */
 bool mn_delta_chunks(const mn_delta_args *p) {
-    return p->call.dtype == MN_BF16 && p->call.K >= 32 && p->call.K <= 256 && p->call.V >= 32 &&
+    return p->call.dtype == MN_BF16 && p->call.K >= 32 && p->call.K <= 256 && p->call.V > 32 &&
            has_room();
 }
 
