@@ -14,11 +14,13 @@ struct mn_additive_extent {
     size_t kept;              // bf16 numbers
     size_t query, key;        // floats: q.dq and k.dk
     size_t meetings, whole;   // floats
+    int64_t segments;         // most of a sequence
+    size_t sums, falls;       // floats of one walk: of segments
 };
 
 struct mn_additive_work {
     mn_bf16 *kept;
-    float *query, *key, *meetings, *whole;
+    float *query, *key, *meetings, *whole, *sums, *falls;
 };
 
 /* The walks of a pass, without work space; how many there are. dq comes first, dk last. */
@@ -38,9 +40,11 @@ int mn_additive_shared_limit(void);
 int mn_additive_token_chunk(int depth);
 int mn_additive_channel_chunk(int depth);
 
-/* Launch some walks of one depth; the sums that make the gradient of a decay per token or head. */
-int mn_additive_token_launch(const mn_walks *walks, int count, bool decays, cudaStream_t stream);
-int mn_additive_channel_launch(const mn_walks *walks, int count, bool of_values,
+/* Launch some walks of one depth over so many segments; the sums that make the gradient of a decay
+ * per token or head. */
+int mn_additive_token_launch(const mn_walks *walks, int count, int64_t segments, bool decays,
+                             cudaStream_t stream);
+int mn_additive_channel_launch(const mn_walks *walks, int64_t segments, bool of_values,
                                cudaStream_t stream);
 int mn_additive_token_decay(const mn_additive_args *p, const mn_additive_extent *extent,
                             const mn_additive_work *work, cudaStream_t stream);

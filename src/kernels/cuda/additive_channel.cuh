@@ -100,9 +100,31 @@ __device__ inline void mn_channel_add_state(float (&o)[4][4], const uint32_t (&x
     }
 }
 
-/* Fetches the chunk at t_next while the one before is worked on: which buffer a turn uses. */
-__device__ inline int64_t mn_channel_start(int64_t turn, int64_t n_chunks, bool reverse) {
-    return (reverse ? n_chunks - 1 - turn : turn) * MN_PARTS_CHUNK;
+/* The first token of the chunk of a turn. */
+__device__ inline int64_t mn_channel_start(int64_t turn, const mn_walk_place &at, bool reverse) {
+    return (reverse ? at.n_chunks - 1 - turn : turn) * MN_PARTS_CHUNK;
+}
+
+/* What this thread's channel falls over a chunk, among COLUMNS. */
+template <int COLUMNS>
+__device__ inline float mn_channel_fall(const float *fall) {
+    float whole = 1.0f;
+    if (threadIdx.x >= COLUMNS) return whole;
+#pragma unroll
+    for (int part = 0; part < MN_PARTS; part++) whole *= fall[part * COLUMNS + threadIdx.x];
+    return whole;
+}
+
+/* Leaves the state, or what the segment adds to it and by how much its `channels` fell. */
+template <int DEPTH>
+__device__ inline void mn_channel_end(mn_channel_state<DEPTH> &M, const mn_walk &p,
+                                      const mn_walk_place &at, float fall, int channels) {
+    if (p.gathers) {
+        M.put_sum(p.sums + at.index * mn_channel_sizes<DEPTH>::kept);
+        if (threadIdx.x < channels) p.falls[at.index * MN_WALK_FALLS + threadIdx.x] = fall;
+    } else if (at.last) {
+        M.store(p, at);
+    }
 }
 
 /* ---- walks of keys --------------------------------------------------------------------------- */
@@ -130,7 +152,7 @@ __device__ inline void mn_keys_fetch(mn_keys_stage<DEPTH> &to, const mn_walk_str
                                      bool reverse) {
     constexpr int rows = MN_PARTS_CHUNK, threads = MN_CHANNEL_THREADS;
     const int count = (int)min((int64_t)rows, length - t);
-    mn_fetch_tokens<rows, DEPTH, threads>(to.x, strips.x, t, count, reverse);
+    if (strips.reads) mn_fetch_tokens<rows, DEPTH, threads>(to.x, strips.x, t, count, reverse);
     mn_fetch_tokens<rows, DEPTH, threads>(to.y, strips.y, t, count, reverse);
     mn_fetch_tokens<rows, DEPTH, threads>(to.g, g, t, count, reverse);
     mn_fetch_tokens<rows, MN_WALK_WIDTH, threads>(to.z, strips.z, t, count, reverse);
@@ -229,36 +251,40 @@ __device__ inline void mn_channel_put(const float (&o)[4][4], const mn_walk &p,
 template <int DEPTH>
 __global__ void __launch_bounds__(MN_CHANNEL_THREADS, 1)
 mn_keys_kernel(const __grid_constant__ mn_walks all) {
-    constexpr int buffers = mn_channel_sizes<DEPTH>::buffers;
+    constexpr int buffers = mn_channel_sizes<DEPTH>::buffers, kept = mn_channel_sizes<DEPTH>::kept;
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_keys_room<DEPTH> &room = *(mn_keys_room<DEPTH> *)bytes;
     const mn_walk &p = all.walk[0];
-    const mn_walk_place at = mn_walk_here(all.call, p);
+    const mn_walk_place at = mn_walk_here(all.call, p, MN_PARTS_CHUNK);
+    if (at.idle) return;
     const mn_walk_strips strips(p, at, DEPTH);
     const mn_strip<const mn_bf16> g =
         mn_strip_of<const mn_bf16>(all.g, at.span, at.h, 0, p.depth, DEPTH);
     const int64_t length = at.span.length;
-    const int64_t n_chunks = (length + MN_PARTS_CHUNK - 1) / MN_PARTS_CHUNK;
     const bool reverse = p.reverse;
+    float fall = 1.0f;
     mn_channel_state<DEPTH> M;
-    M.load(p, at);
+    M.begin(p, at, kept, [&](const float *falls) {
+        M.each([&](float &cell, int i, int) { cell *= falls[i]; });
+    });
     M.share(room.state[0]);
-    if (buffers == 2 && n_chunks > 0) {
-        mn_keys_fetch<DEPTH>(room.stage[0], strips, g, mn_channel_start(0, n_chunks, reverse),
+    if (buffers == 2 && at.turn < at.end) {
+        mn_keys_fetch<DEPTH>(room.stage[0], strips, g, mn_channel_start(at.turn, at, reverse),
                              length, reverse);
     }
-    for (int64_t n = 0; n < n_chunks; n++) {
-        const int64_t t = mn_channel_start(n, n_chunks, reverse);
-        mn_keys_stage<DEPTH> &in = room.stage[n % buffers];
+    for (int64_t n = at.turn; n < at.end; n++) {
+        const int64_t t = mn_channel_start(n, at, reverse);
+        const int now = (n - at.turn) % buffers, next = (now + 1) % buffers;
+        mn_keys_stage<DEPTH> &in = room.stage[now];
         if (buffers == 1) {
             __syncthreads();
             mn_keys_fetch<DEPTH>(in, strips, g, t, length, reverse);
         }
         mn_copies_wait();
         __syncthreads();
-        if (buffers == 2 && n + 1 < n_chunks) {
-            mn_keys_fetch<DEPTH>(room.stage[(n + 1) % buffers], strips, g,
-                                 mn_channel_start(n + 1, n_chunks, reverse), length, reverse);
+        if (buffers == 2 && n + 1 < at.end) {
+            mn_keys_fetch<DEPTH>(room.stage[next], strips, g, mn_channel_start(n + 1, at, reverse),
+                                 length, reverse);
         }
         mn_scale_tiles tiles = { in.x, room.x_inside, in.y, room.y_inside, in.g, room.fall };
         if (reverse) {
@@ -267,13 +293,15 @@ mn_keys_kernel(const __grid_constant__ mn_walks all) {
         mn_scale<DEPTH, MN_CHANNEL_THREADS>(tiles, reverse);
         __syncthreads();
         float o[4][4] = {};
-        mn_keys_read<DEPTH>(o, room, in, room.state[n % buffers]);
+        if (strips.reads) mn_keys_read<DEPTH>(o, room, in, room.state[now]);
         mn_channel_write<DEPTH, false>(M, in.y, in.z, room.fall);
+        if (!strips.reads) fall *= mn_channel_fall<DEPTH>(room.fall);
         if (buffers == 1) __syncthreads();
-        M.share(room.state[(n + 1) % buffers]);
+        M.share(room.state[next]);
+        if (!strips.reads) continue;
         mn_channel_put(o, p, strips, t, (int)min((int64_t)MN_PARTS_CHUNK, length - t));
     }
-    M.store(p, at);
+    mn_channel_end<DEPTH>(M, p, at, fall, DEPTH);
 }
 
 /* ---- walks of values ------------------------------------------------------------------------- */
@@ -306,11 +334,11 @@ __device__ inline void mn_values_fetch(mn_values_stage<DEPTH> &to, const mn_walk
                                        int64_t length) {
     constexpr int rows = MN_PARTS_CHUNK, threads = MN_CHANNEL_THREADS;
     const int count = (int)min((int64_t)rows, length - t);
-    mn_fetch_tokens<rows, DEPTH, threads>(to.x, strips.x, t, count, p.reverse);
+    if (strips.reads) mn_fetch_tokens<rows, DEPTH, threads>(to.x, strips.x, t, count, p.reverse);
     mn_fetch_tokens<rows, DEPTH, threads>(to.y, strips.y, t, count, p.reverse);
     mn_fetch_tokens<rows, MN_WALK_WIDTH, threads>(to.z, strips.z, t, count, p.reverse);
     mn_fetch_tokens<rows, MN_WALK_WIDTH, threads>(to.g, g, t, count, p.reverse);
-    if (p.duty != MN_WALK_PLAIN) {
+    if (p.duty != MN_WALK_PLAIN && strips.reads) {
         mn_fetch_tokens<rows, MN_WALK_WIDTH, threads>(to.beside, strips.beside, t, count,
                                                       p.reverse);
     }
@@ -390,11 +418,12 @@ __device__ inline void mn_values_finish(float (&o)[4][4], const float (&inside)[
 
 /* Sums over the rows of M of its products with the state kept in front of the chunk. */
 template <int DEPTH>
-__device__ inline void mn_values_meet(const mn_channel_state<DEPTH> &M, const mn_walk &p,
-                                      int64_t kept_at, mn_values_room<DEPTH> &room) {
+__device__ inline void mn_values_meet(const mn_channel_state<DEPTH> &M,
+                                      const typename mn_channel_state<DEPTH>::kept &kept,
+                                      const mn_walk &p, mn_values_room<DEPTH> &room) {
     using sizes = mn_channel_sizes<DEPTH>;
     float sums[sizes::column_tiles][2] = {};
-    M.meet(p.kept + kept_at * sizes::kept, [&](int k, int i, float x) {
+    M.meet(kept, [&](int k, int i, float x) {
         float &sum = sums[k % sizes::column_tiles][i % 2];
         sum = fmaf(M.at[k / sizes::column_tiles][k % sizes::column_tiles][i], x, sum);
     });
@@ -439,42 +468,71 @@ __device__ inline void mn_values_decay(const mn_walks &all, const mn_walk &p,
     }
 }
 
+/* What a chunk reads: out, and what the gradient of the decay takes from it; then the state moves
+ * behind the chunk. */
+template <int DEPTH>
+__device__ inline void mn_values_turn(mn_channel_state<DEPTH> &M, const mn_walks &all,
+                                      const mn_walk &p, const mn_walk_place &at,
+                                      const mn_walk_strips &strips, mn_values_room<DEPTH> &room,
+                                      const mn_values_stage<DEPTH> &in, int now, int next,
+                                      int64_t t) {
+    constexpr int size = mn_channel_sizes<DEPTH>::kept;
+    const int count = (int)min((int64_t)MN_PARTS_CHUNK, at.span.length - t);
+    const int64_t slot = mn_walk_first_slot(all.call, at.n, MN_PARTS_CHUNK) + t / MN_PARTS_CHUNK;
+    mn_bf16 *kept_at = p.kept + ((slot * all.call.H + at.h) * at.n_slices + at.slice) * size;
+    float o[4][4] = {}, inside[4][4] = {};
+    typename mn_channel_state<DEPTH>::kept kept;
+    if (p.duty == MN_WALK_MEETS) M.recall(kept, kept_at);
+    mn_values_read<DEPTH>(o, inside, room, in, room.state[now]);
+    mn_values_finish<DEPTH>(o, inside, all, p, at, room, in, t, count);
+    if (p.duty == MN_WALK_KEEPS) M.keep(kept_at);
+    mn_channel_write<DEPTH, true>(M, in.y, in.z, room.fall);
+    if (p.duty == MN_WALK_MEETS) mn_values_meet<DEPTH>(M, kept, p, room);
+    if (mn_channel_sizes<DEPTH>::buffers == 1) __syncthreads();
+    M.share(room.state[next]);
+    mn_channel_put(o, p, strips, t, count);
+    if (p.duty == MN_WALK_MEETS) mn_values_decay<DEPTH>(all, p, at, room, t, count);
+}
+
 template <int DEPTH>
 __global__ void __launch_bounds__(MN_CHANNEL_THREADS, 1)
 mn_values_kernel(const __grid_constant__ mn_walks all) {
-    constexpr int buffers = mn_channel_sizes<DEPTH>::buffers;
+    constexpr int buffers = mn_channel_sizes<DEPTH>::buffers, kept = mn_channel_sizes<DEPTH>::kept;
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_values_room<DEPTH> &room = *(mn_values_room<DEPTH> *)bytes;
     const mn_walk &p = all.walk[0];
-    const mn_walk_place at = mn_walk_here(all.call, p);
+    const mn_walk_place at = mn_walk_here(all.call, p, MN_PARTS_CHUNK);
+    if (at.idle) return;
     const mn_walk_strips strips(p, at, DEPTH);
     const mn_strip<const mn_bf16> g =
         mn_strip_of<const mn_bf16>(all.g, at.span, at.h, at.column0, p.width, MN_WALK_WIDTH);
     const int64_t length = at.span.length;
-    const int64_t n_chunks = (length + MN_PARTS_CHUNK - 1) / MN_PARTS_CHUNK;
     const bool reverse = p.reverse;
+    float fall = 1.0f;
     mn_channel_state<DEPTH> M;
-    M.load(p, at);
+    M.begin(p, at, kept, [&](const float *falls) {
+        M.each([&](float &cell, int, int j) { cell *= falls[j]; });
+    });
     M.share(room.state[0]);
-    if (buffers == 2 && n_chunks > 0) {
-        mn_values_fetch<DEPTH>(room.stage[0], p, strips, g, mn_channel_start(0, n_chunks, reverse),
+    if (buffers == 2 && at.turn < at.end) {
+        mn_values_fetch<DEPTH>(room.stage[0], p, strips, g, mn_channel_start(at.turn, at, reverse),
                                length);
     }
-    for (int64_t n = 0; n < n_chunks; n++) {
-        const int64_t t = mn_channel_start(n, n_chunks, reverse);
-        const int count = (int)min((int64_t)MN_PARTS_CHUNK, length - t);
-        mn_values_stage<DEPTH> &in = room.stage[n % buffers];
+    for (int64_t n = at.turn; n < at.end; n++) {
+        const int64_t t = mn_channel_start(n, at, reverse);
+        const int now = (n - at.turn) % buffers, next = (now + 1) % buffers;
+        mn_values_stage<DEPTH> &in = room.stage[now];
         if (buffers == 1) {
             __syncthreads();
             mn_values_fetch<DEPTH>(in, p, strips, g, t, length);
         }
         mn_copies_wait();
         __syncthreads();
-        if (buffers == 2 && n + 1 < n_chunks) {
-            mn_values_fetch<DEPTH>(room.stage[(n + 1) % buffers], p, strips, g,
-                                   mn_channel_start(n + 1, n_chunks, reverse), length);
+        if (buffers == 2 && n + 1 < at.end) {
+            mn_values_fetch<DEPTH>(room.stage[next], p, strips, g,
+                                   mn_channel_start(n + 1, at, reverse), length);
         }
-        mn_scale_tiles tiles = { in.beside,   room.beside_inside, in.z,       room.z_inside, in.g,
+        mn_scale_tiles tiles = { in.beside, room.beside_inside, in.z,       room.z_inside, in.g,
                                  room.fall, room.factor,        room.inside };
         if (reverse) {
             tiles.q = in.z, tiles.q_inside = room.z_inside;
@@ -482,21 +540,14 @@ mn_values_kernel(const __grid_constant__ mn_walks all) {
         }
         mn_scale<MN_WALK_WIDTH, MN_CHANNEL_THREADS>(tiles, reverse);
         __syncthreads();
-        const int64_t slot = mn_walk_first_slot(all.call, at.n, MN_PARTS_CHUNK) +
-                             t / MN_PARTS_CHUNK;
-        const int64_t kept_at = (slot * all.call.H + at.h) * at.n_slices + at.slice;
-        float o[4][4] = {}, inside[4][4] = {};
-        mn_values_read<DEPTH>(o, inside, room, in, room.state[n % buffers]);
-        mn_values_finish<DEPTH>(o, inside, all, p, at, room, in, t, count);
-        if (p.duty == MN_WALK_KEEPS) M.keep(p.kept + kept_at * mn_channel_sizes<DEPTH>::kept);
-        mn_channel_write<DEPTH, true>(M, in.y, in.z, room.fall);
-        if (p.duty == MN_WALK_MEETS) mn_values_meet<DEPTH>(M, p, kept_at, room);
-        if (buffers == 1) __syncthreads();
-        M.share(room.state[(n + 1) % buffers]);
-        mn_channel_put(o, p, strips, t, count);
-        if (p.duty == MN_WALK_MEETS) mn_values_decay<DEPTH>(all, p, at, room, t, count);
+        if (strips.reads) {
+            mn_values_turn<DEPTH>(M, all, p, at, strips, room, in, now, next, t);
+        } else {
+            mn_channel_write<DEPTH, true>(M, in.y, in.z, room.fall);
+            fall *= mn_channel_fall<MN_WALK_WIDTH>(room.fall);
+        }
     }
-    M.store(p, at);
+    mn_channel_end<DEPTH>(M, p, at, fall, MN_WALK_WIDTH);
 }
 
 #endif

@@ -17,7 +17,7 @@ int mn_additive_token_chunk(int depth) {
 }
 
 template <int DEPTH, int CHUNK, bool DECAYS>
-static int launch_of(const mn_walks *walks, int count, cudaStream_t stream) {
+static int launch_of(const mn_walks *walks, int count, int64_t segments, cudaStream_t stream) {
     const int bytes = (int)sizeof(mn_walk_room<DEPTH, CHUNK>);
     int64_t blocks = 0;
     for (int i = 0; i < count; i++) {
@@ -30,25 +30,26 @@ static int launch_of(const mn_walks *walks, int count, cudaStream_t stream) {
                                                   cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   bytes);
     if (code != cudaSuccess) return code;
-    const dim3 grid((unsigned)blocks, (unsigned)count);
+    const dim3 grid((unsigned)blocks, (unsigned)count, (unsigned)segments);
     mn_walk_kernel<DEPTH, CHUNK, DECAYS><<<grid, 2 * CHUNK, bytes, stream>>>(*walks);
     return mn_launched();
 }
 
 template <int DEPTH, int CHUNK>
-static int launch_with(const mn_walks *walks, int count, bool decays, cudaStream_t stream) {
-    if (decays) return launch_of<DEPTH, CHUNK, true>(walks, count, stream);
-    return launch_of<DEPTH, CHUNK, false>(walks, count, stream);
+static int launch_with(const mn_walks *walks, int count, int64_t segments, bool decays,
+                       cudaStream_t stream) {
+    if (decays) return launch_of<DEPTH, CHUNK, true>(walks, count, segments, stream);
+    return launch_of<DEPTH, CHUNK, false>(walks, count, segments, stream);
 }
 
-int mn_additive_token_launch(const mn_walks *walks, int count, bool decays, cudaStream_t stream) {
+int mn_additive_token_launch(const mn_walks *walks, int count, int64_t segments, bool decays,
+                             cudaStream_t stream) {
     const int depth = mn_additive_depth(walks->walk[0].depth);
-    const int chunk = mn_additive_token_chunk(depth);
-    if (depth == 64 && chunk == 128) return launch_with<64, 128>(walks, count, decays, stream);
-    if (depth == 64) return launch_with<64, 64>(walks, count, decays, stream);
-    if (depth == 128 && chunk == 128) return launch_with<128, 128>(walks, count, decays, stream);
-    if (depth == 128) return launch_with<128, 64>(walks, count, decays, stream);
-    return launch_with<256, 64>(walks, count, decays, stream);
+    const bool wide = mn_additive_token_chunk(depth) == 128;
+    int (*launch)(const mn_walks *, int, int64_t, bool, cudaStream_t) = launch_with<256, 64>;
+    if (depth == 128) launch = wide ? launch_with<128, 128> : launch_with<128, 64>;
+    if (depth == 64) launch = wide ? launch_with<64, 128> : launch_with<64, 64>;
+    return launch(walks, count, segments, decays, stream);
 }
 
 /* ---- gradients of decays --------------------------------------------------------------------- */
