@@ -161,16 +161,17 @@ static bool measure_decay(mn_additive_extent *to, const mn_additive_args *p) {
     size_t heads;
     to->slots = mn_tile_slots(p->call, chunk);
     to->slices = mn_ceil_div(p->call.K, MN_WALK_WIDTH);
+    const int64_t halves = to->slices * MN_WALK_HALVES;
     if (!p->grad.g.data) return true;
     bool ok = mn_mul_size(&heads, (size_t)to->slots, (size_t)p->call.H);
     ok = ok && mn_mul_size(&to->kept, heads, (size_t)(to->slices * MN_WALK_WIDTH)) &&
          mn_mul_size(&to->kept, to->kept, (size_t)mn_additive_depth(p->call.V));
     ok = ok && mn_mul_size(&to->query, (size_t)p->call.B, (size_t)p->call.T) &&
          mn_mul_size(&to->query, to->query, (size_t)p->call.H) &&
-         mn_mul_size(&to->query, to->query, (size_t)(channel ? p->call.K : to->slices));
+         mn_mul_size(&to->query, to->query, (size_t)(channel ? p->call.K : halves));
     to->key = channel ? 0 : to->query;
     to->whole = heads;
-    return ok && mn_mul_size(&to->meetings, heads, (size_t)(to->slices * (chunk / 16)));
+    return ok && mn_mul_size(&to->meetings, heads, (size_t)(halves * (chunk / 16)));
 }
 
 static bool plan_bytes(mn_plan *plan, const mn_additive_extent *extent, size_t walks) {

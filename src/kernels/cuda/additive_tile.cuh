@@ -12,6 +12,7 @@
 enum {
     MN_WALK_WIDTH = 64,                   // value columns of a block
     MN_WALK_PITCH = MN_WALK_WIDTH + 8,    // and their length in shared memory
+    MN_WALK_HALVES = 2,                   // of those columns: each has warps of its own
     MN_WALK_MOST = 3,                     // walks of one launch
     MN_WALK_SEGMENTS = 16,                // of a sequence
     MN_WALK_GRAIN = 128,                  // tokens that segments have a multiple of

@@ -31,7 +31,8 @@ static int launch_of(const mn_walks *walks, int count, int64_t segments, cudaStr
                                                   bytes);
     if (code != cudaSuccess) return code;
     const dim3 grid((unsigned)blocks, (unsigned)count, (unsigned)segments);
-    mn_walk_kernel<DEPTH, CHUNK, DECAYS><<<grid, 2 * CHUNK, bytes, stream>>>(*walks);
+    const int threads = mn_walk_sizes<DEPTH, CHUNK>::threads;
+    mn_walk_kernel<DEPTH, CHUNK, DECAYS><<<grid, threads, bytes, stream>>>(*walks);
     return mn_launched();
 }
 
@@ -115,9 +116,9 @@ int mn_additive_token_decay(const mn_additive_args *p, const mn_additive_extent 
     const int64_t blocks = extent->slots * p->call.H;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     if (blocks > 0) {
-        const int parts = (int)extent->slices * (chunk / 16);
-        chunk_decay_kernel<<<(unsigned)blocks, chunk, 0, stream>>>(*p, extent->slices, parts,
-                                                                   *work);
+        const int parts = (int)extent->slices * (chunk / 16 * MN_WALK_HALVES);
+        chunk_decay_kernel<<<(unsigned)blocks, chunk, 0, stream>>>(
+            *p, extent->slices * MN_WALK_HALVES, parts, *work);
     }
     if (p->decay == MN_DECAY_HEAD && p->call.H > 0) {
         head_decay_kernel<<<(unsigned)p->call.H, 256, 0, stream>>>(*p, extent->slots, work->whole);

@@ -8,16 +8,19 @@
  * end has had the decay of the first token already. Sums of decays are double and kept as two
  * floats, so that small decays survive behind large ones. Exponents never exceed 0.
  *
- * A block has 64 value columns of one head of one sequence, CHUNK / 16 warps, and the state in
- * their registers; a warp has 16 rows of the chunk. The next chunk comes while one is worked on. */
+ * A block has 64 value columns of one head of one sequence, two warps for each 16 rows of a chunk,
+ * and the state in their registers. The two have half of the columns each and both compute x.y: a
+ * scheduler then has four warps to choose from. The next chunk comes while one is worked on. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_WALK_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_WALK_CUH
 
 #include "kernels/cuda/additive_tile.cuh"
 
+enum { MN_WALK_TILES = MN_WALK_WIDTH / MN_WALK_HALVES / 8 };    // of 8 columns of a warp
+
 template <int DEPTH, int CHUNK>
 struct mn_walk_sizes {
-    static constexpr int warps = CHUNK / 16, threads = 32 * warps;
+    static constexpr int warps = CHUNK / 16 * MN_WALK_HALVES, threads = 32 * warps;
     static constexpr int pitch = DEPTH + 8, steps = DEPTH / 16;
     static constexpr int row_groups = warps < steps ? warps : steps;    // of the state's tiles
     static constexpr int row_tiles = steps / row_groups;                // of a warp
@@ -177,12 +180,18 @@ using mn_walk_state_of = mn_walk_state<
     mn_walk_sizes<DEPTH, CHUNK>::row_tiles, mn_walk_sizes<DEPTH, CHUNK>::column_tiles,
     mn_walk_sizes<DEPTH, CHUNK>::row_groups, mn_walk_sizes<DEPTH, CHUNK>::threads>;
 
-/* Which rows of a chunk this thread's warp has: the two warps that share a scheduler have few and
- * many columns to the left of their rows. */
+/* Which rows of a chunk this thread's warp has: of the warps that share a scheduler some have few
+ * columns to the left of their rows, some many. */
 template <int CHUNK>
 __device__ inline int mn_walk_row0() {
-    const int warp = threadIdx.x / 32;
-    return 16 * (CHUNK == 128 && warp >= 4 ? 11 - warp : warp);
+    const int warp = threadIdx.x / 32 % (CHUNK / 16), half = threadIdx.x / (2 * CHUNK);
+    if (CHUNK == 128) return 16 * (warp < 4 ? warp : 11 - warp);
+    return 16 * (half ? CHUNK / 16 - 1 - warp : warp);
+}
+
+template <int CHUNK>
+__device__ inline int mn_walk_column0() {
+    return threadIdx.x / (2 * CHUNK) * (MN_WALK_WIDTH / MN_WALK_HALVES);
 }
 
 /* ---- decays ---------------------------------------------------------------------------------- */
@@ -284,18 +293,20 @@ struct mn_walk_rows {
 
 /* o = x M and what the chunk's own tokens add, for this warp's rows; without the scale */
 template <int DEPTH, int CHUNK, bool DECAYS>
-__device__ inline void mn_walk_read(float (&o)[8][4], const mn_walk_stage<DEPTH, CHUNK> &in,
-                                    const mn_bf16 *state, const mn_walk_levels<CHUNK> &levels) {
+__device__ inline void mn_walk_read(float (&o)[MN_WALK_TILES][4],
+                                    const mn_walk_stage<DEPTH, CHUNK> &in, const mn_bf16 *state,
+                                    const mn_walk_levels<CHUNK> &levels) {
     constexpr int pitch = DEPTH + 8;
     const int row0 = mn_walk_row0<CHUNK>(), lane = threadIdx.x % 32;
+    const int column0 = mn_walk_column0<CHUNK>();
     const mn_walk_rows<DEPTH> rows(in.x + row0 * pitch);
 #pragma unroll
     for (int k = 0; k < DEPTH / 16; k++) {
         uint32_t a[4], b[4];
         rows.get(a, k);
 #pragma unroll
-        for (int tile = 0; tile < 8; tile += 2) {
-            mn_right_turned(b, state + 16 * k * MN_WALK_PITCH + 8 * tile, MN_WALK_PITCH);
+        for (int tile = 0; tile < MN_WALK_TILES; tile += 2) {
+            mn_right_turned(b, state + 16 * k * MN_WALK_PITCH + column0 + 8 * tile, MN_WALK_PITCH);
             mn_mma(o[tile], a, b[0], b[1]);
             mn_mma(o[tile + 1], a, b[2], b[3]);
         }
@@ -304,11 +315,11 @@ __device__ inline void mn_walk_read(float (&o)[8][4], const mn_walk_stage<DEPTH,
         const float low = mn_exp2(levels.level[row0 + lane / 4].x);
         const float high = mn_exp2(levels.level[row0 + lane / 4 + 8].x);
 #pragma unroll
-        for (int tile = 0; tile < 8; tile++) {
+        for (int tile = 0; tile < MN_WALK_TILES; tile++) {
             o[tile][0] *= low, o[tile][1] *= low, o[tile][2] *= high, o[tile][3] *= high;
         }
     }
-    for (int column0 = 0; column0 <= row0; column0 += 32) {
+    for (int left = 0; left <= row0; left += 32) {
         float p[4][4] = {};
 #pragma unroll
         for (int k = 0; k < DEPTH / 16; k++) {
@@ -316,20 +327,20 @@ __device__ inline void mn_walk_read(float (&o)[8][4], const mn_walk_stage<DEPTH,
             rows.get(a, k);
 #pragma unroll
             for (int tile = 0; tile < 4; tile += 2) {
-                mn_right(b, in.y + (column0 + 8 * tile) * pitch + 16 * k, pitch);
+                mn_right(b, in.y + (left + 8 * tile) * pitch + 16 * k, pitch);
                 mn_mma(p[tile], a, b[0], b[1]);
                 mn_mma(p[tile + 1], a, b[2], b[3]);
             }
         }
-        mn_walk_weigh<DECAYS>(p, levels.level, row0, column0);
+        mn_walk_weigh<DECAYS>(p, levels.level, row0, left);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (column0 + 16 * half > row0) break;
+            if (left + 16 * half > row0) break;
             uint32_t a[4], b[4];
             mn_left_of(a, p[2 * half], p[2 * half + 1]);
 #pragma unroll
-            for (int tile = 0; tile < 8; tile += 2) {
-                mn_right_turned(b, in.z + (column0 + 16 * half) * MN_WALK_PITCH + 8 * tile,
+            for (int tile = 0; tile < MN_WALK_TILES; tile += 2) {
+                mn_right_turned(b, in.z + (left + 16 * half) * MN_WALK_PITCH + column0 + 8 * tile,
                                 MN_WALK_PITCH);
                 mn_mma(o[tile], a, b[0], b[1]);
                 mn_mma(o[tile + 1], a, b[2], b[3]);
@@ -419,19 +430,21 @@ __device__ inline int mn_walk_token(int half, bool reverse) {
 
 /* What lies beside o: asked for early, as it comes from memory. */
 template <int CHUNK>
-__device__ inline void mn_walk_load_beside(uint32_t (&beside)[2][8], const mn_walk &p,
+__device__ inline void mn_walk_load_beside(uint32_t (&beside)[2][MN_WALK_TILES], const mn_walk &p,
                                            const mn_walk_strips &strips, int64_t t, int count) {
     if (p.duty == MN_WALK_PLAIN) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int token = mn_walk_token<CHUNK>(half, p.reverse);
-        mn_pairs_of<8>(beside[half], strips.beside, t + token, token < count, 0);
+        mn_pairs_of<MN_WALK_TILES>(beside[half], strips.beside, t + token, token < count,
+                                   mn_walk_column0<CHUNK>());
     }
 }
 
 /* scale o to memory, and its products with the rows beside it */
 template <int CHUNK>
-__device__ inline void mn_walk_put(const float (&o)[8][4], const uint32_t (&beside)[2][8],
+__device__ inline void mn_walk_put(const float (&o)[MN_WALK_TILES][4],
+                                   const uint32_t (&beside)[2][MN_WALK_TILES],
                                    const mn_walks &all, const mn_walk &p, const mn_walk_place &at,
                                    const mn_walk_strips &strips, int64_t t, int count) {
 #pragma unroll
@@ -441,7 +454,7 @@ __device__ inline void mn_walk_put(const float (&o)[8][4], const uint32_t (&besi
         if (p.duty != MN_WALK_PLAIN) {
             float product = 0.0f;
 #pragma unroll
-            for (int tile = 0; tile < 8; tile++) {
+            for (int tile = 0; tile < MN_WALK_TILES; tile++) {
                 product = fmaf(o[tile][2 * half], mn_low(beside[half][tile]), product);
                 product = fmaf(o[tile][2 * half + 1], mn_high(beside[half][tile]), product);
             }
@@ -450,18 +463,20 @@ __device__ inline void mn_walk_put(const float (&o)[8][4], const uint32_t (&besi
             const int64_t when = at.span.b * all.call.T + at.span.t0 + t + token;
             const int64_t tokens = all.call.B * all.call.T;
             if (inside && threadIdx.x % 4 == 0) {
-                p.products[(at.slice * tokens + when) * all.call.H + at.h] = p.scale * product;
+                const int64_t part = at.slice * MN_WALK_HALVES + threadIdx.x / (2 * CHUNK);
+                p.products[(part * tokens + when) * all.call.H + at.h] = p.scale * product;
             }
         }
 #pragma unroll
-        for (int tile = 0; tile < 8; tile += 4) {
+        for (int tile = 0; tile < MN_WALK_TILES; tile += 4) {
             uint32_t pair[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 pair[i] = mn_pair(p.scale * o[tile + i][2 * half],
                                   p.scale * o[tile + i][2 * half + 1]);
             }
-            mn_put_tokens(strips.out, pair, t + token, inside, 8 * tile);
+            mn_put_tokens(strips.out, pair, t + token, inside,
+                          mn_walk_column0<CHUNK>() + 8 * tile);
         }
     }
 }
@@ -499,9 +514,9 @@ __device__ inline void mn_walk_turn(mn_walk_state_of<DEPTH, CHUNK> &M, const mn_
     using sizes = mn_walk_sizes<DEPTH, CHUNK>;
     const int count = (int)min((int64_t)CHUNK, at.span.length - t);
     const int64_t kept_at = mn_walk_kept_at<DEPTH, CHUNK>(all, at, t / CHUNK);
-    float o[8][4] = {};
+    float o[MN_WALK_TILES][4] = {};
     mn_walk_read<DEPTH, CHUNK, DECAYS>(o, in, state, levels);
-    uint32_t beside[2][8];
+    uint32_t beside[2][MN_WALK_TILES];
     typename mn_walk_state_of<DEPTH, CHUNK>::kept kept;
     mn_walk_load_beside<CHUNK>(beside, p, strips, t, count);
     if (p.duty == MN_WALK_KEEPS) M.keep(p.kept + kept_at * sizes::kept);
@@ -513,7 +528,7 @@ __device__ inline void mn_walk_turn(mn_walk_state_of<DEPTH, CHUNK> &M, const mn_
 }
 
 template <int DEPTH, int CHUNK, bool DECAYS>
-__global__ void __launch_bounds__(2 * CHUNK, 1)
+__global__ void __launch_bounds__(mn_walk_sizes<DEPTH, CHUNK>::threads, 1)
 mn_walk_kernel(const __grid_constant__ mn_walks all) {
     using sizes = mn_walk_sizes<DEPTH, CHUNK>;
     extern __shared__ __align__(128) unsigned char bytes[];
