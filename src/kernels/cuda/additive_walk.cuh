@@ -207,8 +207,8 @@ __device__ inline void mn_walk_load_decays(float (&g)[CHUNK / 32], const mn_walk
         const int token = reverse ? CHUNK - 1 - row : row;
         g[i] = 0.0f;
         if (token >= count) continue;
-        g[i] = fmaxf(mn_float(*mn_row<mn_bf16>(all.g, at.span.b, at.span.t0 + t + token, at.h)),
-                     -200.0f);
+        const float x = mn_float(*mn_row<mn_bf16>(all.g, at.span.b, at.span.t0 + t + token, at.h));
+        g[i] = x < -200.0f ? -200.0f : x;    // NaN stays
     }
 }
 
