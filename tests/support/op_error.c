@@ -133,9 +133,10 @@ void op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], con
         op_run_both(op_context("ref", 2), &moved, &f64);
         for (int i = 0; i < want->n_tensors; i++) {
             const mn_sample_tensor *t = &want->tensors[i];
-            const void *x = moved.tensors[i].partner;
-            if (!is_dynamics(t->field) || !t->partner || !x || t->count == 0) continue;
-            const distance d = distance_between(&moved, x, want, t->partner, t->count, 0);
+            const void *x = op_memory(&moved.tensors[i], OP_COMPUTED);
+            const void *r = op_memory(t, OP_COMPUTED);
+            if (!x || !r || t->count == 0) continue;
+            const distance d = distance_between(&moved, x, want, r, t->count, 0);
             rms[i] = fmax(rms[i], 2.0 * d.rms);
             worst[i] = fmax(worst[i], 2.0 * d.worst);
         }

@@ -30,9 +30,9 @@ typedef struct op_tolerances {
  * measures its tolerances. */
 void op_measure(op_tolerances *out, mn_sample *want, const op_case *c);
 
-/* How far gradients of decays, noises and dynamics may lie from float64 in bf16, besides what
- * storing them costs: twice as far as they move when every input of `want` (float64, run both ways)
- * moves by half a unit of bf16. Zero for all else. */
+/* How far results and gradients in bf16 may lie from float64, besides what storing them costs:
+ * twice as far as they move when every input of `want` (float64, run both ways) moves by half a
+ * unit of bf16. */
 void op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], const mn_sample *want,
                      const op_case *c);
 

@@ -98,6 +98,7 @@ void mn_additive_equip(mn_walks *walks, int count, const mn_additive_work *work)
     query->products = work->query, key->products = work->key;
     query->kept = key->kept = work->kept;
     key->meetings = work->meetings;
+    query->inside = key->inside = work->inside;
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
@@ -161,7 +162,7 @@ static bool measure_decay(mn_additive_extent *to, const mn_additive_args *p) {
     size_t heads;
     to->slots = mn_tile_slots(p->call, chunk);
     to->slices = mn_ceil_div(p->call.K, MN_WALK_WIDTH);
-    const int64_t halves = to->slices * MN_WALK_HALVES;
+    const int64_t halves = to->slices * (128 / chunk);
     if (!p->grad.g.data) return true;
     bool ok = mn_mul_size(&heads, (size_t)to->slots, (size_t)p->call.H);
     ok = ok && mn_mul_size(&to->kept, heads, (size_t)(to->slices * MN_WALK_WIDTH)) &&
@@ -171,13 +172,14 @@ static bool measure_decay(mn_additive_extent *to, const mn_additive_args *p) {
          mn_mul_size(&to->query, to->query, (size_t)(channel ? p->call.K : halves));
     to->key = channel ? 0 : to->query;
     to->whole = heads;
-    return ok && mn_mul_size(&to->meetings, heads, (size_t)(halves * (chunk / 16)));
+    return ok && mn_mul_size(&to->meetings, heads, (size_t)(to->slices * MN_WALK_WIDTH));
 }
 
 static bool plan_bytes(mn_plan *plan, const mn_additive_extent *extent, size_t walks) {
     size_t bytes, floats, sums;
     return mn_add_size(&sums, extent->sums, extent->falls) && mn_mul_size(&sums, sums, walks) &&
            mn_add_size(&floats, extent->query, extent->key) &&
+           mn_add_size(&floats, floats, extent->meetings) &&
            mn_add_size(&floats, floats, extent->meetings) &&
            mn_add_size(&floats, floats, extent->whole) && mn_add_size(&floats, floats, sums) &&
            mn_mul_size(&floats, floats, sizeof(float)) &&
@@ -194,7 +196,8 @@ static mn_additive_work place(const mn_additive_extent *extent, size_t walks, vo
     work.query = work.falls + walks * extent->falls;
     work.key = extent->key ? work.query + extent->query : work.query;
     work.meetings = work.query + extent->query + extent->key;
-    work.whole = work.meetings + extent->meetings;
+    work.inside = work.meetings + extent->meetings;
+    work.whole = work.inside + extent->meetings;
     return work;
 }
 

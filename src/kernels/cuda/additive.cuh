@@ -13,14 +13,14 @@ struct mn_additive_extent {
     int64_t slots, slices;    // chunks of all sequences; slices of K
     size_t kept;              // bf16 numbers
     size_t query, key;        // floats: q.dq and k.dk
-    size_t meetings, whole;   // floats
+    size_t meetings, whole;   // floats; what is inside takes as many as meetings
     int64_t segments;         // most of a sequence
     size_t sums, falls;       // floats of one walk: of segments
 };
 
 struct mn_additive_work {
     mn_bf16 *kept;
-    float *query, *key, *meetings, *whole, *sums, *falls;
+    float *query, *key, *meetings, *inside, *whole, *sums, *falls;
 };
 
 /* The walks of a pass, without work space; how many there are. dq comes first, dk last. */

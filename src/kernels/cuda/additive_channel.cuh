@@ -345,9 +345,11 @@ __device__ inline void mn_values_fetch(mn_values_stage<DEPTH> &to, const mn_walk
     mn_copies_end();
 }
 
-/* o, and its part from inside this warp's part of the chunk, before the factors of rows */
+/* o, and its part from inside this warp's part of the chunk, before the factors of rows; the part
+ * of o that is read from the state where it is asked for */
 template <int DEPTH>
 __device__ inline void mn_values_read(float (&o)[4][4], float (&inside)[4][4],
+                                      float (&from_state)[4][4],
                                       const mn_values_room<DEPTH> &room,
                                       const mn_values_stage<DEPTH> &in, const mn_bf16 *state) {
     constexpr int pitch = DEPTH + 8;
@@ -355,13 +357,19 @@ __device__ inline void mn_values_read(float (&o)[4][4], float (&inside)[4][4],
     uint32_t x[DEPTH / 16][4], a[4];
     mn_channel_rows<DEPTH>(x, in.x + part * MN_PART * pitch);
     mn_channel_add_state<DEPTH>(o, x, state);
+#pragma unroll
+    for (int i = 0; i < 16; i++) from_state[i / 4][i % 4] = o[i / 4][i % 4];
 #pragma unroll 1
     for (int from = 0; from < part; from++) {
         const float *fall = room.fall + from * MN_WALK_WIDTH + mn_channel_column0();
 #pragma unroll
         for (int tile = 0; tile < 4; tile++) {
             const float2 f = *(const float2 *)(fall + 8 * tile + lane % 4 * 2);
-            o[tile][0] *= f.x, o[tile][1] *= f.y, o[tile][2] *= f.x, o[tile][3] *= f.y;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                o[tile][i] *= i % 2 ? f.y : f.x;
+                from_state[tile][i] *= i % 2 ? f.y : f.x;
+            }
         }
         mn_channel_scores<DEPTH>(a, x, in.y + from * MN_PART * pitch, false);
         mn_channel_add(o, a, in.z + from * MN_PART * MN_WALK_PITCH);
@@ -370,20 +378,48 @@ __device__ inline void mn_values_read(float (&o)[4][4], float (&inside)[4][4],
     mn_channel_add(inside, a, room.z_inside + part * MN_PART * MN_WALK_PITCH);
 }
 
-/* A row's products with what lies beside, into memory, or their difference to what lies there into
+/* A row of the products in memory that this thread has: from the slice's first column on. */
+__device__ inline float *mn_values_products(const mn_walks &all, const mn_walk &p,
+                                            const mn_walk_place &at, int64_t token) {
+    const int64_t when = at.span.b * all.call.T + at.span.t0 + token;
+    return p.products + (when * all.call.H + at.h) * p.width + at.column0;
+}
+
+/* The products that the walk before left: asked for early, as they come from memory. */
+__device__ inline void mn_values_recall(float2 (&there)[2][4], const mn_walks &all,
+                                        const mn_walk &p, const mn_walk_place &at, int64_t t,
+                                        int count) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int row = mn_channel_part() * MN_PART + lane / 4 + i / 4 * 8;
+        const int token = p.reverse ? MN_PARTS_CHUNK - 1 - row : row;
+        const int j = mn_channel_column0() + i % 4 * 8 + lane % 4 * 2;
+        const float *products = mn_values_products(all, p, at, t + token) + j;
+        const bool first = token < count && at.column0 + j < p.width;
+        const bool second = token < count && at.column0 + j + 1 < p.width;
+        float2 &both = there[i / 4][i % 4];
+        both = make_float2(0.0f, 0.0f);
+        if (second && p.width % 2 == 0) both = *(const float2 *)products;
+        else if (first) both.x = products[0];
+        if (second && p.width % 2 != 0) both.y = products[1];
+    }
+}
+
+/* A row's products with what lies beside, into memory, or their difference to what lay there into
  * the room; then o <- factor o + factor' inside. */
 template <int DEPTH>
 __device__ inline void mn_values_finish(float (&o)[4][4], const float (&inside)[4][4],
-                                        const mn_walks &all, const mn_walk &p,
-                                        const mn_walk_place &at, mn_values_room<DEPTH> &room,
+                                        const float2 (&there)[2][4], const mn_walks &all,
+                                        const mn_walk &p, const mn_walk_place &at,
+                                        mn_values_room<DEPTH> &room,
                                         const mn_values_stage<DEPTH> &in, int64_t t, int count) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = mn_channel_part() * MN_PART + lane / 4 + 8 * half;
         const int token = p.reverse ? MN_PARTS_CHUNK - 1 - row : row;
-        const int64_t when = at.span.b * all.call.T + at.span.t0 + t + token;
-        float *products = p.products + (when * all.call.H + at.h) * p.width + at.column0;
+        float *products = mn_values_products(all, p, at, t + token);
 #pragma unroll
         for (int tile = 0; tile < 4; tile++) {
             const int j = mn_channel_column0() + 8 * tile + lane % 4 * 2;
@@ -405,8 +441,7 @@ __device__ inline void mn_values_finish(float (&o)[4][4], const float (&inside)[
                     else if (first) products[j] = both.x;
                     if (second && p.width % 2 != 0) products[j + 1] = both.y;
                 } else {
-                    both.x -= first ? products[j] : 0.0f;
-                    both.y -= second ? products[j + 1] : 0.0f;
+                    both.x -= there[half][tile].x, both.y -= there[half][tile].y;
                     *(float2 *)(room.factor + i) = both;
                 }
             }
@@ -416,7 +451,37 @@ __device__ inline void mn_values_finish(float (&o)[4][4], const float (&inside)[
     }
 }
 
-/* Sums over the rows of M of its products with the state kept in front of the chunk. */
+/* Sums over the chunk's rows of the products of what is read from the state, with what lies beside.
+ * All threads of the block call. */
+template <int DEPTH>
+__device__ inline void mn_values_inside(const float (&from_state)[4][4], const mn_walk &p,
+                                        int64_t kept_at, mn_values_room<DEPTH> &room,
+                                        const mn_values_stage<DEPTH> &in) {
+    const int lane = threadIdx.x % 32, row = mn_channel_part() * MN_PART + lane / 4;
+#pragma unroll
+    for (int tile = 0; tile < 4; tile++) {
+        const int j = mn_channel_column0() + 8 * tile + lane % 4 * 2;
+        const uint32_t upper = *(const uint32_t *)(in.beside + row * MN_WALK_PITCH + j);
+        const uint32_t lower = *(const uint32_t *)(in.beside + (row + 8) * MN_WALK_PITCH + j);
+        float2 sum;
+        sum.x = fmaf(from_state[tile][0], mn_low(upper), from_state[tile][2] * mn_low(lower));
+        sum.y = fmaf(from_state[tile][1], mn_high(upper), from_state[tile][3] * mn_high(lower));
+#pragma unroll
+        for (int by = 4; by < 32; by <<= 1) {
+            sum.x += __shfl_xor_sync(0xffffffffu, sum.x, by);
+            sum.y += __shfl_xor_sync(0xffffffffu, sum.y, by);
+        }
+        if (lane < 4) *(float2 *)&room.parts[mn_channel_part()][j] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x >= MN_WALK_WIDTH) return;
+    float sum = 0.0f;
+    for (int part = 0; part < MN_PARTS; part++) sum += room.parts[part][threadIdx.x];
+    p.inside[kept_at * MN_WALK_WIDTH + threadIdx.x] = p.scale * sum;
+}
+
+/* Sums over the rows of M, decayed over the chunk, of its products with the state kept in front of
+ * the chunk. */
 template <int DEPTH>
 __device__ inline void mn_values_meet(const mn_channel_state<DEPTH> &M,
                                       const typename mn_channel_state<DEPTH>::kept &kept,
@@ -431,7 +496,10 @@ __device__ inline void mn_values_meet(const mn_channel_state<DEPTH> &M,
     for (int tile = 0; tile < sizes::column_tiles; tile++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
+            const float *fall = room.fall + M.column(tile) + i;
             float sum = p.scale * sums[tile][i];
+#pragma unroll
+            for (int part = 0; part < MN_PARTS; part++) sum *= fall[part * MN_WALK_WIDTH];
             sum += __shfl_xor_sync(0xffffffffu, sum, 4);
             sum += __shfl_xor_sync(0xffffffffu, sum, 8);
             sum += __shfl_xor_sync(0xffffffffu, sum, 16);
@@ -442,12 +510,12 @@ __device__ inline void mn_values_meet(const mn_channel_state<DEPTH> &M,
     }
 }
 
-/* dg_t = the meeting + sum over u < t in the chunk of the differences in the room. The walk is in
+/* dg_t as in additive_token.cu, for each channel, from the differences in the room. The walk is in
  * reverse. All threads of the block call. */
 template <int DEPTH>
 __device__ inline void mn_values_decay(const mn_walks &all, const mn_walk &p,
                                        const mn_walk_place &at, mn_values_room<DEPTH> &room,
-                                       int64_t t, int count) {
+                                       int64_t kept_at, int64_t t, int count) {
     const int part = threadIdx.x / MN_WALK_WIDTH, j = threadIdx.x % MN_WALK_WIDTH;
     const int last = MN_PARTS_CHUNK - 1 - part * MN_PART;    // row of the part's first token
     float sum = 0.0f;
@@ -457,7 +525,7 @@ __device__ inline void mn_values_decay(const mn_walks &all, const mn_walk &p,
     room.parts[part][j] = sum;
     __syncthreads();
     if (at.column0 + j >= p.width) return;
-    sum = 0.0f;
+    sum = p.inside[kept_at * MN_WALK_WIDTH + j];
 #pragma unroll
     for (int i = 0; i < mn_channel_sizes<DEPTH>::row_groups; i++) sum += room.meetings[i][j];
     for (int i = 0; i < part; i++) sum += room.parts[i][j];
@@ -479,19 +547,27 @@ __device__ inline void mn_values_turn(mn_channel_state<DEPTH> &M, const mn_walks
     constexpr int size = mn_channel_sizes<DEPTH>::kept;
     const int count = (int)min((int64_t)MN_PARTS_CHUNK, at.span.length - t);
     const int64_t slot = mn_walk_first_slot(all.call, at.n, MN_PARTS_CHUNK) + t / MN_PARTS_CHUNK;
-    mn_bf16 *kept_at = p.kept + ((slot * all.call.H + at.h) * at.n_slices + at.slice) * size;
-    float o[4][4] = {}, inside[4][4] = {};
+    const int64_t index = (slot * all.call.H + at.h) * at.n_slices + at.slice;
+    mn_bf16 *kept_at = p.kept + index * size;
+    float o[4][4] = {}, inside[4][4] = {}, from_state[4][4];
     typename mn_channel_state<DEPTH>::kept kept;
-    if (p.duty == MN_WALK_MEETS) M.recall(kept, kept_at);
-    mn_values_read<DEPTH>(o, inside, room, in, room.state[now]);
-    mn_values_finish<DEPTH>(o, inside, all, p, at, room, in, t, count);
-    if (p.duty == MN_WALK_KEEPS) M.keep(kept_at);
-    mn_channel_write<DEPTH, true>(M, in.y, in.z, room.fall);
+    float2 there[2][4];
+    if (p.duty == MN_WALK_MEETS) {
+        M.recall(kept, kept_at);
+        mn_values_recall(there, all, p, at, t, count);
+    }
+    mn_values_read<DEPTH>(o, inside, from_state, room, in, room.state[now]);
+    mn_values_finish<DEPTH>(o, inside, there, all, p, at, room, in, t, count);
+    if (p.duty == MN_WALK_KEEPS) {
+        M.keep(kept_at);
+        mn_values_inside<DEPTH>(from_state, p, index, room, in);
+    }
     if (p.duty == MN_WALK_MEETS) mn_values_meet<DEPTH>(M, kept, p, room);
+    mn_channel_write<DEPTH, true>(M, in.y, in.z, room.fall);
     if (mn_channel_sizes<DEPTH>::buffers == 1) __syncthreads();
     M.share(room.state[next]);
     mn_channel_put(o, p, strips, t, count);
-    if (p.duty == MN_WALK_MEETS) mn_values_decay<DEPTH>(all, p, at, room, t, count);
+    if (p.duty == MN_WALK_MEETS) mn_values_decay<DEPTH>(all, p, at, room, index, t, count);
 }
 
 template <int DEPTH>

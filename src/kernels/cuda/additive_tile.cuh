@@ -12,7 +12,6 @@
 enum {
     MN_WALK_WIDTH = 64,                   // value columns of a block
     MN_WALK_PITCH = MN_WALK_WIDTH + 8,    // and their length in shared memory
-    MN_WALK_HALVES = 2,                   // of those columns: each has warps of its own
     MN_WALK_MOST = 3,                     // walks of one launch
     MN_WALK_SEGMENTS = 16,                // of a sequence
     MN_WALK_GRAIN = 128,                  // tokens that segments have a multiple of
@@ -40,7 +39,8 @@ struct mn_walk {
     enum mn_walk_duty duty;
     float *products;                   // out . beside
     mn_bf16 *kept;                     // states in front of chunks, as threads hold them
-    float *meetings;                   // of the kept states with those of this walk
+    float *meetings;                   // of the kept states with those behind the chunks
+    float *inside;                     // products with what is read from the kept states
     int64_t segment;                   // least tokens of a segment
     int gathers;                       // leaves what segments add to the state, and their falls
     float *sums, *falls;

@@ -1,8 +1,10 @@
 /* additive_token.cu - launches of additive_walk.cuh, and gradients of decays per token and head:
  *
- *   dg_t = D.S at the start of the chunk + sum over u < t in the chunk of (k_u.dk_u - q_u.dq_u)
+ *   dg_t = D.S + sum over u in the chunk of q_u.dq'_u
+ *              + sum over u < t in the chunk of (k_u.dk_u - q_u.dq_u)
  *
- * where D is the adjoint of the state just before the chunk's first decay, S that state. */
+ * where S is the state in front of the chunk, D the adjoint of the state behind it, decayed over
+ * it, and dq' the part of dq that is read from S. What cancels here has been rounded alike. */
 #include "kernels/cuda/additive.cuh"
 #include "kernels/cuda/additive_walk.cuh"
 
@@ -71,7 +73,8 @@ chunk_decay_kernel(const __grid_constant__ mn_additive_args p, int64_t slices, i
         step += work.key[at] - work.query[at];
     }
     for (int64_t i = 0; i < parts && tile.n_rows > 0; i++) {
-        base += work.meetings[(slot * p.call.H + h) * parts + i];
+        const int64_t at = (slot * p.call.H + h) * parts + i;
+        base += work.meetings[at] + work.inside[at];
     }
     float sum = step;
 #pragma unroll
@@ -116,9 +119,9 @@ int mn_additive_token_decay(const mn_additive_args *p, const mn_additive_extent 
     const int64_t blocks = extent->slots * p->call.H;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     if (blocks > 0) {
-        const int parts = (int)extent->slices * (chunk / 16 * MN_WALK_HALVES);
+        const int parts = (int)extent->slices * MN_WALK_WARPS;
         chunk_decay_kernel<<<(unsigned)blocks, chunk, 0, stream>>>(
-            *p, extent->slices * MN_WALK_HALVES, parts, *work);
+            *p, extent->slices * (128 / chunk), parts, *work);
     }
     if (p->decay == MN_DECAY_HEAD && p->call.H > 0) {
         head_decay_kernel<<<(unsigned)p->call.H, 256, 0, stream>>>(*p, extent->slots, work->whole);

@@ -8,19 +8,18 @@
  * end has had the decay of the first token already. Sums of decays are double and kept as two
  * floats, so that small decays survive behind large ones. Exponents never exceed 0.
  *
- * A block has 64 value columns of one head of one sequence, two warps for each 16 rows of a chunk,
- * and the state in their registers. The two have half of the columns each and both compute x.y: a
- * scheduler then has four warps to choose from. The next chunk comes while one is worked on. */
+ * A block has 64 value columns of one head of one sequence and eight warps with the state in their
+ * registers; a warp has 16 rows of the chunk. The next chunk comes while one is worked on. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_WALK_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_WALK_CUH
 
 #include "kernels/cuda/additive_tile.cuh"
 
-enum { MN_WALK_TILES = MN_WALK_WIDTH / MN_WALK_HALVES / 8 };    // of 8 columns of a warp
+enum { MN_WALK_WARPS = 8 };    // of a block
 
 template <int DEPTH, int CHUNK>
 struct mn_walk_sizes {
-    static constexpr int warps = CHUNK / 16 * MN_WALK_HALVES, threads = 32 * warps;
+    static constexpr int warps = MN_WALK_WARPS, threads = 32 * warps;
     static constexpr int pitch = DEPTH + 8, steps = DEPTH / 16;
     static constexpr int row_groups = warps < steps ? warps : steps;    // of the state's tiles
     static constexpr int row_tiles = steps / row_groups;                // of a warp
@@ -180,6 +179,10 @@ using mn_walk_state_of = mn_walk_state<
     mn_walk_sizes<DEPTH, CHUNK>::row_tiles, mn_walk_sizes<DEPTH, CHUNK>::column_tiles,
     mn_walk_sizes<DEPTH, CHUNK>::row_groups, mn_walk_sizes<DEPTH, CHUNK>::threads>;
 
+/* Tiles of 8 columns of a warp: in chunks of 64, two warps share the columns of 16 rows. */
+template <int CHUNK>
+constexpr int mn_walk_tiles = CHUNK / 16;
+
 /* Which rows of a chunk this thread's warp has: of the warps that share a scheduler some have few
  * columns to the left of their rows, some many. */
 template <int CHUNK>
@@ -191,7 +194,7 @@ __device__ inline int mn_walk_row0() {
 
 template <int CHUNK>
 __device__ inline int mn_walk_column0() {
-    return threadIdx.x / (2 * CHUNK) * (MN_WALK_WIDTH / MN_WALK_HALVES);
+    return threadIdx.x / (2 * CHUNK) * (MN_WALK_WIDTH / 2);
 }
 
 /* ---- decays ---------------------------------------------------------------------------------- */
@@ -291,11 +294,27 @@ struct mn_walk_rows {
     }
 };
 
-/* o = x M and what the chunk's own tokens add, for this warp's rows; without the scale */
+/* Sum over this thread's cells of o with what lies beside. */
+template <int TILES>
+__device__ inline float mn_walk_product(const float (&o)[TILES][4],
+                                        const uint32_t (&beside)[2][TILES], int half) {
+    float product = 0.0f;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        product = fmaf(o[tile][2 * half], mn_low(beside[half][tile]), product);
+        product = fmaf(o[tile][2 * half + 1], mn_high(beside[half][tile]), product);
+    }
+    return product;
+}
+
+/* o = x M and what the chunk's own tokens add, for this warp's rows; without the scale. The
+ * products of x M with what lies beside go to *kept, where it is not NULL. */
 template <int DEPTH, int CHUNK, bool DECAYS>
-__device__ inline void mn_walk_read(float (&o)[MN_WALK_TILES][4],
+__device__ inline void mn_walk_read(float (&o)[mn_walk_tiles<CHUNK>][4],
                                     const mn_walk_stage<DEPTH, CHUNK> &in, const mn_bf16 *state,
-                                    const mn_walk_levels<CHUNK> &levels) {
+                                    const mn_walk_levels<CHUNK> &levels,
+                                    const uint32_t (&beside)[2][mn_walk_tiles<CHUNK>],
+                                    float *kept) {
     constexpr int pitch = DEPTH + 8;
     const int row0 = mn_walk_row0<CHUNK>(), lane = threadIdx.x % 32;
     const int column0 = mn_walk_column0<CHUNK>();
@@ -305,7 +324,7 @@ __device__ inline void mn_walk_read(float (&o)[MN_WALK_TILES][4],
         uint32_t a[4], b[4];
         rows.get(a, k);
 #pragma unroll
-        for (int tile = 0; tile < MN_WALK_TILES; tile += 2) {
+        for (int tile = 0; tile < mn_walk_tiles<CHUNK>; tile += 2) {
             mn_right_turned(b, state + 16 * k * MN_WALK_PITCH + column0 + 8 * tile, MN_WALK_PITCH);
             mn_mma(o[tile], a, b[0], b[1]);
             mn_mma(o[tile + 1], a, b[2], b[3]);
@@ -315,10 +334,11 @@ __device__ inline void mn_walk_read(float (&o)[MN_WALK_TILES][4],
         const float low = mn_exp2(levels.level[row0 + lane / 4].x);
         const float high = mn_exp2(levels.level[row0 + lane / 4 + 8].x);
 #pragma unroll
-        for (int tile = 0; tile < MN_WALK_TILES; tile++) {
+        for (int tile = 0; tile < mn_walk_tiles<CHUNK>; tile++) {
             o[tile][0] *= low, o[tile][1] *= low, o[tile][2] *= high, o[tile][3] *= high;
         }
     }
+    if (kept) *kept = mn_walk_product(o, beside, 0) + mn_walk_product(o, beside, 1);
     for (int left = 0; left <= row0; left += 32) {
         float p[4][4] = {};
 #pragma unroll
@@ -339,7 +359,7 @@ __device__ inline void mn_walk_read(float (&o)[MN_WALK_TILES][4],
             uint32_t a[4], b[4];
             mn_left_of(a, p[2 * half], p[2 * half + 1]);
 #pragma unroll
-            for (int tile = 0; tile < MN_WALK_TILES; tile += 2) {
+            for (int tile = 0; tile < mn_walk_tiles<CHUNK>; tile += 2) {
                 mn_right_turned(b, in.z + (left + 16 * half) * MN_WALK_PITCH + column0 + 8 * tile,
                                 MN_WALK_PITCH);
                 mn_mma(o[tile], a, b[0], b[1]);
@@ -430,21 +450,22 @@ __device__ inline int mn_walk_token(int half, bool reverse) {
 
 /* What lies beside o: asked for early, as it comes from memory. */
 template <int CHUNK>
-__device__ inline void mn_walk_load_beside(uint32_t (&beside)[2][MN_WALK_TILES], const mn_walk &p,
-                                           const mn_walk_strips &strips, int64_t t, int count) {
+__device__ inline void mn_walk_load_beside(uint32_t (&beside)[2][mn_walk_tiles<CHUNK>],
+                                           const mn_walk &p, const mn_walk_strips &strips,
+                                           int64_t t, int count) {
     if (p.duty == MN_WALK_PLAIN) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int token = mn_walk_token<CHUNK>(half, p.reverse);
-        mn_pairs_of<MN_WALK_TILES>(beside[half], strips.beside, t + token, token < count,
-                                   mn_walk_column0<CHUNK>());
+        mn_pairs_of(beside[half], strips.beside, t + token, token < count,
+                    mn_walk_column0<CHUNK>());
     }
 }
 
 /* scale o to memory, and its products with the rows beside it */
 template <int CHUNK>
-__device__ inline void mn_walk_put(const float (&o)[MN_WALK_TILES][4],
-                                   const uint32_t (&beside)[2][MN_WALK_TILES],
+__device__ inline void mn_walk_put(const float (&o)[mn_walk_tiles<CHUNK>][4],
+                                   const uint32_t (&beside)[2][mn_walk_tiles<CHUNK>],
                                    const mn_walks &all, const mn_walk &p, const mn_walk_place &at,
                                    const mn_walk_strips &strips, int64_t t, int count) {
 #pragma unroll
@@ -452,23 +473,18 @@ __device__ inline void mn_walk_put(const float (&o)[MN_WALK_TILES][4],
         const int token = mn_walk_token<CHUNK>(half, p.reverse);
         const bool inside = token < count;
         if (p.duty != MN_WALK_PLAIN) {
-            float product = 0.0f;
-#pragma unroll
-            for (int tile = 0; tile < MN_WALK_TILES; tile++) {
-                product = fmaf(o[tile][2 * half], mn_low(beside[half][tile]), product);
-                product = fmaf(o[tile][2 * half + 1], mn_high(beside[half][tile]), product);
-            }
+            float product = mn_walk_product(o, beside, half);
             product += __shfl_xor_sync(0xffffffffu, product, 1);
             product += __shfl_xor_sync(0xffffffffu, product, 2);
             const int64_t when = at.span.b * all.call.T + at.span.t0 + t + token;
             const int64_t tokens = all.call.B * all.call.T;
             if (inside && threadIdx.x % 4 == 0) {
-                const int64_t part = at.slice * MN_WALK_HALVES + threadIdx.x / (2 * CHUNK);
+                const int64_t part = at.slice * (128 / CHUNK) + threadIdx.x / (2 * CHUNK);
                 p.products[(part * tokens + when) * all.call.H + at.h] = p.scale * product;
             }
         }
 #pragma unroll
-        for (int tile = 0; tile < MN_WALK_TILES; tile += 4) {
+        for (int tile = 0; tile < mn_walk_tiles<CHUNK>; tile += 4) {
             uint32_t pair[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -481,7 +497,8 @@ __device__ inline void mn_walk_put(const float (&o)[MN_WALK_TILES][4],
     }
 }
 
-/* Where the state in front of a chunk is kept, and this warp's part of the meeting behind it. */
+/* Where the state in front of a chunk is kept, and this warp's part of its meeting with the state
+ * behind the chunk, which comes decayed over it. */
 template <int DEPTH, int CHUNK>
 __device__ inline int64_t mn_walk_kept_at(const mn_walks &all, const mn_walk_place &at,
                                           int64_t chunk) {
@@ -492,7 +509,7 @@ __device__ inline int64_t mn_walk_kept_at(const mn_walks &all, const mn_walk_pla
 template <int DEPTH, int CHUNK>
 __device__ inline void mn_walk_meet(const mn_walk_state_of<DEPTH, CHUNK> &M,
                                     const typename mn_walk_state_of<DEPTH, CHUNK>::kept &kept,
-                                    const mn_walk &p, int64_t kept_at) {
+                                    const mn_walk &p, int64_t kept_at, float fall) {
     using sizes = mn_walk_sizes<DEPTH, CHUNK>;
     float sum = 0.0f;
     M.meet(kept, [&](int k, int i, float x) {
@@ -500,7 +517,7 @@ __device__ inline void mn_walk_meet(const mn_walk_state_of<DEPTH, CHUNK> &M,
     });
     sum = mn_warp_sum(sum);
     if (threadIdx.x % 32 == 0) {
-        p.meetings[kept_at * sizes::warps + threadIdx.x / 32] = p.scale * sum;
+        p.meetings[kept_at * sizes::warps + threadIdx.x / 32] = p.scale * fall * sum;
     }
 }
 
@@ -514,17 +531,26 @@ __device__ inline void mn_walk_turn(mn_walk_state_of<DEPTH, CHUNK> &M, const mn_
     using sizes = mn_walk_sizes<DEPTH, CHUNK>;
     const int count = (int)min((int64_t)CHUNK, at.span.length - t);
     const int64_t kept_at = mn_walk_kept_at<DEPTH, CHUNK>(all, at, t / CHUNK);
-    float o[MN_WALK_TILES][4] = {};
-    mn_walk_read<DEPTH, CHUNK, DECAYS>(o, in, state, levels);
-    uint32_t beside[2][MN_WALK_TILES];
-    typename mn_walk_state_of<DEPTH, CHUNK>::kept kept;
+    float o[mn_walk_tiles<CHUNK>][4] = {}, product = 0.0f;
+    uint32_t beside[2][mn_walk_tiles<CHUNK>];
     mn_walk_load_beside<CHUNK>(beside, p, strips, t, count);
-    if (p.duty == MN_WALK_KEEPS) M.keep(p.kept + kept_at * sizes::kept);
+    typename mn_walk_state_of<DEPTH, CHUNK>::kept kept;
     if (p.duty == MN_WALK_MEETS) M.recall(kept, p.kept + kept_at * sizes::kept);
+    mn_walk_read<DEPTH, CHUNK, DECAYS>(o, in, state, levels, beside,
+                                       p.duty == MN_WALK_KEEPS ? &product : nullptr);
+    if (p.duty == MN_WALK_MEETS) {
+        mn_walk_meet<DEPTH, CHUNK>(M, kept, p, kept_at, DECAYS ? mn_exp2(levels.whole) : 1.0f);
+    }
+    if (p.duty == MN_WALK_KEEPS) {
+        M.keep(p.kept + kept_at * sizes::kept);
+        product = p.scale * mn_warp_sum(product);
+        if (threadIdx.x % 32 == 0) {
+            p.inside[kept_at * sizes::warps + threadIdx.x / 32] = product;
+        }
+    }
     mn_walk_write<DEPTH, CHUNK, DECAYS>(M, in, levels);
     M.share(next);
     mn_walk_put<CHUNK>(o, beside, all, p, at, strips, t, count);
-    if (p.duty == MN_WALK_MEETS) mn_walk_meet<DEPTH, CHUNK>(M, kept, p, kept_at);
 }
 
 template <int DEPTH, int CHUNK, bool DECAYS>
