@@ -453,7 +453,6 @@ template <int CHUNK>
 __device__ inline void mn_walk_load_beside(uint32_t (&beside)[2][mn_walk_tiles<CHUNK>],
                                            const mn_walk &p, const mn_walk_strips &strips,
                                            int64_t t, int count) {
-    if (p.duty == MN_WALK_PLAIN) return;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int token = mn_walk_token<CHUNK>(half, p.reverse);
@@ -466,13 +465,14 @@ __device__ inline void mn_walk_load_beside(uint32_t (&beside)[2][mn_walk_tiles<C
 template <int CHUNK>
 __device__ inline void mn_walk_put(const float (&o)[mn_walk_tiles<CHUNK>][4],
                                    const uint32_t (&beside)[2][mn_walk_tiles<CHUNK>],
-                                   const mn_walks &all, const mn_walk &p, const mn_walk_place &at,
-                                   const mn_walk_strips &strips, int64_t t, int count) {
+                                   mn_walk_duty duty, const mn_walks &all, const mn_walk &p,
+                                   const mn_walk_place &at, const mn_walk_strips &strips,
+                                   int64_t t, int count) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int token = mn_walk_token<CHUNK>(half, p.reverse);
         const bool inside = token < count;
-        if (p.duty != MN_WALK_PLAIN) {
+        if (duty != MN_WALK_PLAIN) {
             float product = mn_walk_product(o, beside, half);
             product += __shfl_xor_sync(0xffffffffu, product, 1);
             product += __shfl_xor_sync(0xffffffffu, product, 2);
@@ -531,17 +531,18 @@ __device__ inline void mn_walk_turn(mn_walk_state_of<DEPTH, CHUNK> &M, const mn_
     using sizes = mn_walk_sizes<DEPTH, CHUNK>;
     const int count = (int)min((int64_t)CHUNK, at.span.length - t);
     const int64_t kept_at = mn_walk_kept_at<DEPTH, CHUNK>(all, at, t / CHUNK);
+    const mn_walk_duty duty = DECAYS ? p.duty : MN_WALK_PLAIN;
     float o[mn_walk_tiles<CHUNK>][4] = {}, product = 0.0f;
     uint32_t beside[2][mn_walk_tiles<CHUNK>];
-    mn_walk_load_beside<CHUNK>(beside, p, strips, t, count);
+    if (duty != MN_WALK_PLAIN) mn_walk_load_beside<CHUNK>(beside, p, strips, t, count);
     typename mn_walk_state_of<DEPTH, CHUNK>::kept kept;
-    if (p.duty == MN_WALK_MEETS) M.recall(kept, p.kept + kept_at * sizes::kept);
+    if (duty == MN_WALK_MEETS) M.recall(kept, p.kept + kept_at * sizes::kept);
     mn_walk_read<DEPTH, CHUNK, DECAYS>(o, in, state, levels, beside,
-                                       p.duty == MN_WALK_KEEPS ? &product : nullptr);
-    if (p.duty == MN_WALK_MEETS) {
+                                       duty == MN_WALK_KEEPS ? &product : nullptr);
+    if (duty == MN_WALK_MEETS) {
         mn_walk_meet<DEPTH, CHUNK>(M, kept, p, kept_at, DECAYS ? mn_exp2(levels.whole) : 1.0f);
     }
-    if (p.duty == MN_WALK_KEEPS) {
+    if (duty == MN_WALK_KEEPS) {
         M.keep(p.kept + kept_at * sizes::kept);
         product = p.scale * mn_warp_sum(product);
         if (threadIdx.x % 32 == 0) {
@@ -550,7 +551,7 @@ __device__ inline void mn_walk_turn(mn_walk_state_of<DEPTH, CHUNK> &M, const mn_
     }
     mn_walk_write<DEPTH, CHUNK, DECAYS>(M, in, levels);
     M.share(next);
-    mn_walk_put<CHUNK>(o, beside, all, p, at, strips, t, count);
+    mn_walk_put<CHUNK>(o, beside, duty, all, p, at, strips, t, count);
 }
 
 template <int DEPTH, int CHUNK, bool DECAYS>
