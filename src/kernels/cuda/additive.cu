@@ -64,7 +64,8 @@ static mn_walk walk_of(const mn_additive_args *p, const mn_in &x, const mn_in &y
     return walk;
 }
 
-int mn_additive_forward_walks(mn_walks *out, const mn_additive_args *p) {
+/* The walks of a pass, without work space; how many there are. dq comes first, dk last. */
+static int forward_walks(mn_walks *out, const mn_additive_args *p) {
     *out = {};
     out->call = p->call, out->g = p->g;
     out->walk[0] = walk_of(p, p->q, p->k, p->v, p->o, false, false);
@@ -72,7 +73,7 @@ int mn_additive_forward_walks(mn_walks *out, const mn_additive_args *p) {
     return 1;
 }
 
-int mn_additive_backward_walks(mn_walks *out, const mn_additive_args *p) {
+static int backward_walks(mn_walks *out, const mn_additive_args *p) {
     const bool decay = p->grad.g.data;
     int n = 0;
     *out = {};
@@ -92,7 +93,8 @@ int mn_additive_backward_walks(mn_walks *out, const mn_additive_args *p) {
     return n;
 }
 
-void mn_additive_equip(mn_walks *walks, int count, const mn_additive_work *work) {
+/* Adds what the gradient of the decay takes to the first and the last of `count` walks. */
+static void equip(mn_walks *walks, int count, const mn_additive_work *work) {
     mn_walk *query = &walks->walk[0], *key = &walks->walk[count - 1];
     query->duty = MN_WALK_KEEPS, key->duty = MN_WALK_MEETS;
     query->products = work->query, key->products = work->key;
@@ -224,7 +226,7 @@ MN_CUDA_LAUNCH(additive_forward) {
     if (!measure_segments(&extent, p)) return cudaErrorNotSupported;
     const mn_additive_work work = place(&extent, 1, shared);
     mn_walks walks;
-    const int n = mn_additive_forward_walks(&walks, p);
+    const int n = forward_walks(&walks, p);
     cut_walks(&walks, n, p, &extent, &work);
     return launch_walks(p, &walks, 0, n, extent.segments, (cudaStream_t)stream);
 }
@@ -255,12 +257,12 @@ MN_CUDA_LAUNCH(additive_backward) {
     if (!measure_segments(&extent, p) || !measure_decay(&extent, p)) return cudaErrorNotSupported;
     const mn_additive_work work = place(&extent, MN_WALK_MOST, shared);
     mn_walks walks;
-    const int n = mn_additive_backward_walks(&walks, p);
+    const int n = backward_walks(&walks, p);
     cut_walks(&walks, n, p, &extent, &work);
     if (!p->grad.g.data || p->decay == MN_DECAY_NONE) {
         return launch_walks(p, &walks, 0, n, extent.segments, on);
     }
-    mn_additive_equip(&walks, n, &work);
+    equip(&walks, n, &work);
     int code = launch_walks(p, &walks, 0, n - 1, extent.segments, on);
     if (code == cudaSuccess) code = launch_walks(p, &walks, n - 1, n, extent.segments, on);
     if (code != cudaSuccess || p->decay == MN_DECAY_CHANNEL) return code;

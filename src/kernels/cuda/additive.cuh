@@ -23,13 +23,6 @@ struct mn_additive_work {
     float *query, *key, *meetings, *inside, *whole, *sums, *falls;
 };
 
-/* The walks of a pass, without work space; how many there are. dq comes first, dk last. */
-int mn_additive_forward_walks(mn_walks *out, const mn_additive_args *p);
-int mn_additive_backward_walks(mn_walks *out, const mn_additive_args *p);
-
-/* Adds what the gradient of the decay takes to the first and the last of `count` walks. */
-void mn_additive_equip(mn_walks *walks, int count, const mn_additive_work *work);
-
 /* Depths of tiles that serve K and V: 64, 128 or 256. */
 int mn_additive_depth(int64_t width);
 
