@@ -120,7 +120,7 @@ void op_measure(op_tolerances *out, mn_sample *want, const op_case *c) {
 }
 
 void op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], const mn_sample *want,
-                     const op_case *c, bool all) {
+                     const op_case *c) {
     mn_sample moved;
     op_case f64 = *c;
     f64.dtype = MN_F64;
@@ -132,10 +132,9 @@ void op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], con
         op_run_both(op_context("ref", 2), &moved, &f64);
         for (int i = 0; i < want->n_tensors; i++) {
             const mn_sample_tensor *t = &want->tensors[i];
-            const bool input = t->field->role <= MN_ROLE_RAW;
-            const void *x = input ? moved.tensors[i].partner : moved.tensors[i].data;
-            const void *r = input ? t->partner : t->data;
-            if (!(all || is_dynamics(t->field)) || !r || !x || t->count == 0) continue;
+            const void *x = op_memory(&moved.tensors[i], OP_COMPUTED);
+            const void *r = op_memory(t, OP_COMPUTED);
+            if (!x || !r || t->count == 0) continue;
             const distance d = distance_between(&moved, x, want, r, t->count, 0);
             rms[i] = fmax(rms[i], 2.0 * d.rms);
             worst[i] = fmax(worst[i], 2.0 * d.worst);
