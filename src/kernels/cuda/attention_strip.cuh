@@ -20,7 +20,7 @@ enum {
     MN_STRIP_DEPTH = 16,      // of a step of a product
     MN_STRIP_PITCH = 68,      // floats of a row of 64 in shared memory
 };
-static const int64_t mn_strip_bytes = (int64_t)128 << 20;    // of one strip's matrices together
+static const int64_t mn_strip_bytes = (int64_t)384 << 20;    // of one strip's matrices together
 
 /* Query tiles [first, first + n_tiles) of `heads` heads; `rows` rows of `row` floats each. */
 struct mn_strip {

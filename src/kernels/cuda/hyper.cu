@@ -10,7 +10,8 @@
 #include "kernels/cuda/hyper_rows.cuh"
 #include "kernels/cuda/parts.cuh"
 
-enum { LAGS = 128, BATCH = 16, MOST_PARTS = 4 };    // of a block of the parameters' kernel
+/* Of a block of the parameters' kernel: lags, rows in shared memory and in registers. */
+enum { LAGS = 128, BATCH = 16, AT_ONCE = 8, MOST_PARTS = 8 };
 
 /* ---- parameters ------------------------------------------------------------------------------ */
 
@@ -105,25 +106,38 @@ params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts)
                     if (a == 0) room.keys[r] = (int)(seen + r0 + r + 1);
                 }
                 __syncthreads();
-#pragma unroll 4
-                for (int r = 0; r < n; r++) {
-                    const int64_t at = mn_strip_at(k.s, i, head, r0 + r) + room.keys[r] - 1 - j;
-                    if (j >= room.keys[r]) continue;
-                    const float z = in[at], g = out[at];
-                    if (sums_d) dd = fmaf(z, g, dd);
-                    float dz = by * g;
+                for (int r1 = 0; r1 < n; r1 += AT_ONCE) {
+                    float z[AT_ONCE], g[AT_ONCE];
 #pragma unroll
-                    for (int a = 0; a < MN_HYPER_RANKS; a++) {
-                        const float yc = room.yc[r][a];
-                        dU[a] = fmaf(z, yc, dU[a]);
-                        dVt[a] = fmaf(g, room.hc[r][a], dVt[a]);
-                        dz = fmaf(yc, U[a], dz);
+                    for (int e = 0; e < AT_ONCE; e++) {
+                        const int r = r1 + e;
+                        const bool seen_there = r < n && j < room.keys[r < n ? r : 0];
+                        const int64_t at = mn_strip_at(k.s, i, head, r0 + r) +
+                                           room.keys[r < n ? r : 0] - 1 - j;
+                        z[e] = seen_there ? in[at] : 0.0f;
+                        g[e] = seen_there ? out[at] : 0.0f;
                     }
-                    if (second || !last) continue;
-                    const float *kept = mn_hyper_kept(k, i, head, r0 + r);
-                    const float *all = kept + MN_HYPER_FIRST + (branch * 3 + 2) * k.ranks;
-                    for (int64_t a = 0; a < a0; a++) dz = fmaf(all[a], m.U[j * k.ranks + a], dz);
-                    out[at] = dz;
+#pragma unroll
+                    for (int e = 0; e < AT_ONCE; e++) {
+                        const int r = r1 + e;
+                        if (r >= n) break;
+                        if (sums_d) dd = fmaf(z[e], g[e], dd);
+                        float dz = by * g[e];
+#pragma unroll
+                        for (int a = 0; a < MN_HYPER_RANKS; a++) {
+                            const float yc = room.yc[r][a];
+                            dU[a] = fmaf(z[e], yc, dU[a]);
+                            dVt[a] = fmaf(g[e], room.hc[r][a], dVt[a]);
+                            dz = fmaf(yc, U[a], dz);
+                        }
+                        if (second || !last || j >= room.keys[r]) continue;
+                        const float *kept = mn_hyper_kept(k, i, head, r0 + r);
+                        const float *all = kept + MN_HYPER_FIRST + (branch * 3 + 2) * k.ranks;
+                        for (int64_t a = 0; a < a0; a++) {
+                            dz = fmaf(all[a], m.U[j * k.ranks + a], dz);
+                        }
+                        out[mn_strip_at(k.s, i, head, r0 + r) + room.keys[r] - 1 - j] = dz;
+                    }
                 }
             }
         }
@@ -152,7 +166,7 @@ output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
     const float *sum = mn_row<float>(y, b, t, h);
     const T *gv = mn_row<T>(k.p.gv, b, t, h), *d_o = mn_row<T>(k.p.cot.o, b, t, h);
     T *o = mn_row<T>(k.p.o, b, t, h), *dgv = mn_row<T>(k.p.grad.gv, b, t, h);
-    T *g = mn_row<T>(g_o, b, t, h);
+    float *g = mn_row<float>(g_o, b, t, h);
     float along = 0.0f;
     for (int64_t i = threadIdx.x; i < k.p.call.V; i += MN_STRIP_THREADS) {
         const float by = gv ? mn_float(gv[i]) : 1.0f;
@@ -162,7 +176,7 @@ output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
         }
         const float d = mn_get(d_o, i);
         if (dgv) mn_put(dgv + i, d * sum[i] * scale);
-        mn_put(g + i, d * by * scale);
+        g[i] = d * by * scale;
         along = fmaf(d * by, sum[i], along);
     }
     if (!g) return;
@@ -172,7 +186,7 @@ output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
 
 /* ---- strips ---------------------------------------------------------------------------------- */
 
-/* Work space of a call, in floats but for g_o, which has the call's type. */
+/* Work space of a call, in floats. */
 struct room {
     mn_hyper k;
     int64_t most, matrix, n_matrices, params, rows, y, g_o, dk, dv, parts, n_parts, all;
@@ -199,7 +213,7 @@ static bool room_of(room *to, const mn_hyper_args *p, bool backward) {
               mn_mul_i64(&to->dk, c.B * c.L, c.Q * c.K) &&
               mn_mul_i64(&to->dv, c.B * c.L, c.H * c.V) &&
               mn_mul_i64(&to->parts, to->params, to->n_parts);
-    to->g_o = to->y;    // at most a float each
+    to->g_o = to->y;
     if (!backward) to->g_o = to->dk = to->dv = to->parts = 0;
     const int64_t parts[] = { to->params, to->rows, to->y, to->g_o, to->dk, to->dv, to->parts };
     to->all = 0;
@@ -262,9 +276,10 @@ template <typename T>
 static void strip_backward(const mn_hyper &k, const space &to, int64_t n_parts,
                            cudaStream_t stream) {
     const mn_call &c = k.p.call;
-    const mn_strip_side<T> g_o = { mn_strip_input(to.g_o), 0, 1 }, v = { k.p.v, 0, 1 };
+    const mn_strip_side<float> g_o = { mn_strip_input(to.g_o), 0, 1 };
+    const mn_strip_side<T> v = { k.p.v, 0, 1 };
     strip_forward<T>(k, to, stream);
-    mn_past_gather(k.s, to.dv, 0, 1, k.w, g_o, c.V, stream);
+    mn_past_gather(k.s, to.dv, 0, 1, k.w, g_o, c.V, mn_is_bf16<T>(), stream);
     mn_past_scores(k.s, k.w, g_o, v, c.V, 1.0f, stream);
     const dim3 fours((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
@@ -275,7 +290,7 @@ static void strip_backward(const mn_hyper &k, const space &to, int64_t n_parts,
     for (int b = 0; b < k.branches; b++) {
         const mn_strip_side<T> q = { k.p.q, b * c.H, 1 }, key = { k.p.k, b * c.H, 1 };
         mn_past_read<T, T>(k.s, k.p.grad.q, b * c.H, k.g[b], key, c.K, 1.0f, stream);
-        mn_past_gather(k.s, to.dk, b * c.H, 1, k.g[b], q, c.K, stream);
+        mn_past_gather(k.s, to.dk, b * c.H, 1, k.g[b], q, c.K, mn_is_bf16<T>(), stream);
     }
 }
 

@@ -151,16 +151,26 @@ __device__ inline void mn_hyper_contract(const mn_hyper &k, const mn_hyper_four 
         line[r] = mn_hyper_line(k, matrix, f, r) + f.keys(r) - 1;
     }
     for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
-        float sums[MN_HYPER_SUMS] = {};
+        float sums[MN_HYPER_SUMS] = {}, next[MN_HYPER_RANKS], z_next[MN_HYPER_ROWS];
+        const auto fetch = [&](int j) {
+            if (j >= f.most) return;
+            mn_hyper_load(next, by_lag + j * k.ranks + a0);
+#pragma unroll
+            for (int r = 0; r < MN_HYPER_ROWS; r++) z_next[r] = j < f.keys(r) ? line[r][-j] : 0.0f;
+        };
+        fetch(threadIdx.x);
         for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
-            float u[MN_HYPER_RANKS];
-            mn_hyper_load(u, by_lag + j * k.ranks + a0);
+            float u[MN_HYPER_RANKS], z[MN_HYPER_ROWS];
+#pragma unroll
+            for (int a = 0; a < MN_HYPER_RANKS; a++) u[a] = next[a];
+#pragma unroll
+            for (int r = 0; r < MN_HYPER_ROWS; r++) z[r] = z_next[r];
+            fetch(j + MN_STRIP_THREADS);
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) {
-                const float z = j < f.keys(r) ? line[r][-j] : 0.0f;
 #pragma unroll
                 for (int a = 0; a < MN_HYPER_RANKS; a++) {
-                    sums[r * MN_HYPER_RANKS + a] = fmaf(z, u[a], sums[r * MN_HYPER_RANKS + a]);
+                    sums[r * MN_HYPER_RANKS + a] = fmaf(z[r], u[a], sums[r * MN_HYPER_RANKS + a]);
                 }
             }
         }
@@ -249,7 +259,7 @@ __device__ inline void mn_hyper_clear(const mn_hyper &k, const mn_hyper_four &f,
 
 /* base from z, w from base, and the scale of the output. A block has four rows of a head. */
 template <typename T>
-__global__ void __launch_bounds__(MN_STRIP_THREADS)
+__global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
 mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     extern __shared__ __align__(16) float shared[];
     __shared__ mn_hyper_room room;
@@ -322,7 +332,7 @@ __device__ inline void mn_hyper_leave(const mn_hyper &k, const mn_hyper_four &f,
 
 /* From w, the cotangent of the weights, to g, those of x1 and x2. */
 template <typename T>
-__global__ void __launch_bounds__(MN_STRIP_THREADS)
+__global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
 mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
     extern __shared__ __align__(16) float shared[];
     __shared__ mn_hyper_room room;
