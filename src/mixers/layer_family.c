@@ -51,8 +51,14 @@ mn_status mn_derive_heads(mn_layer *layer, int64_t num_heads, int64_t num_v_head
     return st;
 }
 
+void mn_tell(const mn_forward *f, const char *name, const mn_tensor *x) {
+    if (f->tap && x && !mn_tape_plans(f->tape)) f->tap->hear(f->tap->context, f->index, name, x);
+}
+
 mn_tensor *mn_project(mn_forward *f, mn_tensor *x, const char *weight, const char *bias) {
-    return mn_tape_linear(f->tape, x, mn_use(f, weight), bias ? mn_use(f, bias) : NULL);
+    mn_tensor *y = mn_tape_linear(f->tape, x, mn_use(f, weight), bias ? mn_use(f, bias) : NULL);
+    mn_tell(f, weight, y);
+    return y;
 }
 
 mn_tensor *mn_short_conv(mn_forward *f, mn_tensor *x, const char *weight, const char *bias, int act,

@@ -67,6 +67,8 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
         f->tape = tape;
         f->state = in->state ? &in->state->layers[i] : NULL;
         f->variance = NULL;
+        f->tap = in->tap;
+        f->index = i;
         if (in->variance && mn_layer_has_variance(&model->blocks[i].layer)) {
             f->variance = in->variance + belief++ * in->B * in->T;
         }
@@ -79,6 +81,7 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
 
 mn_tensor *mn_model_hidden(mn_model *model, mn_tape *tape, const mn_model_input *in) {
     mn_tensor *x = trunk(model, tape, in, model->config.n_layers, NULL);
+    x = mn_model_decode(model, tape, x, in->state != NULL);
     mn_tape_scope(tape, "model.norm");
     return mn_model_norm(model, tape, x, model->norm);
 }
@@ -145,6 +148,7 @@ void mn_model_marginal_loss(mn_model *model, mn_tape *tape, const mn_model_input
         const uint64_t stream = step * MOST_SAMPLES + (uint64_t)s;
         mn_tensor *x = sample_of(tape, mean, deviation, seed, stream);
         x = mn_block_mlp(model, last, tape, x);
+        x = mn_model_decode(model, tape, x, in->state != NULL);
         mn_tape_scope(tape, "model.norm");
         hidden[s] = mn_model_norm(model, tape, x, model->norm);
     }

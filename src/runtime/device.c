@@ -8,7 +8,7 @@
 #include "base/status.h"
 #include "runtime/device_backend.h"
 
-enum { MAX_BLOCKS = 64, ALIGN = 256, MAX_INDEX = 4096 };
+enum { MAX_BLOCKS = 64, MAX_INDEX = 4096 };
 static const size_t first_block_bytes = (size_t)32 << 20;
 
 typedef struct block {
@@ -156,8 +156,8 @@ static bool add_block(mn_device *device, size_t bytes) {
 
 void *mn_device_bytes(mn_device *device, size_t bytes) {
     size_t want;
-    if (!mn_add_size(&want, bytes ? bytes : 1, ALIGN - 1)) return NULL;
-    want = want / ALIGN * ALIGN;
+    if (!mn_add_size(&want, bytes ? bytes : 1, MN_DEVICE_ALIGN - 1)) return NULL;
+    want = want / MN_DEVICE_ALIGN * MN_DEVICE_ALIGN;
     size_t at = device->current, used = device->used;
     while (at < device->n_blocks && device->blocks[at].size - used < want) {
         at++;

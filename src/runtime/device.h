@@ -52,6 +52,9 @@ mn_status mn_device_synchronize(mn_device *device);
 mn_status mn_device_allocate(mn_device *device, void **out, size_t bytes);
 void mn_device_free(mn_device *device, void *data);    // NULL accepted
 
+/* Pieces of scratch memory are rounded up to this many bytes. */
+enum { MN_DEVICE_ALIGN = 256 };
+
 /* Scratch memory as in arena.h: blocks are kept when released. A piece may be handed out again at
  * once, because the stream runs what was asked for before. NULL when there is no memory. */
 void *mn_device_bytes(mn_device *device, size_t bytes);
