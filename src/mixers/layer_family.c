@@ -2,6 +2,7 @@
 #include "mixers/layer_family.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/util.h"
@@ -119,16 +120,7 @@ mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char
 }
 
 mn_tensor *mn_filled(mn_forward *f, const int64_t shape[4], double value) {
-    mn_tensor *all = mn_tape_new(f->tape, shape);
-    if (!all) return NULL;
-    all->slot = NULL;
-    const bool f64 = mn_tape_dtype(f->tape) == MN_F64;
-    const int64_t n = mn_tape_plans(f->tape) ? 0 : shape[0] * shape[1] * shape[2] * shape[3];
-    for (int64_t i = 0; i < n; i++) {
-        if (f64) ((double *)all->data)[i] = value;
-        else ((float *)all->data)[i] = (float)value;
-    }
-    return all;
+    return mn_tape_filled(f->tape, shape, value);
 }
 
 mn_tensor *mn_over_sum(mn_forward *f, mn_tensor *x, double eps) {
@@ -166,13 +158,15 @@ mn_tensor *mn_ccq_query(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor *k)
 void mn_tell_variance(mn_forward *f, mn_tensor *variance) {
     if (!f->variance || !variance || mn_tape_plans(f->tape)) return;
     if (mn_tape_status(f->tape) != MN_OK) return;
-    const int64_t *n = variance->shape, width = n[2] * n[3];
-    const bool f64 = mn_tape_dtype(f->tape) == MN_F64;
-    for (int64_t row = 0; row < n[0] * n[1]; row++) {
+    const int64_t *n = variance->shape, rows = n[0] * n[1], width = n[2] * n[3];
+    float *numbers = calloc((size_t)(rows * width), sizeof *numbers);
+    mn_status st = numbers ? mn_tape_read(f->tape, variance, numbers)
+                           : mn_fail(MN_ERR_MEMORY, "no memory for the variances of a step");
+    for (int64_t row = 0; row < rows && st == MN_OK; row++) {
         double sum = 0.0;
-        for (int64_t i = row * width; i < (row + 1) * width; i++) {
-            sum += f64 ? ((double *)variance->data)[i] : ((float *)variance->data)[i];
-        }
+        for (int64_t i = row * width; i < (row + 1) * width; i++) sum += numbers[i];
         f->variance[row] = (float)(sum / (double)width);
     }
+    if (st != MN_OK) mn_tape_fail(f->tape, st);
+    free(numbers);
 }

@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/rng.h"
 #include "base/status.h"
 #include "model/model_parts.h"
 
@@ -108,15 +107,7 @@ void mn_model_loss(mn_model *model, mn_tape *tape, mn_tensor *hidden, const int3
 static mn_tensor *sample_of(mn_tape *tape, mn_tensor *mean, mn_tensor *deviation, uint64_t seed,
                             uint64_t stream) {
     if (!mean || !deviation) return NULL;
-    mn_tensor *noise = mn_tape_new(tape, mean->shape);
-    if (!noise) return NULL;
-    noise->slot = NULL;
-    const int64_t n = mean->shape[0] * mean->shape[1] * mean->shape[3];
-    for (int64_t i = 0; !mn_tape_plans(tape) && i < n; i++) {
-        const double e = mn_rng_normal(seed, stream, (uint64_t)i);
-        if (mn_tape_dtype(tape) == MN_F64) ((double *)noise->data)[i] = e;
-        else ((float *)noise->data)[i] = (float)e;
-    }
+    mn_tensor *noise = mn_tape_normal(tape, mean->shape, seed, stream);
     return mn_tape_add(tape, mean, mn_tape_multiply(tape, deviation, noise));
 }
 

@@ -159,7 +159,12 @@ static mn_status lend_array(mn_context *context, const int64_t **array, int64_t 
 static mn_status lend_arrays(mn_context *context, mn_op_id op, void *args) {
     mn_call *call = args;
     const int64_t n_states = call->cu_seqlens ? call->n_seqs : call->B;
-    mn_status st = lend_array(context, &call->cu_seqlens, call->n_seqs + 1);
+    mn_status st = MN_OK;
+    if (call->cu_seqlens && call->cu_seqlens == context->borders.host) {
+        call->cu_seqlens = context->borders.there;
+    } else {
+        st = lend_array(context, &call->cu_seqlens, call->n_seqs + 1);
+    }
     if (st == MN_OK && op == MN_OP_curvature) {
         st = lend_array(context, &((mn_curvature_args *)args)->counts0, n_states);
     }

@@ -16,13 +16,9 @@ static bool is_there(const mn_context *context) {
     return context->device && !context->plans;
 }
 
-/* A counting arena rounds less than a device does. */
 void *mn_work_bytes(mn_context *context, size_t bytes) {
     if (is_there(context)) return mn_device_bytes(context->device, bytes);
-    size_t rounded = bytes;
-    if (context->device && !mn_add_size(&rounded, bytes, MN_DEVICE_ALIGN - 1)) return NULL;
-    if (context->device) rounded = rounded / MN_DEVICE_ALIGN * MN_DEVICE_ALIGN;
-    return mn_arena_bytes(context->arena, rounded);
+    return mn_arena_bytes(context->arena, bytes);
 }
 
 void *mn_work_array(mn_context *context, int64_t rows, int64_t cols, size_t size) {
