@@ -5,7 +5,8 @@
  * reference; a result stored in bf16 is then off by at most u = 2^-8 of itself, and kernels may
  * have twice of that (see mn_golden_compare_bf16): each number within 2 u of its scale, the largest
  * of its row or the rms of its tensor, and the rms of the error within 2 u / sqrt(3) of that of the
- * tensor. Gradients that vanish by structure are held to the bound of op_error.h. */
+ * tensor. Gradients that vanish by structure are left with what sums lose: floats may enter
+ * products as two bf16, which lose 2^-17, and eight times that is allowed as in op_error.h. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -75,7 +76,7 @@ static void compare_bf16(const double *got, const double *want, int64_t count, i
     const double unit = 1.0 / 256.0, rms = root_mean_square(want, count);
     if (count > 0 && rms * sqrt((double)count) < 0x1p-40 * loss) {
         const double left = root_mean_square(got, count) * sqrt((double)count);
-        CHECK(left <= 0x1p-17 * loss, "%s bf16: %s is %.2e and vanishes", op_case_text(c), name,
+        CHECK(left <= 0x1p-14 * loss, "%s bf16: %s is %.2e and vanishes", op_case_text(c), name,
               left);
         return;
     }

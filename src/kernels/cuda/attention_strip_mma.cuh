@@ -94,7 +94,7 @@ struct mn_panel_kind {
 enum { MN_PANEL_A = 64 * 40, MN_PANEL_B = 128 * 40 };    // the largest of them, in bf16
 
 union mn_panel_room {
-    mn_bf16 panels[2 * MN_PANEL_A + MN_PANEL_B];
+    mn_bf16 panels[2 * MN_PANEL_A + 2 * MN_PANEL_B];
     float sums[MN_PANEL_ROWS * MN_PANEL_SUMS];
 };
 
@@ -108,7 +108,8 @@ struct mn_panel_sums {
     }
 
     template <bool a_turned, bool b_turned>
-    __device__ void step(const mn_bf16 *a, const mn_bf16 *low, const mn_bf16 *b) {
+    __device__ void step(const mn_bf16 *a, const mn_bf16 *low, const mn_bf16 *b,
+                         const mn_bf16 *b_low) {
         using namespace nvcuda::wmma;
         using kind = mn_panel_kind<float, float, a_turned, b_turned>;
         using a_order = typename std::conditional<a_turned, col_major, row_major>::type;
@@ -132,6 +133,16 @@ struct mn_panel_sums {
                 load_matrix_sync(from_a, half + (a_turned ? k * lda + r : r * lda + k), lda);
                 mma_sync(at[i % 2][0], from_a, from_b[0], at[i % 2][0]);
                 mma_sync(at[i % 2][1], from_a, from_b[1], at[i % 2][1]);
+            }
+            if (!b_low) continue;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                fragment<matrix_a, 16, 16, 16, mn_bf16, a_order> from_a;
+                fragment<matrix_b, 16, 16, 16, mn_bf16, b_order> rest;
+                const int r = row + i % 2 * 16, c = column + i / 2 * 16;
+                load_matrix_sync(from_a, a + (a_turned ? k * lda + r : r * lda + k), lda);
+                load_matrix_sync(rest, b_low + (b_turned ? k * ldb + c : c * ldb + k), ldb);
+                mma_sync(at[i % 2][i / 2], from_a, rest, at[i % 2][i / 2]);
             }
         }
     }
@@ -165,6 +176,7 @@ __device__ inline void mn_panel_product(mn_panel_sums &sums, mn_panel_room &room
     using kind = mn_panel_kind<TA, TB, a_turned, b_turned>;
     mn_bf16 *room_a = room.panels, *room_b = room.panels + 2 * MN_PANEL_A;
     mn_bf16 *low = sizeof(TA) == 4 ? room_a + MN_PANEL_A : nullptr;
+    mn_bf16 *b_low = sizeof(TB) == 4 ? room_b + MN_PANEL_B : nullptr;
     typename kind::A a[ahead];
     typename kind::B b[ahead];
     const auto fetch = [&](int i, int64_t k0) {
@@ -182,10 +194,10 @@ __device__ inline void mn_panel_product(mn_panel_sums &sums, mn_panel_room &room
             if (k0 >= depth) break;
             __syncthreads();
             a[i].store(room_a, low);
-            b[i].store(room_b, nullptr);
+            b[i].store(room_b, b_low);
             __syncthreads();
             if (k0 + ahead * MN_PANEL_DEPTH < depth) fetch(i, k0 + ahead * MN_PANEL_DEPTH);
-            sums.template step<a_turned, b_turned>(room_a, low, room_b);
+            sums.template step<a_turned, b_turned>(room_a, low, room_b, b_low);
         }
     }
     __syncthreads();
@@ -292,23 +304,31 @@ mn_panel_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t hea
     }
     __syncthreads();
     sums.load(room.sums);
-    for (; slot < end; slot++) {
-        const mn_tile_span of = mn_tile_at(s.call, MN_STRIP_ROWS, slot);
-        for (int64_t h = head * group; h < (head + 1) * group; h++) {
-            const float *rows = w + mn_strip_at(s, slot - s.first, h, 0) + tile.first;
-            mn_panel_product<float, TX, true, true>(
-                sums, room, of.n_rows,
-                [&](int row, int column, int64_t k) {
-                    const float *none = nullptr;
-                    return k + row < of.n_rows ? rows + (k + row) * s.row + column : none;
-                },
-                [&](int row, int column, int64_t k) {
-                    const TX *none = nullptr;
-                    const bool inside = k + row < of.n_rows && j0 + column < width && x.view.data;
-                    return inside ? x.row(b, start + of.first + k + row, h) + j0 + column : none;
-                });
-        }
-    }
+    /* One long product over (tile, head of the group, row), so that loads run ahead throughout. */
+    const int64_t t_first = (slot - first) * MN_STRIP_ROWS;
+    const int64_t length = mn_span_at(s.call, tile.n).length;
+    const auto part = [&](int64_t k, int64_t *t, int64_t *h) {
+        const int unit = (int)(k / MN_STRIP_ROWS), of = (int)group;
+        *h = head * group + unit % of;
+        *t = t_first + unit / of * MN_STRIP_ROWS + k % MN_STRIP_ROWS;
+    };
+    mn_panel_product<float, TX, true, true>(
+        sums, room, (end - slot) * group * MN_STRIP_ROWS,
+        [&](int row, int column, int64_t k) {
+            const float *none = nullptr;
+            int64_t t, h;
+            part(k + row, &t, &h);
+            const int64_t i = slot - s.first + (t - t_first) / MN_STRIP_ROWS;
+            const float *at = w + mn_strip_at(s, i, h, t % MN_STRIP_ROWS) + tile.first + column;
+            return t < length ? at : none;
+        },
+        [&](int row, int column, int64_t k) {
+            const TX *none = nullptr;
+            int64_t t, h;
+            part(k + row, &t, &h);
+            const bool inside = t < length && j0 + column < width && x.view.data;
+            return inside ? x.row(b, start + t, h) + j0 + column : none;
+        });
     sums.store(room.sums);
     __syncthreads();
     for (int i = threadIdx.x; i < MN_PANEL_ROWS * MN_PANEL_COLUMNS; i += MN_STRIP_THREADS) {

@@ -59,15 +59,14 @@ __global__ void leave_kernel(const __grid_constant__ mn_hyper k, const float *pa
     if (dd) mn_put(dd + c.P - 1 - j, sum(2 * k.lags * k.ranks + j));
 }
 
-/* What rows of a batch have for one mix: h c and y c of 16 ranks, and how many keys they see. */
+/* What rows of a batch have for one mix: h c and y c of 16 ranks. */
 struct batch_room {
     float hc[BATCH][MN_HYPER_RANKS], yc[BATCH][MN_HYPER_RANKS];
-    int keys[BATCH];
 };
 
 /* dU, dVt and dd of a lag grow by what the strip's rows give, and for first mixes g becomes dz. A
  * block has 128 lags of one mix and every n-th tile; 16 ranks at a time. */
-__global__ static void __launch_bounds__(LAGS)
+__global__ static void __launch_bounds__(LAGS, 4)
 params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts) {
     __shared__ __align__(16) batch_room room;
     const mn_call &c = k.p.call;
@@ -103,19 +102,20 @@ params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts)
                     float *kept = mn_hyper_kept(k, i, head, r0 + r);
                     room.hc[r][a] = mn_hyper_ranks(k, kept, branch, MN_HYPER_HC)[a0 + a];
                     room.yc[r][a] = mn_hyper_ranks(k, kept, branch, MN_HYPER_YC)[a0 + a];
-                    if (a == 0) room.keys[r] = (int)(seen + r0 + r + 1);
                 }
                 __syncthreads();
+                /* Row r has lag j at r (row + 1) from here on. */
+                const int64_t newest = mn_strip_at(k.s, i, head, r0) + seen + r0 - j;
+                const int step = (int)k.s.row + 1, lags = (int)(seen + r0 + 1 - j);
+                const float *from_z = in + newest;
+                float *from_g = out + newest;
                 for (int r1 = 0; r1 < n; r1 += AT_ONCE) {
                     float z[AT_ONCE], g[AT_ONCE];
 #pragma unroll
                     for (int e = 0; e < AT_ONCE; e++) {
-                        const int r = r1 + e;
-                        const bool seen_there = r < n && j < room.keys[r < n ? r : 0];
-                        const int64_t at = mn_strip_at(k.s, i, head, r0 + r) +
-                                           room.keys[r < n ? r : 0] - 1 - j;
-                        z[e] = seen_there ? in[at] : 0.0f;
-                        g[e] = seen_there ? out[at] : 0.0f;
+                        const bool sees = r1 + e < n && lags + r1 + e > 0;
+                        z[e] = sees ? from_z[(r1 + e) * step] : 0.0f;
+                        g[e] = sees ? from_g[(r1 + e) * step] : 0.0f;
                     }
 #pragma unroll
                     for (int e = 0; e < AT_ONCE; e++) {
@@ -124,19 +124,25 @@ params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts)
                         if (sums_d) dd = fmaf(z[e], g[e], dd);
                         float dz = by * g[e];
 #pragma unroll
-                        for (int a = 0; a < MN_HYPER_RANKS; a++) {
-                            const float yc = room.yc[r][a];
-                            dU[a] = fmaf(z[e], yc, dU[a]);
-                            dVt[a] = fmaf(g[e], room.hc[r][a], dVt[a]);
-                            dz = fmaf(yc, U[a], dz);
+                        for (int a = 0; a < MN_HYPER_RANKS; a += 4) {
+                            const float4 yc = *(const float4 *)&room.yc[r][a];
+                            const float4 hc = *(const float4 *)&room.hc[r][a];
+                            const float ys[4] = { yc.x, yc.y, yc.z, yc.w };
+                            const float hs[4] = { hc.x, hc.y, hc.z, hc.w };
+#pragma unroll
+                            for (int b = 0; b < 4; b++) {
+                                dU[a + b] = fmaf(z[e], ys[b], dU[a + b]);
+                                dVt[a + b] = fmaf(g[e], hs[b], dVt[a + b]);
+                                dz = fmaf(ys[b], U[a + b], dz);
+                            }
                         }
-                        if (second || !last || j >= room.keys[r]) continue;
+                        if (second || !last || lags + r <= 0) continue;
                         const float *kept = mn_hyper_kept(k, i, head, r0 + r);
                         const float *all = kept + MN_HYPER_FIRST + (branch * 3 + 2) * k.ranks;
                         for (int64_t a = 0; a < a0; a++) {
                             dz = fmaf(all[a], m.U[j * k.ranks + a], dz);
                         }
-                        out[mn_strip_at(k.s, i, head, r0 + r) + room.keys[r] - 1 - j] = dz;
+                        from_g[r * step] = dz;
                     }
                 }
             }
@@ -258,10 +264,9 @@ static space open_space(room *to, float *at, bool backward) {
 template <typename T>
 static void strip_forward(const mn_hyper &k, const space &to, cudaStream_t stream) {
     const mn_call &c = k.p.call;
-    for (int b = 0; b < k.branches; b++) {
-        const mn_strip_side<T> q = { k.p.q, b * c.H, 1 }, key = { k.p.k, b * c.H, 1 };
-        mn_past_scores(k.s, k.z[b], q, key, c.K, 1.0f, stream);
-    }
+    const mn_strip_side<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
+    const mn_strip both = mn_strip_twice(k.s, k.branches, k.z[k.branches - 1] - k.z[0]);
+    mn_past_scores(both, k.z[0], q, key, c.K, 1.0f, stream);
     const dim3 fours((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
     const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
@@ -287,11 +292,10 @@ static void strip_backward(const mn_hyper &k, const space &to, int64_t n_parts,
     mn_hyper_backward_kernel<T><<<fours, MN_STRIP_THREADS, bytes, stream>>>(k);
     const dim3 lags((unsigned)mn_ceil_div(k.lags, LAGS), (unsigned)(c.Q + c.H), (unsigned)n_parts);
     if (k.lags > 0) params_kernel<<<lags, LAGS, 0, stream>>>(k, to.parts, n_parts);
-    for (int b = 0; b < k.branches; b++) {
-        const mn_strip_side<T> q = { k.p.q, b * c.H, 1 }, key = { k.p.k, b * c.H, 1 };
-        mn_past_read<T, T>(k.s, k.p.grad.q, b * c.H, k.g[b], key, c.K, 1.0f, stream);
-        mn_past_gather(k.s, to.dk, b * c.H, 1, k.g[b], q, c.K, mn_is_bf16<T>(), stream);
-    }
+    const mn_strip_side<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
+    const mn_strip both = mn_strip_twice(k.s, k.branches, k.g[k.branches - 1] - k.g[0]);
+    mn_past_read<T, T>(both, k.p.grad.q, 0, k.g[0], key, c.K, 1.0f, stream);
+    mn_past_gather(both, to.dk, 0, 1, k.g[0], q, c.K, mn_is_bf16<T>(), stream);
 }
 
 /* Sums of keys or values in their own type. */

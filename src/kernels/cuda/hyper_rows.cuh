@@ -78,10 +78,15 @@ __device__ inline bool mn_hyper_find(mn_hyper_four *f, const mn_hyper &k) {
     return f->n > 0;
 }
 
-/* Row r of a matrix of the strip, and its kept numbers. */
-__device__ inline float *mn_hyper_line(const mn_hyper &k, float *matrix, const mn_hyper_four &f,
-                                       int r) {
-    return matrix + mn_strip_at(k.s, blockIdx.z, f.head, f.first + r);
+/* Where the four rows of a matrix have lag 0: row r lies r (row + 1) floats on, lag j before it. */
+__device__ inline float *mn_hyper_newest(const mn_hyper &k, float *matrix,
+                                         const mn_hyper_four &f) {
+    return matrix + mn_strip_at(k.s, blockIdx.z, f.head, f.first) + f.seen;
+}
+
+/* How far on lag j of row r lies. */
+__device__ inline int mn_hyper_on(const mn_hyper &k, int r, int j) {
+    return r * ((int)k.s.row + 1) - j;
 }
 
 __device__ inline float *mn_hyper_kept(const mn_hyper &k, int64_t tile, int64_t head, int64_t r) {
@@ -145,18 +150,16 @@ template <typename F>
 __device__ inline void mn_hyper_contract(const mn_hyper &k, const mn_hyper_four &f,
                                          mn_hyper_room &room, float *matrix, const float *by_lag,
                                          F put) {
-    const float *line[MN_HYPER_ROWS];
-#pragma unroll
-    for (int r = 0; r < MN_HYPER_ROWS; r++) {
-        line[r] = mn_hyper_line(k, matrix, f, r) + f.keys(r) - 1;
-    }
+    const float *newest = mn_hyper_newest(k, matrix, f);
     for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
         float sums[MN_HYPER_SUMS] = {}, next[MN_HYPER_RANKS], z_next[MN_HYPER_ROWS];
         const auto fetch = [&](int j) {
             if (j >= f.most) return;
             mn_hyper_load(next, by_lag + j * k.ranks + a0);
 #pragma unroll
-            for (int r = 0; r < MN_HYPER_ROWS; r++) z_next[r] = j < f.keys(r) ? line[r][-j] : 0.0f;
+            for (int r = 0; r < MN_HYPER_ROWS; r++) {
+                z_next[r] = j < f.keys(r) ? newest[mn_hyper_on(k, r, j)] : 0.0f;
+            }
         };
         fetch(threadIdx.x);
         for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
@@ -222,14 +225,14 @@ __device__ inline float mn_hyper_control(const mn_hyper &k, const mn_hyper_four 
     return row ? mn_float(row[a]) : 1.0f;
 }
 
-/* x of a branch at lag j of four rows: z (1 + d) + (h c) Vt */
+/* x of a branch at lag j of four rows: z (1 + d) + (h c) Vt, z in the matrix of `newest` */
 __device__ inline void mn_hyper_mixed(const mn_hyper &k, const mn_hyper_four &f,
-                                      float (&x)[MN_HYPER_ROWS], float *matrix,
+                                      float (&x)[MN_HYPER_ROWS], const float *newest,
                                       const mn_hyper_mix &m, const float *hc, int j) {
     const float by = m.d ? 1.0f + m.d[j] : 1.0f;
 #pragma unroll
     for (int r = 0; r < MN_HYPER_ROWS; r++) {
-        x[r] = j < f.keys(r) ? by * mn_hyper_line(k, matrix, f, r)[f.keys(r) - 1 - j] : 0.0f;
+        x[r] = j < f.keys(r) ? by * newest[mn_hyper_on(k, r, j)] : 0.0f;
     }
     if (m.Vt) mn_hyper_expand(k, x, hc, m.Vt, j);
 }
@@ -252,7 +255,7 @@ __device__ inline void mn_hyper_enter(const mn_hyper &k, const mn_hyper_four &f,
 /* Zeros where products read beyond a row's keys. */
 __device__ inline void mn_hyper_clear(const mn_hyper &k, const mn_hyper_four &f, float *matrix) {
     for (int r = 0; r < f.n; r++) {
-        float *line = mn_hyper_line(k, matrix, f, r);
+        float *line = matrix + mn_strip_at(k.s, blockIdx.z, f.head, f.first + r);
         for (int i = f.keys(r) + threadIdx.x; i < f.end; i += MN_STRIP_THREADS) line[i] = 0.0f;
     }
 }
@@ -270,6 +273,9 @@ mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     const mn_hyper_mix second = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, k.branches - 1));
     const mn_hyper_mix last = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, 2));
     float *hc = shared, square[MN_HYPER_ROWS] = {};
+    float *base = mn_hyper_newest(k, k.base, f), *w = mn_hyper_newest(k, k.w, f);
+    const float *z1 = mn_hyper_newest(k, k.z[0], f);
+    const float *z2 = mn_hyper_newest(k, k.z[k.branches - 1], f);
     for (int i = threadIdx.x; i < 3 * MN_HYPER_ROWS * k.ranks; i += MN_STRIP_THREADS) {
         shared[i] = 0.0f;
     }
@@ -278,15 +284,15 @@ mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     if (k.branches == 2) mn_hyper_enter<T>(k, f, room, k.z[1], second, 1, hc + each);
     for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
         float x[MN_HYPER_ROWS], scale[MN_HYPER_ROWS];
-        mn_hyper_mixed(k, f, x, k.z[0], first, hc, j);
-        if (k.branches == 2) mn_hyper_mixed(k, f, scale, k.z[1], second, hc + each, j);
+        mn_hyper_mixed(k, f, x, z1, first, hc, j);
+        if (k.branches == 2) mn_hyper_mixed(k, f, scale, z2, second, hc + each, j);
 #pragma unroll
         for (int r = 0; r < MN_HYPER_ROWS; r++) {
             if (j >= f.keys(r)) continue;
             square[r] = fmaf(x[r], x[r], square[r]);
             float y = fmaxf(x[r], 0.0f);
             if (k.branches == 2) y *= mn_hyper_softplus(scale[r]);
-            mn_hyper_line(k, k.base, f, r)[f.keys(r) - 1 - j] = y;
+            base[mn_hyper_on(k, r, j)] = y;
         }
     }
 #pragma unroll
@@ -301,10 +307,10 @@ mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     mn_hyper_enter<T>(k, f, room, k.base, last, 2, hc + 2 * each);
     for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
         float x[MN_HYPER_ROWS];
-        mn_hyper_mixed(k, f, x, k.base, last, hc + 2 * each, j);
+        mn_hyper_mixed(k, f, x, base, last, hc + 2 * each, j);
 #pragma unroll
         for (int r = 0; r < MN_HYPER_ROWS; r++) {
-            if (j < f.keys(r)) mn_hyper_line(k, k.w, f, r)[f.keys(r) - 1 - j] = x[r];
+            if (j < f.keys(r)) w[mn_hyper_on(k, r, j)] = x[r];
         }
     }
     if (k.w != k.base) mn_hyper_clear(k, f, k.w);
@@ -343,6 +349,10 @@ mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
     const mn_hyper_mix second = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, k.branches - 1));
     const mn_hyper_mix last = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, 2));
     float *hc = shared, *yc = shared + 2 * each, pull[MN_HYPER_ROWS];
+    float *g1 = mn_hyper_newest(k, k.g[0], f), *g2 = mn_hyper_newest(k, k.g[k.branches - 1], f);
+    const float *z1 = mn_hyper_newest(k, k.z[0], f);
+    const float *z2 = mn_hyper_newest(k, k.z[k.branches - 1], f);
+    const float *w = mn_hyper_newest(k, k.w, f);
     for (int e = threadIdx.x; e < 3 * each; e += MN_STRIP_THREADS) {
         const int i = (int)(e / each), r = (int)(e % each / k.ranks);
         float x = 0.0f;
@@ -366,22 +376,22 @@ mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
         const float by = last.d ? 1.0f + last.d[j] : 1.0f;
 #pragma unroll
         for (int r = 0; r < MN_HYPER_ROWS; r++) {
-            g[r] = j < f.keys(r) ? by * mn_hyper_line(k, k.w, f, r)[f.keys(r) - 1 - j] : 0.0f;
+            g[r] = j < f.keys(r) ? by * w[mn_hyper_on(k, r, j)] : 0.0f;
         }
         if (last.U) mn_hyper_expand(k, g, yc, last.U, j);
-        mn_hyper_mixed(k, f, x, k.z[0], first, hc, j);
-        if (k.branches == 2) mn_hyper_mixed(k, f, scale, k.z[1], second, hc + each, j);
+        mn_hyper_mixed(k, f, x, z1, first, hc, j);
+        if (k.branches == 2) mn_hyper_mixed(k, f, scale, z2, second, hc + each, j);
 #pragma unroll
         for (int r = 0; r < MN_HYPER_ROWS; r++) {
             if (j >= f.keys(r)) continue;
-            const int at = f.keys(r) - 1 - j;
+            const int at = mn_hyper_on(k, r, j);
             const float open = x[r] > 0.0f ? g[r] : 0.0f;
             float to_first = open;
             if (k.branches == 2) {
                 to_first = open * mn_hyper_softplus(scale[r]);
-                mn_hyper_line(k, k.g[1], f, r)[at] = open * x[r] * mn_hyper_sigmoid(scale[r]);
+                g2[at] = open * x[r] * mn_hyper_sigmoid(scale[r]);
             }
-            mn_hyper_line(k, k.g[0], f, r)[at] = fmaf(-pull[r], x[r], to_first);
+            g1[at] = fmaf(-pull[r], x[r], to_first);
         }
     }
     mn_hyper_clear(k, f, k.g[0]);
