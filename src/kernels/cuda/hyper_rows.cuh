@@ -1,13 +1,13 @@
 /* hyper_rows.cuh - rows of a strip of HyperMLP / HyperGLU: mixes, activation and their way back
  * (equations in ref/hyper.c).
  *
- * A thread has a lag and goes over four rows with what the mixing parameters have for that lag, so
- * that these are read once for four rows. Contractions over lags sum 16 ranks of four rows at a
+ * A thread has lags and goes over four rows with what the mixing parameters have for a lag, so that
+ * these are read once for four rows. Contractions over lags sum 16 ranks of four rows at a
  * time. The parameters lie by lag, in float, ranks padded with zeros to a multiple of 16:
  *
  *   U (lags, ranks)    Vt (lags, ranks), turned    d (lags)
  *
- * A row of a strip keeps three numbers and for each of its mixes h = z U, h c and y c (HYPER_ROW).
+ * A row of a strip keeps three numbers and for each of its mixes h = z U, h c and y c.
  * Norm l2 divides x1 before the activation; relu and everything after it are homogeneous, so it is
  * applied to the output like out_scale. */
 #ifndef MN_KERNELS_CUDA_HYPER_ROWS_CUH
@@ -15,7 +15,11 @@
 
 #include "kernels/cuda/attention_strip_mma.cuh"
 
-enum { MN_HYPER_ROWS = 4, MN_HYPER_RANKS = 16, MN_HYPER_SUMS = MN_HYPER_ROWS * MN_HYPER_RANKS };
+enum { MN_HYPER_ROWS = 4, MN_HYPER_RANKS = 16, MN_HYPER_LAGS = 2 };
+enum {
+    MN_HYPER_SUMS = MN_HYPER_ROWS * MN_HYPER_RANKS,
+    MN_HYPER_STEP = MN_HYPER_LAGS * MN_STRIP_THREADS,
+};
 enum { MN_HYPER_SCALE, MN_HYPER_NORM, MN_HYPER_TO_SCALE, MN_HYPER_FIRST = 4 };    // of a row
 
 /* A call at work. Mixes are counted: the first ones of branches 0 .. Q-1, then H second ones. */
@@ -186,19 +190,38 @@ __device__ inline void mn_hyper_contract(const mn_hyper &k, const mn_hyper_four 
     }
 }
 
-/* x_r += sum of ranks of row r (in shared memory, `ranks` apart) times a parameter at a lag */
-__device__ inline void mn_hyper_expand(const mn_hyper &k, float (&x)[MN_HYPER_ROWS],
-                                       const float *of_rows, const float *by_lag, int j) {
+/* Numbers of a thread: two lags, a block's threads apart, of four rows. */
+struct mn_hyper_numbers {
+    float at[MN_HYPER_LAGS][MN_HYPER_ROWS];
+};
+
+__device__ inline int mn_hyper_lag(int j, int l) {
+    return j + l * MN_STRIP_THREADS;
+}
+
+/* x_r += sum of ranks of row r (in shared memory, `ranks` apart) times a parameter by lag */
+__device__ inline void mn_hyper_expand(const mn_hyper &k, const mn_hyper_four &f,
+                                       mn_hyper_numbers &x, const float *of_rows,
+                                       const float *by_lag, int j) {
     for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
-        float v[MN_HYPER_RANKS];
-        mn_hyper_load(v, by_lag + j * k.ranks + a0);
+        float v[MN_HYPER_LAGS][MN_HYPER_RANKS] = {};
+#pragma unroll
+        for (int l = 0; l < MN_HYPER_LAGS; l++) {
+            const int lag = mn_hyper_lag(j, l);
+            if (lag < f.most) mn_hyper_load(v[l], by_lag + lag * k.ranks + a0);
+        }
 #pragma unroll
         for (int r = 0; r < MN_HYPER_ROWS; r++) {
 #pragma unroll
             for (int a = 0; a < MN_HYPER_RANKS; a += 4) {
                 const float4 c = *(const float4 *)(of_rows + r * k.ranks + a0 + a);
-                x[r] = fmaf(c.x, v[a], x[r]), x[r] = fmaf(c.y, v[a + 1], x[r]);
-                x[r] = fmaf(c.z, v[a + 2], x[r]), x[r] = fmaf(c.w, v[a + 3], x[r]);
+#pragma unroll
+                for (int l = 0; l < MN_HYPER_LAGS; l++) {
+                    float y = x.at[l][r];
+                    y = fmaf(c.x, v[l][a], y), y = fmaf(c.y, v[l][a + 1], y);
+                    y = fmaf(c.z, v[l][a + 2], y), y = fmaf(c.w, v[l][a + 3], y);
+                    x.at[l][r] = y;
+                }
             }
         }
     }
@@ -225,16 +248,40 @@ __device__ inline float mn_hyper_control(const mn_hyper &k, const mn_hyper_four 
     return row ? mn_float(row[a]) : 1.0f;
 }
 
-/* x of a branch at lag j of four rows: z (1 + d) + (h c) Vt, z in the matrix of `newest` */
-__device__ inline void mn_hyper_mixed(const mn_hyper &k, const mn_hyper_four &f,
-                                      float (&x)[MN_HYPER_ROWS], const float *newest,
-                                      const mn_hyper_mix &m, const float *hc, int j) {
-    const float by = m.d ? 1.0f + m.d[j] : 1.0f;
+/* The matrix of `newest` times 1 + d. */
+__device__ inline void mn_hyper_scaled(const mn_hyper &k, const mn_hyper_four &f,
+                                       mn_hyper_numbers &x, const float *newest, const float *d,
+                                       int j) {
 #pragma unroll
-    for (int r = 0; r < MN_HYPER_ROWS; r++) {
-        x[r] = j < f.keys(r) ? by * newest[mn_hyper_on(k, r, j)] : 0.0f;
+    for (int l = 0; l < MN_HYPER_LAGS; l++) {
+        const int lag = mn_hyper_lag(j, l);
+        const float by = d && lag < f.most ? 1.0f + d[lag] : 1.0f;
+#pragma unroll
+        for (int r = 0; r < MN_HYPER_ROWS; r++) {
+            x.at[l][r] = lag < f.keys(r) ? by * newest[mn_hyper_on(k, r, lag)] : 0.0f;
+        }
     }
-    if (m.Vt) mn_hyper_expand(k, x, hc, m.Vt, j);
+}
+
+/* x of a branch: z (1 + d) + (h c) Vt, z in the matrix of `newest` */
+__device__ inline void mn_hyper_mixed(const mn_hyper &k, const mn_hyper_four &f,
+                                      mn_hyper_numbers &x, const float *newest,
+                                      const mn_hyper_mix &m, const float *hc, int j) {
+    mn_hyper_scaled(k, f, x, newest, m.d, j);
+    if (m.Vt) mn_hyper_expand(k, f, x, hc, m.Vt, j);
+}
+
+/* what(l, r, where it lies) for the thread's numbers that rows see */
+template <typename F>
+__device__ inline void mn_hyper_each(const mn_hyper &k, const mn_hyper_four &f, int j, F what) {
+#pragma unroll
+    for (int l = 0; l < MN_HYPER_LAGS; l++) {
+        const int lag = mn_hyper_lag(j, l);
+#pragma unroll
+        for (int r = 0; r < MN_HYPER_ROWS; r++) {
+            if (lag < f.keys(r)) what(l, r, mn_hyper_on(k, r, lag));
+        }
+    }
 }
 
 /* h and h c of a mix from its argument, kept and in shared memory. */
@@ -282,18 +329,16 @@ mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     __syncthreads();
     mn_hyper_enter<T>(k, f, room, k.z[0], first, 0, hc);
     if (k.branches == 2) mn_hyper_enter<T>(k, f, room, k.z[1], second, 1, hc + each);
-    for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
-        float x[MN_HYPER_ROWS], scale[MN_HYPER_ROWS];
+    for (int j = threadIdx.x; j < f.most; j += MN_HYPER_STEP) {
+        mn_hyper_numbers x, scale;
         mn_hyper_mixed(k, f, x, z1, first, hc, j);
         if (k.branches == 2) mn_hyper_mixed(k, f, scale, z2, second, hc + each, j);
-#pragma unroll
-        for (int r = 0; r < MN_HYPER_ROWS; r++) {
-            if (j >= f.keys(r)) continue;
-            square[r] = fmaf(x[r], x[r], square[r]);
-            float y = fmaxf(x[r], 0.0f);
-            if (k.branches == 2) y *= mn_hyper_softplus(scale[r]);
-            base[mn_hyper_on(k, r, j)] = y;
-        }
+        mn_hyper_each(k, f, j, [&](int l, int r, int at) {
+            square[r] = fmaf(x.at[l][r], x.at[l][r], square[r]);
+            float y = fmaxf(x.at[l][r], 0.0f);
+            if (k.branches == 2) y *= mn_hyper_softplus(scale.at[l][r]);
+            base[at] = y;
+        });
     }
 #pragma unroll
     for (int r = 0; r < MN_HYPER_ROWS; r++) {
@@ -305,13 +350,10 @@ mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     }
     __syncthreads();
     mn_hyper_enter<T>(k, f, room, k.base, last, 2, hc + 2 * each);
-    for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
-        float x[MN_HYPER_ROWS];
+    for (int j = threadIdx.x; j < f.most; j += MN_HYPER_STEP) {
+        mn_hyper_numbers x;
         mn_hyper_mixed(k, f, x, base, last, hc + 2 * each, j);
-#pragma unroll
-        for (int r = 0; r < MN_HYPER_ROWS; r++) {
-            if (j < f.keys(r)) w[mn_hyper_on(k, r, j)] = x[r];
-        }
+        mn_hyper_each(k, f, j, [&](int l, int r, int at) { w[at] = x.at[l][r]; });
     }
     if (k.w != k.base) mn_hyper_clear(k, f, k.w);
 }
@@ -371,28 +413,21 @@ mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
     }
     __syncthreads();
     mn_hyper_leave<T>(k, f, room, k.w, last, 2, yc);
-    for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
-        float x[MN_HYPER_ROWS], scale[MN_HYPER_ROWS], g[MN_HYPER_ROWS];
-        const float by = last.d ? 1.0f + last.d[j] : 1.0f;
-#pragma unroll
-        for (int r = 0; r < MN_HYPER_ROWS; r++) {
-            g[r] = j < f.keys(r) ? by * w[mn_hyper_on(k, r, j)] : 0.0f;
-        }
-        if (last.U) mn_hyper_expand(k, g, yc, last.U, j);
+    for (int j = threadIdx.x; j < f.most; j += MN_HYPER_STEP) {
+        mn_hyper_numbers x, scale, g;
+        mn_hyper_scaled(k, f, g, w, last.d, j);
+        if (last.U) mn_hyper_expand(k, f, g, yc, last.U, j);
         mn_hyper_mixed(k, f, x, z1, first, hc, j);
         if (k.branches == 2) mn_hyper_mixed(k, f, scale, z2, second, hc + each, j);
-#pragma unroll
-        for (int r = 0; r < MN_HYPER_ROWS; r++) {
-            if (j >= f.keys(r)) continue;
-            const int at = mn_hyper_on(k, r, j);
-            const float open = x[r] > 0.0f ? g[r] : 0.0f;
+        mn_hyper_each(k, f, j, [&](int l, int r, int at) {
+            const float open = x.at[l][r] > 0.0f ? g.at[l][r] : 0.0f;
             float to_first = open;
             if (k.branches == 2) {
-                to_first = open * mn_hyper_softplus(scale[r]);
-                g2[at] = open * x[r] * mn_hyper_sigmoid(scale[r]);
+                to_first = open * mn_hyper_softplus(scale.at[l][r]);
+                g2[at] = open * x.at[l][r] * mn_hyper_sigmoid(scale.at[l][r]);
             }
-            g1[at] = fmaf(-pull[r], x[r], to_first);
-        }
+            g1[at] = fmaf(-pull[r], x.at[l][r], to_first);
+        });
     }
     mn_hyper_clear(k, f, k.g[0]);
     if (k.branches == 2) mn_hyper_clear(k, f, k.g[1]);
