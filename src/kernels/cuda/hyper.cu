@@ -190,15 +190,71 @@ output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
     if (threadIdx.x == 0) kept[MN_HYPER_TO_SCALE] = along;
 }
 
+/* ---- one query of each head ------------------------------------------------------------------ */
+
+enum { STEP_KEYS = 256, STEP_COLUMNS = 64, STEP_GROUPS = MN_STRIP_THREADS / STEP_COLUMNS };
+
+/* parts (B, H, parts, V): sums of w v over 256 keys. A group of 64 threads has every fourth key. */
+template <typename T>
+__global__ void __launch_bounds__(MN_STRIP_THREADS)
+step_part_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts) {
+    __shared__ float sums[STEP_GROUPS][STEP_COLUMNS];
+    const int64_t part = blockIdx.x, h = blockIdx.y, b = blockIdx.z, V = k.p.call.V;
+    const int column = threadIdx.x % STEP_COLUMNS, group = threadIdx.x / STEP_COLUMNS;
+    const int64_t key0 = part * STEP_KEYS;
+    const int n_keys = (int)min((int64_t)STEP_KEYS, k.p.call.L - key0);
+    const float *w = k.w + mn_strip_at(k.s, b, h, 0) + key0;
+    float *to = parts + ((b * k.p.call.H + h) * n_parts + part) * V;
+    for (int64_t c0 = 0; c0 < V; c0 += STEP_COLUMNS) {
+        const int64_t c = c0 + column;
+        float sum = 0.0f;
+#pragma unroll 8
+        for (int i = group; c < V && i < n_keys; i += STEP_GROUPS) {
+            sum = fmaf(w[i], mn_float(mn_row<T>(k.p.v, b, key0 + i, h)[c]), sum);
+        }
+        __syncthreads();
+        sums[group][column] = sum;
+        __syncthreads();
+        if (group != 0 || c >= V) continue;
+        sum = 0.0f;
+        for (int i = 0; i < STEP_GROUPS; i++) sum += sums[i][column];
+        to[c] = sum;
+    }
+}
+
+/* y, the parts in their order. */
+__global__ static void __launch_bounds__(MN_STRIP_THREADS)
+step_sum_kernel(const __grid_constant__ mn_hyper k, mn_out y, const float *parts,
+                int64_t n_parts) {
+    const int64_t h = blockIdx.x, b = blockIdx.y, V = k.p.call.V;
+    const float *from = parts + (b * k.p.call.H + h) * n_parts * V;
+    for (int64_t c = threadIdx.x; c < V; c += MN_STRIP_THREADS) {
+        float sum = 0.0f;
+        for (int64_t i = 0; i < n_parts; i++) sum += from[i * V + c];
+        mn_row<float>(y, b, 0, h)[c] = sum;
+    }
+}
+
+template <typename T>
+static void step_read(const mn_hyper &k, const mn_out &y, float *parts, cudaStream_t stream) {
+    const mn_call &c = k.p.call;
+    const int64_t n_parts = mn_ceil_div(c.L, STEP_KEYS);
+    const dim3 blocks((unsigned)n_parts, (unsigned)c.H, (unsigned)c.B);
+    step_part_kernel<T><<<blocks, MN_STRIP_THREADS, 0, stream>>>(k, parts, n_parts);
+    const dim3 heads((unsigned)c.H, (unsigned)c.B);
+    step_sum_kernel<<<heads, MN_STRIP_THREADS, 0, stream>>>(k, y, parts, n_parts);
+}
+
 /* ---- strips ---------------------------------------------------------------------------------- */
 
 /* Work space of a call, in floats. */
 struct room {
     mn_hyper k;
-    int64_t most, matrix, n_matrices, params, rows, y, g_o, dk, dv, parts, n_parts, all;
+    int64_t most, matrix, n_matrices, params, rows, y, g_o, dk, dv, parts, n_parts, step, all;
 };
 
-static bool room_of(room *to, const mn_hyper_args *p, bool backward) {
+static bool room_of(room *to, const mn_hyper_args *p, mn_pass pass) {
+    const bool backward = pass == MN_BACKWARD;
     const mn_call &c = p->call;
     mn_hyper &k = to->k;
     k = {};
@@ -219,9 +275,12 @@ static bool room_of(room *to, const mn_hyper_args *p, bool backward) {
               mn_mul_i64(&to->dk, c.B * c.L, c.Q * c.K) &&
               mn_mul_i64(&to->dv, c.B * c.L, c.H * c.V) &&
               mn_mul_i64(&to->parts, to->params, to->n_parts);
+    ok = ok && mn_mul_i64(&to->step, mn_ceil_div(c.L, STEP_KEYS), to->y);
+    if (pass != MN_STEP) to->step = 0;
     to->g_o = to->y;
     if (!backward) to->g_o = to->dk = to->dv = to->parts = 0;
-    const int64_t parts[] = { to->params, to->rows, to->y, to->g_o, to->dk, to->dv, to->parts };
+    const int64_t parts[] = { to->params, to->rows, to->y, to->g_o, to->dk, to->dv, to->parts,
+                              to->step };
     to->all = 0;
     for (int i = 0; i < to->n_matrices; i++) ok = ok && mn_add_i64(&to->all, to->all, to->matrix);
     for (int64_t part : parts) {
@@ -239,10 +298,11 @@ static float *take(float **at, int64_t count) {
 /* Parts of the work space, for one call. */
 struct space {
     mn_out y, g_o, dk, dv;
-    float *parts;
+    float *parts, *step;    // step: of a decode step, else NULL
 };
 
-static space open_space(room *to, float *at, bool backward) {
+static space open_space(room *to, float *at, mn_pass pass) {
+    const bool backward = pass == MN_BACKWARD;
     mn_hyper &k = to->k;
     const mn_call &c = k.p.call;
     space s = {};
@@ -253,6 +313,7 @@ static space open_space(room *to, float *at, bool backward) {
     k.w = backward ? take(&at, to->matrix) : k.base;
     for (int b = 0; b < k.branches && backward; b++) k.g[b] = take(&at, to->matrix);
     s.y = mn_strip_view(take(&at, to->y), c.T, c.H, c.V);
+    s.step = pass == MN_STEP ? take(&at, to->step) : NULL;
     if (!backward) return s;
     s.g_o = mn_strip_view(take(&at, to->g_o), c.T, c.H, c.V);
     s.dk = mn_strip_view(take(&at, to->dk), c.L, c.Q, c.K);
@@ -272,7 +333,8 @@ static void strip_forward(const mn_hyper &k, const space &to, cudaStream_t strea
     const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
     mn_hyper_forward_kernel<T><<<fours, MN_STRIP_THREADS, bytes, stream>>>(k);
     const mn_strip_side<T> v = { k.p.v, 0, 1 };
-    mn_past_read<T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
+    if (to.step) step_read<T>(k, to.y, to.step, stream);
+    else mn_past_read<T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
     const dim3 rows((unsigned)k.s.rows, (unsigned)c.H, (unsigned)k.s.n_tiles);
     output_kernel<T><<<rows, MN_STRIP_THREADS, 0, stream>>>(k, mn_strip_input(to.y), to.g_o);
 }
@@ -308,14 +370,15 @@ static void put_sums(const mn_out &to, const mn_out &from, const mn_call &call, 
 }
 
 template <typename T>
-static int run(const mn_hyper_args *p, bool backward, float *shared, cudaStream_t stream) {
+static int run(const mn_hyper_args *p, mn_pass pass, float *shared, cudaStream_t stream) {
+    const bool backward = pass == MN_BACKWARD;
     const mn_call &c = p->call;
     room to = {};
-    if (!room_of(&to, p, backward)) return cudaErrorInvalidValue;
+    if (!room_of(&to, p, pass)) return cudaErrorInvalidValue;
     if (c.Q + c.H > 65535 || c.B * c.L > INT32_MAX || to.k.ranks > 512) {
         return cudaErrorNotSupported;
     }
-    space s = open_space(&to, shared, backward);
+    space s = open_space(&to, shared, pass);
     mn_hyper &k = to.k;
     const dim3 lags((unsigned)mn_ceil_div(mn_max(c.P, 1), 128), (unsigned)(c.Q + c.H));
     if (k.lags > 0) enter_kernel<T><<<lags, 128, 0, stream>>>(k);
@@ -327,6 +390,7 @@ static int run(const mn_hyper_args *p, bool backward, float *shared, cudaStream_
         cudaMemsetAsync(s.parts, 0, (size_t)to.parts * sizeof(float), stream);
     }
     const int64_t slots = c.T > 0 ? mn_tile_slots(c, MN_STRIP_ROWS) : 0;
+    if (to.most < slots) s.step = NULL;    // its parts are of one strip
     for (k.s.first = 0; k.s.first < slots; k.s.first += k.s.n_tiles) {
         k.s.n_tiles = mn_min(to.most, slots - k.s.first);
         if (backward) strip_backward<T>(k, s, to.n_parts, stream);
@@ -339,32 +403,40 @@ static int run(const mn_hyper_args *p, bool backward, float *shared, cudaStream_
     return mn_launched();
 }
 
-static int run_any(const mn_hyper_args *p, bool backward, void *shared, void *stream) {
+static int run_any(const mn_hyper_args *p, mn_pass pass, void *shared, void *stream) {
     const cudaStream_t on = (cudaStream_t)stream;
-    if (p->call.dtype == MN_BF16) return run<mn_bf16>(p, backward, (float *)shared, on);
-    return run<float>(p, backward, (float *)shared, on);
+    if (p->call.dtype == MN_BF16) return run<mn_bf16>(p, pass, (float *)shared, on);
+    return run<float>(p, pass, (float *)shared, on);
 }
 
-static bool plan_of(mn_plan *plan, const void *args, bool backward) {
+static bool plan_of(mn_plan *plan, const void *args, mn_pass pass) {
     room to = {};
-    return room_of(&to, (const mn_hyper_args *)args, backward) &&
+    return room_of(&to, (const mn_hyper_args *)args, pass) &&
            mn_mul_size(&plan->shared_bytes, (size_t)to.all, sizeof(float));
 }
 
 MN_CUDA_PLAN(hyper_forward) {
-    return plan_of(plan, args, false);
+    return plan_of(plan, args, MN_FORWARD);
 }
 
 MN_CUDA_LAUNCH(hyper_forward) {
     const mn_hyper_args *p = (const mn_hyper_args *)args;
-    if (!p->o.data) return cudaSuccess;
-    return run_any(p, false, shared, stream);
+    return p->o.data ? run_any(p, MN_FORWARD, shared, stream) : cudaSuccess;
+}
+
+MN_CUDA_PLAN(hyper_step) {
+    return plan_of(plan, args, MN_STEP);
+}
+
+MN_CUDA_LAUNCH(hyper_step) {
+    const mn_hyper_args *p = (const mn_hyper_args *)args;
+    return p->o.data ? run_any(p, MN_STEP, shared, stream) : cudaSuccess;
 }
 
 MN_CUDA_PLAN(hyper_backward) {
-    return plan_of(plan, args, true);
+    return plan_of(plan, args, MN_BACKWARD);
 }
 
 MN_CUDA_LAUNCH(hyper_backward) {
-    return run_any((const mn_hyper_args *)args, true, shared, stream);
+    return run_any((const mn_hyper_args *)args, MN_BACKWARD, shared, stream);
 }
