@@ -157,23 +157,20 @@ params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts)
 
 /* ---- outputs --------------------------------------------------------------------------------- */
 
-/* o = y scale gv; or, given do: dgv = do y scale, g_o = do gv scale and the cotangent of the scale.
- * A block has one row of a head. */
+/* o = y scale gv; or, given do: dgv = do y scale and g_o = do gv scale. A block has one row of a
+ * head. */
 template <typename T>
 __global__ void __launch_bounds__(MN_STRIP_THREADS)
 output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
-    __shared__ float team[32];
     const mn_tile_span tile = mn_tile_at(k.s.call, MN_STRIP_ROWS, k.s.first + blockIdx.z);
     const int64_t r = blockIdx.x, h = blockIdx.y;
     if (r >= tile.n_rows) return;
     const int64_t b = tile.span.b, t = tile.span.t0 + tile.first + r;
-    float *kept = mn_hyper_kept(k, blockIdx.z, h, r);
-    const float scale = kept[MN_HYPER_SCALE];
+    const float scale = mn_hyper_kept(k, blockIdx.z, h, r)[MN_HYPER_SCALE];
     const float *sum = mn_row<float>(y, b, t, h);
     const T *gv = mn_row<T>(k.p.gv, b, t, h), *d_o = mn_row<T>(k.p.cot.o, b, t, h);
     T *o = mn_row<T>(k.p.o, b, t, h), *dgv = mn_row<T>(k.p.grad.gv, b, t, h);
     float *g = mn_row<float>(g_o, b, t, h);
-    float along = 0.0f;
     for (int64_t i = threadIdx.x; i < k.p.call.V; i += MN_STRIP_THREADS) {
         const float by = gv ? mn_float(gv[i]) : 1.0f;
         if (!g) {
@@ -183,11 +180,7 @@ output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
         const float d = mn_get(d_o, i);
         if (dgv) mn_put(dgv + i, d * sum[i] * scale);
         g[i] = d * by * scale;
-        along = fmaf(d * by, sum[i], along);
     }
-    if (!g) return;
-    along = mn_team_sum<MN_STRIP_THREADS>(along, team);
-    if (threadIdx.x == 0) kept[MN_HYPER_TO_SCALE] = along;
 }
 
 /* ---- one query of each head ------------------------------------------------------------------ */

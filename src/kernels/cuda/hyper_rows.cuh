@@ -7,7 +7,7 @@
  *
  *   U (lags, ranks)    Vt (lags, ranks), turned    d (lags)
  *
- * A row of a strip keeps three numbers and for each of its mixes h = z U, h c and y c.
+ * A row of a strip keeps two numbers and for each of its mixes h = z U, h c and y c.
  * Norm l2 divides x1 before the activation; relu and everything after it are homogeneous, so it is
  * applied to the output like out_scale. */
 #ifndef MN_KERNELS_CUDA_HYPER_ROWS_CUH
@@ -20,7 +20,7 @@ enum {
     MN_HYPER_SUMS = MN_HYPER_ROWS * MN_HYPER_RANKS,
     MN_HYPER_STEP = MN_HYPER_LAGS * MN_STRIP_THREADS,
 };
-enum { MN_HYPER_SCALE, MN_HYPER_NORM, MN_HYPER_TO_SCALE, MN_HYPER_FIRST = 4 };    // of a row
+enum { MN_HYPER_SCALE, MN_HYPER_NORM, MN_HYPER_FIRST = 4 };    // of a row
 
 /* A call at work. Mixes are counted: the first ones of branches 0 .. Q-1, then H second ones. */
 struct mn_hyper {
@@ -378,6 +378,36 @@ __device__ inline void mn_hyper_leave(const mn_hyper &k, const mn_hyper_four &f,
     });
 }
 
+/* What of x1 is taken from its cotangent for the norm: x1 itself times sum_j gw_j w_j / n^2, as
+ * weights are homogeneous in x1. With w = base (1 + d) + (h c) Vt the sum is that of
+ * gw base (1 + d) over lags and of h y c over ranks: made of the numbers that the cotangent is made
+ * of, it cancels what it has to cancel, in a row with a single key all. */
+__device__ inline void mn_hyper_pulls(const mn_hyper &k, const mn_hyper_four &f,
+                                      mn_hyper_room &room, float (&pull)[MN_HYPER_ROWS],
+                                      const float *gw, const float *base, const float *d,
+                                      const float *yc) {
+    float along[MN_HYPER_ROWS] = {};
+    for (int j = threadIdx.x; j < f.most; j += MN_HYPER_STEP) {
+        mn_hyper_numbers g;
+        mn_hyper_scaled(k, f, g, gw, d, j);
+        mn_hyper_each(k, f, j, [&](int l, int r, int at) {
+            along[r] = fmaf(g.at[l][r], base[at], along[r]);
+        });
+    }
+#pragma unroll
+    for (int r = 0; r < MN_HYPER_ROWS; r++) {
+        float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + (r < f.n ? r : 0));
+        const float *h = mn_hyper_ranks(k, kept, 2, MN_HYPER_H);
+        for (int64_t a = threadIdx.x; k.mixed[1] && a < k.ranks; a += MN_STRIP_THREADS) {
+            along[r] = fmaf(yc[r * k.ranks + a], h[a], along[r]);
+        }
+        const float by = kept[MN_HYPER_SCALE];
+        const bool normed = k.p.norm != 2 && kept[MN_HYPER_NORM] > (float)k.p.eps;
+        const float sum = mn_team_sum<MN_STRIP_THREADS>(along[r], room.team);
+        pull[r] = normed ? sum * by * by : 0.0f;
+    }
+}
+
 /* From w, the cotangent of the weights, to g, those of x1 and x2. */
 template <typename T>
 __global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
@@ -404,15 +434,9 @@ mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
         }
         shared[e] = x;
     }
-#pragma unroll
-    for (int r = 0; r < MN_HYPER_ROWS; r++) {
-        const float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + (r < f.n ? r : 0));
-        const float by = kept[MN_HYPER_SCALE];
-        const bool normed = k.p.norm != 2 && kept[MN_HYPER_NORM] > (float)k.p.eps;
-        pull[r] = normed ? kept[MN_HYPER_TO_SCALE] * by * by * by : 0.0f;
-    }
     __syncthreads();
     mn_hyper_leave<T>(k, f, room, k.w, last, 2, yc);
+    mn_hyper_pulls(k, f, room, pull, w, mn_hyper_newest(k, k.base, f), last.d, yc);
     for (int j = threadIdx.x; j < f.most; j += MN_HYPER_STEP) {
         mn_hyper_numbers x, scale, g;
         mn_hyper_scaled(k, f, g, w, last.d, j);
