@@ -183,7 +183,7 @@ static double pairs_of(const mn_call *call) {
 double mn_bench_work(const mn_bench_case *which, const mn_sample *sample) {
     const mn_call *c = (const mn_call *)sample->args;
     const double B = c->B, H = c->H, K = c->K, V = c->V, G = c->G, Q = c->Q, R = c->R, W = c->W;
-    const double D = c->D, S = c->S, BT = B * (double)c->T, BTH = BT * H, PAIRS = pairs_of(c);
+    const double D = c->D, S = c->S, T = c->T, BT = B * T, BTH = BT * H, PAIRS = pairs_of(c);
     double flop = 0.0;
     switch (which->op) {
 #define WORK(op, formula)                                                                          \

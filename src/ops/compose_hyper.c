@@ -5,7 +5,8 @@
  *   xk = conv1(x), xv = conv2(x)             depthwise, causal, neither bias nor activation
  *   q = gq . (x Wq')    k = xk Wk'    v = xv Wv'    y = hyper(q, k, v, gv, c1, c2) Wp'
  *
- * Backward recomputes all of it, then goes the same way back; dx has seven terms. */
+ * Backward recomputes all of it, then goes the same way back; dx has seven terms, which are added
+ * up in float32 where the call is of bf16. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -74,6 +75,7 @@ static mn_out flat_out(const layer *s, void *data, int64_t width) {
 
 /* Copies rows of `width` between views. */
 static mn_status copy_rows(const layer *s, mn_out to, mn_in from, int64_t width) {
+<<<<<<< HEAD
     const mn_call *c = &s->p->call;
     const size_t bytes = mn_dtype_bytes(c->dtype);
     mn_call rows = *c;
@@ -85,24 +87,66 @@ static mn_status copy_rows(const layer *s, mn_out to, mn_in from, int64_t width)
     }
     for (int64_t b = 0; b < c->B; b++) {
         for (int64_t t = 0; t < c->T; t++) {
+=======
+    mn_call rows = s->p->call;
+    rows.H = 1;
+    const mn_in none = { NULL, { 0, 0, 0 } };
+    if (s->context->device) {
+        return mn_rows_glue(s->context, MN_GLUE_copy, &rows, width, to, from, none, none);
+    }
+    const size_t bytes = mn_dtype_bytes(rows.dtype);
+    for (int64_t b = 0; b < rows.B; b++) {
+        for (int64_t t = 0; t < rows.T; t++) {
+>>>>>>> attention
             memcpy((char *)to.data + (size_t)MN_OFFSET(to, b, t, 0) * bytes,
                    (const char *)from.data + (size_t)MN_OFFSET(from, b, t, 0) * bytes,
                    (size_t)width * bytes);
         }
     }
     return MN_OK;
+<<<<<<< HEAD
+=======
+}
+
+/* dx += dconv */
+static mn_status add_conv(const layer *s) {
+    const mn_call *c = &s->p->call;
+    const int64_t count = s->n_rows * c->D;
+    if (s->context->device) {
+        const mn_in dx = flat(s, s->dx, c->D), dconv = flat(s, s->dconv, c->D);
+        const mn_glue sum = { .dtype = c->dtype, .B = c->B, .T = c->T, .H = 1, .width = c->D,
+                              .wide = MN_GLUE_WIDE_A | MN_GLUE_WIDE_X, .a = dx, .b = dconv,
+                              .x = flat_out(s, s->dx, c->D) };
+        return mn_work_glue(s->context, MN_GLUE_add, &sum);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        if (c->dtype == MN_F64) ((double *)s->dx)[i] += ((double *)s->dconv)[i];
+        else ((float *)s->dx)[i] += ((float *)s->dconv)[i];
+    }
+    return MN_OK;
+}
+
+/* dx to the caller's view. */
+static mn_status put_dx(const layer *s) {
+    mn_call rows = s->p->call;
+    rows.H = 1;
+    const mn_in dx = flat(s, s->dx, rows.D);
+    if (!s->context->device) return copy_rows(s, s->p->grad.x, dx, rows.D);
+    return mn_rows_convert(s->context, &rows, rows.D, s->p->grad.x, dx, false);
+>>>>>>> attention
 }
 
 static void open_layer(layer *s, bool backward) {
     const mn_call *c = &s->p->call;
-    void **wide[] = { &s->x, &s->xk, &s->xv, &s->dy, &s->dx, &s->dxk, &s->dxv, &s->dconv };
+    void **wide[] = { &s->x, &s->xk, &s->xv, &s->dy, &s->dxk, &s->dxv, &s->dconv };
     void **key[] = { &s->gq, &s->q0, &s->q, &s->k, &s->dq, &s->dgq, &s->dk };
     void **value[] = { &s->gv, &s->v, &s->o, &s->dgv, &s->dv, &s->d_o };
-    for (int i = 0; i < (backward ? 8 : 3); i++) *wide[i] = temporary(s, c->D);
+    for (int i = 0; i < (backward ? 7 : 3); i++) *wide[i] = temporary(s, c->D);
     for (int i = 0; i < (backward ? 7 : 4); i++) *key[i] = temporary(s, c->K);
     for (int i = 0; i < (backward ? 6 : 3); i++) *value[i] = temporary(s, c->V);
     s->c1 = temporary(s, c->J);
     s->c2 = temporary(s, c->L);
+    if (backward) s->dx = temporary(s, c->dtype == MN_BF16 ? 2 * c->D : c->D);
     if (backward) s->dc1 = temporary(s, c->J);
     if (backward) s->dc2 = temporary(s, c->L);
 }
@@ -111,7 +155,8 @@ static mn_linear linear(const layer *s, const void *x, int64_t n_in, mn_in weigh
                         int64_t n_out) {
     return (mn_linear){ .dtype = s->p->call.dtype, .n_rows = s->n_rows, .n_in = n_in,
                         .n_out = n_out, .x = x, .weight = weight.data, .bias = bias.data,
-                        .sigmoid = bias.data != NULL };    // exactly the gates have a bias
+                        .sigmoid = bias.data != NULL,      // exactly the gates have a bias
+                        .wide = x == s->x };
 }
 
 /* The projections, in the order of the equations above. */
@@ -174,6 +219,7 @@ static mn_status forward(layer *s, const projections *w) {
     conv = convolution(s, s->p->conv2_conv_weight);
     conv.y.data = s->xv;
     if (st == MN_OK) st = mn_op_run(context, MN_OP_conv, MN_FORWARD, &conv);
+<<<<<<< HEAD
     if (st == MN_OK) st = mn_linear_forward(context, &w->left, s->gq);
     if (st == MN_OK) st = mn_linear_forward(context, &w->right, s->gv);
     if (st == MN_OK) st = mn_linear_forward(context, &w->control1, s->c1);
@@ -181,14 +227,25 @@ static mn_status forward(layer *s, const projections *w) {
     if (st == MN_OK) st = mn_linear_forward(context, &w->q, s->q0);
     if (st == MN_OK) st = mn_linear_forward(context, &w->k, s->k);
     if (st == MN_OK) st = mn_linear_forward(context, &w->v, s->v);
+=======
+    const mn_linear *products[] = { &w->left, &w->right, &w->control1, &w->control2, &w->q, &w->k,
+                                    &w->v };
+    void *const results[] = { s->gq, s->gv, s->c1, s->c2, s->q0, s->k, s->v };
+    for (int i = 0; st == MN_OK && i < 7; i++) {
+        st = mn_linear_forward(context, products[i], results[i]);
+    }
+>>>>>>> attention
     if (st == MN_OK) {
         st = mn_rows_multiply(context, &rows, K, flat_out(s, s->q, K), flat(s, s->q0, K),
                               flat(s, s->gq, K), false);
     }
+<<<<<<< HEAD
     if (st != MN_OK) return st;
+=======
+>>>>>>> attention
     mn_hyper_args hyper = core(s);
     hyper.o.data = s->o;
-    return mn_op_run(context, MN_OP_hyper, MN_FORWARD, &hyper);
+    return st == MN_OK ? mn_op_run(context, MN_OP_hyper, MN_FORWARD, &hyper) : st;
 }
 
 static mn_status hyper_backward(layer *s) {
@@ -219,17 +276,63 @@ static mn_status conv_backward(layer *s, mn_in weight, const void *dy, mn_out dw
     mn_call rows = s->p->call;
     rows.H = 1;
     const mn_status st = mn_op_run(s->context, MN_OP_conv, MN_BACKWARD, &conv);
+<<<<<<< HEAD
     if (st != MN_OK) return st;
     return mn_rows_add(s->context, &rows, rows.D, flat_out(s, s->dx, rows.D),
                        flat(s, s->dconv, rows.D));
+=======
+    return st == MN_OK ? add_conv(s) : st;
+}
+
+/* The cotangent of y as rows, and of what hyper gave. */
+static mn_status open_backward(layer *s, const projections *w) {
+    const mn_hyper_layer_args *p = s->p;
+    const mn_call *c = &p->call;
+    mn_status st = p->cot.y.data
+                       ? copy_rows(s, flat_out(s, s->dy, c->D), p->cot.y, c->D)
+                       : mn_work_clear(s->context, s->dy,
+                                       (size_t)(s->n_rows * c->D) * mn_dtype_bytes(c->dtype));
+    if (st != MN_OK) return st;
+    return mn_linear_backward(s->context, &w->c_proj, NULL, s->dy, p->grad.c_proj_weight.data,
+                              NULL, s->d_o, false);
+}
+
+/* From the cotangents of what hyper took to those of x, xk and xv. */
+static mn_status projections_backward(layer *s, const projections *w) {
+    const mn_hyper_layer_args *p = s->p;
+    const struct {
+        const mn_linear *of;
+        void *y, *dy, *dweight, *dbias, *dx;
+        bool add;
+    } steps[] = {
+        { &w->q, NULL, s->dq, p->grad.q_weight.data, NULL, s->dx, false },
+        { &w->left, s->gq, s->dgq, p->grad.left_gate_weight.data, p->grad.left_gate_bias.data,
+          s->dx, true },
+        { &w->right, s->gv, s->dgv, p->grad.right_gate_weight.data, p->grad.right_gate_bias.data,
+          s->dx, true },
+        { &w->control1, s->c1, s->dc1, p->grad.control1_weight.data, p->grad.control1_bias.data,
+          s->dx, true },
+        { &w->control2, s->c2, s->dc2, p->grad.control2_weight.data, p->grad.control2_bias.data,
+          s->dx, true },
+        { &w->k, NULL, s->dk, p->grad.k_weight.data, NULL, s->dxk, false },
+        { &w->v, NULL, s->dv, p->grad.v_weight.data, NULL, s->dxv, false },
+    };
+    mn_status st = MN_OK;
+    for (int i = 0; st == MN_OK && i < 7; i++) {
+        st = mn_linear_backward(s->context, steps[i].of, steps[i].y, steps[i].dy, steps[i].dweight,
+                                steps[i].dbias, steps[i].dx, steps[i].add);
+    }
+    return st;
+>>>>>>> attention
 }
 
 static mn_status backward(layer *s, const projections *w) {
     const mn_hyper_layer_args *p = s->p;
     mn_call rows = p->call;
     rows.H = 1;
-    const int64_t D = rows.D, K = rows.K;
+    const int64_t K = rows.K;
     mn_context *context = s->context;
+<<<<<<< HEAD
     const mn_in gq = flat(s, s->gq, K), q0 = flat(s, s->q0, K), dq = flat(s, s->dq, K);
     const size_t bytes = (size_t)(s->n_rows * D) * mn_dtype_bytes(rows.dtype);
     mn_status st = p->cot.y.data ? copy_rows(s, flat_out(s, s->dy, D), p->cot.y, D)
@@ -271,6 +374,27 @@ static mn_status backward(layer *s, const projections *w) {
     if (st == MN_OK) st = conv_backward(s, p->conv2_conv_weight, s->dxv, p->grad.conv2_conv_weight);
     if (st == MN_OK && p->grad.x.data) st = copy_rows(s, p->grad.x, flat(s, s->dx, D), D);
     return st;
+=======
+    mn_status st = open_backward(s, w);
+    if (st == MN_OK) st = hyper_backward(s);
+    const mn_in dq = flat(s, s->dq, K);
+    if (st == MN_OK) {
+        st = mn_rows_multiply(context, &rows, K, flat_out(s, s->dgq, K), dq, flat(s, s->q0, K),
+                              false);
+    }
+    if (st == MN_OK) {
+        st = mn_rows_multiply(context, &rows, K, flat_out(s, s->dq, K), dq, flat(s, s->gq, K),
+                              false);
+    }
+    if (st == MN_OK) st = projections_backward(s, w);
+    if (st == MN_OK) {
+        st = conv_backward(s, p->conv1_conv_weight, s->dxk, p->grad.conv1_conv_weight);
+    }
+    if (st == MN_OK) {
+        st = conv_backward(s, p->conv2_conv_weight, s->dxv, p->grad.conv2_conv_weight);
+    }
+    return st == MN_OK && p->grad.x.data ? put_dx(s) : st;
+>>>>>>> attention
 }
 
 mn_status mn_compose_hyper_layer(mn_context *context, mn_pass pass, const void *args) {

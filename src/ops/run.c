@@ -74,6 +74,10 @@ bool mn_op_has_cuda(mn_op_id op, mn_pass pass) {
     return there;
 }
 
+bool mn_op_rounds_between(mn_op_id op) {
+    return op == MN_OP_hyper_layer;
+}
+
 static const void *data_at(const void *args, const mn_field *field) {
     return ((const mn_in *)((const char *)args + field->offset))->data;
 }

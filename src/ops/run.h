@@ -16,6 +16,11 @@ mn_status mn_op_workspace(mn_context *context, mn_op_id op, mn_pass pass, const 
 /* Whether this build has a CUDA kernel for that pass of an operator. */
 bool mn_op_has_cuda(mn_op_id op, mn_pass pass);
 
+/* Whether the operator keeps results of its parts, and in a bf16 call rounds them. Its error is
+ * then that of a chain of roundings, and it is judged by how far the exact result moves when every
+ * input moves by one rounding. */
+bool mn_op_rounds_between(mn_op_id op);
+
 /* The kernel that would serve this call, for tables; NULL for a composed op. */
 const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pass, mn_dtype dtype);
 
