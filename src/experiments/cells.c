@@ -14,7 +14,7 @@
 typedef struct trial {
     char row[MN_CELL_NAME], column[MN_CELL_NAME], setting[MN_CELL_NAME];
     int64_t n, missing;
-    double sum, squares;
+    double sum, squares, most;
 } trial;
 
 typedef struct trials {
@@ -69,6 +69,7 @@ static void count(trial *t, const json_t *value, bool failed) {
         return;
     }
     const double x = json_number_value(value);
+    t->most = t->n == 0 || x > t->most ? x : t->most;
     t->n++;
     t->sum += x;
     t->squares += x * x;
@@ -100,7 +101,8 @@ static void count_run(trials *all, const json_t *run, const json_t *table) {
     put_setting(setting, labels, rows, columns, where);
     const json_t *result = json_object_get(run, "result");
     const char *status = json_string_value(json_object_get(run, "status"));
-    const bool failed = !status || strcmp(status, "not run") != 0;
+    /* a run that came out without this number has no such answers */
+    const bool failed = !status || (strcmp(status, "not run") != 0 && strcmp(status, "ok") != 0);
     if (!values) {
         if (!row[0]) return;        // a run of another table
         if (columns[0] && !column[0]) return;
@@ -130,7 +132,8 @@ static double error_of(const trial *t) {
 
 static void take_trial(mn_cell *cell, const trial *t) {
     *cell = (mn_cell){ .n = t->n, .missing = t->missing, .se = error_of(t), .paper = NAN,
-                       .mean = t->n > 0 ? mean_of(t) : NAN };
+                       .mean = t->n > 0 ? mean_of(t) : NAN,
+                       .most = t->n > 0 ? t->most : NAN };
     memcpy(cell->row, t->row, MN_CELL_NAME);
     memcpy(cell->column, t->column, MN_CELL_NAME);
     memcpy(cell->setting, t->setting, MN_CELL_NAME);

@@ -22,7 +22,7 @@ typedef struct mn_cell {
     char row[MN_CELL_NAME], column[MN_CELL_NAME];
     char setting[MN_CELL_NAME];     // "train.lr=0.001", "" when nothing was tried
     int64_t n, missing;             // seeds measured; failed
-    double mean, se;                // se of the mean: NAN for one seed
+    double mean, se, most;          // se of the mean: NAN for one seed; most: of the best seed
     const char *printed, *place;    // the paper's, or NULL; borrowed from the results
     double paper;                   // NAN without
 } mn_cell;

@@ -38,6 +38,20 @@ const mn_experiment_text mn_experiment_a5 = {
                 }
             }
         },
+        "claims": [
+            {"says": "one kla block solves length 3 (one seed of at least 90)",
+             "table": 0, "cell": ["kla, 1 block", "3"], "above": 0.9, "best": true},
+            {"says": "one kla block solves length 4",
+             "table": 0, "cell": ["kla, 1 block", "4"], "above": 0.9, "best": true},
+            {"says": "one kla block solves length 8",
+             "table": 0, "cell": ["kla, 1 block", "8"], "above": 0.9, "best": true},
+            {"says": "one gla block does not solve length 3",
+             "table": 0, "cell": ["gla, 1 block", "3"], "below": 0.9, "best": true},
+            {"says": "one gla block does not solve length 4",
+             "table": 0, "cell": ["gla, 1 block", "4"], "below": 0.9, "best": true},
+            {"says": "one kla block is ahead of one gla block at length 4",
+             "table": 0, "cell": ["kla, 1 block", "4"], "less": ["gla, 1 block", "4"], "above": 0.1}
+        ],
         "tables": [
             {"title": "Sequences that are right throughout", "rows": "model", "columns": "length",
              "value": "sequence", "percent": true, "figure": "lines"},
@@ -60,19 +74,20 @@ const mn_experiment_text mn_experiment_a5 = {
         [MN_PRESET_CPU] = MN_JSON_TEXT({
             "grid": {
                 "job": {
-                    "model": {"hidden_size": 64},
-                    "task": {"options": {"sequences": 100000}, "test": 1000},
-                    "train": {"steps": 8000, "batch": 128, "lr": 0.003},
-                    "evaluate": {"every": 500}
+                    "model": {"hidden_size": 256},
+                    "task": {"options": {"sequences": 400000}, "test": 1000},
+                    "train": {"steps": 8000, "batch": 128, "lr": 0.001, "clip": 1, "warmup": 100},
+                    "evaluate": {"every": 500, "stop_at": 0.95}
                 },
                 "grid": {
                     "length": {
+                        "3": {"task": {"options": {"steps": 3}}},
                         "4": {"task": {"options": {"steps": 4}}},
-                        "6": {"task": {"options": {"steps": 6}}},
-                        "8": {"task": {"options": {"steps": 8}}}
+                        "8": {"task": {"options": {"steps": 8}}, "steps_at_most": 3000}
                     },
-                    "seed": [0]
-                }
+                    "seed": [0, 1, 2]
+                },
+                "only": {"model": ["kla, 1 block", "gla, 1 block"]}
             }
         }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({

@@ -8,6 +8,18 @@ const mn_experiment_text mn_experiment_collision_learned = {
             "job": {"kind": "addressed", "task": {"name": "collision"}, "tests": {}},
             "grid": {"memory": ["linear", "gla", "delta", "reset", "bayes"]}
         },
+        "claims": [
+            {"says": "bayes keeps its margin at 256 writes of each flooding key",
+             "table": 1, "cell": ["bayes", "256"], "above": 0},
+            {"says": "bayes keeps its margin at overlap 0.95",
+             "table": 3, "cell": ["bayes", "0.95"], "above": 0},
+            {"says": "delta loses its margin at 256 writes",
+             "table": 1, "cell": ["delta", "256"], "below": 0},
+            {"says": "delta loses its margin at overlap 0.95",
+             "table": 3, "cell": ["delta", "0.95"], "below": 0},
+            {"says": "reset loses its margin at overlap 0.95",
+             "table": 3, "cell": ["reset", "0.95"], "below": 0}
+        ],
         "tables": [
             {"title": "Answers that are right, by writes of each flooding key (overlap 0.8)",
              "rows": "memory",

@@ -7,6 +7,12 @@ const mn_experiment_text mn_experiment_crowding = {
             "job": {"kind": "addressed", "task": {"name": "crowding"}, "tests": {}},
             "grid": {"memory": ["linear", "gla", "delta", "reset", "bayes"]}
         },
+        "claims": [
+            {"says": "bayes has a lower cross entropy than delta at 256 keys",
+             "table": 0, "cell": ["bayes", "256"], "less": ["delta", "256"], "below": 0},
+            {"says": "bayes has a lower cross entropy than reset at 256 keys",
+             "table": 0, "cell": ["bayes", "256"], "less": ["reset", "256"], "below": 0}
+        ],
         "tables": [
             {"title": "Cross entropy at questions, by keys written", "rows": "memory",
              "values": {"96": "tests.writes-96.loss", "128": "tests.writes-128.loss",

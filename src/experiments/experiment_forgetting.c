@@ -20,6 +20,15 @@ const mn_experiment_text mn_experiment_forgetting = {
                 }
             }
         },
+        "claims": [
+            {"says": "a wider window remembers more keys: 64 against 8",
+             "table": 0, "cell": ["palimpsa", "64"], "less": ["palimpsa", "8"], "above": 1},
+            {"says": "without forgetting the newest key no longer enters",
+             "table": 1, "cell": ["palimpsa", "none"], "below": 0.5},
+            {"says": "with a strong prior Palimpsa is Mamba-2: same keys at window 64",
+             "table": 0, "cell": ["palimpsa, strong prior", "64"],
+             "less": ["mamba2", "64"], "below": 0.5}
+        ],
         "tables": [
             {"title": "Keys remembered, by window", "rows": "memory", "columns": "window",
              "value": "remembered", "figure": "lines"},

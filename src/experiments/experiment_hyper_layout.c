@@ -61,6 +61,20 @@ const mn_experiment_text mn_experiment_hyper_layout = {
                 }
             }
         },
+        "claims": [
+            {"says": "without the lag layout recall falls (no gates, no convolutions)",
+             "table": 0, "cell": ["bare, lags", "recall"],
+             "less": ["bare, places", "recall"], "above": 0.1},
+            {"says": "without the lag layout noisy recall falls (no gates, no convolutions)",
+             "table": 0, "cell": ["bare, lags", "noisy"],
+             "less": ["bare, places", "noisy"], "above": 0.1},
+            {"says": "without the lag layout fuzzy recall falls",
+             "table": 0, "cell": ["hypermlp", "fuzzy"],
+             "less": ["hypermlp, no lag layout", "fuzzy"], "above": 0.05},
+            {"says": "mixing lags on both sides beats none in copying",
+             "table": 0, "cell": ["hypermlp", "copy"],
+             "less": ["hypermlp, no mix", "copy"], "above": 0}
+        ],
         "tables": [
             {"title": "Accuracy on the MAD tasks", "rows": "model", "columns": "task",
              "value": "macro", "percent": true, "figure": "bars"}
@@ -82,6 +96,12 @@ const mn_experiment_text mn_experiment_hyper_layout = {
                     "model": {"hidden_size": 64, "intermediate_size": 128},
                     "train": {"batch": 32, "lr": 0.001}, "lr_by_epoch": false,
                     "steps_at_most": 1000
+                },
+                "grid": {
+                    "model": {
+                        "bare, lags": {"steps_at_most": 3000},
+                        "bare, places": {"steps_at_most": 3000}
+                    }
                 },
                 "only": {
                     "model": [

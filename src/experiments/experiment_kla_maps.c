@@ -26,6 +26,14 @@ const mn_experiment_text mn_experiment_kla_maps = {
                 }
             }
         },
+        "claims": [
+            {"says": "variance of a cell falls while copying",
+             "table": 1, "cell": ["copy", "last token"],
+             "less": ["copy", "first token"], "below": 0},
+            {"says": "outputs of copying look at the answer more than chance",
+             "table": 0, "cell": ["copy", "on the answer"],
+             "less": ["copy", "if all weighed the same"], "above": 0}
+        ],
         "tables": [
             {"title": "Where outputs look: weight on places that hold the answer", "rows": "task",
              "values": {"accuracy": "token", "on the answer": "maps.aimed",

@@ -4,6 +4,12 @@
 const mn_experiment_text mn_experiment_mqar_update = {
     .base = &mn_base_mqar,
     .common = MN_JSON_TEXT({
+        "claims": [
+            {"says": "bayes is ahead of gdn by 20 points where every key has a new value",
+             "table": 0, "cell": ["bayes", "64-8-8"], "less": ["gdn", "64-8-8"], "above": 0.2},
+            {"says": "bayes is ahead of gdn by 20 points with four pairs",
+             "table": 0, "cell": ["bayes", "32-4-4"], "less": ["gdn", "32-4-4"], "above": 0.2}
+        ],
         "tables": [
             {"title": "Part of all keys recalled", "rows": "model", "columns": "task",
              "value": "example", "percent": true, "figure": "bars"},
@@ -38,24 +44,38 @@ const mn_experiment_text mn_experiment_mqar_update = {
         }),
         [MN_PRESET_CPU] = MN_JSON_TEXT({
             "grid": {
+                "job": {
+                    "task": {"test": 1000}, "train": {"steps": 2500, "clip": 1},
+                    "evaluate": {"every": 500}
+                },
                 "grid": {
-                    "task": {
-                        "64-4-4": {
-                            "task": {
-                                "name": "mqar-update",
-                                "options": {"vocab": 256, "length": 64, "pairs": 4, "updates": 4}
-                            }
-                        },
-                        "64-4-2": {
-                            "task": {
-                                "name": "mqar-update",
-                                "options": {"vocab": 256, "length": 64, "pairs": 4, "updates": 2}
+                    "model": {
+                        "bayes": {"model": {"head_dim": 16}},
+                        "gdn": {"model": {"head_dim": 16}},
+                        "bayes, no gate": {
+                            "model": {
+                                "layers": "bayes", "head_dim": 16, "expand_v": 1,
+                                "noise_groups": 1, "use_gate": false
                             }
                         }
                     },
-                    "train.lr": [0.002, 0.006], "seed": [0, 1]
+                    "task": {
+                        "32-4-4": {
+                            "task": {
+                                "name": "mqar-update",
+                                "options": {"vocab": 64, "length": 32, "pairs": 4, "updates": 4}
+                            }
+                        },
+                        "64-8-8": {
+                            "task": {
+                                "name": "mqar-update",
+                                "options": {"vocab": 72, "length": 64, "pairs": 8, "updates": 8}
+                            }
+                        }
+                    },
+                    "train.lr": [0.001, 0.003], "seed": [0, 1, 2]
                 },
-                "only": {"model": ["bayes", "gdn", "mamba2", "attention"]}
+                "only": {"model": ["bayes", "bayes, no gate", "gdn"]}
             }
         }),
         [MN_PRESET_FULL] = MN_JSON_TEXT({

@@ -24,6 +24,10 @@ const mn_experiment_text mn_experiment_stack_depth = {
                 }
             }
         },
+        "claims": [
+            {"says": "exact steps are no worse than zero-order hold at eight blocks",
+             "table": 0, "cell": ["ou", "8"], "less": ["zoh", "8"], "above": 0}
+        ],
         "tables": [
             {"title": "Accuracy by depth", "rows": "steps", "columns": "depth", "value": "token",
              "percent": true, "figure": "lines"}

@@ -13,7 +13,8 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/util.h"
-#include "experiments/address_model.h"
+#include "experiments/address_keep.h"
+#include "experiments/job_keep.h"
 #include "experiments/job_parts.h"
 #include "io/json_write.h"
 
@@ -90,6 +91,7 @@ typedef struct addressed_run {
     mn_address_model model;
     mn_address_batch batch;
     mn_job_progress now;
+    double kept;
 } addressed_run;
 
 static mn_status start(addressed_run *r, const mn_json *job) {
@@ -229,12 +231,31 @@ static mn_status ask_all(json_t *tests, addressed_run *r, const mn_json *job) {
     return st;
 }
 
+/* Goes on with what the job left behind, if it did. */
+static void take_up(addressed_run *r, const mn_job_call *call) {
+    mn_address_progress at;
+    r->kept = mn_seconds();
+    if (!call->keep || !mn_address_take(call->keep, &r->model, r->optimizer, &at)) return;
+    r->now.step = at.step;
+    r->now.loss = at.loss;
+}
+
+static mn_status keep_now_and_then(addressed_run *r, const mn_job_call *call) {
+    if (!call->keep || mn_seconds() - r->kept < call->keep_seconds) return MN_OK;
+    const mn_address_progress at = { r->now.step, r->now.loss };
+    const mn_status st = mn_address_save(call->keep, &r->model, r->optimizer, &at);
+    r->kept = mn_seconds();
+    return st;
+}
+
 static mn_status run(json_t **result, const mn_json *job, const mn_job_call *call) {
     addressed_run r = { 0 };
     double told = 0.0;
     mn_status st = start(&r, job);
+    if (st == MN_OK) take_up(&r, call);
     while (st == MN_OK && r.now.step < r.now.steps) {
         st = step(&r);
+        if (st == MN_OK && r.now.step < r.now.steps) st = keep_now_and_then(&r, call);
         if (call->watch && mn_seconds() - told > 0.25) {
             call->watch(call->context, &r.now);
             told = mn_seconds();
@@ -248,6 +269,7 @@ static mn_status run(json_t **result, const mn_json *job, const mn_job_call *cal
     }
     json_decref(tests);
     finish(&r);
+    if (st == MN_OK && call->keep) mn_keep_drop(call->keep);
     return st;
 }
 

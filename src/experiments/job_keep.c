@@ -16,7 +16,7 @@ static mn_status state_path(char path[MN_RUN_PATH], const char *folder, int64_t 
     return mn_run_join(path, folder, name);
 }
 
-static mn_status make_folders(const char *folder) {
+mn_status mn_keep_make(const char *folder) {
     char above[MN_RUN_PATH];
     snprintf(above, sizeof above, "%s", folder);
     char *slash = strrchr(above, '/');
@@ -29,7 +29,7 @@ mn_status mn_keep_save(const char *folder, mn_trainer *trainer, json_t *state) {
     char path[MN_RUN_PATH], before[MN_RUN_PATH];
     const int64_t step = mn_trainer_step_number(trainer), last = mn_run_pointed(folder, "last");
     mn_status st = state ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for the state of a job");
-    if (st == MN_OK) st = make_folders(folder);
+    if (st == MN_OK) st = mn_keep_make(folder);
     if (st == MN_OK) st = state_path(path, folder, step);
     if (st == MN_OK) st = state_path(before, folder, last);
     if (st == MN_OK) st = mn_json_save(path, state);

@@ -8,6 +8,9 @@
 #include "io/json.h"
 #include "train/trainer.h"
 
+/* Makes the folder and the one above it. */
+mn_status mn_keep_make(const char *folder);
+
 /* Saves the trainer, whose "out" is `folder`, with `state` (stolen), and drops what was before. */
 mn_status mn_keep_save(const char *folder, mn_trainer *trainer, json_t *state);
 

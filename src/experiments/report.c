@@ -8,7 +8,9 @@
 #include <string.h>
 
 #include "base/status.h"
+#include "base/util.h"
 #include "experiments/cells.h"
+#include "experiments/claims.h"
 #include "experiments/job.h"
 #include "experiments/job_parts.h"
 #include "io/file.h"
@@ -147,6 +149,19 @@ static void put_settings(FILE *out, const mn_cells *c) {
     if (any) fputs(".\n", out);
 }
 
+/* " 3 seeds.", or the range. */
+static void put_seeds(FILE *out, const mn_cells *c) {
+    int64_t least = INT64_MAX, most = 0;
+    for (int64_t i = 0; i < c->n; i++) {
+        if (c->items[i].n == 0) continue;
+        least = mn_min(least, c->items[i].n);
+        most = mn_max(most, c->items[i].n);
+    }
+    if (most == 0) fputc('\n', out);
+    else if (least == most) fprintf(out, " %" PRId64 " seed%s.\n", most, most == 1 ? "" : "s");
+    else fprintf(out, " %" PRId64 " to %" PRId64 " seeds.\n", least, most);
+}
+
 static void put_table(FILE *out, const page *p, int64_t number) {
     mn_cells cells;
     char svg[32];
@@ -156,7 +171,8 @@ static void put_table(FILE *out, const page *p, int64_t number) {
     }
     fprintf(out, "\n## %s\n", cells.title);
     if (cells.percent) {
-        fputs("\nPercent, mean over seeds ± standard error of the mean.\n", out);
+        fputs("\nPercent, mean over seeds ± standard error of the mean.", out);
+        put_seeds(out, &cells);
     }
     if (cells.exact) put_exact(out, &cells);
     else put_grid(out, &cells);
@@ -169,6 +185,36 @@ static void put_table(FILE *out, const page *p, int64_t number) {
         if (name && strcmp(name, svg) == 0) fprintf(out, "\n![%s](%s)\n", cells.title, svg);
     }
     mn_cells_free(&cells);
+}
+
+static void put_claim(FILE *out, const mn_claim *claim) {
+    static const char *const verdicts[] = { "open", "holds", "does not hold" };
+    const double scale = claim->percent ? 100.0 : 1.0;
+    fputs("| ", out);
+    put_text(out, claim->says);
+    fprintf(out, " | %s | ", verdicts[claim->verdict]);
+    if (claim->verdict == MN_CLAIM_OPEN) {
+        fputs("- | - | - |\n", out);
+        return;
+    }
+    fprintf(out, "%.4g", scale * claim->value);
+    if (!isnan(claim->se)) fprintf(out, " ± %.2g", scale * claim->se);
+    fprintf(out, " | %s %.4g | %" PRId64 " |\n", claim->below ? "below" : "above",
+            scale * claim->bound, claim->seeds);
+}
+
+/* What the paper says, and whether it came out here. */
+static void put_claims(FILE *out, const mn_json *results) {
+    const int64_t n = mn_claim_count(results);
+    if (n == 0) return;
+    fputs("\n## What came out\n\n| claim | verdict | ours | asked | seeds |\n"
+          "|---|---|---|---|---|\n", out);
+    for (int64_t i = 0; i < n; i++) {
+        mn_claim claim;
+        if (mn_claim_judge(&claim, results, i) == MN_OK) put_claim(out, &claim);
+        else fprintf(out, "| claim %" PRId64 " cannot be judged: %s | | | | |\n", i + 1,
+                     mn_last_error());
+    }
 }
 
 /* How many runs came out, the seconds they took, and what failed. */
@@ -214,6 +260,7 @@ static void fill_report(FILE *out, const page *p) {
             strcmp(text_of(root, "preset"), "full") == 0 ? ", sizes as published"
                 : ", smaller than published: compare orders, not numbers",
             text_of(root, "version"), text_of(root, "commit"));
+    put_claims(out, p->results);
     const size_t tables = json_array_size(json_object_get(root, "tables"));
     for (i = 0; i < tables; i++) put_table(out, p, (int64_t)i);
     put_figures(out, root);

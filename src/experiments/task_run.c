@@ -24,6 +24,8 @@ typedef struct named_set {
 
 struct mn_task_run {
     example_set train, test;
+    example_set *segments;   // training sets one after the other, in place of `train`
+    int64_t n_segments;
     named_set *more;
     int64_t n_more;
     mn_evaluation how;
@@ -53,6 +55,22 @@ static void close_set(example_set *s) {
     mn_task_destroy(s->task);
 }
 
+static int64_t segments_epoch(const mn_task_run *run) {
+    int64_t steps = 0;
+    for (int64_t i = 0; i < run->n_segments; i++) {
+        steps += mn_task_epoch(run->segments[i].task, &run->segments[i].feed);
+    }
+    return steps;
+}
+
+static int64_t longest_segment(const mn_task_run *run) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < run->n_segments; i++) {
+        most = mn_max(most, mn_task_shape_of(run->segments[i].task).length);
+    }
+    return most;
+}
+
 static mn_status fill(void *context, int64_t step, int64_t rows, int64_t length, int32_t *tokens,
                       int32_t *targets) {
     example_set *s = context;
@@ -62,6 +80,35 @@ static mn_status fill(void *context, int64_t step, int64_t rows, int64_t length,
     memcpy(tokens, s->batch.tokens, bytes);
     memcpy(targets, s->batch.targets, bytes);
     return MN_OK;
+}
+
+/* Segments one after the other, none mixed with the next: the same batches in every epoch. Rows of
+ * shorter ones ask for nothing behind their end. */
+static mn_status fill_segment(void *context, int64_t step, int64_t rows, int64_t length,
+                              int32_t *tokens, int32_t *targets) {
+    mn_task_run *run = context;
+    int64_t at = step % segments_epoch(run);
+    for (int64_t i = 0; i < run->n_segments; i++) {
+        example_set *s = &run->segments[i];
+        const int64_t epoch = mn_task_epoch(s->task, &s->feed);
+        if (at >= epoch) {
+            at -= epoch;
+            continue;
+        }
+        const mn_status st = mn_task_fill(&s->batch, NULL, s->task, &s->feed, at);
+        const int64_t own = s->batch.length;
+        for (int64_t r = 0; st == MN_OK && r < rows; r++) {
+            memcpy(tokens + r * length, s->batch.tokens + r * own, (size_t)own * sizeof *tokens);
+            memcpy(targets + r * length, s->batch.targets + r * own,
+                   (size_t)own * sizeof *targets);
+            for (int64_t t = own; t < length; t++) {
+                tokens[r * length + t] = 0;
+                targets[r * length + t] = MN_NO_TARGET;
+            }
+        }
+        return st;
+    }
+    return mn_fail(MN_ERR_INTERNAL, "no segment of step %" PRId64, step);
 }
 
 static mn_source source_of(example_set *s) {
@@ -128,6 +175,31 @@ static mn_status open_more(mn_task_run *run, const mn_json *job, const char *nam
     return st;
 }
 
+/* "segments" of the task: [{options, train}]. */
+static mn_status open_segments(mn_task_run *run, const mn_json *task, const char *name,
+                               uint64_t seed, int64_t rows) {
+    static const char *const keys[] = { "options", "train" };
+    const mn_json list = mn_json_member(task, "segments");
+    if (!mn_json_given(&list)) return MN_OK;
+    mn_status st = mn_json_expect_list(&list);
+    const int64_t n = mn_json_count(&list);
+    if (st == MN_OK && n == 0) st = mn_json_fail(&list, "there is no segment in it");
+    if (st != MN_OK) return st;
+    run->segments = calloc((size_t)n, sizeof *run->segments);
+    if (!run->segments) return mn_fail(MN_ERR_MEMORY, "no memory for %" PRId64 " segments", n);
+    for (int64_t i = 0; st == MN_OK && i < n; i++) {
+        const mn_json one = mn_json_item(&list, i), options = mn_json_member(&one, "options");
+        example_set *set = &run->segments[run->n_segments++];
+        int64_t train = 0;
+        st = mn_json_unknown_key(&one, keys, MN_COUNTOF(keys));
+        if (st == MN_OK) st = mn_json_get_i64(&train, &one, "train");
+        if (st == MN_OK && train < 1) st = mn_json_fail(&one, "train has to be 1 or more");
+        if (st == MN_OK) st = open_set(set, name, &options, MN_SPLIT_TRAIN, seed, rows, train);
+        set->feed.in_order = true;
+    }
+    return st;
+}
+
 static mn_status open_sets(mn_task_run *run, const mn_json *job) {
     const mn_json task = mn_json_member(job, "task"), train = mn_json_member(job, "train");
     const mn_json options = mn_json_member(&task, "options");
@@ -143,6 +215,7 @@ static mn_status open_sets(mn_task_run *run, const mn_json *job) {
     if (st == MN_OK) {
         st = open_set(&run->train, name, &options, MN_SPLIT_TRAIN, draw, rows, n_train);
     }
+    if (st == MN_OK) st = open_segments(run, &task, name, draw, rows);
     if (st == MN_OK) {
         st = open_set(&run->test, name, &options, MN_SPLIT_TEST, draw, run->how.batch, n_test);
     }
@@ -164,6 +237,8 @@ mn_status mn_task_run_open(mn_task_run **out, const mn_json *job) {
 void mn_task_run_close(mn_task_run *run) {
     if (!run) return;
     for (int64_t i = 0; i < run->n_more; i++) close_set(&run->more[i].set);
+    for (int64_t i = 0; i < run->n_segments; i++) close_set(&run->segments[i]);
+    free(run->segments);
     close_set(&run->train);
     close_set(&run->test);
     free(run->more);
@@ -171,13 +246,15 @@ void mn_task_run_close(mn_task_run *run) {
 }
 
 int64_t mn_task_run_epoch(const mn_task_run *run) {
-    return mn_task_epoch(run->train.task, &run->train.feed);
+    return run->n_segments > 0 ? segments_epoch(run)
+                               : mn_task_epoch(run->train.task, &run->train.feed);
 }
 
 int64_t mn_task_run_vocab(const mn_task_run *run) {
     int64_t most = 0;
-    for (int64_t i = -1; i < run->n_more; i++) {
-        const example_set *set = i < 0 ? &run->train : &run->more[i].set;
+    for (int64_t i = -1 - run->n_segments; i < run->n_more; i++) {
+        const example_set *set = i < -1 ? &run->segments[-2 - i]
+                                        : i < 0 ? &run->train : &run->more[i].set;
         const mn_task_shape shape = mn_task_shape_of(set->task);
         most = mn_max(most, mn_max(shape.vocab, shape.classes));
     }
@@ -185,7 +262,7 @@ int64_t mn_task_run_vocab(const mn_task_run *run) {
 }
 
 int64_t mn_task_run_longest(const mn_task_run *run) {
-    int64_t most = mn_task_shape_of(run->train.task).length;
+    int64_t most = mn_max(mn_task_shape_of(run->train.task).length, longest_segment(run));
     for (int64_t i = 0; i < run->n_more; i++) {
         most = mn_max(most, mn_task_shape_of(run->more[i].set.task).length);
     }
@@ -209,7 +286,9 @@ mn_status mn_task_run_example(mn_task_run *run, int64_t index, int32_t *tokens, 
 }
 
 mn_source mn_task_run_source(mn_task_run *run) {
-    return source_of(&run->train);
+    if (run->n_segments == 0) return source_of(&run->train);
+    return (mn_source){ .context = run, .fill = fill_segment, .rows = run->train.feed.rows,
+                        .length = longest_segment(run), .epoch = segments_epoch(run) };
 }
 
 /* ---- asking ---------------------------------------------------------------------------------- */

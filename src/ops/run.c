@@ -206,6 +206,10 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     const mn_kernel *kernel = kernel_of[op] ? choose_kernel(context, op, pass, args) : NULL;
     const bool serves = kernel ? kernel->launch != NULL : mn_op_has_cuda(op, pass);
     if (!serves) return refuse_device(op, pass);
+    if (op == MN_OP_hyper && ((const mn_hyper_args *)args)->layout != 0) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "hyper: layout position has no CUDA kernel; run it on "
+                       "the CPU");
+    }
     const mn_mark mark = mn_work_mark(context);
     st = kernel ? launch_kernel(context, kernel, op, args)
                 : composition_of[op](context, pass, args);

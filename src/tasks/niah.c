@@ -50,6 +50,20 @@ enum {
 static const char noise_line[] = "The grass is green. The sky is blue. The sun is yellow. Here we "
                                  "go. There and back again.";
 
+/* The sentences around, without what differs between samples. */
+static const char frame_text[] =
+    " A special magic number is hidden within the following text. Make sure to memorize it. I "
+    "will quiz you about the number afterwards. Some special magic numbers are hidden within the "
+    "following text. Make sure to memorize it. I will quiz you about the numbers afterwards. One "
+    "of the special magic numbers for is: What is the special magic number for mentioned in the "
+    "provided text? The special magic number for mentioned in the provided text is What are all "
+    "the special magic numbers for mentioned in the provided text? The special magic numbers for "
+    "mentioned in the provided text are words word uuids uuid and";
+
+/* The longest of an answer's opening but for its keys. */
+static const char opening_text[] =
+    " The special magic numbers for mentioned in the provided text are";
+
 typedef enum value_kind { NUMBERS, WORDS, UUIDS } value_kind;
 
 typedef struct word_list {
@@ -466,9 +480,33 @@ static void fix_order(niah *n) {
     if (n->n_needles == 4) memcpy(n->order, of_four, sizeof of_four);
 }
 
+/* Words of the frame, the noise and the lists, the first two most often: the same for all options.
+ * No digit is in them, so that numbers stay digits. */
+static mn_status learn_tokenizer(mn_tokenizer **out) {
+    enum { TIMES = 16, TOKENS = 1024 };
+    const mn_tokenizer_training how = { .vocab_size = TOKENS };
+    const char *texts[2 * TIMES + 2];
+    size_t sizes[2 * TIMES + 2];
+    char *lists[2] = { malloc(sizeof adjective_list), malloc(sizeof noun_list) };
+    mn_status st = lists[0] && lists[1] ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for words");
+    for (int i = 0; i < 2 * TIMES; i++) texts[i] = i % 2 ? noise_line : frame_text;
+    for (int i = 0; st == MN_OK && i < 2; i++) {
+        char *list = lists[i];
+        texts[2 * TIMES + i] = list;
+        memcpy(list, i ? noun_list : adjective_list, i ? sizeof noun_list : sizeof adjective_list);
+        for (; *list; list++) *list = *list == ';' ? ' ' : *list;
+    }
+    for (int i = 0; st == MN_OK && i < 2 * TIMES + 2; i++) sizes[i] = strlen(texts[i]);
+    if (st == MN_OK) st = mn_tokenizer_train(out, &how, texts, sizes, 2 * TIMES + 2);
+    free(lists[0]);
+    free(lists[1]);
+    return st;
+}
+
 static mn_status open_tokenizer(const mn_task *task, niah *n) {
     const char *name = task->values.tokenizer;
     if (strcmp(name, "bytes") == 0) return mn_tokenizer_bytes(&n->tokenizer);
+    if (strcmp(name, "words") == 0) return learn_tokenizer(&n->tokenizer);
     return mn_tokenizer_load(&n->tokenizer, name);
 }
 
@@ -479,6 +517,31 @@ static mn_status open_essays(const mn_task *task, niah *n) {
                        "of long English prose, as in essays=FOLDER", task->info.name);
     }
     return mn_haystack_load(&n->haystack, task->values.essays);
+}
+
+static int64_t longest_word(const word_list *list) {
+    int64_t most = 0;
+    for (int64_t i = 0; i < list->count; i++) {
+        most = mn_max(most, (int64_t)strlen(list->words[i]));
+    }
+    return most;
+}
+
+/* What a row may hold behind its budget: the opening of the answer, its keys, and the answers. No
+ * token is shorter than a byte; of our own tokenizer the opening's tokens are counted. */
+static mn_status find_tail(int64_t *tail, niah *n, const mn_task_values *v) {
+    enum { AND = 6, COMMA = 2, SLACK = 4, DIGITS = 7, UUID = 36 };
+    const int64_t key = longest_word(&n->adjectives) + 1 + longest_word(&n->nouns);
+    const int64_t value = n->kind == NUMBERS ? DIGITS : n->kind == UUIDS ? UUID : key;
+    int64_t opening = (int64_t)sizeof opening_text;
+    mn_status st = MN_OK;
+    if (strcmp(v->tokenizer, "words") == 0) {
+        n->tokens.count = 0;
+        st = encode(n, opening_text, strlen(opening_text));
+        opening = n->tokens.count;
+    }
+    *tail = opening + SLACK + v->asked * (key + AND) + v->asked * v->values * (value + COMMA);
+    return st;
 }
 
 static mn_status open_niah(mn_task *task) {
@@ -498,9 +561,9 @@ static mn_status open_niah(mn_task *task) {
     mn_draws d = mn_draws_make(42, MN_DRAW_MAP, MN_SPLIT_TEST, 0);
     st = n->lm_eval ? climb(n, task, &d) : bisect(n, task, &d);
     if (st == MN_OK) st = settle(task, &d);
+    int64_t tail = 0;
+    if (st == MN_OK) st = find_tail(&tail, n, v);
     const int64_t vocab = mn_tokenizer_size(n->tokenizer);
-    /* No token is shorter than a byte: the opening, its keys, and the answers bound the rest. */
-    const int64_t tail = VALUE_BYTES * (2 + v->asked + v->asked * v->values);
     task->shape = (mn_task_shape){ .vocab = vocab, .classes = vocab,
                                    .length = v->budget - ANSWER_TOKENS + tail };
     return st;

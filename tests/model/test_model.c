@@ -142,6 +142,32 @@ static void gradients_of_a_hybrid(void **state) {
     check_done();
 }
 
+/* Every place from the stream at the last one: of each of two rows its own, and what a place says
+ * depends on it only through the last token's stream. */
+static void decoder_of_places(void **state) {
+    (void)state;
+    static const char json[] = "{\"layers\": \"gdn\", \"hidden_size\": 8, \"vocab_size\": 11, "
+                               "\"num_hidden_layers\": 1, \"decoder\": \"places\"}";
+    check_gradients(json, 0, 0.0);
+    check_gradients("{\"layers\": \"kla\", \"hidden_size\": 8, \"vocab_size\": 11, "
+                    "\"num_hidden_layers\": 1, \"decoder\": \"places\"}", 2, 0.0);
+    fixture f;
+    if (open(&f, json, MN_F64)) {
+        const mn_model_input in = { .tokens = f.tokens, .B = B, .T = T };
+        mn_tape_start(f.tape, MN_TAPE_FORWARD);
+        const mn_tensor *h = mn_model_hidden(f.model, f.tape, &in);
+        const double before = h ? ((const double *)h->data)[0] : NAN;
+        f.tokens[T - 1] = (f.tokens[T - 1] + 1) % 11;
+        mn_tape_start(f.tape, MN_TAPE_FORWARD);
+        h = mn_model_hidden(f.model, f.tape, &in);
+        const double after = h ? ((const double *)h->data)[0] : NAN;
+        CHECK(h && h->shape[0] == B && h->shape[1] == T, "another shape");
+        CHECK(fabs(before - after) > 1e-6, "place 0 does not hear of the last token");
+    }
+    finish(&f);
+    check_done();
+}
+
 static void marginal_loss(void **state) {
     (void)state;
     static const char json[] = "{\"layers\": \"attention, kla\", \"hidden_size\": 8, "
@@ -262,6 +288,8 @@ static void wrong_configurations(void **state) {
           { "num_hidden_layers", "" } },
         { "{\"layers\": \"gdn\", \"hidden_size\": \"8\"}", { "hidden_size", "string" } },
         { "{\"layers\": \"gdn\", \"hidden_size\": 8, \"mlp\": \"gleu\"}", { "mlp", "gelu" } },
+        { "{\"layers\": \"gdn\", \"hidden_size\": 8, \"decoder\": \"place\"}",
+          { "decoder", "places" } },
         { "{\"hidden_size\": 8}", { "layers", "" } },
         { "{\"layers\": \"gdn\", \"hidden_size\": 8, \"mixers\": {\"gdn\": {\"num_head\": 1}}}",
           { "num_head", "num_heads" } },
@@ -282,6 +310,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gradients_of_every_kind),
         cmocka_unit_test(gradients_of_a_hybrid),
+        cmocka_unit_test(decoder_of_places),
         cmocka_unit_test(marginal_loss),
         cmocka_unit_test(plan_is_what_is_used),
         cmocka_unit_test(same_bits_at_any_thread_count),

@@ -16,10 +16,12 @@
 
 #include "base/util.h"
 #include "experiments/cells.h"
+#include "experiments/claims.h"
 #include "experiments/experiment.h"
 #include "experiments/grid.h"
 #include "experiments/job_parts.h"
 #include "experiments/sweep.h"
+#include "experiments/task_run.h"
 #include "io/file.h"
 #include "io/json_write.h"
 #include "support/check.h"
@@ -361,10 +363,46 @@ static void a_damaged_file_is_named(void **state) {
     check_done();
 }
 
+/* Segments make an epoch together, and no batch mixes them: short rows end in filling. */
+static void segments_follow_each_other(void **state) {
+    (void)state;
+    json_t *jobs = expand(
+        "{\"jobs\": [{\"task\": {\"name\": \"mqar\", \"options\": {\"length\": 8, \"pairs\": 1, "
+        "\"vocab\": 40}, \"test\": 8, \"segments\": [{\"options\": {\"length\": 8, \"pairs\": 1, "
+        "\"vocab\": 40}, \"train\": 24}, {\"options\": {\"length\": 32, \"pairs\": 4, "
+        "\"vocab\": 40}, \"train\": 16}]}, \"epochs\": 2, \"train\": {\"batch\": 8}, "
+        "\"model\": {\"layers\": \"linear\", \"hidden_size\": 16}}]}");
+    json_t *job = json_array_get(jobs, 0);
+    assert_int_equal(json_integer_value(mn_spec_get(job, "train.steps")), 10);
+    const mn_json handle = { .value = job, .name = "job" };
+    mn_task_run *run = NULL;
+    if (mn_task_run_open(&run, &handle) != MN_OK) check_fatal("%s", mn_last_error());
+    const mn_source source = mn_task_run_source(run);
+    int32_t tokens[8 * 32], targets[8 * 32], again[8 * 32];
+    assert_true(source.length == 32 && source.epoch == 5 && source.rows == 8);
+    for (int64_t step = 0; step < 5; step++) {
+        assert_int_equal(source.fill(source.context, step, 8, 32, tokens, targets), MN_OK);
+        assert_int_equal(source.fill(source.context, step + 5, 8, 32, again, targets), MN_OK);
+        CHECK(memcmp(tokens, again, sizeof tokens) == 0, "step %d of the next epoch differs",
+              (int)step);
+        for (int row = 0; row < 8; row++) {
+            int asked = 0, behind = 0;
+            for (int t = 0; t < 32; t++) {
+                asked += targets[row * 32 + t] >= 0;
+                behind += t >= 8 && tokens[row * 32 + t] != 0;
+            }
+            CHECK(asked == (step < 3 ? 1 : 4), "step %d asks %d times", (int)step, asked);
+            CHECK(step >= 3 || behind == 0, "step %d: tokens behind the end", (int)step);
+        }
+    }
+    mn_task_run_close(run);
+    json_decref(jobs);
+    check_done();
+}
+
 /* Ends the process in the middle of a job; elsewhere says where the job began. */
-static void end_at_third(void *context, const mn_job_progress *now) {
-    (void)context;
-    if (now->step == 3) _exit(7);
+static void end_at_step(void *context, const mn_job_progress *now) {
+    if (now->step == *(const int64_t *)context) _exit(7);
 }
 
 static void note_first(void *context, const mn_job_progress *now) {
@@ -373,17 +411,12 @@ static void note_first(void *context, const mn_job_progress *now) {
 }
 
 /* A job that was killed goes on where it saved itself, and ends with the same numbers. */
-static void a_killed_job_goes_on(void **state) {
-    (void)state;
+static void kill_and_go_on(const char *text, int64_t step) {
     char folder[PATH], own[2 * PATH], key[MN_JOB_KEY];
     int status = 0;
     int64_t first = -1;
     snprintf(folder, sizeof folder, "%s", in_folder("keep"));
-    json_t *jobs = expand("{\"jobs\": [{\"task\": {\"name\": \"mad-recall\", \"options\": {"
-                          "\"length\": 16}, \"train\": 64, \"test\": 16}, \"model\": {"
-                          "\"layers\": \"gdn\", \"hidden_size\": 16, \"num_hidden_layers\": 1}, "
-                          "\"train\": {\"steps\": 6, \"batch\": 16, \"warmup\": 0}, "
-                          "\"evaluate\": {\"every\": 1, \"select\": \"loss\"}}]}");
+    json_t *jobs = expand(text);
     const json_t *job = json_array_get(jobs, 0);
     json_t *whole = NULL, *resumed = NULL;
     const mn_job_keeping keeping = { folder, 0.0 };
@@ -391,7 +424,7 @@ static void a_killed_job_goes_on(void **state) {
     assert_int_equal(mn_job_run(&whole, job, NULL, NULL, NULL), MN_OK);
     const pid_t pid = fork();
     if (pid == 0) {
-        mn_job_run(&resumed, job, &keeping, end_at_third, NULL);
+        mn_job_run(&resumed, job, &keeping, end_at_step, &step);
         _exit(1);
     }
     assert_int_equal(waitpid(pid, &status, 0), pid);
@@ -399,13 +432,26 @@ static void a_killed_job_goes_on(void **state) {
     snprintf(own, sizeof own, "%s/%s", folder, key);
     assert_int_equal(access(own, F_OK), 0);
     assert_int_equal(mn_job_run(&resumed, job, &keeping, note_first, &first), MN_OK);
-    CHECK(first == 3, "the job began at step %d", (int)first);
+    CHECK(first >= step, "the job began at step %d", (int)first);
     CHECK(json_equal(json_object_get(whole, "result"), json_object_get(resumed, "result")),
           "another result");
     CHECK(access(own, F_OK) != 0, "%s is still there", own);
     json_decref(whole);
     json_decref(resumed);
     json_decref(jobs);
+}
+
+static void a_killed_job_goes_on(void **state) {
+    (void)state;
+    kill_and_go_on("{\"jobs\": [{\"task\": {\"name\": \"mad-recall\", \"options\": {"
+                   "\"length\": 16}, \"train\": 64, \"test\": 16}, \"model\": {"
+                   "\"layers\": \"gdn\", \"hidden_size\": 16, \"num_hidden_layers\": 1}, "
+                   "\"train\": {\"steps\": 6, \"batch\": 16, \"warmup\": 0}, "
+                   "\"evaluate\": {\"every\": 1, \"select\": \"loss\"}}]}", 3);
+    kill_and_go_on("{\"jobs\": [{\"kind\": \"addressed\", \"memory\": \"bayes\", \"task\": {"
+                   "\"name\": \"collision\", \"options\": {\"floods\": \"1,2\", \"boosts\": 1}}, "
+                   "\"steps\": 4, \"batch\": 8, \"tests\": {\"more\": {\"options\": {"
+                   "\"floods\": \"3\"}, \"test\": 16}}}]}", 1);
     check_done();
 }
 
@@ -450,8 +496,20 @@ static void cells_choose_the_best_setting(void **state) {
         "\"column\": \"t\", \"printed\": \"70.0\", \"place\": \"Table 9\"}], \"runs\": ["
         RUN("a", "0.1", "0", "0.9") "," RUN("a", "0.1", "1", "0.1") ","
         RUN("a", "0.2", "0", "0.6") "," RUN("a", "0.2", "1", "0.8") ","
-        RUN("b", "0.1", "0", "0.25") "," RUN("b", "0.1", "1", "null") "]}");
+        RUN("b", "0.1", "0", "0.25") "," RUN("b", "0.1", "1", "null") "], \"claims\": ["
+        "{\"says\": \"a is ahead\", \"cell\": [\"a\", \"t\"], \"less\": [\"b\", \"t\"], "
+        "\"above\": 0.4}, {\"says\": \"a is low\", \"cell\": [\"a\", \"t\"], \"below\": 0.6}, "
+        "{\"says\": \"nobody\", \"cell\": [\"c\", \"t\"], \"above\": 0}]}");
 #undef RUN
+    mn_claim ahead, low, nobody;
+    assert_int_equal(mn_claim_count(&root), 3);
+    assert_int_equal(mn_claim_judge(&ahead, &root, 0), MN_OK);
+    assert_int_equal(mn_claim_judge(&low, &root, 1), MN_OK);
+    assert_int_equal(mn_claim_judge(&nobody, &root, 2), MN_OK);
+    assert_true(ahead.verdict == MN_CLAIM_HOLDS && fabs(ahead.value - 0.45) < 1e-12);
+    assert_true(ahead.seeds == 1 && isnan(ahead.se) && ahead.percent);
+    assert_true(low.verdict == MN_CLAIM_FAILS && fabs(low.se - 0.1) < 1e-12 && low.seeds == 2);
+    assert_int_equal(nobody.verdict, MN_CLAIM_OPEN);
     mn_cells cells;
     if (mn_cells_make(&cells, &root, 0) != MN_OK) check_fatal("%s", mn_last_error());
     assert_int_equal(cells.n, 2);
@@ -481,6 +539,7 @@ int main(void) {
         cmocka_unit_test(one_failure_stops_nothing),
         cmocka_unit_test(stopping_leaves_the_rest),
         cmocka_unit_test(a_damaged_file_is_named),
+        cmocka_unit_test(segments_follow_each_other),
         cmocka_unit_test(a_killed_job_goes_on),
         cmocka_unit_test(learned_collisions_repeat),
         cmocka_unit_test(cells_choose_the_best_setting),

@@ -1,0 +1,28 @@
+/* claims.h - what a paper says of its numbers, held against ours.
+ *
+ *   claim   {"says": sentence, "table": number, "cell": [row, column], "less": [row, column],
+ *            "above": x, "best": true} or "below" in place of above
+ *
+ * The value is the cell, less the other one where there is one; with "best" that of its best
+ * seed. */
+#ifndef MN_EXPERIMENTS_CLAIMS_H
+#define MN_EXPERIMENTS_CLAIMS_H
+
+#include "io/json.h"
+#include "mneme.h"
+
+typedef enum mn_verdict { MN_CLAIM_OPEN, MN_CLAIM_HOLDS, MN_CLAIM_FAILS } mn_verdict;
+
+typedef struct mn_claim {
+    const char *says;            // borrowed from the results
+    mn_verdict verdict;          // open: a cell has no number yet
+    bool percent, below;
+    int64_t seeds;               // of the cell with fewer
+    double value, se, bound;     // se of the value: NAN when a cell has one seed
+} mn_claim;
+
+/* Claim `i` of a results.json. */
+mn_status mn_claim_judge(mn_claim *out, const mn_json *results, int64_t i);
+int64_t mn_claim_count(const mn_json *results);
+
+#endif
