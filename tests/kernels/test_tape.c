@@ -4,8 +4,9 @@
  *
  * Inputs are rounded to what the tape holds. float32: each number within 2e-5 of its tensor's
  * scale, its rms or, where that is larger, itself. bf16: u = 2^-8 is the most that one rounding
- * takes; a program of n operations stores its numbers n times, and each number may be off by 2 n u
- * of that scale, the rms of the error by 2 n u / sqrt(3) of that of the tensor. */
+ * takes; a program of n operations stores its numbers n times (softmax counts twice: its gradient
+ * is made from its rounded result), and each number may be off by 2 n u of that scale, the rms of
+ * the error by 2 n u / sqrt(3) of that of the tensor. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
