@@ -4,8 +4,9 @@
  *
  * Inputs are rounded to what the tape holds. float32: each number within 2e-5 of its tensor's
  * scale, its rms or, where that is larger, itself. bf16: u = 2^-8 is the most that one rounding
- * takes; a program of n operations stores its numbers n times, and each number may be off by 2 n u
- * of that scale, the rms of the error by 2 n u / sqrt(3) of that of the tensor. */
+ * takes; a program of n operations stores its numbers n times (softmax counts twice: its gradient
+ * is made from its rounded result), and each number may be off by 2 n u of that scale, the rms of
+ * the error by 2 n u / sqrt(3) of that of the tensor. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -445,7 +446,7 @@ static void moves(void **state) {
         check_program((program){ "join", joined, 1, 3, { x, { { 2, T, 3, 2 * X }, false },
                                                         { { 2, T, 3, 5 }, false } }, .kind = 0 });
         check_program((program){ "parts", taken_apart, 2, 1, { flat }, .kind = 0 });
-        check_program((program){ "softmax", softmax_of, 1, 1, { x }, .kind = 0 });
+        check_program((program){ "softmax", softmax_of, 2, 1, { x }, .kind = 0 });
         check_program((program){ "roll", roll_of, 1, 1, { x }, .kind = 3 });
         check_program((program){ "roll", roll_of, 1, 1, { x }, .kind = -1 });
         check_program((program){ "pick", picked, 1, 1, { flat }, .kind = 0 });
@@ -457,8 +458,11 @@ static void moves(void **state) {
         }
         check_program((program){ "embed", embedded, 1, 1, { table }, .kind = wide ? 1000 : 11 });
     }
-    check_program((program){ "softmax", softmax_of, 1, 1, { { { 2, 3, 1, 2100 }, false } },
-                             .kind = 0 });
+    static const int64_t widths[] = { 2100, 1024, 520, 8 };
+    for (size_t i = 0; i < MN_COUNTOF(widths); i++) {
+        check_program((program){ "softmax", softmax_of, 2, 1, { { { 2, 3, 2, widths[i] }, false } },
+                                 .kind = 0 });
+    }
     check_done();
 }
 
@@ -491,7 +495,8 @@ static mn_tensor *mixed_loss(mn_tape *tape, mn_tensor **in, const program *p) {
 static void losses(void **state) {
     (void)state;
     if (!gpu) skip();
-    static const int64_t sizes[][3] = { { 5, 8, 11 }, { 130, 40, 257 }, { 1, 16, 4104 } };
+    static const int64_t sizes[][3] = { { 5, 8, 11 }, { 130, 40, 257 }, { 1, 16, 4104 },
+                                        { 2, 8, 33001 } };
     for (size_t i = 0; i < MN_COUNTOF(sizes); i++) {
         for (int kind = 0; kind < 8; kind++) {
             const int64_t T = sizes[i][0], D = sizes[i][1], V = sizes[i][2];
