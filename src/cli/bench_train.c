@@ -83,7 +83,7 @@ static mn_status open_rig(rig *r, const train_case *c, mn_context *context) {
     mn_status st = make_model(&r->model, c);
     if (st == MN_OK) st = mn_model_want_gradients(r->model);
     if (st != MN_OK) return st;
-    mn_model_start(r->model, 1);
+    mn_model_start(r->model, context, 1);
     st = make_optimizer(&r->optimizer, r->model);
     if (st == MN_OK) st = mn_tape_create(&r->tape, context, MN_F32);
     const int64_t n = c->batch * c->context;

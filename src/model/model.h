@@ -33,8 +33,9 @@ mn_model_param *mn_model_param_named(mn_model *model, const char *name);    // N
 int64_t mn_model_count(const mn_model *model);              // numbers in all parameters
 int64_t mn_model_count_without_embeddings(const mn_model *model);
 
-/* Initial values as a function of `seed`: each parameter by its own law. */
-void mn_model_start(mn_model *model, uint64_t seed);
+/* Initial values as a function of `seed`: each parameter by its own law, drawn by the context's
+ * threads (NULL: by the calling one), with the same numbers however many there are. */
+void mn_model_start(mn_model *model, mn_context *context, uint64_t seed);
 
 mn_status mn_model_want_gradients(mn_model *model);
 

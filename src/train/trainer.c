@@ -28,7 +28,7 @@ static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_d
     if (st == MN_OK) st = mn_model_create(&t->model, &config, MN_F32);
     mn_model_config_free(&config);
     if (st == MN_OK) st = mn_model_want_gradients(t->model);
-    if (st == MN_OK) mn_model_start(t->model, (uint64_t)t->options.seed);
+    if (st == MN_OK) mn_model_start(t->model, t->context, (uint64_t)t->options.seed);
     return st;
 }
 

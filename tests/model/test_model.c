@@ -39,7 +39,7 @@ static bool open(fixture *f, const char *json, mn_dtype dtype) {
     if (st == MN_OK) st = mn_context_create(&f->context, NULL);
     if (st == MN_OK) st = mn_tape_create(&f->tape, f->context, dtype);
     if (!CHECK(st == MN_OK, "%s: %s", json, mn_last_error())) return false;
-    mn_model_start(f->model, 3);
+    mn_model_start(f->model, f->context, 3);
     for (int i = 0; i < mn_model_params(f->model); i++) {
         const mn_model_param *p = mn_model_param_at(f->model, i);
         const double scale = p->info.init == MN_INIT_HUNDREDTH ? 0.001 : 0.2;
