@@ -71,7 +71,8 @@ static mn_status make_optimizer(mn_optimizer **out, mn_model *model) {
     if (!params) return mn_fail(MN_ERR_MEMORY, "no memory for an optimiser");
     for (int i = 0; i < n; i++) {
         const mn_model_param *p = mn_model_param_at(model, i);
-        params[i] = (mn_optim_param){ p->name, p->value, p->grad, p->info.count, 1.0, true };
+        params[i] = (mn_optim_param){ p->name, p->value, p->grad, p->info.count, 1.0, true,
+                                      p->shadow };
     }
     const mn_adamw_options how = { 0.9, 0.99, 1e-8, 0.1 };
     const mn_status st = mn_optimizer_create(out, params, n, &how);

@@ -137,6 +137,7 @@ mn_status mn_model_create(mn_model **out, const mn_model_config *config, mn_dtyp
 
 void mn_model_destroy(mn_model *model) {
     if (!model) return;
+    if (model->device) mn_model_unplace(model);
     for (int i = 0; i < model->n_params; i++) {
         free(model->params[i].value);
         free(model->params[i].grad);
@@ -149,6 +150,7 @@ void mn_model_destroy(mn_model *model) {
 }
 
 mn_status mn_model_want_gradients(mn_model *model) {
+    if (model->device) return mn_model_place_gradients(model);
     for (int i = 0; i < model->n_params; i++) {
         mn_model_param *p = &model->params[i];
         if (p->grad) continue;
@@ -263,9 +265,16 @@ void mn_model_start(mn_model *model, mn_context *context, uint64_t seed) {
 }
 
 void mn_model_settle_gradients(mn_model *model) {
+    mn_device *device = model->tape ? mn_tape_context(model->tape)->device : NULL;
     for (int i = 0; i < model->n_params; i++) {
         mn_model_param *p = &model->params[i];
         if (!p->grad || !model->leaves[i] || !mn_tape_untouched(model->leaves[i])) continue;
-        memset(p->grad, 0, (size_t)p->info.count * mn_dtype_bytes(model->dtype));
+        const size_t bytes = (size_t)p->info.count * mn_dtype_bytes(model->dtype);
+        if (!device) {
+            memset(p->grad, 0, bytes);
+        } else {
+            const mn_status st = mn_device_fill(device, p->grad, 0, bytes);
+            if (st != MN_OK) mn_tape_fail(model->tape, st);
+        }
     }
 }

@@ -48,7 +48,7 @@ static mn_status make_optimizer(mn_trainer *t) {
         mn_model_param *p = mn_model_param_at(t->model, i);
         const mn_train_group *group = &o->groups[p->info.group];
         params[i] = (mn_optim_param){ p->name, p->value, p->grad, p->info.count, group->lr,
-                                      group->decays };
+                                      group->decays, p->shadow };
     }
     const mn_adamw_options how = { o->beta1, o->beta2, o->eps, o->weight_decay };
     const mn_status st = mn_optimizer_create(&t->optimizer, params, n, &how);
