@@ -232,7 +232,8 @@ static mn_status save_weights(mn_model *model, const char *path) {
     const size_t n = (size_t)mn_model_params(model);
     mn_stored_tensor *tensors = calloc(n, sizeof *tensors);
     void **copies = calloc(n, sizeof *copies);
-    mn_status st = tensors && copies ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory to write %s", path);
+    mn_status st = tensors && copies ? MN_OK
+                                     : mn_fail(MN_ERR_MEMORY, "no memory to write %s", path);
     if (st == MN_OK && mn_model_device_bytes(model) > 0) st = fetch_weights(copies, model);
     if (st == MN_OK) st = write_weights(model, tensors, copies, path);
     for (size_t i = 0; copies && i < n; i++) free(copies[i]);

@@ -53,6 +53,18 @@ mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x) {
     return mn_tape_residual(tape, x, mn_tape_linear(tape, h, model->leaves[block->down], NULL));
 }
 
+/* A block as a part that is computed once more going back. */
+typedef struct block_job {
+    mn_model *model;
+    int i;
+} block_job;
+
+static mn_tensor *run_block(mn_tape *tape, mn_tensor *x, const void *job) {
+    const block_job *b = job;
+    mn_forward f = { .tape = tape };
+    return mn_block_mlp(b->model, b->i, tape, mn_block_mixer(b->model, b->i, &f, x));
+}
+
 /* Blocks [0, n) from tokens, and with `last` the mixer of block n as well. */
 static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in, int n,
                         mn_forward *last) {
@@ -61,7 +73,13 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
     mn_tape_scope(tape, "model.embeddings");
     mn_tensor *x = mn_tape_embed(tape, model->leaves[model->embed], in->tokens, in->B, in->T);
     int belief = 0;
+    const bool again = in->recompute && !in->state && !in->variance;
     for (int i = 0; i < n + (last != NULL) && x; i++) {
+        if (again && i < n) {
+            const block_job job = { model, i };
+            x = mn_tape_again(tape, x, run_block, &job, sizeof job);
+            continue;
+        }
         mn_forward one = { .tape = tape, .position = in->state ? in->state->position : 0 };
         mn_forward *f = i == n ? last : &one;
         f->tape = tape;

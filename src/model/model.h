@@ -86,8 +86,8 @@ void mn_model_state_free(mn_model_state *state);
 mn_status mn_model_state_copy(mn_model_state *out, const mn_model_state *from);
 size_t mn_model_state_bytes(const mn_model_state *state);
 
-/* Moves a state from the host's memory to a GPU's, where caches get `dtype`. The device must outlive
- * the state. States copied on a GPU stay there. */
+/* Moves a state from the host's memory to a GPU's, where caches get `dtype`. The device must
+ * outlive the state. Copies of what is on a GPU are there too. */
 mn_status mn_model_state_send(mn_model_state *state, mn_device *device, mn_dtype dtype);
 
 /* Writes and reads a state as safetensors, with what it belongs to in the metadata; reading fails
@@ -107,6 +107,8 @@ typedef struct mn_model_input {
     mn_model_state *state;         // NULL: sequences begin and end here
     float *variance;               // (beliefs, B, T): read variances; NULL: not wanted
     bool add_gradients;            // to what the parameters' gradients hold
+    bool recompute;                // keep what goes into each block, and compute it once more
+                                   //   going back; the same bits for less memory
 } mn_model_input;
 
 /* The residual stream after the final norm, (B,T,1,D). Call between mn_tape_start and the end of

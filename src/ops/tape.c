@@ -275,9 +275,7 @@ static void give_back(mn_tape *tape, mn_slot *slot) {
     slot->memory = NULL;
 }
 
-/* A slot that is another one altogether (a residual's) stands for it: whole, at offset 0, of the
- * same size. */
-static mn_slot *standing_for(mn_slot *slot) {
+mn_slot *mn_slot_standing_for(mn_slot *slot) {
     while (slot->whole && slot->bytes == slot->whole->bytes) slot = slot->whole;
     return slot;
 }
@@ -291,19 +289,19 @@ static void *slot_memory(mn_tape *tape, mn_slot *slot) {
 
 void *mn_grad_read(const mn_tensor *x) {
     if (!x || !x->slot) return NULL;
-    const mn_slot *slot = standing_for(x->slot);
+    const mn_slot *slot = mn_slot_standing_for(x->slot);
     return slot->written ? slot->memory : NULL;
 }
 
 void *mn_grad_write(mn_tape *tape, mn_tensor *x, bool *add) {
-    mn_slot *slot = standing_for(x->slot);
+    mn_slot *slot = mn_slot_standing_for(x->slot);
     *add = slot->written;
     slot->written = true;
     return slot_memory(tape, slot);
 }
 
 bool mn_grad_place(mn_tape *tape, mn_tensor *x) {
-    return slot_memory(tape, standing_for(x->slot)) != NULL;
+    return slot_memory(tape, mn_slot_standing_for(x->slot)) != NULL;
 }
 
 void mn_tape_give(const mn_tape *tape, void *to, const void *from, int64_t n, bool add) {
@@ -391,16 +389,20 @@ void mn_tape_record(mn_tape *tape, const char *what, mn_back_fn back, void *payl
     tape->last = node;
 }
 
-mn_status mn_tape_backward(mn_tape *tape) {
-    if (!mn_tape_records(tape)) {
-        return mn_fail(MN_ERR_INTERNAL, "backward over a tape that does not record");
-    }
+void mn_tape_go_back(mn_tape *tape) {
     for (mn_node *node = tape->last; node && !mn_tape_dead(tape); node = node->before) {
         memcpy(tape->scope, node->scope, sizeof tape->scope);
         node->back(tape, node->payload);
         for (int i = 0; i < node->n_made; i++) give_back(tape, node->made[i]);
     }
     tape->last = NULL;
+}
+
+mn_status mn_tape_backward(mn_tape *tape) {
+    if (!mn_tape_records(tape)) {
+        return mn_fail(MN_ERR_INTERNAL, "backward over a tape that does not record");
+    }
+    mn_tape_go_back(tape);
     return tape->status;
 }
 

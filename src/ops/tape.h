@@ -181,6 +181,17 @@ void mn_tape_mixture_loss(mn_tape *tape, mn_tensor *const *x, int n, mn_tensor *
  * computed elsewhere. */
 void mn_tape_seed(mn_tape *tape, mn_tensor *x, const void *cotangent);
 
+/* ---- memory for time ------------------------------------------------------------------------- */
+
+/* Part of a model: what it makes of x, of the shape of x, by operations on the tape. */
+typedef mn_tensor *(*mn_part_fn)(mn_tape *tape, mn_tensor *x, const void *job);
+
+/* fn(tape, x, job), of which only the result is kept: going back, the part is computed once more,
+ * with the same bits, and gone back over at once. `job` is copied; x is used by nothing else that
+ * comes after. On a tape that does not record, too, only the result is kept. */
+mn_tensor *mn_tape_again(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
+                         size_t job_bytes);
+
 /* Goes back from all losses and seeds. Afterwards the tape holds no tensor that may be used. */
 mn_status mn_tape_backward(mn_tape *tape);
 

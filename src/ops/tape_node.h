@@ -20,6 +20,9 @@ typedef struct mn_node {
     char scope[MN_TAPE_SCOPE];
 } mn_node;
 
+/* Goes back over the nodes up to now, which are then forgotten. */
+void mn_tape_go_back(mn_tape *tape);
+
 /* Gradient memory that is free again. */
 typedef struct mn_spare {
     struct mn_spare *next;
@@ -96,6 +99,10 @@ bool mn_wants(const mn_tensor *x);
  * of its inputs wants a gradient (`wanted`). Checks the results when the tape checks. */
 void mn_tape_record(mn_tape *tape, const char *what, mn_back_fn back, void *payload, bool wanted,
                     mn_tensor *const *made, int n_made);
+
+/* A slot that is another one altogether (a residual's) stands for it: whole, at offset 0, of the
+ * same size. */
+mn_slot *mn_slot_standing_for(mn_slot *slot);
 
 /* The gradient of what x views, or NULL when nothing has arrived. */
 void *mn_grad_read(const mn_tensor *x);

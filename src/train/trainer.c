@@ -41,6 +41,11 @@ static mn_status make_optimizer(mn_trainer *t) {
         return mn_fail(MN_ERR_ARGUMENT, "train.schedule: \"%s\" is none of constant, linear, "
                        "cosine, warmup-stable-decay", o->schedule);
     }
+    t->recompute = strcmp(o->recompute, "layer") == 0;
+    if (!t->recompute && strcmp(o->recompute, "none") != 0) {
+        return mn_fail(MN_ERR_ARGUMENT, "train.recompute: \"%s\" is none of none, layer",
+                       o->recompute);
+    }
     const int n = mn_model_params(t->model);
     mn_optim_param *params = calloc((size_t)n, sizeof *params);
     if (!params) return mn_fail(MN_ERR_MEMORY, "no memory for an optimiser");
@@ -123,7 +128,7 @@ int64_t mn_trainer_tokens(const mn_trainer *t, bool valid) {
 mn_status mn_trainer_pass(mn_trainer *t, const mn_batch *batch, unsigned modes, bool add,
                           double weight, double *loss, int64_t *counted) {
     mn_model_input in = { .tokens = batch->tokens, .B = batch->rows, .T = batch->length,
-                          .add_gradients = add };
+                          .add_gradients = add, .recompute = t->recompute };
     if (batch->packed) {
         in.B = 1;
         in.T = batch->rows * batch->length;

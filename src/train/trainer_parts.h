@@ -21,6 +21,7 @@ struct mn_trainer {
     mn_optimizer *optimizer;
     mn_schedule schedule;
     mn_tape *tape;
+    bool recompute;                  // train.recompute is layer
 
     /* what a checkpoint keeps beside weights and moments */
     int64_t step, tokens;            // steps done, tokens trained on

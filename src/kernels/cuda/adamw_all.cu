@@ -107,7 +107,8 @@ __global__ void __launch_bounds__(THREADS) update_kernel(const __grid_constant__
     }
 }
 
-__global__ void __launch_bounds__(THREADS) shadow_kernel(mn_bf16 *to, const float *from, int64_t n) {
+__global__ void __launch_bounds__(THREADS)
+shadow_kernel(mn_bf16 *to, const float *from, int64_t n) {
     const int64_t i = blockIdx.x * (int64_t)THREADS + threadIdx.x;
     if (i < n) mn_put(to + i, from[i]);
 }
