@@ -113,16 +113,7 @@ mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char
 }
 
 mn_tensor *mn_filled(mn_forward *f, const int64_t shape[4], double value) {
-    mn_tensor *all = mn_tape_new(f->tape, shape);
-    if (!all) return NULL;
-    all->slot = NULL;
-    const bool f64 = mn_tape_dtype(f->tape) == MN_F64;
-    const int64_t n = mn_tape_plans(f->tape) ? 0 : shape[0] * shape[1] * shape[2] * shape[3];
-    for (int64_t i = 0; i < n; i++) {
-        if (f64) ((double *)all->data)[i] = value;
-        else ((float *)all->data)[i] = (float)value;
-    }
-    return all;
+    return mn_tape_filled(f->tape, shape, value);
 }
 
 mn_tensor *mn_over_sum(mn_forward *f, mn_tensor *x, double eps) {

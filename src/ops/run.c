@@ -147,10 +147,16 @@ static mn_status lend_array(mn_device *device, const int64_t **array, int64_t co
 }
 
 /* Makes what callers keep in host memory visible to the kernels. */
-static mn_status lend_arrays(mn_device *device, mn_op_id op, void *args) {
+static mn_status lend_arrays(mn_context *context, mn_op_id op, void *args) {
     mn_call *call = args;
+    mn_device *device = context->device;
     const int64_t n_states = call->cu_seqlens ? call->n_seqs : call->B;
-    mn_status st = lend_array(device, &call->cu_seqlens, call->n_seqs + 1);
+    mn_status st = MN_OK;
+    if (call->cu_seqlens && call->cu_seqlens == context->borders.host) {
+        call->cu_seqlens = context->borders.there;
+    } else {
+        st = lend_array(device, &call->cu_seqlens, call->n_seqs + 1);
+    }
     if (st == MN_OK && op == MN_OP_curvature) {
         st = lend_array(device, &((mn_curvature_args *)args)->counts0, n_states);
     }
@@ -175,7 +181,7 @@ static mn_status launch_kernel(mn_context *context, const mn_kernel *kernel, mn_
                        name, plan.shared_bytes);
     }
     mn_status st = mn_device_use(device);
-    if (st == MN_OK) st = lend_arrays(device, op, args);
+    if (st == MN_OK) st = lend_arrays(context, op, args);
     if (st != MN_OK) return st;
     return mn_device_check(device, kernel->launch(args, shared, mn_device_stream(device)), name);
 }

@@ -45,13 +45,14 @@ static void take_up(mn_tape *tape, const pause *p) {
 static void hand_over(mn_tape *tape, const again *a, mn_tensor *result) {
     mn_slot *own = mn_slot_standing_for(a->x->slot);
     if (!mn_wants(result) || mn_slot_standing_for(result->slot) == own) return;
-    mn_grad_give(tape, result, own->memory);
+    const mn_view dy = mn_grad_read(a->y);
+    mn_grad_give(tape, result, &dy);
     own->written = false;
 }
 
 static void back_again(mn_tape *tape, void *payload) {
     const again *a = payload;
-    if (!mn_grad_read(a->y)) return;
+    if (!mn_grad_read(a->y).data) return;
     const pause before = set_aside(tape);
     mn_tensor *x = mn_tape_note(tape, sizeof *x);
     if (x) *x = *a->x;
@@ -76,8 +77,10 @@ static void run_once(mn_tape *tape, const again *a) {
                    !mn_is_contiguous(result))) {
         mn_tape_fail(tape, mn_fail(MN_ERR_INTERNAL, "%s: a part that changes its shape cannot be "
                                    "computed again", tape->scope));
-    } else if (result && mn_tape_runs(tape)) {
-        mn_tape_give(tape, a->y->data, result->data, mn_count4(result->shape), false);
+    } else if (result) {
+        mn_move_work work = { .to = mn_value(a->y), .from = mn_value(result), .times = 1 };
+        memcpy(work.shape, result->shape, sizeof work.shape);
+        mn_tape_do(tape, MN_WORK_MOVE, &work);
     }
     take_up(tape, &before);
 }

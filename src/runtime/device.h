@@ -58,6 +58,9 @@ void *mn_device_bytes(mn_device *device, size_t bytes);
 mn_mark mn_device_mark(const mn_device *device);
 void mn_device_release(mn_device *device, mn_mark mark);
 
+/* An arena of its memory for one owner, who destroys it before the device is closed. */
+mn_status mn_device_arena(mn_device *device, mn_arena **out);
+
 /* Copies in the stream. `from` of an upload may be changed as soon as the call returns; a download
  * waits until the bytes are there. */
 mn_status mn_device_upload(mn_device *device, void *to, const void *from, size_t bytes);
@@ -79,5 +82,17 @@ mn_status mn_device_event_record(mn_device *device, mn_device_event *event);
 /* Waits for `to`; seconds from `from` to `to`. */
 mn_status mn_device_seconds(mn_device *device, double *seconds, mn_device_event *from,
                             mn_device_event *to);
+
+/* ---- graphs ---------------------------------------------------------------------------------- */
+
+/* Work of the stream, recorded once and launched as often as wanted: the same kernels on the same
+ * addresses. Between begin and end nothing runs, and nothing may wait or download. */
+typedef struct mn_device_graph mn_device_graph;
+
+mn_status mn_device_graph_begin(mn_device *device);
+mn_status mn_device_graph_end(mn_device *device, mn_device_graph **out);
+bool mn_device_captures(const mn_device *device);    // between the two
+mn_status mn_device_graph_launch(mn_device_graph *graph);
+void mn_device_graph_destroy(mn_device_graph *graph);    // NULL accepted; before the device closes
 
 #endif
