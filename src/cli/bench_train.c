@@ -204,6 +204,7 @@ static mn_status report_json(const result *results, int n, const mn_context *con
 }
 
 int mn_bench_train(const mn_bench_options *options, const char *only, bool json, bool list) {
+    if (options->device) return mn_bench_train_gpu(options, only, json, list);
     result results[MN_COUNTOF(cases)];
     int n = 0, n_failed = 0, n_chosen = 0;
     mn_context *context;

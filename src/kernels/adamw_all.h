@@ -38,10 +38,17 @@ typedef struct mn_adamw_facts {
 
 /* What the device finds. */
 typedef struct mn_adamw_result {
-    double norm, loss;             // loss: the sum of `losses`
+    double norm, loss;             // loss: the mean over batches
+    int64_t counted;
     float scale;                   // of the gradients
     int32_t update;                // 1: the parameters change
 } mn_adamw_result;
+
+/* What a batch of the step had: its mean loss, and over how many targets. */
+typedef struct mn_adamw_loss {
+    double loss;
+    int64_t counted;
+} mn_adamw_loss;
 
 typedef struct mn_adamw_all {
     const mn_adamw_param *params;
@@ -50,7 +57,7 @@ typedef struct mn_adamw_all {
     double *squares;               // (n_cuts)
     const mn_adamw_facts *facts;
     mn_adamw_result *result;
-    const double *const *losses;   // (n_losses) addresses of mean losses; added with equal weight
+    const mn_adamw_loss *losses;   // (n_losses), each of equal weight
     int64_t n_losses;
 } mn_adamw_all;
 

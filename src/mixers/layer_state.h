@@ -22,6 +22,7 @@ typedef struct mn_state_piece {
 /* All zeros is a fresh state, of the host. */
 typedef struct mn_layer_state {
     mn_device *device;         // whose memory the pieces are in; NULL: the host's
+    bool by_position;          // the layer computes something else at each position: turns, caches
     int n_pieces;
     mn_state_piece pieces[MN_STATE_PIECES];
 } mn_layer_state;

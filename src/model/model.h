@@ -50,6 +50,9 @@ mn_status mn_model_want_gradients(mn_model *model);
  * CPU it only checks that the model is there too. */
 mn_status mn_model_place(mn_model *model, const mn_context *context, mn_dtype dtype);
 
+/* The type that passes are in: MN_BF16 once it has been placed for that, else the model's own. */
+mn_dtype mn_model_pass_dtype(const mn_model *model);
+
 /* The numbers of parameter `i` to and from memory of the host, wherever they are, in the model's
  * type; work that changes or reads them has to be done. */
 mn_status mn_model_get(mn_model *model, int i, void *numbers);

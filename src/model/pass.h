@@ -1,7 +1,8 @@
 /* pass.h - how much memory a forward pass takes, and how many tokens fit into a given amount.
  *
- * A pass keeps the activations of all its tokens until it ends, so long inputs are cut into passes
- * that follow each other in a state. */
+ * A pass keeps the activations of all its tokens until it ends, on a GPU (mn_model_input.recompute)
+ * those of one block at a time; long inputs are cut into passes that follow each other in a
+ * state. */
 #ifndef MN_MODEL_PASS_H
 #define MN_MODEL_PASS_H
 

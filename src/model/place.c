@@ -154,6 +154,10 @@ mn_status mn_model_place(mn_model *model, const mn_context *context, mn_dtype dt
     return st;
 }
 
+mn_dtype mn_model_pass_dtype(const mn_model *model) {
+    return model->shadows ? MN_BF16 : model->dtype;
+}
+
 void mn_model_unplace(mn_model *model) {
     mn_device_free(model->device, model->values);
     mn_device_free(model->device, model->grads);

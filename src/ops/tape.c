@@ -307,7 +307,7 @@ mn_tensor *mn_tape_constant(mn_tape *tape, const int64_t shape[4], const double 
         if (dtype == MN_F64) ((double *)copy)[i] = values[i];
         else ((float *)copy)[i] = (float)values[i];
     }
-    void *data = copy ? (void *)mn_tape_lend(tape, copy, bytes) : NULL;
+    void *data = copy ? (void *)mn_tape_lend_fixed(tape, copy, bytes) : NULL;
     return data ? mn_tape_over(tape, data, dtype, shape, false) : NULL;
 }
 

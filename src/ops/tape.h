@@ -105,6 +105,10 @@ mn_status mn_tape_feed(mn_tape *tape);
  * there already, and after a plan there is nothing. */
 mn_status mn_tape_results(mn_tape *tape);
 
+/* Where the loss of this step is on a device, for work that goes on there: a double, its mean, and
+ * an int64, over how many targets; NULL on a CPU and before there is one. */
+const void *mn_tape_told(const mn_tape *tape);
+
 /* Waits, and copies the numbers of x, in the order of its axes, to host memory as float32. */
 mn_status mn_tape_read(mn_tape *tape, const mn_tensor *x, float *out);
 

@@ -38,6 +38,7 @@ typedef struct mn_lent {
     size_t bytes, capacity;
     const char *what;        // "token", "target": ids within [least, below); NULL: any bytes
     int64_t least, below;
+    bool fixed;              // a constant: the same whenever this step runs
 } mn_lent;
 
 /* What a loss tells, and where the caller wants it. */
@@ -95,6 +96,9 @@ void mn_tape_product(mn_tape *tape, const mn_matmul_args *p);
 
 /* Copies from the backend's memory to the host's, and waits. */
 mn_status mn_tape_fetch(mn_tape *tape, void *to, const void *from, size_t bytes);
+
+/* mn_tape_lend for a constant, whose host memory need not outlive the call. */
+const void *mn_tape_lend_fixed(mn_tape *tape, const void *host, size_t bytes);
 
 /* mn_tape_lend for n ids, which are checked to lie within [least, below). `what` names one. */
 const int32_t *mn_tape_lend_ids(mn_tape *tape, const int32_t *ids, int64_t n, const char *what,

@@ -21,8 +21,6 @@ struct mn_device_optimizer {
     unsigned char *memory;       // moments, then the tables below, on the device
     size_t bytes;
     mn_adamw_all all;            // addresses on the device
-    const double *losses[MOST_LOSSES];
-    int64_t n_losses;            // of `losses`, as uploaded
 };
 
 /* ---- create ---------------------------------------------------------------------------------- */
@@ -55,7 +53,7 @@ static bool lay_out(layout *l, mn_device_optimizer *o, const mn_optim_param *par
            place(&l->squares, &l->end, o->n_cuts, sizeof(double)) &&
            place(&l->facts, &l->end, 1, sizeof(mn_adamw_facts)) &&
            place(&l->result, &l->end, 1, sizeof(mn_adamw_result)) &&
-           place(&l->losses, &l->end, MOST_LOSSES, sizeof(double *));
+           place(&l->losses, &l->end, MOST_LOSSES, sizeof(mn_adamw_loss));
 }
 
 static void fill_params(mn_device_optimizer *o, const mn_optim_param *params) {
@@ -102,7 +100,7 @@ static mn_status fill(mn_device_optimizer *o, const layout *l, const mn_optim_pa
         .squares = (double *)(o->memory + l->squares),
         .facts = (mn_adamw_facts *)(o->memory + l->facts),
         .result = (mn_adamw_result *)(o->memory + l->result),
-        .losses = (const double *const *)(o->memory + l->losses) };
+        .losses = (mn_adamw_loss *)(o->memory + l->losses) };
     return st;
 }
 
@@ -165,24 +163,19 @@ mn_status mn_device_optimizer_tell(mn_device_optimizer *o, int64_t step, double 
     return mn_device_upload(o->device, (void *)o->all.facts, &facts, sizeof facts);
 }
 
-/* Uploads the addresses of the losses where they are others than before. */
-static mn_status point(mn_device_optimizer *o, const double *const *losses, int64_t n) {
-    if (n < 0 || n > MOST_LOSSES) {
-        return mn_fail(MN_ERR_ARGUMENT, "train.accumulate is %" PRId64 "; a GPU takes up to %d", n,
+mn_status mn_device_optimizer_loss(mn_device_optimizer *o, int64_t i, const void *told) {
+    if (i < 0 || i >= MOST_LOSSES) {
+        return mn_fail(MN_ERR_ARGUMENT, "train.accumulate is above %d, the most that a GPU takes",
                        MOST_LOSSES);
     }
-    const size_t bytes = (size_t)n * sizeof *losses;
-    if (n == o->n_losses && memcmp(o->losses, losses, bytes) == 0) return MN_OK;
-    memcpy(o->losses, losses, bytes);
-    o->n_losses = o->all.n_losses = n;
-    return mn_device_upload(o->device, (void *)o->all.losses, o->losses, bytes);
+    return mn_device_copy(o->device, (mn_adamw_loss *)o->all.losses + i, told,
+                          sizeof(mn_adamw_loss));
 }
 
-mn_status mn_device_optimizer_step(mn_device_optimizer *o, const double *const *losses,
-                                   int64_t n) {
+mn_status mn_device_optimizer_step(mn_device_optimizer *o, int64_t n_batches) {
     void *stream = mn_device_stream(o->device);
-    mn_status st = point(o, losses, n);
-    if (st == MN_OK) st = mn_device_use(o->device);
+    o->all.n_losses = n_batches;
+    mn_status st = mn_device_use(o->device);
     if (st == MN_OK) {
         st = mn_device_check(o->device, mn_adamw_norm_cuda(&o->all, stream), "gradient norm");
     }
@@ -193,7 +186,9 @@ mn_status mn_device_optimizer_step(mn_device_optimizer *o, const double *const *
 mn_status mn_device_optimizer_ask(mn_device_optimizer *o, mn_optim_outcome *outcome) {
     mn_adamw_result result;
     const mn_status st = mn_device_download(o->device, &result, o->all.result, sizeof result);
-    if (st == MN_OK) *outcome = (mn_optim_outcome){ result.norm, result.loss, result.update };
+    if (st == MN_OK) *outcome = (mn_optim_outcome){ .norm = result.norm, .loss = result.loss,
+                                                       .counted = result.counted,
+                                                       .updated = result.update };
     return st;
 }
 

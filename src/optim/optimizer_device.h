@@ -1,11 +1,12 @@
 /* optimizer_device.h - AdamW over parameters in a GPU's memory, without waiting for it.
  *
  *   mn_device_optimizer_tell(o, step, lr, clip, limit);      before a step: uploads a few numbers
- *   mn_device_optimizer_step(o, losses, n);                  norm, decision, update: launches only
+ *   mn_device_optimizer_loss(o, i, loss);                    of each batch: a copy on the device
+ *   mn_device_optimizer_step(o, n_batches);                  norm, decision, update: launches only
  *   mn_device_optimizer_ask(o, &outcome);                    waits, and says what came of it
  *
- * The middle one can be recorded in a graph with the rest of a step and played again: it reads what
- * differs from step to step from the device's memory. The sums have a fixed order. */
+ * What differs from step to step is read from the device's memory, norm and clipping among it. The
+ * sums have a fixed order. */
 #ifndef MN_OPTIM_OPTIMIZER_DEVICE_H
 #define MN_OPTIM_OPTIMIZER_DEVICE_H
 
@@ -16,6 +17,7 @@ typedef struct mn_device_optimizer mn_device_optimizer;
 /* What came of a step. */
 typedef struct mn_optim_outcome {
     double norm, loss;     // of the gradients; mean of the losses
+    int64_t counted;       // targets of all batches
     bool updated;
 } mn_optim_outcome;
 
@@ -32,10 +34,10 @@ void mn_device_optimizer_destroy(mn_device_optimizer *optimizer);    // NULL acc
 mn_status mn_device_optimizer_tell(mn_device_optimizer *optimizer, int64_t step, double lr,
                                    double clip, double limit);
 
-/* `losses` are n addresses on the device, of mean losses; the list itself is read before the call
- * returns, and may only change between steps that are not played from a graph. */
-mn_status mn_device_optimizer_step(mn_device_optimizer *optimizer, const double *const *losses,
-                                   int64_t n);
+/* Takes over what batch `i` of the step has told: a double, its mean loss, and an int64, over how
+ * many targets, at an address on the device. */
+mn_status mn_device_optimizer_loss(mn_device_optimizer *optimizer, int64_t i, const void *told);
+mn_status mn_device_optimizer_step(mn_device_optimizer *optimizer, int64_t n_batches);
 mn_status mn_device_optimizer_ask(mn_device_optimizer *optimizer, mn_optim_outcome *outcome);
 
 /* The moments of parameter `i`, (count) each, for checkpoints: addresses on the device. */

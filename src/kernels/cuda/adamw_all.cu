@@ -57,7 +57,11 @@ __global__ void __launch_bounds__(DECIDERS) decide_kernel(const __grid_constant_
     mn_adamw_result r;
     r.norm = sqrt(sum);
     r.loss = 0.0;
-    for (int64_t i = 0; i < a.n_losses; i++) r.loss += *a.losses[i] / (double)a.n_losses;
+    r.counted = 0;
+    for (int64_t i = 0; i < a.n_losses; i++) {
+        r.loss += a.losses[i].loss / (double)a.n_losses;
+        r.counted += a.losses[i].counted;
+    }
     const mn_adamw_facts *facts = a.facts;
     const bool clips = facts->clip > 0.0 && r.norm > facts->clip;
     r.scale = clips ? (float)(facts->clip / r.norm) : 1.0f;
