@@ -447,12 +447,15 @@ typedef struct mn_relu_attention_args {
 
 /* HyperMLP / HyperGLU head: scores in lag order, mixed, activated, mixed again, read.
  *
- * Lag j of a row uses entry P-1-j of the mixing parameters; U1 or U2 absent: no such mix. */
+ * Lag j of a row uses entry P-1-j of the mixing parameters; U1 or U2 absent: no such mix. In layout
+ * position the key of place i uses entry i instead, so that a lag meets other parameters in every
+ * row: the ablation that shows what lags are good for. */
 typedef struct mn_hyper_args {
     mn_call call;                             // B T H K V L Q P R W
     double eps;
     int kind;                                 // 0 relu (Q = H), 1 glu (Q = 2H)
     int norm;                                 // 0 out_scale, 1 l2, 2 none
+    int layout;                               // 0 lag, 1 position
     mn_in q, k, v, gv;                        // (B,T,Q,K) (B,L,Q,K) (B,L,H,V) (B,T,H,V)
     mn_in c1, U1, Vt1, d1;                    // (B,T,Q,R) (Q,P,R) (Q,R,P) (Q,P)
     mn_in c2, U2, Vt2, d2;                    // (B,T,H,W) (H,P,W) (H,W,P) (H,P)

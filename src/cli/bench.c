@@ -98,8 +98,7 @@ static int measure_all(mn_bench_result *results, int *n_results, const options *
     for (int i = 0; i < n_cases; i++) {
         if (!chosen(o, &cases[i])) continue;
         mn_bench_result *result = &results[*n_results];
-        const mn_bench_options *how = &bench->options;
-        if (bench->gpu && mn_bench_gpu_serves(bench->gpu, &cases[i], how->dtype) != MN_OK) {
+        if (bench->gpu && mn_bench_gpu_serves(&cases[i]) != MN_OK) {
             fprintf(stderr, "mneme bench: %s left out: %s\n", cases[i].name, mn_last_error());
             continue;
         }

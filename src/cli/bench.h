@@ -142,7 +142,7 @@ mn_status mn_bench_gpu_create(mn_bench_gpu **out, mn_context *context);
 void mn_bench_gpu_destroy(mn_bench_gpu *gpu);
 
 /* Whether the device has the kernels of the case; if not, the message names the operator. */
-mn_status mn_bench_gpu_serves(const mn_bench_gpu *gpu, const mn_bench_case *which, mn_dtype dtype);
+mn_status mn_bench_gpu_serves(const mn_bench_case *which);
 
 /* mn_bench_measure on the device: copy and operator in turn, each between two events; inputs come
  * from memory because several sets of them take turns. */

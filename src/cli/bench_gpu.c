@@ -98,15 +98,10 @@ double mn_bench_gpu_product_rate(const mn_bench_gpu *gpu) {
 
 /* ---- operators ------------------------------------------------------------------------------- */
 
-static bool has_kernel(const mn_bench_gpu *gpu, mn_op_id op, mn_pass pass, mn_dtype dtype) {
-    const mn_kernel *kernel = mn_op_kernel(gpu->context, op, pass, dtype);
-    return kernel && kernel->launch;
-}
-
-mn_status mn_bench_gpu_serves(const mn_bench_gpu *gpu, const mn_bench_case *which, mn_dtype dtype) {
+mn_status mn_bench_gpu_serves(const mn_bench_case *which) {
     const bool train = which->pass == MN_BENCH_TRAIN;
-    if (has_kernel(gpu, which->op, MN_FORWARD, dtype) &&
-        (!train || has_kernel(gpu, which->op, MN_BACKWARD, dtype))) {
+    if (mn_op_has_cuda(which->op, MN_FORWARD) &&
+        (!train || mn_op_has_cuda(which->op, MN_BACKWARD))) {
         return MN_OK;
     }
     return mn_fail(MN_ERR_UNSUPPORTED, "%s has no CUDA kernel yet",

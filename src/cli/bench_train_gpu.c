@@ -59,7 +59,8 @@ static mn_status fill(void *context, int64_t step, int64_t rows, int64_t length,
 
 static mn_status configure(mn_json *root, const train_case *c, mn_dtype dtype, bool quick) {
     char text[1024];
-    snprintf(text, sizeof text, "{\"model\": {%s, \"num_hidden_layers\": %d, \"hidden_size\": 1024, "
+    snprintf(text, sizeof text,
+             "{\"model\": {%s, \"num_hidden_layers\": %d, \"hidden_size\": 1024, "
              "\"intermediate_size\": %d, \"mlp\": \"swiglu\", \"vocab_size\": %d, "
              "\"tie_word_embeddings\": false}, \"train\": {\"batch\": %lld, \"context\": %lld, "
              "\"steps\": 1000, \"warmup\": 10, \"lr\": 3e-4, \"dtype\": \"%s\", "

@@ -28,11 +28,6 @@ static bool has_grads(const mn_safetensors *file) {
     return grads && *grads;
 }
 
-static bool has_kernel(const judge *j, mn_op_id op, mn_pass pass) {
-    const mn_kernel *kernel = mn_op_kernel(j->device, op, pass, j->dtype);
-    return kernel && kernel->launch;
-}
-
 /* The reference's results and gradients for the rounded inputs. */
 static mn_status evaluate_reference(const judge *j, trial *t, const mn_safetensors *file) {
     mn_status st = mn_golden_bind(&t->want, &t->want_cu, file, MN_F64);
@@ -58,7 +53,7 @@ static mn_status evaluate(mn_check *c, const judge *j, trial *t, const mn_safete
     mn_status st = mn_golden_bind(&t->got, &t->got_cu, file, bf16 ? MN_F64 : MN_F32);
     if (st != MN_OK) return st;
     const mn_op_id op = t->got.op;
-    if (!has_kernel(j, op, MN_FORWARD) || (has_grads(file) && !has_kernel(j, op, MN_BACKWARD))) {
+    if (!mn_op_has_cuda(op, MN_FORWARD) || (has_grads(file) && !mn_op_has_cuda(op, MN_BACKWARD))) {
         c->skipped[op] = true;
         c->n_skipped++;
         return MN_OK;

@@ -13,7 +13,7 @@
 #include "runtime/device.h"
 
 static const bool composed[MN_OP_COUNT] = {
-#define COMPOSE(name) [MN_OP_##name] = true,
+#define COMPOSE(name, parts) [MN_OP_##name] = true,
 #include "ops/compose.def"
 #undef COMPOSE
 };

@@ -4,14 +4,21 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 #include "base/status.h"
 #include "cli/command.h"
 #include "cli/number.h"
+#include "cli/reproduce.h"
+#include "io/json.h"
+
+enum { PATH = 4096 };
 
 static void print_help(void) {
     puts("usage: mneme plot RUN... [options]\n\n"
          "Curves of runs: each RUN is a folder that training wrote, or a metrics.jsonl.\n"
+         "The folder of an experiment (mneme reproduce) stands alone: its figures are drawn "
+         "again.\n"
          "Losses share one panel, every other number has its own; colours are runs. Pale lines\n"
          "are what was measured, strong ones the mean over the points around.\n\n"
          "  -o FILE        where to draw, .svg or .png (default plot.svg)\n"
@@ -114,6 +121,30 @@ static mn_status draw(const options *o, mn_plot *plot) {
     return st;
 }
 
+/* The results.json of an experiment's folder; false when there is none. */
+static bool find_results(char path[PATH], const char *folder) {
+    struct stat about;
+    return snprintf(path, PATH, "%s/results.json", folder) < PATH && stat(path, &about) == 0;
+}
+
+/* Draws the figures of an experiment again. */
+static mn_status draw_experiment(const char *folder, const char *path) {
+    mn_json results = { 0 };
+    size_t i;
+    json_t *name;
+    mn_status st = mn_json_load(&results, path, MN_JSON_STANDARD);
+    if (st == MN_OK) st = mn_reproduce_figures(&results, folder);
+    const json_t *none = json_object_get(results.value, "no_figures");
+    if (st == MN_OK && none) st = mn_fail(MN_ERR_UNSUPPORTED, "%s", json_string_value(none));
+    if (st == MN_OK) {
+        json_array_foreach(json_object_get(results.value, "figures"), i, name) {
+            printf("%s/%s\n", folder, json_string_value(name));
+        }
+    }
+    mn_json_free(&results);
+    return st;
+}
+
 int mn_command_plot(int argc, char **argv) {
     options o = { .out = "plot.svg" };
     int result = 2;
@@ -123,9 +154,12 @@ int mn_command_plot(int argc, char **argv) {
     plot->keys[plot->n_keys++] = "valid_loss";
     if (parse(&o, plot, argc, argv)) {
         mn_status st = MN_OK;
+        char path[PATH];
+        const bool whole = plot->n_runs == 1 && find_results(path, plot->paths[0]);
         if (o.help) print_help();
+        else if (whole) st = draw_experiment(plot->paths[0], path);
         else st = mn_plot_read(plot, o.asked);
-        if (st == MN_OK && !o.help) st = o.text ? mn_plot_print(plot) : draw(&o, plot);
+        if (st == MN_OK && !o.help && !whole) st = o.text ? mn_plot_print(plot) : draw(&o, plot);
         if (st != MN_OK) fprintf(stderr, "mneme plot: %s\n", mn_last_error());
         result = st == MN_OK ? 0 : 1;
     }

@@ -1,5 +1,6 @@
 /* reproduce.c - mneme reproduce: an experiment of a paper in one command, up to a report. */
 #include "cli/reproduce.h"
+#include "cli/reproduce_parts.h"
 
 #include <stdio.h>
 #include <stdlib.h>
@@ -17,12 +18,13 @@
 #include "io/json_write.h"
 #include "train/options.h"
 
-enum { MOST_SETS = 64 };
+enum { MOST_SETS = 64, MOST_CHECKPOINTS = 64 };
 
 typedef struct options {
     const char *name, *out, *report;
     const char *sets[MOST_SETS];
-    int n_sets, processes, seeds, steps;
+    const char *checkpoints[MOST_CHECKPOINTS];
+    int n_sets, n_checkpoints, processes, seeds, steps;
     mn_preset preset;
     bool list, json, quiet;
 } options;
@@ -47,6 +49,9 @@ static void print_help(void) {
          "  --seeds N           seeds 0 to N-1 in place of the preset's\n"
          "  --steps N           no run takes more steps than these\n"
          "  --set KEY=VALUE     set a member of every job (mneme sweep --help); may be repeated\n"
+         "  --checkpoint DIR    (ccq-alignment) ask this model, with its tokenizer, instead of "
+         "training\n"
+         "                      some; may be repeated\n"
          "  --report DIR        write report.md and CSV files again, from DIR/results.json alone\n"
          "  --json              with --list: as JSON\n"
          "  --quiet             show nothing but failures");
@@ -77,7 +82,10 @@ static int parse_value(options *o, const char *option, const char *value) {
     if (strcmp(option, "--steps") == 0) return parse_count(&o->steps, option, value, INT32_MAX);
     if (strcmp(option, "--out") == 0) o->out = value;
     else if (strcmp(option, "--report") == 0) o->report = value;
-    else if (strcmp(option, "--preset") == 0) {
+    else if (strcmp(option, "--checkpoint") == 0) {
+        if (o->n_checkpoints == MOST_CHECKPOINTS) return usage_error(" is given too often", option);
+        o->checkpoints[o->n_checkpoints++] = value;
+    } else if (strcmp(option, "--preset") == 0) {
         return mn_preset_find(&o->preset, value) ? 0 : usage_error(" is smoke, cpu or full",
                                                                    option);
     } else {
@@ -89,7 +97,7 @@ static int parse_value(options *o, const char *option, const char *value) {
 
 static int parse(options *o, int argc, char **argv) {
     static const char *const valued[] = { "--jobs", "--seeds", "--steps", "--out", "--report",
-                                          "--preset", "--set" };
+                                          "--preset", "--set", "--checkpoint" };
     for (int i = 1; i < argc; i++) {
         bool takes = false;
         for (size_t k = 0; k < MN_COUNTOF(valued); k++) takes |= strcmp(valued[k], argv[i]) == 0;
@@ -149,10 +157,28 @@ static mn_status changes_of(mn_json *changes, const options *o) {
     return st;
 }
 
+/* The grid becomes a job for each checkpoint. */
+static mn_status ask_checkpoints(json_t *plan, const options *o) {
+    json_t *jobs = json_array();
+    if (strcmp(o->name, "ccq-alignment") != 0) {
+        json_decref(jobs);
+        return mn_fail(MN_ERR_ARGUMENT, "%s trains its own models; --checkpoint is for "
+                       "ccq-alignment", o->name);
+    }
+    for (int i = 0; i < o->n_checkpoints; i++) {
+        json_array_append_new(jobs, json_pack("{s:s, s:s, s:{s:s}}", "kind", "alignment",
+                                              "checkpoint", o->checkpoints[i], "labels", "model",
+                                              o->checkpoints[i]));
+    }
+    return json_object_set_new(plan, "grid", json_pack("{s:o}", "jobs", jobs)) == 0
+               ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for jobs");
+}
+
 static mn_status make_jobs(json_t **plan, json_t **jobs, int row, const options *o) {
     mn_json changes = { 0 };
     mn_status st = changes_of(&changes, o);
     if (st == MN_OK) st = mn_experiment_plan(plan, row, o->preset);
+    if (st == MN_OK && o->n_checkpoints > 0) st = ask_checkpoints(*plan, o);
     if (st == MN_OK) {
         const mn_json grid = { .value = json_object_get(*plan, "grid"), .name = o->name };
         json_t *axes = json_object_get(grid.value, "grid");
@@ -200,6 +226,7 @@ static int report_again(int row, const char *folder) {
         st = mn_fail(MN_ERR_ARGUMENT, "%s: is of experiment \"%s\"", path, name);
     }
     if (st == MN_OK) st = mn_report_write(&results, folder);
+    if (st == MN_OK) st = mn_reproduce_pictures(NULL, &results, folder, false);
     mn_json_free(&results);
     if (st != MN_OK) return failed();
     printf("%s/report.md\n", folder);

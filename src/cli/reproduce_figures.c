@@ -11,6 +11,7 @@
 #include "base/status.h"
 #include "cli/collide.h"
 #include "cli/gnuplot.h"
+#include "cli/reproduce_parts.h"
 #include "experiments/cells.h"
 #include "io/file.h"
 
@@ -195,6 +196,7 @@ mn_status mn_reproduce_figures(const mn_json *results, const char *folder) {
     for (int64_t i = 0; st == MN_OK && i < mn_json_count(&tables); i++) {
         st = draw_table(figures, results, i, folder);
     }
+    if (st == MN_OK) st = mn_reproduce_pictures(figures, results, folder, true);
     if (st == MN_OK && name && strcmp(name, "collision") == 0) st = draw_collision(figures, folder);
     if (st == MN_ERR_UNSUPPORTED) {
         json_object_set_new(results->value, "no_figures",

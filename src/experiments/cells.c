@@ -28,9 +28,9 @@ static void put_value(char text[MN_CELL_NAME], const json_t *value) {
     else text[0] = '\0';
 }
 
-/* The labels of a run that are neither row, column nor seed. */
+/* The labels of a run that are neither row, column nor seed, nor the same in all of the table. */
 static void put_setting(char text[MN_CELL_NAME], json_t *labels, const char *rows,
-                        const char *columns) {
+                        const char *columns, const json_t *where) {
     const char *key;
     json_t *value;
     text[0] = '\0';
@@ -40,6 +40,7 @@ static void put_setting(char text[MN_CELL_NAME], json_t *labels, const char *row
         if (strcmp(key, rows) == 0 || strcmp(key, columns) == 0 || strcmp(key, "seed") == 0) {
             continue;
         }
+        if (json_object_get(where, key)) continue;
         put_value(one, value);
         snprintf(text + n, MN_CELL_NAME - n, "%s%s=%s", n > 0 ? ", " : "", key, one);
     }
@@ -73,6 +74,15 @@ static void count(trial *t, const json_t *value, bool failed) {
     t->squares += x * x;
 }
 
+static bool has_labels(const json_t *labels, const json_t *where) {
+    const char *key;
+    json_t *label;
+    json_object_foreach((json_t *)(uintptr_t)where, key, label) {
+        if (!json_equal(label, json_object_get(labels, key))) return false;
+    }
+    return true;
+}
+
 /* One run into the trials of its row. */
 static void count_run(trials *all, const json_t *run, const json_t *table) {
     const char *rows = json_string_value(json_object_get(table, "rows"));
@@ -81,11 +91,13 @@ static void count_run(trials *all, const json_t *run, const json_t *table) {
     json_t *labels = json_object_get(run, "labels"), *values = json_object_get(table, "values");
     char row[MN_CELL_NAME], column[MN_CELL_NAME], setting[MN_CELL_NAME];
     json_t *at;
+    const json_t *where = json_object_get(table, "where");
+    if (!has_labels(labels, where)) return;
     if (!rows) rows = "";
     if (!columns) columns = "";
     put_value(row, json_object_get(labels, rows));
     put_value(column, json_object_get(labels, columns));
-    put_setting(setting, labels, rows, columns);
+    put_setting(setting, labels, rows, columns, where);
     const json_t *result = json_object_get(run, "result");
     const char *status = json_string_value(json_object_get(run, "status"));
     const bool failed = !status || strcmp(status, "not run") != 0;

@@ -67,26 +67,37 @@ mn_status mn_experiment_find(int *out, const char *name) {
                    near ? ", did you mean \"" : "", near ? near : "", near ? "\"?" : "");
 }
 
+/* Lays `text`, JSON or NULL, over the plan. */
+static mn_status lay(json_t *plan, const char *text, const char *name) {
+    mn_json over = { 0 };
+    if (!text) return MN_OK;
+    mn_status st = mn_json_parse(&over, text, strlen(text), name, MN_JSON_STANDARD);
+    if (st == MN_OK) st = mn_spec_merge(plan, over.value);
+    mn_json_free(&over);
+    return st;
+}
+
+/* A text and, before it, what it is based on. */
+static mn_status lay_text(json_t *plan, const mn_experiment_text *text, mn_preset preset,
+                          const char *name) {
+    mn_status st = text->base ? lay_text(plan, text->base, preset, name) : MN_OK;
+    if (st == MN_OK) st = lay(plan, text->common, name);
+    return st == MN_OK ? lay(plan, text->preset[preset], preset_names[preset]) : st;
+}
+
 mn_status mn_experiment_plan(json_t **plan, int i, mn_preset preset) {
     const mn_experiment_text *text = experiments[i].text;
-    mn_json common = { 0 }, over = { 0 };
+    json_t *whole = json_object(), *notes = json_array();
     *plan = NULL;
-    mn_status st = mn_json_parse(&common, text->common, strlen(text->common),
-                                 experiments[i].info.name, MN_JSON_STANDARD);
-    if (st == MN_OK) {
-        st = mn_json_parse(&over, text->preset[preset], strlen(text->preset[preset]),
-                           preset_names[preset], MN_JSON_STANDARD);
-    }
-    if (st == MN_OK) st = mn_spec_merge(common.value, over.value);
-    if (st == MN_OK && text->add) st = text->add(common.value);
-    json_t *notes = json_array();
+    mn_status st = whole ? lay_text(whole, text, preset, experiments[i].info.name)
+                         : mn_fail(MN_ERR_MEMORY, "no memory for the plan of an experiment");
+    if (st == MN_OK && text->add) st = text->add(whole);
     for (int k = 0; text->notes[k]; k++) json_array_append_new(notes, json_string(text->notes[k]));
-    if (st == MN_OK && json_object_set_new(common.value, "notes", notes) != 0) {
+    if (json_object_set_new(whole, "notes", notes) != 0 && st == MN_OK) {
         st = mn_fail(MN_ERR_MEMORY, "no memory for the plan of an experiment");
     }
-    if (st == MN_OK) *plan = json_incref(common.value);
-    mn_json_free(&common);
-    mn_json_free(&over);
+    if (st == MN_OK) *plan = whole;
+    else json_decref(whole);
     return st;
 }
 

@@ -28,6 +28,8 @@ const mn_experiment_text mn_experiment_a5 = {
                     },
                     "gdn, 1 block": {"model": {"layers": "gdn", "num_hidden_layers": 1}},
                     "gdn, 2 blocks": {"model": {"layers": "gdn", "num_hidden_layers": 2}},
+                    "gla, 1 block": {"model": {"layers": "gla", "num_hidden_layers": 1}},
+                    "gla, 2 blocks": {"model": {"layers": "gla", "num_hidden_layers": 2}},
                     "mamba1, 1 block": {"model": {"layers": "mamba1", "num_hidden_layers": 1}},
                     "mamba1, 2 blocks": {"model": {"layers": "mamba1", "num_hidden_layers": 2}},
                     "attention, 2 blocks": {

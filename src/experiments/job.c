@@ -14,6 +14,8 @@
 #include "io/closest.h"
 #include "io/json_write.h"
 
+enum { KEEP_PATH = 4096 };
+
 static const char *const kind_names[] = {
 #define JOB_KIND(name, about) #name,
 #include "experiments/job_kinds.def"
@@ -94,17 +96,26 @@ void mn_job_title(char *text, size_t size, const json_t *job) {
     put_label(text, size, "seed", mn_spec_get(job, "seed"));
 }
 
-mn_status mn_job_run(json_t **record, const json_t *job, mn_job_watch watch, void *context) {
+mn_status mn_job_run(json_t **record, const json_t *job, const mn_job_keeping *keeping,
+                     mn_job_watch watch, void *context) {
     const mn_json handle = { .value = (json_t *)(uintptr_t)job, .name = "job" };
     const mn_job_kind *kind = NULL;
-    char key[MN_JOB_KEY];
+    char key[MN_JOB_KEY], keep[KEEP_PATH];
     json_t *result = NULL;
+    mn_job_call call = { .watch = watch, .context = context };
     *record = NULL;
     const double start = mn_seconds();
     mn_status st = mn_job_key(key, job);
     if (st != MN_OK) return st;
     st = find_kind(&kind, &handle);
-    if (st == MN_OK) st = kind->run(&result, &handle, watch, context);
+    if (st == MN_OK && keeping && keeping->folder) {
+        if (snprintf(keep, sizeof keep, "%s/%s", keeping->folder, key) >= KEEP_PATH) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: the path is too long", keeping->folder);
+        }
+        call.keep = keep;
+        call.keep_seconds = keeping->seconds;
+    }
+    if (st == MN_OK) st = kind->run(&result, &handle, &call);
     const bool ok = st == MN_OK && result;
     json_t *root = json_pack("{s:s, s:O, s:s, s:o, s:s, s:s}", "key", key, "job", job, "status",
                              ok ? "ok" : "failed", "seconds", mn_json_real(mn_seconds() - start),

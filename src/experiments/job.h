@@ -33,9 +33,17 @@ mn_status mn_job_complete(json_t **job, const mn_json *spec);
 /* Of a completed job. */
 mn_status mn_job_key(char key[MN_JOB_KEY], const json_t *job);
 
+/* Where jobs that train put checkpoints and how often, so that they go on there after a kill. Each
+ * job has folder/KEY, which is gone when the job is done. */
+typedef struct mn_job_keeping {
+    const char *folder;          // NULL: nowhere
+    double seconds;              // from one to the next
+} mn_job_keeping;
+
 /* Runs a completed job on one thread. `watch` (may be NULL) is called now and then. A failed run
  * gives a record too, with "status" "failed"; the status says whether there is a record. */
-mn_status mn_job_run(json_t **record, const json_t *job, mn_job_watch watch, void *context);
+mn_status mn_job_run(json_t **record, const json_t *job, const mn_job_keeping *keeping,
+                     mn_job_watch watch, void *context);
 
 /* "mqar-update 64-4-4 gdn seed=0": from the labels, or from the task and the layers. */
 void mn_job_title(char *text, size_t size, const json_t *job);

@@ -229,14 +229,14 @@ static mn_status ask_all(json_t *tests, addressed_run *r, const mn_json *job) {
     return st;
 }
 
-static mn_status run(json_t **result, const mn_json *job, mn_job_watch watch, void *context) {
+static mn_status run(json_t **result, const mn_json *job, const mn_job_call *call) {
     addressed_run r = { 0 };
     double told = 0.0;
     mn_status st = start(&r, job);
     while (st == MN_OK && r.now.step < r.now.steps) {
         st = step(&r);
-        if (watch && mn_seconds() - told > 0.25) {
-            watch(context, &r.now);
+        if (call->watch && mn_seconds() - told > 0.25) {
+            call->watch(call->context, &r.now);
             told = mn_seconds();
         }
     }

@@ -139,9 +139,8 @@ static mn_status simulate(collision_run *r) {
     return st;
 }
 
-static mn_status run(json_t **result, const mn_json *job, mn_job_watch watch, void *context) {
-    (void)watch;
-    (void)context;
+static mn_status run(json_t **result, const mn_json *job, const mn_job_call *call) {
+    (void)call;
     collision_run r = { 0 };
     const int quantity = read_job(&r, job);
     mn_status st = quantity >= 0 ? simulate(&r) : MN_ERR_ARGUMENT;

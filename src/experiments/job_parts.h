@@ -4,11 +4,19 @@
 
 #include "experiments/job.h"
 
+/* How a job is run: its own folder for checkpoints (NULL: none), and who wants to hear of it. */
+typedef struct mn_job_call {
+    const char *keep;
+    double keep_seconds;
+    mn_job_watch watch;          // may be NULL
+    void *context;
+} mn_job_call;
+
 /* A kind fills in `job`, an object that is its own, and runs a completed one: *result is a new
  * object. */
 typedef struct mn_job_kind {
     mn_status (*complete)(mn_json *job);
-    mn_status (*run)(json_t **result, const mn_json *job, mn_job_watch watch, void *context);
+    mn_status (*run)(json_t **result, const mn_json *job, const mn_job_call *call);
 } mn_job_kind;
 
 #define JOB_KIND(name, about) extern const mn_job_kind mn_job_##name;

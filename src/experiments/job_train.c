@@ -11,6 +11,7 @@
  *             none), patience (evaluations without a lower loss; 0: all), batch (rows of a test
  *             batch)
  *   tests     name: {options, test}: further sets to ask the trained model about
+ *   look      name: options: what to look at inside the trained model, see looks.def
  *
  * The seed draws initial values, training batches and the samples of all sets. The selection looks
  * at the test set because the published protocols do. */
@@ -23,7 +24,9 @@
 #include "base/clock.h"
 #include "base/status.h"
 #include "base/util.h"
+#include "experiments/job_keep.h"
 #include "experiments/job_parts.h"
+#include "experiments/look.h"
 #include "experiments/task_run.h"
 #include "train/trainer.h"
 
@@ -152,10 +155,12 @@ static mn_status check_config(mn_task_run *task, const mn_json *job) {
 static mn_status complete(mn_json *job) {
     static const char *const keys[] = { "kind", "task", "model", "train", "seed", "epochs",
                                         "steps_at_most", "lr_by_epoch", "evaluate", "tests",
-                                        "labels" };
+                                        "look", "labels" };
+    const mn_json looks = mn_json_member(job, "look");
     mn_status st = mn_json_unknown_key(job, keys, MN_COUNTOF(keys));
     if (st == MN_OK) st = complete_task(job);
     if (st == MN_OK) st = complete_defaults(job->value);
+    if (st == MN_OK && looks.value) st = mn_look_check(&looks);
     mn_task_run *run = NULL;
     if (st == MN_OK) st = mn_task_run_open(&run, job);
     if (st == MN_OK) st = complete_steps(job, mn_task_run_epoch(run));
@@ -178,16 +183,52 @@ typedef struct train_run {
     mn_json config;
     mn_job_progress now;
     json_t *curve, *best;             // best: the answers of the selected evaluation
-    double lowest, told;
+    double lowest, told, kept;
     int64_t worse;
     stop_reason stopped;
 } train_run;
 
-static mn_status start(train_run *r, const mn_json *job) {
+/* What a checkpoint of the trainer does not know. */
+static json_t *state_of(const train_run *r) {
+    return json_pack("{s:O, s:O*, s:o, s:I, s:o}", "curve", r->curve, "best", r->best, "lowest",
+                     mn_json_real(r->lowest), "worse", (json_int_t)r->worse, "loss",
+                     mn_json_real(r->now.loss));
+}
+
+static double number_or(const json_t *value, double otherwise) {
+    return json_is_number(value) ? json_number_value(value) : otherwise;
+}
+
+/* Goes on with what the job left behind, if it did. */
+static void take_up(train_run *r, const char *keep) {
+    json_t *state = NULL;
+    mn_keep_take(&state, keep, r->trainer);
+    if (!state) return;
+    json_t *curve = json_object_get(state, "curve"), *best = json_object_get(state, "best");
+    if (json_is_array(curve)) json_array_extend(r->curve, curve);
+    if (json_is_object(best)) r->best = json_incref(best);
+    r->lowest = number_or(json_object_get(state, "lowest"), INFINITY);
+    r->worse = json_integer_value(json_object_get(state, "worse"));
+    r->now.loss = number_or(json_object_get(state, "loss"), NAN);
+    r->now.step = mn_trainer_step_number(r->trainer);
+    json_decref(state);
+}
+
+static mn_status keep_now_and_then(train_run *r, const mn_job_call *call) {
+    if (!call->keep || mn_seconds() - r->kept < call->keep_seconds) return MN_OK;
+    const mn_status st = mn_keep_save(call->keep, r->trainer, state_of(r));
+    r->kept = mn_seconds();
+    return st;
+}
+
+static mn_status start(train_run *r, const mn_json *job, const mn_job_call *call) {
     const mn_context_options one = { .n_threads = 1 };
     mn_status st = mn_task_run_open(&r->task, job);
     r->config.name = "job";
     if (st == MN_OK) st = make_config(&r->config.value, r->task, job);
+    if (st == MN_OK && call->keep) {
+        st = mn_spec_set(r->config.value, "out", json_string(call->keep));
+    }
     if (st == MN_OK) st = mn_context_create(&r->context, &one);
     if (st != MN_OK) return st;
     const mn_source source = mn_task_run_source(r->task);
@@ -197,8 +238,11 @@ static mn_status start(train_run *r, const mn_json *job) {
     r->now = (mn_job_progress){ .loss = NAN, .score = NAN };
     r->lowest = INFINITY;
     r->curve = json_array();
-    if (st == MN_OK) r->now.steps = mn_trainer_options(r->trainer)->steps;
-    return st;
+    if (st != MN_OK) return st;
+    r->now.steps = mn_trainer_options(r->trainer)->steps;
+    r->kept = mn_seconds();
+    if (call->keep) take_up(r, call->keep);
+    return MN_OK;
 }
 
 static void finish(train_run *r) {
@@ -236,7 +280,7 @@ static mn_status evaluate(train_run *r) {
     return MN_OK;
 }
 
-static mn_status train(train_run *r, mn_job_watch watch, void *context) {
+static mn_status train(train_run *r, const mn_job_call *call) {
     const mn_evaluation *how = mn_task_run_evaluation(r->task);
     mn_status st = MN_OK;
     while (st == MN_OK && r->now.step < r->now.steps && r->stopped == STOP_STEPS) {
@@ -248,18 +292,26 @@ static mn_status train(train_run *r, mn_job_watch watch, void *context) {
         const bool asks = (how->every > 0 && r->now.step % how->every == 0) ||
                           r->now.step == r->now.steps;
         if (asks) st = evaluate(r);
-        if (watch && (asks || mn_seconds() - r->told > 0.25)) {
-            watch(context, &r->now);
+        if (call->watch && (asks || mn_seconds() - r->told > 0.25)) {
+            call->watch(call->context, &r->now);
             r->told = mn_seconds();
         }
+        const bool more = r->now.step < r->now.steps && r->stopped == STOP_STEPS;
+        if (st == MN_OK && more) st = keep_now_and_then(r, call);
     }
     return st;
 }
 
-static mn_status run(json_t **result, const mn_json *job, mn_job_watch watch, void *context) {
+static mn_status look(train_run *r, const mn_json *job) {
+    const mn_json looks = mn_json_member(job, "look");
+    const mn_look_at at = { r->context, mn_trainer_model(r->trainer), r->task };
+    return looks.value ? mn_look_all(r->best, &at, &looks) : MN_OK;
+}
+
+static mn_status run(json_t **result, const mn_json *job, const mn_job_call *call) {
     train_run r = { 0 };
-    mn_status st = start(&r, job);
-    if (st == MN_OK) st = train(&r, watch, context);
+    mn_status st = start(&r, job, call);
+    if (st == MN_OK) st = train(&r, call);
     json_t *tests = NULL;
     if (st == MN_OK) {
         st = mn_task_run_tests(&tests, r.task, r.tape, mn_trainer_model(r.trainer));
@@ -272,10 +324,12 @@ static mn_status run(json_t **result, const mn_json *job, mn_job_watch watch, vo
                             json_integer(mn_model_count(mn_trainer_model(r.trainer))));
         if (tests) json_object_set(r.best, "tests", tests);
         json_object_set(r.best, "curve", r.curve);
-        *result = json_incref(r.best);
+        st = look(&r, job);
+        if (st == MN_OK) *result = json_incref(r.best);
     }
     json_decref(tests);
     finish(&r);
+    if (st == MN_OK && call->keep) mn_keep_drop(call->keep);
     return st;
 }
 

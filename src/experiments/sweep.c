@@ -21,7 +21,7 @@
 #include "io/json_write.h"
 #include "io/text.h"
 
-enum { WAIT_MS = 200 };
+enum { WAIT_MS = 200, KEEP_SECONDS = 20, PATH = 4096 };
 
 /* A process and what it has said so far. */
 typedef struct worker {
@@ -38,6 +38,7 @@ typedef struct sweep {
     json_t *done;                // records by key
     size_t next;                 // job to look at
     int file;
+    char keep[PATH];             // where running jobs save themselves
     worker workers[MN_SWEEP_LANES];
 } sweep;
 
@@ -168,7 +169,8 @@ static void work(const sweep *s, const json_t *job, int pipe) {
     for (int i = 0; i < MN_SWEEP_LANES; i++) {
         if (s->workers[i].pid > 0) close(s->workers[i].pipe);
     }
-    if (mn_job_run(&record, job, say_progress, &pipe) != MN_OK) _exit(3);
+    const mn_job_keeping keeping = { s->keep, KEEP_SECONDS };
+    if (mn_job_run(&record, job, &keeping, say_progress, &pipe) != MN_OK) _exit(3);
     say(pipe, json_pack("{s:o}", "record", record));
     _exit(0);
 }
@@ -381,6 +383,15 @@ static mn_status count_jobs(sweep *s) {
     return st;
 }
 
+/* Beside the file: a folder "unfinished" for checkpoints of jobs. */
+static mn_status place_keeps(sweep *s) {
+    const char *slash = strrchr(s->options->path, '/');
+    const int folder = slash ? (int)(slash - s->options->path) + 1 : 0;
+    const int n = snprintf(s->keep, sizeof s->keep, "%.*sunfinished", folder, s->options->path);
+    return n < PATH ? MN_OK : mn_fail(MN_ERR_ARGUMENT, "%s: the path is too long",
+                                      s->options->path);
+}
+
 mn_status mn_sweep_run(mn_sweep_state *state, const json_t *jobs, const mn_sweep_options *options) {
     sweep *s = calloc(1, sizeof *s);
     if (!s) return mn_fail(MN_ERR_MEMORY, "no memory for a sweep");
@@ -388,10 +399,12 @@ mn_status mn_sweep_run(mn_sweep_state *state, const json_t *jobs, const mn_sweep
     const int64_t wanted = options->processes > 0 ? options->processes : mn_max(cores, 1);
     *s = (sweep){ .state = state, .options = options, .jobs = jobs, .file = -1 };
     *state = (mn_sweep_state){ .n_lanes = (int)mn_min(wanted, MN_SWEEP_LANES) };
-    mn_status st = open_file(s);
+    mn_status st = place_keeps(s);
+    if (st == MN_OK) st = open_file(s);
     if (st == MN_OK) st = count_jobs(s);
     if (st == MN_OK && options->tell) options->tell(options->context, state);
     if (st == MN_OK) st = run_queue(s);
+    rmdir(s->keep);              // stays while a job in it waits to go on
     if (s->file >= 0) close(s->file);
     json_decref(s->done);
     free(s);

@@ -1,8 +1,9 @@
 /* sweep.h - runs a list of jobs, several at once, one process and one thread for each.
  *
  * Records are lines of a file that only grows; each is on the disk before the next job starts in
- * its place. A job whose key the file has as done is not run again, a failed one is. So a sweep
- * that was killed goes on where it was, and has lost what was running then. */
+ * its place. A job whose key the file has as done is not run again, a failed one is. Long jobs that
+ * train save themselves in "unfinished" beside the file, several times a minute: a sweep that was
+ * killed goes on from there. */
 #ifndef MN_EXPERIMENTS_SWEEP_H
 #define MN_EXPERIMENTS_SWEEP_H
 

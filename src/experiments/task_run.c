@@ -39,9 +39,6 @@ static mn_status open_set(example_set *s, const char *name, const mn_json *optio
         return mn_fail(MN_ERR_UNSUPPORTED, "%s: its inputs are numbers, and models read tokens",
                        name);
     }
-    if (mn_task_has_text(s->task)) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "%s: is text; jobs train on tokens", name);
-    }
     if (rows < 1 || examples < 0) {
         return mn_fail(MN_ERR_ARGUMENT, "%s: batches of %" PRId64 " rows, %" PRId64 " examples",
                        name, rows, examples);
@@ -197,6 +194,18 @@ int64_t mn_task_run_longest(const mn_task_run *run) {
 
 const mn_evaluation *mn_task_run_evaluation(const mn_task_run *run) {
     return &run->how;
+}
+
+mn_status mn_task_run_example(mn_task_run *run, int64_t index, int32_t *tokens, int32_t *targets,
+                              int64_t *length, mn_task_text *text) {
+    mn_task *task = run->test.task;
+    const uint64_t seed = run->test.feed.seed;
+    mn_status st = mn_task_sample(task, seed, MN_SPLIT_TEST, index, tokens, targets);
+    *length = mn_task_used(task);
+    if (st == MN_OK && text && mn_task_has_text(task)) {
+        st = mn_task_text_of(task, seed, MN_SPLIT_TEST, index, text);
+    }
+    return st;
 }
 
 mn_source mn_task_run_source(mn_task_run *run) {

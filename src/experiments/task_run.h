@@ -26,6 +26,11 @@ int64_t mn_task_run_vocab(const mn_task_run *run);      // of inputs and targets
 int64_t mn_task_run_longest(const mn_task_run *run);    // tokens, of all sets
 const mn_evaluation *mn_task_run_evaluation(const mn_task_run *run);
 
+/* Example `index` of the test set: mn_task_run_longest tokens and targets at most, *length of them.
+ * *text (may be NULL) is the example as text where the task is text; its memory is the run's. */
+mn_status mn_task_run_example(mn_task_run *run, int64_t index, int32_t *tokens, int32_t *targets,
+                              int64_t *length, mn_task_text *text);
+
 /* Training batches; borrows the run. */
 mn_source mn_task_run_source(mn_task_run *run);
 

@@ -39,6 +39,13 @@ typedef struct mn_fill_work {
     double value;
 } mn_fill_work;
 
+/* Number i of `to`, n neighbours, is the i-th normal number of (seed, stream) (base/rng.h). */
+typedef struct mn_normal_work {
+    mn_view to;
+    int64_t n;
+    uint64_t seed, stream;
+} mn_normal_work;
+
 /* y = f(x) [b]; or, where y is absent, dx (+)= f'(x) dy [b] and db (+)= f(x) dy. */
 typedef struct mn_unary_work {
     mn_unary f;

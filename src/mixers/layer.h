@@ -116,6 +116,14 @@ mn_status mn_layer_kind_find(mn_layer_kind *out, bool *ccq, const char *name);
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
+/* Hears numbers of a pass as they are made, for experiments that look inside: projections under the
+ * names of their weights, and what a kind tells besides (kla: v, prec, k, q, a, p, y). `x` is valid
+ * during the call. */
+typedef struct mn_tap {
+    void (*hear)(void *context, int layer, const char *name, const mn_tensor *x);
+    void *context;
+} mn_tap;
+
 /* One pass over one layer. */
 typedef struct mn_forward {
     mn_tape *tape;
@@ -124,6 +132,8 @@ typedef struct mn_forward {
     mn_layer_state *state;        // NULL: sequences begin and end within this pass
     int64_t position;             // tokens of the sequence before this pass
     float *variance;              // (B,T): read variance averaged over heads; NULL: not wanted
+    const mn_tap *tap;            // NULL: nobody listens
+    int index;                    // of the layer in its model, for the tap
     bool wants_output_variance;   // ask for `output_variance`, where the kind can (kla)
     mn_tensor *output_variance;   // (B,T,1,D), with gradient; NULL if the kind has none
 } mn_forward;

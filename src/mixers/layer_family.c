@@ -2,6 +2,7 @@
 #include "mixers/layer_family.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/util.h"
@@ -56,8 +57,14 @@ mn_status mn_derive_heads(mn_layer *layer, int64_t num_heads, int64_t num_v_head
     return st;
 }
 
+void mn_tell(const mn_forward *f, const char *name, const mn_tensor *x) {
+    if (f->tap && x && !mn_tape_plans(f->tape)) f->tap->hear(f->tap->context, f->index, name, x);
+}
+
 mn_tensor *mn_project(mn_forward *f, mn_tensor *x, const char *weight, const char *bias) {
-    return mn_tape_linear(f->tape, x, mn_use(f, weight), bias ? mn_use(f, bias) : NULL);
+    mn_tensor *y = mn_tape_linear(f->tape, x, mn_use(f, weight), bias ? mn_use(f, bias) : NULL);
+    mn_tell(f, weight, y);
+    return y;
 }
 
 mn_tensor *mn_short_conv(mn_forward *f, mn_tensor *x, const char *weight, const char *bias, int act,
@@ -156,13 +163,15 @@ mn_tensor *mn_ccq_query(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor *k)
 void mn_tell_variance(mn_forward *f, mn_tensor *variance) {
     if (!f->variance || !variance || mn_tape_plans(f->tape)) return;
     if (mn_tape_status(f->tape) != MN_OK) return;
-    const int64_t *n = variance->shape, width = n[2] * n[3];
-    const bool f64 = mn_tape_dtype(f->tape) == MN_F64;
-    for (int64_t row = 0; row < n[0] * n[1]; row++) {
+    const int64_t *n = variance->shape, rows = n[0] * n[1], width = n[2] * n[3];
+    float *numbers = calloc((size_t)(rows * width), sizeof *numbers);
+    mn_status st = numbers ? mn_tape_read(f->tape, variance, numbers)
+                           : mn_fail(MN_ERR_MEMORY, "no memory for the variances of a step");
+    for (int64_t row = 0; row < rows && st == MN_OK; row++) {
         double sum = 0.0;
-        for (int64_t i = row * width; i < (row + 1) * width; i++) {
-            sum += f64 ? ((double *)variance->data)[i] : ((float *)variance->data)[i];
-        }
+        for (int64_t i = row * width; i < (row + 1) * width; i++) sum += numbers[i];
         f->variance[row] = (float)(sum / (double)width);
     }
+    if (st != MN_OK) mn_tape_fail(f->tape, st);
+    free(numbers);
 }

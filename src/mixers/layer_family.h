@@ -65,6 +65,9 @@ mn_tensor *mn_use_as(const mn_forward *f, const char *name, int64_t rows, int64_
  * q, k (B,T,H,K); x the layer's input. */
 mn_tensor *mn_ccq_query(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor *k);
 
+/* Lets the pass's tap hear `x`, if there is one. */
+void mn_tell(const mn_forward *f, const char *name, const mn_tensor *x);
+
 /* Adds the read variance of this layer, (B,T,H,n), to what the caller asked for. */
 void mn_tell_variance(mn_forward *f, mn_tensor *variance);
 

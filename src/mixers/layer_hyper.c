@@ -9,7 +9,8 @@
  *   y = ((sum_j w_j v_(t-j)) / |x1| sigmoid(x W_r' + b)) W_o'
  *
  * H heads, Q branches (2 H in hyperglu), K and V widths of a branch and a head, P lags, R and S
- * ranks of the two mixes, without which x = z or w = b. A sequence has at most P tokens. */
+ * ranks of the two mixes, without which x = z or w = b. A sequence has at most P tokens. In layout
+ * position the mixes' entry of a key is its place, not its lag. */
 #include "mixers/layer_family.h"
 
 static mn_status check(const mn_layer *layer, int64_t keys, int64_t values) {
@@ -124,6 +125,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     mn_hyper_args *args = mn_run_start(&run, tape, MN_OP_hyper);
     mn_mixer_set_args(&f->layer->mixer, args);
     args->norm = (int)f->layer->config.attn_norm;
+    args->layout = (int)f->layer->config.layout;
     run.call->P = MN_OF(f, 'P');
     run.call->R = MN_OF(f, 'R');
     run.call->W = MN_OF(f, 'S');

@@ -174,6 +174,13 @@ static mn_tensor *filter(mn_forward *f, const sensed *s, mn_tensor **yvar) {
     mn_tensor *y = mn_run_out(&run, "y");
     if (f->variance || f->wants_output_variance) *yvar = mn_run_out(&run, "yvar");
     mn_run_now(&run);
+    mn_tell(f, "v", s->v);
+    mn_tell(f, "prec", s->prec);
+    mn_tell(f, "k", s->k);
+    mn_tell(f, "q", s->q);
+    mn_tell(f, "a", a);
+    mn_tell(f, "p", p);
+    mn_tell(f, "y", y);
     return y;
 }
 

@@ -77,7 +77,7 @@ typedef struct mn_mixer_config {
     double scale;        // 0: 1
     double eps;          // relu_attention, hypermlp, hyperglu; 0: 1e-12
     double rope_base;    // attention; 0: 10000
-    int rope_kind, norm, from_prior, softplus;    // as in the operators' arguments
+    int rope_kind, norm, layout, from_prior, softplus;    // as in the operators' arguments
 } mn_mixer_config;
 
 typedef struct mn_mixer mn_mixer;

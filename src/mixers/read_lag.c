@@ -6,19 +6,20 @@
  *   o = gv sum_l w_l v_(t-l) / rho,   rho = max(|x1|, eps)
  *
  * norm out_scale divides the output by rho, l2 divides x1, none divides nothing. Lag l uses
- * entry P-1-l of the mixing parameters whatever the length of the past. Without U1 or U2 there
- * is no such mix. */
+ * entry P-1-l of the mixing parameters whatever the length of the past; in layout position the
+ * token at place i uses entry i. Without U1 or U2 there is no such mix. */
 #include "mixers/axes.h"
 
 #include <math.h>
 #include <string.h>
 
 enum { NORM_OUT_SCALE, NORM_L2 };
+enum { LAYOUT_LAG, LAYOUT_POSITION };
 
 /* One mix over lags: controls c (rank), U (P,rank), Vt (rank,P), d (P). */
 typedef struct mix {
     const double *c, *U, *Vt, *d;
-    int64_t rank, P;
+    int64_t rank, P, newest;    // newest: the entry of lag 0
 } mix;
 
 /* x <- x (I + diag d + U diag c Vt) over lags 0 .. length-1; `low` has room for `rank` numbers */
@@ -26,11 +27,11 @@ static void apply(double *x, int64_t length, const mix *m, double *low) {
     if (!m->U) return;
     for (int64_t a = 0; a < m->rank; a++) {
         low[a] = 0.0;
-        for (int64_t l = 0; l < length; l++) low[a] += x[l] * m->U[(m->P - 1 - l) * m->rank + a];
+        for (int64_t l = 0; l < length; l++) low[a] += x[l] * m->U[(m->newest - l) * m->rank + a];
         low[a] *= m->c ? m->c[a] : 1.0;
     }
     for (int64_t l = 0; l < length; l++) {
-        const int64_t at = m->P - 1 - l;
+        const int64_t at = m->newest - l;
         if (m->d) x[l] *= 1.0 + m->d[at];
         for (int64_t a = 0; a < m->rank; a++) x[l] += low[a] * m->Vt[a * m->P + at];
     }
@@ -38,6 +39,11 @@ static void apply(double *x, int64_t length, const mix *m, double *low) {
 
 static const double *rows_of(const double *all, int64_t branch, int64_t count) {
     return all ? all + branch * count : NULL;
+}
+
+static int64_t newest_entry(const mn_head *head) {
+    const bool by_place = head->config->layout == LAYOUT_POSITION;
+    return (by_place ? head->cache->length : head->size->P) - 1;
 }
 
 /* Scores of one branch in lag order, mixed. */
@@ -55,7 +61,8 @@ static void scores(double *x, const mn_head *head, int64_t branch) {
                     rows_of(head->token->Vt1, branch, rank * P),
                     rows_of(head->token->d1, branch, P),
                     rank,
-                    P };
+                    P,
+                    newest_entry(head) };
     apply(x, cache->length, &m, head->scratch);
 }
 
@@ -85,7 +92,8 @@ static void read_lags(double *o, const mn_head *head, bool glu) {
     if (glu) scores(x2, head, head->size->H + head->h);
     const double divisor = activate(x1, x2, head);
     const mix m = { head->in.c2, head->in.U2,   head->in.Vt2,
-                    head->in.d2, head->size->W, head->size->P };
+                    head->in.d2, head->size->W, head->size->P,
+                    newest_entry(head) };
     apply(x1, cache->length, &m, head->scratch);
     memset(o, 0, (size_t)V * sizeof *o);
     for (int64_t l = 0; l < cache->length; l++) {

@@ -8,7 +8,7 @@
 #include "base/checked.h"
 #include "base/status.h"
 
-enum { N_SIZES = 9, N_OPTIONS = 4, FIRST_TOKENS = 16 };
+enum { N_SIZES = 9, N_OPTIONS = 5, FIRST_TOKENS = 16 };
 
 /* What opens a snapshot. Up to n_tokens it says which mixers it fits. */
 typedef struct header {
@@ -22,7 +22,7 @@ static void fill_header(header *out, const mn_mixer *m) {
     const mn_call *s = &m->config.size;
     const int64_t size[N_SIZES] = { s->H, s->K, s->V, s->G, s->J, s->Q, s->P, s->R, s->W };
     const int64_t option[N_OPTIONS] = { m->config.rope_kind, m->config.norm, m->config.from_prior,
-                                        m->config.softplus };
+                                        m->config.softplus, m->config.layout };
     memset(out, 0, sizeof *out);
     memcpy(out->magic, "mnstate1", sizeof out->magic);
     mn_mixer_full_name(out->name, &m->info);

@@ -33,6 +33,12 @@ static const char *const known_keys[] = {
 #undef IGNORED
 };
 
+static const char *const decoder_names[MN_DECODER_COUNT] = {
+#define DECODER(id, name, about) [MN_DECODER_##id] = name,
+#include "model/decoders.def"
+#undef DECODER
+};
+
 enum { MAX_KEYS = 512 };
 
 void mn_model_config_free(mn_model_config *config) {
@@ -248,6 +254,18 @@ static mn_status read_mlp(mn_model_config *c, const mn_json *object) {
     return MN_OK;
 }
 
+static mn_status read_decoder(mn_model_config *c, const mn_json *object) {
+    const char *name = decoder_names[MN_DECODER_NONE];
+    const mn_status st = mn_json_opt_text(&name, object, "decoder");
+    const mn_json at = mn_json_member(object, "decoder");
+    c->decoder = MN_DECODER_COUNT;
+    for (int i = 0; i < MN_DECODER_COUNT && st == MN_OK; i++) {
+        if (strcmp(decoder_names[i], name) == 0) c->decoder = (mn_decoder)i;
+    }
+    if (st == MN_OK && c->decoder == MN_DECODER_COUNT) return mn_json_fail(&at, "none or places");
+    return st;
+}
+
 static mn_status require(const mn_json *object, const char *key, bool holds, const char *why) {
     if (holds) return MN_OK;
     const mn_json at = mn_json_member(object, key);
@@ -300,6 +318,7 @@ mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
     mn_status st = mn_json_expect_object(object);
     if (st == MN_OK) st = read_sizes(&c, object);
     if (st == MN_OK) st = read_mlp(&c, object);
+    if (st == MN_OK) st = read_decoder(&c, object);
     if (st == MN_OK) st = read_layers(&c, object);
     if (st == MN_OK) st = check_keys(&c, object);
     if (st == MN_OK) st = read_options(&c, object);
@@ -325,7 +344,7 @@ static const char *type_of(const mn_model_config *c, const char **architecture) 
             all &= strcmp(c->names[k], model_types[i].layer) == 0;
             all &= memcmp(&c->options[k], &c->options[0], sizeof *c->options) == 0;
         }
-        if (!all || c->logit_softcap != 0.0) continue;
+        if (!all || c->logit_softcap != 0.0 || c->decoder != MN_DECODER_NONE) continue;
         *architecture = model_types[i].architecture;
         return model_types[i].type;
     }
@@ -373,6 +392,9 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
     set(object, "num_hidden_layers", json_integer(c->n_layers), &failed);
     set(object, "intermediate_size", json_integer(c->intermediate_size), &failed);
     if (!type) set(object, "mlp", json_string(mlp_names[c->mlp]), &failed);
+    if (c->decoder != MN_DECODER_NONE) {
+        set(object, "decoder", json_string(decoder_names[c->decoder]), &failed);
+    }
     set(object, "tie_word_embeddings", json_boolean(c->tied), &failed);
     set(object, "norm_eps", mn_json_real(c->norm_eps), &failed);
     set(object, "initializer_range", mn_json_real(c->initializer_range), &failed);

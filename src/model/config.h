@@ -16,11 +16,19 @@ typedef enum mn_mlp {
     MN_MLP_COUNT
 } mn_mlp;
 
+typedef enum mn_decoder {
+#define DECODER(id, name, about) MN_DECODER_##id,
+#include "model/decoders.def"
+#undef DECODER
+    MN_DECODER_COUNT
+} mn_decoder;
+
 typedef struct mn_model_config {
     int64_t vocab_size, hidden_size, intermediate_size;
     int64_t context;             // tokens a sequence may have where a layer is limited (hyper)
     double norm_eps, initializer_range, logit_softcap;
     mn_mlp mlp;
+    mn_decoder decoder;
     bool tied;
     int n_layers;
     char (*names)[MN_MIXER_NAME];      // n_layers

@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/rng.h"
 #include "base/status.h"
 #include "model/model_parts.h"
 
@@ -101,13 +100,15 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
     mn_tensor *x = mn_tape_embed(tape, model->leaves[model->embed], in->tokens, in->B, in->T);
     int belief = 0;
     /* what a block leaves behind beside its result it would leave twice */
-    const bool once = !mn_tape_records(tape) || (!in->state && !in->variance);
+    const bool once = !mn_tape_records(tape) || (!in->state && !in->variance && !in->tap);
     for (int i = 0; i < n + (last != NULL) && x; i++) {
         mn_forward one = { .tape = tape, .position = in->state ? in->state->position : 0 };
         mn_forward *f = i == n ? last : &one;
         f->tape = tape;
         f->state = in->state ? &in->state->layers[i] : NULL;
         f->variance = NULL;
+        f->tap = in->tap;
+        f->index = i;
         if (in->variance && mn_layer_has_variance(&model->blocks[i].layer)) {
             f->variance = in->variance + belief++ * in->B * in->T;
         }
@@ -125,6 +126,7 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
 
 mn_tensor *mn_model_hidden(mn_model *model, mn_tape *tape, const mn_model_input *in) {
     mn_tensor *x = trunk(model, tape, in, model->config.n_layers, NULL);
+    x = mn_model_decode(model, tape, x, in->state != NULL);
     mn_tape_scope(tape, "model.norm");
     return mn_model_norm(model, tape, x, model->norm);
 }
@@ -151,14 +153,7 @@ void mn_model_loss(mn_model *model, mn_tape *tape, mn_tensor *hidden, const int3
 static mn_tensor *sample_of(mn_tape *tape, mn_tensor *mean, mn_tensor *deviation, uint64_t seed,
                             uint64_t stream) {
     if (!mean || !deviation) return NULL;
-    const int64_t n = mean->shape[0] * mean->shape[1] * mean->shape[3];
-    double *draws = calloc((size_t)n, sizeof *draws);
-    if (!draws) return mn_tape_fail(tape, mn_fail(MN_ERR_MEMORY, "no memory for samples"));
-    for (int64_t i = 0; !mn_tape_plans(tape) && i < n; i++) {
-        draws[i] = mn_rng_normal(seed, stream, (uint64_t)i);
-    }
-    mn_tensor *noise = mn_tape_constant(tape, mean->shape, draws);
-    free(draws);
+    mn_tensor *noise = mn_tape_normal(tape, mean->shape, seed, stream);
     return mn_tape_add(tape, mean, mn_tape_multiply(tape, deviation, noise));
 }
 
@@ -190,6 +185,7 @@ void mn_model_marginal_loss(mn_model *model, mn_tape *tape, const mn_model_input
         const uint64_t stream = step * MOST_SAMPLES + (uint64_t)s;
         mn_tensor *x = sample_of(tape, mean, deviation, seed, stream);
         x = mn_block_mlp(model, last, tape, x);
+        x = mn_model_decode(model, tape, x, in->state != NULL);
         mn_tape_scope(tape, "model.norm");
         hidden[s] = mn_model_norm(model, tape, x, model->norm);
     }

@@ -98,11 +98,31 @@ static mn_status add_block(mn_model *model, int i) {
 #undef NAMED
 }
 
+static mn_status add_decoder(mn_model *model) {
+    const int64_t D = model->config.hidden_size;
+    const mn_param_info bias = { .rank = 1, .shape = { D }, .count = D, .init = MN_INIT_ZEROS,
+                                 .group = MN_GROUP_VECTOR };
+    mn_status st = MN_OK;
+    char name[MN_PARAM_NAME];
+#define NAMED(suffix) (snprintf(name, sizeof name, "model.decoder.%d." suffix, i), name)
+    for (int i = 0; st == MN_OK && i < MN_DECODER_STAGES; i++) {
+        int *at = model->decoder[i];
+        st = add_norm(model, &at[0], NAMED("norm.weight"));
+        if (st == MN_OK) {
+            st = add_matrix(model, &at[1], NAMED("linear.weight"), D, D, MN_GROUP_MATRIX);
+        }
+        if (st == MN_OK) st = add(model, &at[2], NAMED("linear.bias"), &bias);
+    }
+#undef NAMED
+    return st;
+}
+
 static mn_status build(mn_model *model) {
     const mn_model_config *c = &model->config;
     mn_status st = add_matrix(model, &model->embed, "model.embeddings.weight", c->vocab_size,
                               c->hidden_size, MN_GROUP_EMBED);
     for (int i = 0; st == MN_OK && i < c->n_layers; i++) st = add_block(model, i);
+    if (st == MN_OK && c->decoder == MN_DECODER_PLACES) st = add_decoder(model);
     if (st == MN_OK) st = add_norm(model, &model->norm, "model.norm.weight");
     model->head = model->embed;
     if (st == MN_OK && !c->tied) {
@@ -144,6 +164,7 @@ void mn_model_destroy(mn_model *model) {
     }
     free(model->params);
     free(model->leaves);
+    free(model->ends);
     free(model->blocks);
     mn_model_config_free(&model->config);
     free(model);

@@ -109,6 +109,7 @@ typedef struct mn_model_input {
     int64_t n_sequences;
     mn_model_state *state;         // NULL: sequences begin and end here
     float *variance;               // (beliefs, B, T): read variances; NULL: not wanted
+    const mn_tap *tap;             // hears what layers make; NULL: nobody
     bool add_gradients;            // to what the parameters' gradients hold
     bool recompute;                // keep what goes into each block, and compute it once more
                                    //   going back; the same bits for less memory

@@ -12,6 +12,8 @@ typedef struct mn_block {
     int mlp_norm, gate, up, down;
 } mn_block;
 
+enum { MN_DECODER_STAGES = 2, MN_DECODER_PARTS = 3 };    // norm, weight, bias
+
 struct mn_model {
     mn_model_config config;
     mn_dtype dtype;
@@ -20,6 +22,9 @@ struct mn_model {
     mn_tensor **leaves;              // of the current pass, by parameter
     int n_params, capacity;
     int embed, norm, head;           // head = embed when tied
+    int decoder[MN_DECODER_STAGES][MN_DECODER_PARTS];
+    int32_t *ends;                   // n_ends of them, see decoder.c
+    int64_t n_ends;
     mn_tape *tape;                   // of the current pass
 
     /* On a GPU (place.c): a handle of the model's own, and one piece of memory for all values, for
@@ -42,6 +47,8 @@ void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients);
  * for and brings back. */
 mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x);
 mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x);
+/* What the configuration's decoder makes of the stream behind the last block. */
+mn_tensor *mn_model_decode(mn_model *model, mn_tape *tape, mn_tensor *x, bool from_state);
 mn_tensor *mn_model_norm(mn_model *model, mn_tape *tape, mn_tensor *x, int weight);
 
 #endif

@@ -66,6 +66,5 @@ mn_status mn_compose_ccq_read(mn_context *context, mn_pass pass, const void *arg
     clean.grad.ks0 = p->grad.ks0;
     if (p->grad.k.data) clean.grad.k = dk;
     st = mn_op_run(context, MN_OP_curvature, MN_BACKWARD, &clean);
-    if (st == MN_OK) mn_rows_add(context, c, c->K, p->grad.k, mn_as_input(dk));
-    return st;
+    return st == MN_OK ? mn_rows_add(context, c, c->K, p->grad.k, mn_as_input(dk)) : st;
 }

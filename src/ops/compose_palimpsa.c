@@ -4,7 +4,7 @@
  *
  * so that dgamma = -dg / (n - gamma), dn = sum dg gamma / (n (n - gamma)), ddt = -dg rate and
  * drate = -sum dg dt. The log decay is rounded once, after log1p in double: a decay that is close
- * to 1 keeps all its digits in g. */
+ * to 1 keeps all its digits in g. For the same reason calls of bf16 run in float32. */
 #include <inttypes.h>
 #include <math.h>
 
@@ -13,6 +13,7 @@
 #include "kernels/access.h"
 #include "ops/compose.h"
 #include "ops/rows.h"
+#include "ops/work.h"
 
 /* A gate x per token and a number c per head that make a log decay. */
 typedef struct gating {
@@ -68,17 +69,36 @@ static void decays_backward(void *context, int64_t h, int worker) {
     set(dtype, p->dc, 0, 0, h, sum);
 }
 
+/* dx and dc from dg. */
+static mn_status finish_decays(mn_context *context, gating *p) {
+    if (context->plans) return MN_OK;
+    if (!context->device) {
+        mn_threads_run(context->threads, p->call->H, decays_backward, p);
+        return MN_OK;
+    }
+    mn_status st = mn_rows_glue(context, p->paper ? MN_GLUE_decay_paper_back
+                                                  : MN_GLUE_decay_code_back,
+                                p->call, 1, p->dx, p->x, p->c, p->dg);
+    if (st != MN_OK) return st;
+    return mn_rows_glue(context, p->paper ? MN_GLUE_sum_decay_paper : MN_GLUE_sum_decay_code,
+                        p->call, 1, p->dc, p->x, p->c, p->dg);
+}
+
 /* Fills p->g, and p->dg with room for its gradient when `back`. */
 static mn_status prepare_decays(mn_context *context, gating *p, bool back) {
     const char *name = p->paper ? "palimpsa_paper" : "palimpsa_code";
     const mn_out dg = mn_rows_temporary(context, p->call, back ? 1 : 0);
     p->g = mn_rows_temporary(context, p->call, 1);
     p->dg = mn_as_input(dg);
-    p->bad_tokens = mn_arena_array(context->arena, p->call->H, 1, sizeof *p->bad_tokens);
+    p->bad_tokens = mn_work_array(context, p->call->H, 1, sizeof *p->bad_tokens);
     if (!dg.data || !p->g.data || !p->bad_tokens) {
         return mn_fail(MN_ERR_MEMORY, "%s: no memory for its temporaries", name);
     }
     if (context->plans) return MN_OK;
+    if (context->device) {    // where values are not checked
+        return mn_rows_glue(context, p->paper ? MN_GLUE_decay_paper : MN_GLUE_decay_code, p->call,
+                            1, p->g, p->x, p->c, (mn_in){ 0 });
+    }
     mn_threads_run(context->threads, p->call->H, form_decays, p);
     for (int64_t h = 0; h < p->call->H; h++) {
         if (p->bad_tokens[h] == 0) continue;
@@ -100,6 +120,9 @@ static mn_out writable(mn_in view) {
 mn_status mn_compose_palimpsa_code(mn_context *context, mn_pass pass, const void *args) {
     const mn_palimpsa_code_args *p = args;
     const bool back = pass == MN_BACKWARD;
+    if (p->call.dtype == MN_BF16) {
+        return mn_compose_wide(context, MN_OP_palimpsa_code, pass, args);
+    }
     gating gates = { .call = &p->call, .paper = false, .x = p->dt, .c = p->decay_rate,
                      .dx = p->grad.dt, .dc = p->grad.decay_rate };
     mn_status st = prepare_decays(context, &gates, back);
@@ -115,8 +138,7 @@ mn_status mn_compose_palimpsa_code(mn_context *context, mn_pass pass, const void
                   .imp0 = p->grad.imp0 },
     };
     st = mn_op_run(context, MN_OP_importance, pass, &child);
-    if (st == MN_OK && back) mn_threads_run(context->threads, p->call.H, decays_backward, &gates);
-    return st;
+    return st == MN_OK && back ? finish_decays(context, &gates) : st;
 }
 
 /* With v' = beta v:  dv = beta dv',  dbeta = v dv' + db. */
@@ -124,6 +146,7 @@ mn_status mn_compose_palimpsa_paper(mn_context *context, mn_pass pass, const voi
     const mn_palimpsa_paper_args *p = args;
     const mn_call *c = &p->call;
     const bool back = pass == MN_BACKWARD;
+    if (c->dtype == MN_BF16) return mn_compose_wide(context, MN_OP_palimpsa_paper, pass, args);
     gating gates = { .call = c, .paper = true, .x = p->gamma, .c = p->n_mem,
                      .dx = p->grad.gamma, .dc = p->grad.n_mem };
     mn_status st = prepare_decays(context, &gates, back);
@@ -133,7 +156,8 @@ mn_status mn_compose_palimpsa_paper(mn_context *context, mn_pass pass, const voi
     if (!v.data || !dv.data) {
         return mn_fail(MN_ERR_MEMORY, "palimpsa_paper: no memory for its temporaries");
     }
-    mn_rows_multiply(context, c, c->V, v, p->v, p->beta, false);
+    st = mn_rows_multiply(context, c, c->V, v, p->v, p->beta, false);
+    if (st != MN_OK) return st;
     const mn_importance_args child = {
         .call = p->call, .scale = p->scale,
         .q = p->q, .k = p->k, .v = mn_as_input(v), .b = p->beta, .g = mn_as_input(gates.g),
@@ -146,8 +170,9 @@ mn_status mn_compose_palimpsa_paper(mn_context *context, mn_pass pass, const voi
     };
     st = mn_op_run(context, MN_OP_importance, pass, &child);
     if (st != MN_OK || !back) return st;
-    mn_rows_multiply(context, c, c->V, p->grad.v, mn_as_input(dv), p->beta, false);
-    mn_rows_multiply(context, c, c->V, p->grad.beta, mn_as_input(dv), p->v, true);
-    mn_threads_run(context->threads, c->H, decays_backward, &gates);
-    return MN_OK;
+    st = mn_rows_multiply(context, c, c->V, p->grad.v, mn_as_input(dv), p->beta, false);
+    if (st == MN_OK) {
+        st = mn_rows_multiply(context, c, c->V, p->grad.beta, mn_as_input(dv), p->v, true);
+    }
+    return st == MN_OK ? finish_decays(context, &gates) : st;
 }

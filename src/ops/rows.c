@@ -4,6 +4,7 @@
 #include "base/checked.h"
 #include "base/dtype.h"
 #include "kernels/access.h"
+#include "ops/work.h"
 
 typedef struct product {
     const mn_call *call;
@@ -39,12 +40,31 @@ static void multiply_token(void *context, int64_t item, int worker) {
     }
 }
 
-void mn_rows_multiply(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a,
-                      mn_in b, bool add) {
+mn_status mn_rows_glue(mn_context *context, mn_glue_id id, const mn_call *call, int64_t width,
+                       mn_out x, mn_in a, mn_in b, mn_in c) {
+    const mn_glue step = { .dtype = call->dtype, .B = call->B, .T = call->T, .H = call->H,
+                           .width = width, .a = a, .b = b, .c = c, .x = x };
+    return x.data ? mn_work_glue(context, id, &step) : MN_OK;
+}
+
+mn_status mn_rows_convert(mn_context *context, const mn_call *call, int64_t width, mn_out x,
+                          mn_in a, bool widen) {
+    const mn_glue step = { .dtype = call->dtype, .B = call->B, .T = call->T, .H = call->H,
+                           .width = width, .a = a, .x = x,
+                           .wide = widen ? MN_GLUE_WIDE_X : MN_GLUE_WIDE_A };
+    return x.data && a.data ? mn_work_glue(context, MN_GLUE_copy, &step) : MN_OK;
+}
+
+mn_status mn_rows_multiply(mn_context *context, const mn_call *call, int64_t width, mn_out y,
+                           mn_in a, mn_in b, bool add) {
     product p = { call, width, y, a, b, add };
-    if (y.data && a.data && b.data) {
-        mn_threads_run(context->threads, call->B * call->T, multiply_token, &p);
+    if (!y.data || !a.data || !b.data || context->plans) return MN_OK;
+    if (context->device) {
+        return mn_rows_glue(context, add ? MN_GLUE_multiply_add : MN_GLUE_multiply, call, width, y,
+                            a, b, add ? mn_as_input(y) : (mn_in){ 0 });
     }
+    mn_threads_run(context->threads, call->B * call->T, multiply_token, &p);
+    return MN_OK;
 }
 
 static void add_token(void *context, int64_t item, int worker) {
@@ -64,16 +84,21 @@ static void add_token(void *context, int64_t item, int worker) {
     }
 }
 
-void mn_rows_add(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
+mn_status mn_rows_add(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
     product p = { .call = call, .width = width, .y = y, .a = a };
-    if (y.data && a.data) mn_threads_run(context->threads, call->B * call->T, add_token, &p);
+    if (!y.data || !a.data || context->plans) return MN_OK;
+    if (context->device) {
+        return mn_rows_glue(context, MN_GLUE_add, call, width, y, a, mn_as_input(y), (mn_in){ 0 });
+    }
+    mn_threads_run(context->threads, call->B * call->T, add_token, &p);
+    return MN_OK;
 }
 
 mn_out mn_rows_temporary(mn_context *context, const mn_call *call, int64_t width) {
     mn_out view = { NULL, { call->T * call->H * width, call->H * width, width } };
     int64_t rows;
     if (mn_mul_i64(&rows, call->B * call->T, call->H)) {
-        view.data = mn_arena_array(context->arena, rows, width, mn_dtype_bytes(call->dtype));
+        view.data = mn_work_array(context, rows, width, mn_dtype_bytes(call->dtype));
     }
     return view;
 }

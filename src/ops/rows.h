@@ -2,18 +2,27 @@
 #ifndef MN_OPS_ROWS_H
 #define MN_OPS_ROWS_H
 
+#include "kernels/glue.h"
 #include "ops/context.h"
 
 /* y = a b, or y += a b when `add`; rows of `width`, sizes and type from `call`. Views carry their
- * strides; y may be a or b. */
-void mn_rows_multiply(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a,
-                      mn_in b, bool add);
+ * strides; y may be a or b. Nothing happens where a view is absent. */
+mn_status mn_rows_multiply(mn_context *context, const mn_call *call, int64_t width, mn_out y,
+                           mn_in a, mn_in b, bool add);
 
 /* y += a over the same rows. */
-void mn_rows_add(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a);
+mn_status mn_rows_add(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a);
 
-/* A contiguous temporary (B,T,H,width) from the context's arena; data is NULL when memory is out.
- */
+/* A step of glue.def with one result over the same rows; of contexts with a device only. */
+mn_status mn_rows_glue(mn_context *context, mn_glue_id id, const mn_call *call, int64_t width,
+                       mn_out x, mn_in a, mn_in b, mn_in c);
+
+/* x = a, where x (or else a) is float32 and the other one of the call's type; of contexts with a
+ * device only. */
+mn_status mn_rows_convert(mn_context *context, const mn_call *call, int64_t width, mn_out x,
+                          mn_in a, bool widen);
+
+/* A contiguous temporary (B,T,H,width) of work.h; data is NULL when memory is out. */
 mn_out mn_rows_temporary(mn_context *context, const mn_call *call, int64_t width);
 
 /* The same view, to read. */

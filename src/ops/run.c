@@ -8,6 +8,7 @@
 #include "base/status.h"
 #include "ops/compose.h"
 #include "ops/validate.h"
+#include "ops/work.h"
 
 typedef mn_status (*compose_fn)(mn_context *context, mn_pass pass, const void *args);
 
@@ -19,20 +20,22 @@ static const int kernel_of[MN_OP_COUNT] = {
 };
 
 static const compose_fn composition_of[MN_OP_COUNT] = {
-#define COMPOSE(name) [MN_OP_##name] = mn_compose_##name,
+#define COMPOSE(name, parts) [MN_OP_##name] = mn_compose_##name,
 #include "ops/compose.def"
 #undef COMPOSE
     NULL,
 };
 
-/* A composition that only gives another operator's arguments other names runs wherever that
- * operator does (its kernel's id + 1); other compositions need the CPU's arena. */
-static const int renames[MN_OP_COUNT] = { [MN_OP_delta_net] = MN_KERNEL_delta + 1 };
+/* What a composition needs on a device: kernels, and products, which have none there yet. */
+#define PART(name) ((uint64_t)1 << MN_KERNEL_##name)
+#define MN_PART_PRODUCTS ((uint64_t)1 << 63)
+_Static_assert(MN_KERNEL_COUNT < 63, "the parts of a composition are bits");
 
-/* The kernel behind an op on a device, its id + 1; 0 where there is none. */
-static int device_kernel_of(mn_op_id op) {
-    return kernel_of[op] ? kernel_of[op] : renames[op];
-}
+static const uint64_t parts_of[MN_OP_COUNT] = {
+#define COMPOSE(name, parts) [MN_OP_##name] = parts,
+#include "ops/compose.def"
+#undef COMPOSE
+};
 
 typedef struct job {
     const mn_kernel *kernel;
@@ -51,7 +54,7 @@ static void run_item(void *context, int64_t item, int worker) {
 
 const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pass,
                               mn_dtype dtype) {
-    const int id = context->device ? device_kernel_of(op) : kernel_of[op];
+    const int id = kernel_of[op];
     if (id == 0) return NULL;
     const mn_kernel_table *table = context->device   ? &context->cuda
                                    : dtype == MN_F64 ? &context->f64
@@ -62,8 +65,13 @@ const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pa
 bool mn_op_has_cuda(mn_op_id op, mn_pass pass) {
     mn_kernel_table table;
     mn_kernel_table_fill_cuda(&table);
-    const int id = device_kernel_of(op);
-    return id && table.kernel[id - 1][pass].launch;
+    if (kernel_of[op]) return table.kernel[kernel_of[op] - 1][pass].launch;
+    if (!parts_of[op] || pass == MN_STEP || parts_of[op] & MN_PART_PRODUCTS) return false;
+    bool there = true;
+    for (int id = 0; id < MN_KERNEL_COUNT; id++) {
+        if (parts_of[op] >> id & 1) there = there && table.kernel[id][pass].launch;
+    }
+    return there;
 }
 
 static const void *data_at(const void *args, const mn_field *field) {
@@ -136,12 +144,13 @@ static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, cons
 /* ---- on a device ----------------------------------------------------------------------------- */
 
 /* Copies `count` numbers of a host array that kernels read to the device; NULL stays NULL. */
-static mn_status lend_array(mn_device *device, const int64_t **array, int64_t count) {
+static mn_status lend_array(mn_context *context, const int64_t **array, int64_t count) {
     if (!*array) return MN_OK;
     const size_t bytes = (size_t)count * sizeof **array;    // validated: the array is there
-    void *there = mn_device_bytes(device, bytes);
+    void *there = mn_work_bytes(context, bytes);
     if (!there) return mn_fail(MN_ERR_MEMORY, "the GPU has no %zu bytes left", bytes);
-    const mn_status st = mn_device_upload(device, there, *array, bytes);
+    if (context->plans) return MN_OK;
+    const mn_status st = mn_device_upload(context->device, there, *array, bytes);
     *array = there;
     return st;
 }
@@ -149,16 +158,15 @@ static mn_status lend_array(mn_device *device, const int64_t **array, int64_t co
 /* Makes what callers keep in host memory visible to the kernels. */
 static mn_status lend_arrays(mn_context *context, mn_op_id op, void *args) {
     mn_call *call = args;
-    mn_device *device = context->device;
     const int64_t n_states = call->cu_seqlens ? call->n_seqs : call->B;
     mn_status st = MN_OK;
     if (call->cu_seqlens && call->cu_seqlens == context->borders.host) {
         call->cu_seqlens = context->borders.there;
     } else {
-        st = lend_array(device, &call->cu_seqlens, call->n_seqs + 1);
+        st = lend_array(context, &call->cu_seqlens, call->n_seqs + 1);
     }
     if (st == MN_OK && op == MN_OP_curvature) {
-        st = lend_array(device, &((mn_curvature_args *)args)->counts0, n_states);
+        st = lend_array(context, &((mn_curvature_args *)args)->counts0, n_states);
     }
     return st;
 }
@@ -171,18 +179,14 @@ static mn_status launch_kernel(mn_context *context, const mn_kernel *kernel, mn_
     if (!kernel->plan(args, &plan)) {
         return mn_fail(MN_ERR_MEMORY, "%s: the sizes of its work space overflow", name);
     }
-    if (context->plans) {
-        mn_arena_bytes(context->arena, plan.shared_bytes);    // counts
-        return MN_OK;
-    }
-    void *shared = plan.shared_bytes > 0 ? mn_device_bytes(device, plan.shared_bytes) : NULL;
+    void *shared = plan.shared_bytes > 0 ? mn_work_bytes(context, plan.shared_bytes) : NULL;
     if (plan.shared_bytes > 0 && !shared) {
         return mn_fail(MN_ERR_MEMORY, "%s: the GPU has no memory for a work space of %zu bytes",
                        name, plan.shared_bytes);
     }
-    mn_status st = mn_device_use(device);
+    mn_status st = context->plans ? MN_OK : mn_device_use(device);
     if (st == MN_OK) st = lend_arrays(context, op, args);
-    if (st != MN_OK) return st;
+    if (st != MN_OK || context->plans) return st;
     return mn_device_check(device, kernel->launch(args, shared, mn_device_stream(device)), name);
 }
 
@@ -195,12 +199,13 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     }
     mn_status st = mn_validate_sizes(op, args, pass == MN_BACKWARD);
     if (st != MN_OK) return st;
-    if (renames[op]) return composition_of[op](context, pass, args);
     const mn_kernel *kernel = kernel_of[op] ? choose_kernel(context, op, pass, args) : NULL;
-    if (!kernel || !kernel->launch) return refuse_device(op, pass);
-    const mn_mark mark = mn_device_mark(context->device);
-    st = launch_kernel(context, kernel, op, args);
-    mn_device_release(context->device, mark);
+    const bool serves = kernel ? kernel->launch != NULL : mn_op_has_cuda(op, pass);
+    if (!serves) return refuse_device(op, pass);
+    const mn_mark mark = mn_work_mark(context);
+    st = kernel ? launch_kernel(context, kernel, op, args)
+                : composition_of[op](context, pass, args);
+    mn_work_release(context, mark);
     return st;
 }
 

@@ -297,6 +297,15 @@ mn_tensor *mn_tape_filled(mn_tape *tape, const int64_t shape[4], double value) {
     return x;
 }
 
+mn_tensor *mn_tape_normal(mn_tape *tape, const int64_t shape[4], uint64_t seed, uint64_t stream) {
+    mn_tensor *x = mn_tape_new(tape, shape);
+    if (!x) return NULL;
+    x->slot = NULL;
+    mn_tape_do(tape, MN_WORK_NORMAL,
+               &(mn_normal_work){ mn_value(x), mn_count4(shape), seed, stream });
+    return x;
+}
+
 /* float32 on a device whatever the tape's type: what fits in a table is small. */
 mn_tensor *mn_tape_constant(mn_tape *tape, const int64_t shape[4], const double *values) {
     const mn_dtype dtype = tape->dtype == MN_F64 ? MN_F64 : MN_F32;

@@ -141,6 +141,9 @@ mn_tensor *mn_tape_new_of(mn_tape *tape, mn_dtype dtype, const int64_t shape[4])
 mn_tensor *mn_tape_filled(mn_tape *tape, const int64_t shape[4], double value);
 mn_tensor *mn_tape_constant(mn_tape *tape, const int64_t shape[4], const double *values);
 
+/* Normal numbers without gradient, a function of (seed, stream, place). */
+mn_tensor *mn_tape_normal(mn_tape *tape, const int64_t shape[4], uint64_t seed, uint64_t stream);
+
 /* The same numbers in another type; x itself if it has it. */
 mn_tensor *mn_tape_cast(mn_tape *tape, mn_tensor *x, mn_dtype dtype);
 

@@ -1,10 +1,12 @@
-/* tape_cpu.c - works that move numbers, on the CPU's threads, and the table of all works there. */
+/* tape_cpu.c - works that move or make numbers, on the CPU's threads, and the table of all works
+ * there. */
 #include "ops/tape_cpu.h"
 
 #include <math.h>
 #include <string.h>
 
 #include "base/dtype.h"
+#include "base/rng.h"
 #include "base/util.h"
 
 enum { ROWS = 16, COLUMNS = 64 };
@@ -89,6 +91,25 @@ int mn_work_fill_cpu(void *where, const void *work, void *space) {
     (void)space;
     const mn_fill_work *w = work;
     return mn_work_items(where, mn_ceil_div(mn_rows_of(w->shape), ROWS), fill_rows, w);
+}
+
+enum { DRAWN = 1024 };    // numbers of an item
+
+static void draw(void *context, int64_t item, int worker) {
+    (void)worker;
+    const mn_normal_work *w = context;
+    const int64_t last = mn_min((item + 1) * DRAWN, w->n);
+    for (int64_t i = item * DRAWN; i < last; i++) {
+        const double x = mn_rng_normal(w->seed, w->stream, (uint64_t)i);
+        if (w->to.dtype == MN_F64) ((double *)w->to.data)[i] = x;
+        else ((float *)w->to.data)[i] = (float)x;
+    }
+}
+
+int mn_work_normal_cpu(void *where, const void *work, void *space) {
+    (void)space;
+    const mn_normal_work *w = work;
+    return mn_work_items(where, mn_ceil_div(w->n, DRAWN), draw, w);
 }
 
 /* ---- rows by index --------------------------------------------------------------------------- */

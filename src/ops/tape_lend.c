@@ -116,17 +116,19 @@ mn_status mn_tape_results(mn_tape *tape) {
 
 /* ---- numbers of a tensor --------------------------------------------------------------------- */
 
+/* Through the device's scratch memory: reading is no part of the step. */
 static mn_status read_from_device(mn_tape *tape, const mn_tensor *x, float *out) {
     const size_t bytes = (size_t)mn_count4(x->shape) * sizeof *out;
-    const mn_tape_mark mark = mn_tape_hold(tape);
-    void *there = mn_tape_bytes_of(tape, bytes);
+    const mn_mark mark = mn_device_mark(tape->device);
+    void *there = mn_device_bytes(tape->device, bytes);
+    if (!there) return mn_fail(MN_ERR_MEMORY, "the GPU has no memory to convert %zu bytes", bytes);
     mn_move_work work = { .to = mn_flat_view(there, MN_F32, x->shape), .from = mn_value(x),
                           .times = 1 };
     memcpy(work.shape, x->shape, sizeof work.shape);
-    if (there) mn_tape_do(tape, MN_WORK_MOVE, &work);
+    mn_tape_do(tape, MN_WORK_MOVE, &work);
     mn_status st = mn_tape_status(tape);
     if (st == MN_OK) st = mn_tape_fetch(tape, out, there, bytes);
-    mn_tape_let_go(tape, mark);
+    mn_device_release(tape->device, mark);
     return st;
 }
 

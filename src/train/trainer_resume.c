@@ -112,6 +112,7 @@ static const char *difference(const mn_model_config *a, const mn_model_config *b
     if (a->vocab_size != b->vocab_size) return "vocab_size";
     if (a->hidden_size != b->hidden_size) return "hidden_size";
     if (a->mlp != b->mlp) return "mlp";
+    if (a->decoder != b->decoder) return "decoder";
     if (a->intermediate_size != b->intermediate_size) return "intermediate_size";
     if (a->tied != b->tied) return "tie_word_embeddings";
     if (a->norm_eps != b->norm_eps) return "norm_eps";

@@ -70,6 +70,33 @@ run 0 reproduce collision --out bare --quiet
 PATH=$path
 grep -q 'There are no figures: gnuplot is not installed' bare/report.md || fail "no sentence"
 
+# what needs no training, and what looks inside trained models
+run 0 reproduce forgetting --out forgetting --quiet --jobs 2
+quiet
+grep -q '^12 of 12 runs' forgetting/report.md || fail "not twelve runs"
+tiny_maps="--steps 4 --set task.test=8 --set evaluate.batch=8 --set task.train=64 --quiet"
+# shellcheck disable=SC2086
+run 0 reproduce kla-maps --out maps $tiny_maps
+quiet
+[ "$(head -n 1 maps/maps-1.csv)" = "channel,output_at,value_of,weight" ] || fail "no map"
+json_file() { python3 -c "import json,sys; d=json.load(open('$1')); assert $2" || fail "$1: $2"; }
+if command -v python3 >/dev/null; then
+    json_file maps/results.json 'all(r["result"]["maps"]["digits"] > 4 for r in d["runs"])'
+fi
+if command -v gnuplot >/dev/null; then
+    rm maps/maps-1.svg
+    run 0 plot maps
+    says '^maps/maps-1.svg$'
+    grep -q '</svg>' maps/maps-1.svg || fail "no picture of a map"
+fi
+run 0 reproduce ccq-alignment --out alignment --steps 2 --set task.test=4 --quiet
+quiet
+head -n 1 alignment/alignment-1.csv | grep -q '^layer,needle,whole,rest,gap' || fail "no gaps"
+run 1 reproduce mad --checkpoint alignment
+complains 'is for ccq-alignment'
+run 1 reproduce ccq-alignment --checkpoint nowhere --out other-alignment
+complains 'nowhere: there is no model.safetensors'
+
 # mneme sweep
 cat >jobs.json <<'END'
 {"job": {"task": {"name": "mad-recall", "options": {"length": 16}, "train": 64, "test": 16},

@@ -16,6 +16,7 @@
 
 enum { RELU, GLU };
 enum { OUT_SCALE, L2, NONE };
+enum { LAG, POSITION };
 
 typedef struct shape {
     int kind, norm;
@@ -83,25 +84,59 @@ static const shape shapes[] = {
     { GLU, OUT_SCALE, 1, 60, 1, 4, 4, 2, 2, 8260, 8300 },
 };
 
+static mn_sample *make_in(int layout, const shape *s, mn_dtype dtype, uint64_t seed) {
+    mn_sample *sample = make(s, dtype, seed);
+    ((mn_hyper_args *)sample->args)->layout = layout;
+    return sample;
+}
+
+static void match_reference(int layout, const shape *s, uint64_t seed) {
+    mn_sample *f32 = make_in(layout, s, MN_F32, seed), *want = make_in(layout, s, MN_F64, seed);
+    op_convert(want, f32);
+    drop(f32);
+    run(op_context("ref", 2), want, false);
+    run(op_context("ref", 2), want, true);
+    EACH_TARGET(target) {
+        if (target->dtype == MN_F64) continue;
+        mn_sample *got = make_in(layout, s, MN_F32, seed);
+        run(op_context(target->name, 2), got, false);
+        run(op_context(target->name, 2), got, true);
+        const char *text = shape_text(s);
+        check_samples_close(text, target->name, got, want, false, tolerance(target, false));
+        check_samples_close(text, target->name, got, want, true, tolerance(target, true));
+        drop(got);
+    }
+    drop(want);
+}
+
 static void targets_match_reference(void **state) {
     (void)state;
-    for (size_t i = 0; i < MN_COUNTOF(shapes); i++) {
-        mn_sample *f32 = make(&shapes[i], MN_F32, i + 1), *want = make(&shapes[i], MN_F64, i + 1);
-        op_convert(want, f32);
-        drop(f32);
-        run(op_context("ref", 2), want, false);
-        run(op_context("ref", 2), want, true);
-        EACH_TARGET(target) {
-            if (target->dtype == MN_F64) continue;
-            mn_sample *got = make(&shapes[i], MN_F32, i + 1);
-            run(op_context(target->name, 2), got, false);
-            run(op_context(target->name, 2), got, true);
-            const char *text = shape_text(&shapes[i]);
-            check_samples_close(text, target->name, got, want, false, tolerance(target, false));
-            check_samples_close(text, target->name, got, want, true, tolerance(target, true));
-            drop(got);
-        }
-        drop(want);
+    for (size_t i = 0; i < MN_COUNTOF(shapes); i++) match_reference(LAG, &shapes[i], i + 1);
+    check_done();
+}
+
+static void positions_match_reference(void **state) {
+    (void)state;
+    for (size_t i = 0; i < MN_COUNTOF(shapes); i++) match_reference(POSITION, &shapes[i], i + 1);
+    check_done();
+}
+
+/* The last row of a full block has the same entries in both layouts, the rows before others. */
+static void layouts_meet_in_the_last_row(void **state) {
+    (void)state;
+    EACH_TARGET(target) {
+        const shape s = { GLU, OUT_SCALE, 1, 60, 2, 4, 6, 3, 5, 0, 60 };
+        mn_sample *lag = make_in(LAG, &s, target->dtype, 5);
+        mn_sample *position = make_in(POSITION, &s, target->dtype, 5);
+        run(op_context(target->name, 2), lag, false);
+        run(op_context(target->name, 2), position, false);
+        const size_t bytes = mn_dtype_bytes(target->dtype), row = (size_t)(s.H * s.V) * bytes;
+        char *a = mn_sample_find(lag, "o")->data, *b = mn_sample_find(position, "o")->data;
+        check_close("last row", target->name, position, b + (size_t)(s.T - 1) * row, lag,
+                    a + (size_t)(s.T - 1) * row, s.H * s.V, tolerance(target, false));
+        CHECK(memcmp(a + row, b + row, row) != 0, "%s: the layouts are the same", target->name);
+        drop(lag);
+        drop(position);
     }
     check_done();
 }
@@ -353,7 +388,9 @@ static void wrong_sizes_are_refused(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(targets_match_reference), cmocka_unit_test(l2_is_out_scale),
+        cmocka_unit_test(targets_match_reference),
+        cmocka_unit_test(positions_match_reference),
+        cmocka_unit_test(layouts_meet_in_the_last_row), cmocka_unit_test(l2_is_out_scale),
         cmocka_unit_test(unused_lags_do_not_show), cmocka_unit_test(decoding_is_the_whole),
         cmocka_unit_test(layer_keeps_its_past),    cmocka_unit_test(zero_rows_give_zero),
         cmocka_unit_test(zero_mixes_are_none),     cmocka_unit_test(wrong_sizes_are_refused),

@@ -361,6 +361,54 @@ static void a_damaged_file_is_named(void **state) {
     check_done();
 }
 
+/* Ends the process in the middle of a job; elsewhere says where the job began. */
+static void end_at_third(void *context, const mn_job_progress *now) {
+    (void)context;
+    if (now->step == 3) _exit(7);
+}
+
+static void note_first(void *context, const mn_job_progress *now) {
+    int64_t *first = context;
+    if (*first < 0) *first = now->step;
+}
+
+/* A job that was killed goes on where it saved itself, and ends with the same numbers. */
+static void a_killed_job_goes_on(void **state) {
+    (void)state;
+    char folder[PATH], own[2 * PATH], key[MN_JOB_KEY];
+    int status = 0;
+    int64_t first = -1;
+    snprintf(folder, sizeof folder, "%s", in_folder("keep"));
+    json_t *jobs = expand("{\"jobs\": [{\"task\": {\"name\": \"mad-recall\", \"options\": {"
+                          "\"length\": 16}, \"train\": 64, \"test\": 16}, \"model\": {"
+                          "\"layers\": \"gdn\", \"hidden_size\": 16, \"num_hidden_layers\": 1}, "
+                          "\"train\": {\"steps\": 6, \"batch\": 16, \"warmup\": 0}, "
+                          "\"evaluate\": {\"every\": 1, \"select\": \"loss\"}}]}");
+    const json_t *job = json_array_get(jobs, 0);
+    json_t *whole = NULL, *resumed = NULL;
+    const mn_job_keeping keeping = { folder, 0.0 };
+    assert_int_equal(mn_job_key(key, job), MN_OK);
+    assert_int_equal(mn_job_run(&whole, job, NULL, NULL, NULL), MN_OK);
+    const pid_t pid = fork();
+    if (pid == 0) {
+        mn_job_run(&resumed, job, &keeping, end_at_third, NULL);
+        _exit(1);
+    }
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 7);
+    snprintf(own, sizeof own, "%s/%s", folder, key);
+    assert_int_equal(access(own, F_OK), 0);
+    assert_int_equal(mn_job_run(&resumed, job, &keeping, note_first, &first), MN_OK);
+    CHECK(first == 3, "the job began at step %d", (int)first);
+    CHECK(json_equal(json_object_get(whole, "result"), json_object_get(resumed, "result")),
+          "another result");
+    CHECK(access(own, F_OK) != 0, "%s is still there", own);
+    json_decref(whole);
+    json_decref(resumed);
+    json_decref(jobs);
+    check_done();
+}
+
 /* Every memory of the learned collisions learns, and learns the same again. */
 static void learned_collisions_repeat(void **state) {
     (void)state;
@@ -372,8 +420,8 @@ static void learned_collisions_repeat(void **state) {
     for (size_t i = 0; i < json_array_size(jobs); i++) {
         json_t *one = NULL, *two = NULL;
         const json_t *job = json_array_get(jobs, i);
-        if (mn_job_run(&one, job, NULL, NULL) != MN_OK ||
-            mn_job_run(&two, job, NULL, NULL) != MN_OK) {
+        if (mn_job_run(&one, job, NULL, NULL, NULL) != MN_OK ||
+            mn_job_run(&two, job, NULL, NULL, NULL) != MN_OK) {
             check_fatal("%s", mn_last_error());
         }
         const json_t *result = json_object_get(one, "result");
@@ -433,6 +481,7 @@ int main(void) {
         cmocka_unit_test(one_failure_stops_nothing),
         cmocka_unit_test(stopping_leaves_the_rest),
         cmocka_unit_test(a_damaged_file_is_named),
+        cmocka_unit_test(a_killed_job_goes_on),
         cmocka_unit_test(learned_collisions_repeat),
         cmocka_unit_test(cells_choose_the_best_setting),
     };

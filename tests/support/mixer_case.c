@@ -105,6 +105,7 @@ static void set_config(mixer_case *c) {
         if (strcmp(name, "rope_base") == 0) c->config.rope_base = *(const double *)at;
         if (strcmp(name, "rope_kind") == 0) c->config.rope_kind = *(const int *)at;
         if (strcmp(name, "norm") == 0) c->config.norm = *(const int *)at;
+        if (strcmp(name, "layout") == 0) c->config.layout = *(const int *)at;
         if (strcmp(name, "from_prior") == 0) c->config.from_prior = *(const int *)at;
         if (strcmp(name, "softplus") == 0) c->config.softplus = *(const int *)at;
     }

@@ -86,8 +86,7 @@ static void widen(op_tolerances *out, const mn_sample *moved, const mn_sample *w
     }
 }
 
-/* Norm of all products cotangent x result. */
-static double loss_norm(const mn_sample *want) {
+double op_loss_norm(const mn_sample *want) {
     double sum = 0.0;
     for (int i = 0; i < want->n_tensors; i++) {
         const mn_sample_tensor *t = &want->tensors[i];
@@ -106,7 +105,7 @@ void op_measure(op_tolerances *out, mn_sample *want, const op_case *c) {
         out->gradient[i] = is_dynamics(want->tensors[i].field) ? 2e-5 : 5e-6;
     }
     op_run_both(context, want, c);
-    out->loss_norm = loss_norm(want);
+    out->loss_norm = op_loss_norm(want);
     mn_sample moved;
     op_case f64 = *c;
     f64.dtype = MN_F64;

@@ -26,6 +26,9 @@ typedef struct op_tolerances {
     double loss_norm;                 // of all products cotangent x result
 } op_tolerances;
 
+/* Norm of all products cotangent x result. */
+double op_loss_norm(const mn_sample *want);
+
 /* Runs `want` (float64, inputs drawn) both ways, so that it holds results and gradients, and
  * measures its tolerances. */
 void op_measure(op_tolerances *out, mn_sample *want, const op_case *c);

@@ -1,7 +1,11 @@
-/* additive.cu - S = diag(exp g) S + k v';  o = scale S'q (see ref/additive.c), as the recurrence of
- * memory.cuh without its eraser: w = k, and the residual is the value. Forward in bf16 with a decay
- * that channels share goes over chunks instead; a decode step does not. */
-#include "kernels/cuda/additive_chunk.cuh"
+/* additive.cu - S = diag(exp g) S + k v';  o = scale S'q (see ref/additive.c).
+ *
+ * bf16 calls are walks over chunks on tensor cores (additive_tile.cuh says which); the rest and
+ * decoding are the recurrence of memory.cuh without its eraser: w = k, and the residual is v. */
+#include "kernels/cuda/additive.cuh"
+
+#include <math.h>
+
 #include "kernels/cuda/memory.cuh"
 
 static mn_memory memory_of(const mn_additive_args *p) {
@@ -14,6 +18,142 @@ static mn_memory memory_of(const mn_additive_args *p) {
     return m;
 }
 
+/* ---- which calls go over chunks -------------------------------------------------------------- */
+
+int mn_additive_depth(int64_t width) {
+    return width <= 64 ? 64 : width <= 128 ? 128 : 256;
+}
+
+int mn_additive_shared_limit(void) {
+    int device = 0, limit = 0;
+    if (cudaGetDevice(&device) != cudaSuccess) return 0;
+    (void)cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return limit;
+}
+
+static int chunk_of(const mn_additive_args *p, int64_t width) {
+    const int depth = mn_additive_depth(width);
+    return p->decay == MN_DECAY_CHANNEL ? mn_additive_channel_chunk(depth)
+                                        : mn_additive_token_chunk(depth);
+}
+
+/* By its kind and sizes, never its length. In narrow memories tiles would be mostly padding, and
+ * few columns average the roundings of P and S less. */
+static bool goes_over_chunks(const mn_additive_args *p, bool backward) {
+    const int64_t K = p->call.K, V = p->call.V;
+    if (p->call.dtype != MN_BF16 || K < 16 || K > 256 || V < 32) return false;
+    if (backward && (V > 256 || !(fabs(p->scale) > 1e-20) || fabs(p->scale) > 1e20)) return false;
+    return chunk_of(p, K) > 0 && (!backward || chunk_of(p, V) > 0);
+}
+
+/* ---- walks ----------------------------------------------------------------------------------- */
+
+/* `turned`: the state's rows are V, its columns K. */
+static mn_walk walk_of(const mn_additive_args *p, const mn_in &x, const mn_in &y, const mn_in &z,
+                       const mn_out &out, bool turned, bool reverse) {
+    mn_walk walk = {};
+    const int64_t K = p->call.K, V = p->call.V;
+    walk.x = x, walk.y = y, walk.z = z, walk.out = out;
+    walk.depth = turned ? V : K, walk.width = turned ? K : V;
+    walk.state_row = turned ? 1 : V, walk.state_column = turned ? V : 1;
+    walk.scale = (float)p->scale;
+    walk.into = reverse ? 1.0f / (float)p->scale : 1.0f;
+    walk.from = reverse ? (float)p->scale : 1.0f;
+    walk.state0 = reverse ? p->cot.state : p->state0;
+    walk.reverse = reverse;
+    return walk;
+}
+
+int mn_additive_forward_walks(mn_walks *out, const mn_additive_args *p) {
+    *out = {};
+    out->call = p->call, out->g = p->g;
+    out->walk[0] = walk_of(p, p->q, p->k, p->v, p->o, false, false);
+    out->walk[0].state = p->state;
+    return 1;
+}
+
+int mn_additive_backward_walks(mn_walks *out, const mn_additive_args *p) {
+    const bool decay = p->grad.g.data;
+    int n = 0;
+    *out = {};
+    out->call = p->call, out->g = p->g, out->dg = p->grad.g;
+    if (p->grad.q.data || decay) {
+        out->walk[n] = walk_of(p, p->cot.o, p->v, p->k, p->grad.q, true, false);
+        out->walk[n++].beside = p->q;
+    }
+    if (p->grad.v.data || p->grad.state0.data) {
+        out->walk[n] = walk_of(p, p->k, p->q, p->cot.o, p->grad.v, false, true);
+        out->walk[n++].state = p->grad.state0;
+    }
+    if (p->grad.k.data || decay) {
+        out->walk[n] = walk_of(p, p->v, p->cot.o, p->q, p->grad.k, true, true);
+        out->walk[n++].beside = p->k;
+    }
+    return n;
+}
+
+void mn_additive_equip(mn_walks *walks, int count, const mn_additive_work *work) {
+    mn_walk *query = &walks->walk[0], *key = &walks->walk[count - 1];
+    query->duty = MN_WALK_KEEPS, key->duty = MN_WALK_MEETS;
+    query->products = work->query, key->products = work->key;
+    query->kept = key->kept = work->kept;
+    key->meetings = work->meetings;
+}
+
+/* ---- launches -------------------------------------------------------------------------------- */
+
+/* Walks [from, to), those of one kind and depth together. */
+static int launch_walks(const mn_additive_args *p, const mn_walks *walks, int from, int to,
+                        cudaStream_t stream) {
+    while (from < to) {
+        const mn_walk *first = &walks->walk[from];
+        mn_walks some = *walks;
+        int n = 0;
+        for (; from < to && (n == 0 || p->decay != MN_DECAY_CHANNEL) &&
+               mn_additive_depth(walks->walk[from].depth) == mn_additive_depth(first->depth);
+             from++) {
+            some.walk[n++] = walks->walk[from];
+        }
+        const bool of_values = first->state_row == 1 && p->call.V != 1;
+        const int code = p->decay == MN_DECAY_CHANNEL
+                             ? mn_additive_channel_launch(&some, n, of_values, stream)
+                             : mn_additive_token_launch(&some, n, p->decay != MN_DECAY_NONE,
+                                                        stream);
+        if (code != cudaSuccess) return code;
+    }
+    return cudaSuccess;
+}
+
+static bool measure(mn_additive_extent *to, const mn_additive_args *p) {
+    const int chunk = chunk_of(p, p->call.V);
+    const bool channel = p->decay == MN_DECAY_CHANNEL;
+    const int64_t width = channel ? p->call.K : 1, warps = chunk / 16;
+    size_t heads;
+    *to = {};
+    to->slots = mn_tile_slots(p->call, chunk);
+    to->slices = mn_ceil_div(p->call.K, MN_WALK_WIDTH);
+    if (!p->grad.g.data) return true;
+    bool ok = mn_mul_size(&heads, (size_t)to->slots, (size_t)p->call.H);
+    ok = ok && mn_mul_size(&to->kept, heads, (size_t)(to->slices * MN_WALK_WIDTH)) &&
+         mn_mul_size(&to->kept, to->kept, (size_t)mn_additive_depth(p->call.V));
+    ok = ok && mn_mul_size(&to->query, (size_t)p->call.B, (size_t)p->call.T) &&
+         mn_mul_size(&to->query, to->query, (size_t)p->call.H) &&
+         mn_mul_size(&to->query, to->query, (size_t)(channel ? width : to->slices));
+    to->key = channel ? 0 : to->query;
+    to->whole = heads;
+    return ok && mn_mul_size(&to->meetings, heads, (size_t)(to->slices * warps));
+}
+
+static mn_additive_work place(const mn_additive_extent *extent, void *shared) {
+    mn_additive_work work = {};
+    work.kept = (mn_bf16 *)shared;
+    work.query = (float *)(work.kept + extent->kept);
+    work.key = work.query + extent->query;
+    work.meetings = work.key + extent->key;
+    work.whole = work.meetings + extent->meetings;
+    return work;
+}
+
 MN_CUDA_PLAN(additive_forward) {
     (void)args, (void)plan;
     return true;
@@ -22,10 +162,10 @@ MN_CUDA_PLAN(additive_forward) {
 MN_CUDA_LAUNCH(additive_forward) {
     (void)shared;
     const mn_additive_args *p = (const mn_additive_args *)args;
-    const cudaStream_t on = (cudaStream_t)stream;
-    if (!mn_additive_chunks(p)) return mn_memory_forward<false>(memory_of(p), stream);
-    if (p->call.K <= 64) return mn_additive_chunk_forward<64>(p, on);
-    return mn_additive_chunk_forward<128>(p, on);
+    if (!goes_over_chunks(p, false)) return mn_memory_forward<false>(memory_of(p), stream);
+    mn_walks walks;
+    const int n = mn_additive_forward_walks(&walks, p);
+    return launch_walks(p, &walks, 0, n, (cudaStream_t)stream);
 }
 
 MN_CUDA_PLAN(additive_step) {
@@ -39,9 +179,33 @@ MN_CUDA_LAUNCH(additive_step) {
 }
 
 MN_CUDA_PLAN(additive_backward) {
-    return mn_memory_backward_plan(plan, *(const mn_call *)args);
+    const mn_additive_args *p = (const mn_additive_args *)args;
+    if (!goes_over_chunks(p, true)) return mn_memory_backward_plan(plan, p->call);
+    mn_additive_extent extent;
+    size_t floats, bytes;
+    return measure(&extent, p) && mn_add_size(&floats, extent.query, extent.key) &&
+           mn_add_size(&floats, floats, extent.meetings) &&
+           mn_add_size(&floats, floats, extent.whole) &&
+           mn_mul_size(&floats, floats, sizeof(float)) &&
+           mn_mul_size(&bytes, extent.kept, sizeof(mn_bf16)) &&
+           mn_add_size(&plan->shared_bytes, floats, bytes);
 }
 
 MN_CUDA_LAUNCH(additive_backward) {
-    return mn_memory_backward<false>(memory_of((const mn_additive_args *)args), shared, stream);
+    const mn_additive_args *p = (const mn_additive_args *)args;
+    const cudaStream_t on = (cudaStream_t)stream;
+    if (!goes_over_chunks(p, true)) {
+        return mn_memory_backward<false>(memory_of(p), shared, stream);
+    }
+    mn_walks walks;
+    const int n = mn_additive_backward_walks(&walks, p);
+    if (!p->grad.g.data || p->decay == MN_DECAY_NONE) return launch_walks(p, &walks, 0, n, on);
+    mn_additive_extent extent;
+    if (!measure(&extent, p)) return cudaErrorNotSupported;
+    const mn_additive_work work = place(&extent, shared);
+    mn_additive_equip(&walks, n, &work);
+    int code = launch_walks(p, &walks, 0, n - 1, on);
+    if (code == cudaSuccess) code = launch_walks(p, &walks, n - 1, n, on);
+    if (code != cudaSuccess || p->decay == MN_DECAY_CHANNEL) return code;
+    return mn_additive_token_decay(p, &extent, &work, on);
 }

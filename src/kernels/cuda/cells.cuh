@@ -1,34 +1,73 @@
-/* cells.cuh - recurrences in which every memory cell goes its own way: blocks of 16 x 16 cells, one
- * thread each, that walk through time by tiles of 16 tokens.
+/* cells.cuh - recurrences in which every memory cell goes its own way: what moebius.cu and
+ * importance.cu share.
  *
- * Thread i of a block has line i / 16 and column i % 16 of the block's cells. Numbers of a token
- * that belong to a line or to a column lie in shared memory, 16 tokens in a row, so that a thread
- * reads four tokens at once. */
+ * Cells lie in slots (axis K) and columns (axis V). A thread keeps 4 slots of C columns in registers
+ * and walks through time by tiles of 16 tokens, whose numbers wait in shared memory. The lanes of a
+ * warp are 4 along the slots and 8 along the columns, so that a warp has 16 slots of 8 C columns;
+ * GROUPS of the block's warps lie along the slots, the others along the columns.
+ *
+ * Sums over columns or slots go from lane to lane by halves: of n numbers a lane gives away n / 2 and
+ * keeps n / 2. So that it always gives the same registers, lanes call their slots and columns by
+ * different names: number j of a thread is slot 4 s + (j ^ c % 4), number i is column C c + (i ^ s %
+ * C), with s and c the lane's place. Keys lie in shared memory in the four orders that asks for. */
 #ifndef MN_KERNELS_CUDA_CELLS_CUH
 #define MN_KERNELS_CUDA_CELLS_CUH
 
 #include "kernels/cuda/common.cuh"
+#include "kernels/cuda/parts.cuh"
 
 enum {
-    MN_CELL_SIDE = 16,
-    MN_CELLS = MN_CELL_SIDE * MN_CELL_SIDE,    // threads of a block
+    MN_CELL_SLOTS = 4,                         // of a thread
+    MN_CELL_GROUP = 16,                        // slots of a warp
+    MN_CELL_LANES = 8,                         // of a warp along the columns
     MN_CELL_TOKENS = 16,                       // of a tile
     MN_CELL_PITCH = MN_CELL_TOKENS + 4,        // rows 16 bytes aligned, in different banks
 };
 
-/* at[i][t]: number of line or column i at token t of the tile */
-struct alignas(16) mn_cell_rows {
-    float at[MN_CELL_SIDE][MN_CELL_PITCH];
+/* ---- places ---------------------------------------------------------------------------------- */
 
-    /* Thread (t, i) brings one number. */
-    __device__ void put(float x) {
-        at[threadIdx.x % MN_CELL_SIDE][threadIdx.x / MN_CELL_SIDE] = x;
+template <int GROUPS_, int WARPS_, int C_>
+struct mn_cell_block {
+    static constexpr int GROUPS = GROUPS_, C = C_, THREADS = 32 * WARPS_;
+    static constexpr int SLOTS = MN_CELL_GROUP * GROUPS;
+    static constexpr int COLUMNS = WARPS_ / GROUPS * MN_CELL_LANES * C;
+
+    __device__ static int slot_lane() {
+        return threadIdx.x % 4;
     }
 
-    /* Tokens t to t + 3 of line or column i; t is a multiple of 4. */
-    __device__ void get(float (&x)[4], int i, int t) const {
-        const float4 four = *(const float4 *)(at[i] + t);
-        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    __device__ static int column_lane() {
+        return threadIdx.x / 4 % MN_CELL_LANES;
+    }
+
+    __device__ static int group() {
+        return threadIdx.x / 32 % GROUPS;
+    }
+
+    /* Slot j and column i of this thread, counted from the block's first. */
+    __device__ static int slot(int j) {
+        return group() * MN_CELL_GROUP + 4 * slot_lane() + (j ^ column_lane() % 4);
+    }
+
+    __device__ static int column(int i) {
+        const int lane = threadIdx.x / 32 / GROUPS * MN_CELL_LANES + column_lane();
+        return lane * C + (i ^ slot_lane() % C);
+    }
+
+    /* The block's first slot and column. */
+    __device__ static int64_t slot0() {
+        return blockIdx.z * (int64_t)SLOTS;
+    }
+
+    __device__ static int64_t column0() {
+        return blockIdx.x * (int64_t)COLUMNS;
+    }
+
+    /* Where the numbers of this thread begin among four per thread of all blocks, set after set. */
+    __device__ static int64_t own(int64_t set) {
+        const int64_t blocks = gridDim.x * (int64_t)gridDim.z;
+        const int64_t block = blockIdx.z * (int64_t)gridDim.x + blockIdx.x;
+        return ((set * blocks + block) * THREADS + threadIdx.x) * 4;
     }
 };
 
@@ -37,6 +76,11 @@ struct mn_cell_tile {
     mn_span span;
     int64_t first;
     int n_rows;
+
+    /* Number of its token t among all tokens. */
+    __device__ int64_t row(const mn_call &call, int t) const {
+        return span.b * call.T + span.t0 + first + t;
+    }
 };
 
 __device__ inline mn_cell_tile mn_cell_tile_at(const mn_span &span, int64_t index) {
@@ -44,55 +88,162 @@ __device__ inline mn_cell_tile mn_cell_tile_at(const mn_span &span, int64_t inde
     return { span, first, (int)min((int64_t)MN_CELL_TOKENS, span.length - first) };
 }
 
-__device__ inline int64_t mn_cell_tiles(const mn_span &span) {
-    return (span.length + MN_CELL_TOKENS - 1) / MN_CELL_TOKENS;
+__device__ inline int64_t mn_cell_tiles(int64_t n_tokens) {
+    return (n_tokens + MN_CELL_TOKENS - 1) / MN_CELL_TOKENS;
 }
 
-/* Where the tiles of sequence n begin among those of all, as mn_tile_slots counts them. */
-__device__ inline int64_t mn_cell_first_slot(const mn_call &call, int64_t n) {
-    if (call.cu_seqlens) return call.cu_seqlens[n] / MN_CELL_TOKENS + n;
-    return n * ((call.T + MN_CELL_TOKENS - 1) / MN_CELL_TOKENS);
+/* Where the tiles of `rows` tokens of sequence n begin among those of all, as mn_tile_slots counts
+ * them. */
+__device__ inline int64_t mn_cell_first_slot(const mn_call &call, int64_t n, int64_t rows) {
+    if (call.cu_seqlens) return call.cu_seqlens[n] / rows + n;
+    return n * ((call.T + rows - 1) / rows);
 }
 
-/* Thread (t, i)'s number: element base + i of token t of head h; zero outside of `count` and of the
- * tile, and where the tensor is absent. */
-template <typename T>
-__device__ inline float mn_cell_fetch(const mn_in &view, const mn_cell_tile &tile, int64_t h,
-                                      int64_t base, int64_t count) {
-    const int t = threadIdx.x / MN_CELL_SIDE;
-    const int64_t i = base + threadIdx.x % MN_CELL_SIDE;
-    if (!view.data || i >= count || t >= tile.n_rows) return 0.0f;
-    return mn_float(mn_row<T>(view, tile.span.b, tile.span.t0 + tile.first + t, h)[i]);
+/* Tokens of all sequences. */
+inline int64_t mn_cell_rows_of(const mn_call *call) {
+    return call->cu_seqlens ? call->T : call->B * call->T;
 }
 
-/* One exchange between lanes `width` apart: each keeps one half of 2 width tokens. */
-template <int width>
-__device__ __forceinline__ void mn_cell_halve(float (&x)[MN_CELL_TOKENS]) {
-    const bool upper = threadIdx.x & width;
+/* ---- numbers of a tile ----------------------------------------------------------------------- */
+
+/* How the THREADS of a block share out WIDTH numbers of each token of a tile: a thread has number
+ * `place` of COUNT tokens, ROWS apart from `row` on. */
+template <int WIDTH, int THREADS>
+struct mn_cell_share {
+    static constexpr int ROWS = THREADS / WIDTH, COUNT = MN_CELL_TOKENS / ROWS;
+
+    __device__ static int place() {
+        return threadIdx.x % WIDTH;
+    }
+
+    __device__ static int row() {
+        return threadIdx.x / WIDTH;
+    }
+
+    /* How many of its tokens are among the first n_rows. */
+    __device__ static int among(int n_rows) {
+        return n_rows == MN_CELL_TOKENS ? COUNT : (n_rows - row() + ROWS - 1) / ROWS;
+    }
+};
+
+/* WIDTH numbers of each token on their way to shared memory. */
+template <typename T, int WIDTH, int THREADS>
+struct mn_cell_fetched : mn_cell_share<WIDTH, THREADS> {
+    typedef mn_cell_share<WIDTH, THREADS> share;
+    T x[share::COUNT];
+
+    /* Numbers base, base + 1, ... of head h; zero outside of `count`, of the tile, and where the
+     * tensor is absent. */
+    __device__ void fetch(const mn_in &view, const mn_cell_tile &tile, int64_t h, int64_t base,
+                          int64_t count) {
+        const int64_t i = base + share::place(), step = share::ROWS * view.stride[1];
+        const int n_rows = view.data && i < count ? share::among(tile.n_rows) : 0;
+        const int64_t t = tile.span.t0 + tile.first + share::row();
+        const T *from = (const T *)view.data + tile.span.b * view.stride[0] + t * view.stride[1] +
+                        h * view.stride[2] + i;
 #pragma unroll
-    for (int i = 0; i < width; i++) {
-        const float early = x[i], late = x[i + width];    // values: chosen addresses would
-        const float give = upper ? early : late;          // keep x out of the registers
-        x[i] = (upper ? late : early) + __shfl_xor_sync(0xffffffffu, give, width);
+        for (int n = 0; n < share::COUNT; n++, from += step) {
+            if (n < n_rows) x[n] = *from;
+            else mn_put(&x[n], 0.0f);
+        }
+    }
+
+    /* To shared memory, times `by`. */
+    template <typename Room>
+    __device__ void put(Room &room, float by = 1.0f) const {
+#pragma unroll
+        for (int n = 0; n < share::COUNT; n++) {
+            room.put(share::row() + n * share::ROWS, share::place(), by * mn_float(x[n]));
+        }
+    }
+};
+
+/* at[t][group][order]: 16 numbers of slots at token t, number i ^ order in place i */
+template <typename Block>
+struct alignas(16) mn_cell_keys {
+    float at[MN_CELL_TOKENS][Block::GROUPS][4][MN_CELL_GROUP];
+
+    __device__ void put(int t, int slot, float x) {
+#pragma unroll
+        for (int order = 0; order < 4; order++) {
+            at[t][slot / MN_CELL_GROUP][order][slot % MN_CELL_GROUP ^ order] = x;
+        }
+    }
+
+    /* Those of this thread's slots. */
+    __device__ void get(float (&x)[4], int t) const {
+        const float *from = at[t][Block::group()][Block::column_lane() % 4];
+        const float4 four = *(const float4 *)(from + 4 * Block::slot_lane());
+        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+    }
+};
+
+/* at[i][t]: number of column i at token t */
+template <typename Block>
+struct alignas(16) mn_cell_lines {
+    float at[Block::COLUMNS][MN_CELL_PITCH];
+
+    __device__ void put(int t, int column, float x) {
+        at[column][t] = x;
+    }
+
+    /* Tokens t to t + 3 of this thread's columns; t is a multiple of 4. */
+    __device__ void get(float (&x)[Block::C][4], int t) const {
+#pragma unroll
+        for (int i = 0; i < Block::C; i++) {
+            const float4 four = *(const float4 *)(at[Block::column(i)] + t);
+            x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
+        }
+    }
+};
+
+/* ---- sums over lanes ------------------------------------------------------------------------- */
+
+/* One exchange between lanes `mask` apart. The lane whose bit is 0 keeps x[0 .. n), the other one
+ * x[n .. 2 n), each summed over both, in x[0 .. n). */
+template <int n, int count>
+__device__ __forceinline__ void mn_cell_halve(float (&x)[count], int mask) {
+    static_assert(2 * n <= count, "two halves");
+    const bool upper = threadIdx.x & mask;
+#pragma unroll
+    for (int i = 0; i < n; i++) {
+        const float early = x[i], late = x[i + n];    // values: chosen addresses would keep x out
+        const float give = upper ? early : late;      // of the registers
+        x[i] = (upper ? late : early) + __shfl_xor_sync(0xffffffffu, give, mask);
     }
 }
 
-/* x[t] summed over the 16 columns of each line: column t gets the sum of token t. The halves of the
- * lanes exchange halves of the tokens, so it takes 15 exchanges and not 64. */
-__device__ __forceinline__ float mn_cell_line_sums(float (&x)[MN_CELL_TOKENS]) {
-    mn_cell_halve<8>(x);
-    mn_cell_halve<4>(x);
-    mn_cell_halve<2>(x);
-    mn_cell_halve<1>(x);
-    return x[0];
+/* The same where the other lane calls x[i + n] what this one calls x[i]. */
+template <int n, int count>
+__device__ __forceinline__ void mn_cell_swap(float (&x)[count], int mask) {
+    static_assert(2 * n <= count, "two halves");
+#pragma unroll
+    for (int i = 0; i < n; i++) x[i] += __shfl_xor_sync(0xffffffffu, x[i + n], mask);
 }
 
-/* Two numbers of a token summed over the two lines of a warp: the first sum in the lower half of
- * its lanes, the second one in the upper half. */
-__device__ inline float mn_cell_pair_sums(float first, float second) {
-    const bool upper = threadIdx.x & MN_CELL_SIDE;
-    const float give = upper ? first : second, keep = upper ? second : first;
-    return keep + __shfl_xor_sync(0xffffffffu, give, MN_CELL_SIDE);
+/* Sums over the 8 columns' lanes of two numbers for each of the 4 slots: the first for the lower
+ * half of the lanes, the second for the upper half; lane c has slot c % 4 of its four. Which is
+ * number mn_cell_key_of() of 2 x 16. */
+__device__ __forceinline__ float mn_cell_key_sums(float (&first)[4], float (&second)[4]) {
+    mn_cell_swap<2>(first, 8);
+    mn_cell_swap<2>(second, 8);
+    mn_cell_swap<1>(first, 4);
+    mn_cell_swap<1>(second, 4);
+    float both[2] = { first[0], second[0] };
+    mn_cell_halve<1>(both, 16);
+    return both[0];
+}
+
+__device__ inline int mn_cell_key_of(void) {
+    const int lane = threadIdx.x % 32;
+    return lane / 16 * MN_CELL_GROUP + lane % 4 * 4 + lane / 4 % 4;
+}
+
+/* Sums over the 4 slots' lanes at four tokens: lane s has token s. */
+__device__ __forceinline__ float mn_cell_line_sums(float (&x)[4]) {
+    mn_cell_halve<2>(x, 2);
+    mn_cell_halve<1>(x, 1);
+    return x[0];
 }
 
 /* 1 / x to the last bit or two; denormal numbers count as zero. */
@@ -102,24 +253,155 @@ __device__ inline float mn_inverse(float x) {
     return y;
 }
 
-/* Tokens of all sequences. */
-inline int64_t mn_cell_rows_of(const mn_call *call) {
-    return call->cu_seqlens ? call->T : call->B * call->T;
-}
+/* ---- sums on their way to memory ------------------------------------------------------------- */
 
-/* Sums over parts that are rows (b, t, h): two tensors of `width` numbers each, the second one's
- * row after the first one's. */
-template <typename T>
-struct mn_put_rows {
-    mn_out first, second;
-    int64_t tokens, heads, width;
+/* Two sums for each token and column of a tile, from each group of slots. */
+template <typename Block>
+struct mn_cell_sums {
+    float at[2][Block::GROUPS][MN_CELL_TOKENS][Block::COLUMNS + 8 * Block::C];
 
-    __device__ void operator()(int64_t i, float sum) const {
-        const int64_t row = i / (2 * width), at = i % (2 * width);
-        const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
-        if (at < width && first.data) mn_put(mn_row<T>(first, b, t, h) + at, sum);
-        if (at >= width && second.data) mn_put(mn_row<T>(second, b, t, h) + at - width, sum);
+    __device__ float sum(int kind, int t, int column) const {
+        float sum = at[kind][0][t][column];
+#pragma unroll
+        for (int group = 1; group < Block::GROUPS; group++) sum += at[kind][group][t][column];
+        return sum;
     }
 };
+
+/* One of them, to column `place` of rows that begin at `to` and lie `stride` apart. */
+template <typename T, typename Block>
+__device__ __forceinline__ void mn_cell_put_kind(T *to, int64_t stride, int kind, int n_rows,
+                                                 const mn_cell_sums<Block> &sums) {
+    typedef mn_cell_share<Block::COLUMNS, Block::THREADS> share;
+    const int count = share::among(n_rows);
+    to += share::row() * stride + share::place();
+#pragma unroll
+    for (int n = 0; n < share::COUNT; n++, to += share::ROWS * stride) {
+        if (n < count) mn_put(to, sums.sum(kind, share::row() + n * share::ROWS, share::place()));
+    }
+}
+
+/* Puts them to two tensors whose rows have call.V numbers or, where blockIdx.z counts blocks of
+ * slots, as its part to `parts`: rows of both, behind each other, for `n_rows` tokens and heads. */
+template <typename T, typename Block>
+__device__ __forceinline__ void mn_cell_put_sums(const mn_out &first, const mn_out &second,
+                                                 float *parts, const mn_call &call,
+                                                 const mn_cell_tile &tile, int64_t h, int64_t heads,
+                                                 int64_t n_rows, const mn_cell_sums<Block> &sums) {
+    const int64_t m = Block::column0(), token = tile.span.t0 + tile.first;
+    if (m + threadIdx.x % Block::COLUMNS >= call.V) return;
+    if (gridDim.z > 1) {
+        const int64_t row = blockIdx.z * n_rows + tile.row(call, 0) * heads + h;
+        float *to = parts + row * 2 * call.V + m;
+        mn_cell_put_kind(to, 2 * call.V * heads, 0, tile.n_rows, sums);
+        mn_cell_put_kind(to + call.V, 2 * call.V * heads, 1, tile.n_rows, sums);
+        return;
+    }
+    T *to_first = mn_row<T>(first, tile.span.b, token, h);
+    T *to_second = mn_row<T>(second, tile.span.b, token, h);
+    if (to_first) mn_cell_put_kind(to_first + m, first.stride[1], 0, tile.n_rows, sums);
+    if (to_second) mn_cell_put_kind(to_second + m, second.stride[1], 1, tile.n_rows, sums);
+}
+
+/* Two sums for each token and slot of a tile, from each warp, as mn_cell_key_of orders them. */
+template <typename Block>
+struct mn_cell_key_parts {
+    static constexpr int ACROSS = Block::THREADS / 32 / Block::GROUPS;    // warps along the columns
+    float at[ACROSS][Block::GROUPS][MN_CELL_TOKENS][2 * MN_CELL_GROUP];
+
+    __device__ void put(int t, float sum) {
+        at[threadIdx.x / 32 / Block::GROUPS][Block::group()][t][mn_cell_key_of()] = sum;
+    }
+};
+
+/* This block's sums over its columns: part blockIdx.x of `parts`, rows of call.K first and call.K
+ * second numbers for `n_rows` tokens and heads. */
+template <typename Block>
+__device__ __forceinline__ void mn_cell_put_keys(float *parts, const mn_call &call,
+                                                 const mn_cell_tile &tile, int64_t h, int64_t heads,
+                                                 int64_t n_rows,
+                                                 const mn_cell_key_parts<Block> &sums) {
+    typedef mn_cell_share<2 * Block::SLOTS, Block::THREADS> share;
+    const int kind = share::place() / Block::SLOTS, slot = share::place() % Block::SLOTS;
+    const int group = slot / MN_CELL_GROUP, i = kind * MN_CELL_GROUP + slot % MN_CELL_GROUP;
+    const int64_t s = Block::slot0() + slot, stride = 2 * call.K * heads;
+    if (s >= call.K) return;
+    const int64_t row = blockIdx.x * n_rows + (tile.row(call, 0) + share::row()) * heads + h;
+    float *to = parts + (row * 2 + kind) * call.K + s;
+    const int count = share::among(tile.n_rows);
+#pragma unroll
+    for (int n = 0; n < share::COUNT; n++, to += share::ROWS * stride) {
+        if (n >= count) break;
+        const int t = share::row() + n * share::ROWS;
+        float sum = sums.at[0][group][t][i];
+#pragma unroll
+        for (int warp = 1; warp < mn_cell_key_parts<Block>::ACROSS; warp++) {
+            sum += sums.at[warp][group][t][i];
+        }
+        *to = sum;
+    }
+}
+
+/* ---- work space ------------------------------------------------------------------------------ */
+
+/* Room for parts of so many floats each, 16 bytes aligned. */
+template <int n>
+inline bool mn_cell_plan(mn_plan *plan, const int64_t (&counts)[n]) {
+    for (int64_t count : counts) {
+        size_t bytes;
+        if (!mn_mul_size(&bytes, (size_t)count, sizeof(float)) ||
+            bytes > SIZE_MAX - 16 - plan->shared_bytes) {
+            return false;
+        }
+        plan->shared_bytes += (bytes + 15) / 16 * 16;
+    }
+    return true;
+}
+
+/* Where they lie. */
+template <int n>
+inline void mn_cell_rooms(float *(&at)[n], float *shared, const int64_t (&counts)[n]) {
+    for (int i = 0; i < n; i++) {
+        at[i] = shared;
+        shared += (counts[i] + 3) / 4 * 4;
+    }
+}
+
+/* ---- sums over parts ------------------------------------------------------------------------- */
+
+enum { MN_CELL_ADDERS = 256 };
+
+/* Two tensors of `width` numbers in each row (b, t, h) from parts of n_rows such rows, the second
+ * one's row behind the first one's. A warp takes a row and adds the parts in their order. */
+template <typename T>
+__global__ void __launch_bounds__(MN_CELL_ADDERS)
+mn_cell_add_kernel(mn_out first, mn_out second, const float *parts, int64_t n_parts, int64_t n_rows,
+                   int64_t tokens, int64_t heads, int64_t width) {
+    const int64_t row = (blockIdx.x * (int64_t)MN_CELL_ADDERS + threadIdx.x) / 32;
+    if (row >= n_rows) return;
+    const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
+    T *to_first = mn_row<T>(first, b, t, h), *to_second = mn_row<T>(second, b, t, h);
+    for (int64_t i = threadIdx.x % 32; i < 2 * width; i += 32) {
+        const float *from = parts + row * 2 * width + i;
+        float sum = 0.0f;
+#pragma unroll 8
+        for (int64_t part = 0; part < n_parts; part++) sum += from[part * n_rows * 2 * width];
+        if (i < width && to_first) mn_put(to_first + i, sum);
+        if (i >= width && to_second) mn_put(to_second + i - width, sum);
+    }
+}
+
+/* Adds the parts of mn_cell_put_sums or mn_cell_put_keys. */
+template <typename T>
+inline int mn_cell_add_rows(const mn_out &first, const mn_out &second, const float *parts,
+                            int64_t n_parts, const mn_call *call, int64_t heads, int64_t width,
+                            cudaStream_t stream) {
+    const int64_t n_rows = mn_cell_rows_of(call) * heads;
+    if (n_rows == 0 || (!first.data && !second.data)) return cudaSuccess;
+    mn_cell_add_kernel<T>
+        <<<mn_blocks(n_rows, MN_CELL_ADDERS / 32), MN_CELL_ADDERS, 0, stream>>>(
+            first, second, parts, n_parts, n_rows, call->T, heads, width);
+    return mn_launched();
+}
 
 #endif

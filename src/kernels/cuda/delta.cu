@@ -1,5 +1,7 @@
-/* delta.cu - S' = diag(exp g) S;  S = S' + beta w (v - S'^T e)';  o = scale S'q (see ref/delta.c),
+/* delta.cu - S' = diag(exp g) S;  S = S' + beta w (v - S'^T e)';  o = scale S'q (see ref/delta.c).
+ * bf16 goes over chunks (delta_chunk.h) unless memories are narrow; the rest, and decode steps, are
  * the recurrence of memory.cuh. */
+#include "kernels/cuda/delta_chunk.h"
 #include "kernels/cuda/memory.cuh"
 
 static mn_memory memory_of(const mn_delta_args *p) {
@@ -14,19 +16,34 @@ static mn_memory memory_of(const mn_delta_args *p) {
 }
 
 MN_CUDA_PLAN(delta_forward) {
+    const mn_delta_args *p = (const mn_delta_args *)args;
+    return mn_delta_chunks(p) ? mn_delta_chunk_forward_plan(plan, p) : true;
+}
+
+MN_CUDA_LAUNCH(delta_forward) {
+    const mn_delta_args *p = (const mn_delta_args *)args;
+    if (mn_delta_chunks(p)) return mn_delta_chunk_forward(p, shared, stream);
+    return mn_memory_forward<true>(memory_of(p), stream);
+}
+
+MN_CUDA_PLAN(delta_step) {
     (void)args, (void)plan;
     return true;
 }
 
-MN_CUDA_LAUNCH(delta_forward) {
+MN_CUDA_LAUNCH(delta_step) {
     (void)shared;
     return mn_memory_forward<true>(memory_of((const mn_delta_args *)args), stream);
 }
 
 MN_CUDA_PLAN(delta_backward) {
-    return mn_memory_backward_plan(plan, *(const mn_call *)args);
+    const mn_delta_args *p = (const mn_delta_args *)args;
+    if (mn_delta_chunks(p)) return mn_delta_chunk_backward_plan(plan, p);
+    return mn_memory_backward_plan(plan, p->call);
 }
 
 MN_CUDA_LAUNCH(delta_backward) {
-    return mn_memory_backward<true>(memory_of((const mn_delta_args *)args), shared, stream);
+    const mn_delta_args *p = (const mn_delta_args *)args;
+    if (mn_delta_chunks(p)) return mn_delta_chunk_backward(p, shared, stream);
+    return mn_memory_backward<true>(memory_of(p), shared, stream);
 }

@@ -4,380 +4,545 @@
  *   I <- a I + (1 - a) ip + k^2 b      M <- a M + k v      mu = M / I
  *   o = scale sum_i q mu               ovar = scale^2 sum_i q^2 / I
  *
- * A block has 16 columns of values (its lines) and 16 S slots of one head of one sequence; a thread
- * keeps S slots of one value column in registers. With more slots, blocks leave parts of the sums
- * over slots. Backward as in moebius.cu: states in front of each tile first, then the tiles from
- * the last one on, each made again in registers slot by slot. */
+ * A thread keeps 4 slots of 2 value columns, a block 64 slots of 32 columns or, of short keys, 32 of
+ * 64, of one head of one sequence. With more slots, blocks leave parts of the sums over slots.
+ * Backward, a first pass leaves the states in front of each span of 64 tokens. The second goes
+ * through the spans from the last one on: forward over the tiles of 16 tokens, whose first states
+ * stay in shared memory, then back, half a tile's states made again in registers each time. */
 #include "kernels/cuda/cells.cuh"
-#include "kernels/cuda/parts.cuh"
 
-static __device__ const float least_importance = 1.17549435e-38f;    // that is not denormal
+enum {
+    TOKENS = MN_CELL_TOKENS,
+    HALF = TOKENS / 2,
+    SPAN = 64,
+    SLOTS = MN_CELL_SLOTS,
+    C = 2,
+    WARPS = 8,
+    SETS = 2 * C,    // of four numbers in the state of a thread
+    SHORT_KEY = 32,
+    MOST_HEADS = 65535,
+};
 
-enum { SIDE = MN_CELL_SIDE, TOKENS = MN_CELL_TOKENS, MOST_HEADS = 65535, S = 4 };
+/* What is added to an importance at each token: too little for any but one of exactly 0, as cells
+ * outside of (K,V) may have, which it keeps from dividing by 0. */
+static __device__ const float least_importance = 1e-37f;
 
-/* The work space of a call, each part behind the other. */
-enum { SUMS, STATES, SLOTS, GATES, PRIORS, N_ROOMS };
+/* The work space of a call, each part behind the other: parts of o, ovar or dv, db; states in front
+ * of spans; parts of dk, dq; of dg; of dip. */
+enum { SUMS, STATES, KEY_PARTS, GATES, PRIORS, N_ROOMS };
 
 struct room {
     float *at[N_ROOMS];
 };
 
-/* One head of one sequence, and this block's place in it. */
+/* One head of one sequence. */
 struct place {
-    int64_t n, h, j0, i0, n_rows;
+    int64_t n, h;
     mn_span span;
     float ip;
 
     template <typename T>
-    __device__ static place of(const mn_importance_args &p, int64_t item, int64_t n_rows) {
-        place at;
-        at.n = item / p.call.H, at.h = item % p.call.H;
-        at.j0 = blockIdx.x * (int64_t)SIDE, at.i0 = blockIdx.z * (int64_t)(S * SIDE);
-        at.n_rows = n_rows;
-        at.span = mn_span_at(p.call, at.n);
-        at.ip = mn_float(*mn_row<T>(p.ip, 0, 0, at.h));
-        return at;
-    }
-
-    /* Number of a token's row among those of all tokens and heads. */
-    __device__ int64_t row(const mn_call &call, int64_t t) const {
-        return (span.b * call.T + span.t0 + t) * call.H + h;
-    }
-
-    /* Where slot s of this thread lies in (K,V); -1 outside. */
-    __device__ int64_t cell(const mn_call &call, int s) const {
-        const int64_t i = i0 + s * SIDE + threadIdx.x % SIDE, j = j0 + threadIdx.x / SIDE;
-        return i < call.K && j < call.V ? i * call.V + j : -1;
+    __device__ static place of(const mn_importance_args &p, int64_t item) {
+        const int64_t n = item / p.call.H, h = item % p.call.H;
+        return { n, h, mn_span_at(p.call, n), mn_float(*mn_row<T>(p.ip, 0, 0, h)) };
     }
 };
 
-struct cell {
-    float M, I;
-
-    __device__ void advance(float k, float v, float b, float a, float fresh) {
-        M = fmaf(a, M, k * v);
-        I = fmaf(a, I, fmaf(k * k, b, fresh));
-    }
-};
-
-/* 1 / I; finite near 0, where cells outside of (K,V) may end, whose numbers are all zero. */
-__device__ static float inverse_importance(float I) {
-    return mn_inverse(fabsf(I) < least_importance ? least_importance : I);
+/* Where slot j, column i of this thread lies in (K,V); -1 outside. */
+template <typename Block>
+__device__ static int64_t cell_at(const mn_call &call, int i, int j) {
+    const int64_t s = Block::slot0() + Block::slot(j), v = Block::column0() + Block::column(i);
+    return s < call.K && v < call.V ? s * call.V + v : -1;
 }
+
+/* M and I of a thread's cells, or their adjoints. */
+struct state {
+    float M[C][SLOTS], I[C][SLOTS];
+
+    /* One token; k2 = k^2 */
+    __device__ void advance(const float (&k)[SLOTS], const float (&k2)[SLOTS], const float (&v)[C],
+                            const float (&b)[C], float a, float fresh) {
+#pragma unroll
+        for (int i = 0; i < C; i++) {
+#pragma unroll
+            for (int j = 0; j < SLOTS; j++) {
+                M[i][j] = fmaf(a, M[i][j], k[j] * v[i]);
+                I[i][j] = fmaf(a, I[i][j], fmaf(k2[j], b[i], fresh));
+            }
+        }
+    }
+
+    /* Four numbers for each thread of a block, SETS times. */
+    __device__ void load(const float *from, int64_t stride) {
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            const float4 four = *(const float4 *)(from + set * stride);
+            float(&x)[SLOTS] = set < C ? M[set % C] : I[set % C];
+            x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+        }
+    }
+
+    __device__ void store(float *to, int64_t stride) const {
+#pragma unroll
+        for (int set = 0; set < SETS; set++) {
+            const float(&x)[SLOTS] = set < C ? M[set % C] : I[set % C];
+            *(float4 *)(to + set * stride) = make_float4(x[0], x[1], x[2], x[3]);
+        }
+    }
+};
 
 __device__ static float first_importance(const mn_importance_args &p, const place &at, int64_t i) {
     const float *imp0 = mn_row<float>(p.imp0, at.n, 0, at.h);
-    return imp0 && i >= 0 ? imp0[i] : at.ip;
+    return imp0 ? imp0[i] : at.ip;
 }
 
-__device__ static void load_state(cell (&c)[S], const mn_importance_args &p, const place &at) {
+template <typename Block>
+__device__ static void load_first(state &c, const mn_importance_args &p, const place &at) {
     const float *mu0 = mn_row<float>(p.mu0, at.n, 0, at.h);
 #pragma unroll
-    for (int s = 0; s < S; s++) {
-        const int64_t i = at.cell(p.call, s);
-        c[s].I = first_importance(p, at, i);
-        c[s].M = mu0 && i >= 0 ? mu0[i] * c[s].I : 0.0f;
+    for (int i = 0; i < C; i++) {
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            const int64_t cell = cell_at<Block>(p.call, i, j);
+            c.I[i][j] = cell >= 0 ? first_importance(p, at, cell) : 1.0f;
+            c.M[i][j] = cell >= 0 && mu0 ? mu0[cell] * c.I[i][j] : 0.0f;
+        }
     }
 }
 
-/* A tile's numbers: S arrays of keys, S of queries, and those of the value columns. */
-enum { KEYS = 0, QUERIES = S, VALUES = 2 * S, WRITES, MEAN_COTS, SPREAD_COTS, N_ARRAYS };
+/* ---- the numbers of a tile ------------------------------------------------------------------- */
 
-struct stage {
-    mn_cell_rows rows[N_ARRAYS];
-    alignas(16) float a[TOKENS], forget[TOKENS];
+enum { KEYS, QUERIES };
+enum { VALUES, WRITES, MEAN_COTS, SPREAD_COTS };
+
+/* a and what it leaves of the prior: forget = 1 - a, formed without cancellation. Tokens that the
+ * tile lacks change nothing. */
+struct gates {
+    float a[TOKENS], forget[TOKENS], fresh[TOKENS];
+
+    template <typename T>
+    __device__ void fill(const mn_importance_args &p, const place &at, const mn_cell_tile &tile) {
+        const int t = threadIdx.x;
+        if (t >= TOKENS) return;
+        float g = 0.0f;
+        if (t < tile.n_rows) {
+            g = mn_float(*mn_row<T>(p.g, tile.span.b, tile.span.t0 + tile.first + t, at.h));
+        }
+        a[t] = expf(g);
+        forget[t] = -expm1f(g);
+        fresh[t] = t < tile.n_rows ? fmaf(forget[t], at.ip, least_importance) : 0.0f;
+    }
 };
 
-template <typename T, bool COTS>
-__device__ static void fill(stage &to, const mn_importance_args &p, const place &at,
-                            const mn_cell_tile &tile) {
-    const int64_t K = p.call.K, V = p.call.V;
-#pragma unroll
-    for (int s = 0; s < S; s++) {
-        to.rows[KEYS + s].put(mn_cell_fetch<T>(p.k, tile, at.h, at.i0 + s * SIDE, K));
-        to.rows[QUERIES + s].put(mn_cell_fetch<T>(p.q, tile, at.h, at.i0 + s * SIDE, K));
-    }
-    to.rows[VALUES].put(mn_cell_fetch<T>(p.v, tile, at.h, at.j0, V));
-    to.rows[WRITES].put(mn_cell_fetch<T>(p.b, tile, at.h, at.j0, V));
-    if (COTS) {
-        to.rows[MEAN_COTS].put(mn_cell_fetch<T>(p.cot.o, tile, at.h, at.j0, V));
-        to.rows[SPREAD_COTS].put(mn_cell_fetch<T>(p.cot.ovar, tile, at.h, at.j0, V));
-    }
-    const int t = threadIdx.x;
-    if (t >= tile.n_rows) return;
-    const float g = mn_float(*mn_row<T>(p.g, tile.span.b, tile.span.t0 + tile.first + t, at.h));
-    to.a[t] = expf(g);
-    to.forget[t] = -expm1f(g);
-}
+template <typename Block, int N_KEYS, int N_LINES>
+struct stage {
+    mn_cell_keys<Block> keys[N_KEYS];
+    mn_cell_lines<Block> lines[N_LINES];
+    gates g;
 
-/* Two sums per value column and token, to the tensors or to this group's parts. */
-template <typename T>
-__device__ static void put_sums(const mn_out &first, const mn_out &second, float *sums,
-                                const mn_call &call, const place &at, const mn_cell_tile &tile,
-                                const float (&from)[2][TOKENS][SIDE + 1]) {
-    const int t = threadIdx.x / SIDE, i = threadIdx.x % SIDE;
-    const int64_t j = at.j0 + i, token = tile.span.t0 + tile.first + t;
-    if (t >= tile.n_rows || j >= call.V) return;
-    if (gridDim.z > 1) {
-        float *to = sums + (blockIdx.z * at.n_rows + at.row(call, tile.first + t)) * 2 * call.V;
-        to[j] = from[0][t][i];
-        to[call.V + j] = from[1][t][i];
-        return;
+    /* One token, number n of the four in v and b. */
+    __device__ __forceinline__ void advance(state &c, int t, int n, const float (&v)[C][4],
+                                            const float (&b)[C][4]) const {
+        float k[SLOTS], k2[SLOTS], now_v[C], now_b[C];
+        keys[KEYS].get(k, t);
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) k2[j] = k[j] * k[j];
+#pragma unroll
+        for (int i = 0; i < C; i++) now_v[i] = v[i][n], now_b[i] = b[i][n];
+        c.advance(k, k2, now_v, now_b, g.a[t], g.fresh[t]);
     }
-    if (first.data) mn_put(mn_row<T>(first, tile.span.b, token, at.h) + j, from[0][t][i]);
-    if (second.data) mn_put(mn_row<T>(second, tile.span.b, token, at.h) + j, from[1][t][i]);
-}
+
+    /* Tokens [t0, t1), multiples of 4. */
+    __device__ void walk(state &c, int t0, int t1) const {
+#pragma unroll 1
+        for (int t = t0; t < t1; t += 4) {
+            float v[C][4], b[C][4];
+            lines[VALUES].get(v, t);
+            lines[WRITES].get(b, t);
+#pragma unroll
+            for (int n = 0; n < 4; n++) advance(c, t + n, n, v, b);
+        }
+    }
+};
+
+template <typename T, typename Block, int N_KEYS, int N_LINES>
+struct fetched {
+    mn_cell_fetched<T, Block::SLOTS, Block::THREADS> keys[N_KEYS];
+    mn_cell_fetched<T, Block::COLUMNS, Block::THREADS> lines[N_LINES];
+
+    __device__ void fetch(const mn_importance_args &p, const place &at, const mn_cell_tile &tile) {
+        const int64_t s0 = Block::slot0(), v0 = Block::column0(), K = p.call.K, V = p.call.V;
+        keys[KEYS].fetch(p.k, tile, at.h, s0, K);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].fetch(p.q, tile, at.h, s0, K);
+        lines[VALUES].fetch(p.v, tile, at.h, v0, V);
+        lines[WRITES].fetch(p.b, tile, at.h, v0, V);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > 2 ? 2 : 0].fetch(p.cot.o, tile, at.h, v0, V);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.ovar, tile, at.h, v0, V);
+    }
+
+    /* Cotangents are put times `scale` and its square, which spares the sums over slots that. */
+    __device__ void put(stage<Block, N_KEYS, N_LINES> &to, float scale) const {
+#pragma unroll
+        for (int i = 0; i < N_KEYS; i++) keys[i].put(to.keys[i]);
+#pragma unroll
+        for (int i = 0; i < N_LINES; i++) {
+            lines[i].put(to.lines[i], i == MEAN_COTS ? scale : i == SPREAD_COTS ? scale * scale :
+                                                                                  1.0f);
+        }
+    }
+};
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-/* WHOLE: the tile has all of its tokens, and nothing asks. */
-template <bool WHOLE>
-__device__ static void tile_forward(cell (&c)[S], float (&o)[TOKENS], float (&ovar)[TOKENS],
-                                    const stage &in, int n_rows, float scale, float ip) {
-    const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
-#pragma unroll
+/* Sums of two tokens over the slots of this warp: column(0) at the token of this lane. */
+__device__ __forceinline__ static float pair_sums(float (&first)[C], float (&second)[C]) {
+    mn_cell_swap<1>(first, 1);
+    mn_cell_swap<1>(second, 1);
+    float both[2] = { first[0], second[0] };
+    mn_cell_halve<1>(both, 2);
+    return both[0];
+}
+
+template <typename Block, bool VARIANCE>
+__device__ __forceinline__ static void tile_forward(state &c, mn_cell_sums<Block> &out,
+                                                    const stage<Block, 2, 2> &in, float scale) {
+#pragma unroll 1
     for (int t = 0; t < TOKENS; t += 4) {
-        float v[4], b[4];
-        in.rows[VALUES].get(v, line, t);
-        in.rows[WRITES].get(b, line, t);
+        float v[C][4], b[C][4], o[4][C], ovar[4][C];
+        in.lines[VALUES].get(v, t);
+        in.lines[WRITES].get(b, t);
 #pragma unroll
-        for (int i = 0; i < 4; i++) o[t + i] = ovar[t + i] = 0.0f;
+        for (int n = 0; n < 4; n++) {
+            float q[SLOTS];
+            in.keys[QUERIES].get(q, t + n);
+            in.advance(c, t + n, n, v, b);
 #pragma unroll
-        for (int s = 0; s < S; s++) {
-            float k[4], q[4];
-            in.rows[KEYS + s].get(k, column, t);
-            in.rows[QUERIES + s].get(q, column, t);
+            for (int i = 0; i < C; i++) {
+                o[n][i] = ovar[n][i] = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                if (!WHOLE && t + i >= n_rows) continue;
-                c[s].advance(k[i], v[i], b[i], in.a[t + i], in.forget[t + i] * ip);
-                const float r = q[i] * inverse_importance(c[s].I);
-                o[t + i] = fmaf(c[s].M, r, o[t + i]);
-                ovar[t + i] = fmaf(q[i], r, ovar[t + i]);
+                for (int j = 0; j < SLOTS; j++) {
+                    const float qr = q[j] * mn_inverse(c.I[i][j]);
+                    o[n][i] = fmaf(c.M[i][j], qr, o[n][i]);
+                    if (VARIANCE) ovar[n][i] = fmaf(q[j], qr, ovar[n][i]);
+                }
             }
         }
 #pragma unroll
-        for (int i = 0; i < 4; i++) o[t + i] *= scale, ovar[t + i] *= scale * scale;
+        for (int n = 0; n < 4; n += 2) {
+            const int at = t + n + Block::slot_lane() / 2, column = Block::column(0);
+            out.at[0][Block::group()][at][column] = scale * pair_sums(o[n], o[n + 1]);
+            if (!VARIANCE) continue;
+            out.at[1][Block::group()][at][column] = scale * scale * pair_sums(ovar[n], ovar[n + 1]);
+        }
     }
 }
 
-/* READ: results and last states. Otherwise, the states in front of every tile. */
-template <typename T, bool READ>
-__global__ void __launch_bounds__(MN_CELLS, 2)
-forward_kernel(const __grid_constant__ mn_importance_args p, float *sums, float *states,
-               int64_t n_rows) {
-    __shared__ stage in;
-    __shared__ float out[2][TOKENS][SIDE + 1];
-    const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
-    const int64_t step = 2 * S * MN_CELLS, blocks = gridDim.x * gridDim.z;
+template <typename Block>
+struct forward_room {
+    stage<Block, 2, 2> in;
+    mn_cell_sums<Block> out;
+};
+
+template <typename T, typename Block, bool VARIANCE>
+__global__ void __launch_bounds__(Block::THREADS, 2)
+forward_kernel(const __grid_constant__ mn_importance_args p, float *sums, int64_t n_rows) {
+    extern __shared__ float4 shared[];
+    forward_room<Block> &r = *(forward_room<Block> *)shared;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
-        const place at = place::of<T>(p, item, n_rows);
-        const int64_t n_tiles = mn_cell_tiles(at.span), slot = mn_cell_first_slot(p.call, at.n);
-        cell c[S];
-        load_state(c, p, at);
+        const place at = place::of<T>(p, item);
+        const int64_t n_tiles = mn_cell_tiles(at.span.length);
+        fetched<T, Block, 2, 2> next;
+        state c;
+        load_first<Block>(c, p, at);
+        if (n_tiles > 0) next.fetch(p, at, mn_cell_tile_at(at.span, 0));
         for (int64_t i = 0; i < n_tiles; i++) {
             const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
-            fill<T, false>(in, p, at, tile);
-            const int64_t block = ((slot + i) * p.call.H + at.h) * blocks +
-                                  blockIdx.z * gridDim.x + blockIdx.x;
-#pragma unroll
-            for (int s = 0; !READ && s < S; s++) {
-                states[block * step + 2 * s * MN_CELLS + threadIdx.x] = c[s].M;
-                states[block * step + (2 * s + 1) * MN_CELLS + threadIdx.x] = c[s].I;
-            }
+            next.put(r.in, 1.0f);
+            r.in.g.template fill<T>(p, at, tile);
             __syncthreads();
-            float o[TOKENS], ovar[TOKENS];
-            const float scale = (float)p.scale;
-            if (tile.n_rows == TOKENS) tile_forward<true>(c, o, ovar, in, TOKENS, scale, at.ip);
-            else tile_forward<false>(c, o, ovar, in, tile.n_rows, scale, at.ip);
-            if (READ) {
-                out[0][column][line] = mn_cell_line_sums(o);
-                out[1][column][line] = mn_cell_line_sums(ovar);
-            }
+            if (i + 1 < n_tiles) next.fetch(p, at, mn_cell_tile_at(at.span, i + 1));
+            tile_forward<Block, VARIANCE>(c, r.out, r.in, (float)p.scale);
             __syncthreads();
-            if (READ) put_sums<T>(p.o, p.ovar, sums, p.call, at, tile, out);
+            mn_cell_put_sums<T>(p.o, p.ovar, sums, p.call, tile, at.h, p.call.H, n_rows, r.out);
         }
         float *mu = mn_row<float>(p.mu, at.n, 0, at.h), *imp = mn_row<float>(p.imp, at.n, 0, at.h);
 #pragma unroll
-        for (int s = 0; READ && s < S; s++) {
-            const int64_t i = at.cell(p.call, s);
-            if (i >= 0 && mu) mu[i] = c[s].M / c[s].I;
-            if (i >= 0 && imp) imp[i] = c[s].I;
+        for (int i = 0; i < C; i++) {
+#pragma unroll
+            for (int j = 0; j < SLOTS; j++) {
+                const int64_t cell = cell_at<Block>(p.call, i, j);
+                if (cell >= 0 && mu) mu[cell] = c.M[i][j] / c.I[i][j];
+                if (cell >= 0 && imp) imp[cell] = c.I[i][j];
+            }
         }
         __syncthreads();
     }
 }
 
-/* ---- backward -------------------------------------------------------------------------------- */
-
-/* Sums of a thread over its slots, token by token. */
-struct line_sums {
-    float v[TOKENS], b[TOKENS], g[TOKENS];
-};
-
-/* Slot s of this thread through one tile; `adj` has the adjoints of M and I. `last`: their first
- * values come from the cotangents of the last state. Returns the part of dip. */
-template <bool WHOLE>
-__device__ __forceinline__ static float
-slot_backward(cell &adj, line_sums &sums, float (&keys)[TOKENS][32], cell c, const stage &in, int s,
-              int n_rows, const place &at, float scale, bool last, float dmu, float dimp) {
-    const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
-    float M[TOKENS + 1], I[TOKENS + 1], prior = 0.0f;
-    M[0] = c.M, I[0] = c.I;
-#pragma unroll
-    for (int t = 0; t < TOKENS; t += 4) {
-        float k[4], v[4], b[4];
-        in.rows[KEYS + s].get(k, column, t);
-        in.rows[VALUES].get(v, line, t);
-        in.rows[WRITES].get(b, line, t);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            if (WHOLE || t + i < n_rows) {
-                c.advance(k[i], v[i], b[i], in.a[t + i], in.forget[t + i] * at.ip);
+/* States in front of every span, of which there are `n_slots` for each head. */
+template <typename T, typename Block>
+__global__ void __launch_bounds__(Block::THREADS, 3)
+states_kernel(const __grid_constant__ mn_importance_args p, float *states) {
+    __shared__ stage<Block, 1, 2> in;
+    for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
+        const place at = place::of<T>(p, item);
+        const int64_t n_tiles = mn_cell_tiles(at.span.length);
+        const int64_t slot = mn_cell_first_slot(p.call, at.n, SPAN);
+        fetched<T, Block, 1, 2> next;
+        state c;
+        load_first<Block>(c, p, at);
+        if (n_tiles > 0) next.fetch(p, at, mn_cell_tile_at(at.span, 0));
+        for (int64_t i = 0; i < n_tiles; i++) {
+            next.put(in, 1.0f);
+            in.g.template fill<T>(p, at, mn_cell_tile_at(at.span, i));
+            if (i % (SPAN / TOKENS) == 0) {
+                const int64_t set = ((slot + i / (SPAN / TOKENS)) * p.call.H + at.h) * SETS;
+                c.store(states + Block::own(set), Block::own(1) - Block::own(0));
             }
-            M[t + i + 1] = c.M, I[t + i + 1] = c.I;
+            __syncthreads();
+            if (i + 1 < n_tiles) next.fetch(p, at, mn_cell_tile_at(at.span, i + 1));
+            in.walk(c, 0, TOKENS);
+            __syncthreads();
         }
     }
-    if (last) adj.M = dmu / c.I, adj.I = dimp - adj.M * (c.M / c.I);
-#pragma unroll
-    for (int t = TOKENS - 4; t >= 0; t -= 4) {
-        float k[4], q[4], v[4], b[4], means[4], spreads[4];
-        in.rows[KEYS + s].get(k, column, t);
-        in.rows[QUERIES + s].get(q, column, t);
-        in.rows[VALUES].get(v, line, t);
-        in.rows[WRITES].get(b, line, t);
-        in.rows[MEAN_COTS].get(means, line, t);
-        in.rows[SPREAD_COTS].get(spreads, line, t);
-#pragma unroll
-        for (int i = 3; i >= 0; i--) {
-            float to_k = 0.0f, to_q = 0.0f;
-            if (WHOLE || t + i < n_rows) {
-                const float mean = scale * means[i], spread = scale * scale * spreads[i];
-                const float a = in.a[t + i], r = inverse_importance(I[t + i + 1]);
-                const float mu = M[t + i + 1] * r, qr = q[i] * r;
-                adj.M = fmaf(qr, mean, adj.M);
-                adj.I -= qr * fmaf(mean, mu, qr * spread);
-                to_q = fmaf(mean, mu, 2.0f * qr * spread);
-                to_k = fmaf(adj.M, v[i], 2.0f * k[i] * adj.I * b[i]);
-                sums.v[t + i] = fmaf(adj.M, k[i], sums.v[t + i]);
-                sums.b[t + i] = fmaf(adj.I, k[i] * k[i], sums.b[t + i]);
-                sums.g[t + i] += a * fmaf(adj.M, M[t + i], adj.I * (I[t + i] - at.ip));
-                prior = fmaf(in.forget[t + i], adj.I, prior);
-                adj.M *= a;
-                adj.I *= a;
-            }
-            keys[t + i][threadIdx.x % 32] = mn_cell_pair_sums(to_k, to_q);
-        }
-    }
-    return prior;
 }
 
-/* dk and dq of 16 slots over this block's value columns: the warps' sums in their order. */
-__device__ static void put_keys(float *to, const mn_call &call, const place &at,
-                                const mn_cell_tile &tile, int s,
-                                const float (&from)[MN_CELLS / 32][TOKENS][32]) {
-    const int64_t i = at.i0 + s * SIDE + threadIdx.x % SIDE;
-    const int half = threadIdx.x % 32 / SIDE;
-    for (int t = threadIdx.x / 32; t < tile.n_rows; t += MN_CELLS / 32) {
-        float sum = 0.0f;
+/* ---- backward -------------------------------------------------------------------------------- */
+
+/* The numbers of one token. */
+struct token {
+    float k[SLOTS], q[SLOTS], v[C], b[C], mean[C], spread[C], a;
+};
+
+/* What it says: dk and dq slot by slot, dv and db column by column, and for dg and dip the sum of A M
+ * + C (I - ip) and of C. */
+struct token_cots {
+    float k[SLOTS], q[SLOTS], v[C], b[C], along, fresh;
+};
+
+/* From `before` to `after` one token; `adj` has the adjoints A and C of M and I. */
+template <bool SPREAD>
+__device__ __forceinline__ static void token_backward(token_cots &to, state &adj,
+                                                      const state &before, const state &after,
+                                                      const token &in, float ip) {
+    float by_gate[SLOTS], along[C] = {}, about[C] = {}, fresh[C] = {};
 #pragma unroll
-        for (int warp = 0; warp < MN_CELLS / 32; warp++) sum += from[warp][t][threadIdx.x % 32];
-        const int64_t row = blockIdx.x * at.n_rows + at.row(call, tile.first + t);
-        if (i < call.K) to[(row * 2 + half) * call.K + i] = sum;
+    for (int j = 0; j < SLOTS; j++) to.k[j] = to.q[j] = by_gate[j] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < C; i++) {
+        to.v[i] = to.b[i] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            float &A = adj.M[i][j], &D = adj.I[i][j];
+            const float r = mn_inverse(after.I[i][j]), mu = after.M[i][j] * r;
+            const float pull = in.q[j] * in.mean[i] * r;
+            A += pull;
+            D = fmaf(-pull, mu, D);
+            to.q[j] = fmaf(in.mean[i], mu, to.q[j]);
+            if (SPREAD) {
+                const float qr = in.q[j] * r, wide = qr * in.spread[i];
+                D = fmaf(-qr, wide, D);
+                to.q[j] = fmaf(2.0f, wide, to.q[j]);
+            }
+            to.k[j] = fmaf(A, in.v[i], to.k[j]);
+            by_gate[j] = fmaf(D, in.b[i], by_gate[j]);
+            to.v[i] = fmaf(A, in.k[j], to.v[i]);
+            to.b[i] = fmaf(D, in.k[j] * in.k[j], to.b[i]);
+            along[i] = fmaf(A, before.M[i][j], along[i]);
+            about[i] = fmaf(D, before.I[i][j] - ip, about[i]);
+            fresh[i] += D;
+            A *= in.a;
+            D *= in.a;
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) to.k[j] = fmaf(2.0f * in.k[j], by_gate[j], to.k[j]);
+    to.along = (along[0] + along[1]) + (about[0] + about[1]);
+    to.fresh = fresh[0] + fresh[1];
+}
+
+template <typename Block, bool SPREAD>
+struct backward_room {
+    stage<Block, 2, SPREAD ? 4 : 3> in;
+    mn_cell_sums<Block> out;
+    mn_cell_key_parts<Block> keys;
+    float dg[WARPS][TOKENS], team[32];
+    float4 states[SPAN / TOKENS][SETS][Block::THREADS];
+};
+
+/* Sums over the warp at four tokens: lane 8 t has token t. */
+__device__ __forceinline__ static float warp_sums(float (&x)[4]) {
+    mn_cell_halve<2>(x, 16);
+    mn_cell_halve<1>(x, 8);
+#pragma unroll
+    for (int mask = 4; mask > 0; mask >>= 1) x[0] += __shfl_xor_sync(0xffffffffu, x[0], mask);
+    return x[0];
+}
+
+/* Half a tile from its first token t0 on, with the state in front of it in `first`. Adds to `prior`,
+ * the part of dip. */
+template <typename Block, bool SPREAD>
+__device__ __forceinline__ static void half_backward(state &adj, float &prior, const state &first,
+                                                     backward_room<Block, SPREAD> &r, int t0,
+                                                     float ip) {
+    state c[HALF + 1];
+    float v[C][4], b[C][4], means[C][4], spreads[C][4] = {};
+    c[0] = first;
+#pragma unroll
+    for (int t = 0; t < HALF; t++) {
+        if (t % 4 == 0) {
+            r.in.lines[VALUES].get(v, t0 + t);
+            r.in.lines[WRITES].get(b, t0 + t);
+        }
+        c[t + 1] = c[t];
+        r.in.advance(c[t + 1], t0 + t, t % 4, v, b);
+    }
+#pragma unroll
+    for (int t = HALF - 4; t >= 0; t -= 4) {
+        float along[4];
+        r.in.lines[VALUES].get(v, t0 + t);
+        r.in.lines[WRITES].get(b, t0 + t);
+        r.in.lines[MEAN_COTS].get(means, t0 + t);
+        if (SPREAD) r.in.lines[SPREAD ? SPREAD_COTS : 0].get(spreads, t0 + t);
+#pragma unroll
+        for (int n = 3; n >= 0; n--) {
+            const int at = t0 + t + n;
+            token in;
+            token_cots to;
+            in.a = r.in.g.a[at];
+            r.in.keys[KEYS].get(in.k, at);
+            r.in.keys[QUERIES].get(in.q, at);
+#pragma unroll
+            for (int i = 0; i < C; i++) {
+                in.v[i] = v[i][n], in.b[i] = b[i][n];
+                in.mean[i] = means[i][n], in.spread[i] = spreads[i][n];
+            }
+            token_backward<SPREAD>(to, adj, c[t + n], c[t + n + 1], in, ip);
+            along[n] = in.a * to.along;
+            prior = fmaf(r.in.g.forget[at], to.fresh, prior);
+            r.keys.put(at, mn_cell_key_sums(to.k, to.q));
+            const float line = pair_sums(to.v, to.b);
+            r.out.at[Block::slot_lane() / 2][Block::group()][at][Block::column(0)] = line;
+        }
+        const int lane = threadIdx.x % 32;
+        const float sum = warp_sums(along);
+        if (lane % 8 == 0) r.dg[threadIdx.x / 32][t0 + t + lane / 8] = sum;
+    }
+}
+
+/* Adjoints of the last state, `c`. */
+template <typename Block>
+__device__ static void start_back(state &adj, const state &c, const mn_importance_args &p,
+                                  const place &at) {
+    const float *dmu = mn_row<float>(p.cot.mu, at.n, 0, at.h);
+    const float *dimp = mn_row<float>(p.cot.imp, at.n, 0, at.h);
+#pragma unroll
+    for (int i = 0; i < C; i++) {
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            const int64_t cell = cell_at<Block>(p.call, i, j);
+            const float by = 1.0f / c.I[i][j];
+            adj.M[i][j] = cell >= 0 && dmu ? dmu[cell] * by : 0.0f;
+            adj.I[i][j] = cell >= 0 && dimp ? dimp[cell] : 0.0f;
+            adj.I[i][j] -= adj.M[i][j] * (c.M[i][j] * by);
+        }
     }
 }
 
 /* Gradients of the first state; returns the part of dip of one that starts at the prior. */
-__device__ static float put_first(const cell (&adjoints)[S][MN_CELLS], const mn_importance_args &p,
-                                  const place &at) {
+template <typename Block>
+__device__ static float put_first(const state &adj, const mn_importance_args &p, const place &at) {
     const float *mu0 = mn_row<float>(p.mu0, at.n, 0, at.h);
     float *dmu0 = mn_row<float>(p.grad.mu0, at.n, 0, at.h), sum = 0.0f;
     float *dimp0 = mn_row<float>(p.grad.imp0, at.n, 0, at.h);
 #pragma unroll
-    for (int s = 0; s < S; s++) {
-        const int64_t i = at.cell(p.call, s);
-        if (i < 0) continue;
-        const cell adj = adjoints[s][threadIdx.x];
-        const float to_imp = fmaf(adj.M, mn_get(mu0, i), adj.I);
-        if (dmu0) dmu0[i] = adj.M * first_importance(p, at, i);
-        if (dimp0) dimp0[i] = to_imp;
-        sum += to_imp;
+    for (int i = 0; i < C; i++) {
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            const int64_t cell = cell_at<Block>(p.call, i, j);
+            if (cell < 0) continue;
+            const float to_imp = fmaf(adj.M[i][j], mn_get(mu0, cell), adj.I[i][j]);
+            if (dmu0) dmu0[cell] = adj.M[i][j] * first_importance(p, at, cell);
+            if (dimp0) dimp0[cell] = to_imp;
+            sum += to_imp;
+        }
     }
     return p.imp0.data ? 0.0f : sum;
 }
 
-template <typename T>
-__global__ void __launch_bounds__(MN_CELLS, 2)
+/* Forward over the tiles [first, end) of a span from the state in `c`, which stay in shared memory; at
+ * the end of the sequence, its adjoint begins. */
+template <typename T, typename Block, bool SPREAD>
+__device__ static void walk_span(state &c, state &adj, backward_room<Block, SPREAD> &r,
+                                 const mn_importance_args &p, const place &at, int64_t first,
+                                 int64_t end) {
+    const bool last = end == mn_cell_tiles(at.span.length);
+    fetched<T, Block, 2, SPREAD ? 4 : 3> next;
+    for (int64_t i = first; i < end; i++) {
+        const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
+        c.store((float *)&r.states[i - first][0][threadIdx.x], 4 * Block::THREADS);
+        if (i + 1 == end && !last) break;
+        next.fetch(p, at, tile);
+        next.put(r.in, (float)p.scale);
+        r.in.g.template fill<T>(p, at, tile);
+        __syncthreads();
+        r.in.walk(c, 0, TOKENS);
+        __syncthreads();
+    }
+    if (last) start_back<Block>(adj, c, p, at);
+}
+
+template <typename T, typename Block, bool SPREAD>
+__global__ void __launch_bounds__(Block::THREADS, 1)
 backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n_rows) {
-    __shared__ stage in;
-    __shared__ float keys[MN_CELLS / 32][TOKENS][32], out[2][TOKENS][SIDE + 1];
-    __shared__ float gates[TOKENS][SIDE + 1], team[32];
-    __shared__ cell adjoints[S][MN_CELLS];    // each thread's own; M and I of adjoints
-    const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
-    const int64_t step = 2 * S * MN_CELLS, blocks = gridDim.x * gridDim.z;
-    const int64_t block = blockIdx.z * gridDim.x + blockIdx.x;
+    extern __shared__ float4 shared[];
+    backward_room<Block, SPREAD> &r = *(backward_room<Block, SPREAD> *)shared;
+    const int64_t blocks = gridDim.x * gridDim.z, block = blockIdx.z * gridDim.x + blockIdx.x;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
-        const place at = place::of<T>(p, item, n_rows);
-        const int64_t n_tiles = mn_cell_tiles(at.span), slot = mn_cell_first_slot(p.call, at.n);
-        const float *dmu = mn_row<float>(p.cot.mu, at.n, 0, at.h);
-        const float *dimp = mn_row<float>(p.cot.imp, at.n, 0, at.h);
-        cell c[S];
+        const place at = place::of<T>(p, item);
+        const int64_t n_tiles = mn_cell_tiles(at.span.length);
+        const int64_t slot = mn_cell_first_slot(p.call, at.n, SPAN);
+        state adj, c;
         float prior = 0.0f;
-        load_state(c, p, at);
-#pragma unroll
-        for (int s = 0; s < S; s++) {
-            const int64_t i = n_tiles == 0 ? at.cell(p.call, s) : -1;
-            const float to_mu = i >= 0 ? mn_get(dmu, i) / c[s].I : 0.0f;
-            const float to_imp = i >= 0 ? mn_get(dimp, i) - to_mu * (c[s].M / c[s].I) : 0.0f;
-            adjoints[s][threadIdx.x] = { to_mu, to_imp };
+        if (n_tiles == 0) {
+            load_first<Block>(c, p, at);
+            start_back<Block>(adj, c, p, at);
         }
-        for (int64_t i = n_tiles - 1; i >= 0; i--) {
-            const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
-            fill<T, true>(in, p, at, tile);
-            const float *from = to.at[STATES] +
-                                (((slot + i) * p.call.H + at.h) * blocks + block) * step;
-            line_sums sums = {};
-            __syncthreads();
+        for (int64_t end = n_tiles; end > 0;) {
+            const int64_t span = (end - 1) / (SPAN / TOKENS), first = span * (SPAN / TOKENS);
+            const int64_t set = ((slot + span) * p.call.H + at.h) * SETS;
+            c.load(to.at[STATES] + Block::own(set), Block::own(1) - Block::own(0));
+            walk_span<T, Block, SPREAD>(c, adj, r, p, at, first, end);
+            fetched<T, Block, 2, SPREAD ? 4 : 3> next;
+            next.fetch(p, at, mn_cell_tile_at(at.span, end - 1));
+            for (int64_t i = end - 1; i >= first; i--) {
+                const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
+                next.put(r.in, (float)p.scale);
+                r.in.g.template fill<T>(p, at, tile);
+                __syncthreads();
+                if (i > first) next.fetch(p, at, mn_cell_tile_at(at.span, i - 1));
 #pragma unroll 1
-            for (int s = 0; s < S; s++) {
-                const int64_t place_of = at.cell(p.call, s);
-                const bool cots = i == n_tiles - 1 && place_of >= 0;
-                const cell first = { from[2 * s * MN_CELLS + threadIdx.x],
-                                     from[(2 * s + 1) * MN_CELLS + threadIdx.x] };
-                cell mine = adjoints[s][threadIdx.x];
-                const float to_mu = cots ? mn_get(dmu, place_of) : 0.0f;
-                const float to_imp = cots ? mn_get(dimp, place_of) : 0.0f;
-                float(&to_keys)[TOKENS][32] = keys[threadIdx.x / 32];
-                const float scale = (float)p.scale;
-                if (tile.n_rows == TOKENS) {
-                    prior += slot_backward<true>(mine, sums, to_keys, first, in, s, TOKENS, at,
-                                                 scale, cots, to_mu, to_imp);
-                } else {
-                    prior += slot_backward<false>(mine, sums, to_keys, first, in, s, tile.n_rows,
-                                                  at, scale, cots, to_mu, to_imp);
+                for (int t0 = HALF; t0 >= 0; t0 -= HALF) {
+                    c.load((float *)&r.states[i - first][0][threadIdx.x], 4 * Block::THREADS);
+                    r.in.walk(c, 0, t0);
+                    half_backward<Block, SPREAD>(adj, prior, c, r, t0, at.ip);
                 }
-                adjoints[s][threadIdx.x] = mine;
                 __syncthreads();
-                put_keys(to.at[SLOTS], p.call, at, tile, s, keys);
-                __syncthreads();
+                mn_cell_put_keys(to.at[KEY_PARTS], p.call, tile, at.h, p.call.H, n_rows, r.keys);
+                mn_cell_put_sums<T>(p.grad.v, p.grad.b, to.at[SUMS], p.call, tile, at.h, p.call.H,
+                                    n_rows, r.out);
+                if (threadIdx.x < tile.n_rows) {
+                    float sum = 0.0f;
+                    for (int warp = 0; warp < WARPS; warp++) sum += r.dg[warp][threadIdx.x];
+                    const int64_t row = tile.row(p.call, threadIdx.x) * p.call.H + at.h;
+                    to.at[GATES][block * n_rows + row] = sum;
+                }
             }
-            out[0][column][line] = mn_cell_line_sums(sums.v);
-            out[1][column][line] = mn_cell_line_sums(sums.b);
-            gates[column][line] = mn_cell_line_sums(sums.g);
-            __syncthreads();
-            put_sums<T>(p.grad.v, p.grad.b, to.at[SUMS], p.call, at, tile, out);
-            if (threadIdx.x < tile.n_rows) {
-                float sum = 0.0f;
-                for (int j = 0; j < SIDE; j++) sum += gates[threadIdx.x][j];
-                to.at[GATES][block * n_rows + at.row(p.call, tile.first + threadIdx.x)] = sum;
-            }
+            end = first;
             __syncthreads();
         }
-        bool any = false;
-#pragma unroll
-        for (int s = 0; s < S; s++) any = any || at.cell(p.call, s) >= 0;
-        prior = any ? prior + put_first(adjoints, p, at) : 0.0f;
-        prior = mn_team_sum<MN_CELLS>(prior, team);
+        prior += put_first<Block>(adj, p, at);
+        prior = mn_team_sum<Block::THREADS>(prior, r.team);
         if (threadIdx.x == 0) to.at[PRIORS][(at.n * blocks + block) * p.call.H + at.h] = prior;
         __syncthreads();
     }
@@ -406,85 +571,104 @@ struct put_priors {
     }
 };
 
+typedef mn_cell_block<4, WARPS, C> long_block;
+typedef mn_cell_block<2, WARPS, C> short_block;
+
+/* Slots and columns of a block. */
+static int64_t slots_of(const mn_call *call) {
+    return call->K <= SHORT_KEY ? short_block::SLOTS : long_block::SLOTS;
+}
+
+static int64_t columns_of(const mn_call *call) {
+    return call->K <= SHORT_KEY ? short_block::COLUMNS : long_block::COLUMNS;
+}
+
 static dim3 blocks_of(const mn_call *call) {
-    return dim3(mn_blocks(call->V, SIDE), mn_blocks(mn_n_spans(*call) * call->H, 1, MOST_HEADS),
-                mn_blocks(call->K, S * SIDE));
+    return dim3(mn_blocks(call->V, columns_of(call)),
+                mn_blocks(mn_n_spans(*call) * call->H, 1, MOST_HEADS),
+                mn_blocks(call->K, slots_of(call)));
 }
 
 /* Numbers of each part of the work space. */
 static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backward) {
-    const int64_t groups = mn_ceil_div(call->K, S * SIDE), columns = mn_ceil_div(call->V, SIDE);
+    const int64_t groups = mn_ceil_div(call->K, slots_of(call));
+    const int64_t across = mn_ceil_div(call->V, columns_of(call));
     int64_t rows, blocks, heads;
     for (int64_t &count : counts) count = 0;
     bool ok = mn_mul_i64(&rows, mn_cell_rows_of(call), 2 * call->H) &&
-              mn_mul_i64(&blocks, groups, columns);
+              mn_mul_i64(&blocks, groups, across);
     if (ok && groups > 1) {
         ok = mn_mul_i64(&counts[SUMS], rows, call->V) &&
              mn_mul_i64(&counts[SUMS], counts[SUMS], groups);
     }
     if (!backward || !ok) return ok;
     return mn_mul_i64(&heads, blocks, call->H) &&
-           mn_mul_i64(&counts[STATES], heads, 2 * S * MN_CELLS) &&
-           mn_mul_i64(&counts[STATES], counts[STATES], mn_tile_slots(*call, TOKENS)) &&
-           mn_mul_i64(&counts[SLOTS], rows, call->K) &&
-           mn_mul_i64(&counts[SLOTS], counts[SLOTS], columns) &&
+           mn_mul_i64(&counts[STATES], heads, SETS * SLOTS * long_block::THREADS) &&
+           mn_mul_i64(&counts[STATES], counts[STATES], mn_tile_slots(*call, SPAN)) &&
+           mn_mul_i64(&counts[KEY_PARTS], rows, call->K) &&
+           mn_mul_i64(&counts[KEY_PARTS], counts[KEY_PARTS], across) &&
            mn_mul_i64(&counts[GATES], rows, blocks) &&
            mn_mul_i64(&counts[PRIORS], heads, mn_n_spans(*call));
 }
 
 static bool plan_room(mn_plan *plan, const mn_call *call, bool backward) {
     int64_t counts[N_ROOMS];
-    if (!measure(counts, call, backward)) return false;
-    for (int64_t count : counts) {
-        size_t bytes;
-        if (!mn_mul_size(&bytes, (size_t)count, sizeof(float)) ||
-            bytes > SIZE_MAX - plan->shared_bytes) {
-            return false;
-        }
-        plan->shared_bytes += bytes;
-    }
-    return true;
+    return measure(counts, call, backward) && mn_cell_plan(plan, counts);
 }
 
 template <typename T>
 static int sum_groups(const mn_out &first, const mn_out &second, const float *sums,
-                      const mn_call *call, int64_t n_rows, cudaStream_t stream) {
-    const int64_t groups = mn_ceil_div(call->K, S * SIDE);
-    if (groups == 1 || n_rows == 0) return cudaSuccess;
-    const mn_put_rows<T> put = { first, second, call->T, call->H, call->V };
-    return mn_sum_parts_into(put, sums, groups, n_rows * 2 * call->V, stream);
+                      const mn_call *call, cudaStream_t stream) {
+    const int64_t groups = mn_ceil_div(call->K, slots_of(call));
+    if (groups == 1) return cudaSuccess;
+    return mn_cell_add_rows<T>(first, second, sums, groups, call, call->H, call->V, stream);
 }
 
-template <typename T>
-static int forward(const mn_importance_args *p, float *sums, cudaStream_t stream) {
+/* Allows a kernel as much shared memory as it takes. */
+static int allow(const void *kernel, size_t bytes) {
+    return (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                     (int)bytes);
+}
+
+template <typename T, typename Block, bool VARIANCE>
+static int launch_forward(const mn_importance_args *p, float *sums, cudaStream_t stream) {
     const int64_t n_rows = mn_cell_rows_of(&p->call) * p->call.H;
-    const dim3 blocks = blocks_of(&p->call);
-    forward_kernel<T, true><<<blocks, MN_CELLS, 0, stream>>>(*p, sums, nullptr, n_rows);
-    const int code = mn_launched();
+    const size_t bytes = sizeof(forward_room<Block>);
+    const int code = allow((const void *)forward_kernel<T, Block, VARIANCE>, bytes);
     if (code != cudaSuccess) return code;
-    return sum_groups<T>(p->o, p->ovar, sums, &p->call, n_rows, stream);
+    forward_kernel<T, Block, VARIANCE>
+        <<<blocks_of(&p->call), Block::THREADS, bytes, stream>>>(*p, sums, n_rows);
+    return mn_launched();
 }
 
+template <typename T, typename Block>
+static int forward(const mn_importance_args *p, float *shared, cudaStream_t stream) {
+    const int code = p->ovar.data ? launch_forward<T, Block, true>(p, shared, stream) :
+                                    launch_forward<T, Block, false>(p, shared, stream);
+    return code != cudaSuccess ? code : sum_groups<T>(p->o, p->ovar, shared, &p->call, stream);
+}
+
+template <typename T, typename Block, bool SPREAD>
+static int launch_backward(const mn_importance_args *p, const room &to, cudaStream_t stream) {
+    const int64_t n_rows = mn_cell_rows_of(&p->call) * p->call.H;
+    const size_t bytes = sizeof(backward_room<Block, SPREAD>);
+    const int code = allow((const void *)backward_kernel<T, Block, SPREAD>, bytes);
+    if (code != cudaSuccess) return code;
+    backward_kernel<T, Block, SPREAD>
+        <<<blocks_of(&p->call), Block::THREADS, bytes, stream>>>(*p, to, n_rows);
+    return mn_launched();
+}
+
+/* Adds the parts of all gradients. */
 template <typename T>
-static int backward(const mn_importance_args *p, float *shared, cudaStream_t stream) {
+static int add_parts(const mn_importance_args *p, const room &at, cudaStream_t stream) {
     const mn_call *call = &p->call;
     const int64_t n_rows = mn_cell_rows_of(call) * call->H;
     const dim3 blocks = blocks_of(call);
-    int64_t counts[N_ROOMS];
-    room at;
-    (void)measure(counts, call, true);    // went well when it was planned
-    for (int i = 0; i < N_ROOMS; i++) at.at[i] = i == 0 ? shared : at.at[i - 1] + counts[i - 1];
-    forward_kernel<T, false><<<blocks, MN_CELLS, 0, stream>>>(*p, nullptr, at.at[STATES], n_rows);
-    int code = mn_launched();
-    if (code != cudaSuccess) return code;
-    backward_kernel<T><<<blocks, MN_CELLS, 0, stream>>>(*p, at, n_rows);
-    code = mn_launched();
+    int code = sum_groups<T>(p->grad.v, p->grad.b, at.at[SUMS], call, stream);
     if (code == cudaSuccess) {
-        code = sum_groups<T>(p->grad.v, p->grad.b, at.at[SUMS], call, n_rows, stream);
-    }
-    if (code == cudaSuccess && n_rows > 0 && (p->grad.k.data || p->grad.q.data)) {
-        const mn_put_rows<T> put = { p->grad.k, p->grad.q, call->T, call->H, call->K };
-        code = mn_sum_parts_into(put, at.at[SLOTS], blocks.x, n_rows * 2 * call->K, stream);
+        code = mn_cell_add_rows<T>(p->grad.k, p->grad.q, at.at[KEY_PARTS], blocks.x, call, call->H,
+                                   call->K, stream);
     }
     if (code == cudaSuccess && n_rows > 0 && p->grad.g.data) {
         const put_gates<T> put = { p->grad.g, call->T, call->H };
@@ -495,16 +679,42 @@ static int backward(const mn_importance_args *p, float *shared, cudaStream_t str
     return mn_sum_parts_into(put_priors<T>{ p->grad.ip }, at.at[PRIORS], n_parts, call->H, stream);
 }
 
+template <typename T, typename Block>
+static int backward(const mn_importance_args *p, float *shared, cudaStream_t stream) {
+    int64_t counts[N_ROOMS];
+    room at;
+    (void)measure(counts, &p->call, true);    // went well when it was planned
+    mn_cell_rooms(at.at, shared, counts);
+    states_kernel<T, Block>
+        <<<blocks_of(&p->call), Block::THREADS, 0, stream>>>(*p, at.at[STATES]);
+    int code = mn_launched();
+    if (code != cudaSuccess) return code;
+    code = p->cot.ovar.data ? launch_backward<T, Block, true>(p, at, stream) :
+                              launch_backward<T, Block, false>(p, at, stream);
+    return code != cudaSuccess ? code : add_parts<T>(p, at, stream);
+}
+
+template <typename Block>
+static int forward_of(const mn_importance_args *p, float *shared, cudaStream_t stream) {
+    if (p->call.dtype == MN_BF16) return forward<mn_bf16, Block>(p, shared, stream);
+    return forward<float, Block>(p, shared, stream);
+}
+
+template <typename Block>
+static int backward_of(const mn_importance_args *p, float *shared, cudaStream_t stream) {
+    if (p->call.dtype == MN_BF16) return backward<mn_bf16, Block>(p, shared, stream);
+    return backward<float, Block>(p, shared, stream);
+}
+
 MN_CUDA_PLAN(importance_forward) {
     return plan_room(plan, (const mn_call *)args, false);
 }
 
 MN_CUDA_LAUNCH(importance_forward) {
     const mn_importance_args *p = (const mn_importance_args *)args;
-    if (p->call.dtype == MN_BF16) {
-        return forward<mn_bf16>(p, (float *)shared, (cudaStream_t)stream);
-    }
-    return forward<float>(p, (float *)shared, (cudaStream_t)stream);
+    float *room = (float *)shared;
+    if (p->call.K <= SHORT_KEY) return forward_of<short_block>(p, room, (cudaStream_t)stream);
+    return forward_of<long_block>(p, room, (cudaStream_t)stream);
 }
 
 MN_CUDA_PLAN(importance_backward) {
@@ -513,8 +723,7 @@ MN_CUDA_PLAN(importance_backward) {
 
 MN_CUDA_LAUNCH(importance_backward) {
     const mn_importance_args *p = (const mn_importance_args *)args;
-    if (p->call.dtype == MN_BF16) {
-        return backward<mn_bf16>(p, (float *)shared, (cudaStream_t)stream);
-    }
-    return backward<float>(p, (float *)shared, (cudaStream_t)stream);
+    float *room = (float *)shared;
+    if (p->call.K <= SHORT_KEY) return backward_of<short_block>(p, room, (cudaStream_t)stream);
+    return backward_of<long_block>(p, room, (cudaStream_t)stream);
 }

@@ -4,381 +4,316 @@
  *   den = a^2 + p lam      lam <- lam / den + prec k^2      eta <- a / den eta + prec v k
  *   y = sum_s q eta / lam  yvar = sum_s q^2 / lam
  *
- * A block has 16 channels (lines) and 16 slots (columns) of one sequence, with lam and eta in
- * registers. With more slots, blocks leave parts of the sums over slots, added up afterwards.
- * Backward, a first pass leaves the states in front of each tile; the second goes through the tiles
- * from the last one on, makes a tile's states again in registers, and leaves dk and dq of its 16
- * channels as parts. */
-#include "kernels/cuda/cells.cuh"
-#include "kernels/cuda/parts.cuh"
+ * A block has 32 channels and 16 slots of one chunk of a sequence; a thread keeps lam and eta of 4
+ * slots of a channel. With more slots, blocks leave parts of the sums over slots, added up
+ * afterwards. Backward, a first pass leaves the states in front of each tile of 16 tokens; the
+ * second goes through the tiles from the last one on, makes half a tile's states again in
+ * registers, and leaves dk and dq of its 32 channels as parts. */
+#include "kernels/cuda/moebius.cuh"
+#include "kernels/cuda/moebius_maps.cuh"
 
-enum { SIDE = MN_CELL_SIDE, TOKENS = MN_CELL_TOKENS, MOST_SEQUENCES = 65535 };
+using namespace moebius;
 
-static __device__ const float floor_at = 1e-12f;
-
-/* The work space of a call, each part behind the other. */
-struct room {
-    float *sums;      // groups of slots x tokens x 2 x V: parts of y, yvar or dv, dprec
-    float *states;    // tiles x 2 x V x K: lam and eta in front of each
-    float *keys;      // groups of channels x tokens x 2 x K: parts of dk, dq
-    float *dynamics;  // sequences x 2 x V x K: parts of da, dp
-};
-
-/* One thread's cell: its place, its dynamics with their floors, its state. */
-struct cell {
-    int64_t m, s, at;    // at: in (V,K)
-    bool inside;
-    float a, a2, p, lam, eta;
-
-    __device__ cell(const mn_moebius_args &args) {
-        m = blockIdx.x * (int64_t)SIDE + threadIdx.x / SIDE;
-        s = blockIdx.z * (int64_t)SIDE + threadIdx.x % SIDE;
-        at = m * args.call.K + s;
-        inside = m < args.call.V && s < args.call.K;
-        a = inside ? ((const float *)args.a.data)[at] : 1.0f;
-        a2 = fmaxf(a * a, floor_at);
-        p = inside ? fmaxf(((const float *)args.p.data)[at], floor_at) : floor_at;
-    }
-
-    __device__ void load(const mn_moebius_args &args, int64_t n) {
-        const float *lam0 = mn_row<float>(args.lam0, n, 0, 0);
-        const float *eta0 = mn_row<float>(args.eta0, n, 0, 0);
-        lam = inside && lam0 ? lam0[at] : 1.0f;
-        eta = inside && eta0 ? eta0[at] : 0.0f;
-    }
-
-    __device__ void advance(float k, float v, float prec) {
-        const float g = mn_inverse(fmaxf(fmaf(p, lam, a2), floor_at)), pk = prec * k;
-        lam = fmaf(lam, g, pk * k);
-        eta = fmaf(a * g, eta, pk * v);
-    }
-};
-
-/* The numbers of a tile, in shared memory: two sets, so that one is filled while the other is
- * read. */
-enum { KEYS, VALUES, PRECISIONS, QUERIES, MEAN_COTS, SPREAD_COTS };
-
-template <typename T, int N>
-struct fetched {
-    float x[N];
-
-    __device__ void fetch(const mn_moebius_args &p, const mn_cell_tile &tile) {
-        const int64_t m0 = blockIdx.x * (int64_t)SIDE, s0 = blockIdx.z * (int64_t)SIDE;
-        const int64_t V = p.call.V, K = p.call.K;
-        x[KEYS] = mn_cell_fetch<T>(p.k, tile, 0, s0, K);
-        x[VALUES] = mn_cell_fetch<T>(p.v, tile, 0, m0, V);
-        x[PRECISIONS] = mn_cell_fetch<T>(p.prec, tile, 0, m0, V);
-        if (N > QUERIES) x[QUERIES] = mn_cell_fetch<T>(p.q, tile, 0, s0, K);
-        if (N > MEAN_COTS) {
-            x[N - 2] = mn_cell_fetch<T>(p.cot.y, tile, 0, m0, V);
-            x[N - 1] = mn_cell_fetch<T>(p.cot.yvar, tile, 0, m0, V);
-        }
-    }
-
-    __device__ void put(mn_cell_rows (&to)[N]) const {
-#pragma unroll
-        for (int i = 0; i < N; i++) to[i].put(x[i]);
-    }
-};
-
-/* Two sums per channel and token of a tile, from column t of a line to the tensors, or to this
- * group's parts where there are several groups of slots. */
-template <typename T>
-__device__ static void put_sums(const mn_out &first, const mn_out &second, float *sums,
-                                const mn_call &call, const mn_cell_tile &tile,
-                                const float (&from)[2][TOKENS][SIDE + 1], int64_t n_rows) {
-    const int t = threadIdx.x / SIDE, i = threadIdx.x % SIDE;
-    const int64_t m = blockIdx.x * (int64_t)SIDE + i, at = tile.span.t0 + tile.first + t;
-    if (t >= tile.n_rows || m >= call.V) return;
-    if (gridDim.z > 1) {
-        float *row = sums + ((blockIdx.z * n_rows + tile.span.b * call.T + at) * 2) * call.V;
-        row[m] = from[0][t][i];
-        row[call.V + m] = from[1][t][i];
-        return;
-    }
-    if (first.data) mn_put(mn_row<T>(first, tile.span.b, at, 0) + m, from[0][t][i]);
-    if (second.data) mn_put(mn_row<T>(second, tile.span.b, at, 0) + m, from[1][t][i]);
-}
+enum { HALF = TOKENS / 2 };
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-/* WHOLE: the tile has all of its tokens, and nothing asks. */
-template <bool VARIANCE, bool WHOLE>
-__device__ static void tile_forward(cell &c, float (&y)[TOKENS], float (&yvar)[TOKENS],
-                                    const mn_cell_rows *rows, int n_rows, bool from_prior) {
-    const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
-    const float by = from_prior ? c.a : 1.0f, by2 = from_prior ? c.a2 : 1.0f;
-    const float more = from_prior ? c.p : 0.0f;
-#pragma unroll
+/* FULL: with yvar, or read from the prior. WHOLE: the tile has all of its tokens, and nothing
+ * asks. */
+template <bool FULL, bool WHOLE>
+__device__ __forceinline__ static void tile_forward(state &c, const dynamics &dyn,
+                                                    mn_cell_sums<block> &out,
+                                                    const stage<2, 2> &in, int n_rows,
+                                                    bool prior) {
+#pragma unroll 1
     for (int t = 0; t < TOKENS; t += 4) {
-        float k[4], q[4], v[4], prec[4];
-        rows[KEYS].get(k, column, t);
-        rows[QUERIES].get(q, column, t);
-        rows[VALUES].get(v, line, t);
-        rows[PRECISIONS].get(prec, line, t);
+        float v[1][4], prec[1][4], y[4], yvar[4];
+        in.lines[VALUES].get(v, t);
+        in.lines[PRECISIONS].get(prec, t);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            y[t + i] = yvar[t + i] = 0.0f;
+            float k[SLOTS], q[SLOTS];
+            y[i] = yvar[i] = 0.0f;
             if (!WHOLE && t + i >= n_rows) continue;
-            c.advance(k[i], v[i], prec[i]);
-            const float var = mn_inverse(fmaxf(c.lam, floor_at));
-            y[t + i] = q[i] * by * (c.eta * var);
-            if (VARIANCE) yvar[t + i] = q[i] * q[i] * fmaf(by2, var, more);
+            in.keys[KEYS].get(k, t + i);
+            in.keys[QUERIES].get(q, t + i);
+            dyn.advance(c, k, v[0][i], prec[0][i]);
+#pragma unroll
+            for (int j = 0; j < SLOTS; j++) {
+                const float var = mn_inverse(fmaxf(c.lam[j], floor_at));
+                const float by = FULL && prior ? q[j] * dyn.a[j] : q[j];
+                y[i] = fmaf(by * c.eta[j], var, y[i]);
+                if (!FULL) continue;
+                const float spread = prior ? fmaf(dyn.a2[j], var, dyn.p[j]) : var;
+                yvar[i] = fmaf(q[j] * q[j], spread, yvar[i]);
+            }
         }
+        const int at = t + block::slot_lane(), column = block::column(0);
+        out.at[0][0][at][column] = mn_cell_line_sums(y);
+        if (FULL) out.at[1][0][at][column] = mn_cell_line_sums(yvar);
     }
 }
 
-template <typename T, bool VARIANCE>
-__global__ void __launch_bounds__(MN_CELLS, 4)
-forward_kernel(const __grid_constant__ mn_moebius_args p, float *sums, int64_t n_rows) {
-    __shared__ mn_cell_rows rows[2][QUERIES + 1];
-    __shared__ float out[2][2][TOKENS][SIDE + 1];
-    const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
-    cell c(p);
-    for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
-        const mn_span span = mn_span_at(p.call, n);
-        const int64_t n_tiles = mn_cell_tiles(span);
-        fetched<T, QUERIES + 1> next;
-        c.load(p, n);
-        if (n_tiles > 0) next.fetch(p, mn_cell_tile_at(span, 0));
-        for (int64_t i = 0; i < n_tiles; i++) {
-            const mn_cell_tile tile = mn_cell_tile_at(span, i);
-            const int side = i % 2;
-            next.put(rows[side]);
-            __syncthreads();
-            if (i > 0) {
-                put_sums<T>(p.y, p.yvar, sums, p.call, mn_cell_tile_at(span, i - 1), out[!side],
-                            n_rows);
-            }
-            if (i + 1 < n_tiles) next.fetch(p, mn_cell_tile_at(span, i + 1));
-            float y[TOKENS], yvar[TOKENS];
+template <typename T, bool FULL>
+__global__ void __launch_bounds__(block::THREADS, 4)
+forward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
+               int64_t count) {
+    __shared__ stage<2, 2> in[2];
+    __shared__ mn_cell_sums<block> out[2];
+    const dynamics dyn(p);
+    for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
+        const chunk at(p.call, slot);
+        if (!at.exists) continue;
+        state c;
+        if (at.first == 0) load_cells(c, p.lam0, p.eta0, p.call, at.n, 1.0f);
+        else c.load(to.starts, slot);
+        const auto put = [&](int64_t i) {
+            mn_cell_put_sums<T>(p.y, p.yvar, to.sums, p.call, mn_cell_tile_at(at.span, i), 0, 1,
+                                n_rows, out[i % 2]);
+        };
+        each_tile<T>(in, p, at, [&](int64_t i, const mn_cell_tile &tile, const stage<2, 2> &now) {
+            if (i > at.first_tile()) put(i - 1);
             if (tile.n_rows == TOKENS) {
-                tile_forward<VARIANCE, true>(c, y, yvar, rows[side], TOKENS, p.from_prior);
+                tile_forward<FULL, true>(c, dyn, out[i % 2], now, TOKENS, p.from_prior);
             } else {
-                tile_forward<VARIANCE, false>(c, y, yvar, rows[side], tile.n_rows, p.from_prior);
+                tile_forward<FULL, false>(c, dyn, out[i % 2], now, tile.n_rows, p.from_prior);
             }
-            out[side][0][column][line] = mn_cell_line_sums(y);
-            if (VARIANCE) out[side][1][column][line] = mn_cell_line_sums(yvar);
-        }
+        });
+        if (at.first < at.end) put(at.end_tile() - 1);
         __syncthreads();
-        if (n_tiles > 0) {
-            const int64_t last = n_tiles - 1;
-            put_sums<T>(p.y, p.yvar, sums, p.call, mn_cell_tile_at(span, last), out[last % 2],
-                        n_rows);
-        }
-        __syncthreads();
-        float *lam = mn_row<float>(p.lam, n, 0, 0), *eta = mn_row<float>(p.eta, n, 0, 0);
-        if (c.inside && lam) lam[c.at] = c.lam;
-        if (c.inside && eta) eta[c.at] = c.eta;
+        if (at.last()) store_cells(p.lam, p.eta, c, p.call, at.n);
     }
 }
 
 /* ---- backward -------------------------------------------------------------------------------- */
 
-/* Four tokens of the tile, or those that there are; after(i) follows token t + i. */
-template <bool WHOLE, typename F>
-__device__ static void advance_four(cell &c, const mn_cell_rows *rows, int t, int n_rows, F after) {
-    const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
-    float k[4], v[4], prec[4];
-    rows[KEYS].get(k, column, t);
-    rows[VALUES].get(v, line, t);
-    rows[PRECISIONS].get(prec, line, t);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        if (WHOLE || t + i < n_rows) c.advance(k[i], v[i], prec[i]);
-        after(i);
-    }
-}
-
-template <bool WHOLE>
-__device__ static void advance_tile(cell &c, const mn_cell_rows *rows, int n_rows) {
-#pragma unroll
-    for (int t = 0; t < TOKENS; t += 4) advance_four<WHOLE>(c, rows, t, n_rows, [](int) {});
-}
-
 /* States in front of every tile. */
 template <typename T>
-__global__ void __launch_bounds__(MN_CELLS, 4)
-states_kernel(const __grid_constant__ mn_moebius_args p, float *states) {
-    __shared__ mn_cell_rows rows[2][PRECISIONS + 1];
-    const int64_t cells = p.call.V * p.call.K;
-    cell c(p);
-    for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
-        const mn_span span = mn_span_at(p.call, n);
-        const int64_t n_tiles = mn_cell_tiles(span);
-        float *to = states + mn_cell_first_slot(p.call, n) * 2 * cells + c.at;
-        fetched<T, PRECISIONS + 1> next;
-        c.load(p, n);
-        if (n_tiles > 0) next.fetch(p, mn_cell_tile_at(span, 0));
-        for (int64_t i = 0; i < n_tiles; i++) {
-            const mn_cell_tile tile = mn_cell_tile_at(span, i);
-            next.put(rows[i % 2]);
-            if (c.inside) to[2 * i * cells] = c.lam, to[(2 * i + 1) * cells] = c.eta;
-            __syncthreads();
-            if (i + 1 < n_tiles) next.fetch(p, mn_cell_tile_at(span, i + 1));
-            if (tile.n_rows == TOKENS) advance_tile<true>(c, rows[i % 2], TOKENS);
-            else advance_tile<false>(c, rows[i % 2], tile.n_rows);
-        }
-        __syncthreads();
-    }
-}
-
-/* Adjoints of a cell's state and its sums over time. */
-struct adjoint {
-    float lam, eta, a, a2, p;
-};
-
-/* What one token passes on. */
-struct token_cots {
-    float k, q, v, prec;
-};
-
-/* Token t of the tile: (lam0, eta0) is the cell's state before it, `c` the state after. */
-template <bool PRIOR>
-__device__ static token_cots token_backward(adjoint &d, const cell &c, float lam0, float eta0,
-                                            float k, float q, float v, float prec, float gy,
-                                            float gw) {
-    const float var = mn_inverse(fmaxf(c.lam, floor_at)), mean = c.eta * var;
-    float gm = gy * q, gv = gw * q * q;
-    token_cots to;
-    if (PRIOR) {
-        to.q = gy * c.a * mean + 2.0f * q * gw * fmaf(c.a2, var, c.p);
-        d.a = fmaf(gm, mean, d.a);
-        d.a2 = fmaf(gv, var, d.a2);
-        d.p += gv;
-        gm *= c.a;
-        gv *= c.a2;
-    } else {
-        to.q = fmaf(gy, mean, 2.0f * q * gw * var);
-    }
-    d.eta = fmaf(gm, var, d.eta);
-    if (c.lam >= floor_at) d.lam = fmaf(-var, fmaf(gm, mean, gv * var), d.lam);
-    const float nl = d.lam, ne = d.eta;
-    to.k = prec * fmaf(2.0f * nl, k, ne * v);
-    to.prec = k * fmaf(nl, k, ne * v);
-    to.v = ne * prec * k;
-    const float sum = fmaf(c.p, lam0, c.a2), g = mn_inverse(fmaxf(sum, floor_at));
-    d.a = fmaf(ne * eta0, g, d.a);
-    d.eta = ne * c.a * g;
-    d.lam = nl * g;
-    if (sum >= floor_at) {
-        const float dden = -fmaf(nl, lam0, ne * c.a * eta0) * g * g;
-        d.a2 += dden;
-        d.p = fmaf(dden, lam0, d.p);
-        d.lam = fmaf(nl, c.a2, -ne * c.a * c.p * eta0) * g * g;
-    }
-    return to;
-}
-
-/* One tile from its first state in `c`; dk and dq of each warp go to `keys`, lower and upper half
- * of its lanes. */
-template <bool PRIOR, bool WHOLE>
-__device__ static void tile_backward(adjoint &total, cell c, float (&dv)[TOKENS],
-                                     float (&dprec)[TOKENS], float (&keys)[TOKENS][32],
-                                     const mn_cell_rows *rows, int n_rows) {
-    const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
-    float lam[TOKENS + 1], eta[TOKENS + 1];
-    lam[0] = c.lam, eta[0] = c.eta;
-#pragma unroll
-    for (int t = 0; t < TOKENS; t += 4) {
-        advance_four<WHOLE>(c, rows, t, n_rows, [&](int i) {
-            lam[t + i + 1] = c.lam;
-            eta[t + i + 1] = c.eta;
+__global__ void __launch_bounds__(block::THREADS, 4)
+states_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t count) {
+    __shared__ stage<1, 2> in[2];
+    const dynamics dyn(p);
+    for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
+        const chunk at(p.call, slot);
+        if (!at.exists) continue;
+        const int64_t set = mn_cell_first_slot(p.call, at.n, TOKENS);
+        state c;
+        if (at.first == 0) load_cells(c, p.lam0, p.eta0, p.call, at.n, 1.0f);
+        else c.load(to.starts, slot);
+        each_tile<T>(in, p, at, [&](int64_t i, const mn_cell_tile &tile, const stage<1, 2> &now) {
+            c.store(to.states, set + i);
+            advance_tile(c, dyn, now, tile.n_rows);
         });
     }
-    adjoint d = { total.lam, total.eta, 0.0f, 0.0f, 0.0f };
+}
+
+/* Adjoints of a thread's states and the sums over time. */
+struct adjoint {
+    state d;
+    float a[SLOTS], a2[SLOTS], p[SLOTS];
+};
+
+/* What one token says to its channel and its slots. */
+struct token_cots {
+    float v, prec, k[SLOTS], q[SLOTS];
+};
+
+/* The numbers of one token. */
+struct token {
+    float k[SLOTS], q[SLOTS], v, prec, gy, gw;
+};
+
+/* From `before` to `after` one token. FULL: with cotangents of yvar or a read from the prior. */
+template <bool FULL>
+__device__ __forceinline__ static void token_backward(token_cots &to, adjoint &sum,
+                                                      const dynamics &dyn, const state &before,
+                                                      const state &after, const token &in,
+                                                      bool prior) {
+    to.v = to.prec = 0.0f;
 #pragma unroll
-    for (int t = TOKENS - 4; t >= 0; t -= 4) {
-        float k[4], q[4], v[4], prec[4], gy[4], gw[4];
-        rows[KEYS].get(k, column, t);
-        rows[QUERIES].get(q, column, t);
-        rows[VALUES].get(v, line, t);
-        rows[PRECISIONS].get(prec, line, t);
-        rows[MEAN_COTS].get(gy, line, t);
-        rows[SPREAD_COTS].get(gw, line, t);
+    for (int j = 0; j < SLOTS; j++) {
+        const float var = mn_inverse(fmaxf(after.lam[j], floor_at)), mean = after.eta[j] * var;
+        const float q = in.q[j], k = in.k[j], a = dyn.a[j], a2 = dyn.a2[j], p = dyn.p[j];
+        float gm = in.gy * q, pull = gm * mean;
+        to.q[j] = in.gy * mean;
+        if (FULL) {
+            float gv = in.gw * q * q;
+            if (prior) {
+                to.q[j] = fmaf(in.gy * a, mean, 2.0f * q * in.gw * fmaf(a2, var, p));
+                sum.a[j] += pull;
+                sum.a2[j] = fmaf(gv, var, sum.a2[j]);
+                sum.p[j] += gv;
+                gm *= a;
+                gv *= a2;
+            } else {
+                to.q[j] = fmaf(in.gy, mean, 2.0f * q * in.gw * var);
+            }
+            pull = fmaf(gm, mean, gv * var);
+        }
+        const float ne = fmaf(gm, var, sum.d.eta[j]);
+        const float nl = after.lam[j] >= floor_at ? fmaf(-var, pull, sum.d.lam[j]) : sum.d.lam[j];
+        const float u = fmaf(nl, k, ne * in.v);
+        to.k[j] = in.prec * fmaf(nl, k, u);
+        to.prec = fmaf(k, u, to.prec);
+        to.v = fmaf(ne, k, to.v);
+        const float lam = before.lam[j], eta = before.eta[j], den = fmaf(p, lam, a2);
+        const float g = mn_inverse(fmaxf(den, floor_at)), ng = nl * g, de = ne * (a * g);
+        sum.a[j] = fmaf(ne, eta * g, sum.a[j]);
+        sum.d.eta[j] = de;
+        const float through = de * eta, pulled = den >= floor_at ? fmaf(ng, lam, through) * g : 0.0f;
+        sum.a2[j] -= pulled;
+        sum.p[j] = fmaf(-pulled, lam, sum.p[j]);
+        sum.d.lam[j] = den >= floor_at ? g * fmaf(ng, a2, -(p * through)) : ng;
+    }
+    to.v *= in.prec;
+}
+
+/* Half a tile from its first token t0 on, with the state in front of it in `c`. WHOLE as above. */
+template <bool FULL, bool WHOLE>
+__device__ __forceinline__ static void half_backward(adjoint &sum, const state &first,
+                                                     const dynamics &dyn,
+                                                     mn_cell_sums<block> &out,
+                                                     mn_cell_key_parts<block> &keys,
+                                                     const stage<2, FULL ? 4 : 3> &in, int t0,
+                                                     int n_rows, bool prior) {
+    state c[HALF + 1];
+    float v[1][4], prec[1][4], gy[1][4], gw[1][4] = {};
+    c[0] = first;
+#pragma unroll
+    for (int t = 0; t < HALF; t++) {
+        if (t % 4 == 0) {
+            in.lines[VALUES].get(v, t0 + t);
+            in.lines[PRECISIONS].get(prec, t0 + t);
+        }
+        float k[SLOTS];
+        c[t + 1] = c[t];
+        in.keys[KEYS].get(k, t0 + t);
+        if (WHOLE || t0 + t < n_rows) dyn.advance(c[t + 1], k, v[0][t % 4], prec[0][t % 4]);
+    }
+#pragma unroll
+    for (int t = HALF - 4; t >= 0; t -= 4) {
+        float dv[4], dprec[4];
+        in.lines[VALUES].get(v, t0 + t);
+        in.lines[PRECISIONS].get(prec, t0 + t);
+        in.lines[MEAN_COTS].get(gy, t0 + t);
+        if (FULL) in.lines[FULL ? SPREAD_COTS : 0].get(gw, t0 + t);
 #pragma unroll
         for (int i = 3; i >= 0; i--) {
-            token_cots to = { 0.0f, 0.0f, 0.0f, 0.0f };
-            c.lam = lam[t + i + 1], c.eta = eta[t + i + 1];
-            if (WHOLE || t + i < n_rows) {
-                to = token_backward<PRIOR>(d, c, lam[t + i], eta[t + i], k[i], q[i], v[i], prec[i],
-                                           gy[i], gw[i]);
+            token_cots to = {};
+            token at = { {}, {}, v[0][i], prec[0][i], gy[0][i], gw[0][i] };
+            in.keys[KEYS].get(at.k, t0 + t + i);
+            in.keys[QUERIES].get(at.q, t0 + t + i);
+            if (WHOLE || t0 + t + i < n_rows) {
+                token_backward<FULL>(to, sum, dyn, c[t + i], c[t + i + 1], at, prior);
             }
-            dv[t + i] = to.v, dprec[t + i] = to.prec;
-            keys[t + i][threadIdx.x % 32] = mn_cell_pair_sums(to.k, to.q);
+            dv[i] = to.v, dprec[i] = to.prec;
+            keys.put(t0 + t + i, mn_cell_key_sums(to.k, to.q));
         }
+        const int at = t0 + t + block::slot_lane(), column = block::column(0);
+        out.at[0][0][at][column] = mn_cell_line_sums(dv);
+        out.at[1][0][at][column] = mn_cell_line_sums(dprec);
     }
-    total = { d.lam, d.eta, total.a + d.a, total.a2 + d.a2, total.p + d.p };
 }
 
-/* dk and dq of this block's channels: the warps' sums, added in their order. */
-__device__ static void put_keys(float *keys, const mn_call &call, const mn_cell_tile &tile,
-                                const float (&from)[MN_CELLS / 32][TOKENS][32], int64_t n_rows) {
-    const int64_t s = blockIdx.z * (int64_t)SIDE + threadIdx.x % SIDE;
-    const int half = threadIdx.x % 32 / SIDE;
-    for (int t = threadIdx.x / 32; t < tile.n_rows; t += MN_CELLS / 32) {
-        float sum = 0.0f;
+/* What is left of a chunk after its first token. */
+__device__ static void put_first(const mn_moebius_args &p, float *to, const adjoint &sum,
+                                 const dynamics &dyn, const chunk &at, int64_t slot) {
+    if (at.first == 0) store_cells(p.grad.lam0, p.grad.eta0, sum.d, p.call, at.n);
+    const int64_t cells = p.call.V * p.call.K;
 #pragma unroll
-        for (int warp = 0; warp < MN_CELLS / 32; warp++) sum += from[warp][t][threadIdx.x % 32];
-        const int64_t row = tile.span.b * call.T + tile.span.t0 + tile.first + t;
-        if (s < call.K) keys[((blockIdx.x * n_rows + row) * 2 + half) * call.K + s] = sum;
+    for (int j = 0; j < SLOTS; j++) {
+        const int64_t i = place_of(p.call, j);
+        if (i < 0) continue;
+        const float a = dyn.a[j];
+        const bool kept = ((const float *)p.p.data)[i] >= floor_at;
+        to[2 * slot * cells + i] = sum.a[j] + (a * a >= floor_at ? 2.0f * a * sum.a2[j] : 0.0f);
+        to[(2 * slot + 1) * cells + i] = kept ? sum.p[j] : 0.0f;
     }
 }
 
-/* What is left of a sequence after its first token. */
-__device__ static void put_first(const mn_moebius_args &p, float *dynamics, const cell &c,
-                                 const adjoint &d, int64_t n) {
-    if (!c.inside) return;
-    float *lam0 = mn_row<float>(p.grad.lam0, n, 0, 0), *eta0 = mn_row<float>(p.grad.eta0, n, 0, 0);
-    if (lam0) lam0[c.at] = d.lam;
-    if (eta0) eta0[c.at] = d.eta;
+/* A slot that is no chunk has a part of da and dp all the same. */
+__device__ static void put_nothing(const mn_moebius_args &p, float *to, int64_t slot) {
     const int64_t cells = p.call.V * p.call.K;
-    const bool kept = ((const float *)p.p.data)[c.at] >= floor_at;
-    float *to = dynamics + 2 * n * cells + c.at;
-    to[0] = d.a + (c.a * c.a >= floor_at ? 2.0f * c.a * d.a2 : 0.0f);
-    to[cells] = kept ? d.p : 0.0f;
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        const int64_t i = place_of(p.call, j);
+        if (i >= 0) to[2 * slot * cells + i] = to[(2 * slot + 1) * cells + i] = 0.0f;
+    }
 }
 
-template <typename T, bool PRIOR>
-__global__ void __launch_bounds__(MN_CELLS, 2)
-backward_kernel(const __grid_constant__ mn_moebius_args p, room at, int64_t n_rows) {
-    __shared__ mn_cell_rows rows[SPREAD_COTS + 1];
-    __shared__ float keys[MN_CELLS / 32][TOKENS][32], out[2][TOKENS][SIDE + 1];
-    const int line = threadIdx.x / SIDE, column = threadIdx.x % SIDE;
-    const int64_t cells = p.call.V * p.call.K;
-    cell c(p);
-    for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
-        const mn_span span = mn_span_at(p.call, n);
-        const int64_t n_tiles = mn_cell_tiles(span);
-        const float *states = at.states + mn_cell_first_slot(p.call, n) * 2 * cells + c.at;
-        const float *dlam = mn_row<float>(p.cot.lam, n, 0, 0);
-        const float *deta = mn_row<float>(p.cot.eta, n, 0, 0);
-        adjoint d = { c.inside && dlam ? dlam[c.at] : 0.0f, c.inside && deta ? deta[c.at] : 0.0f,
-                      0.0f, 0.0f, 0.0f };
-        fetched<T, SPREAD_COTS + 1> next;
-        if (n_tiles > 0) next.fetch(p, mn_cell_tile_at(span, n_tiles - 1));
-        for (int64_t i = n_tiles - 1; i >= 0; i--) {
-            const mn_cell_tile tile = mn_cell_tile_at(span, i);
-            next.put(rows);
-            c.lam = c.inside ? states[2 * i * cells] : 1.0f;
-            c.eta = c.inside ? states[(2 * i + 1) * cells] : 0.0f;
-            __syncthreads();
-            if (i > 0) next.fetch(p, mn_cell_tile_at(span, i - 1));
-            float dv[TOKENS], dprec[TOKENS];
-            float(&to_keys)[TOKENS][32] = keys[threadIdx.x / 32];
-            if (tile.n_rows == TOKENS) {
-                tile_backward<PRIOR, true>(d, c, dv, dprec, to_keys, rows, TOKENS);
-            } else {
-                tile_backward<PRIOR, false>(d, c, dv, dprec, to_keys, rows, tile.n_rows);
-            }
-            out[0][column][line] = mn_cell_line_sums(dv);
-            out[1][column][line] = mn_cell_line_sums(dprec);
-            __syncthreads();
-            put_keys(at.keys, p.call, tile, keys, n_rows);
-            put_sums<T>(p.grad.v, p.grad.prec, at.sums, p.call, tile, out, n_rows);
-            __syncthreads();
+/* Adds a tile's sums over time to those of the chunk. */
+__device__ __forceinline__ static void add_sums(adjoint &to, const adjoint &from) {
+    to.d = from.d;
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        to.a[j] += from.a[j];
+        to.a2[j] += from.a2[j];
+        to.p[j] += from.p[j];
+    }
+}
+
+template <bool FULL>
+struct backward_room {
+    stage<2, FULL ? 4 : 3> in;
+    mn_cell_sums<block> out;
+    mn_cell_key_parts<block> keys;
+};
+
+template <typename T, bool FULL>
+__global__ void __launch_bounds__(block::THREADS, 2)
+backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
+                int64_t count) {
+    __shared__ backward_room<FULL> r;
+    const dynamics dyn(p);
+    for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
+        const chunk at(p.call, slot);
+        if (!at.exists) {
+            put_nothing(p, to.dynamics, slot);
+            continue;
         }
-        put_first(p, at.dynamics, c, d, n);
+        const int64_t set = mn_cell_first_slot(p.call, at.n, TOKENS);
+        adjoint sum = {};
+        state ahead;
+        fetched<T, 2, FULL ? 4 : 3> next;
+        if (at.last()) load_cells(sum.d, p.cot.lam, p.cot.eta, p.call, at.n, 0.0f);
+        else sum.d.load(to.ends, slot);
+        const int64_t last = at.end_tile() - 1;
+        if (at.first < at.end) {
+            next.fetch(p, mn_cell_tile_at(at.span, last));
+            ahead.load(to.states, set + last);
+        }
+        for (int64_t i = last; i >= at.first_tile() && at.first < at.end; i--) {
+            const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
+            const state first = ahead;
+            next.put(r.in);
+            __syncthreads();
+            if (i > at.first_tile()) {
+                next.fetch(p, mn_cell_tile_at(at.span, i - 1));
+                ahead.load(to.states, set + i - 1);
+            }
+            adjoint here = { sum.d, {}, {}, {} };
+            state middle = first;
+            advance_tile<HALF>(middle, dyn, r.in, tile.n_rows);
+            if (tile.n_rows == TOKENS) {
+#pragma unroll 1
+                for (int t0 = HALF; t0 >= 0; t0 -= HALF) {
+                    half_backward<FULL, true>(here, choose(t0 > 0, middle, first), dyn, r.out, r.keys, r.in,
+                                              t0, TOKENS, p.from_prior);
+                }
+            } else {
+#pragma unroll 1
+                for (int t0 = HALF; t0 >= 0; t0 -= HALF) {
+                    half_backward<FULL, false>(here, choose(t0 > 0, middle, first), dyn, r.out, r.keys, r.in,
+                                               t0, tile.n_rows, p.from_prior);
+                }
+            }
+            add_sums(sum, here);
+            __syncthreads();
+            mn_cell_put_keys(to.keys, p.call, tile, 0, 1, n_rows, r.keys);
+            mn_cell_put_sums<T>(p.grad.v, p.grad.prec, to.sums, p.call, tile, 0, 1, n_rows, r.out);
+        }
+        put_first(p, to.dynamics, sum, dyn, at, slot);
+        __syncthreads();
     }
 }
 
@@ -395,86 +330,131 @@ struct put_dynamics {
 };
 
 static dim3 blocks_of(const mn_call *call) {
-    return dim3(mn_blocks(call->V, SIDE), mn_blocks(mn_n_spans(*call), 1, MOST_SEQUENCES),
-                mn_blocks(call->K, SIDE));
+    return dim3(mn_blocks(call->V, block::COLUMNS), mn_blocks(n_chunks(*call), 1, MOST_CHUNKS),
+                mn_blocks(call->K, block::SLOTS));
+}
+
+enum { N_ROOMS = 8 };
+
+/* Numbers of each part of the work space, in the order of `room`. */
+static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backward) {
+    const int64_t groups = mn_ceil_div(call->K, block::SLOTS);
+    const int64_t across = mn_ceil_div(call->V, block::COLUMNS), chunks = n_chunks(*call);
+    int64_t rows, cells, set;    // set: four numbers of each thread
+    for (int64_t &count : counts) count = 0;
+    bool ok = mn_mul_i64(&rows, mn_cell_rows_of(call), 2) && mn_mul_i64(&set, groups, across) &&
+              mn_mul_i64(&set, set, block::THREADS * SLOTS);
+    if (ok && groups > 1) {
+        ok = mn_mul_i64(&counts[0], rows, call->V) && mn_mul_i64(&counts[0], counts[0], groups);
+    }
+    if (ok && chunked(*call)) {
+        ok = mn_mul_i64(&counts[1], set, MAP_SETS) && mn_mul_i64(&counts[1], counts[1], chunks) &&
+             mn_mul_i64(&counts[2], set, 2) && mn_mul_i64(&counts[2], counts[2], chunks);
+    }
+    if (ok && chunked(*call) && backward) {
+        ok = mn_mul_i64(&counts[3], set, BACK_SETS) && mn_mul_i64(&counts[3], counts[3], chunks);
+        counts[4] = counts[2];
+    }
+    if (!backward || !ok) return ok;
+    return mn_mul_i64(&counts[5], set, 2) &&
+           mn_mul_i64(&counts[5], counts[5], mn_tile_slots(*call, TOKENS)) &&
+           mn_mul_i64(&counts[6], rows, call->K) && mn_mul_i64(&counts[6], counts[6], across) &&
+           mn_mul_i64(&cells, call->V, 2 * call->K) && mn_mul_i64(&counts[7], cells, chunks);
+}
+
+static bool plan_room(mn_plan *plan, const mn_call *call, bool backward) {
+    int64_t counts[N_ROOMS];
+    return measure(counts, call, backward) && mn_cell_plan(plan, counts);
+}
+
+static room room_at(float *shared, const mn_call *call, bool backward) {
+    int64_t counts[N_ROOMS];
+    float *at[N_ROOMS];
+    (void)measure(counts, call, backward);    // went well when it was planned
+    mn_cell_rooms(at, shared, counts);
+    return { at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7] };
 }
 
 /* Sums over groups of slots, where there are several. */
 template <typename T>
 static int sum_groups(const mn_out &first, const mn_out &second, const float *sums,
                       const mn_call *call, cudaStream_t stream) {
-    const int64_t groups = mn_ceil_div(call->K, SIDE), width = mn_cell_rows_of(call) * 2 * call->V;
-    if (groups == 1 || width == 0) return cudaSuccess;
-    const mn_put_rows<T> put = { first, second, mn_max(call->T, 1), 1, call->V };
-    return mn_sum_parts_into(put, sums, groups, width, stream);
+    const int64_t groups = mn_ceil_div(call->K, block::SLOTS);
+    if (groups == 1) return cudaSuccess;
+    return mn_cell_add_rows<T>(first, second, sums, groups, call, 1, call->V, stream);
+}
+
+/* The states in front of chunks. */
+template <typename T>
+static int find_starts(const mn_moebius_args *p, const room &to, cudaStream_t stream) {
+    if (!chunked(p->call)) return cudaSuccess;
+    dim3 blocks = blocks_of(&p->call);
+    maps_kernel<T><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_chunks(p->call));
+    const int code = mn_launched();
+    if (code != cudaSuccess) return code;
+    blocks.y = mn_blocks(mn_n_spans(p->call), 1, MOST_CHUNKS);
+    starts_kernel<T><<<blocks, block::THREADS, 0, stream>>>(*p, to);
+    return mn_launched();
+}
+
+/* The adjoints behind chunks; the states in front of tiles are there. */
+template <typename T>
+static int find_ends(const mn_moebius_args *p, const room &to, cudaStream_t stream) {
+    if (!chunked(p->call)) return cudaSuccess;
+    dim3 blocks = blocks_of(&p->call);
+    back_maps_kernel<T><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_chunks(p->call));
+    const int code = mn_launched();
+    if (code != cudaSuccess) return code;
+    blocks.y = mn_blocks(mn_n_spans(p->call), 1, MOST_CHUNKS);
+    ends_kernel<<<blocks, block::THREADS, 0, stream>>>(*p, to);
+    return mn_launched();
 }
 
 template <typename T>
-static int forward(const mn_moebius_args *p, float *sums, cudaStream_t stream) {
+static int forward(const mn_moebius_args *p, float *shared, cudaStream_t stream) {
     const dim3 blocks = blocks_of(&p->call);
-    const int64_t n_rows = mn_cell_rows_of(&p->call);
-    if (p->yvar.data) forward_kernel<T, true><<<blocks, MN_CELLS, 0, stream>>>(*p, sums, n_rows);
-    else forward_kernel<T, false><<<blocks, MN_CELLS, 0, stream>>>(*p, sums, n_rows);
-    const int code = mn_launched();
-    return code != cudaSuccess ? code : sum_groups<T>(p->y, p->yvar, sums, &p->call, stream);
-}
-
-/* Numbers of each part of the work space. */
-static bool measure(int64_t (&counts)[4], const mn_call *call, bool backward) {
-    const int64_t groups = mn_ceil_div(call->K, SIDE), channels = mn_ceil_div(call->V, SIDE);
-    int64_t rows, cells;
-    bool ok = mn_mul_i64(&rows, mn_cell_rows_of(call), 2) &&
-              mn_mul_i64(&cells, call->V, 2 * call->K) && mn_mul_i64(&counts[0], rows, call->V) &&
-              mn_mul_i64(&counts[0], counts[0], groups > 1 ? groups : 0);
-    counts[1] = counts[2] = counts[3] = 0;
-    if (!backward || !ok) return ok;
-    return mn_mul_i64(&counts[1], cells, mn_tile_slots(*call, TOKENS)) &&
-           mn_mul_i64(&counts[2], rows, call->K) && mn_mul_i64(&counts[2], counts[2], channels) &&
-           mn_mul_i64(&counts[3], cells, mn_n_spans(*call));
-}
-
-static bool plan_room(mn_plan *plan, const mn_call *call, bool backward) {
-    int64_t counts[4];
-    if (!measure(counts, call, backward)) return false;
-    for (int64_t count : counts) {
-        size_t bytes;
-        if (!mn_mul_size(&bytes, (size_t)count, sizeof(float)) ||
-            bytes > SIZE_MAX - plan->shared_bytes) {
-            return false;
-        }
-        plan->shared_bytes += bytes;
+    const int64_t n_rows = mn_cell_rows_of(&p->call), count = n_chunks(p->call);
+    const room to = room_at(shared, &p->call, false);
+    int code = find_starts<T>(p, to, stream);
+    if (code != cudaSuccess) return code;
+    if (p->yvar.data || p->from_prior) {
+        forward_kernel<T, true><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
+    } else {
+        forward_kernel<T, false><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
     }
-    return true;
+    code = mn_launched();
+    return code != cudaSuccess ? code : sum_groups<T>(p->y, p->yvar, to.sums, &p->call, stream);
 }
 
 template <typename T>
 static int backward(const mn_moebius_args *p, float *shared, cudaStream_t stream) {
     const mn_call *call = &p->call;
     const dim3 blocks = blocks_of(call);
-    const int64_t n_rows = mn_cell_rows_of(call), cells = call->V * call->K;
-    int64_t counts[4];
-    (void)measure(counts, call, true);    // went well when it was planned
-    const room at = { shared, shared + counts[0], shared + counts[0] + counts[1],
-                      shared + counts[0] + counts[1] + counts[2] };
-    states_kernel<T><<<blocks, MN_CELLS, 0, stream>>>(*p, at.states);
-    int code = mn_launched();
+    const int64_t n_rows = mn_cell_rows_of(call), count = n_chunks(*call);
+    const room to = room_at(shared, call, true);
+    int code = find_starts<T>(p, to, stream);
     if (code != cudaSuccess) return code;
-    if (p->from_prior) {
-        backward_kernel<T, true><<<blocks, MN_CELLS, 0, stream>>>(*p, at, n_rows);
+    states_kernel<T><<<blocks, block::THREADS, 0, stream>>>(*p, to, count);
+    code = mn_launched();
+    if (code == cudaSuccess) code = find_ends<T>(p, to, stream);
+    if (code != cudaSuccess) return code;
+    if (p->from_prior || p->cot.yvar.data) {
+        backward_kernel<T, true><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
     } else {
-        backward_kernel<T, false><<<blocks, MN_CELLS, 0, stream>>>(*p, at, n_rows);
+        backward_kernel<T, false><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
     }
     code = mn_launched();
     if (code == cudaSuccess) {
-        code = sum_groups<T>(p->grad.v, p->grad.prec, at.sums, call, stream);
+        code = sum_groups<T>(p->grad.v, p->grad.prec, to.sums, call, stream);
     }
-    if (code == cudaSuccess && n_rows > 0 && (p->grad.k.data || p->grad.q.data)) {
-        const mn_put_rows<T> put = { p->grad.k, p->grad.q, call->T, 1, call->K };
-        code = mn_sum_parts_into(put, at.keys, blocks.x, n_rows * 2 * call->K, stream);
+    if (code == cudaSuccess) {
+        code = mn_cell_add_rows<T>(p->grad.k, p->grad.q, to.keys, blocks.x, call, 1, call->K,
+                                   stream);
     }
     if (code != cudaSuccess || (!p->grad.a.data && !p->grad.p.data)) return code;
+    const int64_t cells = call->V * call->K;
     const put_dynamics put = { (float *)p->grad.a.data, (float *)p->grad.p.data, cells };
-    return mn_sum_parts_into(put, at.dynamics, mn_n_spans(*call), 2 * cells, stream);
+    return mn_sum_parts_into(put, to.dynamics, count, 2 * cells, stream);
 }
 
 MN_CUDA_PLAN(moebius_forward) {

@@ -1,4 +1,4 @@
-/* overlay.c - the kernels of GPUs, from cuda_kernels.def, and the works of tapes. */
+/* overlay.c - the kernels of GPUs, from cuda_kernels.def and glue.def, and the works of tapes. */
 #include "kernels/overlay.h"
 #include "kernels/tape_work.h"
 
@@ -14,6 +14,19 @@ void mn_overlay_cuda(mn_kernel_table *table) {
         (mn_kernel){ mn_##name##_cuda_plan, NULL, "cuda", mn_##name##_cuda };
 #include "kernels/cuda/cuda_kernels.def"
 #undef CUDA_KERNEL
+}
+
+#define GLUE(name, ins, outs, about) int mn_glue_##name##_cuda(const mn_glue *args, void *stream);
+#define GLUE_SUM(name, about) int mn_glue_##name##_cuda(const mn_glue *args, void *stream);
+#include "kernels/glue.def"
+
+mn_glue_fn mn_overlay_cuda_glue(mn_glue_id id) {
+    static const mn_glue_fn steps[MN_GLUE_COUNT] = {
+#define GLUE(name, ins, outs, about) [MN_GLUE_##name] = mn_glue_##name##_cuda,
+#define GLUE_SUM(name, about) [MN_GLUE_##name] = mn_glue_##name##_cuda,
+#include "kernels/glue.def"
+    };
+    return steps[id];
 }
 
 #define NO_SPACE_OF(name) NULL

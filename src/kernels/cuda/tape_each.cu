@@ -1,6 +1,6 @@
-/* tape_each.cu - works of a tape with one result per number: moves, constants, functions of one
- * number, gates, sums and products of pairs; and heads folded together. One thread per pack
- * (each.cuh), nothing shared. */
+/* tape_each.cu - works of a tape with one result per number: moves, constants, normal numbers, sums
+ * and products of pairs; and heads folded together. One thread per pack (each.cuh), nothing shared.
+ */
 #include "kernels/cuda/each.cuh"
 
 /* ---- moves ----------------------------------------------------------------------------------- */
@@ -122,6 +122,39 @@ MN_CUDA_WORK(fill) {
     const cudaStream_t on = (cudaStream_t)where;
     if (packs) mn_each_kernel<MN_PACK, constant><<<blocks, MN_EACH_THREADS, 0, on>>>(e);
     else mn_each_kernel<1, constant><<<blocks, MN_EACH_THREADS, 0, on>>>(e);
+    return mn_launched();
+}
+
+/* ---- normal numbers -------------------------------------------------------------------------- */
+
+__device__ static double unit(uint64_t bits) {
+    return ((double)(bits >> 11) + 0.5) * 0x1p-53;
+}
+
+/* As base/rng.c: Philox 2x64 of ten rounds, then Box and Muller, in double. */
+__device__ static double normal(uint64_t seed, uint64_t stream, uint64_t index) {
+    const uint64_t multiplier = 0xD2B74407B1CE6E93u, weyl = 0x9E3779B97F4A7C15u;
+    uint64_t low = index, high = stream;
+    for (int round = 0; round < 10; round++, seed += weyl) {
+        const uint64_t top = __umul64hi(multiplier, low) ^ seed ^ high;
+        high = multiplier * low;
+        low = top;
+    }
+    return sqrt(-2.0 * log(unit(low))) * cospi(2.0 * unit(high));
+}
+
+__global__ void __launch_bounds__(MN_EACH_THREADS)
+normal_kernel(mn_side to, int64_t n, uint64_t seed, uint64_t stream) {
+    const int64_t i = blockIdx.x * (int64_t)MN_EACH_THREADS + threadIdx.x;
+    if (i < n) mn_side_put(to, i, (float)normal(seed, stream, (uint64_t)i));
+}
+
+MN_CUDA_WORK(normal) {
+    const mn_normal_work *w = (const mn_normal_work *)work;
+    (void)space;
+    if (w->n == 0) return cudaSuccess;
+    normal_kernel<<<mn_blocks(w->n, MN_EACH_THREADS), MN_EACH_THREADS, 0, (cudaStream_t)where>>>(
+        mn_side_of(w->to), w->n, w->seed, w->stream);
     return mn_launched();
 }
 

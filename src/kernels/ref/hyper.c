@@ -1,6 +1,7 @@
 /* hyper.c - HyperMLP and HyperGLU heads, one query row at a time in lag order.
  *
- * Lag j of the row at position t is key t - j; a mixing parameter's entry for it is P-1-j.
+ * Lag j of the row at position t is key t - j; a mixing parameter's entry for it is P-1-j, or t-j
+ * in layout position.
  *
  *   z_j = q.k_{t-j}                    x = mix1(z), per branch
  *   relu: base = relu(x)               glu: base = softplus(x2) relu(x1), branches h and H + h
@@ -23,11 +24,13 @@
 #include "kernels/ref/ref.h"
 
 enum { OUT_SCALE, L2, NONE };
+enum { LAG, POSITION };
 
 /* One mix of one branch or head, its parameters entered by lag. */
 typedef struct mix {
     const REAL *U, *Vt, *d, *c;              // (P,R) (R,P) (P) (R); NULL where absent
     int64_t P, R;
+    bool by_position;
     double *h, *y;                           // R each
     double *dU, *dVt, *dd;                   // sums over rows, laid out as the parameters
     REAL *dc;
@@ -73,8 +76,8 @@ static double *take(double **at, int64_t count) {
 }
 
 static mix open_mix(const mn_in *U, const mn_in *Vt, const mn_in *d, int64_t which, int64_t P,
-                    int64_t R, double **scratch) {
-    mix m = { .P = P, .R = R };
+                    int64_t R, bool by_position, double **scratch) {
+    mix m = { .P = P, .R = R, .by_position = by_position };
     m.d = MN_ROW(REAL, *d, 0, 0, which);
     m.U = MN_ROW(REAL, *U, 0, 0, which);
     m.Vt = MN_ROW(REAL, *Vt, 0, 0, which);
@@ -90,9 +93,11 @@ static work open_work(const mn_hyper_args *p, int64_t item, double *scratch) {
     s.before = s.n_keys - s.seq.length;
     s.n_branches = branches(p);
     for (int64_t b = 0; b < s.n_branches; b++) {
-        s.first[b] = open_mix(&p->U1, &p->Vt1, &p->d1, s.head + b * c->H, c->P, c->R, &scratch);
+        s.first[b] = open_mix(&p->U1, &p->Vt1, &p->d1, s.head + b * c->H, c->P, c->R,
+                              p->layout == POSITION, &scratch);
     }
-    s.second = open_mix(&p->U2, &p->Vt2, &p->d2, s.head, c->P, c->W, &scratch);
+    s.second = open_mix(&p->U2, &p->Vt2, &p->d2, s.head, c->P, c->W, p->layout == POSITION,
+                        &scratch);
     for (int b = 0; b < 2; b++) {
         s.z[b] = take(&scratch, s.n_keys);
         s.x[b] = take(&scratch, s.n_keys);
@@ -112,9 +117,14 @@ static double control(const mix *m, int64_t a) {
     return m->c ? m->c[a] : 1.0;
 }
 
+/* The parameters' entry of lag 0 in a row of n lags. */
+static int64_t newest_entry(const mix *m, int64_t n) {
+    return (m->by_position ? n : m->P) - 1;
+}
+
 /* x = mix(z) over n lags */
 static void mix_row(double *x, const double *z, const mix *m, int64_t n) {
-    const int64_t last = m->P - 1;
+    const int64_t last = newest_entry(m, n);
     for (int64_t j = 0; j < n; j++) x[j] = z[j] * (1.0 + mn_ref_get(m->d, last - j));
     if (!m->U || !m->Vt) return;
     for (int64_t a = 0; a < m->R; a++) {
@@ -127,7 +137,7 @@ static void mix_row(double *x, const double *z, const mix *m, int64_t n) {
 
 /* g, the cotangent of mix(z), becomes that of z; m->h is left from mix_row. */
 static void mix_row_backward(double *g, const double *z, const mix *m, int64_t n) {
-    const int64_t last = m->P - 1;
+    const int64_t last = newest_entry(m, n);
     const bool low_rank = m->U && m->Vt;
     for (int64_t a = 0; !low_rank && m->dc && a < m->R; a++) m->dc[a] = 0;
     for (int64_t a = 0; low_rank && a < m->R; a++) {

@@ -17,6 +17,9 @@ hyper_strip MN_T(mn_hyper_strip)(const mn_hyper_args *p, int64_t n, int64_t head
     s.n_keys = before + first + s.n_rows;
     s.row = s.n_keys + s.n_rows - 1;
     s.key0 = s.seq.t0;
+    const bool by_key = p->layout == HYPER_POSITION;
+    s.mix_at = by_key ? s.n_rows - 1 : 0;
+    s.mix_row = by_key ? s.row : s.row + 1;
     return s;
 }
 
@@ -25,7 +28,7 @@ hyper_mix MN_T(mn_hyper_mix)(const hyper_strip *s, int branch, float **scratch) 
     const mn_call *c = &p->call;
     const bool second = branch == 2;
     const int64_t which = second ? s->head : s->head + branch * c->H;
-    const int64_t oldest = c->P - s->n_keys;
+    const int64_t oldest = p->layout == HYPER_POSITION ? 0 : c->P - s->n_keys;
     hyper_mix m = { .P = c->P, .R = second ? c->W : c->R };
     m.U = MN_ROW(float, second ? p->U2 : p->U1, 0, 0, which);
     m.Vt = MN_ROW(float, second ? p->Vt2 : p->Vt1, 0, 0, which);
@@ -74,26 +77,26 @@ void MN_T(mn_hyper_scores)(const hyper_strip *s, float *z, const float *q, const
     MN_T(mn_hyper_mask)(s, z);
 }
 
-/* h = z U over all lags, and hc = h c */
+/* h = z U over the view that is mixed, and hc = h c */
 static void contract(const hyper_strip *s, const float *z, const hyper_mix *m) {
     for (int64_t i = 0; i < s->n_keys; i += HYPER_COLUMNS) {
         const int64_t n = mn_min(HYPER_COLUMNS, s->n_keys - i);
-        const mn_gemm_args g = { .c = m->h, .c_row = m->R, .a = z + i, .a_row = s->row + 1,
-                                 .a_col = 1, .b = m->U + i * m->R, .b_row = m->R,
-                                 .M = s->n_rows, .N = m->R, .K = n, .alpha = 1.0f,
+        const mn_gemm_args g = { .c = m->h, .c_row = m->R, .a = z + s->mix_at + i,
+                                 .a_row = s->mix_row, .a_col = 1, .b = m->U + i * m->R,
+                                 .b_row = m->R, .M = s->n_rows, .N = m->R, .K = n, .alpha = 1.0f,
                                  .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD };
         MN_T(mn_gemm)(&g);
     }
     for (int64_t i = 0; i < s->n_rows * m->R; i++) m->hc[i] = m->h[i] * m->c[i];
 }
 
-/* x = z (1 + d), lag columns i .. i + n - 1 */
+/* x = z (1 + d), columns i .. i + n - 1 of the view that is mixed */
 static void scale_columns(const hyper_strip *s, float *x, const float *z, const float *d, int64_t i,
                           int64_t n) {
     const vf one = vf_set1(1.0f);
     for (int64_t r = 0; r < s->n_rows; r++) {
-        const float *from = z + r * (s->row + 1) + i;
-        float *to = x + r * (s->row + 1) + i;
+        const float *from = z + s->mix_at + r * s->mix_row + i;
+        float *to = x + s->mix_at + r * s->mix_row + i;
         int64_t a = 0;
         for (; a + MN_VW <= n; a += MN_VW) {
             const vf factor = d ? vf_add(one, vf_load(d + i + a)) : one;
@@ -112,9 +115,10 @@ void MN_T(mn_hyper_apply)(const hyper_strip *s, float *x, const float *z, const 
         const int64_t n = mn_min(HYPER_COLUMNS, s->n_keys - i);
         if (x != z || m->d) scale_columns(s, x, z, m->d, i, n);
         if (!m->U) continue;
-        const mn_gemm_args g = { .c = x + i, .c_row = s->row + 1, .a = m->hc, .a_row = m->R,
-                                 .a_col = 1, .b = m->Vt + i, .b_row = m->P, .M = s->n_rows,
-                                 .N = n, .K = m->R, .alpha = 1.0f, .base = MN_GEMM_ADD };
+        const mn_gemm_args g = { .c = x + s->mix_at + i, .c_row = s->mix_row, .a = m->hc,
+                                 .a_row = m->R, .a_col = 1, .b = m->Vt + i, .b_row = m->P,
+                                 .M = s->n_rows, .N = n, .K = m->R, .alpha = 1.0f,
+                                 .base = MN_GEMM_ADD };
         MN_T(mn_gemm)(&g);
     }
     MN_T(mn_hyper_mask)(s, x);

@@ -12,6 +12,9 @@
  *   H = Z U    X = Z (1 + d) + (H c) Vt        with U (n_keys,R), Vt (R,n_keys), d (n_keys) the
  *                                              last entries of the parameters
  *
+ * In layout position the parameters belong to keys, and the same products run over the key view
+ * with their first entries.
+ *
  * Two corners must be 0 for that: columns of the lag view left of a row's oldest key, and of the
  * key view right of its own key. Products fill them with numbers that mean nothing; hyper_mask
  * clears them. */
@@ -25,6 +28,7 @@
 #include "kernels/vec/target.h"
 
 enum { HYPER_ROWS = 48, HYPER_COLUMNS = 256 };    // of a strip; columns of one product
+enum { HYPER_LAG, HYPER_POSITION };               // layouts
 
 /* What the rows of a strip have in common. */
 typedef struct hyper_strip {
@@ -33,9 +37,10 @@ typedef struct hyper_strip {
     int64_t head, n_branches;
     int64_t first, n_rows, n_keys, row;    // first token; see above
     int64_t key0;                          // first key of the sequence in the views of k and v
+    int64_t mix_at, mix_row;               // the view that is mixed: its start, and from row to row
 } hyper_strip;
 
-/* One mix of a strip: parameters entered at the strip's oldest lag; NULL where absent. */
+/* One mix of a strip: parameters entered at the strip's oldest lag or key; NULL where absent. */
 typedef struct hyper_mix {
     const float *U, *Vt, *d;
     int64_t P, R;

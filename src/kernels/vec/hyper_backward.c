@@ -24,7 +24,7 @@ enum { MOST_GROUPS = 8, SUM_KEYS = 64, SUM_LAGS = 256 };
 enum { STRIPS = 6 };    // z1, z2, x1, x2, base, w
 
 /* Sums for the parameters of one mix: dU (lags,R), dVt (R,lags), dd (lags); the newest lag is
- * last. */
+ * last, or in layout position the first key first. */
 typedef struct sums {
     float *U, *Vt, *d;
 } sums;
@@ -152,6 +152,7 @@ static void forward(pass *a) {
     }
     MN_T(mn_hyper_activate)(&a->s, a->base, a->x[0], a->s.n_branches == 2 ? a->x[1] : NULL,
                             a->norm, a->scale);
+    MN_T(mn_hyper_mask)(&a->s, a->base);
     MN_T(mn_hyper_apply)(&a->s, a->w, a->base, &a->mix[2]);
     MN_T(mn_hyper_read)(&a->s, a->o, a->w, &p->v, a->s.head, c->V);
 }
@@ -194,7 +195,7 @@ static void add_to_keys(const target *to, const hyper_strip *s, const float *str
     }
 }
 
-/* dd += column sums of g z and then g = g (1 + d), lag columns i .. i + n - 1 */
+/* dd += column sums of g z and then g = g (1 + d), columns i .. i + n - 1 of the view mixed */
 static void diagonal_backward(const hyper_strip *s, float *g, const float *z, const float *d,
                               float *dd, int64_t i, int64_t n) {
     const vf one = vf_set1(1.0f);
@@ -203,9 +204,9 @@ static void diagonal_backward(const hyper_strip *s, float *g, const float *z, co
         const vf factor = vf_add(one, vf_load_n(d + a, lanes));
         vf sum = vf_load_n(dd + a, lanes);
         for (int64_t r = 0; r < s->n_rows; r++) {
-            float *at = g + r * (s->row + 1) + a;
+            float *at = g + s->mix_at + r * s->mix_row + a;
             const vf x = vf_load_n(at, lanes);
-            sum = vf_fma(x, vf_load_n(z + r * (s->row + 1) + a, lanes), sum);
+            sum = vf_fma(x, vf_load_n(z + (at - g), lanes), sum);
             vf_store_n(at, vf_mul(x, factor), lanes);
         }
         vf_store_n(dd + a, sum, lanes);
@@ -220,14 +221,15 @@ static float *controls_row(const hyper_strip *s, int64_t r, int branch) {
     return MN_ROW_OUT(float, *dc, s->seq.b, s->seq.t0 + s->first + r, which);
 }
 
-/* y = g Vt' over all lags, dc, and then y = y c. Without low-rank part dc is 0. */
+/* y = g Vt' over the view that is mixed, dc, and then y = y c. Without low-rank part dc is 0. */
 static void controls_backward(pass *a, const float *g, const hyper_mix *m, int branch) {
     const hyper_strip *s = &a->s;
     for (int64_t i = 0; m->U && i < s->n_keys; i += HYPER_COLUMNS) {
-        const mn_gemm_args y = { .c = a->y, .c_row = m->R, .a = g + i, .a_row = s->row + 1,
-                                 .a_col = 1, .b = m->Vt + i, .b_row = m->P, .M = s->n_rows,
-                                 .N = m->R, .K = mn_min(HYPER_COLUMNS, s->n_keys - i),
-                                 .alpha = 1.0f, .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD };
+        const mn_gemm_args y = { .c = a->y, .c_row = m->R, .a = g + s->mix_at + i,
+                                 .a_row = s->mix_row, .a_col = 1, .b = m->Vt + i, .b_row = m->P,
+                                 .M = s->n_rows, .N = m->R,
+                                 .K = mn_min(HYPER_COLUMNS, s->n_keys - i), .alpha = 1.0f,
+                                 .base = i == 0 ? MN_GEMM_SET : MN_GEMM_ADD };
         MN_T(mn_gemm_nt)(&y);
     }
     for (int64_t r = 0; r < s->n_rows; r++) {
@@ -244,17 +246,21 @@ static void mix_backward(pass *a, float *g, const float *z, int branch, const su
                          int64_t lags) {
     const hyper_strip *s = &a->s;
     const hyper_mix *m = &a->mix[branch];
-    const int64_t oldest = lags - s->n_keys, lag_row = s->row + 1;
+    const bool by_key = s->p->layout == HYPER_POSITION;
+    const int64_t oldest = by_key ? 0 : lags - s->n_keys;
+    float *mixed = g + s->mix_at;
+    const float *from = z + s->mix_at;
     controls_backward(a, g, m, branch);
     for (int64_t i = 0; i < s->n_keys; i += HYPER_COLUMNS) {
         const int64_t n = mn_min(HYPER_COLUMNS, s->n_keys - i);
         const mn_gemm_args dVt = { .c = to->Vt + oldest + i, .c_row = lags, .a = m->hc, .a_row = 1,
-                                   .a_col = m->R, .b = g + i, .b_row = lag_row, .M = m->R, .N = n,
-                                   .K = s->n_rows, .alpha = 1.0f, .base = MN_GEMM_ADD };
-        const mn_gemm_args dU = { .c = to->U + (oldest + i) * m->R, .c_row = m->R, .a = z + i,
-                                  .a_row = 1, .a_col = lag_row, .b = a->y, .b_row = m->R, .M = n,
+                                   .a_col = m->R, .b = mixed + i, .b_row = s->mix_row, .M = m->R,
+                                   .N = n, .K = s->n_rows, .alpha = 1.0f,
+                                   .base = MN_GEMM_ADD };
+        const mn_gemm_args dU = { .c = to->U + (oldest + i) * m->R, .c_row = m->R, .a = from + i,
+                                  .a_row = 1, .a_col = s->mix_row, .b = a->y, .b_row = m->R, .M = n,
                                   .N = m->R, .K = s->n_rows, .alpha = 1.0f, .base = MN_GEMM_ADD };
-        const mn_gemm_args dz = { .c = g + i, .c_row = lag_row, .a = a->y, .a_row = m->R,
+        const mn_gemm_args dz = { .c = mixed + i, .c_row = s->mix_row, .a = a->y, .a_row = m->R,
                                   .a_col = 1, .b = m->U + i * m->R, .b_row = m->R,
                                   .M = s->n_rows, .N = n, .K = m->R, .alpha = 1.0f,
                                   .base = MN_GEMM_ADD };
@@ -383,8 +389,8 @@ static void sum_lanes(const work *w, const mn_tile *tile, int64_t which, bool va
     }
 }
 
-/* Lags first .. end - 1 of one mix's gradients: the sums of all items of its head; 0 for lags that
- * no query had. */
+/* Entries first .. end - 1 of one mix's gradients: the sums of all items of its head; 0 for those
+ * of lags or places that no query had. */
 static void sum_params(const work *w, int64_t head, int branch, int64_t first, int64_t end) {
     const mn_hyper_args *p = w->p;
     const mn_call *c = &p->call;
@@ -400,7 +406,9 @@ static void sum_params(const work *w, int64_t head, int branch, int64_t first, i
         }
         if (dd) dd[i] = 0.0f;
     }
-    const int64_t unused = c->P - w->lags, from = mn_max(first, unused);
+    const bool by_key = p->layout == HYPER_POSITION;
+    const int64_t unused = by_key ? 0 : c->P - w->lags, from = mn_max(first, unused);
+    end = by_key ? mn_min(end, w->lags) : end;
     for (int64_t part = 0; part < w->groups * w->lanes; part++) {
         const int64_t item = (part / w->lanes * c->H + head) * w->lanes + part % w->lanes;
         const sums s = sums_at(w, item, branch);

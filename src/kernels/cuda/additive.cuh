@@ -1,0 +1,48 @@
+/* additive.cuh - the parts of additive: which calls go over chunks on tensor cores, and how.
+ *
+ * bf16 calls of usual head sizes do: additive_token.cu has decays that a head's channels share, or
+ * none, additive_channel.cu decays per channel. Everything else, and decoding, is the recurrence of
+ * memory.cuh. */
+#ifndef MN_KERNELS_CUDA_ADDITIVE_CUH
+#define MN_KERNELS_CUDA_ADDITIVE_CUH
+
+#include "kernels/cuda/additive_tile.cuh"
+
+/* Work space of a backward pass by chunks, as counts of what lies there in this order. */
+struct mn_additive_extent {
+    int64_t slots, slices;    // chunks of all sequences; slices of K
+    size_t kept;              // bf16 numbers
+    size_t query, key;        // floats: q.dq and k.dk
+    size_t meetings, whole;   // floats
+};
+
+struct mn_additive_work {
+    mn_bf16 *kept;
+    float *query, *key, *meetings, *whole;
+};
+
+/* The walks of a pass, without work space; how many there are. dq comes first, dk last. */
+int mn_additive_forward_walks(mn_walks *out, const mn_additive_args *p);
+int mn_additive_backward_walks(mn_walks *out, const mn_additive_args *p);
+
+/* Adds what the gradient of the decay takes to the first and the last of `count` walks. */
+void mn_additive_equip(mn_walks *walks, int count, const mn_additive_work *work);
+
+/* Depths of tiles that serve K and V: 64, 128 or 256. */
+int mn_additive_depth(int64_t width);
+
+/* Bytes of shared memory a block may have. */
+int mn_additive_shared_limit(void);
+
+/* Tokens of a chunk, 0 where a kind of call has no kernel here. */
+int mn_additive_token_chunk(int depth);
+int mn_additive_channel_chunk(int depth);
+
+/* Launch some walks of one depth; the sums that make the gradient of a decay per token or head. */
+int mn_additive_token_launch(const mn_walks *walks, int count, bool decays, cudaStream_t stream);
+int mn_additive_channel_launch(const mn_walks *walks, int count, bool of_values,
+                               cudaStream_t stream);
+int mn_additive_token_decay(const mn_additive_args *p, const mn_additive_extent *extent,
+                            const mn_additive_work *work, cudaStream_t stream);
+
+#endif

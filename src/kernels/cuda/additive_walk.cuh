@@ -1,0 +1,480 @@
+/* additive_walk.cuh - walks over chunks for decays that the channels of a head share, or none.
+ *
+ *   out_r = scale (2^(l_r) x_r M + sum over c <= r of 2^(l_r - l_c) (x_r.y_c) z_c)
+ *   M <- 2^(L) M + sum of 2^(L - l_c) y_c z_c'
+ *
+ * with l the running sum of log2 decays in the order of the walk, L that of the whole chunk;
+ * forward a token's own decay counts in its l, in reverse it does not, and then what M holds at the
+ * end has had the decay of the first token already. Sums of decays are double and kept as two
+ * floats, so that small decays survive behind large ones. Exponents never exceed 0.
+ *
+ * A block has 64 value columns of one head of one sequence, CHUNK / 16 warps, and the state in
+ * their registers; a warp has 16 rows of the chunk. The next chunk comes while one is worked on. */
+#ifndef MN_KERNELS_CUDA_ADDITIVE_WALK_CUH
+#define MN_KERNELS_CUDA_ADDITIVE_WALK_CUH
+
+#include "kernels/cuda/additive_tile.cuh"
+
+template <int DEPTH, int CHUNK>
+struct mn_walk_sizes {
+    static constexpr int warps = CHUNK / 16, threads = 32 * warps;
+    static constexpr int pitch = DEPTH + 8, steps = DEPTH / 16;
+    static constexpr int row_groups = warps < steps ? warps : steps;    // of the state's tiles
+    static constexpr int row_tiles = steps / row_groups;                // of a warp
+    static constexpr int column_tiles = 8 * row_groups / warps;
+    static constexpr int kept = DEPTH * MN_WALK_WIDTH;                  // numbers of a state
+};
+
+template <int DEPTH, int CHUNK>
+struct mn_walk_stage {
+    alignas(16) mn_bf16 x[CHUNK * (DEPTH + 8)];
+    alignas(16) mn_bf16 y[CHUNK * (DEPTH + 8)];
+    alignas(16) mn_bf16 z[CHUNK * MN_WALK_PITCH];
+};
+
+/* l of rows as two floats; 2^(L - l); L */
+template <int CHUNK>
+struct mn_walk_levels {
+    alignas(16) float2 level[CHUNK];
+    alignas(16) float to_end[CHUNK];
+    float whole;
+};
+
+template <int DEPTH, int CHUNK>
+struct mn_walk_room {
+    mn_walk_stage<DEPTH, CHUNK> stage[2];
+    alignas(16) mn_bf16 state[2][DEPTH * MN_WALK_PITCH];
+    mn_walk_levels<CHUNK> levels[2];
+};
+
+/* The tiles of the state that a thread's warp has. */
+template <int ROW_TILES, int COLUMN_TILES, int ROW_GROUPS, int THREADS>
+struct mn_walk_state {
+    float at[ROW_TILES][COLUMN_TILES][4];
+
+    __device__ static int row(int tile) {
+        return ((int)threadIdx.x / 32 % ROW_GROUPS * ROW_TILES + tile) * 16 + threadIdx.x % 32 / 4;
+    }
+
+    __device__ static int column(int tile) {
+        return ((int)threadIdx.x / 32 / ROW_GROUPS * COLUMN_TILES + tile) * 8 + threadIdx.x % 4 * 2;
+    }
+
+    template <typename F>
+    __device__ void each(F use) {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; r++) {
+#pragma unroll
+            for (int c = 0; c < COLUMN_TILES; c++) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    use(at[r][c][i], row(r) + i / 2 * 8, column(c) + i % 2);
+                }
+            }
+        }
+    }
+
+    __device__ void load(const mn_walk &p, const mn_walk_place &place) {
+        const float *from = mn_row<float>(p.state0, place.n, 0, place.h);
+        each([&](float &cell, int i, int j) {
+            const int64_t column = place.column0 + j;
+            const bool inside = from && i < p.depth && column < p.width;
+            cell = inside ? p.into * from[i * p.state_row + column * p.state_column] : 0.0f;
+        });
+    }
+
+    __device__ void store(const mn_walk &p, const mn_walk_place &place) {
+        float *to = mn_row<float>(p.state, place.n, 0, place.h);
+        each([&](float &cell, int i, int j) {
+            const int64_t column = place.column0 + j;
+            if (!to || i >= p.depth || column >= p.width) return;
+            to[i * p.state_row + column * p.state_column] = p.from * cell;
+        });
+    }
+
+    /* As a right operand for all warps. */
+    __device__ void share(mn_bf16 *room) {
+#pragma unroll
+        for (int r = 0; r < ROW_TILES; r++) {
+#pragma unroll
+            for (int c = 0; c < COLUMN_TILES; c++) {
+                mn_bf16 *to = room + row(r) * MN_WALK_PITCH + column(c);
+                *(uint32_t *)to = mn_pair(at[r][c][0], at[r][c][1]);
+                *(uint32_t *)(to + 8 * MN_WALK_PITCH) = mn_pair(at[r][c][2], at[r][c][3]);
+            }
+        }
+    }
+
+    /* To memory in bf16, from where threads in the same places take them back. */
+    __device__ void keep(mn_bf16 *to) const {
+#pragma unroll
+        for (int k = 0; k < ROW_TILES * COLUMN_TILES; k += 2) {
+            const float(&a)[4] = at[k / COLUMN_TILES][k % COLUMN_TILES];
+            const float(&b)[4] = at[(k + 1) / COLUMN_TILES][(k + 1) % COLUMN_TILES];
+            ((uint4 *)to)[k / 2 * THREADS + threadIdx.x] =
+                make_uint4(mn_pair(a[0], a[1]), mn_pair(a[2], a[3]), mn_pair(b[0], b[1]),
+                           mn_pair(b[2], b[3]));
+        }
+    }
+
+    /* use(k, i, x): number x of cell i of tile k as it was kept */
+    template <typename F>
+    __device__ void meet(const mn_bf16 *from, F use) const {
+#pragma unroll
+        for (int k = 0; k < ROW_TILES * COLUMN_TILES; k += 2) {
+            const uint4 pack = ((const uint4 *)from)[k / 2 * THREADS + threadIdx.x];
+            const uint32_t pairs[4] = { pack.x, pack.y, pack.z, pack.w };
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const uint32_t pair = pairs[i / 2];
+                use(k + i / 4, i % 4, i % 2 ? mn_high(pair) : mn_low(pair));
+            }
+        }
+    }
+};
+
+template <int DEPTH, int CHUNK>
+using mn_walk_state_of = mn_walk_state<
+    mn_walk_sizes<DEPTH, CHUNK>::row_tiles, mn_walk_sizes<DEPTH, CHUNK>::column_tiles,
+    mn_walk_sizes<DEPTH, CHUNK>::row_groups, mn_walk_sizes<DEPTH, CHUNK>::threads>;
+
+/* Which rows of a chunk this thread's warp has: the two warps that share a scheduler have few and
+ * many columns to the left of their rows. */
+template <int CHUNK>
+__device__ inline int mn_walk_row0() {
+    const int warp = threadIdx.x / 32;
+    return 16 * (CHUNK == 128 && warp >= 4 ? 11 - warp : warp);
+}
+
+/* ---- decays ---------------------------------------------------------------------------------- */
+
+/* Log decays of a chunk, a few per lane; a sum of -200 is as good as any below. */
+template <int CHUNK>
+__device__ inline void mn_walk_load_decays(float (&g)[CHUNK / 32], const mn_walks &all,
+                                           const mn_walk_place &at, int64_t t, int count,
+                                           bool reverse) {
+#pragma unroll
+    for (int i = 0; i < CHUNK / 32; i++) {
+        const int row = threadIdx.x % 32 * (CHUNK / 32) + i;
+        const int token = reverse ? CHUNK - 1 - row : row;
+        g[i] = 0.0f;
+        if (token >= count) continue;
+        g[i] = fmaxf(mn_float(*mn_row<mn_bf16>(all.g, at.span.b, at.span.t0 + t + token, at.h)),
+                     -200.0f);
+    }
+}
+
+/* A warp calls. */
+template <int CHUNK>
+__device__ inline void mn_walk_sum_decays(mn_walk_levels<CHUNK> &to, const float (&g)[CHUNK / 32],
+                                          bool reverse) {
+    const double unit = 1.4426950408889634;
+    const int lane = threadIdx.x % 32;
+    double own = 0.0;
+#pragma unroll
+    for (int i = 0; i < CHUNK / 32; i++) own += unit * g[i];
+    double sum = own;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+        const double other = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += other;
+    }
+    const double whole = __shfl_sync(0xffffffffu, sum, 31);
+    double level = __shfl_up_sync(0xffffffffu, sum, 1);
+    if (lane == 0) level = 0.0;
+#pragma unroll
+    for (int i = 0; i < CHUNK / 32; i++) {
+        const int row = lane * (CHUNK / 32) + i;
+        const double before = level;
+        level += unit * g[i];
+        const double l = reverse ? before : level;
+        to.level[row] = make_float2((float)l, (float)(l - (double)(float)l));
+        to.to_end[row] = mn_exp2((float)(whole - l));
+    }
+    if (lane == 0) to.whole = (float)whole;
+}
+
+/* ---- one chunk ------------------------------------------------------------------------------- */
+
+/* p *= 2^(l_r - l_c), zero where c > r, for 16 rows by 32 columns */
+template <bool DECAYS>
+__device__ inline void mn_walk_weigh(float (&p)[4][4], const float2 *level, int row0, int column0) {
+    const int lane = threadIdx.x % 32, row = row0 + lane / 4;
+    float2 of_row[2] = {};
+    if (DECAYS) of_row[0] = level[row], of_row[1] = level[row + 8];
+#pragma unroll
+    for (int tile = 0; tile < 4; tile++) {
+        const int column = column0 + 8 * tile + lane % 4 * 2;
+        float4 of_columns = {};
+        if (DECAYS) of_columns = *(const float4 *)(level + column);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (DECAYS) {
+                const float high = i % 2 ? of_columns.z : of_columns.x;
+                const float low = i % 2 ? of_columns.w : of_columns.y;
+                p[tile][i] *= mn_exp2((of_row[i / 2].x - high) + (of_row[i / 2].y - low));
+            }
+            if (column + i % 2 > row + i / 2 * 8) p[tile][i] = 0.0f;
+        }
+    }
+}
+
+/* Left operands of 16 rows of x: held in registers where they fit. */
+template <int DEPTH>
+struct mn_walk_rows {
+    static constexpr bool held = DEPTH <= 128;
+    uint32_t x[held ? DEPTH / 16 : 1][4];
+    const mn_bf16 *at;
+
+    __device__ mn_walk_rows(const mn_bf16 *rows) : at(rows) {
+        if constexpr (held) {
+#pragma unroll
+            for (int k = 0; k < DEPTH / 16; k++) mn_left(x[k], at + 16 * k, DEPTH + 8);
+        }
+    }
+
+    __device__ void get(uint32_t (&a)[4], int k) const {
+        if constexpr (held) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) a[i] = x[k][i];
+        } else {
+            mn_left(a, at + 16 * k, DEPTH + 8);
+        }
+    }
+};
+
+/* o = x M and what the chunk's own tokens add, for this warp's rows; without the scale */
+template <int DEPTH, int CHUNK, bool DECAYS>
+__device__ inline void mn_walk_read(float (&o)[8][4], const mn_walk_stage<DEPTH, CHUNK> &in,
+                                    const mn_bf16 *state, const mn_walk_levels<CHUNK> &levels) {
+    constexpr int pitch = DEPTH + 8;
+    const int row0 = mn_walk_row0<CHUNK>(), lane = threadIdx.x % 32;
+    const mn_walk_rows<DEPTH> rows(in.x + row0 * pitch);
+#pragma unroll
+    for (int k = 0; k < DEPTH / 16; k++) {
+        uint32_t a[4], b[4];
+        rows.get(a, k);
+#pragma unroll
+        for (int tile = 0; tile < 8; tile += 2) {
+            mn_right_turned(b, state + 16 * k * MN_WALK_PITCH + 8 * tile, MN_WALK_PITCH);
+            mn_mma(o[tile], a, b[0], b[1]);
+            mn_mma(o[tile + 1], a, b[2], b[3]);
+        }
+    }
+    if (DECAYS) {
+        const float low = mn_exp2(levels.level[row0 + lane / 4].x);
+        const float high = mn_exp2(levels.level[row0 + lane / 4 + 8].x);
+#pragma unroll
+        for (int tile = 0; tile < 8; tile++) {
+            o[tile][0] *= low, o[tile][1] *= low, o[tile][2] *= high, o[tile][3] *= high;
+        }
+    }
+    for (int column0 = 0; column0 <= row0; column0 += 32) {
+        float p[4][4] = {};
+#pragma unroll
+        for (int k = 0; k < DEPTH / 16; k++) {
+            uint32_t a[4], b[4];
+            rows.get(a, k);
+#pragma unroll
+            for (int tile = 0; tile < 4; tile += 2) {
+                mn_right(b, in.y + (column0 + 8 * tile) * pitch + 16 * k, pitch);
+                mn_mma(p[tile], a, b[0], b[1]);
+                mn_mma(p[tile + 1], a, b[2], b[3]);
+            }
+        }
+        mn_walk_weigh<DECAYS>(p, levels.level, row0, column0);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (column0 + 16 * half > row0) break;
+            uint32_t a[4], b[4];
+            mn_left_of(a, p[2 * half], p[2 * half + 1]);
+#pragma unroll
+            for (int tile = 0; tile < 8; tile += 2) {
+                mn_right_turned(b, in.z + (column0 + 16 * half) * MN_WALK_PITCH + 8 * tile,
+                                MN_WALK_PITCH);
+                mn_mma(o[tile], a, b[0], b[1]);
+                mn_mma(o[tile + 1], a, b[2], b[3]);
+            }
+        }
+    }
+}
+
+/* M <- 2^L M + sum of 2^(L - l) y z' */
+template <int DEPTH, int CHUNK, bool DECAYS>
+__device__ inline void mn_walk_write(mn_walk_state_of<DEPTH, CHUNK> &M,
+                                     const mn_walk_stage<DEPTH, CHUNK> &in,
+                                     const mn_walk_levels<CHUNK> &levels) {
+    using sizes = mn_walk_sizes<DEPTH, CHUNK>;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int row0 = warp % sizes::row_groups * sizes::row_tiles * 16;
+    const int column0 = warp / sizes::row_groups * sizes::column_tiles * 8;
+    if (DECAYS) {
+        const float whole = mn_exp2(levels.whole);
+        M.each([&](float &cell, int, int) { cell *= whole; });
+    }
+#pragma unroll
+    for (int t = 0; t < CHUNK; t += 16) {
+        uint32_t b[sizes::column_tiles / 2][4];
+#pragma unroll
+        for (int tile = 0; tile < sizes::column_tiles; tile += 2) {
+            mn_right_turned(b[tile / 2], in.z + t * MN_WALK_PITCH + column0 + 8 * tile,
+                            MN_WALK_PITCH);
+        }
+#pragma unroll
+        for (int r = 0; r < sizes::row_tiles; r++) {
+            uint32_t a[4];
+            mn_left_turned(a, in.y + t * sizes::pitch + row0 + 16 * r, sizes::pitch);
+            if (DECAYS) {
+                const float2 low = *(const float2 *)(levels.to_end + t + lane % 4 * 2);
+                const float2 high = *(const float2 *)(levels.to_end + t + 8 + lane % 4 * 2);
+                a[0] = mn_pair_times(a[0], low.x, low.y);
+                a[1] = mn_pair_times(a[1], low.x, low.y);
+                a[2] = mn_pair_times(a[2], high.x, high.y);
+                a[3] = mn_pair_times(a[3], high.x, high.y);
+            }
+#pragma unroll
+            for (int tile = 0; tile < sizes::column_tiles; tile += 2) {
+                mn_mma(M.at[r][tile], a, b[tile / 2][0], b[tile / 2][1]);
+                mn_mma(M.at[r][tile + 1], a, b[tile / 2][2], b[tile / 2][3]);
+            }
+        }
+    }
+}
+
+/* ---- the walk -------------------------------------------------------------------------------- */
+
+/* Rows of a sequence that a block reads and writes. */
+struct mn_walk_strips {
+    mn_strip<const mn_bf16> x, y, z, beside;
+    mn_strip<mn_bf16> out;
+
+    __device__ mn_walk_strips(const mn_walk &p, const mn_walk_place &at, int depth) {
+        const mn_span &s = at.span;
+        x = mn_strip_of<const mn_bf16>(p.x, s, at.h, 0, p.depth, depth);
+        y = mn_strip_of<const mn_bf16>(p.y, s, at.h, 0, p.depth, depth);
+        z = mn_strip_of<const mn_bf16>(p.z, s, at.h, at.column0, p.width, MN_WALK_WIDTH);
+        beside = mn_strip_of<const mn_bf16>(p.beside, s, at.h, at.column0, p.width, MN_WALK_WIDTH);
+        out = mn_strip_of<mn_bf16>(p.out, s, at.h, at.column0, p.width, MN_WALK_WIDTH);
+    }
+};
+
+template <int DEPTH, int CHUNK>
+__device__ inline void mn_walk_fetch(mn_walk_stage<DEPTH, CHUNK> &to, const mn_walk_strips &strips,
+                                     int64_t t, int64_t length, bool reverse) {
+    constexpr int threads = mn_walk_sizes<DEPTH, CHUNK>::threads;
+    const int count = (int)min((int64_t)CHUNK, length - t);
+    mn_fetch_tokens<CHUNK, DEPTH, threads>(to.x, strips.x, t, count, reverse);
+    mn_fetch_tokens<CHUNK, DEPTH, threads>(to.y, strips.y, t, count, reverse);
+    mn_fetch_tokens<CHUNK, MN_WALK_WIDTH, threads>(to.z, strips.z, t, count, reverse);
+    mn_copies_end();
+}
+
+/* scale o to memory, and its products with the rows beside it */
+template <int CHUNK>
+__device__ inline void mn_walk_put(const float (&o)[8][4], const mn_walks &all, const mn_walk &p,
+                                   const mn_walk_place &at, const mn_walk_strips &strips,
+                                   int64_t t, int count) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int row = mn_walk_row0<CHUNK>() + lane / 4 + 8 * half;
+        const int token = p.reverse ? CHUNK - 1 - row : row;
+        const bool inside = token < count;
+        float product = 0.0f;
+#pragma unroll
+        for (int tile = 0; tile < 8 && p.duty != MN_WALK_PLAIN; tile++) {
+            const float2 x = mn_pair_at(strips.beside, t + token, inside, 8 * tile + lane % 4 * 2);
+            product = fmaf(o[tile][2 * half], x.x, product);
+            product = fmaf(o[tile][2 * half + 1], x.y, product);
+        }
+        if (p.duty != MN_WALK_PLAIN) {
+            product += __shfl_xor_sync(0xffffffffu, product, 1);
+            product += __shfl_xor_sync(0xffffffffu, product, 2);
+            const int64_t when = at.span.b * all.call.T + at.span.t0 + t + token;
+            const int64_t tokens = all.call.B * all.call.T;
+            if (inside && lane % 4 == 0) {
+                p.products[(at.slice * tokens + when) * all.call.H + at.h] = p.scale * product;
+            }
+        }
+#pragma unroll
+        for (int tile = 0; tile < 8; tile += 4) {
+            uint32_t pair[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                pair[i] = mn_pair(p.scale * o[tile + i][2 * half],
+                                  p.scale * o[tile + i][2 * half + 1]);
+            }
+            mn_put_tokens(strips.out, pair, t + token, inside, 8 * tile);
+        }
+    }
+}
+
+/* Where the state in front of a chunk is kept, and this warp's part of the meeting behind it. */
+template <int DEPTH, int CHUNK>
+__device__ inline int64_t mn_walk_kept_at(const mn_walks &all, const mn_walk_place &at,
+                                          int64_t chunk) {
+    const int64_t slot = mn_walk_first_slot(all.call, at.n, CHUNK) + chunk;
+    return (slot * all.call.H + at.h) * at.n_slices + at.slice;
+}
+
+template <int DEPTH, int CHUNK>
+__device__ inline void mn_walk_meet(const mn_walk_state_of<DEPTH, CHUNK> &M, const mn_walk &p,
+                                    int64_t kept_at) {
+    using sizes = mn_walk_sizes<DEPTH, CHUNK>;
+    float sum = 0.0f;
+    M.meet(p.kept + kept_at * sizes::kept, [&](int k, int i, float x) {
+        sum = fmaf(M.at[k / sizes::column_tiles][k % sizes::column_tiles][i], x, sum);
+    });
+    sum = mn_warp_sum(sum);
+    if (threadIdx.x % 32 == 0) {
+        p.meetings[kept_at * sizes::warps + threadIdx.x / 32] = p.scale * sum;
+    }
+}
+
+template <int DEPTH, int CHUNK, bool DECAYS>
+__global__ void __launch_bounds__(2 * CHUNK, 1)
+mn_walk_kernel(const __grid_constant__ mn_walks all) {
+    using sizes = mn_walk_sizes<DEPTH, CHUNK>;
+    extern __shared__ __align__(128) unsigned char bytes[];
+    mn_walk_room<DEPTH, CHUNK> &room = *(mn_walk_room<DEPTH, CHUNK> *)bytes;
+    const mn_walk &p = all.walk[blockIdx.y];
+    if (blockIdx.x >= mn_walk_slices(p) * all.call.H * mn_n_spans(all.call)) return;
+    const mn_walk_place at = mn_walk_here(all.call, p);
+    const mn_walk_strips strips(p, at, DEPTH);
+    const int64_t length = at.span.length, n_chunks = (length + CHUNK - 1) / CHUNK;
+    const bool reverse = p.reverse, sums = DECAYS && threadIdx.x < 32;
+    float g[CHUNK / 32];
+    mn_walk_state_of<DEPTH, CHUNK> M;
+    M.load(p, at);
+    M.share(room.state[0]);
+    for (int64_t n = 0; n <= n_chunks; n++) {
+        const int64_t chunk = reverse ? n_chunks - n : n - 1;    // at hand, from the second turn on
+        const int64_t t_next = (reverse ? chunk - 1 : chunk + 1) * CHUNK;
+        const int now = (n + 1) % 2, next = n % 2;
+        if (n > 0) mn_copies_wait();
+        __syncthreads();
+        if (n < n_chunks) {
+            mn_walk_fetch<DEPTH, CHUNK>(room.stage[next], strips, t_next, length, reverse);
+            const int count = (int)min((int64_t)CHUNK, length - t_next);
+            if (sums) mn_walk_load_decays<CHUNK>(g, all, at, t_next, count, reverse);
+        }
+        if (n > 0) {
+            const int count = (int)min((int64_t)CHUNK, length - chunk * CHUNK);
+            const int64_t kept_at = mn_walk_kept_at<DEPTH, CHUNK>(all, at, chunk);
+            float o[8][4] = {};
+            mn_walk_read<DEPTH, CHUNK, DECAYS>(o, room.stage[now], room.state[now],
+                                               room.levels[now]);
+            if (p.duty == MN_WALK_KEEPS) M.keep(p.kept + kept_at * sizes::kept);
+            mn_walk_write<DEPTH, CHUNK, DECAYS>(M, room.stage[now], room.levels[now]);
+            M.share(room.state[next]);
+            mn_walk_put<CHUNK>(o, all, p, at, strips, chunk * CHUNK, count);
+            if (p.duty == MN_WALK_MEETS) mn_walk_meet<DEPTH, CHUNK>(M, p, kept_at);
+        }
+        if (sums && n < n_chunks) {
+            mn_walk_sum_decays<CHUNK>(room.levels[next], g, reverse);
+        }
+    }
+    M.store(p, at);
+}
+
+#endif

@@ -1,0 +1,40 @@
+/* delta_backward.cu - gradients of delta over chunks: squares again, the walk forward that keeps
+ * the states, the walk back, then keys and decays of all chunks at once. */
+#include "kernels/cuda/delta_gradient.cuh"
+#include "kernels/cuda/delta_job.cuh"
+
+static int finish(const mn_delta_job &job, int64_t records, int n_parts, cudaStream_t stream) {
+    const mn_delta_args &p = job.p;
+    mn_delta_finish_kernel<<<(unsigned)records, MN_DELTA_CHUNK, 0, stream>>>(job, n_parts);
+    const int code = mn_launched();
+    if (code != cudaSuccess || p.decay != MN_DECAY_HEAD || !p.grad.g.data) return code;
+    mn_delta_head_kernel<<<(unsigned)p.call.H, 256, 0, stream>>>(job, records / p.call.H);
+    return mn_launched();
+}
+
+template <int KP>
+static int backward(const mn_delta_job &job, cudaStream_t stream) {
+    constexpr int KT = KP < 128 ? KP : 128;
+    const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
+    int code = mn_delta_prepare<KP>(job, stream);
+    if (code != cudaSuccess) return code;
+    code = mn_delta_walk<KP>(mn_delta_walk_kernel<KP, false, true>, job, job.wide_v, stream);
+    if (code != cudaSuccess) return code;
+    code = mn_delta_walk<KP>(mn_delta_walk_back_kernel<KP, false>, job, job.wide_v, stream);
+    if (code != cudaSuccess || records == 0) return code;
+    code = mn_delta_launch(mn_delta_gradient_kernel<KT, KP>, dim3((unsigned)records, KP / KT),
+                           MN_DELTA_GRADERS, sizeof(mn_grade_room<KT>), stream, job);
+    if (code != cudaSuccess) return code;
+    return finish(job, records, KP / KT, stream);
+}
+
+bool mn_delta_chunk_backward_plan(mn_plan *plan, const mn_delta_args *p) {
+    mn_delta_work work;
+    return mn_delta_lay_out(&work, &plan->shared_bytes, p, nullptr, true);
+}
+
+int mn_delta_chunk_backward(const mn_delta_args *p, void *shared, void *stream) {
+    mn_delta_job job;
+    if (!mn_delta_job_of(&job, p, shared, true)) return cudaErrorNotSupported;
+    MN_DELTA_BY_WIDTH(backward, p->call.K, (job, (cudaStream_t)stream));
+}

@@ -1,0 +1,141 @@
+/* delta_job.cuh - a call of delta over chunks: its work space, which views come in packs, and how
+ * the kernels that both passes use are launched. */
+#ifndef MN_KERNELS_CUDA_DELTA_JOB_CUH
+#define MN_KERNELS_CUDA_DELTA_JOB_CUH
+
+#include "kernels/cuda/delta_chunk.h"
+#include "kernels/cuda/delta_prepare.cuh"
+#include "kernels/cuda/delta_walk.cuh"
+
+inline int64_t mn_delta_wide_k(int64_t K) {
+    return K <= 64 ? 64 : K <= 128 ? 128 : 256;
+}
+
+/* Takes `count` records of `bytes` each from work space that starts at `base` (NULL: only counts
+ * them); records begin at multiples of 256 bytes. */
+struct mn_delta_purse {
+    char *base;
+    size_t used;
+    bool ok;
+
+    template <typename X>
+    void take(X *&to, int64_t count, int64_t each) {
+        size_t bytes;
+        ok = ok && mn_mul_size(&bytes, (size_t)count, (size_t)each) &&
+             mn_mul_size(&bytes, bytes, sizeof(X)) && mn_add_size(&bytes, bytes, 255);
+        if (!ok) return;
+        to = base ? (X *)(base + used) : nullptr;
+        ok = mn_add_size(&used, used, bytes / 256 * 256);
+    }
+};
+
+/* Lays out the work space; false when sizes overflow. */
+inline bool mn_delta_lay_out(mn_delta_work *work, size_t *bytes, const mn_delta_args *p, void *base,
+                             bool back) {
+    const mn_call &call = p->call;
+    const int64_t records = mn_tile_slots(call, MN_DELTA_CHUNK) * call.H;
+    const int64_t K = mn_delta_wide_k(call.K), V = mn_ceil_div(call.V, 64) * 64;
+    const bool channel = p->decay == MN_DECAY_CHANNEL;
+    mn_delta_purse purse = { (char *)base, 0, true };
+    *work = {};
+    purse.take(work->levels, records, 1);
+    purse.take(work->T, records, MN_DELTA_SQUARE);
+    purse.take(work->P, records, MN_DELTA_SQUARE);
+    if (channel) {
+        purse.take(work->q, records, MN_DELTA_CHUNK * K);
+        purse.take(work->e, records, MN_DELTA_CHUNK * K);
+        purse.take(work->w, records, MN_DELTA_CHUNK * K);
+        purse.take(work->fall, records, K);
+    }
+    if (back) {
+        purse.take(work->A, records, MN_DELTA_SQUARE);
+        purse.take(work->S, records, V * K);
+        purse.take(work->D, records, V * K);
+        purse.take(work->R, records, V * MN_DELTA_CHUNK);
+        purse.take(work->dX, records, V * MN_DELTA_CHUNK);
+        purse.take(work->parts, records, 2 * (2 * MN_DELTA_CHUNK + 4));
+        purse.take(work->whole, records, 1);
+    }
+    *bytes = purse.used;
+    return purse.ok;
+}
+
+/* Whether rows of a view come in packs of eight. */
+template <typename View>
+inline bool mn_delta_packable(const View &view, int64_t width) {
+    bool whole = (uintptr_t)view.data % 16 == 0 && width % 8 == 0;
+    for (int axis = 0; axis < 3; axis++) whole = whole && view.stride[axis] % 8 == 0;
+    return whole;
+}
+
+inline bool mn_delta_job_of(mn_delta_job *job, const mn_delta_args *p, void *shared, bool back) {
+    const int64_t K = p->call.K, V = p->call.V;
+    size_t bytes;
+    *job = {};
+    job->p = *p;
+    job->scale = (float)p->scale;
+    job->wide_v = mn_ceil_div(V, 64) * 64;
+    job->packed[MN_DELTA_Q] = mn_delta_packable(p->q, K);
+    job->packed[MN_DELTA_E] = mn_delta_packable(p->e, K);
+    job->packed[MN_DELTA_W] = mn_delta_packable(p->w.data ? p->w : p->e, K);
+    job->packed[MN_DELTA_V] = mn_delta_packable(p->v, V);
+    job->packed[MN_DELTA_O] = mn_delta_packable(p->o, V);
+    job->packed[MN_DELTA_COT] = mn_delta_packable(p->cot.o, V);
+    job->packed[MN_DELTA_DQ] = mn_delta_packable(p->grad.q, K);
+    job->packed[MN_DELTA_DE] = mn_delta_packable(p->grad.e, K);
+    job->packed[MN_DELTA_DW] = mn_delta_packable(p->grad.w, K);
+    job->packed[MN_DELTA_DV] = mn_delta_packable(p->grad.v, V);
+    job->packed[MN_DELTA_DG] = mn_delta_packable(p->grad.g, K);
+    return mn_delta_lay_out(&job->work, &bytes, p, shared, back);
+}
+
+/* Launches a kernel whose room is more than a block gets unasked. */
+template <typename... Arguments, typename... Given>
+inline int mn_delta_launch(void (*kernel)(Arguments...), dim3 blocks, int threads, size_t room,
+                           cudaStream_t stream, const Given &...given) {
+    const cudaError_t code = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
+    if (code != cudaSuccess) return code;
+    kernel<<<blocks, (unsigned)threads, room, stream>>>(given...);
+    return mn_launched();
+}
+
+/* Warps of a block of a walk over `columns`: few where there are few columns to spread over the
+ * processors. */
+inline int mn_delta_walkers(int64_t columns, int64_t heads) {
+    int warps = MN_DELTA_WALKERS;
+    while (warps > 1 && mn_ceil_div(columns, 16 * warps) * heads < 128) warps /= 2;
+    return warps;
+}
+
+template <int KP>
+inline int mn_delta_prepare(const mn_delta_job &job, cudaStream_t stream) {
+    const int64_t blocks = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    return mn_delta_launch(mn_delta_prepare_kernel<KP>, dim3((unsigned)blocks), MN_DELTA_PREPARERS,
+                           sizeof(mn_delta_keys<KP>), stream, job);
+}
+
+/* A kernel that walks over `columns` value columns of all heads of all sequences. */
+template <int KP>
+inline int mn_delta_walk(void (*kernel)(mn_delta_job, int64_t), const mn_delta_job &job,
+                         int64_t columns, cudaStream_t stream) {
+    const int64_t heads = job.p.call.H * mn_n_spans(job.p.call);
+    const int warps = mn_delta_walkers(columns, heads);
+    const int64_t n_slices = mn_ceil_div(columns, 16 * warps), blocks = n_slices * heads;
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    return mn_delta_launch(kernel, dim3((unsigned)blocks), 32 * warps, sizeof(mn_walk_room<KP>),
+                           stream, job, n_slices);
+}
+
+/* Returns function<KP> arguments for a key width. */
+#define MN_DELTA_BY_WIDTH(function, K, arguments)                                                  \
+    do {                                                                                           \
+        if ((K) <= 64) return function<64> arguments;                                              \
+        if ((K) <= 128) return function<128> arguments;                                            \
+        return function<256> arguments;                                                            \
+    } while (0)
+
+#endif

@@ -1,0 +1,384 @@
+/* hyper_rows.cuh - rows of a strip of HyperMLP / HyperGLU: mixes, activation and their way back
+ * (equations in ref/hyper.c).
+ *
+ * A thread has a lag and goes over four rows with what the mixing parameters have for that lag, so
+ * that these are read once for four rows. Contractions over lags sum 16 ranks of four rows at a
+ * time. The parameters lie by lag, in float, ranks padded with zeros to a multiple of 16:
+ *
+ *   U (lags, ranks)    Vt (lags, ranks), turned    d (lags)
+ *
+ * A row of a strip keeps three numbers and for each of its mixes h = z U, h c and y c (HYPER_ROW).
+ * Norm l2 divides x1 before the activation; relu and everything after it are homogeneous, so it is
+ * applied to the output like out_scale. */
+#ifndef MN_KERNELS_CUDA_HYPER_ROWS_CUH
+#define MN_KERNELS_CUDA_HYPER_ROWS_CUH
+
+#include "kernels/cuda/attention_strip_mma.cuh"
+
+enum { MN_HYPER_ROWS = 4, MN_HYPER_RANKS = 16, MN_HYPER_SUMS = MN_HYPER_ROWS * MN_HYPER_RANKS };
+enum { MN_HYPER_SCALE, MN_HYPER_NORM, MN_HYPER_TO_SCALE, MN_HYPER_FIRST = 4 };    // of a row
+
+/* A call at work. Mixes are counted: the first ones of branches 0 .. Q-1, then H second ones. */
+struct mn_hyper {
+    mn_hyper_args p;
+    mn_strip s;
+    int64_t ranks, lags;              // padded ranks; P, or 0 without parameters
+    bool mixed[2];                    // first mix, second mix
+    float *params;                    // (Q + H, lags (2 ranks + 1))
+    float *z[2], *base, *w, *g[2];    // matrices of a strip; base may be z[0], w may be base
+    float *rows;                      // (tiles, H, rows, row_floats)
+    int64_t row_floats;
+    int branches;
+};
+
+/* One mix. */
+struct mn_hyper_mix {
+    const float *U, *Vt, *d;          // by lag; NULL where absent
+};
+
+__device__ inline mn_hyper_mix mn_hyper_mix_of(const mn_hyper &k, int64_t mix) {
+    mn_hyper_mix m = {};
+    if (!k.mixed[mix >= k.p.call.Q]) return m;
+    m.U = k.params + mix * k.lags * (2 * k.ranks + 1);
+    m.Vt = m.U + k.lags * k.ranks;
+    m.d = m.Vt + k.lags * k.ranks;
+    return m;
+}
+
+/* Index of the mix of branch 0 or 1 of a head; of branch 2 the second. */
+__device__ inline int64_t mn_hyper_mix_index(const mn_hyper &k, int64_t head, int branch) {
+    return head + (branch == 2 ? k.p.call.Q : branch * k.p.call.H);
+}
+
+/* Up to four rows of a block. */
+struct mn_hyper_four {
+    mn_tile_span tile;
+    int64_t head, first;              // first row in the tile
+    int n, seen, most, end;           // rows; keys before the first; of the last; columns that
+                                      // products read
+
+    /* Keys that row r sees, 0 where there is no such row. */
+    __device__ int keys(int r) const {
+        return r < n ? seen + r + 1 : 0;
+    }
+
+    __device__ int64_t token(int r) const {
+        return tile.span.t0 + tile.first + first + r;
+    }
+};
+
+__device__ inline bool mn_hyper_find(mn_hyper_four *f, const mn_hyper &k) {
+    f->tile = mn_tile_at(k.s.call, MN_STRIP_ROWS, k.s.first + blockIdx.z);
+    f->head = blockIdx.y, f->first = (int64_t)blockIdx.x * MN_HYPER_ROWS;
+    const int64_t seen = mn_keys_before(k.s.call) + f->tile.first;
+    f->n = (int)max(min((int64_t)MN_HYPER_ROWS, f->tile.n_rows - f->first), (int64_t)0);
+    f->seen = (int)(seen + f->first);
+    f->most = f->seen + f->n;
+    f->end = (int)((seen + f->tile.n_rows + 63) / 64 * 64);
+    return f->n > 0;
+}
+
+/* Row r of a matrix of the strip, and its kept numbers. */
+__device__ inline float *mn_hyper_line(const mn_hyper &k, float *matrix, const mn_hyper_four &f,
+                                       int r) {
+    return matrix + mn_strip_at(k.s, blockIdx.z, f.head, f.first + r);
+}
+
+__device__ inline float *mn_hyper_kept(const mn_hyper &k, int64_t tile, int64_t head, int64_t r) {
+    return k.rows + ((tile * k.s.heads + head) * k.s.rows + r) * k.row_floats;
+}
+
+enum { MN_HYPER_H, MN_HYPER_HC, MN_HYPER_YC };
+
+__device__ inline float *mn_hyper_ranks(const mn_hyper &k, float *kept, int branch, int what) {
+    return kept + MN_HYPER_FIRST + (branch * 3 + what) * k.ranks;
+}
+
+/* Each exchange of lanes sums pairs and leaves a lane half of its values. */
+template <int half>
+__device__ inline void mn_hyper_fold(float (&v)[MN_HYPER_SUMS]) {
+    const bool upper = threadIdx.x & half / 2;
+#pragma unroll
+    for (int i = 0; i < half; i++) {
+        const float give = upper ? v[i] : v[i + half], keep = upper ? v[i + half] : v[i];
+        v[i] = keep + __shfl_xor_sync(0xffffffffu, give, half / 2);
+    }
+    if constexpr (half > 2) mn_hyper_fold<half / 2>(v);
+}
+
+/* Sums `v` over the block into out[0 .. 63]. */
+__device__ inline void mn_hyper_reduce(float (&v)[MN_HYPER_SUMS], float *room, float *out) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    mn_hyper_fold<MN_HYPER_SUMS / 2>(v);
+    __syncthreads();
+    room[warp * MN_HYPER_SUMS + 2 * lane] = v[0];
+    room[warp * MN_HYPER_SUMS + 2 * lane + 1] = v[1];
+    __syncthreads();
+    if (threadIdx.x < MN_HYPER_SUMS) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < MN_STRIP_THREADS / 32; i++) {
+            sum += room[i * MN_HYPER_SUMS + threadIdx.x];
+        }
+        out[threadIdx.x] = sum;
+    }
+    __syncthreads();
+}
+
+/* What the threads of a block share: ranks of a mix of four rows, sums, room for them. */
+struct mn_hyper_room {
+    float sums[MN_HYPER_SUMS], room[MN_STRIP_THREADS / 32 * MN_HYPER_SUMS], team[32];
+};
+
+/* 16 ranks of a lag */
+__device__ inline void mn_hyper_load(float (&x)[MN_HYPER_RANKS], const float *from) {
+#pragma unroll
+    for (int i = 0; i < MN_HYPER_RANKS; i += 4) {
+        const float4 v = *(const float4 *)(from + i);
+        x[i] = v.x, x[i + 1] = v.y, x[i + 2] = v.z, x[i + 3] = v.w;
+    }
+}
+
+/* sums over lags of matrix(row, lag) times a parameter by lag; put(r, rank, sum) by one thread
+ * each. */
+template <typename F>
+__device__ inline void mn_hyper_contract(const mn_hyper &k, const mn_hyper_four &f,
+                                         mn_hyper_room &room, float *matrix, const float *by_lag,
+                                         F put) {
+    const float *line[MN_HYPER_ROWS];
+#pragma unroll
+    for (int r = 0; r < MN_HYPER_ROWS; r++) {
+        line[r] = mn_hyper_line(k, matrix, f, r) + f.keys(r) - 1;
+    }
+    for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
+        float sums[MN_HYPER_SUMS] = {};
+        for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
+            float u[MN_HYPER_RANKS];
+            mn_hyper_load(u, by_lag + j * k.ranks + a0);
+#pragma unroll
+            for (int r = 0; r < MN_HYPER_ROWS; r++) {
+                const float z = j < f.keys(r) ? line[r][-j] : 0.0f;
+#pragma unroll
+                for (int a = 0; a < MN_HYPER_RANKS; a++) {
+                    sums[r * MN_HYPER_RANKS + a] = fmaf(z, u[a], sums[r * MN_HYPER_RANKS + a]);
+                }
+            }
+        }
+        mn_hyper_reduce(sums, room.room, room.sums);
+        if (threadIdx.x < MN_HYPER_SUMS && f.keys(threadIdx.x / MN_HYPER_RANKS) > 0) {
+            put(threadIdx.x / MN_HYPER_RANKS, a0 + threadIdx.x % MN_HYPER_RANKS,
+                room.sums[threadIdx.x]);
+        }
+        __syncthreads();
+    }
+}
+
+/* x_r += sum of ranks of row r (in shared memory, `ranks` apart) times a parameter at a lag */
+__device__ inline void mn_hyper_expand(const mn_hyper &k, float (&x)[MN_HYPER_ROWS],
+                                       const float *of_rows, const float *by_lag, int j) {
+    for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
+        float v[MN_HYPER_RANKS];
+        mn_hyper_load(v, by_lag + j * k.ranks + a0);
+#pragma unroll
+        for (int r = 0; r < MN_HYPER_ROWS; r++) {
+#pragma unroll
+            for (int a = 0; a < MN_HYPER_RANKS; a += 4) {
+                const float4 c = *(const float4 *)(of_rows + r * k.ranks + a0 + a);
+                x[r] = fmaf(c.x, v[a], x[r]), x[r] = fmaf(c.y, v[a + 1], x[r]);
+                x[r] = fmaf(c.z, v[a + 2], x[r]), x[r] = fmaf(c.w, v[a + 3], x[r]);
+            }
+        }
+    }
+}
+
+__device__ inline float mn_hyper_softplus(float x) {
+    return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
+}
+
+__device__ inline float mn_hyper_sigmoid(float x) {
+    const float e = expf(-fabsf(x));
+    return (x >= 0.0f ? 1.0f : e) / (1.0f + e);
+}
+
+/* Controls of a rank, 1 where the mix has none; 0 for padding. */
+template <typename T>
+__device__ inline float mn_hyper_control(const mn_hyper &k, const mn_hyper_four &f, int branch,
+                                         int r, int64_t a) {
+    const mn_call &c = k.p.call;
+    const bool second = branch == 2;
+    if (a >= (second ? c.W : c.R)) return 0.0f;
+    const int64_t which = second ? f.head : f.head + branch * c.H;
+    const T *row = mn_row<T>(second ? k.p.c2 : k.p.c1, f.tile.span.b, f.token(r), which);
+    return row ? mn_float(row[a]) : 1.0f;
+}
+
+/* x of a branch at lag j of four rows: z (1 + d) + (h c) Vt */
+__device__ inline void mn_hyper_mixed(const mn_hyper &k, const mn_hyper_four &f,
+                                      float (&x)[MN_HYPER_ROWS], float *matrix,
+                                      const mn_hyper_mix &m, const float *hc, int j) {
+    const float by = m.d ? 1.0f + m.d[j] : 1.0f;
+#pragma unroll
+    for (int r = 0; r < MN_HYPER_ROWS; r++) {
+        x[r] = j < f.keys(r) ? by * mn_hyper_line(k, matrix, f, r)[f.keys(r) - 1 - j] : 0.0f;
+    }
+    if (m.Vt) mn_hyper_expand(k, x, hc, m.Vt, j);
+}
+
+/* h and h c of a mix from its argument, kept and in shared memory. */
+template <typename T>
+__device__ inline void mn_hyper_enter(const mn_hyper &k, const mn_hyper_four &f,
+                                      mn_hyper_room &room, float *matrix, const mn_hyper_mix &m,
+                                      int branch, float *hc) {
+    if (!m.U) return;
+    mn_hyper_contract(k, f, room, matrix, m.U, [&](int r, int64_t a, float sum) {
+        const float by = mn_hyper_control<T>(k, f, branch, r, a) * sum;
+        float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + r);
+        mn_hyper_ranks(k, kept, branch, MN_HYPER_H)[a] = sum;
+        mn_hyper_ranks(k, kept, branch, MN_HYPER_HC)[a] = by;
+        hc[r * k.ranks + a] = by;
+    });
+}
+
+/* Zeros where products read beyond a row's keys. */
+__device__ inline void mn_hyper_clear(const mn_hyper &k, const mn_hyper_four &f, float *matrix) {
+    for (int r = 0; r < f.n; r++) {
+        float *line = mn_hyper_line(k, matrix, f, r);
+        for (int i = f.keys(r) + threadIdx.x; i < f.end; i += MN_STRIP_THREADS) line[i] = 0.0f;
+    }
+}
+
+/* base from z, w from base, and the scale of the output. A block has four rows of a head. */
+template <typename T>
+__global__ void __launch_bounds__(MN_STRIP_THREADS)
+mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
+    extern __shared__ __align__(16) float shared[];
+    __shared__ mn_hyper_room room;
+    mn_hyper_four f;
+    if (!mn_hyper_find(&f, k)) return;
+    const int64_t each = MN_HYPER_ROWS * k.ranks;
+    const mn_hyper_mix first = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, 0));
+    const mn_hyper_mix second = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, k.branches - 1));
+    const mn_hyper_mix last = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, 2));
+    float *hc = shared, square[MN_HYPER_ROWS] = {};
+    for (int i = threadIdx.x; i < 3 * MN_HYPER_ROWS * k.ranks; i += MN_STRIP_THREADS) {
+        shared[i] = 0.0f;
+    }
+    __syncthreads();
+    mn_hyper_enter<T>(k, f, room, k.z[0], first, 0, hc);
+    if (k.branches == 2) mn_hyper_enter<T>(k, f, room, k.z[1], second, 1, hc + each);
+    for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
+        float x[MN_HYPER_ROWS], scale[MN_HYPER_ROWS];
+        mn_hyper_mixed(k, f, x, k.z[0], first, hc, j);
+        if (k.branches == 2) mn_hyper_mixed(k, f, scale, k.z[1], second, hc + each, j);
+#pragma unroll
+        for (int r = 0; r < MN_HYPER_ROWS; r++) {
+            if (j >= f.keys(r)) continue;
+            square[r] = fmaf(x[r], x[r], square[r]);
+            float y = fmaxf(x[r], 0.0f);
+            if (k.branches == 2) y *= mn_hyper_softplus(scale[r]);
+            mn_hyper_line(k, k.base, f, r)[f.keys(r) - 1 - j] = y;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < MN_HYPER_ROWS; r++) {
+        const float norm = sqrtf(mn_team_sum<MN_STRIP_THREADS>(square[r], room.team));
+        if (threadIdx.x != 0 || f.keys(r) == 0) continue;
+        float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + r);
+        kept[MN_HYPER_NORM] = norm;
+        kept[MN_HYPER_SCALE] = k.p.norm == 2 ? 1.0f : 1.0f / fmaxf(norm, (float)k.p.eps);
+    }
+    __syncthreads();
+    mn_hyper_enter<T>(k, f, room, k.base, last, 2, hc + 2 * each);
+    for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
+        float x[MN_HYPER_ROWS];
+        mn_hyper_mixed(k, f, x, k.base, last, hc + 2 * each, j);
+#pragma unroll
+        for (int r = 0; r < MN_HYPER_ROWS; r++) {
+            if (j < f.keys(r)) mn_hyper_line(k, k.w, f, r)[f.keys(r) - 1 - j] = x[r];
+        }
+    }
+    if (k.w != k.base) mn_hyper_clear(k, f, k.w);
+}
+
+/* y c of a mix from the cotangent of its result, and dc. */
+template <typename T>
+__device__ inline void mn_hyper_leave(const mn_hyper &k, const mn_hyper_four &f,
+                                      mn_hyper_room &room, float *matrix, const mn_hyper_mix &m,
+                                      int branch, float *yc) {
+    if (!m.Vt) return;
+    const bool second = branch == 2;
+    const int64_t n_ranks = second ? k.p.call.W : k.p.call.R;
+    mn_hyper_contract(k, f, room, matrix, m.Vt, [&](int r, int64_t a, float sum) {
+        const float by = mn_hyper_control<T>(k, f, branch, r, a) * sum;
+        float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + r);
+        mn_hyper_ranks(k, kept, branch, MN_HYPER_YC)[a] = by;
+        yc[r * k.ranks + a] = by;
+        T *dc = mn_row<T>(second ? k.p.grad.c2 : k.p.grad.c1, f.tile.span.b, f.token(r),
+                          second ? f.head : f.head + branch * k.p.call.H);
+        const float h = mn_hyper_ranks(k, kept, branch, MN_HYPER_H)[a];
+        if (dc && a < n_ranks) mn_put(dc + a, h * sum);
+    });
+}
+
+/* From w, the cotangent of the weights, to g, those of x1 and x2. */
+template <typename T>
+__global__ void __launch_bounds__(MN_STRIP_THREADS)
+mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
+    extern __shared__ __align__(16) float shared[];
+    __shared__ mn_hyper_room room;
+    mn_hyper_four f;
+    if (!mn_hyper_find(&f, k)) return;
+    const int64_t each = MN_HYPER_ROWS * k.ranks;
+    const mn_hyper_mix first = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, 0));
+    const mn_hyper_mix second = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, k.branches - 1));
+    const mn_hyper_mix last = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, 2));
+    float *hc = shared, *yc = shared + 2 * each, pull[MN_HYPER_ROWS];
+    for (int e = threadIdx.x; e < 3 * each; e += MN_STRIP_THREADS) {
+        const int i = (int)(e / each), r = (int)(e % each / k.ranks);
+        float x = 0.0f;
+        if (r < f.n && k.mixed[0] && i < k.branches) {
+            float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + r);
+            x = mn_hyper_ranks(k, kept, i, MN_HYPER_HC)[e % k.ranks];
+        }
+        shared[e] = x;
+    }
+#pragma unroll
+    for (int r = 0; r < MN_HYPER_ROWS; r++) {
+        const float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + (r < f.n ? r : 0));
+        const float by = kept[MN_HYPER_SCALE];
+        const bool normed = k.p.norm != 2 && kept[MN_HYPER_NORM] > (float)k.p.eps;
+        pull[r] = normed ? kept[MN_HYPER_TO_SCALE] * by * by * by : 0.0f;
+    }
+    __syncthreads();
+    mn_hyper_leave<T>(k, f, room, k.w, last, 2, yc);
+    for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
+        float x[MN_HYPER_ROWS], scale[MN_HYPER_ROWS], g[MN_HYPER_ROWS];
+        const float by = last.d ? 1.0f + last.d[j] : 1.0f;
+#pragma unroll
+        for (int r = 0; r < MN_HYPER_ROWS; r++) {
+            g[r] = j < f.keys(r) ? by * mn_hyper_line(k, k.w, f, r)[f.keys(r) - 1 - j] : 0.0f;
+        }
+        if (last.U) mn_hyper_expand(k, g, yc, last.U, j);
+        mn_hyper_mixed(k, f, x, k.z[0], first, hc, j);
+        if (k.branches == 2) mn_hyper_mixed(k, f, scale, k.z[1], second, hc + each, j);
+#pragma unroll
+        for (int r = 0; r < MN_HYPER_ROWS; r++) {
+            if (j >= f.keys(r)) continue;
+            const int at = f.keys(r) - 1 - j;
+            const float open = x[r] > 0.0f ? g[r] : 0.0f;
+            float to_first = open;
+            if (k.branches == 2) {
+                to_first = open * mn_hyper_softplus(scale[r]);
+                mn_hyper_line(k, k.g[1], f, r)[at] = open * x[r] * mn_hyper_sigmoid(scale[r]);
+            }
+            mn_hyper_line(k, k.g[0], f, r)[at] = fmaf(-pull[r], x[r], to_first);
+        }
+    }
+    mn_hyper_clear(k, f, k.g[0]);
+    if (k.branches == 2) mn_hyper_clear(k, f, k.g[1]);
+    __syncthreads();
+    mn_hyper_leave<T>(k, f, room, k.g[0], first, 0, hc);
+    if (k.branches == 2) mn_hyper_leave<T>(k, f, room, k.g[1], second, 1, hc + each);
+}
+
+#endif
