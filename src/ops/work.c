@@ -17,8 +17,8 @@ static bool is_there(const mn_context *context) {
 }
 
 void *mn_work_bytes(mn_context *context, size_t bytes) {
-    if (is_there(context)) return mn_device_bytes(context->device, bytes);
-    return mn_arena_bytes(context->arena, bytes);
+    return is_there(context) ? mn_device_bytes(context->device, bytes)
+                             : mn_arena_bytes(context->arena, bytes);
 }
 
 void *mn_work_array(mn_context *context, int64_t rows, int64_t cols, size_t size) {
