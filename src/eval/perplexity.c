@@ -80,7 +80,7 @@ static mn_status pass(measure *m, mn_model_state *state, int64_t rows, int64_t a
         memcpy(m->targets + b * T, window + 1, (size_t)T * sizeof *window);
     }
     const mn_model_input in = { .tokens = m->tokens, .B = rows, .T = T, .state = state,
-                                .recompute = m->context->device != NULL };
+                                .recompute = mn_pass_recompute(m->context) };
     const mn_loss_options how = { .nll = m->nll };
     double mean;
     int64_t counted;

@@ -171,8 +171,9 @@ static mn_status keep_scores(mn_session *s, mn_tensor *hidden, const reading *in
 static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
     float *fresh = s->options.belief && s->n_beliefs ? s->variance + s->n_beliefs * in->count
                                                      : NULL;
-    const mn_model_input input = { .tokens = in->tokens + at, .B = 1, .T = T, .state = &s->state,
-                                   .variance = fresh, .recompute = s->context->device != NULL };
+    mn_model_input input = { .tokens = in->tokens + at, .B = 1, .T = T, .state = &s->state,
+                             .variance = fresh };
+    if (T > 1) input.recompute = mn_pass_recompute(s->context);
     mn_tape_start(s->tape, MN_TAPE_FORWARD);
     mn_tensor *hidden = mn_model_hidden(s->model, s->tape, &input);
     mn_status st = mn_tape_status(s->tape);

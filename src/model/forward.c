@@ -78,6 +78,20 @@ mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x) {
     return mn_tape_residual(tape, x, mn_tape_linear(tape, h, model->leaves[block->down], NULL));
 }
 
+bool mn_recompute_parse(mn_recompute *out, const char *name) {
+    static const char *const names[] = {
+#define RECOMPUTE(id, name, about) [MN_RECOMPUTE_##id] = name,
+#include "model/recomputes.def"
+#undef RECOMPUTE
+    };
+    for (int i = 0; i < MN_RECOMPUTE_COUNT; i++) {
+        if (strcmp(names[i], name) != 0) continue;
+        *out = (mn_recompute)i;
+        return true;
+    }
+    return false;
+}
+
 /* A block as a part of which only the result is kept. */
 typedef struct block_job {
     mn_model *model;
@@ -89,6 +103,21 @@ static mn_tensor *run_block(mn_tape *tape, mn_tensor *x, const void *job) {
     const block_job *b = job;
     mn_forward f = b->f;
     return mn_block_mlp(b->model, b->i, tape, mn_block_mixer(b->model, b->i, &f, x));
+}
+
+static mn_tensor *run_mlp(mn_tape *tape, mn_tensor *x, const void *job) {
+    const block_job *b = job;
+    return mn_block_mlp(b->model, b->i, tape, x);
+}
+
+/* A whole block, or its MLP, as such a part. */
+static mn_tensor *run_again(mn_model *model, int i, mn_forward *f, mn_tensor *x,
+                            mn_recompute what) {
+    const block_job job = { model, i, *f };
+    if (what == MN_RECOMPUTE_LAYER) return mn_tape_again(f->tape, x, run_block, &job, sizeof job);
+    x = mn_block_mixer(model, i, f, x);
+    if (model->config.mlp == MN_MLP_NONE) return x;
+    return mn_tape_again(f->tape, x, run_mlp, &job, sizeof job);
 }
 
 /* Blocks [0, n) from tokens, and with `last` the mixer of block n as well. */
@@ -112,9 +141,8 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
         if (in->variance && mn_layer_has_variance(&model->blocks[i].layer)) {
             f->variance = in->variance + belief++ * in->B * in->T;
         }
-        if (in->recompute && once && i < n) {
-            const block_job job = { model, i, *f };
-            x = mn_tape_again(tape, x, run_block, &job, sizeof job);
+        if (in->recompute != MN_RECOMPUTE_NONE && once && i < n) {
+            x = run_again(model, i, f, x, in->recompute);
             continue;
         }
         x = mn_block_mixer(model, i, f, x);

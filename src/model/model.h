@@ -102,6 +102,16 @@ mn_status mn_model_state_load(mn_model_state *out, const mn_model *model, const 
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
+/* What is computed once more going back: recomputes.def. */
+typedef enum mn_recompute {
+#define RECOMPUTE(id, name, about) MN_RECOMPUTE_##id,
+#include "model/recomputes.def"
+#undef RECOMPUTE
+    MN_RECOMPUTE_COUNT
+} mn_recompute;
+
+bool mn_recompute_parse(mn_recompute *out, const char *name);
+
 typedef struct mn_model_input {
     const int32_t *tokens;         // (B,T)
     int64_t B, T;
@@ -111,8 +121,7 @@ typedef struct mn_model_input {
     float *variance;               // (beliefs, B, T): read variances; NULL: not wanted
     const mn_tap *tap;             // hears what layers make; NULL: nobody
     bool add_gradients;            // to what the parameters' gradients hold
-    bool recompute;                // keep what goes into each block, and compute it once more
-                                   //   going back; the same bits for less memory
+    mn_recompute recompute;        // instead of keeping it; the same bits for less memory
 } mn_model_input;
 
 /* The residual stream after the final norm, (B,T,1,D). Call between mn_tape_start and the end of

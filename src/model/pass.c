@@ -8,6 +8,10 @@
 #include "base/status.h"
 #include "base/util.h"
 
+mn_recompute mn_pass_recompute(const mn_context *context) {
+    return context->device ? MN_RECOMPUTE_LAYER : MN_RECOMPUTE_NONE;
+}
+
 mn_status mn_pass_bytes(size_t *bytes, mn_model *model, mn_tape *tape, int64_t B, int64_t T) {
     int64_t count;
     int32_t *tokens = NULL;
@@ -17,7 +21,7 @@ mn_status mn_pass_bytes(size_t *bytes, mn_model *model, mn_tape *tape, int64_t B
                        (long long)T);
     }
     const mn_model_input in = { .tokens = tokens, .B = B, .T = T,
-                                .recompute = mn_tape_context(tape)->device != NULL };
+                                .recompute = mn_pass_recompute(mn_tape_context(tape)) };
     mn_tape_start(tape, MN_TAPE_PLAN);
     mn_model_hidden(model, tape, &in);
     const mn_status st = mn_tape_status(tape);

@@ -8,6 +8,9 @@
 
 #include "model/model.h"
 
+/* For mn_model_input.recompute of passes that do not go back. */
+mn_recompute mn_pass_recompute(const mn_context *context);
+
 /* What a pass over (B,T) tokens takes from the tape, logits left out. Uses the tape. */
 mn_status mn_pass_bytes(size_t *bytes, mn_model *model, mn_tape *tape, int64_t B, int64_t T);
 

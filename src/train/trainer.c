@@ -54,9 +54,8 @@ static mn_status make_optimizer(mn_trainer *t) {
         return mn_fail(MN_ERR_ARGUMENT, "train.schedule: \"%s\" is none of constant, linear, "
                        "cosine, warmup-stable-decay", o->schedule);
     }
-    t->recompute = strcmp(o->recompute, "layer") == 0;
-    if (!t->recompute && strcmp(o->recompute, "none") != 0) {
-        return mn_fail(MN_ERR_ARGUMENT, "train.recompute: \"%s\" is none of none, layer",
+    if (!mn_recompute_parse(&t->recompute, o->recompute)) {
+        return mn_fail(MN_ERR_ARGUMENT, "train.recompute: \"%s\" is none of none, mlp, layer",
                        o->recompute);
     }
     const int n = mn_model_params(t->model);
@@ -153,7 +152,7 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_batch *batch, u
         in.n_sequences = batch->n_sequences;
     }
     const bool trains = modes & MN_TAPE_RECORD;
-    if (t->there && !trains) in.recompute = true;    // keeps less
+    if (t->there && !trains) in.recompute = MN_RECOMPUTE_LAYER;
     const mn_loss_options how = { .weight = weight, .z_loss = trains ? t->options.z_loss : 0.0 };
     mn_tape_start(tape, modes);
     if (t->options.mc_samples > 0) {

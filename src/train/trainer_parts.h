@@ -27,7 +27,7 @@ struct mn_trainer {
     mn_trainer_there *there;         // NULL on the CPU
     mn_schedule schedule;
     mn_tape *tape;
-    bool recompute;                  // train.recompute is layer
+    mn_recompute recompute;
 
     /* what a checkpoint keeps beside weights and moments */
     int64_t step, tokens;            // steps done, tokens trained on
