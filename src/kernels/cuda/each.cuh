@@ -2,8 +2,8 @@
  *
  * Axes along which all views of a work go on evenly are one axis, so that contiguous tensors are a
  * single row. A thread takes a pack of N = 8 neighbours of a row where every view's rows begin at
- * 16 bytes, else one number. Types are known at run time only: a pack of float32 is two accesses of
- * 16 bytes, one of bf16 is one. */
+ * 16 bytes, else one number. A pack of float32 is two accesses of 16 bytes, one of bf16 is one;
+ * kernels are compiled for views that are all bf16, all float32, or anything. */
 #ifndef MN_KERNELS_CUDA_EACH_CUH
 #define MN_KERNELS_CUDA_EACH_CUH
 
@@ -103,7 +103,7 @@ inline bool mn_walk_over(mn_walk *walk, const mn_axes &axes, int pack) {
     const int64_t packs = per_row * axes.n[0] * axes.n[1] * axes.n[2];
     *walk = { (uint32_t)packs, mn_divide_by(mn_max(per_row, 1)), mn_divide_by(axes.n[1]),
               mn_divide_by(axes.n[2]), axes.n[3] };
-    return packs < ((int64_t)1 << 31);
+    return packs < ((int64_t)1 << 31) && axes.n[3] < ((int64_t)1 << 32);
 }
 
 /* A pack's indices: merged axes 0 to 2, and its first column. */
@@ -126,12 +126,34 @@ __device__ inline int64_t mn_offset(const mn_side &side, const mn_spot &spot) {
 
 /* ---- packs ----------------------------------------------------------------------------------- */
 
-__device__ inline float mn_side_get(const mn_side &side, int64_t i) {
-    return side.wide ? ((const float *)side.data)[i] : mn_float(((const mn_bf16 *)side.data)[i]);
+/* What a kernel knows of the types of its views when it is compiled: nothing, or that all are bf16
+ * or float32. Nothing takes twice the instructions. */
+enum mn_types { MN_MIXED, MN_NARROW, MN_WIDE };
+
+template <mn_types TYPES>
+__device__ inline bool mn_is_wide(const mn_side &side) {
+    return TYPES == MN_MIXED ? side.wide : TYPES == MN_WIDE;
 }
 
+template <int COUNT>
+inline mn_types mn_types_of(const mn_side (&sides)[COUNT]) {
+    bool narrow = true, wide = true;
+    for (const mn_side &side : sides) {
+        narrow &= !side.data || !side.wide;
+        wide &= !side.data || side.wide;
+    }
+    return narrow ? MN_NARROW : wide ? MN_WIDE : MN_MIXED;
+}
+
+template <mn_types TYPES = MN_MIXED>
+__device__ inline float mn_side_get(const mn_side &side, int64_t i) {
+    return mn_is_wide<TYPES>(side) ? ((const float *)side.data)[i]
+                                   : mn_float(((const mn_bf16 *)side.data)[i]);
+}
+
+template <mn_types TYPES = MN_MIXED>
 __device__ inline void mn_side_put(const mn_side &side, int64_t i, float x) {
-    if (side.wide) ((float *)side.data)[i] = x;
+    if (mn_is_wide<TYPES>(side)) ((float *)side.data)[i] = x;
     else mn_put((mn_bf16 *)side.data + i, x);
 }
 
@@ -140,11 +162,15 @@ struct mn_raw {
     uint4 low, high;
 };
 
+template <mn_types TYPES = MN_MIXED>
 __device__ inline mn_raw mn_fetch(const mn_side &side, int64_t at) {
     mn_raw raw;
-    if (side.stride[3] == 0) {
-        raw.low.x = __float_as_uint(mn_side_get(side, at));
-    } else if (side.wide) {
+    if (side.stride[3] == 0) {    // one number, as often as a pack has it
+        const float x = mn_side_get<TYPES>(side, at);
+        const uint32_t bits = __float_as_uint(x);
+        const uint32_t word = mn_is_wide<TYPES>(side) ? bits : bits | bits >> 16;
+        raw.low = raw.high = make_uint4(word, word, word, word);
+    } else if (mn_is_wide<TYPES>(side)) {
         const uint4 *from = (const uint4 *)((const float *)side.data + at);
         raw.low = from[0];
         raw.high = from[1];
@@ -154,19 +180,20 @@ __device__ inline mn_raw mn_fetch(const mn_side &side, int64_t at) {
     return raw;
 }
 
+template <mn_types TYPES = MN_MIXED>
 __device__ inline void mn_unpack(float (&out)[MN_PACK], const mn_side &side, const mn_raw &raw) {
     const uint32_t words[8] = { raw.low.x,  raw.low.y,  raw.low.z,  raw.low.w,
                                 raw.high.x, raw.high.y, raw.high.z, raw.high.w };
 #pragma unroll
     for (int j = 0; j < MN_PACK; j++) {
         const uint32_t half = j % 2 ? words[j / 2] & 0xffff0000u : words[j / 2] << 16;
-        const uint32_t bits = side.stride[3] == 0 ? words[0] : side.wide ? words[j] : half;
-        out[j] = __uint_as_float(bits);
+        out[j] = __uint_as_float(mn_is_wide<TYPES>(side) ? words[j] : half);
     }
 }
 
+template <mn_types TYPES = MN_MIXED>
 __device__ inline void mn_store_pack(const mn_side &side, int64_t at, const float (&x)[MN_PACK]) {
-    if (side.wide) {
+    if (mn_is_wide<TYPES>(side)) {
         float4 *to = (float4 *)((float *)side.data + at);
         to[0] = make_float4(x[0], x[1], x[2], x[3]);
         to[1] = make_float4(x[4], x[5], x[6], x[7]);
@@ -185,80 +212,121 @@ struct mn_each {
     mn_walk walk;
     mn_side side[F::INS + F::OUTS];    // inputs, then results
     bool add[F::OUTS];                 // to what is there
+    bool flat;                         // a single row
 };
 
-/* Packs of 8: the last one of a row may be short, and is then taken number by number. */
+/* Whether side i is read: inputs that are there, and results that are added to. */
 template <typename F>
-__device__ inline void mn_each_pack(const mn_each<F> &e, const mn_spot &spot) {
-    constexpr int INS = F::INS, OUTS = F::OUTS, N = MN_PACK;
-    const bool full = spot.x + N <= e.walk.width;
-    const int count = full ? N : (int)(e.walk.width - spot.x);
-    int64_t at[INS + OUTS];
-    float x[INS + OUTS][N], y[OUTS][N];
-#pragma unroll
-    for (int i = 0; i < INS + OUTS; i++) at[i] = mn_offset(e.side[i], spot);
-    if (full) {
-        mn_raw raw[INS + OUTS];
-#pragma unroll
-        for (int i = 0; i < INS + OUTS; i++) {
-            const bool read = e.side[i].data && (i < INS || e.add[i < INS ? 0 : i - INS]);
-            raw[i] = { { 0, 0, 0, 0 }, { 0, 0, 0, 0 } };
-            if (read) raw[i] = mn_fetch(e.side[i], at[i]);
-        }
-#pragma unroll
-        for (int i = 0; i < INS + OUTS; i++) mn_unpack(x[i], e.side[i], raw[i]);
-    } else {
-#pragma unroll
-        for (int i = 0; i < INS + OUTS; i++) {
-            const bool read = e.side[i].data && (i < INS || e.add[i < INS ? 0 : i - INS]);
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                const bool there = read && j < count;
-                x[i][j] = there ? mn_side_get(e.side[i], at[i] + j * e.side[i].stride[3]) : 0.0f;
-            }
-        }
-    }
-    e.f(x, y);
-#pragma unroll
-    for (int i = 0; i < OUTS; i++) {
-        if (!e.side[INS + i].data) continue;
-#pragma unroll
-        for (int j = 0; j < N; j++) y[i][j] += e.add[i] ? x[INS + i][j] : 0.0f;
-        if (full) mn_store_pack(e.side[INS + i], at[INS + i], y[i]);
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            if (!full && j < count) mn_side_put(e.side[INS + i], at[INS + i] + j, y[i][j]);
-        }
-    }
+__device__ inline bool mn_reads(const mn_each<F> &e, int i) {
+    return e.side[i].data && (i < F::INS || e.add[i < F::INS ? 0 : i - F::INS]);
 }
 
+/* The last pack of a row may be short, and is then taken number by number; so is everything that
+ * cannot be taken in packs. */
 template <typename F>
-__device__ inline void mn_each_number(const mn_each<F> &e, const mn_spot &spot) {
+__device__ inline void mn_each_number(const mn_each<F> &e, mn_spot spot, int count) {
     constexpr int INS = F::INS, OUTS = F::OUTS;
-    float x[INS + OUTS][1], y[OUTS][1];
+    for (int j = 0; j < count; j++, spot.x++) {
+        float x[INS + OUTS][1], y[OUTS][1];
 #pragma unroll
-    for (int i = 0; i < INS + OUTS; i++) {
-        const bool read = e.side[i].data && (i < INS || e.add[i < INS ? 0 : i - INS]);
-        x[i][0] = read ? mn_side_get(e.side[i], mn_offset(e.side[i], spot)) : 0.0f;
-    }
-    e.f(x, y);
+        for (int i = 0; i < INS + OUTS; i++) {
+            x[i][0] = mn_reads(e, i) ? mn_side_get(e.side[i], mn_offset(e.side[i], spot)) : 0.0f;
+        }
+        e.f(x, y);
 #pragma unroll
-    for (int i = 0; i < OUTS; i++) {
-        const mn_side &side = e.side[INS + i];
-        if (side.data) mn_side_put(side, mn_offset(side, spot), y[i][0] + x[INS + i][0]);
+        for (int i = 0; i < OUTS; i++) {
+            const mn_side &side = e.side[INS + i];
+            if (side.data) mn_side_put(side, mn_offset(side, spot), y[i][0] + x[INS + i][0]);
+        }
     }
 }
 
-template <int N, typename F>
+/* Packs that a thread has on their way at once: 32 bytes of each view. */
+template <mn_types TYPES>
+__host__ __device__ constexpr int mn_packs_ahead() {
+    return TYPES == MN_NARROW ? 2 : 1;
+}
+
+template <mn_types TYPES, typename F>
 __global__ void __launch_bounds__(MN_EACH_THREADS)
-mn_each_kernel(const __grid_constant__ mn_each<F> e) {
-    const uint32_t step = gridDim.x * MN_EACH_THREADS;
-    uint32_t pack = blockIdx.x * MN_EACH_THREADS + threadIdx.x;
-    for (; pack < e.walk.n_packs; pack += step) {
-        const mn_spot spot = mn_spot_of<N>(e.walk, pack);
-        if (N == 1) mn_each_number(e, spot);
-        else mn_each_pack(e, spot);
+mn_each_pack_kernel(const __grid_constant__ mn_each<F> e) {
+    constexpr int INS = F::INS, OUTS = F::OUTS, N = MN_PACK, AHEAD = mn_packs_ahead<TYPES>();
+    const uint32_t first = blockIdx.x * (MN_EACH_THREADS * AHEAD) + threadIdx.x;
+    int64_t at[AHEAD][INS + OUTS];
+    mn_raw raw[AHEAD][INS + OUTS];
+    bool full[AHEAD];
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+        const uint32_t pack = first + k * MN_EACH_THREADS;
+        full[k] = false;
+        if (pack >= e.walk.n_packs) continue;
+        mn_spot spot = { { 0, 0, 0 }, pack * N };
+        if (!e.flat) spot = mn_spot_of<N>(e.walk, pack);
+        full[k] = (int64_t)spot.x + N <= e.walk.width;
+        if (!full[k]) {
+            mn_each_number(e, spot, (int)(e.walk.width - spot.x));
+            continue;
+        }
+#pragma unroll
+        for (int i = 0; i < INS + OUTS; i++) {
+            at[k][i] = mn_offset(e.side[i], spot);
+            raw[k][i] = { { 0, 0, 0, 0 }, { 0, 0, 0, 0 } };
+            if (mn_reads(e, i)) raw[k][i] = mn_fetch<TYPES>(e.side[i], at[k][i]);
+        }
     }
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+        if (!full[k]) continue;
+        float x[INS + OUTS][N], y[OUTS][N];
+#pragma unroll
+        for (int i = 0; i < INS + OUTS; i++) mn_unpack<TYPES>(x[i], e.side[i], raw[k][i]);
+        e.f(x, y);
+#pragma unroll
+        for (int i = 0; i < OUTS; i++) {
+            if (!e.side[INS + i].data) continue;
+            if (e.add[i]) {
+#pragma unroll
+                for (int j = 0; j < N; j++) y[i][j] += x[INS + i][j];
+            }
+            mn_store_pack<TYPES>(e.side[INS + i], at[k][INS + i], y[i]);
+        }
+    }
+}
+
+template <typename F>
+__global__ void __launch_bounds__(MN_EACH_THREADS)
+mn_each_number_kernel(const __grid_constant__ mn_each<F> e) {
+    const uint32_t i = blockIdx.x * MN_EACH_THREADS + threadIdx.x;
+    if (i < e.walk.n_packs) mn_each_number(e, mn_spot_of<1>(e.walk, i), 1);
+}
+
+template <mn_types TYPES, typename F>
+inline void mn_launch_packs(const mn_each<F> &e, cudaStream_t stream) {
+    const unsigned blocks = mn_blocks(e.walk.n_packs, MN_EACH_THREADS * mn_packs_ahead<TYPES>());
+    mn_each_pack_kernel<TYPES, F><<<blocks, MN_EACH_THREADS, 0, stream>>>(e);
+}
+
+/* Runs over `shape`; f, sides and add are set. */
+template <typename F>
+inline int mn_launch_each(mn_each<F> &e, const int64_t shape[4], cudaStream_t stream) {
+    const mn_axes axes = mn_merge(shape, e.side);
+    bool packs = true;
+    for (const mn_side &side : e.side) packs &= mn_side_packs(side, axes);
+    e.flat = axes.n[0] * axes.n[1] * axes.n[2] == 1;
+    if (!mn_walk_over(&e.walk, axes, packs ? MN_PACK : 1)) return cudaErrorInvalidConfiguration;
+    if (e.walk.n_packs == 0) return cudaSuccess;
+    const mn_types types = mn_types_of(e.side);
+    if (!packs) {
+        const unsigned blocks = mn_blocks(e.walk.n_packs, MN_EACH_THREADS);
+        mn_each_number_kernel<F><<<blocks, MN_EACH_THREADS, 0, stream>>>(e);
+    } else if (types == MN_NARROW) {
+        mn_launch_packs<MN_NARROW>(e, stream);
+    } else if (types == MN_WIDE) {
+        mn_launch_packs<MN_WIDE>(e, stream);
+    } else {
+        mn_launch_packs<MN_MIXED>(e, stream);
+    }
+    return mn_launched();
 }
 
 /* Runs f over `shape`. */
@@ -273,15 +341,7 @@ inline int mn_run_each(const F &f, const int64_t shape[4], const mn_view *const 
         e.side[F::INS + i] = mn_side_of(*out[i]);
         e.add[i] = add[i];
     }
-    const mn_axes axes = mn_merge(shape, e.side);
-    bool packs = true;
-    for (const mn_side &side : e.side) packs &= mn_side_packs(side, axes);
-    if (!mn_walk_over(&e.walk, axes, packs ? MN_PACK : 1)) return cudaErrorInvalidConfiguration;
-    if (e.walk.n_packs == 0) return cudaSuccess;
-    const unsigned blocks = mn_blocks(e.walk.n_packs, MN_EACH_THREADS, 1 << 20);
-    if (packs) mn_each_kernel<MN_PACK, F><<<blocks, MN_EACH_THREADS, 0, (cudaStream_t)stream>>>(e);
-    else mn_each_kernel<1, F><<<blocks, MN_EACH_THREADS, 0, (cudaStream_t)stream>>>(e);
-    return mn_launched();
+    return mn_launch_each(e, shape, (cudaStream_t)stream);
 }
 
 #endif

@@ -113,16 +113,7 @@ MN_CUDA_WORK(fill) {
     mn_each<constant> e = {};
     e.f.value = (float)w->value;
     e.side[0] = mn_side_of(w->to);
-    e.add[0] = false;
-    const mn_axes axes = mn_merge(w->shape, e.side);
-    const bool packs = mn_side_packs(e.side[0], axes);
-    if (!mn_walk_over(&e.walk, axes, packs ? MN_PACK : 1)) return cudaErrorInvalidConfiguration;
-    if (e.walk.n_packs == 0) return cudaSuccess;
-    const unsigned blocks = mn_blocks(e.walk.n_packs, MN_EACH_THREADS, 1 << 20);
-    const cudaStream_t on = (cudaStream_t)where;
-    if (packs) mn_each_kernel<MN_PACK, constant><<<blocks, MN_EACH_THREADS, 0, on>>>(e);
-    else mn_each_kernel<1, constant><<<blocks, MN_EACH_THREADS, 0, on>>>(e);
-    return mn_launched();
+    return mn_launch_each(e, w->shape, (cudaStream_t)where);
 }
 
 /* ---- normal numbers -------------------------------------------------------------------------- */

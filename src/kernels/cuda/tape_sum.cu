@@ -20,6 +20,8 @@ struct plan {
     axis kept[2], summed[2];
     mn_divisor kept1, summed1;
     int64_t n_results, n_terms, n_parts, part;    // part: steps of the outer loop that one takes
+    int64_t each;                                 // results of a block
+    int lanes;                                    // of a result, where a block has several rows
     mn_side a, dy, sum;
     bool rows, packs, teams, add;    // rows: the last axis is summed; teams: a block per result
 };
@@ -80,11 +82,13 @@ static plan plan_of(const mn_sum_work *w) {
     p.kept1 = mn_divide_by(mn_max(p.kept[1].n, (int64_t)1));
     p.summed1 = mn_divide_by(mn_max(p.summed[1].n, (int64_t)1));
     p.packs = packs(&p);
-    /* a block takes 32 packs of results, or a result, or 8 of them, a warp each */
+    /* a block takes 32 packs of results, or a result, or as many as it has teams of lanes */
+    const int pack = p.packs ? MN_PACK : 1;
     p.teams = p.rows && (p.summed[0].n >= GROUPS || p.n_results < BLOCKS);
-    const int64_t each = p.rows ? (p.teams ? 1 : GROUPS) : LANES * (p.packs ? MN_PACK : 1);
+    for (p.lanes = 1; p.lanes < LANES && p.lanes * pack < p.summed[1].n;) p.lanes *= 2;
+    p.each = p.teams ? 1 : p.rows ? GROUPS * (LANES / p.lanes) : LANES * pack;
     const int64_t steps = p.rows ? p.summed[0].n : p.n_terms;
-    const int64_t across = mn_max(mn_ceil_div(p.n_results, each), (int64_t)1);
+    const int64_t across = mn_max(mn_ceil_div(p.n_results, p.each), (int64_t)1);
     const int64_t most = mn_max(steps / (p.rows ? GROUPS : LEAST), (int64_t)1);
     p.n_parts = mn_max(mn_min(BLOCKS / across, most), (int64_t)1);
     if (p.rows && !p.teams) p.n_parts = 1;
@@ -114,16 +118,16 @@ __device__ static void put_part(const plan &p, const put_sum &put, float *parts,
     else parts[part * p.n_results + i] = x;
 }
 
-/* Adds N terms to sums, or their sum to the first. */
-template <int N>
+/* Adds N terms to N sums. */
+template <int N, mn_types TYPES>
 __device__ static void take(const plan &p, float (&sum)[N], int64_t at_a, int64_t at_dy) {
     float a[MN_PACK], dy[MN_PACK];
     if (N == MN_PACK) {
         mn_raw raw_a = {};
-        const mn_raw raw_dy = mn_fetch(p.dy, at_dy);
-        if (p.a.data) raw_a = mn_fetch(p.a, at_a);
-        mn_unpack(dy, p.dy, raw_dy);
-        mn_unpack(a, p.a, raw_a);
+        const mn_raw raw_dy = mn_fetch<TYPES>(p.dy, at_dy);
+        if (p.a.data) raw_a = mn_fetch<TYPES>(p.a, at_a);
+        mn_unpack<TYPES>(dy, p.dy, raw_dy);
+        mn_unpack<TYPES>(a, p.a, raw_a);
     } else {
         dy[0] = mn_side_get(p.dy, at_dy);
         a[0] = p.a.data ? mn_side_get(p.a, at_a) : 0.0f;
@@ -134,7 +138,7 @@ __device__ static void take(const plan &p, float (&sum)[N], int64_t at_a, int64_
 
 /* The last axis is kept. A block: 32 packs of results side by side, 8 groups of threads that take
  * every eighth term of the part. */
-template <int N>
+template <int N, mn_types TYPES>
 __global__ void __launch_bounds__(LANES * GROUPS)
 columns_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum put, float *parts) {
     __shared__ float room[GROUPS][LANES * N];
@@ -150,7 +154,7 @@ columns_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum p
         for (int64_t term = first + threadIdx.y; term < last; term += GROUPS) {
             const uint32_t r = mn_quotient((uint32_t)term, p.summed1);
             const uint32_t s = (uint32_t)term - r * p.summed1.d;
-            take<N>(p, sum, a0 + r * p.summed[0].a + s * p.summed[1].a,
+            take<N, TYPES>(p, sum, a0 + r * p.summed[0].a + s * p.summed[1].a,
                     dy0 + r * p.summed[0].dy + s * p.summed[1].dy);
         }
     }
@@ -165,13 +169,15 @@ columns_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum p
     put_part(p, put, parts, blockIdx.y, result, all);
 }
 
-/* The last axis is summed: a warp runs along it, a block's warps take every eighth row of a result,
- * or a result each. */
-template <int N>
+/* The last axis is summed: a team of lanes runs along it, and has a result of its own, or a block's
+ * teams take the rows of one result in turn. */
+template <int N, mn_types TYPES>
 __global__ void __launch_bounds__(LANES * GROUPS)
 rows_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum put, float *parts) {
     __shared__ float room[GROUPS];
-    const int64_t i = p.teams ? blockIdx.x : blockIdx.x * (int64_t)GROUPS + threadIdx.y;
+    const int lane = threadIdx.x % p.lanes, n_teams = GROUPS * (LANES / p.lanes);
+    const int team = threadIdx.y * (LANES / p.lanes) + threadIdx.x / p.lanes;
+    const int64_t i = p.teams ? blockIdx.x : blockIdx.x * p.each + team;
     const int64_t part = blockIdx.y, first = part * p.part;
     const int64_t last = min(first + p.part, p.summed[0].n);
     float sum[N] = {};
@@ -180,11 +186,10 @@ rows_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum put,
         const uint32_t low = (uint32_t)i - high * p.kept1.d;
         const int64_t a0 = high * p.kept[0].a + low * p.kept[1].a;
         const int64_t dy0 = high * p.kept[0].dy + low * p.kept[1].dy;
-        const int step = p.teams ? GROUPS : 1;
-        for (int64_t r = first + (p.teams ? threadIdx.y : 0); r < last; r += step) {
-#pragma unroll 2
-            for (int64_t s = threadIdx.x * N; s < p.summed[1].n; s += LANES * N) {
-                take<N>(p, sum, a0 + r * p.summed[0].a + s * p.summed[1].a,
+        const int step = p.teams ? n_teams : 1;
+        for (int64_t r = first + (p.teams ? team : 0); r < last; r += step) {
+            for (int64_t s = lane * N; s < p.summed[1].n; s += p.lanes * N) {
+                take<N, TYPES>(p, sum, a0 + r * p.summed[0].a + s * p.summed[1].a,
                         dy0 + r * p.summed[0].dy + s * p.summed[1].dy);
             }
         }
@@ -192,14 +197,16 @@ rows_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum put,
     float all = 0.0f;
 #pragma unroll
     for (int j = 0; j < N; j++) all += sum[j];
-    all = mn_warp_sum(all);
+    for (int other = (p.teams ? LANES : p.lanes) / 2; other > 0; other /= 2) {
+        all += __shfl_xor_sync(0xffffffffu, all, other);
+    }
     if (p.teams) {
         if (threadIdx.x == 0) room[threadIdx.y] = all;
         __syncthreads();
         all = 0.0f;
         for (int group = 0; group < GROUPS; group++) all += room[group];
         if (threadIdx.x + threadIdx.y == 0) put_part(p, put, parts, part, i, all);
-    } else if (threadIdx.x == 0 && i < p.n_results) {
+    } else if (lane == 0 && i < p.n_results) {
         put_part(p, put, parts, part, i, all);
     }
 }
@@ -209,6 +216,24 @@ extern "C" size_t mn_work_sum_cuda_bytes(const void *work) {
     return p.n_parts > 1 ? (size_t)(p.n_parts * p.n_results) * sizeof(float) : 0;
 }
 
+template <int N, mn_types TYPES>
+static int launch(const plan &p, const put_sum &put, float *parts, cudaStream_t on) {
+    const dim3 threads(LANES, GROUPS), blocks(mn_blocks(p.n_results, p.each), (unsigned)p.n_parts);
+    if (p.rows) rows_kernel<N, TYPES><<<blocks, threads, 0, on>>>(p, put, parts);
+    else columns_kernel<N, TYPES><<<blocks, threads, 0, on>>>(p, put, parts);
+    return mn_launched();
+}
+
+static int launch_any(const plan &p, const put_sum &put, float *parts, cudaStream_t on) {
+    const mn_side sides[2] = { p.a, p.dy };
+    if (!p.packs) return launch<1, MN_MIXED>(p, put, parts, on);
+    switch (mn_types_of(sides)) {
+    case MN_NARROW: return launch<MN_PACK, MN_NARROW>(p, put, parts, on);
+    case MN_WIDE: return launch<MN_PACK, MN_WIDE>(p, put, parts, on);
+    default: return launch<MN_PACK, MN_MIXED>(p, put, parts, on);
+    }
+}
+
 MN_CUDA_WORK(sum) {
     const cudaStream_t on = (cudaStream_t)where;
     const plan p = plan_of((const mn_sum_work *)work);
@@ -216,17 +241,7 @@ MN_CUDA_WORK(sum) {
     const put_sum put = { p.kept[0], p.kept[1], p.kept1, p.sum, p.add };
     const int64_t most = (int64_t)1 << 31;
     if (p.n_results >= most || p.n_terms >= most) return cudaErrorInvalidConfiguration;
-    const int64_t each = p.rows ? (p.teams ? 1 : GROUPS) : LANES * (p.packs ? MN_PACK : 1);
-    const dim3 threads(LANES, GROUPS);
-    const dim3 blocks(mn_blocks(p.n_results, each), (unsigned)p.n_parts);
-    if (p.rows) {
-        if (p.packs) rows_kernel<MN_PACK><<<blocks, threads, 0, on>>>(p, put, parts);
-        else rows_kernel<1><<<blocks, threads, 0, on>>>(p, put, parts);
-    } else {
-        if (p.packs) columns_kernel<MN_PACK><<<blocks, threads, 0, on>>>(p, put, parts);
-        else columns_kernel<1><<<blocks, threads, 0, on>>>(p, put, parts);
-    }
-    const int code = mn_launched();
+    const int code = launch_any(p, put, parts, on);
     if (code != cudaSuccess || p.n_parts == 1) return code;
     return mn_sum_parts_into(put, parts, p.n_parts, p.n_results, on);
 }
