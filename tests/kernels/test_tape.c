@@ -457,8 +457,11 @@ static void moves(void **state) {
         }
         check_program((program){ "embed", embedded, 1, 1, { table }, .kind = wide ? 1000 : 11 });
     }
-    check_program((program){ "softmax", softmax_of, 1, 1, { { { 2, 3, 1, 2100 }, false } },
-                             .kind = 0 });
+    static const int64_t widths[] = { 2100, 1024, 520, 8 };
+    for (size_t i = 0; i < MN_COUNTOF(widths); i++) {
+        check_program((program){ "softmax", softmax_of, 1, 1, { { { 2, 3, 2, widths[i] }, false } },
+                                 .kind = 0 });
+    }
     check_done();
 }
 
@@ -491,7 +494,8 @@ static mn_tensor *mixed_loss(mn_tape *tape, mn_tensor **in, const program *p) {
 static void losses(void **state) {
     (void)state;
     if (!gpu) skip();
-    static const int64_t sizes[][3] = { { 5, 8, 11 }, { 130, 40, 257 }, { 1, 16, 4104 } };
+    static const int64_t sizes[][3] = { { 5, 8, 11 }, { 130, 40, 257 }, { 1, 16, 4104 },
+                                        { 2, 8, 33001 } };
     for (size_t i = 0; i < MN_COUNTOF(sizes); i++) {
         for (int kind = 0; kind < 8; kind++) {
             const int64_t T = sizes[i][0], D = sizes[i][1], V = sizes[i][2];

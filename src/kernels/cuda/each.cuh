@@ -232,7 +232,7 @@ __device__ inline void mn_each_number(const mn_each<F> &e, mn_spot spot, int cou
         for (int i = 0; i < INS + OUTS; i++) {
             x[i][0] = mn_reads(e, i) ? mn_side_get(e.side[i], mn_offset(e.side[i], spot)) : 0.0f;
         }
-        e.f(x, y);
+        e.f.template run<false>(x, y);
 #pragma unroll
         for (int i = 0; i < OUTS; i++) {
             const mn_side &side = e.side[INS + i];
@@ -280,7 +280,7 @@ mn_each_pack_kernel(const __grid_constant__ mn_each<F> e) {
         float x[INS + OUTS][N], y[OUTS][N];
 #pragma unroll
         for (int i = 0; i < INS + OUTS; i++) mn_unpack<TYPES>(x[i], e.side[i], raw[k][i]);
-        e.f(x, y);
+        e.f.template run<TYPES == MN_NARROW>(x, y);
 #pragma unroll
         for (int i = 0; i < OUTS; i++) {
             if (!e.side[INS + i].data) continue;

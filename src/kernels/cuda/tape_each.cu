@@ -8,8 +8,8 @@
 struct same {
     static constexpr int INS = 1, OUTS = 1;
 
-    template <int N>
-    __device__ void operator()(const float (&x)[2][N], float (&y)[1][N]) const {
+    template <bool NARROW, int N>
+    __device__ void run(const float (&x)[2][N], float (&y)[1][N]) const {
 #pragma unroll
         for (int j = 0; j < N; j++) y[0][j] = x[0][j];
     }
@@ -71,18 +71,31 @@ static int run_fold(const mn_move_work *w, cudaStream_t stream) {
     return mn_launched();
 }
 
-/* Copies of heads are an axis of their own, along which `from` stands still; B and T are one axis
- * then, or the copies are made one after the other. */
+/* Whether B, T and heads of a view go on evenly, as one axis. */
+static bool is_even(const mn_view &view, const int64_t shape[4]) {
+    return (shape[1] == 1 || view.stride[1] == view.stride[2] * shape[2]) &&
+           (shape[0] == 1 || view.stride[0] == view.stride[2] * shape[2] * shape[1]);
+}
+
+/* Copies of heads are an axis of their own, along which `from` stands still, where the other axes
+ * are one; else the copies are made one after the other. */
 static int run_repeat(const mn_move_work *w, void *stream) {
-    const int64_t heads = w->shape[2] / w->times;
-    for (int64_t copy = 0; copy < w->times; copy++) {
-        mn_view to = w->to;
-        const int64_t item = to.dtype == MN_F32 ? sizeof(float) : sizeof(mn_bf16);
-        to.data = (char *)to.data + copy * to.stride[2] * item;
-        to.stride[2] *= w->times;
-        const int64_t shape[4] = { w->shape[0], w->shape[1], heads, w->shape[3] };
-        const int code = mn_run_each(same{}, shape, { &w->from }, { &to }, { w->add }, stream);
+    const int64_t *n = w->shape, times = w->times;
+    const int64_t heads[4] = { n[0], n[1], n[2] / times, n[3] };
+    mn_view to = w->to, from = w->from;
+    to.stride[2] *= times;
+    if (is_even(to, heads) && is_even(from, heads)) {
+        const int64_t shape[4] = { 1, n[0] * n[1] * heads[2], times, n[3] };
+        mn_view even_to = to, even_from = from;
+        even_to.stride[1] = to.stride[2], even_to.stride[2] = w->to.stride[2];
+        even_from.stride[1] = from.stride[2], even_from.stride[2] = 0;
+        return mn_run_each(same{}, shape, { &even_from }, { &even_to }, { w->add }, stream);
+    }
+    const int64_t item = to.dtype == MN_F32 ? sizeof(float) : sizeof(mn_bf16);
+    for (int64_t copy = 0; copy < times; copy++) {
+        const int code = mn_run_each(same{}, heads, { &from }, { &to }, { w->add }, stream);
         if (code != cudaSuccess) return code;
+        to.data = (char *)to.data + w->to.stride[2] * item;
     }
     return cudaSuccess;
 }
@@ -100,8 +113,8 @@ struct constant {
     static constexpr int INS = 0, OUTS = 1;
     float value;
 
-    template <int N>
-    __device__ void operator()(const float (&)[1][N], float (&y)[1][N]) const {
+    template <bool NARROW, int N>
+    __device__ void run(const float (&)[1][N], float (&y)[1][N]) const {
 #pragma unroll
         for (int j = 0; j < N; j++) y[0][j] = value;
     }
@@ -156,8 +169,8 @@ struct pair_forward {
     mn_pair_kind kind;
     float scale, shift;
 
-    template <int N>
-    __device__ void operator()(const float (&x)[3][N], float (&y)[1][N]) const {
+    template <bool NARROW, int N>
+    __device__ void run(const float (&x)[3][N], float (&y)[1][N]) const {
 #pragma unroll
         for (int j = 0; j < N; j++) {
             const float a = x[0][j], b = x[1][j];
@@ -174,8 +187,8 @@ struct pair_backward {
     mn_pair_kind kind;
     float scale, shift;
 
-    template <int N>
-    __device__ void operator()(const float (&x)[5][N], float (&y)[2][N]) const {
+    template <bool NARROW, int N>
+    __device__ void run(const float (&x)[5][N], float (&y)[2][N]) const {
 #pragma unroll
         for (int j = 0; j < N; j++) {
             const float a = x[0][j], b = x[1][j], dy = x[2][j];

@@ -2,12 +2,13 @@
  * told of a loss.
  *
  * A block takes a row: one pass makes its largest logit and the sum of exp(z - largest), a second
- * one, from the second cache, the gradient. Logits are float32 and rows begin at 16 bytes;
+ * one the gradient. Rows of up to 32768 logits stay in registers between the two, others are read
+ * again from the second cache. Logits are float32 and rows begin at 16 bytes;
  * gradients are float32 in their place, or bf16 elsewhere. __expf(z - top) is off by about |z -
  * top| 2^-24 of itself, most where it counts least. */
 #include "kernels/cuda/each.cuh"
 
-enum { THREADS = 512 };
+enum { THREADS = 1024, KEPT = 4 };    // KEPT: packs of a row that a thread keeps
 
 struct row_sums {
     float top, sum;
@@ -26,11 +27,36 @@ __device__ static void load_logits(float (&z)[MN_PACK], const float *row, int64_
     for (int j = 0; j < MN_PACK; j++) z[j] = i + j < V ? capped(raw[j], cap) : -INFINITY;
 }
 
-__device__ static row_sums sum_row(const mn_loss_work &w, const float *row, float *room) {
+/* Visits the packs of a thread: use(i, z) with their first column and their logits. Where they are
+ * kept, `kept` has been filled by the first visit, which says so. */
+template <bool KEEPS, typename F>
+__device__ static void each_pack(const mn_loss_work &w, const float *row,
+                                 float (&kept)[KEEPS ? KEPT : 1][MN_PACK], bool first, F use) {
+    if constexpr (KEEPS) {
+#pragma unroll
+        for (int k = 0; k < KEPT; k++) {
+            const int64_t i = (threadIdx.x + k * (int64_t)THREADS) * MN_PACK;
+            if (i < w.V && first) load_logits(kept[k], row, i, w.V, (float)w.cap);
+        }
+#pragma unroll
+        for (int k = 0; k < KEPT; k++) {
+            const int64_t i = (threadIdx.x + k * (int64_t)THREADS) * MN_PACK;
+            if (i < w.V) use(i, kept[k]);
+        }
+    } else {
+        for (int64_t i = threadIdx.x * MN_PACK; i < w.V; i += THREADS * MN_PACK) {
+            load_logits(kept[0], row, i, w.V, (float)w.cap);
+            use(i, kept[0]);
+        }
+    }
+}
+
+template <bool KEEPS>
+__device__ static row_sums sum_row(const mn_loss_work &w, const float *row,
+                                   float (&kept)[KEEPS ? KEPT : 1][MN_PACK], float *room) {
     float top = -INFINITY, sum = 0.0f;
-    for (int64_t i = threadIdx.x * MN_PACK; i < w.V; i += THREADS * MN_PACK) {
-        float z[MN_PACK], most = top;
-        load_logits(z, row, i, w.V, (float)w.cap);
+    each_pack<KEEPS>(w, row, kept, true, [&](int64_t, const float (&z)[MN_PACK]) {
+        float most = top;
 #pragma unroll
         for (int j = 0; j < MN_PACK; j++) most = fmaxf(most, z[j]);
         if (most > top) {
@@ -39,31 +65,40 @@ __device__ static row_sums sum_row(const mn_loss_work &w, const float *row, floa
         }
 #pragma unroll
         for (int j = 0; j < MN_PACK; j++) sum += z[j] == -INFINITY ? 0.0f : __expf(z[j] - top);
-    }
+    });
     const float all = mn_team_max<THREADS>(top, room);
     if (top != -INFINITY) sum *= expf(top - all);
     return { all, mn_team_sum<THREADS>(sum, room) };
 }
 
+/* What the gradients of a row are made with. */
+struct row_scale {
+    float top, to_p, hit;
+    int64_t target;
+};
+
 /* dz = (softmax(z) to_p - hit) (1 - (z / cap)^2) */
-__device__ static void put_gradients(const mn_loss_work &w, const float *row, mn_side to,
-                                     row_sums sums, float to_p, float scale, int64_t target) {
+template <bool KEEPS>
+__device__ static void put_gradients(const mn_loss_work &w, const float *row,
+                                     float (&kept)[KEEPS ? KEPT : 1][MN_PACK], mn_side to,
+                                     row_scale by) {
     const float cap = (float)w.cap;
-    for (int64_t i = threadIdx.x * MN_PACK; i < w.V; i += THREADS * MN_PACK) {
-        float z[MN_PACK], d[MN_PACK];
-        load_logits(z, row, i, w.V, cap);
+    each_pack<KEEPS>(w, row, kept, false, [&](int64_t i, const float (&z)[MN_PACK]) {
+        float d[MN_PACK];
 #pragma unroll
         for (int j = 0; j < MN_PACK; j++) {
             const float bend = cap > 0.0f ? 1.0f - z[j] / cap * (z[j] / cap) : 1.0f;
-            const float p = i + j < w.V ? __expf(z[j] - sums.top) * to_p : 0.0f;
-            d[j] = (p - (i + j == target ? scale : 0.0f)) * (i + j < w.V ? bend : 0.0f);
+            const float p = i + j < w.V ? __expf(z[j] - by.top) * by.to_p : 0.0f;
+            d[j] = (p - (i + j == by.target ? by.hit : 0.0f)) * (i + j < w.V ? bend : 0.0f);
         }
         mn_store_pack(to, i, d);
-    }
+    });
 }
 
+template <bool KEEPS>
 __global__ void __launch_bounds__(THREADS) loss_kernel(const __grid_constant__ mn_loss_work w) {
     __shared__ float room[32];
+    float kept[KEEPS ? KEPT : 1][MN_PACK];
     const int64_t item = blockIdx.x;
     const int64_t row = w.kept ? w.kept[w.first + item] : w.first + item;
     const int64_t target = w.targets[row];
@@ -71,7 +106,7 @@ __global__ void __launch_bounds__(THREADS) loss_kernel(const __grid_constant__ m
     row_sums sums = { 0.0f, 1.0f };
     double lse = 0.0, nll = 0.0;
     if (target >= 0) {
-        sums = sum_row(w, z, room);
+        sums = sum_row<KEEPS>(w, z, kept, room);
         lse = log((double)sums.sum) + sums.top;
         nll = lse - (target < w.V ? capped(z[target], (float)w.cap) : NAN);
     }
@@ -89,7 +124,7 @@ __global__ void __launch_bounds__(THREADS) loss_kernel(const __grid_constant__ m
     const mn_side to = { (char *)w.dlogits.data + bytes, { 0, 0, 0, 1 }, wide };
     __syncthreads();    // the target's logit has been read before its place is written
     if (target >= 0) {
-        put_gradients(w, z, to, sums, to_p, (float)scale, target);
+        put_gradients<KEEPS>(w, z, kept, to, { sums.top, to_p, (float)scale, target });
         return;
     }
     const float zeros[MN_PACK] = {};
@@ -102,7 +137,10 @@ MN_CUDA_WORK(loss) {
     const mn_loss_work *w = (const mn_loss_work *)work;
     (void)space;
     if (w->n == 0) return cudaSuccess;
-    loss_kernel<<<mn_blocks(w->n, 1), THREADS, 0, (cudaStream_t)where>>>(*w);
+    const unsigned blocks = mn_blocks(w->n, 1);
+    const cudaStream_t on = (cudaStream_t)where;
+    if (w->V <= THREADS * KEPT * MN_PACK) loss_kernel<true><<<blocks, THREADS, 0, on>>>(*w);
+    else loss_kernel<false><<<blocks, THREADS, 0, on>>>(*w);
     return mn_launched();
 }
 

@@ -3,8 +3,9 @@
  *   softmax   y_i = e^(x_i - max x) / sum_j e^(x_j - max x)      dx (+)= y (dy - sum_j y_j dy_j)
  *   roll      to_i (+)= from_(i - by), indices modulo the width
  *
- * A team of threads takes a row of a softmax, a warp where it is short, and reads it once more for
- * each pass: rows come from the first cache then. */
+ * A team of lanes keeps a row of a softmax in registers where it is short and can be taken in
+ * packs. Other rows are a warp's or a block's, which reads them once more for each pass, from a
+ * cache. */
 #include "kernels/cuda/each.cuh"
 
 enum { THREADS = 256, SHORT = 1024 };
@@ -58,6 +59,81 @@ __global__ void __launch_bounds__(THREADS) softmax_kernel(const __grid_constant_
     else forward_row<TEAM>(r, spot, threadIdx.x % TEAM, room);
 }
 
+/* Rows of at most 32 * KEPT packs: lane l of `lanes` has packs l, l + lanes, ... */
+template <mn_types TYPES, int KEPT>
+__global__ void __launch_bounds__(THREADS)
+softmax_pack_kernel(const __grid_constant__ rows r, int lanes) {
+    const uint32_t row = blockIdx.x * (THREADS / lanes) + threadIdx.x / lanes;
+    const bool there = row < r.walk.n_packs, back = r.dx.data;
+    const int64_t first = threadIdx.x % lanes * MN_PACK, step = lanes * MN_PACK;
+    const mn_spot spot = row_spot(r.walk, there ? row : 0);
+    const mn_side &from = back ? r.y : r.x, &to = back ? r.dx : r.y;
+    const int64_t from_at = mn_offset(from, spot), to_at = mn_offset(to, spot);
+    float x[KEPT][MN_PACK], dy[KEPT][MN_PACK], top = -INFINITY, sum = 0.0f;
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        const int64_t i = first + k * step;
+        const bool inside = there && i < r.width;
+        if (inside) mn_unpack<TYPES>(x[k], from, mn_fetch<TYPES>(from, from_at + i));
+        if (inside && back) {
+            mn_unpack<TYPES>(dy[k], r.dy, mn_fetch<TYPES>(r.dy, mn_offset(r.dy, spot) + i));
+        }
+#pragma unroll
+        for (int j = 0; j < MN_PACK; j++) {
+            if (!inside) x[k][j] = back ? 0.0f : -INFINITY;
+            if (!inside || !back) dy[k][j] = 0.0f;
+            top = fmaxf(top, x[k][j]);
+        }
+    }
+    for (int other = lanes / 2; other > 0; other /= 2) {
+        top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, other));
+    }
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+#pragma unroll
+        for (int j = 0; j < MN_PACK; j++) {
+            if (!back) x[k][j] = x[k][j] == -INFINITY ? 0.0f : expf(x[k][j] - top);
+            sum += back ? x[k][j] * dy[k][j] : x[k][j];
+        }
+    }
+    for (int other = lanes / 2; other > 0; other /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, other);
+    }
+#pragma unroll
+    for (int k = 0; k < KEPT; k++) {
+        const int64_t i = first + k * step;
+        if (!there || i >= r.width) continue;
+        float old[MN_PACK] = {};
+        if (back && r.add) mn_unpack<TYPES>(old, to, mn_fetch<TYPES>(to, to_at + i));
+#pragma unroll
+        for (int j = 0; j < MN_PACK; j++) {
+            x[k][j] = back ? old[j] + x[k][j] * (dy[k][j] - sum) : x[k][j] / sum;
+        }
+        mn_store_pack<TYPES>(to, to_at + i, x[k]);
+    }
+}
+
+template <mn_types TYPES>
+static int launch_packs(const rows &r, cudaStream_t on) {
+    int lanes = 1;
+    while (lanes < 32 && lanes * MN_PACK < r.width) lanes *= 2;
+    const unsigned blocks = mn_blocks(r.walk.n_packs, THREADS / lanes);
+    if (r.width <= lanes * MN_PACK) {
+        softmax_pack_kernel<TYPES, 1><<<blocks, THREADS, 0, on>>>(r, lanes);
+    } else {
+        softmax_pack_kernel<TYPES, SHORT / 256><<<blocks, THREADS, 0, on>>>(r, lanes);
+    }
+    return mn_launched();
+}
+
+static bool takes_packs(const rows &r, const int64_t shape[4]) {
+    const mn_axes axes = { { shape[0], shape[1], shape[2], shape[3] } };
+    const mn_side *const sides[] = { &r.x, &r.y, &r.dy, &r.dx };
+    bool packs = shape[3] % MN_PACK == 0 && shape[3] <= SHORT;
+    for (const mn_side *side : sides) packs &= mn_side_packs(*side, axes);
+    return packs;
+}
+
 MN_CUDA_WORK(softmax) {
     const mn_softmax_work *w = (const mn_softmax_work *)work;
     const cudaStream_t on = (cudaStream_t)where;
@@ -68,6 +144,14 @@ MN_CUDA_WORK(softmax) {
     if (!mn_walk_over(&r.walk, each, 1)) return cudaErrorInvalidConfiguration;
     if (r.walk.n_packs == 0) return cudaSuccess;
     const int64_t n = r.walk.n_packs;
+    const mn_side sides[] = { r.x, r.y, r.dy, r.dx };
+    if (takes_packs(r, w->shape)) {
+        switch (mn_types_of(sides)) {
+        case MN_NARROW: return launch_packs<MN_NARROW>(r, on);
+        case MN_WIDE: return launch_packs<MN_WIDE>(r, on);
+        default: return launch_packs<MN_MIXED>(r, on);
+        }
+    }
     if (r.width <= SHORT) {
         softmax_kernel<32><<<mn_blocks(n, THREADS / 32), THREADS, 0, on>>>(r);
     } else {
