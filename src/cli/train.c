@@ -336,11 +336,18 @@ static bool every(int64_t step, int64_t n) {
 }
 
 /* A GPU whose memory is full still has the parameters of the last step: they are saved, so that the
- * run can go on with a smaller batch or on another device. */
+ * run can go on with a smaller batch or on another device. One that fails has nothing that could be
+ * trusted. */
 static mn_status keep_going_possible(run *r, mn_status failure) {
+    const char *out = mn_trainer_options(r->trainer)->out;
     char why[1024];
     snprintf(why, sizeof why, "%s", mn_last_error());
-    if (mn_trainer_save(r->trainer, false) != MN_OK) return mn_fail(failure, "%s", why);
+    if (failure != MN_ERR_MEMORY || mn_trainer_save(r->trainer, false) != MN_OK) {
+        const int64_t last = mn_run_latest(out);
+        if (last < 0) return mn_fail(failure, "%s. There is no checkpoint yet", why);
+        return mn_fail(failure, "%s. The checkpoint of step %" PRId64 " is as it was: --resume %s "
+                       "goes on from there", why, last, out);
+    }
     return mn_fail(failure, "%s. Step %" PRId64 " is saved: go on with --resume and a smaller "
                    "train.batch, train.recompute=layer or another --device", why,
                    mn_trainer_step_number(r->trainer));
@@ -365,7 +372,8 @@ static mn_status train(run *r) {
         if (st == MN_OK && (evaluates || saves)) st = evaluate_and_save(r, evaluates, saves);
         if (st == MN_OK && every(done, o->sample_every)) st = print_sample(r);
     }
-    if (st == MN_ERR_MEMORY && r->device) return keep_going_possible(r, st);
+    const bool fails = st == MN_ERR_MEMORY || st == MN_ERR_INTERNAL;
+    if (fails && r->device) return keep_going_possible(r, st);
     /* stopped between two checkpoints, by hand or for lack of patience */
     if (st == MN_OK && mn_trainer_step_number(r->trainer) > r->from) {
         st = mn_trainer_save(r->trainer, false);
