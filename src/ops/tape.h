@@ -215,8 +215,8 @@ typedef struct mn_loss_options {
 
 /* Cross entropy of logits x head' against `targets` (B,T), -100 ignored, in nats: the mean over
  * the others is returned through *loss, their number through *counted; at once on a CPU, by
- * mn_tape_results on a device. Logits exist for a few rows at a time. Gradients are those of weight
- * (mean + z_loss term). */
+ * mn_tape_results on a device, until when these and how->nll must stay. Logits exist for a few rows
+ * at a time. Gradients are those of weight (mean + z_loss term). */
 void mn_tape_loss(mn_tape *tape, mn_tensor *x, mn_tensor *head, const int32_t *targets,
                   const mn_loss_options *how, double *loss, int64_t *counted);
 

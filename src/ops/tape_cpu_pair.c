@@ -60,9 +60,10 @@ enum { ROWS = 8, COLUMNS = 64 };
                                  int64_t n, bool whole) {                                          \
         const TYPE *dy = row_##suffix(&w->dy, w->shape, row) + first;                              \
         const TYPE *a = w->a.data ? row_##suffix(&w->a, w->shape, row) + first : NULL;             \
-        for (int64_t i = 0; i < n; i++) {                                                          \
-            sum[whole ? 0 : i] += a ? (double)dy[i] * a[i] : (double)dy[i];                        \
-        }                                                                                          \
+        if (whole && a) for (int64_t i = 0; i < n; i++) sum[0] += (double)dy[i] * a[i];            \
+        else if (whole) for (int64_t i = 0; i < n; i++) sum[0] += (double)dy[i];                   \
+        else if (a) for (int64_t i = 0; i < n; i++) sum[i] += (double)dy[i] * a[i];                \
+        else for (int64_t i = 0; i < n; i++) sum[i] += (double)dy[i];                              \
     }                                                                                              \
     static void put_##suffix(const mn_sum_work *w, int64_t at, const double *sum, int64_t n) {     \
         TYPE *to = (TYPE *)w->sum.data + at;                                                       \

@@ -18,12 +18,14 @@
 #include "ops/matmul.h"
 #include "ops/tape_node.h"
 
-/* Logits at one time: about this many numbers, and at least some rows for the matrix products. */
+/* Logits at one time: about this many numbers, and at least some rows for the matrix products, in
+ * whole tiles of them where it is more. */
 typedef struct piece_size {
-    int64_t numbers, least_rows, most_rows;
+    int64_t numbers, least_rows, most_rows, tile_rows;
 } piece_size;
 
-static const piece_size cpu_piece = { 1 << 20, 32, 1024 }, device_piece = { 1 << 27, 128, 4096 };
+static const piece_size cpu_piece = { 1 << 20, 32, 1024, 1 };
+static const piece_size device_piece = { 1 << 27, 128, 1 << 16, 256 };
 
 typedef struct loss {
     mn_tensor *x, *head;
@@ -108,7 +110,8 @@ static loss *open_loss(mn_tape *tape, mn_tensor *x, mn_tensor *head) {
 /* The rows of one piece, and how its logits lie. */
 static pieces size_pieces(const mn_tape *tape, const loss *l) {
     const piece_size size = tape->device ? device_piece : cpu_piece;
-    const int64_t rows = mn_min(mn_max(size.numbers / l->V, size.least_rows), size.most_rows);
+    int64_t rows = mn_min(mn_max(size.numbers / l->V, size.least_rows), size.most_rows);
+    if (rows > size.tile_rows) rows = rows / size.tile_rows * size.tile_rows;
     return (pieces){ .most = mn_min(rows, l->rows),
                      .row = tape->device ? mn_ceil_div(l->V, 8) * 8 : 2 * l->V };
 }

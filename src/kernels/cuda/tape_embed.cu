@@ -8,11 +8,11 @@
  * piece. Then whoever holds the beginning of such a token adds its parts in order.
  *
  * The sort is stable and takes 8 bits of the tokens at a time: counts of each digit in each tile of
- * 2048 places, where each digit of each tile begins, then places by digit. A warp counts 256 places
+ * 1024 places, where each digit of each tile begins, then places by digit. A warp counts 128 places
  * in order, and those of its lanes that have the same digit find each other by a vote. */
 #include "kernels/cuda/each.cuh"
 
-enum { THREADS = 256, WARPS = 8, DIGITS = 256, TILE = 2048, SCAN_THREADS = 1024 };
+enum { THREADS = 256, WARPS = 8, DIGITS = 256, TILE = 1024, SCAN_THREADS = 1024 };
 enum { PIECE = 32, SUM_THREADS = 128, COLUMNS = SUM_THREADS * MN_PACK };
 
 /* ---- sort ------------------------------------------------------------------------------------ */
@@ -198,22 +198,39 @@ __global__ void __launch_bounds__(SUM_THREADS) sum_kernel(const __grid_constant_
     }
 }
 
+/* Pieces behind this one that begin with token v and follow each other. For a whole warp. */
+__device__ static int64_t pieces_behind(const by_token &w, int64_t piece, int32_t v) {
+    for (int64_t behind = 0;; behind += 32) {
+        const int64_t next = piece + 1 + behind + threadIdx.x % 32;
+        const unsigned other = ~__ballot_sync(0xffffffffu, token_at(w, next * PIECE) == v);
+        if (other) return behind + __ffs(other) - 1;
+    }
+}
+
 /* Where a token begins in a piece and goes on behind it, its parts are added up. */
 __global__ void __launch_bounds__(SUM_THREADS) join_kernel(const __grid_constant__ by_token w) {
     const int64_t piece = blockIdx.x, first = piece * PIECE, last = first + PIECE - 1;
     const int32_t v = token_at(w, last);
     const bool begins = v >= 0 && token_at(w, last + 1) == v && token_at(w, first - 1) != v;
     const int64_t x = (blockIdx.y * (int64_t)SUM_THREADS + threadIdx.x) * MN_PACK;
-    if (!begins || x >= w.X) return;
-    float sum[MN_PACK];
-    const float *part = w.parts + (piece * 2 + 1) * w.X;
-    for (int j = 0; j < MN_PACK; j++) sum[j] = x + j < w.X ? part[x + j] : 0.0f;
-    for (int64_t next = piece + 1; token_at(w, next * PIECE) == v; next++) {
-        part = w.parts + next * 2 * w.X;
-        for (int j = 0; j < MN_PACK; j++) sum[j] += x + j < w.X ? part[x + j] : 0.0f;
-        if (token_at(w, next * PIECE + PIECE - 1) != v) break;
+    if (!begins) return;    // all threads of the block
+    const int64_t behind = pieces_behind(w, piece, v);
+    const int count = (int)max(min((int64_t)MN_PACK, w.X - x), (int64_t)0);
+    float sum[MN_PACK] = {};
+    const float *part = w.parts + (piece * 2 + 1) * w.X + x;
+#pragma unroll
+    for (int j = 0; j < MN_PACK; j++) {
+        if (j < count) sum[j] = part[j];
     }
-    add_to_table(w, v, x, sum);
+    part += w.X;    // the first end of the next piece
+#pragma unroll 4
+    for (int64_t next = 0; next < behind; next++, part += 2 * w.X) {
+#pragma unroll
+        for (int j = 0; j < MN_PACK; j++) {
+            if (j < count) sum[j] += part[j];
+        }
+    }
+    if (count > 0) add_to_table(w, v, x, sum);
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
