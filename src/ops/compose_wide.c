@@ -12,6 +12,7 @@ typedef struct wide_copy {
     mn_out *wide;
     mn_call rows;
     int64_t width;
+    bool shared;    // by all tokens: no strides along them
 } wide_copy;
 
 /* How rows of a tensor with these axes are walked: H rows for each token, or once. */
@@ -20,7 +21,8 @@ static void rows_of(wide_copy *copy, const mn_call *call, const char *axes) {
     bool ok = true;
     copy->rows = *call;
     copy->width = rank > 1 && axes[rank - 1] != 'H' ? mn_axis_size(call, axes[rank - 1], &ok) : 1;
-    if (axes[0] != 'B') copy->rows.B = copy->rows.T = 1;
+    copy->shared = axes[0] != 'B';
+    if (copy->shared) copy->rows.B = copy->rows.T = 1;
 }
 
 /* Gives the wide call memory for a view; fills it where it is read. */
@@ -29,6 +31,7 @@ static mn_status widen(mn_context *context, const wide_copy *copy, bool is_read)
     wide.dtype = MN_F32;
     *copy->wide = mn_rows_temporary(context, &wide, copy->width);
     if (!copy->wide->data) return mn_fail(MN_ERR_MEMORY, "no memory for float32 temporaries");
+    if (copy->shared) copy->wide->stride[0] = copy->wide->stride[1] = 0;
     if (!is_read) return MN_OK;
     return mn_rows_convert(context, &copy->rows, copy->width, *copy->wide,
                            mn_as_input(*copy->narrow), true);
