@@ -35,7 +35,7 @@ typedef struct bench {
 typedef mn_tensor *step_fn(const bench *s);
 
 /* `forward` and `back` count tensors of B T X numbers that are read or written once; `flop` are per
- * way, of which going back takes two. */
+ * way, of which going back takes two, or none (the loss) where `back` is negative. */
 typedef struct operation {
     const char *name;
     step_fn *step;
@@ -172,7 +172,7 @@ static const operation operations[] = {
     { "linear 2048 to 2048", linear_square, 0, 0, 2.0 * B * T * X * X },
     { "linear 2048 to 5632", linear_wide, 0, 0, 2.0 * B * T * X * HIDDEN },
     { "linear 2048 to 16", linear_narrow, 1, 5, 0 },
-    { "loss of 32000", loss, 0, 0, 6.0 * B * T * X * V },
+    { "loss of 32000", loss, 0, -1, 6.0 * B * T * X * V },
 };
 
 /* ---- measuring ------------------------------------------------------------------------------- */
@@ -212,8 +212,11 @@ static void measure(const bench *s, const operation *op) {
     if (op->flop > 0) {
         printf("%-24s %8.3f ms %6.1f TFLOP/s %5.2f", op->name, 1e3 * forward,
                1e-12 * op->flop / forward, op->flop / forward / s->product_rate);
-        printf("   back %8.3f ms %6.1f TFLOP/s %5.2f\n", 1e3 * backward,
-               2e-12 * op->flop / backward, 2.0 * op->flop / backward / s->product_rate);
+        if (op->back >= 0) {
+            printf("   back %8.3f ms %6.1f TFLOP/s %5.2f", 1e3 * backward,
+                   2e-12 * op->flop / backward, 2.0 * op->flop / backward / s->product_rate);
+        }
+        printf("\n");
         return;
     }
     const double bytes = (double)B * T * X * (double)mn_dtype_bytes(s->dtype);

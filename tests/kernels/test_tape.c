@@ -4,8 +4,9 @@
  *
  * Inputs are rounded to what the tape holds. float32: each number within 2e-5 of its tensor's
  * scale, its rms or, where that is larger, itself. bf16: u = 2^-8 is the most that one rounding
- * takes; a program of n operations stores its numbers n times, and each number may be off by 2 n u
- * of that scale, the rms of the error by 2 n u / sqrt(3) of that of the tensor. */
+ * takes; a program of n operations stores its numbers n times (softmax counts twice: its gradient
+ * is made from its rounded result), and each number may be off by 2 n u of that scale, the rms of
+ * the error by 2 n u / sqrt(3) of that of the tensor. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -445,7 +446,7 @@ static void moves(void **state) {
         check_program((program){ "join", joined, 1, 3, { x, { { 2, T, 3, 2 * X }, false },
                                                         { { 2, T, 3, 5 }, false } }, .kind = 0 });
         check_program((program){ "parts", taken_apart, 2, 1, { flat }, .kind = 0 });
-        check_program((program){ "softmax", softmax_of, 1, 1, { x }, .kind = 0 });
+        check_program((program){ "softmax", softmax_of, 2, 1, { x }, .kind = 0 });
         check_program((program){ "roll", roll_of, 1, 1, { x }, .kind = 3 });
         check_program((program){ "roll", roll_of, 1, 1, { x }, .kind = -1 });
         check_program((program){ "pick", picked, 1, 1, { flat }, .kind = 0 });
@@ -459,7 +460,7 @@ static void moves(void **state) {
     }
     static const int64_t widths[] = { 2100, 1024, 520, 8 };
     for (size_t i = 0; i < MN_COUNTOF(widths); i++) {
-        check_program((program){ "softmax", softmax_of, 1, 1, { { { 2, 3, 2, widths[i] }, false } },
+        check_program((program){ "softmax", softmax_of, 2, 1, { { { 2, 3, 2, widths[i] }, false } },
                                  .kind = 0 });
     }
     check_done();

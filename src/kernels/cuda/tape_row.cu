@@ -92,13 +92,16 @@ softmax_pack_kernel(const __grid_constant__ rows r, int lanes) {
     for (int k = 0; k < KEPT; k++) {
 #pragma unroll
         for (int j = 0; j < MN_PACK; j++) {
-            if (!back) x[k][j] = x[k][j] == -INFINITY ? 0.0f : expf(x[k][j] - top);
+            const float past = x[k][j] - top;
+            const float e = TYPES == MN_NARROW ? __expf(past) : expf(past);
+            if (!back) x[k][j] = x[k][j] == -INFINITY ? 0.0f : e;
             sum += back ? x[k][j] * dy[k][j] : x[k][j];
         }
     }
     for (int other = lanes / 2; other > 0; other /= 2) {
         sum += __shfl_xor_sync(0xffffffffu, sum, other);
     }
+    const float inverse = 1.0f / sum;
 #pragma unroll
     for (int k = 0; k < KEPT; k++) {
         const int64_t i = first + k * step;
@@ -107,7 +110,7 @@ softmax_pack_kernel(const __grid_constant__ rows r, int lanes) {
         if (back && r.add) mn_unpack<TYPES>(old, to, mn_fetch<TYPES>(to, to_at + i));
 #pragma unroll
         for (int j = 0; j < MN_PACK; j++) {
-            x[k][j] = back ? old[j] + x[k][j] * (dy[k][j] - sum) : x[k][j] / sum;
+            x[k][j] = back ? old[j] + x[k][j] * (dy[k][j] - sum) : x[k][j] * inverse;
         }
         mn_store_pack<TYPES>(to, to_at + i, x[k]);
     }
