@@ -178,4 +178,10 @@ mn_status mn_bench_json(FILE *out, const mn_bench *bench, const mn_bench_result 
  * them. Returns the exit status. */
 int mn_bench_train(const mn_bench_options *options, const char *only, bool json, bool list);
 
+/* ---- bench_train_gpu.c ---- */
+
+/* The same on a GPU with the models of bench_train_cuda.def: training steps, memory against its
+ * prediction, time to the first step, prefill and decoding. */
+int mn_bench_train_gpu(const mn_bench_options *options, const char *only, bool json, bool list);
+
 #endif

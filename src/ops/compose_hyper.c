@@ -12,7 +12,6 @@
 
 #include "base/dtype.h"
 #include "base/status.h"
-#include "base/util.h"
 #include "kernels/access.h"
 #include "ops/compose.h"
 #include "ops/linear.h"
@@ -75,19 +74,6 @@ static mn_out flat_out(const layer *s, void *data, int64_t width) {
 
 /* Copies rows of `width` between views. */
 static mn_status copy_rows(const layer *s, mn_out to, mn_in from, int64_t width) {
-<<<<<<< HEAD
-    const mn_call *c = &s->p->call;
-    const size_t bytes = mn_dtype_bytes(c->dtype);
-    mn_call rows = *c;
-    rows.H = 1;
-    if (s->context->plans) return MN_OK;
-    if (s->context->device) {
-        const mn_in none = { 0 };
-        return mn_rows_glue(s->context, MN_GLUE_copy, &rows, width, to, from, none, none);
-    }
-    for (int64_t b = 0; b < c->B; b++) {
-        for (int64_t t = 0; t < c->T; t++) {
-=======
     mn_call rows = s->p->call;
     rows.H = 1;
     const mn_in none = { NULL, { 0, 0, 0 } };
@@ -97,15 +83,12 @@ static mn_status copy_rows(const layer *s, mn_out to, mn_in from, int64_t width)
     const size_t bytes = mn_dtype_bytes(rows.dtype);
     for (int64_t b = 0; b < rows.B; b++) {
         for (int64_t t = 0; t < rows.T; t++) {
->>>>>>> attention
             memcpy((char *)to.data + (size_t)MN_OFFSET(to, b, t, 0) * bytes,
                    (const char *)from.data + (size_t)MN_OFFSET(from, b, t, 0) * bytes,
                    (size_t)width * bytes);
         }
     }
     return MN_OK;
-<<<<<<< HEAD
-=======
 }
 
 /* dx += dconv */
@@ -133,7 +116,6 @@ static mn_status put_dx(const layer *s) {
     const mn_in dx = flat(s, s->dx, rows.D);
     if (!s->context->device) return copy_rows(s, s->p->grad.x, dx, rows.D);
     return mn_rows_convert(s->context, &rows, rows.D, s->p->grad.x, dx, false);
->>>>>>> attention
 }
 
 static void open_layer(layer *s, bool backward) {
@@ -219,30 +201,16 @@ static mn_status forward(layer *s, const projections *w) {
     conv = convolution(s, s->p->conv2_conv_weight);
     conv.y.data = s->xv;
     if (st == MN_OK) st = mn_op_run(context, MN_OP_conv, MN_FORWARD, &conv);
-<<<<<<< HEAD
-    if (st == MN_OK) st = mn_linear_forward(context, &w->left, s->gq);
-    if (st == MN_OK) st = mn_linear_forward(context, &w->right, s->gv);
-    if (st == MN_OK) st = mn_linear_forward(context, &w->control1, s->c1);
-    if (st == MN_OK) st = mn_linear_forward(context, &w->control2, s->c2);
-    if (st == MN_OK) st = mn_linear_forward(context, &w->q, s->q0);
-    if (st == MN_OK) st = mn_linear_forward(context, &w->k, s->k);
-    if (st == MN_OK) st = mn_linear_forward(context, &w->v, s->v);
-=======
     const mn_linear *products[] = { &w->left, &w->right, &w->control1, &w->control2, &w->q, &w->k,
                                     &w->v };
     void *const results[] = { s->gq, s->gv, s->c1, s->c2, s->q0, s->k, s->v };
     for (int i = 0; st == MN_OK && i < 7; i++) {
         st = mn_linear_forward(context, products[i], results[i]);
     }
->>>>>>> attention
     if (st == MN_OK) {
         st = mn_rows_multiply(context, &rows, K, flat_out(s, s->q, K), flat(s, s->q0, K),
                               flat(s, s->gq, K), false);
     }
-<<<<<<< HEAD
-    if (st != MN_OK) return st;
-=======
->>>>>>> attention
     mn_hyper_args hyper = core(s);
     hyper.o.data = s->o;
     return st == MN_OK ? mn_op_run(context, MN_OP_hyper, MN_FORWARD, &hyper) : st;
@@ -273,14 +241,7 @@ static mn_status conv_backward(layer *s, mn_in weight, const void *dy, mn_out dw
     conv.cot.y.data = dy;
     conv.grad.x.data = s->dconv;
     conv.grad.w.data = dweight.data;
-    mn_call rows = s->p->call;
-    rows.H = 1;
     const mn_status st = mn_op_run(s->context, MN_OP_conv, MN_BACKWARD, &conv);
-<<<<<<< HEAD
-    if (st != MN_OK) return st;
-    return mn_rows_add(s->context, &rows, rows.D, flat_out(s, s->dx, rows.D),
-                       flat(s, s->dconv, rows.D));
-=======
     return st == MN_OK ? add_conv(s) : st;
 }
 
@@ -323,7 +284,6 @@ static mn_status projections_backward(layer *s, const projections *w) {
                                 steps[i].dbias, steps[i].dx, steps[i].add);
     }
     return st;
->>>>>>> attention
 }
 
 static mn_status backward(layer *s, const projections *w) {
@@ -332,49 +292,6 @@ static mn_status backward(layer *s, const projections *w) {
     rows.H = 1;
     const int64_t K = rows.K;
     mn_context *context = s->context;
-<<<<<<< HEAD
-    const mn_in gq = flat(s, s->gq, K), q0 = flat(s, s->q0, K), dq = flat(s, s->dq, K);
-    const size_t bytes = (size_t)(s->n_rows * D) * mn_dtype_bytes(rows.dtype);
-    mn_status st = p->cot.y.data ? copy_rows(s, flat_out(s, s->dy, D), p->cot.y, D)
-                                 : mn_work_clear(context, s->dy, bytes);
-    if (st == MN_OK) {
-        st = mn_linear_backward(context, &w->c_proj, NULL, s->dy, p->grad.c_proj_weight.data, NULL,
-                                s->d_o, false);
-    }
-    if (st == MN_OK) st = hyper_backward(s);
-    if (st == MN_OK) {
-        st = mn_rows_multiply(context, &rows, K, flat_out(s, s->dgq, K), dq, q0, false);
-    }
-    if (st == MN_OK) {
-        st = mn_rows_multiply(context, &rows, K, flat_out(s, s->dq, K), dq, gq, false);
-    }
-    const struct {
-        const mn_linear *linear;
-        const void *y;
-        void *dy, *dweight, *dbias, *dx;
-        bool add;
-    } steps[] = {
-        { &w->q, NULL, s->dq, p->grad.q_weight.data, NULL, s->dx, false },
-        { &w->left, s->gq, s->dgq, p->grad.left_gate_weight.data, p->grad.left_gate_bias.data,
-          s->dx, true },
-        { &w->right, s->gv, s->dgv, p->grad.right_gate_weight.data, p->grad.right_gate_bias.data,
-          s->dx, true },
-        { &w->control1, s->c1, s->dc1, p->grad.control1_weight.data, p->grad.control1_bias.data,
-          s->dx, true },
-        { &w->control2, s->c2, s->dc2, p->grad.control2_weight.data, p->grad.control2_bias.data,
-          s->dx, true },
-        { &w->k, NULL, s->dk, p->grad.k_weight.data, NULL, s->dxk, false },
-        { &w->v, NULL, s->dv, p->grad.v_weight.data, NULL, s->dxv, false },
-    };
-    for (size_t i = 0; i < MN_COUNTOF(steps) && st == MN_OK; i++) {
-        st = mn_linear_backward(context, steps[i].linear, steps[i].y, steps[i].dy,
-                                steps[i].dweight, steps[i].dbias, steps[i].dx, steps[i].add);
-    }
-    if (st == MN_OK) st = conv_backward(s, p->conv1_conv_weight, s->dxk, p->grad.conv1_conv_weight);
-    if (st == MN_OK) st = conv_backward(s, p->conv2_conv_weight, s->dxv, p->grad.conv2_conv_weight);
-    if (st == MN_OK && p->grad.x.data) st = copy_rows(s, p->grad.x, flat(s, s->dx, D), D);
-    return st;
-=======
     mn_status st = open_backward(s, w);
     if (st == MN_OK) st = hyper_backward(s);
     const mn_in dq = flat(s, s->dq, K);
@@ -394,7 +311,6 @@ static mn_status backward(layer *s, const projections *w) {
         st = conv_backward(s, p->conv2_conv_weight, s->dxv, p->grad.conv2_conv_weight);
     }
     return st == MN_OK && p->grad.x.data ? put_dx(s) : st;
->>>>>>> attention
 }
 
 mn_status mn_compose_hyper_layer(mn_context *context, mn_pass pass, const void *args) {
@@ -403,6 +319,7 @@ mn_status mn_compose_hyper_layer(mn_context *context, mn_pass pass, const void *
     layer s = { .context = context, .p = p, .n_rows = c->B * c->T };
     mn_status st = check_sizes(p);
     if (st != MN_OK) return st;
+    if (context->plans) return mn_fail(MN_ERR_UNSUPPORTED, "hyper_layer: cannot be planned");
     open_layer(&s, pass == MN_BACKWARD);
     if (s.out_of_memory)
         return mn_fail(MN_ERR_MEMORY, "hyper_layer: no memory for its temporaries");

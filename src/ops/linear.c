@@ -6,10 +6,7 @@
 #include <math.h>
 
 #include "base/util.h"
-<<<<<<< HEAD
-=======
 #include "ops/matmul.h"
->>>>>>> attention
 #include "ops/work.h"
 
 #if MN_HAVE_X86_TARGETS
@@ -93,80 +90,6 @@ static void sum_columns(void *context, int64_t item, int worker) {
     }
 }
 
-<<<<<<< HEAD
-/* A step over rows of n_out numbers on a device. */
-static mn_status glue(mn_context *context, mn_glue_id id, const mn_linear *p, void *x,
-                      const void *a, const void *b) {
-    const int64_t step = id == MN_GLUE_sum ? 0 : p->n_out;    // of results
-    const mn_glue work = { .dtype = p->dtype, .B = 1, .T = p->n_rows, .H = 1, .width = p->n_out,
-                           .a = { a, { 0, p->n_out, 0 } },
-                           .b = { b, { 0, id == MN_GLUE_sigmoid_back ? p->n_out : 0, 0 } },
-                           .x = { x, { 0, step, 0 } } };
-    return mn_work_glue(context, id, &work);
-}
-
-static void choose_sigmoid(const mn_context *context, job *j) {
-    j->sigmoid_f32 = plain_sigmoid;
-#if MN_HAVE_X86_TARGETS
-    if (context->target == MN_TARGET_AVX2) j->sigmoid_f32 = mn_map_sigmoid_avx2;
-    if (context->target == MN_TARGET_AVX512) j->sigmoid_f32 = mn_map_sigmoid_avx512;
-#else
-    (void)context;
-#endif
-}
-
-mn_status mn_linear_forward(mn_context *context, const mn_linear *p, void *y) {
-    const mn_matmul_args product = { .dtype = p->dtype, .c_dtype = p->dtype, .c = y, .a = p->x,
-                                     .b = p->weight,
-                                     .M = p->n_rows, .N = p->n_out, .K = p->n_in,
-                                     .b_transposed = true };
-    const mn_status st = mn_work_product(context, &product);
-    if (st != MN_OK || (!p->bias && !p->sigmoid) || context->plans) return st;
-    if (context->device) {
-        return glue(context, p->sigmoid ? MN_GLUE_sigmoid : MN_GLUE_add, p, y, y, p->bias);
-    }
-    job j = { .p = p, .out = y };
-    choose_sigmoid(context, &j);
-    mn_threads_run(context->threads, mn_ceil_div(p->n_rows, ROWS), finish_rows, &j);
-    return MN_OK;
-}
-
-/* dy becomes the cotangent of x W' + b. */
-static mn_status open_sigmoid(mn_context *context, const mn_linear *p, const void *y, void *dy) {
-    if (context->plans) return MN_OK;
-    if (context->device) return glue(context, MN_GLUE_sigmoid_back, p, dy, dy, y);
-    job j = { .p = p, .y = y, .out = dy };
-    mn_threads_run(context->threads, mn_ceil_div(p->n_rows, ROWS), open_rows, &j);
-    return MN_OK;
-}
-
-static mn_status sum_bias(mn_context *context, const mn_linear *p, const void *dy, void *dbias) {
-    if (context->plans) return MN_OK;
-    if (context->device) return glue(context, MN_GLUE_sum, p, dbias, dy, NULL);
-    job j = { .p = p, .y = dy, .out = dbias };
-    mn_threads_run(context->threads, mn_ceil_div(p->n_out, COLUMNS), sum_columns, &j);
-    return MN_OK;
-}
-
-mn_status mn_linear_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
-                             void *dweight, void *dbias, void *dx, bool add) {
-    mn_status st = p->sigmoid ? open_sigmoid(context, p, y, dy) : MN_OK;
-    if (st == MN_OK && dweight) {
-        const mn_matmul_args product = { .dtype = p->dtype, .c_dtype = p->dtype, .c = dweight,
-                                         .a = dy, .b = p->x,
-                                         .M = p->n_out, .N = p->n_in, .K = p->n_rows,
-                                         .a_transposed = true };
-        st = mn_work_product(context, &product);
-    }
-    if (st == MN_OK && dbias) st = sum_bias(context, p, dy, dbias);
-    if (st == MN_OK && dx) {
-        const mn_matmul_args product = { .dtype = p->dtype, .c_dtype = p->dtype, .c = dx,
-                                         .a = dy, .b = p->weight,
-                                         .M = p->n_rows, .N = p->n_in, .K = p->n_out,
-                                         .accumulate = add };
-        st = mn_work_product(context, &product);
-    }
-=======
 /* ---- on a device ----------------------------------------------------------------------------- */
 
 /* A step over the rows of results: x from a and, the same for all rows, or row by row, b. */
@@ -246,6 +169,5 @@ mn_status mn_linear_backward(mn_context *context, const mn_linear *p, const void
     mn_status st = open_backward(context, p, y, dy, dbias);
     if (st == MN_OK) st = weight_backward(context, p, dy, dweight);
     if (st == MN_OK) st = input_backward(context, p, dy, dx, add);
->>>>>>> attention
     return st;
 }

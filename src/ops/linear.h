@@ -16,10 +16,7 @@ typedef struct mn_linear {
     bool wide;                   // dx is float32 where the type is bf16: a sum of many terms
 } mn_linear;
 
-<<<<<<< HEAD
-=======
 /* On a context with a device the work is put on its stream, and only there it can fail. */
->>>>>>> attention
 mn_status mn_linear_forward(mn_context *context, const mn_linear *p, void *y);
 
 /* Adds nothing where a pointer is NULL. `y` is the result of forward, needed with sigmoid only;

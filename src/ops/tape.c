@@ -316,7 +316,7 @@ mn_tensor *mn_tape_constant(mn_tape *tape, const int64_t shape[4], const double 
         if (dtype == MN_F64) ((double *)copy)[i] = values[i];
         else ((float *)copy)[i] = (float)values[i];
     }
-    void *data = copy ? (void *)mn_tape_lend(tape, copy, bytes) : NULL;
+    void *data = copy ? (void *)mn_tape_lend_fixed(tape, copy, bytes) : NULL;
     return data ? mn_tape_over(tape, data, dtype, shape, false) : NULL;
 }
 
@@ -378,9 +378,7 @@ static void give_back(mn_tape *tape, mn_slot *slot) {
     slot->memory = NULL;
 }
 
-/* A slot that is another one altogether (a residual's) stands for it: whole, at offset 0, of the
- * same size. */
-static mn_slot *standing_for(mn_slot *slot) {
+mn_slot *mn_slot_standing_for(mn_slot *slot) {
     while (slot->whole && slot->bytes == slot->whole->bytes) slot = slot->whole;
     return slot;
 }
@@ -402,19 +400,19 @@ static mn_view gradient_view(const mn_tensor *x, const mn_slot *slot, void *memo
 
 mn_view mn_grad_read(const mn_tensor *x) {
     if (!x || !x->slot) return (mn_view){ 0 };
-    const mn_slot *slot = standing_for(x->slot);
+    const mn_slot *slot = mn_slot_standing_for(x->slot);
     return slot->written ? gradient_view(x, slot, slot->memory) : (mn_view){ 0 };
 }
 
 mn_view mn_grad_write(mn_tape *tape, mn_tensor *x, bool *add) {
-    mn_slot *slot = standing_for(x->slot);
+    mn_slot *slot = mn_slot_standing_for(x->slot);
     *add = slot->written;
     slot->written = true;
     return gradient_view(x, slot, slot_memory(tape, slot));
 }
 
 bool mn_grad_place(mn_tape *tape, mn_tensor *x) {
-    return slot_memory(tape, standing_for(x->slot)) != NULL;
+    return slot_memory(tape, mn_slot_standing_for(x->slot)) != NULL;
 }
 
 void mn_grad_give(mn_tape *tape, mn_tensor *x, const mn_view *gradient) {
@@ -493,16 +491,20 @@ void mn_tape_record(mn_tape *tape, const char *what, mn_back_fn back, void *payl
     tape->last = node;
 }
 
-mn_status mn_tape_backward(mn_tape *tape) {
-    if (!mn_tape_records(tape)) {
-        return mn_fail(MN_ERR_INTERNAL, "backward over a tape that does not record");
-    }
+void mn_tape_go_back(mn_tape *tape) {
     for (mn_node *node = tape->last; node && !mn_tape_dead(tape); node = node->before) {
         memcpy(tape->scope, node->scope, sizeof tape->scope);
         node->back(tape, node->payload);
         for (int i = 0; i < node->n_made; i++) give_back(tape, node->made[i]);
     }
     tape->last = NULL;
+}
+
+mn_status mn_tape_backward(mn_tape *tape) {
+    if (!mn_tape_records(tape)) {
+        return mn_fail(MN_ERR_INTERNAL, "backward over a tape that does not record");
+    }
+    mn_tape_go_back(tape);
     return tape->status;
 }
 

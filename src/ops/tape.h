@@ -105,6 +105,10 @@ mn_status mn_tape_feed(mn_tape *tape);
  * there already, and after a plan there is nothing. */
 mn_status mn_tape_results(mn_tape *tape);
 
+/* Where the loss of this step is on a device, for work that goes on there: a double, its mean, and
+ * an int64, over how many targets; NULL on a CPU and before there is one. */
+const void *mn_tape_told(const mn_tape *tape);
+
 /* Waits, and copies the numbers of x, in the order of its axes, to host memory as float32. */
 mn_status mn_tape_read(mn_tape *tape, const mn_tensor *x, float *out);
 
@@ -225,6 +229,17 @@ void mn_tape_mixture_loss(mn_tape *tape, mn_tensor *const *x, int n, mn_tensor *
 /* Starts the gradient of `x` at `cotangent` (contiguous, in the type of x), for tests and losses
  * computed elsewhere. */
 void mn_tape_seed(mn_tape *tape, mn_tensor *x, const void *cotangent);
+
+/* ---- memory for time ------------------------------------------------------------------------- */
+
+/* Part of a model: what it makes of x, of the shape of x, by operations on the tape. */
+typedef mn_tensor *(*mn_part_fn)(mn_tape *tape, mn_tensor *x, const void *job);
+
+/* fn(tape, x, job), of which only the result is kept: going back, the part is computed once more,
+ * with the same bits, and gone back over at once. `job` is copied; x is used by nothing else that
+ * comes after. On a tape that does not record, too, only the result is kept. */
+mn_tensor *mn_tape_again(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
+                         size_t job_bytes);
 
 /* Goes back from all losses and seeds. Afterwards the tape holds no tensor that may be used. */
 mn_status mn_tape_backward(mn_tape *tape);

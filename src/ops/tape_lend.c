@@ -74,6 +74,10 @@ const void *mn_tape_lend(mn_tape *tape, const void *host, size_t bytes) {
     return lend(tape, &(mn_lent){ .host = host, .bytes = bytes });
 }
 
+const void *mn_tape_lend_fixed(mn_tape *tape, const void *host, size_t bytes) {
+    return lend(tape, &(mn_lent){ .host = host, .bytes = bytes, .fixed = true });
+}
+
 const int32_t *mn_tape_lend_ids(mn_tape *tape, const int32_t *ids, int64_t n, const char *what,
                                 int64_t least, int64_t below) {
     return lend(tape, &(mn_lent){ .host = ids, .bytes = (size_t)n * sizeof *ids, .what = what,
@@ -84,11 +88,16 @@ mn_status mn_tape_feed(mn_tape *tape) {
     mn_status st = MN_OK;
     for (int64_t i = 0; i < tape->n_lent && st == MN_OK; i++) {
         const mn_lent *lent = &tape->lent[i];
+        if (lent->fixed) continue;
         st = check_ids(lent);
         if (st != MN_OK) break;
         st = mn_device_upload(tape->device, lent->there, lent->host, lent->bytes);
     }
     return st;
+}
+
+const void *mn_tape_told(const mn_tape *tape) {
+    return tape->device && tape->told ? tape->told->result : NULL;
 }
 
 mn_status mn_tape_results(mn_tape *tape) {

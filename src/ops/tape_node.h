@@ -21,6 +21,9 @@ typedef struct mn_node {
     char scope[MN_TAPE_SCOPE];
 } mn_node;
 
+/* Goes back over the nodes up to now, which are then forgotten. */
+void mn_tape_go_back(mn_tape *tape);
+
 /* Gradient memory that is free again. */
 typedef struct mn_spare {
     struct mn_spare *next;
@@ -35,6 +38,7 @@ typedef struct mn_lent {
     size_t bytes, capacity;
     const char *what;        // "token", "target": ids within [least, below); NULL: any bytes
     int64_t least, below;
+    bool fixed;              // a constant: the same whenever this step runs
 } mn_lent;
 
 /* What a loss tells, and where the caller wants it. */
@@ -93,6 +97,9 @@ void mn_tape_product(mn_tape *tape, const mn_matmul_args *p);
 /* Copies from the backend's memory to the host's, and waits. */
 mn_status mn_tape_fetch(mn_tape *tape, void *to, const void *from, size_t bytes);
 
+/* mn_tape_lend for a constant, whose host memory need not outlive the call. */
+const void *mn_tape_lend_fixed(mn_tape *tape, const void *host, size_t bytes);
+
 /* mn_tape_lend for n ids, which are checked to lie within [least, below). `what` names one. */
 const int32_t *mn_tape_lend_ids(mn_tape *tape, const int32_t *ids, int64_t n, const char *what,
                                 int64_t least, int64_t below);
@@ -132,6 +139,10 @@ bool mn_wants(const mn_tensor *x);
  * of its inputs wants a gradient (`wanted`). Checks the results when the tape checks. */
 void mn_tape_record(mn_tape *tape, const char *what, mn_back_fn back, void *payload, bool wanted,
                     mn_tensor *const *made, int n_made);
+
+/* A slot that is another one altogether (a residual's) stands for it: whole, at offset 0, of the
+ * same size. */
+mn_slot *mn_slot_standing_for(mn_slot *slot);
 
 /* The gradient of what x views; data is NULL when nothing has arrived. */
 mn_view mn_grad_read(const mn_tensor *x);

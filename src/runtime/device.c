@@ -106,6 +106,14 @@ void *mn_device_stream(const mn_device *device) {
     return device->stream;
 }
 
+mn_status mn_device_used(const mn_device *device, size_t *bytes) {
+    mn_device_info now;
+    const mn_status st = mn_device_describe(&now, device->info.index);
+    const size_t before = device->info.free_bytes;
+    *bytes = st == MN_OK && now.free_bytes < before ? before - now.free_bytes : 0;
+    return st;
+}
+
 mn_status mn_device_use(mn_device *device) {
     return mn_backend_use(device->info.index);
 }

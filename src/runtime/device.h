@@ -37,6 +37,9 @@ void mn_device_close(mn_device *device);    // waits for its work; NULL accepted
 const mn_device_info *mn_device_facts(const mn_device *device);
 void *mn_device_stream(const mn_device *device);
 
+/* Bytes of the GPU's memory that are no longer free since it was opened. */
+mn_status mn_device_used(const mn_device *device, size_t *bytes);
+
 /* Makes it the device of the calling thread; before anything that launches by itself. */
 mn_status mn_device_use(mn_device *device);
 

@@ -5,10 +5,12 @@
  * reference; a result stored in bf16 is then off by at most u = 2^-8 of itself, and kernels may
  * have twice of that (see mn_golden_compare_bf16): each number within 2 u of its scale, the largest
  * of its row or the rms of its tensor, and the rms of the error within 2 u / sqrt(3) of that of the
- * tensor. Gradients of decays are sums of many products of both signs, which kernels round to bf16;
- * where these bounds are missed they may have twice what rounding the inputs does. So may all that
- * the delta rule computes: its chunks round residuals and states on their way through eight
- * products. Gradients that vanish by structure are held to the bound of op_error.h. */
+ * tensor. Where sums of many products lose more because kernels round what goes into the products,
+ * twice what rounding every input once does is the bound; for operators made of others, which round
+ * between their parts too, that of the golden files (tests/golden/README.md): ten times what results
+ * of the reference move when inputs move by u, and twenty times for gradients. Gradients that vanish
+ * by structure are held to 2 u of the loss. */
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -48,6 +50,18 @@ static void check_same(const mn_sample *a, const mn_sample *b, const op_case *c)
     }
 }
 
+/* Whether float32 can hold what the reference computed: a selective scan without softplus may grow
+ * beyond that. */
+static bool fits_f32(const mn_sample *want) {
+    for (int i = 0; i < want->n_tensors; i++) {
+        const double *x = op_memory(&want->tensors[i], OP_COMPUTED);
+        for (int64_t at = 0; x && at < want->tensors[i].count; at++) {
+            if (isfinite(x[at]) && fabs(x[at]) > (double)FLT_MAX) return false;
+        }
+    }
+    return true;
+}
+
 static void check_f32(op_case c) {
     op_tolerances tolerances;
     mn_sample got, again, want;
@@ -61,7 +75,7 @@ static void check_f32(op_case c) {
     c.dtype = MN_F32;
     run_there(&got, &c, MN_F32);
     run_there(&again, &c, MN_F32);
-    op_compare("cuda", &got, &want, &tolerances, &c);
+    if (fits_f32(&want)) op_compare("cuda", &got, &want, &tolerances, &c);
     check_same(&got, &again, &c);
     mn_sample_free(&got);
     mn_sample_free(&again);
@@ -70,7 +84,7 @@ static void check_f32(op_case c) {
 
 static double root_mean_square(const double *x, int64_t count) {
     double sum = 0.0;
-    for (int64_t i = 0; i < count; i++) sum += x[i] * x[i];
+    for (int64_t i = 0; i < count; i++) sum += isfinite(x[i]) ? x[i] * x[i] : 0.0;
     return count > 0 ? sqrt(sum / (double)count) : 0.0;
 }
 
@@ -85,8 +99,11 @@ static distance distance_of(const double *got, const double *want, int64_t count
     double sum = 0.0;
     for (int64_t first = 0; first < count; first += width) {
         double scale = far.rms;
-        for (int64_t i = first; i < first + width; i++) scale = fmax(scale, fabs(want[i]));
         for (int64_t i = first; i < first + width; i++) {
+            if (isfinite(want[i])) scale = fmax(scale, fabs(want[i]));
+        }
+        for (int64_t i = first; i < first + width; i++) {
+            if (isinf(want[i]) && got[i] == want[i]) continue;
             const double d = fabs(got[i] - want[i]);
             sum += d * d;
             far.share = d > far.share * scale || isnan(d) ? d / scale : far.share;
@@ -110,15 +127,11 @@ static void spread_decays(mn_sample *sample, const op_case *c) {
     }
 }
 
-static bool is_delta(mn_op_id op) {
-    return op == MN_OP_delta || op == MN_OP_delta_net || op == MN_OP_gdn2 || op == MN_OP_ccq_read;
-}
-
 /* `loss`: the norm of all products cotangent x result. */
 static void check_vanishes(const double *got, const mn_sample_tensor *tensor, double loss,
                            const op_case *c) {
     const double left = root_mean_square(got, tensor->count) * sqrt((double)tensor->count);
-    CHECK(left <= 0x1p-17 * loss, "%s bf16: %s is %.2e and vanishes", op_case_text(c),
+    CHECK(left <= 2.0 / 256.0 * loss, "%s bf16: %s is %.2e and vanishes", op_case_text(c),
           tensor->field->name, left);
 }
 
@@ -136,7 +149,7 @@ static void check_bf16(op_case c) {
     mn_sample_round(&want, MN_BF16);
     op_run_both(op_context("ref", 2), &want, &c);
     run_there(&got, &c, MN_BF16);
-    for (int i = 0; i < want.n_tensors; i++) {
+    for (int i = 0; i < want.n_tensors && fits_f32(&want); i++) {
         const mn_sample_tensor *tensor = &want.tensors[i];
         const void *x = op_memory(&got.tensors[i], OP_COMPUTED);
         const void *y = op_memory(tensor, OP_COMPUTED);
@@ -154,12 +167,13 @@ static void check_bf16(op_case c) {
             continue;
         }
         if (far.share <= 2.0 * unit && far.off <= most) continue;
-        if (!measured) op_measure_bf16(rms, worst, &want, &c, is_delta(c.op));
+        if (!measured) op_measure_bf16(rms, worst, &want, &c);
         measured = true;
-        CHECK(far.share <= 2.0 * unit || far.worst <= worst[i],
+        const double times = !mn_op_rounds_between(c.op) ? 1.0 : input ? 20.0 : 10.0;
+        CHECK(far.share <= 2.0 * unit || far.worst <= times * worst[i],
               "%s bf16: %s is off by %.2e of its row", op_case_text(&c), tensor->field->name,
               far.share);
-        CHECK(far.off <= fmax(most, rms[i]), "%s bf16: %s is off by %.2e of %.2e rms",
+        CHECK(far.off <= fmax(most, times * rms[i]), "%s bf16: %s is off by %.2e of %.2e rms",
               op_case_text(&c), tensor->field->name, far.off, far.rms);
     }
     mn_sample_free(&got);

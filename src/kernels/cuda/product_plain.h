@@ -12,6 +12,11 @@ extern "C" {
 /* Launches it; returns the cudaError_t. */
 int mn_product_plain(const mn_product_work *work, void *stream);
 
+/* The same for a few rows and a weight as layers store it, where it is faster than the library:
+ * product_few.cu. */
+bool mn_product_few_serves(const mn_product_work *work);
+int mn_product_few(const mn_product_work *work, void *stream);
+
 #ifdef __cplusplus
 }
 #endif

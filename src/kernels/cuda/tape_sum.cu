@@ -7,7 +7,8 @@
 #include "kernels/cuda/each.cuh"
 #include "kernels/cuda/parts.cuh"
 
-enum { LANES = 32, GROUPS = 8, BLOCKS = 1056, LEAST = 32 };    // LEAST: terms of a thread in a part
+/* LEAST: terms of a thread in a part; LONGEST: of an axis that is cut into two. */
+enum { LANES = 32, GROUPS = 8, BLOCKS = 1056, LEAST = 32, LONGEST = 4096 };
 
 /* One of the merged axes, and what a step along it is. */
 struct axis {
@@ -58,6 +59,16 @@ static bool packs(const plan *p) {
     return even;
 }
 
+/* A sum along one long axis as one along two, so that it can be cut into parts. */
+static void cut_axis(axis (&summed)[2]) {
+    axis &last = summed[1];
+    int64_t cut = 1;
+    while (cut < LONGEST && last.n % (2 * cut) == 0) cut *= 2;
+    if (cut < LONGEST / 64 || last.n == cut) return;
+    summed[0] = { last.n / cut, last.a * cut, last.dy * cut, 0 };
+    last.n = cut;
+}
+
 /* How the work is cut, from sizes alone. */
 static plan plan_of(const mn_sum_work *w) {
     const axis one = { 1, 0, 0, 0 };
@@ -72,6 +83,7 @@ static plan plan_of(const mn_sum_work *w) {
         if (!kept[i] && n_summed < 2) p.summed[1 - n_summed++] = axes[i];
     }
     p.rows = count > 0 && !kept[0];
+    if (p.rows && n_summed == 1) cut_axis(p.summed);
     p.a = mn_side_of(w->a);
     p.dy = mn_side_of(w->dy);
     p.sum = mn_side_of(w->sum);
