@@ -41,7 +41,7 @@ if(mneme_cuda_built AND NOT DEFINED MN_NVCC_WORKS)
     endif()
 endif()
 
-# cuBLASLt is found when `mneme bench` runs; building needs its header only.
+# cuBLASLt is found when a matrix product first runs; building needs its header only.
 set(mneme_cublaslt_header FALSE)
 if(mneme_cuda_built)
     find_file(MN_CUBLASLT_HEADER cublasLt.h PATHS ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)

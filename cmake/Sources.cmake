@@ -20,9 +20,10 @@ endfunction()
 
 # A device is reached through CUDA or, without it, refused with a sentence.
 if(mneme_cuda_built)
-    list(FILTER library_sources EXCLUDE REGEX "/device_none\\.c$")
-    list(APPEND library_sources ${CMAKE_SOURCE_DIR}/src/kernels/cuda/overlay.c)
-    list(APPEND mneme_dependencies CUDA::cudart_static)
+    list(FILTER library_sources EXCLUDE REGEX "/(device|product)_none\\.c$")
+    list(APPEND library_sources ${CMAKE_SOURCE_DIR}/src/kernels/cuda/overlay.c
+        ${CMAKE_SOURCE_DIR}/src/kernels/cuda/product.c)
+    list(APPEND mneme_dependencies CUDA::cudart_static ${CMAKE_DL_LIBS})
 else()
     list(FILTER library_sources EXCLUDE REGEX "/device_cuda\\.c$")
 endif()
@@ -30,6 +31,8 @@ endif()
 mneme_object_library(mneme_objects ${library_sources})
 set_source_files_properties(src/kernels/dispatch.c PROPERTIES
     COMPILE_DEFINITIONS MN_HAVE_CUDA=$<BOOL:${mneme_cuda_built}>)
+set_source_files_properties(src/kernels/cuda/product.c PROPERTIES
+    COMPILE_DEFINITIONS MN_HAVE_CUBLASLT_H=$<BOOL:${mneme_cublaslt_header}>)
 add_custom_target(mneme_commit
     COMMAND ${CMAKE_COMMAND} -DSOURCE=${CMAKE_SOURCE_DIR}
         -DOUT=${CMAKE_BINARY_DIR}/generated/mneme_commit.h

@@ -113,11 +113,14 @@ MN_API void mn_model_close(mn_model *model);              // NULL accepted; afte
 MN_API int64_t mn_model_vocabulary(const mn_model *model);
 
 typedef struct mn_session_options {
-    int64_t prefill_chunk;     // tokens computed at once; 0: what 256 MiB hold, at most 512
+    int64_t prefill_chunk;     // tokens computed at once; 0: what 256 MiB hold, at most 512, and on
+                               //   a GPU what 4 GiB hold, at most 4096
     bool belief;               // keep the read variances of the tokens fed last
+    mn_dtype dtype;            // of what a GPU computes, MN_F32 or MN_BF16; MN_F32 on the CPU
 } mn_session_options;
 
-/* Context and model must outlive the session. `options` may be NULL. */
+/* Context and model must outlive the session. `options` may be NULL. On a context with a GPU the
+ * model's parameters move there with its first session, and stay: open it once more for the CPU. */
 MN_API mn_status mn_session_create(mn_session **out, mn_context *context, mn_model *model,
                                    const mn_session_options *options);
 MN_API void mn_session_destroy(mn_session *session);      // NULL accepted

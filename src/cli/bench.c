@@ -20,7 +20,9 @@ typedef struct options {
 static void print_help(void) {
     puts("usage: mneme bench ops [options]\n"
          "       mneme bench train [options]\n\n"
-         "train: whole training steps of small models, in turn with a matrix product.\n"
+         "train: whole training steps of small models, in turn with a matrix product; with "
+         "--device cuda\n"
+         "whole models of 400M parameters on a GPU: steps, memory, prefill and decoding.\n"
          "ops: checks each operator against the reference, then times it in turn with a ceiling:\n"
          "work this machine cannot do faster. Prints minimum and median of the runs, the rate, "
          "the\n"

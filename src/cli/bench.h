@@ -111,6 +111,7 @@ typedef struct mn_bench_result {
     int n_runs;
     double flop, bytes, amount;    // amount: in the ceiling's unit
     double min_s, median_s;        // operator
+    double first_s, second_s;      // of a device: the first two calls with all that they wait for
     double ceiling_min_s, ceiling_median_s;
     double share;    // ceiling's median time over the operator's
 } mn_bench_result;
@@ -145,7 +146,8 @@ void mn_bench_gpu_destroy(mn_bench_gpu *gpu);
 mn_status mn_bench_gpu_serves(const mn_bench_case *which);
 
 /* mn_bench_measure on the device: copy and operator in turn, each between two events; inputs come
- * from memory because several sets of them take turns. */
+ * from memory because several sets of them take turns. The first two calls of the case in this run
+ * of the program are timed from the host, which shows what loading a kernel costs. */
 mn_status mn_bench_gpu_measure(mn_bench_result *result, const mn_bench *bench,
                                const mn_bench_case *which);
 
@@ -175,5 +177,11 @@ mn_status mn_bench_json(FILE *out, const mn_bench *bench, const mn_bench_result 
 /* Times the training steps of bench_train.def whose names contain `only` (NULL: all) and prints
  * them. Returns the exit status. */
 int mn_bench_train(const mn_bench_options *options, const char *only, bool json, bool list);
+
+/* ---- bench_train_gpu.c ---- */
+
+/* The same on a GPU with the models of bench_train_cuda.def: training steps, memory against its
+ * prediction, time to the first step, prefill and decoding. */
+int mn_bench_train_gpu(const mn_bench_options *options, const char *only, bool json, bool list);
 
 #endif

@@ -168,7 +168,9 @@ mn_status mn_bench_open(mn_sample *sample, const mn_bench_case *which, mn_bench_
     if (st == MN_OK && which->pass == MN_BENCH_STEP) states_in_place(sample);
     for (int i = 0; st == MN_OK && i < sample->n_tensors; i++) {
         const mn_field *result = sample->tensors[i].field;
-        if (unwanted >> i & 1) ((mn_out *)(sample->args + result->offset))->data = NULL;
+        if (!(unwanted >> i & 1)) continue;
+        ((mn_out *)(sample->args + result->offset))->data = NULL;
+        if (sample->tensors[i].partner) ((mn_in *)(sample->args + result->partner))->data = NULL;
     }
     return st;
 }
@@ -181,7 +183,7 @@ static double pairs_of(const mn_call *call) {
 double mn_bench_work(const mn_bench_case *which, const mn_sample *sample) {
     const mn_call *c = (const mn_call *)sample->args;
     const double B = c->B, H = c->H, K = c->K, V = c->V, G = c->G, Q = c->Q, R = c->R, W = c->W;
-    const double D = c->D, S = c->S, BT = B * (double)c->T, BTH = BT * H, PAIRS = pairs_of(c);
+    const double D = c->D, S = c->S, T = c->T, BT = B * T, BTH = BT * H, PAIRS = pairs_of(c);
     double flop = 0.0;
     switch (which->op) {
 #define WORK(op, formula)                                                                          \
@@ -205,15 +207,22 @@ static double tensor_bytes(const mn_sample_tensor *tensor, mn_dtype dtype) {
     return (double)tensor->count * (double)mn_dtype_bytes(mn_field_dtype(tensor->field, dtype));
 }
 
+/* Whether the call has the tensor, or its gradient or cotangent. */
+static bool is_there(const mn_sample *sample, const mn_sample_tensor *tensor, bool partner) {
+    if (!(partner ? tensor->partner : tensor->data)) return false;
+    const size_t offset = partner ? tensor->field->partner : tensor->field->offset;
+    return ((const mn_in *)(sample->args + offset))->data != NULL;
+}
+
 /* Bytes of the tensors with these roles, or of their gradients and cotangents. */
 static double bytes_of(const mn_sample *sample, mn_role first, mn_role last, bool partners,
                        mn_dtype dtype) {
     double bytes = 0.0;
     for (int i = 0; i < sample->n_tensors; i++) {
         const mn_sample_tensor *tensor = &sample->tensors[i];
-        const bool there = partners ? tensor->partner != NULL : tensor->data != NULL;
         const mn_role role = tensor->field->role;
-        if (there && role >= first && role <= last) bytes += tensor_bytes(tensor, dtype);
+        if (role < first || role > last || !is_there(sample, tensor, partners)) continue;
+        bytes += tensor_bytes(tensor, dtype);
     }
     return bytes;
 }
@@ -235,5 +244,6 @@ double mn_bench_bytes(const mn_bench_case *which, const mn_sample *sample, mn_dt
     if (which->ceiling == MN_CEILING_READ) return inputs;
     if (which->pass == MN_BENCH_STEP) return inputs + results + state_bytes(sample, dtype);
     if (which->pass == MN_BENCH_FORWARD) return inputs + results;
-    return 2.0 * inputs + results + bytes_of(sample, MN_ROLE_IN, MN_ROLE_AUX, true, dtype);
+    const double times = which->op == MN_OP_rope ? 1.0 : 2.0;    // rope goes back without them
+    return times * inputs + results + bytes_of(sample, MN_ROLE_IN, MN_ROLE_AUX, true, dtype);
 }

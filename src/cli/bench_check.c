@@ -36,11 +36,19 @@ static int64_t count_at(const mn_sample *sample, const void *data) {
     return 0;
 }
 
+/* `moved`: the reference with nudged inputs where its deviation counts, else NULL. */
 static mn_status compare(const char *what, const char *name, const mn_sample *got, const void *data,
-                         const mn_sample *want, const void *reference, mn_dtype dtype) {
-    const double tolerance = tolerance_of(dtype);
-    double error = 0.0, norm = 0.0;
+                         const mn_sample *want, const void *reference, const void *moved,
+                         mn_dtype dtype) {
+    double tolerance = tolerance_of(dtype), error = 0.0, norm = 0.0, deviation = 0.0;
     const int64_t count = count_at(want, reference);
+    for (int64_t at = 0; moved && at < count; at++) {
+        const double x = mn_sample_get(want, reference, at), d = mn_sample_get(want, moved, at) - x;
+        deviation += d * d;
+        norm += x * x;
+    }
+    if (norm > 0.0) tolerance = fmax(tolerance, 2.0 * sqrt(deviation / norm));
+    norm = 0.0;
     for (int64_t at = 0; at < count; at++) {
         const double x = mn_sample_get(want, reference, at);
         const double d = mn_sample_get(got, data, at) - x;
@@ -54,7 +62,7 @@ static mn_status compare(const char *what, const char *name, const mn_sample *go
 
 /* Every result, wherever it lies, and after TRAIN every gradient. */
 static mn_status compare_all(const mn_bench_case *which, const mn_sample *got,
-                             const mn_sample *want, mn_dtype dtype) {
+                             const mn_sample *want, const mn_sample *moved, mn_dtype dtype) {
     mn_status st = MN_OK;
     for (int i = 0; i < want->n_tensors && st == MN_OK; i++) {
         const mn_sample_tensor *tensor = &want->tensors[i];
@@ -62,10 +70,12 @@ static mn_status compare_all(const mn_bench_case *which, const mn_sample *got,
         if (field->role >= MN_ROLE_OUT) {
             const void *result = ((const mn_out *)(got->args + field->offset))->data;
             const void *reference = ((const mn_out *)(want->args + field->offset))->data;
-            if (result) st = compare("", field->name, got, result, want, reference, dtype);
+            const void *off = moved ? moved->tensors[i].data : NULL;
+            if (result) st = compare("", field->name, got, result, want, reference, off, dtype);
         } else if (which->pass == MN_BENCH_TRAIN && tensor->partner) {
             const void *gradient = got->tensors[i].partner;
-            st = compare("gradient of ", field->name, got, gradient, want, tensor->partner, dtype);
+            st = compare("gradient of ", field->name, got, gradient, want, tensor->partner,
+                         moved ? moved->tensors[i].partner : NULL, dtype);
         }
     }
     return st;
@@ -96,7 +106,8 @@ static mn_status run_there(const mn_bench_case *which, mn_context *context, mn_s
 
 mn_status mn_bench_check(const mn_bench_case *which, mn_context *context, mn_context *reference,
                          mn_dtype dtype) {
-    mn_sample *got = calloc(2, sizeof *got), *want = got + 1;
+    mn_sample *got = calloc(3, sizeof *got), *want = got + 1, *moved = got + 2;
+    const bool nudged = dtype == MN_BF16 && mn_op_rounds_between(which->op);
     if (!got) return mn_fail(MN_ERR_MEMORY, "no memory for a check");
     mn_status st = mn_bench_open(got, which, MN_BENCH_CHECK, MN_F32);
     if (st == MN_OK) st = mn_bench_open(want, which, MN_BENCH_CHECK, MN_F64);
@@ -107,12 +118,18 @@ mn_status mn_bench_check(const mn_bench_case *which, mn_context *context, mn_con
         st = context->device ? run_there(which, context, got, dtype) : run(which, context, got);
     }
     if (st == MN_OK) st = run(which, reference, want);
-    if (st == MN_OK) st = compare_all(which, got, want, dtype);
+    if (st == MN_OK && nudged) st = mn_bench_open(moved, which, MN_BENCH_CHECK, MN_F64);
+    if (st == MN_OK && nudged) {
+        mn_sample_nudge(moved, want, 1.0 / 256.0, 1);
+        st = run(which, reference, moved);
+    }
+    if (st == MN_OK) st = compare_all(which, got, want, nudged ? moved : NULL, dtype);
     if (st == MN_OK && !mn_sample_guards_intact(got)) {
         st = mn_fail(MN_ERR_INTERNAL, "%s: memory around a tensor was overwritten", which->name);
     }
     mn_sample_free(got);
     mn_sample_free(want);
+    mn_sample_free(moved);
     free(got);
     return st;
 }

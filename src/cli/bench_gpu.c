@@ -5,6 +5,7 @@
 #include <math.h>
 #include <stdlib.h>
 
+#include "base/clock.h"
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/bench.h"
@@ -145,6 +146,16 @@ static mn_status put_operator(const mn_bench_gpu *gpu, const mn_bench_case *whic
     return st;
 }
 
+/* One call from the host's side, until all of it is done. */
+static mn_status time_call(double *seconds, const mn_bench_gpu *gpu, const mn_bench_case *which,
+                           const sets *s, int run) {
+    const double start = mn_seconds();
+    mn_status st = put_operator(gpu, which, s, run);
+    if (st == MN_OK) st = mn_device_synchronize(gpu->device);
+    *seconds = mn_seconds() - start;
+    return st;
+}
+
 /* A copy, the operator, a copy, the operator ..., an event after each. */
 static mn_status put_runs(mn_bench_gpu *gpu, const mn_bench_result *r, const sets *s, int n) {
     const size_t bytes = (size_t)r->bytes;
@@ -193,12 +204,15 @@ mn_status mn_bench_gpu_measure(mn_bench_result *result, const mn_bench *bench,
     mn_sample *sample = calloc(1, sizeof *sample);
     if (!sample) return mn_fail(MN_ERR_MEMORY, "no memory for a sample");
     sets s = { .count = 0 };
-    mn_status st = mn_bench_check(which, bench->context, bench->reference, o->dtype);
-    if (st == MN_OK) st = mn_bench_open(sample, which, o->scale, MN_F32);
+    mn_status st = mn_bench_open(sample, which, o->scale, MN_F32);
     if (st == MN_OK) {
         mn_sample_draw_repeated(sample, 1);
         st = make_sets(&s, bench->gpu, sample, o->dtype);
     }
+    if (st == MN_OK) st = mn_device_synchronize(bench->gpu->device);
+    if (st == MN_OK) st = time_call(&result->first_s, bench->gpu, which, &s, 0);
+    if (st == MN_OK) st = time_call(&result->second_s, bench->gpu, which, &s, 1);
+    if (st == MN_OK) st = mn_bench_check(which, bench->context, bench->reference, o->dtype);
     if (st == MN_OK) {
         const bool product = which->ceiling == MN_CEILING_GPU_PRODUCT;
         const int usual = o->scale == MN_BENCH_QUICK ? QUICK_RUNS : USUAL_RUNS;

@@ -62,8 +62,9 @@ void mn_bench_print_header(FILE *out, const mn_bench *bench) {
     }
     if (bench->options.scale == MN_BENCH_QUICK)
         fputs("  quick: cut sizes, nothing is judged\n", out);
-    fprintf(out, "\n%-30s %4s %10s %10s %9s %-8s %-8s %9s %6s %6s\n", "case", "runs", "min ms",
+    fprintf(out, "\n%-30s %4s %10s %10s %9s %-8s %-8s %9s %6s %6s", "case", "runs", "min ms",
             "median ms", "rate", "", "ceiling", "its rate", "share", "asked");
+    fputs(bench->gpu ? "  first ms\n" : "\n", out);
 }
 
 void mn_bench_print(FILE *out, const mn_bench *bench, const mn_bench_result *r) {
@@ -75,6 +76,7 @@ void mn_bench_print(FILE *out, const mn_bench *bench, const mn_bench_result *r) 
         fprintf(out, " %6.2f %s", r->which->asked,
                 r->share >= r->which->asked ? "reached" : "missed");
     }
+    if (bench->gpu) fprintf(out, "%*s%10.2f", judged(bench, r) ? 0 : 7, "", 1e3 * r->first_s);
     named_size sizes[MAX_SIZES];
     const int n = sizes_of(sizes, &r->call);
     fputs(judged(bench, r) && r->share < r->which->asked ? "   " : "  ", out);
@@ -136,6 +138,10 @@ static json_t *result_json(const mn_bench *bench, const mn_bench_result *r) {
     set_real(object, "bytes", r->bytes);
     set_real(object, "min_s", r->min_s);
     set_real(object, "median_s", r->median_s);
+    if (bench->gpu) {
+        set_real(object, "first_call_s", r->first_s);
+        set_real(object, "second_call_s", r->second_s);
+    }
     set_real(object, "rate", rate_of(r, r->median_s));
     set_text(object, "unit", mn_ceiling_describe(r->which->ceiling)->unit);
     json_object_set_new(object, "ceiling", ceiling_json(r));

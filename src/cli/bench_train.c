@@ -71,7 +71,8 @@ static mn_status make_optimizer(mn_optimizer **out, mn_model *model) {
     if (!params) return mn_fail(MN_ERR_MEMORY, "no memory for an optimiser");
     for (int i = 0; i < n; i++) {
         const mn_model_param *p = mn_model_param_at(model, i);
-        params[i] = (mn_optim_param){ p->name, p->value, p->grad, p->info.count, 1.0, true };
+        params[i] = (mn_optim_param){ p->name, p->value, p->grad, p->info.count, 1.0, true,
+                                      p->shadow };
     }
     const mn_adamw_options how = { 0.9, 0.99, 1e-8, 0.1 };
     const mn_status st = mn_optimizer_create(out, params, n, &how);
@@ -83,7 +84,7 @@ static mn_status open_rig(rig *r, const train_case *c, mn_context *context) {
     mn_status st = make_model(&r->model, c);
     if (st == MN_OK) st = mn_model_want_gradients(r->model);
     if (st != MN_OK) return st;
-    mn_model_start(r->model, 1);
+    mn_model_start(r->model, context, 1);
     st = make_optimizer(&r->optimizer, r->model);
     if (st == MN_OK) st = mn_tape_create(&r->tape, context, MN_F32);
     const int64_t n = c->batch * c->context;
@@ -203,6 +204,7 @@ static mn_status report_json(const result *results, int n, const mn_context *con
 }
 
 int mn_bench_train(const mn_bench_options *options, const char *only, bool json, bool list) {
+    if (options->device) return mn_bench_train_gpu(options, only, json, list);
     result results[MN_COUNTOF(cases)];
     int n = 0, n_failed = 0, n_chosen = 0;
     mn_context *context;

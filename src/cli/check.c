@@ -26,9 +26,9 @@ static void print_help(void) {
 static mn_status report(void *context, const char *name) {
     mn_check *c = context;
     mn_golden_result result = { 0 };
-    const mn_status st = c->want
-                             ? mn_golden_compare_bf16(&result, c->sample, c->want, c->file, name)
-                             : mn_golden_compare(&result, c->sample, c->file, name);
+    const mn_status st =
+        c->want ? mn_golden_compare_bf16(&result, c->sample, c->want, c->moved, c->file, name)
+                : mn_golden_compare(&result, c->sample, c->file, name);
     if (st != MN_OK) return st;
     const char *base = strrchr(c->path, '/') ? strrchr(c->path, '/') + 1 : c->path;
     if (result.passed) c->n_passed++;

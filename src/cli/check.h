@@ -18,6 +18,7 @@ typedef struct mn_check {
     const mn_safetensors *file;
     const mn_sample *sample;
     const mn_sample *want;    // bf16: the float64 reference; else NULL, the file is
+    const mn_sample *moved;   // that with nudged inputs where it counts, else NULL
     const char *path, *target, *dtype;
     int64_t n_passed, n_failed, n_skipped;
     bool skipped[MN_OP_COUNT];    // operators that the target has no kernel for

@@ -18,8 +18,8 @@ typedef struct judge {
 
 /* A file's sample as the device sees it, and for bf16 as the reference does. */
 typedef struct trial {
-    mn_sample got, want;
-    int64_t *got_cu, *want_cu;
+    mn_sample got, want, moved;
+    int64_t *got_cu, *want_cu, *moved_cu;
     mn_device_sample *there;
 } trial;
 
@@ -40,6 +40,16 @@ static mn_status evaluate_reference(const judge *j, trial *t, const mn_safetenso
     return st;
 }
 
+/* The reference once more, with inputs that are off by one rounding. */
+static mn_status evaluate_moved(const judge *j, trial *t, const mn_safetensors *file) {
+    mn_status st = mn_golden_bind(&t->moved, &t->moved_cu, file, MN_F64);
+    if (st != MN_OK) return st;
+    mn_sample_nudge(&t->moved, &t->want, 1.0 / 256.0, 1);
+    st = mn_op_run(j->reference, t->moved.op, MN_FORWARD, t->moved.args);
+    if (st != MN_OK || !has_grads(file)) return st;
+    return mn_op_run(j->reference, t->moved.op, MN_BACKWARD, t->moved.args);
+}
+
 static mn_status evaluate_device(const judge *j, trial *t, const mn_safetensors *file) {
     mn_status st = mn_device_sample_create(&t->there, j->device, &t->got, j->dtype);
     const void *args = st == MN_OK ? mn_device_sample_args(t->there) : NULL;
@@ -58,10 +68,13 @@ static mn_status evaluate(mn_check *c, const judge *j, trial *t, const mn_safete
         c->n_skipped++;
         return MN_OK;
     }
+    const bool nudged = bf16 && mn_op_rounds_between(op);
     if (bf16) st = evaluate_reference(j, t, file);
+    if (st == MN_OK && nudged) st = evaluate_moved(j, t, file);
     if (st == MN_OK) st = evaluate_device(j, t, file);
     c->sample = &t->got;
     c->want = bf16 ? &t->want : NULL;
+    c->moved = nudged ? &t->moved : NULL;
     if (st == MN_OK) st = mn_check_tensors(c, "outputs");
     if (st == MN_OK) st = mn_check_tensors(c, "grads");
     return st;
@@ -75,13 +88,15 @@ static void check_file(mn_check *c, const judge *j, const char *path) {
     c->file = file;
     if (st == MN_OK) st = evaluate(c, j, t, file);
     if (st != MN_OK) mn_check_failed(c);
-    c->sample = c->want = NULL;
+    c->sample = c->want = c->moved = NULL;
     if (t) {
         mn_device_sample_free(t->there);
         mn_sample_free(&t->got);
         mn_sample_free(&t->want);
+        mn_sample_free(&t->moved);
         free(t->got_cu);
         free(t->want_cu);
+        free(t->moved_cu);
     }
     free(t);
     mn_safetensors_close(file);

@@ -22,7 +22,7 @@
 enum { MOST_LENGTHS = 64 };
 
 typedef struct options {
-    const char *model, *choices, *tokens, *logits, *dtype, *split;
+    const char *model, *choices, *tokens, *logits, *dtype, *split, *device;
     const char **texts;             // of --text and --data, argc at most
     int n_texts;
     bool any_format;                // --data
@@ -47,7 +47,8 @@ static void print_help(void) {
          "  --max-questions N  the first N questions only\n"
          "  --tokens FILE      token ids: .bin, a JSON list, or numbers and blanks\n"
          "  --logits OUT       write the logits of --tokens to a safetensors file\n"
-         "  --dtype T          f32 (default) or f64\n"
+         "  --device D         cpu (default), cuda or cuda:N\n"
+         "  --dtype T          f32 (default), f64 on the CPU, bf16 on a GPU\n"
          "  --json             results as one document\n"
          "  --threads N        default: one per core\n"
          "  --quiet            no progress");
@@ -84,7 +85,7 @@ static int parse_value(options *o, const char *name, const char *value) {
         const char *name, **text;
     } texts[] = { { "--model", &o->model }, { "--choices", &o->choices }, { "--split", &o->split },
                   { "--tokens", &o->tokens }, { "--logits", &o->logits },
-                  { "--dtype", &o->dtype } };
+                  { "--dtype", &o->dtype }, { "--device", &o->device } };
     const struct {
         const char *name;
         int64_t *count;
@@ -112,8 +113,9 @@ static int parse_value(options *o, const char *name, const char *value) {
 static int check(const options *o) {
     if (!o->model) return usage_error("--model", "is missing: name a folder");
     if (!o->tokens != !o->logits) return usage_error("--tokens", "and --logits go together");
-    if (o->dtype && strcmp(o->dtype, "f32") != 0 && strcmp(o->dtype, "f64") != 0) {
-        return usage_error("--dtype", "is f32 or f64");
+    if (o->dtype && strcmp(o->dtype, "f32") != 0 && strcmp(o->dtype, "f64") != 0 &&
+        strcmp(o->dtype, "bf16") != 0) {
+        return usage_error("--dtype", "is f32, f64, or bf16 on a GPU");
     }
     if (o->n_texts > 0 || o->choices || o->tokens) return 0;
     return usage_error("--text, --choices or --tokens", "is missing: what is to be measured?");
@@ -305,12 +307,18 @@ static mn_status print_json(const evaluation *e) {
 
 static mn_status evaluate(const options *o) {
     evaluation e = { .o = o, .root = json_object() };
-    const mn_context_options how = { .n_threads = o->n_threads };
+    const mn_context_options how = { .n_threads = o->n_threads, .device = o->device };
     mn_dtype dtype = MN_F32;
     if (o->dtype) mn_dtype_parse(&dtype, o->dtype);
     json_object_set_new(e.root, "model", json_string(o->model));
     mn_status st = mn_context_create(&e.context, &how);
-    if (st == MN_OK) st = mn_checkpoint_load(&e.model, o->model, dtype);
+    if (st == MN_OK && dtype == MN_BF16 && !o->device) {
+        st = mn_fail(MN_ERR_UNSUPPORTED, "bf16 runs on GPUs only; add --device cuda");
+    }
+    if (st == MN_OK) {
+        st = mn_checkpoint_load(&e.model, o->model, dtype == MN_BF16 ? MN_F32 : dtype);
+    }
+    if (st == MN_OK) st = mn_model_place(e.model, e.context, dtype);
     if (st == MN_OK) st = open_tokenizer(&e);
     if (st == MN_OK && o->n_texts > 0) st = measure_text(&e);
     if (st == MN_OK && o->choices) st = measure_choices(&e);

@@ -45,6 +45,8 @@ static void print_help(void) {
          "  --echo                  show the prompt as well\n"
          "  --json                  the result as one document\n"
          "  --prefill-chunk N       tokens of a prompt computed at once (default: by memory)\n"
+         "  --device D              cpu (default), cuda or cuda:N\n"
+         "  --dtype T               f32 (default), or bf16 on a GPU\n"
          "  --threads N             default: one per core\n"
          "  --quiet                 no progress and no speed on standard error");
 }
@@ -89,7 +91,8 @@ static int parse_value(mn_generate_options *o, const char *name, char *value) {
     const struct {
         const char *name, **text;
     } texts[] = { { "--model", &o->model }, { "--file", &o->file },
-                  { "--load-state", &o->load_state }, { "--save-state", &o->save_state } };
+                  { "--load-state", &o->load_state }, { "--save-state", &o->save_state },
+                  { "--device", &o->device }, { "--dtype", &o->dtype } };
     const struct {
         const char *name;
         int *count, low, high;
@@ -128,6 +131,9 @@ static int parse_value(mn_generate_options *o, const char *name, char *value) {
 
 static int check(const mn_generate_options *o) {
     if (!o->model) return usage_error("--model", "is missing: name a folder");
+    if (o->dtype && strcmp(o->dtype, "f32") != 0 && strcmp(o->dtype, "bf16") != 0) {
+        return usage_error("--dtype", "is f32 or bf16");
+    }
     if (o->prompt && o->file) return usage_error("--file", "and a prompt are two prompts");
     if (o->interactive && (o->json || o->n_forks > 1 || o->save_state || o->prompt || o->file)) {
         return usage_error("--interactive", "stands alone: /fork and /save are its commands");

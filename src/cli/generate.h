@@ -12,6 +12,7 @@
 
 typedef struct mn_generate_options {
     const char *model, *prompt, *file, *save_state, *load_state;
+    const char *device, *dtype;     // NULL: cpu, f32
     char **stops;                   // n_stops texts that end a continuation
     int n_stops;
     int n_tokens, n_forks, n_threads, chunk;

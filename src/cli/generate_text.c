@@ -9,6 +9,7 @@
 #include <string.h>
 
 #include "base/clock.h"
+#include "base/dtype.h"
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/generate.h"
@@ -54,9 +55,9 @@ static void legend(const mn_generator *g) {
 mn_status mn_generator_open(mn_generator *g, const mn_generate_options *options) {
     *g = (mn_generator){ .options = options, .sampling = options->sampling };
     mn_show_start(&g->show, mn_show_choose(options->belief, options->json));
-    const mn_context_options how = { .n_threads = options->n_threads };
-    const mn_session_options session = { .prefill_chunk = options->chunk,
-                                         .belief = options->belief };
+    const mn_context_options how = { .n_threads = options->n_threads, .device = options->device };
+    mn_session_options session = { .prefill_chunk = options->chunk, .belief = options->belief };
+    if (options->dtype) mn_dtype_parse(&session.dtype, options->dtype);
     mn_status st = mn_context_create(&g->context, &how);
     if (st == MN_OK) st = mn_model_open(&g->model, options->model);
     if (st == MN_OK) st = check_belief(g);

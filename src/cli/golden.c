@@ -298,9 +298,37 @@ static double row_scale(const mn_sample *want, const void *data, int64_t first, 
     return largest;
 }
 
+/* How far x is off r: relative rms, and the largest share of its row's scale. */
+typedef struct deviation {
+    double rms, worst;
+} deviation;
+
+static deviation deviation_of(const mn_sample *got, const void *x, const mn_sample *want,
+                              const void *r, int64_t count, int64_t width, int64_t square) {
+    deviation off = { 0.0, 0.0 };
+    double error2 = 0.0, norm2 = 0.0;
+    for (int64_t i = 0; i < count; i++) {
+        const double reference = value_at(want, r, i, square);
+        const double d = value_at(got, x, i, square) - reference;
+        error2 += d * d;
+        norm2 += reference * reference;
+    }
+    const double rms = count > 0 ? sqrt(norm2 / (double)count) : 0.0;
+    for (int64_t first = 0; first < count; first += width) {
+        const double scale = fmax(row_scale(want, r, first, width, square), rms);
+        for (int64_t i = first; i < first + width; i++) {
+            const double d = fabs(value_at(got, x, i, square) - value_at(want, r, i, square));
+            const double share = d > 0.0 || isnan(d) ? d / scale : 0.0;
+            off.worst = share > off.worst || isnan(share) ? share : off.worst;
+        }
+    }
+    off.rms = norm2 > 0 ? sqrt(error2 / norm2) : sqrt(error2);
+    return off;
+}
+
 mn_status mn_golden_compare_bf16(mn_golden_result *result, const mn_sample *got,
-                                 const mn_sample *want, const mn_safetensors *file,
-                                 const char *name) {
+                                 const mn_sample *want, const mn_sample *moved,
+                                 const mn_safetensors *file, const char *name) {
     static const double unit = 1.0 / 256.0;
     int64_t count = 0, n_want = 0;
     const mn_field *field = NULL;
@@ -315,27 +343,17 @@ mn_status mn_golden_compare_bf16(mn_golden_result *result, const mn_sample *got,
     const char *symmetric = mn_safetensors_metadata(file, "symmetric");
     const bool input = field->role <= MN_ROLE_RAW;
     const int64_t square = input && symmetric && listed(symmetric, field->name) ? width : 0;
-    double error2 = 0.0, norm2 = 0.0;
-    for (int64_t i = 0; i < count; i++) {
-        const double reference = value_at(want, y, i, square);
-        const double d = value_at(got, x, i, square) - reference;
-        error2 += d * d;
-        norm2 += reference * reference;
+    const deviation off = deviation_of(got, x, want, y, count, width, square);
+    deviation most = { 2.0 * unit / sqrt(3.0), 2.0 * unit };
+    if (moved) {
+        const void *z = computed(moved, name, &n_want, &field);
+        const deviation by = deviation_of(moved, z, want, y, count, width, square);
+        most = (deviation){ fmax(most.rms, 2.0 * by.rms), fmax(most.worst, 2.0 * by.worst) };
     }
-    const double rms = count > 0 ? sqrt(norm2 / (double)count) : 0.0;
-    double worst = 0.0;
-    for (int64_t first = 0; first < count; first += width) {
-        const double scale = fmax(row_scale(want, y, first, width, square), rms);
-        for (int64_t i = first; i < first + width; i++) {
-            const double d = fabs(value_at(got, x, i, square) - value_at(want, y, i, square));
-            const double share = d > 0.0 || isnan(d) ? d / scale : 0.0;
-            worst = share > worst || isnan(share) ? share : worst;
-        }
-    }
-    result->rms = norm2 > 0 ? sqrt(error2 / norm2) : sqrt(error2);
-    result->worst = worst;
-    result->tolerance = 2.0 * unit / sqrt(3.0);
-    result->passed = sqrt(error2) <= result->tolerance * sqrt(norm2) && worst <= 2.0 * unit;
+    result->rms = off.rms;
+    result->worst = off.worst;
+    result->tolerance = most.rms;
+    result->passed = off.rms <= most.rms && off.worst <= most.worst;
     return MN_OK;
 }
 

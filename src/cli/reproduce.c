@@ -21,7 +21,7 @@
 enum { MOST_SETS = 64, MOST_CHECKPOINTS = 64 };
 
 typedef struct options {
-    const char *name, *out, *report;
+    const char *name, *out, *report, *device;
     const char *sets[MOST_SETS];
     const char *checkpoints[MOST_CHECKPOINTS];
     int n_sets, n_checkpoints, processes, seeds, steps;
@@ -45,7 +45,9 @@ static void print_help(void) {
          "full (as published);\n"
          "                      default: smoke\n"
          "  --out DIR           default: NAME-PRESET\n"
-         "  --jobs N            processes, one thread each (default: one a core)\n"
+         "  --jobs N            processes, one thread each (default: one a core; with --device "
+         "one)\n"
+         "  --device D          train on cuda or cuda:N (default: cpu)\n"
          "  --seeds N           seeds 0 to N-1 in place of the preset's\n"
          "  --steps N           no run takes more steps than these\n"
          "  --set KEY=VALUE     set a member of every job (mneme sweep --help); may be repeated\n"
@@ -82,6 +84,7 @@ static int parse_value(options *o, const char *option, const char *value) {
     if (strcmp(option, "--steps") == 0) return parse_count(&o->steps, option, value, INT32_MAX);
     if (strcmp(option, "--out") == 0) o->out = value;
     else if (strcmp(option, "--report") == 0) o->report = value;
+    else if (strcmp(option, "--device") == 0) o->device = strcmp(value, "cpu") ? value : NULL;
     else if (strcmp(option, "--checkpoint") == 0) {
         if (o->n_checkpoints == MOST_CHECKPOINTS) return usage_error(" is given too often", option);
         o->checkpoints[o->n_checkpoints++] = value;
@@ -97,7 +100,7 @@ static int parse_value(options *o, const char *option, const char *value) {
 
 static int parse(options *o, int argc, char **argv) {
     static const char *const valued[] = { "--jobs", "--seeds", "--steps", "--out", "--report",
-                                          "--preset", "--set", "--checkpoint" };
+                                          "--preset", "--set", "--checkpoint", "--device" };
     for (int i = 1; i < argc; i++) {
         bool takes = false;
         for (size_t k = 0; k < MN_COUNTOF(valued); k++) takes |= strcmp(valued[k], argv[i]) == 0;
@@ -246,7 +249,7 @@ static int reproduce(int row, const options *o) {
             fprintf(stderr, "%s, preset %s: %zu runs, %s\n", o->name, preset,
                     json_array_size(jobs), mn_experiment_row(row).cost[o->preset]);
         }
-        status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->quiet);
+        status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, o->quiet);
         /* What came out is reported even when the rest failed or was stopped. */
         struct stat about;
         if (stat(folder, &about) == 0 && write_results(folder, row, o, plan, jobs) != MN_OK) {

@@ -17,7 +17,7 @@
 enum { MOST_SETS = 64, TITLE = 256 };
 
 typedef struct options {
-    const char *file, *out;
+    const char *file, *out, *device;
     const char *sets[MOST_SETS];
     int n_sets, processes;
     bool dry, quiet;
@@ -51,7 +51,8 @@ static void print_help(void) {
          "there is not run again, so the same command goes on with a sweep that was stopped or "
          "killed.\n\n"
          "  -o DIR              folder of the results (default: FILE without .json)\n"
-         "  --jobs N            processes (default: one a core)\n"
+         "  --jobs N            processes (default: one a core; with --device one)\n"
+         "  --device D          train on cuda or cuda:N (default: cpu)\n"
          "  --set KEY=VALUE     set a member of every job, such as train.steps=100; may be "
          "repeated\n"
          "  --dry-run           print the jobs and their keys, run nothing\n"
@@ -68,6 +69,10 @@ static int parse_value(options *o, const char *option, const char *value) {
         o->out = value;
         return 0;
     }
+    if (strcmp(option, "--device") == 0) {
+        o->device = strcmp(value, "cpu") == 0 ? NULL : value;
+        return 0;
+    }
     if (strcmp(option, "--jobs") == 0) {
         return mn_parse_count(&o->processes, value, 1, MN_SWEEP_LANES)
                    ? 0 : usage_error(" needs a whole number from 1 to 256", option);
@@ -78,7 +83,7 @@ static int parse_value(options *o, const char *option, const char *value) {
 }
 
 static int parse(options *o, int argc, char **argv) {
-    static const char *const valued[] = { "-o", "--jobs", "--set" };
+    static const char *const valued[] = { "-o", "--jobs", "--set", "--device" };
     for (int i = 1; i < argc; i++) {
         bool takes = false;
         for (size_t k = 0; k < MN_COUNTOF(valued); k++) takes |= strcmp(valued[k], argv[i]) == 0;
@@ -145,7 +150,8 @@ int mn_command_sweep(int argc, char **argv) {
     if (!o.out && n > 5 && strcmp(folder + n - 5, ".json") == 0) folder[n - 5] = '\0';
     else if (!o.out) snprintf(folder + n, sizeof folder - n, ".results");
     const int status = o.dry ? print_jobs(jobs)
-                             : mn_sweep_show("sweep", folder, jobs, o.processes, o.quiet);
+                             : mn_sweep_show("sweep", folder, jobs, o.processes, o.device,
+                                              o.quiet);
     if (status == 0 && !o.dry && !o.quiet) printf("%s/results.jsonl\n", folder);
     json_decref(jobs);
     return status;

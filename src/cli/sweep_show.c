@@ -107,12 +107,12 @@ static void tell(void *context, const mn_sweep_state *state) {
 }
 
 int mn_sweep_show(const char *verb, const char *folder, const json_t *jobs, int processes,
-                  bool quiet) {
+                  const char *device, bool quiet) {
     char path[MN_SWEEP_PATH];
     mn_sweep_state *state = calloc(1, sizeof *state);
     show s = { .terminal = isatty(STDERR_FILENO) != 0, .quiet = quiet, .started = mn_seconds() };
-    const mn_sweep_options how = { .path = path, .processes = processes, .stop = &stop_asked,
-                                   .tell = tell, .context = &s };
+    const mn_sweep_options how = { .path = path, .processes = processes, .device = device,
+                                   .stop = &stop_asked, .tell = tell, .context = &s };
     struct sigaction stop = { .sa_handler = ask_stop, .sa_flags = (int)SA_RESETHAND };
     sigaction(SIGINT, &stop, NULL);
     sigaction(SIGTERM, &stop, NULL);

@@ -20,6 +20,7 @@
 #include "cli/progress.h"
 #include "cli/sgemm.h"
 #include "io/json_write.h"
+#include "ops/context.h"
 #include "train/run_folder.h"
 #include "train/run_log.h"
 #include "train/run_read.h"
@@ -29,8 +30,10 @@ enum { PATH = 4096, MAX_SETS = 256 };
 
 typedef struct options {
     const char *config, *from;       // --resume's folder
+    const char *device;
     const char *sets[MAX_SETS];
     int n_sets, threads;
+    char dtype[64];                  // --dtype as a setting
     bool resume, overwrite, quiet, json, dry;
 } options;
 
@@ -50,6 +53,8 @@ static void print_help(void) {
          "  --set K=V        change one value, such as --set model.layers=gdn; may be repeated\n"
          "  --resume RUN     go on with a run's folder, or with one checkpoint of it\n"
          "  --overwrite      begin anew in a folder that holds a run\n"
+         "  --device D       cpu (default), cuda or cuda:N: where steps are computed\n"
+         "  --dtype T        f32, or bf16 on a GPU; the same as --set train.dtype=T\n"
          "  --threads N      threads (default: one per core)\n"
          "  --dry-run        say what would be trained and how much memory it takes, and stop\n"
          "  --quiet          no progress\n"
@@ -71,6 +76,12 @@ static int usage_error(const char *what, const char *option) {
     return 2;
 }
 
+/* --dtype as the setting it stands for. */
+static const char *dtype_setting(options *o, const char *value) {
+    snprintf(o->dtype, sizeof o->dtype, "train.dtype=%s", value);
+    return o->dtype;
+}
+
 /* 0, or the exit status of a mistake; -1: help was asked for. */
 static int parse(options *o, int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
@@ -83,11 +94,15 @@ static int parse(options *o, int argc, char **argv) {
         else if (option[0] != '-' && !o->config) o->config = option;
         else if (option[0] != '-') return usage_error(" is a second configuration", option);
         else if (strcmp(option, "--set") && strcmp(option, "--resume") &&
-                 strcmp(option, "--threads")) return usage_error(" is no option", option);
+                 strcmp(option, "--threads") && strcmp(option, "--device") &&
+                 strcmp(option, "--dtype")) return usage_error(" is no option", option);
         else if (!value) return usage_error(" needs a value", option);
-        else if (strcmp(option, "--set") == 0) {
+        else if (strcmp(option, "--set") == 0 || strcmp(option, "--dtype") == 0) {
             if (o->n_sets == MAX_SETS) return usage_error(" is given too often", option);
             o->sets[o->n_sets++] = argv[++i];
+            if (option[2] == 'd') o->sets[o->n_sets - 1] = dtype_setting(o, value);
+        } else if (strcmp(option, "--device") == 0) {
+            o->device = argv[++i];
         } else if (strcmp(option, "--resume") == 0) {
             o->resume = true;
             o->from = argv[++i];
@@ -190,8 +205,9 @@ typedef struct run {
     int64_t from;                // steps done when this process began
     mn_progress bar;
     mn_train_memory memory;
-    double program;              // mebibytes it had before anything was read
-    double ceiling;              // floating-point operations a second of sgemm here
+    mn_device *device;           // NULL: the CPU
+    double program;              // mebibytes it had before anything was read; 0 on a GPU
+    double ceiling;              // floating-point operations a second of sgemm here; 0 on a GPU
     double flops;                // of a step of training, per token
     double started, last_time;   // seconds
     double before;               // seconds of training in earlier processes
@@ -210,9 +226,14 @@ static double mebibytes(size_t bytes) {
     return (double)bytes / 1048576.0;
 }
 
-/* The most this process has had in memory. */
-static double peak_mebibytes(void) {
+/* The most this process has had in memory; or on the GPU, where what was taken is kept. */
+static double peak_mebibytes(const mn_device *device) {
     struct rusage use;
+    size_t bytes = 0;
+    if (device) {
+        mn_device_used(device, &bytes);
+        return mebibytes(bytes);
+    }
     getrusage(RUSAGE_SELF, &use);
     return (double)use.ru_maxrss / 1024.0;
 }
@@ -232,6 +253,15 @@ static void introduce(run *r) {
                                              : "no tokenizer");
     fprintf(stderr, "run        %" PRId64 " steps of %" PRId64 " x %" PRId64 " tokens, to %s\n",
             o->steps, o->batch * o->accumulate, o->context, o->out);
+    if (r->device) {
+        const mn_device_info *gpu = mn_device_facts(r->device);
+        fprintf(stderr, "device     %s, passes in %s\n", gpu->name, o->dtype);
+        fprintf(stderr, "memory     %.0f MiB of %.0f predicted: %.0f parameters and optimiser, "
+                "%.0f step, %.0f work space\n", mebibytes(r->memory.total), mebibytes(gpu->bytes),
+                mebibytes(r->memory.parameters), mebibytes(r->memory.activations),
+                mebibytes(r->memory.work));
+        return;
+    }
     fprintf(stderr, "memory     %.0f MiB predicted: %.0f parameters and optimiser, %.0f step, %.0f "
             "work space, %.0f data, %.0f program\n", mebibytes(r->memory.total) + r->program,
             mebibytes(r->memory.parameters), mebibytes(r->memory.activations),
@@ -251,8 +281,13 @@ static void show(run *r, int64_t done) {
     char extra[EXTRA];
     put_losses(extra, r);
     const size_t n = strlen(extra);
-    snprintf(extra + n, EXTRA - n, " %.0f tokens/s %.0f%% of sgemm", r->rate,
-             100.0 * r->rate * r->flops / r->ceiling);
+    if (r->device) {
+        snprintf(extra + n, EXTRA - n, " %.0f tokens/s %.1f TFLOP/s", r->rate,
+                 r->rate * r->flops * 1e-12);
+    } else {
+        snprintf(extra + n, EXTRA - n, " %.0f tokens/s %.0f%% of sgemm", r->rate,
+                 100.0 * r->rate * r->flops / r->ceiling);
+    }
     mn_progress_update(&r->bar, done, extra);
 }
 
@@ -300,6 +335,24 @@ static bool every(int64_t step, int64_t n) {
     return n > 0 && step % n == 0;
 }
 
+/* A GPU whose memory is full still has the parameters of the last step: they are saved, so that the
+ * run can go on with a smaller batch or on another device. One that fails has nothing that could be
+ * trusted. */
+static mn_status keep_going_possible(run *r, mn_status failure) {
+    const char *out = mn_trainer_options(r->trainer)->out;
+    char why[1024];
+    snprintf(why, sizeof why, "%s", mn_last_error());
+    if (failure != MN_ERR_MEMORY || mn_trainer_save(r->trainer, false) != MN_OK) {
+        const int64_t last = mn_run_latest(out);
+        if (last < 0) return mn_fail(failure, "%s. There is no checkpoint yet", why);
+        return mn_fail(failure, "%s. The checkpoint of step %" PRId64 " is as it was: --resume %s "
+                       "goes on from there", why, last, out);
+    }
+    return mn_fail(failure, "%s. Step %" PRId64 " is saved: go on with --resume and a smaller "
+                   "train.batch, train.recompute=layer or another --device", why,
+                   mn_trainer_step_number(r->trainer));
+}
+
 static mn_status train(run *r) {
     const mn_train_options *o = mn_trainer_options(r->trainer);
     mn_status st = MN_OK;
@@ -319,6 +372,8 @@ static mn_status train(run *r) {
         if (st == MN_OK && (evaluates || saves)) st = evaluate_and_save(r, evaluates, saves);
         if (st == MN_OK && every(done, o->sample_every)) st = print_sample(r);
     }
+    const bool fails = st == MN_ERR_MEMORY || st == MN_ERR_INTERNAL;
+    if (fails && r->device) return keep_going_possible(r, st);
     /* stopped between two checkpoints, by hand or for lack of patience */
     if (st == MN_OK && mn_trainer_step_number(r->trainer) > r->from) {
         st = mn_trainer_save(r->trainer, false);
@@ -429,7 +484,7 @@ static void print_plan(run *r) {
 }
 
 static void report(const run *r, double seconds) {
-    const double peak = peak_mebibytes(), best = mn_trainer_best(r->trainer);
+    const double peak = peak_mebibytes(r->device), best = mn_trainer_best(r->trainer);
     const char *out = mn_trainer_options(r->trainer)->out;
     const double rate = (double)r->tokens / fmax(seconds, 1e-9);
     if (r->o->json) {
@@ -437,7 +492,7 @@ static void report(const run *r, double seconds) {
             "steps", (json_int_t)mn_trainer_step_number(r->trainer), "loss", mn_json_real(r->loss),
             "best_valid_loss", mn_json_real(best), "valid_loss", mn_json_real(r->valid),
             "seconds", mn_json_real(seconds), "tokens_per_second", mn_json_real(rate),
-            "share_of_sgemm", mn_json_real(rate * r->flops / r->ceiling),
+            "share_of_sgemm", mn_json_real(r->device ? NAN : rate * r->flops / r->ceiling),
             "peak_mebibytes", mn_json_real(peak),
             "parameters", (json_int_t)mn_model_count(mn_trainer_model(r->trainer)), "out", out);
         char *text = NULL;
@@ -487,8 +542,9 @@ static mn_status start(run *r, const mn_json *root, const char *checkpoint) {
 }
 
 static mn_status execute(run *r, const mn_json *root, const char *checkpoint, mn_context *context) {
-    if (!r->o->dry) r->ceiling = mn_sgemm_rate(mn_context_threads(context));
-    r->program = peak_mebibytes();
+    r->device = context->device;
+    if (!r->o->dry && !r->device) r->ceiling = mn_sgemm_rate(mn_context_threads(context));
+    if (!r->device) r->program = peak_mebibytes(NULL);
     mn_status st = mn_trainer_create(&r->trainer, root, context);
     if (st == MN_OK) st = mn_trainer_predict(r->trainer, &r->memory);
     if (st != MN_OK) return st;
@@ -522,8 +578,8 @@ int mn_command_train(int argc, char **argv) {
     run r = { .o = &o, .lock = -1, .loss = NAN, .valid = NAN };
     mn_status st = load_config(&root, &o, checkpoint);
     if (st == MN_OK) st = refuse_other_run(&o, &root);
-    const mn_context_options threads = { .n_threads = o.threads };
-    if (st == MN_OK) st = mn_context_create(&context, &threads);
+    const mn_context_options how = { .n_threads = o.threads, .device = o.device };
+    if (st == MN_OK) st = mn_context_create(&context, &how);
     if (st == MN_OK) st = execute(&r, &root, checkpoint, context);
     if (st != MN_OK) fprintf(stderr, "mneme train: %s\n", mn_last_error());
     const bool stopped = stop_asked && r.trainer &&

@@ -14,6 +14,7 @@ typedef struct round_state {
     mn_tape *tape;
     mn_batch batch;
     int32_t *places;
+    float *logits;              // of a piece
     mn_answer_fn tell;
     void *context;
     double loss;
@@ -36,9 +37,11 @@ static mn_status answer_piece(round_state *r, mn_tensor *hidden, int64_t first, 
     mn_tensor *picked = mn_tape_pick(r->tape, hidden, places, n);
     const mn_tensor *logits = mn_model_logits(r->model, r->tape, picked);
     if (!logits) return mn_tape_status(r->tape);
+    const mn_status st = mn_tape_read(r->tape, logits, r->logits);
+    if (st != MN_OK) return st;
     const int64_t V = logits->shape[3];
     for (int64_t i = 0; i < n; i++) {
-        const float *row = (const float *)logits->data + i * V;
+        const float *row = r->logits + i * V;
         double log_sum;
         const int32_t answer = likeliest(row, V, &log_sum), target = r->batch.targets[places[i]];
         r->loss += log_sum - row[target];
@@ -83,7 +86,12 @@ mn_status mn_answers(mn_model *model, mn_tape *tape, const mn_loader *loader, in
     mn_status st = mn_batch_create(&r.batch, loader);
     if (st == MN_OK) {
         r.places = calloc((size_t)(r.batch.rows * r.batch.length) + 1, sizeof *r.places);
-        if (!r.places) st = mn_fail(MN_ERR_MEMORY, "no memory for the answers of a batch");
+        const int64_t rows = mn_min(r.batch.rows * r.batch.length, PIECE);
+        r.logits = calloc((size_t)rows, (size_t)mn_model_describe(model)->vocab_size *
+                                            sizeof *r.logits);
+        if (!r.places || !r.logits) {
+            st = mn_fail(MN_ERR_MEMORY, "no memory for the answers of a batch");
+        }
     }
     for (int64_t i = 0; st == MN_OK && i < count; i++) {
         st = mn_loader_fill(&r.batch, loader, first + i);
@@ -92,5 +100,6 @@ mn_status mn_answers(mn_model *model, mn_tape *tape, const mn_loader *loader, in
     if (st == MN_OK && loss) *loss = r.loss / (double)mn_max(r.targets, 1);
     mn_batch_free(&r.batch);
     free(r.places);
+    free(r.logits);
     return st;
 }

@@ -16,6 +16,7 @@
 #include "io/json.h"
 #include "io/text.h"
 #include "io/tokenizer.h"
+#include "model/model.h"
 
 static bool is_blank(char c) {
     return c == ' ' || c == '\n' || c == '\t' || c == '\r';
@@ -284,7 +285,9 @@ mn_status mn_choice_measure(mn_choice_result *out, mn_context *context, mn_model
     *out = (mn_choice_result){ .questions = questions->count };
     if (most > 0) out->questions = mn_min(most, questions->count);
     mn_session *session = NULL;
-    mn_status st = mn_session_create(&session, context, model, NULL);
+    const bool bf16 = mn_model_pass_dtype(model) == MN_BF16;
+    const mn_session_options how = { .dtype = bf16 ? MN_BF16 : MN_F32 };
+    mn_status st = mn_session_create(&session, context, model, &how);
     if (st == MN_OK) st = measure(out, session, tokenizer, questions, options);
     mn_session_destroy(session);
     out->seconds = mn_seconds() - start;

@@ -135,7 +135,13 @@ static mn_status pass(results *r, mn_model *model, mn_tape *tape, mn_model_state
     mn_tape_start(tape, MN_TAPE_FORWARD);
     const mn_tensor *logits = mn_model_logits(model, tape, mn_model_hidden(model, tape, &in));
     if (mn_tape_status(tape) != MN_OK) return mn_tape_status(tape);
-    memcpy(r->logits + r->row_bytes * (size_t)at, logits->data, r->row_bytes * (size_t)n);
+    char *to = r->logits + r->row_bytes * (size_t)at;
+    if (mn_model_dtype(model) == MN_F64) {
+        memcpy(to, logits->data, r->row_bytes * (size_t)n);
+    } else {
+        const mn_status st = mn_tape_read(tape, logits, (float *)to);
+        if (st != MN_OK) return st;
+    }
     for (int i = 0; i < r->n_beliefs; i++) {
         memcpy(r->variance + i * tokens->count + at, fresh + i * n, (size_t)n * sizeof *fresh);
     }
@@ -164,7 +170,8 @@ mn_status mn_logits_write(const char *path, mn_context *context, mn_model *model
     mn_model_state state = { 0 };
     const int64_t T = tokens->count;
     int64_t chunk = T;
-    mn_status st = mn_tape_create(&tape, context, mn_model_dtype(model));
+    mn_status st = mn_model_place(model, context, mn_model_pass_dtype(model));
+    if (st == MN_OK) st = mn_tape_create(&tape, context, mn_model_pass_dtype(model));
     if (st == MN_OK) {
         st = mn_pass_tokens(&chunk, model, tape, 1, mn_min(LEAST_CHUNK, T), T, budget);
     }

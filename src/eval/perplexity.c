@@ -79,14 +79,16 @@ static mn_status pass(measure *m, mn_model_state *state, int64_t rows, int64_t a
         memcpy(m->tokens + b * T, window, (size_t)T * sizeof *window);
         memcpy(m->targets + b * T, window + 1, (size_t)T * sizeof *window);
     }
-    const mn_model_input in = { .tokens = m->tokens, .B = rows, .T = T, .state = state };
+    const mn_model_input in = { .tokens = m->tokens, .B = rows, .T = T, .state = state,
+                                .recompute = mn_pass_recompute(m->context) };
     const mn_loss_options how = { .nll = m->nll };
     double mean;
     int64_t counted;
     mn_tape_start(m->tape, MN_TAPE_FORWARD);
     mn_tensor *hidden = mn_model_hidden(m->model, m->tape, &in);
     mn_model_loss(m->model, m->tape, hidden, m->targets, how, &mean, &counted);
-    if (mn_tape_status(m->tape) != MN_OK) return mn_tape_status(m->tape);
+    const mn_status st = mn_tape_results(m->tape);
+    if (st != MN_OK) return st;
     for (int64_t b = 0; b < rows; b++) {
         for (int64_t t = 0; t < T; t++) m->sums[b] += (double)m->nll[b * T + t];
     }
@@ -141,7 +143,8 @@ mn_status mn_perplexity_measure(mn_perplexity *out, mn_context *context, mn_mode
     *out = (mn_perplexity){ .length = options->length };
     mn_status st = mn_perplexity_windows(&out->windows, corpus, options);
     out->tokens = out->windows * (options->length - 1);
-    if (st == MN_OK) st = mn_tape_create(&m.tape, context, mn_model_dtype(model));
+    if (st == MN_OK) st = mn_model_place(model, context, mn_model_pass_dtype(model));
+    if (st == MN_OK) st = mn_tape_create(&m.tape, context, mn_model_pass_dtype(model));
     if (st == MN_OK) {
         st = choose_sizes(&m, out->windows, options->budget ? options->budget : default_budget);
     }

@@ -97,12 +97,12 @@ void mn_job_title(char *text, size_t size, const json_t *job) {
 }
 
 mn_status mn_job_run(json_t **record, const json_t *job, const mn_job_keeping *keeping,
-                     mn_job_watch watch, void *context) {
+                     const char *device, mn_job_watch watch, void *context) {
     const mn_json handle = { .value = (json_t *)(uintptr_t)job, .name = "job" };
     const mn_job_kind *kind = NULL;
     char key[MN_JOB_KEY], keep[KEEP_PATH];
     json_t *result = NULL;
-    mn_job_call call = { .watch = watch, .context = context };
+    mn_job_call call = { .device = device, .watch = watch, .context = context };
     *record = NULL;
     const double start = mn_seconds();
     mn_status st = mn_job_key(key, job);
@@ -122,6 +122,7 @@ mn_status mn_job_run(json_t **record, const json_t *job, const mn_job_keeping *k
                              "commit", mn_build_commit(), "version", mn_version());
     if (ok) json_object_set(root, "result", result);
     else json_object_set_new(root, "error", json_string(mn_last_error()));
+    if (device) json_object_set_new(root, "device", json_string(device));
     json_decref(result);
     *record = root;
     return root ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for the record of a job");

@@ -41,9 +41,11 @@ typedef struct mn_job_keeping {
 } mn_job_keeping;
 
 /* Runs a completed job on one thread. `watch` (may be NULL) is called now and then. A failed run
- * gives a record too, with "status" "failed"; the status says whether there is a record. */
+ * gives a record too, with "status" "failed"; the status says whether there is a record. Models are
+ * trained on `device` ("cuda"; NULL: the CPU), which the record then names; its key does not, as
+ * results differ by roundings only. Kinds that train no model run on the CPU. */
 mn_status mn_job_run(json_t **record, const json_t *job, const mn_job_keeping *keeping,
-                     mn_job_watch watch, void *context);
+                     const char *device, mn_job_watch watch, void *context);
 
 /* "mqar-update 64-4-4 gdn seed=0": from the labels, or from the task and the layers. */
 void mn_job_title(char *text, size_t size, const json_t *job);

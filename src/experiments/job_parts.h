@@ -8,6 +8,7 @@
 typedef struct mn_job_call {
     const char *keep;
     double keep_seconds;
+    const char *device;          // NULL: the CPU
     mn_job_watch watch;          // may be NULL
     void *context;
 } mn_job_call;

@@ -224,7 +224,7 @@ static mn_status keep_now_and_then(train_run *r, const mn_job_call *call) {
 }
 
 static mn_status start(train_run *r, const mn_json *job, const mn_job_call *call) {
-    const mn_context_options one = { .n_threads = 1 };
+    const mn_context_options one = { .n_threads = 1, .device = call->device };
     mn_status st = mn_task_run_open(&r->task, job);
     r->config.name = "job";
     if (st == MN_OK) st = make_config(&r->config.value, r->task, job);
@@ -236,7 +236,10 @@ static mn_status start(train_run *r, const mn_json *job, const mn_job_call *call
     const mn_source source = mn_task_run_source(r->task);
     const mn_train_data data = { .train_source = &source };
     st = mn_trainer_create_from(&r->trainer, &r->config, &data, r->context);
-    if (st == MN_OK) st = mn_tape_create(&r->tape, r->context, MN_F32);
+    if (st == MN_OK) {
+        const mn_dtype dtype = mn_model_pass_dtype(mn_trainer_model(r->trainer));
+        st = mn_tape_create(&r->tape, r->context, dtype);
+    }
     r->now = (mn_job_progress){ .loss = NAN, .score = NAN };
     r->lowest = INFINITY;
     r->curve = json_array();

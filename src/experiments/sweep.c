@@ -170,7 +170,8 @@ static void work(const sweep *s, const json_t *job, int pipe) {
         if (s->workers[i].pid > 0) close(s->workers[i].pipe);
     }
     const mn_job_keeping keeping = { s->keep, KEEP_SECONDS };
-    if (mn_job_run(&record, job, &keeping, say_progress, &pipe) != MN_OK) _exit(3);
+    const char *device = s->options->device;
+    if (mn_job_run(&record, job, &keeping, device, say_progress, &pipe) != MN_OK) _exit(3);
     say(pipe, json_pack("{s:o}", "record", record));
     _exit(0);
 }
@@ -396,7 +397,8 @@ mn_status mn_sweep_run(mn_sweep_state *state, const json_t *jobs, const mn_sweep
     sweep *s = calloc(1, sizeof *s);
     if (!s) return mn_fail(MN_ERR_MEMORY, "no memory for a sweep");
     const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    const int64_t wanted = options->processes > 0 ? options->processes : mn_max(cores, 1);
+    const int64_t lanes = options->device ? 1 : mn_max(cores, 1);
+    const int64_t wanted = options->processes > 0 ? options->processes : lanes;
     *s = (sweep){ .state = state, .options = options, .jobs = jobs, .file = -1 };
     *state = (mn_sweep_state){ .n_lanes = (int)mn_min(wanted, MN_SWEEP_LANES) };
     mn_status st = place_keeps(s);

@@ -31,7 +31,8 @@ typedef void (*mn_sweep_tell)(void *context, const mn_sweep_state *state);
 
 typedef struct mn_sweep_options {
     const char *path;            // the file of records
-    int processes;               // 0: as many as there are cores
+    int processes;               // 0: as many as there are cores; with a device one
+    const char *device;          // where models are trained, "cuda"; NULL: the CPU
     const volatile sig_atomic_t *stop;    // not 0: end what runs, start no more; may be NULL
     mn_sweep_tell tell;          // may be NULL
     void *context;

@@ -27,6 +27,14 @@ struct mn_session {
     float *variance;            // (n_beliefs, n_variance) and room for one chunk behind it
     int64_t n_variance, variance_room;
     mn_sampler *sampler;
+
+    /* On a GPU one token takes the same launches on the same memory as the one before, unless a
+     * layer goes by position: they are recorded once and played from then on. */
+    mn_device_graph *graph;     // NULL: none yet
+    int steps;                  // passes of one token since the last one of several
+    bool recording;
+    int32_t token;              // that the graph reads
+    mn_tensor *logits;          // that it writes, on the GPU
 };
 
 struct mn_snapshot {
@@ -34,8 +42,8 @@ struct mn_snapshot {
     mn_model_state state;
 };
 
-enum { MOST_CHUNK = 512, LEAST_CHUNK = 16 };
-static const size_t chunk_bytes = (size_t)256 << 20;
+enum { MOST_CHUNK = 512, LEAST_CHUNK = 16, DEVICE_CHUNK = 4096 };
+static const size_t chunk_bytes = (size_t)256 << 20, device_chunk_bytes = (size_t)4 << 30;
 
 /* ---- models ---------------------------------------------------------------------------------- */
 
@@ -60,10 +68,28 @@ static mn_status choose_chunk(mn_session *s) {
         return mn_fail(MN_ERR_ARGUMENT, "prefill_chunk is %" PRId64 "; take 1 or more, or 0",
                        s->options.prefill_chunk);
     }
+    const bool there = s->context->device != NULL;
     const int64_t context = mn_model_describe(s->model)->context;
-    const int64_t most = context > 0 ? mn_min(MOST_CHUNK, context) : MOST_CHUNK;
+    const int64_t all = there ? DEVICE_CHUNK : MOST_CHUNK;
+    const int64_t most = context > 0 ? mn_min(all, context) : all;
     return mn_pass_tokens(&s->options.prefill_chunk, s->model, s->tape, 1,
-                          mn_min(LEAST_CHUNK, most), most, chunk_bytes);
+                          mn_min(LEAST_CHUNK, most), most,
+                          there ? device_chunk_bytes : chunk_bytes);
+}
+
+/* The model to where the session computes, and a tape for it there. */
+static mn_status open_tape(mn_session *s) {
+    const mn_dtype dtype = s->options.dtype;
+    if (dtype != MN_F32 && dtype != MN_BF16) {
+        return mn_fail(MN_ERR_ARGUMENT, "a session computes in f32 or bf16");
+    }
+    if (!s->context->device && dtype == MN_BF16) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "bf16 runs on GPUs only; use f32 on the CPU");
+    }
+    const mn_status st = mn_model_place(s->model, s->context, dtype);
+    if (st != MN_OK) return st;
+    return mn_tape_create(&s->tape, s->context,
+                          s->context->device ? dtype : mn_model_dtype(s->model));
 }
 
 mn_status mn_session_create(mn_session **out, mn_context *context, mn_model *model,
@@ -78,7 +104,7 @@ mn_status mn_session_create(mn_session **out, mn_context *context, mn_model *mod
     s->model = model;
     if (options) s->options = *options;
     s->n_beliefs = mn_model_beliefs(model);
-    mn_status st = mn_tape_create(&s->tape, context, mn_model_dtype(model));
+    mn_status st = open_tape(s);
     if (st == MN_OK) st = mn_model_state_create(&s->state, model);
     if (st == MN_OK) st = choose_chunk(s);
     if (st != MN_OK) {
@@ -91,6 +117,7 @@ mn_status mn_session_create(mn_session **out, mn_context *context, mn_model *mod
 
 void mn_session_destroy(mn_session *session) {
     if (!session) return;
+    mn_device_graph_destroy(session->graph);
     mn_model_state_free(&session->state);
     mn_tape_destroy(session->tape);
     mn_sampler_destroy(session->sampler);
@@ -116,14 +143,9 @@ typedef struct reading {
 /* Copies the logits of the last of T hidden rows. */
 static mn_status keep_logits(mn_session *s, mn_tensor *hidden, int64_t T) {
     mn_tensor *row = mn_pass_row(s->tape, hidden, T - 1);
-    const mn_tensor *logits = mn_model_logits(s->model, s->tape, row);
-    const int64_t n = s->state.n_logits;
-    for (int64_t i = 0; logits && i < n; i++) {
-        s->state.logits[i] = mn_model_dtype(s->model) == MN_F64
-                                 ? (float)((const double *)logits->data)[i]
-                                 : ((const float *)logits->data)[i];
-    }
-    return mn_tape_status(s->tape);
+    s->logits = mn_model_logits(s->model, s->tape, row);
+    if (mn_tape_status(s->tape) != MN_OK || s->recording) return mn_tape_status(s->tape);
+    return mn_tape_read(s->tape, s->logits, s->state.logits);
 }
 
 /* Log probabilities of the tokens that follow each of this chunk's, the next chunk's first among
@@ -138,7 +160,8 @@ static mn_status keep_scores(mn_session *s, mn_tensor *hidden, const reading *in
     int64_t counted;
     const mn_loss_options how = { .nll = in->nll };
     mn_model_loss(s->model, s->tape, hidden, in->targets, how, &mean, &counted);
-    if (mn_tape_status(s->tape) != MN_OK) return mn_tape_status(s->tape);
+    const mn_status st = mn_tape_results(s->tape);
+    if (st != MN_OK) return st;
     for (int64_t t = 0; t < T && at + t + 1 < in->count; t++) {
         in->scores[at + t + 1] = -(double)in->nll[t];
     }
@@ -148,8 +171,9 @@ static mn_status keep_scores(mn_session *s, mn_tensor *hidden, const reading *in
 static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
     float *fresh = s->options.belief && s->n_beliefs ? s->variance + s->n_beliefs * in->count
                                                      : NULL;
-    const mn_model_input input = { .tokens = in->tokens + at, .B = 1, .T = T, .state = &s->state,
-                                   .variance = fresh };
+    mn_model_input input = { .tokens = in->tokens + at, .B = 1, .T = T, .state = &s->state,
+                             .variance = fresh };
+    if (T > 1) input.recompute = mn_pass_recompute(s->context);
     mn_tape_start(s->tape, MN_TAPE_FORWARD);
     mn_tensor *hidden = mn_model_hidden(s->model, s->tape, &input);
     mn_status st = mn_tape_status(s->tape);
@@ -158,6 +182,52 @@ static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
     for (int i = 0; fresh && st == MN_OK && i < s->n_beliefs; i++) {
         memcpy(s->variance + i * in->count + at, fresh + i * T, (size_t)T * sizeof *fresh);
     }
+    return st;
+}
+
+/* ---- one token at a time on a GPU ------------------------------------------------------------ */
+
+/* A pass of another kind has used the memory that the graph is about. */
+static void forget_graph(mn_session *s) {
+    mn_device_graph_destroy(s->graph);
+    s->graph = NULL;
+    s->steps = 0;
+}
+
+/* Whether the next token can be played: no layer goes by position, and nothing else is asked. */
+static bool repeats(const mn_session *s, const reading *in) {
+    bool same = s->context->device && in->count == 1 && !in->scores && !s->options.belief;
+    for (int i = 0; same && i < s->state.n_layers; i++) same = !s->state.layers[i].by_position;
+    return same;
+}
+
+static mn_status record(mn_session *s) {
+    mn_device *device = s->context->device;
+    const reading one = { .tokens = &s->token, .count = 1 };
+    mn_status st = mn_device_graph_begin(device);
+    if (st != MN_OK) return st;
+    s->recording = true;
+    st = pass(s, &one, 0, 1);
+    s->recording = false;
+    s->state.position -= st == MN_OK;    // recorded, not run
+    const mn_status ended = mn_device_graph_end(device, &s->graph);
+    return st == MN_OK ? ended : st;
+}
+
+/* The second pass of one token is recorded; the first one has taken what memory it needs. */
+static mn_status step(mn_session *s, const reading *in) {
+    if (!repeats(s, in)) {
+        forget_graph(s);
+        return pass(s, in, 0, 1);
+    }
+    mn_status st = MN_OK;
+    if (s->steps++ == 0) return pass(s, in, 0, 1);
+    s->token = in->tokens[0];
+    if (!s->graph) st = record(s);
+    if (st == MN_OK) st = mn_tape_feed(s->tape);
+    if (st == MN_OK) st = mn_device_graph_launch(s->graph);
+    if (st == MN_OK) st = mn_tape_read(s->tape, s->logits, s->state.logits);
+    if (st == MN_OK) s->state.position++;
     return st;
 }
 
@@ -204,8 +274,10 @@ static mn_status check_tokens(const mn_session *s, const int32_t *tokens, int64_
 static mn_status read_tokens(mn_session *s, const reading *in, int64_t chunk) {
     const bool fresh = !s->state.logits;
     mn_status st = make_room(s, in->count, chunk);
+    if (in->count > 1) forget_graph(s);
     for (int64_t at = 0; at < in->count && st == MN_OK; at += chunk) {
-        st = pass(s, in, at, mn_min(chunk, in->count - at));
+        const int64_t T = mn_min(chunk, in->count - at);
+        st = in->count == 1 ? step(s, in) : pass(s, in, at, T);
         s->broken = st != MN_OK;
     }
     if (st == MN_OK) s->n_variance = in->count;
@@ -314,6 +386,7 @@ mn_status mn_session_sample(int32_t *token, mn_session *session, const mn_sampli
 
 /* `state` becomes the session's. */
 static void take_state(mn_session *s, mn_model_state *state) {
+    forget_graph(s);
     mn_model_state_free(&s->state);
     s->state = *state;
     s->n_variance = 0;
@@ -411,6 +484,9 @@ mn_status mn_session_load(mn_session *session, const char *path) {
     mn_status st = mn_model_state_load(&state, session->model, path);
     if (st != MN_OK) return st;
     st = check_caches(&state, path);
+    if (st == MN_OK && session->context->device) {
+        st = mn_model_state_send(&state, session->context->device, session->options.dtype);
+    }
     if (st == MN_OK) take_state(session, &state);
     else mn_model_state_free(&state);
     return st;

@@ -3,19 +3,23 @@
 #ifndef MN_KERNELS_RICCATI_ARGS_H
 #define MN_KERNELS_RICCATI_ARGS_H
 
+#include <string.h>
+
 #include "mneme.h"
 
 static inline mn_bayes_args mn_riccati_as_bayes(const mn_riccati_args *r) {
-    mn_bayes_args p = {
-        .call = r->call, .scale = r->scale,
-        .q = r->q, .k = r->k, .la = r->la, .theta = r->theta,
-        .l2 = r->l2, .r2 = r->r2, .p0 = r->p0, .P0 = r->P0,
-        .gain = r->gain, .gainvec = r->gainvec, .kvar = r->kvar, .qvar = r->qvar, .P = r->P,
-        .cot = { .gain = r->cot.gain, .gainvec = r->cot.gainvec, .kvar = r->cot.kvar,
-                 .qvar = r->cot.qvar, .P = r->cot.P },
-        .grad = { .q = r->grad.q, .k = r->grad.k, .la = r->grad.la, .theta = r->grad.theta,
-                  .l2 = r->grad.l2, .r2 = r->grad.r2, .p0 = r->grad.p0, .P0 = r->grad.P0 },
-    };
+    mn_bayes_args p;
+    memset(&p, 0, sizeof p);
+    p.call = r->call;
+    p.scale = r->scale;
+    p.q = r->q, p.k = r->k, p.la = r->la, p.theta = r->theta;
+    p.l2 = r->l2, p.r2 = r->r2, p.p0 = r->p0, p.P0 = r->P0;
+    p.gain = r->gain, p.gainvec = r->gainvec, p.kvar = r->kvar, p.qvar = r->qvar, p.P = r->P;
+    p.cot.gain = r->cot.gain, p.cot.gainvec = r->cot.gainvec, p.cot.kvar = r->cot.kvar;
+    p.cot.qvar = r->cot.qvar, p.cot.P = r->cot.P;
+    p.grad.q = r->grad.q, p.grad.k = r->grad.k, p.grad.la = r->grad.la;
+    p.grad.theta = r->grad.theta, p.grad.l2 = r->grad.l2, p.grad.r2 = r->grad.r2;
+    p.grad.p0 = r->grad.p0, p.grad.P0 = r->grad.P0;
     p.call.V = 0;
     return p;
 }

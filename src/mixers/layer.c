@@ -321,14 +321,12 @@ static double inverse_softplus(double x) {
     return x + log(-expm1(-x));
 }
 
-static double start_value(const mn_param_info *info, double range, uint64_t seed, uint64_t stream,
-                          int64_t i) {
+/* Number i of a law that needs one uniform number, or none. */
+static double start_value(const mn_param_info *info, uint64_t seed, uint64_t stream, int64_t i) {
     const double u = mn_rng_uniform(seed, stream, (uint64_t)i);
     const int64_t last = info->rank ? info->shape[info->rank - 1] : 1;
     const double fan = 1.0 / sqrt((double)last);
     switch (info->init) {
-    case MN_INIT_NORMAL: return range * mn_rng_normal(seed, stream, (uint64_t)i);
-    case MN_INIT_NORMAL_02: return 0.02 * mn_rng_normal(seed, stream, (uint64_t)i);
     case MN_INIT_CONV:
     case MN_INIT_FAN_IN: return fan * (2.0 * u - 1.0);
     case MN_INIT_ONES: return 1.0;
@@ -354,11 +352,15 @@ static double start_value(const mn_param_info *info, double range, uint64_t seed
 }
 
 void mn_param_start(void *value, mn_dtype dtype, const mn_param_info *info, double range,
-                    uint64_t seed, uint64_t stream) {
-    for (int64_t i = 0; i < info->count; i++) {
-        const double x = start_value(info, range, seed, stream, i);
-        if (dtype == MN_F64) ((double *)value)[i] = x;
-        else ((float *)value)[i] = (float)x;
+                    uint64_t seed, uint64_t stream, int64_t first, int64_t count) {
+    const bool normal = info->init == MN_INIT_NORMAL || info->init == MN_INIT_NORMAL_02;
+    const double deviation = info->init == MN_INIT_NORMAL ? range : 0.02;
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t i = first + k;
+        const double x = normal ? deviation * mn_rng_normal(seed, stream, (uint64_t)i)
+                                : start_value(info, seed, stream, i);
+        if (dtype == MN_F64) ((double *)value)[k] = x;
+        else ((float *)value)[k] = (float)x;
     }
 }
 

@@ -80,10 +80,10 @@ typedef struct mn_param_info {
     mn_group group;
 } mn_param_info;
 
-/* Fills `value` (count numbers of dtype) as a function of (seed, stream). `range` is the standard
- * deviation of NORMAL. */
+/* Fills `value` with numbers [first, first + count) of a parameter, each a function of (seed,
+ * stream) and its place. `range` is the standard deviation of NORMAL. */
 void mn_param_start(void *value, mn_dtype dtype, const mn_param_info *info, double range,
-                    uint64_t seed, uint64_t stream);
+                    uint64_t seed, uint64_t stream, int64_t first, int64_t count);
 
 /* ---- one layer ------------------------------------------------------------------------------- */
 

@@ -62,24 +62,11 @@ static mn_tensor *noise_of(mn_forward *f, mn_tensor *x, const char *weight, cons
     return per_group ? mn_tape_heads(f->tape, n, MN_OF(f, 'H')) : n;
 }
 
-/* `count` times the same number, without gradient. */
-static void *filled(mn_forward *f, int64_t count, double value) {
-    void *data = mn_tape_memory(f->tape, count);
-    for (int64_t i = 0; data && !mn_tape_plans(f->tape) && i < count; i++) {
-        if (mn_tape_dtype(f->tape) == MN_F64) ((double *)data)[i] = value;
-        else ((float *)data)[i] = (float)value;
-    }
-    return data;
-}
-
 /* The log radius, (B,T,H,K), the same for all channels of a head. */
 static mn_tensor *log_radius(mn_forward *f, mn_tensor *x, const int64_t shape[4]) {
     mn_tape *tape = f->tape;
     const int64_t H = MN_OF(f, 'H');
-    if (!mn_use(f, "a_proj.weight")) {
-        void *zeros = filled(f, shape[0] * shape[1] * shape[2] * shape[3], 0.0);
-        return zeros ? mn_tape_input(tape, zeros, NULL, shape) : NULL;
-    }
+    if (!mn_use(f, "a_proj.weight")) return mn_filled(f, shape, 0.0);
     mn_tensor *g = mn_tape_add(tape, mn_project(f, x, "a_proj.weight", NULL),
                                mn_use_as(f, "dt_bias", 1, H));
     g = mn_tape_multiply(tape, mn_tape_unary(tape, MN_UNARY_SOFTPLUS, g),
@@ -102,8 +89,7 @@ static mn_tensor *prior_of(mn_forward *f) {
         learned = mn_tape_unary(f->tape, MN_UNARY_EXP, learned);
         return mn_tape_affine(f->tape, learned, prior_variance, 0.0);
     }
-    void *fixed = filled(f, H, prior_variance);
-    return fixed ? mn_tape_leaf(f->tape, fixed, NULL, 1, H, false) : NULL;
+    return mn_filled(f, (int64_t[]){ 1, 1, 1, H }, prior_variance);
 }
 
 static mn_tensor *remember(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor *k, mn_tensor *v) {

@@ -2,6 +2,7 @@
 #include "mixers/layer_family.h"
 
 #include <math.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/util.h"
@@ -11,6 +12,11 @@ mn_tensor *mn_use(const mn_forward *f, const char *name) {
         if (strcmp(f->layer->params[i].name, name) == 0) return f->params[i];
     }
     return NULL;
+}
+
+int64_t mn_position(const mn_forward *f) {
+    if (f->state) f->state->by_position = true;
+    return f->position;
 }
 
 mn_tensor *mn_use_as(const mn_forward *f, const char *name, int64_t rows, int64_t cols) {
@@ -119,16 +125,7 @@ mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char
 }
 
 mn_tensor *mn_filled(mn_forward *f, const int64_t shape[4], double value) {
-    mn_tensor *all = mn_tape_new(f->tape, shape);
-    if (!all) return NULL;
-    all->slot = NULL;
-    const bool f64 = mn_tape_dtype(f->tape) == MN_F64;
-    const int64_t n = mn_tape_plans(f->tape) ? 0 : shape[0] * shape[1] * shape[2] * shape[3];
-    for (int64_t i = 0; i < n; i++) {
-        if (f64) ((double *)all->data)[i] = value;
-        else ((float *)all->data)[i] = (float)value;
-    }
-    return all;
+    return mn_tape_filled(f->tape, shape, value);
 }
 
 mn_tensor *mn_over_sum(mn_forward *f, mn_tensor *x, double eps) {
@@ -151,7 +148,7 @@ mn_tensor *mn_ccq_query(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor *k)
     if (!gamma || !unit) return NULL;
     mn_run run;
     mn_curvature_args *args = mn_run_start(&run, f->tape, MN_OP_curvature);
-    args->n0 = f->position;
+    args->n0 = mn_position(f);
     mn_run_in(&run, "q", q);
     mn_run_in(&run, "k", unit);
     mn_run_in(&run, "gamma", gamma);
@@ -166,13 +163,15 @@ mn_tensor *mn_ccq_query(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor *k)
 void mn_tell_variance(mn_forward *f, mn_tensor *variance) {
     if (!f->variance || !variance || mn_tape_plans(f->tape)) return;
     if (mn_tape_status(f->tape) != MN_OK) return;
-    const int64_t *n = variance->shape, width = n[2] * n[3];
-    const bool f64 = mn_tape_dtype(f->tape) == MN_F64;
-    for (int64_t row = 0; row < n[0] * n[1]; row++) {
+    const int64_t *n = variance->shape, rows = n[0] * n[1], width = n[2] * n[3];
+    float *numbers = calloc((size_t)(rows * width), sizeof *numbers);
+    mn_status st = numbers ? mn_tape_read(f->tape, variance, numbers)
+                           : mn_fail(MN_ERR_MEMORY, "no memory for the variances of a step");
+    for (int64_t row = 0; row < rows && st == MN_OK; row++) {
         double sum = 0.0;
-        for (int64_t i = row * width; i < (row + 1) * width; i++) {
-            sum += f64 ? ((double *)variance->data)[i] : ((float *)variance->data)[i];
-        }
+        for (int64_t i = row * width; i < (row + 1) * width; i++) sum += numbers[i];
         f->variance[row] = (float)(sum / (double)width);
     }
+    if (st != MN_OK) mn_tape_fail(f->tape, st);
+    free(numbers);
 }

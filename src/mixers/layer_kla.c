@@ -128,13 +128,7 @@ static sensed sense(mn_forward *f, mn_tensor *z) {
 
 /* The same noise for every cell. */
 static mn_tensor *constant_noise(mn_forward *f, double value) {
-    const int64_t V = MN_OF(f, 'V'), K = MN_OF(f, 'K');
-    void *noise = mn_tape_memory(f->tape, V * K);
-    for (int64_t i = 0; noise && !mn_tape_plans(f->tape) && i < V * K; i++) {
-        if (mn_tape_dtype(f->tape) == MN_F64) ((double *)noise)[i] = value;
-        else ((float *)noise)[i] = (float)value;
-    }
-    return noise ? mn_tape_leaf(f->tape, noise, NULL, V, K, false) : NULL;
+    return mn_filled(f, (int64_t[]){ 1, 1, MN_OF(f, 'V'), MN_OF(f, 'K') }, value);
 }
 
 /* Without noise p is 1e-12 while the operator keeps it at 1e-7 or more; the result is linear in p,

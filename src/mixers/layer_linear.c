@@ -143,21 +143,22 @@ static mn_tensor *learned_decay(mn_forward *f, mn_tensor *x) {
 
 /* retnet's, (H) */
 static mn_tensor *fixed_decay(mn_forward *f) {
+    enum { MOST_HEADS = 1024 };
+    double log_gamma[MOST_HEADS];
     const int64_t H = MN_OF(f, 'H');
-    mn_tensor *g = mn_filled(f, (int64_t[]){ 1, 1, 1, H }, 0.0);
-    for (int64_t h = 0; g && !mn_tape_plans(f->tape) && h < H; h++) {
-        const double log_gamma = log1p(-pow(2.0, -5.0 - (double)h));
-        if (mn_tape_dtype(f->tape) == MN_F64) ((double *)g->data)[h] = log_gamma;
-        else ((float *)g->data)[h] = (float)log_gamma;
+    if (H > MOST_HEADS) {
+        return mn_tape_fail(f->tape, mn_fail(MN_ERR_ARGUMENT, "%lld heads; retnet takes %d at most",
+                                             (long long)H, MOST_HEADS));
     }
-    return g;
+    for (int64_t h = 0; h < H; h++) log_gamma[h] = log1p(-pow(2.0, -5.0 - (double)h));
+    return mn_tape_constant(f->tape, (int64_t[]){ 1, 1, 1, H }, log_gamma);
 }
 
 static mn_tensor *turned(mn_forward *f, mn_tensor *x) {
     if (f->layer->kind != MN_LAYER_retnet || !x) return x;
     mn_run run;
     mn_rope_args *args = mn_run_start(&run, f->tape, MN_OP_rope);
-    args->pos0 = f->position;
+    args->pos0 = mn_position(f);
     mn_run_in(&run, "x", x);
     mn_tensor *y = mn_run_out(&run, "y");
     mn_run_now(&run);

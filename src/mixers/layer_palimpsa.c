@@ -65,7 +65,8 @@ static mn_tensor *per_head(mn_forward *f, mn_tensor *x) {
 static mn_tensor *prior_of(mn_forward *f) {
     mn_tensor *log = mn_use(f, "Ip_log");
     if (log && !f->layer->config.learn_prior) {
-        log = mn_tape_leaf(f->tape, log->data, NULL, 1, MN_OF(f, 'H'), false);
+        log = mn_tape_leaf_of(f->tape, log->data, log->dtype, NULL, log->dtype, 1, MN_OF(f, 'H'),
+                              false);
     }
     return mn_tape_unary(f->tape, MN_UNARY_EXP, log);
 }

@@ -1,34 +1,82 @@
 /* layer_state.c - named pieces of a layer's memory: recurrent states in two buffers, caches in one
- * that doubles. */
+ * that doubles. In the host's memory or in a GPU's. */
 #include "mixers/layer_state.h"
 
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/bf16.h"
 #include "base/checked.h"
 #include "base/dtype.h"
 #include "base/status.h"
 #include "base/util.h"
 
+/* ---- memory, wherever it is ------------------------------------------------------------------ */
+
+static mn_status no_memory(const char *name, int64_t count) {
+    return mn_fail(MN_ERR_MEMORY, "no memory for a state %s of %lld numbers", name,
+                   (long long)count);
+}
+
+static void *numbers(const mn_layer_state *state, int64_t count, size_t item) {
+    size_t bytes;
+    void *memory = NULL;
+    if (count < 0 || !mn_mul_size(&bytes, (size_t)count, item) ||
+        !mn_add_size(&bytes, bytes, MN_ALIGN)) {
+        return NULL;
+    }
+    if (!state->device) return aligned_alloc(MN_ALIGN, bytes / MN_ALIGN * MN_ALIGN);
+    return mn_device_allocate(state->device, &memory, bytes) == MN_OK ? memory : NULL;
+}
+
+static void discard(const mn_layer_state *state, void *memory) {
+    if (state->device) mn_device_free(state->device, memory);
+    else free(memory);
+}
+
+/* Copies within the memory of a state. */
+static mn_status copy_bytes(const mn_layer_state *state, void *to, const void *from,
+                            size_t bytes) {
+    if (state->device) return mn_device_copy(state->device, to, from, bytes);
+    memcpy(to, from, bytes);
+    return MN_OK;
+}
+
+/* Copies `rows` rows of `bytes`, which begin so many bytes apart. */
+static mn_status copy_rows(const mn_layer_state *state, void *to, size_t to_step,
+                           const void *from, size_t from_step, size_t bytes, int64_t rows) {
+    if (to_step == bytes && from_step == bytes) {
+        return copy_bytes(state, to, from, bytes * (size_t)rows);
+    }
+    mn_status st = MN_OK;
+    for (int64_t i = 0; i < rows && st == MN_OK; i++) {
+        st = copy_bytes(state, (char *)to + (size_t)i * to_step,
+                        (const char *)from + (size_t)i * from_step, bytes);
+    }
+    return st;
+}
+
 void mn_layer_state_free(mn_layer_state *state) {
     for (int i = 0; i < state->n_pieces; i++) {
-        free(state->pieces[i].now);
-        free(state->pieces[i].next);
+        discard(state, state->pieces[i].now);
+        discard(state, state->pieces[i].next);
     }
     memset(state, 0, sizeof *state);
 }
 
-static size_t item_of(const mn_layer_state *state) {
-    return mn_dtype_bytes(state->dtype);
+static size_t item_of(const mn_state_piece *piece) {
+    return mn_dtype_bytes(piece->dtype);
 }
 
 size_t mn_layer_state_bytes(const mn_layer_state *state) {
     size_t bytes = 0;
     for (int i = 0; i < state->n_pieces; i++) {
-        bytes += (size_t)state->pieces[i].count * item_of(state);
+        bytes += (size_t)state->pieces[i].count * item_of(&state->pieces[i]);
     }
     return bytes;
 }
+
+/* ---- pieces ---------------------------------------------------------------------------------- */
 
 mn_state_piece *mn_state_find(mn_layer_state *state, const char *name) {
     for (int i = 0; i < state->n_pieces; i++) {
@@ -46,72 +94,145 @@ static mn_state_piece *find_or_add(mn_layer_state *state, const char *name) {
     return piece;
 }
 
-static void *numbers(int64_t count, size_t item) {
-    size_t bytes;
-    if (count < 0 || !mn_mul_size(&bytes, (size_t)count, item) ||
-        !mn_add_size(&bytes, bytes, MN_ALIGN)) {
-        return NULL;
-    }
-    return aligned_alloc(MN_ALIGN, bytes / MN_ALIGN * MN_ALIGN);
-}
-
-static mn_status no_memory(const char *name, int64_t count) {
-    return mn_fail(MN_ERR_MEMORY, "no memory for a state %s of %lld numbers", name,
-                   (long long)count);
-}
-
-mn_status mn_state_put(mn_layer_state *state, const char *name, const void *from, int64_t count,
-                       int64_t B, int64_t length, int64_t width) {
+/* A piece of `count` numbers of `dtype` with nothing in it yet, in place of what it was. */
+static mn_status renew(mn_state_piece **out, mn_layer_state *state, const char *name,
+                       mn_dtype dtype, int64_t count) {
     mn_state_piece *piece = find_or_add(state, name);
-    void *memory = piece ? numbers(count, item_of(state)) : NULL;
+    void *memory = piece ? numbers(state, count, mn_dtype_bytes(dtype)) : NULL;
     if (!memory) return no_memory(name, count);
-    memcpy(memory, from, (size_t)count * item_of(state));
-    free(piece->now);
-    free(piece->next);
+    discard(state, piece->now);
+    discard(state, piece->next);
     piece->now = memory;
     piece->next = NULL;
+    piece->dtype = dtype;
     piece->count = count;
-    piece->B = B;
-    piece->length = piece->capacity = length;
-    piece->width = width;
+    *out = piece;
     return MN_OK;
 }
 
+static void shape_cache(mn_state_piece *piece, int64_t B, int64_t length, int64_t width) {
+    piece->B = B;
+    piece->length = piece->capacity = length;
+    piece->width = width;
+}
+
+mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype, const void *from,
+                       int64_t count, int64_t B, int64_t length, int64_t width) {
+    mn_state_piece *piece;
+    const mn_status st = renew(&piece, state, name, dtype, count);
+    if (st != MN_OK) return st;
+    memcpy(piece->now, from, (size_t)count * item_of(piece));
+    shape_cache(piece, B, length, width);
+    return MN_OK;
+}
+
+/* ---- copies ---------------------------------------------------------------------------------- */
+
 /* Rows of a cache lie `capacity` apart; a copy has no room to spare. */
-static mn_status copy_piece(mn_layer_state *to, const mn_state_piece *from, size_t item) {
-    if (from->width == 0) return mn_state_put(to, from->name, from->now, from->count, 0, 0, 0);
+static mn_status copy_piece(mn_layer_state *to, const mn_state_piece *from) {
+    mn_state_piece *piece;
+    mn_status st = renew(&piece, to, from->name, from->dtype, from->count);
+    if (st != MN_OK) return st;
+    shape_cache(piece, from->B, from->length, from->width);
+    const size_t item = item_of(from);
+    if (from->width == 0) return copy_bytes(to, piece->now, from->now, (size_t)from->count * item);
     const size_t row = (size_t)from->width * item;
-    char *packed = numbers(from->count, item);
-    if (!packed) return no_memory(from->name, from->count);
-    for (int64_t b = 0; b < from->B; b++) {
-        memcpy(packed + (size_t)(b * from->length) * row,
-               (char *)from->now + (size_t)(b * from->capacity) * row,
-               (size_t)from->length * row);
-    }
-    const mn_status st = mn_state_put(to, from->name, packed, from->count, from->B, from->length,
-                                      from->width);
-    free(packed);
-    return st;
+    return copy_rows(to, piece->now, (size_t)from->length * row, from->now,
+                     (size_t)from->capacity * row, (size_t)from->length * row, from->B);
 }
 
 mn_status mn_layer_state_copy(mn_layer_state *to, const mn_layer_state *from) {
-    memset(to, 0, sizeof *to);
-    to->dtype = from->dtype;
+    *to = (mn_layer_state){ .device = from->device };
     mn_status st = MN_OK;
     for (int i = 0; i < from->n_pieces && st == MN_OK; i++) {
-        st = copy_piece(to, &from->pieces[i], item_of(from));
+        st = copy_piece(to, &from->pieces[i]);
     }
+    if (st != MN_OK) mn_layer_state_free(to);
+    return st;
+}
+
+/* n numbers from bf16 to float32 in place, from the last one; and back, from the first. */
+static void widen(void *data, int64_t n) {
+    for (int64_t i = n - 1; i >= 0; i--) {
+        ((float *)data)[i] = mn_bf16_to_float(((const uint16_t *)data)[i]);
+    }
+}
+
+static void narrow(void *data, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        ((uint16_t *)data)[i] = mn_bf16_from_float(((const float *)data)[i]);
+    }
+}
+
+/* A packed piece of a GPU as a piece of the host in float32. */
+static mn_status fetch_piece(mn_layer_state *to, const mn_state_piece *from, mn_device *device) {
+    mn_state_piece *piece;
+    mn_status st = renew(&piece, to, from->name, MN_F32, from->count);
+    if (st == MN_OK) {
+        st = mn_device_download(device, piece->now, from->now,
+                                (size_t)from->count * item_of(from));
+    }
+    if (st != MN_OK) return st;
+    if (from->dtype == MN_BF16) widen(piece->now, from->count);
+    shape_cache(piece, from->B, from->length, from->width);
+    return MN_OK;
+}
+
+mn_status mn_layer_state_fetch(mn_layer_state *to, const mn_layer_state *from) {
+    if (!from->device) return mn_layer_state_copy(to, from);
+    mn_layer_state packed;
+    mn_status st = mn_layer_state_copy(&packed, from);
+    memset(to, 0, sizeof *to);
+    for (int i = 0; i < from->n_pieces && st == MN_OK; i++) {
+        st = fetch_piece(to, &packed.pieces[i], from->device);
+    }
+    mn_layer_state_free(&packed);
+    if (st != MN_OK) mn_layer_state_free(to);
+    return st;
+}
+
+static mn_status send_piece(mn_layer_state *to, mn_state_piece *from, mn_dtype dtype) {
+    mn_state_piece *piece;
+    const mn_dtype type = from->width ? dtype : MN_F32;
+    if (from->dtype != MN_F32) return mn_fail(MN_ERR_UNSUPPORTED, "a GPU takes states of f32");
+    mn_status st = renew(&piece, to, from->name, type, from->count);
+    if (st != MN_OK) return st;
+    if (type == MN_BF16) narrow(from->now, from->count);
+    shape_cache(piece, from->B, from->length, from->width);
+    return mn_device_upload(to->device, piece->now, from->now,
+                            (size_t)from->count * item_of(piece));
+}
+
+mn_status mn_layer_state_send(mn_layer_state *to, const mn_layer_state *from, mn_device *device,
+                              mn_dtype dtype) {
+    mn_layer_state packed;
+    mn_status st = mn_layer_state_copy(&packed, from);
+    *to = (mn_layer_state){ .device = device };
+    for (int i = 0; i < from->n_pieces && st == MN_OK; i++) {
+        st = send_piece(to, &packed.pieces[i], dtype);
+    }
+    mn_layer_state_free(&packed);
     if (st != MN_OK) mn_layer_state_free(to);
     return st;
 }
 
 /* ---- recurrent states ------------------------------------------------------------------------ */
 
+/* Where the tape computes is where the state's memory is taken. */
+static mn_device *device_of(const mn_tape *tape) {
+    return mn_tape_context(tape)->device;
+}
+
+/* The type of a recurrent state: that of the tape, and float32 on a GPU. */
+static mn_dtype state_dtype(const mn_tape *tape) {
+    return mn_tape_dtype(tape) == MN_F64 ? MN_F64 : MN_F32;
+}
+
 void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const char *out,
                    const char *name, int64_t count) {
     mn_tape *tape = run->tape;
     if (!state || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return;
-    state->dtype = mn_tape_dtype(tape);
+    state->device = device_of(tape);
     mn_state_piece *piece = find_or_add(state, name);
     if (!piece || (piece->now && (piece->count != count || piece->width))) {
         mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "a state %s of %lld numbers where the model "
@@ -119,8 +240,9 @@ void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const cha
                                    piece ? (long long)piece->count : 0, (long long)count));
         return;
     }
+    piece->dtype = state_dtype(tape);
     const bool fresh = !piece->now, in_place = run->call->T == 1 && !fresh;
-    if (!in_place && !piece->next) piece->next = numbers(count, item_of(state));
+    if (!in_place && !piece->next) piece->next = numbers(state, count, item_of(piece));
     if (!in_place && !piece->next) {
         mn_tape_fail(tape, no_memory(name, count));
         return;
@@ -141,28 +263,43 @@ void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const cha
 static mn_status grow(mn_layer_state *state, mn_state_piece *piece, int64_t length) {
     if (length <= piece->capacity) return MN_OK;
     const int64_t capacity = mn_max(length, 2 * piece->capacity);
-    const size_t row = (size_t)piece->width * item_of(state);
+    const size_t row = (size_t)piece->width * item_of(piece);
     int64_t count;
     if (!mn_mul_i64(&count, piece->B * piece->width, capacity)) count = -1;
-    char *memory = numbers(count, item_of(state));
+    char *memory = numbers(state, count, item_of(piece));
     if (!memory) return no_memory(piece->name, count);
-    for (int64_t b = 0; b < piece->B && piece->length; b++) {
-        memcpy(memory + (size_t)(b * capacity) * row,
-               (char *)piece->now + (size_t)(b * piece->capacity) * row,
-               (size_t)piece->length * row);
+    mn_status st = MN_OK;
+    if (piece->length) {
+        st = copy_rows(state, memory, (size_t)capacity * row, piece->now,
+                       (size_t)piece->capacity * row, (size_t)piece->length * row, piece->B);
     }
-    free(piece->now);
+    discard(state, piece->now);
     piece->now = memory;
     piece->capacity = capacity;
-    return MN_OK;
+    return st;
+}
+
+/* Puts the tokens of x behind those of the cache. */
+static mn_status append(mn_layer_state *state, mn_state_piece *piece, const mn_tensor *x) {
+    const int64_t B = x->shape[0], T = x->shape[1];
+    const size_t item = item_of(piece), row = (size_t)piece->width * item;
+    mn_status st = MN_OK;
+    for (int64_t b = 0; b < B && st == MN_OK; b++) {
+        char *to = (char *)piece->now + (size_t)(b * piece->capacity + piece->length) * row;
+        const char *from = (const char *)x->data + (size_t)(b * x->stride[0]) * item;
+        st = copy_rows(state, to, row, from, (size_t)x->stride[1] * item, row, T);
+    }
+    return st;
 }
 
 mn_tensor *mn_state_append(mn_layer_state *state, mn_tape *tape, mn_tensor *x, const char *name) {
     if (!state || !x || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return x;
-    state->dtype = mn_tape_dtype(tape);
+    state->device = device_of(tape);
+    state->by_position = true;
     const int64_t B = x->shape[0], T = x->shape[1], width = x->shape[2] * x->shape[3];
     mn_state_piece *piece = find_or_add(state, name);
     if (piece && !piece->now) {
+        piece->dtype = mn_tape_dtype(tape);
         piece->B = B;
         piece->width = width;
     }
@@ -170,17 +307,9 @@ mn_tensor *mn_state_append(mn_layer_state *state, mn_tape *tape, mn_tensor *x, c
         return mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "the cache %s belongs to another model "
                                           "or batch", name));
     }
-    const mn_status st = grow(state, piece, piece->length + T);
+    mn_status st = grow(state, piece, piece->length + T);
+    if (st == MN_OK) st = append(state, piece, x);
     if (st != MN_OK) return mn_tape_fail(tape, st);
-    const size_t item = item_of(state);
-    for (int64_t b = 0; b < B; b++) {
-        for (int64_t t = 0; t < T; t++) {
-            memcpy((char *)piece->now +
-                       (size_t)((b * piece->capacity + piece->length + t) * width) * item,
-                   (char *)x->data + (size_t)(b * x->stride[0] + t * x->stride[1]) * item,
-                   (size_t)width * item);
-        }
-    }
     piece->length += T;
     piece->count = B * piece->length * width;
     const int64_t shape[4] = { B, piece->length, x->shape[2], x->shape[3] };

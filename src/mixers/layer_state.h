@@ -6,38 +6,48 @@
 #define MN_MIXERS_LAYER_STATE_H
 
 #include "ops/tape.h"
+#include "runtime/device.h"
 
 enum { MN_STATE_PIECES = 8, MN_STATE_NAME = 16 };
 
 typedef struct mn_state_piece {
     char name[MN_STATE_NAME];
+    mn_dtype dtype;            // of its numbers: on a GPU caches have the type of activations
     int64_t count;             // numbers in use
     void *now, *next;          // the state, and memory for the one after it
     /* caches: (B, capacity, width) with the first `length` tokens written */
     int64_t length, capacity, width, B;
 } mn_state_piece;
 
-/* All zeros is a fresh state. */
+/* All zeros is a fresh state, of the host. */
 typedef struct mn_layer_state {
-    mn_dtype dtype;
+    mn_device *device;         // whose memory the pieces are in; NULL: the host's
+    bool by_position;          // the layer computes something else at each position: turns, caches
     int n_pieces;
     mn_state_piece pieces[MN_STATE_PIECES];
 } mn_layer_state;
 
 void mn_layer_state_free(mn_layer_state *state);    // becomes fresh
 
-/* A deep copy. On failure `*to` is fresh. */
+/* A deep copy where it is. On failure `*to` is fresh. */
 mn_status mn_layer_state_copy(mn_layer_state *to, const mn_layer_state *from);
+
+/* A copy in the host's memory of what is on a GPU, in float32, and the other way: recurrent states
+ * stay float32 there, caches get `dtype`. On failure `*to` is fresh. */
+mn_status mn_layer_state_fetch(mn_layer_state *to, const mn_layer_state *from);
+mn_status mn_layer_state_send(mn_layer_state *to, const mn_layer_state *from, mn_device *device,
+                              mn_dtype dtype);
 
 size_t mn_layer_state_bytes(const mn_layer_state *state);
 
 /* The piece called `name`, NULL if it was never written. */
 mn_state_piece *mn_state_find(mn_layer_state *state, const char *name);
 
-/* Makes (or replaces) a piece from `count` numbers, as loaded from a file; caches with B, length
- * and width, others with zeros there. */
-mn_status mn_state_put(mn_layer_state *state, const char *name, const void *numbers, int64_t count,
-                       int64_t B, int64_t length, int64_t width);
+/* Makes (or replaces) a piece of a state of the host from `count` numbers, as loaded from a file;
+ * caches with B, length and width, others with zeros there. */
+mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype,
+                       const void *numbers, int64_t count, int64_t B, int64_t length,
+                       int64_t width);
 
 /* ---- for layers ------------------------------------------------------------------------------ */
 

@@ -153,16 +153,26 @@ static mn_status check_all(mn_model *model, const weights *w) {
     return MN_OK;
 }
 
+/* Straight into the host's memory, or through it to a GPU's. */
+static mn_status read_param(mn_model *model, int i, const mn_stored_tensor *t) {
+    const mn_model_param *p = mn_model_param_at(model, i);
+    const bool f64 = mn_model_dtype(model) == MN_F64, there = mn_model_device_bytes(model) > 0;
+    void *numbers = p->value;
+    if (there) numbers = malloc((size_t)p->info.count * mn_dtype_bytes(mn_model_dtype(model)));
+    if (!numbers) return mn_fail(MN_ERR_MEMORY, "no memory to read %s", p->name);
+    mn_status st = f64 ? mn_safetensors_read_f64(numbers, t) : mn_safetensors_read_f32(numbers, t);
+    if (st == MN_OK && there) st = mn_model_put(model, i, numbers);
+    if (there) free(numbers);
+    return st;
+}
+
 mn_status mn_checkpoint_read_weights(mn_model *model, const char *folder) {
     weights *w = malloc(sizeof *w);
     if (!w) return mn_fail(MN_ERR_MEMORY, "no memory to read %s", folder);
     mn_status st = open_weights(w, folder);
     if (st == MN_OK) st = check_all(model, w);
     for (int i = 0; st == MN_OK && i < mn_model_params(model); i++) {
-        mn_model_param *p = mn_model_param_at(model, i);
-        const mn_stored_tensor *t = find_from(w, p->name, 0, 0);
-        st = mn_model_dtype(model) == MN_F64 ? mn_safetensors_read_f64(p->value, t)
-                                             : mn_safetensors_read_f32(p->value, t);
+        st = read_param(model, i, find_from(w, mn_model_param_at(model, i)->name, 0, 0));
     }
     close_weights(w);
     free(w);
@@ -190,21 +200,44 @@ mn_status mn_checkpoint_load(mn_model **out, const char *folder, mn_dtype dtype)
 
 /* ---- writing --------------------------------------------------------------------------------- */
 
-static mn_status save_weights(mn_model *model, const char *path) {
+/* Values that are on a GPU, copied to memory of the host, (n_params) pieces; to be freed. */
+static mn_status fetch_weights(void **copies, mn_model *model) {
+    mn_status st = MN_OK;
+    for (int i = 0; st == MN_OK && i < mn_model_params(model); i++) {
+        const mn_model_param *p = mn_model_param_at(model, i);
+        copies[i] = malloc((size_t)p->info.count * mn_dtype_bytes(mn_model_dtype(model)));
+        st = copies[i] ? mn_model_get(model, i, copies[i])
+                       : mn_fail(MN_ERR_MEMORY, "no memory to save %s", p->name);
+    }
+    return st;
+}
+
+static mn_status write_weights(mn_model *model, mn_stored_tensor *tensors, void *const *copies,
+                               const char *path) {
     const int n = mn_model_params(model);
-    mn_stored_tensor *tensors = calloc((size_t)n, sizeof *tensors);
-    if (!tensors) return mn_fail(MN_ERR_MEMORY, "no memory to write %s", path);
     const bool f64 = mn_model_dtype(model) == MN_F64;
     for (int i = 0; i < n; i++) {
         const mn_model_param *p = mn_model_param_at(model, i);
         mn_stored_tensor *t = &tensors[i];
         *t = (mn_stored_tensor){ .name = p->name, .dtype = f64 ? MN_STORED_F64 : MN_STORED_F32,
-                                 .rank = p->info.rank, .data = p->value };
+                                 .rank = p->info.rank, .data = copies[i] ? copies[i] : p->value };
         memcpy(t->shape, p->info.shape, sizeof p->info.shape);
         t->bytes = (size_t)p->info.count * mn_dtype_bytes(mn_model_dtype(model));
     }
     const mn_stored_text format = { "format", "pt" };
-    const mn_status st = mn_safetensors_write(path, tensors, n, &format, 1);
+    return mn_safetensors_write(path, tensors, n, &format, 1);
+}
+
+static mn_status save_weights(mn_model *model, const char *path) {
+    const size_t n = (size_t)mn_model_params(model);
+    mn_stored_tensor *tensors = calloc(n, sizeof *tensors);
+    void **copies = calloc(n, sizeof *copies);
+    mn_status st = tensors && copies ? MN_OK
+                                     : mn_fail(MN_ERR_MEMORY, "no memory to write %s", path);
+    if (st == MN_OK && mn_model_device_bytes(model) > 0) st = fetch_weights(copies, model);
+    if (st == MN_OK) st = write_weights(model, tensors, copies, path);
+    for (size_t i = 0; copies && i < n; i++) free(copies[i]);
+    free(copies);
     free(tensors);
     return st;
 }

@@ -29,16 +29,17 @@ static double angle(int64_t place, int64_t i, int64_t n) {
 
 /* (1,T,1,D), without gradient. */
 static mn_tensor *places(mn_tape *tape, int64_t T, int64_t D) {
-    void *memory = mn_tape_memory(tape, T * D);
+    double *values = calloc((size_t)(T * D), sizeof *values);
     const int64_t n = D / 2;
-    for (int64_t i = 0; memory && !mn_tape_plans(tape) && i < T * D; i++) {
+    if (!values) return mn_tape_fail(tape, mn_fail(MN_ERR_MEMORY, "no memory for a decoder"));
+    for (int64_t i = 0; !mn_tape_plans(tape) && i < T * D; i++) {
         const int64_t at = i % D;
-        const double x = at < n ? sin(angle(i / D, at, n))
-                                : at < 2 * n ? cos(angle(i / D, at - n, n)) : 0.0;
-        if (mn_tape_dtype(tape) == MN_F64) ((double *)memory)[i] = x;
-        else ((float *)memory)[i] = (float)x;
+        values[i] = at < n ? sin(angle(i / D, at, n))
+                           : at < 2 * n ? cos(angle(i / D, at - n, n)) : 0.0;
     }
-    return memory ? mn_tape_input(tape, memory, NULL, (int64_t[]){ 1, T, 1, D }) : NULL;
+    mn_tensor *e = mn_tape_constant(tape, (int64_t[]){ 1, T, 1, D }, values);
+    free(values);
+    return e;
 }
 
 static mn_tensor *stage(mn_model *model, mn_tape *tape, mn_tensor *h, const int *params) {

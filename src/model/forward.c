@@ -3,17 +3,42 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/rng.h"
 #include "base/status.h"
 #include "model/model_parts.h"
 
+/* Passes in bf16 read weights in bf16: matrices, norms and biases, which multiply activations or
+ * are added to them. What says how fast a memory fades, such as a logarithm or the bias of a step,
+ * stays float32: a few numbers, whose roundings would add up over all tokens. */
+static bool in_bf16(const mn_model_param *p) {
+    const bool plain = p->info.init == MN_INIT_ZEROS || p->info.init == MN_INIT_ONES;
+    if (p->info.group == MN_GROUP_STATE) return false;
+    return p->shadow && (p->info.group != MN_GROUP_VECTOR || plain);
+}
+
+/* The tape computes where the parameters are, and in a type that they have. */
+static mn_status check_place(const mn_model *model, const mn_tape *tape) {
+    const mn_device *device = mn_tape_context(tape)->device;
+    if (!device != !model->device) {
+        return mn_fail(MN_ERR_ARGUMENT, "the parameters are on the %s and the pass is on the %s",
+                       model->device ? "GPU" : "CPU", device ? "GPU" : "CPU");
+    }
+    if (mn_tape_dtype(tape) != MN_BF16 || model->shadows) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "a pass in bf16 over parameters that were placed for f32");
+}
+
 void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients) {
-    const bool records = mn_tape_records(tape);
+    const bool records = mn_tape_records(tape), bf16 = mn_tape_dtype(tape) == MN_BF16;
+    const mn_status st = check_place(model, tape);
+    if (st != MN_OK) mn_tape_fail(tape, st);
+    model->tape = tape;
     for (int i = 0; i < model->n_params; i++) {
         const mn_model_param *p = &model->params[i];
         const int64_t rows = p->info.rank == 1 ? 1 : p->info.shape[0];
-        model->leaves[i] = mn_tape_leaf(tape, p->value, records ? p->grad : NULL, rows,
-                                        p->info.count / rows, add_gradients);
+        const bool shadow = bf16 && in_bf16(p);
+        void *grad = records ? p->grad : NULL;
+        model->leaves[i] = mn_tape_leaf_of(tape, shadow ? p->shadow : p->value,
+                                           shadow ? MN_BF16 : model->dtype, grad, model->dtype,
+                                           rows, p->info.count / rows, add_gradients);
     }
 }
 
@@ -53,6 +78,48 @@ mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x) {
     return mn_tape_residual(tape, x, mn_tape_linear(tape, h, model->leaves[block->down], NULL));
 }
 
+bool mn_recompute_parse(mn_recompute *out, const char *name) {
+    static const char *const names[] = {
+#define RECOMPUTE(id, name, about) [MN_RECOMPUTE_##id] = name,
+#include "model/recomputes.def"
+#undef RECOMPUTE
+    };
+    for (int i = 0; i < MN_RECOMPUTE_COUNT; i++) {
+        if (strcmp(names[i], name) != 0) continue;
+        *out = (mn_recompute)i;
+        return true;
+    }
+    return false;
+}
+
+/* A block as a part of which only the result is kept. */
+typedef struct block_job {
+    mn_model *model;
+    int i;
+    mn_forward f;
+} block_job;
+
+static mn_tensor *run_block(mn_tape *tape, mn_tensor *x, const void *job) {
+    const block_job *b = job;
+    mn_forward f = b->f;
+    return mn_block_mlp(b->model, b->i, tape, mn_block_mixer(b->model, b->i, &f, x));
+}
+
+static mn_tensor *run_mlp(mn_tape *tape, mn_tensor *x, const void *job) {
+    const block_job *b = job;
+    return mn_block_mlp(b->model, b->i, tape, x);
+}
+
+/* A whole block, or its MLP, as such a part. */
+static mn_tensor *run_again(mn_model *model, int i, mn_forward *f, mn_tensor *x,
+                            mn_recompute what) {
+    const block_job job = { model, i, *f };
+    if (what == MN_RECOMPUTE_LAYER) return mn_tape_again(f->tape, x, run_block, &job, sizeof job);
+    x = mn_block_mixer(model, i, f, x);
+    if (model->config.mlp == MN_MLP_NONE) return x;
+    return mn_tape_again(f->tape, x, run_mlp, &job, sizeof job);
+}
+
 /* Blocks [0, n) from tokens, and with `last` the mixer of block n as well. */
 static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in, int n,
                         mn_forward *last) {
@@ -61,6 +128,8 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
     mn_tape_scope(tape, "model.embeddings");
     mn_tensor *x = mn_tape_embed(tape, model->leaves[model->embed], in->tokens, in->B, in->T);
     int belief = 0;
+    /* what a block leaves behind beside its result it would leave twice */
+    const bool once = !mn_tape_records(tape) || (!in->state && !in->variance && !in->tap);
     for (int i = 0; i < n + (last != NULL) && x; i++) {
         mn_forward one = { .tape = tape, .position = in->state ? in->state->position : 0 };
         mn_forward *f = i == n ? last : &one;
@@ -71,6 +140,10 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
         f->index = i;
         if (in->variance && mn_layer_has_variance(&model->blocks[i].layer)) {
             f->variance = in->variance + belief++ * in->B * in->T;
+        }
+        if (in->recompute != MN_RECOMPUTE_NONE && once && i < n) {
+            x = run_again(model, i, f, x, in->recompute);
+            continue;
         }
         x = mn_block_mixer(model, i, f, x);
         if (i < n) x = mn_block_mlp(model, i, tape, x);
@@ -108,15 +181,7 @@ void mn_model_loss(mn_model *model, mn_tape *tape, mn_tensor *hidden, const int3
 static mn_tensor *sample_of(mn_tape *tape, mn_tensor *mean, mn_tensor *deviation, uint64_t seed,
                             uint64_t stream) {
     if (!mean || !deviation) return NULL;
-    mn_tensor *noise = mn_tape_new(tape, mean->shape);
-    if (!noise) return NULL;
-    noise->slot = NULL;
-    const int64_t n = mean->shape[0] * mean->shape[1] * mean->shape[3];
-    for (int64_t i = 0; !mn_tape_plans(tape) && i < n; i++) {
-        const double e = mn_rng_normal(seed, stream, (uint64_t)i);
-        if (mn_tape_dtype(tape) == MN_F64) ((double *)noise->data)[i] = e;
-        else ((float *)noise->data)[i] = (float)e;
-    }
+    mn_tensor *noise = mn_tape_normal(tape, mean->shape, seed, stream);
     return mn_tape_add(tape, mean, mn_tape_multiply(tape, deviation, noise));
 }
 

@@ -157,6 +157,7 @@ mn_status mn_model_create(mn_model **out, const mn_model_config *config, mn_dtyp
 
 void mn_model_destroy(mn_model *model) {
     if (!model) return;
+    if (model->device) mn_model_unplace(model);
     for (int i = 0; i < model->n_params; i++) {
         free(model->params[i].value);
         free(model->params[i].grad);
@@ -170,6 +171,7 @@ void mn_model_destroy(mn_model *model) {
 }
 
 mn_status mn_model_want_gradients(mn_model *model) {
+    if (model->device) return mn_model_place_gradients(model);
     for (int i = 0; i < model->n_params; i++) {
         mn_model_param *p = &model->params[i];
         if (p->grad) continue;
@@ -250,18 +252,50 @@ double mn_model_flops(const mn_model *model, int64_t length) {
     return 3.0 * (2.0 * weights + 2.0 * caches * (double)length / 2.0);
 }
 
-void mn_model_start(mn_model *model, uint64_t seed) {
+/* ---- initial values -------------------------------------------------------------------------- */
+
+enum { START_PIECE = 1 << 16 };    // numbers a thread draws at a time: a millisecond or two
+
+typedef struct starting {
+    mn_model *model;
+    uint64_t seed;
+    int64_t param;
+} starting;
+
+static void start_piece(void *context, int64_t item, int worker) {
+    (void)worker;
+    const starting *s = context;
+    const mn_model *model = s->model;
+    const mn_model_param *p = &model->params[s->param];
+    const int64_t first = item * START_PIECE, n = mn_min(START_PIECE, p->info.count - first);
+    mn_param_start((char *)p->value + (size_t)first * mn_dtype_bytes(model->dtype), model->dtype,
+                   &p->info, model->config.initializer_range, s->seed, (uint64_t)s->param, first,
+                   n);
+}
+
+void mn_model_start(mn_model *model, mn_context *context, uint64_t seed) {
     for (int i = 0; i < model->n_params; i++) {
-        mn_model_param *p = &model->params[i];
-        mn_param_start(p->value, model->dtype, &p->info, model->config.initializer_range, seed,
-                       (uint64_t)i);
+        starting s = { .model = model, .seed = seed, .param = i };
+        const int64_t pieces = mn_ceil_div(model->params[i].info.count, START_PIECE);
+        if (context) {
+            mn_threads_run(context->threads, pieces, start_piece, &s);
+            continue;
+        }
+        for (int64_t item = 0; item < pieces; item++) start_piece(&s, item, 0);
     }
 }
 
 void mn_model_settle_gradients(mn_model *model) {
+    mn_device *device = model->tape ? mn_tape_context(model->tape)->device : NULL;
     for (int i = 0; i < model->n_params; i++) {
         mn_model_param *p = &model->params[i];
         if (!p->grad || !model->leaves[i] || !mn_tape_untouched(model->leaves[i])) continue;
-        memset(p->grad, 0, (size_t)p->info.count * mn_dtype_bytes(model->dtype));
+        const size_t bytes = (size_t)p->info.count * mn_dtype_bytes(model->dtype);
+        if (!device) {
+            memset(p->grad, 0, bytes);
+        } else {
+            const mn_status st = mn_device_fill(device, p->grad, 0, bytes);
+            if (st != MN_OK) mn_tape_fail(model->tape, st);
+        }
     }
 }

@@ -16,6 +16,7 @@ typedef struct mn_model_param {
     char name[MN_PARAM_NAME];
     mn_param_info info;        // shape, group, initial values
     void *value, *grad;        // count numbers; grad NULL until mn_model_want_gradients
+    void *shadow;              // of a model on a GPU: the value in bf16, or NULL
 } mn_model_param;
 
 /* `config` is copied. Parameters are allocated, not set: mn_model_start or a checkpoint does. */
@@ -33,10 +34,32 @@ mn_model_param *mn_model_param_named(mn_model *model, const char *name);    // N
 int64_t mn_model_count(const mn_model *model);              // numbers in all parameters
 int64_t mn_model_count_without_embeddings(const mn_model *model);
 
-/* Initial values as a function of `seed`: each parameter by its own law. */
-void mn_model_start(mn_model *model, uint64_t seed);
+/* Initial values as a function of `seed`: each parameter by its own law, drawn by the context's
+ * threads (NULL: by the calling one), with the same numbers however many there are. */
+void mn_model_start(mn_model *model, mn_context *context, uint64_t seed);
 
 mn_status mn_model_want_gradients(mn_model *model);
+
+/* ---- where parameters are --------------------------------------------------------------------
+ *
+ * A model begins in the host's memory. On a GPU it has float32 values and gradients, and where
+ * passes are in bf16 a copy of the values in bf16 beside, which those passes read. */
+
+/* Moves the parameters, and gradients if there are any, to the context's GPU for passes of `dtype`,
+ * MN_F32 or MN_BF16; the host's memory is freed. What is there already stays. Of a context of the
+ * CPU it only checks that the model is there too. */
+mn_status mn_model_place(mn_model *model, const mn_context *context, mn_dtype dtype);
+
+/* The type that passes are in: MN_BF16 once it has been placed for that, else the model's own. */
+mn_dtype mn_model_pass_dtype(const mn_model *model);
+
+/* The numbers of parameter `i` to and from memory of the host, wherever they are, in the model's
+ * type; work that changes or reads them has to be done. */
+mn_status mn_model_get(mn_model *model, int i, void *numbers);
+mn_status mn_model_put(mn_model *model, int i, const void *numbers);
+
+/* Bytes of a GPU's memory that the model holds; 0 on the host. */
+size_t mn_model_device_bytes(const mn_model *model);
 
 /* Floating-point operations of one training step per token (forward and backward) in its matrix
  * products and attention, for sequences of `length`. */
@@ -66,13 +89,28 @@ void mn_model_state_free(mn_model_state *state);
 mn_status mn_model_state_copy(mn_model_state *out, const mn_model_state *from);
 size_t mn_model_state_bytes(const mn_model_state *state);
 
+/* Moves a state from the host's memory to a GPU's, where caches get `dtype`. The device must
+ * outlive the state. Copies of what is on a GPU are there too. */
+mn_status mn_model_state_send(mn_model_state *state, mn_device *device, mn_dtype dtype);
+
 /* Writes and reads a state as safetensors, with what it belongs to in the metadata; reading fails
- * when it is another model's. */
+ * when it is another model's. What is on a GPU is written in float32; what is read is on the
+ * host. */
 mn_status mn_model_state_save(const mn_model_state *state, const mn_model *model,
                               const char *path);
 mn_status mn_model_state_load(mn_model_state *out, const mn_model *model, const char *path);
 
 /* ---- forward --------------------------------------------------------------------------------- */
+
+/* What is computed once more going back: recomputes.def. */
+typedef enum mn_recompute {
+#define RECOMPUTE(id, name, about) MN_RECOMPUTE_##id,
+#include "model/recomputes.def"
+#undef RECOMPUTE
+    MN_RECOMPUTE_COUNT
+} mn_recompute;
+
+bool mn_recompute_parse(mn_recompute *out, const char *name);
 
 typedef struct mn_model_input {
     const int32_t *tokens;         // (B,T)
@@ -83,6 +121,7 @@ typedef struct mn_model_input {
     float *variance;               // (beliefs, B, T): read variances; NULL: not wanted
     const mn_tap *tap;             // hears what layers make; NULL: nobody
     bool add_gradients;            // to what the parameters' gradients hold
+    mn_recompute recompute;        // instead of keeping it; the same bits for less memory
 } mn_model_input;
 
 /* The residual stream after the final norm, (B,T,1,D). Call between mn_tape_start and the end of

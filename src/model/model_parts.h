@@ -3,6 +3,7 @@
 #define MN_MODEL_MODEL_PARTS_H
 
 #include "model/model.h"
+#include "runtime/device.h"
 
 /* Where a block's parameters are among the model's; -1: it has none. */
 typedef struct mn_block {
@@ -24,7 +25,20 @@ struct mn_model {
     int decoder[MN_DECODER_STAGES][MN_DECODER_PARTS];
     int32_t *ends;                   // n_ends of them, see decoder.c
     int64_t n_ends;
+    mn_tape *tape;                   // of the current pass
+
+    /* On a GPU (place.c): a handle of the model's own, and one piece of memory for all values, for
+     * all gradients and for all shadows. */
+    mn_device *device;               // NULL: the host
+    unsigned char *values, *grads, *shadows;
+    size_t device_bytes;
 };
+
+/* Memory of the GPU for the gradients of a model that is there, zeroed. */
+mn_status mn_model_place_gradients(mn_model *model);
+
+/* Frees what a model has on a GPU. */
+void mn_model_unplace(mn_model *model);
 
 /* Makes leaves of all parameters on the tape. */
 void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients);

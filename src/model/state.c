@@ -35,16 +35,40 @@ static mn_status put_logits(mn_model_state *state, const float *logits, int64_t 
     return MN_OK;
 }
 
-mn_status mn_model_state_copy(mn_model_state *out, const mn_model_state *from) {
+/* Where a copy is to be. */
+typedef enum copy_way { IN_PLACE, TO_HOST, TO_DEVICE } copy_way;
+
+static mn_status copy_layer(mn_layer_state *to, const mn_layer_state *from, copy_way way,
+                            mn_device *device, mn_dtype dtype) {
+    if (way == TO_HOST) return mn_layer_state_fetch(to, from);
+    return way == TO_DEVICE ? mn_layer_state_send(to, from, device, dtype)
+                            : mn_layer_state_copy(to, from);
+}
+
+static mn_status copy_state(mn_model_state *out, const mn_model_state *from, copy_way way,
+                            mn_device *device, mn_dtype dtype) {
     *out = (mn_model_state){ .n_layers = from->n_layers, .position = from->position };
     out->layers = calloc((size_t)from->n_layers, sizeof *out->layers);
     mn_status st = out->layers ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for a state");
     for (int i = 0; i < from->n_layers && st == MN_OK; i++) {
-        st = mn_layer_state_copy(&out->layers[i], &from->layers[i]);
+        st = copy_layer(&out->layers[i], &from->layers[i], way, device, dtype);
     }
     if (st == MN_OK && from->logits) st = put_logits(out, from->logits, from->n_logits);
     if (st != MN_OK) mn_model_state_free(out);
     return st;
+}
+
+mn_status mn_model_state_copy(mn_model_state *out, const mn_model_state *from) {
+    return copy_state(out, from, IN_PLACE, NULL, MN_F32);
+}
+
+mn_status mn_model_state_send(mn_model_state *state, mn_device *device, mn_dtype dtype) {
+    mn_model_state there;
+    const mn_status st = copy_state(&there, state, TO_DEVICE, device, dtype);
+    if (st != MN_OK) return st;
+    mn_model_state_free(state);
+    *state = there;
+    return MN_OK;
 }
 
 size_t mn_model_state_bytes(const mn_model_state *state) {
@@ -72,10 +96,10 @@ static uint64_t model_mark(const mn_model *model) {
 }
 
 /* Tensor of one piece: caches as (B, tokens, width), others as (count). */
-static void describe_piece(mn_stored_tensor *t, const mn_state_piece *piece, mn_dtype dtype) {
-    t->dtype = dtype == MN_F64 ? MN_STORED_F64 : MN_STORED_F32;
+static void describe_piece(mn_stored_tensor *t, const mn_state_piece *piece) {
+    t->dtype = piece->dtype == MN_F64 ? MN_STORED_F64 : MN_STORED_F32;
     t->data = piece->now;
-    t->bytes = (size_t)piece->count * mn_dtype_bytes(dtype);
+    t->bytes = (size_t)piece->count * mn_dtype_bytes(piece->dtype);
     t->rank = piece->width ? 3 : 1;
     t->shape[0] = piece->width ? piece->B : piece->count;
     t->shape[1] = piece->length;
@@ -85,7 +109,7 @@ static void describe_piece(mn_stored_tensor *t, const mn_state_piece *piece, mn_
 mn_status mn_model_state_save(const mn_model_state *from, const mn_model *model,
                               const char *path) {
     mn_model_state packed;    // a copy has no room to spare between the rows of its caches
-    mn_status st = mn_model_state_copy(&packed, from);
+    mn_status st = copy_state(&packed, from, TO_HOST, NULL, MN_F32);
     if (st != MN_OK) return st;
     const size_t most = (size_t)packed.n_layers * MN_STATE_PIECES + 1;
     mn_stored_tensor *tensors = calloc(most, sizeof *tensors);
@@ -96,7 +120,7 @@ mn_status mn_model_state_save(const mn_model_state *from, const mn_model *model,
         for (int k = 0; k < layer->n_pieces; k++, n++) {
             snprintf(names[n], TENSOR_NAME, "%d.%s", i, layer->pieces[k].name);
             tensors[n].name = names[n];
-            describe_piece(&tensors[n], &layer->pieces[k], layer->dtype);
+            describe_piece(&tensors[n], &layer->pieces[k]);
         }
     }
     if (tensors && packed.logits) {
@@ -132,11 +156,11 @@ static mn_status read_piece(mn_model_state *state, const mn_model *model,
     if (!numbers) return mn_fail(MN_ERR_MEMORY, "no memory for %s of %s", t->name, path);
     mn_status st = model->dtype == MN_F64 ? mn_safetensors_read_f64(numbers, t)
                                           : mn_safetensors_read_f32(numbers, t);
-    state->layers[layer].dtype = model->dtype;
     if (st == MN_OK) {
         const bool cache = t->rank == 3;
-        st = mn_state_put(&state->layers[layer], name + 1, numbers, count, cache ? t->shape[0] : 0,
-                          cache ? t->shape[1] : 0, cache ? t->shape[2] : 0);
+        st = mn_state_put(&state->layers[layer], name + 1, model->dtype, numbers, count,
+                          cache ? t->shape[0] : 0, cache ? t->shape[1] : 0,
+                          cache ? t->shape[2] : 0);
     }
     free(numbers);
     return st;

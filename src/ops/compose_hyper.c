@@ -5,7 +5,8 @@
  *   xk = conv1(x), xv = conv2(x)             depthwise, causal, neither bias nor activation
  *   q = gq . (x Wq')    k = xk Wk'    v = xv Wv'    y = hyper(q, k, v, gv, c1, c2) Wp'
  *
- * Backward recomputes all of it, then goes the same way back; dx has seven terms. */
+ * Backward recomputes all of it, then goes the same way back; dx has seven terms, which are added
+ * up in float32 where the call is of bf16. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -15,6 +16,7 @@
 #include "ops/compose.h"
 #include "ops/linear.h"
 #include "ops/rows.h"
+#include "ops/work.h"
 
 /* What forward makes and backward needs, all contiguous over the B T rows; d_* are its
  * cotangents. */
@@ -56,8 +58,7 @@ static mn_status check_sizes(const mn_hyper_layer_args *p) {
 }
 
 static void *temporary(layer *s, int64_t width) {
-    void *data = mn_arena_array(s->context->arena, s->n_rows, width,
-                                mn_dtype_bytes(s->p->call.dtype));
+    void *data = mn_work_array(s->context, s->n_rows, width, mn_dtype_bytes(s->p->call.dtype));
     if (!data) s->out_of_memory = true;
     return data;
 }
@@ -72,28 +73,62 @@ static mn_out flat_out(const layer *s, void *data, int64_t width) {
 }
 
 /* Copies rows of `width` between views. */
-static void copy_rows(const layer *s, mn_out to, mn_in from, int64_t width) {
-    const mn_call *c = &s->p->call;
-    const size_t bytes = mn_dtype_bytes(c->dtype);
-    for (int64_t b = 0; b < c->B; b++) {
-        for (int64_t t = 0; t < c->T; t++) {
+static mn_status copy_rows(const layer *s, mn_out to, mn_in from, int64_t width) {
+    mn_call rows = s->p->call;
+    rows.H = 1;
+    const mn_in none = { NULL, { 0, 0, 0 } };
+    if (s->context->device) {
+        return mn_rows_glue(s->context, MN_GLUE_copy, &rows, width, to, from, none, none);
+    }
+    const size_t bytes = mn_dtype_bytes(rows.dtype);
+    for (int64_t b = 0; b < rows.B; b++) {
+        for (int64_t t = 0; t < rows.T; t++) {
             memcpy((char *)to.data + (size_t)MN_OFFSET(to, b, t, 0) * bytes,
                    (const char *)from.data + (size_t)MN_OFFSET(from, b, t, 0) * bytes,
                    (size_t)width * bytes);
         }
     }
+    return MN_OK;
+}
+
+/* dx += dconv */
+static mn_status add_conv(const layer *s) {
+    const mn_call *c = &s->p->call;
+    const int64_t count = s->n_rows * c->D;
+    if (s->context->device) {
+        const mn_in dx = flat(s, s->dx, c->D), dconv = flat(s, s->dconv, c->D);
+        const mn_glue sum = { .dtype = c->dtype, .B = c->B, .T = c->T, .H = 1, .width = c->D,
+                              .wide = MN_GLUE_WIDE_A | MN_GLUE_WIDE_X, .a = dx, .b = dconv,
+                              .x = flat_out(s, s->dx, c->D) };
+        return mn_work_glue(s->context, MN_GLUE_add, &sum);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        if (c->dtype == MN_F64) ((double *)s->dx)[i] += ((double *)s->dconv)[i];
+        else ((float *)s->dx)[i] += ((float *)s->dconv)[i];
+    }
+    return MN_OK;
+}
+
+/* dx to the caller's view. */
+static mn_status put_dx(const layer *s) {
+    mn_call rows = s->p->call;
+    rows.H = 1;
+    const mn_in dx = flat(s, s->dx, rows.D);
+    if (!s->context->device) return copy_rows(s, s->p->grad.x, dx, rows.D);
+    return mn_rows_convert(s->context, &rows, rows.D, s->p->grad.x, dx, false);
 }
 
 static void open_layer(layer *s, bool backward) {
     const mn_call *c = &s->p->call;
-    void **wide[] = { &s->x, &s->xk, &s->xv, &s->dy, &s->dx, &s->dxk, &s->dxv, &s->dconv };
+    void **wide[] = { &s->x, &s->xk, &s->xv, &s->dy, &s->dxk, &s->dxv, &s->dconv };
     void **key[] = { &s->gq, &s->q0, &s->q, &s->k, &s->dq, &s->dgq, &s->dk };
     void **value[] = { &s->gv, &s->v, &s->o, &s->dgv, &s->dv, &s->d_o };
-    for (int i = 0; i < (backward ? 8 : 3); i++) *wide[i] = temporary(s, c->D);
+    for (int i = 0; i < (backward ? 7 : 3); i++) *wide[i] = temporary(s, c->D);
     for (int i = 0; i < (backward ? 7 : 4); i++) *key[i] = temporary(s, c->K);
     for (int i = 0; i < (backward ? 6 : 3); i++) *value[i] = temporary(s, c->V);
     s->c1 = temporary(s, c->J);
     s->c2 = temporary(s, c->L);
+    if (backward) s->dx = temporary(s, c->dtype == MN_BF16 ? 2 * c->D : c->D);
     if (backward) s->dc1 = temporary(s, c->J);
     if (backward) s->dc2 = temporary(s, c->L);
 }
@@ -102,7 +137,8 @@ static mn_linear linear(const layer *s, const void *x, int64_t n_in, mn_in weigh
                         int64_t n_out) {
     return (mn_linear){ .dtype = s->p->call.dtype, .n_rows = s->n_rows, .n_in = n_in,
                         .n_out = n_out, .x = x, .weight = weight.data, .bias = bias.data,
-                        .sigmoid = bias.data != NULL };    // exactly the gates have a bias
+                        .sigmoid = bias.data != NULL,      // exactly the gates have a bias
+                        .wide = x == s->x };
 }
 
 /* The projections, in the order of the equations above. */
@@ -158,26 +194,26 @@ static mn_status forward(layer *s, const projections *w) {
     rows.H = 1;
     const int64_t D = rows.D, K = rows.K;
     mn_context *context = s->context;
-    copy_rows(s, flat_out(s, s->x, D), s->p->x, D);
+    mn_status st = copy_rows(s, flat_out(s, s->x, D), s->p->x, D);
     mn_conv_args conv = convolution(s, s->p->conv1_conv_weight);
     conv.y.data = s->xk;
-    mn_status st = mn_op_run(context, MN_OP_conv, MN_FORWARD, &conv);
+    if (st == MN_OK) st = mn_op_run(context, MN_OP_conv, MN_FORWARD, &conv);
     conv = convolution(s, s->p->conv2_conv_weight);
     conv.y.data = s->xv;
     if (st == MN_OK) st = mn_op_run(context, MN_OP_conv, MN_FORWARD, &conv);
-    if (st != MN_OK) return st;
-    mn_linear_forward(context, &w->left, s->gq);
-    mn_linear_forward(context, &w->right, s->gv);
-    mn_linear_forward(context, &w->control1, s->c1);
-    mn_linear_forward(context, &w->control2, s->c2);
-    mn_linear_forward(context, &w->q, s->q0);
-    mn_linear_forward(context, &w->k, s->k);
-    mn_linear_forward(context, &w->v, s->v);
-    mn_rows_multiply(context, &rows, K, flat_out(s, s->q, K), flat(s, s->q0, K), flat(s, s->gq, K),
-                     false);
+    const mn_linear *products[] = { &w->left, &w->right, &w->control1, &w->control2, &w->q, &w->k,
+                                    &w->v };
+    void *const results[] = { s->gq, s->gv, s->c1, s->c2, s->q0, s->k, s->v };
+    for (int i = 0; st == MN_OK && i < 7; i++) {
+        st = mn_linear_forward(context, products[i], results[i]);
+    }
+    if (st == MN_OK) {
+        st = mn_rows_multiply(context, &rows, K, flat_out(s, s->q, K), flat(s, s->q0, K),
+                              flat(s, s->gq, K), false);
+    }
     mn_hyper_args hyper = core(s);
     hyper.o.data = s->o;
-    return mn_op_run(context, MN_OP_hyper, MN_FORWARD, &hyper);
+    return st == MN_OK ? mn_op_run(context, MN_OP_hyper, MN_FORWARD, &hyper) : st;
 }
 
 static mn_status hyper_backward(layer *s) {
@@ -206,10 +242,46 @@ static mn_status conv_backward(layer *s, mn_in weight, const void *dy, mn_out dw
     conv.grad.x.data = s->dconv;
     conv.grad.w.data = dweight.data;
     const mn_status st = mn_op_run(s->context, MN_OP_conv, MN_BACKWARD, &conv);
-    const int64_t count = s->n_rows * s->p->call.D;
-    for (int64_t i = 0; st == MN_OK && i < count; i++) {
-        if (s->p->call.dtype == MN_F64) ((double *)s->dx)[i] += ((double *)s->dconv)[i];
-        else ((float *)s->dx)[i] += ((float *)s->dconv)[i];
+    return st == MN_OK ? add_conv(s) : st;
+}
+
+/* The cotangent of y as rows, and of what hyper gave. */
+static mn_status open_backward(layer *s, const projections *w) {
+    const mn_hyper_layer_args *p = s->p;
+    const mn_call *c = &p->call;
+    mn_status st = p->cot.y.data
+                       ? copy_rows(s, flat_out(s, s->dy, c->D), p->cot.y, c->D)
+                       : mn_work_clear(s->context, s->dy,
+                                       (size_t)(s->n_rows * c->D) * mn_dtype_bytes(c->dtype));
+    if (st != MN_OK) return st;
+    return mn_linear_backward(s->context, &w->c_proj, NULL, s->dy, p->grad.c_proj_weight.data,
+                              NULL, s->d_o, false);
+}
+
+/* From the cotangents of what hyper took to those of x, xk and xv. */
+static mn_status projections_backward(layer *s, const projections *w) {
+    const mn_hyper_layer_args *p = s->p;
+    const struct {
+        const mn_linear *of;
+        void *y, *dy, *dweight, *dbias, *dx;
+        bool add;
+    } steps[] = {
+        { &w->q, NULL, s->dq, p->grad.q_weight.data, NULL, s->dx, false },
+        { &w->left, s->gq, s->dgq, p->grad.left_gate_weight.data, p->grad.left_gate_bias.data,
+          s->dx, true },
+        { &w->right, s->gv, s->dgv, p->grad.right_gate_weight.data, p->grad.right_gate_bias.data,
+          s->dx, true },
+        { &w->control1, s->c1, s->dc1, p->grad.control1_weight.data, p->grad.control1_bias.data,
+          s->dx, true },
+        { &w->control2, s->c2, s->dc2, p->grad.control2_weight.data, p->grad.control2_bias.data,
+          s->dx, true },
+        { &w->k, NULL, s->dk, p->grad.k_weight.data, NULL, s->dxk, false },
+        { &w->v, NULL, s->dv, p->grad.v_weight.data, NULL, s->dxv, false },
+    };
+    mn_status st = MN_OK;
+    for (int i = 0; st == MN_OK && i < 7; i++) {
+        st = mn_linear_backward(s->context, steps[i].of, steps[i].y, steps[i].dy, steps[i].dweight,
+                                steps[i].dbias, steps[i].dx, steps[i].add);
     }
     return st;
 }
@@ -218,32 +290,27 @@ static mn_status backward(layer *s, const projections *w) {
     const mn_hyper_layer_args *p = s->p;
     mn_call rows = p->call;
     rows.H = 1;
-    const int64_t D = rows.D, K = rows.K;
+    const int64_t K = rows.K;
     mn_context *context = s->context;
-    if (p->cot.y.data) copy_rows(s, flat_out(s, s->dy, D), p->cot.y, D);
-    else memset(s->dy, 0, (size_t)(s->n_rows * D) * mn_dtype_bytes(rows.dtype));
-    mn_linear_backward(context, &w->c_proj, NULL, s->dy, p->grad.c_proj_weight.data, NULL, s->d_o,
-                       false);
-    mn_status st = hyper_backward(s);
-    if (st != MN_OK) return st;
+    mn_status st = open_backward(s, w);
+    if (st == MN_OK) st = hyper_backward(s);
     const mn_in dq = flat(s, s->dq, K);
-    mn_rows_multiply(context, &rows, K, flat_out(s, s->dgq, K), dq, flat(s, s->q0, K), false);
-    mn_rows_multiply(context, &rows, K, flat_out(s, s->dq, K), dq, flat(s, s->gq, K), false);
-    mn_linear_backward(context, &w->q, NULL, s->dq, p->grad.q_weight.data, NULL, s->dx, false);
-    mn_linear_backward(context, &w->left, s->gq, s->dgq, p->grad.left_gate_weight.data,
-                       p->grad.left_gate_bias.data, s->dx, true);
-    mn_linear_backward(context, &w->right, s->gv, s->dgv, p->grad.right_gate_weight.data,
-                       p->grad.right_gate_bias.data, s->dx, true);
-    mn_linear_backward(context, &w->control1, s->c1, s->dc1, p->grad.control1_weight.data,
-                       p->grad.control1_bias.data, s->dx, true);
-    mn_linear_backward(context, &w->control2, s->c2, s->dc2, p->grad.control2_weight.data,
-                       p->grad.control2_bias.data, s->dx, true);
-    mn_linear_backward(context, &w->k, NULL, s->dk, p->grad.k_weight.data, NULL, s->dxk, false);
-    mn_linear_backward(context, &w->v, NULL, s->dv, p->grad.v_weight.data, NULL, s->dxv, false);
-    st = conv_backward(s, p->conv1_conv_weight, s->dxk, p->grad.conv1_conv_weight);
-    if (st == MN_OK) st = conv_backward(s, p->conv2_conv_weight, s->dxv, p->grad.conv2_conv_weight);
-    if (st == MN_OK && p->grad.x.data) copy_rows(s, p->grad.x, flat(s, s->dx, D), D);
-    return st;
+    if (st == MN_OK) {
+        st = mn_rows_multiply(context, &rows, K, flat_out(s, s->dgq, K), dq, flat(s, s->q0, K),
+                              false);
+    }
+    if (st == MN_OK) {
+        st = mn_rows_multiply(context, &rows, K, flat_out(s, s->dq, K), dq, flat(s, s->gq, K),
+                              false);
+    }
+    if (st == MN_OK) st = projections_backward(s, w);
+    if (st == MN_OK) {
+        st = conv_backward(s, p->conv1_conv_weight, s->dxk, p->grad.conv1_conv_weight);
+    }
+    if (st == MN_OK) {
+        st = conv_backward(s, p->conv2_conv_weight, s->dxv, p->grad.conv2_conv_weight);
+    }
+    return st == MN_OK && p->grad.x.data ? put_dx(s) : st;
 }
 
 mn_status mn_compose_hyper_layer(mn_context *context, mn_pass pass, const void *args) {
@@ -261,7 +328,6 @@ mn_status mn_compose_hyper_layer(mn_context *context, mn_pass pass, const void *
     if (st != MN_OK || pass == MN_BACKWARD) return st == MN_OK ? backward(&s, &w) : st;
     if (!p->y.data) return MN_OK;
     void *y = s.x;    // no longer needed
-    mn_linear_forward(context, &w.c_proj, y);
-    copy_rows(&s, p->y, flat(&s, y, c->D), c->D);
-    return MN_OK;
+    st = mn_linear_forward(context, &w.c_proj, y);
+    return st == MN_OK ? copy_rows(&s, p->y, flat(&s, y, c->D), c->D) : st;
 }

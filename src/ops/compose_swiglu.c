@@ -11,7 +11,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "ops/compose.h"
-#include "ops/matmul.h"
+#include "ops/work.h"
 
 #if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2
@@ -72,64 +72,80 @@ static void blend_item(void *context, int64_t item, int worker) {
     }
 }
 
-static void blend(mn_context *context, hidden *x) {
+static mn_status blend(mn_context *context, hidden *x) {
+    if (context->plans) return MN_OK;
+    if (context->device) {
+        const mn_glue step = { .dtype = x->dtype, .B = 1, .T = 1, .H = 1, .width = x->count,
+                               .a = { .data = x->a }, .b = { .data = x->u },
+                               .c = { .data = x->dh }, .x = { .data = x->a },
+                               .y = { .data = x->u }, .z = { .data = x->dh } };
+        return mn_work_glue(context, x->dh ? MN_GLUE_swiglu_back : MN_GLUE_swiglu, &step);
+    }
     x->sigmoid = sigmoid_f32;
 #if MN_HAVE_X86_TARGETS
     if (context->target == MN_TARGET_AVX2) x->sigmoid = mn_map_sigmoid_avx2;
     if (context->target == MN_TARGET_AVX512) x->sigmoid = mn_map_sigmoid_avx512;
 #endif
     mn_threads_run(context->threads, mn_ceil_div(x->count, ITEM), blend_item, x);
+    return MN_OK;
 }
 
 /* c (B,out) = x (B,in) weight' */
-static void linear(mn_context *context, const mn_call *call, void *c, const void *x, int64_t in,
-                   const void *weight, int64_t out) {
-    const mn_matmul_args args = { .dtype = call->dtype, .c = c, .a = x, .b = weight,
+static mn_status linear(mn_context *context, const mn_call *call, void *c, const void *x,
+                        int64_t in, const void *weight, int64_t out) {
+    const mn_matmul_args args = { .dtype = call->dtype, .c_dtype = call->dtype, .c = c,
+                                  .a = x, .b = weight,
                                   .M = call->B, .N = out, .K = in, .b_transposed = true };
-    mn_matmul(context, &args);
+    return mn_work_product(context, &args);
 }
 
 /* c (B,out) = x (B,in) weight, added to c if asked */
-static void linear_back(mn_context *context, const mn_call *call, void *c, const void *x,
-                        int64_t in, const void *weight, int64_t out, bool add) {
-    const mn_matmul_args args = { .dtype = call->dtype, .c = c, .a = x, .b = weight, .M = call->B,
+static mn_status linear_back(mn_context *context, const mn_call *call, void *c, const void *x,
+                             int64_t in, const void *weight, int64_t out, bool add) {
+    const mn_matmul_args args = { .dtype = call->dtype, .c_dtype = call->dtype, .c = c,
+                                  .a = x, .b = weight, .M = call->B,
                                   .N = out, .K = in, .accumulate = add };
-    mn_matmul(context, &args);
+    return mn_work_product(context, &args);
 }
 
 /* c (rows,cols) = a' b, a (B,rows), b (B,cols); nothing where c is not wanted */
-static void weight_gradient(mn_context *context, const mn_call *call, void *c, const void *a,
-                            int64_t rows, const void *b, int64_t cols) {
-    const mn_matmul_args args = { .dtype = call->dtype, .c = c, .a = a, .b = b,
+static mn_status weight_gradient(mn_context *context, const mn_call *call, void *c, const void *a,
+                                 int64_t rows, const void *b, int64_t cols) {
+    const mn_matmul_args args = { .dtype = call->dtype, .c_dtype = call->dtype, .c = c,
+                                  .a = a, .b = b,
                                   .M = rows, .N = cols, .K = call->B, .a_transposed = true };
-    if (c) mn_matmul(context, &args);
+    return c ? mn_work_product(context, &args) : MN_OK;
 }
 
-static void backward(mn_context *context, const mn_swiglu_args *p, hidden *x) {
+static mn_status backward(mn_context *context, const mn_swiglu_args *p, hidden *x) {
     const mn_call *c = &p->call;
-    linear_back(context, c, x->dh, p->cot.y.data, c->K, p->down.data, c->V, false);
-    blend(context, x);
-    if (p->grad.x.data) {
-        linear_back(context, c, p->grad.x.data, x->a, c->V, p->gate.data, c->K, false);
-        linear_back(context, c, p->grad.x.data, x->u, c->V, p->up.data, c->K, true);
+    void *dx = p->grad.x.data;
+    mn_status st = linear_back(context, c, x->dh, p->cot.y.data, c->K, p->down.data, c->V, false);
+    if (st == MN_OK) st = blend(context, x);
+    if (st == MN_OK && dx) {
+        st = linear_back(context, c, dx, x->a, c->V, p->gate.data, c->K, false);
+        if (st == MN_OK) st = linear_back(context, c, dx, x->u, c->V, p->up.data, c->K, true);
     }
-    weight_gradient(context, c, p->grad.gate.data, x->a, c->V, p->x.data, c->K);
-    weight_gradient(context, c, p->grad.up.data, x->u, c->V, p->x.data, c->K);
-    weight_gradient(context, c, p->grad.down.data, p->cot.y.data, c->K, x->dh, c->V);
+    if (st == MN_OK) {
+        st = weight_gradient(context, c, p->grad.gate.data, x->a, c->V, p->x.data, c->K);
+    }
+    if (st == MN_OK) st = weight_gradient(context, c, p->grad.up.data, x->u, c->V, p->x.data, c->K);
+    if (st != MN_OK) return st;
+    return weight_gradient(context, c, p->grad.down.data, p->cot.y.data, c->K, x->dh, c->V);
 }
 
-static void clear(void *data, int64_t count, mn_dtype dtype) {
-    unsigned char *bytes = data;
-    for (size_t i = 0; bytes && i < (size_t)count * mn_dtype_bytes(dtype); i++) bytes[i] = 0;
+static mn_status clear(mn_context *context, void *data, int64_t count, mn_dtype dtype) {
+    return mn_work_clear(context, data, (size_t)count * mn_dtype_bytes(dtype));
 }
 
 /* Without a cotangent every gradient is zero. */
-static void clear_gradients(const mn_swiglu_args *p) {
+static mn_status clear_gradients(mn_context *context, const mn_swiglu_args *p) {
     const mn_call *c = &p->call;
-    clear(p->grad.x.data, c->B * c->K, c->dtype);
-    clear(p->grad.gate.data, c->V * c->K, c->dtype);
-    clear(p->grad.up.data, c->V * c->K, c->dtype);
-    clear(p->grad.down.data, c->V * c->K, c->dtype);
+    mn_status st = clear(context, p->grad.x.data, c->B * c->K, c->dtype);
+    if (st == MN_OK) st = clear(context, p->grad.gate.data, c->V * c->K, c->dtype);
+    if (st == MN_OK) st = clear(context, p->grad.up.data, c->V * c->K, c->dtype);
+    if (st == MN_OK) st = clear(context, p->grad.down.data, c->V * c->K, c->dtype);
+    return st;
 }
 
 mn_status mn_compose_swiglu(mn_context *context, mn_pass pass, const void *args) {
@@ -137,28 +153,20 @@ mn_status mn_compose_swiglu(mn_context *context, mn_pass pass, const void *args)
     const mn_call *c = &p->call;
     const bool back = pass == MN_BACKWARD;
     const size_t size = mn_dtype_bytes(c->dtype);
-    if (context->plans) return mn_fail(MN_ERR_UNSUPPORTED, "swiglu: cannot be planned");
-    if (back && !p->cot.y.data) {
-        clear_gradients(p);
-        return MN_OK;
-    }
+    if (back && !p->cot.y.data) return clear_gradients(context, p);
     if (!back && !p->y.data) return MN_OK;
     hidden x = { .dtype = c->dtype };
-    x.a = mn_arena_array(context->arena, c->B, c->V, size);
-    x.u = mn_arena_array(context->arena, c->B, c->V, size);
-    x.dh = back ? mn_arena_array(context->arena, c->B, c->V, size) : NULL;
+    x.a = mn_work_array(context, c->B, c->V, size);
+    x.u = mn_work_array(context, c->B, c->V, size);
+    x.dh = back ? mn_work_array(context, c->B, c->V, size) : NULL;
     if (!x.a || !x.u || (back && !x.dh)) {
         return mn_fail(MN_ERR_MEMORY, "swiglu: no memory for %lld x %lld hidden activations",
                        (long long)c->B, (long long)c->V);
     }
     x.count = c->B * c->V;
-    linear(context, c, x.a, p->x.data, c->K, p->gate.data, c->V);
-    linear(context, c, x.u, p->x.data, c->K, p->up.data, c->V);
-    if (back) {
-        backward(context, p, &x);
-    } else {
-        blend(context, &x);
-        linear(context, c, p->y.data, x.a, c->V, p->down.data, c->K);
-    }
-    return MN_OK;
+    mn_status st = linear(context, c, x.a, p->x.data, c->K, p->gate.data, c->V);
+    if (st == MN_OK) st = linear(context, c, x.u, p->x.data, c->K, p->up.data, c->V);
+    if (st != MN_OK || back) return st == MN_OK ? backward(context, p, &x) : st;
+    st = blend(context, &x);
+    return st == MN_OK ? linear(context, c, p->y.data, x.a, c->V, p->down.data, c->K) : st;
 }

@@ -12,6 +12,7 @@ typedef struct wide_copy {
     mn_out *wide;
     mn_call rows;
     int64_t width;
+    bool per_head;           // of axes H: a view without strides
 } wide_copy;
 
 /* How rows of a tensor with these axes are walked: H rows for each token, or once. */
@@ -20,7 +21,15 @@ static void rows_of(wide_copy *copy, const mn_call *call, const char *axes) {
     bool ok = true;
     copy->rows = *call;
     copy->width = rank > 1 && axes[rank - 1] != 'H' ? mn_axis_size(call, axes[rank - 1], &ok) : 1;
-    if (axes[0] != 'B') copy->rows.B = copy->rows.T = 1;
+    copy->per_head = axes[0] != 'B';
+    if (copy->per_head) copy->rows.B = copy->rows.T = 1;
+}
+
+/* The wide view with the strides by which rows are walked. */
+static mn_out wide_rows(const wide_copy *copy) {
+    mn_out view = *copy->wide;
+    if (copy->per_head) view.stride[2] = copy->width;
+    return view;
 }
 
 /* Gives the wide call memory for a view; fills it where it is read. */
@@ -29,14 +38,15 @@ static mn_status widen(mn_context *context, const wide_copy *copy, bool is_read)
     wide.dtype = MN_F32;
     *copy->wide = mn_rows_temporary(context, &wide, copy->width);
     if (!copy->wide->data) return mn_fail(MN_ERR_MEMORY, "no memory for float32 temporaries");
+    if (copy->per_head) memset(copy->wide->stride, 0, sizeof copy->wide->stride);
     if (!is_read) return MN_OK;
-    return mn_rows_convert(context, &copy->rows, copy->width, *copy->wide,
+    return mn_rows_convert(context, &copy->rows, copy->width, wide_rows(copy),
                            mn_as_input(*copy->narrow), true);
 }
 
 static mn_status narrow(mn_context *context, const wide_copy *copy) {
     return mn_rows_convert(context, &copy->rows, copy->width, *copy->narrow,
-                           mn_as_input(*copy->wide), false);
+                           mn_as_input(wide_rows(copy)), false);
 }
 
 /* Visits the view at `offset` of both calls: before the run, or after it. */

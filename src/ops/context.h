@@ -3,10 +3,16 @@
 #define MN_OPS_CONTEXT_H
 
 #include "kernels/dispatch.h"
+#include "kernels/product.h"
 #include "mneme.h"
 #include "runtime/arena.h"
 #include "runtime/device.h"
 #include "runtime/threads.h"
+
+/* cu_seqlens in host memory, and the same on the device. */
+typedef struct mn_borders {
+    const int64_t *host, *there;
+} mn_borders;
 
 struct mn_context {
     mn_threads *threads;
@@ -16,6 +22,8 @@ struct mn_context {
     mn_kernel_table f32, f64;
     mn_device *device;       // NULL: operators run on the CPU
     mn_kernel_table cuda;    // with a device: its kernels, for f32 and bf16
+    mn_products *products;   // with a device, from the first matrix product on
+    mn_borders borders;      // what operators find on the device already, while a tape runs them
 };
 
 /* MN_ERR_UNSUPPORTED where the context has a device: for `what` that is of the CPU only. */

@@ -7,6 +7,7 @@
 
 #include "base/util.h"
 #include "ops/matmul.h"
+#include "ops/work.h"
 
 #if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2
@@ -89,40 +90,84 @@ static void sum_columns(void *context, int64_t item, int worker) {
     }
 }
 
-void mn_linear_forward(mn_context *context, const mn_linear *p, void *y) {
-    const mn_matmul_args product = { .dtype = p->dtype, .c = y, .a = p->x, .b = p->weight,
-                                     .M = p->n_rows, .N = p->n_out, .K = p->n_in,
-                                     .b_transposed = true };
-    mn_matmul(context, &product);
+/* ---- on a device ----------------------------------------------------------------------------- */
+
+/* A step over the rows of results: x from a and, the same for all rows, or row by row, b. */
+static mn_status step_there(mn_context *context, mn_glue_id id, const mn_linear *p, void *x,
+                            const void *a, const void *b, bool b_is_row) {
+    const int64_t n = p->n_out;
+    const mn_glue step = { .dtype = p->dtype, .B = 1, .T = p->n_rows, .H = 1, .width = n,
+                           .a = { a, { 0, n, 0 } }, .b = { b, { 0, b_is_row ? 0 : n, 0 } },
+                           .x = { x, { 0, n, 0 } } };
+    return mn_work_glue(context, id, &step);
+}
+
+/* ---- the products ---------------------------------------------------------------------------- */
+
+static mn_matmul_args forward_product(const mn_linear *p, void *y) {
+    return (mn_matmul_args){ .dtype = p->dtype, .c_dtype = p->dtype, .c = y, .a = p->x,
+                             .b = p->weight, .M = p->n_rows, .N = p->n_out, .K = p->n_in,
+                             .b_transposed = true };
+}
+
+static mn_status weight_backward(mn_context *context, const mn_linear *p, const void *dy,
+                                 void *dweight) {
+    const mn_matmul_args product = { .dtype = p->dtype, .c_dtype = p->dtype, .c = dweight, .a = dy,
+                                     .b = p->x, .M = p->n_out, .N = p->n_in, .K = p->n_rows,
+                                     .a_transposed = true };
+    return dweight ? mn_matmul(context, &product) : MN_OK;
+}
+
+static mn_status input_backward(mn_context *context, const mn_linear *p, const void *dy, void *dx,
+                                bool add) {
+    const mn_matmul_args product = { .dtype = p->dtype, .c_dtype = p->wide ? MN_F32 : p->dtype,
+                                     .c = dx, .a = dy, .b = p->weight, .M = p->n_rows,
+                                     .N = p->n_in, .K = p->n_out, .accumulate = add };
+    return dx ? mn_matmul(context, &product) : MN_OK;
+}
+
+mn_status mn_linear_forward(mn_context *context, const mn_linear *p, void *y) {
+    mn_matmul_args product = forward_product(p, y);
+    if (context->device) {
+        product.bias = p->sigmoid ? NULL : p->bias;
+        const mn_status st = mn_matmul(context, &product);
+        if (st != MN_OK || !p->sigmoid) return st;
+        return step_there(context, MN_GLUE_sigmoid, p, y, y, p->bias, true);
+    }
+    const mn_status st = mn_matmul(context, &product);
     job j = { .p = p, .out = y, .sigmoid_f32 = plain_sigmoid };
 #if MN_HAVE_X86_TARGETS
     if (context->target == MN_TARGET_AVX2) j.sigmoid_f32 = mn_map_sigmoid_avx2;
     if (context->target == MN_TARGET_AVX512) j.sigmoid_f32 = mn_map_sigmoid_avx512;
 #endif
-    if (!p->bias && !p->sigmoid) return;
+    if (st != MN_OK || (!p->bias && !p->sigmoid)) return st;
     mn_threads_run(context->threads, mn_ceil_div(p->n_rows, ROWS), finish_rows, &j);
+    return MN_OK;
 }
 
-void mn_linear_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
-                        void *dweight, void *dbias, void *dx, bool add) {
-    if (p->sigmoid) {
-        job j = { .p = p, .y = y, .out = dy };
-        mn_threads_run(context->threads, mn_ceil_div(p->n_rows, ROWS), open_rows, &j);
+/* dy becomes the cotangent of x W' + b, and dbias its sums. */
+static mn_status open_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
+                               void *dbias) {
+    mn_status st = MN_OK;
+    if (context->device) {
+        if (p->sigmoid) st = step_there(context, MN_GLUE_sigmoid_back, p, dy, dy, y, false);
+        if (st != MN_OK || !dbias) return st;
+        return step_there(context, MN_GLUE_sum, p, dbias, dy, NULL, false);
     }
-    if (dweight) {
-        const mn_matmul_args product = { .dtype = p->dtype, .c = dweight, .a = dy, .b = p->x,
-                                         .M = p->n_out, .N = p->n_in, .K = p->n_rows,
-                                         .a_transposed = true };
-        mn_matmul(context, &product);
+    job opens = { .p = p, .y = y, .out = dy }, sums = { .p = p, .y = dy, .out = dbias };
+    if (p->sigmoid) {
+        mn_threads_run(context->threads, mn_ceil_div(p->n_rows, ROWS), open_rows, &opens);
     }
     if (dbias) {
-        job j = { .p = p, .y = dy, .out = dbias };
-        mn_threads_run(context->threads, mn_ceil_div(p->n_out, COLUMNS), sum_columns, &j);
+        mn_threads_run(context->threads, mn_ceil_div(p->n_out, COLUMNS), sum_columns, &sums);
     }
-    if (dx) {
-        const mn_matmul_args product = { .dtype = p->dtype, .c = dx, .a = dy, .b = p->weight,
-                                         .M = p->n_rows, .N = p->n_in, .K = p->n_out,
-                                         .accumulate = add };
-        mn_matmul(context, &product);
-    }
+    return MN_OK;
+}
+
+mn_status mn_linear_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
+                             void *dweight, void *dbias, void *dx, bool add) {
+    mn_status st = open_backward(context, p, y, dy, dbias);
+    if (st == MN_OK) st = weight_backward(context, p, dy, dweight);
+    if (st == MN_OK) st = input_backward(context, p, dy, dx, add);
+    return st;
 }

@@ -13,13 +13,15 @@ typedef struct mn_linear {
     const void *x;               // (n_rows, n_in)
     const void *weight, *bias;   // (n_out, n_in); (n_out) or NULL
     bool sigmoid;
+    bool wide;                   // dx is float32 where the type is bf16: a sum of many terms
 } mn_linear;
 
-void mn_linear_forward(mn_context *context, const mn_linear *p, void *y);
+/* On a context with a device the work is put on its stream, and only there it can fail. */
+mn_status mn_linear_forward(mn_context *context, const mn_linear *p, void *y);
 
 /* Adds nothing where a pointer is NULL. `y` is the result of forward, needed with sigmoid only;
  * `dy` becomes the cotangent of x W' + b. dx is written, or added to when `add`. */
-void mn_linear_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
-                        void *dweight, void *dbias, void *dx, bool add);
+mn_status mn_linear_backward(mn_context *context, const mn_linear *p, const void *y, void *dy,
+                             void *dweight, void *dbias, void *dx, bool add);
 
 #endif

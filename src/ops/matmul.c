@@ -15,7 +15,9 @@
 #include <stdatomic.h>
 
 #include "base/checked.h"
+#include "base/status.h"
 #include "base/util.h"
+#include "kernels/product.h"
 
 #if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2
@@ -285,7 +287,53 @@ static void run_vector(mn_context *context, const functions *f, const mn_matmul_
 
 #endif
 
+/* ---- on a device ----------------------------------------------------------------------------- */
+
+static mn_status run_on_device(mn_context *context, const mn_matmul_args *p) {
+    mn_device *device = context->device;
+    const mn_mark mark = mn_device_mark(device);
+    const mn_product_work work = {
+        .dtype = p->dtype, .c_dtype = p->dtype == MN_BF16 ? p->c_dtype : p->dtype,
+        .a = p->a, .b = p->b, .c = p->c, .bias = p->bias, .M = p->M, .N = p->N, .K = p->K,
+        .a_row = p->a_row, .b_row = p->b_row, .c_row = p->c_row,
+        .a_transposed = p->a_transposed, .b_transposed = p->b_transposed,
+        .accumulate = p->accumulate };
+    mn_status st = mn_device_use(device);
+    if (st == MN_OK && !context->products) {
+        context->products = mn_products_create();
+        if (!context->products) st = mn_fail(MN_ERR_MEMORY, "no memory for matrix products");
+    }
+    void *space = st == MN_OK ? mn_device_bytes(device, MN_PRODUCT_SPACE) : NULL;
+    if (st == MN_OK && !space) {
+        st = mn_fail(MN_ERR_MEMORY, "the GPU has no memory for the work space of a product");
+    }
+    if (st == MN_OK) {
+        const int code = mn_products_run(context->products, &work, space,
+                                         mn_device_stream(device));
+        st = mn_device_check(device, code, "a matrix product");
+    }
+    mn_device_release(device, mark);
+    return st;
+}
+
+/* ---- all ------------------------------------------------------------------------------------- */
+
+static void add_bias(void *context, int64_t item, int worker) {
+    (void)worker;
+    const mn_matmul_args *p = context;
+    for (int64_t row = item * M_BLOCK; row < mn_min((item + 1) * M_BLOCK, p->M); row++) {
+        if (p->dtype == MN_F64) {
+            double *c = (double *)p->c + row * p->c_row;
+            for (int64_t i = 0; i < p->N; i++) c[i] += ((const double *)p->bias)[i];
+        } else {
+            float *c = (float *)p->c + row * p->c_row;
+            for (int64_t i = 0; i < p->N; i++) c[i] += ((const float *)p->bias)[i];
+        }
+    }
+}
+
 size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *p) {
+    if (context->device) return MN_PRODUCT_SPACE;
 #if MN_HAVE_X86_TARGETS
     const functions *f = functions_of(context->target);
     if (p->dtype == MN_F32 && f && p->N > 0 && p->K > 0) {
@@ -301,18 +349,25 @@ size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *p) {
     return 0;
 }
 
-void mn_matmul(mn_context *context, const mn_matmul_args *args) {
+static void run_on_cpu(mn_context *context, const mn_matmul_args *p) {
+#if MN_HAVE_X86_TARGETS
+    const functions *f = functions_of(context->target);
+    if (p->dtype == MN_F32 && f) {
+        run_vector(context, f, p);
+        return;
+    }
+#endif
+    run_plain(context, p);
+}
+
+mn_status mn_matmul(mn_context *context, const mn_matmul_args *args) {
     mn_matmul_args p = *args;
     if (p.a_row == 0) p.a_row = p.a_transposed ? p.M : p.K;
     if (p.b_row == 0) p.b_row = p.b_transposed ? p.K : p.N;
     if (p.c_row == 0) p.c_row = p.N;
-    if (p.M == 0 || p.N == 0) return;
-#if MN_HAVE_X86_TARGETS
-    const functions *f = functions_of(context->target);
-    if (p.dtype == MN_F32 && f) {
-        run_vector(context, f, &p);
-        return;
-    }
-#endif
-    run_plain(context, &p);
+    if (p.M == 0 || p.N == 0) return MN_OK;
+    if (context->device) return run_on_device(context, &p);
+    run_on_cpu(context, &p);
+    if (p.bias) mn_threads_run(context->threads, mn_ceil_div(p.M, M_BLOCK), add_bias, &p);
+    return MN_OK;
 }

@@ -1,20 +1,22 @@
 /* matmul.h - matrix products of whole activations and weights, on the context's threads.
  *
- *   C = A B, or C += A B        C (M,N), A (M,K), B (K,N), each possibly stored transposed
+ *   C = A B, or C += A B        C (M,N), A (M,K), B (K,N), A and B possibly stored transposed
  *
  * An element is a sum over k in blocks of fixed length, so its bits depend on its row of A and its
  * column of B alone: not on M, N, its place or the number of threads. That is what keeps packed
  * sequences bit-equal to separate ones, and why this does not call a BLAS: OpenBLAS sums a row in
- * an order that changes with the number of rows and with its place among them. */
+ * an order that changes with the number of rows and with its place among them. On a device it does
+ * (kernels/cuda/product.h), and bits are the same only for the same sizes. */
 #ifndef MN_OPS_MATMUL_H
 #define MN_OPS_MATMUL_H
 
 #include "ops/context.h"
 
 typedef struct mn_matmul_args {
-    mn_dtype dtype;                 // MN_F32 or MN_F64, of all three
+    mn_dtype dtype;                 // of A and B: MN_F32, MN_F64 on a CPU, MN_BF16 on a device
+    mn_dtype c_dtype;               // of C: the same, or MN_F32 (the default) where that is MN_BF16
     void *c;
-    const void *a, *b;
+    const void *a, *b, *bias;       // bias: a row in C's type, added to each of C's; or NULL
     int64_t M, N, K;
     bool a_transposed;              // A is stored (K,M)
     bool b_transposed;              // B is stored (N,K): the layout of a linear layer's weight
@@ -22,10 +24,12 @@ typedef struct mn_matmul_args {
     int64_t c_row, a_row, b_row;    // elements between stored rows; 0: contiguous
 } mn_matmul_args;
 
-/* Sizes may be 0; K = 0 gives C = 0 unless accumulating. C overlaps neither A nor B. */
-void mn_matmul(mn_context *context, const mn_matmul_args *args);
+/* Sizes may be 0; K = 0 gives C = 0 unless accumulating. C overlaps neither A nor B. On a context
+ * with a device the product is put on its stream, and memory is the device's; only there it can
+ * fail. */
+mn_status mn_matmul(mn_context *context, const mn_matmul_args *args);
 
-/* Bytes of the context's arena it takes at most. */
+/* Bytes of the context's arena, or of its device's scratch memory, it takes at most. */
 size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *args);
 
 #endif

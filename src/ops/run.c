@@ -26,7 +26,7 @@ static const compose_fn composition_of[MN_OP_COUNT] = {
     NULL,
 };
 
-/* What a composition needs on a device: kernels, and products, which have none there yet. */
+/* What a composition needs on a device: kernels, and products, which every device has. */
 #define PART(name) ((uint64_t)1 << MN_KERNEL_##name)
 #define MN_PART_PRODUCTS ((uint64_t)1 << 63)
 _Static_assert(MN_KERNEL_COUNT < 63, "the parts of a composition are bits");
@@ -66,12 +66,16 @@ bool mn_op_has_cuda(mn_op_id op, mn_pass pass) {
     mn_kernel_table table;
     mn_kernel_table_fill_cuda(&table);
     if (kernel_of[op]) return table.kernel[kernel_of[op] - 1][pass].launch;
-    if (!parts_of[op] || pass == MN_STEP || parts_of[op] & MN_PART_PRODUCTS) return false;
-    bool there = true;
+    if (!parts_of[op] || pass == MN_STEP) return false;
+    bool there = mn_device_built();
     for (int id = 0; id < MN_KERNEL_COUNT; id++) {
         if (parts_of[op] >> id & 1) there = there && table.kernel[id][pass].launch;
     }
     return there;
+}
+
+bool mn_op_rounds_between(mn_op_id op) {
+    return op == MN_OP_hyper_layer;
 }
 
 static const void *data_at(const void *args, const mn_field *field) {
@@ -159,7 +163,12 @@ static mn_status lend_array(mn_context *context, const int64_t **array, int64_t 
 static mn_status lend_arrays(mn_context *context, mn_op_id op, void *args) {
     mn_call *call = args;
     const int64_t n_states = call->cu_seqlens ? call->n_seqs : call->B;
-    mn_status st = lend_array(context, &call->cu_seqlens, call->n_seqs + 1);
+    mn_status st = MN_OK;
+    if (call->cu_seqlens && call->cu_seqlens == context->borders.host) {
+        call->cu_seqlens = context->borders.there;
+    } else {
+        st = lend_array(context, &call->cu_seqlens, call->n_seqs + 1);
+    }
     if (st == MN_OK && op == MN_OP_curvature) {
         st = lend_array(context, &((mn_curvature_args *)args)->counts0, n_states);
     }

@@ -9,12 +9,17 @@
 mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *args);
 
 /* Bytes of work space such a call takes, without running it; pointers of `args` are only compared
- * with NULL. swiglu and hyper_layer, which no tape runs, cannot be planned. */
+ * with NULL. */
 mn_status mn_op_workspace(mn_context *context, mn_op_id op, mn_pass pass, const void *args,
                           size_t *bytes);
 
 /* Whether this build has a CUDA kernel for that pass of an operator. */
 bool mn_op_has_cuda(mn_op_id op, mn_pass pass);
+
+/* Whether the operator keeps results of its parts, and in a bf16 call rounds them. Its error is
+ * then that of a chain of roundings, and it is judged by how far the exact result moves when every
+ * input moves by one rounding. */
+bool mn_op_rounds_between(mn_op_id op);
 
 /* The kernel that would serve this call, for tables; NULL for a composed op. */
 const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pass, mn_dtype dtype);

@@ -244,3 +244,16 @@ bool mn_sample_guards_intact(const mn_sample *sample) {
     }
     return true;
 }
+
+void mn_sample_nudge(mn_sample *to, const mn_sample *from, double size, uint64_t seed) {
+    for (int i = 0; i < from->n_tensors; i++) {
+        const mn_sample_tensor *tensor = &from->tensors[i];
+        const bool input = tensor->field->role <= MN_ROLE_RAW;
+        const void *x = input ? tensor->data : tensor->partner;
+        void *y = input ? to->tensors[i].data : to->tensors[i].partner;
+        for (int64_t at = 0; x && y && at < tensor->count; at++) {
+            const bool up = mn_rng_uniform(seed, (uint64_t)i, (uint64_t)at) < 0.5;
+            mn_sample_set(to, y, at, mn_sample_get(from, x, at) * (up ? 1.0 + size : 1.0 - size));
+        }
+    }
+}

@@ -43,6 +43,10 @@ void mn_sample_draw(mn_sample *sample, uint64_t seed);
  * repeats them. For measuring, where nothing depends on the values being independent. */
 void mn_sample_draw_repeated(mn_sample *sample, uint64_t seed);
 
+/* Every input and cotangent of `to` becomes that of `from`, of the same sizes, times 1 + size or
+ * 1 - size as chance has it. */
+void mn_sample_nudge(mn_sample *to, const mn_sample *from, double size, uint64_t seed);
+
 /* Makes the result `result` use the memory of the input `input`, for decode steps in place. False
  * when there are no two such tensors of one size. The result's tensor is then absent. */
 bool mn_sample_in_place(mn_sample *sample, const char *input, const char *result);

@@ -2,7 +2,6 @@
 #include "ops/tape.h"
 
 #include <inttypes.h>
-#include <math.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,21 +10,35 @@
 #include "base/checked.h"
 #include "base/dtype.h"
 #include "base/util.h"
+#include "ops/tape_cpu.h"
 #include "ops/tape_node.h"
+
+static mn_status check_type(const mn_context *context, mn_dtype dtype) {
+    const char *name = mn_dtype_name(dtype);
+    if (context->device && dtype != MN_F32 && dtype != MN_BF16) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "a tape of %s is for the CPU; GPUs take f32 and bf16",
+                       name);
+    }
+    if (!context->device && dtype != MN_F32 && dtype != MN_F64) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "a tape of %s is for GPUs; use f32 or f64 on the CPU",
+                       name);
+    }
+    return MN_OK;
+}
 
 mn_status mn_tape_create(mn_tape **out, mn_context *context, mn_dtype dtype) {
     *out = NULL;
-    const mn_status cpu = mn_context_needs_cpu(context, "a tape");
-    if (cpu != MN_OK) return cpu;
-    if (dtype != MN_F32 && dtype != MN_F64) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "a tape of %s: use f32 or f64", mn_dtype_name(dtype));
-    }
+    mn_status st = check_type(context, dtype);
+    if (st != MN_OK) return st;
     mn_tape *tape = calloc(1, sizeof *tape);
     if (!tape) return mn_fail(MN_ERR_MEMORY, "no memory for a tape");
     tape->context = context;
+    tape->device = context->device;
+    tape->works = tape->device ? mn_works_cuda() : mn_works_cpu();
+    tape->where = tape->device ? mn_device_stream(tape->device) : context;
     tape->dtype = dtype;
     tape->item = mn_dtype_bytes(dtype);
-    mn_status st = mn_arena_create(&tape->data);
+    st = tape->device ? mn_device_arena(tape->device, &tape->data) : mn_arena_create(&tape->data);
     if (st == MN_OK) st = mn_arena_create(&tape->notes);
     if (st != MN_OK) {
         mn_tape_destroy(tape);
@@ -37,6 +50,11 @@ mn_status mn_tape_create(mn_tape **out, mn_context *context, mn_dtype dtype) {
 
 void mn_tape_destroy(mn_tape *tape) {
     if (!tape) return;
+    if (tape->device) mn_device_synchronize(tape->device);
+    for (int64_t i = 0; i < tape->most_lent; i++) {
+        mn_device_free(tape->device, tape->lent[i].there);
+    }
+    free(tape->lent);
     mn_arena_destroy(tape->data);
     mn_arena_destroy(tape->notes);
     free(tape);
@@ -50,14 +68,19 @@ void mn_tape_start(mn_tape *tape, unsigned modes) {
     tape->last = NULL;
     tape->spare = tape->unused = NULL;
     tape->used = tape->peak = tape->work = 0;
-    tape->cu_seqlens = NULL;
-    tape->n_seqs = 0;
+    tape->cu_seqlens = tape->borders = NULL;
+    tape->n_seqs = tape->n_lent = 0;
+    tape->lent_bytes = 0;
+    tape->told = NULL;
     tape->scope[0] = '\0';
 }
 
 void mn_tape_pack(mn_tape *tape, const int64_t *cu_seqlens, int64_t n_seqs) {
     tape->cu_seqlens = cu_seqlens;
     tape->n_seqs = cu_seqlens ? n_seqs : 0;
+    tape->borders = NULL;
+    if (!cu_seqlens) return;
+    tape->borders = mn_tape_lend(tape, cu_seqlens, (size_t)(n_seqs + 1) * sizeof *cu_seqlens);
 }
 
 int64_t mn_tape_sequences(const mn_tape *tape) {
@@ -101,7 +124,7 @@ size_t mn_tape_bytes(const mn_tape *tape) {
 }
 
 size_t mn_tape_work_bytes(const mn_tape *tape) {
-    return tape->work;
+    return tape->work + tape->lent_bytes;
 }
 
 mn_status mn_tape_reserve(mn_tape *tape, size_t bytes) {
@@ -109,8 +132,9 @@ mn_status mn_tape_reserve(mn_tape *tape, size_t bytes) {
     const bool there = mn_arena_bytes(tape->data, bytes);
     mn_arena_release(tape->data, (mn_mark){ 0 });
     if (there) return MN_OK;
-    return mn_fail(MN_ERR_MEMORY, "no memory for a step of %.1f MiB; use a smaller batch, a "
-                   "shorter context or a smaller model", (double)bytes / 1048576.0);
+    return mn_fail(MN_ERR_MEMORY, "%s has no memory for a step of %.1f MiB; use a smaller batch, a "
+                   "shorter context or a smaller model", tape->device ? "the GPU" : "this machine",
+                   (double)bytes / 1048576.0);
 }
 
 /* ---- memory ---------------------------------------------------------------------------------- */
@@ -153,9 +177,27 @@ void mn_tape_let_go(mn_tape *tape, mn_tape_mark mark) {
     tape->used = mark.used;
 }
 
+void mn_tape_do(mn_tape *tape, mn_work_id id, const void *work) {
+    const mn_work_fn *fn = &tape->works[id];
+    const size_t bytes = fn->bytes ? fn->bytes(work) : 0;
+    const mn_tape_mark mark = mn_tape_hold(tape);
+    void *space = bytes > 0 ? mn_tape_bytes_of(tape, bytes) : NULL;
+    if (mn_tape_runs(tape)) {
+        mn_status st = tape->device ? mn_device_use(tape->device) : MN_OK;
+        const int code = st == MN_OK ? fn->run(tape->where, work, space) : 0;
+        if (code != 0) st = mn_device_check(tape->device, code, tape->scope);
+        if (st != MN_OK) mn_tape_fail(tape, st);
+    }
+    mn_tape_let_go(tape, mark);
+}
+
 void mn_tape_product(mn_tape *tape, const mn_matmul_args *p) {
-    if (mn_tape_runs(tape)) mn_matmul(tape->context, p);
-    else tape->work = mn_max(tape->work, mn_matmul_work(tape->context, p));
+    if (!mn_tape_runs(tape)) {
+        tape->work = mn_max(tape->work, mn_matmul_work(tape->context, p));
+        return;
+    }
+    const mn_status st = mn_matmul(tape->context, p);
+    if (st != MN_OK) mn_tape_fail(tape, st);
 }
 
 void *mn_tape_memory(mn_tape *tape, int64_t count) {
@@ -164,8 +206,10 @@ void *mn_tape_memory(mn_tape *tape, int64_t count) {
     return mn_tape_bytes_of(tape, bytes);
 }
 
-void mn_tape_items(mn_tape *tape, int64_t n_items, mn_item_fn fn, void *job) {
-    mn_threads_run(tape->context->threads, n_items, fn, job);
+mn_status mn_tape_fetch(mn_tape *tape, void *to, const void *from, size_t bytes) {
+    if (tape->device) return mn_device_download(tape->device, to, from, bytes);
+    memcpy(to, from, bytes);
+    return MN_OK;
 }
 
 /* ---- tensors --------------------------------------------------------------------------------- */
@@ -198,47 +242,106 @@ int64_t mn_row_step(const mn_tensor *x) {
     return step ? step : x->shape[3];
 }
 
-static mn_slot *new_slot(mn_tape *tape, size_t bytes) {
+mn_view mn_flat_view(void *data, mn_dtype dtype, const int64_t shape[4]) {
+    const int64_t row = shape[2] * shape[3];
+    return (mn_view){ data, dtype, { shape[1] * row, row, shape[3], 1 } };
+}
+
+mn_view mn_value(const mn_tensor *x) {
+    if (!x) return (mn_view){ 0 };
+    return (mn_view){ x->data, x->dtype, { x->stride[0], x->stride[1], x->stride[2], 1 } };
+}
+
+static mn_slot *new_slot(mn_tape *tape, mn_dtype dtype, const int64_t shape[4]) {
     mn_slot *slot = mn_tape_note(tape, sizeof *slot);
-    if (slot) slot->bytes = bytes;
+    if (!slot) return NULL;
+    slot->dtype = dtype;
+    slot->bytes = (size_t)mn_count4(shape) * mn_dtype_bytes(dtype);
     return slot;
 }
 
-mn_tensor *mn_tape_over(mn_tape *tape, void *data, const int64_t shape[4], bool wants_grad) {
+mn_tensor *mn_tape_over(mn_tape *tape, void *data, mn_dtype dtype, const int64_t shape[4],
+                        bool wants_grad) {
     mn_tensor *x = mn_tape_note(tape, sizeof *x);
     if (!x) return NULL;
     memcpy(x->shape, shape, sizeof x->shape);
-    x->stride[2] = shape[3];
-    x->stride[1] = shape[2] * x->stride[2];
-    x->stride[0] = shape[1] * x->stride[1];
+    memcpy(x->stride, mn_flat_view(data, dtype, shape).stride, sizeof x->stride);
+    x->dtype = dtype;
     x->data = data;
     if (wants_grad && mn_tape_records(tape)) {
-        x->slot = new_slot(tape, (size_t)mn_count4(shape) * tape->item);
+        x->slot = new_slot(tape, dtype, shape);
         if (!x->slot) return NULL;
     }
     return x;
 }
 
-mn_tensor *mn_tape_new(mn_tape *tape, const int64_t shape[4]) {
+mn_tensor *mn_tape_new_of(mn_tape *tape, mn_dtype dtype, const int64_t shape[4]) {
     const int64_t count = mn_count4(shape);
-    void *data = mn_tape_memory(tape, count);
-    return data ? mn_tape_over(tape, data, shape, true) : NULL;
+    size_t bytes;
+    if (count < 0 || !mn_mul_size(&bytes, (size_t)count, mn_dtype_bytes(dtype))) bytes = SIZE_MAX;
+    void *data = mn_tape_bytes_of(tape, bytes);
+    return data ? mn_tape_over(tape, data, dtype, shape, true) : NULL;
+}
+
+mn_tensor *mn_tape_new(mn_tape *tape, const int64_t shape[4]) {
+    return mn_tape_new_of(tape, tape->dtype, shape);
+}
+
+mn_tensor *mn_tape_filled(mn_tape *tape, const int64_t shape[4], double value) {
+    mn_tensor *x = mn_tape_new(tape, shape);
+    if (!x) return NULL;
+    x->slot = NULL;
+    mn_fill_work work = { .to = mn_value(x), .value = value };
+    memcpy(work.shape, shape, sizeof work.shape);
+    mn_tape_do(tape, MN_WORK_FILL, &work);
+    return x;
+}
+
+mn_tensor *mn_tape_normal(mn_tape *tape, const int64_t shape[4], uint64_t seed, uint64_t stream) {
+    mn_tensor *x = mn_tape_new(tape, shape);
+    if (!x) return NULL;
+    x->slot = NULL;
+    mn_tape_do(tape, MN_WORK_NORMAL,
+               &(mn_normal_work){ mn_value(x), mn_count4(shape), seed, stream });
+    return x;
+}
+
+/* float32 on a device whatever the tape's type: what fits in a table is small. */
+mn_tensor *mn_tape_constant(mn_tape *tape, const int64_t shape[4], const double *values) {
+    const mn_dtype dtype = tape->dtype == MN_F64 ? MN_F64 : MN_F32;
+    const int64_t count = mn_count4(shape);
+    const size_t bytes = (size_t)mn_max(count, 0) * mn_dtype_bytes(dtype);
+    void *copy = count < 0 ? NULL : mn_tape_note(tape, bytes);
+    for (int64_t i = 0; copy && i < count; i++) {
+        if (dtype == MN_F64) ((double *)copy)[i] = values[i];
+        else ((float *)copy)[i] = (float)values[i];
+    }
+    void *data = copy ? (void *)mn_tape_lend_fixed(tape, copy, bytes) : NULL;
+    return data ? mn_tape_over(tape, data, dtype, shape, false) : NULL;
+}
+
+static mn_tensor *given(mn_tape *tape, void *data, mn_dtype data_dtype, void *grad,
+                        mn_dtype grad_dtype, const int64_t shape[4], bool add) {
+    mn_tensor *x = mn_tape_over(tape, data, data_dtype, shape, grad != NULL);
+    if (!x || !x->slot) return x;
+    *x->slot = (mn_slot){ .memory = grad, .dtype = grad_dtype, .kept = true, .written = add,
+                          .bytes = (size_t)mn_count4(shape) * mn_dtype_bytes(grad_dtype) };
+    return x;
 }
 
 mn_tensor *mn_tape_input(mn_tape *tape, void *data, void *grad, const int64_t shape[4]) {
-    mn_tensor *x = mn_tape_over(tape, data, shape, grad != NULL);
-    if (x && x->slot) {
-        x->slot->memory = grad;
-        x->slot->kept = true;
-    }
-    return x;
+    return given(tape, data, tape->dtype, grad, tape->dtype, shape, false);
+}
+
+mn_tensor *mn_tape_leaf_of(mn_tape *tape, void *data, mn_dtype data_dtype, void *grad,
+                           mn_dtype grad_dtype, int64_t rows, int64_t cols, bool add) {
+    return given(tape, data, data_dtype, grad, grad_dtype, (int64_t[]){ 1, 1, rows, cols }, add);
 }
 
 mn_tensor *mn_tape_leaf(mn_tape *tape, void *data, void *grad, int64_t rows, int64_t cols,
                         bool add) {
-    mn_tensor *x = mn_tape_input(tape, data, grad, (int64_t[]){ 1, 1, rows, cols });
-    if (x && x->slot) x->slot->written = add;
-    return x;
+    const mn_dtype sums = tape->dtype == MN_BF16 ? MN_F32 : tape->dtype;
+    return mn_tape_leaf_of(tape, data, tape->dtype, grad, sums, rows, cols, add);
 }
 
 bool mn_tape_untouched(const mn_tensor *leaf) {
@@ -275,9 +378,7 @@ static void give_back(mn_tape *tape, mn_slot *slot) {
     slot->memory = NULL;
 }
 
-/* A slot that is another one altogether (a residual's) stands for it: whole, at offset 0, of the
- * same size. */
-static mn_slot *standing_for(mn_slot *slot) {
+mn_slot *mn_slot_standing_for(mn_slot *slot) {
     while (slot->whole && slot->bytes == slot->whole->bytes) slot = slot->whole;
     return slot;
 }
@@ -289,77 +390,76 @@ static void *slot_memory(mn_tape *tape, mn_slot *slot) {
     return slot->memory = whole ? whole + slot->offset : NULL;
 }
 
-void *mn_grad_read(const mn_tensor *x) {
-    if (!x || !x->slot) return NULL;
-    const mn_slot *slot = standing_for(x->slot);
-    return slot->written ? slot->memory : NULL;
+/* A view of gradient memory, laid out as x is. */
+static mn_view gradient_view(const mn_tensor *x, const mn_slot *slot, void *memory) {
+    mn_view view = mn_value(x);
+    view.data = memory;
+    view.dtype = slot->dtype;
+    return view;
 }
 
-void *mn_grad_write(mn_tape *tape, mn_tensor *x, bool *add) {
-    mn_slot *slot = standing_for(x->slot);
+mn_view mn_grad_read(const mn_tensor *x) {
+    if (!x || !x->slot) return (mn_view){ 0 };
+    const mn_slot *slot = mn_slot_standing_for(x->slot);
+    return slot->written ? gradient_view(x, slot, slot->memory) : (mn_view){ 0 };
+}
+
+mn_view mn_grad_write(mn_tape *tape, mn_tensor *x, bool *add) {
+    mn_slot *slot = mn_slot_standing_for(x->slot);
     *add = slot->written;
     slot->written = true;
-    return slot_memory(tape, slot);
+    return gradient_view(x, slot, slot_memory(tape, slot));
 }
 
 bool mn_grad_place(mn_tape *tape, mn_tensor *x) {
-    return slot_memory(tape, standing_for(x->slot)) != NULL;
+    return slot_memory(tape, mn_slot_standing_for(x->slot)) != NULL;
 }
 
-void mn_tape_give(const mn_tape *tape, void *to, const void *from, int64_t n, bool add) {
-    if (!add) {
-        memcpy(to, from, (size_t)n * tape->item);
-    } else if (tape->dtype == MN_F64) {
-        for (int64_t i = 0; i < n; i++) ((double *)to)[i] += ((const double *)from)[i];
-    } else {
-        for (int64_t i = 0; i < n; i++) ((float *)to)[i] += ((const float *)from)[i];
-    }
+void mn_grad_give(mn_tape *tape, mn_tensor *x, const mn_view *gradient) {
+    mn_move_work work = { .from = *gradient, .times = 1 };
+    memcpy(work.shape, x->shape, sizeof work.shape);
+    work.to = mn_grad_write(tape, x, &work.add);
+    if (work.to.data) mn_tape_do(tape, MN_WORK_MOVE, &work);
 }
 
-typedef struct giving {
-    const mn_tape *tape;
-    const mn_tensor *x;
-    char *to;
-    const char *from;
-    bool add;
-} giving;
+/* Contiguous numbers share their gradient whatever their type; others have one beside. */
+typedef struct cast {
+    mn_tensor *x, *y;
+} cast;
 
-/* Token `item`: its heads one after the other. */
-static void give_token(void *context, int64_t item, int worker) {
-    (void)worker;
-    const giving *g = context;
-    const int64_t *n = g->x->shape, *s = g->x->stride;
-    for (int64_t h = 0; h < n[2]; h++) {
-        const int64_t to = item / n[1] * s[0] + item % n[1] * s[1] + h * s[2];
-        const int64_t from = (item * n[2] + h) * n[3];
-        mn_tape_give(g->tape, g->to + (size_t)to * g->tape->item,
-                 g->from + (size_t)from * g->tape->item, n[3], g->add);
-    }
+static void back_cast(mn_tape *tape, void *payload) {
+    const cast *c = payload;
+    const mn_view dy = mn_grad_read(c->y);
+    if (dy.data) mn_grad_give(tape, c->x, &dy);
 }
 
-void mn_grad_give(mn_tape *tape, mn_tensor *x, const void *gradient) {
-    giving g = { .tape = tape, .x = x, .from = gradient };
-    g.to = mn_grad_write(tape, x, &g.add);
-    if (!g.to || !mn_tape_runs(tape)) return;
-    mn_tape_items(tape, x->shape[0] * x->shape[1], give_token, &g);
+mn_tensor *mn_tape_cast(mn_tape *tape, mn_tensor *x, mn_dtype dtype) {
+    if (!x || mn_tape_dead(tape) || x->dtype == dtype) return x;
+    cast *c = mn_tape_note(tape, sizeof *c);
+    mn_tensor *y = mn_tape_new_of(tape, dtype, x->shape);
+    if (!c || !y) return NULL;
+    *c = (cast){ x, y };
+    mn_move_work work = { .to = mn_value(y), .from = mn_value(x), .times = 1 };
+    memcpy(work.shape, x->shape, sizeof work.shape);
+    mn_tape_do(tape, MN_WORK_MOVE, &work);
+    if (mn_is_contiguous(x)) y->slot = x->slot;
+    else mn_tape_record(tape, "a conversion", back_cast, c, mn_wants(x), &y, 1);
+    return y;
 }
 
 /* ---- nodes ----------------------------------------------------------------------------------- */
 
-static bool all_finite(const void *data, mn_dtype dtype, int64_t n, int64_t *at) {
-    for (int64_t i = 0; i < n; i++) {
-        const double x = dtype == MN_F64 ? ((const double *)data)[i] : ((const float *)data)[i];
-        if (!isfinite(x)) {
-            *at = i;
-            return false;
-        }
-    }
-    return true;
-}
-
+/* Reads the verdict back: a tape that checks waits for its device. */
 static void check_result(mn_tape *tape, const char *what, const mn_tensor *x) {
-    int64_t at;
-    if (!mn_is_contiguous(x) || all_finite(x->data, tape->dtype, mn_count4(x->shape), &at)) return;
+    const int64_t n = mn_count4(x->shape);
+    int64_t at = n;
+    if (!mn_is_contiguous(x)) return;
+    const mn_tape_mark mark = mn_tape_hold(tape);
+    mn_finite_work work = { mn_value(x), n, mn_tape_bytes_of(tape, sizeof at) };
+    if (work.first) mn_tape_do(tape, MN_WORK_FINITE, &work);
+    if (mn_tape_runs(tape)) mn_tape_fail(tape, mn_tape_fetch(tape, &at, work.first, sizeof at));
+    mn_tape_let_go(tape, mark);
+    if (at >= n || mn_tape_dead(tape)) return;
     const int64_t row = at / x->shape[3] / x->shape[2];
     mn_tape_fail(tape, mn_fail(MN_ERR_NUMERIC, "%s: the result of %s is not finite, first in row %"
                                PRId64 " of the batch, at token %" PRId64, tape->scope, what,
@@ -391,16 +491,20 @@ void mn_tape_record(mn_tape *tape, const char *what, mn_back_fn back, void *payl
     tape->last = node;
 }
 
-mn_status mn_tape_backward(mn_tape *tape) {
-    if (!mn_tape_records(tape)) {
-        return mn_fail(MN_ERR_INTERNAL, "backward over a tape that does not record");
-    }
+void mn_tape_go_back(mn_tape *tape) {
     for (mn_node *node = tape->last; node && !mn_tape_dead(tape); node = node->before) {
         memcpy(tape->scope, node->scope, sizeof tape->scope);
         node->back(tape, node->payload);
         for (int i = 0; i < node->n_made; i++) give_back(tape, node->made[i]);
     }
     tape->last = NULL;
+}
+
+mn_status mn_tape_backward(mn_tape *tape) {
+    if (!mn_tape_records(tape)) {
+        return mn_fail(MN_ERR_INTERNAL, "backward over a tape that does not record");
+    }
+    mn_tape_go_back(tape);
     return tape->status;
 }
 
@@ -413,7 +517,8 @@ typedef struct seed {
 
 static void back_seed(mn_tape *tape, void *payload) {
     const seed *s = payload;
-    mn_grad_give(tape, s->x, s->cotangent);
+    const mn_view dy = mn_flat_view((void *)s->cotangent, s->x->dtype, s->x->shape);
+    mn_grad_give(tape, s->x, &dy);
 }
 
 void mn_tape_seed(mn_tape *tape, mn_tensor *x, const void *cotangent) {

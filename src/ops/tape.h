@@ -7,7 +7,14 @@
  *   ...; mn_tape_loss(tape, y, head, targets, &how); mn_tape_backward(tape);
  *
  * All memory of a step comes from one arena that start resets, so that after the first step nothing
- * is allocated. Failures stick: a call that is given NULL, or comes after a failure, returns NULL
+ * is allocated. On a context with a device that is the device's memory: the addresses in tensors,
+ * leaves, inputs and cotangents are the device's, while tokens, targets, places and cu_seqlens are
+ * the host's and are uploaded; nothing between start and mn_tape_results waits for the device.
+ *
+ * A tape of MN_BF16 (devices only) holds activations in bf16, states and what ops/wide.def lists in
+ * float32, and sums in float32; operators get what they need converted by themselves.
+ *
+ * Failures stick: a call that is given NULL, or comes after a failure, returns NULL
  * and does nothing, and mn_tape_status tells the first failure. Code that builds a model checks
  * once, at its end. Activations are (B,T,H,X); a tensor is used on the tape that made it only. */
 #ifndef MN_OPS_TAPE_H
@@ -22,6 +29,7 @@ typedef struct mn_tape mn_tape;
 /* The gradient of one piece of memory, shared by all tensors that view it. */
 typedef struct mn_slot {
     void *memory;              // NULL until the first gradient arrives
+    mn_dtype dtype;            // of the gradient: float32 of parameters, else that of the tensor
     size_t bytes;
     struct mn_slot *whole;     // the slot this is a part of, `offset` bytes from its start
     size_t offset;
@@ -33,6 +41,7 @@ typedef struct mn_slot {
 typedef struct mn_tensor {
     int64_t shape[4];          // B, T, H, X
     int64_t stride[3];
+    mn_dtype dtype;
     void *data;
     mn_slot *slot;             // NULL: no gradient flows here
 } mn_tensor;
@@ -44,7 +53,8 @@ typedef enum mn_tape_mode {
     MN_TAPE_PLAN = 4,          // computes nothing and counts memory: mn_tape_bytes tells how much
 } mn_tape_mode;
 
-/* `dtype` is MN_F32 or MN_F64, of every tensor. The context must outlive the tape. */
+/* `dtype` is that of activations: MN_F32, or MN_F64 on a CPU, or MN_BF16 on a device. The context
+ * must outlive the tape. */
 mn_status mn_tape_create(mn_tape **out, mn_context *context, mn_dtype dtype);
 void mn_tape_destroy(mn_tape *tape);    // NULL accepted
 
@@ -68,7 +78,7 @@ bool mn_tape_records(const mn_tape *tape);
 bool mn_tape_plans(const mn_tape *tape);
 
 /* Largest number of bytes of tensors and gradients since start; and, from a plan, what operators
- * take as work space beside. */
+ * and uploads take beside. On a device both are of its memory; a plan does not touch it. */
 size_t mn_tape_bytes(const mn_tape *tape);
 size_t mn_tape_work_bytes(const mn_tape *tape);
 
@@ -78,9 +88,29 @@ mn_status mn_tape_reserve(mn_tape *tape, size_t bytes);
 /* Makes `status` the failure of this step unless there is one; returns NULL, for one-line ends. */
 mn_tensor *mn_tape_fail(mn_tape *tape, mn_status status);
 
-/* Step memory for the caller's own use, such as states: uninitialised, NULL after a failure. In
- * plan mode the address must not be touched. */
+/* Step memory for the caller's own use, such as states: `count` numbers of the tape's type,
+ * uninitialised, NULL after a failure. In plan mode the address must not be touched. */
 void *mn_tape_memory(mn_tape *tape, int64_t count);
+
+/* What the device reads for `bytes` of the host: uploaded now, to an address that is the same in
+ * each step that lends as much in the same order. On a CPU `host` itself. NULL after a failure. */
+const void *mn_tape_lend(mn_tape *tape, const void *host, size_t bytes);
+
+/* Uploads once more what this step has lent, tokens, targets and borders among it, from the same
+ * host memory: for a step that was recorded as a graph and is launched again. They are checked
+ * again. Nothing on a CPU. */
+mn_status mn_tape_feed(mn_tape *tape);
+
+/* Waits for the device and writes what losses tell to where they were asked to. On a CPU it is
+ * there already, and after a plan there is nothing. */
+mn_status mn_tape_results(mn_tape *tape);
+
+/* Where the loss of this step is on a device, for work that goes on there: a double, its mean, and
+ * an int64, over how many targets; NULL on a CPU and before there is one. */
+const void *mn_tape_told(const mn_tape *tape);
+
+/* Waits, and copies the numbers of x, in the order of its axes, to host memory as float32. */
+mn_status mn_tape_read(mn_tape *tape, const mn_tensor *x, float *out);
 
 /* ---- leaves ---------------------------------------------------------------------------------- */
 
@@ -90,14 +120,32 @@ void *mn_tape_memory(mn_tape *tape, int64_t count);
 mn_tensor *mn_tape_leaf(mn_tape *tape, void *data, void *grad, int64_t rows, int64_t cols,
                         bool add);
 
+/* The same with types of its own, on devices: values of MN_BF16 (the shadow of a float32 master) or
+ * MN_F32, the gradient MN_F32 or that of the values. mn_tape_leaf takes values of the tape's type,
+ * and float32 gradients on a tape of bf16. */
+mn_tensor *mn_tape_leaf_of(mn_tape *tape, void *data, mn_dtype data_dtype, void *grad,
+                           mn_dtype grad_dtype, int64_t rows, int64_t cols, bool add);
+
 /* True when this leaf asks for a gradient and none has reached it. */
 bool mn_tape_untouched(const mn_tensor *leaf);
 
-/* An input (B,T,H,X) of the caller, contiguous. `grad` may be NULL. */
+/* An input (B,T,H,X) of the caller, contiguous, in the tape's type. `grad` may be NULL. */
 mn_tensor *mn_tape_input(mn_tape *tape, void *data, void *grad, const int64_t shape[4]);
 
-/* An uninitialised activation that gets a gradient: what operations below make. */
+/* An uninitialised activation that gets a gradient: what operations below make. Of the tape's type,
+ * or of another. */
 mn_tensor *mn_tape_new(mn_tape *tape, const int64_t shape[4]);
+mn_tensor *mn_tape_new_of(mn_tape *tape, mn_dtype dtype, const int64_t shape[4]);
+
+/* Constants without gradient: one number everywhere, or those of a host array, which is copied. */
+mn_tensor *mn_tape_filled(mn_tape *tape, const int64_t shape[4], double value);
+mn_tensor *mn_tape_constant(mn_tape *tape, const int64_t shape[4], const double *values);
+
+/* Normal numbers without gradient, a function of (seed, stream, place). */
+mn_tensor *mn_tape_normal(mn_tape *tape, const int64_t shape[4], uint64_t seed, uint64_t stream);
+
+/* The same numbers in another type; x itself if it has it. */
+mn_tensor *mn_tape_cast(mn_tape *tape, mn_tensor *x, mn_dtype dtype);
 
 /* ---- shapes: views that compute nothing ------------------------------------------------------ */
 
@@ -166,8 +214,9 @@ typedef struct mn_loss_options {
 } mn_loss_options;
 
 /* Cross entropy of logits x head' against `targets` (B,T), -100 ignored, in nats: the mean over
- * the others is returned through *loss at once, their number through *counted. Logits exist for a
- * few rows at a time. Gradients are those of weight (mean + z_loss term). */
+ * the others is returned through *loss, their number through *counted; at once on a CPU, by
+ * mn_tape_results on a device, until when these and how->nll must stay. Logits exist for a few rows
+ * at a time. Gradients are those of weight (mean + z_loss term). */
 void mn_tape_loss(mn_tape *tape, mn_tensor *x, mn_tensor *head, const int32_t *targets,
                   const mn_loss_options *how, double *loss, int64_t *counted);
 
@@ -177,9 +226,20 @@ void mn_tape_mixture_loss(mn_tape *tape, mn_tensor *const *x, int n, mn_tensor *
                           const int32_t *targets, const mn_loss_options *how, double *loss,
                           int64_t *counted);
 
-/* Starts the gradient of `x` at `cotangent` (contiguous, in the tape's type), for tests and losses
+/* Starts the gradient of `x` at `cotangent` (contiguous, in the type of x), for tests and losses
  * computed elsewhere. */
 void mn_tape_seed(mn_tape *tape, mn_tensor *x, const void *cotangent);
+
+/* ---- memory for time ------------------------------------------------------------------------- */
+
+/* Part of a model: what it makes of x, of the shape of x, by operations on the tape. */
+typedef mn_tensor *(*mn_part_fn)(mn_tape *tape, mn_tensor *x, const void *job);
+
+/* fn(tape, x, job), of which only the result is kept: going back, the part is computed once more,
+ * with the same bits, and gone back over at once. `job` is copied; x is used by nothing else that
+ * comes after. On a tape that does not record, too, only the result is kept. */
+mn_tensor *mn_tape_again(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
+                         size_t job_bytes);
 
 /* Goes back from all losses and seeds. Afterwards the tape holds no tensor that may be used. */
 mn_status mn_tape_backward(mn_tape *tape);
@@ -200,7 +260,8 @@ enum { MN_RUN_FIELDS = 32 };
  * Sizes of the call (B, T, H, K, V ...) follow from the tensors bound. An activation with field
  * axes BTHK is (B,T,H,K), with BTV or BTH (B,T,1,V) and (B,T,1,H), with * any whose rows are X
  * wide. Other fields (weights, states) bind contiguous tensors of as many numbers; sizes only they
- * name (G, P, R, S, W ...) are set by the caller in run.call before. */
+ * name (G, P, R, S, W ...) are set by the caller in run.call before. A tensor of another type than
+ * the field's is converted. */
 typedef struct mn_run {
     mn_tape *tape;
     mn_op_id op;
@@ -220,10 +281,11 @@ void mn_run_in(mn_run *run, const char *field, mn_tensor *x);
  * first. States come as (1,1,1,count). */
 mn_tensor *mn_run_out(mn_run *run, const char *field);
 
-/* Binds a result to memory of the caller, without gradient (states of a session). */
+/* Binds a result to memory of the caller in the field's type, without gradient (states of a
+ * session). */
 void mn_run_out_at(mn_run *run, const char *field, void *data);
 
-/* Binds an input to memory of the caller, without gradient. */
+/* Binds an input to memory of the caller in the field's type, without gradient. */
 void mn_run_in_at(mn_run *run, const char *field, const void *data);
 
 void mn_run_now(mn_run *run);

@@ -6,237 +6,100 @@
  *
  * Going forward the gradients are made as well, while the logits are in the cache: dx and dW.
  *
- * Where targets are ignored, only the other rows are gathered, multiplied and scattered back: tasks
- * that ask for a few tokens of a sequence pay for those.
+ * Where targets are ignored, a CPU gathers, multiplies and scatters back the other rows only: tasks
+ * that ask for a few tokens of a sequence pay for those. A device goes through all rows, so that a
+ * step is the same launches whatever the targets are.
  *
  * In a mixture of n, sample s has a share in each row's gradient: softmax_s(-nll_s). */
-#include <math.h>
 #include <string.h>
 
+#include "base/dtype.h"
 #include "base/util.h"
 #include "ops/matmul.h"
 #include "ops/tape_node.h"
 
-#if MN_HAVE_X86_TARGETS
-#define MN_TARGET avx2
-#include "kernels/vec/map.h"
-#undef MN_TARGET
-#define MN_TARGET avx512
-#include "kernels/vec/map.h"
-#undef MN_TARGET
-#endif
+/* Logits at one time: about this many numbers, and at least some rows for the matrix products, in
+ * whole tiles of them where it is more. */
+typedef struct piece_size {
+    int64_t numbers, least_rows, most_rows, tile_rows;
+} piece_size;
 
-/* Logits at one time: about this many numbers, and at least some rows for the matrix products. */
-enum { LOGITS = 1 << 20, LEAST_ROWS = 32, MOST_ROWS = 1024 };
-
-typedef struct row_math {
-    void (*exp)(float *y, const float *x, int64_t n);
-    void (*tanh)(float *y, const float *x, int64_t n);
-    float (*sum)(const float *x, int64_t n);
-    float (*max)(const float *x, int64_t n);
-} row_math;
-
-static void plain_exp(float *y, const float *x, int64_t n) {
-    for (int64_t i = 0; i < n; i++) y[i] = expf(x[i]);
-}
-
-static void plain_tanh(float *y, const float *x, int64_t n) {
-    for (int64_t i = 0; i < n; i++) y[i] = tanhf(x[i]);
-}
-
-static float plain_sum(const float *x, int64_t n) {
-    double sum = 0.0;
-    for (int64_t i = 0; i < n; i++) sum += x[i];
-    return (float)sum;
-}
-
-static float plain_max(const float *x, int64_t n) {
-    float top = -INFINITY;
-    for (int64_t i = 0; i < n; i++) top = x[i] > top ? x[i] : top;
-    return top;
-}
-
-static row_math math_of(const mn_context *context) {
-#if MN_HAVE_X86_TARGETS
-    if (context->target == MN_TARGET_AVX512) {
-        return (row_math){ mn_map_exp_avx512, mn_map_tanh_avx512, mn_map_sum_avx512,
-                           mn_map_max_avx512 };
-    }
-    if (context->target == MN_TARGET_AVX2) {
-        return (row_math){ mn_map_exp_avx2, mn_map_tanh_avx2, mn_map_sum_avx2, mn_map_max_avx2 };
-    }
-#endif
-    (void)context;
-    return (row_math){ plain_exp, plain_tanh, plain_sum, plain_max };
-}
-
-typedef struct loss_job {
-    row_math math;
-    bool f64, records;
-    int64_t V, first;             // classes; first kept row of this piece
-    const int32_t *kept;          // row of the batch by kept row; NULL: all are kept
-    int32_t *places;              // memory for that list
-    char *few;                    // memory for kept rows side by side, and for their gradient
-    void *logits;
-    const int32_t *targets;
-    double *nll, *lse2;           // per row of the batch
-    const double *share;          // of each row's gradient; NULL: 1
-    double scale, z_loss, cap;    // scale: weight / kept
-} loss_job;
-
-/* One row of logits becomes its gradient in place. */
-static void row_f32(const loss_job *j, float *z, int64_t row) {
-    const int32_t target = j->targets[row];
-    const float cap = (float)j->cap;
-    if (cap > 0.0f) {
-        for (int64_t i = 0; i < j->V; i++) z[i] /= cap;
-        j->math.tanh(z, z, j->V);
-        for (int64_t i = 0; i < j->V; i++) z[i] *= cap;
-    }
-    float *e = z + j->V;    // second half of the row's memory
-    const float top = j->math.max(z, j->V), at = z[target];
-    for (int64_t i = 0; i < j->V; i++) e[i] = z[i] - top;
-    j->math.exp(e, e, j->V);
-    const float sum = j->math.sum(e, j->V);
-    const double lse = log((double)sum) + top;
-    j->nll[row] = lse - at;
-    j->lse2[row] = lse * lse;
-    if (!j->records) return;
-    const double scale = j->share ? j->scale * j->share[row] : j->scale;
-    const float to_p = (float)(scale * (1.0 + 2.0 * j->z_loss * lse) / sum);
-    for (int64_t i = 0; i < j->V; i++) e[i] *= to_p;
-    e[target] -= (float)scale;
-    for (int64_t i = 0; i < j->V; i++) {
-        const float bend = cap > 0.0f ? 1.0f - (z[i] / cap) * (z[i] / cap) : 1.0f;
-        z[i] = e[i] * bend;
-    }
-}
-
-static void row_f64(const loss_job *j, double *z, int64_t row) {
-    const int32_t target = j->targets[row];
-    for (int64_t i = 0; j->cap > 0.0 && i < j->V; i++) z[i] = j->cap * tanh(z[i] / j->cap);
-    double top = z[0], sum = 0.0;
-    for (int64_t i = 1; i < j->V; i++) top = fmax(top, z[i]);
-    for (int64_t i = 0; i < j->V; i++) sum += exp(z[i] - top);
-    const double lse = log(sum) + top;
-    j->nll[row] = lse - z[target];
-    j->lse2[row] = lse * lse;
-    const double scale = j->share ? j->scale * j->share[row] : j->scale;
-    const double to_p = scale * (1.0 + 2.0 * j->z_loss * lse);
-    for (int64_t i = 0; j->records && i < j->V; i++) {
-        const double bend = j->cap > 0.0 ? 1.0 - (z[i] / j->cap) * (z[i] / j->cap) : 1.0;
-        const double hit = i == target ? scale : 0.0;
-        z[i] = (exp(z[i] - lse) * to_p - hit) * bend;
-    }
-}
-
-static void run_row(void *context, int64_t item, int worker) {
-    (void)worker;
-    const loss_job *j = context;
-    const int64_t row = j->kept ? j->kept[j->first + item] : j->first + item;
-    if (j->f64) row_f64(j, (double *)j->logits + item * 2 * j->V, row);
-    else row_f32(j, (float *)j->logits + item * 2 * j->V, row);
-}
+static const piece_size cpu_piece = { 1 << 20, 32, 1024, 1 };
+static const piece_size device_piece = { 1 << 27, 128, 1 << 16, 256 };
 
 typedef struct loss {
     mn_tensor *x, *head;
     int64_t rows, D, V;
-    void *dx, *dhead;    // NULL where not wanted
+    void *dx;               // NULL where not wanted
+    mn_view dhead;
     bool add_head;
-    const int32_t *kept;    // rows with a target, when some have none
     int64_t n_kept;
-    char *few, *dfew;       // a piece of them side by side, and their gradient
 } loss;
 
-/* Copies the kept rows [first, first + n) of `from` (rows `step` apart) side by side, or back. */
-static void gather(const mn_tape *tape, const loss *l, int64_t first, int64_t n) {
-    const int64_t step = mn_row_step(l->x);
-    const size_t bytes = (size_t)l->D * tape->item;
-    for (int64_t i = 0; i < n; i++) {
-        memcpy(l->few + (size_t)i * bytes,
-               (const char *)l->x->data + (size_t)(l->kept[first + i] * step) * tape->item, bytes);
-    }
+/* What the pieces of all samples have in common: the work on their rows, and scratch. On a CPU a
+ * row of logits has room for as many numbers behind it; on a device the gradient of logits is in
+ * the tape's type, and has memory of its own where that is narrower. */
+typedef struct pieces {
+    mn_loss_work work;
+    int64_t most, row;         // rows of a piece; numbers from row to row
+    void *gradients;           // of logits
+    int32_t *places;           // of kept rows, where some are left out
+    mn_view few, dfew;         // kept rows side by side, and their gradient
+} pieces;
+
+/* Copies the kept rows [first, first + n) of `table` side by side, or adds them where they were. */
+static void move_kept(mn_tape *tape, const pieces *p, const loss *l, mn_view table, mn_view few,
+                      int64_t first, int64_t n, bool back) {
+    mn_rows_work work = { .table = table, .rows = few, .index = p->work.kept + first, .n = n,
+                          .scatters = back };
+    memcpy(work.shape, l->x->shape, sizeof work.shape);
+    mn_tape_do(tape, MN_WORK_ROWS, &work);
 }
 
-static void scatter(const mn_tape *tape, const loss *l, int64_t first, int64_t n) {
-    const size_t bytes = (size_t)l->D * tape->item;
-    for (int64_t i = 0; i < n; i++) {
-        memcpy((char *)l->dx + (size_t)l->kept[first + i] * bytes, l->dfew + (size_t)i * bytes,
-               bytes);
-    }
+static void *row_of(const mn_tape *tape, void *data, int64_t elements) {
+    return (char *)data + (size_t)elements * tape->item;
 }
 
 /* Logits of kept rows [first, first + n), their losses and, if recorded, what they add to dx and
  * dW. */
-static void run_piece(mn_tape *tape, const loss *l, loss_job *job, int64_t first, int64_t n) {
-    const int64_t step = l->kept ? l->D : mn_row_step(l->x);
-    const char *x = (const char *)l->x->data + (size_t)(first * step) * tape->item;
-    char *dx = l->dx ? (char *)l->dx + (size_t)(first * l->D) * tape->item : NULL;
-    if (l->kept) {
-        gather(tape, l, first, n);
-        x = l->few;
-        if (dx) dx = l->dfew;
-    }
+static void run_piece(mn_tape *tape, pieces *p, const loss *l, int64_t first, int64_t n) {
+    const bool some = p->work.kept;
+    const int64_t step = some ? l->D : mn_row_step(l->x);
+    const void *x = some ? p->few.data : row_of(tape, l->x->data, first * step);
+    void *dx = l->dx && some ? p->dfew.data : l->dx ? row_of(tape, l->dx, first * l->D) : NULL;
+    if (some) move_kept(tape, p, l, mn_value(l->x), p->few, first, n, false);
     mn_tape_product(tape, &(mn_matmul_args){
-        .dtype = tape->dtype, .c = job->logits, .c_row = 2 * l->V, .a = x, .a_row = step,
+        .dtype = tape->dtype, .c = p->work.logits.data, .c_row = p->row, .a = x, .a_row = step,
         .b = l->head->data, .b_transposed = true, .M = n, .N = l->V, .K = l->D });
-    job->first = first;
-    if (mn_tape_runs(tape)) mn_tape_items(tape, n, run_row, job);
+    p->work.first = first;
+    p->work.n = n;
+    mn_tape_do(tape, MN_WORK_LOSS, &p->work);
     if (dx) {
         mn_tape_product(tape, &(mn_matmul_args){
-            .dtype = tape->dtype, .c = dx, .a = job->logits, .a_row = 2 * l->V,
-            .b = l->head->data, .M = n, .N = l->D, .K = l->V });
-        if (l->kept) scatter(tape, l, first, n);
+            .dtype = tape->dtype, .c_dtype = tape->dtype, .c = dx, .a = p->gradients,
+            .a_row = p->row, .b = l->head->data, .M = n, .N = l->D, .K = l->V });
+        const mn_view to = mn_flat_view(l->dx, tape->dtype, l->x->shape);
+        if (some) move_kept(tape, p, l, to, p->dfew, first, n, true);
     }
-    if (l->dhead) {
+    if (l->dhead.data) {
         mn_tape_product(tape, &(mn_matmul_args){
-            .dtype = tape->dtype, .c = l->dhead, .a = job->logits, .a_row = 2 * l->V,
-            .a_transposed = true, .b = x, .b_row = step, .M = l->V, .N = l->D, .K = n,
-            .accumulate = l->add_head || first > 0 });
+            .dtype = tape->dtype, .c_dtype = l->dhead.dtype, .c = l->dhead.data,
+            .a = p->gradients, .a_row = p->row, .a_transposed = true, .b = x, .b_row = step,
+            .M = l->V, .N = l->D, .K = n, .accumulate = l->add_head || first > 0 });
     }
 }
 
 static void back_loss(mn_tape *tape, void *payload) {
     const loss *l = payload;
-    mn_grad_give(tape, l->x, l->dx);
-}
-
-static double finish(const loss_job *job, int64_t rows, const mn_loss_options *how, int64_t kept) {
-    double nll = 0.0, lse2 = 0.0;
-    for (int64_t row = 0; row < rows; row++) {
-        nll += job->nll[row];
-        lse2 += job->lse2[row];
-        if (how->nll) how->nll[row] = (float)job->nll[row];
-    }
-    return kept ? (nll + job->z_loss * lse2) / (double)kept : 0.0;
-}
-
-static bool targets_fit(mn_tape *tape, const int32_t *targets, int64_t rows, int64_t V,
-                        int64_t *kept) {
-    *kept = 0;
-    for (int64_t i = 0; mn_tape_runs(tape) && i < rows; i++) {
-        *kept += targets[i] >= 0;
-        if (targets[i] < V) continue;
-        mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "target %d at place %lld of the batch is "
-                                   "outside the model's vocabulary of %lld", (int)targets[i],
-                                   (long long)i, (long long)V));
-        return false;
-    }
-    return true;
-}
-
-static loss_job job_of(const mn_tape *tape, const mn_tensor *head, const int32_t *targets,
-                       const mn_loss_options *how, int64_t kept) {
-    const double weight = how->weight > 0 ? how->weight : 1.0;
-    return (loss_job){ .math = math_of(tape->context), .f64 = tape->dtype == MN_F64,
-                       .V = head->shape[2], .targets = targets, .z_loss = how->z_loss,
-                       .cap = how->softcap, .scale = weight / (double)mn_max(kept, 1) };
+    const mn_view dx = mn_flat_view(l->dx, tape->dtype, l->x->shape);
+    mn_grad_give(tape, l->x, &dx);
 }
 
 /* What one tensor's loss needs to go back; NULL after a failure. */
 static loss *open_loss(mn_tape *tape, mn_tensor *x, mn_tensor *head) {
     loss *l = mn_tape_note(tape, sizeof *l);
-    if (!l) return NULL;
+    x = mn_tape_cast(tape, x, tape->dtype);
+    if (!l || !x) return NULL;
     *l = (loss){ .x = x, .head = head, .rows = x->shape[0] * x->shape[1], .D = head->shape[3],
                  .V = head->shape[2] };
     const bool records = mn_tape_records(tape);
@@ -244,45 +107,118 @@ static loss *open_loss(mn_tape *tape, mn_tensor *x, mn_tensor *head) {
     return mn_tape_dead(tape) ? NULL : l;
 }
 
-/* Rows a piece of logits has; and the pieces, one after the other. */
-static int64_t piece_rows(const loss *l) {
-    return mn_min(mn_min(mn_max(LOGITS / l->V, LEAST_ROWS), MOST_ROWS), l->rows);
+/* The rows of one piece, and how its logits lie. */
+static pieces size_pieces(const mn_tape *tape, const loss *l) {
+    const piece_size size = tape->device ? device_piece : cpu_piece;
+    int64_t rows = mn_min(mn_max(size.numbers / l->V, size.least_rows), size.most_rows);
+    if (rows > size.tile_rows) rows = rows / size.tile_rows * size.tile_rows;
+    return (pieces){ .most = mn_min(rows, l->rows),
+                     .row = tape->device ? mn_ceil_div(l->V, 8) * 8 : 2 * l->V };
 }
 
 /* Scratch of a loss, the same whether rows are left out or not: a plan does not know. */
-static void take_scratch(mn_tape *tape, const loss *l, loss_job *job) {
-    const int64_t most = piece_rows(l);
-    job->logits = mn_tape_memory(tape, most * l->V * 2);
-    job->few = mn_tape_memory(tape, most * l->D * 2);
-    job->places = mn_tape_bytes_of(tape, (size_t)l->rows * sizeof *job->places);
+static void take_scratch(mn_tape *tape, const loss *l, pieces *p) {
+    const mn_dtype sums = tape->dtype == MN_BF16 ? MN_F32 : tape->dtype;
+    const size_t numbers = (size_t)(p->most * p->row);
+    void *logits = mn_tape_bytes_of(tape, numbers * mn_dtype_bytes(sums));
+    p->work.logits = (mn_view){ logits, sums, { 0, p->row, 0, 1 } };
+    p->gradients = sums == tape->dtype ? logits : mn_tape_bytes_of(tape, numbers * tape->item);
+    if (tape->device) return;
+    const int64_t few[4] = { 1, p->most, 1, l->D };
+    p->few = mn_flat_view(mn_tape_memory(tape, p->most * l->D), tape->dtype, few);
+    p->dfew = mn_flat_view(mn_tape_memory(tape, p->most * l->D), tape->dtype, few);
+    p->places = mn_tape_bytes_of(tape, (size_t)l->rows * sizeof *p->places);
 }
 
 /* Lists the rows that have a target, unless all have. */
-static void keep_rows(const mn_tape *tape, loss *l, loss_job *job) {
+static void keep_rows(pieces *p, loss *l) {
     l->n_kept = 0;
     for (int64_t row = 0; row < l->rows; row++) {
-        if (job->targets[row] >= 0) job->places[l->n_kept++] = (int32_t)row;
+        if (p->work.targets[row] >= 0) p->places[l->n_kept++] = (int32_t)row;
     }
-    l->kept = l->n_kept < l->rows ? job->places : NULL;
-    job->kept = l->kept;
-    l->few = job->few;
-    l->dfew = job->few + (size_t)(piece_rows(l) * l->D) * tape->item;
+    p->work.kept = l->n_kept < l->rows ? p->places : NULL;
 }
 
-static void run_pieces(mn_tape *tape, loss *l, loss_job *job) {
-    const int64_t most = piece_rows(l);
-    if (job->records && mn_wants(l->head)) l->dhead = mn_grad_write(tape, l->head, &l->add_head);
-    l->n_kept = l->rows;
-    if (mn_tape_runs(tape)) keep_rows(tape, l, job);
-    const size_t numbers = (size_t)l->D * tape->item;
-    if (l->dx && l->kept) memset(l->dx, 0, (size_t)l->rows * numbers);
-    if (l->dhead && l->n_kept == 0 && !l->add_head) memset(l->dhead, 0, (size_t)l->V * numbers);
-    /* the first piece is the largest */
-    const int64_t rows = mn_tape_plans(tape) ? most : l->n_kept;
-    for (int64_t row = 0; !mn_tape_dead(tape) && row < rows; row += most) {
-        run_piece(tape, l, job, row, mn_min(most, rows - row));
+/* Gradients of which no piece has a part. */
+static void zero_left_out(mn_tape *tape, const loss *l, const pieces *p) {
+    if (l->dx && p->work.kept) {
+        mn_tape_do(tape, MN_WORK_FILL, &(mn_fill_work){
+            .shape = { 1, 1, l->rows, l->D },
+            .to = { l->dx, tape->dtype, { 0, 0, l->D, 1 } } });
     }
-    l->dhead = NULL;
+    if (l->dhead.data && l->n_kept == 0 && !l->add_head) {
+        mn_tape_do(tape, MN_WORK_FILL, &(mn_fill_work){ .shape = { 1, 1, l->V, l->D },
+                                                        .to = l->dhead });
+    }
+}
+
+/* With gradients where `records`. */
+static void run_pieces(mn_tape *tape, loss *l, pieces *p, bool records) {
+    p->work.dlogits = (mn_view){ records ? p->gradients : NULL, tape->dtype, { 0, p->row, 0, 1 } };
+    if (records && mn_wants(l->head)) l->dhead = mn_grad_write(tape, l->head, &l->add_head);
+    l->n_kept = l->rows;
+    if (mn_tape_runs(tape) && p->places) keep_rows(p, l);
+    zero_left_out(tape, l, p);
+    /* the first piece is the largest */
+    const int64_t rows = mn_tape_plans(tape) ? p->most : l->n_kept;
+    for (int64_t row = 0; !mn_tape_dead(tape) && row < rows; row += p->most) {
+        run_piece(tape, p, l, row, mn_min(p->most, rows - row));
+    }
+    l->dhead.data = NULL;
+}
+
+/* ---- what is told ---------------------------------------------------------------------------- */
+
+/* Where a loss tells its results. A device writes to its own memory, from where mn_tape_results
+ * brings them. */
+typedef struct teller {
+    mn_loss_result *result;
+    float *nll;
+} teller;
+
+static teller open_teller(mn_tape *tape, const mn_loss_options *how, int64_t rows) {
+    teller t = { .result = mn_tape_bytes_of(tape, sizeof *t.result), .nll = how->nll };
+    if (tape->device && how->nll) t.nll = mn_tape_bytes_of(tape, (size_t)rows * sizeof *t.nll);
+    return t;
+}
+
+static void tell(mn_tape *tape, const teller *t, const mn_loss_options *how, int64_t rows,
+                 double *loss_out, int64_t *counted) {
+    if (!mn_tape_runs(tape)) return;
+    if (!tape->device) {
+        *loss_out = t->result->loss;
+        *counted = t->result->counted;
+        return;
+    }
+    mn_told *told = mn_tape_note(tape, sizeof *told);
+    if (!told) return;
+    *told = (mn_told){ tape->told, t->result, loss_out, counted, t->nll, how->nll, rows };
+    tape->told = told;
+}
+
+/* ---- one tensor ------------------------------------------------------------------------------ */
+
+static void fill_work(mn_loss_work *work, const loss *l, const int32_t *targets,
+                      const mn_loss_options *how, const mn_loss_result *result) {
+    work->V = l->V;
+    work->targets = targets;
+    work->result = result;
+    work->weight = how->weight > 0 ? how->weight : 1.0;
+    work->z_loss = how->z_loss;
+    work->cap = how->softcap;
+}
+
+/* Numbers per row of the batch, 0 at rows that are left out. */
+static double *row_numbers(mn_tape *tape, int64_t n) {
+    double *numbers = mn_tape_bytes_of(tape, (size_t)n * sizeof *numbers);
+    if (numbers && mn_tape_runs(tape) && !tape->device) {
+        memset(numbers, 0, (size_t)n * sizeof *numbers);
+    }
+    return numbers;
+}
+
+static void record_loss(mn_tape *tape, loss *l) {
+    if (l->dx) mn_tape_record(tape, "the loss", back_loss, l, true, NULL, 0);
 }
 
 void mn_tape_loss(mn_tape *tape, mn_tensor *x, mn_tensor *head, const int32_t *targets,
@@ -290,36 +226,48 @@ void mn_tape_loss(mn_tape *tape, mn_tensor *x, mn_tensor *head, const int32_t *t
     *loss_out = 0.0;
     *counted = 0;
     if (!x || !head || mn_tape_dead(tape)) return;
-    loss *l = open_loss(tape, x, head);
-    if (!l || !targets_fit(tape, targets, l->rows, l->V, counted)) return;
+    head = mn_tape_cast(tape, head, tape->dtype);
+    loss *l = head ? open_loss(tape, x, head) : NULL;
+    if (l) targets = mn_tape_lend_ids(tape, targets, l->rows, "target", INT32_MIN, l->V);
+    if (!l || !targets) return;
     if (mn_tape_records(tape) && mn_wants(head)) mn_grad_place(tape, head);
+    const teller t = open_teller(tape, how, l->rows);
     const mn_tape_mark mark = mn_tape_hold(tape);
-    loss_job job = job_of(tape, head, targets, how, *counted);
-    job.records = mn_tape_records(tape);
-    take_scratch(tape, l, &job);
-    job.nll = mn_tape_bytes_of(tape, (size_t)l->rows * 2 * sizeof *job.nll);
-    if (!mn_tape_dead(tape)) {
-        job.lse2 = job.nll + l->rows;
-        if (mn_tape_runs(tape)) memset(job.nll, 0, (size_t)l->rows * 2 * sizeof *job.nll);
-        run_pieces(tape, l, &job);
-        if (mn_tape_runs(tape)) *loss_out = finish(&job, l->rows, how, *counted);
-    }
+    pieces p = size_pieces(tape, l);
+    fill_work(&p.work, l, targets, how, t.result);
+    take_scratch(tape, l, &p);
+    p.work.nll = row_numbers(tape, l->rows);
+    p.work.lse2 = row_numbers(tape, l->rows);
+    mn_tape_do(tape, MN_WORK_COUNT, &(mn_count_work){ targets, l->rows, t.result });
+    run_pieces(tape, l, &p, mn_tape_records(tape));
+    mn_tape_do(tape, MN_WORK_TOTAL, &(mn_total_work){ l->rows, p.work.nll, p.work.lse2,
+                                                      how->z_loss, t.result, t.nll });
     mn_tape_let_go(tape, mark);
-    if (l->dx) mn_tape_record(tape, "the loss", back_loss, l, true, NULL, 0);
+    tell(tape, &t, how, l->rows, loss_out, counted);
+    record_loss(tape, l);
 }
 
 /* ---- mixtures -------------------------------------------------------------------------------- */
 
-/* Losses of each sample become those of the mixture in nll[0 .. rows), and each sample's share. */
-static void mix(double *nll, int64_t rows, int n) {
-    for (int64_t row = 0; row < rows; row++) {
-        double least = nll[row], sum = 0.0;
-        for (int s = 1; s < n; s++) least = fmin(least, nll[s * rows + row]);
-        for (int s = 0; s < n; s++) sum += exp(least - nll[s * rows + row]);
-        for (int s = 0; s < n; s++) {
-            nll[s * rows + row] = exp(least - nll[s * rows + row]) / sum;
-        }
-        nll[n * rows + row] = least - log(sum) + log((double)n);
+/* The first pass makes losses, which become shares; the second one gradients. nll[s * rows + row],
+ * those of the mixture behind them, and a row of numbers nobody needs behind those. */
+static void run_mixture(mn_tape *tape, loss **parts, int n, pieces *p, double *nll,
+                        const mn_total_work *total) {
+    const int64_t rows = total->rows;
+    double *mixed = nll + n * rows, *spare = mixed + rows;
+    p->work.lse2 = spare;
+    for (int s = 0; s < n; s++) {
+        loss forward_only = *parts[s];
+        forward_only.dx = NULL;
+        p->work.nll = nll + s * rows;
+        run_pieces(tape, &forward_only, p, false);
+    }
+    mn_tape_do(tape, MN_WORK_MIX, &(mn_mix_work){ rows, n, nll, mixed, p->work.targets });
+    mn_tape_do(tape, MN_WORK_TOTAL, total);
+    p->work.nll = spare;
+    for (int s = 0; s < n && mn_tape_records(tape); s++) {
+        p->work.share = nll + s * rows;
+        run_pieces(tape, parts[s], p, true);
     }
 }
 
@@ -328,42 +276,27 @@ void mn_tape_mixture_loss(mn_tape *tape, mn_tensor *const *x, int n, mn_tensor *
                           int64_t *counted) {
     *loss_out = 0.0;
     *counted = 0;
-    loss **parts = mn_tape_note(tape, (size_t)n * sizeof(loss *));
+    head = mn_tape_cast(tape, head, tape->dtype);
+    loss **parts = head ? mn_tape_note(tape, (size_t)n * sizeof(loss *)) : NULL;
     for (int s = 0; parts && s < n; s++) {
         if (!x[s] || !(parts[s] = open_loss(tape, x[s], head))) return;
     }
-    if (mn_tape_dead(tape)) return;
+    if (!parts || mn_tape_dead(tape)) return;
     const int64_t rows = parts[0]->rows;
-    if (!targets_fit(tape, targets, rows, parts[0]->V, counted)) return;
+    targets = mn_tape_lend_ids(tape, targets, rows, "target", INT32_MIN, parts[0]->V);
+    if (!targets) return;
     if (mn_tape_records(tape) && mn_wants(head)) mn_grad_place(tape, head);
+    const teller t = open_teller(tape, how, rows);
     const mn_tape_mark mark = mn_tape_hold(tape);
-    loss_job job = job_of(tape, head, targets, how, *counted);
-    job.z_loss = 0.0;
-    take_scratch(tape, parts[0], &job);
-    double *nll = mn_tape_bytes_of(tape, (size_t)(rows * (n + 2)) * sizeof *nll);
-    for (int pass = 0; !mn_tape_dead(tape) && pass <= mn_tape_records(tape); pass++) {
-        job.records = pass;
-        for (int s = 0; s < n; s++) {
-            double *own = nll + s * rows, *spare = nll + (n + 1) * rows;
-            job.share = pass ? own : NULL;
-            job.nll = pass ? spare : own;
-            job.lse2 = spare;
-            if (!pass && mn_tape_runs(tape)) memset(own, 0, (size_t)rows * sizeof *own);
-            loss forward_only = *parts[s];
-            forward_only.dx = NULL;
-            run_pieces(tape, pass ? parts[s] : &forward_only, &job);
-        }
-        if (pass || !mn_tape_runs(tape)) continue;
-        mix(nll, rows, n);
-        job.nll = nll + n * rows;
-        for (int64_t row = 0; row < rows; row++) {
-            if (targets[row] < 0) job.nll[row] = 0.0;
-            job.lse2[row] = 0.0;
-        }
-        *loss_out = finish(&job, rows, how, *counted);
-    }
+    pieces p = size_pieces(tape, parts[0]);
+    fill_work(&p.work, parts[0], targets, how, t.result);
+    p.work.z_loss = 0.0;
+    take_scratch(tape, parts[0], &p);
+    double *nll = row_numbers(tape, rows * (n + 2));
+    mn_tape_do(tape, MN_WORK_COUNT, &(mn_count_work){ targets, rows, t.result });
+    run_mixture(tape, parts, n, &p, nll,
+                &(mn_total_work){ rows, nll + n * rows, NULL, 0.0, t.result, t.nll });
     mn_tape_let_go(tape, mark);
-    for (int s = 0; s < n; s++) {
-        if (parts[s]->dx) mn_tape_record(tape, "the loss", back_loss, parts[s], true, NULL, 0);
-    }
+    tell(tape, &t, how, rows, loss_out, counted);
+    for (int s = 0; s < n; s++) record_loss(tape, parts[s]);
 }

@@ -1,17 +1,13 @@
 /* tape_move.c - operations that only move numbers: repeat heads, join parts, rows of a table. */
 #include <string.h>
 
-#include "base/util.h"
+#include "base/dtype.h"
 #include "ops/tape_node.h"
 
-enum { ROWS = 16, COLUMNS = 64, MAX_PARTS = 8 };
+enum { MAX_PARTS = 8 };
 
 static int64_t rows_of(const mn_tensor *x) {
     return x->shape[0] * x->shape[1] * x->shape[2];
-}
-
-static void *moved(const mn_tape *tape, void *at, int64_t elements) {
-    return (char *)at + (size_t)elements * tape->item;
 }
 
 /* ---- join: parts side by side, and repeat: one part for several heads ------------------------ */
@@ -19,57 +15,41 @@ static void *moved(const mn_tape *tape, void *at, int64_t elements) {
 typedef struct join {
     mn_tensor *parts[MAX_PARTS], *y;
     int n;
-    int64_t times;       // heads of y per head of the part
-    mn_tape *tape;
-    void *dy, *grads[MAX_PARTS];
-    bool add[MAX_PARTS];
+    int64_t times;    // heads of y per head of the part
 } join;
 
-static void join_rows(void *context, int64_t item, int worker) {
-    (void)worker;
-    const join *j = context;
-    const int64_t last = mn_min((item + 1) * ROWS, rows_of(j->y));
-    for (int64_t row = item * ROWS; row < last; row++) {
-        int64_t at = row * j->y->shape[3];
-        for (int i = 0; i < j->n; i++) {
-            const mn_tensor *part = j->parts[i];
-            const int64_t from = mn_row_at(part, row / j->times);
-            mn_tape_give(j->tape, moved(j->tape, j->y->data, at), moved(j->tape, part->data, from),
-                 part->shape[3], false);
-            at += part->shape[3];
-        }
-    }
-}
-
-/* Rows of the parts: a repeated head gets the sum over its copies, first copy first. */
-static void back_rows(void *context, int64_t item, int worker) {
-    (void)worker;
-    const join *j = context;
-    const int64_t last = mn_min((item + 1) * ROWS, rows_of(j->parts[0]));
-    for (int64_t row = item * ROWS; row < last; row++) {
-        int64_t at = row * j->times * j->y->shape[3];
-        for (int i = 0; i < j->n; i++) {
-            const mn_tensor *part = j->parts[i];
-            for (int64_t copy = 0; j->grads[i] && copy < j->times; copy++) {
-                mn_tape_give(j->tape, moved(j->tape, j->grads[i], mn_row_at(part, row)),
-                     moved(j->tape, j->dy, at + copy * part->shape[3]), part->shape[3],
-                     j->add[i] || copy > 0);
-            }
-            at += part->shape[3];
-        }
-    }
+/* The columns of a view from `first` on. */
+static mn_view columns(mn_view view, int64_t first) {
+    view.data = (char *)view.data + (size_t)first * mn_dtype_bytes(view.dtype);
+    return view;
 }
 
 static void back_join(mn_tape *tape, void *payload) {
-    join *j = payload;
-    j->dy = mn_grad_read(j->y);
-    if (!j->dy) return;
+    const join *j = payload;
+    const mn_view dy = mn_grad_read(j->y);
+    if (!dy.data) return;
+    int64_t first = 0;
     for (int i = 0; i < j->n; i++) {
-        j->grads[i] = NULL;
-        if (mn_wants(j->parts[i])) j->grads[i] = mn_grad_write(tape, j->parts[i], &j->add[i]);
+        mn_tensor *part = j->parts[i];
+        mn_move_work work = { .from = columns(dy, first), .times = j->times,
+                              .folds = j->times > 1 };
+        memcpy(work.shape, part->shape, sizeof work.shape);
+        first += part->shape[3];
+        if (!mn_wants(part)) continue;
+        work.to = mn_grad_write(tape, part, &work.add);
+        if (work.to.data) mn_tape_do(tape, MN_WORK_MOVE, &work);
     }
-    const int64_t pieces = mn_ceil_div(rows_of(j->parts[0]), ROWS);
-    if (mn_tape_runs(tape)) mn_tape_items(tape, pieces, back_rows, j);
+}
+
+static void join_forward(mn_tape *tape, const join *j) {
+    int64_t first = 0;
+    for (int i = 0; i < j->n; i++) {
+        const int64_t *n = j->parts[i]->shape;
+        mn_tape_do(tape, MN_WORK_MOVE, &(mn_move_work){
+            .shape = { n[0], n[1], n[2] * j->times, n[3] }, .times = j->times,
+            .to = columns(mn_value(j->y), first), .from = mn_value(j->parts[i]) });
+        first += n[3];
+    }
 }
 
 static mn_tensor *make(mn_tape *tape, const char *what, mn_tensor *const *parts, int n,
@@ -87,12 +67,12 @@ static mn_tensor *make(mn_tape *tape, const char *what, mn_tensor *const *parts,
         return mn_tape_fail(tape, mn_fail(MN_ERR_INTERNAL, "%s: parts of different rows",
                                           tape->scope));
     }
-    j->y = mn_tape_new(tape, (int64_t[]){ first[0], first[1], first[2] * times, width });
+    const int64_t shape[4] = { first[0], first[1], first[2] * times, width };
+    j->y = mn_tape_new_of(tape, parts[0]->dtype, shape);
     if (!j->y) return NULL;
     j->n = n;
     j->times = times;
-    j->tape = tape;
-    if (mn_tape_runs(tape)) mn_tape_items(tape, mn_ceil_div(rows_of(j->y), ROWS), join_rows, j);
+    join_forward(tape, j);
     mn_tape_record(tape, what, back_join, j, wanted, &j->y, 1);
     return j->y;
 }
@@ -121,19 +101,19 @@ typedef struct pick {
 /* Picked rows to where they came from; the others get nothing. */
 static void back_pick(mn_tape *tape, void *payload) {
     const pick *p = payload;
-    void *dy = mn_grad_read(p->y);
-    if (!dy || !mn_wants(p->x)) return;
+    const mn_view dy = mn_grad_read(p->y);
+    if (!dy.data || !mn_wants(p->x)) return;
     bool add;
-    void *dx = mn_grad_write(tape, p->x, &add);
-    if (!dx || !mn_tape_runs(tape)) return;
-    const int64_t width = p->x->shape[3];
-    for (int64_t row = 0; !add && row < rows_of(p->x); row++) {
-        memset(moved(tape, dx, mn_row_at(p->x, row)), 0, (size_t)width * tape->item);
+    const mn_view dx = mn_grad_write(tape, p->x, &add);
+    if (!dx.data) return;
+    const int64_t *n = p->x->shape;
+    if (!add) {
+        mn_tape_do(tape, MN_WORK_FILL, &(mn_fill_work){ .shape = { n[0], n[1], n[2], n[3] },
+                                                        .to = dx });
     }
-    for (int64_t i = 0; i < p->y->shape[1]; i++) {
-        mn_tape_give(tape, moved(tape, dx, mn_row_at(p->x, p->places[i])),
-                     moved(tape, dy, i * width), width, true);
-    }
+    mn_tape_do(tape, MN_WORK_ROWS, &(mn_rows_work){
+        .shape = { n[0], n[1], n[2], n[3] }, .table = dx, .rows = dy, .index = p->places,
+        .n = p->y->shape[1], .scatters = true });
 }
 
 mn_tensor *mn_tape_pick(mn_tape *tape, mn_tensor *x, const int32_t *places, int64_t n) {
@@ -144,13 +124,14 @@ mn_tensor *mn_tape_pick(mn_tape *tape, mn_tensor *x, const int32_t *places, int6
                                           (int)places[i]));
     }
     pick *p = mn_tape_note(tape, sizeof *p);
-    mn_tensor *y = mn_tape_new(tape, (int64_t[]){ 1, n, 1, x->shape[3] });
-    if (!p || !y) return NULL;
+    mn_tensor *y = mn_tape_new_of(tape, x->dtype, (int64_t[]){ 1, n, 1, x->shape[3] });
+    places = mn_tape_lend(tape, places, (size_t)n * sizeof *places);
+    if (!p || !y || !places) return NULL;
     *p = (pick){ x, y, places };
-    for (int64_t i = 0; i < n && mn_tape_runs(tape); i++) {
-        mn_tape_give(tape, moved(tape, y->data, i * x->shape[3]),
-             moved(tape, x->data, mn_row_at(x, places[i])), x->shape[3], false);
-    }
+    const int64_t *shape = x->shape;
+    mn_tape_do(tape, MN_WORK_ROWS, &(mn_rows_work){
+        .shape = { shape[0], shape[1], 1, shape[3] }, .table = mn_value(x), .rows = mn_value(y),
+        .index = places, .n = n });
     mn_tape_record(tape, "pick", back_pick, p, mn_wants(x), &y, 1);
     return y;
 }
@@ -160,59 +141,31 @@ mn_tensor *mn_tape_pick(mn_tape *tape, mn_tensor *x, const int32_t *places, int6
 typedef struct embed {
     mn_tensor *table, *y;
     const int32_t *tokens;
-    mn_tape *tape;
-    void *dtable, *dy;
 } embed;
 
-static void embed_rows(void *context, int64_t item, int worker) {
-    (void)worker;
-    const embed *e = context;
-    const int64_t width = e->table->shape[3];
-    const int64_t last = mn_min((item + 1) * ROWS, rows_of(e->y));
-    for (int64_t row = item * ROWS; row < last; row++) {
-        mn_tape_give(e->tape, moved(e->tape, e->y->data, row * width),
-             moved(e->tape, e->table->data, e->tokens[row] * width), width, false);
-    }
-}
-
-/* Columns [64 item, ...) of the table: every token in order, so the sum has one order. */
-static void back_columns(void *context, int64_t item, int worker) {
-    (void)worker;
-    const embed *e = context;
-    const int64_t width = e->table->shape[3], first = item * COLUMNS;
-    const int64_t n = mn_min(COLUMNS, width - first);
-    for (int64_t row = 0; row < rows_of(e->y); row++) {
-        mn_tape_give(e->tape, moved(e->tape, e->dtable, e->tokens[row] * width + first),
-             moved(e->tape, e->dy, row * width + first), n, true);
-    }
-}
-
 static void back_embed(mn_tape *tape, void *payload) {
-    embed *e = payload;
-    e->dy = mn_grad_read(e->y);
-    if (!e->dy || !mn_wants(e->table)) return;
-    bool add;
-    e->dtable = mn_grad_write(tape, e->table, &add);
-    if (!e->dtable || !mn_tape_runs(tape)) return;
-    if (!add) memset(e->dtable, 0, (size_t)mn_count4(e->table->shape) * tape->item);
-    mn_tape_items(tape, mn_ceil_div(e->table->shape[3], COLUMNS), back_columns, e);
+    const embed *e = payload;
+    mn_embed_work work = { .V = e->table->shape[2], .X = e->table->shape[3], .n = rows_of(e->y),
+                           .tokens = e->tokens, .dy = mn_grad_read(e->y) };
+    if (!work.dy.data || !mn_wants(e->table)) return;
+    work.table = mn_grad_write(tape, e->table, &work.add);
+    if (work.table.data) mn_tape_do(tape, MN_WORK_EMBED, &work);
 }
 
+/* Rows come in the tape's type, whatever the table's. */
 mn_tensor *mn_tape_embed(mn_tape *tape, mn_tensor *table, const int32_t *tokens, int64_t B,
                          int64_t T) {
     if (!table || mn_tape_dead(tape)) return NULL;
-    for (int64_t i = 0; mn_tape_runs(tape) && i < B * T; i++) {
-        if (tokens[i] >= 0 && tokens[i] < table->shape[2]) continue;
-        return mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "token %d at place %lld of the batch is "
-                            "outside the model's vocabulary of %lld; the data and the model have "
-                            "different tokenizers", (int)tokens[i], (long long)i,
-                            (long long)table->shape[2]));
-    }
+    const int64_t V = table->shape[2], X = table->shape[3];
+    tokens = mn_tape_lend_ids(tape, tokens, B * T, "token", 0, V);
     embed *e = mn_tape_note(tape, sizeof *e);
-    mn_tensor *y = mn_tape_new(tape, (int64_t[]){ B, T, 1, table->shape[3] });
-    if (!e || !y) return NULL;
-    *e = (embed){ .table = table, .y = y, .tokens = tokens, .tape = tape };
-    if (mn_tape_runs(tape)) mn_tape_items(tape, mn_ceil_div(B * T, ROWS), embed_rows, e);
+    mn_tensor *y = mn_tape_new(tape, (int64_t[]){ B, T, 1, X });
+    if (!e || !y || !tokens) return NULL;
+    *e = (embed){ .table = table, .y = y, .tokens = tokens };
+    mn_rows_work work = { .shape = { 1, V, 1, X }, .rows = mn_value(y), .index = tokens,
+                          .n = B * T };
+    work.table = mn_flat_view(table->data, table->dtype, work.shape);
+    mn_tape_do(tape, MN_WORK_ROWS, &work);
     mn_tape_record(tape, "the embedding", back_embed, e, mn_wants(table), &y, 1);
     return y;
 }

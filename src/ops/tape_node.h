@@ -3,6 +3,7 @@
 #define MN_OPS_TAPE_NODE_H
 
 #include "base/status.h"
+#include "kernels/tape_work.h"
 #include "ops/matmul.h"
 #include "ops/tape.h"
 
@@ -20,6 +21,9 @@ typedef struct mn_node {
     char scope[MN_TAPE_SCOPE];
 } mn_node;
 
+/* Goes back over the nodes up to now, which are then forgotten. */
+void mn_tape_go_back(mn_tape *tape);
+
 /* Gradient memory that is free again. */
 typedef struct mn_spare {
     struct mn_spare *next;
@@ -27,8 +31,31 @@ typedef struct mn_spare {
     size_t bytes;
 } mn_spare;
 
+/* Host memory that a device reads: the k-th that a step lends is uploaded to the k-th place. */
+typedef struct mn_lent {
+    const void *host;
+    void *there;
+    size_t bytes, capacity;
+    const char *what;        // "token", "target": ids within [least, below); NULL: any bytes
+    int64_t least, below;
+    bool fixed;              // a constant: the same whenever this step runs
+} mn_lent;
+
+/* What a loss tells, and where the caller wants it. */
+typedef struct mn_told {
+    struct mn_told *next;
+    const mn_loss_result *result;    // on the side of the backend, as `nll`
+    double *loss;
+    int64_t *counted;
+    float *nll, *nll_to;             // NULL: not wanted
+    int64_t rows;
+} mn_told;
+
 struct mn_tape {
     mn_context *context;
+    mn_device *device;           // NULL: the CPU
+    const mn_work_fn *works;     // of that device or CPU, and what they run on
+    void *where;
     mn_dtype dtype;
     size_t item;                 // bytes of one number
     unsigned modes;
@@ -38,7 +65,12 @@ struct mn_tape {
     mn_spare *spare, *unused;    // free gradient memory; list cells without memory
     size_t used, peak, work;     // bytes of data now and at most, and of operators' work space
     const int64_t *cu_seqlens;   // NULL: not packed
+    const int64_t *borders;      // the same for kernels
     int64_t n_seqs;
+    mn_lent *lent;               // lasting
+    int64_t n_lent, most_lent;
+    size_t lent_bytes;           // of this step
+    mn_told *told;               // losses of this step
     char scope[MN_TAPE_SCOPE];
 };
 
@@ -56,8 +88,21 @@ static inline bool mn_tape_dead(const mn_tape *tape) {
     return tape->status != MN_OK;
 }
 
+/* Does one work (kernels/tape_work.h); a plan counts the memory it takes. */
+void mn_tape_do(mn_tape *tape, mn_work_id id, const void *work);
+
 /* A matrix product; a plan counts its work space. */
 void mn_tape_product(mn_tape *tape, const mn_matmul_args *p);
+
+/* Copies from the backend's memory to the host's, and waits. */
+mn_status mn_tape_fetch(mn_tape *tape, void *to, const void *from, size_t bytes);
+
+/* mn_tape_lend for a constant, whose host memory need not outlive the call. */
+const void *mn_tape_lend_fixed(mn_tape *tape, const void *host, size_t bytes);
+
+/* mn_tape_lend for n ids, which are checked to lie within [least, below). `what` names one. */
+const int32_t *mn_tape_lend_ids(mn_tape *tape, const int32_t *ids, int64_t n, const char *what,
+                                int64_t least, int64_t below);
 
 /* Memory of the step: for numbers (planned or real), for notes (always real, zeroed). Failing sets
  * the status and returns NULL. */
@@ -77,17 +122,15 @@ bool mn_is_contiguous(const mn_tensor *x);
  * when they do not. */
 int64_t mn_row_step(const mn_tensor *x);
 
-/* Where row number `row` of X numbers begins, rows counted over B, T and H. */
-static inline int64_t mn_row_at(const mn_tensor *x, int64_t row) {
-    const int64_t h = row % x->shape[2], t = row / x->shape[2] % x->shape[1];
-    return row / x->shape[2] / x->shape[1] * x->stride[0] + t * x->stride[1] + h * x->stride[2];
-}
-
-/* to = from, or to += from, over n numbers of the tape's type. */
-void mn_tape_give(const mn_tape *tape, void *to, const void *from, int64_t n, bool add);
-
 /* A tensor over given memory, contiguous; with a slot of its own if the tape records. */
-mn_tensor *mn_tape_over(mn_tape *tape, void *data, const int64_t shape[4], bool wants_grad);
+mn_tensor *mn_tape_over(mn_tape *tape, void *data, mn_dtype dtype, const int64_t shape[4],
+                        bool wants_grad);
+
+/* The numbers of x as works name them. data is NULL for NULL. */
+mn_view mn_value(const mn_tensor *x);
+
+/* Contiguous numbers of that shape. */
+mn_view mn_flat_view(void *data, mn_dtype dtype, const int64_t shape[4]);
 
 /* Whether a gradient flows to x; false for NULL. */
 bool mn_wants(const mn_tensor *x);
@@ -97,19 +140,20 @@ bool mn_wants(const mn_tensor *x);
 void mn_tape_record(mn_tape *tape, const char *what, mn_back_fn back, void *payload, bool wanted,
                     mn_tensor *const *made, int n_made);
 
-/* The gradient of what x views, or NULL when nothing has arrived. */
-void *mn_grad_read(const mn_tensor *x);
+/* A slot that is another one altogether (a residual's) stands for it: whole, at offset 0, of the
+ * same size. */
+mn_slot *mn_slot_standing_for(mn_slot *slot);
+
+/* The gradient of what x views; data is NULL when nothing has arrived. */
+mn_view mn_grad_read(const mn_tensor *x);
 
 /* Where to put the gradient of x, and whether to add to what is there. Marks it as written. */
-void *mn_grad_write(mn_tape *tape, mn_tensor *x, bool *add);
+mn_view mn_grad_write(mn_tape *tape, mn_tensor *x, bool *add);
 
 /* Makes sure that memory for the gradient of x is there before scratch is taken. */
 bool mn_grad_place(mn_tape *tape, mn_tensor *x);
 
-/* Adds `gradient` (contiguous, in the shape of x) to the gradient of x, or makes it that. */
-void mn_grad_give(mn_tape *tape, mn_tensor *x, const void *gradient);
-
-/* Runs fn over items on the context's threads. */
-void mn_tape_items(mn_tape *tape, int64_t n_items, mn_item_fn fn, void *job);
+/* Adds `gradient`, in the shape of x, to the gradient of x, or makes it that. */
+void mn_grad_give(mn_tape *tape, mn_tensor *x, const mn_view *gradient);
 
 #endif

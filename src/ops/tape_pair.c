@@ -1,232 +1,142 @@
 /* tape_pair.c - a + b, a b, scale a + shift, max(a, low), spreads and residuals on the tape.
  *
- * An axis of b that is 1 counts for all of that axis of a; its gradient is the sum over it, taken
- * in double and in the order of the axes. */
+ * An axis of b that is 1 counts for all of that axis of a; its gradient is the sum over it. */
 #include <string.h>
 
-#include "base/util.h"
 #include "ops/tape_node.h"
 
-typedef enum pair_kind { ADD, MULTIPLY, AFFINE, AT_LEAST, SPREAD } pair_kind;
-
 typedef struct pair {
-    pair_kind kind;
+    mn_pair_kind kind;
     mn_tensor *a, *b, *y;
     double scale, shift;
-    int64_t b_stride[4];    // 0 along axes that are repeated
 } pair;
 
-enum { ROWS = 8, COLUMNS = 64 };
-
-/* What a loop over rows works on; for the way back y is dy, and the rest are gradients. */
-typedef struct pair_job {
-    const pair *p;
-    const void *dy;
-    void *da, *db;
-    bool add_a, add_b;
-    int64_t b_count;
-} pair_job;
-
-typedef struct place {
-    int64_t a, b, y;    // offsets of a row
-} place;
-
-static place row_place(const pair *p, int64_t row) {
-    const int64_t *n = p->a->shape, *s = p->a->stride, *r = p->b_stride;
-    const int64_t h = row % n[2], t = row / n[2] % n[1], b = row / n[2] / n[1];
-    return (place){ b * s[0] + t * s[1] + h * s[2], b * r[0] + t * r[1] + h * r[2], row * n[3] };
-}
-
-#define LOOPS(suffix, TYPE)                                                                        \
-    static void forward_row_##suffix(const pair *p, int64_t row) {                                 \
-        const place at = row_place(p, row);                                                        \
-        const int64_t n = p->a->shape[3], step = p->b_stride[3];                                   \
-        const TYPE *a = (const TYPE *)p->a->data + at.a;                                           \
-        const TYPE *b = p->b ? (const TYPE *)p->b->data + at.b : a;                                \
-        TYPE *y = (TYPE *)p->y->data + at.y;                                                       \
-        const TYPE scale = (TYPE)p->scale, shift = (TYPE)p->shift;                                 \
-        switch (p->kind) {                                                                         \
-        case ADD:                                                                                  \
-            if (step) for (int64_t i = 0; i < n; i++) y[i] = a[i] + b[i];                          \
-            else for (int64_t i = 0; i < n; i++) y[i] = a[i] + b[0];                               \
-            break;                                                                                 \
-        case MULTIPLY:                                                                             \
-            if (step) for (int64_t i = 0; i < n; i++) y[i] = a[i] * b[i];                          \
-            else for (int64_t i = 0; i < n; i++) y[i] = a[i] * b[0];                               \
-            break;                                                                                 \
-        case AFFINE: for (int64_t i = 0; i < n; i++) y[i] = scale * a[i] + shift; break;           \
-        case AT_LEAST: for (int64_t i = 0; i < n; i++) y[i] = a[i] > shift ? a[i] : shift; break;  \
-        case SPREAD: for (int64_t i = 0; i < n; i++) y[i] = b[step * i]; break;                    \
-        }                                                                                          \
-    }                                                                                              \
-    static void back_a_row_##suffix(const pair_job *j, int64_t row) {                              \
-        const pair *p = j->p;                                                                      \
-        const place at = row_place(p, row);                                                        \
-        const int64_t n = p->a->shape[3], step = p->b_stride[3];                                   \
-        const TYPE *a = (const TYPE *)p->a->data + at.a, *dy = (const TYPE *)j->dy + at.y;         \
-        const TYPE *b = p->b ? (const TYPE *)p->b->data + at.b : a;                                \
-        TYPE *da = (TYPE *)j->da + at.a;                                                           \
-        for (int64_t i = 0; i < n; i++) {                                                          \
-            TYPE g = dy[i];                                                                        \
-            if (p->kind == MULTIPLY) g *= b[step * i];                                             \
-            if (p->kind == AFFINE) g *= (TYPE)p->scale;                                            \
-            if (p->kind == AT_LEAST && !(a[i] > (TYPE)p->shift)) g = 0;                            \
-            da[i] = j->add_a ? da[i] + g : g;                                                      \
-        }                                                                                          \
-    }                                                                                              \
-    static void back_b_row_##suffix(const pair_job *j, int64_t row) {                              \
-        const pair *p = j->p;                                                                      \
-        const place at = row_place(p, row);                                                        \
-        const int64_t n = p->a->shape[3];                                                          \
-        const TYPE *a = (const TYPE *)p->a->data + at.a, *dy = (const TYPE *)j->dy + at.y;         \
-        TYPE *db = (TYPE *)j->db + at.b;                                                           \
-        for (int64_t i = 0; i < n; i++) {                                                          \
-            const TYPE g = p->kind == MULTIPLY ? dy[i] * a[i] : dy[i];                             \
-            db[i] = j->add_b ? db[i] + g : g;                                                      \
-        }                                                                                          \
-    }                                                                                              \
-    /* Entries [first, first + COLUMNS) of a repeated b. */                                        \
-    static void back_b_sums_##suffix(const pair_job *j, int64_t first) {                           \
-        const pair *p = j->p;                                                                      \
-        const int64_t *n = p->a->shape, *r = p->b->shape;                                          \
-        for (int64_t at = first; at < mn_min(first + COLUMNS, j->b_count); at++) {                 \
-            int64_t from[4], to[4], left = at;                                                     \
-            for (int i = 3; i >= 0; i--) {                                                         \
-                from[i] = r[i] == 1 ? 0 : left % r[i];                                             \
-                to[i] = r[i] == 1 ? n[i] : from[i] + 1;                                            \
-                left /= r[i];                                                                      \
-            }                                                                                      \
-            double sum = 0.0;                                                                      \
-            for (int64_t b = from[0]; b < to[0]; b++)                                              \
-                for (int64_t t = from[1]; t < to[1]; t++)                                          \
-                    for (int64_t h = from[2]; h < to[2]; h++) {                                    \
-                        const place w = row_place(p, (b * n[1] + t) * n[2] + h);                   \
-                        const TYPE *a = (const TYPE *)p->a->data + w.a;                            \
-                        const TYPE *dy = (const TYPE *)j->dy + w.y;                                \
-                        for (int64_t i = from[3]; i < to[3]; i++)                                  \
-                            sum += p->kind == MULTIPLY ? (double)dy[i] * a[i] : (double)dy[i];     \
-                    }                                                                              \
-            int64_t into = 0;                                                                      \
-            for (int i = 0; i < 4; i++) into += from[i] * (i < 3 ? p->b->stride[i] : 1);           \
-            TYPE *db = (TYPE *)j->db + into;                                                       \
-            *db = (TYPE)(j->add_b ? *db + sum : sum);                                              \
-        }                                                                                          \
+/* The numbers of b over the shape of a: an axis of 1 is repeated. False when shapes do not fit. */
+static bool repeated(mn_tape *tape, mn_view *view, const mn_tensor *b, const int64_t shape[4]) {
+    *view = mn_value(b);
+    for (int i = 0; b && i < 4; i++) {
+        if (b->shape[i] == 1) view->stride[i] = 0;
+        if (b->shape[i] == 1 || b->shape[i] == shape[i]) continue;
+        mn_tape_fail(tape, mn_fail(MN_ERR_INTERNAL, "%s: shapes that do not go together",
+                                   tape->scope));
+        return false;
     }
-LOOPS(f32, float)
-LOOPS(f64, double)
-
-static int64_t rows_of(const pair *p) {
-    return p->a->shape[0] * p->a->shape[1] * p->a->shape[2];
+    return true;
 }
 
-typedef struct rows_job {
-    const pair_job *job;
-    bool f64;
-    enum { FORWARD, BACK_A, BACK_B, BACK_SUMS } what;
-} rows_job;
-
-static void run_rows(void *context, int64_t item, int worker) {
-    (void)worker;
-    const rows_job *r = context;
-    const pair_job *j = r->job;
-    if (r->what == BACK_SUMS) {
-        if (r->f64) back_b_sums_f64(j, item * COLUMNS);
-        else back_b_sums_f32(j, item * COLUMNS);
-        return;
-    }
-    const int64_t last = mn_min((item + 1) * ROWS, rows_of(j->p));
-    for (int64_t row = item * ROWS; row < last; row++) {
-        if (r->what == FORWARD && r->f64) forward_row_f64(j->p, row);
-        else if (r->what == FORWARD) forward_row_f32(j->p, row);
-        else if (r->what == BACK_A && r->f64) back_a_row_f64(j, row);
-        else if (r->what == BACK_A) back_a_row_f32(j, row);
-        else if (r->f64) back_b_row_f64(j, row);
-        else back_b_row_f32(j, row);
-    }
+static bool same_shape(const mn_tensor *a, const mn_tensor *b) {
+    return memcmp(a->shape, b->shape, sizeof a->shape) == 0;
 }
 
-static void run(mn_tape *tape, const pair_job *job, int what) {
-    rows_job rows = { .job = job, .f64 = tape->dtype == MN_F64, .what = what };
-    const int64_t items = what == BACK_SUMS ? mn_ceil_div(job->b_count, COLUMNS)
-                                            : mn_ceil_div(rows_of(job->p), ROWS);
-    mn_tape_items(tape, items, run_rows, &rows);
+static mn_pair_work work_of(mn_tape *tape, const pair *p) {
+    mn_pair_work work = { .kind = p->kind, .a = mn_value(p->a), .scale = p->scale,
+                          .shift = p->shift };
+    memcpy(work.shape, p->y->shape, sizeof work.shape);
+    repeated(tape, &work.b, p->b, p->y->shape);
+    return work;
 }
 
+/* What a repeated b gets. */
+static void sum_to_b(mn_tape *tape, const mn_tensor *a, mn_tensor *b, const mn_view *dy,
+                     const int64_t shape[4]) {
+    mn_sum_work work = { .a = mn_value(a), .dy = *dy };
+    memcpy(work.shape, shape, sizeof work.shape);
+    memcpy(work.kept, b->shape, sizeof work.kept);
+    work.sum = mn_grad_write(tape, b, &work.add);
+    if (work.sum.data) mn_tape_do(tape, MN_WORK_SUM, &work);
+}
+
+/* Sums have dy as the gradient of both; what is not needed is not read. */
 static void back_pair(mn_tape *tape, void *payload) {
     const pair *p = payload;
-    pair_job job = { .p = p, .dy = mn_grad_read(p->y) };
-    if (!job.dy) return;
-    if (mn_wants(p->a)) {
-        job.da = mn_grad_write(tape, p->a, &job.add_a);
-        if (job.da && mn_tape_runs(tape)) run(tape, &job, BACK_A);
-    }
-    if (p->b && mn_wants(p->b)) {
-        job.db = mn_grad_write(tape, p->b, &job.add_b);
-        job.b_count = mn_count4(p->b->shape);
-        const bool whole = memcmp(p->a->shape, p->b->shape, sizeof p->a->shape) == 0;
-        if (job.db && mn_tape_runs(tape)) run(tape, &job, whole ? BACK_B : BACK_SUMS);
-    }
+    mn_pair_work work = work_of(tape, p);
+    work.dy = mn_grad_read(p->y);
+    if (!work.dy.data) return;
+    const bool whole = p->b && same_shape(p->a, p->b);
+    if (mn_wants(p->a)) work.da = mn_grad_write(tape, p->a, &work.add_a);
+    if (whole && mn_wants(p->b)) work.db = mn_grad_write(tape, p->b, &work.add_b);
+    if (work.da.data || work.db.data) mn_tape_do(tape, MN_WORK_PAIR, &work);
+    if (!p->b || whole || !mn_wants(p->b)) return;
+    sum_to_b(tape, p->kind == MN_PAIR_MULTIPLY ? p->a : NULL, p->b, &work.dy, work.shape);
 }
 
-static mn_tensor *make(mn_tape *tape, pair_kind kind, mn_tensor *a, mn_tensor *b, double scale,
+static mn_tensor *make(mn_tape *tape, mn_pair_kind kind, mn_tensor *a, mn_tensor *b, double scale,
                        double shift) {
+    static const char *const names[] = { "a sum", "a product", "a scaling", "a bound" };
+    mn_view fits;
+    if (b && !repeated(tape, &fits, b, a->shape)) return NULL;
     pair *p = mn_tape_note(tape, sizeof *p);
-    mn_tensor *y = mn_tape_new(tape, a->shape);
+    mn_tensor *y = mn_tape_new_of(tape, a->dtype, a->shape);
     if (!p || !y) return NULL;
-    if (kind == SPREAD) a->data = y->data;    // a lends its shape, nothing is read from it
-    *p = (pair){ .kind = kind, .a = a, .b = b, .y = y, .scale = scale, .shift = shift };
-    for (int i = 0; b && i < 4; i++) {
-        if (b->shape[i] != 1 && b->shape[i] != a->shape[i]) {
-            return mn_tape_fail(tape, mn_fail(MN_ERR_INTERNAL, "%s: shapes that do not go together",
-                                              tape->scope));
-        }
-        p->b_stride[i] = b->shape[i] == 1 ? 0 : i < 3 ? b->stride[i] : 1;
-    }
-    static const char *const names[] = { "a sum", "a product", "a scaling", "a bound", "a spread" };
-    pair_job job = { .p = p };
-    if (mn_tape_runs(tape)) run(tape, &job, FORWARD);
+    *p = (pair){ kind, a, b, y, scale, shift };
+    mn_pair_work work = work_of(tape, p);
+    work.y = mn_value(y);
+    mn_tape_do(tape, MN_WORK_PAIR, &work);
     mn_tape_record(tape, names[kind], back_pair, p, mn_wants(a) || mn_wants(b), &y, 1);
     return y;
 }
 
 mn_tensor *mn_tape_add(mn_tape *tape, mn_tensor *a, mn_tensor *b) {
-    return a && b && !mn_tape_dead(tape) ? make(tape, ADD, a, b, 0, 0) : NULL;
+    return a && b && !mn_tape_dead(tape) ? make(tape, MN_PAIR_ADD, a, b, 0, 0) : NULL;
 }
 
 mn_tensor *mn_tape_multiply(mn_tape *tape, mn_tensor *a, mn_tensor *b) {
-    return a && b && !mn_tape_dead(tape) ? make(tape, MULTIPLY, a, b, 0, 0) : NULL;
+    return a && b && !mn_tape_dead(tape) ? make(tape, MN_PAIR_MULTIPLY, a, b, 0, 0) : NULL;
 }
 
 mn_tensor *mn_tape_affine(mn_tape *tape, mn_tensor *x, double scale, double shift) {
-    return x && !mn_tape_dead(tape) ? make(tape, AFFINE, x, NULL, scale, shift) : NULL;
+    return x && !mn_tape_dead(tape) ? make(tape, MN_PAIR_AFFINE, x, NULL, scale, shift) : NULL;
 }
 
 mn_tensor *mn_tape_at_least(mn_tape *tape, mn_tensor *x, double low) {
-    return x && !mn_tape_dead(tape) ? make(tape, AT_LEAST, x, NULL, 0, low) : NULL;
+    return x && !mn_tape_dead(tape) ? make(tape, MN_PAIR_AT_LEAST, x, NULL, 0, low) : NULL;
+}
+
+/* ---- spread ---------------------------------------------------------------------------------- */
+
+typedef struct spread {
+    mn_tensor *x, *y;
+} spread;
+
+static void back_spread(mn_tape *tape, void *payload) {
+    const spread *s = payload;
+    const mn_view dy = mn_grad_read(s->y);
+    if (!dy.data || !mn_wants(s->x)) return;
+    if (same_shape(s->x, s->y)) mn_grad_give(tape, s->x, &dy);
+    else sum_to_b(tape, NULL, s->x, &dy, s->y->shape);
 }
 
 mn_tensor *mn_tape_spread(mn_tape *tape, mn_tensor *x, const int64_t shape[4]) {
     if (!x || mn_tape_dead(tape)) return NULL;
-    mn_tensor *like = mn_tape_over(tape, NULL, shape, false);
-    return like ? make(tape, SPREAD, like, x, 0, 0) : NULL;
+    mn_move_work work = { .times = 1 };
+    if (!repeated(tape, &work.from, x, shape)) return NULL;
+    spread *s = mn_tape_note(tape, sizeof *s);
+    mn_tensor *y = mn_tape_new_of(tape, x->dtype, shape);
+    if (!s || !y) return NULL;
+    *s = (spread){ x, y };
+    memcpy(work.shape, shape, sizeof work.shape);
+    work.to = mn_value(y);
+    mn_tape_do(tape, MN_WORK_MOVE, &work);
+    mn_tape_record(tape, "a spread", back_spread, s, mn_wants(x), &y, 1);
+    return y;
 }
+
+/* ---- residual -------------------------------------------------------------------------------- */
 
 /* dx = db = dy, and when dy is complete b is asked for its gradient before anything is added to
  * that of x: one piece of memory serves all three. */
 mn_tensor *mn_tape_residual(mn_tape *tape, mn_tensor *x, mn_tensor *b) {
     if (!x || !b || mn_tape_dead(tape)) return NULL;
-    const bool alike = memcmp(x->shape, b->shape, sizeof x->shape) == 0 && mn_is_contiguous(x) &&
-                       mn_is_contiguous(b);
+    const bool alike = same_shape(x, b) && mn_is_contiguous(x) && mn_is_contiguous(b);
     const bool shares = alike && mn_wants(x) && mn_wants(b) && !x->slot->kept && !b->slot->kept &&
                         !b->slot->whole && b->slot->bytes == x->slot->bytes;
     if (!shares) return mn_tape_add(tape, x, b);
-    pair *p = mn_tape_note(tape, sizeof *p);
-    mn_tensor *y = mn_tape_new(tape, x->shape);
-    if (!p || !y) return NULL;
-    *p = (pair){ .kind = ADD, .a = x, .b = b, .y = y,
-                 .b_stride = { b->stride[0], b->stride[1], b->stride[2], 1 } };
-    pair_job job = { .p = p };
-    if (mn_tape_runs(tape)) run(tape, &job, FORWARD);
+    mn_tensor *y = mn_tape_new_of(tape, x->dtype, x->shape);
+    if (!y) return NULL;
+    const pair p = { .kind = MN_PAIR_ADD, .a = x, .b = b, .y = y };
+    mn_pair_work work = work_of(tape, &p);
+    work.y = mn_value(y);
+    mn_tape_do(tape, MN_WORK_PAIR, &work);
     mn_tape_record(tape, "a residual", NULL, NULL, false, &y, 1);
     y->slot = x->slot;
     b->slot->whole = x->slot;

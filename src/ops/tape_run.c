@@ -1,9 +1,12 @@
 /* tape_run.c - any operator of mneme.h on the tape, bound by the names of its fields.
  *
- * Going back, an operator writes the gradients of its inputs. Where one has arrived before, or
- * where a tensor is bound twice, it writes beside and the tape adds. */
+ * Each field has the type that the operator wants (mn_field_dtype): tensors of another are
+ * converted first. Going back, an operator writes the gradients of its inputs, in the types of the
+ * fields. Where one has arrived before, where a tensor is bound twice or its gradient has another
+ * type, it writes beside and the tape adds. */
 #include <string.h>
 
+#include "base/dtype.h"
 #include "ops/run.h"
 #include "ops/tape_node.h"
 
@@ -96,6 +99,8 @@ void mn_run_in(mn_run *run, const char *field, mn_tensor *x) {
         if (run->fields[i].role == MN_ROLE_IN) fail(run, "is missing", field);
         return;
     }
+    x = mn_tape_cast(run->tape, x, mn_field_dtype(&run->fields[i], run->tape->dtype));
+    if (!x) return;
     const bool flat = strlen(axes) == 3 && strided(axes) && x->shape[2] != 1;
     if ((!strided(axes) || flat) && !mn_is_contiguous(x)) {
         fail(run, "has to be contiguous", field);
@@ -171,7 +176,8 @@ mn_tensor *mn_run_out(mn_run *run, const char *field) {
     const mn_tensor *like = rows_like(run, axes);
     if (like) memcpy(shape, like->shape, sizeof shape);
     else if (!shape_of(run, field, axes, shape)) return NULL;
-    mn_tensor *y = mn_tape_new(run->tape, shape);
+    const mn_dtype dtype = mn_field_dtype(&run->fields[i], run->tape->dtype);
+    mn_tensor *y = mn_tape_new_of(run->tape, dtype, shape);
     if (!y) return NULL;
     if (run->fields[i].role == MN_ROLE_AUX) y->slot = NULL;
     run->bound[i] = y;
@@ -183,7 +189,9 @@ mn_tensor *mn_run_out(mn_run *run, const char *field) {
 
 static void execute(mn_tape *tape, mn_op_id op, mn_pass pass, const void *args) {
     if (mn_tape_runs(tape)) {
+        tape->context->borders = (mn_borders){ tape->cu_seqlens, tape->borders };
         const mn_status st = mn_op_run(tape->context, op, pass, args);
+        tape->context->borders = (mn_borders){ 0 };
         if (st != MN_OK) mn_tape_fail(tape, st);
         return;
     }
@@ -205,6 +213,10 @@ static mn_tensor *wanting(const mn_run *run, int i) {
     return takes && mn_wants(run->bound[i]) ? run->bound[i] : NULL;
 }
 
+static mn_dtype type_of(const mn_run *run, int i) {
+    return mn_field_dtype(&run->fields[i], run->tape->dtype);
+}
+
 /* Gradients that are the first to arrive are written in place. Returns the others as bits. */
 static uint64_t place_first(mn_tape *tape, mn_run *run) {
     char buffer[MN_MAX_RANK + 1];
@@ -212,40 +224,58 @@ static uint64_t place_first(mn_tape *tape, mn_run *run) {
     for (int i = 0; i < run->n_fields; i++) {
         mn_tensor *x = wanting(run, i);
         if (!x) continue;
-        if (mn_grad_read(x)) {
+        if (mn_grad_read(x).data || x->slot->dtype != type_of(run, i)) {
             others |= UINT64_C(1) << i;
             continue;
         }
         bool add;
-        const mn_in view = view_at(axes_of(run, i, buffer), x, mn_grad_write(tape, x, &add));
+        const mn_view to = mn_grad_write(tape, x, &add);
+        const mn_in view = view_at(axes_of(run, i, buffer), x, to.data);
         *(mn_out *)(run->args + run->fields[i].partner) =
             (mn_out){ (void *)view.data, { view.stride[0], view.stride[1], view.stride[2] } };
     }
     return others;
 }
 
-static void back_run(mn_tape *tape, void *payload) {
-    mn_run *run = payload;
+/* Hands the operator the cotangents that have arrived; false when none has. */
+static bool take_cotangents(mn_run *run) {
     bool any = false;
     for (int i = 0; i < run->n_fields; i++) {
         const mn_field *field = &run->fields[i];
         if (!is_result(field) || field->partner == MN_NO_OFFSET || !run->bound[i]) continue;
-        void *cotangent = mn_grad_read(run->bound[i]);
+        const void *cotangent = mn_grad_read(run->bound[i]).data;
         *(mn_in *)(run->args + field->partner) = (mn_in){ cotangent, { 0, 0, 0 } };
         any |= cotangent != NULL;
     }
-    if (!any) return;
-    void *beside[MN_RUN_FIELDS] = { NULL };
+    return any;
+}
+
+/* Memory of its own for the gradient of field i, contiguous and in the field's type. */
+static mn_view take_beside(mn_tape *tape, mn_run *run, int i) {
+    const int64_t *shape = run->bound[i]->shape;
+    const mn_dtype dtype = type_of(run, i);
+    void *memory = mn_tape_bytes_of(tape, (size_t)mn_count4(shape) * mn_dtype_bytes(dtype));
+    *(mn_out *)(run->args + run->fields[i].partner) = (mn_out){ memory, { 0, 0, 0 } };
+    return mn_flat_view(memory, dtype, shape);
+}
+
+/* Gradients that are given get their place before scratch is taken: it outlasts the scratch. */
+static void back_run(mn_tape *tape, void *payload) {
+    mn_run *run = payload;
+    run->tape = tape;
+    if (!take_cotangents(run)) return;
+    mn_view beside[MN_RUN_FIELDS];
     const uint64_t others = place_first(tape, run);
+    for (int i = 0; i < run->n_fields; i++) {
+        if (others >> i & 1) mn_grad_place(tape, run->bound[i]);
+    }
     const mn_tape_mark mark = mn_tape_hold(tape);
     for (int i = 0; i < run->n_fields; i++) {
-        if (!(others >> i & 1)) continue;
-        beside[i] = mn_tape_memory(tape, mn_count4(run->bound[i]->shape));
-        *(mn_out *)(run->args + run->fields[i].partner) = (mn_out){ beside[i], { 0, 0, 0 } };
+        if (others >> i & 1) beside[i] = take_beside(tape, run, i);
     }
     execute(tape, run->op, MN_BACKWARD, run->args);
     for (int i = 0; i < run->n_fields && !mn_tape_dead(tape); i++) {
-        if (beside[i]) mn_grad_give(tape, run->bound[i], beside[i]);
+        if (others >> i & 1) mn_grad_give(tape, run->bound[i], &beside[i]);
     }
     mn_tape_let_go(tape, mark);
 }

@@ -2,6 +2,7 @@
 #include <string.h>
 
 #include "base/checked.h"
+#include "base/dtype.h"
 #include "ops/tape_node.h"
 
 static mn_tensor *internal(mn_tape *tape, const char *what) {
@@ -66,15 +67,9 @@ typedef struct split {
 
 static void zero_rows(mn_tape *tape, mn_tensor *part) {
     bool add;
-    char *grad = mn_grad_write(tape, part, &add);
-    if (!grad || !mn_tape_runs(tape)) return;
-    const int64_t *n = part->shape, *s = part->stride;
-    for (int64_t b = 0; b < n[0]; b++) {
-        for (int64_t t = 0; t < n[1]; t++) {
-            memset(grad + (size_t)(b * s[0] + t * s[1]) * tape->item, 0,
-                   (size_t)n[3] * tape->item);
-        }
-    }
+    mn_fill_work work = { .to = mn_grad_write(tape, part, &add) };
+    memcpy(work.shape, part->shape, sizeof work.shape);
+    if (work.to.data) mn_tape_do(tape, MN_WORK_FILL, &work);
 }
 
 /* The parts' gradients already lie in the whole's memory: only those that never came are missing.
@@ -82,10 +77,10 @@ static void zero_rows(mn_tape *tape, mn_tensor *part) {
 static void back_split(mn_tape *tape, void *payload) {
     split *s = payload;
     bool any = false;
-    for (int i = 0; i < s->n; i++) any |= mn_grad_read(s->parts[i]) != NULL;
+    for (int i = 0; i < s->n; i++) any |= mn_grad_read(s->parts[i]).data != NULL;
     if (!any) return;
     for (int i = 0; i < s->n; i++) {
-        if (!mn_grad_read(s->parts[i])) zero_rows(tape, s->parts[i]);
+        if (!mn_grad_read(s->parts[i]).data) zero_rows(tape, s->parts[i]);
     }
     bool add;
     mn_grad_write(tape, s->whole, &add);
@@ -104,11 +99,12 @@ void mn_tape_split(mn_tape *tape, mn_tensor *x, const int64_t *widths, int n, mn
         mn_tensor *part = view_of(tape, x);
         if (!part) return;
         part->shape[3] = widths[i];
-        part->data = (char *)x->data + (size_t)at * tape->item;
+        part->data = (char *)x->data + (size_t)at * mn_dtype_bytes(x->dtype);
         if (x->slot) {
             part->slot = mn_tape_note(tape, sizeof *part->slot);
             if (!part->slot) return;
-            *part->slot = (mn_slot){ .whole = x->slot, .offset = (size_t)at * tape->item };
+            *part->slot = (mn_slot){ .whole = x->slot, .dtype = x->slot->dtype,
+                                     .offset = (size_t)at * mn_dtype_bytes(x->slot->dtype) };
         }
         parts[i] = s->parts[i] = part;
         at += widths[i];

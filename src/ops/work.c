@@ -16,13 +16,9 @@ static bool is_there(const mn_context *context) {
     return context->device && !context->plans;
 }
 
-/* A counting arena rounds less than a device does. */
 void *mn_work_bytes(mn_context *context, size_t bytes) {
-    if (is_there(context)) return mn_device_bytes(context->device, bytes);
-    size_t rounded = bytes;
-    if (context->device && !mn_add_size(&rounded, bytes, MN_DEVICE_ALIGN - 1)) return NULL;
-    if (context->device) rounded = rounded / MN_DEVICE_ALIGN * MN_DEVICE_ALIGN;
-    return mn_arena_bytes(context->arena, rounded);
+    return is_there(context) ? mn_device_bytes(context->device, bytes)
+                             : mn_arena_bytes(context->arena, bytes);
 }
 
 void *mn_work_array(mn_context *context, int64_t rows, int64_t cols, size_t size) {
@@ -45,6 +41,14 @@ mn_status mn_work_clear(mn_context *context, void *to, size_t bytes) {
     if (context->plans || !to || bytes == 0) return MN_OK;
     if (context->device) return mn_device_fill(context->device, to, 0, bytes);
     memset(to, 0, bytes);
+    return MN_OK;
+}
+
+mn_status mn_work_product(mn_context *context, const mn_matmul_args *args) {
+    if (!context->plans) return mn_matmul(context, args);
+    const mn_mark mark = mn_work_mark(context);
+    mn_work_bytes(context, mn_matmul_work(context, args));    // counts
+    mn_work_release(context, mark);
     return MN_OK;
 }
 

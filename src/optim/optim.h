@@ -14,6 +14,7 @@ typedef struct mn_optim_param {
     int64_t count;
     double lr_scale;       // times the schedule's learning rate
     bool decays;           // subject to weight decay
+    void *shadow;          // on a device: the value in bf16, kept up to date; NULL: none
 } mn_optim_param;
 
 typedef struct mn_adamw_options {
@@ -21,6 +22,10 @@ typedef struct mn_adamw_options {
 } mn_adamw_options;
 
 typedef struct mn_optimizer mn_optimizer;
+
+/* Fails with the parameter's or the option's name where one is out of range. */
+mn_status mn_optim_check(const mn_optim_param *params, int64_t n_params,
+                         const mn_adamw_options *options);
 
 /* `params` is copied, the memory it points to must outlive the optimiser. Moments start at 0.
  * Betas lie between 0 and 1, eps is positive, weight_decay and every lr_scale are not negative. */

@@ -80,6 +80,13 @@ static mn_status check_param(const mn_optim_param *p, int64_t i) {
     return MN_OK;
 }
 
+mn_status mn_optim_check(const mn_optim_param *params, int64_t n_params,
+                         const mn_adamw_options *options) {
+    mn_status st = check_options(options);
+    for (int64_t i = 0; st == MN_OK && i < n_params; i++) st = check_param(&params[i], i);
+    return st;
+}
+
 /* Numbers of one kind of moment over all parameters, each rounded up to whole lines; pieces. */
 static bool count_all(int64_t *floats, int64_t *pieces, const mn_optim_param *params, int64_t n) {
     *floats = *pieces = 0;
@@ -118,8 +125,7 @@ static void lay_out(mn_optimizer *o, int64_t floats) {
 
 mn_status mn_optimizer_create(mn_optimizer **out, const mn_optim_param *params, int64_t n_params,
                               const mn_adamw_options *options) {
-    mn_status st = check_options(options);
-    for (int64_t i = 0; st == MN_OK && i < n_params; i++) st = check_param(&params[i], i);
+    const mn_status st = mn_optim_check(params, n_params, options);
     if (st != MN_OK) return st;
     int64_t floats, n_pieces, both;
     mn_optimizer *o = calloc(1, sizeof *o);

@@ -9,7 +9,6 @@
 #include "base/status.h"
 
 enum { MAX_BLOCKS = 64 };
-static const size_t first_block_bytes = (size_t)1 << 20;
 
 typedef struct block {
     unsigned char *bytes;
@@ -22,28 +21,47 @@ struct mn_arena {
     size_t current, used;    // allocation point: block and offset
     bool counts;             // no blocks: addresses only
     size_t most;             // of `used`, where it counts
+    mn_arena_source source;
 };
 
 static size_t rounded(size_t bytes) {
     return (bytes + MN_ALIGN - 1) / MN_ALIGN * MN_ALIGN;
 }
 
+static void *allocate_on_heap(void *owner, size_t bytes) {
+    (void)owner;
+    return aligned_alloc(MN_ALIGN, rounded(bytes));
+}
+
+static void free_on_heap(void *owner, void *memory) {
+    (void)owner;
+    free(memory);
+}
+
 /* Makes blocks[n_blocks] at least `bytes` big, doubling what is held so far. */
 static bool add_block(mn_arena *arena, size_t bytes) {
     if (arena->n_blocks == MAX_BLOCKS || bytes > PTRDIFF_MAX / 2) return false;
     const size_t held = mn_arena_held(arena);
-    size_t size = held > first_block_bytes ? held : first_block_bytes;
+    const mn_arena_source *from = &arena->source;
+    size_t size = held > from->first_bytes ? held : from->first_bytes;
     if (size < bytes) size = bytes;
-    unsigned char *memory = aligned_alloc(MN_ALIGN, rounded(size));
-    if (!memory && size > bytes) memory = aligned_alloc(MN_ALIGN, size = bytes);
+    unsigned char *memory = from->allocate(from->owner, size);
+    if (!memory && size > bytes) memory = from->allocate(from->owner, size = bytes);
     if (!memory) return false;
     arena->blocks[arena->n_blocks++] = (block){ memory, size };
     return true;
 }
 
-mn_status mn_arena_create(mn_arena **out) {
+mn_status mn_arena_create_over(mn_arena **out, const mn_arena_source *source) {
     *out = calloc(1, sizeof **out);
-    return *out ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for an arena");
+    if (!*out) return mn_fail(MN_ERR_MEMORY, "no memory for an arena");
+    (*out)->source = *source;
+    return MN_OK;
+}
+
+mn_status mn_arena_create(mn_arena **out) {
+    const mn_arena_source heap = { allocate_on_heap, free_on_heap, NULL, (size_t)1 << 20 };
+    return mn_arena_create_over(out, &heap);
 }
 
 mn_status mn_arena_create_counting(mn_arena **out) {
@@ -58,7 +76,9 @@ size_t mn_arena_most(const mn_arena *arena) {
 
 void mn_arena_destroy(mn_arena *arena) {
     if (!arena) return;
-    for (size_t i = 0; i < arena->n_blocks; i++) free(arena->blocks[i].bytes);
+    for (size_t i = 0; i < arena->n_blocks; i++) {
+        arena->source.free(arena->source.owner, arena->blocks[i].bytes);
+    }
     free(arena);
 }
 

@@ -4,25 +4,23 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "base/checked.h"
 #include "base/status.h"
 #include "runtime/device_backend.h"
 
-enum { MAX_BLOCKS = 64, MAX_INDEX = 4096 };
+enum { MAX_INDEX = 4096 };
 static const size_t first_block_bytes = (size_t)32 << 20;
-
-typedef struct block {
-    unsigned char *bytes;
-    size_t size;
-} block;
 
 struct mn_device {
     mn_device_info info;
     void *stream;
     bool owns_stream;
-    block blocks[MAX_BLOCKS];
-    size_t n_blocks;
-    size_t current, used;    // allocation point: block and offset
+    bool captures;        // what is asked for goes into a graph
+    mn_arena *scratch;
+};
+
+struct mn_device_graph {
+    mn_device *device;
+    void *graph;
 };
 
 struct mn_device_event {
@@ -81,6 +79,7 @@ mn_status mn_device_open(mn_device **out, const char *name, void *stream) {
         st = mn_backend_stream_create(&device->stream);
         device->owns_stream = st == MN_OK;
     }
+    if (st == MN_OK) st = mn_device_arena(device, &device->scratch);
     if (st != MN_OK) {
         mn_device_close(device);
         return st;
@@ -93,7 +92,7 @@ void mn_device_close(mn_device *device) {
     if (!device) return;
     if (mn_device_use(device) == MN_OK) {
         mn_backend_synchronize(device->stream);
-        for (size_t i = 0; i < device->n_blocks; i++) mn_backend_free(device->blocks[i].bytes);
+        mn_arena_destroy(device->scratch);
         if (device->owns_stream) mn_backend_stream_destroy(device->stream);
     }
     free(device);
@@ -105,6 +104,14 @@ const mn_device_info *mn_device_facts(const mn_device *device) {
 
 void *mn_device_stream(const mn_device *device) {
     return device->stream;
+}
+
+mn_status mn_device_used(const mn_device *device, size_t *bytes) {
+    mn_device_info now;
+    const mn_status st = mn_device_describe(&now, device->info.index);
+    const size_t before = device->info.free_bytes;
+    *bytes = st == MN_OK && now.free_bytes < before ? before - now.free_bytes : 0;
+    return st;
 }
 
 mn_status mn_device_use(mn_device *device) {
@@ -133,49 +140,30 @@ void mn_device_free(mn_device *device, void *data) {
     if (data && mn_device_use(device) == MN_OK) mn_backend_free(data);
 }
 
-static size_t held(const mn_device *device) {
-    size_t bytes = 0;
-    for (size_t i = 0; i < device->n_blocks; i++) bytes += device->blocks[i].size;
-    return bytes;
+static void *allocate_block(void *owner, size_t bytes) {
+    void *memory;
+    return mn_device_allocate(owner, &memory, bytes) == MN_OK ? memory : NULL;
 }
 
-/* Makes blocks[n_blocks] at least `bytes` big, doubling what is held so far where that fits. */
-static bool add_block(mn_device *device, size_t bytes) {
-    if (device->n_blocks == MAX_BLOCKS || bytes > PTRDIFF_MAX / 2) return false;
-    size_t size = held(device) > first_block_bytes ? held(device) : first_block_bytes;
-    if (size < bytes) size = bytes;
-    void *memory;
-    mn_status st = mn_device_allocate(device, &memory, size);
-    if (st == MN_ERR_MEMORY && size > bytes) {
-        st = mn_device_allocate(device, &memory, size = bytes);
-    }
-    if (st != MN_OK) return false;
-    device->blocks[device->n_blocks++] = (block){ memory, size };
-    return true;
+static void free_block(void *owner, void *block) {
+    mn_device_free(owner, block);
+}
+
+mn_status mn_device_arena(mn_device *device, mn_arena **out) {
+    const mn_arena_source source = { allocate_block, free_block, device, first_block_bytes };
+    return mn_arena_create_over(out, &source);
 }
 
 void *mn_device_bytes(mn_device *device, size_t bytes) {
-    size_t want;
-    if (!mn_add_size(&want, bytes ? bytes : 1, MN_DEVICE_ALIGN - 1)) return NULL;
-    want = want / MN_DEVICE_ALIGN * MN_DEVICE_ALIGN;
-    size_t at = device->current, used = device->used;
-    while (at < device->n_blocks && device->blocks[at].size - used < want) {
-        at++;
-        used = 0;
-    }
-    if (at == device->n_blocks && !add_block(device, want)) return NULL;
-    device->current = at;
-    device->used = used + want;
-    return device->blocks[at].bytes + used;
+    return mn_arena_bytes(device->scratch, bytes);
 }
 
 mn_mark mn_device_mark(const mn_device *device) {
-    return (mn_mark){ device->current, device->used };
+    return mn_arena_mark(device->scratch);
 }
 
 void mn_device_release(mn_device *device, mn_mark mark) {
-    device->current = mark.block;
-    device->used = mark.used;
+    mn_arena_release(device->scratch, mark);
 }
 
 static mn_status copy(mn_device *device, void *to, const void *from, size_t bytes,
@@ -237,4 +225,46 @@ mn_status mn_device_seconds(mn_device *device, double *seconds, mn_device_event 
     *seconds = 0.0;
     const mn_status st = mn_device_use(device);
     return st == MN_OK ? mn_backend_event_seconds(seconds, from->event, to->event) : st;
+}
+
+/* ---- graphs ---------------------------------------------------------------------------------- */
+
+mn_status mn_device_graph_begin(mn_device *device) {
+    mn_status st = mn_device_use(device);
+    if (st == MN_OK) st = mn_backend_capture_begin(device->stream);
+    device->captures = st == MN_OK;
+    return st;
+}
+
+mn_status mn_device_graph_end(mn_device *device, mn_device_graph **out) {
+    *out = NULL;
+    device->captures = false;
+    mn_status st = mn_device_use(device);
+    mn_device_graph *graph = calloc(1, sizeof *graph);
+    void *made = NULL;
+    if (st == MN_OK) st = mn_backend_capture_end(&made, device->stream);
+    if (st == MN_OK && !graph) st = mn_fail(MN_ERR_MEMORY, "no memory for a graph");
+    if (st != MN_OK) {
+        mn_backend_graph_destroy(made);
+        free(graph);
+        return st;
+    }
+    *graph = (mn_device_graph){ device, made };
+    *out = graph;
+    return MN_OK;
+}
+
+bool mn_device_captures(const mn_device *device) {
+    return device->captures;
+}
+
+mn_status mn_device_graph_launch(mn_device_graph *graph) {
+    const mn_status st = mn_device_use(graph->device);
+    return st == MN_OK ? mn_backend_graph_launch(graph->graph, graph->device->stream) : st;
+}
+
+void mn_device_graph_destroy(mn_device_graph *graph) {
+    if (!graph) return;
+    if (mn_device_use(graph->device) == MN_OK) mn_backend_graph_destroy(graph->graph);
+    free(graph);
 }

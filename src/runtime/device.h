@@ -37,6 +37,9 @@ void mn_device_close(mn_device *device);    // waits for its work; NULL accepted
 const mn_device_info *mn_device_facts(const mn_device *device);
 void *mn_device_stream(const mn_device *device);
 
+/* Bytes of the GPU's memory that are no longer free since it was opened. */
+mn_status mn_device_used(const mn_device *device, size_t *bytes);
+
 /* Makes it the device of the calling thread; before anything that launches by itself. */
 mn_status mn_device_use(mn_device *device);
 
@@ -52,14 +55,14 @@ mn_status mn_device_synchronize(mn_device *device);
 mn_status mn_device_allocate(mn_device *device, void **out, size_t bytes);
 void mn_device_free(mn_device *device, void *data);    // NULL accepted
 
-/* Pieces of scratch memory are rounded up to this many bytes. */
-enum { MN_DEVICE_ALIGN = 256 };
-
 /* Scratch memory as in arena.h: blocks are kept when released. A piece may be handed out again at
  * once, because the stream runs what was asked for before. NULL when there is no memory. */
 void *mn_device_bytes(mn_device *device, size_t bytes);
 mn_mark mn_device_mark(const mn_device *device);
 void mn_device_release(mn_device *device, mn_mark mark);
+
+/* An arena of its memory for one owner, who destroys it before the device is closed. */
+mn_status mn_device_arena(mn_device *device, mn_arena **out);
 
 /* Copies in the stream. `from` of an upload may be changed as soon as the call returns; a download
  * waits until the bytes are there. */
@@ -82,5 +85,17 @@ mn_status mn_device_event_record(mn_device *device, mn_device_event *event);
 /* Waits for `to`; seconds from `from` to `to`. */
 mn_status mn_device_seconds(mn_device *device, double *seconds, mn_device_event *from,
                             mn_device_event *to);
+
+/* ---- graphs ---------------------------------------------------------------------------------- */
+
+/* Work of the stream, recorded once and launched as often as wanted: the same kernels on the same
+ * addresses. Between begin and end nothing runs, and nothing may wait or download. */
+typedef struct mn_device_graph mn_device_graph;
+
+mn_status mn_device_graph_begin(mn_device *device);
+mn_status mn_device_graph_end(mn_device *device, mn_device_graph **out);
+bool mn_device_captures(const mn_device *device);    // between the two
+mn_status mn_device_graph_launch(mn_device_graph *graph);
+void mn_device_graph_destroy(mn_device_graph *graph);    // NULL accepted; before the device closes
 
 #endif

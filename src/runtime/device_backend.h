@@ -33,4 +33,9 @@ void mn_backend_event_destroy(void *event);
 mn_status mn_backend_event_record(void *event, void *stream);
 mn_status mn_backend_event_seconds(double *seconds, void *from, void *to);
 
+mn_status mn_backend_capture_begin(void *stream);
+mn_status mn_backend_capture_end(void **graph, void *stream);    // ready to launch
+mn_status mn_backend_graph_launch(void *graph, void *stream);
+void mn_backend_graph_destroy(void *graph);    // NULL accepted
+
 #endif

@@ -148,3 +148,30 @@ mn_status mn_backend_event_seconds(double *seconds, void *from, void *to) {
     if (st == MN_OK) *seconds = 1e-3 * milliseconds;
     return st;
 }
+
+/* Relaxed: a library that sets itself up while work is recorded does no harm. */
+mn_status mn_backend_capture_begin(void *stream) {
+    return translate(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed),
+                     "work cannot be recorded");
+}
+
+mn_status mn_backend_capture_end(void **graph, void *stream) {
+    cudaGraph_t recorded = NULL;
+    cudaGraphExec_t made = NULL;
+    *graph = NULL;
+    mn_status st = translate(cudaStreamEndCapture(stream, &recorded), "recording work failed");
+    if (st == MN_OK) {
+        st = translate(cudaGraphInstantiate(&made, recorded, 0), "a graph cannot be made");
+    }
+    if (recorded) cudaGraphDestroy(recorded);
+    *graph = made;
+    return st;
+}
+
+mn_status mn_backend_graph_launch(void *graph, void *stream) {
+    return translate(cudaGraphLaunch(graph, stream), "a graph cannot be launched");
+}
+
+void mn_backend_graph_destroy(void *graph) {
+    if (graph) cudaGraphExecDestroy(graph);
+}

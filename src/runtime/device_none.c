@@ -86,3 +86,23 @@ mn_status mn_backend_event_seconds(double *seconds, void *from, void *to) {
     *seconds = 0.0;
     return refuse();
 }
+
+mn_status mn_backend_capture_begin(void *stream) {
+    (void)stream;
+    return refuse();
+}
+
+mn_status mn_backend_capture_end(void **graph, void *stream) {
+    (void)stream;
+    *graph = NULL;
+    return refuse();
+}
+
+mn_status mn_backend_graph_launch(void *graph, void *stream) {
+    (void)graph, (void)stream;
+    return refuse();
+}
+
+void mn_backend_graph_destroy(void *graph) {
+    (void)graph;
+}

@@ -13,6 +13,18 @@
 
 /* ---- building -------------------------------------------------------------------------------- */
 
+/* float32, or bf16 where a GPU runs. */
+static mn_status choose_dtype(mn_trainer *t) {
+    const char *name = t->options.dtype;
+    t->dtype = strcmp(name, "bf16") == 0 ? MN_BF16 : MN_F32;
+    if (t->dtype == MN_F32 && strcmp(name, "f32") != 0) {
+        return mn_fail(MN_ERR_ARGUMENT, "train.dtype: \"%s\" is none of f32, bf16", name);
+    }
+    if (t->dtype == MN_F32 || t->context->device) return MN_OK;
+    return mn_fail(MN_ERR_ARGUMENT, "train.dtype: bf16 runs on GPUs only; give --device cuda, or "
+                   "train in f32");
+}
+
 static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_data *given) {
     const mn_json object = mn_json_member(root, "model");
     mn_model_config config = { 0 };
@@ -27,9 +39,10 @@ static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_d
     if (st == MN_OK) st = mn_trainer_open_data(t, given, &config.vocab_size);
     if (st == MN_OK) st = mn_model_create(&t->model, &config, MN_F32);
     mn_model_config_free(&config);
-    if (st == MN_OK) st = mn_model_want_gradients(t->model);
-    if (st == MN_OK) mn_model_start(t->model, (uint64_t)t->options.seed);
-    return st;
+    if (st != MN_OK) return st;
+    mn_model_start(t->model, t->context, (uint64_t)t->options.seed);
+    st = mn_model_place(t->model, t->context, t->dtype);
+    return st == MN_OK ? mn_model_want_gradients(t->model) : st;
 }
 
 static mn_status make_optimizer(mn_trainer *t) {
@@ -41,6 +54,10 @@ static mn_status make_optimizer(mn_trainer *t) {
         return mn_fail(MN_ERR_ARGUMENT, "train.schedule: \"%s\" is none of constant, linear, "
                        "cosine, warmup-stable-decay", o->schedule);
     }
+    if (!mn_recompute_parse(&t->recompute, o->recompute)) {
+        return mn_fail(MN_ERR_ARGUMENT, "train.recompute: \"%s\" is none of none, mlp, layer",
+                       o->recompute);
+    }
     const int n = mn_model_params(t->model);
     mn_optim_param *params = calloc((size_t)n, sizeof *params);
     if (!params) return mn_fail(MN_ERR_MEMORY, "no memory for an optimiser");
@@ -48,10 +65,12 @@ static mn_status make_optimizer(mn_trainer *t) {
         mn_model_param *p = mn_model_param_at(t->model, i);
         const mn_train_group *group = &o->groups[p->info.group];
         params[i] = (mn_optim_param){ p->name, p->value, p->grad, p->info.count, group->lr,
-                                      group->decays };
+                                      group->decays, p->shadow };
     }
     const mn_adamw_options how = { o->beta1, o->beta2, o->eps, o->weight_decay };
-    const mn_status st = mn_optimizer_create(&t->optimizer, params, n, &how);
+    const mn_status st = t->context->device
+                             ? mn_trainer_there_create(t, params, n, &how)
+                             : mn_optimizer_create(&t->optimizer, params, n, &how);
     free(params);
     return st;
 }
@@ -65,9 +84,10 @@ mn_status mn_trainer_create_from(mn_trainer **out, const mn_json *root, const mn
     t->best = NAN;
     t->saved = -1;
     mn_status st = mn_train_options_read(&t->options, root);
+    if (st == MN_OK) st = choose_dtype(t);
     if (st == MN_OK) st = make_model(t, root, data);
     if (st == MN_OK) st = make_optimizer(t);
-    if (st == MN_OK) st = mn_tape_create(&t->tape, context, MN_F32);
+    if (st == MN_OK) st = mn_tape_create(&t->tape, context, t->dtype);
     if (st != MN_OK) {
         mn_trainer_destroy(t);
         return st;
@@ -82,6 +102,7 @@ mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *c
 
 void mn_trainer_destroy(mn_trainer *t) {
     if (!t) return;
+    mn_trainer_there_destroy(t->there);
     mn_tape_destroy(t->tape);
     mn_optimizer_destroy(t->optimizer);
     mn_model_destroy(t->model);
@@ -120,10 +141,10 @@ int64_t mn_trainer_tokens(const mn_trainer *t, bool valid) {
 
 /* ---- one batch ------------------------------------------------------------------------------- */
 
-mn_status mn_trainer_pass(mn_trainer *t, const mn_batch *batch, unsigned modes, bool add,
-                          double weight, double *loss, int64_t *counted) {
+mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_batch *batch, unsigned modes,
+                          bool add, double weight, double *loss, int64_t *counted) {
     mn_model_input in = { .tokens = batch->tokens, .B = batch->rows, .T = batch->length,
-                          .add_gradients = add };
+                          .add_gradients = add, .recompute = t->recompute };
     if (batch->packed) {
         in.B = 1;
         in.T = batch->rows * batch->length;
@@ -131,19 +152,20 @@ mn_status mn_trainer_pass(mn_trainer *t, const mn_batch *batch, unsigned modes, 
         in.n_sequences = batch->n_sequences;
     }
     const bool trains = modes & MN_TAPE_RECORD;
+    if (t->there && !trains) in.recompute = MN_RECOMPUTE_LAYER;
     const mn_loss_options how = { .weight = weight, .z_loss = trains ? t->options.z_loss : 0.0 };
-    mn_tape_start(t->tape, modes);
+    mn_tape_start(tape, modes);
     if (t->options.mc_samples > 0) {
-        mn_model_marginal_loss(t->model, t->tape, &in, batch->targets, how,
+        mn_model_marginal_loss(t->model, tape, &in, batch->targets, how,
                                (int)t->options.mc_samples, (uint64_t)t->options.seed,
                                t->draw, loss, counted);
     } else {
-        mn_tensor *hidden = mn_model_hidden(t->model, t->tape, &in);
-        mn_model_loss(t->model, t->tape, hidden, batch->targets, how, loss, counted);
+        mn_tensor *hidden = mn_model_hidden(t->model, tape, &in);
+        mn_model_loss(t->model, tape, hidden, batch->targets, how, loss, counted);
     }
-    if (mn_tape_status(t->tape) != MN_OK || !trains) return mn_tape_status(t->tape);
-    const mn_status st = mn_tape_backward(t->tape);
-    if (!mn_tape_plans(t->tape)) mn_model_settle_gradients(t->model);
+    if (mn_tape_status(tape) != MN_OK || !trains) return mn_tape_status(tape);
+    const mn_status st = mn_tape_backward(tape);
+    if (!mn_tape_plans(tape)) mn_model_settle_gradients(t->model);
     return st;
 }
 
@@ -182,8 +204,8 @@ static mn_status count_documents(int64_t **counts, const mn_trainer *t) {
 static mn_status plan(mn_trainer *t, const mn_batch *batch, bool add, mn_train_memory *memory) {
     double loss;
     int64_t counted;
-    const mn_status st = mn_trainer_pass(t, batch, MN_TAPE_RECORD | MN_TAPE_PLAN, add, 1.0, &loss,
-                                         &counted);
+    const mn_status st = mn_trainer_pass(t, t->tape, batch, MN_TAPE_RECORD | MN_TAPE_PLAN, add, 1.0,
+                                         &loss, &counted);
     memory->activations = mn_max(memory->activations, mn_tape_bytes(t->tape));
     memory->work = mn_max(memory->work, mn_tape_work_bytes(t->tape));
     return st;
@@ -203,13 +225,30 @@ static size_t data_bytes(const mn_trainer *t) {
     return bytes + 2 * batch * (2 * sizeof(int32_t) + sizeof(int64_t));
 }
 
+/* Whether the context now has so many bytes of work space. */
+static bool take_work(mn_context *context, size_t bytes) {
+    if (bytes == 0) return true;
+    if (context->device) {
+        const mn_mark mark = mn_device_mark(context->device);
+        const bool there = mn_device_bytes(context->device, bytes);
+        mn_device_release(context->device, mark);
+        return there;
+    }
+    const mn_mark mark = mn_arena_mark(context->arena);
+    const bool there = mn_arena_bytes(context->arena, bytes);
+    mn_arena_release(context->arena, mark);
+    return there;
+}
+
 /* Takes the memory of a step at once, so that growing never holds more than is needed. */
-static mn_status reserve(mn_trainer *t, const mn_train_memory *memory) {
-    mn_arena *arena = t->context->arena;
-    const mn_mark mark = mn_arena_mark(arena);
-    const bool there = memory->work == 0 || mn_arena_bytes(arena, memory->work);
-    mn_arena_release(arena, mark);
-    if (there) return mn_tape_reserve(t->tape, memory->activations);
+static mn_status reserve(mn_trainer *t, const mn_train_memory *memory, size_t aside) {
+    if (aside > 0) {
+        const mn_status st = mn_tape_reserve(mn_trainer_aside(t), aside);
+        if (st != MN_OK) return st;
+    }
+    if (take_work(t->context, memory->work)) {
+        return mn_tape_reserve(t->tape, memory->activations - aside);
+    }
     return mn_fail(MN_ERR_MEMORY, "no memory for %.1f MiB of work space; use a smaller train.batch "
                    "or train.context", (double)memory->work / 1048576.0);
 }
@@ -229,35 +268,63 @@ static mn_status plan_packed(mn_trainer *t, bool add, mn_train_memory *memory) {
     return st == MN_OK ? plan(t, &t->batch, add, memory) : st;
 }
 
+/* What passes aside take on a GPU, where steps keep their memory: evaluations. */
+static mn_status plan_aside(mn_trainer *t, mn_train_memory *memory, size_t *bytes) {
+    double loss;
+    int64_t counted;
+    *bytes = 0;
+    if (!t->there || !t->valid_loader) return MN_OK;
+    mn_tape *tape = mn_trainer_aside(t);
+    const mn_status st = mn_trainer_pass(t, tape, &t->valid_batch, MN_TAPE_PLAN, false, 1.0, &loss,
+                                         &counted);
+    *bytes = mn_tape_bytes(tape);
+    memory->work = mn_max(memory->work, mn_tape_work_bytes(tape));
+    return st;
+}
+
 mn_status mn_trainer_predict(mn_trainer *t, mn_train_memory *memory) {
+    size_t aside = 0;
     memset(memory, 0, sizeof *memory);
     mn_status st = MN_OK;
     for (int add = 0; st == MN_OK && add <= (t->options.accumulate > 1); add++) {
         st = t->batch.packed ? plan_packed(t, add, memory) : plan(t, &t->batch, add, memory);
     }
+    if (st == MN_OK) st = plan_aside(t, memory, &aside);
     if (st != MN_OK) return st;
-    memory->parameters = (size_t)mn_model_count(t->model) * 4 * sizeof(float);
-    memory->data = data_bytes(t);
+    memory->activations += aside;
+    memory->parameters = t->there ? mn_trainer_there_bytes(t)
+                                  : (size_t)mn_model_count(t->model) * 4 * sizeof(float);
+    memory->data = t->there ? 0 : data_bytes(t);    // the host's
     memory->total = memory->parameters + memory->activations + memory->work + memory->data;
-    return reserve(t, memory);
+    return reserve(t, memory, aside);
 }
 
 /* ---- steps ----------------------------------------------------------------------------------- */
+
+/* Whether all numbers of a parameter are finite; of one that cannot be read, too. */
+static bool is_finite(mn_trainer *t, int i) {
+    const mn_model_param *p = mn_model_param_at(t->model, i);
+    float *copy = t->there ? malloc((size_t)p->info.count * sizeof *copy) : NULL;
+    const float *value = t->there ? copy : p->value;
+    bool finite = true;
+    if (copy && mn_model_get(t->model, i, copy) != MN_OK) value = NULL;
+    for (int64_t k = 0; value && finite && k < p->info.count; k++) finite = isfinite(value[k]);
+    free(copy);
+    return finite;
+}
 
 /* The first number that is not finite: in a parameter, else in a result of running the batch once
  * more. */
 static bool find_first(char what[512], mn_trainer *t, const mn_batch *batch) {
     for (int i = 0; i < mn_model_params(t->model); i++) {
-        const mn_model_param *p = mn_model_param_at(t->model, i);
-        for (int64_t k = 0; k < p->info.count; k++) {
-            if (isfinite(((const float *)p->value)[k])) continue;
-            snprintf(what, 512, "parameter %s is not finite", p->name);
-            return true;
-        }
+        if (is_finite(t, i)) continue;
+        snprintf(what, 512, "parameter %s is not finite", mn_model_param_at(t->model, i)->name);
+        return true;
     }
     double loss;
     int64_t counted;
-    const mn_status st = mn_trainer_pass(t, batch, MN_TAPE_CHECK, false, 1.0, &loss, &counted);
+    const mn_status st = mn_trainer_pass(t, mn_trainer_aside(t), batch, MN_TAPE_CHECK, false, 1.0,
+                                         &loss, &counted);
     if (st != MN_ERR_NUMERIC) return false;
     snprintf(what, 512, "%s", mn_last_error());
     return true;
@@ -279,15 +346,46 @@ static mn_status explain(mn_trainer *t, const mn_batch *batch, int64_t number, m
                    (long long)number, isnan(loss) ? (double)NAN : loss, what);
 }
 
-/* Deviations of `loss` above the mean of the last steps; 0 until there are enough. */
-static double spike(const mn_trainer *t, double loss) {
-    if (t->n_recent < MN_SPIKE_WINDOW) return 0.0;
+/* The same on a GPU, which tells of a whole step: the batches are made once more, and the first of
+ * them with a number that is not finite is named. */
+static mn_status explain_there(mn_trainer *t, double loss) {
+    const int64_t n = t->options.accumulate;
+    char what[512];
+    for (int64_t i = 0; i < n; i++) {
+        const mn_status st = mn_loader_fill(&t->batch, t->train_loader, t->step * n + i);
+        if (st != MN_OK) return st;
+        if (i == n - 1 || find_first(what, t, &t->batch)) {
+            return explain(t, &t->batch, t->step * n + i, MN_OK, loss);
+        }
+    }
+    return MN_OK;
+}
+
+/* Mean and deviation of the losses of the last steps; false until there are enough. */
+static bool recent_losses(const mn_trainer *t, double *of, double *deviation) {
+    if (t->n_recent < MN_SPIKE_WINDOW) return false;
     double mean = 0.0, square = 0.0;
     for (int i = 0; i < MN_SPIKE_WINDOW; i++) mean += t->recent[i] / MN_SPIKE_WINDOW;
     for (int i = 0; i < MN_SPIKE_WINDOW; i++) {
         square += (t->recent[i] - mean) * (t->recent[i] - mean) / MN_SPIKE_WINDOW;
     }
-    return square > 0.0 ? (loss - mean) / sqrt(square) : 0.0;
+    *of = mean;
+    *deviation = sqrt(square);
+    return square > 0.0;
+}
+
+/* Deviations of `loss` above the mean of the last steps; 0 until there are enough. */
+static double spike(const mn_trainer *t, double loss) {
+    double mean, deviation;
+    return recent_losses(t, &mean, &deviation) ? (loss - mean) / deviation : 0.0;
+}
+
+/* The loss above which a step is skipped. */
+static double highest_loss(const mn_trainer *t) {
+    double mean, deviation;
+    if (!(t->options.spike_skip > 0.0)) return INFINITY;
+    const bool known = recent_losses(t, &mean, &deviation);
+    return known ? mean + t->options.spike_skip * deviation : INFINITY;
 }
 
 static mn_status run_batches(mn_trainer *t, mn_step_result *r) {
@@ -299,7 +397,8 @@ static mn_status run_batches(mn_trainer *t, mn_step_result *r) {
         mn_status st = mn_loader_fill(&t->batch, t->train_loader, number);
         t->draw = (uint64_t)number;
         if (st != MN_OK) return st;
-        st = mn_trainer_pass(t, &t->batch, MN_TAPE_RECORD, i > 0, 1.0 / (double)n, &loss, &counted);
+        st = mn_trainer_pass(t, t->tape, &t->batch, MN_TAPE_RECORD, i > 0, 1.0 / (double)n, &loss,
+                             &counted);
         if (st != MN_OK) return explain(t, &t->batch, number, st, NAN);
         if (!isfinite(loss)) return explain(t, &t->batch, number, MN_OK, loss);
         r->loss += loss / (double)n;
@@ -310,18 +409,27 @@ static mn_status run_batches(mn_trainer *t, mn_step_result *r) {
     return explain(t, &t->batch, t->step * n + n - 1, MN_OK, r->loss);
 }
 
-mn_status mn_trainer_step(mn_trainer *t, mn_step_result *result) {
-    mn_step_result r = { .step = t->step, .lr = mn_schedule_rate(&t->schedule, t->step) };
-    const mn_status st = run_batches(t, &r);
+static mn_status step_here(mn_trainer *t, mn_step_result *r) {
+    const mn_status st = run_batches(t, r);
     if (st != MN_OK) return st;
     const double limit = t->options.spike_skip, clip = t->options.clip;
-    r.skipped = limit > 0.0 && spike(t, r.loss) > limit;
+    r->skipped = limit > 0.0 && spike(t, r->loss) > limit;
+    if (r->skipped) return MN_OK;
+    const double scale = clip > 0.0 && r->grad_norm > clip ? clip / r->grad_norm : 1.0;
+    return mn_optimizer_step(t->optimizer, t->context, t->step, r->lr, scale);
+}
+
+static mn_status step_there(mn_trainer *t, mn_step_result *r) {
+    const mn_status st = mn_trainer_step_there(t, r, highest_loss(t));
+    if (st != MN_OK) return st;
+    return isfinite(r->loss) && isfinite(r->grad_norm) ? MN_OK : explain_there(t, r->loss);
+}
+
+mn_status mn_trainer_step(mn_trainer *t, mn_step_result *result) {
+    mn_step_result r = { .step = t->step, .lr = mn_schedule_rate(&t->schedule, t->step) };
+    const mn_status st = t->there ? step_there(t, &r) : step_here(t, &r);
+    if (st != MN_OK) return st;
     t->recent[t->n_recent++ % MN_SPIKE_WINDOW] = r.loss;
-    if (!r.skipped) {
-        const double scale = clip > 0.0 && r.grad_norm > clip ? clip / r.grad_norm : 1.0;
-        const mn_status stepped = mn_optimizer_step(t->optimizer, t->context, t->step, r.lr, scale);
-        if (stepped != MN_OK) return stepped;
-    }
     t->step++;
     t->tokens += r.tokens;
     *result = r;
@@ -335,14 +443,17 @@ mn_status mn_trainer_evaluate(mn_trainer *t, double *loss, bool *best) {
     int64_t batches = mn_loader_epoch(t->valid_loader), tokens = 0;
     if (t->options.eval_batches > 0) batches = mn_min(batches, t->options.eval_batches);
     double sum = 0.0;
+    mn_tape *tape = mn_trainer_aside(t);
     for (int64_t i = 0; i < batches; i++) {
         double mean;
         int64_t counted;
         mn_status st = mn_loader_fill(&t->valid_batch, t->valid_loader, i);
         t->draw = (uint64_t)i;
         if (st == MN_OK) {
-            st = mn_trainer_pass(t, &t->valid_batch, MN_TAPE_FORWARD, false, 1.0, &mean, &counted);
+            st = mn_trainer_pass(t, tape, &t->valid_batch, MN_TAPE_FORWARD, false, 1.0, &mean,
+                                 &counted);
         }
+        if (st == MN_OK) st = mn_tape_results(tape);
         if (st != MN_OK) return st;
         sum += mean * (double)counted;
         tokens += counted;
@@ -375,17 +486,19 @@ static int32_t draw(const float *logits, int64_t n, double u) {
     return (int32_t)(n - 1);
 }
 
-static mn_status write_tokens(mn_trainer *t, int32_t *tokens, int64_t n, mn_model_state *state) {
+static mn_status write_tokens(mn_trainer *t, int32_t *tokens, int64_t n, mn_model_state *state,
+                              float *logits) {
     const int64_t size = mn_tokenizer_size(t->tokenizer);
+    mn_tape *tape = mn_trainer_aside(t);
     for (int64_t i = 0; i + 1 < n; i++) {
         const mn_model_input in = { .tokens = tokens + i, .B = 1, .T = 1, .state = state };
-        mn_tape_start(t->tape, MN_TAPE_FORWARD);
-        mn_tensor *hidden = mn_model_hidden(t->model, t->tape, &in);
-        const mn_tensor *logits = mn_model_logits(t->model, t->tape, hidden);
-        if (!logits) return mn_tape_status(t->tape);
+        mn_tape_start(tape, MN_TAPE_FORWARD);
+        mn_tensor *hidden = mn_model_hidden(t->model, tape, &in);
+        const mn_status st = mn_tape_read(tape, mn_model_logits(t->model, tape, hidden), logits);
+        if (st != MN_OK) return st;
         const double u = mn_rng_uniform((uint64_t)t->options.seed, (uint64_t)t->step + 7777,
                                         (uint64_t)i);
-        tokens[i + 1] = draw(logits->data, size, u);
+        tokens[i + 1] = draw(logits, size, u);
     }
     return MN_OK;
 }
@@ -397,14 +510,16 @@ mn_status mn_trainer_sample(mn_trainer *t, char **text) {
     }
     const int64_t n = mn_min(t->options.sample_tokens, t->options.context);
     int32_t *tokens = calloc((size_t)n + 1, sizeof *tokens);
-    if (!tokens) return mn_fail(MN_ERR_MEMORY, "no memory for a sample");
+    float *logits = malloc((size_t)mn_model_describe(t->model)->vocab_size * sizeof *logits);
     mn_model_state state = { 0 };
     size_t size;
-    mn_status st = mn_corpus_read(t->train, 0, 1, tokens);
+    mn_status st = tokens && logits ? mn_corpus_read(t->train, 0, 1, tokens)
+                                    : mn_fail(MN_ERR_MEMORY, "no memory for a sample");
     if (st == MN_OK) st = mn_model_state_create(&state, t->model);
-    if (st == MN_OK) st = write_tokens(t, tokens, n, &state);
+    if (st == MN_OK) st = write_tokens(t, tokens, n, &state, logits);
     if (st == MN_OK) st = mn_tokenizer_decode(t->tokenizer, tokens, n, false, text, &size);
     mn_model_state_free(&state);
+    free(logits);
     free(tokens);
     return st;
 }

@@ -142,6 +142,20 @@ static mn_status same_model(const mn_trainer *t, const char *folder) {
                    "start a new run for another model", path, differs);
 }
 
+/* Straight into the host's memory, or through it to a GPU's. */
+static mn_status read_moment(mn_trainer *t, int i, bool second, const mn_stored_tensor *from) {
+    if (!t->there) {
+        return mn_safetensors_read_f32(second ? mn_optimizer_second(t->optimizer, i)
+                                              : mn_optimizer_first(t->optimizer, i), from);
+    }
+    float *numbers = malloc((size_t)mn_stored_elements(from) * sizeof *numbers);
+    mn_status st = numbers ? mn_safetensors_read_f32(numbers, from)
+                           : mn_fail(MN_ERR_MEMORY, "no memory to read %s", from->name);
+    if (st == MN_OK) st = mn_trainer_send_moment(t, i, second, numbers);
+    free(numbers);
+    return st;
+}
+
 /* With `apply` copies the moments, without it only checks that all are there and fit. */
 static mn_status load_moments(mn_trainer *t, const mn_safetensors *file, const char *path,
                               bool apply) {
@@ -154,10 +168,7 @@ static mn_status load_moments(mn_trainer *t, const mn_safetensors *file, const c
         if (st == MN_OK && mn_stored_elements(found) != p->info.count) {
             st = mn_fail(MN_ERR_FORMAT, "%s: %s has another size than the model", path, name);
         }
-        if (st == MN_OK && apply) {
-            st = mn_safetensors_read_f32(i % 2 ? mn_optimizer_second(t->optimizer, i / 2)
-                                               : mn_optimizer_first(t->optimizer, i / 2), found);
-        }
+        if (st == MN_OK && apply) st = read_moment(t, i / 2, i % 2, found);
         if (st != MN_OK) return st;
     }
     return MN_OK;

@@ -18,22 +18,48 @@
 
 enum { PATH = MN_RUN_PATH };
 
-static mn_status save_moments(mn_trainer *t, const char *path) {
-    const int n = mn_model_params(t->model);
-    mn_stored_tensor *tensors = calloc(2 * (size_t)n, sizeof *tensors);
-    char(*names)[MN_PARAM_NAME + 8] = calloc(2 * (size_t)n, sizeof *names);
-    for (int i = 0; tensors && names && i < 2 * n; i++) {
+/* Moments that are on a GPU, copied to memory of the host, (2 n_params) pieces; to be freed. */
+static mn_status fetch_moments(float **copies, mn_trainer *t) {
+    mn_status st = MN_OK;
+    for (int i = 0; st == MN_OK && i < 2 * mn_model_params(t->model); i++) {
         const mn_model_param *p = mn_model_param_at(t->model, i / 2);
-        snprintf(names[i], sizeof *names, "%s.%s", i % 2 ? "second" : "first", p->name);
-        tensors[i] = (mn_stored_tensor){
-            .name = names[i], .dtype = MN_STORED_F32, .rank = 1, .shape = { p->info.count },
-            .data = i % 2 ? mn_optimizer_second(t->optimizer, i / 2)
-                          : mn_optimizer_first(t->optimizer, i / 2),
-            .bytes = (size_t)p->info.count * sizeof(float) };
+        copies[i] = malloc((size_t)p->info.count * sizeof **copies);
+        st = copies[i] ? mn_trainer_fetch_moment(copies[i], t, i / 2, i % 2)
+                       : mn_fail(MN_ERR_MEMORY, "no memory to save the moments of %s", p->name);
     }
-    const mn_status st = tensors && names
-                             ? mn_safetensors_write(path, tensors, 2 * n, NULL, 0)
-                             : mn_fail(MN_ERR_MEMORY, "no memory to write %s", path);
+    return st;
+}
+
+static mn_status write_moments(mn_trainer *t, const char *path, mn_stored_tensor *tensors,
+                               char (*names)[MN_PARAM_NAME + 8], float *const *copies) {
+    const int n = mn_model_params(t->model);
+    for (int i = 0; i < 2 * n; i++) {
+        const mn_model_param *p = mn_model_param_at(t->model, i / 2);
+        const float *moment = copies[i];
+        if (!moment) {
+            moment = i % 2 ? mn_optimizer_second(t->optimizer, i / 2)
+                           : mn_optimizer_first(t->optimizer, i / 2);
+        }
+        snprintf(names[i], sizeof *names, "%s.%s", i % 2 ? "second" : "first", p->name);
+        tensors[i] = (mn_stored_tensor){ .name = names[i], .dtype = MN_STORED_F32, .rank = 1,
+                                         .shape = { p->info.count }, .data = moment,
+                                         .bytes = (size_t)p->info.count * sizeof(float) };
+    }
+    return mn_safetensors_write(path, tensors, 2 * n, NULL, 0);
+}
+
+static mn_status save_moments(mn_trainer *t, const char *path) {
+    const size_t n = 2 * (size_t)mn_model_params(t->model);
+    mn_stored_tensor *tensors = calloc(n, sizeof *tensors);
+    char(*names)[MN_PARAM_NAME + 8] = calloc(n, sizeof *names);
+    float **copies = calloc(n, sizeof *copies);
+    mn_status st = tensors && names && copies ? MN_OK
+                                              : mn_fail(MN_ERR_MEMORY, "no memory to write %s",
+                                                        path);
+    if (st == MN_OK && t->there) st = fetch_moments(copies, t);
+    if (st == MN_OK) st = write_moments(t, path, tensors, names, copies);
+    for (size_t i = 0; copies && i < n; i++) free(copies[i]);
+    free(copies);
     free(tensors);
     free(names);
     return st;

@@ -18,6 +18,25 @@ run 2 bench ops --dtype bf16
 complains 'bf16'
 run 0 bench ops --device cuda --list
 says '^rms_norm'
+run 0 bench train --device cuda --list
+says '^gdn'
+
+# training: bf16 and devices that are none are refused before anything is written
+text=$work/text.txt
+i=0
+while [ $i -lt 400 ]; do
+    printf 'line %d says a thing, and another thing %d.\n\n' $i $((i * 7 % 13))
+    i=$((i + 1))
+done >"$text"
+small="--set data.train=$text --set model.layers=gdn --set model.hidden_size=32 --set train.context=32
+    --set train.steps=12 --set train.checkpoint_every=6 --set train.eval_batches=4 --quiet"
+run 1 train $small --dtype bf16 --set out="$work/refused"
+complains 'bf16 runs on GPUs only'
+run 1 train $small --device abacus --set out="$work/refused"
+complains 'abacus'
+run 1 train $small --dtype f16 --set out="$work/refused"
+complains 'f16'
+[ ! -e "$work/refused" ] || fail "a refused run left a folder"
 
 status=0
 "$mneme" check --quiet --target cuda "$golden/rope_half.safetensors" >"$work/out" 2>"$work/err" ||
@@ -30,6 +49,21 @@ if [ "$status" = 77 ]; then
     echo "skipped: $reason"
     exit 77
 fi
+
+# a run on the GPU, stopped and resumed to the same bits, then read on both sides
+run 0 train $small --device cuda --dtype bf16 --set out="$work/whole"
+run 0 train $small --device cuda --dtype bf16 --set train.steps=6 --set train.schedule=constant \
+    --set out="$work/part"
+run 0 train $small --device cuda --dtype bf16 --set train.schedule=constant --set out="$work/other"
+run 0 train --resume "$work/part" --device cuda --set train.steps=12 --quiet
+cmp -s "$work/part/last/model.safetensors" "$work/other/last/model.safetensors" ||
+    fail "a resumed run has other bits"
+run 0 generate --model "$work/whole/last" line --tokens 8 --temperature 0 --device cuda --quiet
+cp "$work/out" "$work/there"
+run 0 generate --model "$work/whole/last" line --tokens 8 --temperature 0 --quiet
+cmp -s "$work/out" "$work/there" || fail "the GPU writes another text"
+run 0 eval --model "$work/whole/last" --text "$text" --lengths 32 --device cuda --dtype bf16 --json
+json '0 < d["perplexity"][0]["loss"] < 5'
 
 run 0 check --quiet --target cuda "$golden"/*.safetensors
 says '^[1-9][0-9]* passed, 0 failed$'

@@ -57,7 +57,7 @@ static void start(void) {
     REQUIRE(mn_model_create(&model, &config, MN_F32) == MN_OK);
     REQUIRE(mn_context_create(&context, &one) == MN_OK);
     REQUIRE(mn_tape_create(&tape, context, MN_F32) == MN_OK);
-    mn_model_start(model, 1);
+    mn_model_start(model, context, 1);
     mn_model_config_free(&config);
     mn_json_free(&root);
     learn_mark();

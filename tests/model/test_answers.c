@@ -36,7 +36,7 @@ static mn_status open_model(mn_model **model) {
     if (st == MN_OK) st = mn_model_create(model, &config, MN_F32);
     mn_model_config_free(&config);
     mn_json_free(&root);
-    if (st == MN_OK) mn_model_start(*model, 5);
+    if (st == MN_OK) mn_model_start(*model, NULL, 5);
     return st;
 }
 

@@ -39,7 +39,7 @@ static bool open(fixture *f, const char *json, mn_dtype dtype) {
     if (st == MN_OK) st = mn_context_create(&f->context, NULL);
     if (st == MN_OK) st = mn_tape_create(&f->tape, f->context, dtype);
     if (!CHECK(st == MN_OK, "%s: %s", json, mn_last_error())) return false;
-    mn_model_start(f->model, 3);
+    mn_model_start(f->model, f->context, 3);
     for (int i = 0; i < mn_model_params(f->model); i++) {
         const mn_model_param *p = mn_model_param_at(f->model, i);
         const double scale = p->info.init == MN_INIT_HUNDREDTH ? 0.001 : 0.2;
@@ -306,6 +306,30 @@ static void wrong_configurations(void **state) {
     check_done();
 }
 
+/* Initial values are a function of the seed, whoever draws them. */
+static void threads_start_the_same_values(void **state) {
+    (void)state;
+    static const char json[] = "{\"layers\": \"kla, gdn\", \"hidden_size\": 48, "
+                               "\"vocab_size\": 3001}";
+    fixture alone, shared;
+    const mn_context_options three = { .n_threads = 3 };
+    mn_context *context = NULL;
+    if (!open(&alone, json, MN_F32) || !open(&shared, json, MN_F32)) check_fatal("no models");
+    if (mn_context_create(&context, &three) != MN_OK) check_fatal("%s", mn_last_error());
+    mn_model_start(alone.model, NULL, 11);
+    mn_model_start(shared.model, context, 11);
+    for (int i = 0; i < mn_model_params(alone.model); i++) {
+        const mn_model_param *a = mn_model_param_at(alone.model, i);
+        const mn_model_param *b = mn_model_param_at(shared.model, i);
+        CHECK(memcmp(a->value, b->value, (size_t)a->info.count * sizeof(float)) == 0,
+              "%s differs", a->name);
+    }
+    mn_context_destroy(context);
+    finish(&alone);
+    finish(&shared);
+    check_done();
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(gradients_of_every_kind),
@@ -314,6 +338,7 @@ int main(void) {
         cmocka_unit_test(marginal_loss),
         cmocka_unit_test(plan_is_what_is_used),
         cmocka_unit_test(same_bits_at_any_thread_count),
+        cmocka_unit_test(threads_start_the_same_values),
         cmocka_unit_test_setup_teardown(folders_come_back, make_folder, remove_folder),
         cmocka_unit_test(wrong_configurations),
     };

@@ -421,17 +421,17 @@ static void kill_and_go_on(const char *text, int64_t step) {
     json_t *whole = NULL, *resumed = NULL;
     const mn_job_keeping keeping = { folder, 0.0 };
     assert_int_equal(mn_job_key(key, job), MN_OK);
-    assert_int_equal(mn_job_run(&whole, job, NULL, NULL, NULL), MN_OK);
+    assert_int_equal(mn_job_run(&whole, job, NULL, NULL, NULL, NULL), MN_OK);
     const pid_t pid = fork();
     if (pid == 0) {
-        mn_job_run(&resumed, job, &keeping, end_at_step, &step);
+        mn_job_run(&resumed, job, &keeping, NULL, end_at_step, &step);
         _exit(1);
     }
     assert_int_equal(waitpid(pid, &status, 0), pid);
     assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 7);
     snprintf(own, sizeof own, "%s/%s", folder, key);
     assert_int_equal(access(own, F_OK), 0);
-    assert_int_equal(mn_job_run(&resumed, job, &keeping, note_first, &first), MN_OK);
+    assert_int_equal(mn_job_run(&resumed, job, &keeping, NULL, note_first, &first), MN_OK);
     CHECK(first >= step, "the job began at step %d", (int)first);
     CHECK(json_equal(json_object_get(whole, "result"), json_object_get(resumed, "result")),
           "another result");
@@ -466,8 +466,8 @@ static void learned_collisions_repeat(void **state) {
     for (size_t i = 0; i < json_array_size(jobs); i++) {
         json_t *one = NULL, *two = NULL;
         const json_t *job = json_array_get(jobs, i);
-        if (mn_job_run(&one, job, NULL, NULL, NULL) != MN_OK ||
-            mn_job_run(&two, job, NULL, NULL, NULL) != MN_OK) {
+        if (mn_job_run(&one, job, NULL, NULL, NULL, NULL) != MN_OK ||
+            mn_job_run(&two, job, NULL, NULL, NULL, NULL) != MN_OK) {
             check_fatal("%s", mn_last_error());
         }
         const json_t *result = json_object_get(one, "result");

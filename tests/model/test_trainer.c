@@ -253,6 +253,38 @@ static void threads_give_the_same_bits(void **state) {
     check_done();
 }
 
+/* Blocks computed again going back: the bits of blocks that are kept, from less memory. */
+static void recomputing_gives_the_same_bits(void **state) {
+    (void)state;
+    static const char more[] = "model.num_hidden_layers=4|";
+    for (size_t i = 0; i < MN_COUNTOF(cases); i++) {
+        static const char *const names[] = { "none", "mlp", "layer" };
+        static record kept, again;
+        size_t bytes[3] = { 0 };
+        const int64_t steps = mn_min(cases[i].steps, 8);
+        char sets[1024], out[3][48], what[160];
+        snprintf(what, sizeof what, "recomputed, %.120s", cases[i].sets);
+        for (int how = 0; how < 3; how++) {
+            record *into = how ? &again : &kept;
+            run r;
+            snprintf(out[how], sizeof out[how], "out/again%zu-%d", i, how);
+            snprintf(sets, sizeof sets, "%s%s|train.recompute=%s", more, cases[i].sets,
+                     names[how]);
+            memset(into, 0, sizeof *into);
+            mn_status st = open_run(&r, out[how], sets, 2);
+            bytes[how] = r.memory.activations;
+            if (st == MN_OK) st = go_on(&r, into, steps, steps);
+            CHECK(st == MN_OK, "%s: %s", what, mn_last_error());
+            finish(&r);
+            check_same_record(&kept, into, 0, steps, what);
+            check_same_checkpoint(out[0], out[how], steps, what);
+        }
+        CHECK(bytes[2] < bytes[1] && bytes[1] <= bytes[0], "%s: %zu bytes, %zu and %zu kept", what,
+              bytes[2], bytes[1], bytes[0]);
+    }
+    check_done();
+}
+
 /* ---- sums ------------------------------------------------------------------------------------ */
 
 /* Gradients of the first step, one after the other; to be freed. */
@@ -746,6 +778,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(resume_gives_the_same_bits),
         cmocka_unit_test(threads_give_the_same_bits),
+        cmocka_unit_test(recomputing_gives_the_same_bits),
         cmocka_unit_test(halves_make_a_whole),
         cmocka_unit_test(evaluation_is_the_mean_over_the_held_out_part),
         cmocka_unit_test(patience_links_and_pruning),

@@ -31,7 +31,8 @@ static void draw_param(layer_case *c, int i, uint64_t seed) {
     const mn_param_info *info = &c->layer.params[i];
     c->params[i] = calloc((size_t)info->count, mn_dtype_bytes(c->dtype));
     c->grads[i] = calloc((size_t)info->count, mn_dtype_bytes(c->dtype));
-    mn_param_start(c->params[i], c->dtype, info, 0.3, seed, 100 + (uint64_t)i);
+    mn_param_start(c->params[i], c->dtype, info, 0.3, seed, 100 + (uint64_t)i, 0,
+                   info->count);
     for (int64_t k = 0; k < info->count; k++) {
         const double moved = 0.1 * mn_rng_normal(seed, 200 + (uint64_t)i, (uint64_t)k);
         /* process noise and similar positive numbers stay positive */

@@ -16,7 +16,7 @@ mn_status model_case_create(mn_model **out, const char *json, mn_dtype dtype, do
     if (st == MN_OK) st = mn_model_create(out, &config, dtype);
     mn_model_config_free(&config);
     if (st != MN_OK) return st;
-    mn_model_start(*out, seed);
+    mn_model_start(*out, NULL, seed);
     for (int i = 0; i < mn_model_params(*out); i++) {
         const mn_model_param *p = mn_model_param_at(*out, i);
         const double width = p->info.init == MN_INIT_HUNDREDTH ? 0.01 * scale : scale;

@@ -46,9 +46,9 @@ static bool is_dynamics(const mn_field *field) {
     return at && at[-1] == ',' && at[strlen(field->name)] == ',';
 }
 
-/* Every input moves by a random sign and up to one rounding. Symmetric ones stay so, classes stay.
- */
-static void nudge(mn_sample *moved, const mn_sample *from, uint64_t trial) {
+/* Every input moves by a random sign and up to `unit` of itself. Symmetric ones stay so, classes
+ * stay. */
+static void nudge(mn_sample *moved, const mn_sample *from, uint64_t trial, double unit) {
     for (int i = 0; i < from->n_tensors; i++) {
         const mn_sample_tensor *t = &from->tensors[i];
         const bool input = t->field->role <= MN_ROLE_RAW;
@@ -64,7 +64,7 @@ static void nudge(mn_sample *moved, const mn_sample *from, uint64_t trial) {
                 key = at - row * size - col + mn_max(row, col) * size + mn_min(row, col);
             }
             const double u = 2.0 * mn_rng_uniform(trial, (uint64_t)i, (uint64_t)key) - 1.0;
-            y[at] = x[at] * (1.0 + (u < 0 ? -0x1p-24 : 0x1p-24));
+            y[at] = x[at] * (1.0 + (u < 0 ? -unit : unit));
         }
     }
 }
@@ -112,9 +112,33 @@ void op_measure(op_tolerances *out, mn_sample *want, const op_case *c) {
     op_allocate(&moved, &f64);
     op_convert(&moved, want);
     for (uint64_t trial = 1; trial <= N_TRIALS; trial++) {
-        nudge(&moved, want, trial);
+        nudge(&moved, want, trial, 0x1p-24);
         op_run_both(context, &moved, &f64);
         widen(out, &moved, want);
+    }
+    mn_sample_free(&moved);
+}
+
+void op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], const mn_sample *want,
+                     const op_case *c) {
+    mn_sample moved;
+    op_case f64 = *c;
+    f64.dtype = MN_F64;
+    op_allocate(&moved, &f64);
+    op_convert(&moved, want);
+    for (int i = 0; i < want->n_tensors; i++) rms[i] = worst[i] = 0.0;
+    for (uint64_t trial = 1; trial <= N_TRIALS; trial++) {
+        nudge(&moved, want, trial, 0x1p-9);
+        op_run_both(op_context("ref", 2), &moved, &f64);
+        for (int i = 0; i < want->n_tensors; i++) {
+            const mn_sample_tensor *t = &want->tensors[i];
+            const void *x = op_memory(&moved.tensors[i], OP_COMPUTED);
+            const void *r = op_memory(t, OP_COMPUTED);
+            if (!x || !r || t->count == 0) continue;
+            const distance d = distance_between(&moved, x, want, r, t->count, 0);
+            rms[i] = fmax(rms[i], 2.0 * d.rms);
+            worst[i] = fmax(worst[i], 2.0 * d.worst);
+        }
     }
     mn_sample_free(&moved);
 }

@@ -33,6 +33,12 @@ double op_loss_norm(const mn_sample *want);
  * measures its tolerances. */
 void op_measure(op_tolerances *out, mn_sample *want, const op_case *c);
 
+/* How far results and gradients in bf16 may lie from float64, besides what storing them costs:
+ * twice as far as they move when every input of `want` (float64, run both ways) moves by half a
+ * unit of bf16. */
+void op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], const mn_sample *want,
+                     const op_case *c);
+
 /* Checks every result and gradient of `got` against `want`. */
 void op_compare(const char *target, const mn_sample *got, const mn_sample *want,
                 const op_tolerances *tolerances, const op_case *c);

@@ -50,7 +50,8 @@ static void open_model(model *m) {
         }
         m->memory[2 * i] = value;
         m->memory[2 * i + 1] = grad;
-        m->params[i] = (mn_optim_param){ "p", value, grad, counts[i], 1.0 + 0.5 * (i % 4), i % 3 };
+        m->params[i] = (mn_optim_param){ "p", value, grad, counts[i], 1.0 + 0.5 * (i % 4), i % 3,
+                                          NULL };
     }
 }
 
@@ -236,7 +237,7 @@ static void mistakes_are_refused(void **state) {
     (void)state;
     mn_optimizer *o = NULL;
     float x[2] = { 1.0f, 2.0f };
-    const mn_optim_param good = { "w", x, x, 2, 1.0, true };
+    const mn_optim_param good = { "w", x, x, 2, 1.0, true, NULL };
     static const mn_adamw_options bad[] = {
         { 1.0, 0.95, 1e-8, 0.0 },  { 0.9, -0.1, 1e-8, 0.0 }, { 0.9, 0.95, 0.0, 0.0 },
         { 0.9, 0.95, 1e-8, -1.0 }, { NAN, 0.95, 1e-8, 0.0 }, { 0.9, 0.95, INFINITY, 0.0 },

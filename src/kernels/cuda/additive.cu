@@ -64,7 +64,8 @@ static mn_walk walk_of(const mn_additive_args *p, const mn_in &x, const mn_in &y
     return walk;
 }
 
-int mn_additive_forward_walks(mn_walks *out, const mn_additive_args *p) {
+/* The walks of a pass, without work space; how many there are. dq comes first, dk last. */
+static int forward_walks(mn_walks *out, const mn_additive_args *p) {
     *out = {};
     out->call = p->call, out->g = p->g;
     out->walk[0] = walk_of(p, p->q, p->k, p->v, p->o, false, false);
@@ -72,7 +73,7 @@ int mn_additive_forward_walks(mn_walks *out, const mn_additive_args *p) {
     return 1;
 }
 
-int mn_additive_backward_walks(mn_walks *out, const mn_additive_args *p) {
+static int backward_walks(mn_walks *out, const mn_additive_args *p) {
     const bool decay = p->grad.g.data;
     int n = 0;
     *out = {};
@@ -92,80 +93,142 @@ int mn_additive_backward_walks(mn_walks *out, const mn_additive_args *p) {
     return n;
 }
 
-void mn_additive_equip(mn_walks *walks, int count, const mn_additive_work *work) {
+/* Adds what the gradient of the decay takes to the first and the last of `count` walks. */
+static void equip(mn_walks *walks, int count, const mn_additive_work *work) {
     mn_walk *query = &walks->walk[0], *key = &walks->walk[count - 1];
     query->duty = MN_WALK_KEEPS, key->duty = MN_WALK_MEETS;
     query->products = work->query, key->products = work->key;
     query->kept = key->kept = work->kept;
     key->meetings = work->meetings;
+    query->inside = key->inside = work->inside;
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-/* Walks [from, to), those of one kind and depth together. */
+/* Least tokens of a segment: so many that the blocks of one long sequence fill a GPU. By sizes that
+ * a sequence shares with all others. */
+static int64_t segment_of(const mn_additive_args *p) {
+    const int64_t slices = mn_ceil_div(mn_min(p->call.K, p->call.V), MN_WALK_WIDTH);
+    const int64_t grains = mn_max(mn_min(slices * p->call.H, 32), 8);
+    return grains * MN_WALK_GRAIN;
+}
+
+static int launch_some(const mn_additive_args *p, const mn_walks *some, int n, int64_t segments,
+                       cudaStream_t stream) {
+    if (p->decay == MN_DECAY_CHANNEL) {
+        return mn_additive_channel_launch(some, segments, some->walk[0].state_row == 1, stream);
+    }
+    return mn_additive_token_launch(some, n, segments, p->decay != MN_DECAY_NONE, stream);
+}
+
+/* Walks [from, to), those of one kind and depth together; long sequences in two steps. */
 static int launch_walks(const mn_additive_args *p, const mn_walks *walks, int from, int to,
-                        cudaStream_t stream) {
+                        int64_t segments, cudaStream_t stream) {
     while (from < to) {
-        const mn_walk *first = &walks->walk[from];
+        const int depth = mn_additive_depth(walks->walk[from].depth);
         mn_walks some = *walks;
-        int n = 0;
+        int n = 0, code = cudaSuccess;
         for (; from < to && (n == 0 || p->decay != MN_DECAY_CHANNEL) &&
-               mn_additive_depth(walks->walk[from].depth) == mn_additive_depth(first->depth);
+               mn_additive_depth(walks->walk[from].depth) == depth;
              from++) {
             some.walk[n++] = walks->walk[from];
         }
-        const bool of_values = first->state_row == 1 && p->call.V != 1;
-        const int code = p->decay == MN_DECAY_CHANNEL
-                             ? mn_additive_channel_launch(&some, n, of_values, stream)
-                             : mn_additive_token_launch(&some, n, p->decay != MN_DECAY_NONE,
-                                                        stream);
+        if (segments > 1) {
+            for (int i = 0; i < n; i++) some.walk[i].gathers = true;
+            code = launch_some(p, &some, n, segments, stream);
+            for (int i = 0; i < n; i++) some.walk[i].gathers = false;
+        }
+        if (code == cudaSuccess) code = launch_some(p, &some, n, segments, stream);
         if (code != cudaSuccess) return code;
     }
     return cudaSuccess;
 }
 
-static bool measure(mn_additive_extent *to, const mn_additive_args *p) {
+/* What segments take, for each walk. */
+static bool measure_segments(mn_additive_extent *to, const mn_additive_args *p) {
+    const int64_t segment = segment_of(p), widest = mn_max(p->call.K, p->call.V);
+    to->segments = mn_max(mn_min(mn_ceil_div(p->call.T, segment), MN_WALK_SEGMENTS), 1);
+    if (to->segments == 1) return true;
+    const size_t slices = (size_t)mn_ceil_div(widest, MN_WALK_WIDTH);
+    const size_t state = (size_t)mn_additive_depth(mn_min(widest, 256)) * MN_WALK_WIDTH;
+    size_t count;
+    return mn_mul_size(&count, (size_t)mn_tile_slots(p->call, segment), (size_t)p->call.H) &&
+           mn_mul_size(&count, count, slices) && mn_mul_size(&to->sums, count, state) &&
+           mn_mul_size(&to->falls, count, MN_WALK_FALLS);
+}
+
+/* What the gradient of a decay takes. */
+static bool measure_decay(mn_additive_extent *to, const mn_additive_args *p) {
     const int chunk = chunk_of(p, p->call.V);
     const bool channel = p->decay == MN_DECAY_CHANNEL;
-    const int64_t width = channel ? p->call.K : 1, warps = chunk / 16;
     size_t heads;
-    *to = {};
     to->slots = mn_tile_slots(p->call, chunk);
     to->slices = mn_ceil_div(p->call.K, MN_WALK_WIDTH);
+    const int64_t halves = to->slices * (128 / chunk);
     if (!p->grad.g.data) return true;
     bool ok = mn_mul_size(&heads, (size_t)to->slots, (size_t)p->call.H);
     ok = ok && mn_mul_size(&to->kept, heads, (size_t)(to->slices * MN_WALK_WIDTH)) &&
          mn_mul_size(&to->kept, to->kept, (size_t)mn_additive_depth(p->call.V));
     ok = ok && mn_mul_size(&to->query, (size_t)p->call.B, (size_t)p->call.T) &&
          mn_mul_size(&to->query, to->query, (size_t)p->call.H) &&
-         mn_mul_size(&to->query, to->query, (size_t)(channel ? width : to->slices));
+         mn_mul_size(&to->query, to->query, (size_t)(channel ? p->call.K : halves));
     to->key = channel ? 0 : to->query;
     to->whole = heads;
-    return ok && mn_mul_size(&to->meetings, heads, (size_t)(to->slices * warps));
+    return ok && mn_mul_size(&to->meetings, heads, (size_t)(to->slices * MN_WALK_WIDTH));
 }
 
-static mn_additive_work place(const mn_additive_extent *extent, void *shared) {
+static bool plan_bytes(mn_plan *plan, const mn_additive_extent *extent, size_t walks) {
+    size_t bytes, floats, sums;
+    return mn_add_size(&sums, extent->sums, extent->falls) && mn_mul_size(&sums, sums, walks) &&
+           mn_add_size(&floats, extent->query, extent->key) &&
+           mn_add_size(&floats, floats, extent->meetings) &&
+           mn_add_size(&floats, floats, extent->meetings) &&
+           mn_add_size(&floats, floats, extent->whole) && mn_add_size(&floats, floats, sums) &&
+           mn_mul_size(&floats, floats, sizeof(float)) &&
+           mn_mul_size(&bytes, extent->kept, sizeof(mn_bf16)) &&
+           mn_add_size(&plan->shared_bytes, floats, bytes);
+}
+
+/* The work space: what is read by 16 bytes first. */
+static mn_additive_work place(const mn_additive_extent *extent, size_t walks, void *shared) {
     mn_additive_work work = {};
     work.kept = (mn_bf16 *)shared;
-    work.query = (float *)(work.kept + extent->kept);
-    work.key = work.query + extent->query;
-    work.meetings = work.key + extent->key;
-    work.whole = work.meetings + extent->meetings;
+    work.sums = (float *)(work.kept + extent->kept);
+    work.falls = work.sums + walks * extent->sums;
+    work.query = work.falls + walks * extent->falls;
+    work.key = extent->key ? work.query + extent->query : work.query;
+    work.meetings = work.query + extent->query + extent->key;
+    work.inside = work.meetings + extent->meetings;
+    work.whole = work.inside + extent->meetings;
     return work;
 }
 
+static void cut_walks(mn_walks *walks, int count, const mn_additive_args *p,
+                      const mn_additive_extent *extent, const mn_additive_work *work) {
+    for (int i = 0; i < count; i++) {
+        walks->walk[i].segment = segment_of(p);
+        walks->walk[i].sums = work->sums + i * extent->sums;
+        walks->walk[i].falls = work->falls + i * extent->falls;
+    }
+}
+
 MN_CUDA_PLAN(additive_forward) {
-    (void)args, (void)plan;
-    return true;
+    const mn_additive_args *p = (const mn_additive_args *)args;
+    mn_additive_extent extent = {};
+    if (!goes_over_chunks(p, false)) return true;
+    return measure_segments(&extent, p) && plan_bytes(plan, &extent, 1);
 }
 
 MN_CUDA_LAUNCH(additive_forward) {
-    (void)shared;
     const mn_additive_args *p = (const mn_additive_args *)args;
+    mn_additive_extent extent = {};
     if (!goes_over_chunks(p, false)) return mn_memory_forward<false>(memory_of(p), stream);
+    if (!measure_segments(&extent, p)) return cudaErrorNotSupported;
+    const mn_additive_work work = place(&extent, 1, shared);
     mn_walks walks;
-    const int n = mn_additive_forward_walks(&walks, p);
-    return launch_walks(p, &walks, 0, n, (cudaStream_t)stream);
+    const int n = forward_walks(&walks, p);
+    cut_walks(&walks, n, p, &extent, &work);
+    return launch_walks(p, &walks, 0, n, extent.segments, (cudaStream_t)stream);
 }
 
 MN_CUDA_PLAN(additive_step) {
@@ -181,31 +244,27 @@ MN_CUDA_LAUNCH(additive_step) {
 MN_CUDA_PLAN(additive_backward) {
     const mn_additive_args *p = (const mn_additive_args *)args;
     if (!goes_over_chunks(p, true)) return mn_memory_backward_plan(plan, p->call);
-    mn_additive_extent extent;
-    size_t floats, bytes;
-    return measure(&extent, p) && mn_add_size(&floats, extent.query, extent.key) &&
-           mn_add_size(&floats, floats, extent.meetings) &&
-           mn_add_size(&floats, floats, extent.whole) &&
-           mn_mul_size(&floats, floats, sizeof(float)) &&
-           mn_mul_size(&bytes, extent.kept, sizeof(mn_bf16)) &&
-           mn_add_size(&plan->shared_bytes, floats, bytes);
+    mn_additive_extent extent = {};
+    return measure_segments(&extent, p) && measure_decay(&extent, p) &&
+           plan_bytes(plan, &extent, MN_WALK_MOST);
 }
 
 MN_CUDA_LAUNCH(additive_backward) {
     const mn_additive_args *p = (const mn_additive_args *)args;
     const cudaStream_t on = (cudaStream_t)stream;
-    if (!goes_over_chunks(p, true)) {
-        return mn_memory_backward<false>(memory_of(p), shared, stream);
-    }
+    if (!goes_over_chunks(p, true)) return mn_memory_backward<false>(memory_of(p), shared, stream);
+    mn_additive_extent extent = {};
+    if (!measure_segments(&extent, p) || !measure_decay(&extent, p)) return cudaErrorNotSupported;
+    const mn_additive_work work = place(&extent, MN_WALK_MOST, shared);
     mn_walks walks;
-    const int n = mn_additive_backward_walks(&walks, p);
-    if (!p->grad.g.data || p->decay == MN_DECAY_NONE) return launch_walks(p, &walks, 0, n, on);
-    mn_additive_extent extent;
-    if (!measure(&extent, p)) return cudaErrorNotSupported;
-    const mn_additive_work work = place(&extent, shared);
-    mn_additive_equip(&walks, n, &work);
-    int code = launch_walks(p, &walks, 0, n - 1, on);
-    if (code == cudaSuccess) code = launch_walks(p, &walks, n - 1, n, on);
+    const int n = backward_walks(&walks, p);
+    cut_walks(&walks, n, p, &extent, &work);
+    if (!p->grad.g.data || p->decay == MN_DECAY_NONE) {
+        return launch_walks(p, &walks, 0, n, extent.segments, on);
+    }
+    equip(&walks, n, &work);
+    int code = launch_walks(p, &walks, 0, n - 1, extent.segments, on);
+    if (code == cudaSuccess) code = launch_walks(p, &walks, n - 1, n, extent.segments, on);
     if (code != cudaSuccess || p->decay == MN_DECAY_CHANNEL) return code;
     return mn_additive_token_decay(p, &extent, &work, on);
 }

@@ -13,20 +13,15 @@ struct mn_additive_extent {
     int64_t slots, slices;    // chunks of all sequences; slices of K
     size_t kept;              // bf16 numbers
     size_t query, key;        // floats: q.dq and k.dk
-    size_t meetings, whole;   // floats
+    size_t meetings, whole;   // floats; what is inside takes as many as meetings
+    int64_t segments;         // most of a sequence
+    size_t sums, falls;       // floats of one walk: of segments
 };
 
 struct mn_additive_work {
     mn_bf16 *kept;
-    float *query, *key, *meetings, *whole;
+    float *query, *key, *meetings, *inside, *whole, *sums, *falls;
 };
-
-/* The walks of a pass, without work space; how many there are. dq comes first, dk last. */
-int mn_additive_forward_walks(mn_walks *out, const mn_additive_args *p);
-int mn_additive_backward_walks(mn_walks *out, const mn_additive_args *p);
-
-/* Adds what the gradient of the decay takes to the first and the last of `count` walks. */
-void mn_additive_equip(mn_walks *walks, int count, const mn_additive_work *work);
 
 /* Depths of tiles that serve K and V: 64, 128 or 256. */
 int mn_additive_depth(int64_t width);
@@ -38,9 +33,11 @@ int mn_additive_shared_limit(void);
 int mn_additive_token_chunk(int depth);
 int mn_additive_channel_chunk(int depth);
 
-/* Launch some walks of one depth; the sums that make the gradient of a decay per token or head. */
-int mn_additive_token_launch(const mn_walks *walks, int count, bool decays, cudaStream_t stream);
-int mn_additive_channel_launch(const mn_walks *walks, int count, bool of_values,
+/* Launch some walks of one depth over so many segments; the sums that make the gradient of a decay
+ * per token or head. */
+int mn_additive_token_launch(const mn_walks *walks, int count, int64_t segments, bool decays,
+                             cudaStream_t stream);
+int mn_additive_channel_launch(const mn_walks *walks, int64_t segments, bool of_values,
                                cudaStream_t stream);
 int mn_additive_token_decay(const mn_additive_args *p, const mn_additive_extent *extent,
                             const mn_additive_work *work, cudaStream_t stream);

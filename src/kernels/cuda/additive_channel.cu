@@ -14,7 +14,7 @@ int mn_additive_channel_chunk(int depth) {
 }
 
 static int launch_kernel(void (*kernel)(mn_walks), size_t bytes, const mn_walks *walks,
-                         cudaStream_t stream) {
+                         int64_t segments, cudaStream_t stream) {
     const int64_t slices = mn_walk_slices(walks->walk[0]);
     const int64_t blocks = slices * walks->call.H * mn_n_spans(walks->call);
     if (blocks == 0) return cudaSuccess;
@@ -22,23 +22,26 @@ static int launch_kernel(void (*kernel)(mn_walks), size_t bytes, const mn_walks 
     const cudaError_t code = cudaFuncSetAttribute(
         (const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (code != cudaSuccess) return code;
-    kernel<<<(unsigned)blocks, MN_CHANNEL_THREADS, bytes, stream>>>(*walks);
+    const dim3 grid((unsigned)blocks, 1, (unsigned)segments);
+    kernel<<<grid, MN_CHANNEL_THREADS, bytes, stream>>>(*walks);
     return mn_launched();
 }
 
 template <int DEPTH>
-static int launch_of(const mn_walks *walks, bool of_values, cudaStream_t stream) {
+static int launch_of(const mn_walks *walks, int64_t segments, bool of_values,
+                     cudaStream_t stream) {
     if (of_values) {
-        return launch_kernel(mn_values_kernel<DEPTH>, sizeof(mn_values_room<DEPTH>), walks, stream);
+        return launch_kernel(mn_values_kernel<DEPTH>, sizeof(mn_values_room<DEPTH>), walks,
+                             segments, stream);
     }
-    return launch_kernel(mn_keys_kernel<DEPTH>, sizeof(mn_keys_room<DEPTH>), walks, stream);
+    return launch_kernel(mn_keys_kernel<DEPTH>, sizeof(mn_keys_room<DEPTH>), walks, segments,
+                         stream);
 }
 
-int mn_additive_channel_launch(const mn_walks *walks, int count, bool of_values,
+int mn_additive_channel_launch(const mn_walks *walks, int64_t segments, bool of_values,
                                cudaStream_t stream) {
-    if (count != 1) return cudaErrorNotSupported;
     const int depth = mn_additive_depth(walks->walk[0].depth);
-    if (depth == 64) return launch_of<64>(walks, of_values, stream);
-    if (depth == 128) return launch_of<128>(walks, of_values, stream);
-    return launch_of<256>(walks, of_values, stream);
+    if (depth == 64) return launch_of<64>(walks, segments, of_values, stream);
+    if (depth == 128) return launch_of<128>(walks, segments, of_values, stream);
+    return launch_of<256>(walks, segments, of_values, stream);
 }

@@ -100,9 +100,31 @@ __device__ inline void mn_channel_add_state(float (&o)[4][4], const uint32_t (&x
     }
 }
 
-/* Fetches the chunk at t_next while the one before is worked on: which buffer a turn uses. */
-__device__ inline int64_t mn_channel_start(int64_t turn, int64_t n_chunks, bool reverse) {
-    return (reverse ? n_chunks - 1 - turn : turn) * MN_PARTS_CHUNK;
+/* The first token of the chunk of a turn. */
+__device__ inline int64_t mn_channel_start(int64_t turn, const mn_walk_place &at, bool reverse) {
+    return (reverse ? at.n_chunks - 1 - turn : turn) * MN_PARTS_CHUNK;
+}
+
+/* What this thread's channel falls over a chunk, among COLUMNS. */
+template <int COLUMNS>
+__device__ inline float mn_channel_fall(const float *fall) {
+    float whole = 1.0f;
+    if (threadIdx.x >= COLUMNS) return whole;
+#pragma unroll
+    for (int part = 0; part < MN_PARTS; part++) whole *= fall[part * COLUMNS + threadIdx.x];
+    return whole;
+}
+
+/* Leaves the state, or what the segment adds to it and by how much its `channels` fell. */
+template <int DEPTH>
+__device__ inline void mn_channel_end(mn_channel_state<DEPTH> &M, const mn_walk &p,
+                                      const mn_walk_place &at, float fall, int channels) {
+    if (p.gathers) {
+        M.put_sum(p.sums + at.index * mn_channel_sizes<DEPTH>::kept);
+        if (threadIdx.x < channels) p.falls[at.index * MN_WALK_FALLS + threadIdx.x] = fall;
+    } else if (at.last) {
+        M.store(p, at);
+    }
 }
 
 /* ---- walks of keys --------------------------------------------------------------------------- */
@@ -130,7 +152,7 @@ __device__ inline void mn_keys_fetch(mn_keys_stage<DEPTH> &to, const mn_walk_str
                                      bool reverse) {
     constexpr int rows = MN_PARTS_CHUNK, threads = MN_CHANNEL_THREADS;
     const int count = (int)min((int64_t)rows, length - t);
-    mn_fetch_tokens<rows, DEPTH, threads>(to.x, strips.x, t, count, reverse);
+    if (strips.reads) mn_fetch_tokens<rows, DEPTH, threads>(to.x, strips.x, t, count, reverse);
     mn_fetch_tokens<rows, DEPTH, threads>(to.y, strips.y, t, count, reverse);
     mn_fetch_tokens<rows, DEPTH, threads>(to.g, g, t, count, reverse);
     mn_fetch_tokens<rows, MN_WALK_WIDTH, threads>(to.z, strips.z, t, count, reverse);
@@ -229,36 +251,40 @@ __device__ inline void mn_channel_put(const float (&o)[4][4], const mn_walk &p,
 template <int DEPTH>
 __global__ void __launch_bounds__(MN_CHANNEL_THREADS, 1)
 mn_keys_kernel(const __grid_constant__ mn_walks all) {
-    constexpr int buffers = mn_channel_sizes<DEPTH>::buffers;
+    constexpr int buffers = mn_channel_sizes<DEPTH>::buffers, kept = mn_channel_sizes<DEPTH>::kept;
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_keys_room<DEPTH> &room = *(mn_keys_room<DEPTH> *)bytes;
     const mn_walk &p = all.walk[0];
-    const mn_walk_place at = mn_walk_here(all.call, p);
+    const mn_walk_place at = mn_walk_here(all.call, p, MN_PARTS_CHUNK);
+    if (at.idle) return;
     const mn_walk_strips strips(p, at, DEPTH);
     const mn_strip<const mn_bf16> g =
         mn_strip_of<const mn_bf16>(all.g, at.span, at.h, 0, p.depth, DEPTH);
     const int64_t length = at.span.length;
-    const int64_t n_chunks = (length + MN_PARTS_CHUNK - 1) / MN_PARTS_CHUNK;
     const bool reverse = p.reverse;
+    float fall = 1.0f;
     mn_channel_state<DEPTH> M;
-    M.load(p, at);
+    M.begin(p, at, kept, [&](const float *falls) {
+        M.each([&](float &cell, int i, int) { cell *= falls[i]; });
+    });
     M.share(room.state[0]);
-    if (buffers == 2 && n_chunks > 0) {
-        mn_keys_fetch<DEPTH>(room.stage[0], strips, g, mn_channel_start(0, n_chunks, reverse),
+    if (buffers == 2 && at.turn < at.end) {
+        mn_keys_fetch<DEPTH>(room.stage[0], strips, g, mn_channel_start(at.turn, at, reverse),
                              length, reverse);
     }
-    for (int64_t n = 0; n < n_chunks; n++) {
-        const int64_t t = mn_channel_start(n, n_chunks, reverse);
-        mn_keys_stage<DEPTH> &in = room.stage[n % buffers];
+    for (int64_t n = at.turn; n < at.end; n++) {
+        const int64_t t = mn_channel_start(n, at, reverse);
+        const int now = (n - at.turn) % buffers, next = (now + 1) % buffers;
+        mn_keys_stage<DEPTH> &in = room.stage[now];
         if (buffers == 1) {
             __syncthreads();
             mn_keys_fetch<DEPTH>(in, strips, g, t, length, reverse);
         }
         mn_copies_wait();
         __syncthreads();
-        if (buffers == 2 && n + 1 < n_chunks) {
-            mn_keys_fetch<DEPTH>(room.stage[(n + 1) % buffers], strips, g,
-                                 mn_channel_start(n + 1, n_chunks, reverse), length, reverse);
+        if (buffers == 2 && n + 1 < at.end) {
+            mn_keys_fetch<DEPTH>(room.stage[next], strips, g, mn_channel_start(n + 1, at, reverse),
+                                 length, reverse);
         }
         mn_scale_tiles tiles = { in.x, room.x_inside, in.y, room.y_inside, in.g, room.fall };
         if (reverse) {
@@ -267,13 +293,15 @@ mn_keys_kernel(const __grid_constant__ mn_walks all) {
         mn_scale<DEPTH, MN_CHANNEL_THREADS>(tiles, reverse);
         __syncthreads();
         float o[4][4] = {};
-        mn_keys_read<DEPTH>(o, room, in, room.state[n % buffers]);
+        if (strips.reads) mn_keys_read<DEPTH>(o, room, in, room.state[now]);
         mn_channel_write<DEPTH, false>(M, in.y, in.z, room.fall);
+        if (!strips.reads) fall *= mn_channel_fall<DEPTH>(room.fall);
         if (buffers == 1) __syncthreads();
-        M.share(room.state[(n + 1) % buffers]);
+        M.share(room.state[next]);
+        if (!strips.reads) continue;
         mn_channel_put(o, p, strips, t, (int)min((int64_t)MN_PARTS_CHUNK, length - t));
     }
-    M.store(p, at);
+    mn_channel_end<DEPTH>(M, p, at, fall, DEPTH);
 }
 
 /* ---- walks of values ------------------------------------------------------------------------- */
@@ -306,20 +334,22 @@ __device__ inline void mn_values_fetch(mn_values_stage<DEPTH> &to, const mn_walk
                                        int64_t length) {
     constexpr int rows = MN_PARTS_CHUNK, threads = MN_CHANNEL_THREADS;
     const int count = (int)min((int64_t)rows, length - t);
-    mn_fetch_tokens<rows, DEPTH, threads>(to.x, strips.x, t, count, p.reverse);
+    if (strips.reads) mn_fetch_tokens<rows, DEPTH, threads>(to.x, strips.x, t, count, p.reverse);
     mn_fetch_tokens<rows, DEPTH, threads>(to.y, strips.y, t, count, p.reverse);
     mn_fetch_tokens<rows, MN_WALK_WIDTH, threads>(to.z, strips.z, t, count, p.reverse);
     mn_fetch_tokens<rows, MN_WALK_WIDTH, threads>(to.g, g, t, count, p.reverse);
-    if (p.duty != MN_WALK_PLAIN) {
+    if (p.duty != MN_WALK_PLAIN && strips.reads) {
         mn_fetch_tokens<rows, MN_WALK_WIDTH, threads>(to.beside, strips.beside, t, count,
                                                       p.reverse);
     }
     mn_copies_end();
 }
 
-/* o, and its part from inside this warp's part of the chunk, before the factors of rows */
+/* o, and its part from inside this warp's part of the chunk, before the factors of rows; the part
+ * of o that is read from the state where it is asked for */
 template <int DEPTH>
 __device__ inline void mn_values_read(float (&o)[4][4], float (&inside)[4][4],
+                                      float (&from_state)[4][4],
                                       const mn_values_room<DEPTH> &room,
                                       const mn_values_stage<DEPTH> &in, const mn_bf16 *state) {
     constexpr int pitch = DEPTH + 8;
@@ -327,13 +357,19 @@ __device__ inline void mn_values_read(float (&o)[4][4], float (&inside)[4][4],
     uint32_t x[DEPTH / 16][4], a[4];
     mn_channel_rows<DEPTH>(x, in.x + part * MN_PART * pitch);
     mn_channel_add_state<DEPTH>(o, x, state);
+#pragma unroll
+    for (int i = 0; i < 16; i++) from_state[i / 4][i % 4] = o[i / 4][i % 4];
 #pragma unroll 1
     for (int from = 0; from < part; from++) {
         const float *fall = room.fall + from * MN_WALK_WIDTH + mn_channel_column0();
 #pragma unroll
         for (int tile = 0; tile < 4; tile++) {
             const float2 f = *(const float2 *)(fall + 8 * tile + lane % 4 * 2);
-            o[tile][0] *= f.x, o[tile][1] *= f.y, o[tile][2] *= f.x, o[tile][3] *= f.y;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                o[tile][i] *= i % 2 ? f.y : f.x;
+                from_state[tile][i] *= i % 2 ? f.y : f.x;
+            }
         }
         mn_channel_scores<DEPTH>(a, x, in.y + from * MN_PART * pitch, false);
         mn_channel_add(o, a, in.z + from * MN_PART * MN_WALK_PITCH);
@@ -342,20 +378,48 @@ __device__ inline void mn_values_read(float (&o)[4][4], float (&inside)[4][4],
     mn_channel_add(inside, a, room.z_inside + part * MN_PART * MN_WALK_PITCH);
 }
 
-/* A row's products with what lies beside, into memory, or their difference to what lies there into
+/* A row of the products in memory that this thread has: from the slice's first column on. */
+__device__ inline float *mn_values_products(const mn_walks &all, const mn_walk &p,
+                                            const mn_walk_place &at, int64_t token) {
+    const int64_t when = at.span.b * all.call.T + at.span.t0 + token;
+    return p.products + (when * all.call.H + at.h) * p.width + at.column0;
+}
+
+/* The products that the walk before left: asked for early, as they come from memory. */
+__device__ inline void mn_values_recall(float2 (&there)[2][4], const mn_walks &all,
+                                        const mn_walk &p, const mn_walk_place &at, int64_t t,
+                                        int count) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int row = mn_channel_part() * MN_PART + lane / 4 + i / 4 * 8;
+        const int token = p.reverse ? MN_PARTS_CHUNK - 1 - row : row;
+        const int j = mn_channel_column0() + i % 4 * 8 + lane % 4 * 2;
+        const float *products = mn_values_products(all, p, at, t + token) + j;
+        const bool first = token < count && at.column0 + j < p.width;
+        const bool second = token < count && at.column0 + j + 1 < p.width;
+        float2 &both = there[i / 4][i % 4];
+        both = make_float2(0.0f, 0.0f);
+        if (second && p.width % 2 == 0) both = *(const float2 *)products;
+        else if (first) both.x = products[0];
+        if (second && p.width % 2 != 0) both.y = products[1];
+    }
+}
+
+/* A row's products with what lies beside, into memory, or their difference to what lay there into
  * the room; then o <- factor o + factor' inside. */
 template <int DEPTH>
 __device__ inline void mn_values_finish(float (&o)[4][4], const float (&inside)[4][4],
-                                        const mn_walks &all, const mn_walk &p,
-                                        const mn_walk_place &at, mn_values_room<DEPTH> &room,
+                                        const float2 (&there)[2][4], const mn_walks &all,
+                                        const mn_walk &p, const mn_walk_place &at,
+                                        mn_values_room<DEPTH> &room,
                                         const mn_values_stage<DEPTH> &in, int64_t t, int count) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = mn_channel_part() * MN_PART + lane / 4 + 8 * half;
         const int token = p.reverse ? MN_PARTS_CHUNK - 1 - row : row;
-        const int64_t when = at.span.b * all.call.T + at.span.t0 + t + token;
-        float *products = p.products + (when * all.call.H + at.h) * p.width + at.column0;
+        float *products = mn_values_products(all, p, at, t + token);
 #pragma unroll
         for (int tile = 0; tile < 4; tile++) {
             const int j = mn_channel_column0() + 8 * tile + lane % 4 * 2;
@@ -377,8 +441,7 @@ __device__ inline void mn_values_finish(float (&o)[4][4], const float (&inside)[
                     else if (first) products[j] = both.x;
                     if (second && p.width % 2 != 0) products[j + 1] = both.y;
                 } else {
-                    both.x -= first ? products[j] : 0.0f;
-                    both.y -= second ? products[j + 1] : 0.0f;
+                    both.x -= there[half][tile].x, both.y -= there[half][tile].y;
                     *(float2 *)(room.factor + i) = both;
                 }
             }
@@ -388,13 +451,44 @@ __device__ inline void mn_values_finish(float (&o)[4][4], const float (&inside)[
     }
 }
 
-/* Sums over the rows of M of its products with the state kept in front of the chunk. */
+/* Sums over the chunk's rows of the products of what is read from the state, with what lies beside.
+ * All threads of the block call. */
 template <int DEPTH>
-__device__ inline void mn_values_meet(const mn_channel_state<DEPTH> &M, const mn_walk &p,
-                                      int64_t kept_at, mn_values_room<DEPTH> &room) {
+__device__ inline void mn_values_inside(const float (&from_state)[4][4], const mn_walk &p,
+                                        int64_t kept_at, mn_values_room<DEPTH> &room,
+                                        const mn_values_stage<DEPTH> &in) {
+    const int lane = threadIdx.x % 32, row = mn_channel_part() * MN_PART + lane / 4;
+#pragma unroll
+    for (int tile = 0; tile < 4; tile++) {
+        const int j = mn_channel_column0() + 8 * tile + lane % 4 * 2;
+        const uint32_t upper = *(const uint32_t *)(in.beside + row * MN_WALK_PITCH + j);
+        const uint32_t lower = *(const uint32_t *)(in.beside + (row + 8) * MN_WALK_PITCH + j);
+        float2 sum;
+        sum.x = fmaf(from_state[tile][0], mn_low(upper), from_state[tile][2] * mn_low(lower));
+        sum.y = fmaf(from_state[tile][1], mn_high(upper), from_state[tile][3] * mn_high(lower));
+#pragma unroll
+        for (int by = 4; by < 32; by <<= 1) {
+            sum.x += __shfl_xor_sync(0xffffffffu, sum.x, by);
+            sum.y += __shfl_xor_sync(0xffffffffu, sum.y, by);
+        }
+        if (lane < 4) *(float2 *)&room.parts[mn_channel_part()][j] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x >= MN_WALK_WIDTH) return;
+    float sum = 0.0f;
+    for (int part = 0; part < MN_PARTS; part++) sum += room.parts[part][threadIdx.x];
+    p.inside[kept_at * MN_WALK_WIDTH + threadIdx.x] = p.scale * sum;
+}
+
+/* Sums over the rows of M, decayed over the chunk, of its products with the state kept in front of
+ * the chunk. */
+template <int DEPTH>
+__device__ inline void mn_values_meet(const mn_channel_state<DEPTH> &M,
+                                      const typename mn_channel_state<DEPTH>::kept &kept,
+                                      const mn_walk &p, mn_values_room<DEPTH> &room) {
     using sizes = mn_channel_sizes<DEPTH>;
     float sums[sizes::column_tiles][2] = {};
-    M.meet(p.kept + kept_at * sizes::kept, [&](int k, int i, float x) {
+    M.meet(kept, [&](int k, int i, float x) {
         float &sum = sums[k % sizes::column_tiles][i % 2];
         sum = fmaf(M.at[k / sizes::column_tiles][k % sizes::column_tiles][i], x, sum);
     });
@@ -402,7 +496,10 @@ __device__ inline void mn_values_meet(const mn_channel_state<DEPTH> &M, const mn
     for (int tile = 0; tile < sizes::column_tiles; tile++) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
+            const float *fall = room.fall + M.column(tile) + i;
             float sum = p.scale * sums[tile][i];
+#pragma unroll
+            for (int part = 0; part < MN_PARTS; part++) sum *= fall[part * MN_WALK_WIDTH];
             sum += __shfl_xor_sync(0xffffffffu, sum, 4);
             sum += __shfl_xor_sync(0xffffffffu, sum, 8);
             sum += __shfl_xor_sync(0xffffffffu, sum, 16);
@@ -413,12 +510,12 @@ __device__ inline void mn_values_meet(const mn_channel_state<DEPTH> &M, const mn
     }
 }
 
-/* dg_t = the meeting + sum over u < t in the chunk of the differences in the room. The walk is in
+/* dg_t as in additive_token.cu, for each channel, from the differences in the room. The walk is in
  * reverse. All threads of the block call. */
 template <int DEPTH>
 __device__ inline void mn_values_decay(const mn_walks &all, const mn_walk &p,
                                        const mn_walk_place &at, mn_values_room<DEPTH> &room,
-                                       int64_t t, int count) {
+                                       int64_t kept_at, int64_t t, int count) {
     const int part = threadIdx.x / MN_WALK_WIDTH, j = threadIdx.x % MN_WALK_WIDTH;
     const int last = MN_PARTS_CHUNK - 1 - part * MN_PART;    // row of the part's first token
     float sum = 0.0f;
@@ -428,7 +525,7 @@ __device__ inline void mn_values_decay(const mn_walks &all, const mn_walk &p,
     room.parts[part][j] = sum;
     __syncthreads();
     if (at.column0 + j >= p.width) return;
-    sum = 0.0f;
+    sum = p.inside[kept_at * MN_WALK_WIDTH + j];
 #pragma unroll
     for (int i = 0; i < mn_channel_sizes<DEPTH>::row_groups; i++) sum += room.meetings[i][j];
     for (int i = 0; i < part; i++) sum += room.parts[i][j];
@@ -439,42 +536,79 @@ __device__ inline void mn_values_decay(const mn_walks &all, const mn_walk &p,
     }
 }
 
+/* What a chunk reads: out, and what the gradient of the decay takes from it; then the state moves
+ * behind the chunk. */
+template <int DEPTH>
+__device__ inline void mn_values_turn(mn_channel_state<DEPTH> &M, const mn_walks &all,
+                                      const mn_walk &p, const mn_walk_place &at,
+                                      const mn_walk_strips &strips, mn_values_room<DEPTH> &room,
+                                      const mn_values_stage<DEPTH> &in, int now, int next,
+                                      int64_t t) {
+    constexpr int size = mn_channel_sizes<DEPTH>::kept;
+    const int count = (int)min((int64_t)MN_PARTS_CHUNK, at.span.length - t);
+    const int64_t slot = mn_walk_first_slot(all.call, at.n, MN_PARTS_CHUNK) + t / MN_PARTS_CHUNK;
+    const int64_t index = (slot * all.call.H + at.h) * at.n_slices + at.slice;
+    mn_bf16 *kept_at = p.kept + index * size;
+    float o[4][4] = {}, inside[4][4] = {}, from_state[4][4];
+    typename mn_channel_state<DEPTH>::kept kept;
+    float2 there[2][4];
+    if (p.duty == MN_WALK_MEETS) {
+        M.recall(kept, kept_at);
+        mn_values_recall(there, all, p, at, t, count);
+    }
+    mn_values_read<DEPTH>(o, inside, from_state, room, in, room.state[now]);
+    mn_values_finish<DEPTH>(o, inside, there, all, p, at, room, in, t, count);
+    if (p.duty == MN_WALK_KEEPS) {
+        M.keep(kept_at);
+        mn_values_inside<DEPTH>(from_state, p, index, room, in);
+    }
+    if (p.duty == MN_WALK_MEETS) mn_values_meet<DEPTH>(M, kept, p, room);
+    mn_channel_write<DEPTH, true>(M, in.y, in.z, room.fall);
+    if (mn_channel_sizes<DEPTH>::buffers == 1) __syncthreads();
+    M.share(room.state[next]);
+    mn_channel_put(o, p, strips, t, count);
+    if (p.duty == MN_WALK_MEETS) mn_values_decay<DEPTH>(all, p, at, room, index, t, count);
+}
+
 template <int DEPTH>
 __global__ void __launch_bounds__(MN_CHANNEL_THREADS, 1)
 mn_values_kernel(const __grid_constant__ mn_walks all) {
-    constexpr int buffers = mn_channel_sizes<DEPTH>::buffers;
+    constexpr int buffers = mn_channel_sizes<DEPTH>::buffers, kept = mn_channel_sizes<DEPTH>::kept;
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_values_room<DEPTH> &room = *(mn_values_room<DEPTH> *)bytes;
     const mn_walk &p = all.walk[0];
-    const mn_walk_place at = mn_walk_here(all.call, p);
+    const mn_walk_place at = mn_walk_here(all.call, p, MN_PARTS_CHUNK);
+    if (at.idle) return;
     const mn_walk_strips strips(p, at, DEPTH);
     const mn_strip<const mn_bf16> g =
         mn_strip_of<const mn_bf16>(all.g, at.span, at.h, at.column0, p.width, MN_WALK_WIDTH);
     const int64_t length = at.span.length;
-    const int64_t n_chunks = (length + MN_PARTS_CHUNK - 1) / MN_PARTS_CHUNK;
     const bool reverse = p.reverse;
+    float fall = 1.0f;
     mn_channel_state<DEPTH> M;
-    M.load(p, at);
+    M.begin(p, at, kept, [&](const float *falls) {
+        M.each([&](float &cell, int, int j) { cell *= falls[j]; });
+    });
     M.share(room.state[0]);
-    if (buffers == 2 && n_chunks > 0) {
-        mn_values_fetch<DEPTH>(room.stage[0], p, strips, g, mn_channel_start(0, n_chunks, reverse),
+    if (buffers == 2 && at.turn < at.end) {
+        mn_values_fetch<DEPTH>(room.stage[0], p, strips, g, mn_channel_start(at.turn, at, reverse),
                                length);
     }
-    for (int64_t n = 0; n < n_chunks; n++) {
-        const int64_t t = mn_channel_start(n, n_chunks, reverse);
-        const int count = (int)min((int64_t)MN_PARTS_CHUNK, length - t);
-        mn_values_stage<DEPTH> &in = room.stage[n % buffers];
+    for (int64_t n = at.turn; n < at.end; n++) {
+        const int64_t t = mn_channel_start(n, at, reverse);
+        const int now = (n - at.turn) % buffers, next = (now + 1) % buffers;
+        mn_values_stage<DEPTH> &in = room.stage[now];
         if (buffers == 1) {
             __syncthreads();
             mn_values_fetch<DEPTH>(in, p, strips, g, t, length);
         }
         mn_copies_wait();
         __syncthreads();
-        if (buffers == 2 && n + 1 < n_chunks) {
-            mn_values_fetch<DEPTH>(room.stage[(n + 1) % buffers], p, strips, g,
-                                   mn_channel_start(n + 1, n_chunks, reverse), length);
+        if (buffers == 2 && n + 1 < at.end) {
+            mn_values_fetch<DEPTH>(room.stage[next], p, strips, g,
+                                   mn_channel_start(n + 1, at, reverse), length);
         }
-        mn_scale_tiles tiles = { in.beside,   room.beside_inside, in.z,       room.z_inside, in.g,
+        mn_scale_tiles tiles = { in.beside, room.beside_inside, in.z,       room.z_inside, in.g,
                                  room.fall, room.factor,        room.inside };
         if (reverse) {
             tiles.q = in.z, tiles.q_inside = room.z_inside;
@@ -482,21 +616,14 @@ mn_values_kernel(const __grid_constant__ mn_walks all) {
         }
         mn_scale<MN_WALK_WIDTH, MN_CHANNEL_THREADS>(tiles, reverse);
         __syncthreads();
-        const int64_t slot = mn_walk_first_slot(all.call, at.n, MN_PARTS_CHUNK) +
-                             t / MN_PARTS_CHUNK;
-        const int64_t kept_at = (slot * all.call.H + at.h) * at.n_slices + at.slice;
-        float o[4][4] = {}, inside[4][4] = {};
-        mn_values_read<DEPTH>(o, inside, room, in, room.state[n % buffers]);
-        mn_values_finish<DEPTH>(o, inside, all, p, at, room, in, t, count);
-        if (p.duty == MN_WALK_KEEPS) M.keep(p.kept + kept_at * mn_channel_sizes<DEPTH>::kept);
-        mn_channel_write<DEPTH, true>(M, in.y, in.z, room.fall);
-        if (p.duty == MN_WALK_MEETS) mn_values_meet<DEPTH>(M, p, kept_at, room);
-        if (buffers == 1) __syncthreads();
-        M.share(room.state[(n + 1) % buffers]);
-        mn_channel_put(o, p, strips, t, count);
-        if (p.duty == MN_WALK_MEETS) mn_values_decay<DEPTH>(all, p, at, room, t, count);
+        if (strips.reads) {
+            mn_values_turn<DEPTH>(M, all, p, at, strips, room, in, now, next, t);
+        } else {
+            mn_channel_write<DEPTH, true>(M, in.y, in.z, room.fall);
+            fall *= mn_channel_fall<MN_WALK_WIDTH>(room.fall);
+        }
     }
-    M.store(p, at);
+    mn_channel_end<DEPTH>(M, p, at, fall, MN_WALK_WIDTH);
 }
 
 #endif

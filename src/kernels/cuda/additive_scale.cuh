@@ -28,11 +28,13 @@ struct mn_scale_tiles {
 
 /* log2 of a decay; below 2^-300 nothing is left of a float */
 __device__ inline float mn_scale_log(float g) {
-    return fmaxf(1.44269504f * g, -300.0f);
+    const float x = 1.44269504f * g;
+    return x < -300.0f ? -300.0f : x;    // NaN stays
 }
 
 /* One channel of a part whose fall is too deep; pointers are at its first token in time. */
-__device__ __noinline__ void mn_scale_deep(const mn_scale_tiles &at, int step, bool reverse) {
+static __device__ __noinline__ void mn_scale_deep(const mn_scale_tiles &at, int step,
+                                                  bool reverse) {
     const float usual = 12.5f, most = 200.0f;
     const int table_step = step > 0 ? MN_WALK_PITCH : -MN_WALK_PITCH;
     float gentle = 0.0f, depth = 0.0f;

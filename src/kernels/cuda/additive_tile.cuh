@@ -13,6 +13,9 @@ enum {
     MN_WALK_WIDTH = 64,                   // value columns of a block
     MN_WALK_PITCH = MN_WALK_WIDTH + 8,    // and their length in shared memory
     MN_WALK_MOST = 3,                     // walks of one launch
+    MN_WALK_SEGMENTS = 16,                // of a sequence
+    MN_WALK_GRAIN = 128,                  // tokens that segments have a multiple of
+    MN_WALK_FALLS = 256,                  // decays of a segment's state
 };
 
 /* What a walk leaves for the gradient of the decay, or meets. */
@@ -36,7 +39,11 @@ struct mn_walk {
     enum mn_walk_duty duty;
     float *products;                   // out . beside
     mn_bf16 *kept;                     // states in front of chunks, as threads hold them
-    float *meetings;                   // of the kept states with those of this walk
+    float *meetings;                   // of the kept states with those behind the chunks
+    float *inside;                     // products with what is read from the kept states
+    int64_t segment;                   // least tokens of a segment
+    int gathers;                       // leaves what segments add to the state, and their falls
+    float *sums, *falls;
 };
 
 struct mn_walks {
@@ -50,13 +57,23 @@ __host__ __device__ inline int64_t mn_walk_slices(const mn_walk &walk) {
     return (walk.width + MN_WALK_WIDTH - 1) / MN_WALK_WIDTH;
 }
 
-/* Which slice of which head of which sequence a block has. */
+/* Which slice of which head of which sequence a block has, and which turns of its walk: chunks in
+ * the order of the walk. `index` counts the segment among those of all. */
 struct mn_walk_place {
     int64_t n, h, slice, n_slices, column0;
     mn_span span;
+    int64_t n_chunks, turn, end, index, stride;    // stride: between the indices of segments
+    bool idle, last;
 };
 
-__device__ inline mn_walk_place mn_walk_here(const mn_call &call, const mn_walk &walk) {
+/* The first chunk of sequence n in the numbering of mn_tile_slots. */
+__device__ inline int64_t mn_walk_first_slot(const mn_call &call, int64_t n, int64_t chunk) {
+    if (call.cu_seqlens) return call.cu_seqlens[n] / chunk + n;
+    return n * ((call.T + chunk - 1) / chunk);
+}
+
+/* A sequence is cut by its own length alone, so that its results do not depend on the batch. */
+__device__ inline mn_walk_place mn_walk_here(const mn_call &call, const mn_walk &walk, int chunk) {
     mn_walk_place at;
     at.n_slices = mn_walk_slices(walk);
     at.slice = blockIdx.x % at.n_slices;
@@ -64,13 +81,18 @@ __device__ inline mn_walk_place mn_walk_here(const mn_call &call, const mn_walk 
     at.h = blockIdx.x / at.n_slices % call.H;
     at.n = blockIdx.x / at.n_slices / call.H;
     at.span = mn_span_at(call, at.n);
+    const int64_t share = (at.span.length + MN_WALK_SEGMENTS - 1) / MN_WALK_SEGMENTS;
+    const int64_t grains = (share + MN_WALK_GRAIN - 1) / MN_WALK_GRAIN;
+    const int64_t turns = max(walk.segment, grains * MN_WALK_GRAIN) / chunk;
+    at.n_chunks = (at.span.length + chunk - 1) / chunk;
+    at.turn = blockIdx.z * turns;
+    at.end = min(at.turn + turns, at.n_chunks);
+    at.last = at.end == at.n_chunks;
+    at.idle = (blockIdx.z > 0 && at.turn >= at.n_chunks) || (walk.gathers && at.last);
+    at.stride = call.H * at.n_slices;
+    at.index = (mn_walk_first_slot(call, at.n, walk.segment) + blockIdx.z) * at.stride +
+               at.h * at.n_slices + at.slice;
     return at;
-}
-
-/* The first chunk of sequence n in the numbering of mn_tile_slots. */
-__device__ inline int64_t mn_walk_first_slot(const mn_call &call, int64_t n, int chunk) {
-    if (call.cu_seqlens) return call.cu_seqlens[n] / chunk + n;
-    return n * ((call.T + chunk - 1) / chunk);
 }
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -194,28 +216,36 @@ __device__ inline void mn_copies_wait(void) {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
 
+/* Eight numbers of which `left` are there, where a strip cannot be moved by packs. */
+static __device__ __noinline__ void mn_copy_singly(mn_bf16 *to, const mn_bf16 *from, int left) {
+    mn_pack<mn_bf16, 8> pack = {};
+    for (int i = 0; i < left; i++) pack.at[i] = from[i];
+    *(mn_pack<mn_bf16, 8> *)to = pack;
+}
+
 /* Tokens [t, t + count) of a strip as rows of COLUMNS + 8, zeros beyond; against time, token t is
  * the last of ROWS rows. Arrives behind mn_copies_wait and a barrier. */
 template <int ROWS, int COLUMNS, int THREADS>
 __device__ inline void mn_fetch_tokens(mn_bf16 *to, const mn_strip<const mn_bf16> &from, int64_t t,
                                        int count, bool reverse) {
-    constexpr int packs = COLUMNS / 8;
-#pragma unroll 4
-    for (int k = threadIdx.x; k < ROWS * packs; k += THREADS) {
-        const int row = k / packs, j = k % packs * 8, token = reverse ? ROWS - 1 - row : row;
-        const int left = token < count ? max(min(from.width - j, 8), 0) : 0;
-        const mn_bf16 *at = left ? from.at + (t + token) * from.step + j : from.at;
-        mn_bf16 *there = to + row * (COLUMNS + 8) + j;
-        if (from.packs) {
-            mn_copy_async(there, at, 2 * left);
-            continue;
-        }
-        mn_pack<mn_bf16, 8> pack = {};
+    constexpr int packs = COLUMNS / 8, rows = THREADS / packs;
+    const int row = threadIdx.x / packs, j = threadIdx.x % packs * 8;
+    const int left = max(min(from.width - j, 8), 0), step = reverse ? -rows : rows;
+    int token = reverse ? ROWS - 1 - row : row;
+    mn_bf16 *there = to + row * (COLUMNS + 8) + j;
+    const mn_bf16 *at = from.at + (t + token) * from.step + j;
+    const int64_t further = step * from.step;
+    if (from.packs) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            if (i < left) pack.at[i] = at[i];
+        for (int i = 0; i < ROWS / rows; i++) {
+            mn_copy_async(there + i * rows * (COLUMNS + 8), at, token < count ? 2 * left : 0);
+            token += step, at += further;
         }
-        *(mn_pack<mn_bf16, 8> *)there = pack;
+        return;
+    }
+    for (int i = 0; i < ROWS / rows; i++) {
+        mn_copy_singly(there + i * rows * (COLUMNS + 8), at, token < count ? left : 0);
+        token += step, at += further;
     }
 }
 
@@ -236,6 +266,14 @@ __device__ inline void mn_quad_turn(uint32_t (&r)[4]) {
     r[2] = upper ? b0 : got0, r[3] = upper ? b1 : got1;
 }
 
+static __device__ __noinline__ void mn_put_singly(mn_bf16 *to, uint32_t pair0, uint32_t pair1,
+                                           uint32_t pair2, uint32_t pair3, int count) {
+    const uint32_t pairs[4] = { pair0, pair1, pair2, pair3 };
+    for (int i = 0; i < 8 && i < count; i++) {
+        mn_put(to + i, i % 2 ? mn_high(pairs[i / 2]) : mn_low(pairs[i / 2]));
+    }
+}
+
 /* Rows of four tiles of 8 columns to a strip, from its column j0 on: `pair[i]` is this lane's pair
  * of tile i in its row, which is `token`; a warp calls together. */
 __device__ inline void mn_put_tokens(const mn_strip<mn_bf16> &to, uint32_t (&pair)[4],
@@ -248,23 +286,27 @@ __device__ inline void mn_put_tokens(const mn_strip<mn_bf16> &to, uint32_t (&pai
         *(uint4 *)at = make_uint4(pair[0], pair[1], pair[2], pair[3]);
         return;
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const uint32_t two = pair[i / 2];
-        if (j + i < to.width) mn_put(at + i, i % 2 ? mn_high(two) : mn_low(two));
-    }
+    mn_put_singly(at, pair[0], pair[1], pair[2], pair[3], to.width - j);
 }
 
-/* Columns j and j + 1 of row `token` of a strip, j even; zeros outside. */
-__device__ inline float2 mn_pair_at(const mn_strip<const mn_bf16> &from, int64_t token, bool inside,
-                                    int j) {
-    if (!inside || j >= from.width) return make_float2(0.0f, 0.0f);
+static __device__ __noinline__ uint32_t mn_pair_singly(const mn_bf16 *from, int count) {
+    return mn_pair(count > 0 ? mn_float(from[0]) : 0.0f, count > 1 ? mn_float(from[1]) : 0.0f);
+}
+
+/* Pairs of columns of row `token` of a strip as this lane has them in TILES tiles from column j0
+ * on; zeros outside. */
+template <int TILES>
+__device__ inline void mn_pairs_of(uint32_t (&pair)[TILES], const mn_strip<const mn_bf16> &from,
+                                   int64_t token, bool inside, int j0) {
+    const int j = j0 + threadIdx.x % 4 * 2;
     const mn_bf16 *at = from.at + token * from.step + j;
-    if (from.packs && j + 2 <= from.width) {
-        const uint32_t pair = *(const uint32_t *)at;
-        return make_float2(mn_low(pair), mn_high(pair));
+    const bool whole = from.packs && j0 + 8 * TILES <= from.width;
+#pragma unroll
+    for (int i = 0; i < TILES; i++) {
+        pair[i] = 0;
+        if (inside && whole) pair[i] = *(const uint32_t *)(at + 8 * i);
+        else if (inside) pair[i] = mn_pair_singly(at + 8 * i, from.width - j - 8 * i);
     }
-    return make_float2(mn_float(at[0]), j + 1 < from.width ? mn_float(at[1]) : 0.0f);
 }
 
 #endif

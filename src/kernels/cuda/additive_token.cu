@@ -1,8 +1,10 @@
 /* additive_token.cu - launches of additive_walk.cuh, and gradients of decays per token and head:
  *
- *   dg_t = D.S at the start of the chunk + sum over u < t in the chunk of (k_u.dk_u - q_u.dq_u)
+ *   dg_t = D.S + sum over u in the chunk of q_u.dq'_u
+ *              + sum over u < t in the chunk of (k_u.dk_u - q_u.dq_u)
  *
- * where D is the adjoint of the state just before the chunk's first decay, S that state. */
+ * where S is the state in front of the chunk, D the adjoint of the state behind it, decayed over
+ * it, and dq' the part of dq that is read from S. What cancels here has been rounded alike. */
 #include "kernels/cuda/additive.cuh"
 #include "kernels/cuda/additive_walk.cuh"
 
@@ -17,7 +19,7 @@ int mn_additive_token_chunk(int depth) {
 }
 
 template <int DEPTH, int CHUNK, bool DECAYS>
-static int launch_of(const mn_walks *walks, int count, cudaStream_t stream) {
+static int launch_of(const mn_walks *walks, int count, int64_t segments, cudaStream_t stream) {
     const int bytes = (int)sizeof(mn_walk_room<DEPTH, CHUNK>);
     int64_t blocks = 0;
     for (int i = 0; i < count; i++) {
@@ -30,25 +32,27 @@ static int launch_of(const mn_walks *walks, int count, cudaStream_t stream) {
                                                   cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                   bytes);
     if (code != cudaSuccess) return code;
-    const dim3 grid((unsigned)blocks, (unsigned)count);
-    mn_walk_kernel<DEPTH, CHUNK, DECAYS><<<grid, 2 * CHUNK, bytes, stream>>>(*walks);
+    const dim3 grid((unsigned)blocks, (unsigned)count, (unsigned)segments);
+    const int threads = mn_walk_sizes<DEPTH, CHUNK>::threads;
+    mn_walk_kernel<DEPTH, CHUNK, DECAYS><<<grid, threads, bytes, stream>>>(*walks);
     return mn_launched();
 }
 
 template <int DEPTH, int CHUNK>
-static int launch_with(const mn_walks *walks, int count, bool decays, cudaStream_t stream) {
-    if (decays) return launch_of<DEPTH, CHUNK, true>(walks, count, stream);
-    return launch_of<DEPTH, CHUNK, false>(walks, count, stream);
+static int launch_with(const mn_walks *walks, int count, int64_t segments, bool decays,
+                       cudaStream_t stream) {
+    if (decays) return launch_of<DEPTH, CHUNK, true>(walks, count, segments, stream);
+    return launch_of<DEPTH, CHUNK, false>(walks, count, segments, stream);
 }
 
-int mn_additive_token_launch(const mn_walks *walks, int count, bool decays, cudaStream_t stream) {
+int mn_additive_token_launch(const mn_walks *walks, int count, int64_t segments, bool decays,
+                             cudaStream_t stream) {
     const int depth = mn_additive_depth(walks->walk[0].depth);
-    const int chunk = mn_additive_token_chunk(depth);
-    if (depth == 64 && chunk == 128) return launch_with<64, 128>(walks, count, decays, stream);
-    if (depth == 64) return launch_with<64, 64>(walks, count, decays, stream);
-    if (depth == 128 && chunk == 128) return launch_with<128, 128>(walks, count, decays, stream);
-    if (depth == 128) return launch_with<128, 64>(walks, count, decays, stream);
-    return launch_with<256, 64>(walks, count, decays, stream);
+    const bool wide = mn_additive_token_chunk(depth) == 128;
+    int (*launch)(const mn_walks *, int, int64_t, bool, cudaStream_t) = launch_with<256, 64>;
+    if (depth == 128) launch = wide ? launch_with<128, 128> : launch_with<128, 64>;
+    if (depth == 64) launch = wide ? launch_with<64, 128> : launch_with<64, 64>;
+    return launch(walks, count, segments, decays, stream);
 }
 
 /* ---- gradients of decays --------------------------------------------------------------------- */
@@ -69,7 +73,8 @@ chunk_decay_kernel(const __grid_constant__ mn_additive_args p, int64_t slices, i
         step += work.key[at] - work.query[at];
     }
     for (int64_t i = 0; i < parts && tile.n_rows > 0; i++) {
-        base += work.meetings[(slot * p.call.H + h) * parts + i];
+        const int64_t at = (slot * p.call.H + h) * parts + i;
+        base += work.meetings[at] + work.inside[at];
     }
     float sum = step;
 #pragma unroll
@@ -114,9 +119,9 @@ int mn_additive_token_decay(const mn_additive_args *p, const mn_additive_extent 
     const int64_t blocks = extent->slots * p->call.H;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     if (blocks > 0) {
-        const int parts = (int)extent->slices * (chunk / 16);
-        chunk_decay_kernel<<<(unsigned)blocks, chunk, 0, stream>>>(*p, extent->slices, parts,
-                                                                   *work);
+        const int parts = (int)extent->slices * MN_WALK_WARPS;
+        chunk_decay_kernel<<<(unsigned)blocks, chunk, 0, stream>>>(
+            *p, extent->slices * (128 / chunk), parts, *work);
     }
     if (p->decay == MN_DECAY_HEAD && p->call.H > 0) {
         head_decay_kernel<<<(unsigned)p->call.H, 256, 0, stream>>>(*p, extent->slots, work->whole);

@@ -8,16 +8,18 @@
  * end has had the decay of the first token already. Sums of decays are double and kept as two
  * floats, so that small decays survive behind large ones. Exponents never exceed 0.
  *
- * A block has 64 value columns of one head of one sequence, CHUNK / 16 warps, and the state in
- * their registers; a warp has 16 rows of the chunk. The next chunk comes while one is worked on. */
+ * A block has 64 value columns of one head of one sequence and eight warps with the state in their
+ * registers; a warp has 16 rows of the chunk. The next chunk comes while one is worked on. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_WALK_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_WALK_CUH
 
 #include "kernels/cuda/additive_tile.cuh"
 
+enum { MN_WALK_WARPS = 8 };    // of a block
+
 template <int DEPTH, int CHUNK>
 struct mn_walk_sizes {
-    static constexpr int warps = CHUNK / 16, threads = 32 * warps;
+    static constexpr int warps = MN_WALK_WARPS, threads = 32 * warps;
     static constexpr int pitch = DEPTH + 8, steps = DEPTH / 16;
     static constexpr int row_groups = warps < steps ? warps : steps;    // of the state's tiles
     static constexpr int row_tiles = steps / row_groups;                // of a warp
@@ -92,6 +94,36 @@ struct mn_walk_state {
         });
     }
 
+    __device__ void put_sum(float *to) const {
+#pragma unroll
+        for (int k = 0; k < ROW_TILES * COLUMN_TILES; k++) {
+            const float(&a)[4] = at[k / COLUMN_TILES][k % COLUMN_TILES];
+            ((float4 *)to)[k * THREADS + threadIdx.x] = make_float4(a[0], a[1], a[2], a[3]);
+        }
+    }
+
+    __device__ void add_sum(const float *from) {
+#pragma unroll
+        for (int k = 0; k < ROW_TILES * COLUMN_TILES; k++) {
+            float(&a)[4] = at[k / COLUMN_TILES][k % COLUMN_TILES];
+            const float4 x = ((const float4 *)from)[k * THREADS + threadIdx.x];
+            a[0] += x.x, a[1] += x.y, a[2] += x.z, a[3] += x.w;
+        }
+    }
+
+    /* The state in front of a segment, from what those before it left; lower(segment's falls)
+     * decays it over one. */
+    template <typename F>
+    __device__ void begin(const mn_walk &p, const mn_walk_place &place, int64_t kept, F lower) {
+        load(p, place);
+        if (p.gathers) each([](float &cell, int, int) { cell = 0.0f; });
+        for (int before = p.gathers ? 0 : (int)blockIdx.z; before > 0; before--) {
+            const int64_t index = place.index - before * place.stride;
+            lower(p.falls + index * MN_WALK_FALLS);
+            add_sum(p.sums + index * kept);
+        }
+    }
+
     /* As a right operand for all warps. */
     __device__ void share(mn_bf16 *room) {
 #pragma unroll
@@ -117,12 +149,21 @@ struct mn_walk_state {
         }
     }
 
+    using kept = uint4[ROW_TILES * COLUMN_TILES / 2];
+
+    __device__ static void recall(kept &to, const mn_bf16 *from) {
+#pragma unroll
+        for (int k = 0; k < ROW_TILES * COLUMN_TILES / 2; k++) {
+            to[k] = ((const uint4 *)from)[k * THREADS + threadIdx.x];
+        }
+    }
+
     /* use(k, i, x): number x of cell i of tile k as it was kept */
     template <typename F>
-    __device__ void meet(const mn_bf16 *from, F use) const {
+    __device__ void meet(const kept &from, F use) const {
 #pragma unroll
         for (int k = 0; k < ROW_TILES * COLUMN_TILES; k += 2) {
-            const uint4 pack = ((const uint4 *)from)[k / 2 * THREADS + threadIdx.x];
+            const uint4 pack = from[k / 2];
             const uint32_t pairs[4] = { pack.x, pack.y, pack.z, pack.w };
 #pragma unroll
             for (int i = 0; i < 8; i++) {
@@ -138,12 +179,22 @@ using mn_walk_state_of = mn_walk_state<
     mn_walk_sizes<DEPTH, CHUNK>::row_tiles, mn_walk_sizes<DEPTH, CHUNK>::column_tiles,
     mn_walk_sizes<DEPTH, CHUNK>::row_groups, mn_walk_sizes<DEPTH, CHUNK>::threads>;
 
-/* Which rows of a chunk this thread's warp has: the two warps that share a scheduler have few and
- * many columns to the left of their rows. */
+/* Tiles of 8 columns of a warp: in chunks of 64, two warps share the columns of 16 rows. */
+template <int CHUNK>
+constexpr int mn_walk_tiles = CHUNK / 16;
+
+/* Which rows of a chunk this thread's warp has: of the warps that share a scheduler some have few
+ * columns to the left of their rows, some many. */
 template <int CHUNK>
 __device__ inline int mn_walk_row0() {
-    const int warp = threadIdx.x / 32;
-    return 16 * (CHUNK == 128 && warp >= 4 ? 11 - warp : warp);
+    const int warp = threadIdx.x / 32 % (CHUNK / 16), half = threadIdx.x / (2 * CHUNK);
+    if (CHUNK == 128) return 16 * (warp < 4 ? warp : 11 - warp);
+    return 16 * (half ? CHUNK / 16 - 1 - warp : warp);
+}
+
+template <int CHUNK>
+__device__ inline int mn_walk_column0() {
+    return threadIdx.x / (2 * CHUNK) * (MN_WALK_WIDTH / 2);
 }
 
 /* ---- decays ---------------------------------------------------------------------------------- */
@@ -159,8 +210,8 @@ __device__ inline void mn_walk_load_decays(float (&g)[CHUNK / 32], const mn_walk
         const int token = reverse ? CHUNK - 1 - row : row;
         g[i] = 0.0f;
         if (token >= count) continue;
-        g[i] = fmaxf(mn_float(*mn_row<mn_bf16>(all.g, at.span.b, at.span.t0 + t + token, at.h)),
-                     -200.0f);
+        const float x = mn_float(*mn_row<mn_bf16>(all.g, at.span.b, at.span.t0 + t + token, at.h));
+        g[i] = x < -200.0f ? -200.0f : x;    // NaN stays
     }
 }
 
@@ -243,20 +294,38 @@ struct mn_walk_rows {
     }
 };
 
-/* o = x M and what the chunk's own tokens add, for this warp's rows; without the scale */
+/* Sum over this thread's cells of o with what lies beside. */
+template <int TILES>
+__device__ inline float mn_walk_product(const float (&o)[TILES][4],
+                                        const uint32_t (&beside)[2][TILES], int half) {
+    float product = 0.0f;
+#pragma unroll
+    for (int tile = 0; tile < TILES; tile++) {
+        product = fmaf(o[tile][2 * half], mn_low(beside[half][tile]), product);
+        product = fmaf(o[tile][2 * half + 1], mn_high(beside[half][tile]), product);
+    }
+    return product;
+}
+
+/* o = x M and what the chunk's own tokens add, for this warp's rows; without the scale. The
+ * products of x M with what lies beside go to *kept, where it is not NULL. */
 template <int DEPTH, int CHUNK, bool DECAYS>
-__device__ inline void mn_walk_read(float (&o)[8][4], const mn_walk_stage<DEPTH, CHUNK> &in,
-                                    const mn_bf16 *state, const mn_walk_levels<CHUNK> &levels) {
+__device__ inline void mn_walk_read(float (&o)[mn_walk_tiles<CHUNK>][4],
+                                    const mn_walk_stage<DEPTH, CHUNK> &in, const mn_bf16 *state,
+                                    const mn_walk_levels<CHUNK> &levels,
+                                    const uint32_t (&beside)[2][mn_walk_tiles<CHUNK>],
+                                    float *kept) {
     constexpr int pitch = DEPTH + 8;
     const int row0 = mn_walk_row0<CHUNK>(), lane = threadIdx.x % 32;
+    const int column0 = mn_walk_column0<CHUNK>();
     const mn_walk_rows<DEPTH> rows(in.x + row0 * pitch);
 #pragma unroll
     for (int k = 0; k < DEPTH / 16; k++) {
         uint32_t a[4], b[4];
         rows.get(a, k);
 #pragma unroll
-        for (int tile = 0; tile < 8; tile += 2) {
-            mn_right_turned(b, state + 16 * k * MN_WALK_PITCH + 8 * tile, MN_WALK_PITCH);
+        for (int tile = 0; tile < mn_walk_tiles<CHUNK>; tile += 2) {
+            mn_right_turned(b, state + 16 * k * MN_WALK_PITCH + column0 + 8 * tile, MN_WALK_PITCH);
             mn_mma(o[tile], a, b[0], b[1]);
             mn_mma(o[tile + 1], a, b[2], b[3]);
         }
@@ -265,11 +334,12 @@ __device__ inline void mn_walk_read(float (&o)[8][4], const mn_walk_stage<DEPTH,
         const float low = mn_exp2(levels.level[row0 + lane / 4].x);
         const float high = mn_exp2(levels.level[row0 + lane / 4 + 8].x);
 #pragma unroll
-        for (int tile = 0; tile < 8; tile++) {
+        for (int tile = 0; tile < mn_walk_tiles<CHUNK>; tile++) {
             o[tile][0] *= low, o[tile][1] *= low, o[tile][2] *= high, o[tile][3] *= high;
         }
     }
-    for (int column0 = 0; column0 <= row0; column0 += 32) {
+    if (kept) *kept = mn_walk_product(o, beside, 0) + mn_walk_product(o, beside, 1);
+    for (int left = 0; left <= row0; left += 32) {
         float p[4][4] = {};
 #pragma unroll
         for (int k = 0; k < DEPTH / 16; k++) {
@@ -277,20 +347,20 @@ __device__ inline void mn_walk_read(float (&o)[8][4], const mn_walk_stage<DEPTH,
             rows.get(a, k);
 #pragma unroll
             for (int tile = 0; tile < 4; tile += 2) {
-                mn_right(b, in.y + (column0 + 8 * tile) * pitch + 16 * k, pitch);
+                mn_right(b, in.y + (left + 8 * tile) * pitch + 16 * k, pitch);
                 mn_mma(p[tile], a, b[0], b[1]);
                 mn_mma(p[tile + 1], a, b[2], b[3]);
             }
         }
-        mn_walk_weigh<DECAYS>(p, levels.level, row0, column0);
+        mn_walk_weigh<DECAYS>(p, levels.level, row0, left);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            if (column0 + 16 * half > row0) break;
+            if (left + 16 * half > row0) break;
             uint32_t a[4], b[4];
             mn_left_of(a, p[2 * half], p[2 * half + 1]);
 #pragma unroll
-            for (int tile = 0; tile < 8; tile += 2) {
-                mn_right_turned(b, in.z + (column0 + 16 * half) * MN_WALK_PITCH + 8 * tile,
+            for (int tile = 0; tile < mn_walk_tiles<CHUNK>; tile += 2) {
+                mn_right_turned(b, in.z + (left + 16 * half) * MN_WALK_PITCH + column0 + 8 * tile,
                                 MN_WALK_PITCH);
                 mn_mma(o[tile], a, b[0], b[1]);
                 mn_mma(o[tile + 1], a, b[2], b[3]);
@@ -347,9 +417,11 @@ __device__ inline void mn_walk_write(mn_walk_state_of<DEPTH, CHUNK> &M,
 struct mn_walk_strips {
     mn_strip<const mn_bf16> x, y, z, beside;
     mn_strip<mn_bf16> out;
+    bool reads;
 
     __device__ mn_walk_strips(const mn_walk &p, const mn_walk_place &at, int depth) {
         const mn_span &s = at.span;
+        reads = !p.gathers;
         x = mn_strip_of<const mn_bf16>(p.x, s, at.h, 0, p.depth, depth);
         y = mn_strip_of<const mn_bf16>(p.y, s, at.h, 0, p.depth, depth);
         z = mn_strip_of<const mn_bf16>(p.z, s, at.h, at.column0, p.width, MN_WALK_WIDTH);
@@ -363,53 +435,70 @@ __device__ inline void mn_walk_fetch(mn_walk_stage<DEPTH, CHUNK> &to, const mn_w
                                      int64_t t, int64_t length, bool reverse) {
     constexpr int threads = mn_walk_sizes<DEPTH, CHUNK>::threads;
     const int count = (int)min((int64_t)CHUNK, length - t);
-    mn_fetch_tokens<CHUNK, DEPTH, threads>(to.x, strips.x, t, count, reverse);
+    if (strips.reads) mn_fetch_tokens<CHUNK, DEPTH, threads>(to.x, strips.x, t, count, reverse);
     mn_fetch_tokens<CHUNK, DEPTH, threads>(to.y, strips.y, t, count, reverse);
     mn_fetch_tokens<CHUNK, MN_WALK_WIDTH, threads>(to.z, strips.z, t, count, reverse);
     mn_copies_end();
 }
 
-/* scale o to memory, and its products with the rows beside it */
+/* The token of this thread's row in the upper or lower half of its warp's rows. */
 template <int CHUNK>
-__device__ inline void mn_walk_put(const float (&o)[8][4], const mn_walks &all, const mn_walk &p,
-                                   const mn_walk_place &at, const mn_walk_strips &strips,
-                                   int64_t t, int count) {
-    const int lane = threadIdx.x % 32;
+__device__ inline int mn_walk_token(int half, bool reverse) {
+    const int row = mn_walk_row0<CHUNK>() + threadIdx.x % 32 / 4 + 8 * half;
+    return reverse ? CHUNK - 1 - row : row;
+}
+
+/* What lies beside o: asked for early, as it comes from memory. */
+template <int CHUNK>
+__device__ inline void mn_walk_load_beside(uint32_t (&beside)[2][mn_walk_tiles<CHUNK>],
+                                           const mn_walk &p, const mn_walk_strips &strips,
+                                           int64_t t, int count) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int row = mn_walk_row0<CHUNK>() + lane / 4 + 8 * half;
-        const int token = p.reverse ? CHUNK - 1 - row : row;
-        const bool inside = token < count;
-        float product = 0.0f;
+        const int token = mn_walk_token<CHUNK>(half, p.reverse);
+        mn_pairs_of(beside[half], strips.beside, t + token, token < count,
+                    mn_walk_column0<CHUNK>());
+    }
+}
+
+/* scale o to memory, and its products with the rows beside it */
+template <int CHUNK>
+__device__ inline void mn_walk_put(const float (&o)[mn_walk_tiles<CHUNK>][4],
+                                   const uint32_t (&beside)[2][mn_walk_tiles<CHUNK>],
+                                   mn_walk_duty duty, const mn_walks &all, const mn_walk &p,
+                                   const mn_walk_place &at, const mn_walk_strips &strips,
+                                   int64_t t, int count) {
 #pragma unroll
-        for (int tile = 0; tile < 8 && p.duty != MN_WALK_PLAIN; tile++) {
-            const float2 x = mn_pair_at(strips.beside, t + token, inside, 8 * tile + lane % 4 * 2);
-            product = fmaf(o[tile][2 * half], x.x, product);
-            product = fmaf(o[tile][2 * half + 1], x.y, product);
-        }
-        if (p.duty != MN_WALK_PLAIN) {
+    for (int half = 0; half < 2; half++) {
+        const int token = mn_walk_token<CHUNK>(half, p.reverse);
+        const bool inside = token < count;
+        if (duty != MN_WALK_PLAIN) {
+            float product = mn_walk_product(o, beside, half);
             product += __shfl_xor_sync(0xffffffffu, product, 1);
             product += __shfl_xor_sync(0xffffffffu, product, 2);
             const int64_t when = at.span.b * all.call.T + at.span.t0 + t + token;
             const int64_t tokens = all.call.B * all.call.T;
-            if (inside && lane % 4 == 0) {
-                p.products[(at.slice * tokens + when) * all.call.H + at.h] = p.scale * product;
+            if (inside && threadIdx.x % 4 == 0) {
+                const int64_t part = at.slice * (128 / CHUNK) + threadIdx.x / (2 * CHUNK);
+                p.products[(part * tokens + when) * all.call.H + at.h] = p.scale * product;
             }
         }
 #pragma unroll
-        for (int tile = 0; tile < 8; tile += 4) {
+        for (int tile = 0; tile < mn_walk_tiles<CHUNK>; tile += 4) {
             uint32_t pair[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 pair[i] = mn_pair(p.scale * o[tile + i][2 * half],
                                   p.scale * o[tile + i][2 * half + 1]);
             }
-            mn_put_tokens(strips.out, pair, t + token, inside, 8 * tile);
+            mn_put_tokens(strips.out, pair, t + token, inside,
+                          mn_walk_column0<CHUNK>() + 8 * tile);
         }
     }
 }
 
-/* Where the state in front of a chunk is kept, and this warp's part of the meeting behind it. */
+/* Where the state in front of a chunk is kept, and this warp's part of its meeting with the state
+ * behind the chunk, which comes decayed over it. */
 template <int DEPTH, int CHUNK>
 __device__ inline int64_t mn_walk_kept_at(const mn_walks &all, const mn_walk_place &at,
                                           int64_t chunk) {
@@ -418,63 +507,100 @@ __device__ inline int64_t mn_walk_kept_at(const mn_walks &all, const mn_walk_pla
 }
 
 template <int DEPTH, int CHUNK>
-__device__ inline void mn_walk_meet(const mn_walk_state_of<DEPTH, CHUNK> &M, const mn_walk &p,
-                                    int64_t kept_at) {
+__device__ inline void mn_walk_meet(const mn_walk_state_of<DEPTH, CHUNK> &M,
+                                    const typename mn_walk_state_of<DEPTH, CHUNK>::kept &kept,
+                                    const mn_walk &p, int64_t kept_at, float fall) {
     using sizes = mn_walk_sizes<DEPTH, CHUNK>;
     float sum = 0.0f;
-    M.meet(p.kept + kept_at * sizes::kept, [&](int k, int i, float x) {
+    M.meet(kept, [&](int k, int i, float x) {
         sum = fmaf(M.at[k / sizes::column_tiles][k % sizes::column_tiles][i], x, sum);
     });
     sum = mn_warp_sum(sum);
     if (threadIdx.x % 32 == 0) {
-        p.meetings[kept_at * sizes::warps + threadIdx.x / 32] = p.scale * sum;
+        p.meetings[kept_at * sizes::warps + threadIdx.x / 32] = p.scale * fall * sum;
     }
 }
 
+/* Reads the chunk at t, then moves the state behind it. */
 template <int DEPTH, int CHUNK, bool DECAYS>
-__global__ void __launch_bounds__(2 * CHUNK, 1)
+__device__ inline void mn_walk_turn(mn_walk_state_of<DEPTH, CHUNK> &M, const mn_walks &all,
+                                    const mn_walk &p, const mn_walk_place &at,
+                                    const mn_walk_strips &strips,
+                                    const mn_walk_stage<DEPTH, CHUNK> &in, const mn_bf16 *state,
+                                    const mn_walk_levels<CHUNK> &levels, mn_bf16 *next, int64_t t) {
+    using sizes = mn_walk_sizes<DEPTH, CHUNK>;
+    const int count = (int)min((int64_t)CHUNK, at.span.length - t);
+    const int64_t kept_at = mn_walk_kept_at<DEPTH, CHUNK>(all, at, t / CHUNK);
+    const mn_walk_duty duty = DECAYS ? p.duty : MN_WALK_PLAIN;
+    float o[mn_walk_tiles<CHUNK>][4] = {}, product = 0.0f;
+    uint32_t beside[2][mn_walk_tiles<CHUNK>];
+    if (duty != MN_WALK_PLAIN) mn_walk_load_beside<CHUNK>(beside, p, strips, t, count);
+    typename mn_walk_state_of<DEPTH, CHUNK>::kept kept;
+    if (duty == MN_WALK_MEETS) M.recall(kept, p.kept + kept_at * sizes::kept);
+    mn_walk_read<DEPTH, CHUNK, DECAYS>(o, in, state, levels, beside,
+                                       duty == MN_WALK_KEEPS ? &product : nullptr);
+    if (duty == MN_WALK_MEETS) {
+        mn_walk_meet<DEPTH, CHUNK>(M, kept, p, kept_at, DECAYS ? mn_exp2(levels.whole) : 1.0f);
+    }
+    if (duty == MN_WALK_KEEPS) {
+        M.keep(p.kept + kept_at * sizes::kept);
+        product = p.scale * mn_warp_sum(product);
+        if (threadIdx.x % 32 == 0) {
+            p.inside[kept_at * sizes::warps + threadIdx.x / 32] = product;
+        }
+    }
+    mn_walk_write<DEPTH, CHUNK, DECAYS>(M, in, levels);
+    M.share(next);
+    mn_walk_put<CHUNK>(o, beside, duty, all, p, at, strips, t, count);
+}
+
+template <int DEPTH, int CHUNK, bool DECAYS>
+__global__ void __launch_bounds__(mn_walk_sizes<DEPTH, CHUNK>::threads, 1)
 mn_walk_kernel(const __grid_constant__ mn_walks all) {
     using sizes = mn_walk_sizes<DEPTH, CHUNK>;
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_walk_room<DEPTH, CHUNK> &room = *(mn_walk_room<DEPTH, CHUNK> *)bytes;
     const mn_walk &p = all.walk[blockIdx.y];
     if (blockIdx.x >= mn_walk_slices(p) * all.call.H * mn_n_spans(all.call)) return;
-    const mn_walk_place at = mn_walk_here(all.call, p);
+    const mn_walk_place at = mn_walk_here(all.call, p, CHUNK);
+    if (at.idle) return;
     const mn_walk_strips strips(p, at, DEPTH);
-    const int64_t length = at.span.length, n_chunks = (length + CHUNK - 1) / CHUNK;
+    const int64_t length = at.span.length;
     const bool reverse = p.reverse, sums = DECAYS && threadIdx.x < 32;
-    float g[CHUNK / 32];
+    float g[CHUNK / 32], fall = 1.0f;
     mn_walk_state_of<DEPTH, CHUNK> M;
-    M.load(p, at);
+    M.begin(p, at, sizes::kept, [&](const float *falls) {
+        M.each([&](float &cell, int, int) { cell *= *falls; });
+    });
     M.share(room.state[0]);
-    for (int64_t n = 0; n <= n_chunks; n++) {
-        const int64_t chunk = reverse ? n_chunks - n : n - 1;    // at hand, from the second turn on
-        const int64_t t_next = (reverse ? chunk - 1 : chunk + 1) * CHUNK;
-        const int now = (n + 1) % 2, next = n % 2;
-        if (n > 0) mn_copies_wait();
+    for (int64_t n = at.turn; n <= at.end; n++) {
+        const bool works = n > at.turn, looks = n < at.end;
+        const int next = (n - at.turn) % 2, now = 1 - next;
+        const int64_t t = (reverse ? at.n_chunks - n : n - 1) * CHUNK;    // at hand, if it works
+        const int64_t t_next = reverse ? t - CHUNK : t + CHUNK;
+        if (works) mn_copies_wait();
         __syncthreads();
-        if (n < n_chunks) {
+        if (looks) {
             mn_walk_fetch<DEPTH, CHUNK>(room.stage[next], strips, t_next, length, reverse);
             const int count = (int)min((int64_t)CHUNK, length - t_next);
             if (sums) mn_walk_load_decays<CHUNK>(g, all, at, t_next, count, reverse);
         }
-        if (n > 0) {
-            const int count = (int)min((int64_t)CHUNK, length - chunk * CHUNK);
-            const int64_t kept_at = mn_walk_kept_at<DEPTH, CHUNK>(all, at, chunk);
-            float o[8][4] = {};
-            mn_walk_read<DEPTH, CHUNK, DECAYS>(o, room.stage[now], room.state[now],
-                                               room.levels[now]);
-            if (p.duty == MN_WALK_KEEPS) M.keep(p.kept + kept_at * sizes::kept);
+        if (works && p.gathers) {
             mn_walk_write<DEPTH, CHUNK, DECAYS>(M, room.stage[now], room.levels[now]);
-            M.share(room.state[next]);
-            mn_walk_put<CHUNK>(o, all, p, at, strips, chunk * CHUNK, count);
-            if (p.duty == MN_WALK_MEETS) mn_walk_meet<DEPTH, CHUNK>(M, p, kept_at);
+            if (DECAYS) fall *= mn_exp2(room.levels[now].whole);
+        } else if (works) {
+            mn_walk_turn<DEPTH, CHUNK, DECAYS>(M, all, p, at, strips, room.stage[now],
+                                               room.state[now], room.levels[now],
+                                               room.state[next], t);
         }
-        if (sums && n < n_chunks) {
-            mn_walk_sum_decays<CHUNK>(room.levels[next], g, reverse);
-        }
+        if (sums && looks) mn_walk_sum_decays<CHUNK>(room.levels[next], g, reverse);
     }
-    M.store(p, at);
+    if (p.gathers) {
+        M.put_sum(p.sums + at.index * sizes::kept);
+        if (threadIdx.x == 0) p.falls[at.index * MN_WALK_FALLS] = fall;
+    } else if (at.last) {
+        M.store(p, at);
+    }
 }
 
 #endif

@@ -22,31 +22,44 @@ inline int64_t mn_step_parts(const mn_call &call) {
     return mn_ceil_div(call.L, MN_STEP_KEYS);
 }
 
-/* Scores of the block's keys into w, unscaled. */
+/* Scores of the block's keys into w. A team takes four keys at a time, N columns of each thread. */
 template <typename T, int N>
 __device__ inline void mn_step_scores(float (*w)[MN_STEP_KEYS], const float *q, const mn_reads &p,
                                       int64_t b, int64_t j, int64_t key0, int n_keys) {
+    enum { AT_ONCE = 4 };
     const int lane = threadIdx.x % MN_STEP_TEAM, team = threadIdx.x / MN_STEP_TEAM;
     const int K = (int)p.call.K;
-    for (int i = team; i < MN_STEP_KEYS; i += MN_STEP_TEAMS) {
-        float sum[MN_STEP_HEADS] = {};
-        const T *k = i < n_keys ? mn_row<T>(p.k, b, key0 + i, j) : nullptr;
-        for (int a = lane * N; a < K && k; a += MN_STEP_TEAM * N) {
-            float x[N];
-            mn_load<N>(x, k, a);
-#pragma unroll
-            for (int h = 0; h < MN_STEP_HEADS; h++) {
-#pragma unroll
-                for (int e = 0; e < N; e++) sum[h] = fmaf(x[e], q[h * K + a + e], sum[h]);
-            }
-        }
+    for (int first = 0; first < K; first += MN_STEP_TEAM * N) {
+        const int a = first + lane * N;
+        float of_q[MN_STEP_HEADS][N];
 #pragma unroll
         for (int h = 0; h < MN_STEP_HEADS; h++) {
 #pragma unroll
-            for (int lanes = MN_STEP_TEAM / 2; lanes > 0; lanes >>= 1) {
-                sum[h] += __shfl_xor_sync(0xffffffffu, sum[h], lanes);
+            for (int e = 0; e < N; e++) of_q[h][e] = a < K ? q[h * K + a + e] : 0.0f;
+        }
+        for (int i0 = team; i0 < MN_STEP_KEYS; i0 += AT_ONCE * MN_STEP_TEAMS) {
+            float x[AT_ONCE][N];
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++) {
+                const int i = i0 + u * MN_STEP_TEAMS;
+                const bool inside = i < n_keys && a < K;
+                mn_load<N>(x[u], inside ? mn_row<T>(p.k, b, key0 + i, j) : (const T *)nullptr, a);
             }
-            if (lane == 0) w[h][i] = p.scale * sum[h];
+#pragma unroll
+            for (int u = 0; u < AT_ONCE; u++) {
+#pragma unroll
+                for (int h = 0; h < MN_STEP_HEADS; h++) {
+                    float sum = 0.0f;
+#pragma unroll
+                    for (int e = 0; e < N; e++) sum = fmaf(x[u][e], of_q[h][e], sum);
+#pragma unroll
+                    for (int lanes = MN_STEP_TEAM / 2; lanes > 0; lanes >>= 1) {
+                        sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+                    }
+                    float *to = &w[h][i0 + u * MN_STEP_TEAMS];
+                    if (lane == 0) *to = fmaf(p.scale, sum, first ? *to : 0.0f);
+                }
+            }
         }
     }
 }
@@ -64,14 +77,23 @@ __device__ inline void mn_step_read(float (&out)[MN_STEP_HEADS][N], float (*w)[M
 #pragma unroll
         for (int e = 0; e < N; e++) out[h][e] = 0.0f;
     }
-#pragma unroll 4
-    for (int i = team; i < n_keys && column < p.call.V; i += MN_STEP_TEAMS) {
-        float x[N];
-        mn_load<N>(x, mn_row<T>(p.v, b, key0 + i, j), column);
+    enum { AT_ONCE = 4 };
+    for (int i0 = team; i0 < n_keys && column < p.call.V; i0 += AT_ONCE * MN_STEP_TEAMS) {
+        float x[AT_ONCE][N];
 #pragma unroll
-        for (int h = 0; h < MN_STEP_HEADS; h++) {
+        for (int u = 0; u < AT_ONCE; u++) {
+            const int i = i0 + u * MN_STEP_TEAMS;
+            mn_load<N>(x[u], i < n_keys ? mn_row<T>(p.v, b, key0 + i, j) : (const T *)nullptr,
+                       column);
+        }
 #pragma unroll
-            for (int e = 0; e < N; e++) out[h][e] = fmaf(w[h][i], x[e], out[h][e]);
+        for (int u = 0; u < AT_ONCE; u++) {
+            const int i = min(i0 + u * MN_STEP_TEAMS, MN_STEP_KEYS - 1);
+#pragma unroll
+            for (int h = 0; h < MN_STEP_HEADS; h++) {
+#pragma unroll
+                for (int e = 0; e < N; e++) out[h][e] = fmaf(w[h][i], x[u][e], out[h][e]);
+            }
         }
     }
 #pragma unroll
@@ -121,7 +143,7 @@ mn_step_part_kernel(const __grid_constant__ mn_reads p, float *parts, int64_t n_
             most = mn_team_max<MN_STEP_THREADS>(inside ? z : -INFINITY, sums);
             weight = x = inside ? expf(z - most) : 0.0f;
         }
-        if (inside) w[h][threadIdx.x] = x;
+        w[h][threadIdx.x] = inside ? x : 0.0f;
         const float sum = mn_team_sum<MN_STEP_THREADS>(weight, sums);
         float *to = parts + ((b * p.call.H + first + h) * n_parts + part) * (V + 2) + V;
         if (threadIdx.x == 0) to[0] = most, to[1] = sum;

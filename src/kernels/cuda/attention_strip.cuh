@@ -20,19 +20,20 @@ enum {
     MN_STRIP_DEPTH = 16,      // of a step of a product
     MN_STRIP_PITCH = 68,      // floats of a row of 64 in shared memory
 };
-static const int64_t mn_strip_bytes = (int64_t)128 << 20;    // of one strip's matrices together
+static const int64_t mn_strip_bytes = (int64_t)384 << 20;    // of one strip's matrices together
 
-/* Query tiles [first, first + n_tiles) of `heads` heads; `rows` rows of `row` floats each. */
+/* Query tiles [first, first + n_tiles) of `heads` heads; `rows` rows of `row` floats each. Of twice
+ * as many heads than a matrix has (`each`) the second half is in another matrix, `apart` on. */
 struct mn_strip {
     mn_call call;
-    int64_t first, n_tiles, heads, rows, row;
+    int64_t first, n_tiles, heads, rows, row, each, apart;
 };
 
 /* The strip of a call, its tiles still to be set, and how many tiles one may have with `n`
  * matrices. */
 inline mn_strip mn_strip_of(const mn_call &call, int64_t heads, int64_t n, int64_t *most) {
     mn_strip s = {};
-    s.call = call, s.heads = heads;
+    s.call = call, s.heads = s.each = heads;
     s.rows = mn_min(call.T, (int64_t)MN_STRIP_ROWS);
     s.row = mn_ceil_div(call.L, MN_STRIP_ROWS) * MN_STRIP_ROWS;
     const double tile = 4.0 * (double)n * (double)heads * (double)s.rows * (double)s.row;
@@ -48,7 +49,14 @@ inline bool mn_strip_floats(int64_t *out, const mn_strip &s, int64_t most) {
 }
 
 __device__ inline int64_t mn_strip_at(const mn_strip &s, int64_t tile, int64_t head, int64_t r) {
-    return ((tile * s.heads + head) * s.rows + r) * s.row;
+    const int64_t matrix = head >= s.each;
+    return ((tile * s.each + head - matrix * s.each) * s.rows + r) * s.row + matrix * s.apart;
+}
+
+/* The strip with the heads of both matrices where there are two. */
+inline mn_strip mn_strip_twice(mn_strip s, int n_matrices, int64_t apart) {
+    if (n_matrices == 2) s.heads = 2 * s.each, s.apart = apart;
+    return s;
 }
 
 /* Keys in front of the first query of every sequence. */

@@ -1,9 +1,10 @@
-/* attention_strip_mma.cuh - the products of attention_strip.cuh by tensor cores, for bf16 whose rows
- * can be read in packs of eight. Scores of a strip are float in memory and bf16 in products; sums
+/* attention_strip_mma.cuh - products of attention_strip.cuh by tensor cores, for bf16 whose rows
+ * can be read in packs of eight. A matrix of floats goes into a product as the sum of two of bf16,
+ * what rounding leaves of the first being the second, so that it loses nothing that counts; sums
  * are float.
  *
  * A block of 256 threads makes 64 x 128 sums, in steps of a depth of 32: while the tensor cores
- * work on one step, the next one is on its way from memory to registers. */
+ * work on one step, the next two are on their way from memory to registers. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_STRIP_MMA_CUH
 #define MN_KERNELS_CUDA_ATTENTION_STRIP_MMA_CUH
 
@@ -19,29 +20,46 @@ enum {
     MN_PANEL_SUMS = 132,      // floats of a row of sums in shared memory
 };
 
-/* Eight neighbours from either type, as bf16; zeros where `x` is NULL. */
-__device__ inline uint4 mn_eight(const mn_bf16 *x) {
-    return x ? *(const uint4 *)x : make_uint4(0, 0, 0, 0);
-}
+/* Eight neighbours on their way: as they are in memory, zeros where there are none. */
+template <typename T>
+struct mn_eight {
+    uint4 at[sizeof(T) / 2];
 
-__device__ inline uint4 mn_eight(const float *x) {
-    if (!x) return make_uint4(0, 0, 0, 0);
-    const float4 a = *(const float4 *)x, b = *(const float4 *)(x + 4);
-    union {
-        __nv_bfloat162 pair[4];
-        uint4 all;
-    } pack;
-    pack.pair[0] = __floats2bfloat162_rn(a.x, a.y), pack.pair[1] = __floats2bfloat162_rn(a.z, a.w);
-    pack.pair[2] = __floats2bfloat162_rn(b.x, b.y), pack.pair[3] = __floats2bfloat162_rn(b.z, b.w);
-    return pack.all;
-}
+    __device__ void fetch(const T *x) {
+#pragma unroll
+        for (int i = 0; i < (int)sizeof(T) / 2; i++) {
+            at[i] = x ? ((const uint4 *)x)[i] : make_uint4(0, 0, 0, 0);
+        }
+    }
+
+    /* To `high`, and what rounding leaves of floats to `low` if that is not NULL. */
+    __device__ void store(mn_bf16 *high, mn_bf16 *low) const {
+        if (sizeof(T) == 2) {
+            *(uint4 *)high = at[0];
+            return;
+        }
+        const float *x = (const float *)at;
+        union {
+            mn_bf16 each[8];
+            uint4 all;
+        } first, rest;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            first.each[i] = __float2bfloat16_rn(x[i % (4 * (int)sizeof(T) / 2)]);
+            rest.each[i] = __float2bfloat16_rn(x[i % (4 * (int)sizeof(T) / 2)] -
+                                               __bfloat162float(first.each[i]));
+        }
+        *(uint4 *)high = first.all;
+        if (low) *(uint4 *)low = rest.all;
+    }
+};
 
 /* A panel of ROWS x COLUMNS on its way to shared memory; rows are COLUMNS + 8 apart there. */
-template <int ROWS, int COLUMNS>
+template <typename T, int ROWS, int COLUMNS>
 struct mn_panel {
     static constexpr int pitch = COLUMNS + 8, packs = COLUMNS / 8;
     static constexpr int each = ROWS * packs / MN_STRIP_THREADS;
-    uint4 at[each];
+    mn_eight<T> at[each];
 
     /* at(row, column) points to eight numbers, or is NULL */
     template <typename F>
@@ -49,33 +67,34 @@ struct mn_panel {
 #pragma unroll
         for (int e = 0; e < each; e++) {
             const int i = threadIdx.x + e * MN_STRIP_THREADS;
-            at[e] = mn_eight(at_row(i / packs, i % packs * 8));
+            at[e].fetch(at_row(i / packs, i % packs * 8));
         }
     }
 
-    __device__ void store(mn_bf16 *room) const {
+    __device__ void store(mn_bf16 *room, mn_bf16 *low) const {
 #pragma unroll
         for (int e = 0; e < each; e++) {
             const int i = threadIdx.x + e * MN_STRIP_THREADS;
-            *(uint4 *)(room + i / packs * pitch + i % packs * 8) = at[e];
+            const int to = i / packs * pitch + i % packs * 8;
+            at[e].store(room + to, low ? low + to : nullptr);
         }
     }
 };
 
 /* How a block's two panels lie: a is (rows, depth) or, turned, (depth, rows); b is (columns, depth)
  * or, turned, (depth, columns). */
-template <bool a_turned, bool b_turned>
+template <typename TA, typename TB, bool a_turned, bool b_turned>
 struct mn_panel_kind {
-    using A = mn_panel<a_turned ? MN_PANEL_DEPTH : MN_PANEL_ROWS,
+    using A = mn_panel<TA, a_turned ? MN_PANEL_DEPTH : MN_PANEL_ROWS,
                        a_turned ? MN_PANEL_ROWS : MN_PANEL_DEPTH>;
-    using B = mn_panel<b_turned ? MN_PANEL_DEPTH : MN_PANEL_COLUMNS,
+    using B = mn_panel<TB, b_turned ? MN_PANEL_DEPTH : MN_PANEL_COLUMNS,
                        b_turned ? MN_PANEL_COLUMNS : MN_PANEL_DEPTH>;
-    static constexpr int a_room = (a_turned ? MN_PANEL_DEPTH : MN_PANEL_ROWS) * A::pitch;
-    static constexpr int b_room = (b_turned ? MN_PANEL_DEPTH : MN_PANEL_COLUMNS) * B::pitch;
 };
 
+enum { MN_PANEL_A = 64 * 40, MN_PANEL_B = 128 * 40 };    // the largest of them, in bf16
+
 union mn_panel_room {
-    mn_bf16 panels[64 * 40 + 128 * 40 + 64];
+    mn_bf16 panels[2 * MN_PANEL_A + 2 * MN_PANEL_B];
     float sums[MN_PANEL_ROWS * MN_PANEL_SUMS];
 };
 
@@ -89,26 +108,41 @@ struct mn_panel_sums {
     }
 
     template <bool a_turned, bool b_turned>
-    __device__ void step(const mn_bf16 *a, const mn_bf16 *b) {
+    __device__ void step(const mn_bf16 *a, const mn_bf16 *low, const mn_bf16 *b,
+                         const mn_bf16 *b_low) {
         using namespace nvcuda::wmma;
-        using kind = mn_panel_kind<a_turned, b_turned>;
+        using kind = mn_panel_kind<float, float, a_turned, b_turned>;
         using a_order = typename std::conditional<a_turned, col_major, row_major>::type;
         using b_order = typename std::conditional<b_turned, row_major, col_major>::type;
         constexpr int lda = kind::A::pitch, ldb = kind::B::pitch;
         const int warp = threadIdx.x / 32, row = warp % 2 * 32, column = warp / 2 * 32;
 #pragma unroll
         for (int k = 0; k < MN_PANEL_DEPTH; k += 16) {
-            fragment<matrix_a, 16, 16, 16, mn_bf16, a_order> from_a[2];
             fragment<matrix_b, 16, 16, 16, mn_bf16, b_order> from_b[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                const int r = row + i * 16, c = column + i * 16;
-                load_matrix_sync(from_a[i], a + (a_turned ? k * lda + r : r * lda + k), lda);
+                const int c = column + i * 16;
                 load_matrix_sync(from_b[i], b + (b_turned ? k * ldb + c : c * ldb + k), ldb);
             }
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                mma_sync(at[i / 2][i % 2], from_a[i / 2], from_b[i % 2], at[i / 2][i % 2]);
+                const mn_bf16 *half = i / 2 ? low : a;
+                if (!half) break;
+                fragment<matrix_a, 16, 16, 16, mn_bf16, a_order> from_a;
+                const int r = row + i % 2 * 16;
+                load_matrix_sync(from_a, half + (a_turned ? k * lda + r : r * lda + k), lda);
+                mma_sync(at[i % 2][0], from_a, from_b[0], at[i % 2][0]);
+                mma_sync(at[i % 2][1], from_a, from_b[1], at[i % 2][1]);
+            }
+            if (!b_low) continue;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                fragment<matrix_a, 16, 16, 16, mn_bf16, a_order> from_a;
+                fragment<matrix_b, 16, 16, 16, mn_bf16, b_order> rest;
+                const int r = row + i % 2 * 16, c = column + i / 2 * 16;
+                load_matrix_sync(from_a, a + (a_turned ? k * lda + r : r * lda + k), lda);
+                load_matrix_sync(rest, b_low + (b_turned ? k * ldb + c : c * ldb + k), ldb);
+                mma_sync(at[i % 2][i / 2], from_a, rest, at[i % 2][i / 2]);
             }
         }
     }
@@ -135,31 +169,43 @@ struct mn_panel_sums {
 };
 
 /* sums += a b over `depth`; a_at and b_at(row, column of the panel, start of the step). */
-template <bool a_turned, bool b_turned, typename FA, typename FB>
+template <typename TA, typename TB, bool a_turned, bool b_turned, typename FA, typename FB>
 __device__ inline void mn_panel_product(mn_panel_sums &sums, mn_panel_room &room, int64_t depth,
                                         FA a_at, FB b_at) {
-    using kind = mn_panel_kind<a_turned, b_turned>;
-    mn_bf16 *room_a = room.panels, *room_b = room.panels + (kind::a_room + 63) / 64 * 64;
-    typename kind::A a;
-    typename kind::B b;
-    const auto fetch = [&](int64_t k0) {
-        a.fetch([&](int row, int column) { return a_at(row, column, k0); });
-        b.fetch([&](int row, int column) { return b_at(row, column, k0); });
+    constexpr int ahead = 2;
+    using kind = mn_panel_kind<TA, TB, a_turned, b_turned>;
+    mn_bf16 *room_a = room.panels, *room_b = room.panels + 2 * MN_PANEL_A;
+    mn_bf16 *low = sizeof(TA) == 4 ? room_a + MN_PANEL_A : nullptr;
+    mn_bf16 *b_low = sizeof(TB) == 4 ? room_b + MN_PANEL_B : nullptr;
+    typename kind::A a[ahead];
+    typename kind::B b[ahead];
+    const auto fetch = [&](int i, int64_t k0) {
+        a[i].fetch([&](int row, int column) { return a_at(row, column, k0); });
+        b[i].fetch([&](int row, int column) { return b_at(row, column, k0); });
     };
-    fetch(0);
-    for (int64_t k0 = 0; k0 < depth; k0 += MN_PANEL_DEPTH) {
-        __syncthreads();
-        a.store(room_a);
-        b.store(room_b);
-        __syncthreads();
-        if (k0 + MN_PANEL_DEPTH < depth) fetch(k0 + MN_PANEL_DEPTH);
-        sums.template step<a_turned, b_turned>(room_a, room_b);
+#pragma unroll
+    for (int i = 0; i < ahead; i++) {
+        if (i * MN_PANEL_DEPTH < depth) fetch(i, i * MN_PANEL_DEPTH);
+    }
+    for (int64_t first = 0; first < depth; first += ahead * MN_PANEL_DEPTH) {
+#pragma unroll
+        for (int i = 0; i < ahead; i++) {
+            const int64_t k0 = first + i * MN_PANEL_DEPTH;
+            if (k0 >= depth) break;
+            __syncthreads();
+            a[i].store(room_a, low);
+            b[i].store(room_b, b_low);
+            __syncthreads();
+            if (k0 + ahead * MN_PANEL_DEPTH < depth) fetch(i, k0 + ahead * MN_PANEL_DEPTH);
+            sums.template step<a_turned, b_turned>(room_a, low, room_b, b_low);
+        }
     }
     __syncthreads();
 }
 
-__global__ static void __launch_bounds__(MN_STRIP_THREADS)
-mn_panel_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_strip_side<mn_bf16> a,
+template <typename TA>
+__global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
+mn_panel_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_strip_side<TA> a,
                        mn_strip_side<mn_bf16> b, int64_t width, float scale) {
     __shared__ __align__(128) mn_panel_room room;
     const mn_tile_span tile = mn_tile_at(s.call, MN_STRIP_ROWS, s.first + blockIdx.z);
@@ -169,10 +215,10 @@ mn_panel_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_strip_si
     if (tile.n_rows == 0 || key0 >= n_keys) return;
     mn_panel_sums sums;
     sums.clear();
-    mn_panel_product<false, false>(
+    mn_panel_product<TA, mn_bf16, false, false>(
         sums, room, width,
         [&](int row, int column, int64_t k) {
-            const mn_bf16 *none = nullptr;
+            const TA *none = nullptr;
             const bool inside = row < tile.n_rows && k + column < width && a.view.data;
             return inside ? a.row(tile.span.b, start + tile.first + row, h) + k + column : none;
         },
@@ -197,7 +243,7 @@ mn_panel_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_strip_si
 }
 
 template <typename TY>
-__global__ void __launch_bounds__(MN_STRIP_THREADS)
+__global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
 mn_panel_read_kernel(const __grid_constant__ mn_strip s, mn_out y, int64_t head0, const float *w,
                      mn_strip_side<mn_bf16> x, int64_t width, float scale) {
     __shared__ __align__(128) mn_panel_room room;
@@ -208,7 +254,7 @@ mn_panel_read_kernel(const __grid_constant__ mn_strip s, mn_out y, int64_t head0
     if (tile.n_rows == 0) return;
     mn_panel_sums sums;
     sums.clear();
-    mn_panel_product<false, true>(
+    mn_panel_product<float, mn_bf16, false, true>(
         sums, room, n_keys,
         [&](int row, int column, int64_t k) {
             const float *none = nullptr;    // what lies beyond the keys of a row is 0
@@ -231,9 +277,10 @@ mn_panel_read_kernel(const __grid_constant__ mn_strip s, mn_out y, int64_t head0
 }
 
 /* As mn_strip_gather_kernel; a tile's queries are added as one number. */
-__global__ static void __launch_bounds__(MN_STRIP_THREADS)
+template <typename TX>
+__global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
 mn_panel_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t head0, int64_t group,
-                       const float *w, mn_strip_side<mn_bf16> x, int64_t width) {
+                       const float *w, mn_strip_side<TX> x, int64_t width) {
     __shared__ __align__(128) mn_panel_room room;
     mn_call keys = s.call;
     keys.T = keys.L;
@@ -257,23 +304,31 @@ mn_panel_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t hea
     }
     __syncthreads();
     sums.load(room.sums);
-    for (; slot < end; slot++) {
-        const mn_tile_span of = mn_tile_at(s.call, MN_STRIP_ROWS, slot);
-        for (int64_t h = head * group; h < (head + 1) * group; h++) {
-            const float *rows = w + mn_strip_at(s, slot - s.first, h, 0) + tile.first;
-            mn_panel_product<true, true>(
-                sums, room, of.n_rows,
-                [&](int row, int column, int64_t k) {
-                    const float *none = nullptr;
-                    return k + row < of.n_rows ? rows + (k + row) * s.row + column : none;
-                },
-                [&](int row, int column, int64_t k) {
-                    const mn_bf16 *none = nullptr;
-                    const bool inside = k + row < of.n_rows && j0 + column < width && x.view.data;
-                    return inside ? x.row(b, start + of.first + k + row, h) + j0 + column : none;
-                });
-        }
-    }
+    /* One long product over (tile, head of the group, row), so that loads run ahead throughout. */
+    const int64_t t_first = (slot - first) * MN_STRIP_ROWS;
+    const int64_t length = mn_span_at(s.call, tile.n).length;
+    const auto part = [&](int64_t k, int64_t *t, int64_t *h) {
+        const int unit = (int)(k / MN_STRIP_ROWS), of = (int)group;
+        *h = head * group + unit % of;
+        *t = t_first + unit / of * MN_STRIP_ROWS + k % MN_STRIP_ROWS;
+    };
+    mn_panel_product<float, TX, true, true>(
+        sums, room, (end - slot) * group * MN_STRIP_ROWS,
+        [&](int row, int column, int64_t k) {
+            const float *none = nullptr;
+            int64_t t, h;
+            part(k + row, &t, &h);
+            const int64_t i = slot - s.first + (t - t_first) / MN_STRIP_ROWS;
+            const float *at = w + mn_strip_at(s, i, h, t % MN_STRIP_ROWS) + tile.first + column;
+            return t < length ? at : none;
+        },
+        [&](int row, int column, int64_t k) {
+            const TX *none = nullptr;
+            int64_t t, h;
+            part(k + row, &t, &h);
+            const bool inside = t < length && j0 + column < width && x.view.data;
+            return inside ? x.row(b, start + t, h) + j0 + column : none;
+        });
     sums.store(room.sums);
     __syncthreads();
     for (int i = threadIdx.x; i < MN_PANEL_ROWS * MN_PANEL_COLUMNS; i += MN_STRIP_THREADS) {
@@ -286,62 +341,67 @@ mn_panel_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t hea
 
 /* ---- the faster way where there is one ------------------------------------------------------- */
 
+/* One bf16 factor at least, and rows of both that can be read in packs. */
 template <typename T>
 inline bool mn_panel_packable(const mn_strip_side<T> &x, int64_t width) {
-    if (!std::is_same<T, mn_bf16>::value || width % 8 != 0) return false;
-    bool whole = (uintptr_t)x.view.data % 16 == 0;
+    bool whole = (uintptr_t)x.view.data % 16 == 0 && width % 8 == 0;
     for (int axis = 0; axis < 3; axis++) whole = whole && x.view.stride[axis] % 8 == 0;
     return whole;
 }
 
-inline mn_strip_side<mn_bf16> mn_panel_side(const mn_in &view, int64_t head0, int64_t group) {
-    return { view, head0, group };
+template <typename T>
+constexpr bool mn_is_bf16() {
+    return std::is_same<T, mn_bf16>::value;
 }
 
 template <typename TA, typename TB>
 inline void mn_past_scores(const mn_strip &s, float *w, mn_strip_side<TA> a, mn_strip_side<TB> b,
                            int64_t width, float scale, cudaStream_t stream) {
-    if (!mn_panel_packable(a, width) || !mn_panel_packable(b, width)) {
-        mn_strip_scores(s, w, a, b, width, scale, stream);
-        return;
+    if constexpr (mn_is_bf16<TB>()) {
+        if (mn_panel_packable(a, width) && mn_panel_packable(b, width)) {
+            const dim3 blocks((unsigned)mn_ceil_div(s.row, MN_PANEL_COLUMNS), (unsigned)s.heads,
+                              (unsigned)s.n_tiles);
+            mn_panel_scores_kernel<TA><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, w, a, b, width,
+                                                                                scale);
+            return;
+        }
     }
-    const dim3 blocks((unsigned)mn_ceil_div(s.row, MN_PANEL_COLUMNS), (unsigned)s.heads,
-                      (unsigned)s.n_tiles);
-    mn_panel_scores_kernel<<<blocks, MN_STRIP_THREADS, 0, stream>>>(
-        s, w, mn_panel_side(a.view, a.head0, a.group), mn_panel_side(b.view, b.head0, b.group),
-        width, scale);
+    mn_strip_scores(s, w, a, b, width, scale, stream);
 }
 
 template <typename TX, typename TY>
 inline void mn_past_read(const mn_strip &s, const mn_out &y, int64_t head0, const float *w,
                          mn_strip_side<TX> x, int64_t width, float scale, cudaStream_t stream) {
-    if (!mn_panel_packable(x, width)) {
-        mn_strip_read<TX, TY>(s, y, head0, w, x, width, scale, stream);
-        return;
-    }
     if (!y.data) return;
-    const dim3 blocks((unsigned)mn_ceil_div(width, MN_PANEL_COLUMNS), (unsigned)s.heads,
-                      (unsigned)s.n_tiles);
-    mn_panel_read_kernel<TY><<<blocks, MN_STRIP_THREADS, 0, stream>>>(
-        s, y, head0, w, mn_panel_side(x.view, x.head0, x.group), width, scale);
+    if constexpr (mn_is_bf16<TX>()) {
+        if (mn_panel_packable(x, width)) {
+            const dim3 blocks((unsigned)mn_ceil_div(width, MN_PANEL_COLUMNS), (unsigned)s.heads,
+                              (unsigned)s.n_tiles);
+            mn_panel_read_kernel<TY><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, y, head0, w, x,
+                                                                              width, scale);
+            return;
+        }
+    }
+    mn_strip_read<TX, TY>(s, y, head0, w, x, width, scale, stream);
 }
 
+/* `narrow`: the call is of bf16, and floats may be rounded to it. */
 template <typename TX>
 inline void mn_past_gather(const mn_strip &s, const mn_out &d, int64_t head0, int64_t group,
-                           const float *w, mn_strip_side<TX> x, int64_t width,
+                           const float *w, mn_strip_side<TX> x, int64_t width, bool narrow,
                            cudaStream_t stream) {
-    if (!mn_panel_packable(x, width)) {
+    if (!d.data) return;
+    if (!narrow || !mn_panel_packable(x, width)) {
         mn_strip_gather(s, d, head0, group, w, x, width, stream);
         return;
     }
-    if (!d.data) return;
     mn_call keys = s.call;
     keys.T = keys.L;
     const dim3 blocks((unsigned)mn_tile_slots(keys, 64),
                       (unsigned)mn_ceil_div(width, MN_PANEL_COLUMNS),
                       (unsigned)(s.heads / group));
-    mn_panel_gather_kernel<<<blocks, MN_STRIP_THREADS, 0, stream>>>(
-        s, d, head0, group, w, mn_panel_side(x.view, x.head0, x.group), width);
+    mn_panel_gather_kernel<TX><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, d, head0, group, w, x,
+                                                                        width);
 }
 
 #endif

@@ -16,11 +16,11 @@
  * chunk in which a channel would decay by more than e^-40; if the chunk alone does so, token by
  * token. Scaling rows and columns costs no digits.
  *
- * A block of 16 warps has one noise group of one head of one sequence. P lies in tiles of 8 x 8, two
- * numbers for each lane: row l / 4, columns 2 (l % 4) and the next, as products leave it. The same
- * numbers are the right factor of the next product, rows read as columns, if the left one's columns
- * are taken in the order 0 2 4 6 1 3 5 7. Mh' lies alike, value columns being its rows. Up to R =
- * 128, P is in registers, row block w in warp w; beyond it is in memory. */
+ * A block of 16 warps has one noise group of one head of one sequence. P lies in tiles of 8 x 8,
+ * two numbers for each lane: row l / 4, columns 2 (l % 4) and the next, as products leave it. The
+ * same numbers are the right factor of the next product, rows read as columns, if the left one's
+ * columns are taken in the order 0 2 4 6 1 3 5 7. Mh' lies alike, value columns being its rows. Up
+ * to R = 128, P is in registers, row block w in warp w; beyond it is in memory. */
 #ifndef MN_KERNELS_CUDA_BAYES_CUH
 #define MN_KERNELS_CUDA_BAYES_CUH
 
@@ -44,6 +44,16 @@ struct mn_bayes_shape {
     __device__ int pitch_z() const { return 8 * nb + 4; }    // right factors
     __device__ int pitch_e() const { return 8 * nm + 4; }
 };
+
+/* Bytes of shared memory that a block may have on the device in use. */
+inline size_t mn_bayes_most_shared(void) {
+    int device = 0, bytes = 0;
+    const bool known =
+        cudaGetDevice(&device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
+            cudaSuccess;
+    return known ? (size_t)bytes - 1024 : 0;    // some is taken already
+}
 
 /* Shared memory, in doubles. */
 struct mn_bayes_room {
@@ -90,15 +100,54 @@ __device__ inline void mn_dmma(double (&c)[2], double a, double b) {
                  : "+d"(c[0]), "+d"(c[1]) : "d"(a), "d"(b));
 }
 
+/* (16,8) += (16,8) (8,8) and (16,16) (16,8). Lane l gives a[2 i + m]: row l / 4 + 8 m, column l % 4
+ * + 4 i, b[i]: row l % 4 + 4 i, column l / 4; c[m]: rows as of a, columns 2 (l % 4) and the next.
+ * sm_90 has such products, many times as fast as the small one; before it there is only that. */
+__device__ inline void mn_dmma_8(double (&c)[2][2], const double (&a)[4], const double (&b)[2]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
+                 "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+d"(c[0][0]), "+d"(c[0][1]), "+d"(c[1][0]), "+d"(c[1][1])
+                 : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
+#else
+    for (int i = 0; i < 2; i++) mn_dmma(c[0], a[2 * i], b[i]), mn_dmma(c[1], a[2 * i + 1], b[i]);
+#endif
+}
+
+__device__ inline void mn_dmma_16(double (&c)[2][2], const double (&a)[8], const double (&b)[4]) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
+                 "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
+                 : "+d"(c[0][0]), "+d"(c[0][1]), "+d"(c[1][0]), "+d"(c[1][1])
+                 : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]),
+                   "d"(a[7]), "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
+#else
+    for (int i = 0; i < 4; i++) mn_dmma(c[0], a[2 * i], b[i]), mn_dmma(c[1], a[2 * i + 1], b[i]);
+#endif
+}
+
+/* tile (8,8) += (8,16) (16,8): lane l gives row l / 4 and column l / 4 at tokens l % 4 + 4 i. */
+__device__ inline void mn_dmma_tile(double (&tile)[2], const double (&a)[4], const double (&b)[4]) {
+#if __CUDA_ARCH__ >= 900
+    double c[2][2] = { { tile[0], tile[1] }, { 0.0, 0.0 } };
+    const double wide[8] = { a[0], 0.0, a[1], 0.0, a[2], 0.0, a[3], 0.0 };
+    mn_dmma_16(c, wide, b);
+    tile[0] = c[0][0], tile[1] = c[0][1];
+#else
+    for (int i = 0; i < 4; i++) mn_dmma(tile, a[i], b[i]);
+#endif
+}
+
 /* Tiles of P that a warp holds, or where they are. */
 template <bool LARGE>
 struct mn_bayes_tiles {
     double at[LARGE ? 1 : MN_BAYES_TILES][2];
     double *memory;    // LARGE: nb x nb tiles of 64
 
-    /* use(tile, row block, column block) for all tiles of the warp, which may change them */
+    /* use(tile, row block, column block) for all tiles of the warp, which it may change if it
+     * says so */
     template <typename F>
-    __device__ void each(const mn_bayes_shape &s, F use) {
+    __device__ void each(const mn_bayes_shape &s, F use, bool changes = true) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
         for (int b = 0; b < (LARGE ? 0 : MN_BAYES_TILES); b++) {
@@ -109,7 +158,7 @@ struct mn_bayes_tiles {
                 double2 *place = (double2 *)(memory + ((int64_t)a * s.nb + b) * 64) + lane;
                 double tile[2] = { place->x, place->y };
                 use(tile, a, b);
-                *place = make_double2(tile[0], tile[1]);
+                if (changes) *place = make_double2(tile[0], tile[1]);
             }
         }
     }
@@ -209,15 +258,28 @@ __device__ void mn_bayes_rebase(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &r
 template <typename T>
 __device__ void mn_bayes_fetch(const mn_bayes_room &room, const mn_bayes_args &p,
                                const mn_bayes_shape &s, int64_t t, int count) {
+    constexpr int AHEAD = 4;    // loads of a thread before it stores
     const int size = MN_BAYES_CHUNK * s.K;
-    for (int at = threadIdx.x; at < size; at += MN_BAYES_THREADS) {
-        const int token = at / s.K, i = at % s.K;
-        const bool there = token < count;
-        const int64_t b = s.span.b, when = s.span.t0 + t + token;
-        room.raw[at] = there ? mn_float(mn_row<T>(p.k, b, when, s.h)[i]) : 0.0f;
-        room.raw[size + at] = there ? mn_get(mn_row<T>(p.q, b, when, s.h), i) : 0.0f;
-        room.raw[2 * size + at] = there ? mn_float(mn_row<T>(p.la, b, when, s.h)[i]) : 0.0f;
-        room.raw[3 * size + at] = there ? mn_get(mn_row<T>(p.theta, b, when, s.h), i) : 0.0f;
+    for (int first = threadIdx.x; first < size; first += AHEAD * MN_BAYES_THREADS) {
+        float x[AHEAD][4];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int at = first + j * MN_BAYES_THREADS, token = at / s.K, i = at % s.K;
+            const bool there = at < size && token < count;
+            const int64_t b = s.span.b, when = s.span.t0 + t + token;
+            x[j][0] = there ? mn_float(mn_row<T>(p.k, b, when, s.h)[i]) : 0.0f;
+            x[j][1] = there ? mn_get(mn_row<T>(p.q, b, when, s.h), i) : 0.0f;
+            x[j][2] = there ? mn_float(mn_row<T>(p.la, b, when, s.h)[i]) : 0.0f;
+            x[j][3] = there ? mn_get(mn_row<T>(p.theta, b, when, s.h), i) : 0.0f;
+        }
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int at = first + j * MN_BAYES_THREADS;
+#pragma unroll
+            for (int which = 0; which < 4 && at < size; which++) {
+                room.raw[which * size + at] = x[j][which];
+            }
+        }
     }
     if (threadIdx.x < MN_BAYES_CHUNK) {
         const int i = threadIdx.x;
@@ -242,8 +304,9 @@ __device__ inline bool mn_bayes_is_steep(const mn_bayes_room &room, const mn_bay
 
 /* Phi_t, kh, qh and the weights of the noise of tokens [first, first + count) of the raw chunk, as
  * tokens 0 to 15 of the room. Four threads share a channel. `still`: the frame does not move. */
-__device__ inline void mn_bayes_prepare(const mn_bayes_room &room, const mn_bayes_shape &s,
-                                        int first, int count, bool still) {
+__device__ __noinline__ static void mn_bayes_prepare(const mn_bayes_room &room,
+                                                     const mn_bayes_shape &s, int first,
+                                                     int count, bool still) {
     const int size = MN_BAYES_CHUNK * s.K, quarter = threadIdx.x / 128 * 4;
     const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;
     if (threadIdx.x < MN_BAYES_CHUNK) {
@@ -259,6 +322,7 @@ __device__ inline void mn_bayes_prepare(const mn_bayes_room &room, const mn_baye
             level += (double)room.raw[2 * size + at];
             angle += (double)room.raw[3 * size + at];
         }
+        double scale[4], turn[4], k[4], q[4], l2[4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             const int t = quarter + j, at = (first + t) * s.K + i;
@@ -267,24 +331,31 @@ __device__ inline void mn_bayes_prepare(const mn_bayes_room &room, const mn_baye
                 level += (double)room.raw[2 * size + at];
                 angle += (double)room.raw[3 * size + at];
             }
-            const double k = there ? (double)room.raw[at] : 0.0;
-            const double q = there ? (double)room.raw[size + at] : 0.0;
-            const double scale = exp(level);
-            double re = scale, im = 0.0;
+            scale[j] = level, turn[j] = angle;
+            k[j] = there ? (double)room.raw[at] : 0.0;
+            q[j] = there ? (double)room.raw[size + at] : 0.0;
+            l2[j] = there ? room.given_l2[first + t] : 0.0;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) scale[j] = exp(scale[j]);
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int t = quarter + j;
+            const double square = 1.0 / (scale[j] * scale[j]);
+            double re = scale[j], im = 0.0;
             if (s.turns) {
                 double sine, cosine;
-                sincos(angle, &sine, &cosine);
-                re = scale * cosine, im = scale * sine;
+                sincos(turn[j], &sine, &cosine);
+                re = scale[j] * cosine, im = scale[j] * sine;
             }
             room.phi[t * rows + r] = re;
-            room.k[t * ld + r] = re * k;
-            room.q[t * ld + r] = re * q;
-            const double square = 1.0 / (scale * scale);
-            room.z[t * ld_z + r] = there ? room.given_l2[first + t] * square : 0.0;
+            room.k[t * ld + r] = re * k[j];
+            room.q[t * ld + r] = re * q[j];
+            room.z[t * ld_z + r] = l2[j] * square;
             if (s.turns) {
                 room.phi[t * rows + r + 1] = im;
-                room.k[t * ld + r + 1] = -im * k;
-                room.q[t * ld + r + 1] = -im * q;
+                room.k[t * ld + r + 1] = -im * k[j];
+                room.q[t * ld + r + 1] = -im * q[j];
                 room.z[t * ld_z + r + 1] = square;
             }
         }
@@ -292,20 +363,29 @@ __device__ inline void mn_bayes_prepare(const mn_bayes_room &room, const mn_baye
 }
 
 /* n_t kh_t and n_t qh_t in place of the weights; n at the end. One thread has one channel. */
-__device__ inline void mn_bayes_add_noise(const mn_bayes_room &room, const mn_bayes_shape &s) {
+__device__ __noinline__ static void mn_bayes_add_noise(const mn_bayes_room &room,
+                                                       const mn_bayes_shape &s) {
     const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;
     for (int i = threadIdx.x; i < s.K; i += MN_BAYES_THREADS) {
         const int r = i * s.step;
         double rr = 0.0, ri = 0.0, ii = 0.0;
-#pragma unroll 4
-        for (int t = 0; t < MN_BAYES_CHUNK; t++) {
+        for (int first = 0; !s.turns && first < MN_BAYES_CHUNK; first += 8) {
+            double w[8], k[8], q[8];
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                w[j] = room.z[(first + j) * ld_z + r];
+                k[j] = room.k[(first + j) * ld + r], q[j] = room.q[(first + j) * ld + r];
+            }
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                rr += w[j];
+                room.z[(first + j) * ld_z + r] = rr * k[j];
+                room.zq[(first + j) * ld_z + r] = rr * q[j];
+            }
+        }
+        for (int t = 0; s.turns && t < MN_BAYES_CHUNK; t++) {
             double *z = room.z + t * ld_z + r, *zq = room.zq + t * ld_z + r;
             const double *k = room.k + t * ld + r, *q = room.q + t * ld + r;
-            if (!s.turns) {
-                rr += z[0];
-                z[0] = rr * k[0], zq[0] = rr * q[0];
-                continue;
-            }
             const double re = room.phi[t * rows + r], im = room.phi[t * rows + r + 1];
             const double weight = z[0] * z[1];    // l2 / |Phi|^4
             rr += weight * re * re, ri -= weight * re * im, ii += weight * im * im;
@@ -341,26 +421,27 @@ __device__ inline void mn_bayes_left(double (&c)[2][2], const double *left, int 
                                      const double (&tile)[2], int b) {
     const int lane = threadIdx.x % 32;
     const double *at = left + lane / 4 * ld + 8 * b + 2 * (lane % 4);
-#pragma unroll
-    for (int m = 0; m < 2; m++) {
-        const double2 a = *(const double2 *)(at + 8 * m * ld);
-        mn_dmma(c[m], a.x, tile[0]);
-        mn_dmma(c[m], a.y, tile[1]);
-    }
+    const double2 upper = *(const double2 *)at, lower = *(const double2 *)(at + 8 * ld);
+    const double a[4] = { upper.x, lower.x, upper.y, lower.y };
+    mn_dmma_8(c, a, tile);
 }
 
-/* x.y for all pairs of the 16 rows of two panels: warp w has quarter w / 4 of the sums of tile
- * w % 4; parts are added by mn_bayes_whole. */
+/* x.y for all pairs of the 16 rows of two panels: of the first eight warps, w has quarter w / 2 of
+ * the sums for half w % 2 of y's rows; parts are added by mn_bayes_whole. */
 __device__ inline void mn_bayes_gram(double *parts, const double *x, int ld_x, const double *y,
                                      int ld_y, int nb) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int row = warp % 4 / 2 * 8, column = warp % 2 * 8;
-    double c[2] = { 0.0, 0.0 };
-    const double *a = x + (row + lane / 4) * ld_x + lane % 4;
-    const double *b = y + (column + lane / 4) * ld_y + lane % 4;
-    for (int i = warp / 4; i < 2 * nb; i += 4) mn_dmma(c, a[4 * i], b[4 * i]);
-    double *to = parts + warp / 4 * 256 + (row + lane / 4) * 16 + column + 2 * (lane % 4);
-    to[0] = c[0], to[1] = c[1];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = warp % 2 * 8;
+    if (warp >= 8) return;
+    double c[2][2] = { { 0.0, 0.0 }, { 0.0, 0.0 } };
+    const double *upper = x + lane / 4 * ld_x + lane % 4, *lower = upper + 8 * ld_x;
+    const double *from = y + (column + lane / 4) * ld_y + lane % 4;
+    for (int i = warp / 2; i < nb; i += 4) {
+        const double a[4] = { upper[8 * i], lower[8 * i], upper[8 * i + 4], lower[8 * i + 4] };
+        const double b[2] = { from[8 * i], from[8 * i + 4] };
+        mn_dmma_8(c, a, b);
+    }
+    double *to = parts + warp / 2 * 256 + lane / 4 * 16 + column + 2 * (lane % 4);
+    to[0] = c[0][0], to[1] = c[0][1], to[128] = c[1][0], to[129] = c[1][1];
 }
 
 __device__ inline double mn_bayes_whole(const double *parts, int i) {
@@ -395,7 +476,7 @@ __device__ void mn_bayes_through(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &
             const double2 q = *(const double2 *)(room.q + t * ld + r);
             sums[m] += cq[m][0] * q.x + cq[m][1] * q.y;
         }
-    });
+    }, false);
     if (!qvar) return;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
@@ -431,7 +512,7 @@ __device__ inline void mn_bayes_read_mean(const mn_bayes_room &room, const mn_ba
 }
 
 /* S + diag r2 = G'diag(1/sigma) G by one warp: lane t has column t. Rows of S come first. */
-__device__ inline void mn_bayes_factor(const mn_bayes_room &room) {
+__device__ __noinline__ static void mn_bayes_factor(const mn_bayes_room &room) {
     const int t = threadIdx.x % 16;
     double column[MN_BAYES_CHUNK];
 #pragma unroll
@@ -456,7 +537,8 @@ __device__ inline void mn_bayes_factor(const mn_bayes_room &room) {
 }
 
 /* z from B and e from its start: one thread has one column of either. */
-__device__ inline void mn_bayes_solve(const mn_bayes_room &room, const mn_bayes_shape &s) {
+__device__ __noinline__ static void mn_bayes_solve(const mn_bayes_room &room,
+                                                   const mn_bayes_shape &s) {
     const int rows = 8 * s.nb, all = rows + 8 * s.nm;
     for (int i = threadIdx.x; i < all; i += MN_BAYES_THREADS) {
         double *at = i < rows ? room.z + i : room.e + i - rows, x[MN_BAYES_CHUNK];
@@ -494,18 +576,20 @@ __device__ void mn_bayes_write(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &ro
             if (s.turns && row == column) tile[1] += room.cross[row];
             if (s.turns && row == column + 1) tile[0] += room.cross[row];
         }
+        double b_of[4];
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            mn_dmma(tile, a_of[i], room.z[(4 * i + lane % 4) * ld_z + 8 * b + lane / 4]);
-        }
+        for (int i = 0; i < 4; i++) b_of[i] = room.z[(4 * i + lane % 4) * ld_z + 8 * b + lane / 4];
+        mn_dmma_tile(tile, a_of, b_of);
     });
     mn_bayes_each_mean(room.M, s, [&](double (&tile)[2], int a, int b) {
+        double left[4], right[4];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int t = 4 * i + lane % 4;
-            mn_dmma(tile, room.e[t * ld_e + 8 * a + lane / 4] * room.inverse[t],
-                    room.z[t * ld_z + 8 * b + lane / 4]);
+            left[i] = room.e[t * ld_e + 8 * a + lane / 4] * room.inverse[t];
+            right[i] = room.z[t * ld_z + 8 * b + lane / 4];
         }
+        mn_dmma_tile(tile, left, right);
     });
 }
 
@@ -532,7 +616,7 @@ __device__ bool mn_bayes_raise(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &ro
                                const mn_bayes_shape &s) {
     const double few = 8.0 * 0x1p-24;
     __shared__ int shows;
-    double *spread = room.qparts;    // free until the next product
+    double *spread = room.coef;    // free until the factor
     __syncthreads();
     for (int i = threadIdx.x; i < 2 * MN_BAYES_WARPS; i += MN_BAYES_THREADS) spread[i] = 0.0;
     __syncthreads();

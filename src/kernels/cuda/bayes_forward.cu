@@ -3,8 +3,6 @@
 #include "kernels/cuda/bayes.cuh"
 #include "kernels/riccati_args.h"
 
-enum { ROOM_BYTES = 227 * 1024 };
-
 /* What is asked of tokens [t, t + count), the first ones of the room. */
 template <typename T>
 __device__ static void put_results(const mn_bayes_room &room, const mn_bayes_args &p,
@@ -76,14 +74,16 @@ __device__ static void put_states(mn_bayes_tiles<LARGE> &P, const mn_bayes_room 
 template <typename T, bool LARGE>
 __global__ void __launch_bounds__(MN_BAYES_THREADS, 1)
 bayes_forward_kernel(const __grid_constant__ mn_bayes_args p, double *work, int64_t work_each,
-                     bool mean_inside) {
+                     bool mean_inside, bool room_inside) {
     extern __shared__ __align__(16) double doubles[];
     const mn_bayes_shape s = mn_bayes_shape_at(p, blockIdx.x);
     double *own = work + blockIdx.x * work_each;
     mn_bayes_tiles<LARGE> P;
     P.memory = own;
-    const int64_t covariance = LARGE ? (int64_t)s.nb * s.nb * 64 : 0;
-    const mn_bayes_room room = mn_bayes_room_in(doubles, s, mean_inside ? NULL : own + covariance);
+    double *mean = own + (LARGE ? (int64_t)s.nb * s.nb * 64 : 0);
+    double *elsewhere = mean + (int64_t)s.nm * s.nb * 64;
+    const mn_bayes_room room = mn_bayes_room_in(room_inside ? doubles : elsewhere, s,
+                                                mean_inside ? NULL : mean);
     const bool qvar = p.qvar.data && p.q.data;
     mn_bayes_clear(room, s);
     mn_bayes_load(P, room, p, s, sizeof(T) == 2);
@@ -115,10 +115,10 @@ bayes_forward_kernel(const __grid_constant__ mn_bayes_args p, double *work, int6
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-/* How a call is cut: whether P fits in registers and the mean in shared memory. */
+/* How a call is cut: whether P fits in registers, the mean and the rest in shared memory. */
 struct layout {
     int nb, nm;
-    bool large, mean_inside;
+    bool large, mean_inside, room_inside;
     size_t room_bytes, work_each;    // work in doubles for each block
     int64_t blocks;
 };
@@ -127,16 +127,22 @@ static layout layout_of(const mn_bayes_args *p) {
     layout l;
     const mn_call &c = p->call;
     const int64_t R = c.K * (p->theta.data ? 2 : 1);
+    const size_t most = mn_bayes_most_shared();
     l.nb = (int)((R + 7) / 8);
     l.nm = (int)(mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), 8));
     l.large = l.nb > MN_BAYES_TILES;
     l.room_bytes = (size_t)mn_bayes_doubles(l.nb, l.nm, (int)c.K, true) * sizeof(double);
-    l.mean_inside = l.room_bytes <= ROOM_BYTES;
+    l.mean_inside = l.room_bytes <= most;
     if (!l.mean_inside) {
         l.room_bytes = (size_t)mn_bayes_doubles(l.nb, l.nm, (int)c.K, false) * sizeof(double);
     }
+    l.room_inside = l.room_bytes <= most;
     l.work_each = (l.large ? (size_t)l.nb * l.nb * 64 : 0) +
                   (l.mean_inside ? 0 : (size_t)l.nm * l.nb * 64);
+    if (!l.room_inside) {
+        l.work_each += l.room_bytes / sizeof(double);
+        l.room_bytes = 0;
+    }
     l.blocks = mn_n_spans(c) * c.H * c.G;
     return l;
 }
@@ -155,7 +161,7 @@ static int start(const mn_bayes_args *p, const layout &l, double *work, cudaStre
         (int)l.room_bytes);
     if (code != cudaSuccess) return code;
     bayes_forward_kernel<T, LARGE><<<(unsigned)l.blocks, MN_BAYES_THREADS, l.room_bytes, on>>>(
-        *p, work, (int64_t)l.work_each, l.mean_inside);
+        *p, work, (int64_t)l.work_each, l.mean_inside, l.room_inside);
     return mn_launched();
 }
 
@@ -164,11 +170,12 @@ static int forward(const mn_bayes_args *p, void *shared, void *stream) {
     double *work = (double *)shared;
     const cudaStream_t on = (cudaStream_t)stream;
     if (l.blocks == 0) return cudaSuccess;
-    if (l.nb * 8 > MN_BAYES_WIDEST || l.room_bytes > ROOM_BYTES || l.blocks > INT32_MAX) {
+    if (l.nb * 8 > MN_BAYES_WIDEST || l.blocks > INT32_MAX) {
         return cudaErrorNotSupported;
     }
     if (p->call.dtype == MN_BF16) {
-        return l.large ? start<mn_bf16, true>(p, l, work, on) : start<mn_bf16, false>(p, l, work, on);
+        return l.large ? start<mn_bf16, true>(p, l, work, on)
+                       : start<mn_bf16, false>(p, l, work, on);
     }
     return l.large ? start<float, true>(p, l, work, on) : start<float, false>(p, l, work, on);
 }

@@ -1,15 +1,16 @@
 /* cells.cuh - recurrences in which every memory cell goes its own way: what moebius.cu and
  * importance.cu share.
  *
- * Cells lie in slots (axis K) and columns (axis V). A thread keeps 4 slots of C columns in registers
- * and walks through time by tiles of 16 tokens, whose numbers wait in shared memory. The lanes of a
- * warp are 4 along the slots and 8 along the columns, so that a warp has 16 slots of 8 C columns;
- * GROUPS of the block's warps lie along the slots, the others along the columns.
+ * Cells lie in slots (axis K) and columns (axis V). A thread keeps 4 slots of C columns in
+ * registers and walks through time by tiles of 16 tokens, whose numbers wait in shared memory. The
+ * lanes of a warp are 4 along the slots and 8 along the columns, so that a warp has 16 slots of 8 C
+ * columns; GROUPS of the block's warps lie along the slots, the others along the columns.
  *
- * Sums over columns or slots go from lane to lane by halves: of n numbers a lane gives away n / 2 and
- * keeps n / 2. So that it always gives the same registers, lanes call their slots and columns by
- * different names: number j of a thread is slot 4 s + (j ^ c % 4), number i is column C c + (i ^ s %
- * C), with s and c the lane's place. Keys lie in shared memory in the four orders that asks for. */
+ * Sums over columns or slots go from lane to lane by halves: of n numbers a lane gives away n / 2
+ * and keeps n / 2. So that it always gives the same registers, lanes call their slots and columns
+ * by different names: number j of a thread is slot 4 s + (j ^ c % 4), number i is column C c + (i ^
+ * s % C), with s and c the lane's place. Keys lie in shared memory in the four orders that asks
+ * for. */
 #ifndef MN_KERNELS_CUDA_CELLS_CUH
 #define MN_KERNELS_CUDA_CELLS_CUH
 
@@ -106,55 +107,81 @@ inline int64_t mn_cell_rows_of(const mn_call *call) {
 
 /* ---- numbers of a tile ----------------------------------------------------------------------- */
 
-/* How the THREADS of a block share out WIDTH numbers of each token of a tile: a thread has number
- * `place` of COUNT tokens, ROWS apart from `row` on. */
+/* How the THREADS of a block share out WIDTH numbers of each token of a tile: a thread has EACH
+ * neighbours of one token. */
 template <int WIDTH, int THREADS>
 struct mn_cell_share {
-    static constexpr int ROWS = THREADS / WIDTH, COUNT = MN_CELL_TOKENS / ROWS;
+    static constexpr int EACH = WIDTH * MN_CELL_TOKENS / THREADS, ACROSS = WIDTH / EACH;
 
     __device__ static int place() {
-        return threadIdx.x % WIDTH;
+        return threadIdx.x % ACROSS * EACH;
     }
 
     __device__ static int row() {
-        return threadIdx.x / WIDTH;
-    }
-
-    /* How many of its tokens are among the first n_rows. */
-    __device__ static int among(int n_rows) {
-        return n_rows == MN_CELL_TOKENS ? COUNT : (n_rows - row() + ROWS - 1) / ROWS;
+        return threadIdx.x / ACROSS;
     }
 };
 
+/* `n` neighbours, as one pack where all of them are inside and `at` is aligned for it. */
+template <typename T, int n>
+__device__ __forceinline__ bool mn_cell_packs(const T *at, int64_t inside) {
+    return inside >= n && (uintptr_t)at % alignof(mn_pack<T, n>) == 0;
+}
+
+template <typename T, int n>
+__device__ __forceinline__ void mn_cell_store(T *to, int64_t inside, const float (&x)[n]) {
+    if (mn_cell_packs<T, n>(to, inside)) {
+        mn_store<n>(to, 0, x);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < n; i++) {
+        if (i < inside) mn_put(to + i, x[i]);
+    }
+}
+
 /* WIDTH numbers of each token on their way to shared memory. */
 template <typename T, int WIDTH, int THREADS>
-struct mn_cell_fetched : mn_cell_share<WIDTH, THREADS> {
+struct mn_cell_fetched {
     typedef mn_cell_share<WIDTH, THREADS> share;
-    T x[share::COUNT];
+    mn_pack<T, share::EACH> x;
+    const T *from;    // this thread's first number in the sequence
+    int inside;       // how many there are from it on; EACH + 1: EACH, as one pack
 
-    /* Numbers base, base + 1, ... of head h; zero outside of `count`, of the tile, and where the
-     * tensor is absent. */
-    __device__ void fetch(const mn_in &view, const mn_cell_tile &tile, int64_t h, int64_t base,
-                          int64_t count) {
-        const int64_t i = base + share::place(), step = share::ROWS * view.stride[1];
-        const int n_rows = view.data && i < count ? share::among(tile.n_rows) : 0;
-        const int64_t t = tile.span.t0 + tile.first + share::row();
-        const T *from = (const T *)view.data + tile.span.b * view.stride[0] + t * view.stride[1] +
-                        h * view.stride[2] + i;
+    /* Numbers base, base + 1, ... of head h of a sequence, of which the tensor has `count`. */
+    __device__ void open(const mn_in &view, const mn_span &span, int64_t h, int64_t base,
+                         int64_t count) {
+        const int64_t i = base + share::place();
+        inside = view.data ? (int)max(min(count - i, (int64_t)share::EACH), (int64_t)0) : 0;
+        from = (const T *)view.data + span.b * view.stride[0] +
+               (span.t0 + share::row()) * view.stride[1] + h * view.stride[2] + i;
+        const int64_t apart = view.stride[1] * (int64_t)sizeof(T);
+        const bool packs = ((uintptr_t)from | apart) % alignof(mn_pack<T, share::EACH>) == 0;
+        if (inside == share::EACH && packs) inside++;
+    }
+
+    /* Those of a tile of it; zeros where there are none. */
+    __device__ __forceinline__ void fetch(const mn_in &view, const mn_cell_tile &tile) {
+        const T *at = from + tile.first * view.stride[1];
+        x = {};
+        if (share::row() >= tile.n_rows) return;
+        if (inside > share::EACH) {
+            x = *(const mn_pack<T, share::EACH> *)at;
+            return;
+        }
 #pragma unroll
-        for (int n = 0; n < share::COUNT; n++, from += step) {
-            if (n < n_rows) x[n] = *from;
-            else mn_put(&x[n], 0.0f);
+        for (int n = 0; n < share::EACH; n++) {
+            if (n < inside) x.at[n] = at[n];
         }
     }
 
     /* To shared memory, times `by`. */
     template <typename Room>
     __device__ void put(Room &room, float by = 1.0f) const {
+        float all[share::EACH];
 #pragma unroll
-        for (int n = 0; n < share::COUNT; n++) {
-            room.put(share::row() + n * share::ROWS, share::place(), by * mn_float(x[n]));
-        }
+        for (int n = 0; n < share::EACH; n++) all[n] = by * mn_float(x.at[n]);
+        room.put(share::row(), share::place(), all);
     }
 };
 
@@ -163,10 +190,17 @@ template <typename Block>
 struct alignas(16) mn_cell_keys {
     float at[MN_CELL_TOKENS][Block::GROUPS][4][MN_CELL_GROUP];
 
-    __device__ void put(int t, int slot, float x) {
+    /* 2 or 4 neighbours from slot on. */
+    template <int n>
+    __device__ void put(int t, int slot, const float (&x)[n]) {
+        static_assert(n == 2 || n == 4, "orders change places among four");
 #pragma unroll
         for (int order = 0; order < 4; order++) {
-            at[t][slot / MN_CELL_GROUP][order][slot % MN_CELL_GROUP ^ order] = x;
+            float y[n];
+#pragma unroll
+            for (int i = 0; i < n; i++) y[i] = x[i ^ order % n];
+            float *to = at[t][slot / MN_CELL_GROUP][order];
+            mn_store<n>(to, slot % MN_CELL_GROUP ^ order / n * n, y);
         }
     }
 
@@ -183,17 +217,17 @@ template <typename Block>
 struct alignas(16) mn_cell_lines {
     float at[Block::COLUMNS][MN_CELL_PITCH];
 
-    __device__ void put(int t, int column, float x) {
-        at[column][t] = x;
+    template <int n>
+    __device__ void put(int t, int column, const float (&x)[n]) {
+#pragma unroll
+        for (int i = 0; i < n; i++) at[column + i][t] = x[i];
     }
 
-    /* Tokens t to t + 3 of this thread's columns; t is a multiple of 4. */
-    __device__ void get(float (&x)[Block::C][4], int t) const {
+    /* n tokens from t on, a multiple of n, of this thread's columns. */
+    template <int n>
+    __device__ void get(float (&x)[Block::C][n], int t) const {
 #pragma unroll
-        for (int i = 0; i < Block::C; i++) {
-            const float4 four = *(const float4 *)(at[Block::column(i)] + t);
-            x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
-        }
+        for (int i = 0; i < Block::C; i++) mn_load<n>(x[i], at[Block::column(i)], t);
     }
 };
 
@@ -255,30 +289,35 @@ __device__ inline float mn_inverse(float x) {
 
 /* ---- sums on their way to memory ------------------------------------------------------------- */
 
+/* x += n neighbours from `from` on, 16 bytes aligned or less of them */
+template <int n>
+__device__ __forceinline__ void mn_cell_add(float (&x)[n], const float *from) {
+    float more[n];
+    mn_load<n>(more, from, 0);
+#pragma unroll
+    for (int i = 0; i < n; i++) x[i] += more[i];
+}
+
 /* Two sums for each token and column of a tile, from each group of slots. */
 template <typename Block>
-struct mn_cell_sums {
+struct alignas(16) mn_cell_sums {
     float at[2][Block::GROUPS][MN_CELL_TOKENS][Block::COLUMNS + 8 * Block::C];
-
-    __device__ float sum(int kind, int t, int column) const {
-        float sum = at[kind][0][t][column];
-#pragma unroll
-        for (int group = 1; group < Block::GROUPS; group++) sum += at[kind][group][t][column];
-        return sum;
-    }
 };
 
-/* One of them, to column `place` of rows that begin at `to` and lie `stride` apart. */
+/* One of them, to rows that begin at `to` and lie `stride` apart, of which `count` numbers
+ * exist. */
 template <typename T, typename Block>
-__device__ __forceinline__ void mn_cell_put_kind(T *to, int64_t stride, int kind, int n_rows,
-                                                 const mn_cell_sums<Block> &sums) {
+__device__ __forceinline__ void mn_cell_put_kind(T *to, int64_t stride, int64_t count, int kind,
+                                                 int n_rows, const mn_cell_sums<Block> &sums) {
     typedef mn_cell_share<Block::COLUMNS, Block::THREADS> share;
-    const int count = share::among(n_rows);
-    to += share::row() * stride + share::place();
+    const int t = share::row(), place = share::place();
+    if (t >= n_rows) return;
+    float x[share::EACH] = {};
 #pragma unroll
-    for (int n = 0; n < share::COUNT; n++, to += share::ROWS * stride) {
-        if (n < count) mn_put(to, sums.sum(kind, share::row() + n * share::ROWS, share::place()));
+    for (int group = 0; group < Block::GROUPS; group++) {
+        mn_cell_add(x, &sums.at[kind][group][t][place]);
     }
+    mn_cell_store(to + t * stride + place, count - place, x);
 }
 
 /* Puts them to two tensors whose rows have call.V numbers or, where blockIdx.z counts blocks of
@@ -288,24 +327,23 @@ __device__ __forceinline__ void mn_cell_put_sums(const mn_out &first, const mn_o
                                                  float *parts, const mn_call &call,
                                                  const mn_cell_tile &tile, int64_t h, int64_t heads,
                                                  int64_t n_rows, const mn_cell_sums<Block> &sums) {
-    const int64_t m = Block::column0(), token = tile.span.t0 + tile.first;
-    if (m + threadIdx.x % Block::COLUMNS >= call.V) return;
+    const int64_t m = Block::column0(), count = call.V - m, token = tile.span.t0 + tile.first;
     if (gridDim.z > 1) {
         const int64_t row = blockIdx.z * n_rows + tile.row(call, 0) * heads + h;
         float *to = parts + row * 2 * call.V + m;
-        mn_cell_put_kind(to, 2 * call.V * heads, 0, tile.n_rows, sums);
-        mn_cell_put_kind(to + call.V, 2 * call.V * heads, 1, tile.n_rows, sums);
+        mn_cell_put_kind(to, 2 * call.V * heads, count, 0, tile.n_rows, sums);
+        mn_cell_put_kind(to + call.V, 2 * call.V * heads, count, 1, tile.n_rows, sums);
         return;
     }
     T *to_first = mn_row<T>(first, tile.span.b, token, h);
     T *to_second = mn_row<T>(second, tile.span.b, token, h);
-    if (to_first) mn_cell_put_kind(to_first + m, first.stride[1], 0, tile.n_rows, sums);
-    if (to_second) mn_cell_put_kind(to_second + m, second.stride[1], 1, tile.n_rows, sums);
+    if (to_first) mn_cell_put_kind(to_first + m, first.stride[1], count, 0, tile.n_rows, sums);
+    if (to_second) mn_cell_put_kind(to_second + m, second.stride[1], count, 1, tile.n_rows, sums);
 }
 
 /* Two sums for each token and slot of a tile, from each warp, as mn_cell_key_of orders them. */
 template <typename Block>
-struct mn_cell_key_parts {
+struct alignas(16) mn_cell_key_parts {
     static constexpr int ACROSS = Block::THREADS / 32 / Block::GROUPS;    // warps along the columns
     float at[ACROSS][Block::GROUPS][MN_CELL_TOKENS][2 * MN_CELL_GROUP];
 
@@ -324,22 +362,16 @@ __device__ __forceinline__ void mn_cell_put_keys(float *parts, const mn_call &ca
     typedef mn_cell_share<2 * Block::SLOTS, Block::THREADS> share;
     const int kind = share::place() / Block::SLOTS, slot = share::place() % Block::SLOTS;
     const int group = slot / MN_CELL_GROUP, i = kind * MN_CELL_GROUP + slot % MN_CELL_GROUP;
-    const int64_t s = Block::slot0() + slot, stride = 2 * call.K * heads;
-    if (s >= call.K) return;
-    const int64_t row = blockIdx.x * n_rows + (tile.row(call, 0) + share::row()) * heads + h;
-    float *to = parts + (row * 2 + kind) * call.K + s;
-    const int count = share::among(tile.n_rows);
+    const int64_t s = Block::slot0() + slot;
+    const int t = share::row();
+    if (t >= tile.n_rows) return;
+    float x[share::EACH] = {};
 #pragma unroll
-    for (int n = 0; n < share::COUNT; n++, to += share::ROWS * stride) {
-        if (n >= count) break;
-        const int t = share::row() + n * share::ROWS;
-        float sum = sums.at[0][group][t][i];
-#pragma unroll
-        for (int warp = 1; warp < mn_cell_key_parts<Block>::ACROSS; warp++) {
-            sum += sums.at[warp][group][t][i];
-        }
-        *to = sum;
+    for (int warp = 0; warp < mn_cell_key_parts<Block>::ACROSS; warp++) {
+        mn_cell_add(x, &sums.at[warp][group][t][i]);
     }
+    const int64_t row = blockIdx.x * n_rows + tile.row(call, t) * heads + h;
+    mn_cell_store(parts + (row * 2 + kind) * call.K + s, call.K - s, x);
 }
 
 /* ---- work space ------------------------------------------------------------------------------ */

@@ -177,6 +177,32 @@ __device__ static void tail_cot(float (&d)[N], const mn_conv_args &p, int64_t n,
     mn_load<N>(d, dtail && m >= 0 ? dtail + (n * M + m) * p.call.V : nullptr, channel);
 }
 
+/* The inputs of a group of tokens on their way, asked for while the group before is worked on.
+ * Forward, more threads at a time are worth more. */
+template <typename T, int N>
+struct ahead {
+    mn_pack<T, N> at[GROUP];
+
+    /* Tokens t, t + 1, ...; zeros past the end and where the tensor is absent. */
+    __device__ void ask(const mn_in &view, const mn_span &span, int64_t t, int64_t channel) {
+        const T *row = mn_row<T>(view, span.b, span.t0 + t, 0);
+#pragma unroll
+        for (int i = 0; i < GROUP; i++, row += view.stride[1]) {
+            if (view.data && t + i < span.length) at[i] = *(const mn_pack<T, N> *)(row + channel);
+            else at[i] = mn_pack<T, N>{};
+        }
+    }
+
+    /* To rows TAPS - 1 ... of `u`. */
+    __device__ void take(float (&u)[ROWS][N]) const {
+#pragma unroll
+        for (int i = 0; i < GROUP; i++) {
+#pragma unroll
+            for (int j = 0; j < N; j++) u[TAPS - 1 + i][j] = mn_float(at[i].at[j]);
+        }
+    }
+};
+
 /* Walks one tile by groups of tokens: from u and dy of t, ..., t + 3 it makes d of these tokens and
  * then dx of t - 3, ..., t. Tokens past the tile's end belong to the next one and count for dx
  * only. */
@@ -187,13 +213,20 @@ __device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_arg
     const mn_span &span = tile.span;
     const int64_t end = tile.first + tile.n_rows;
     float u[ROWS][N], d[ROWS][N] = {};    // d: of tokens t - 3, ..., t + 3
+    ahead<T, N> next_u, next_d;
+    next_u.ask(p.x, span, tile.first, channel);
+    next_d.ask(p.cot.y, span, tile.first, channel);
 #pragma unroll
     for (int i = 0; i < TAPS - 1; i++) {
         input_at<T, N>(u[i], p, tile.n, span, tile.first - (TAPS - 1) + i, channel);
     }
     for (int64_t t = tile.first; t < end + TAPS - 1; t += GROUP) {
-        load_group<T, N>(u, p.x, span, t, channel);
-        load_group<T, N>(d, p.cot.y, span, t, channel);
+        next_u.take(u);
+        next_d.take(d);
+        if (t + GROUP < end + TAPS - 1) {
+            next_u.ask(p.x, span, t + GROUP, channel);
+            next_d.ask(p.cot.y, span, t + GROUP, channel);
+        }
 #pragma unroll
         for (int g = 0; g < GROUP; g++) {
             float sum[N], (&now)[N] = d[TAPS - 1 + g];

@@ -21,7 +21,7 @@ enum { SLICE_PITCH = SLICE + MN_PANEL_PAD };
 /* Chunks and who has which tile of a product, for keys of up to KP numbers. */
 template <typename T, int KP>
 struct sizes {
-    static constexpr int chunk = sizeof(T) == 2 ? 64 : KP == 256 ? 16 : 32;
+    static constexpr int chunk = (sizeof(T) == 2 ? 64 : 32) / (KP == 256 ? 2 : 1);
     static constexpr int pitch = KP + MN_PANEL_PAD, score_pitch = chunk + MN_PANEL_PAD;
     static constexpr int down = chunk / 16, across = WARPS / down;    // tiles of a chunk's rows
     static constexpr int columns = SLICE / across;
@@ -82,6 +82,14 @@ __device__ static double count_before(const mn_curvature_args &p, int64_t n) {
     return (double)(p.counts0 ? p.counts0[n] : p.n0);
 }
 
+/* What storing x as T rounds away. */
+template <typename T>
+__device__ static float rest(float x) {
+    T stored;
+    mn_put(&stored, x);
+    return x - mn_float(stored);
+}
+
 /* ---- the part of a state that a warp holds --------------------------------------------------- */
 
 template <typename T, int KP>
@@ -122,6 +130,17 @@ struct matrix {
             tile[i].pairs([&](const float *x, int row, int column) {
                 T *at = to + (row0(i) + row) * SLICE_PITCH + column0() + column;
                 mn_put_pair(at, x[0], x[1]);
+            });
+        }
+    }
+
+    /* What `put` rounds away. */
+    __device__ void put_rest(T *to) {
+#pragma unroll
+        for (int i = 0; i < z::state_tiles; i++) {
+            tile[i].pairs([&](const float *x, int row, int column) {
+                T *at = to + (row0(i) + row) * SLICE_PITCH + column0() + column;
+                mn_put_pair(at, rest<T>(x[0]), rest<T>(x[1]));
             });
         }
     }
@@ -175,15 +194,17 @@ __device__ static void scores(mn_panel_sum<sizes<T, KP>::chunk / 8> &sum, float 
     }
 }
 
-/* Scores less their row's mean, still lower triangular. */
+/* Scores less their row's mean, still lower triangular; and in `low` what rounding leaves. */
 template <typename T, int KP>
 __device__ static void put_scores(T *to, mn_panel_sum<sizes<T, KP>::chunk / 8> &sum,
-                                  const float *mean, int row0) {
+                                  const float *mean, int row0, T *low = NULL) {
     using z = sizes<T, KP>;
     sum.pairs([&](const float *x, int row, int column) {
-        const int t = row0 + row;
-        mn_put_pair(to + t * z::score_pitch + column, column > t ? 0.0f : x[0] - mean[t],
-                    column + 1 > t ? 0.0f : x[1] - mean[t]);
+        const int t = row0 + row, at = t * z::score_pitch + column;
+        const float left = column > t ? 0.0f : x[0] - mean[t];
+        const float right = column + 1 > t ? 0.0f : x[1] - mean[t];
+        mn_put_pair(to + at, left, right);
+        if (low) mn_put_pair(low + at, rest<T>(left), rest<T>(right));
     });
 }
 
@@ -315,14 +336,13 @@ __device__ static const float *sums_for(const float *states, const mn_call &call
     return states + (slot * call.H + at.h) * state_size(call.K);
 }
 
-/* Y of the warp's tile: X R + scores K */
+/* Y of the warp's tile: += X R + scores K */
 template <typename T, int KP>
 __device__ static void apply_moment(mn_panel_sum<sizes<T, KP>::columns / 8> &Y, const T *x,
                                     const T *R, const T *P, const T *k, int column0) {
     using z = sizes<T, KP>;
     const int row0 = threadIdx.x / 32 % z::down * 16;
     const int column = threadIdx.x / 32 / z::down * z::columns;
-    Y.clear();
     mn_panel_product<MN_PLAIN, MN_PLAIN>(Y, x + row0 * z::pitch, z::pitch, R + column, SLICE_PITCH,
                                          KP);
     mn_panel_product<MN_PLAIN, MN_PLAIN>(Y, P + row0 * z::score_pitch, z::score_pitch,
@@ -368,6 +388,7 @@ curvature_forward_kernel(const __grid_constant__ mn_curvature_args p, const floa
         if (warp < z::down) put_scores<T, KP>(room.P, P, room.mean, warp * 16);
         __syncthreads();
         mn_panel_sum<z::columns / 8> Y;
+        Y.clear();
         apply_moment<T, KP>(Y, room.q, room.R, room.P, room.k, at.column0);
         Y.each([&](float &y, int row, int column) {
             const int token = warp % z::down * 16 + row;
@@ -411,6 +432,10 @@ struct there_room {
     alignas(16) T d[z::chunk * z::pitch];
     alignas(16) T R[KP * SLICE_PITCH];
     alignas(16) T P[z::chunk * z::score_pitch];
+    /* What bf16 rounds away of R and P: y.q, which dgamma is, would show it. */
+    static constexpr bool is_narrow = sizeof(T) == 2;
+    alignas(16) T R_low[is_narrow ? KP * SLICE_PITCH : 1];
+    alignas(16) T P_low[is_narrow ? z::chunk * z::score_pitch : 1];
     float s[KP], within[2][z::chunk], before[2][z::chunk], mean[2][z::chunk], each[z::chunk];
     float gamma[z::chunk], part[z::across][z::chunk];
 };
@@ -429,7 +454,11 @@ __device__ static void query_back(there_room<T, KP> &room, const mn_curvature_ar
     const int row0 = warp % z::down * 16, column0 = warp / z::down * z::columns;
     mn_panel_sum<z::columns / 8> Y;
     float part[2] = { 0.0f, 0.0f };
+    Y.clear();
     apply_moment<T, KP>(Y, room.d, room.R, room.P, room.k, at.column0);
+    if (room.is_narrow) {
+        apply_moment<T, KP>(Y, room.d, room.R_low, room.P_low, room.k, at.column0);
+    }
     Y.each([&](float &y, int row, int column) {
         const int token = row0 + row, j = at.column0 + column0 + column;
         const float q = mn_float(room.q[token * z::pitch + j]);
@@ -467,7 +496,9 @@ __device__ static void there_scores(there_room<T, KP> &room) {
         room.mean[which][t] = (room.within[which][t] + room.before[which][t]) * room.each[t];
     }
     __syncthreads();
-    if (warp < z::down) put_scores<T, KP>(room.P, P, room.mean[1], warp * 16);
+    if (warp < z::down) {
+        put_scores<T, KP>(room.P, P, room.mean[1], warp * 16, room.is_narrow ? room.P_low : NULL);
+    }
     __syncthreads();
 }
 
@@ -496,6 +527,7 @@ curvature_there_kernel(const __grid_constant__ mn_curvature_args p, work w, int 
         mn_panel_fetch(room.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K, packs);
         mn_panel_fetch(room.d, z::pitch, z::chunk, KP, p.cot.qt, at.s.span, h, t, count, K, packs);
         R.put(room.R);
+        if (room.is_narrow) R.put_rest(room.R_low);
         if (threadIdx.x < z::chunk) {
             const int i = threadIdx.x;
             room.each[i] = (float)(1.0 / (seen + (double)(t + i + 1)));

@@ -1,6 +1,7 @@
 /* delta_backward.cu - gradients of delta over chunks: squares again, the walk forward that keeps
  * the states, the walk back, then keys and decays of all chunks at once. */
 #include "kernels/cuda/delta_gradient.cuh"
+#include "kernels/cuda/delta_gradient_channel.cuh"
 #include "kernels/cuda/delta_job.cuh"
 
 static int finish(const mn_delta_job &job, int64_t records, int n_parts, cudaStream_t stream) {
@@ -12,18 +13,32 @@ static int finish(const mn_delta_job &job, int64_t records, int n_parts, cudaStr
     return mn_launched();
 }
 
+/* Both walks. */
+template <int KP, bool CHANNEL>
+static int walk(const mn_delta_job &job, cudaStream_t stream) {
+    const int code = mn_delta_walk<KP>(mn_delta_walk_kernel<KP, CHANNEL, true, false>,
+                                       mn_delta_walk_kernel<KP, CHANNEL, true, true>, job,
+                                       job.wide_v, stream);
+    if (code != cudaSuccess) return code;
+    return mn_delta_walk<KP>(mn_delta_walk_back_kernel<KP, CHANNEL, false>,
+                             mn_delta_walk_back_kernel<KP, CHANNEL, true>, job, job.wide_v, stream);
+}
+
 template <int KP>
 static int backward(const mn_delta_job &job, cudaStream_t stream) {
     constexpr int KT = KP < 128 ? KP : 128;
+    const bool channel = job.p.decay == MN_DECAY_CHANNEL;
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
+    const dim3 blocks((unsigned)records, KP / KT);
     int code = mn_delta_prepare<KP>(job, stream);
     if (code != cudaSuccess) return code;
-    code = mn_delta_walk<KP>(mn_delta_walk_kernel<KP, false, true>, job, job.wide_v, stream);
-    if (code != cudaSuccess) return code;
-    code = mn_delta_walk<KP>(mn_delta_walk_back_kernel<KP, false>, job, job.wide_v, stream);
+    code = channel ? walk<KP, true>(job, stream) : walk<KP, false>(job, stream);
     if (code != cudaSuccess || records == 0) return code;
-    code = mn_delta_launch(mn_delta_gradient_kernel<KT, KP>, dim3((unsigned)records, KP / KT),
-                           MN_DELTA_GRADERS, sizeof(mn_grade_room<KT>), stream, job);
+    code = mn_delta_launch(channel ? mn_delta_gradient_channel_kernel<KT, KP>
+                                   : mn_delta_gradient_kernel<KT, KP>,
+                           blocks, MN_DELTA_GRADERS,
+                           channel ? sizeof(mn_channel_room<KT>) : sizeof(mn_grade_room<KT>),
+                           stream, job);
     if (code != cudaSuccess) return code;
     return finish(job, records, KP / KT, stream);
 }

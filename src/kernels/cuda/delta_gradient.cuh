@@ -2,9 +2,11 @@
  * in front of chunks, their adjoints D behind them, residuals R and their adjoints dX.
  *
  *   dP = tril(dO R')     dA = -tril(dX R', -1)
- *   dq = scale exp(G) dO S' + (scale dP . fall) w_beta       de = -exp(G) dX S' + (dA . fall) w_beta
+ *   dq = scale exp(G) dO S' + (scale dP . fall) w_beta
+ *   de = -exp(G) dX S' + (dA . fall) w_beta
  *   dw_beta = exp(G_L - G) R D' + (scale dP . fall)'q + (dA . fall)'e       fall = exp(G_t - G_s)
- *   dG = q dq + e de - w_beta dw_beta;  dG_L += exp(G_L) rowsum(S . D) + sum_s w_beta exp(G_L - G) R D'
+ *   dG = q dq + e de - w_beta dw_beta
+ *   dG_L += exp(G_L) rowsum(S . D) + sum_s w_beta exp(G_L - G) R D'
  *
  * and dg is the sum of dG from t to the end of the chunk. For that sum, what passes between two
  * tokens t and s inside the chunk is taken from dP . P + dA . A, so that it cancels before and
@@ -82,12 +84,14 @@ __device__ inline void mn_grade_fetch(mn_grade_stage<KT> &to, const mn_delta_job
                                       const mn_grade_place &at, int64_t column0) {
     const mn_delta_work &work = job.work;
     const int64_t row = at.index * job.wide_v + column0;
-    mn_tile_fetch(to.cot, job.p.cot.o, job.packed[MN_DELTA_COT], at.tile.span, at.h, at.tile.first,
-                  at.count, column0, job.p.call.V, 64);
-    mn_tile_recall(to.dX, work.dX + row * MN_DELTA_CHUNK, 64, MN_DELTA_CHUNK);
-    mn_tile_recall(to.R, work.R + row * MN_DELTA_CHUNK, 64, MN_DELTA_CHUNK);
-    mn_tile_recall(to.S, work.S + row * at.stride + at.channel0, KT, (int)at.stride);
-    mn_tile_recall(to.D, work.D + row * at.stride + at.channel0, KT, (int)at.stride);
+    constexpr int hands = MN_DELTA_GRADERS;
+    const int hand = threadIdx.x, stride = (int)at.stride;
+    mn_tile_fetch<64, hands>(to.cot, job.p.cot.o, job.packed[MN_DELTA_COT], at.tile.span, at.h,
+                             at.tile.first, at.count, column0, job.p.call.V, hand);
+    mn_tile_recall<64, hands>(to.dX, work.dX + row * MN_DELTA_CHUNK, MN_DELTA_CHUNK, hand);
+    mn_tile_recall<64, hands>(to.R, work.R + row * MN_DELTA_CHUNK, MN_DELTA_CHUNK, hand);
+    mn_tile_recall<KT, hands>(to.S, work.S + row * stride + at.channel0, stride, hand);
+    mn_tile_recall<KT, hands>(to.D, work.D + row * stride + at.channel0, stride, hand);
 }
 
 /* Adds a tile of value columns to the sums. */
@@ -144,8 +148,9 @@ __device__ inline void mn_grade_all_values(mn_grade_tile<KT> &sum, Room &room,
     const int tiles = (int)(job.wide_v / 64);
     const auto keys = [&](unsigned char *to, const mn_in &view, int tensor) {
         if (!view.data) return;
-        mn_tile_fetch(to, view, job.packed[tensor], at.tile.span, at.h, at.tile.first, at.count,
-                      at.channel0, p.call.K, KT);
+        mn_tile_fetch<KT, MN_DELTA_GRADERS>(to, view, job.packed[tensor], at.tile.span, at.h,
+                                            at.tile.first, at.count, at.channel0, p.call.K,
+                                            threadIdx.x);
     };
     sum = {};
     mn_grade_fetch<KT>(room.stage[0], job, at, 0);
@@ -410,7 +415,8 @@ mn_delta_gradient_kernel(const __grid_constant__ mn_delta_job job) {
     if (at.count == 0) return;
     const unsigned w = mn_shared(job.p.w.data ? room.keys.w : room.keys.e);
     mn_grade_tile<KT> sum;
-    mn_copy_plain(&room.levels, job.work.levels + at.index, (int)sizeof room.levels);
+    mn_copy_plain(&room.levels, job.work.levels + at.index, (int)sizeof room.levels,
+                  MN_DELTA_GRADERS, threadIdx.x);
     mn_grade_all_values<KT>(sum, room, job, at);
     float end = 0.0f;
 #pragma unroll

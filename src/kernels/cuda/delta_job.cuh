@@ -5,6 +5,7 @@
 
 #include "kernels/cuda/delta_chunk.h"
 #include "kernels/cuda/delta_prepare.cuh"
+#include "kernels/cuda/delta_prepare_channel.cuh"
 #include "kernels/cuda/delta_walk.cuh"
 
 inline int64_t mn_delta_wide_k(int64_t K) {
@@ -85,7 +86,7 @@ inline bool mn_delta_job_of(mn_delta_job *job, const mn_delta_args *p, void *sha
     job->packed[MN_DELTA_DE] = mn_delta_packable(p->grad.e, K);
     job->packed[MN_DELTA_DW] = mn_delta_packable(p->grad.w, K);
     job->packed[MN_DELTA_DV] = mn_delta_packable(p->grad.v, V);
-    job->packed[MN_DELTA_DG] = mn_delta_packable(p->grad.g, K);
+    job->packed[MN_DELTA_G] = mn_delta_packable(p->g, K);
     return mn_delta_lay_out(&job->work, &bytes, p, shared, back);
 }
 
@@ -101,10 +102,10 @@ inline int mn_delta_launch(void (*kernel)(Arguments...), dim3 blocks, int thread
 }
 
 /* Warps of a block of a walk over `columns`: few where there are few columns to spread over the
- * processors. */
+ * processors. Four work as a group, where the machine has groups. */
 inline int mn_delta_walkers(int64_t columns, int64_t heads) {
     int warps = MN_DELTA_WALKERS;
-    while (warps > 1 && mn_ceil_div(columns, 16 * warps) * heads < 128) warps /= 2;
+    while (warps > 1 && mn_ceil_div(columns, 16 * warps) * heads < 64) warps /= 2;
     return warps;
 }
 
@@ -113,21 +114,28 @@ inline int mn_delta_prepare(const mn_delta_job &job, cudaStream_t stream) {
     const int64_t blocks = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    if (job.p.decay == MN_DECAY_CHANNEL) {
+        return mn_delta_launch(mn_delta_prepare_channel_kernel<KP>, dim3((unsigned)blocks),
+                               MN_DELTA_PREPARERS, sizeof(mn_channel_keys<KP>), stream, job);
+    }
     return mn_delta_launch(mn_delta_prepare_kernel<KP>, dim3((unsigned)blocks), MN_DELTA_PREPARERS,
-                           sizeof(mn_delta_keys<KP>), stream, job);
+                           mn_delta_keys<KP>::bytes(job.p.w.data), stream, job);
 }
 
-/* A kernel that walks over `columns` value columns of all heads of all sequences. */
+/* A kernel that walks over `columns` value columns of all heads of all sequences, by warps or by
+ * groups of four. */
 template <int KP>
-inline int mn_delta_walk(void (*kernel)(mn_delta_job, int64_t), const mn_delta_job &job,
+inline int mn_delta_walk(void (*by_warp)(mn_delta_job, int64_t),
+                         void (*by_group)(mn_delta_job, int64_t), const mn_delta_job &job,
                          int64_t columns, cudaStream_t stream) {
     const int64_t heads = job.p.call.H * mn_n_spans(job.p.call);
     const int warps = mn_delta_walkers(columns, heads);
     const int64_t n_slices = mn_ceil_div(columns, 16 * warps), blocks = n_slices * heads;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_delta_launch(kernel, dim3((unsigned)blocks), 32 * warps, sizeof(mn_walk_room<KP>),
-                           stream, job, n_slices);
+    return mn_delta_launch(warps == MN_DELTA_WALKERS ? by_group : by_warp, dim3((unsigned)blocks),
+                           32 * warps + MN_DELTA_FETCHERS, sizeof(mn_walk_room<KP>), stream, job,
+                           n_slices);
 }
 
 /* Returns function<KP> arguments for a key width. */

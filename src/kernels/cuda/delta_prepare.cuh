@@ -22,11 +22,30 @@ struct mn_delta_solver {
     float A[MN_DELTA_CHUNK][MN_DELTA_LD], T[MN_DELTA_CHUNK][MN_DELTA_LD];
 };
 
+__device__ inline void mn_delta_leave_levels(mn_delta_levels *to, const mn_delta_levels &levels) {
+    const float *from = (const float *)&levels;
+    for (int k = threadIdx.x; k < (int)(sizeof levels / sizeof(float)); k += blockDim.x) {
+        ((float *)to)[k] = from[k];
+    }
+}
+
 template <int KP>
-struct alignas(128) mn_delta_keys {
-    unsigned char q[mn_tile_bytes<KP>()], w[mn_tile_bytes<KP>()], e[mn_tile_bytes<KP>()];
-    mn_delta_solver solver;
-    mn_delta_levels levels;
+struct mn_delta_keys {
+    alignas(128) mn_delta_levels levels;
+    union {
+        struct {
+            alignas(128) unsigned char q[mn_tile_bytes<KP>()], e[mn_tile_bytes<KP>()];
+            unsigned char w[mn_tile_bytes<KP>()];
+        };
+        mn_delta_solver solver;    // once the keys have been read
+    };
+
+    /* Bytes of a room that holds w or does not: the fewer, the more blocks at once. */
+    static size_t bytes(bool with_w) {
+        const size_t keys = (with_w ? 3 : 2) * (size_t)mn_tile_bytes<KP>();
+        return sizeof(mn_delta_keys) - 3 * (size_t)mn_tile_bytes<KP>() +
+               (keys > sizeof(mn_delta_solver) ? keys : sizeof(mn_delta_solver));
+    }
 };
 
 /* ---- the inverse ----------------------------------------------------------------------------- */
@@ -147,6 +166,14 @@ __device__ inline void mn_delta_sum_decays(mn_delta_levels &levels, const mn_del
     }
 }
 
+/* Blocks of P above the diagonal are zeros: all threads of the block call. */
+__device__ inline void mn_delta_clear_above(mn_bf16 *P) {
+    for (int k = threadIdx.x; k < MN_DELTA_SQUARE / 8; k += MN_DELTA_PREPARERS) {
+        const float zeros[8] = {};
+        if (k % 8 / 2 > k / 8 / 16) mn_store<8>(P, k * 8, zeros);
+    }
+}
+
 /* Rows of A by warps 0 to 3, of P by warps 4 to 7. */
 template <int KP>
 __device__ void mn_delta_scores(mn_delta_keys<KP> &room, unsigned w, mn_bf16 *P, float scale) {
@@ -164,6 +191,7 @@ __device__ void mn_delta_scores(mn_delta_keys<KP> &room, unsigned w, mn_bf16 *P,
             mn_product(sum[2 * n + 1], a, b[2], b[3]);
         }
     }
+    __syncthreads();
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         if (n / 2 > block) break;
@@ -197,27 +225,24 @@ mn_delta_prepare_kernel(const __grid_constant__ mn_delta_job job) {
     const mn_tile_span tile = mn_tile_at(call, MN_DELTA_CHUNK, slot);
     const int count = (int)tile.n_rows, warp = threadIdx.x / 32;
     if (count == 0) return;
-    mn_tile_fetch(room.q, p.q, job.packed[MN_DELTA_Q], tile.span, h, tile.first, count, 0, call.K,
-                  KP);
-    mn_tile_fetch(room.e, p.e, job.packed[MN_DELTA_E], tile.span, h, tile.first, count, 0, call.K,
-                  KP);
+    mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.q, p.q, job.packed[MN_DELTA_Q], tile.span, h,
+                                          tile.first, count, 0, call.K, threadIdx.x);
+    mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.e, p.e, job.packed[MN_DELTA_E], tile.span, h,
+                                          tile.first, count, 0, call.K, threadIdx.x);
     if (p.w.data) {
-        mn_tile_fetch(room.w, p.w, job.packed[MN_DELTA_W], tile.span, h, tile.first, count, 0,
-                      call.K, KP);
+        mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.w, p.w, job.packed[MN_DELTA_W], tile.span, h,
+                                              tile.first, count, 0, call.K, threadIdx.x);
     }
     mn_copy_commit();
     if (warp == 0) mn_delta_sum_decays(room.levels, p, tile.span, h, tile.first, count);
     mn_copy_wait<0>();
     __syncthreads();
+    mn_delta_clear_above(job.work.P + index * MN_DELTA_SQUARE);
     mn_delta_scores<KP>(room, mn_shared(p.w.data ? room.w : room.e),
                         job.work.P + index * MN_DELTA_SQUARE, job.scale);
     mn_delta_invert(room.solver, job.work.T + index * MN_DELTA_SQUARE,
                     job.work.A ? job.work.A + index * MN_DELTA_SQUARE : nullptr);
-    const float *from = (const float *)&room.levels;
-    float *to = (float *)(job.work.levels + index);
-    for (int k = threadIdx.x; k < (int)(sizeof room.levels / sizeof(float)); k += blockDim.x) {
-        to[k] = from[k];
-    }
+    mn_delta_leave_levels(job.work.levels + index, room.levels);
 }
 
 #endif

@@ -34,8 +34,8 @@ struct mn_delta_work {
 
 /* Tensors by the views that kernels read and write in packs of eight where they can. */
 enum mn_delta_tensor {
-    MN_DELTA_Q, MN_DELTA_E, MN_DELTA_W, MN_DELTA_V, MN_DELTA_O, MN_DELTA_COT, MN_DELTA_DQ,
-    MN_DELTA_DE, MN_DELTA_DW, MN_DELTA_DV, MN_DELTA_DG, MN_DELTA_TENSORS
+    MN_DELTA_Q, MN_DELTA_E, MN_DELTA_W, MN_DELTA_V, MN_DELTA_G, MN_DELTA_O, MN_DELTA_COT,
+    MN_DELTA_DQ, MN_DELTA_DE, MN_DELTA_DW, MN_DELTA_DV, MN_DELTA_TENSORS
 };
 
 struct mn_delta_job {
@@ -77,46 +77,58 @@ __device__ inline void mn_copy_wait(void) {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
 }
 
-/* `count` rows of a view from token t on, `columns` of them from column0 on; zeros beyond, and
- * where the tensor is absent. */
+/* `count` rows of a view from token t on, COLUMNS of them from column0 on; zeros beyond `width` and
+ * where the tensor is absent. HANDS threads share it, of which this is number `hand`: each has one
+ * octet of every few rows, so that addresses advance by constants. */
+template <int COLUMNS, int HANDS>
 __device__ inline void mn_tile_fetch(unsigned char *tile, const mn_in &view, bool packed,
                                      const mn_span &span, int64_t h, int64_t t, int count,
-                                     int64_t column0, int64_t width, int columns) {
-    const mn_bf16 *row0 = mn_row<mn_bf16>(view, span.b, span.t0 + t, h);
-    const mn_bf16 *from = row0 ? row0 + column0 : nullptr;
-    const int left = (int)min(width - column0, (int64_t)columns), octets = columns / 8;
-    const unsigned to = mn_shared(tile);
-    for (int k = threadIdx.x; k < MN_DELTA_CHUNK * octets; k += blockDim.x) {
-        const int row = k / octets, octet = k % octets, j = octet * 8;
-        const bool inside = view.data && row < count && j < left;
-        const mn_bf16 *at = inside ? from + row * view.stride[1] + j : from;
-        if (packed && view.data) {
-            mn_copy_octet(to + mn_tile_place(row, octet), at, inside ? 16 : 0);
-        } else {
-            mn_pack<mn_bf16, 8> pack = {};
+                                     int64_t column0, int64_t width, int hand) {
+    constexpr int octets = COLUMNS / 8, step = HANDS / octets;
+    const int row0 = hand / octets, octet = hand % octets;
+    const int64_t j = column0 + 8 * octet;
+    const int n_rows = view.data && j < width ? count : 0;
+    const mn_bf16 *at = mn_row<mn_bf16>(view, span.b, span.t0 + t + row0, h) + j;
+    if (packed && view.data) {
+        const unsigned to = mn_shared(tile);
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                if (inside && j + i < left) pack.at[i] = at[i];
-            }
-            *(mn_pack<mn_bf16, 8> *)(tile + mn_tile_place(row, octet)) = pack;
+        for (int row = row0, i = 0; i < MN_DELTA_CHUNK / step; i++, row += step) {
+            const bool inside = row < n_rows;
+            mn_copy_octet(to + mn_tile_place(row, octet), inside ? at : view.data,
+                          inside ? 16 : 0);
+            at += step * view.stride[1];
         }
+        return;
+    }
+    for (int row = row0; row < MN_DELTA_CHUNK; row += step) {
+        mn_pack<mn_bf16, 8> pack = {};
+        for (int i = 0; i < 8; i++) {
+            if (row < n_rows && j + i < width) pack.at[i] = at[i];
+        }
+        *(mn_pack<mn_bf16, 8> *)(tile + mn_tile_place(row, octet)) = pack;
+        at += step * view.stride[1];
     }
 }
 
-/* 64 rows of `columns` from work space, which are `stride` apart. */
-__device__ inline void mn_tile_recall(unsigned char *tile, const mn_bf16 *from, int columns,
-                                      int stride) {
-    const int octets = columns / 8;
+/* 64 rows of COLUMNS from work space, which are `stride` apart, likewise. */
+template <int COLUMNS, int HANDS>
+__device__ inline void mn_tile_recall(unsigned char *tile, const mn_bf16 *from, int stride,
+                                      int hand) {
+    constexpr int octets = COLUMNS / 8, step = HANDS / octets;
+    const int row0 = hand / octets, octet = hand % octets;
+    const mn_bf16 *at = from + row0 * stride + 8 * octet;
     const unsigned to = mn_shared(tile);
-    for (int k = threadIdx.x; k < MN_DELTA_CHUNK * octets; k += blockDim.x) {
-        const int row = k / octets, octet = k % octets;
-        mn_copy_octet(to + mn_tile_place(row, octet), from + row * stride + octet * 8, 16);
+#pragma unroll
+    for (int i = 0; i < MN_DELTA_CHUNK / step; i++) {
+        mn_copy_octet(to + mn_tile_place(row0 + i * step, octet), at, 16);
+        at += step * stride;
     }
 }
 
 /* `bytes`, a multiple of 16, as they lie. */
-__device__ inline void mn_copy_plain(void *to, const void *from, int bytes) {
-    for (int k = threadIdx.x * 16; k < bytes; k += blockDim.x * 16) {
+__device__ inline void mn_copy_plain(void *to, const void *from, int bytes, int hands,
+                                     int hand) {
+    for (int k = hand * 16; k < bytes; k += hands * 16) {
         mn_copy_octet(mn_shared(to) + k, (const char *)from + k, 16);
     }
 }

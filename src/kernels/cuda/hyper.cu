@@ -10,7 +10,8 @@
 #include "kernels/cuda/hyper_rows.cuh"
 #include "kernels/cuda/parts.cuh"
 
-enum { LAGS = 128, BATCH = 16, MOST_PARTS = 4 };    // of a block of the parameters' kernel
+/* Of a block of the parameters' kernel: lags, rows in shared memory and in registers. */
+enum { LAGS = 128, BATCH = 16, AT_ONCE = 8, MOST_PARTS = 8 };
 
 /* ---- parameters ------------------------------------------------------------------------------ */
 
@@ -58,15 +59,14 @@ __global__ void leave_kernel(const __grid_constant__ mn_hyper k, const float *pa
     if (dd) mn_put(dd + c.P - 1 - j, sum(2 * k.lags * k.ranks + j));
 }
 
-/* What rows of a batch have for one mix: h c and y c of 16 ranks, and how many keys they see. */
+/* What rows of a batch have for one mix: h c and y c of 16 ranks. */
 struct batch_room {
     float hc[BATCH][MN_HYPER_RANKS], yc[BATCH][MN_HYPER_RANKS];
-    int keys[BATCH];
 };
 
 /* dU, dVt and dd of a lag grow by what the strip's rows give, and for first mixes g becomes dz. A
  * block has 128 lags of one mix and every n-th tile; 16 ranks at a time. */
-__global__ static void __launch_bounds__(LAGS)
+__global__ static void __launch_bounds__(LAGS, 4)
 params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts) {
     __shared__ __align__(16) batch_room room;
     const mn_call &c = k.p.call;
@@ -102,28 +102,48 @@ params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts)
                     float *kept = mn_hyper_kept(k, i, head, r0 + r);
                     room.hc[r][a] = mn_hyper_ranks(k, kept, branch, MN_HYPER_HC)[a0 + a];
                     room.yc[r][a] = mn_hyper_ranks(k, kept, branch, MN_HYPER_YC)[a0 + a];
-                    if (a == 0) room.keys[r] = (int)(seen + r0 + r + 1);
                 }
                 __syncthreads();
-#pragma unroll 4
-                for (int r = 0; r < n; r++) {
-                    const int64_t at = mn_strip_at(k.s, i, head, r0 + r) + room.keys[r] - 1 - j;
-                    if (j >= room.keys[r]) continue;
-                    const float z = in[at], g = out[at];
-                    if (sums_d) dd = fmaf(z, g, dd);
-                    float dz = by * g;
+                /* Row r has lag j at r (row + 1) from here on. */
+                const int64_t newest = mn_strip_at(k.s, i, head, r0) + seen + r0 - j;
+                const int step = (int)k.s.row + 1, lags = (int)(seen + r0 + 1 - j);
+                const float *from_z = in + newest;
+                float *from_g = out + newest;
+                for (int r1 = 0; r1 < n; r1 += AT_ONCE) {
+                    float z[AT_ONCE], g[AT_ONCE];
 #pragma unroll
-                    for (int a = 0; a < MN_HYPER_RANKS; a++) {
-                        const float yc = room.yc[r][a];
-                        dU[a] = fmaf(z, yc, dU[a]);
-                        dVt[a] = fmaf(g, room.hc[r][a], dVt[a]);
-                        dz = fmaf(yc, U[a], dz);
+                    for (int e = 0; e < AT_ONCE; e++) {
+                        const bool sees = r1 + e < n && lags + r1 + e > 0;
+                        z[e] = sees ? from_z[(r1 + e) * step] : 0.0f;
+                        g[e] = sees ? from_g[(r1 + e) * step] : 0.0f;
                     }
-                    if (second || !last) continue;
-                    const float *kept = mn_hyper_kept(k, i, head, r0 + r);
-                    const float *all = kept + MN_HYPER_FIRST + (branch * 3 + 2) * k.ranks;
-                    for (int64_t a = 0; a < a0; a++) dz = fmaf(all[a], m.U[j * k.ranks + a], dz);
-                    out[at] = dz;
+#pragma unroll
+                    for (int e = 0; e < AT_ONCE; e++) {
+                        const int r = r1 + e;
+                        if (r >= n) break;
+                        if (sums_d) dd = fmaf(z[e], g[e], dd);
+                        float dz = by * g[e];
+#pragma unroll
+                        for (int a = 0; a < MN_HYPER_RANKS; a += 4) {
+                            const float4 yc = *(const float4 *)&room.yc[r][a];
+                            const float4 hc = *(const float4 *)&room.hc[r][a];
+                            const float ys[4] = { yc.x, yc.y, yc.z, yc.w };
+                            const float hs[4] = { hc.x, hc.y, hc.z, hc.w };
+#pragma unroll
+                            for (int b = 0; b < 4; b++) {
+                                dU[a + b] = fmaf(z[e], ys[b], dU[a + b]);
+                                dVt[a + b] = fmaf(g[e], hs[b], dVt[a + b]);
+                                dz = fmaf(ys[b], U[a + b], dz);
+                            }
+                        }
+                        if (second || !last || lags + r <= 0) continue;
+                        const float *kept = mn_hyper_kept(k, i, head, r0 + r);
+                        const float *all = kept + MN_HYPER_FIRST + (branch * 3 + 2) * k.ranks;
+                        for (int64_t a = 0; a < a0; a++) {
+                            dz = fmaf(all[a], m.U[j * k.ranks + a], dz);
+                        }
+                        from_g[r * step] = dz;
+                    }
                 }
             }
         }
@@ -137,23 +157,20 @@ params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts)
 
 /* ---- outputs --------------------------------------------------------------------------------- */
 
-/* o = y scale gv; or, given do: dgv = do y scale, g_o = do gv scale and the cotangent of the scale.
- * A block has one row of a head. */
+/* o = y scale gv; or, given do: dgv = do y scale and g_o = do gv scale. A block has one row of a
+ * head. */
 template <typename T>
 __global__ void __launch_bounds__(MN_STRIP_THREADS)
 output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
-    __shared__ float team[32];
     const mn_tile_span tile = mn_tile_at(k.s.call, MN_STRIP_ROWS, k.s.first + blockIdx.z);
     const int64_t r = blockIdx.x, h = blockIdx.y;
     if (r >= tile.n_rows) return;
     const int64_t b = tile.span.b, t = tile.span.t0 + tile.first + r;
-    float *kept = mn_hyper_kept(k, blockIdx.z, h, r);
-    const float scale = kept[MN_HYPER_SCALE];
+    const float scale = mn_hyper_kept(k, blockIdx.z, h, r)[MN_HYPER_SCALE];
     const float *sum = mn_row<float>(y, b, t, h);
     const T *gv = mn_row<T>(k.p.gv, b, t, h), *d_o = mn_row<T>(k.p.cot.o, b, t, h);
     T *o = mn_row<T>(k.p.o, b, t, h), *dgv = mn_row<T>(k.p.grad.gv, b, t, h);
-    T *g = mn_row<T>(g_o, b, t, h);
-    float along = 0.0f;
+    float *g = mn_row<float>(g_o, b, t, h);
     for (int64_t i = threadIdx.x; i < k.p.call.V; i += MN_STRIP_THREADS) {
         const float by = gv ? mn_float(gv[i]) : 1.0f;
         if (!g) {
@@ -162,23 +179,75 @@ output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
         }
         const float d = mn_get(d_o, i);
         if (dgv) mn_put(dgv + i, d * sum[i] * scale);
-        mn_put(g + i, d * by * scale);
-        along = fmaf(d * by, sum[i], along);
+        g[i] = d * by * scale;
     }
-    if (!g) return;
-    along = mn_team_sum<MN_STRIP_THREADS>(along, team);
-    if (threadIdx.x == 0) kept[MN_HYPER_TO_SCALE] = along;
+}
+
+/* ---- one query of each head ------------------------------------------------------------------ */
+
+enum { STEP_KEYS = 256, STEP_COLUMNS = 64, STEP_GROUPS = MN_STRIP_THREADS / STEP_COLUMNS };
+
+/* parts (B, H, parts, V): sums of w v over 256 keys. A group of 64 threads has every fourth key. */
+template <typename T>
+__global__ void __launch_bounds__(MN_STRIP_THREADS)
+step_part_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts) {
+    __shared__ float sums[STEP_GROUPS][STEP_COLUMNS];
+    const int64_t part = blockIdx.x, h = blockIdx.y, b = blockIdx.z, V = k.p.call.V;
+    const int column = threadIdx.x % STEP_COLUMNS, group = threadIdx.x / STEP_COLUMNS;
+    const int64_t key0 = part * STEP_KEYS;
+    const int n_keys = (int)min((int64_t)STEP_KEYS, k.p.call.L - key0);
+    const float *w = k.w + mn_strip_at(k.s, b, h, 0) + key0;
+    float *to = parts + ((b * k.p.call.H + h) * n_parts + part) * V;
+    for (int64_t c0 = 0; c0 < V; c0 += STEP_COLUMNS) {
+        const int64_t c = c0 + column;
+        float sum = 0.0f;
+#pragma unroll 8
+        for (int i = group; c < V && i < n_keys; i += STEP_GROUPS) {
+            sum = fmaf(w[i], mn_float(mn_row<T>(k.p.v, b, key0 + i, h)[c]), sum);
+        }
+        __syncthreads();
+        sums[group][column] = sum;
+        __syncthreads();
+        if (group != 0 || c >= V) continue;
+        sum = 0.0f;
+        for (int i = 0; i < STEP_GROUPS; i++) sum += sums[i][column];
+        to[c] = sum;
+    }
+}
+
+/* y, the parts in their order. */
+__global__ static void __launch_bounds__(MN_STRIP_THREADS)
+step_sum_kernel(const __grid_constant__ mn_hyper k, mn_out y, const float *parts,
+                int64_t n_parts) {
+    const int64_t h = blockIdx.x, b = blockIdx.y, V = k.p.call.V;
+    const float *from = parts + (b * k.p.call.H + h) * n_parts * V;
+    for (int64_t c = threadIdx.x; c < V; c += MN_STRIP_THREADS) {
+        float sum = 0.0f;
+        for (int64_t i = 0; i < n_parts; i++) sum += from[i * V + c];
+        mn_row<float>(y, b, 0, h)[c] = sum;
+    }
+}
+
+template <typename T>
+static void step_read(const mn_hyper &k, const mn_out &y, float *parts, cudaStream_t stream) {
+    const mn_call &c = k.p.call;
+    const int64_t n_parts = mn_ceil_div(c.L, STEP_KEYS);
+    const dim3 blocks((unsigned)n_parts, (unsigned)c.H, (unsigned)c.B);
+    step_part_kernel<T><<<blocks, MN_STRIP_THREADS, 0, stream>>>(k, parts, n_parts);
+    const dim3 heads((unsigned)c.H, (unsigned)c.B);
+    step_sum_kernel<<<heads, MN_STRIP_THREADS, 0, stream>>>(k, y, parts, n_parts);
 }
 
 /* ---- strips ---------------------------------------------------------------------------------- */
 
-/* Work space of a call, in floats but for g_o, which has the call's type. */
+/* Work space of a call, in floats. */
 struct room {
     mn_hyper k;
-    int64_t most, matrix, n_matrices, params, rows, y, g_o, dk, dv, parts, n_parts, all;
+    int64_t most, matrix, n_matrices, params, rows, y, g_o, dk, dv, parts, n_parts, step, all;
 };
 
-static bool room_of(room *to, const mn_hyper_args *p, bool backward) {
+static bool room_of(room *to, const mn_hyper_args *p, mn_pass pass) {
+    const bool backward = pass == MN_BACKWARD;
     const mn_call &c = p->call;
     mn_hyper &k = to->k;
     k = {};
@@ -199,9 +268,12 @@ static bool room_of(room *to, const mn_hyper_args *p, bool backward) {
               mn_mul_i64(&to->dk, c.B * c.L, c.Q * c.K) &&
               mn_mul_i64(&to->dv, c.B * c.L, c.H * c.V) &&
               mn_mul_i64(&to->parts, to->params, to->n_parts);
-    to->g_o = to->y;    // at most a float each
+    ok = ok && mn_mul_i64(&to->step, mn_ceil_div(c.L, STEP_KEYS), to->y);
+    if (pass != MN_STEP) to->step = 0;
+    to->g_o = to->y;
     if (!backward) to->g_o = to->dk = to->dv = to->parts = 0;
-    const int64_t parts[] = { to->params, to->rows, to->y, to->g_o, to->dk, to->dv, to->parts };
+    const int64_t parts[] = { to->params, to->rows, to->y, to->g_o, to->dk, to->dv, to->parts,
+                              to->step };
     to->all = 0;
     for (int i = 0; i < to->n_matrices; i++) ok = ok && mn_add_i64(&to->all, to->all, to->matrix);
     for (int64_t part : parts) {
@@ -219,10 +291,11 @@ static float *take(float **at, int64_t count) {
 /* Parts of the work space, for one call. */
 struct space {
     mn_out y, g_o, dk, dv;
-    float *parts;
+    float *parts, *step;    // step: of a decode step, else NULL
 };
 
-static space open_space(room *to, float *at, bool backward) {
+static space open_space(room *to, float *at, mn_pass pass) {
+    const bool backward = pass == MN_BACKWARD;
     mn_hyper &k = to->k;
     const mn_call &c = k.p.call;
     space s = {};
@@ -233,6 +306,7 @@ static space open_space(room *to, float *at, bool backward) {
     k.w = backward ? take(&at, to->matrix) : k.base;
     for (int b = 0; b < k.branches && backward; b++) k.g[b] = take(&at, to->matrix);
     s.y = mn_strip_view(take(&at, to->y), c.T, c.H, c.V);
+    s.step = pass == MN_STEP ? take(&at, to->step) : NULL;
     if (!backward) return s;
     s.g_o = mn_strip_view(take(&at, to->g_o), c.T, c.H, c.V);
     s.dk = mn_strip_view(take(&at, to->dk), c.L, c.Q, c.K);
@@ -244,16 +318,16 @@ static space open_space(room *to, float *at, bool backward) {
 template <typename T>
 static void strip_forward(const mn_hyper &k, const space &to, cudaStream_t stream) {
     const mn_call &c = k.p.call;
-    for (int b = 0; b < k.branches; b++) {
-        const mn_strip_side<T> q = { k.p.q, b * c.H, 1 }, key = { k.p.k, b * c.H, 1 };
-        mn_past_scores(k.s, k.z[b], q, key, c.K, 1.0f, stream);
-    }
+    const mn_strip_side<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
+    const mn_strip both = mn_strip_twice(k.s, k.branches, k.z[k.branches - 1] - k.z[0]);
+    mn_past_scores(both, k.z[0], q, key, c.K, 1.0f, stream);
     const dim3 fours((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
     const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
     mn_hyper_forward_kernel<T><<<fours, MN_STRIP_THREADS, bytes, stream>>>(k);
     const mn_strip_side<T> v = { k.p.v, 0, 1 };
-    mn_past_read<T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
+    if (to.step) step_read<T>(k, to.y, to.step, stream);
+    else mn_past_read<T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
     const dim3 rows((unsigned)k.s.rows, (unsigned)c.H, (unsigned)k.s.n_tiles);
     output_kernel<T><<<rows, MN_STRIP_THREADS, 0, stream>>>(k, mn_strip_input(to.y), to.g_o);
 }
@@ -262,9 +336,10 @@ template <typename T>
 static void strip_backward(const mn_hyper &k, const space &to, int64_t n_parts,
                            cudaStream_t stream) {
     const mn_call &c = k.p.call;
-    const mn_strip_side<T> g_o = { mn_strip_input(to.g_o), 0, 1 }, v = { k.p.v, 0, 1 };
+    const mn_strip_side<float> g_o = { mn_strip_input(to.g_o), 0, 1 };
+    const mn_strip_side<T> v = { k.p.v, 0, 1 };
     strip_forward<T>(k, to, stream);
-    mn_past_gather(k.s, to.dv, 0, 1, k.w, g_o, c.V, stream);
+    mn_past_gather(k.s, to.dv, 0, 1, k.w, g_o, c.V, mn_is_bf16<T>(), stream);
     mn_past_scores(k.s, k.w, g_o, v, c.V, 1.0f, stream);
     const dim3 fours((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
@@ -272,11 +347,10 @@ static void strip_backward(const mn_hyper &k, const space &to, int64_t n_parts,
     mn_hyper_backward_kernel<T><<<fours, MN_STRIP_THREADS, bytes, stream>>>(k);
     const dim3 lags((unsigned)mn_ceil_div(k.lags, LAGS), (unsigned)(c.Q + c.H), (unsigned)n_parts);
     if (k.lags > 0) params_kernel<<<lags, LAGS, 0, stream>>>(k, to.parts, n_parts);
-    for (int b = 0; b < k.branches; b++) {
-        const mn_strip_side<T> q = { k.p.q, b * c.H, 1 }, key = { k.p.k, b * c.H, 1 };
-        mn_past_read<T, T>(k.s, k.p.grad.q, b * c.H, k.g[b], key, c.K, 1.0f, stream);
-        mn_past_gather(k.s, to.dk, b * c.H, 1, k.g[b], q, c.K, stream);
-    }
+    const mn_strip_side<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
+    const mn_strip both = mn_strip_twice(k.s, k.branches, k.g[k.branches - 1] - k.g[0]);
+    mn_past_read<T, T>(both, k.p.grad.q, 0, k.g[0], key, c.K, 1.0f, stream);
+    mn_past_gather(both, to.dk, 0, 1, k.g[0], q, c.K, mn_is_bf16<T>(), stream);
 }
 
 /* Sums of keys or values in their own type. */
@@ -289,14 +363,15 @@ static void put_sums(const mn_out &to, const mn_out &from, const mn_call &call, 
 }
 
 template <typename T>
-static int run(const mn_hyper_args *p, bool backward, float *shared, cudaStream_t stream) {
+static int run(const mn_hyper_args *p, mn_pass pass, float *shared, cudaStream_t stream) {
+    const bool backward = pass == MN_BACKWARD;
     const mn_call &c = p->call;
     room to = {};
-    if (!room_of(&to, p, backward)) return cudaErrorInvalidValue;
+    if (!room_of(&to, p, pass)) return cudaErrorInvalidValue;
     if (c.Q + c.H > 65535 || c.B * c.L > INT32_MAX || to.k.ranks > 512) {
         return cudaErrorNotSupported;
     }
-    space s = open_space(&to, shared, backward);
+    space s = open_space(&to, shared, pass);
     mn_hyper &k = to.k;
     const dim3 lags((unsigned)mn_ceil_div(mn_max(c.P, 1), 128), (unsigned)(c.Q + c.H));
     if (k.lags > 0) enter_kernel<T><<<lags, 128, 0, stream>>>(k);
@@ -308,6 +383,7 @@ static int run(const mn_hyper_args *p, bool backward, float *shared, cudaStream_
         cudaMemsetAsync(s.parts, 0, (size_t)to.parts * sizeof(float), stream);
     }
     const int64_t slots = c.T > 0 ? mn_tile_slots(c, MN_STRIP_ROWS) : 0;
+    if (to.most < slots) s.step = NULL;    // its parts are of one strip
     for (k.s.first = 0; k.s.first < slots; k.s.first += k.s.n_tiles) {
         k.s.n_tiles = mn_min(to.most, slots - k.s.first);
         if (backward) strip_backward<T>(k, s, to.n_parts, stream);
@@ -320,32 +396,40 @@ static int run(const mn_hyper_args *p, bool backward, float *shared, cudaStream_
     return mn_launched();
 }
 
-static int run_any(const mn_hyper_args *p, bool backward, void *shared, void *stream) {
+static int run_any(const mn_hyper_args *p, mn_pass pass, void *shared, void *stream) {
     const cudaStream_t on = (cudaStream_t)stream;
-    if (p->call.dtype == MN_BF16) return run<mn_bf16>(p, backward, (float *)shared, on);
-    return run<float>(p, backward, (float *)shared, on);
+    if (p->call.dtype == MN_BF16) return run<mn_bf16>(p, pass, (float *)shared, on);
+    return run<float>(p, pass, (float *)shared, on);
 }
 
-static bool plan_of(mn_plan *plan, const void *args, bool backward) {
+static bool plan_of(mn_plan *plan, const void *args, mn_pass pass) {
     room to = {};
-    return room_of(&to, (const mn_hyper_args *)args, backward) &&
+    return room_of(&to, (const mn_hyper_args *)args, pass) &&
            mn_mul_size(&plan->shared_bytes, (size_t)to.all, sizeof(float));
 }
 
 MN_CUDA_PLAN(hyper_forward) {
-    return plan_of(plan, args, false);
+    return plan_of(plan, args, MN_FORWARD);
 }
 
 MN_CUDA_LAUNCH(hyper_forward) {
     const mn_hyper_args *p = (const mn_hyper_args *)args;
-    if (!p->o.data) return cudaSuccess;
-    return run_any(p, false, shared, stream);
+    return p->o.data ? run_any(p, MN_FORWARD, shared, stream) : cudaSuccess;
+}
+
+MN_CUDA_PLAN(hyper_step) {
+    return plan_of(plan, args, MN_STEP);
+}
+
+MN_CUDA_LAUNCH(hyper_step) {
+    const mn_hyper_args *p = (const mn_hyper_args *)args;
+    return p->o.data ? run_any(p, MN_STEP, shared, stream) : cudaSuccess;
 }
 
 MN_CUDA_PLAN(hyper_backward) {
-    return plan_of(plan, args, true);
+    return plan_of(plan, args, MN_BACKWARD);
 }
 
 MN_CUDA_LAUNCH(hyper_backward) {
-    return run_any((const mn_hyper_args *)args, true, shared, stream);
+    return run_any((const mn_hyper_args *)args, MN_BACKWARD, shared, stream);
 }

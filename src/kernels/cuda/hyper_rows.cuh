@@ -1,13 +1,13 @@
 /* hyper_rows.cuh - rows of a strip of HyperMLP / HyperGLU: mixes, activation and their way back
  * (equations in ref/hyper.c).
  *
- * A thread has a lag and goes over four rows with what the mixing parameters have for that lag, so
- * that these are read once for four rows. Contractions over lags sum 16 ranks of four rows at a
+ * A thread has lags and goes over four rows with what the mixing parameters have for a lag, so that
+ * these are read once for four rows. Contractions over lags sum 16 ranks of four rows at a
  * time. The parameters lie by lag, in float, ranks padded with zeros to a multiple of 16:
  *
  *   U (lags, ranks)    Vt (lags, ranks), turned    d (lags)
  *
- * A row of a strip keeps three numbers and for each of its mixes h = z U, h c and y c (HYPER_ROW).
+ * A row of a strip keeps two numbers and for each of its mixes h = z U, h c and y c.
  * Norm l2 divides x1 before the activation; relu and everything after it are homogeneous, so it is
  * applied to the output like out_scale. */
 #ifndef MN_KERNELS_CUDA_HYPER_ROWS_CUH
@@ -15,8 +15,12 @@
 
 #include "kernels/cuda/attention_strip_mma.cuh"
 
-enum { MN_HYPER_ROWS = 4, MN_HYPER_RANKS = 16, MN_HYPER_SUMS = MN_HYPER_ROWS * MN_HYPER_RANKS };
-enum { MN_HYPER_SCALE, MN_HYPER_NORM, MN_HYPER_TO_SCALE, MN_HYPER_FIRST = 4 };    // of a row
+enum { MN_HYPER_ROWS = 4, MN_HYPER_RANKS = 16, MN_HYPER_LAGS = 2 };
+enum {
+    MN_HYPER_SUMS = MN_HYPER_ROWS * MN_HYPER_RANKS,
+    MN_HYPER_STEP = MN_HYPER_LAGS * MN_STRIP_THREADS,
+};
+enum { MN_HYPER_SCALE, MN_HYPER_NORM, MN_HYPER_FIRST = 4 };    // of a row
 
 /* A call at work. Mixes are counted: the first ones of branches 0 .. Q-1, then H second ones. */
 struct mn_hyper {
@@ -78,10 +82,15 @@ __device__ inline bool mn_hyper_find(mn_hyper_four *f, const mn_hyper &k) {
     return f->n > 0;
 }
 
-/* Row r of a matrix of the strip, and its kept numbers. */
-__device__ inline float *mn_hyper_line(const mn_hyper &k, float *matrix, const mn_hyper_four &f,
-                                       int r) {
-    return matrix + mn_strip_at(k.s, blockIdx.z, f.head, f.first + r);
+/* Where the four rows of a matrix have lag 0: row r lies r (row + 1) floats on, lag j before it. */
+__device__ inline float *mn_hyper_newest(const mn_hyper &k, float *matrix,
+                                         const mn_hyper_four &f) {
+    return matrix + mn_strip_at(k.s, blockIdx.z, f.head, f.first) + f.seen;
+}
+
+/* How far on lag j of row r lies. */
+__device__ inline int mn_hyper_on(const mn_hyper &k, int r, int j) {
+    return r * ((int)k.s.row + 1) - j;
 }
 
 __device__ inline float *mn_hyper_kept(const mn_hyper &k, int64_t tile, int64_t head, int64_t r) {
@@ -145,22 +154,30 @@ template <typename F>
 __device__ inline void mn_hyper_contract(const mn_hyper &k, const mn_hyper_four &f,
                                          mn_hyper_room &room, float *matrix, const float *by_lag,
                                          F put) {
-    const float *line[MN_HYPER_ROWS];
-#pragma unroll
-    for (int r = 0; r < MN_HYPER_ROWS; r++) {
-        line[r] = mn_hyper_line(k, matrix, f, r) + f.keys(r) - 1;
-    }
+    const float *newest = mn_hyper_newest(k, matrix, f);
     for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
-        float sums[MN_HYPER_SUMS] = {};
-        for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
-            float u[MN_HYPER_RANKS];
-            mn_hyper_load(u, by_lag + j * k.ranks + a0);
+        float sums[MN_HYPER_SUMS] = {}, next[MN_HYPER_RANKS], z_next[MN_HYPER_ROWS];
+        const auto fetch = [&](int j) {
+            if (j >= f.most) return;
+            mn_hyper_load(next, by_lag + j * k.ranks + a0);
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) {
-                const float z = j < f.keys(r) ? line[r][-j] : 0.0f;
+                z_next[r] = j < f.keys(r) ? newest[mn_hyper_on(k, r, j)] : 0.0f;
+            }
+        };
+        fetch(threadIdx.x);
+        for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
+            float u[MN_HYPER_RANKS], z[MN_HYPER_ROWS];
+#pragma unroll
+            for (int a = 0; a < MN_HYPER_RANKS; a++) u[a] = next[a];
+#pragma unroll
+            for (int r = 0; r < MN_HYPER_ROWS; r++) z[r] = z_next[r];
+            fetch(j + MN_STRIP_THREADS);
+#pragma unroll
+            for (int r = 0; r < MN_HYPER_ROWS; r++) {
 #pragma unroll
                 for (int a = 0; a < MN_HYPER_RANKS; a++) {
-                    sums[r * MN_HYPER_RANKS + a] = fmaf(z, u[a], sums[r * MN_HYPER_RANKS + a]);
+                    sums[r * MN_HYPER_RANKS + a] = fmaf(z[r], u[a], sums[r * MN_HYPER_RANKS + a]);
                 }
             }
         }
@@ -173,19 +190,38 @@ __device__ inline void mn_hyper_contract(const mn_hyper &k, const mn_hyper_four 
     }
 }
 
-/* x_r += sum of ranks of row r (in shared memory, `ranks` apart) times a parameter at a lag */
-__device__ inline void mn_hyper_expand(const mn_hyper &k, float (&x)[MN_HYPER_ROWS],
-                                       const float *of_rows, const float *by_lag, int j) {
+/* Numbers of a thread: two lags, a block's threads apart, of four rows. */
+struct mn_hyper_numbers {
+    float at[MN_HYPER_LAGS][MN_HYPER_ROWS];
+};
+
+__device__ inline int mn_hyper_lag(int j, int l) {
+    return j + l * MN_STRIP_THREADS;
+}
+
+/* x_r += sum of ranks of row r (in shared memory, `ranks` apart) times a parameter by lag */
+__device__ inline void mn_hyper_expand(const mn_hyper &k, const mn_hyper_four &f,
+                                       mn_hyper_numbers &x, const float *of_rows,
+                                       const float *by_lag, int j) {
     for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
-        float v[MN_HYPER_RANKS];
-        mn_hyper_load(v, by_lag + j * k.ranks + a0);
+        float v[MN_HYPER_LAGS][MN_HYPER_RANKS] = {};
+#pragma unroll
+        for (int l = 0; l < MN_HYPER_LAGS; l++) {
+            const int lag = mn_hyper_lag(j, l);
+            if (lag < f.most) mn_hyper_load(v[l], by_lag + lag * k.ranks + a0);
+        }
 #pragma unroll
         for (int r = 0; r < MN_HYPER_ROWS; r++) {
 #pragma unroll
             for (int a = 0; a < MN_HYPER_RANKS; a += 4) {
                 const float4 c = *(const float4 *)(of_rows + r * k.ranks + a0 + a);
-                x[r] = fmaf(c.x, v[a], x[r]), x[r] = fmaf(c.y, v[a + 1], x[r]);
-                x[r] = fmaf(c.z, v[a + 2], x[r]), x[r] = fmaf(c.w, v[a + 3], x[r]);
+#pragma unroll
+                for (int l = 0; l < MN_HYPER_LAGS; l++) {
+                    float y = x.at[l][r];
+                    y = fmaf(c.x, v[l][a], y), y = fmaf(c.y, v[l][a + 1], y);
+                    y = fmaf(c.z, v[l][a + 2], y), y = fmaf(c.w, v[l][a + 3], y);
+                    x.at[l][r] = y;
+                }
             }
         }
     }
@@ -212,16 +248,40 @@ __device__ inline float mn_hyper_control(const mn_hyper &k, const mn_hyper_four 
     return row ? mn_float(row[a]) : 1.0f;
 }
 
-/* x of a branch at lag j of four rows: z (1 + d) + (h c) Vt */
-__device__ inline void mn_hyper_mixed(const mn_hyper &k, const mn_hyper_four &f,
-                                      float (&x)[MN_HYPER_ROWS], float *matrix,
-                                      const mn_hyper_mix &m, const float *hc, int j) {
-    const float by = m.d ? 1.0f + m.d[j] : 1.0f;
+/* The matrix of `newest` times 1 + d. */
+__device__ inline void mn_hyper_scaled(const mn_hyper &k, const mn_hyper_four &f,
+                                       mn_hyper_numbers &x, const float *newest, const float *d,
+                                       int j) {
 #pragma unroll
-    for (int r = 0; r < MN_HYPER_ROWS; r++) {
-        x[r] = j < f.keys(r) ? by * mn_hyper_line(k, matrix, f, r)[f.keys(r) - 1 - j] : 0.0f;
+    for (int l = 0; l < MN_HYPER_LAGS; l++) {
+        const int lag = mn_hyper_lag(j, l);
+        const float by = d && lag < f.most ? 1.0f + d[lag] : 1.0f;
+#pragma unroll
+        for (int r = 0; r < MN_HYPER_ROWS; r++) {
+            x.at[l][r] = lag < f.keys(r) ? by * newest[mn_hyper_on(k, r, lag)] : 0.0f;
+        }
     }
-    if (m.Vt) mn_hyper_expand(k, x, hc, m.Vt, j);
+}
+
+/* x of a branch: z (1 + d) + (h c) Vt, z in the matrix of `newest` */
+__device__ inline void mn_hyper_mixed(const mn_hyper &k, const mn_hyper_four &f,
+                                      mn_hyper_numbers &x, const float *newest,
+                                      const mn_hyper_mix &m, const float *hc, int j) {
+    mn_hyper_scaled(k, f, x, newest, m.d, j);
+    if (m.Vt) mn_hyper_expand(k, f, x, hc, m.Vt, j);
+}
+
+/* what(l, r, where it lies) for the thread's numbers that rows see */
+template <typename F>
+__device__ inline void mn_hyper_each(const mn_hyper &k, const mn_hyper_four &f, int j, F what) {
+#pragma unroll
+    for (int l = 0; l < MN_HYPER_LAGS; l++) {
+        const int lag = mn_hyper_lag(j, l);
+#pragma unroll
+        for (int r = 0; r < MN_HYPER_ROWS; r++) {
+            if (lag < f.keys(r)) what(l, r, mn_hyper_on(k, r, lag));
+        }
+    }
 }
 
 /* h and h c of a mix from its argument, kept and in shared memory. */
@@ -242,14 +302,14 @@ __device__ inline void mn_hyper_enter(const mn_hyper &k, const mn_hyper_four &f,
 /* Zeros where products read beyond a row's keys. */
 __device__ inline void mn_hyper_clear(const mn_hyper &k, const mn_hyper_four &f, float *matrix) {
     for (int r = 0; r < f.n; r++) {
-        float *line = mn_hyper_line(k, matrix, f, r);
+        float *line = matrix + mn_strip_at(k.s, blockIdx.z, f.head, f.first + r);
         for (int i = f.keys(r) + threadIdx.x; i < f.end; i += MN_STRIP_THREADS) line[i] = 0.0f;
     }
 }
 
 /* base from z, w from base, and the scale of the output. A block has four rows of a head. */
 template <typename T>
-__global__ void __launch_bounds__(MN_STRIP_THREADS)
+__global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
 mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     extern __shared__ __align__(16) float shared[];
     __shared__ mn_hyper_room room;
@@ -260,24 +320,25 @@ mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     const mn_hyper_mix second = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, k.branches - 1));
     const mn_hyper_mix last = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, 2));
     float *hc = shared, square[MN_HYPER_ROWS] = {};
+    float *base = mn_hyper_newest(k, k.base, f), *w = mn_hyper_newest(k, k.w, f);
+    const float *z1 = mn_hyper_newest(k, k.z[0], f);
+    const float *z2 = mn_hyper_newest(k, k.z[k.branches - 1], f);
     for (int i = threadIdx.x; i < 3 * MN_HYPER_ROWS * k.ranks; i += MN_STRIP_THREADS) {
         shared[i] = 0.0f;
     }
     __syncthreads();
     mn_hyper_enter<T>(k, f, room, k.z[0], first, 0, hc);
     if (k.branches == 2) mn_hyper_enter<T>(k, f, room, k.z[1], second, 1, hc + each);
-    for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
-        float x[MN_HYPER_ROWS], scale[MN_HYPER_ROWS];
-        mn_hyper_mixed(k, f, x, k.z[0], first, hc, j);
-        if (k.branches == 2) mn_hyper_mixed(k, f, scale, k.z[1], second, hc + each, j);
-#pragma unroll
-        for (int r = 0; r < MN_HYPER_ROWS; r++) {
-            if (j >= f.keys(r)) continue;
-            square[r] = fmaf(x[r], x[r], square[r]);
-            float y = fmaxf(x[r], 0.0f);
-            if (k.branches == 2) y *= mn_hyper_softplus(scale[r]);
-            mn_hyper_line(k, k.base, f, r)[f.keys(r) - 1 - j] = y;
-        }
+    for (int j = threadIdx.x; j < f.most; j += MN_HYPER_STEP) {
+        mn_hyper_numbers x, scale;
+        mn_hyper_mixed(k, f, x, z1, first, hc, j);
+        if (k.branches == 2) mn_hyper_mixed(k, f, scale, z2, second, hc + each, j);
+        mn_hyper_each(k, f, j, [&](int l, int r, int at) {
+            square[r] = fmaf(x.at[l][r], x.at[l][r], square[r]);
+            float y = fmaxf(x.at[l][r], 0.0f);
+            if (k.branches == 2) y *= mn_hyper_softplus(scale.at[l][r]);
+            base[at] = y;
+        });
     }
 #pragma unroll
     for (int r = 0; r < MN_HYPER_ROWS; r++) {
@@ -289,13 +350,10 @@ mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     }
     __syncthreads();
     mn_hyper_enter<T>(k, f, room, k.base, last, 2, hc + 2 * each);
-    for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
-        float x[MN_HYPER_ROWS];
-        mn_hyper_mixed(k, f, x, k.base, last, hc + 2 * each, j);
-#pragma unroll
-        for (int r = 0; r < MN_HYPER_ROWS; r++) {
-            if (j < f.keys(r)) mn_hyper_line(k, k.w, f, r)[f.keys(r) - 1 - j] = x[r];
-        }
+    for (int j = threadIdx.x; j < f.most; j += MN_HYPER_STEP) {
+        mn_hyper_numbers x;
+        mn_hyper_mixed(k, f, x, base, last, hc + 2 * each, j);
+        mn_hyper_each(k, f, j, [&](int l, int r, int at) { w[at] = x.at[l][r]; });
     }
     if (k.w != k.base) mn_hyper_clear(k, f, k.w);
 }
@@ -320,9 +378,39 @@ __device__ inline void mn_hyper_leave(const mn_hyper &k, const mn_hyper_four &f,
     });
 }
 
+/* What of x1 is taken from its cotangent for the norm: x1 itself times sum_j gw_j w_j / n^2, as
+ * weights are homogeneous in x1. With w = base (1 + d) + (h c) Vt the sum is that of
+ * gw base (1 + d) over lags and of h y c over ranks: made of the numbers that the cotangent is made
+ * of, it cancels what it has to cancel, in a row with a single key all. */
+__device__ inline void mn_hyper_pulls(const mn_hyper &k, const mn_hyper_four &f,
+                                      mn_hyper_room &room, float (&pull)[MN_HYPER_ROWS],
+                                      const float *gw, const float *base, const float *d,
+                                      const float *yc) {
+    float along[MN_HYPER_ROWS] = {};
+    for (int j = threadIdx.x; j < f.most; j += MN_HYPER_STEP) {
+        mn_hyper_numbers g;
+        mn_hyper_scaled(k, f, g, gw, d, j);
+        mn_hyper_each(k, f, j, [&](int l, int r, int at) {
+            along[r] = fmaf(g.at[l][r], base[at], along[r]);
+        });
+    }
+#pragma unroll
+    for (int r = 0; r < MN_HYPER_ROWS; r++) {
+        float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + (r < f.n ? r : 0));
+        const float *h = mn_hyper_ranks(k, kept, 2, MN_HYPER_H);
+        for (int64_t a = threadIdx.x; k.mixed[1] && a < k.ranks; a += MN_STRIP_THREADS) {
+            along[r] = fmaf(yc[r * k.ranks + a], h[a], along[r]);
+        }
+        const float by = kept[MN_HYPER_SCALE];
+        const bool normed = k.p.norm != 2 && kept[MN_HYPER_NORM] > (float)k.p.eps;
+        const float sum = mn_team_sum<MN_STRIP_THREADS>(along[r], room.team);
+        pull[r] = normed ? sum * by * by : 0.0f;
+    }
+}
+
 /* From w, the cotangent of the weights, to g, those of x1 and x2. */
 template <typename T>
-__global__ void __launch_bounds__(MN_STRIP_THREADS)
+__global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
 mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
     extern __shared__ __align__(16) float shared[];
     __shared__ mn_hyper_room room;
@@ -333,6 +421,10 @@ mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
     const mn_hyper_mix second = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, k.branches - 1));
     const mn_hyper_mix last = mn_hyper_mix_of(k, mn_hyper_mix_index(k, f.head, 2));
     float *hc = shared, *yc = shared + 2 * each, pull[MN_HYPER_ROWS];
+    float *g1 = mn_hyper_newest(k, k.g[0], f), *g2 = mn_hyper_newest(k, k.g[k.branches - 1], f);
+    const float *z1 = mn_hyper_newest(k, k.z[0], f);
+    const float *z2 = mn_hyper_newest(k, k.z[k.branches - 1], f);
+    const float *w = mn_hyper_newest(k, k.w, f);
     for (int e = threadIdx.x; e < 3 * each; e += MN_STRIP_THREADS) {
         const int i = (int)(e / each), r = (int)(e % each / k.ranks);
         float x = 0.0f;
@@ -342,37 +434,24 @@ mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
         }
         shared[e] = x;
     }
-#pragma unroll
-    for (int r = 0; r < MN_HYPER_ROWS; r++) {
-        const float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + (r < f.n ? r : 0));
-        const float by = kept[MN_HYPER_SCALE];
-        const bool normed = k.p.norm != 2 && kept[MN_HYPER_NORM] > (float)k.p.eps;
-        pull[r] = normed ? kept[MN_HYPER_TO_SCALE] * by * by * by : 0.0f;
-    }
     __syncthreads();
     mn_hyper_leave<T>(k, f, room, k.w, last, 2, yc);
-    for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
-        float x[MN_HYPER_ROWS], scale[MN_HYPER_ROWS], g[MN_HYPER_ROWS];
-        const float by = last.d ? 1.0f + last.d[j] : 1.0f;
-#pragma unroll
-        for (int r = 0; r < MN_HYPER_ROWS; r++) {
-            g[r] = j < f.keys(r) ? by * mn_hyper_line(k, k.w, f, r)[f.keys(r) - 1 - j] : 0.0f;
-        }
-        if (last.U) mn_hyper_expand(k, g, yc, last.U, j);
-        mn_hyper_mixed(k, f, x, k.z[0], first, hc, j);
-        if (k.branches == 2) mn_hyper_mixed(k, f, scale, k.z[1], second, hc + each, j);
-#pragma unroll
-        for (int r = 0; r < MN_HYPER_ROWS; r++) {
-            if (j >= f.keys(r)) continue;
-            const int at = f.keys(r) - 1 - j;
-            const float open = x[r] > 0.0f ? g[r] : 0.0f;
+    mn_hyper_pulls(k, f, room, pull, w, mn_hyper_newest(k, k.base, f), last.d, yc);
+    for (int j = threadIdx.x; j < f.most; j += MN_HYPER_STEP) {
+        mn_hyper_numbers x, scale, g;
+        mn_hyper_scaled(k, f, g, w, last.d, j);
+        if (last.U) mn_hyper_expand(k, f, g, yc, last.U, j);
+        mn_hyper_mixed(k, f, x, z1, first, hc, j);
+        if (k.branches == 2) mn_hyper_mixed(k, f, scale, z2, second, hc + each, j);
+        mn_hyper_each(k, f, j, [&](int l, int r, int at) {
+            const float open = x.at[l][r] > 0.0f ? g.at[l][r] : 0.0f;
             float to_first = open;
             if (k.branches == 2) {
-                to_first = open * mn_hyper_softplus(scale[r]);
-                mn_hyper_line(k, k.g[1], f, r)[at] = open * x[r] * mn_hyper_sigmoid(scale[r]);
+                to_first = open * mn_hyper_softplus(scale.at[l][r]);
+                g2[at] = open * x.at[l][r] * mn_hyper_sigmoid(scale.at[l][r]);
             }
-            mn_hyper_line(k, k.g[0], f, r)[at] = fmaf(-pull[r], x[r], to_first);
-        }
+            g1[at] = fmaf(-pull[r], x.at[l][r], to_first);
+        });
     }
     mn_hyper_clear(k, f, k.g[0]);
     if (k.branches == 2) mn_hyper_clear(k, f, k.g[1]);

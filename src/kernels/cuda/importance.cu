@@ -4,17 +4,17 @@
  *   I <- a I + (1 - a) ip + k^2 b      M <- a M + k v      mu = M / I
  *   o = scale sum_i q mu               ovar = scale^2 sum_i q^2 / I
  *
- * A thread keeps 4 slots of 2 value columns, a block 64 slots of 32 columns or, of short keys, 32 of
- * 64, of one head of one sequence. With more slots, blocks leave parts of the sums over slots.
- * Backward, a first pass leaves the states in front of each span of 64 tokens. The second goes
- * through the spans from the last one on: forward over the tiles of 16 tokens, whose first states
- * stay in shared memory, then back, half a tile's states made again in registers each time. */
+ * A thread keeps 4 slots of 2 value columns, a block 64 slots of 32 columns or, of short keys, 32
+ * of 64, of one head of one sequence. With more slots, blocks leave parts of the sums over slots.
+ * Backward, a first pass leaves the states in front of each span of 32 tokens. The second goes
+ * through the spans from the last one on: forward, while a state in eight stays in shared memory,
+ * then back by halves of tiles, whose states are made again in registers. */
 #include "kernels/cuda/cells.cuh"
 
 enum {
     TOKENS = MN_CELL_TOKENS,
     HALF = TOKENS / 2,
-    SPAN = 64,
+    SPAN = 32,
     SLOTS = MN_CELL_SLOTS,
     C = 2,
     WARPS = 8,
@@ -59,15 +59,17 @@ __device__ static int64_t cell_at(const mn_call &call, int i, int j) {
 struct state {
     float M[C][SLOTS], I[C][SLOTS];
 
-    /* One token; k2 = k^2 */
-    __device__ void advance(const float (&k)[SLOTS], const float (&k2)[SLOTS], const float (&v)[C],
-                            const float (&b)[C], float a, float fresh) {
+    /* One token, number n of those in v and b. */
+    template <int count>
+    __device__ __forceinline__ void advance(const float (&k)[SLOTS], const float (&v)[C][count],
+                                            const float (&b)[C][count], int n, float a,
+                                            float fresh) {
 #pragma unroll
         for (int i = 0; i < C; i++) {
 #pragma unroll
             for (int j = 0; j < SLOTS; j++) {
-                M[i][j] = fmaf(a, M[i][j], k[j] * v[i]);
-                I[i][j] = fmaf(a, I[i][j], fmaf(k2[j], b[i], fresh));
+                M[i][j] = fmaf(a, M[i][j], k[j] * v[i][n]);
+                I[i][j] = fmaf(a, I[i][j], fmaf(k[j] * k[j], b[i][n], fresh));
             }
         }
     }
@@ -118,19 +120,15 @@ enum { VALUES, WRITES, MEAN_COTS, SPREAD_COTS };
 /* a and what it leaves of the prior: forget = 1 - a, formed without cancellation. Tokens that the
  * tile lacks change nothing. */
 struct gates {
-    float a[TOKENS], forget[TOKENS], fresh[TOKENS];
+    alignas(16) float a[TOKENS], forget[TOKENS], fresh[TOKENS];
 
-    template <typename T>
-    __device__ void fill(const mn_importance_args &p, const place &at, const mn_cell_tile &tile) {
+    /* Thread t brings token t of the n_rows that there are. */
+    __device__ void put(float g, int n_rows, float ip) {
         const int t = threadIdx.x;
         if (t >= TOKENS) return;
-        float g = 0.0f;
-        if (t < tile.n_rows) {
-            g = mn_float(*mn_row<T>(p.g, tile.span.b, tile.span.t0 + tile.first + t, at.h));
-        }
         a[t] = expf(g);
         forget[t] = -expm1f(g);
-        fresh[t] = t < tile.n_rows ? fmaf(forget[t], at.ip, least_importance) : 0.0f;
+        fresh[t] = t < n_rows ? fmaf(forget[t], ip, least_importance) : 0.0f;
     }
 };
 
@@ -140,27 +138,28 @@ struct stage {
     mn_cell_lines<Block> lines[N_LINES];
     gates g;
 
-    /* One token, number n of the four in v and b. */
-    __device__ __forceinline__ void advance(state &c, int t, int n, const float (&v)[C][4],
-                                            const float (&b)[C][4]) const {
-        float k[SLOTS], k2[SLOTS], now_v[C], now_b[C];
+    /* One token, number n of those in v and b. */
+    template <int count>
+    __device__ __forceinline__ void advance(state &c, int t, int n, const float (&v)[C][count],
+                                            const float (&b)[C][count]) const {
+        float k[SLOTS];
         keys[KEYS].get(k, t);
-#pragma unroll
-        for (int j = 0; j < SLOTS; j++) k2[j] = k[j] * k[j];
-#pragma unroll
-        for (int i = 0; i < C; i++) now_v[i] = v[i][n], now_b[i] = b[i][n];
-        c.advance(k, k2, now_v, now_b, g.a[t], g.fresh[t]);
+        c.advance(k, v, b, n, g.a[t], g.fresh[t]);
     }
 
-    /* Tokens [t0, t1), multiples of 4. */
+    /* Tokens [t0, t1), multiples of 8: eight at a time, so that reads of the second four need not
+     * wait for the first. */
     __device__ void walk(state &c, int t0, int t1) const {
 #pragma unroll 1
-        for (int t = t0; t < t1; t += 4) {
-            float v[C][4], b[C][4];
-            lines[VALUES].get(v, t);
-            lines[WRITES].get(b, t);
+        for (int t = t0; t < t1; t += HALF) {
 #pragma unroll
-            for (int n = 0; n < 4; n++) advance(c, t + n, n, v, b);
+            for (int four = t; four < t + HALF; four += 4) {
+                float v[C][4], b[C][4];
+                lines[VALUES].get(v, four);
+                lines[WRITES].get(b, four);
+#pragma unroll
+                for (int n = 0; n < 4; n++) advance(c, four + n, n, v, b);
+            }
         }
     }
 };
@@ -169,19 +168,37 @@ template <typename T, typename Block, int N_KEYS, int N_LINES>
 struct fetched {
     mn_cell_fetched<T, Block::SLOTS, Block::THREADS> keys[N_KEYS];
     mn_cell_fetched<T, Block::COLUMNS, Block::THREADS> lines[N_LINES];
+    float g;
+    int n_rows;
 
-    __device__ void fetch(const mn_importance_args &p, const place &at, const mn_cell_tile &tile) {
+    __device__ void open(const mn_importance_args &p, const place &at) {
         const int64_t s0 = Block::slot0(), v0 = Block::column0(), K = p.call.K, V = p.call.V;
-        keys[KEYS].fetch(p.k, tile, at.h, s0, K);
-        if (N_KEYS > QUERIES) keys[N_KEYS - 1].fetch(p.q, tile, at.h, s0, K);
-        lines[VALUES].fetch(p.v, tile, at.h, v0, V);
-        lines[WRITES].fetch(p.b, tile, at.h, v0, V);
-        if (N_LINES > MEAN_COTS) lines[N_LINES > 2 ? 2 : 0].fetch(p.cot.o, tile, at.h, v0, V);
-        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.ovar, tile, at.h, v0, V);
+        keys[KEYS].open(p.k, at.span, at.h, s0, K);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].open(p.q, at.span, at.h, s0, K);
+        lines[VALUES].open(p.v, at.span, at.h, v0, V);
+        lines[WRITES].open(p.b, at.span, at.h, v0, V);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > 2 ? 2 : 0].open(p.cot.o, at.span, at.h, v0, V);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].open(p.cot.ovar, at.span, at.h, v0, V);
+    }
+
+    __device__ __forceinline__ void fetch(const mn_importance_args &p, const place &at,
+                                          const mn_cell_tile &tile) {
+        keys[KEYS].fetch(p.k, tile);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].fetch(p.q, tile);
+        lines[VALUES].fetch(p.v, tile);
+        lines[WRITES].fetch(p.b, tile);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > 2 ? 2 : 0].fetch(p.cot.o, tile);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.ovar, tile);
+        const int t = threadIdx.x;
+        n_rows = tile.n_rows;
+        g = 0.0f;
+        if (t >= n_rows) return;
+        g = mn_float(*mn_row<T>(p.g, tile.span.b, tile.span.t0 + tile.first + t, at.h));
     }
 
     /* Cotangents are put times `scale` and its square, which spares the sums over slots that. */
-    __device__ void put(stage<Block, N_KEYS, N_LINES> &to, float scale) const {
+    template <typename Stage>
+    __device__ void put(Stage &to, float ip, float scale) const {
 #pragma unroll
         for (int i = 0; i < N_KEYS; i++) keys[i].put(to.keys[i]);
 #pragma unroll
@@ -189,6 +206,7 @@ struct fetched {
             lines[i].put(to.lines[i], i == MEAN_COTS ? scale : i == SPREAD_COTS ? scale * scale :
                                                                                   1.0f);
         }
+        to.g.put(g, n_rows, ip);
     }
 };
 
@@ -203,37 +221,56 @@ __device__ __forceinline__ static float pair_sums(float (&first)[C], float (&sec
     return both[0];
 }
 
+/* Two tokens of a tile. They are read before the sums of the two before them are written: the
+ * compiler keeps the order of reads and writes of shared memory, and sums come late. */
+template <typename Block>
+struct two {
+    float k[2][SLOTS], q[2][SLOTS], v[C][2], b[C][2], a[2], forget[2], fresh[2];
+
+    template <int N_LINES>
+    __device__ __forceinline__ void load(const stage<Block, 2, N_LINES> &in, int t) {
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            in.keys[KEYS].get(k[n], t + n);
+            in.keys[QUERIES].get(q[n], t + n);
+        }
+        in.lines[VALUES].get(v, t);
+        in.lines[WRITES].get(b, t);
+        mn_load<2>(a, in.g.a, t);
+        mn_load<2>(forget, in.g.forget, t);
+        mn_load<2>(fresh, in.g.fresh, t);
+    }
+};
+
 template <typename Block, bool VARIANCE>
 __device__ __forceinline__ static void tile_forward(state &c, mn_cell_sums<Block> &out,
                                                     const stage<Block, 2, 2> &in, float scale) {
-#pragma unroll 1
-    for (int t = 0; t < TOKENS; t += 4) {
-        float v[C][4], b[C][4], o[4][C], ovar[4][C];
-        in.lines[VALUES].get(v, t);
-        in.lines[WRITES].get(b, t);
+    two<Block> now, next;
+    now.load(in, 0);
+#pragma unroll 4
+    for (int t = 0; t < TOKENS; t += 2) {
+        float o[2][C], ovar[2][C];
+        next.load(in, (t + 2) % TOKENS);
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            float q[SLOTS];
-            in.keys[QUERIES].get(q, t + n);
-            in.advance(c, t + n, n, v, b);
+        for (int n = 0; n < 2; n++) {
+            c.advance(now.k[n], now.v, now.b, n, now.a[n], now.fresh[n]);
 #pragma unroll
             for (int i = 0; i < C; i++) {
                 o[n][i] = ovar[n][i] = 0.0f;
 #pragma unroll
                 for (int j = 0; j < SLOTS; j++) {
-                    const float qr = q[j] * mn_inverse(c.I[i][j]);
+                    const float q = now.q[n][j], qr = q * mn_inverse(c.I[i][j]);
                     o[n][i] = fmaf(c.M[i][j], qr, o[n][i]);
-                    if (VARIANCE) ovar[n][i] = fmaf(q[j], qr, ovar[n][i]);
+                    if (VARIANCE) ovar[n][i] = fmaf(q, qr, ovar[n][i]);
                 }
             }
         }
-#pragma unroll
-        for (int n = 0; n < 4; n += 2) {
-            const int at = t + n + Block::slot_lane() / 2, column = Block::column(0);
-            out.at[0][Block::group()][at][column] = scale * pair_sums(o[n], o[n + 1]);
-            if (!VARIANCE) continue;
-            out.at[1][Block::group()][at][column] = scale * scale * pair_sums(ovar[n], ovar[n + 1]);
+        const int at = t + Block::slot_lane() / 2, column = Block::column(0);
+        out.at[0][Block::group()][at][column] = scale * pair_sums(o[0], o[1]);
+        if (VARIANCE) {
+            out.at[1][Block::group()][at][column] = scale * scale * pair_sums(ovar[0], ovar[1]);
         }
+        now = next;
     }
 }
 
@@ -252,13 +289,13 @@ forward_kernel(const __grid_constant__ mn_importance_args p, float *sums, int64_
         const place at = place::of<T>(p, item);
         const int64_t n_tiles = mn_cell_tiles(at.span.length);
         fetched<T, Block, 2, 2> next;
+        next.open(p, at);
         state c;
         load_first<Block>(c, p, at);
         if (n_tiles > 0) next.fetch(p, at, mn_cell_tile_at(at.span, 0));
         for (int64_t i = 0; i < n_tiles; i++) {
             const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
-            next.put(r.in, 1.0f);
-            r.in.g.template fill<T>(p, at, tile);
+            next.put(r.in, at.ip, 1.0f);
             __syncthreads();
             if (i + 1 < n_tiles) next.fetch(p, at, mn_cell_tile_at(at.span, i + 1));
             tile_forward<Block, VARIANCE>(c, r.out, r.in, (float)p.scale);
@@ -289,12 +326,12 @@ states_kernel(const __grid_constant__ mn_importance_args p, float *states) {
         const int64_t n_tiles = mn_cell_tiles(at.span.length);
         const int64_t slot = mn_cell_first_slot(p.call, at.n, SPAN);
         fetched<T, Block, 1, 2> next;
+        next.open(p, at);
         state c;
         load_first<Block>(c, p, at);
         if (n_tiles > 0) next.fetch(p, at, mn_cell_tile_at(at.span, 0));
         for (int64_t i = 0; i < n_tiles; i++) {
-            next.put(in, 1.0f);
-            in.g.template fill<T>(p, at, mn_cell_tile_at(at.span, i));
+            next.put(in, at.ip, 1.0f);
             if (i % (SPAN / TOKENS) == 0) {
                 const int64_t set = ((slot + i / (SPAN / TOKENS)) * p.call.H + at.h) * SETS;
                 c.store(states + Block::own(set), Block::own(1) - Block::own(0));
@@ -309,55 +346,54 @@ states_kernel(const __grid_constant__ mn_importance_args p, float *states) {
 
 /* ---- backward -------------------------------------------------------------------------------- */
 
-/* The numbers of one token. */
-struct token {
-    float k[SLOTS], q[SLOTS], v[C], b[C], mean[C], spread[C], a;
-};
-
-/* What it says: dk and dq slot by slot, dv and db column by column, and for dg and dip the sum of A M
- * + C (I - ip) and of C. */
+/* What one token says: dk and dq slot by slot, dv and db column by column, and for dg and dip the
+ * sums of A M + C I and of C. */
 struct token_cots {
     float k[SLOTS], q[SLOTS], v[C], b[C], along, fresh;
 };
 
-/* From `before` to `after` one token; `adj` has the adjoints A and C of M and I. */
-template <bool SPREAD>
+/* From `before` to `after` one token, number n of `in`; `adj` has the adjoints A and C of M and
+ * I. */
+template <bool SPREAD, typename Block>
 __device__ __forceinline__ static void token_backward(token_cots &to, state &adj,
                                                       const state &before, const state &after,
-                                                      const token &in, float ip) {
-    float by_gate[SLOTS], along[C] = {}, about[C] = {}, fresh[C] = {};
+                                                      const two<Block> &in, int n,
+                                                      const float (&means)[C][2],
+                                                      const float (&spreads)[C][2]) {
+    float by_gate[SLOTS], along[C] = {}, fresh[C] = {};
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) to.k[j] = to.q[j] = by_gate[j] = 0.0f;
 #pragma unroll
     for (int i = 0; i < C; i++) {
+        const float v = in.v[i][n], b = in.b[i][n], mean = means[i][n];
         to.v[i] = to.b[i] = 0.0f;
 #pragma unroll
         for (int j = 0; j < SLOTS; j++) {
             float &A = adj.M[i][j], &D = adj.I[i][j];
-            const float r = mn_inverse(after.I[i][j]), mu = after.M[i][j] * r;
-            const float pull = in.q[j] * in.mean[i] * r;
+            const float k = in.k[n][j], q = in.q[n][j];
+            const float r = mn_inverse(after.I[i][j]), mu = after.M[i][j] * r, pull = q * mean * r;
             A += pull;
             D = fmaf(-pull, mu, D);
-            to.q[j] = fmaf(in.mean[i], mu, to.q[j]);
+            to.q[j] = fmaf(mean, mu, to.q[j]);
             if (SPREAD) {
-                const float qr = in.q[j] * r, wide = qr * in.spread[i];
+                const float qr = q * r, wide = qr * spreads[i][n];
                 D = fmaf(-qr, wide, D);
                 to.q[j] = fmaf(2.0f, wide, to.q[j]);
             }
-            to.k[j] = fmaf(A, in.v[i], to.k[j]);
-            by_gate[j] = fmaf(D, in.b[i], by_gate[j]);
-            to.v[i] = fmaf(A, in.k[j], to.v[i]);
-            to.b[i] = fmaf(D, in.k[j] * in.k[j], to.b[i]);
+            to.k[j] = fmaf(A, v, to.k[j]);
+            by_gate[j] = fmaf(D, b, by_gate[j]);
+            to.v[i] = fmaf(A, k, to.v[i]);
+            to.b[i] = fmaf(D, k * k, to.b[i]);
             along[i] = fmaf(A, before.M[i][j], along[i]);
-            about[i] = fmaf(D, before.I[i][j] - ip, about[i]);
+            along[i] = fmaf(D, before.I[i][j], along[i]);
             fresh[i] += D;
-            A *= in.a;
-            D *= in.a;
+            A *= in.a[n];
+            D *= in.a[n];
         }
     }
 #pragma unroll
-    for (int j = 0; j < SLOTS; j++) to.k[j] = fmaf(2.0f * in.k[j], by_gate[j], to.k[j]);
-    to.along = (along[0] + along[1]) + (about[0] + about[1]);
+    for (int j = 0; j < SLOTS; j++) to.k[j] = fmaf(2.0f * in.k[n][j], by_gate[j], to.k[j]);
+    to.along = along[0] + along[1];
     to.fresh = fresh[0] + fresh[1];
 }
 
@@ -367,7 +403,7 @@ struct backward_room {
     mn_cell_sums<Block> out;
     mn_cell_key_parts<Block> keys;
     float dg[WARPS][TOKENS], team[32];
-    float4 states[SPAN / TOKENS][SETS][Block::THREADS];
+    float4 states[SPAN / HALF][SETS][Block::THREADS];    // in front of each half of a tile
 };
 
 /* Sums over the warp at four tokens: lane 8 t has token t. */
@@ -379,51 +415,42 @@ __device__ __forceinline__ static float warp_sums(float (&x)[4]) {
     return x[0];
 }
 
-/* Half a tile from its first token t0 on, with the state in front of it in `first`. Adds to `prior`,
- * the part of dip. */
+/* Half a tile from its first token t0 on, with the state in front of it in `first`. Adds to
+ * `prior`, the part of dip. */
 template <typename Block, bool SPREAD>
 __device__ __forceinline__ static void half_backward(state &adj, float &prior, const state &first,
                                                      backward_room<Block, SPREAD> &r, int t0,
                                                      float ip) {
     state c[HALF + 1];
-    float v[C][4], b[C][4], means[C][4], spreads[C][4] = {};
+    float v[C][2], b[C][2], means[C][2], spreads[C][2] = {}, along[4];
     c[0] = first;
 #pragma unroll
     for (int t = 0; t < HALF; t++) {
-        if (t % 4 == 0) {
+        if (t % 2 == 0) {
             r.in.lines[VALUES].get(v, t0 + t);
             r.in.lines[WRITES].get(b, t0 + t);
         }
         c[t + 1] = c[t];
-        r.in.advance(c[t + 1], t0 + t, t % 4, v, b);
+        r.in.advance(c[t + 1], t0 + t, t % 2, v, b);
     }
 #pragma unroll
-    for (int t = HALF - 4; t >= 0; t -= 4) {
-        float along[4];
-        r.in.lines[VALUES].get(v, t0 + t);
-        r.in.lines[WRITES].get(b, t0 + t);
+    for (int t = HALF - 2; t >= 0; t -= 2) {
+        two<Block> now;
+        now.load(r.in, t0 + t);
         r.in.lines[MEAN_COTS].get(means, t0 + t);
         if (SPREAD) r.in.lines[SPREAD ? SPREAD_COTS : 0].get(spreads, t0 + t);
 #pragma unroll
-        for (int n = 3; n >= 0; n--) {
+        for (int n = 1; n >= 0; n--) {
             const int at = t0 + t + n;
-            token in;
             token_cots to;
-            in.a = r.in.g.a[at];
-            r.in.keys[KEYS].get(in.k, at);
-            r.in.keys[QUERIES].get(in.q, at);
-#pragma unroll
-            for (int i = 0; i < C; i++) {
-                in.v[i] = v[i][n], in.b[i] = b[i][n];
-                in.mean[i] = means[i][n], in.spread[i] = spreads[i][n];
-            }
-            token_backward<SPREAD>(to, adj, c[t + n], c[t + n + 1], in, ip);
-            along[n] = in.a * to.along;
-            prior = fmaf(r.in.g.forget[at], to.fresh, prior);
+            token_backward<SPREAD>(to, adj, c[t + n], c[t + n + 1], now, n, means, spreads);
+            along[(t + n) % 4] = now.a[n] * fmaf(-ip, to.fresh, to.along);
+            prior = fmaf(now.forget[n], to.fresh, prior);
             r.keys.put(at, mn_cell_key_sums(to.k, to.q));
             const float line = pair_sums(to.v, to.b);
             r.out.at[Block::slot_lane() / 2][Block::group()][at][Block::column(0)] = line;
         }
+        if (t % 4 != 0) continue;
         const int lane = threadIdx.x % 32;
         const float sum = warp_sums(along);
         if (lane % 8 == 0) r.dg[threadIdx.x / 32][t0 + t + lane / 8] = sum;
@@ -470,23 +497,25 @@ __device__ static float put_first(const state &adj, const mn_importance_args &p,
     return p.imp0.data ? 0.0f : sum;
 }
 
-/* Forward over the tiles [first, end) of a span from the state in `c`, which stay in shared memory; at
- * the end of the sequence, its adjoint begins. */
+/* Forward over the tiles [first, end) of a span from the state in `c`; states in front of each half
+ * stay in shared memory. At the end of the sequence, its adjoint begins. */
 template <typename T, typename Block, bool SPREAD>
 __device__ static void walk_span(state &c, state &adj, backward_room<Block, SPREAD> &r,
                                  const mn_importance_args &p, const place &at, int64_t first,
                                  int64_t end) {
     const bool last = end == mn_cell_tiles(at.span.length);
-    fetched<T, Block, 2, SPREAD ? 4 : 3> next;
+    fetched<T, Block, 1, 2> next;
+    next.open(p, at);
+    next.fetch(p, at, mn_cell_tile_at(at.span, first));
     for (int64_t i = first; i < end; i++) {
-        const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
-        c.store((float *)&r.states[i - first][0][threadIdx.x], 4 * Block::THREADS);
-        if (i + 1 == end && !last) break;
-        next.fetch(p, at, tile);
-        next.put(r.in, (float)p.scale);
-        r.in.g.template fill<T>(p, at, tile);
+        next.put(r.in, at.ip, 1.0f);
         __syncthreads();
-        r.in.walk(c, 0, TOKENS);
+        if (i + 1 < end) next.fetch(p, at, mn_cell_tile_at(at.span, i + 1));
+#pragma unroll 1
+        for (int half = 0; half < 2; half++) {
+            c.store((float *)&r.states[2 * (i - first) + half][0][threadIdx.x], 4 * Block::THREADS);
+            if (half == 0 || i + 1 < end || last) r.in.walk(c, half * HALF, (half + 1) * HALF);
+        }
         __syncthreads();
     }
     if (last) start_back<Block>(adj, c, p, at);
@@ -511,20 +540,20 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
         for (int64_t end = n_tiles; end > 0;) {
             const int64_t span = (end - 1) / (SPAN / TOKENS), first = span * (SPAN / TOKENS);
             const int64_t set = ((slot + span) * p.call.H + at.h) * SETS;
-            c.load(to.at[STATES] + Block::own(set), Block::own(1) - Block::own(0));
-            walk_span<T, Block, SPREAD>(c, adj, r, p, at, first, end);
             fetched<T, Block, 2, SPREAD ? 4 : 3> next;
+            next.open(p, at);
+            c.load(to.at[STATES] + Block::own(set), Block::own(1) - Block::own(0));
             next.fetch(p, at, mn_cell_tile_at(at.span, end - 1));
+            walk_span<T, Block, SPREAD>(c, adj, r, p, at, first, end);
             for (int64_t i = end - 1; i >= first; i--) {
                 const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
-                next.put(r.in, (float)p.scale);
-                r.in.g.template fill<T>(p, at, tile);
+                next.put(r.in, at.ip, (float)p.scale);
                 __syncthreads();
                 if (i > first) next.fetch(p, at, mn_cell_tile_at(at.span, i - 1));
 #pragma unroll 1
                 for (int t0 = HALF; t0 >= 0; t0 -= HALF) {
-                    c.load((float *)&r.states[i - first][0][threadIdx.x], 4 * Block::THREADS);
-                    r.in.walk(c, 0, t0);
+                    const int64_t half = 2 * (i - first) + t0 / HALF;
+                    c.load((float *)&r.states[half][0][threadIdx.x], 4 * Block::THREADS);
                     half_backward<Block, SPREAD>(adj, prior, c, r, t0, at.ip);
                 }
                 __syncthreads();

@@ -16,12 +16,12 @@ __device__ static float inverse_norm(const mn_l2_norm_args &p, float squares, bo
 }
 
 template <typename Team>
-__global__ void __launch_bounds__(MN_TEAM_THREADS)
+__global__ void __launch_bounds__(Team::THREADS)
 l2_norm_forward_kernel(const __grid_constant__ mn_l2_norm_args p) {
     typedef typename Team::T T;
     constexpr int N = Team::N;
-    __shared__ float room[32];
-    const Team team;
+    __shared__ float room[MN_TEAM_ROOM];
+    Team team;
     const int64_t V = p.call.V;
     for (int64_t b = team.first(); b < p.call.B; b += team.step()) {
         const T *x = (const T *)p.x.data + b * V;
@@ -47,12 +47,12 @@ l2_norm_forward_kernel(const __grid_constant__ mn_l2_norm_args p) {
 }
 
 template <typename Team>
-__global__ void __launch_bounds__(MN_TEAM_THREADS)
+__global__ void __launch_bounds__(Team::THREADS)
 l2_norm_backward_kernel(const __grid_constant__ mn_l2_norm_args p) {
     typedef typename Team::T T;
     constexpr int N = Team::N;
-    __shared__ float room[32];
-    const Team team;
+    __shared__ float room[MN_TEAM_ROOM];
+    Team team;
     const int64_t V = p.call.V;
     for (int64_t b = team.first(); b < p.call.B; b += team.step()) {
         const T *x = (const T *)p.x.data + b * V;
@@ -88,14 +88,14 @@ l2_norm_backward_kernel(const __grid_constant__ mn_l2_norm_args p) {
 template <typename Team>
 static int forward(const mn_l2_norm_args *p, cudaStream_t stream) {
     const unsigned blocks = mn_blocks(p->call.B, Team::per_block);
-    l2_norm_forward_kernel<Team><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p);
+    l2_norm_forward_kernel<Team><<<blocks, Team::THREADS, 0, stream>>>(*p);
     return mn_launched();
 }
 
 template <typename Team>
 static int backward(const mn_l2_norm_args *p, cudaStream_t stream) {
     const unsigned blocks = mn_blocks(p->call.B, Team::per_block);
-    l2_norm_backward_kernel<Team><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p);
+    l2_norm_backward_kernel<Team><<<blocks, Team::THREADS, 0, stream>>>(*p);
     return mn_launched();
 }
 

@@ -7,16 +7,31 @@
  * A block has 32 channels and 16 slots of one chunk of a sequence; a thread keeps lam and eta of 4
  * slots of a channel. With more slots, blocks leave parts of the sums over slots, added up
  * afterwards. Backward, a first pass leaves the states in front of each tile of 16 tokens; the
- * second goes through the tiles from the last one on, makes half a tile's states again in
+ * second goes through the tiles from the last one on, makes the states of four tokens again in
  * registers, and leaves dk and dq of its 32 channels as parts. */
 #include "kernels/cuda/moebius.cuh"
 #include "kernels/cuda/moebius_maps.cuh"
 
 using namespace moebius;
 
-enum { HALF = TOKENS / 2 };
-
 /* ---- forward --------------------------------------------------------------------------------- */
+
+/* Four tokens of a tile. They are read before the sums of the four before them are written: the
+ * compiler keeps the order of reads and writes of shared memory, and sums come late. */
+struct four {
+    float k[4][SLOTS], q[4][SLOTS], v[1][4], prec[1][4];
+
+    template <int N_LINES>
+    __device__ __forceinline__ void load(const stage<2, N_LINES> &in, int t) {
+        in.lines[VALUES].get(v, t);
+        in.lines[PRECISIONS].get(prec, t);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            in.keys[KEYS].get(k[i], t + i);
+            in.keys[QUERIES].get(q[i], t + i);
+        }
+    }
+};
 
 /* FULL: with yvar, or read from the prior. WHOLE: the tile has all of its tokens, and nothing
  * asks. */
@@ -25,37 +40,36 @@ __device__ __forceinline__ static void tile_forward(state &c, const dynamics &dy
                                                     mn_cell_sums<block> &out,
                                                     const stage<2, 2> &in, int n_rows,
                                                     bool prior) {
-#pragma unroll 1
+    four now, next;
+    now.load(in, 0);
+#pragma unroll(WHOLE ? TOKENS / 4 : 1)
     for (int t = 0; t < TOKENS; t += 4) {
-        float v[1][4], prec[1][4], y[4], yvar[4];
-        in.lines[VALUES].get(v, t);
-        in.lines[PRECISIONS].get(prec, t);
+        float y[4], yvar[4];
+        if (t + 4 < TOKENS) next.load(in, t + 4);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            float k[SLOTS], q[SLOTS];
             y[i] = yvar[i] = 0.0f;
             if (!WHOLE && t + i >= n_rows) continue;
-            in.keys[KEYS].get(k, t + i);
-            in.keys[QUERIES].get(q, t + i);
-            dyn.advance(c, k, v[0][i], prec[0][i]);
+            dyn.advance(c, now.k[i], now.v[0][i], now.prec[0][i]);
 #pragma unroll
             for (int j = 0; j < SLOTS; j++) {
-                const float var = mn_inverse(fmaxf(c.lam[j], floor_at));
-                const float by = FULL && prior ? q[j] * dyn.a[j] : q[j];
+                const float var = mn_inverse(fmaxf(c.lam[j], floor_at)), q = now.q[i][j];
+                const float by = FULL && prior ? q * dyn.a[j] : q;
                 y[i] = fmaf(by * c.eta[j], var, y[i]);
                 if (!FULL) continue;
                 const float spread = prior ? fmaf(dyn.a2[j], var, dyn.p[j]) : var;
-                yvar[i] = fmaf(q[j] * q[j], spread, yvar[i]);
+                yvar[i] = fmaf(q * q, spread, yvar[i]);
             }
         }
         const int at = t + block::slot_lane(), column = block::column(0);
         out.at[0][0][at][column] = mn_cell_line_sums(y);
         if (FULL) out.at[1][0][at][column] = mn_cell_line_sums(yvar);
+        now = next;
     }
 }
 
 template <typename T, bool FULL>
-__global__ void __launch_bounds__(block::THREADS, 4)
+__global__ void __launch_bounds__(block::THREADS, 3)
 forward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
                int64_t count) {
     __shared__ stage<2, 2> in[2];
@@ -118,101 +132,91 @@ struct token_cots {
     float v, prec, k[SLOTS], q[SLOTS];
 };
 
-/* The numbers of one token. */
-struct token {
-    float k[SLOTS], q[SLOTS], v, prec, gy, gw;
-};
-
 /* From `before` to `after` one token. FULL: with cotangents of yvar or a read from the prior. */
 template <bool FULL>
 __device__ __forceinline__ static void token_backward(token_cots &to, adjoint &sum,
                                                       const dynamics &dyn, const state &before,
-                                                      const state &after, const token &in,
-                                                      bool prior) {
+                                                      const state &after, const four &in, int at,
+                                                      float gy, float gw, bool prior) {
+    const float v = in.v[0][at], prec = in.prec[0][at];
     to.v = to.prec = 0.0f;
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
         const float var = mn_inverse(fmaxf(after.lam[j], floor_at)), mean = after.eta[j] * var;
-        const float q = in.q[j], k = in.k[j], a = dyn.a[j], a2 = dyn.a2[j], p = dyn.p[j];
-        float gm = in.gy * q, pull = gm * mean;
-        to.q[j] = in.gy * mean;
+        const float q = in.q[at][j], k = in.k[at][j];
+        const float a = dyn.a[j], a2 = dyn.a2[j], p = dyn.p[j];
+        float gm = gy * q, pull = gm * mean;
+        to.q[j] = gy * mean;
         if (FULL) {
-            float gv = in.gw * q * q;
+            float gv = gw * q * q;
             if (prior) {
-                to.q[j] = fmaf(in.gy * a, mean, 2.0f * q * in.gw * fmaf(a2, var, p));
+                to.q[j] = fmaf(gy * a, mean, 2.0f * q * gw * fmaf(a2, var, p));
                 sum.a[j] += pull;
                 sum.a2[j] = fmaf(gv, var, sum.a2[j]);
                 sum.p[j] += gv;
                 gm *= a;
                 gv *= a2;
             } else {
-                to.q[j] = fmaf(in.gy, mean, 2.0f * q * in.gw * var);
+                to.q[j] = fmaf(gy, mean, 2.0f * q * gw * var);
             }
             pull = fmaf(gm, mean, gv * var);
         }
         const float ne = fmaf(gm, var, sum.d.eta[j]);
         const float nl = after.lam[j] >= floor_at ? fmaf(-var, pull, sum.d.lam[j]) : sum.d.lam[j];
-        const float u = fmaf(nl, k, ne * in.v);
-        to.k[j] = in.prec * fmaf(nl, k, u);
+        const float u = fmaf(nl, k, ne * v);
+        to.k[j] = prec * fmaf(nl, k, u);
         to.prec = fmaf(k, u, to.prec);
         to.v = fmaf(ne, k, to.v);
         const float lam = before.lam[j], eta = before.eta[j], den = fmaf(p, lam, a2);
         const float g = mn_inverse(fmaxf(den, floor_at)), ng = nl * g, de = ne * (a * g);
         sum.a[j] = fmaf(ne, eta * g, sum.a[j]);
         sum.d.eta[j] = de;
-        const float through = de * eta, pulled = den >= floor_at ? fmaf(ng, lam, through) * g : 0.0f;
+        const float through = de * eta;
+        const float pulled = den >= floor_at ? fmaf(ng, lam, through) * g : 0.0f;
         sum.a2[j] -= pulled;
         sum.p[j] = fmaf(-pulled, lam, sum.p[j]);
         sum.d.lam[j] = den >= floor_at ? g * fmaf(ng, a2, -(p * through)) : ng;
     }
-    to.v *= in.prec;
+    to.v *= prec;
 }
 
-/* Half a tile from its first token t0 on, with the state in front of it in `c`. WHOLE as above. */
+template <bool FULL>
+struct backward_room {
+    stage<2, FULL ? 4 : 3> in;
+    mn_cell_sums<block> out;
+    mn_cell_key_parts<block> keys;
+    fours states;
+};
+
+/* Four tokens of a tile from t on. WHOLE as above. */
 template <bool FULL, bool WHOLE>
-__device__ __forceinline__ static void half_backward(adjoint &sum, const state &first,
-                                                     const dynamics &dyn,
-                                                     mn_cell_sums<block> &out,
-                                                     mn_cell_key_parts<block> &keys,
-                                                     const stage<2, FULL ? 4 : 3> &in, int t0,
-                                                     int n_rows, bool prior) {
-    state c[HALF + 1];
-    float v[1][4], prec[1][4], gy[1][4], gw[1][4] = {};
-    c[0] = first;
+__device__ __forceinline__ static void four_backward(adjoint &sum, const dynamics &dyn,
+                                                     backward_room<FULL> &r, int t, int n_rows,
+                                                     bool prior) {
+    state c[5];
+    float gy[1][4], gw[1][4] = {}, dv[4], dprec[4];
+    four now;
+    now.load(r.in, t);
+    r.states.get(c[0], t);
+    r.in.lines[MEAN_COTS].get(gy, t);
+    if (FULL) r.in.lines[FULL ? SPREAD_COTS : 0].get(gw, t);
 #pragma unroll
-    for (int t = 0; t < HALF; t++) {
-        if (t % 4 == 0) {
-            in.lines[VALUES].get(v, t0 + t);
-            in.lines[PRECISIONS].get(prec, t0 + t);
-        }
-        float k[SLOTS];
-        c[t + 1] = c[t];
-        in.keys[KEYS].get(k, t0 + t);
-        if (WHOLE || t0 + t < n_rows) dyn.advance(c[t + 1], k, v[0][t % 4], prec[0][t % 4]);
+    for (int i = 0; i < 4; i++) {
+        c[i + 1] = c[i];
+        if (WHOLE || t + i < n_rows) dyn.advance(c[i + 1], now.k[i], now.v[0][i], now.prec[0][i]);
     }
 #pragma unroll
-    for (int t = HALF - 4; t >= 0; t -= 4) {
-        float dv[4], dprec[4];
-        in.lines[VALUES].get(v, t0 + t);
-        in.lines[PRECISIONS].get(prec, t0 + t);
-        in.lines[MEAN_COTS].get(gy, t0 + t);
-        if (FULL) in.lines[FULL ? SPREAD_COTS : 0].get(gw, t0 + t);
-#pragma unroll
-        for (int i = 3; i >= 0; i--) {
-            token_cots to = {};
-            token at = { {}, {}, v[0][i], prec[0][i], gy[0][i], gw[0][i] };
-            in.keys[KEYS].get(at.k, t0 + t + i);
-            in.keys[QUERIES].get(at.q, t0 + t + i);
-            if (WHOLE || t0 + t + i < n_rows) {
-                token_backward<FULL>(to, sum, dyn, c[t + i], c[t + i + 1], at, prior);
-            }
-            dv[i] = to.v, dprec[i] = to.prec;
-            keys.put(t0 + t + i, mn_cell_key_sums(to.k, to.q));
+    for (int i = 3; i >= 0; i--) {
+        token_cots to = {};
+        if (WHOLE || t + i < n_rows) {
+            token_backward<FULL>(to, sum, dyn, c[i], c[i + 1], now, i, gy[0][i], gw[0][i], prior);
         }
-        const int at = t0 + t + block::slot_lane(), column = block::column(0);
-        out.at[0][0][at][column] = mn_cell_line_sums(dv);
-        out.at[1][0][at][column] = mn_cell_line_sums(dprec);
+        dv[i] = to.v, dprec[i] = to.prec;
+        r.keys.put(t + i, mn_cell_key_sums(to.k, to.q));
     }
+    const int at = t + block::slot_lane(), column = block::column(0);
+    r.out.at[0][0][at][column] = mn_cell_line_sums(dv);
+    r.out.at[1][0][at][column] = mn_cell_line_sums(dprec);
 }
 
 /* What is left of a chunk after its first token. */
@@ -252,13 +256,6 @@ __device__ __forceinline__ static void add_sums(adjoint &to, const adjoint &from
     }
 }
 
-template <bool FULL>
-struct backward_room {
-    stage<2, FULL ? 4 : 3> in;
-    mn_cell_sums<block> out;
-    mn_cell_key_parts<block> keys;
-};
-
 template <typename T, bool FULL>
 __global__ void __launch_bounds__(block::THREADS, 2)
 backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
@@ -278,6 +275,7 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_ro
         if (at.last()) load_cells(sum.d, p.cot.lam, p.cot.eta, p.call, at.n, 0.0f);
         else sum.d.load(to.ends, slot);
         const int64_t last = at.end_tile() - 1;
+        next.open(p, at.span);
         if (at.first < at.end) {
             next.fetch(p, mn_cell_tile_at(at.span, last));
             ahead.load(to.states, set + last);
@@ -292,19 +290,16 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_ro
                 ahead.load(to.states, set + i - 1);
             }
             adjoint here = { sum.d, {}, {}, {} };
-            state middle = first;
-            advance_tile<HALF>(middle, dyn, r.in, tile.n_rows);
+            r.states.fill(first, dyn, r.in, tile.n_rows);
             if (tile.n_rows == TOKENS) {
 #pragma unroll 1
-                for (int t0 = HALF; t0 >= 0; t0 -= HALF) {
-                    half_backward<FULL, true>(here, choose(t0 > 0, middle, first), dyn, r.out, r.keys, r.in,
-                                              t0, TOKENS, p.from_prior);
+                for (int t = TOKENS - 4; t >= 0; t -= 4) {
+                    four_backward<FULL, true>(here, dyn, r, t, TOKENS, p.from_prior);
                 }
             } else {
 #pragma unroll 1
-                for (int t0 = HALF; t0 >= 0; t0 -= HALF) {
-                    half_backward<FULL, false>(here, choose(t0 > 0, middle, first), dyn, r.out, r.keys, r.in,
-                                               t0, tile.n_rows, p.from_prior);
+                for (int t = TOKENS - 4; t >= 0; t -= 4) {
+                    four_backward<FULL, false>(here, dyn, r, t, tile.n_rows, p.from_prior);
                 }
             }
             add_sums(sum, here);

@@ -56,17 +56,6 @@ struct state {
     }
 };
 
-/* One of two by value: a chosen address would keep both out of the registers. */
-__device__ __forceinline__ state choose(bool first, const state &a, const state &b) {
-    state c;
-#pragma unroll
-    for (int j = 0; j < SLOTS; j++) {
-        c.lam[j] = first ? a.lam[j] : b.lam[j];
-        c.eta[j] = first ? a.eta[j] : b.eta[j];
-    }
-    return c;
-}
-
 /* Where cell j of this thread lies in (V,K); -1 outside. */
 __device__ inline int64_t place_of(const mn_call &call, int j) {
     const int64_t m = block::column0() + block::column(0), s = block::slot0() + block::slot(j);
@@ -74,8 +63,8 @@ __device__ inline int64_t place_of(const mn_call &call, int j) {
 }
 
 /* Four cells of states (N,V,K): given ones, or `lam` and 0. */
-__device__ inline void load_cells(state &to, const mn_in &lam, const mn_in &eta, const mn_call &call,
-                                  int64_t n, float usual) {
+__device__ inline void load_cells(state &to, const mn_in &lam, const mn_in &eta,
+                                  const mn_call &call, int64_t n, float usual) {
     const float *from_lam = mn_row<float>(lam, n, 0, 0), *from_eta = mn_row<float>(eta, n, 0, 0);
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
@@ -137,14 +126,23 @@ struct fetched {
     mn_cell_fetched<T, block::SLOTS, block::THREADS> keys[N_KEYS];
     mn_cell_fetched<T, block::COLUMNS, block::THREADS> lines[N_LINES];
 
-    __device__ void fetch(const mn_moebius_args &p, const mn_cell_tile &tile) {
+    __device__ void open(const mn_moebius_args &p, const mn_span &span) {
         const int64_t s0 = block::slot0(), m0 = block::column0(), K = p.call.K, V = p.call.V;
-        keys[KEYS].fetch(p.k, tile, 0, s0, K);
-        if (N_KEYS > QUERIES) keys[N_KEYS - 1].fetch(p.q, tile, 0, s0, K);
-        lines[VALUES].fetch(p.v, tile, 0, m0, V);
-        lines[PRECISIONS].fetch(p.prec, tile, 0, m0, V);
-        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].fetch(p.cot.y, tile, 0, m0, V);
-        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.yvar, tile, 0, m0, V);
+        keys[KEYS].open(p.k, span, 0, s0, K);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].open(p.q, span, 0, s0, K);
+        lines[VALUES].open(p.v, span, 0, m0, V);
+        lines[PRECISIONS].open(p.prec, span, 0, m0, V);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].open(p.cot.y, span, 0, m0, V);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].open(p.cot.yvar, span, 0, m0, V);
+    }
+
+    __device__ __forceinline__ void fetch(const mn_moebius_args &p, const mn_cell_tile &tile) {
+        keys[KEYS].fetch(p.k, tile);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].fetch(p.q, tile);
+        lines[VALUES].fetch(p.v, tile);
+        lines[PRECISIONS].fetch(p.prec, tile);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].fetch(p.cot.y, tile);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.yvar, tile);
     }
 
     __device__ void put(stage<N_KEYS, N_LINES> &to) const {
@@ -179,17 +177,45 @@ __device__ __forceinline__ void advance_four(state &c, const dynamics &dyn,
     }
 }
 
-/* Through the first `end` tokens of a tile, of which there are n_rows. */
-template <int end = TOKENS, int N_KEYS, int N_LINES>
+/* Through the tokens [t, end) of a tile, 4 or all of them, as far as there are any. */
+template <int N_KEYS, int N_LINES>
 __device__ __forceinline__ void advance_tile(state &c, const dynamics &dyn,
-                                             const stage<N_KEYS, N_LINES> &in, int n_rows) {
+                                             const stage<N_KEYS, N_LINES> &in, int n_rows,
+                                             int t = 0, int end = TOKENS) {
     if (n_rows >= end) {
 #pragma unroll 1
-        for (int t = 0; t < end; t += 4) advance_four(c, dyn, in, t);
+        for (; t < end; t += 4) advance_four(c, dyn, in, t);
     } else {
-        for (int t = 0; t < n_rows; t++) advance_token(c, dyn, in, t);
+        for (; t < n_rows; t++) advance_token(c, dyn, in, t);
     }
 }
+
+/* States in front of each four tokens of a tile, in shared memory. */
+struct fours {
+    float4 at[TOKENS / 4][2][block::THREADS];
+
+    __device__ void put(int t, const state &c) {
+        store_four((float *)&at[t / 4][0][threadIdx.x], c.lam);
+        store_four((float *)&at[t / 4][1][threadIdx.x], c.eta);
+    }
+
+    __device__ void get(state &c, int t) const {
+        load_four(c.lam, (const float *)&at[t / 4][0][threadIdx.x]);
+        load_four(c.eta, (const float *)&at[t / 4][1][threadIdx.x]);
+    }
+
+    /* From the state in front of the tile. */
+    template <int N_KEYS, int N_LINES>
+    __device__ void fill(state c, const dynamics &dyn, const stage<N_KEYS, N_LINES> &in,
+                         int n_rows) {
+        put(0, c);
+#pragma unroll 1
+        for (int t = 4; t < TOKENS; t += 4) {
+            advance_tile(c, dyn, in, n_rows, t - 4, t);
+            put(t, c);
+        }
+    }
+};
 
 /* ---- chunks ---------------------------------------------------------------------------------- */
 
@@ -238,6 +264,7 @@ __device__ __forceinline__ void each_tile(stage<N_KEYS, N_LINES> (&in)[2], const
                                           const chunk &at, F walk) {
     fetched<T, N_KEYS, N_LINES> next;
     const int64_t end = at.end_tile();
+    next.open(p, at.span);
     if (at.first_tile() < end) next.fetch(p, mn_cell_tile_at(at.span, at.first_tile()));
     for (int64_t i = at.first_tile(); i < end; i++) {
         next.put(in[i % 2]);

@@ -10,9 +10,10 @@
  *
  *   lam <- (A lam + B) / (C lam + D)      eta <- (X lam + Y + E eta) / (C lam + D)
  *
- * That needs lam, prec >= 0 and finite entries; where a thread's four cells lack that, they go through
- * the chunk token by token instead. Adjoints are linear anyway once the states are known: (lam, eta)
- * <- (G lam + H eta + lam', E eta + eta'), where lam', eta' start from nothing behind the chunk. */
+ * That needs lam, prec >= 0 and finite entries; where a thread's four cells lack that, they go
+ * through the chunk token by token instead. Adjoints are linear anyway once the states are known:
+ * (lam, eta) <- (G lam + H eta + lam', E eta + eta'), where lam', eta' start from nothing behind
+ * the chunk. */
 #ifndef MN_KERNELS_CUDA_MOEBIUS_MAPS_CUH
 #define MN_KERNELS_CUDA_MOEBIUS_MAPS_CUH
 
@@ -38,9 +39,10 @@ struct cell_map {
         e *= a;
     }
 
-    /* Divides by the trace; where that is not a positive number, by 0, which no check lets pass. */
+    /* Divides by the trace, more or less, which no result depends on; one that is no positive
+     * number leaves entries that no check lets pass. */
     __device__ void normalise() {
-        const float by = 1.0f / (n1 + d2);
+        const float by = mn_inverse(n1 + d2);
         n1 *= by, d1 *= by, e1 *= by, n2 *= by, d2 *= by, e2 *= by, e *= by;
     }
 };
@@ -186,31 +188,26 @@ __device__ __forceinline__ void map_token(back_map &map, const dynamics &dyn, co
     }
 }
 
-/* Half a tile, with the state in front of it in `first`. */
-template <int LINES>
-__device__ __forceinline__ void map_half(back_map &map, const state &first, const dynamics &dyn,
-                                         const stage<2, LINES> &in, int t0, int n_rows,
-                                         bool prior) {
-    enum { HALF = TOKENS / 2 };
-    state c[HALF + 1];
-    c[0] = first;
+/* Four tokens of a tile from t on. WHOLE: all of them are there. */
+template <bool WHOLE>
+__device__ __forceinline__ void map_four(back_map &map, const fours &states, const dynamics &dyn,
+                                         const stage<2, 4> &in, int t, int n_rows, bool prior) {
+    state c[5];
+    float gy[1][4], gw[1][4];
+    states.get(c[0], t);
+    in.lines[MEAN_COTS].get(gy, t);
+    in.lines[SPREAD_COTS].get(gw, t);
 #pragma unroll
-    for (int t = 0; t < HALF; t++) {
-        c[t + 1] = c[t];
-        if (t0 + t < n_rows) advance_token(c[t + 1], dyn, in, t0 + t);
+    for (int i = 0; i < 4; i++) {
+        c[i + 1] = c[i];
+        if (WHOLE || t + i < n_rows) advance_token(c[i + 1], dyn, in, t + i);
     }
 #pragma unroll
-    for (int t = HALF - 4; t >= 0; t -= 4) {
-        float gy[1][4], gw[1][4];
-        in.lines[MEAN_COTS].get(gy, t0 + t);
-        in.lines[SPREAD_COTS].get(gw, t0 + t);
-#pragma unroll
-        for (int i = 3; i >= 0; i--) {
-            float q[SLOTS];
-            in.keys[QUERIES].get(q, t0 + t + i);
-            if (t0 + t + i >= n_rows) continue;
-            map_token(map, dyn, c[t + i], c[t + i + 1], q, gy[0][i], gw[0][i], prior);
-        }
+    for (int i = 3; i >= 0; i--) {
+        float q[SLOTS];
+        in.keys[QUERIES].get(q, t + i);
+        if (!WHOLE && t + i >= n_rows) continue;
+        map_token(map, dyn, c[i], c[i + 1], q, gy[0][i], gw[0][i], prior);
     }
 }
 
@@ -219,6 +216,7 @@ template <typename T>
 __global__ void __launch_bounds__(block::THREADS, 3)
 back_maps_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t count) {
     __shared__ stage<2, 4> in;
+    __shared__ fours states;
     const dynamics dyn(p);
     for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
         const chunk at(p.call, slot);
@@ -229,19 +227,20 @@ back_maps_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t cou
         fetched<T, 2, 4> next;
 #pragma unroll
         for (int j = 0; j < SLOTS; j++) map.g[j] = map.e[j] = 1.0f;
+        next.open(p, at.span);
         next.fetch(p, mn_cell_tile_at(at.span, last));
         for (int64_t i = last; i >= at.first_tile(); i--) {
             const int n_rows = mn_cell_tile_at(at.span, i).n_rows;
-            state first, middle;
+            state first;
             next.put(in);
             first.load(to.states, set + i);
             __syncthreads();
             if (i > at.first_tile()) next.fetch(p, mn_cell_tile_at(at.span, i - 1));
-            middle = first;
-            advance_tile<TOKENS / 2>(middle, dyn, in, n_rows);
+            states.fill(first, dyn, in, n_rows);
 #pragma unroll 1
-            for (int t0 = TOKENS / 2; t0 >= 0; t0 -= TOKENS / 2) {
-                map_half(map, choose(t0 > 0, middle, first), dyn, in, t0, n_rows, p.from_prior);
+            for (int t = TOKENS - 4; t >= 0; t -= 4) {
+                if (t + 4 <= n_rows) map_four<true>(map, states, dyn, in, t, n_rows, p.from_prior);
+                else map_four<false>(map, states, dyn, in, t, n_rows, p.from_prior);
             }
             __syncthreads();
         }

@@ -1,5 +1,6 @@
-/* overlay.c - the kernels of GPUs, from cuda_kernels.def and glue.def. */
+/* overlay.c - the kernels of GPUs, from cuda_kernels.def and glue.def, and the works of tapes. */
 #include "kernels/overlay.h"
+#include "kernels/tape_work.h"
 
 #define CUDA_KERNEL(id, pass, name)                                                                \
     bool mn_##name##_cuda_plan(const void *args, mn_plan *plan);                                   \
@@ -26,4 +27,23 @@ mn_glue_fn mn_overlay_cuda_glue(mn_glue_id id) {
 #include "kernels/glue.def"
     };
     return steps[id];
+}
+
+#define NO_SPACE_OF(name) NULL
+#define SPACE_OF(name) mn_work_##name##_cuda_bytes
+#define DECLARE_NO_SPACE(name)
+#define DECLARE_SPACE(name) size_t mn_work_##name##_cuda_bytes(const void *work);
+#define WORK(id, name, space)                                                                      \
+    int mn_work_##name##_cuda(void *where, const void *work, void *memory);                        \
+    DECLARE_##space(name)
+#include "kernels/tape_works.def"
+#undef WORK
+
+const mn_work_fn *mn_works_cuda(void) {
+    static const mn_work_fn works[MN_WORKS] = {
+#define WORK(id, name, space) [MN_WORK_##id] = { mn_work_##name##_cuda, space##_OF(name) },
+#include "kernels/tape_works.def"
+#undef WORK
+    };
+    return works;
 }

@@ -5,33 +5,43 @@
 
 #include "kernels/cuda/common.cuh"
 
-enum { MN_PART_COLUMNS = 32, MN_PART_GROUPS = 32 };
-
-/* put(i, sum over parts of parts[part * width + i]). A block has 32 columns and 32 groups of
- * threads; group g adds parts g, g + 32, ..., and the groups' sums are added in their order. */
-template <typename F>
-__global__ void mn_sum_parts_kernel(F put, const float *parts, int64_t n_parts, int64_t width) {
-    __shared__ float sums[MN_PART_GROUPS][MN_PART_COLUMNS + 1];
-    const int64_t i = blockIdx.x * (int64_t)MN_PART_COLUMNS + threadIdx.x;
+/* put(i, sum over parts of parts[part * width + i]). A block has COLUMNS columns and GROUPS groups
+ * of threads; group g adds parts g, g + GROUPS, ..., and the groups' sums are added in their order.
+ */
+template <int COLUMNS, int GROUPS, typename F>
+__global__ void __launch_bounds__(COLUMNS *GROUPS)
+mn_sum_parts_kernel(F put, const float *parts, int64_t n_parts, int64_t width) {
+    __shared__ float sums[GROUPS][COLUMNS + 1];
+    const int64_t i = blockIdx.x * (int64_t)COLUMNS + threadIdx.x;
     float sum = 0.0f;
-    for (int64_t part = threadIdx.y; i < width && part < n_parts; part += MN_PART_GROUPS) {
-        sum += parts[part * width + i];
+    if (i < width) {
+#pragma unroll 8
+        for (int64_t part = threadIdx.y; part < n_parts; part += GROUPS) {
+            sum += parts[part * width + i];
+        }
     }
     sums[threadIdx.y][threadIdx.x] = sum;
     __syncthreads();
     if (threadIdx.y != 0 || i >= width) return;
     sum = 0.0f;
-    for (int group = 0; group < MN_PART_GROUPS; group++) sum += sums[group][threadIdx.x];
+    for (int group = 0; group < GROUPS; group++) sum += sums[group][threadIdx.x];
     put(i, sum);
 }
 
-/* Launches it with a `put` of the caller's. */
+/* Launches it with a `put` of the caller's. With many parts, more threads share a column. */
 template <typename F>
 inline int mn_sum_parts_into(F put, const float *parts, int64_t n_parts, int64_t width,
                              cudaStream_t stream) {
-    const dim3 threads(MN_PART_COLUMNS, MN_PART_GROUPS);
-    mn_sum_parts_kernel<F><<<mn_blocks(width, MN_PART_COLUMNS), threads, 0, stream>>>(
-        put, parts, n_parts, width);
+    if (n_parts <= 32) {
+        mn_sum_parts_kernel<128, 2, F><<<mn_blocks(width, 128), dim3(128, 2), 0, stream>>>(
+            put, parts, n_parts, width);
+    } else if (n_parts <= 128) {
+        mn_sum_parts_kernel<32, 32, F><<<mn_blocks(width, 32), dim3(32, 32), 0, stream>>>(
+            put, parts, n_parts, width);
+    } else {
+        mn_sum_parts_kernel<8, 128, F><<<mn_blocks(width, 8), dim3(8, 128), 0, stream>>>(
+            put, parts, n_parts, width);
+    }
     return mn_launched();
 }
 

@@ -2,35 +2,39 @@
  *
  *   dx = r (c - x r^2 mean(c x)), c = dy w            dw = sum over rows of dy r x
  *
- * A row belongs to a team of threads (row_team.cuh). In backward a team takes every n-th row and
- * gathers its part of dw; mn_sum_parts adds the parts. */
+ * A row belongs to a team of threads (row_team.cuh). In backward a block gathers a part of dw over
+ * the rows it takes; mn_sum_parts adds the parts. */
 #include "kernels/cuda/parts.cuh"
 #include "kernels/cuda/row_team.cuh"
 
+enum { FORWARD_REGS = 10, BACKWARD_REGS = 28 };    // of a pack: kept, next; and dw
+
 template <typename Team>
-__global__ void __launch_bounds__(MN_TEAM_THREADS)
+__global__ void __launch_bounds__(Team::THREADS, Team::resident(FORWARD_REGS))
 rms_norm_forward_kernel(const __grid_constant__ mn_rms_norm_args p) {
     typedef typename Team::T T;
     constexpr int N = Team::N;
-    __shared__ float room[32];
-    const Team team;
-    const int64_t V = p.call.V;
-    const T *w = (const T *)p.w.data;
-    for (int64_t b = team.first(); b < p.call.B; b += team.step()) {
-        const T *x = (const T *)p.x.data + b * V;
-        typename Team::kept kept;
+    __shared__ float room[MN_TEAM_ROOM];
+    Team team;
+    const int64_t V = p.call.V, B = p.call.B;
+    const T *w = (const T *)p.w.data, *x = (const T *)p.x.data;
+    typename Team::kept kept, next;
+    team.keep(next, team.first() < B ? x + team.first() * V : nullptr, V);
+    for (int64_t b = team.first(); b < B; b += team.step()) {
+        const T *row = x + b * V;
         float sum = 0.0f;
-        team.keep(kept, x, V);
+        team.take(kept, next);
+        if (b + team.step() < B) team.keep(next, row + team.step() * V, V);
         team.each(V, [&](int64_t i, int k) {
             float at[N];
-            team.at(at, kept, x, i, k);
+            team.at(at, kept, row, i, k);
 #pragma unroll
             for (int j = 0; j < N; j++) sum = fmaf(at[j], at[j], sum);
         });
         const float r = 1.0f / sqrtf(team.sum(sum, room) / (float)V + (float)p.eps);
         team.each(V, [&](int64_t i, int k) {
             float at[N], weight[N], y[N];
-            team.at(at, kept, x, i, k);
+            team.at(at, kept, row, i, k);
             mn_load<N>(weight, w, i);
 #pragma unroll
             for (int j = 0; j < N; j++) y[j] = at[j] * r * weight[j];
@@ -39,44 +43,52 @@ rms_norm_forward_kernel(const __grid_constant__ mn_rms_norm_args p) {
     }
 }
 
+/* x, dy of a row */
+enum { X, DY, N_INPUTS };
+
 template <typename Team>
-__global__ void __launch_bounds__(MN_TEAM_THREADS, Team::blocks)
-rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *parts,
-                         int64_t n_parts) {
+__global__ void __launch_bounds__(Team::THREADS, Team::resident(BACKWARD_REGS))
+rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *parts) {
     typedef typename Team::T T;
     constexpr int N = Team::N;
-    __shared__ float room[32];
-    const Team team;
-    const int64_t V = p.call.V;
-    const T *w = (const T *)p.w.data, *cot = (const T *)p.cot.y.data;
+    __shared__ float room[MN_TEAM_ROOM];
+    Team team;
+    const int64_t V = p.call.V, B = p.call.B;
+    const T *w = (const T *)p.w.data, *x = (const T *)p.x.data, *cot = (const T *)p.cot.y.data;
     T *grad = (T *)p.grad.x.data;
-    if (team.first() >= n_parts) return;
-    float *part = parts + team.first() * V;
+    float *part = parts + blockIdx.x * V;
     typename Team::floats dw = {};
+    typename Team::kept kept[N_INPUTS], next[N_INPUTS];
+    const auto fetch = [&](int64_t b) {
+        team.keep(next[X], b < B ? x + b * V : nullptr, V);
+        team.keep(next[DY], b < B && cot ? cot + b * V : nullptr, V);
+    };
     team.begin(part, V);
-    for (int64_t b = team.first(); b < p.call.B; b += n_parts) {
-        const T *x = (const T *)p.x.data + b * V, *dy = cot ? cot + b * V : nullptr;
-        typename Team::kept kept, kept_dy;
-        float squares = 0.0f, dot = 0.0f;
-        team.keep(kept, x, V);
-        team.keep(kept_dy, dy, V);
+    fetch(team.first());
+    for (int64_t b = team.first(); b < B; b += team.step()) {
+        const T *row = x + b * V, *dy = cot ? cot + b * V : nullptr;
+        float sums[2] = { 0.0f, 0.0f };    // of x^2 and c x
+#pragma unroll
+        for (int i = 0; i < N_INPUTS; i++) team.take(kept[i], next[i]);
+        fetch(b + team.step());
         team.each(V, [&](int64_t i, int k) {
             float at[N], d[N], weight[N];
-            team.at(at, kept, x, i, k);
-            team.at(d, kept_dy, dy, i, k);
+            team.at(at, kept[X], row, i, k);
+            team.at(d, kept[DY], dy, i, k);
             mn_load<N>(weight, w, i);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                squares = fmaf(at[j], at[j], squares);
-                dot = fmaf(d[j] * weight[j], at[j], dot);
+                sums[0] = fmaf(at[j], at[j], sums[0]);
+                sums[1] = fmaf(d[j] * weight[j], at[j], sums[1]);
             }
         });
-        const float r = 1.0f / sqrtf(team.sum(squares, room) / (float)V + (float)p.eps);
-        const float pull = r * r * team.sum(dot, room) / (float)V;
+        team.sum(sums, room);
+        const float r = 1.0f / sqrtf(sums[0] / (float)V + (float)p.eps);
+        const float pull = r * r * sums[1] / (float)V;
         team.each(V, [&](int64_t i, int k) {
             float at[N], d[N], weight[N], dx[N], more[N];
-            team.at(at, kept, x, i, k);
-            team.at(d, kept_dy, dy, i, k);
+            team.at(at, kept[X], row, i, k);
+            team.at(d, kept[DY], dy, i, k);
             mn_load<N>(weight, w, i);
 #pragma unroll
             for (int j = 0; j < N; j++) {
@@ -92,19 +104,20 @@ rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *part
 
 template <typename Team>
 static int forward(const mn_rms_norm_args *p, cudaStream_t stream) {
-    const unsigned blocks = mn_blocks(p->call.B, Team::per_block);
-    rms_norm_forward_kernel<Team><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p);
+    const unsigned blocks =
+        mn_team_blocks<Team>(p->call.B, 1, Team::resident(FORWARD_REGS), 1);
+    rms_norm_forward_kernel<Team><<<blocks, Team::THREADS, 0, stream>>>(*p);
     return mn_launched();
 }
 
 template <typename Team>
 static int backward(const mn_rms_norm_args *p, float *parts, cudaStream_t stream) {
-    const int64_t B = p->call.B, V = p->call.V, n_parts = mn_gather_parts(B, V, 1);
-    const unsigned blocks = mn_blocks(n_parts, Team::per_block);
-    rms_norm_backward_kernel<Team><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p, parts, n_parts);
+    const unsigned blocks =
+        mn_team_blocks<Team>(p->call.B, 1, Team::resident(BACKWARD_REGS), MN_TEAM_ROWS);
+    rms_norm_backward_kernel<Team><<<blocks, Team::THREADS, 0, stream>>>(*p, parts);
     const int code = mn_launched();
     if (code != cudaSuccess) return code;
-    return mn_sum_parts((typename Team::T *)p->grad.w.data, parts, n_parts, V, stream);
+    return mn_sum_parts((typename Team::T *)p->grad.w.data, parts, blocks, p->call.V, stream);
 }
 
 MN_CUDA_PLAN(rms_norm_forward) {

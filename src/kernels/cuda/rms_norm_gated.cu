@@ -17,25 +17,39 @@ __device__ static mn_gate gate_at(const mn_rms_norm_gated_args &p, float z) {
     return { s, s * (1.0f - s) };
 }
 
+enum { FORWARD_REGS = 18, BACKWARD_REGS = 36 };    // of a pack: kept, next; and dw
+
+/* x, z and, going back, dy of a row */
+enum { X, Z, DY, N_INPUTS };
+
+/* Blocks (i, g) take rows of group g. */
 template <typename Team>
-__global__ void __launch_bounds__(MN_TEAM_THREADS)
+__global__ void __launch_bounds__(Team::THREADS, Team::resident(FORWARD_REGS))
 rms_norm_gated_forward_kernel(const __grid_constant__ mn_rms_norm_gated_args p) {
     typedef typename Team::T T;
     constexpr int N = Team::N;
-    __shared__ float room[32];
-    const Team team;
-    const int64_t width = p.call.V / p.groups;
-    for (int64_t row = team.first(); row < p.call.B * p.groups; row += team.step()) {
-        const T *x = (const T *)p.x.data + row * width, *z = (const T *)p.z.data + row * width;
-        const T *w = (const T *)p.w.data + row % p.groups * width;
-        typename Team::kept kept_x, kept_z;
+    __shared__ float room[MN_TEAM_ROOM];
+    Team team;
+    const int64_t width = p.call.V / p.groups, V = p.call.V, B = p.call.B;
+    const int64_t group = blockIdx.y * width;
+    const T *w = (const T *)p.w.data + group;
+    typename Team::kept kept[DY], next[DY];
+    const auto fetch = [&](int64_t b) {
+        team.keep(next[X], b < B ? (const T *)p.x.data + b * V + group : nullptr, width);
+        team.keep(next[Z], b < B ? (const T *)p.z.data + b * V + group : nullptr, width);
+    };
+    fetch(team.first());
+    for (int64_t b = team.first(); b < B; b += team.step()) {
+        const T *x = (const T *)p.x.data + b * V + group;
+        const T *z = (const T *)p.z.data + b * V + group;
         float sum = 0.0f;
-        team.keep(kept_x, x, width);
-        team.keep(kept_z, z, width);
+#pragma unroll
+        for (int i = 0; i < DY; i++) team.take(kept[i], next[i]);
+        fetch(b + team.step());
         team.each(width, [&](int64_t i, int k) {
             float at[N], gate[N];
-            team.at(at, kept_x, x, i, k);
-            team.at(gate, kept_z, z, i, k);
+            team.at(at, kept[X], x, i, k);
+            team.at(gate, kept[Z], z, i, k);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 const float u = p.order == GATE_FIRST ? at[j] * gate_at(p, gate[j]).value : at[j];
@@ -45,73 +59,90 @@ rms_norm_gated_forward_kernel(const __grid_constant__ mn_rms_norm_gated_args p) 
         const float r = 1.0f / sqrtf(team.sum(sum, room) / (float)width + (float)p.eps);
         team.each(width, [&](int64_t i, int k) {
             float at[N], gate[N], weight[N], y[N];
-            team.at(at, kept_x, x, i, k);
-            team.at(gate, kept_z, z, i, k);
+            team.at(at, kept[X], x, i, k);
+            team.at(gate, kept[Z], z, i, k);
             mn_load<N>(weight, w, i);
 #pragma unroll
             for (int j = 0; j < N; j++) y[j] = at[j] * gate_at(p, gate[j]).value * r * weight[j];
-            mn_store<N>((T *)p.y.data + row * width, i, y);
+            mn_store<N>((T *)p.y.data + b * V + group, i, y);
         });
     }
 }
 
-/* Team part * groups + g gathers part `part` of group g. */
+/* One pack: dx, dz and what it adds to dw, from r and the pull of the mean. */
+template <int N>
+__device__ static void pack_backward(float (&dx)[N], float (&dz)[N], float (&more)[N],
+                                     const mn_rms_norm_gated_args &p, const float (&at)[N],
+                                     const float (&gate)[N], const float (&weight)[N],
+                                     const float (&d)[N], float r, float pull) {
+    const bool gate_first = p.order == GATE_FIRST;
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        const mn_gate a = gate_at(p, gate[j]);
+        const float u = gate_first ? at[j] * a.value : at[j];
+        const float c = d[j] * weight[j] * (gate_first ? 1.0f : a.value);
+        const float du = r * fmaf(-pull, u, c);
+        dx[j] = gate_first ? du * a.value : du;
+        dz[j] = a.slope * (gate_first ? du * at[j] : d[j] * weight[j] * r * at[j]);
+        more[j] = d[j] * r * at[j] * a.value;
+    }
+}
+
+/* Block (part, g) gathers part `part` of group g. */
 template <typename Team>
-__global__ void __launch_bounds__(MN_TEAM_THREADS, Team::blocks)
-rms_norm_gated_backward_kernel(const __grid_constant__ mn_rms_norm_gated_args p, float *parts,
-                               int64_t n_parts) {
+__global__ void __launch_bounds__(Team::THREADS, Team::resident(BACKWARD_REGS))
+rms_norm_gated_backward_kernel(const __grid_constant__ mn_rms_norm_gated_args p, float *parts) {
     typedef typename Team::T T;
     constexpr int N = Team::N;
-    __shared__ float room[32];
-    const Team team;
-    if (team.first() >= n_parts * p.groups) return;
-    const int64_t width = p.call.V / p.groups, group = team.first() % p.groups;
+    __shared__ float room[MN_TEAM_ROOM];
+    Team team;
+    const int64_t width = p.call.V / p.groups, V = p.call.V, B = p.call.B;
+    const int64_t group = blockIdx.y * width;
     const bool gate_first = p.order == GATE_FIRST;
-    const T *w = (const T *)p.w.data + group * width;
-    float *part = parts + team.first() * width;
+    const T *w = (const T *)p.w.data + group;
+    const T *all[N_INPUTS] = { (const T *)p.x.data, (const T *)p.z.data, (const T *)p.cot.y.data };
+    float *part = parts + blockIdx.x * V + group;
     typename Team::floats dw = {};
+    typename Team::kept kept[N_INPUTS], next[N_INPUTS];
+    const auto fetch = [&](int64_t b) {
+#pragma unroll
+        for (int i = 0; i < N_INPUTS; i++) {
+            team.keep(next[i], b < B && all[i] ? all[i] + b * V + group : nullptr, width);
+        }
+    };
     team.begin(part, width);
-    for (int64_t b = team.first() / p.groups; b < p.call.B; b += n_parts) {
-        const int64_t first = b * p.call.V + group * width;
-        const T *x = (const T *)p.x.data + first, *z = (const T *)p.z.data + first;
-        const T *dy = p.cot.y.data ? (const T *)p.cot.y.data + first : nullptr;
-        typename Team::kept kept_x, kept_z, kept_dy;
-        float squares = 0.0f, dot = 0.0f;
-        team.keep(kept_x, x, width);
-        team.keep(kept_z, z, width);
-        team.keep(kept_dy, dy, width);
+    fetch(team.first());
+    for (int64_t b = team.first(); b < B; b += team.step()) {
+        const int64_t first = b * V + group;
+        const T *dy = all[DY] ? all[DY] + first : nullptr;
+        float sums[2] = { 0.0f, 0.0f };    // of u^2 and c u, which is the same in either order
+#pragma unroll
+        for (int i = 0; i < N_INPUTS; i++) team.take(kept[i], next[i]);
+        fetch(b + team.step());
         team.each(width, [&](int64_t i, int k) {
             float at[N], gate[N], weight[N], d[N];
-            team.at(at, kept_x, x, i, k);
-            team.at(gate, kept_z, z, i, k);
-            team.at(d, kept_dy, dy, i, k);
+            team.at(at, kept[X], all[X] + first, i, k);
+            team.at(gate, kept[Z], all[Z] + first, i, k);
             mn_load<N>(weight, w, i);
+            team.at(d, kept[DY], dy, i, k);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 const float gated = at[j] * gate_at(p, gate[j]).value;
                 const float u = gate_first ? gated : at[j];
-                squares = fmaf(u, u, squares);
-                dot = fmaf(d[j] * weight[j], gated, dot);    // c u, either order
+                sums[0] = fmaf(u, u, sums[0]);
+                sums[1] = fmaf(d[j] * weight[j], gated, sums[1]);
             }
         });
-        const float r = 1.0f / sqrtf(team.sum(squares, room) / (float)width + (float)p.eps);
-        const float pull = r * r * team.sum(dot, room) / (float)width;
+        team.sum(sums, room);
+        const float r = 1.0f / sqrtf(sums[0] / (float)width + (float)p.eps);
+        const float pull = r * r * sums[1] / (float)width;
         team.each(width, [&](int64_t i, int k) {
             float at[N], gate[N], weight[N], d[N], dx[N], dz[N], more[N];
-            team.at(at, kept_x, x, i, k);
-            team.at(gate, kept_z, z, i, k);
-            team.at(d, kept_dy, dy, i, k);
+            team.at(at, kept[X], all[X] + first, i, k);
+            team.at(gate, kept[Z], all[Z] + first, i, k);
             mn_load<N>(weight, w, i);
-#pragma unroll
-            for (int j = 0; j < N; j++) {
-                const mn_gate a = gate_at(p, gate[j]);
-                const float u = gate_first ? at[j] * a.value : at[j];
-                const float c = d[j] * weight[j] * (gate_first ? 1.0f : a.value);
-                const float du = r * fmaf(-pull, u, c);
-                dx[j] = gate_first ? du * a.value : du;
-                dz[j] = a.slope * (gate_first ? du * at[j] : d[j] * weight[j] * r * at[j]);
-                more[j] = d[j] * r * at[j] * a.value;
-            }
+            team.at(d, kept[DY], dy, i, k);
+            pack_backward(dx, dz, more, p, at, gate, weight, d, r, pull);
             if (p.grad.x.data) mn_store<N>((T *)p.grad.x.data + first, i, dx);
             if (p.grad.z.data) mn_store<N>((T *)p.grad.z.data + first, i, dz);
             team.gather(dw, part, more, i, k);
@@ -122,21 +153,22 @@ rms_norm_gated_backward_kernel(const __grid_constant__ mn_rms_norm_gated_args p,
 
 template <typename Team>
 static int forward(const mn_rms_norm_gated_args *p, cudaStream_t stream) {
-    const unsigned blocks = mn_blocks(p->call.B * p->groups, Team::per_block);
-    rms_norm_gated_forward_kernel<Team><<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p);
+    const unsigned blocks =
+        mn_team_blocks<Team>(p->call.B, p->groups, Team::resident(FORWARD_REGS), 1);
+    rms_norm_gated_forward_kernel<Team>
+        <<<dim3(blocks, (unsigned)p->groups), Team::THREADS, 0, stream>>>(*p);
     return mn_launched();
 }
 
 template <typename Team>
 static int backward(const mn_rms_norm_gated_args *p, float *parts, cudaStream_t stream) {
-    const int64_t V = p->call.V;
-    const int64_t n_parts = mn_gather_parts(p->call.B, V / p->groups, p->groups);
-    const unsigned blocks = mn_blocks(n_parts * p->groups, Team::per_block);
+    const unsigned blocks = mn_team_blocks<Team>(p->call.B, p->groups,
+                                                 Team::resident(BACKWARD_REGS), MN_TEAM_ROWS);
     rms_norm_gated_backward_kernel<Team>
-        <<<blocks, MN_TEAM_THREADS, 0, stream>>>(*p, parts, n_parts);
+        <<<dim3(blocks, (unsigned)p->groups), Team::THREADS, 0, stream>>>(*p, parts);
     const int code = mn_launched();
     if (code != cudaSuccess) return code;
-    return mn_sum_parts((typename Team::T *)p->grad.w.data, parts, n_parts, V, stream);
+    return mn_sum_parts((typename Team::T *)p->grad.w.data, parts, blocks, p->call.V, stream);
 }
 
 MN_CUDA_PLAN(rms_norm_gated_forward) {

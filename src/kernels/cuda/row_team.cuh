@@ -4,28 +4,37 @@
  *
  * Thread `lane` of a team owns the packs of N columns that start at (lane + k TEAM) N, for all k.
  * The first PACKS of them are kept in registers, as they are stored, between passes over the row;
- * of longer rows the rest is read again, from a cache. What is kept is also what is in flight at
- * once: 16 bytes for each pack and tensor, which is what hides the time that memory takes. */
+ * of longer rows the rest is read again, from a cache. A team takes row after row and asks for the
+ * next one before it works on this one: that is what hides the time that memory takes. */
 #ifndef MN_KERNELS_CUDA_ROW_TEAM_CUH
 #define MN_KERNELS_CUDA_ROW_TEAM_CUH
 
 #include "kernels/cuda/common.cuh"
 
 enum {
-    MN_TEAM_THREADS = 256,    // of a block
-    MN_WARP_ROW = 1024,       // longest row of a warp
-    MN_TEAM_ROWS = 16,        // least rows of a team that gathers a part of a sum over rows
-    MN_TEAM_BLOCKS = 528,     // most blocks that gather: four for each processor of an H200
+    MN_TEAM_ROWS = 4,          // least rows of a team that gathers a part of a sum over rows
+    MN_TEAM_BLOCKS = 16,       // most blocks of a processor
+    MN_TEAM_PROCESSORS = 132,  // of an H200
+    MN_TEAM_ROOM = 128,        // floats of shared memory for sums over a row
 };
 
 /* TEAM threads with PACKS packs of N numbers of type T each. */
 template <typename T_, int N_, int TEAM_, int PACKS_>
 struct mn_team {
     typedef T_ T;
-    static constexpr int N = N_, TEAM = TEAM_, PACKS = PACKS_, per_block = MN_TEAM_THREADS / TEAM_;
-    static constexpr int blocks = N_ * PACKS_ > 16 ? 1 : 2;    // of a processor, in backward
+    static constexpr int N = N_, TEAM = TEAM_, PACKS = PACKS_;
+    static constexpr int THREADS = TEAM_ > 32 ? TEAM_ : 128, per_block = THREADS / TEAM_;
+    static constexpr int KEPT = TEAM_ * PACKS_ * N_;    // columns
     typedef mn_pack<T_, N_> kept[PACKS_];
     typedef float floats[PACKS_][N_];
+    int turn = 0;
+
+    /* Blocks of a processor whose threads keep `regs` registers of each pack, besides some 48. */
+    static constexpr int resident(int regs) {
+        const int threads = 65536 / (48 + regs * PACKS_ * N_ * (int)sizeof(T_) / 16);
+        const int blocks = threads / THREADS;
+        return blocks < 1 ? 1 : blocks > MN_TEAM_BLOCKS ? MN_TEAM_BLOCKS : blocks;
+    }
 
     __device__ int64_t first() const {
         return blockIdx.x * (int64_t)per_block + threadIdx.x / TEAM;
@@ -39,20 +48,42 @@ struct mn_team {
         return (threadIdx.x % TEAM + k * (int64_t)TEAM) * N;
     }
 
-    /* The sum over the team, in all its threads. Parts of a warp end their loops over rows at
-     * different times, so each part names its own threads. */
-    __device__ float sum(float x, float *room) const {
-        if constexpr (TEAM > 32) {
-            return mn_team_sum<TEAM>(x, room);
-        } else {
-            const unsigned base = threadIdx.x % 32 / TEAM * TEAM;
-            const unsigned own = (TEAM == 32 ? 0xffffffffu : (1u << TEAM % 32) - 1) << base;
+    /* Sums over the team, in all its threads. Parts of a warp end their loops over rows at
+     * different times, so each part names its own threads; a block waits once, since successive
+     * calls take turns in `room`. */
+    template <int n>
+    __device__ void sum(float (&x)[n], float *room) {
+        const unsigned base = TEAM < 32 ? threadIdx.x % 32 / TEAM * TEAM : 0;
+        const unsigned own = (TEAM >= 32 ? 0xffffffffu : (1u << TEAM % 32) - 1) << base;
 #pragma unroll
-            for (int lanes = TEAM / 2; lanes > 0; lanes >>= 1) {
-                x += __shfl_xor_sync(own, x, lanes);
+        for (int i = 0; i < n; i++) {
+#pragma unroll
+            for (int lanes = (TEAM < 32 ? TEAM : 32) / 2; lanes > 0; lanes >>= 1) {
+                x[i] += __shfl_xor_sync(own, x[i], lanes);
             }
-            return x;
         }
+        if constexpr (TEAM > 32) {
+            static_assert(2 * n * (TEAM / 32) <= MN_TEAM_ROOM, "room for the warps' sums");
+            float *at = room + turn * n * (TEAM / 32);
+#pragma unroll
+            for (int i = 0; i < n; i++) {
+                if (threadIdx.x % 32 == 0) at[i * (TEAM / 32) + threadIdx.x / 32] = x[i];
+            }
+            __syncthreads();
+#pragma unroll
+            for (int i = 0; i < n; i++) {
+                x[i] = at[i * (TEAM / 32)];
+#pragma unroll
+                for (int warp = 1; warp < TEAM / 32; warp++) x[i] += at[i * (TEAM / 32) + warp];
+            }
+            turn = 1 - turn;
+        }
+    }
+
+    __device__ float sum(float x, float *room) {
+        float one[1] = { x };
+        sum(one, room);
+        return one[0];
     }
 
     /* Reads the first columns of a row; zeros where x is NULL. */
@@ -62,6 +93,12 @@ struct mn_team {
             if (x && column(k) < V) out[k] = *(const mn_pack<T, N> *)(x + column(k));
             else out[k] = mn_pack<T, N>{};
         }
+    }
+
+    /* What was asked for becomes what is worked on. */
+    __device__ void take(kept &now, const kept &next) const {
+#pragma unroll
+        for (int k = 0; k < PACKS; k++) now[k] = next[k];
     }
 
     /* The pack at column i: number k of those kept, or read again for k = -1. */
@@ -102,29 +139,48 @@ struct mn_team {
         }
     }
 
-    /* After the last row: what was gathered in registers. */
+    /* After the last row, by the whole block: what was gathered in registers, teams in their order.
+     * Rows of teams that share a block are never longer than what is kept. */
     __device__ void leave(float *part, const floats &sums, int64_t V) const {
+        if constexpr (per_block == 1) {
 #pragma unroll
-        for (int k = 0; k < PACKS; k++) {
-            if (column(k) < V) mn_store<N>(part, column(k), sums[k]);
+            for (int k = 0; k < PACKS; k++) {
+                if (column(k) < V) mn_store<N>(part, column(k), sums[k]);
+            }
+        } else {
+            __shared__ float all[per_block][KEPT];
+#pragma unroll
+            for (int k = 0; k < PACKS; k++) {
+#pragma unroll
+                for (int j = 0; j < N; j++) all[threadIdx.x / TEAM][column(k) + j] = sums[k][j];
+            }
+            __syncthreads();
+            for (int64_t i = threadIdx.x; i < V; i += THREADS) {
+                float sum = all[0][i];
+#pragma unroll
+                for (int team = 1; team < per_block; team++) sum += all[team][i];
+                part[i] = sum;
+            }
         }
     }
 };
 
 /* ---- sums over rows --------------------------------------------------------------------------
  *
- * Rows of `width` columns come in `groups` that have sums of their own. Part `part` of group g is
- * gathered by team part * groups + g over the rows part, part + n_parts, ... of that group. */
+ * Rows of `width` columns come in `groups` that have sums of their own: block (part, g) gathers
+ * part `part` of group g, of gridDim.x parts. */
 
-inline int64_t mn_gather_parts(int64_t rows, int64_t width, int64_t groups) {
-    const int64_t teams = width <= MN_WARP_ROW ? MN_TEAM_THREADS / 32 : 1;    // of a block
-    const int64_t most = MN_TEAM_BLOCKS * teams / groups;
-    return mn_max(mn_min(mn_ceil_div(rows, MN_TEAM_ROWS), most), 1);
+/* Blocks for `rows` rows, `resident` of them on each processor. */
+template <typename Team>
+inline unsigned mn_team_blocks(int64_t rows, int64_t groups, int resident, int64_t least_rows) {
+    const int64_t most = mn_max(MN_TEAM_PROCESSORS * resident / groups, 1);
+    return mn_blocks(rows, Team::per_block * least_rows, most);
 }
 
-/* Work space for the parts. */
+/* Work space for as many parts as any team leaves. */
 inline bool mn_gather_plan(mn_plan *plan, int64_t rows, int64_t width, int64_t groups) {
-    const int64_t n_parts = mn_gather_parts(rows, width, groups);
+    const int64_t most = mn_max(MN_TEAM_PROCESSORS * MN_TEAM_BLOCKS / groups, 1);
+    const int64_t n_parts = mn_max(mn_min(mn_ceil_div(rows, MN_TEAM_ROWS), most), 1);
     return mn_mul_size(&plan->shared_bytes, (size_t)n_parts, (size_t)(width * groups)) &&
            mn_mul_size(&plan->shared_bytes, plan->shared_bytes, sizeof(float));
 }
@@ -149,16 +205,17 @@ inline bool mn_rows_packable(const void *const (&tensors)[n], int64_t width) {
 #define MN_BY_TEAM_OF(T, function, width, tensors, arguments)                                      \
     do {                                                                                           \
         constexpr int N = mn_pack_width<T>();                                                      \
-        const bool warps = (width) <= MN_WARP_ROW;                                                 \
         if (mn_rows_packable<T>(tensors, width)) {                                                 \
-            if ((width) <= 16 * N) return function<mn_team<T, N, 16, 1>> arguments;                \
-            if ((width) <= 64 * N) return function<mn_team<T, N, 32, 2>> arguments;                \
-            if (warps) return function<mn_team<T, N, 32, 32 / N>> arguments;                       \
-            if ((width) <= 512 * N) return function<mn_team<T, N, MN_TEAM_THREADS, 2>> arguments;  \
-            return function<mn_team<T, N, MN_TEAM_THREADS, 4>> arguments;                          \
+            if ((width) <= 16 * N) return function<mn_team<T, N, 8, 2>> arguments;                 \
+            if ((width) <= 32 * N) return function<mn_team<T, N, 16, 2>> arguments;                \
+            if ((width) <= 64 * N) return function<mn_team<T, N, 16, 4>> arguments;                \
+            if ((width) <= 128 * N) return function<mn_team<T, N, 128, 1>> arguments;              \
+            if ((width) <= 256 * N) return function<mn_team<T, N, 128, 2>> arguments;              \
+            if ((width) <= 512 * N) return function<mn_team<T, N, 256, 2>> arguments;              \
+            return function<mn_team<T, N, 256, 4>> arguments;                                      \
         }                                                                                          \
-        if (warps) return function<mn_team<T, 1, 32, 4>> arguments;                                \
-        return function<mn_team<T, 1, MN_TEAM_THREADS, 4>> arguments;                              \
+        if ((width) <= 128) return function<mn_team<T, 1, 32, 4>> arguments;                       \
+        return function<mn_team<T, 1, 256, 8>> arguments;                                          \
     } while (0)
 
 #endif

@@ -1,0 +1,77 @@
+/* adamw_all.h - AdamW over all parameters of a model on a GPU: a norm, a decision, an update.
+ *
+ *   squares   sums of squares of each piece of the gradients
+ *   decide    norm, clipping and whether to update at all, on the device
+ *   update    every piece at once, in float32; `shadow` gets the new value in bf16
+ *
+ * All pointers are the device's. Calls put work on the stream and return its cudaError_t; nothing
+ * waits, so that a step can be recorded and played again with other numbers in mn_adamw_facts. */
+#ifndef MN_KERNELS_ADAMW_ALL_H
+#define MN_KERNELS_ADAMW_ALL_H
+
+#include <stdint.h>
+
+enum { MN_ADAMW_PIECE = 1 << 14 };    // numbers of a piece
+
+/* One parameter. Arrays begin on lines of 256 bytes. */
+typedef struct mn_adamw_param {
+    float *p, *m, *v;
+    const float *g;
+    void *shadow;                  // bf16; NULL: none
+    float lr_scale, weight_decay;
+} mn_adamw_param;
+
+/* Numbers [first, first + count) of a parameter. */
+typedef struct mn_adamw_cut {
+    int32_t param, count;
+    int64_t first;
+} mn_adamw_cut;
+
+/* What the host says about a step. */
+typedef struct mn_adamw_facts {
+    double clip;                   // largest norm; 0: no limit
+    double loss_limit;             // no update where the loss lies above
+    float lr, eps;
+    float beta1, rest1, bias1;     // rest: 1 - beta; bias: 1 - beta^s of this step
+    float beta2, rest2, bias2;
+} mn_adamw_facts;
+
+/* What the device finds. */
+typedef struct mn_adamw_result {
+    double norm, loss;             // loss: the mean over batches
+    int64_t counted;
+    float scale;                   // of the gradients
+    int32_t update;                // 1: the parameters change
+} mn_adamw_result;
+
+/* What a batch of the step had: its mean loss, and over how many targets. */
+typedef struct mn_adamw_loss {
+    double loss;
+    int64_t counted;
+} mn_adamw_loss;
+
+typedef struct mn_adamw_all {
+    const mn_adamw_param *params;
+    const mn_adamw_cut *cuts;
+    int64_t n_cuts;
+    double *squares;               // (n_cuts)
+    const mn_adamw_facts *facts;
+    mn_adamw_result *result;
+    const mn_adamw_loss *losses;   // (n_losses), each of equal weight
+    int64_t n_losses;
+} mn_adamw_all;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+int mn_adamw_norm_cuda(const mn_adamw_all *all, void *stream);      // squares and decide
+int mn_adamw_update_cuda(const mn_adamw_all *all, void *stream);
+
+/* to = from in bf16, n numbers. */
+int mn_shadow_cuda(void *to, const float *from, int64_t n, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

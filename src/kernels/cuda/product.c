@@ -1,0 +1,263 @@
+/* product.c - matrix products through cuBLASLt, which is found when the program runs.
+ *
+ * The library counts columns first: our row-major c = a b is its c' = b' a'. The algorithm for a
+ * shape is the first that its heuristics name; it is kept, and so are the descriptions. */
+#include "kernels/product.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "kernels/cuda/product_plain.h"
+
+#if MN_HAVE_CUBLASLT_H
+#include <cublasLt.h>
+#include <dlfcn.h>
+
+/* The calls used here, by the names cublasLt.h gives them. */
+#define CALLS(CALL)                                                                                \
+    CALL(cublasLtCreate) CALL(cublasLtDestroy) CALL(cublasLtMatmul)                                \
+    CALL(cublasLtMatmulDescCreate) CALL(cublasLtMatmulDescSetAttribute)                            \
+    CALL(cublasLtMatmulDescDestroy) CALL(cublasLtMatrixLayoutCreate)                               \
+    CALL(cublasLtMatrixLayoutDestroy) CALL(cublasLtMatmulPreferenceCreate)                         \
+    CALL(cublasLtMatmulPreferenceSetAttribute) CALL(cublasLtMatmulPreferenceDestroy)               \
+    CALL(cublasLtMatmulAlgoGetHeuristic)
+
+#define NAME(name) #name
+#define EXPANDED(name) NAME(name)
+
+typedef struct library {
+    void *handle;
+#define MEMBER(name) __typeof__(name) *name;
+    CALLS(MEMBER)
+#undef MEMBER
+} library;
+
+static bool load(library *lib) {
+    lib->handle = dlopen("libcublasLt.so." EXPANDED(CUBLAS_VER_MAJOR), RTLD_NOW | RTLD_LOCAL);
+    if (!lib->handle) return false;
+    bool all = true;
+    void *found;
+#define FIND(name)                                                                                 \
+    found = dlsym(lib->handle, #name);                                                             \
+    memcpy(&lib->name, &found, sizeof found);                                                      \
+    all = all && found;
+    CALLS(FIND)
+#undef FIND
+    return all;
+}
+
+/* What an algorithm is chosen by: everything but the addresses, of which the alignment counts.
+ * Compared as bytes, so it is made from a zeroed one. */
+typedef struct shape {
+    int64_t M, N, K, a_row, b_row, c_row;
+    int32_t dtype, c_dtype, align_a, align_b, align_c;
+    int32_t a_transposed, b_transposed, accumulate, biased;
+} shape;
+
+typedef struct chosen {
+    struct chosen *next;
+    shape shape;
+    bool plain;    // the library has no algorithm for it
+    cublasLtMatmulDesc_t desc;
+    cublasLtMatrixLayout_t a, b, c;
+    cublasLtMatmulAlgo_t algo;
+} chosen;
+
+enum { BUCKETS = 256 };
+
+struct mn_products {
+    bool tried, fast;
+    library lib;
+    cublasLtHandle_t handle;
+    chosen *buckets[BUCKETS];
+};
+
+static bool ok(cublasStatus_t status) {
+    return status == CUBLAS_STATUS_SUCCESS;
+}
+
+bool mn_products_fast(mn_products *p) {
+    if (!p->tried) p->fast = load(&p->lib) && ok(p->lib.cublasLtCreate(&p->handle));
+    p->tried = true;
+    return p->fast;
+}
+
+/* ---- shapes ---------------------------------------------------------------------------------- */
+
+enum { MOST_ALIGN = 16 };
+
+static int32_t alignment(const void *at) {
+    const uintptr_t low = (uintptr_t)at & -(uintptr_t)at;
+    return low == 0 || low > MOST_ALIGN ? MOST_ALIGN : (int32_t)low;
+}
+
+static void describe(shape *s, const mn_product_work *w) {
+    memset(s, 0, sizeof *s);
+    s->M = w->M, s->N = w->N, s->K = w->K;
+    s->a_row = w->a_row, s->b_row = w->b_row, s->c_row = w->c_row;
+    s->dtype = w->dtype, s->c_dtype = w->c_dtype;
+    s->align_a = alignment(w->a), s->align_b = alignment(w->b), s->align_c = alignment(w->c);
+    s->a_transposed = w->a_transposed, s->b_transposed = w->b_transposed;
+    s->accumulate = w->accumulate, s->biased = w->bias != NULL;
+}
+
+static unsigned bucket_of(const shape *s) {
+    const unsigned char *bytes = (const unsigned char *)s;
+    uint32_t hash = 2166136261u;
+    for (size_t i = 0; i < sizeof *s; i++) hash = (hash ^ bytes[i]) * 16777619u;
+    return hash % BUCKETS;
+}
+
+static cudaDataType_t type_of(int32_t dtype) {
+    return dtype == MN_BF16 ? CUDA_R_16BF : CUDA_R_32F;
+}
+
+static bool make_desc(const library *lib, chosen *c) {
+    const cublasOperation_t flip = CUBLAS_OP_T;
+    const cublasLtEpilogue_t bias = CUBLASLT_EPILOGUE_BIAS;
+    const cudaDataType_t type = type_of(c->shape.c_dtype);
+    if (!ok(lib->cublasLtMatmulDescCreate(&c->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F))) return false;
+#define SET(attribute, value)                                                                      \
+    ok(lib->cublasLtMatmulDescSetAttribute(c->desc, CUBLASLT_MATMUL_DESC_##attribute, &(value),    \
+                                           sizeof(value)))
+    if (c->shape.b_transposed && !SET(TRANSA, flip)) return false;
+    if (c->shape.a_transposed && !SET(TRANSB, flip)) return false;
+    return !c->shape.biased || (SET(EPILOGUE, bias) && SET(BIAS_DATA_TYPE, type));
+#undef SET
+}
+
+/* A matrix that we store as rows of `n` numbers, `row` apart. */
+static bool make_layout(const library *lib, cublasLtMatrixLayout_t *out, int32_t dtype, int64_t n,
+                        int64_t rows, int64_t row) {
+    return ok(lib->cublasLtMatrixLayoutCreate(out, type_of(dtype), (uint64_t)n, (uint64_t)rows,
+                                              row));
+}
+
+static bool make_layouts(const library *lib, chosen *c) {
+    const shape *s = &c->shape;
+    return make_layout(lib, &c->a, s->dtype, s->b_transposed ? s->K : s->N,
+                       s->b_transposed ? s->N : s->K, s->b_row) &&
+           make_layout(lib, &c->b, s->dtype, s->a_transposed ? s->M : s->K,
+                       s->a_transposed ? s->K : s->M, s->a_row) &&
+           make_layout(lib, &c->c, s->c_dtype, s->N, s->M, s->c_row);
+}
+
+static bool set_preference(const library *lib, cublasLtMatmulPreference_t preference,
+                           const shape *s) {
+    const uint64_t space = MN_PRODUCT_SPACE;
+    const uint32_t a = (uint32_t)s->align_b, b = (uint32_t)s->align_a, c = (uint32_t)s->align_c;
+#define SET(attribute, value)                                                                      \
+    ok(lib->cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_##attribute,     \
+                                                 &(value), sizeof(value)))
+    return SET(MAX_WORKSPACE_BYTES, space) && SET(MIN_ALIGNMENT_A_BYTES, a) &&
+           SET(MIN_ALIGNMENT_B_BYTES, b) && SET(MIN_ALIGNMENT_C_BYTES, c) &&
+           SET(MIN_ALIGNMENT_D_BYTES, c);
+#undef SET
+}
+
+static bool choose(mn_products *p, chosen *c) {
+    const library *lib = &p->lib;
+    cublasLtMatmulPreference_t preference = NULL;
+    cublasLtMatmulHeuristicResult_t result;
+    int found = 0;
+    const bool there =
+        make_desc(lib, c) && make_layouts(lib, c) &&
+        ok(lib->cublasLtMatmulPreferenceCreate(&preference)) &&
+        set_preference(lib, preference, &c->shape) &&
+        ok(lib->cublasLtMatmulAlgoGetHeuristic(p->handle, c->desc, c->a, c->b, c->c, c->c,
+                                               preference, 1, &result, &found)) &&
+        found > 0;
+    if (preference) lib->cublasLtMatmulPreferenceDestroy(preference);
+    if (there) c->algo = result.algo;
+    return there;
+}
+
+/* The choice for a shape, made when it is first asked for; NULL when memory is out. */
+static chosen *find(mn_products *p, const mn_product_work *work) {
+    shape s;
+    describe(&s, work);
+    chosen **at = &p->buckets[bucket_of(&s)];
+    for (; *at; at = &(*at)->next) {
+        if (memcmp(&(*at)->shape, &s, sizeof s) == 0) return *at;
+    }
+    chosen *made = calloc(1, sizeof *made);
+    if (!made) return NULL;
+    made->shape = s;
+    made->plain = !choose(p, made);
+    return *at = made;
+}
+
+/* ---- products -------------------------------------------------------------------------------- */
+
+static int run_fast(mn_products *p, const chosen *c, const mn_product_work *w, void *space,
+                    void *stream) {
+    const float one = 1.0f, beta = w->accumulate ? 1.0f : 0.0f;
+    const library *lib = &p->lib;
+    if (w->bias && !ok(lib->cublasLtMatmulDescSetAttribute(
+                       c->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &w->bias, sizeof w->bias))) {
+        return cudaErrorInvalidValue;
+    }
+    const cublasStatus_t status = lib->cublasLtMatmul(
+        p->handle, c->desc, &one, w->b, c->a, w->a, c->b, &beta, w->c, c->c, w->c, c->c, &c->algo,
+        space, MN_PRODUCT_SPACE, stream);
+    return ok(status) ? 0 : cudaErrorLaunchFailure;
+}
+
+int mn_products_run(mn_products *p, const mn_product_work *work, void *space, void *stream) {
+    if (mn_product_few_serves(work)) return mn_product_few(work, stream);
+    const chosen *c = work->K > 0 && mn_products_fast(p) ? find(p, work) : NULL;
+    if (!c || c->plain) return mn_product_plain(work, stream);
+    return run_fast(p, c, work, space, stream);
+}
+
+mn_products *mn_products_create(void) {
+    return calloc(1, sizeof(mn_products));
+}
+
+static void forget(const library *lib, chosen *c) {
+    if (c->a) lib->cublasLtMatrixLayoutDestroy(c->a);
+    if (c->b) lib->cublasLtMatrixLayoutDestroy(c->b);
+    if (c->c) lib->cublasLtMatrixLayoutDestroy(c->c);
+    if (c->desc) lib->cublasLtMatmulDescDestroy(c->desc);
+    free(c);
+}
+
+void mn_products_destroy(mn_products *p) {
+    if (!p) return;
+    for (int i = 0; i < BUCKETS; i++) {
+        for (chosen *c = p->buckets[i], *next; c; c = next) {
+            next = c->next;
+            forget(&p->lib, c);
+        }
+    }
+    if (p->handle) p->lib.cublasLtDestroy(p->handle);
+    if (p->lib.handle) dlclose(p->lib.handle);
+    free(p);
+}
+
+#else
+
+struct mn_products {
+    bool nothing;
+};
+
+mn_products *mn_products_create(void) {
+    return calloc(1, sizeof(mn_products));
+}
+
+void mn_products_destroy(mn_products *products) {
+    free(products);
+}
+
+bool mn_products_fast(mn_products *products) {
+    (void)products;
+    return false;
+}
+
+int mn_products_run(mn_products *products, const mn_product_work *work, void *space, void *stream) {
+    (void)products, (void)space;
+    if (mn_product_few_serves(work)) return mn_product_few(work, stream);
+    return mn_product_plain(work, stream);
+}
+
+#endif

@@ -1,0 +1,24 @@
+/* product_plain.h - the matrix product for machines without cuBLASLt, and for shapes that it has no
+ * algorithm for. */
+#ifndef MN_KERNELS_CUDA_PRODUCT_PLAIN_H
+#define MN_KERNELS_CUDA_PRODUCT_PLAIN_H
+
+#include "kernels/product.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Launches it; returns the cudaError_t. */
+int mn_product_plain(const mn_product_work *work, void *stream);
+
+/* The same for a few rows and a weight as layers store it, where it is faster than the library:
+ * product_few.cu. */
+bool mn_product_few_serves(const mn_product_work *work);
+int mn_product_few(const mn_product_work *work, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

@@ -1,0 +1,36 @@
+/* product.h - matrix products of a GPU: cuBLASLt where the machine has it, loaded at the first
+ * product, else a kernel of our own. The program neither needs nor carries the library. */
+#ifndef MN_KERNELS_PRODUCT_H
+#define MN_KERNELS_PRODUCT_H
+
+#include <stdbool.h>
+#include <stdint.h>
+
+#include "mneme.h"
+
+/* c = a b, or c += a b, plus the row `bias` (in c's type; NULL: none): a (M,K), b (K,N), c (M,N), a
+ * and b stored transposed or not, in rows that lie *_row apart. `dtype` is that of a and b, MN_F32
+ * or MN_BF16; c has it too, or MN_F32. Sums are float32. */
+typedef struct mn_product_work {
+    mn_dtype dtype, c_dtype;
+    const void *a, *b, *bias;
+    void *c;
+    int64_t M, N, K, a_row, b_row, c_row;
+    bool a_transposed, b_transposed, accumulate;
+} mn_product_work;
+
+enum { MN_PRODUCT_SPACE = 32 << 20 };    // bytes of work space that each product may use
+
+/* The library and the algorithms it has chosen so far, one for each shape; for one thread. NULL
+ * when memory is out. The same shapes at addresses of the same alignment give the same bits. */
+typedef struct mn_products mn_products;
+mn_products *mn_products_create(void);
+void mn_products_destroy(mn_products *products);    // NULL accepted
+
+/* Whether cuBLASLt is there. */
+bool mn_products_fast(mn_products *products);
+
+/* Puts the product on `stream`, and returns 0 or a cudaError_t. M and N are not 0. */
+int mn_products_run(mn_products *products, const mn_product_work *work, void *space, void *stream);
+
+#endif

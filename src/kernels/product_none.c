@@ -1,0 +1,28 @@
+/* product_none.c - stands in for the works of a GPU in a build without CUDA, where no device can be
+ * opened that would call them. */
+#include <stddef.h>
+
+#include "kernels/product.h"
+#include "kernels/tape_work.h"
+
+const mn_work_fn *mn_works_cuda(void) {
+    return NULL;
+}
+
+mn_products *mn_products_create(void) {
+    return NULL;
+}
+
+void mn_products_destroy(mn_products *products) {
+    (void)products;
+}
+
+bool mn_products_fast(mn_products *products) {
+    (void)products;
+    return false;
+}
+
+int mn_products_run(mn_products *products, const mn_product_work *work, void *space, void *stream) {
+    (void)products, (void)work, (void)space, (void)stream;
+    return 1;
+}

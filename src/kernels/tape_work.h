@@ -1,0 +1,183 @@
+/* tape_work.h - what the operations of a tape ask of the machine: plain structs, and the table of
+ * functions that does them.
+ *
+ * A work names its tensors as views, with the type of each: those of a CPU are all of one type,
+ * float32 or float64, those of a GPU float32 or bf16 in any mixture, and every sum there is
+ * float32. Two backends do works: ops/tape_cpu*.c with loops on threads, kernels/cuda/tape_*.cu
+ * with launches that only put work on a stream. Rows are counted over B, T and H. */
+#ifndef MN_KERNELS_TAPE_WORK_H
+#define MN_KERNELS_TAPE_WORK_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include "kernels/unary.h"
+#include "mneme.h"
+
+/* Where a tensor (B,T,H,X) lies: elements from neighbour to neighbour along each axis, 0 where one
+ * number serves all of it. data NULL: absent. */
+typedef struct mn_view {
+    void *data;
+    mn_dtype dtype;
+    int64_t stride[4];
+} mn_view;
+
+/* to = from, or to += from. With `times` heads of `to` per head of `from`; where it `folds`, `from`
+ * has `times` heads per head of `to`, and they are added up, first copy first. */
+typedef struct mn_move_work {
+    int64_t shape[4];    // of `to`
+    mn_view to, from;
+    int64_t times;
+    bool folds, add;
+} mn_move_work;
+
+/* to = value */
+typedef struct mn_fill_work {
+    int64_t shape[4];
+    mn_view to;
+    double value;
+} mn_fill_work;
+
+/* Number i of `to`, n neighbours, is the i-th normal number of (seed, stream) (base/rng.h). */
+typedef struct mn_normal_work {
+    mn_view to;
+    int64_t n;
+    uint64_t seed, stream;
+} mn_normal_work;
+
+/* y = f(x) [b]; or, where y is absent, dx (+)= f'(x) dy [b] and db (+)= f(x) dy. */
+typedef struct mn_unary_work {
+    mn_unary f;
+    int64_t shape[4];
+    mn_view x, b, y, dy, dx, db;
+    bool add_x, add_b;
+} mn_unary_work;
+
+typedef enum mn_pair_kind {
+    MN_PAIR_ADD,         // a + b
+    MN_PAIR_MULTIPLY,    // a b
+    MN_PAIR_AFFINE,      // scale a + shift
+    MN_PAIR_AT_LEAST,    // max(a, shift)
+} mn_pair_kind;
+
+/* y of a and b; or, where y is absent, da and db from dy, each if it is there. */
+typedef struct mn_pair_work {
+    mn_pair_kind kind;
+    int64_t shape[4];    // of a and y; strides of a repeated b are 0
+    mn_view a, b, y, dy, da, db;
+    double scale, shift;
+    bool add_a, add_b;
+} mn_pair_work;
+
+/* sum (+)= dy, or dy a where a is there, added up over the axes that are 1 in `kept` and not in
+ * `shape`, in an order that depends on sizes alone. */
+typedef struct mn_sum_work {
+    int64_t shape[4], kept[4];
+    mn_view a, dy, sum;    // strides of `sum` along its axes of 1 do not count
+    bool add;
+} mn_sum_work;
+
+/* y = softmax(x) over X; or, where dx is there, dx (+)= y (dy - sum_j y_j dy_j). */
+typedef struct mn_softmax_work {
+    int64_t shape[4];
+    mn_view x, y, dy, dx;
+    bool add;
+} mn_softmax_work;
+
+/* to_i (+)= from_(i - by) along X, 0 <= by < X. */
+typedef struct mn_roll_work {
+    int64_t shape[4], by;
+    mn_view to, from;
+    bool add;
+} mn_roll_work;
+
+/* Row i of `rows`, which are n and contiguous, is row index[i] of `table` (shape (B,T,1,X)); or,
+ * where it scatters, is added to that row, which no other i names. */
+typedef struct mn_rows_work {
+    int64_t shape[4];    // of `table`
+    mn_view table, rows;
+    const int32_t *index;
+    int64_t n;
+    bool scatters;
+} mn_rows_work;
+
+/* Row v of `table` (V, X) becomes the sum, or gets it added, of the rows of `dy` (n, X) whose token
+ * is v, in their order. */
+typedef struct mn_embed_work {
+    int64_t V, X, n;
+    mn_view table, dy;
+    const int32_t *tokens;
+    bool add;
+} mn_embed_work;
+
+/* What a loss tells: where it is depends on the backend. */
+typedef struct mn_loss_result {
+    double loss;
+    int64_t counted;
+} mn_loss_result;
+
+/* How many of the targets are not negative. */
+typedef struct mn_count_work {
+    const int32_t *targets;
+    int64_t n;
+    mn_loss_result *result;
+} mn_count_work;
+
+/* Rows [first, first + n) of logits become losses and gradients (equations in ops/tape_loss.c).
+ * Row i is row kept[first + i] of the batch, or first + i where `kept` is NULL. */
+typedef struct mn_loss_work {
+    int64_t n, first, V;
+    mn_view logits, dlogits;    // stride[1]: from row to row; dlogits absent: no gradients
+    const int32_t *targets, *kept;
+    double *nll, *lse2;             // by row of the batch
+    const double *share;            // of each row's gradient; NULL: 1
+    const mn_loss_result *result;   // its `counted`
+    double weight, z_loss, cap;
+} mn_loss_work;
+
+/* Losses of each of n samples, nll[s * rows + row], become its share in the mixture, whose loss
+ * goes to mixed[row]: 0 where the target is ignored. */
+typedef struct mn_mix_work {
+    int64_t rows;
+    int n;
+    double *nll, *mixed;
+    const int32_t *targets;
+} mn_mix_work;
+
+/* result->loss = sum over rows of (nll + z_loss lse2) / counted, in order; `given` (NULL: not
+ * wanted) gets the rows' losses. */
+typedef struct mn_total_work {
+    int64_t rows;
+    const double *nll, *lse2;    // lse2 NULL: none
+    double z_loss;
+    mn_loss_result *result;
+    float *given;
+} mn_total_work;
+
+/* *first = place of the first of n neighbours that is not finite, n if all are. */
+typedef struct mn_finite_work {
+    mn_view x;
+    int64_t n, *first;
+} mn_finite_work;
+
+typedef enum mn_work_id {
+#define WORK(id, name, space) MN_WORK_##id,
+#include "kernels/tape_works.def"
+#undef WORK
+    MN_WORKS
+} mn_work_id;
+
+/* How a backend does one kind of work. `where` is the backend's own: the context of a CPU, the
+ * stream of a GPU. `space` is memory for the call of as many bytes as `bytes` says, which looks at
+ * sizes and whether tensors are there; NULL: none is needed. Returns 0, or the cudaError_t of a
+ * launch. */
+typedef struct mn_work_fn {
+    int (*run)(void *where, const void *work, void *space);
+    size_t (*bytes)(const void *work);
+} mn_work_fn;
+
+/* Without CUDA in the build: NULL functions, which no context comes to call. */
+const mn_work_fn *mn_works_cuda(void);
+
+#endif

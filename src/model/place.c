@@ -1,0 +1,193 @@
+/* place.c - parameters in a GPU's memory.
+ *
+ * All values lie in one piece of memory, each on a line of 256 bytes, gradients and shadows in
+ * pieces of the same layout. The model has a handle of its own on the GPU, so that it does not
+ * matter which context is closed first. */
+#include <inttypes.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/checked.h"
+#include "base/dtype.h"
+#include "base/status.h"
+#include "kernels/adamw_all.h"
+#include "model/model_parts.h"
+
+enum { LINE = 256 };
+
+/* Bytes of one piece for all parameters at `item` bytes a number; false when that overflows. */
+static bool all_bytes(size_t *bytes, const mn_model *model, size_t item) {
+    *bytes = 0;
+    for (int i = 0; i < model->n_params; i++) {
+        size_t own;
+        if (!mn_mul_size(&own, (size_t)model->params[i].info.count, item)) return false;
+        if (!mn_add_size(&own, own, LINE - 1)) return false;
+        if (!mn_add_size(bytes, *bytes, own / LINE * LINE)) return false;
+    }
+    return true;
+}
+
+/* Where the numbers of a parameter begin in such a piece, after those of the one before. */
+static unsigned char *next_place(unsigned char *at, const mn_model_param *before, size_t item) {
+    return at + ((size_t)before->info.count * item + LINE - 1) / LINE * LINE;
+}
+
+static mn_status take(unsigned char **out, mn_model *model, size_t item, const char *what) {
+    size_t bytes;
+    void *memory;
+    if (!all_bytes(&bytes, model, item)) {
+        return mn_fail(MN_ERR_MEMORY, "the sizes of the model's %s overflow", what);
+    }
+    const mn_status st = mn_device_allocate(model->device, &memory, bytes);
+    if (st == MN_ERR_MEMORY) {
+        return mn_fail(st, "the GPU has no memory for %.0f MiB of %s; use a smaller model",
+                       (double)bytes / 1048576.0, what);
+    }
+    if (st != MN_OK) return st;
+    *out = memory;
+    model->device_bytes += bytes;
+    return MN_OK;
+}
+
+static size_t value_bytes(const mn_model_param *p) {
+    return (size_t)p->info.count * sizeof(float);
+}
+
+/* Values from the host's memory, which is freed once all are there. */
+static mn_status move_values(mn_model *model) {
+    mn_status st = take(&model->values, model, sizeof(float), "parameters");
+    unsigned char *at = model->values;
+    for (int i = 0; st == MN_OK && i < model->n_params; i++) {
+        const mn_model_param *p = &model->params[i];
+        st = mn_device_upload(model->device, at, p->value, value_bytes(p));
+        at = next_place(at, p, sizeof(float));
+    }
+    if (st == MN_OK) st = mn_device_synchronize(model->device);
+    at = model->values;
+    for (int i = 0; st == MN_OK && i < model->n_params; i++) {
+        mn_model_param *p = &model->params[i];
+        free(p->value);
+        p->value = at;
+        at = next_place(at, p, sizeof(float));
+    }
+    return st;
+}
+
+mn_status mn_model_place_gradients(mn_model *model) {
+    if (model->grads) return MN_OK;
+    const size_t before = model->device_bytes;
+    mn_status st = take(&model->grads, model, sizeof(float), "gradients");
+    if (st == MN_OK) {
+        st = mn_device_fill(model->device, model->grads, 0, model->device_bytes - before);
+    }
+    unsigned char *at = model->grads;
+    for (int i = 0; st == MN_OK && i < model->n_params; i++) {
+        mn_model_param *p = &model->params[i];
+        free(p->grad);
+        p->grad = at;
+        at = next_place(at, p, sizeof(float));
+    }
+    return st == MN_OK ? mn_device_synchronize(model->device) : st;
+}
+
+static mn_status cast(mn_model *model, const mn_model_param *p) {
+    const int code = mn_shadow_cuda(p->shadow, p->value, p->info.count,
+                                    mn_device_stream(model->device));
+    return mn_device_check(model->device, code, p->name);
+}
+
+static mn_status make_shadows(mn_model *model) {
+    if (model->shadows) return MN_OK;
+    mn_status st = take(&model->shadows, model, mn_dtype_bytes(MN_BF16), "parameters in bf16");
+    unsigned char *at = model->shadows;
+    for (int i = 0; st == MN_OK && i < model->n_params; i++) {
+        mn_model_param *p = &model->params[i];
+        p->shadow = at;
+        at = next_place(at, p, mn_dtype_bytes(MN_BF16));
+        st = cast(model, p);
+    }
+    return st == MN_OK ? mn_device_synchronize(model->device) : st;
+}
+
+static mn_status open_device(mn_model *model, const mn_context *context) {
+    char name[32];
+    snprintf(name, sizeof name, "cuda:%d", mn_device_facts(context->device)->index);
+    return mn_device_open(&model->device, name, NULL);
+}
+
+/* From the host to the GPU; what fails leaves the model on the host. */
+static mn_status move_there(mn_model *model, const mn_context *context) {
+    if (model->dtype != MN_F32) {
+        return mn_fail(MN_ERR_UNSUPPORTED, "a model of %s stays on the CPU; GPUs take one of f32",
+                       mn_dtype_name(model->dtype));
+    }
+    mn_status st = open_device(model, context);
+    if (st == MN_OK) st = move_values(model);
+    if (st != MN_OK && model->device) {
+        mn_device_free(model->device, model->values);
+        mn_device_close(model->device);
+        model->values = NULL;
+        model->device = NULL;
+        model->device_bytes = 0;
+    }
+    return st;
+}
+
+mn_status mn_model_place(mn_model *model, const mn_context *context, mn_dtype dtype) {
+    if (!context->device) {
+        if (!model->device) return MN_OK;
+        return mn_fail(MN_ERR_ARGUMENT, "the model's parameters are on %s; open it once more for "
+                       "the CPU", mn_device_facts(model->device)->name);
+    }
+    const int index = mn_device_facts(context->device)->index;
+    bool wants = false;
+    for (int i = 0; i < model->n_params; i++) wants |= model->params[i].grad != NULL;
+    mn_status st = model->device ? MN_OK : move_there(model, context);
+    if (st == MN_OK && mn_device_facts(model->device)->index != index) {
+        return mn_fail(MN_ERR_ARGUMENT, "the model's parameters are on cuda:%d; open it once more "
+                       "for cuda:%d", mn_device_facts(model->device)->index, index);
+    }
+    if (st == MN_OK) st = mn_device_use(model->device);
+    if (st == MN_OK && wants) st = mn_model_place_gradients(model);
+    if (st == MN_OK && dtype == MN_BF16) st = make_shadows(model);
+    return st;
+}
+
+mn_dtype mn_model_pass_dtype(const mn_model *model) {
+    return model->shadows ? MN_BF16 : model->dtype;
+}
+
+void mn_model_unplace(mn_model *model) {
+    mn_device_free(model->device, model->values);
+    mn_device_free(model->device, model->grads);
+    mn_device_free(model->device, model->shadows);
+    mn_device_close(model->device);
+    for (int i = 0; i < model->n_params; i++) {
+        mn_model_param *p = &model->params[i];
+        p->value = p->shadow = NULL;
+        if (model->grads) p->grad = NULL;
+    }
+}
+
+mn_status mn_model_get(mn_model *model, int i, void *numbers) {
+    const mn_model_param *p = &model->params[i];
+    if (model->device) return mn_device_download(model->device, numbers, p->value, value_bytes(p));
+    memcpy(numbers, p->value, (size_t)p->info.count * mn_dtype_bytes(model->dtype));
+    return MN_OK;
+}
+
+mn_status mn_model_put(mn_model *model, int i, const void *numbers) {
+    const mn_model_param *p = &model->params[i];
+    if (!model->device) {
+        memcpy(p->value, numbers, (size_t)p->info.count * mn_dtype_bytes(model->dtype));
+        return MN_OK;
+    }
+    mn_status st = mn_device_upload(model->device, p->value, numbers, value_bytes(p));
+    if (st == MN_OK && p->shadow) st = cast(model, p);
+    return st == MN_OK ? mn_device_synchronize(model->device) : st;
+}
+
+size_t mn_model_device_bytes(const mn_model *model) {
+    return model->device_bytes;
+}

@@ -1,0 +1,205 @@
+/* optimizer_device.c - moments, tables and launches of AdamW on a GPU (kernels/adamw_all.h). */
+#include "optim/optimizer_device.h"
+
+#include <inttypes.h>
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/checked.h"
+#include "base/status.h"
+#include "base/util.h"
+#include "kernels/adamw_all.h"
+
+enum { LINE = 64, MOST_LOSSES = 4096 };    // floats of 256 bytes
+
+struct mn_device_optimizer {
+    mn_device *device;
+    mn_adamw_options options;
+    mn_adamw_param *params;      // (n_params), as on the device
+    int64_t n_params, n_cuts;
+    unsigned char *memory;       // moments, then the tables below, on the device
+    size_t bytes;
+    mn_adamw_all all;            // addresses on the device
+};
+
+/* ---- create ---------------------------------------------------------------------------------- */
+
+/* Where things lie in the one piece of memory. */
+typedef struct layout {
+    size_t params, cuts, squares, facts, result, losses, end;
+} layout;
+
+/* Puts `count` items of `size` bytes at the end, on a line of their own. */
+static bool place(size_t *at, size_t *end, int64_t count, size_t size) {
+    size_t bytes;
+    *at = *end;
+    return mn_mul_size(&bytes, (size_t)count, size) && mn_add_size(&bytes, bytes, 255) &&
+           mn_add_size(end, *end, bytes / 256 * 256);
+}
+
+static bool lay_out(layout *l, mn_device_optimizer *o, const mn_optim_param *params) {
+    int64_t floats = 0;
+    size_t moments;
+    for (int64_t i = 0; i < o->n_params; i++) {
+        int64_t padded;
+        if (!mn_add_i64(&padded, params[i].count, LINE - 1)) return false;
+        if (!mn_add_i64(&floats, floats, 2 * (padded / LINE * LINE))) return false;
+        o->n_cuts += mn_ceil_div(params[i].count, MN_ADAMW_PIECE);
+    }
+    return place(&moments, &l->end, floats, sizeof(float)) &&
+           place(&l->params, &l->end, o->n_params, sizeof(mn_adamw_param)) &&
+           place(&l->cuts, &l->end, o->n_cuts, sizeof(mn_adamw_cut)) &&
+           place(&l->squares, &l->end, o->n_cuts, sizeof(double)) &&
+           place(&l->facts, &l->end, 1, sizeof(mn_adamw_facts)) &&
+           place(&l->result, &l->end, 1, sizeof(mn_adamw_result)) &&
+           place(&l->losses, &l->end, MOST_LOSSES, sizeof(mn_adamw_loss));
+}
+
+static void fill_params(mn_device_optimizer *o, const mn_optim_param *params) {
+    float *at = (float *)o->memory;
+    for (int64_t i = 0; i < o->n_params; i++) {
+        const mn_optim_param *p = &params[i];
+        const int64_t padded = mn_ceil_div(p->count, LINE) * LINE;
+        o->params[i] = (mn_adamw_param){
+            .p = p->value, .g = p->grad, .m = at, .v = at + padded, .shadow = p->shadow,
+            .lr_scale = (float)p->lr_scale,
+            .weight_decay = p->decays ? (float)o->options.weight_decay : 0.0f };
+        at += 2 * padded;
+    }
+}
+
+static void fill_cuts(mn_adamw_cut *cuts, const mn_optim_param *params, int64_t n_params) {
+    for (int64_t i = 0; i < n_params; i++) {
+        for (int64_t first = 0; first < params[i].count; first += MN_ADAMW_PIECE) {
+            const int64_t count = mn_min(MN_ADAMW_PIECE, params[i].count - first);
+            *cuts++ = (mn_adamw_cut){ (int32_t)i, (int32_t)count, first };
+        }
+    }
+}
+
+/* Moments of 0 and the tables, in memory that is there. */
+static mn_status fill(mn_device_optimizer *o, const layout *l, const mn_optim_param *params) {
+    mn_adamw_cut *cuts = calloc((size_t)o->n_cuts + 1, sizeof *cuts);
+    if (!cuts) return mn_fail(MN_ERR_MEMORY, "no memory for an optimiser");
+    fill_params(o, params);
+    fill_cuts(cuts, params, o->n_params);
+    mn_status st = mn_device_fill(o->device, o->memory, 0, o->bytes);
+    if (st == MN_OK) {
+        st = mn_device_upload(o->device, o->memory + l->params, o->params,
+                              (size_t)o->n_params * sizeof *o->params);
+    }
+    if (st == MN_OK) {
+        st = mn_device_upload(o->device, o->memory + l->cuts, cuts,
+                              (size_t)o->n_cuts * sizeof *cuts);
+    }
+    free(cuts);
+    o->all = (mn_adamw_all){
+        .params = (mn_adamw_param *)(o->memory + l->params),
+        .cuts = (mn_adamw_cut *)(o->memory + l->cuts), .n_cuts = o->n_cuts,
+        .squares = (double *)(o->memory + l->squares),
+        .facts = (mn_adamw_facts *)(o->memory + l->facts),
+        .result = (mn_adamw_result *)(o->memory + l->result),
+        .losses = (mn_adamw_loss *)(o->memory + l->losses) };
+    return st;
+}
+
+mn_status mn_device_optimizer_create(mn_device_optimizer **out, mn_context *context,
+                                     const mn_optim_param *params, int64_t n_params,
+                                     const mn_adamw_options *options) {
+    *out = NULL;
+    mn_status st = mn_optim_check(params, n_params, options);
+    if (st != MN_OK) return st;
+    mn_device_optimizer *o = calloc(1, sizeof *o);
+    layout l = { 0 };
+    if (!o) return mn_fail(MN_ERR_MEMORY, "no memory for an optimiser");
+    o->device = context->device;
+    o->options = *options;
+    o->n_params = n_params;
+    o->params = calloc((size_t)n_params + 1, sizeof *o->params);
+    const bool fits = o->params && n_params < INT32_MAX && lay_out(&l, o, params) &&
+                      o->n_cuts < INT32_MAX;
+    if (!fits) st = mn_fail(MN_ERR_MEMORY, "no memory for the moments of %" PRId64 " parameters",
+                            n_params);
+    void *memory = NULL;
+    if (st == MN_OK) st = mn_device_allocate(o->device, &memory, l.end);
+    if (st == MN_OK) {
+        o->memory = memory;
+        o->bytes = l.end;
+        st = fill(o, &l, params);
+    }
+    if (st != MN_OK) {
+        mn_device_optimizer_destroy(o);
+        return st;
+    }
+    *out = o;
+    return MN_OK;
+}
+
+void mn_device_optimizer_destroy(mn_device_optimizer *optimizer) {
+    if (!optimizer) return;
+    mn_device_free(optimizer->device, optimizer->memory);
+    free(optimizer->params);
+    free(optimizer);
+}
+
+/* ---- use ------------------------------------------------------------------------------------- */
+
+mn_status mn_device_optimizer_tell(mn_device_optimizer *o, int64_t step, double lr, double clip,
+                                   double limit) {
+    if (step < 0 || step == INT64_MAX) {
+        return mn_fail(MN_ERR_ARGUMENT, "adamw: step %" PRId64 ", counted from 0", step);
+    }
+    if (!isfinite(lr) || lr < 0.0) {
+        return mn_fail(MN_ERR_ARGUMENT, "adamw: learning rate %g at step %" PRId64, lr, step);
+    }
+    const double n = (double)(step + 1), beta1 = o->options.beta1, beta2 = o->options.beta2;
+    const mn_adamw_facts facts = {
+        .clip = clip, .loss_limit = limit, .lr = (float)lr, .eps = (float)o->options.eps,
+        .beta1 = (float)beta1, .rest1 = (float)(1.0 - beta1),
+        .bias1 = (float)-expm1(n * log(beta1)),
+        .beta2 = (float)beta2, .rest2 = (float)(1.0 - beta2),
+        .bias2 = (float)-expm1(n * log(beta2)) };
+    return mn_device_upload(o->device, (void *)o->all.facts, &facts, sizeof facts);
+}
+
+mn_status mn_device_optimizer_loss(mn_device_optimizer *o, int64_t i, const void *told) {
+    if (i < 0 || i >= MOST_LOSSES) {
+        return mn_fail(MN_ERR_ARGUMENT, "train.accumulate is above %d, the most that a GPU takes",
+                       MOST_LOSSES);
+    }
+    return mn_device_copy(o->device, (mn_adamw_loss *)o->all.losses + i, told,
+                          sizeof(mn_adamw_loss));
+}
+
+mn_status mn_device_optimizer_step(mn_device_optimizer *o, int64_t n_batches) {
+    void *stream = mn_device_stream(o->device);
+    o->all.n_losses = n_batches;
+    mn_status st = mn_device_use(o->device);
+    if (st == MN_OK) {
+        st = mn_device_check(o->device, mn_adamw_norm_cuda(&o->all, stream), "gradient norm");
+    }
+    if (st != MN_OK) return st;
+    return mn_device_check(o->device, mn_adamw_update_cuda(&o->all, stream), "adamw");
+}
+
+mn_status mn_device_optimizer_ask(mn_device_optimizer *o, mn_optim_outcome *outcome) {
+    mn_adamw_result result;
+    const mn_status st = mn_device_download(o->device, &result, o->all.result, sizeof result);
+    if (st == MN_OK) *outcome = (mn_optim_outcome){ .norm = result.norm, .loss = result.loss,
+                                                       .counted = result.counted,
+                                                       .updated = result.update };
+    return st;
+}
+
+float *mn_device_optimizer_first(mn_device_optimizer *optimizer, int64_t i) {
+    return optimizer->params[i].m;
+}
+
+float *mn_device_optimizer_second(mn_device_optimizer *optimizer, int64_t i) {
+    return optimizer->params[i].v;
+}
+
+size_t mn_device_optimizer_bytes(const mn_device_optimizer *optimizer) {
+    return optimizer->bytes;
+}

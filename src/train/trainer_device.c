@@ -1,0 +1,131 @@
+/* trainer_device.c - steps of a run on a GPU.
+ *
+ *   batch of the host -> what the pass lends    forward and backward: one graph
+ *   loss of the batch -> the optimiser's        norm, decision, update: three launches
+ *
+ * The second pass of a kind is recorded and later ones are played from it, unless its launches
+ * depend on the batch (packed documents) or on numbers of the host (KLA+). The host waits once a
+ * step, for loss and norm; whether to update has been decided there by then. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/status.h"
+#include "train/trainer_parts.h"
+
+struct mn_trainer_there {
+    mn_device *device;
+    mn_device_optimizer *optimizer;
+    mn_tape *aside;                    // evaluations and samples, so that graphs keep their memory
+    mn_device_graph *graph[2];         // of a pass whose gradients replace those before, or add
+    const void *told[2];               // where its loss is
+    int64_t passes[2];                 // of each kind so far
+};
+
+mn_status mn_trainer_there_create(mn_trainer *t, const mn_optim_param *params, int64_t n_params,
+                                  const mn_adamw_options *how) {
+    mn_trainer_there *there = calloc(1, sizeof *there);
+    if (!there) return mn_fail(MN_ERR_MEMORY, "no memory for a training run");
+    t->there = there;
+    there->device = t->context->device;
+    const mn_status st = mn_device_optimizer_create(&there->optimizer, t->context, params,
+                                                    n_params, how);
+    return st == MN_OK ? mn_tape_create(&there->aside, t->context, t->dtype) : st;
+}
+
+void mn_trainer_there_destroy(mn_trainer_there *there) {
+    if (!there) return;
+    for (int add = 0; add < 2; add++) mn_device_graph_destroy(there->graph[add]);
+    mn_device_optimizer_destroy(there->optimizer);
+    mn_tape_destroy(there->aside);
+    free(there);
+}
+
+mn_tape *mn_trainer_aside(mn_trainer *t) {
+    return t->there ? t->there->aside : t->tape;
+}
+
+size_t mn_trainer_there_bytes(const mn_trainer *t) {
+    return mn_model_device_bytes(t->model) + mn_device_optimizer_bytes(t->there->optimizer);
+}
+
+/* ---- moments for checkpoints ----------------------------------------------------------------- */
+
+static float *moment_of(const mn_trainer *t, int64_t i, bool second) {
+    mn_device_optimizer *o = t->there->optimizer;
+    return second ? mn_device_optimizer_second(o, i) : mn_device_optimizer_first(o, i);
+}
+
+mn_status mn_trainer_fetch_moment(float *to, mn_trainer *t, int i, bool second) {
+    const size_t bytes = (size_t)mn_model_param_at(t->model, i)->info.count * sizeof *to;
+    return mn_device_download(t->there->device, to, moment_of(t, i, second), bytes);
+}
+
+mn_status mn_trainer_send_moment(mn_trainer *t, int i, bool second, const float *from) {
+    const size_t bytes = (size_t)mn_model_param_at(t->model, i)->info.count * sizeof *from;
+    const mn_status st = mn_device_upload(t->there->device, moment_of(t, i, second), from, bytes);
+    return st == MN_OK ? mn_device_synchronize(t->there->device) : st;
+}
+
+/* ---- a pass ---------------------------------------------------------------------------------- */
+
+/* Forward and backward of t->batch, launched or recorded. */
+static mn_status pass(mn_trainer *t, bool add) {
+    double loss;    // told later, by the optimiser
+    int64_t counted;
+    const double weight = 1.0 / (double)t->options.accumulate;
+    const mn_status st = mn_trainer_pass(t, t->tape, &t->batch, MN_TAPE_RECORD, add, weight, &loss,
+                                         &counted);
+    t->there->told[add] = mn_tape_told(t->tape);
+    return st;
+}
+
+/* Records a pass; what it lends is uploaded before it is played. */
+static mn_status record(mn_trainer *t, bool add) {
+    mn_device *device = t->there->device;
+    mn_device_graph *graph = NULL;
+    mn_status st = mn_device_graph_begin(device);
+    if (st != MN_OK) return st;
+    st = pass(t, add);
+    const mn_status ended = mn_device_graph_end(device, &graph);
+    if (st == MN_OK) st = ended;
+    if (st == MN_OK) t->there->graph[add] = graph;
+    else mn_device_graph_destroy(graph);
+    return st;
+}
+
+static mn_status play(mn_trainer *t, bool add) {
+    mn_status st = mn_tape_feed(t->tape);
+    return st == MN_OK ? mn_device_graph_launch(t->there->graph[add]) : st;
+}
+
+/* Batch `i` of the step. */
+static mn_status run_batch(mn_trainer *t, int64_t i) {
+    mn_trainer_there *there = t->there;
+    const bool add = i > 0, repeats = !t->batch.packed && t->options.mc_samples == 0;
+    const int64_t number = t->step * t->options.accumulate + i;
+    mn_status st = mn_loader_fill(&t->batch, t->train_loader, number);
+    t->draw = (uint64_t)number;
+    if (st == MN_OK && repeats && there->passes[add] == 1) st = record(t, add);
+    if (st == MN_OK) st = there->graph[add] ? play(t, add) : pass(t, add);
+    there->passes[add]++;
+    return st == MN_OK ? mn_device_optimizer_loss(there->optimizer, i, there->told[add]) : st;
+}
+
+/* ---- a step ---------------------------------------------------------------------------------- */
+
+mn_status mn_trainer_step_there(mn_trainer *t, mn_step_result *r, double limit) {
+    mn_device_optimizer *o = t->there->optimizer;
+    const int64_t n = t->options.accumulate;
+    mn_optim_outcome outcome;
+    mn_status st = mn_device_optimizer_tell(o, t->step, r->lr, t->options.clip, limit);
+    for (int64_t i = 0; st == MN_OK && i < n; i++) st = run_batch(t, i);
+    if (st == MN_OK) st = mn_device_optimizer_step(o, n);
+    if (st == MN_OK) st = mn_device_optimizer_ask(o, &outcome);
+    if (st != MN_OK) return st;
+    r->loss = outcome.loss;
+    r->grad_norm = outcome.norm;
+    r->tokens = outcome.counted;
+    r->skipped = !outcome.updated;
+    return MN_OK;
+}
