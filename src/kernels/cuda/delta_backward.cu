@@ -4,10 +4,14 @@
 #include "kernels/cuda/delta_gradient_channel.cuh"
 #include "kernels/cuda/delta_job.cuh"
 
+/* The gradient of a decay per head is there without tokens too, and is zero then. */
 static int finish(const mn_delta_job &job, int64_t records, int n_parts, cudaStream_t stream) {
     const mn_delta_args &p = job.p;
-    mn_delta_finish_kernel<<<(unsigned)records, MN_DELTA_CHUNK, 0, stream>>>(job, n_parts);
-    const int code = mn_launched();
+    int code = cudaSuccess;
+    if (records > 0) {
+        mn_delta_finish_kernel<<<(unsigned)records, MN_DELTA_CHUNK, 0, stream>>>(job, n_parts);
+        code = mn_launched();
+    }
     if (code != cudaSuccess || p.decay != MN_DECAY_HEAD || !p.grad.g.data) return code;
     mn_delta_head_kernel<<<(unsigned)p.call.H, 256, 0, stream>>>(job, records / p.call.H);
     return mn_launched();
@@ -33,7 +37,8 @@ static int backward(const mn_delta_job &job, cudaStream_t stream) {
     int code = mn_delta_prepare<KP>(job, stream);
     if (code != cudaSuccess) return code;
     code = channel ? walk<KP, true>(job, stream) : walk<KP, false>(job, stream);
-    if (code != cudaSuccess || records == 0) return code;
+    if (code != cudaSuccess) return code;
+    if (records == 0) return finish(job, 0, KP / KT, stream);
     code = mn_delta_launch(channel ? mn_delta_gradient_channel_kernel<KT, KP>
                                    : mn_delta_gradient_kernel<KT, KP>,
                            blocks, MN_DELTA_GRADERS,

@@ -1,9 +1,10 @@
-/* product_few.cu - c = a b' or c += a b', plus a bias, for one to four rows of a: a token at a time.
+/* product_few.cu - c = a b' or c += a b', plus a bias, for one to four rows of a: a token at a
+ * time.
  *
  * Such a product reads every weight once and does next to nothing with it, so that all depends on
- * how many bytes are on their way. A warp makes one column: its lanes read the weight's row in packs
- * of 16 bytes, four of them at once, next to the same places of each row of a. Sums are float32, of
- * each lane in order, then over the lanes. */
+ * how many bytes are on their way. A warp makes one column: its lanes read the weight's row in
+ * packs of 16 bytes, four of them at once, next to the same places of each row of a. Sums are
+ * float32, of each lane in order, then over the lanes. */
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/product_plain.h"
 
