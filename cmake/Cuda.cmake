@@ -54,10 +54,13 @@ endif()
 # several would make them at the same time.
 # -fmad=false: products and sums are fused only where the code says so, as in the C kernels.
 function(mneme_cuda_objects result)
-    set(flags -std=c++17 -O3 -fmad=false -lineinfo -I${CMAKE_SOURCE_DIR}/src
+    set(flags -std=c++17 -O3 -fmad=false -I${CMAKE_SOURCE_DIR}/src
         -I${CMAKE_SOURCE_DIR}/include
         ${mneme_cuda_machines}
         -Xcompiler=-fPIC,-fvisibility=hidden,-fno-exceptions,-fno-rtti,-fno-threadsafe-statics,-Wall,-Wextra)
+    if(CMAKE_BUILD_TYPE STREQUAL "RelWithDebInfo")    # for profilers; three times the size
+        list(APPEND flags -lineinfo)
+    endif()
     file(GLOB sources CONFIGURE_DEPENDS src/kernels/cuda/*.cu)
     set(objects)
     foreach(source ${sources})
