@@ -96,7 +96,7 @@ static mn_status linear(mn_context *context, const mn_call *call, void *c, const
     const mn_matmul_args args = { .dtype = call->dtype, .c_dtype = call->dtype, .c = c,
                                   .a = x, .b = weight,
                                   .M = call->B, .N = out, .K = in, .b_transposed = true };
-    return mn_work_product(context, &args);
+    return mn_matmul(context, &args);
 }
 
 /* c (B,out) = x (B,in) weight, added to c if asked */
@@ -105,7 +105,7 @@ static mn_status linear_back(mn_context *context, const mn_call *call, void *c, 
     const mn_matmul_args args = { .dtype = call->dtype, .c_dtype = call->dtype, .c = c,
                                   .a = x, .b = weight, .M = call->B,
                                   .N = out, .K = in, .accumulate = add };
-    return mn_work_product(context, &args);
+    return mn_matmul(context, &args);
 }
 
 /* c (rows,cols) = a' b, a (B,rows), b (B,cols); nothing where c is not wanted */
@@ -114,7 +114,7 @@ static mn_status weight_gradient(mn_context *context, const mn_call *call, void 
     const mn_matmul_args args = { .dtype = call->dtype, .c_dtype = call->dtype, .c = c,
                                   .a = a, .b = b,
                                   .M = rows, .N = cols, .K = call->B, .a_transposed = true };
-    return c ? mn_work_product(context, &args) : MN_OK;
+    return c ? mn_matmul(context, &args) : MN_OK;
 }
 
 static mn_status backward(mn_context *context, const mn_swiglu_args *p, hidden *x) {

@@ -18,6 +18,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "kernels/product.h"
+#include "ops/work.h"
 
 #if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2
@@ -360,12 +361,20 @@ static void run_on_cpu(mn_context *context, const mn_matmul_args *p) {
     run_plain(context, p);
 }
 
+static mn_status count_work(mn_context *context, const mn_matmul_args *p) {
+    const mn_mark mark = mn_work_mark(context);
+    mn_work_bytes(context, mn_matmul_work(context, p));
+    mn_work_release(context, mark);
+    return MN_OK;
+}
+
 mn_status mn_matmul(mn_context *context, const mn_matmul_args *args) {
     mn_matmul_args p = *args;
     if (p.a_row == 0) p.a_row = p.a_transposed ? p.M : p.K;
     if (p.b_row == 0) p.b_row = p.b_transposed ? p.K : p.N;
     if (p.c_row == 0) p.c_row = p.N;
     if (p.M == 0 || p.N == 0) return MN_OK;
+    if (context->plans) return count_work(context, &p);
     if (context->device) return run_on_device(context, &p);
     run_on_cpu(context, &p);
     if (p.bias) mn_threads_run(context->threads, mn_ceil_div(p.M, M_BLOCK), add_bias, &p);

@@ -26,7 +26,7 @@ typedef struct mn_matmul_args {
 
 /* Sizes may be 0; K = 0 gives C = 0 unless accumulating. C overlaps neither A nor B. On a context
  * with a device the product is put on its stream, and memory is the device's; only there it can
- * fail. */
+ * fail. One that plans counts work space and computes nothing. */
 mn_status mn_matmul(mn_context *context, const mn_matmul_args *args);
 
 /* Bytes of the context's arena, or of its device's scratch memory, it takes at most. */

@@ -44,14 +44,6 @@ mn_status mn_work_clear(mn_context *context, void *to, size_t bytes) {
     return MN_OK;
 }
 
-mn_status mn_work_product(mn_context *context, const mn_matmul_args *args) {
-    if (!context->plans) return mn_matmul(context, args);
-    const mn_mark mark = mn_work_mark(context);
-    mn_work_bytes(context, mn_matmul_work(context, args));    // counts
-    mn_work_release(context, mark);
-    return MN_OK;
-}
-
 mn_status mn_work_glue(mn_context *context, mn_glue_id id, const mn_glue *args) {
     if (context->plans) return MN_OK;
     const mn_glue_fn step = mn_glue_cuda(id);

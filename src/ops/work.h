@@ -21,9 +21,6 @@ void mn_work_release(mn_context *context, mn_mark mark);
 /* `to` becomes zeros. */
 mn_status mn_work_clear(mn_context *context, void *to, size_t bytes);
 
-/* A matrix product; a plan counts its work space. */
-mn_status mn_work_product(mn_context *context, const mn_matmul_args *args);
-
 /* Runs a step on the context's device. */
 mn_status mn_work_glue(mn_context *context, mn_glue_id id, const mn_glue *args);
 

@@ -19,12 +19,8 @@ static int launch_kernel(void (*kernel)(mn_walks), size_t bytes, const mn_walks 
     const int64_t blocks = slices * walks->call.H * mn_n_spans(walks->call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    const cudaError_t code = cudaFuncSetAttribute(
-        (const void *)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-    if (code != cudaSuccess) return code;
     const dim3 grid((unsigned)blocks, 1, (unsigned)segments);
-    kernel<<<grid, MN_CHANNEL_THREADS, bytes, stream>>>(*walks);
-    return mn_launched();
+    return mn_launch_with_room(kernel, grid, MN_CHANNEL_THREADS, bytes, stream, *walks);
 }
 
 template <int DEPTH>

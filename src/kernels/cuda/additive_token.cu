@@ -20,7 +20,6 @@ int mn_additive_token_chunk(int depth) {
 
 template <int DEPTH, int CHUNK, bool DECAYS>
 static int launch_of(const mn_walks *walks, int count, int64_t segments, cudaStream_t stream) {
-    const int bytes = (int)sizeof(mn_walk_room<DEPTH, CHUNK>);
     int64_t blocks = 0;
     for (int i = 0; i < count; i++) {
         const int64_t n = mn_walk_slices(walks->walk[i]) * walks->call.H * mn_n_spans(walks->call);
@@ -28,14 +27,10 @@ static int launch_of(const mn_walks *walks, int count, int64_t segments, cudaStr
     }
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    const cudaError_t code = cudaFuncSetAttribute(mn_walk_kernel<DEPTH, CHUNK, DECAYS>,
-                                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  bytes);
-    if (code != cudaSuccess) return code;
     const dim3 grid((unsigned)blocks, (unsigned)count, (unsigned)segments);
-    const int threads = mn_walk_sizes<DEPTH, CHUNK>::threads;
-    mn_walk_kernel<DEPTH, CHUNK, DECAYS><<<grid, threads, bytes, stream>>>(*walks);
-    return mn_launched();
+    return mn_launch_with_room(mn_walk_kernel<DEPTH, CHUNK, DECAYS>, grid,
+                               mn_walk_sizes<DEPTH, CHUNK>::threads,
+                               sizeof(mn_walk_room<DEPTH, CHUNK>), stream, *walks);
 }
 
 template <int DEPTH, int CHUNK>

@@ -430,18 +430,6 @@ inline bool mn_flash_plan_back(mn_plan *plan, const mn_reads &p) {
            mn_mul_size(&plan->shared_bytes, (size_t)rows, 2 * sizeof(float));
 }
 
-template <typename Kernel>
-inline int mn_back_start(Kernel kernel, const mn_back &k, int64_t blocks, size_t bytes,
-                         cudaStream_t stream) {
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    const cudaError_t code =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-    if (code != cudaSuccess) return code;
-    kernel<<<(unsigned)blocks, MN_FLASH_THREADS, bytes, stream>>>(k);
-    return mn_launched();
-}
-
 template <int D, bool softmax>
 inline int mn_flash_backward_of(const mn_reads &p, float *rows, cudaStream_t stream) {
     const size_t bytes = sizeof(mn_back_room<D>);
@@ -450,10 +438,10 @@ inline int mn_flash_backward_of(const mn_reads &p, float *rows, cudaStream_t str
     keys.T = keys.L;
     int64_t blocks;
     mn_back k = { mn_flash_of(p, p.call, p.call.H, MN_BACK_ROWS, group, &blocks), rows };
-    const int code = mn_back_start(mn_back_queries_kernel<D, softmax>, k, blocks, bytes, stream);
+    const int code = mn_flash_start(mn_back_queries_kernel<D, softmax>, k, blocks, bytes, stream);
     if (code != cudaSuccess || (!p.dk.data && !p.dv.data)) return code;
     k.f = mn_flash_of(p, keys, p.call.J, MN_BACK_ROWS, 1, &blocks);
-    return mn_back_start(mn_back_keys_kernel<D, softmax>, k, blocks, bytes, stream);
+    return mn_flash_start(mn_back_keys_kernel<D, softmax>, k, blocks, bytes, stream);
 }
 
 inline int mn_flash_backward(const mn_reads &p, float *rows, cudaStream_t stream) {

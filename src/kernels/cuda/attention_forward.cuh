@@ -32,10 +32,6 @@ struct mn_flash_place {
     int64_t h, before;
 };
 
-__host__ __device__ inline int64_t mn_flash_rows(const mn_call &call) {
-    return call.cu_seqlens ? call.H : call.H * call.B;
-}
-
 /* `last_first` for queries, of which late ones see many keys; not for keys, which early ones are
  * seen by most. */
 __device__ inline mn_flash_place mn_flash_find(const mn_flash &f, const mn_call &call,
@@ -280,16 +276,13 @@ inline mn_flash mn_flash_of(const mn_reads &p, const mn_call &call, int64_t head
     return f;
 }
 
-template <typename Kernel>
-inline int mn_flash_start(Kernel kernel, const mn_flash &f, int64_t blocks, size_t bytes,
+template <typename Work>
+inline int mn_flash_start(void (*kernel)(Work), const Work &work, int64_t blocks, size_t bytes,
                           cudaStream_t stream) {
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    const cudaError_t code =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-    if (code != cudaSuccess) return code;
-    kernel<<<(unsigned)blocks, MN_FLASH_THREADS, bytes, stream>>>(f);
-    return mn_launched();
+    return mn_launch_with_room(kernel, dim3((unsigned)blocks), MN_FLASH_THREADS, bytes, stream,
+                               work);
 }
 
 template <int D, bool softmax>

@@ -59,11 +59,6 @@ __device__ inline void mn_copies_done(void) {
     asm volatile("cp.async.wait_all;\n\tfence.proxy.async.shared::cta;" ::: "memory");
 }
 
-/* Shows the thread's ordinary stores to products. */
-__device__ inline void mn_show_stores(void) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 /* A tile of ROWS rows of D columns from rows `from` + r `stride`, of which `n_rows` and `width`
  * columns are there; 128 threads call, `i` their number. */
 template <int ROWS, int D>

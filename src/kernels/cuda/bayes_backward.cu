@@ -372,12 +372,9 @@ static bool backward_plan(const mn_bayes_args *p, mn_plan *plan) {
 
 template <typename T>
 static int start(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
-    const size_t bytes = l.w.inside ? l.room_bytes : 0;
-    const cudaError_t code = cudaFuncSetAttribute(
-        bayes_backward_kernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-    if (code != cudaSuccess) return code;
-    bayes_backward_kernel<T><<<(unsigned)l.blocks, MN_BAYES_THREADS, bytes, on>>>(*p, l.w);
-    const int launched = mn_launched();
+    const int launched = mn_launch_with_room(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
+                                             MN_BAYES_THREADS, l.w.inside ? l.room_bytes : 0, on,
+                                             *p, l.w);
     if (launched != cudaSuccess) return launched;
     const int64_t numbers = p->call.B * p->call.T * p->call.H * (4 * p->call.K + 1);
     if (numbers > 0) {

@@ -156,13 +156,9 @@ static bool forward_plan(const mn_bayes_args *p, mn_plan *plan) {
 
 template <typename T, bool LARGE>
 static int start(const mn_bayes_args *p, const layout &l, double *work, cudaStream_t on) {
-    const cudaError_t code = cudaFuncSetAttribute(
-        bayes_forward_kernel<T, LARGE>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-        (int)l.room_bytes);
-    if (code != cudaSuccess) return code;
-    bayes_forward_kernel<T, LARGE><<<(unsigned)l.blocks, MN_BAYES_THREADS, l.room_bytes, on>>>(
-        *p, work, (int64_t)l.work_each, l.mean_inside, l.room_inside);
-    return mn_launched();
+    return mn_launch_with_room(bayes_forward_kernel<T, LARGE>, dim3((unsigned)l.blocks),
+                               MN_BAYES_THREADS, l.room_bytes, on, *p, work,
+                               (int64_t)l.work_each, l.mean_inside, l.room_inside);
 }
 
 static int forward(const mn_bayes_args *p, void *shared, void *stream) {

@@ -221,4 +221,15 @@ inline int mn_launched(void) {
     return (int)cudaGetLastError();
 }
 
+/* Launches a kernel whose `room`, bytes of shared memory, may be more than a block gets unasked. */
+template <typename... Arguments, typename... Given>
+inline int mn_launch_with_room(void (*kernel)(Arguments...), dim3 blocks, int threads, size_t room,
+                               cudaStream_t stream, const Given &...given) {
+    const cudaError_t code = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
+    if (code != cudaSuccess) return code;
+    kernel<<<blocks, (unsigned)threads, room, stream>>>(given...);
+    return mn_launched();
+}
+
 #endif

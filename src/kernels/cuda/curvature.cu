@@ -717,11 +717,8 @@ MN_CUDA_PLAN(curvature_backward) {
     do {                                                                                           \
         const int64_t blocks = slots_of(c) * (c).H * (int64_t)(slices);                            \
         if (blocks > INT32_MAX) return cudaErrorNotSupported;                                      \
-        const int code_of_room = (int)cudaFuncSetAttribute(                                        \
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(room));               \
-        if (code_of_room != cudaSuccess) return code_of_room;                                      \
-        kernel<<<(unsigned)blocks, THREADS, sizeof(room), on>>>(__VA_ARGS__);                      \
-        const int code_of_launch = mn_launched();                                                  \
+        const int code_of_launch = mn_launch_with_room(                                            \
+            kernel, dim3((unsigned)blocks), THREADS, sizeof(room), on, __VA_ARGS__);               \
         if (code_of_launch != cudaSuccess) return code_of_launch;                                  \
     } while (0)
 

@@ -39,11 +39,11 @@ static int backward(const mn_delta_job &job, cudaStream_t stream) {
     code = channel ? walk<KP, true>(job, stream) : walk<KP, false>(job, stream);
     if (code != cudaSuccess) return code;
     if (records == 0) return finish(job, 0, KP / KT, stream);
-    code = mn_delta_launch(channel ? mn_delta_gradient_channel_kernel<KT, KP>
-                                   : mn_delta_gradient_kernel<KT, KP>,
-                           blocks, MN_DELTA_GRADERS,
-                           channel ? sizeof(mn_channel_room<KT>) : sizeof(mn_grade_room<KT>),
-                           stream, job);
+    code = mn_launch_with_room(channel ? mn_delta_gradient_channel_kernel<KT, KP>
+                                       : mn_delta_gradient_kernel<KT, KP>,
+                               blocks, MN_DELTA_GRADERS,
+                               channel ? sizeof(mn_channel_room<KT>) : sizeof(mn_grade_room<KT>),
+                               stream, job);
     if (code != cudaSuccess) return code;
     return finish(job, records, KP / KT, stream);
 }

@@ -90,17 +90,6 @@ inline bool mn_delta_job_of(mn_delta_job *job, const mn_delta_args *p, void *sha
     return mn_delta_lay_out(&job->work, &bytes, p, shared, back);
 }
 
-/* Launches a kernel whose room is more than a block gets unasked. */
-template <typename... Arguments, typename... Given>
-inline int mn_delta_launch(void (*kernel)(Arguments...), dim3 blocks, int threads, size_t room,
-                           cudaStream_t stream, const Given &...given) {
-    const cudaError_t code = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
-    if (code != cudaSuccess) return code;
-    kernel<<<blocks, (unsigned)threads, room, stream>>>(given...);
-    return mn_launched();
-}
-
 /* Warps of a block of a walk over `columns`: few where there are few columns to spread over the
  * processors. Four work as a group, where the machine has groups. */
 inline int mn_delta_walkers(int64_t columns, int64_t heads) {
@@ -115,11 +104,12 @@ inline int mn_delta_prepare(const mn_delta_job &job, cudaStream_t stream) {
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     if (job.p.decay == MN_DECAY_CHANNEL) {
-        return mn_delta_launch(mn_delta_prepare_channel_kernel<KP>, dim3((unsigned)blocks),
-                               MN_DELTA_PREPARERS, sizeof(mn_channel_keys<KP>), stream, job);
+        return mn_launch_with_room(mn_delta_prepare_channel_kernel<KP>, dim3((unsigned)blocks),
+                                   MN_DELTA_PREPARERS, sizeof(mn_channel_keys<KP>), stream, job);
     }
-    return mn_delta_launch(mn_delta_prepare_kernel<KP>, dim3((unsigned)blocks), MN_DELTA_PREPARERS,
-                           mn_delta_keys<KP>::bytes(job.p.w.data), stream, job);
+    return mn_launch_with_room(mn_delta_prepare_kernel<KP>, dim3((unsigned)blocks),
+                               MN_DELTA_PREPARERS, mn_delta_keys<KP>::bytes(job.p.w.data), stream,
+                               job);
 }
 
 /* A kernel that walks over `columns` value columns of all heads of all sequences, by warps or by
@@ -133,9 +123,9 @@ inline int mn_delta_walk(void (*by_warp)(mn_delta_job, int64_t),
     const int64_t n_slices = mn_ceil_div(columns, 16 * warps), blocks = n_slices * heads;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_delta_launch(warps == MN_DELTA_WALKERS ? by_group : by_warp, dim3((unsigned)blocks),
-                           32 * warps + MN_DELTA_FETCHERS, sizeof(mn_walk_room<KP>), stream, job,
-                           n_slices);
+    return mn_launch_with_room(warps == MN_DELTA_WALKERS ? by_group : by_warp,
+                               dim3((unsigned)blocks), 32 * warps + MN_DELTA_FETCHERS,
+                               sizeof(mn_walk_room<KP>), stream, job, n_slices);
 }
 
 /* Returns function<KP> arguments for a key width. */

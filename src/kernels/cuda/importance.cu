@@ -653,21 +653,12 @@ static int sum_groups(const mn_out &first, const mn_out &second, const float *su
     return mn_cell_add_rows<T>(first, second, sums, groups, call, call->H, call->V, stream);
 }
 
-/* Allows a kernel as much shared memory as it takes. */
-static int allow(const void *kernel, size_t bytes) {
-    return (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                     (int)bytes);
-}
-
 template <typename T, typename Block, bool VARIANCE>
 static int launch_forward(const mn_importance_args *p, float *sums, cudaStream_t stream) {
     const int64_t n_rows = mn_cell_rows_of(&p->call) * p->call.H;
-    const size_t bytes = sizeof(forward_room<Block>);
-    const int code = allow((const void *)forward_kernel<T, Block, VARIANCE>, bytes);
-    if (code != cudaSuccess) return code;
-    forward_kernel<T, Block, VARIANCE>
-        <<<blocks_of(&p->call), Block::THREADS, bytes, stream>>>(*p, sums, n_rows);
-    return mn_launched();
+    return mn_launch_with_room(forward_kernel<T, Block, VARIANCE>, blocks_of(&p->call),
+                               Block::THREADS, sizeof(forward_room<Block>), stream, *p, sums,
+                               n_rows);
 }
 
 template <typename T, typename Block>
@@ -680,12 +671,9 @@ static int forward(const mn_importance_args *p, float *shared, cudaStream_t stre
 template <typename T, typename Block, bool SPREAD>
 static int launch_backward(const mn_importance_args *p, const room &to, cudaStream_t stream) {
     const int64_t n_rows = mn_cell_rows_of(&p->call) * p->call.H;
-    const size_t bytes = sizeof(backward_room<Block, SPREAD>);
-    const int code = allow((const void *)backward_kernel<T, Block, SPREAD>, bytes);
-    if (code != cudaSuccess) return code;
-    backward_kernel<T, Block, SPREAD>
-        <<<blocks_of(&p->call), Block::THREADS, bytes, stream>>>(*p, to, n_rows);
-    return mn_launched();
+    return mn_launch_with_room(backward_kernel<T, Block, SPREAD>, blocks_of(&p->call),
+                               Block::THREADS, sizeof(backward_room<Block, SPREAD>), stream, *p,
+                               to, n_rows);
 }
 
 /* Adds the parts of all gradients. */

@@ -529,14 +529,9 @@ static int mn_memory_backward_of(const mn_memory &p, float *shared, cudaStream_t
     if (blocks > INT32_MAX || !mn_memory_measure<R>(&extent, p.call)) return cudaErrorNotSupported;
     const mn_memory_work work = { shared, shared + extent.spans,
                                   shared + extent.spans + extent.groups };
-    const int bytes = (int)sizeof(mn_memory_room<R>);
-    const cudaError_t code = cudaFuncSetAttribute(mn_memory_backward_kernel<T, R, ERASES>,
-                                                  cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                  bytes);
-    if (code != cudaSuccess) return code;
-    mn_memory_backward_kernel<T, R, ERASES>
-        <<<(unsigned)blocks, sizes::threads, bytes, stream>>>(p, n_tiles, work);
-    const int launched = mn_launched();
+    const int launched = mn_launch_with_room(
+        mn_memory_backward_kernel<T, R, ERASES>, dim3((unsigned)blocks), sizes::threads,
+        sizeof(mn_memory_room<R>), stream, p, n_tiles, work);
     if (launched != cudaSuccess) return launched;
     return mn_memory_finish<T>(p, n_tiles, work.sums, work.sums + extent.sums, stream);
 }
