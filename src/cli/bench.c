@@ -19,10 +19,12 @@ typedef struct options {
 
 static void print_help(void) {
     puts("usage: mneme bench ops [options]\n"
-         "       mneme bench train [options]\n\n"
+         "       mneme bench train [options]\n"
+         "       mneme bench infer --device cuda [options]\n\n"
          "train: whole training steps of small models, in turn with a matrix product; with "
          "--device cuda\n"
          "whole models of 400M parameters on a GPU: steps, memory, prefill and decoding.\n"
+         "infer: prefill and decoding of these models alone.\n"
          "ops: checks each operator against the reference, then times it in turn with a ceiling:\n"
          "work this machine cannot do faster. Prints minimum and median of the runs, the rate, "
          "the\n"
@@ -151,12 +153,15 @@ int mn_command_bench(int argc, char **argv) {
     }
     const bool ops = argc >= 2 && strcmp(argv[1], "ops") == 0;
     const bool train = argc >= 2 && strcmp(argv[1], "train") == 0;
-    if (!ops && !train) {
+    const bool infer = argc >= 2 && strcmp(argv[1], "infer") == 0;
+    if (!ops && !train && !infer) {
         return usage_error(argc < 2 ? "say what to measure: mneme bench ops"
-                                    : " is nothing to measure; there are: ops, train",
+                                    : " is nothing to measure; there are: ops, train, infer",
                            argc < 2 ? "" : argv[1]);
     }
     const int mistake = parse(&o, argc, argv);
     if (mistake) return mistake;
+    if (infer && !o.bench.device) return usage_error(" is measured on a GPU: --device cuda", "infer");
+    if (infer) return mn_bench_infer_gpu(&o.bench, o.only, o.list);
     return ops ? run_ops(&o) : mn_bench_train(&o.bench, o.only, o.json, o.list);
 }
