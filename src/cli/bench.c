@@ -13,7 +13,7 @@
 
 typedef struct options {
     mn_bench_options bench;
-    const char *what;     // ops, train
+    const char *what;     // ops, train, infer
     const char *only;     // NULL: every case
     const char *dtype;    // NULL: bf16 on a GPU
     bool json, list;
@@ -21,10 +21,12 @@ typedef struct options {
 
 static void print_help(void) {
     puts("usage: mneme bench ops [options]\n"
-         "       mneme bench train [options]\n\n"
+         "       mneme bench train [options]\n"
+         "       mneme bench infer --device cuda [options]\n\n"
          "train: whole training steps of small models, in turn with a matrix product; with "
          "--device cuda\n"
          "whole models of 400M parameters on a GPU: steps, memory, prefill and decoding.\n"
+         "infer: prefill and decoding of these models alone.\n"
          "ops: checks each operator against the reference, then times it in turn with a ceiling:\n"
          "work this machine cannot do faster. Prints minimum and median of the runs, the rate, "
          "the\n"
@@ -140,5 +142,10 @@ int mn_command_bench(int argc, char **argv) {
     if (!o.what) return mn_options_mistake("bench", "", "say what to measure: mneme bench ops");
     if (strcmp(o.what, "ops") == 0) return run_ops(&o);
     if (strcmp(o.what, "train") == 0) return mn_bench_train(&o.bench, o.only, o.json, o.list);
-    return mn_options_mistake("bench", o.what, "is nothing to measure; there are: ops, train");
+    if (strcmp(o.what, "infer") != 0) {
+        return mn_options_mistake("bench", o.what,
+                                  "is nothing to measure; there are: ops, train, infer");
+    }
+    if (o.bench.device) return mn_bench_infer_gpu(&o.bench, o.only, o.list);
+    return mn_options_mistake("bench", "infer", "is measured on a GPU: --device cuda");
 }
