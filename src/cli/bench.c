@@ -31,6 +31,7 @@ static void print_help(void) {
          "  --list          names of the cases\n"
          "  --runs N        runs of each case (default: 7, fewer for slow ones)\n"
          "  --threads N     worker threads (default: one per core)\n"
+         "  --layers N      layers of models on a GPU (default: 24)\n"
          "  --target NAME   ref, avx2, avx512 (default: the best here)\n"
          "  --device NAME   cuda or cuda:N: the operators of a GPU, against copies of its memory\n"
          "  --dtype NAME    on a GPU: bf16 or f32 (default: bf16)\n"
@@ -59,6 +60,7 @@ static int parse(options *o, int argc, char **argv) {
         const char *option = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
         int *number = strcmp(option, "--runs") == 0      ? &o->bench.n_runs
                       : strcmp(option, "--threads") == 0 ? &o->bench.n_threads
+                      : strcmp(option, "--layers") == 0  ? &o->bench.n_layers
                                                          : NULL;
         const char **text = strcmp(option, "--only") == 0     ? &o->only
                             : strcmp(option, "--target") == 0 ? &o->bench.target

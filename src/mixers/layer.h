@@ -129,6 +129,7 @@ typedef struct mn_forward {
     mn_tape *tape;
     const mn_layer *layer;
     mn_tensor *const *params;     // of the layer, in its order
+    mn_tensor *onto;              // what the result is added to, of which x was made; NULL: nothing
     mn_layer_state *state;        // NULL: sequences begin and end within this pass
     int64_t position;             // tokens of the sequence before this pass
     float *variance;              // (B,T): read variance averaged over heads; NULL: not wanted
@@ -138,7 +139,7 @@ typedef struct mn_forward {
     mn_tensor *output_variance;   // (B,T,1,D), with gradient; NULL if the kind has none
 } mn_forward;
 
-/* (B,T,1,D) -> (B,T,1,D). NULL after a failure, which the tape tells. */
+/* (B,T,1,D) -> (B,T,1,D), added to f->onto. NULL after a failure, which the tape tells. */
 mn_tensor *mn_layer_forward(mn_forward *f, mn_tensor *x);
 
 /* Whether mn_forward.variance is filled by this layer. */

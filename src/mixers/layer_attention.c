@@ -73,7 +73,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     mn_run_in(&run, "v", v);
     mn_tensor *o = mn_run_out(&run, "o");
     mn_run_now(&run);
-    return mn_project(f, mn_tape_flat(f->tape, o), "o_proj.weight", NULL);
+    return mn_project_out(f, mn_tape_flat(f->tape, o), "o_proj.weight", NULL);
 }
 
 const mn_layer_family mn_family_attention = { derive, forward };

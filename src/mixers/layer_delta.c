@@ -141,7 +141,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     mn_tensor *o = remember(f, x, &in);
     const bool sigmoid_gate = f->layer->kind == MN_LAYER_kda || f->layer->kind == MN_LAYER_gdn2;
     o = mn_norm_gate(f, o, output_gate(f, x), "o_norm.weight", sigmoid_gate);
-    return mn_project(f, mn_tape_flat(tape, o), "o_proj.weight", NULL);
+    return mn_project_out(f, mn_tape_flat(tape, o), "o_proj.weight", NULL);
 }
 
 const mn_layer_family mn_family_delta = { derive, forward };

@@ -67,6 +67,15 @@ mn_tensor *mn_project(mn_forward *f, mn_tensor *x, const char *weight, const cha
     return y;
 }
 
+mn_tensor *mn_project_out(mn_forward *f, mn_tensor *x, const char *weight, const char *bias) {
+    if (f->onto && !f->tap) {
+        return mn_tape_linear_onto(f->tape, f->onto, x, mn_use(f, weight),
+                                   bias ? mn_use(f, bias) : NULL);
+    }
+    mn_tensor *y = mn_project(f, x, weight, bias);
+    return f->onto ? mn_tape_residual(f->tape, f->onto, y) : y;
+}
+
 mn_tensor *mn_short_conv(mn_forward *f, mn_tensor *x, const char *weight, const char *bias, int act,
                          const char *piece) {
     mn_tensor *w = mn_use(f, weight);

@@ -59,8 +59,8 @@ mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x) {
     mn_tape_scope(f->tape, "model.layers.%d.attn", i);
     f->layer = &block->layer;
     f->params = model->leaves + block->mixer;
-    mn_tensor *y = mn_layer_forward(f, mn_model_norm(model, f->tape, x, block->attn_norm));
-    return mn_tape_residual(f->tape, x, y);
+    f->onto = x;
+    return mn_layer_forward(f, mn_model_norm(model, f->tape, x, block->attn_norm));
 }
 
 mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x) {
@@ -68,14 +68,13 @@ mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x) {
     if (model->config.mlp == MN_MLP_NONE) return x;
     mn_tape_scope(tape, "model.layers.%d.mlp", i);
     mn_tensor *n = mn_model_norm(model, tape, x, block->mlp_norm);
-    mn_tensor *h = mn_tape_linear(tape, n, model->leaves[block->up], NULL);
-    if (model->config.mlp == MN_MLP_SWIGLU) {
-        mn_tensor *gate = mn_tape_linear(tape, n, model->leaves[block->gate], NULL);
-        h = mn_tape_gate(tape, MN_UNARY_SILU, gate, h);
-    } else {
-        h = mn_tape_unary(tape, MN_UNARY_GELU, h);
+    mn_tensor *up = mn_tape_linear(tape, n, model->leaves[block->up], NULL);
+    mn_tensor *down = model->leaves[block->down];
+    if (model->config.mlp == MN_MLP_GELU) {
+        return mn_tape_gated_onto(tape, x, MN_UNARY_GELU, up, NULL, down);
     }
-    return mn_tape_residual(tape, x, mn_tape_linear(tape, h, model->leaves[block->down], NULL));
+    mn_tensor *gate = mn_tape_linear(tape, n, model->leaves[block->gate], NULL);
+    return up ? mn_tape_gated_onto(tape, x, MN_UNARY_SILU, gate, up, down) : NULL;
 }
 
 bool mn_recompute_parse(mn_recompute *out, const char *name) {

@@ -164,6 +164,16 @@ void mn_tape_split(mn_tape *tape, mn_tensor *x, const int64_t *widths, int n, mn
 /* x W' + b for every row of x (B,T,1,in); W is (out,in), b (out) or NULL. */
 mn_tensor *mn_tape_linear(mn_tape *tape, mn_tensor *x, mn_tensor *weight, mn_tensor *bias);
 
+/* onto + x W' + b, where x was computed from `onto` as in mn_tape_residual: the product adds, and
+ * the sum is all that is kept. onto NULL: mn_tape_linear. */
+mn_tensor *mn_tape_linear_onto(mn_tape *tape, mn_tensor *onto, mn_tensor *x, mn_tensor *weight,
+                               mn_tensor *bias);
+
+/* The same for x = f(u) v, or f(u) where v is NULL: the end of an MLP. x is not kept: going back it
+ * is made again in the pass that makes the gradients of u and v. */
+mn_tensor *mn_tape_gated_onto(mn_tape *tape, mn_tensor *onto, mn_unary f, mn_tensor *u,
+                              mn_tensor *v, mn_tensor *weight);
+
 /* f(x), and f(x) b with b of the shape of x. */
 mn_tensor *mn_tape_unary(mn_tape *tape, mn_unary f, mn_tensor *x);
 mn_tensor *mn_tape_gate(mn_tape *tape, mn_unary f, mn_tensor *x, mn_tensor *b);
