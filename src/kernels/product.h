@@ -8,16 +8,16 @@
 
 #include "mneme.h"
 
-/* c = a b plus the row `bias` (in c's type; NULL: none) plus `onto`, which is laid out as c, in its
- * type: c itself, numbers apart from it, or NULL. a (M,K), b (K,N), c (M,N), a and b stored
- * transposed or not, in rows that lie *_row apart. `dtype` is that of a and b, MN_F32 or MN_BF16; c
- * has it too, or MN_F32. Sums are float32. */
+/* c = a b, c += a b or c = onto + a b, plus the row `bias` (in c's type; NULL: none): a (M,K), b
+ * (K,N), c (M,N), a and b stored transposed or not, in rows that lie *_row apart; `onto` is laid
+ * out as c, in its type. `dtype` is that of a and b, MN_F32 or MN_BF16; c has it too, or MN_F32.
+ * Sums are float32. */
 typedef struct mn_product_work {
     mn_dtype dtype, c_dtype;
     const void *a, *b, *bias, *onto;
     void *c;
     int64_t M, N, K, a_row, b_row, c_row;
-    bool a_transposed, b_transposed;
+    bool a_transposed, b_transposed, accumulate;
 } mn_product_work;
 
 enum { MN_PRODUCT_SPACE = 32 << 20 };    // bytes of work space that each product may use

@@ -124,6 +124,14 @@ typedef struct mn_tap {
     void *context;
 } mn_tap;
 
+/* Projections of one tensor that were made together, by the names of their weights. */
+typedef struct mn_ahead {
+    const mn_tensor *of;
+    int n;
+    const char *names[8];
+    mn_tensor *results[8];
+} mn_ahead;
+
 /* One pass over one layer. */
 typedef struct mn_forward {
     mn_tape *tape;
@@ -135,6 +143,7 @@ typedef struct mn_forward {
     float *variance;              // (B,T): read variance averaged over heads; NULL: not wanted
     const mn_tap *tap;            // NULL: nobody listens
     int index;                    // of the layer in its model, for the tap
+    mn_ahead ahead;               // of the layer itself
     bool wants_output_variance;   // ask for `output_variance`, where the kind can (kla)
     mn_tensor *output_variance;   // (B,T,1,D), with gradient; NULL if the kind has none
 } mn_forward;

@@ -299,7 +299,7 @@ static mn_status run_on_device(mn_context *context, const mn_matmul_args *p) {
         .a = p->a, .b = p->b, .c = p->c, .bias = p->bias, .M = p->M, .N = p->N, .K = p->K,
         .a_row = p->a_row, .b_row = p->b_row, .c_row = p->c_row,
         .a_transposed = p->a_transposed, .b_transposed = p->b_transposed,
-        .onto = p->onto ? p->onto : p->accumulate ? p->c : NULL };
+        .accumulate = p->accumulate, .onto = p->onto };
     mn_status st = mn_device_use(device);
     if (st == MN_OK && !context->products) {
         context->products = mn_products_create();

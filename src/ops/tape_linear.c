@@ -118,13 +118,19 @@ static void forward(mn_tape *tape, const linear *l, const mn_tensor *onto) {
     mn_tape_let_go(tape, mark);
 }
 
+/* Decoding on a device: its small steps are put together by other rules. */
+static bool is_few(const mn_tape *tape, const int64_t shape[4]) {
+    return tape->device && shape[0] * shape[1] <= MN_TAPE_FEW;
+}
+
 /* Whether y, which is onto + x W' + b, can have one gradient with `onto`, as in a residual. */
 static bool shares(const mn_tape *tape, const linear *l, const mn_tensor *onto) {
     const bool alike = onto->dtype == tape->dtype && mn_is_contiguous(onto) &&
                        onto->shape[0] * onto->shape[1] == l->rows && onto->shape[2] == 1 &&
                        onto->shape[3] == l->n_out;
     const bool wanted = wants_source(l) || mn_wants(l->weight) || mn_wants(l->bias);
-    return alike && (!mn_tape_records(tape) || (wanted && mn_wants(onto) && !onto->slot->kept));
+    if (!alike || is_few(tape, onto->shape)) return false;
+    return !mn_tape_records(tape) || (wanted && mn_wants(onto) && !onto->slot->kept);
 }
 
 /* l has its source; `shape` is that of x. */
@@ -176,7 +182,8 @@ mn_tensor *mn_tape_gated_onto(mn_tape *tape, mn_tensor *onto, mn_unary f, mn_ten
         return mn_tape_fail(tape, mn_fail(MN_ERR_INTERNAL, "%s: a gate of another shape",
                                           tape->scope));
     }
-    if (u->dtype != tape->dtype || (v && v->dtype != tape->dtype)) {
+    const bool odd = u->dtype != tape->dtype || (v && v->dtype != tape->dtype);
+    if (odd || is_few(tape, u->shape)) {
         mn_tensor *x = v ? mn_tape_gate(tape, f, u, v) : mn_tape_unary(tape, f, u);
         return mn_tape_linear_onto(tape, onto, x, weight, NULL);
     }

@@ -98,7 +98,7 @@ static void describe(shape *s, const mn_product_work *w) {
     s->dtype = w->dtype, s->c_dtype = w->c_dtype;
     s->align_a = alignment(w->a), s->align_b = alignment(w->b), s->align_c = alignment(w->c);
     s->a_transposed = w->a_transposed, s->b_transposed = w->b_transposed;
-    s->adds = w->onto != NULL, s->biased = w->bias != NULL;
+    s->adds = w->onto || w->accumulate, s->biased = w->bias != NULL;
     if (w->onto && alignment(w->onto) < s->align_c) s->align_c = alignment(w->onto);
 }
 
@@ -192,7 +192,7 @@ static chosen *find(mn_products *p, const mn_product_work *work) {
 
 static int run_fast(mn_products *p, const chosen *c, const mn_product_work *w, void *space,
                     void *stream) {
-    const float one = 1.0f, beta = w->onto ? 1.0f : 0.0f;
+    const float one = 1.0f, beta = c->shape.adds ? 1.0f : 0.0f;
     const library *lib = &p->lib;
     if (w->bias && !ok(lib->cublasLtMatmulDescSetAttribute(
                        c->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &w->bias, sizeof w->bias))) {

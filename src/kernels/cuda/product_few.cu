@@ -1,4 +1,4 @@
-/* product_few.cu - c = a b' plus a bias plus what c is made onto, for one to four rows of a: a token at a
+/* product_few.cu - c = a b' or c += a b', plus a bias, for one to four rows of a: a token at a
  * time.
  *
  * Such a product reads every weight once and does next to nothing with it, so that all depends on
@@ -46,9 +46,9 @@ __global__ void __launch_bounds__(THREADS) few_kernel(const __grid_constant__ mn
     for (int row = 0; row < ROWS; row++) {
         const float all = mn_warp_sum(sum[row]);
         if (lane != 0) continue;
-        const int64_t at = row * w.c_row + column;
-        const float base = mn_get((const C *)w.onto, at);
-        mn_put((C *)w.c + at, base + all + mn_get((const C *)w.bias, column));
+        C *c = (C *)w.c + row * w.c_row + column;
+        const float base = w.accumulate ? mn_float(*c) : 0.0f;
+        mn_put(c, base + all + mn_get((const C *)w.bias, column));
     }
 }
 
@@ -67,8 +67,8 @@ static int launch(const mn_product_work *w, cudaStream_t on) {
 
 extern "C" bool mn_product_few_serves(const mn_product_work *w) {
     const int64_t pack = w->dtype == MN_F32 ? 4 : 8;
-    return w->M <= MOST_ROWS && w->b_transposed && !w->a_transposed && w->K % pack == 0 &&
-           w->a_row % pack == 0 && w->b_row % pack == 0 && (uintptr_t)w->a % 16 == 0 &&
+    return w->M <= MOST_ROWS && w->b_transposed && !w->a_transposed && !w->onto &&
+           w->K % pack == 0 && w->a_row % pack == 0 && w->b_row % pack == 0 && (uintptr_t)w->a % 16 == 0 &&
            (uintptr_t)w->b % 16 == 0;
 }
 
