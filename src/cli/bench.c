@@ -35,6 +35,7 @@ static void print_help(void) {
          "  --list          names of the cases\n"
          "  --runs N        runs of each case (default: 7, fewer for slow ones)\n"
          "  --threads N     worker threads (default: one per core)\n"
+         "  --layers N      layers of models on a GPU (default: 24)\n"
          "  --target NAME   ref, avx2, avx512 (default: the best here)\n"
          "  --device NAME   cuda or cuda:N: the operators of a GPU, against copies of its memory\n"
          "  --dtype NAME    on a GPU: bf16 or f32 (default: bf16)\n"
@@ -62,6 +63,7 @@ static int parse(options *o, int argc, char **argv) {
         { "--dtype", .text = &o->dtype },
         { "--runs", .count = &o->bench.n_runs, .low = 1, .high = 256 },
         { "--threads", .count = &o->bench.n_threads, .low = 1, .high = 256 },
+        { "--layers", .count = &o->bench.n_layers, .low = 1, .high = 256 },
         { "--quick", .flag = &quick },
         { "--json", .flag = &o->json },
         { "--list", .flag = &o->list },

@@ -98,6 +98,7 @@ double mn_ceiling_seconds(mn_ceiling *ceiling);
 
 typedef struct mn_bench_options {
     int n_runs;       // 0: 7, fewer where the case is slow
+    int n_layers;     // of models on a GPU; 0: as many as the case has
     int n_threads;    // 0: one per core
     const char *target;
     const char *device;      // NULL: the CPU

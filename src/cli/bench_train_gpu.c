@@ -57,16 +57,18 @@ static mn_status fill(void *context, int64_t step, int64_t rows, int64_t length,
     return MN_OK;
 }
 
-static mn_status configure(mn_json *root, const train_case *c, mn_dtype dtype, bool quick) {
+static mn_status configure(mn_json *root, const train_case *c, const mn_bench_options *o) {
+    const bool quick = o->scale == MN_BENCH_QUICK;
+    const int n_layers = o->n_layers > 0 ? o->n_layers : quick ? 2 : 24;
     char text[1024];
     snprintf(text, sizeof text,
              "{\"model\": {%s, \"num_hidden_layers\": %d, \"hidden_size\": 1024, "
              "\"intermediate_size\": %d, \"mlp\": \"swiglu\", \"vocab_size\": %d, "
              "\"tie_word_embeddings\": false}, \"train\": {\"batch\": %lld, \"context\": %lld, "
              "\"steps\": 1000, \"warmup\": 10, \"lr\": 3e-4, \"dtype\": \"%s\", "
-             "\"recompute\": \"%s\"}}", c->model, quick ? 2 : 24, quick ? 256 : 2816,
+             "\"recompute\": \"%s\"}}", c->model, n_layers, quick ? 256 : 2816,
              quick ? QUICK_VOCABULARY : VOCABULARY, (long long)c->batch, (long long)c->context,
-             mn_dtype_name(dtype), c->recompute);
+             mn_dtype_name(o->dtype), c->recompute);
     return mn_json_parse(root, text, strlen(text), c->name, MN_JSON_STANDARD);
 }
 
@@ -140,7 +142,7 @@ static mn_status measure(result *r, const train_case *c, const mn_bench_options 
     const mn_train_data data = { .train_source = &source };
     *r = (result){ .of = c };
     mn_status st = mn_context_create(&context, &how);
-    if (st == MN_OK) st = configure(&root, c, options->dtype, quick);
+    if (st == MN_OK) st = configure(&root, c, options);
     if (st == MN_OK) st = mn_trainer_create_from(&trainer, &root, &data, context);
     if (st == MN_OK) st = mn_trainer_predict(trainer, &memory);
     if (st == MN_OK) st = mn_trainer_step(trainer, &step);

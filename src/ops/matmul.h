@@ -1,6 +1,6 @@
 /* matmul.h - matrix products of whole activations and weights, on the context's threads.
  *
- *   C = A B, or C += A B        C (M,N), A (M,K), B (K,N), A and B possibly stored transposed
+ *   C = A B, C += A B or C = onto + A B     C (M,N), A (M,K), B (K,N), A and B possibly transposed
  *
  * An element is a sum over k in blocks of fixed length, so its bits depend on its row of A and its
  * column of B alone: not on M, N, its place or the number of threads. That is what keeps packed
@@ -21,6 +21,7 @@ typedef struct mn_matmul_args {
     bool a_transposed;              // A is stored (K,M)
     bool b_transposed;              // B is stored (N,K): the layout of a linear layer's weight
     bool accumulate;                // C += A B
+    const void *onto;               // C = onto + A B, laid out as C, in its type; NULL: not
     int64_t c_row, a_row, b_row;    // elements between stored rows; 0: contiguous
 } mn_matmul_args;
 

@@ -67,6 +67,8 @@ void mn_tape_start(mn_tape *tape, unsigned modes) {
     tape->status = MN_OK;
     tape->last = NULL;
     tape->spare = tape->unused = NULL;
+    tape->part = tape->present = NULL;
+    tape->light = NULL;
     tape->used = tape->peak = tape->work = 0;
     tape->cu_seqlens = tape->borders = NULL;
     tape->n_seqs = tape->n_lent = 0;
@@ -480,6 +482,7 @@ void mn_tape_record(mn_tape *tape, const char *what, mn_back_fn back, void *payl
     mn_node *node = mn_tape_note(tape, sizeof *node);
     if (!node) return;
     node->before = tape->last;
+    node->part = tape->part;
     node->back = back;
     node->payload = payload;
     for (int i = 0; i < n_made; i++) {
@@ -494,6 +497,7 @@ void mn_tape_record(mn_tape *tape, const char *what, mn_back_fn back, void *payl
 void mn_tape_go_back(mn_tape *tape) {
     for (mn_node *node = tape->last; node && !mn_tape_dead(tape); node = node->before) {
         memcpy(tape->scope, node->scope, sizeof tape->scope);
+        mn_part_present(tape, node->part);
         node->back(tape, node->payload);
         for (int i = 0; i < node->n_made; i++) give_back(tape, node->made[i]);
     }

@@ -164,6 +164,22 @@ void mn_tape_split(mn_tape *tape, mn_tensor *x, const int64_t *widths, int n, mn
 /* x W' + b for every row of x (B,T,1,in); W is (out,in), b (out) or NULL. */
 mn_tensor *mn_tape_linear(mn_tape *tape, mn_tensor *x, mn_tensor *weight, mn_tensor *bias);
 
+/* y_i = x W_i' for n weights, up to 8. Where weights follow each other in memory, and their
+ * gradients too, as those of a model on a GPU do, one product makes their results, which are then
+ * parts of its rows: not contiguous. */
+void mn_tape_linears(mn_tape *tape, mn_tensor *x, mn_tensor *const *weights, int n,
+                     mn_tensor **results);
+
+/* onto + x W' + b, where x was computed from `onto` as in mn_tape_residual: the product adds, and
+ * the sum is all that is kept. onto NULL: mn_tape_linear. */
+mn_tensor *mn_tape_linear_onto(mn_tape *tape, mn_tensor *onto, mn_tensor *x, mn_tensor *weight,
+                               mn_tensor *bias);
+
+/* The same for x = f(u) v, or f(u) where v is NULL: the end of an MLP. x is not kept: going back it
+ * is made again in the pass that makes the gradients of u and v. */
+mn_tensor *mn_tape_gated_onto(mn_tape *tape, mn_tensor *onto, mn_unary f, mn_tensor *u,
+                              mn_tensor *v, mn_tensor *weight);
+
 /* f(x), and f(x) b with b of the shape of x. */
 mn_tensor *mn_tape_unary(mn_tape *tape, mn_unary f, mn_tensor *x);
 mn_tensor *mn_tape_gate(mn_tape *tape, mn_unary f, mn_tensor *x, mn_tensor *b);
@@ -240,6 +256,12 @@ typedef mn_tensor *(*mn_part_fn)(mn_tape *tape, mn_tensor *x, const void *job);
  * comes after. On a tape that does not record, too, only the result is kept. */
 mn_tensor *mn_tape_again(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
                          size_t job_bytes);
+
+/* What follows, until the next call, is a part of which light results (ops/light.def) are not kept:
+ * parts share memory for them, and going back a part first makes its own again, with the same bits.
+ * `light` false: all results are kept. For what has no state; nothing on a tape that does not
+ * record. */
+void mn_tape_part(mn_tape *tape, bool light);
 
 /* Goes back from all losses and seeds. Afterwards the tape holds no tensor that may be used. */
 mn_status mn_tape_backward(mn_tape *tape);

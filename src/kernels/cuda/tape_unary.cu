@@ -126,13 +126,15 @@ struct forward {
     }
 };
 
+/* AGAIN: makes y once more in the same pass. */
+template <bool AGAIN>
 struct backward {
-    static constexpr int INS = 3, OUTS = 2;    // x, b, dy; dx, db
+    static constexpr int INS = 3, OUTS = AGAIN ? 3 : 2;    // x, b, dy; dx, db, y
     mn_unary kind;
     bool gates;
 
     template <bool NARROW, int N>
-    __device__ void run(const float (&x)[5][N], float (&y)[2][N]) const {
+    __device__ void run(const float (&x)[INS + OUTS][N], float (&y)[OUTS][N]) const {
         switch (kind) {
 #define UNARY(id, name, about)                                                                     \
     case MN_UNARY_##id: both_of<fn_##id<NARROW>>(x[0], y[0], y[1]); break;
@@ -142,6 +144,7 @@ struct backward {
         }
 #pragma unroll
         for (int j = 0; j < N; j++) {
+            if (AGAIN) y[OUTS - 1][j] = gates ? y[1][j] * x[1][j] : y[1][j];
             y[0][j] *= gates ? x[2][j] * x[1][j] : x[2][j];
             y[1][j] *= x[2][j];
         }
@@ -152,10 +155,14 @@ MN_CUDA_WORK(unary) {
     const mn_unary_work *w = (const mn_unary_work *)work;
     (void)space;
     const bool gates = w->b.data;
-    if (w->y.data) {
+    if (!w->dy.data) {
         return mn_run_each(forward{ w->f, gates }, w->shape, { &w->x, &w->b }, { &w->y },
                            { false }, where);
     }
-    return mn_run_each(backward{ w->f, gates }, w->shape, { &w->x, &w->b, &w->dy },
+    if (w->y.data) {
+        return mn_run_each(backward<true>{ w->f, gates }, w->shape, { &w->x, &w->b, &w->dy },
+                           { &w->dx, &w->db, &w->y }, { w->add_x, w->add_b, false }, where);
+    }
+    return mn_run_each(backward<false>{ w->f, gates }, w->shape, { &w->x, &w->b, &w->dy },
                        { &w->dx, &w->db }, { w->add_x, w->add_b }, where);
 }
