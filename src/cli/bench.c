@@ -161,7 +161,9 @@ int mn_command_bench(int argc, char **argv) {
     }
     const int mistake = parse(&o, argc, argv);
     if (mistake) return mistake;
-    if (infer && !o.bench.device) return usage_error(" is measured on a GPU: --device cuda", "infer");
+    if (infer && !o.bench.device) {
+        return usage_error(" is measured on a GPU: --device cuda", "infer");
+    }
     if (infer) return mn_bench_infer_gpu(&o.bench, o.only, o.list);
     return ops ? run_ops(&o) : mn_bench_train(&o.bench, o.only, o.json, o.list);
 }
