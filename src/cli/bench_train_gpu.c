@@ -180,7 +180,7 @@ static mn_status measure_infer(result *r, const train_case *c, const mn_bench_op
     mn_json root = { 0 };
     *r = (result){ .of = c };
     mn_status st = mn_context_create(&context, &how);
-    if (st == MN_OK) st = configure(&root, c, options->dtype, options->scale == MN_BENCH_QUICK);
+    if (st == MN_OK) st = configure(&root, c, options);
     if (st == MN_OK) st = make_model(&model, context, &root);
     if (st == MN_OK) st = time_session(r, model, context, options->dtype, n_runs);
     mn_model_destroy(model);
