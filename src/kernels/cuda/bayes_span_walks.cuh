@@ -54,20 +54,45 @@ __device__ __forceinline__ static void move_strip_rows(strip<R> &x, const double
     }
 }
 
-/* change(element, row, column) for what the lane has inside channels: the diagonal's 2 x 2. */
-template <int R, typename F>
-__device__ __forceinline__ static void each_inside(strip<R> &x, F change) {
+/* What a lane has inside channels is in column block 2 warp + m of its rows m, if anything. All
+ * lanes select, for an index that the compiler does not know would send the strip to memory. */
+__device__ __forceinline__ static bool is_inside() {
+    const int lane = threadIdx.x % 32;
+    return lane / 8 == lane % 4;
+}
+
+template <int R>
+__device__ __forceinline__ static void pick_inside(double (&v)[2][2], const strip<R> &x) {
     const int warp = threadIdx.x / 32;
 #pragma unroll
     for (int j = 0; j < R / 8; j++) {
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
-            if (j != 2 * warp + m) continue;
-            const int row = mn_tile_row(j), column = mn_tile_column(j);
-            if (row / 2 != column / 2) continue;
-            change(x[j][m][0], row, column);
-            change(x[j][m][1], row, column + 1);
+        for (int i = 0; i < 2; i++) v[j % 2][i] = warp == j / 2 ? x[j][j % 2][i] : v[j % 2][i];
+    }
+}
+
+template <int R>
+__device__ __forceinline__ static void put_inside(strip<R> &x, const double (&v)[2][2]) {
+    const int warp = threadIdx.x / 32;
+    const bool mine = is_inside();
+#pragma unroll
+    for (int j = 0; j < R / 8; j++) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            x[j][j % 2][i] = mine && warp == j / 2 ? v[j % 2][i] : x[j][j % 2][i];
         }
+    }
+}
+
+/* use(element, row, column) for them; rows and columns of the whole matrix */
+template <typename F>
+__device__ __forceinline__ static void each_inside(double (&v)[2][2], F use) {
+    const int lane = threadIdx.x % 32;
+    if (!is_inside()) return;
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        const int row = threadIdx.x / 32 * 16 + 8 * m + lane / 4;
+        use(v[m][0], row, row / 2 * 2), use(v[m][1], row, row / 2 * 2 + 1);
     }
 }
 
@@ -154,6 +179,15 @@ struct covariance_room {
     double spread[R / 16];
 };
 
+/* 1 / x of a normal number to its last bit or two: the quotient's care for others costs a call. */
+__device__ __forceinline__ static double reciprocal(double x) {
+    double y;
+    asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
+#pragma unroll
+    for (int i = 0; i < 3; i++) y = fma(y, fma(-x, y, 1.0), y);
+    return y;
+}
+
 /* S + diag r2 = G' diag(1/sigma) G by one warp: lane t has column t, lane 16 + t that of the unit
  * matrix, which becomes G'^-1. The rows of S come first. Lane t has r2_t. */
 __device__ __forceinline__ static void factorise(const double *S, double *eliminate, double *sigma,
@@ -170,13 +204,14 @@ __device__ __forceinline__ static void factorise(const double *S, double *elimin
 #pragma unroll
     for (int j = 0; j < CHUNK; j++) {
         const double variance = fmax(__shfl_sync(0xffffffffu, column[j], j), 0.0);
-        const double total = __shfl_sync(0xffffffffu, r2, j) + variance, one = 1.0 / total;
+        const double total = __shfl_sync(0xffffffffu, r2, j) + variance;
+        const double one = reciprocal(total);
         const double factor = column[j] * one;
         if (lane == j) mine = total, own = one;
 #pragma unroll
         for (int i = j + 1; i < CHUNK; i++) {
             const double other = __shfl_sync(0xffffffffu, column[j], i);
-            column[i] -= other * factor;
+            column[i] = fma(-other, factor, column[i]);
         }
     }
     if (!unit) sigma[t] = mine, inverse[t] = own;
@@ -215,8 +250,9 @@ __device__ __forceinline__ static bool raise_strip(strip<R> &P, covariance_room<
                                    double r2, bool turns) {
     const double few = 8.0 * 0x1p-24;
     const int warp = threadIdx.x / 32;
-    double sum = 0.0;
-    each_inside<R>(P, [&](double &x, int row, int column) {
+    double sum = 0.0, own[2][2] = {};
+    pick_inside<R>(own, P);
+    each_inside(own, [&](double &x, int row, int column) {
         if (turns || row == column) sum += room.k[0][row] * room.k[0][column] * x;
     });
     for (int lanes = 16; lanes > 0; lanes >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
@@ -227,9 +263,10 @@ __device__ __forceinline__ static bool raise_strip(strip<R> &P, covariance_room<
     for (int r = 0; r < R; r++) hidden += room.k[0][r] * nk[r];
     scale = few * (scale + hidden);
     if (fmin(room.S[0], r2) >= scale || hidden >= scale) return false;
-    each_inside<R>(P, [&](double &x, int row, int column) {
+    each_inside(own, [&](double &x, int row, int column) {
         if (row == column) x *= 1.0 + few;
     });
+    put_inside<R>(P, own);
     return true;
 }
 
@@ -388,9 +425,12 @@ covariance_walk_kernel(const __grid_constant__ mn_bayes_args p,
         }
         if (c % SPAN_CHUNKS != SPAN_CHUNKS - 1) continue;
         const double *noise = room.noise[stage];
-        each_inside<R>(P, [&](double &to, int row, int other) {
+        double own[2][2] = {};
+        pick_inside<R>(own, P);
+        each_inside(own, [&](double &to, int row, int other) {
             to += row == other ? noise[row] : noise[R + row];
         });
+        put_inside<R>(P, own);
         move_strip_columns<R>(P, room.phi[stage], turns, false);
         move_strip_rows<R>(P, room.phi[stage], turns, false);
     }
@@ -766,7 +806,9 @@ adjoint_walk_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
             move_strip_rows<R>(D, here.phi, turns, true);
         }
         double *inside = w.inside + chunk_at(c) * 2 * R;
-        each_inside<R>(D, [&](double &from, int row, int other) {
+        double own[2][2] = {};
+        pick_inside<R>(own, D);
+        each_inside(own, [&](double &from, int row, int other) {
             inside[row == other ? row : R + row] = from;
         });
         zero(x[0]), zero(x[1]);
