@@ -527,7 +527,7 @@ __device__ inline void mn_walk_put(const float (&o)[mn_walk_tiles<CHUNK>][4],
 }
 
 /* Where the state in front of a chunk is kept, and this warp's part of its meeting with the state
- * behind the chunk, which comes decayed over it; `more` is this thread's share of what else meets. */
+ * behind the chunk, which comes decayed over it; `more` is what else this thread makes meet. */
 template <int DEPTH, int CHUNK>
 __device__ inline int64_t mn_walk_kept_at(const mn_walks &all, const mn_walk_place &at,
                                           int64_t chunk) {

@@ -1,5 +1,5 @@
-/* mlstm.cuh - the parts of mlstm: the gates of all tokens, first and last states, and which calls go
- * over chunks (mlstm_chunk.cu); the others are the recurrence of mlstm.cu. */
+/* mlstm.cuh - the parts of mlstm: the gates of all tokens, first and last states, and which calls
+ * go over chunks (mlstm_chunk.cu); the others are the recurrence of mlstm.cu. */
 #ifndef MN_KERNELS_CUDA_MLSTM_CUH
 #define MN_KERNELS_CUDA_MLSTM_CUH
 

@@ -1,4 +1,5 @@
-/* mlstm_chunk.cu - mLSTM over chunks in bf16: launches of mlstm_walk.cuh, and what lies between them.
+/* mlstm_chunk.cu - mLSTM over chunks in bf16: launches of mlstm_walk.cuh, and what lies between
+ * them.
  *
  * Forward: the gates of all tokens, one walk. Backward: the same walk without an output, which
  * leaves a and o.do of every token; e and the denominators; walks of dq, dv and dk; and

@@ -8,10 +8,10 @@
  *   dv   x = k    y = q    z = do    2^(l_r - l_c) w_r / den_c                  in reverse
  *   dk   x = v    y = do   z = q     2^(l_r - l_c) w_r / den_c      x.y + e_c   in reverse
  *
- * with e = -sign(a) o.do where |a| is the denominator and 0 elsewhere. What this adds to a plain walk
- * is one more column of the state, the normaliser n, which makes a (o), or one more row of it, n
- * and its adjoint (dq, dk). Both are kept in float32, and in products with tensor cores they are two
- * bf16 numbers, so that quotients of small a are no worse than their terms. */
+ * with e = -sign(a) o.do where |a| is the denominator and 0 elsewhere. What this adds to a plain
+ * walk is one more column of the state, the normaliser n, which makes a (o), or one more row of it,
+ * n and its adjoint (dq, dk). Both are kept in float32, and in products with tensor cores they are
+ * two bf16 numbers, so that quotients of small a are no worse than their terms. */
 #ifndef MN_KERNELS_CUDA_MLSTM_WALK_CUH
 #define MN_KERNELS_CUDA_MLSTM_WALK_CUH
 
@@ -123,7 +123,8 @@ __device__ inline void mn_mlstm_make_levels(mn_mlstm_levels<CHUNK> &to,
         level += (double)in.decay[i];
         const double l = reverse ? before : level;
         const float to_end = mn_exp2((float)(whole - l + (double)in.column[i]));
-        const float column_extra = duty == MN_MLSTM_DK ? in.e[i] : duty == MN_MLSTM_DQ ? 1.0f : 0.0f;
+        float column_extra = duty == MN_MLSTM_DQ ? 1.0f : 0.0f;
+        if (duty == MN_MLSTM_DK) column_extra = in.e[i];
         to.row[row] = mn_mlstm_level(l + (double)in.row[i]);
         to.column[row] = mn_mlstm_level(l - (double)in.column[i]);
         to.to_end[row] = to_end;
@@ -147,8 +148,8 @@ struct mn_mlstm_common {
     __device__ float whole(void) const { return mn_exp2(levels.whole); }
 };
 
-/* Walks of o: n has a number for each row of the state. Of what is made here a lane with column 0 of
- * the tiles has the sums: reads of n for its two rows, and what is added to n. */
+/* Walks of o: n has a number for each row of the state. Of what is made here a lane with column 0
+ * of the tiles has the sums: reads of n for its two rows, and what is added to n. */
 template <int DEPTH, int CHUNK>
 struct mn_mlstm_reading : mn_mlstm_common<CHUNK> {
     static constexpr int row_tiles = mn_walk_sizes<DEPTH, CHUNK>::row_tiles;
