@@ -204,6 +204,42 @@ __device__ inline void mn_curve_turned_square(float (&d)[32], const uint32_t (&a
     }
 }
 
+/* This warp's columns of rows of dk as they are, which come from memory. */
+struct mn_curve_before_rows {
+    uint4 row[4];
+
+    __device__ mn_curve_before_rows(const mn_curvature_args &p, const mn_curve_place &at,
+                                    int64_t t, int count) {
+        const int lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16 + lane % 2 * 8;
+        const int64_t j = at.column0 + column;
+        const mn_bf16 *from = mn_row<mn_bf16>(p.grad.k, at.s.span.b, at.s.span.t0 + t, at.h);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int token = 16 * i + lane / 2;
+            const bool inside = p.adds_k && from && token < count && j < p.call.K;
+            row[i] = make_uint4(0, 0, 0, 0);
+            if (inside) row[i] = *(const uint4 *)(from + token * p.grad.k.stride[1] + j);
+        }
+    }
+
+    /* Adds them to sums that are turned; `out` is a tile of which this warp has its columns. */
+    __device__ void add(float (&Y)[32], unsigned char *out) const {
+        const int lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16;
+        uint32_t x[16];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            *(uint4 *)(out + mn_tile_byte(64, 16 * i + lane / 2, column + lane % 2 * 8)) = row[i];
+        }
+        __syncwarp();
+        mn_curve_left<64>(x, out, column);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            Y[2 * i] += mn_curve_low(x[i]), Y[2 * i + 1] += mn_curve_high(x[i]);
+        }
+        __syncwarp();
+    }
+};
+
 template <int KP>
 __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
                                           const mn_curvature_args &p, const mn_curve_place &at,
@@ -215,7 +251,8 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
     mn_curve_load(G, mn_row<float>(p.cot.kk, at.s.n, 0, at.h), sums, 1.0f, p.call.K, at.column0);
     for (int c = 0; c < n_chunks; c++) {
         mn_curve_back_stage<KP> &in = room.stage[c % stages];
-        const int start = (n_chunks - 1 - c) * 64;
+        const int start = (n_chunks - 1 - c) * 64, count = min(64, at.s.rows - start);
+        const mn_curve_before_rows before(p, at, at.s.first + start, count);
         uint32_t a[KP / 4], d[16], q[16];
         float Y[32];
         mn_barrier_wait(&room.there[c % stages], c / stages & 1);
@@ -239,12 +276,12 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
         mn_curve_depth<64>(G, q, mn_shared_at(in.d));
         mn_products_end();
         mn_products_wait<1>();
+        if (p.adds_k) before.add(Y, room.out);
 #pragma unroll
         for (int i = 0; i < 32; i += 2) {
             mn_curve_put_pair(room.out, mn_pair(Y[i], Y[i + 1]), i / 4, i % 4 / 2);
         }
-        mn_curve_put_rows(p.grad.k, room.out, at, at.s.first + start,
-                          min(64, at.s.rows - start), p.call.K);
+        mn_curve_put_rows(p.grad.k, room.out, at, at.s.first + start, count, p.call.K);
         mn_products_wait<0>();
         mn_curve_release(&room.gone[c % stages]);
         mn_curve_release(&room.read[c % 2]);
