@@ -167,7 +167,9 @@ __device__ inline void key_back(back_room<T, KP> &room, const mn_curvature_args 
         const int token = row0 + row;
         const int64_t j = at.column0 + column0 + column;
         T *to = mn_row<T>(p.grad.k, at.s.span.b, at.s.span.t0 + t + token, at.h);
-        if (to && token < count && j < p.call.K) mn_put(to + j, x + room.e[column0 + column]);
+        if (!to || token >= count || j >= p.call.K) return;
+        const float sum = x + room.e[column0 + column];
+        mn_put(to + j, p.adds_k ? sum + mn_float(to[j]) : sum);
     });
 }
 

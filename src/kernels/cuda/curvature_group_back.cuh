@@ -111,7 +111,7 @@ __device__ inline void mn_curve_back_copy(mn_curve_back_room<KP> &room,
     constexpr int stages = mn_curve_back_room<KP>::stages;
     const int i = threadIdx.x % MN_GROUP, n_chunks = (at.s.rows + 63) / 64;
     const int64_t own = at.column0 + i;
-    const double seen = mn_curve_before(p, at.s.n);
+    const int64_t seen = (int64_t)mn_curve_before(p, at.s.n);
     float e = i < MN_CURVE_SLICE && own < p.call.K ? mn_get(vector, own) : 0.0f;
     mn_curve_token token = {};
     for (int c = 0; c <= n_chunks; c++) {
@@ -131,7 +131,7 @@ __device__ inline void mn_curve_back_copy(mn_curve_back_room<KP> &room,
         mn_curve_copies_wait<1>();
         if (i < MN_CURVE_CHUNK) {
             const int64_t t = at.s.first + start + i;
-            const float each = (float)(1.0 / (seen + (double)(t + 1)));
+            const float each = 1.0f / (float)(seen + t + 1);
             now.e[i] = e;
             now.factor[i] = -token_now.gamma * each;
             now.mean[0][i] = token_now.mean, now.mean[1][i] = token_now.mean_d;
@@ -204,6 +204,42 @@ __device__ inline void mn_curve_turned_square(float (&d)[32], const uint32_t (&a
     }
 }
 
+/* This warp's columns of rows of dk as they are, which come from memory. */
+struct mn_curve_before_rows {
+    uint4 row[4];
+
+    __device__ void load(const mn_curvature_args &p, const mn_curve_place &at, int chunk) {
+        const int lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16 + lane % 2 * 8;
+        const int64_t j = at.column0 + column, t = at.s.first + chunk * 64;
+        const int count = at.s.rows - chunk * 64;
+        const mn_bf16 *from = mn_row<mn_bf16>(p.grad.k, at.s.span.b, at.s.span.t0 + t, at.h);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int token = 16 * i + lane / 2;
+            const bool inside = p.adds_k && from && token < count && j < p.call.K;
+            row[i] = make_uint4(0, 0, 0, 0);
+            if (inside) row[i] = *(const uint4 *)(from + token * p.grad.k.stride[1] + j);
+        }
+    }
+
+    /* Adds them to sums that are turned; `out` is a tile of which this warp has its columns. */
+    __device__ void add(float (&Y)[32], unsigned char *out) const {
+        const int lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16;
+        uint32_t x[16];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            *(uint4 *)(out + mn_tile_byte(64, 16 * i + lane / 2, column + lane % 2 * 8)) = row[i];
+        }
+        __syncwarp();
+        mn_curve_left<64>(x, out, column);
+#pragma unroll
+        for (int i = 0; i < 16; i++) {
+            Y[2 * i] += mn_curve_low(x[i]), Y[2 * i + 1] += mn_curve_high(x[i]);
+        }
+        __syncwarp();
+    }
+};
+
 template <int KP>
 __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
                                           const mn_curvature_args &p, const mn_curve_place &at,
@@ -211,18 +247,27 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
     constexpr int stages = mn_curve_back_room<KP>::stages;
     const int n_chunks = (at.s.rows + 63) / 64, warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32, own = at.column0 + warp * 16;
-    float G[KP / 2];
+    float G[KP / 2], Y[32], done[32];
+    mn_curve_before_rows before;
     mn_curve_load(G, mn_row<float>(p.cot.kk, at.s.n, 0, at.h), sums, 1.0f, p.call.K, at.column0);
+    const auto put = [&](int c) {
+        const int start = (n_chunks - 1 - c) * 64;
+        if (p.adds_k) before.add(done, room.out);
+#pragma unroll
+        for (int i = 0; i < 32; i += 2) {
+            mn_curve_put_pair(room.out, mn_pair(done[i], done[i + 1]), i / 4, i % 4 / 2);
+        }
+        mn_curve_put_rows(p.grad.k, room.out, at, at.s.first + start, min(64, at.s.rows - start),
+                          p.call.K);
+    };
     for (int c = 0; c < n_chunks; c++) {
         mn_curve_back_stage<KP> &in = room.stage[c % stages];
-        const int start = (n_chunks - 1 - c) * 64;
         uint32_t a[KP / 4], d[16], q[16];
-        float Y[32];
+        mn_curve_pack(a, G);
         mn_barrier_wait(&room.there[c % stages], c / stages & 1);
         const float e[2] = { in.e[warp * 16 + lane / 4], in.e[warp * 16 + lane / 4 + 8] };
 #pragma unroll
         for (int i = 0; i < 32; i++) Y[i] = e[i % 4 / 2];
-        mn_curve_pack(a, G);
         mn_products_start();
         mn_curve_rows<KP, 64>(Y, a, mn_shared_at(in.k));
         mn_products_end();
@@ -234,21 +279,18 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
         mn_products_start();
         mn_curve_turned_square(Y, d, mn_shared_at(room.P[c % 2][0]));
         mn_curve_turned_square(Y, q, mn_shared_at(room.P[c % 2][1]));
-        mn_products_end();
         mn_curve_depth<64>(G, d, mn_shared_at(in.q));
         mn_curve_depth<64>(G, q, mn_shared_at(in.d));
         mn_products_end();
-        mn_products_wait<1>();
-#pragma unroll
-        for (int i = 0; i < 32; i += 2) {
-            mn_curve_put_pair(room.out, mn_pair(Y[i], Y[i + 1]), i / 4, i % 4 / 2);
-        }
-        mn_curve_put_rows(p.grad.k, room.out, at, at.s.first + start,
-                          min(64, at.s.rows - start), p.call.K);
+        if (c > 0) put(c - 1);
+        before.load(p, at, n_chunks - 1 - c);
         mn_products_wait<0>();
         mn_curve_release(&room.gone[c % stages]);
         mn_curve_release(&room.read[c % 2]);
+#pragma unroll
+        for (int i = 0; i < 32; i++) done[i] = Y[i];
     }
+    if (n_chunks > 0) put(n_chunks - 1);
     if (at.s.first > 0) return;
     mn_curve_store(mn_row<float>(p.grad.kk0, at.s.n, 0, at.h), G, 0.5f, p.call.K, at.column0);
 }

@@ -19,6 +19,7 @@ struct alignas(1024) mn_curve_there_stage {
     unsigned char x[KP / 64 * MN_CURVE_SQUARE];
     unsigned char q[BACK ? KP / 64 * MN_CURVE_SQUARE : 16];
     float s[KP], factor[MN_CURVE_CHUNK], each[MN_CURVE_CHUNK];    // factor: -gamma / n
+    float mean[MN_CURVE_CHUNK];                                   // of x
 };
 
 template <int KP, bool BACK>
@@ -28,7 +29,7 @@ struct mn_curve_there_room {
     alignas(1024) unsigned char P[2][MN_CURVE_SQUARE];
     alignas(1024) unsigned char P_low[2][BACK ? MN_CURVE_SQUARE : 1024];
     alignas(1024) unsigned char out[MN_CURVE_SQUARE];
-    float mean[2][MN_CURVE_CHUNK], part[2][4][KP];
+    float part[2][4][KP];
     uint64_t there[stages], gone[stages], scored[2], read[2];
 };
 
@@ -108,7 +109,7 @@ __device__ inline void mn_curve_there_copy(mn_curve_there_room<KP, BACK> &room,
                                            const float *vector) {
     constexpr int stages = mn_curve_there_room<KP, BACK>::stages;
     const int i = threadIdx.x % MN_GROUP, n_chunks = (at.s.rows + 63) / 64;
-    const double seen = mn_curve_before(p, at.s.n);
+    const int64_t seen = (int64_t)mn_curve_before(p, at.s.n);
     float s = i < p.call.K ? mn_get(vector, i) : 0.0f, gamma = 0.0f;
     for (int n = i; n < stages * (KP / 64) * 48; n += MN_GROUP) {    // the rows behind s
         unsigned char *k = room.stage[n / 48 / (KP / 64)].k;
@@ -139,8 +140,7 @@ __device__ inline void mn_curve_there_copy(mn_curve_there_room<KP, BACK> &room,
                 __float2bfloat16_rn(s - __bfloat162float(rounded));
         }
         if (i < MN_CURVE_CHUNK) {
-            const double n = seen + (double)(at.s.first + (c - 1) * 64 + i + 1);
-            const float each = (float)(1.0 / n);
+            const float each = 1.0f / (float)(seen + at.s.first + (c - 1) * 64 + i + 1);
             now.each[i] = each;
             now.factor[i] = -gamma_now * each;
         }
@@ -192,8 +192,8 @@ __device__ inline void mn_curve_there_scores(mn_curve_there_room<KP, BACK> &room
         mn_barrier_wait(&room.read[c % 2], (c / 2 & 1) ^ 1);
         mn_curve_put_square(room.P[c % 2], BACK ? room.P_low[c % 2] : NULL, d, mean);
         if (thread % 4 == 0) {
-            room.mean[c % 2][row] = mean[0];
-            room.mean[c % 2][row + 8] = mean[1];
+            in.mean[row] = mean[0];
+            in.mean[row + 8] = mean[1];
         }
         mn_curve_publish();
         mn_barrier_arrive(&room.scored[c % 2]);
@@ -238,9 +238,8 @@ template <int KP, bool BACK>
 __device__ inline void mn_curve_there_put(const float (&Y)[32],
                                           mn_curve_there_room<KP, BACK> &room,
                                           const mn_curve_there_stage<KP, BACK> &in,
-                                          const float *means, const mn_curvature_args &p,
-                                          const mn_curve_work &w, const mn_curve_place &at,
-                                          int64_t t, int count) {
+                                          const mn_curvature_args &p, const mn_curve_work &w,
+                                          const mn_curve_place &at, int64_t t, int count) {
     const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int own = at.column0 + warp * 16;
     const float s[2] = { in.s[own + lane / 4], in.s[own + lane / 4 + 8] };
@@ -250,7 +249,7 @@ __device__ inline void mn_curve_there_put(const float (&Y)[32],
     if (BACK) mn_curve_left<64>(q, in.q, own);
 #pragma unroll
     for (int n = 0; n < 8; n++) {
-        const float2 m = *(const float2 *)(means + 8 * n + lane % 4 * 2);
+        const float2 m = *(const float2 *)(in.mean + 8 * n + lane % 4 * 2);
         const float2 f = *(const float2 *)(in.factor + 8 * n + lane % 4 * 2);
         products[2 * n] = products[2 * n + 1] = 0.0f;
 #pragma unroll
@@ -282,36 +281,40 @@ __device__ inline void mn_curve_there_read(mn_curve_there_room<KP, BACK> &room,
                                            const mn_curve_place &at, const float *sums) {
     constexpr int stages = mn_curve_there_room<KP, BACK>::stages;
     const int n_chunks = (at.s.rows + 63) / 64, warp = threadIdx.x / 32 % 4;
-    float R[KP / 2];
+    float R[KP / 2], Y[32], done[32];
     mn_curve_load(R, mn_row<float>(p.kk0, at.s.n, 0, at.h), sums, 0.5f, p.call.K, at.column0);
+    const auto put = [&](int c) {
+        mn_curve_there_put<KP, BACK>(done, room, room.stage[c % stages], p, w, at,
+                                     at.s.first + c * 64, min(64, at.s.rows - c * 64));
+        mn_curve_release(&room.gone[c % stages]);
+    };
     for (int c = 0; c < n_chunks; c++) {
         mn_curve_there_stage<KP, BACK> &in = room.stage[c % stages];
         uint32_t a[KP / 4], low[BACK ? KP / 4 : 1], k[16];
-        float Y[32];
 #pragma unroll
         for (int i = 0; i < 32; i++) Y[i] = 0.0f;
-        mn_barrier_wait(&room.there[c % stages], c / stages & 1);
-        mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
         mn_curve_pack(a, R);
         if constexpr (BACK) mn_curve_pack_rest(low, R);
+        mn_barrier_wait(&room.there[c % stages], c / stages & 1);
         mn_products_start();
         mn_curve_rows<KP, 64>(Y, a, mn_shared_at(in.x));
         if constexpr (BACK) mn_curve_rows<KP, 64>(Y, low, mn_shared_at(in.x));
         mn_products_end();
+        mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
         mn_barrier_wait(&room.scored[c % 2], c / 2 & 1);
         mn_products_start();
         mn_curve_square(Y, k, mn_shared_at(room.P[c % 2]));
         if (BACK) mn_curve_square(Y, k, mn_shared_at(room.P_low[c % 2]));
-        mn_products_end();
         mn_curve_depth<MN_CURVE_ROWS>(R, k, mn_shared_at(in.k));
         mn_products_end();
-        mn_products_wait<1>();
-        mn_curve_there_put<KP, BACK>(Y, room, in, room.mean[c % 2], p, w, at,
-                                     at.s.first + c * 64, min(64, at.s.rows - c * 64));
+        if (BACK) mn_products_wait<1>();    // frees registers
+        if (c > 0) put(c - 1);
         mn_products_wait<0>();
-        mn_curve_release(&room.gone[c % stages]);
         mn_curve_release(&room.read[c % 2]);
+#pragma unroll
+        for (int i = 0; i < 32; i++) done[i] = Y[i];
     }
+    if (n_chunks > 0) put(n_chunks - 1);
     if (at.s.last && !BACK) {
         mn_curve_store(mn_row<float>(p.kk, at.s.n, 0, at.h), R, 1.0f, p.call.K, at.column0);
     }
