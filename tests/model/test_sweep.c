@@ -545,6 +545,7 @@ static void cells_choose_the_best_setting(void **state) {
     assert_true(ahead.seeds == 1 && isnan(ahead.se) && ahead.percent);
     assert_true(low.verdict == MN_CLAIM_FAILS && fabs(low.se - 0.1) < 1e-12 && low.seeds == 2);
     assert_int_equal(nobody.verdict, MN_CLAIM_OPEN);
+    assert_true(low.close && !ahead.close && !nobody.close);
     mn_cells cells;
     if (mn_cells_make(&cells, &root, 0) != MN_OK) check_fatal("%s", mn_last_error());
     assert_int_equal(cells.n, 2);
