@@ -1,8 +1,8 @@
 /* tape_part.c - parts of a step whose light results share memory and are made again going back.
  *
  *   forward     part 1 makes its results in the shared memory, part 2 in the same, ...
- *   backward    before the first node of part i goes back, what the part had there is made again, in
- *               its order, from what was kept; the last part's is there still */
+ *   backward    before the first node of part i goes back, what the part had there is made again,
+ *               in its order, from what was kept; the last part's is there still */
 #include "ops/tape_node.h"
 
 /* One result, or several of one operator, that can be made again. */

@@ -205,7 +205,7 @@ inline bool mn_rows_packable(const void *const (&tensors)[n], int64_t width) {
             if ((width) <= 16 * N) return function<mn_team<T, N, 8, 2>> arguments;                 \
             if ((width) <= 32 * N) return function<mn_team<T, N, 16, 2>> arguments;                \
             if ((width) <= 64 * N) return function<mn_team<T, N, 16, 4>> arguments;                \
-            if ((width) <= 128 * N) return function<mn_team<T, N, 128, 1>> arguments;              \
+            if ((width) <= 128 * N) return function<mn_team<T, N, 32, 4>> arguments;               \
             if ((width) <= 256 * N) return function<mn_team<T, N, 128, 2>> arguments;              \
             if ((width) <= 512 * N) return function<mn_team<T, N, 256, 2>> arguments;              \
             return function<mn_team<T, N, 256, 4>> arguments;                                      \
