@@ -1,5 +1,5 @@
-/* norm_adds.h - rms_norm going back on a GPU where the gradient of its input, a residual stream, has
- * arrived by another way already: dx is added to what grad.x holds. */
+/* norm_adds.h - rms_norm going back on a GPU where the gradient of its input, a residual stream,
+ * has arrived by another way already: dx is added to what grad.x holds. */
 #ifndef MN_KERNELS_NORM_ADDS_H
 #define MN_KERNELS_NORM_ADDS_H
 
