@@ -405,6 +405,7 @@ typedef struct mn_mesa_args {
 typedef struct mn_curvature_args {
     mn_call call;                             // B T H K
     int64_t n0;
+    int adds_k;                               // backward adds to what grad.k holds
     const int64_t *counts0;                   // (N) or NULL
     mn_in q, k, gamma, kk0, ks0;              // gamma (B,T,H); (N,H,K,K) (N,H,K)
     mn_out qt, kk, ks;

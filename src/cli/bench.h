@@ -185,4 +185,7 @@ int mn_bench_train(const mn_bench_options *options, const char *only, bool json,
  * prediction, time to the first step, prefill and decoding. */
 int mn_bench_train_gpu(const mn_bench_options *options, const char *only, bool json, bool list);
 
+/* Prefill and decoding alone, of the same models. */
+int mn_bench_infer_gpu(const mn_bench_options *options, const char *only, bool list);
+
 #endif

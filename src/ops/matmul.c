@@ -18,7 +18,6 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "base/util.h"
-#include "kernels/product.h"
 #include "ops/work.h"
 
 #if MN_HAVE_X86_TARGETS
@@ -291,15 +290,20 @@ static void run_vector(mn_context *context, const functions *f, const mn_matmul_
 
 /* ---- on a device ----------------------------------------------------------------------------- */
 
-static mn_status run_on_device(mn_context *context, const mn_matmul_args *p) {
-    mn_device *device = context->device;
-    const mn_mark mark = mn_device_mark(device);
-    const mn_product_work work = {
+mn_product_work mn_matmul_work_of(const mn_matmul_args *p) {
+    return (mn_product_work){
         .dtype = p->dtype, .c_dtype = p->dtype == MN_BF16 ? p->c_dtype : p->dtype,
         .a = p->a, .b = p->b, .c = p->c, .bias = p->bias, .M = p->M, .N = p->N, .K = p->K,
-        .a_row = p->a_row, .b_row = p->b_row, .c_row = p->c_row,
+        .a_row = p->a_row ? p->a_row : p->a_transposed ? p->M : p->K,
+        .b_row = p->b_row ? p->b_row : p->b_transposed ? p->K : p->N,
+        .c_row = p->c_row ? p->c_row : p->N,
         .a_transposed = p->a_transposed, .b_transposed = p->b_transposed,
         .accumulate = p->accumulate, .onto = p->onto };
+}
+
+mn_status mn_matmul_run(mn_context *context, const mn_product_work *work) {
+    mn_device *device = context->device;
+    const mn_mark mark = mn_device_mark(device);
     mn_status st = mn_device_use(device);
     if (st == MN_OK && !context->products) {
         context->products = mn_products_create();
@@ -310,7 +314,7 @@ static mn_status run_on_device(mn_context *context, const mn_matmul_args *p) {
         st = mn_fail(MN_ERR_MEMORY, "the GPU has no memory for the work space of a product");
     }
     if (st == MN_OK) {
-        const int code = mn_products_run(context->products, &work, space,
+        const int code = mn_products_run(context->products, work, space,
                                          mn_device_stream(device));
         st = mn_device_check(device, code, "a matrix product");
     }
@@ -385,7 +389,10 @@ mn_status mn_matmul(mn_context *context, const mn_matmul_args *args) {
     if (p.c_row == 0) p.c_row = p.N;
     if (p.M == 0 || p.N == 0) return MN_OK;
     if (context->plans) return count_work(context, &p);
-    if (context->device) return run_on_device(context, &p);
+    if (context->device) {
+        const mn_product_work work = mn_matmul_work_of(&p);
+        return mn_matmul_run(context, &work);
+    }
     run_on_cpu(context, &p);
     if (p.bias || p.onto) {
         mn_threads_run(context->threads, mn_ceil_div(p.M, M_BLOCK), add_rows, &p);

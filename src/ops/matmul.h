@@ -10,6 +10,7 @@
 #ifndef MN_OPS_MATMUL_H
 #define MN_OPS_MATMUL_H
 
+#include "kernels/product.h"
 #include "ops/context.h"
 
 typedef struct mn_matmul_args {
@@ -29,6 +30,10 @@ typedef struct mn_matmul_args {
  * with a device the product is put on its stream, and memory is the device's; only there it can
  * fail. One that plans counts work space and computes nothing. */
 mn_status mn_matmul(mn_context *context, const mn_matmul_args *args);
+
+/* On a context with a device: the product as its kernels know it, and doing it. */
+mn_product_work mn_matmul_work_of(const mn_matmul_args *args);
+mn_status mn_matmul_run(mn_context *context, const mn_product_work *work);
 
 /* Bytes of the context's arena, or of its device's scratch memory, it takes at most. */
 size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *args);

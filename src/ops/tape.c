@@ -11,6 +11,7 @@
 #include "base/dtype.h"
 #include "base/util.h"
 #include "ops/tape_cpu.h"
+#include "ops/tape_delay.h"
 #include "ops/tape_node.h"
 
 static mn_status check_type(const mn_context *context, mn_dtype dtype) {
@@ -55,6 +56,7 @@ void mn_tape_destroy(mn_tape *tape) {
         mn_device_free(tape->device, tape->lent[i].there);
     }
     free(tape->lent);
+    free(tape->delay);
     mn_arena_destroy(tape->data);
     mn_arena_destroy(tape->notes);
     free(tape);
@@ -74,6 +76,7 @@ void mn_tape_start(mn_tape *tape, unsigned modes) {
     tape->n_seqs = tape->n_lent = 0;
     tape->lent_bytes = 0;
     tape->told = NULL;
+    mn_delay_forget(tape);
     tape->scope[0] = '\0';
 }
 
@@ -99,6 +102,7 @@ mn_tensor *mn_tape_fail(mn_tape *tape, mn_status status) {
 }
 
 void mn_tape_scope(mn_tape *tape, const char *format, ...) {
+    mn_tape_flush(tape);    // under the name of what asked for it
     va_list args;
     va_start(args, format);
     vsnprintf(tape->scope, sizeof tape->scope, format, args);
@@ -175,11 +179,13 @@ mn_tape_mark mn_tape_hold(const mn_tape *tape) {
 }
 
 void mn_tape_let_go(mn_tape *tape, mn_tape_mark mark) {
+    mn_tape_flush(tape);
     mn_arena_release(tape->data, mark.mark);
     tape->used = mark.used;
 }
 
 void mn_tape_do(mn_tape *tape, mn_work_id id, const void *work) {
+    if (mn_delay_work(tape, id, work)) return;
     const mn_work_fn *fn = &tape->works[id];
     const size_t bytes = fn->bytes ? fn->bytes(work) : 0;
     const mn_tape_mark mark = mn_tape_hold(tape);
@@ -198,6 +204,7 @@ void mn_tape_product(mn_tape *tape, const mn_matmul_args *p) {
         tape->work = mn_max(tape->work, mn_matmul_work(tape->context, p));
         return;
     }
+    if (mn_delay_product(tape, p)) return;
     const mn_status st = mn_matmul(tape->context, p);
     if (st != MN_OK) mn_tape_fail(tape, st);
 }
@@ -209,6 +216,7 @@ void *mn_tape_memory(mn_tape *tape, int64_t count) {
 }
 
 mn_status mn_tape_fetch(mn_tape *tape, void *to, const void *from, size_t bytes) {
+    mn_tape_flush(tape);
     if (tape->device) return mn_device_download(tape->device, to, from, bytes);
     memcpy(to, from, bytes);
     return MN_OK;

@@ -51,6 +51,7 @@ typedef enum mn_tape_mode {
     MN_TAPE_RECORD = 1,        // remembers how to go back
     MN_TAPE_CHECK = 2,         // looks for numbers that are not finite after each operation
     MN_TAPE_PLAN = 4,          // computes nothing and counts memory: mn_tape_bytes tells how much
+    MN_TAPE_DELAY = 8,         // forward on a device: gathers work into few launches (tape_delay.c)
 } mn_tape_mode;
 
 /* `dtype` is that of activations: MN_F32, or MN_F64 on a CPU, or MN_BF16 on a device. The context
@@ -91,6 +92,10 @@ mn_tensor *mn_tape_fail(mn_tape *tape, mn_status status);
 /* Step memory for the caller's own use, such as states: `count` numbers of the tape's type,
  * uninitialised, NULL after a failure. In plan mode the address must not be touched. */
 void *mn_tape_memory(mn_tape *tape, int64_t count);
+
+/* Asks for everything that a tape of MN_TAPE_DELAY has put off. Reading from a tape does that by
+ * itself; it is for who goes on with its memory by other ways. */
+void mn_tape_flush(mn_tape *tape);
 
 /* What the device reads for `bytes` of the host: uploaded now, to an address that is the same in
  * each step that lends as much in the same order. On a CPU `host` itself. NULL after a failure. */

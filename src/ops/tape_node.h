@@ -69,6 +69,8 @@ typedef struct mn_told {
     int64_t rows;
 } mn_told;
 
+typedef struct mn_delay mn_delay;
+
 struct mn_tape {
     mn_context *context;
     mn_device *device;           // NULL: the CPU
@@ -91,6 +93,7 @@ struct mn_tape {
     int64_t n_lent, most_lent;
     size_t lent_bytes;           // of this step
     mn_told *told;               // losses of this step
+    mn_delay *delay;             // NULL until something is put off
     char scope[MN_TAPE_SCOPE];
 };
 

@@ -9,7 +9,7 @@
 #include "base/dtype.h"
 #include "kernels/norm_adds.h"
 #include "ops/run.h"
-#include "ops/tape_node.h"
+#include "ops/tape_delay.h"
 
 void *mn_run_start(mn_run *run, mn_tape *tape, mn_op_id op) {
     memset(run, 0, offsetof(mn_run, args) + mn_op_describe(op)->args_bytes);
@@ -207,6 +207,7 @@ mn_tensor *mn_run_out(mn_run *run, const char *field) {
 /* ---- now, and back --------------------------------------------------------------------------- */
 
 static void execute(mn_tape *tape, mn_op_id op, mn_pass pass, const void *args) {
+    if (pass == MN_FORWARD && mn_delay_op(tape, op, args)) return;
     if (mn_tape_runs(tape)) {
         tape->context->borders = (mn_borders){ tape->cu_seqlens, tape->borders };
         const mn_status st = mn_op_run(tape->context, op, pass, args);
