@@ -13,7 +13,7 @@
 #include "kernels/cuda/unpack.cuh"
 
 enum { THREADS = 128, PACK = 4, TILE = 32, TAPS = 4, GROUP = 4, SILU = 1 };
-enum { MOST_TILES = 65535, BLOCKS = 1056 };    // BLOCKS: eight for each processor of an H200
+enum { MOST_TILES = 65535, BLOCKS = 528 };    // BLOCKS: four for each processor of an H200
 
 /* x_s of a sequence for channels [channel, channel + N); before its start the tail, or zero. */
 template <typename T, int N>
