@@ -179,4 +179,8 @@ bool mn_grad_place(mn_tape *tape, mn_tensor *x);
 /* Adds `gradient`, in the shape of x, to the gradient of x, or makes it that. */
 void mn_grad_give(mn_tape *tape, mn_tensor *x, const mn_view *gradient);
 
+/* The same where `gradient` is contiguous step memory that nothing else uses any more: it becomes
+ * that of the gradient where there is none yet. */
+void mn_grad_hand(mn_tape *tape, mn_tensor *x, const mn_view *gradient);
+
 #endif

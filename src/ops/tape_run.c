@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/dtype.h"
+#include "kernels/norm_adds.h"
 #include "ops/run.h"
 #include "ops/tape_delay.h"
 
@@ -278,6 +279,33 @@ static mn_view take_beside(mn_tape *tape, mn_run *run, int i) {
     return mn_flat_view(memory, dtype, shape);
 }
 
+/* A norm on a GPU adds to the gradient of a residual stream by itself. */
+static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t others) {
+    mn_rms_norm_args *p = (mn_rms_norm_args *)run->args;
+    const bool alone = tape->device && run->op == MN_OP_rms_norm && others == 1 &&
+                       run->fields[0].offset == offsetof(mn_rms_norm_args, x) &&
+                       run->bound[0]->slot->dtype == type_of(run, 0) &&
+                       mn_is_contiguous(run->bound[0]);
+    if (!alone) return false;
+    bool add;
+    mn_plan plan = { 0 };
+    p->grad.x.data = mn_grad_write(tape, run->bound[0], &add).data;
+    const mn_kernel *kernel = &tape->context->cuda.kernel[MN_KERNEL_rms_norm][MN_BACKWARD];
+    if (!kernel->plan || !kernel->plan(p, &plan)) return false;
+    const mn_tape_mark mark = mn_tape_hold(tape);
+    void *parts = mn_tape_bytes_of(tape, plan.shared_bytes);
+    if (mn_tape_runs(tape)) {
+        mn_status st = mn_device_use(tape->device);
+        if (st == MN_OK) {
+            const int code = mn_norm_adds_cuda(p, parts, mn_device_stream(tape->device));
+            st = mn_device_check(tape->device, code, tape->scope);
+        }
+        if (st != MN_OK) mn_tape_fail(tape, st);
+    }
+    mn_tape_let_go(tape, mark);
+    return true;
+}
+
 /* Gradients that are given get their place before scratch is taken: it outlasts the scratch. */
 static void back_run(mn_tape *tape, void *payload) {
     mn_run *run = payload;
@@ -285,6 +313,7 @@ static void back_run(mn_tape *tape, void *payload) {
     if (!take_cotangents(run)) return;
     mn_view beside[MN_RUN_FIELDS];
     const uint64_t others = place_first(tape, run);
+    if (norm_adds(tape, run, others)) return;
     for (int i = 0; i < run->n_fields; i++) {
         if (others >> i & 1) mn_grad_place(tape, run->bound[i]);
     }

@@ -466,12 +466,23 @@ static mn_tensor *mlp(mn_tape *tape, mn_tensor **in, const program *p) {
     return mn_tape_add(tape, x, mn_tape_linear(tape, gated, in[2], NULL));
 }
 
-/* x + W x twice over, with a bias once. */
+static mn_tensor *norm_of(mn_tape *tape, mn_tensor *x, mn_tensor *w) {
+    mn_run run_;
+    mn_rms_norm_args *args = mn_run_start(&run_, tape, MN_OP_rms_norm);
+    args->eps = 1e-5;
+    mn_run_in(&run_, "x", x);
+    mn_run_in(&run_, "w", w);
+    mn_tensor *y = mn_run_out(&run_, "y");
+    mn_run_now(&run_);
+    return y;
+}
+
+/* x + W rms(x) twice over, with a bias once: the norm adds to the gradient of x. */
 static mn_tensor *onto(mn_tape *tape, mn_tensor **in, const program *p) {
     (void)p;
     mn_tensor *x = mn_tape_affine(tape, in[0], 1.0, 0.25);
     for (int i = 0; i < 2; i++) {
-        mn_tensor *u = mn_tape_affine(tape, mn_tape_unary(tape, MN_UNARY_SILU, x), 0.1, 0.0);
+        mn_tensor *u = norm_of(tape, x, in[3]);
         x = mn_tape_linear_onto(tape, x, u, in[1], i ? in[2] : NULL);
     }
     return x;
@@ -499,7 +510,8 @@ static void moves(void **state) {
                                                          { { 1, 1, X, 24 }, true } },
                                      .kind = kind });
         }
-        check_program((program){ "onto", onto, 6, 3, { row, square, { { 1, 1, 1, X }, true } },
+        const input vector = { { 1, 1, 1, X }, true };
+        check_program((program){ "onto", onto, 6, 4, { row, square, vector, vector },
                                  .kind = 0 });
         const input table = { { 1, 1, wide ? 700 : 29, wide ? 520 : 33 }, true };
         for (int i = 0; i < MOST_IDS; i++) {

@@ -10,9 +10,10 @@
  * part of dw and dbias over the tiles it takes, and mn_sum_parts adds the parts. */
 #include "kernels/cuda/gate.cuh"
 #include "kernels/cuda/parts.cuh"
+#include "kernels/cuda/unpack.cuh"
 
 enum { THREADS = 128, PACK = 4, TILE = 32, TAPS = 4, GROUP = 4, SILU = 1 };
-enum { MOST_TILES = 65535, BLOCKS = 1056 };    // BLOCKS: eight for each processor of an H200
+enum { MOST_TILES = 65535, BLOCKS = 528 };    // BLOCKS: four for each processor of an H200
 
 /* x_s of a sequence for channels [channel, channel + N); before its start the tail, or zero. */
 template <typename T, int N>
@@ -100,8 +101,7 @@ struct ahead {
     }
 
     __device__ void take(float (&u)[N], int i) const {
-#pragma unroll
-        for (int j = 0; j < N; j++) u[j] = mn_float(at[i].at[j]);
+        mn_unpack_to(u, at[i]);
     }
 };
 
