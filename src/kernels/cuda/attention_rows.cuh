@@ -167,8 +167,8 @@ inline void mn_reads_strip(const mn_strip &s, const mn_reads &p, const mn_in &q,
     }
     mn_past_scores(s, g, d_o, values, V, 1.0f, stream);
     mn_weigh(s, p, w, g, stream);
-    mn_past_gather(s, dv, 0, group, w, d_o, V, mn_is_bf16<T>(), stream);
-    mn_past_gather(s, dk, 0, group, g, queries, K, mn_is_bf16<TQ>(), stream);
+    mn_past_gather(s, dv, 0, group, w, d_o, V, stream);
+    mn_past_gather(s, dk, 0, group, g, queries, K, stream);
     if (p.rope) mn_past_read<TQ, float>(s, dq, 0, g, keys, K, p.scale, stream);
     else mn_past_read<TQ, T>(s, dq, 0, g, keys, K, p.scale, stream);
 }
