@@ -11,8 +11,8 @@
  * First kernel, a block for 128 queries: walks over the keys and sums dq = scale sum dz k. Where
  * forward left its sums and o, they give a and b = o.do; otherwise a walk before finds them. o was
  * rounded to bf16, and where a row has nearly all its weight on one key g - b has to cancel better
- * than that: the walk sums w (g - b), which is what b lacks, and where that counts beside the sum of
- * |w (g - b)| the block walks once more. Second kernel, a block for 128 keys: with keys as rows,
+ * than that: the walk sums w (g - b), which is what b lacks, and where that counts beside the sum
+ * of |w (g - b)| the block walks once more. Second kernel, a block for 128 keys: with keys as rows,
  * dv = sum w do and dk = scale sum dz q. Nothing is added across blocks. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_BACKWARD_CUH
 #define MN_KERNELS_CUDA_ATTENTION_BACKWARD_CUH
@@ -491,10 +491,10 @@ mn_back_queries_kernel(const __grid_constant__ mn_back k) {
     const int n_tiles = (n_keys + room.step - 1) / room.step;
     mn_back_open(room);
     if (threadIdx.x < MN_GROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         mn_back_copy_keys<D, known>(room, at, k.f.p, n_tiles);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         mn_back_queries<D, softmax, known>(room, at, k, n_tiles);
     }
 #endif
@@ -517,10 +517,10 @@ mn_back_keys_kernel(const __grid_constant__ mn_back k) {
     const mn_back_range range = mn_back_range_of(at, k.f.p.call, room.step);
     mn_back_open(room);
     if (threadIdx.x < MN_GROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         mn_back_copy_queries<D>(room, at, k, range);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         mn_back_keys<D, softmax>(room, at, k, range);
     }
 #endif

@@ -162,15 +162,15 @@ inline void mn_reads_strip(const mn_strip &s, const mn_reads &p, const mn_in &q,
     mn_past_scores(s, w, queries, keys, K, p.scale, stream);
     if (!g) {
         mn_weigh(s, p, w, g, stream);
-        mn_past_read<T, T>(s, p.o, 0, w, values, V, 1.0f, stream);
+        mn_past_read<false, T, T>(s, p.o, 0, w, values, V, 1.0f, stream);
         return;
     }
     mn_past_scores(s, g, d_o, values, V, 1.0f, stream);
     mn_weigh(s, p, w, g, stream);
-    mn_past_gather(s, dv, 0, group, w, d_o, V, stream);
-    mn_past_gather(s, dk, 0, group, g, queries, K, stream);
-    if (p.rope) mn_past_read<TQ, float>(s, dq, 0, g, keys, K, p.scale, stream);
-    else mn_past_read<TQ, T>(s, dq, 0, g, keys, K, p.scale, stream);
+    mn_past_gather<false, mn_is_bf16<T>()>(s, dv, 0, group, w, d_o, V, stream);
+    mn_past_gather<true, mn_is_bf16<TQ>()>(s, dk, 0, group, g, queries, K, stream);
+    if (p.rope) mn_past_read<true, TQ, float>(s, dq, 0, g, keys, K, p.scale, stream);
+    else mn_past_read<true, TQ, T>(s, dq, 0, g, keys, K, p.scale, stream);
 }
 
 template <typename T>

@@ -1,6 +1,8 @@
 /* attention_strip_mma.cuh - products of attention_strip.cuh by tensor cores, for bf16 whose rows
- * can be read in packs of eight. The matrix of a strip goes into a product rounded to bf16, as
- * weights do in attention_forward.cuh; sums are float.
+ * can be read in packs of eight. Weights of a strip go into products rounded to bf16, as those of
+ * attention_forward.cuh do; cotangents, which may have to cancel, and other floats on their side go
+ * in whole: as the sum of two of bf16, what rounding leaves of the first being the second. Sums are
+ * float.
  *
  * A block of 256 threads makes 64 x 128 sums, in steps of a depth of 32: while the tensor cores
  * work on one step in shared memory, the next is being put beside it and two more are on their way
@@ -32,22 +34,25 @@ struct mn_eight {
         }
     }
 
-    /* As bf16 */
-    __device__ void store(mn_bf16 *to) const {
+    /* To `high`, and what rounding leaves of floats to `low` if that is not NULL. */
+    __device__ void store(mn_bf16 *high, mn_bf16 *low) const {
         if (sizeof(T) == 2) {
-            *(uint4 *)to = at[0];
+            *(uint4 *)high = at[0];
             return;
         }
         const float *x = (const float *)at;
         union {
             mn_bf16 each[8];
             uint4 all;
-        } rounded;
+        } first, rest;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            rounded.each[i] = __float2bfloat16_rn(x[i % (4 * (int)sizeof(T) / 2)]);
+            const float y = x[i % (4 * (int)sizeof(T) / 2)];
+            first.each[i] = __float2bfloat16_rn(y);
+            rest.each[i] = __float2bfloat16_rn(y - __bfloat162float(first.each[i]));
         }
-        *(uint4 *)to = rounded.all;
+        *(uint4 *)high = first.all;
+        if (low) *(uint4 *)low = rest.all;
     }
 };
 
@@ -68,29 +73,30 @@ struct mn_panel {
         }
     }
 
-    __device__ void store(mn_bf16 *room) const {
+    __device__ void store(mn_bf16 *room, mn_bf16 *low) const {
 #pragma unroll
         for (int e = 0; e < each; e++) {
             const int i = threadIdx.x + e * MN_STRIP_THREADS;
-            at[e].store(room + i / packs * pitch + i % packs * 8);
+            const int to = i / packs * pitch + i % packs * 8;
+            at[e].store(room + to, low ? low + to : nullptr);
         }
     }
 };
 
 /* How a block's two panels lie: a is (rows, depth) or, turned, (depth, rows); b is (columns, depth)
  * or, turned, (depth, columns). */
-template <typename TA, bool a_turned, bool b_turned>
+template <typename TA, typename TB, bool a_turned, bool b_turned>
 struct mn_panel_kind {
     using A = mn_panel<TA, a_turned ? MN_PANEL_DEPTH : MN_PANEL_ROWS,
                        a_turned ? MN_PANEL_ROWS : MN_PANEL_DEPTH>;
-    using B = mn_panel<mn_bf16, b_turned ? MN_PANEL_DEPTH : MN_PANEL_COLUMNS,
+    using B = mn_panel<TB, b_turned ? MN_PANEL_DEPTH : MN_PANEL_COLUMNS,
                        b_turned ? MN_PANEL_COLUMNS : MN_PANEL_DEPTH>;
 };
 
 enum { MN_PANEL_A = 64 * 40, MN_PANEL_B = 128 * 40 };    // the largest of them, in bf16
 
 union mn_panel_room {
-    mn_bf16 panels[2][MN_PANEL_A + MN_PANEL_B];
+    mn_bf16 panels[2][2 * MN_PANEL_A + MN_PANEL_B];
     float sums[MN_PANEL_ROWS * MN_PANEL_SUMS];
 };
 
@@ -104,9 +110,9 @@ struct mn_panel_sums {
     }
 
     template <bool a_turned, bool b_turned>
-    __device__ void step(const mn_bf16 *a, const mn_bf16 *b) {
+    __device__ void step(const mn_bf16 *a, const mn_bf16 *low, const mn_bf16 *b) {
         using namespace nvcuda::wmma;
-        using kind = mn_panel_kind<float, a_turned, b_turned>;
+        using kind = mn_panel_kind<float, float, a_turned, b_turned>;
         using a_order = typename std::conditional<a_turned, col_major, row_major>::type;
         using b_order = typename std::conditional<b_turned, row_major, col_major>::type;
         constexpr int lda = kind::A::pitch, ldb = kind::B::pitch;
@@ -120,12 +126,14 @@ struct mn_panel_sums {
                 load_matrix_sync(from_b[i], b + (b_turned ? k * ldb + c : c * ldb + k), ldb);
             }
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
+            for (int i = 0; i < 4; i++) {
+                const mn_bf16 *half = i / 2 ? low : a;
+                if (!half) break;
                 fragment<matrix_a, 16, 16, 16, mn_bf16, a_order> from_a;
-                const int r = row + i * 16;
-                load_matrix_sync(from_a, a + (a_turned ? k * lda + r : r * lda + k), lda);
-                mma_sync(at[i][0], from_a, from_b[0], at[i][0]);
-                mma_sync(at[i][1], from_a, from_b[1], at[i][1]);
+                const int r = row + i % 2 * 16;
+                load_matrix_sync(from_a, half + (a_turned ? k * lda + r : r * lda + k), lda);
+                mma_sync(at[i % 2][0], from_a, from_b[0], at[i % 2][0]);
+                mma_sync(at[i % 2][1], from_a, from_b[1], at[i % 2][1]);
             }
         }
     }
@@ -151,12 +159,14 @@ struct mn_panel_sums {
     }
 };
 
-/* sums += a b over `depth`; a_at and b_at(row, column of the panel, start of the step). */
-template <typename TA, bool a_turned, bool b_turned, typename FA, typename FB>
+/* sums += a b over `depth`, floats of a `whole` or rounded; a_at and b_at(row, column of the panel,
+ * start of the step). */
+template <typename TA, typename TB, bool whole, bool a_turned, bool b_turned, typename FA,
+          typename FB>
 __device__ inline void mn_panel_product(mn_panel_sums &sums, mn_panel_room &room, int64_t depth,
                                         FA a_at, FB b_at) {
     constexpr int ahead = 2;
-    using kind = mn_panel_kind<TA, a_turned, b_turned>;
+    using kind = mn_panel_kind<TA, TB, a_turned, b_turned>;
     typename kind::A a[ahead];
     typename kind::B b[ahead];
     const auto fetch = [&](int i, int64_t k0) {
@@ -173,19 +183,21 @@ __device__ inline void mn_panel_product(mn_panel_sums &sums, mn_panel_room &room
         for (int i = 0; i < ahead; i++) {
             const int64_t k0 = first + i * MN_PANEL_DEPTH;
             if (k0 >= depth) break;
-            mn_bf16 *room_a = room.panels[i], *room_b = room_a + MN_PANEL_A;
-            a[i].store(room_a);
-            b[i].store(room_b);
+            mn_bf16 *room_a = room.panels[i], *room_b = room_a + 2 * MN_PANEL_A;
+            mn_bf16 *low = whole && sizeof(TA) == 4 ? room_a + MN_PANEL_A : nullptr;
+            a[i].store(room_a, low);
+            b[i].store(room_b, nullptr);
             __syncthreads();
             if (k0 + ahead * MN_PANEL_DEPTH < depth) fetch(i, k0 + ahead * MN_PANEL_DEPTH);
-            sums.template step<a_turned, b_turned>(room_a, room_b);
+            sums.template step<a_turned, b_turned>(room_a, low, room_b);
         }
     }
     __syncthreads();
 }
 
-__global__ static void __launch_bounds__(MN_STRIP_THREADS, 2)
-mn_panel_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_strip_side<mn_bf16> a,
+template <typename TA>
+__global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
+mn_panel_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_strip_side<TA> a,
                        mn_strip_side<mn_bf16> b, int64_t width, float scale) {
     __shared__ __align__(128) mn_panel_room room;
     const int64_t which = s.n_tiles - 1 - blockIdx.z;
@@ -196,10 +208,10 @@ mn_panel_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_strip_si
     if (tile.n_rows == 0 || key0 >= n_keys) return;
     mn_panel_sums sums;
     sums.clear();
-    mn_panel_product<mn_bf16, false, false>(
+    mn_panel_product<TA, mn_bf16, true, false, false>(
         sums, room, width,
         [&](int row, int column, int64_t k) {
-            const mn_bf16 *none = nullptr;
+            const TA *none = nullptr;
             const bool inside = row < tile.n_rows && k + column < width && a.view.data;
             return inside ? a.row(tile.span.b, start + tile.first + row, h) + k + column : none;
         },
@@ -223,7 +235,7 @@ mn_panel_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_strip_si
     }
 }
 
-template <typename TY>
+template <typename TY, bool whole>
 __global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
 mn_panel_read_kernel(const __grid_constant__ mn_strip s, mn_out y, int64_t head0, const float *w,
                      mn_strip_side<mn_bf16> x, int64_t width, float scale) {
@@ -236,7 +248,7 @@ mn_panel_read_kernel(const __grid_constant__ mn_strip s, mn_out y, int64_t head0
     if (tile.n_rows == 0) return;
     mn_panel_sums sums;
     sums.clear();
-    mn_panel_product<float, false, true>(
+    mn_panel_product<float, mn_bf16, whole, false, true>(
         sums, room, n_keys,
         [&](int row, int column, int64_t k) {
             const float *none = nullptr;    // what lies beyond the keys of a row is 0
@@ -259,9 +271,10 @@ mn_panel_read_kernel(const __grid_constant__ mn_strip s, mn_out y, int64_t head0
 }
 
 /* As mn_strip_gather_kernel; a tile's queries are added as one number. */
-__global__ static void __launch_bounds__(MN_STRIP_THREADS, 2)
+template <typename TX, bool whole>
+__global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
 mn_panel_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t head0, int64_t group,
-                       const float *w, mn_strip_side<mn_bf16> x, int64_t width) {
+                       const float *w, mn_strip_side<TX> x, int64_t width) {
     __shared__ __align__(128) mn_panel_room room;
     mn_call keys = s.call;
     keys.T = keys.L;
@@ -293,7 +306,7 @@ mn_panel_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t hea
         *h = head * group + unit % of;
         *t = t_first + unit / of * MN_STRIP_ROWS + k % MN_STRIP_ROWS;
     };
-    mn_panel_product<float, true, true>(
+    mn_panel_product<float, TX, whole, true, true>(
         sums, room, (end - slot) * group * MN_STRIP_ROWS,
         [&](int row, int column, int64_t k) {
             const float *none = nullptr;
@@ -304,7 +317,7 @@ mn_panel_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t hea
             return t < length ? at : none;
         },
         [&](int row, int column, int64_t k) {
-            const mn_bf16 *none = nullptr;
+            const TX *none = nullptr;
             int64_t t, h;
             part(k + row, &t, &h);
             const bool inside = t < length && j0 + column < width && x.view.data;
@@ -338,19 +351,20 @@ constexpr bool mn_is_bf16() {
 template <typename TA, typename TB>
 inline void mn_past_scores(const mn_strip &s, float *w, mn_strip_side<TA> a, mn_strip_side<TB> b,
                            int64_t width, float scale, cudaStream_t stream) {
-    if constexpr (mn_is_bf16<TA>() && mn_is_bf16<TB>()) {
+    if constexpr (mn_is_bf16<TB>()) {
         if (mn_panel_packable(a, width) && mn_panel_packable(b, width)) {
             const dim3 blocks((unsigned)mn_ceil_div(s.row, MN_PANEL_COLUMNS), (unsigned)s.heads,
                               (unsigned)s.n_tiles);
-            mn_panel_scores_kernel<<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, w, a, b, width,
-                                                                            scale);
+            mn_panel_scores_kernel<TA><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, w, a, b, width,
+                                                                                scale);
             return;
         }
     }
     mn_strip_scores(s, w, a, b, width, scale, stream);
 }
 
-template <typename TX, typename TY>
+/* `whole`: w are cotangents, not weights. */
+template <bool whole, typename TX, typename TY>
 inline void mn_past_read(const mn_strip &s, const mn_out &y, int64_t head0, const float *w,
                          mn_strip_side<TX> x, int64_t width, float scale, cudaStream_t stream) {
     if (!y.data) return;
@@ -358,28 +372,29 @@ inline void mn_past_read(const mn_strip &s, const mn_out &y, int64_t head0, cons
         if (mn_panel_packable(x, width)) {
             const dim3 blocks((unsigned)mn_ceil_div(width, MN_PANEL_COLUMNS), (unsigned)s.heads,
                               (unsigned)s.n_tiles);
-            mn_panel_read_kernel<TY><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, y, head0, w, x,
-                                                                              width, scale);
+            mn_panel_read_kernel<TY, whole><<<blocks, MN_STRIP_THREADS, 0, stream>>>(
+                s, y, head0, w, x, width, scale);
             return;
         }
     }
     mn_strip_read<TX, TY>(s, y, head0, w, x, width, scale, stream);
 }
 
-template <typename TX>
+/* `narrow`: the call is of bf16, so that x, if it is of floats, may be rounded to it. */
+template <bool whole, bool narrow, typename TX>
 inline void mn_past_gather(const mn_strip &s, const mn_out &d, int64_t head0, int64_t group,
                            const float *w, mn_strip_side<TX> x, int64_t width,
                            cudaStream_t stream) {
     if (!d.data) return;
-    if constexpr (mn_is_bf16<TX>()) {
+    if constexpr (narrow) {
         if (mn_panel_packable(x, width)) {
             mn_call keys = s.call;
             keys.T = keys.L;
             const dim3 blocks((unsigned)mn_tile_slots(keys, 64),
                               (unsigned)mn_ceil_div(width, MN_PANEL_COLUMNS),
                               (unsigned)(s.heads / group));
-            mn_panel_gather_kernel<<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, d, head0, group, w,
-                                                                            x, width);
+            mn_panel_gather_kernel<TX, whole><<<blocks, MN_STRIP_THREADS, 0, stream>>>(
+                s, d, head0, group, w, x, width);
             return;
         }
     }

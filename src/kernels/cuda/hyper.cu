@@ -171,14 +171,14 @@ output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
     const float *sum = mn_row<float>(y, b, t, h);
     const T *gv = mn_row<T>(k.p.gv, b, t, h), *d_o = mn_row<T>(k.p.cot.o, b, t, h);
     T *o = mn_row<T>(k.p.o, b, t, h), *dgv = mn_row<T>(k.p.grad.gv, b, t, h);
-    T *g = mn_row<T>(g_o, b, t, h);
+    float *g = mn_row<float>(g_o, b, t, h);
     for (int64_t i = threadIdx.x; i < k.p.call.V; i += MN_STRIP_THREADS) {
         const float by = gv ? mn_float(gv[i]) : 1.0f;
         if (o) mn_put(o + i, sum[i] * scale * by);
         if (!g) continue;
         const float d = mn_get(d_o, i);
         if (dgv) mn_put(dgv + i, d * sum[i] * scale);
-        mn_put(g + i, d * by * scale);
+        g[i] = d * by * scale;
     }
 }
 
@@ -269,7 +269,7 @@ static bool room_of(room *to, const mn_hyper_args *p, mn_pass pass) {
               mn_mul_i64(&to->parts, to->params, to->n_parts);
     ok = ok && mn_mul_i64(&to->step, mn_ceil_div(c.L, STEP_KEYS), to->y);
     if (pass != MN_STEP) to->step = 0;
-    to->g_o = c.dtype == MN_BF16 ? mn_ceil_div(to->y, 2) : to->y;
+    to->g_o = to->y;
     if (!backward) to->g_o = to->dk = to->dv = to->parts = 0;
     const int64_t parts[] = { to->params, to->rows, to->y, to->g_o, to->dk, to->dv, to->parts,
                               to->step };
@@ -326,7 +326,7 @@ static void strip_forward(const mn_hyper &k, const space &to, cudaStream_t strea
     mn_hyper_forward_kernel<T><<<fours, MN_STRIP_THREADS, bytes, stream>>>(k);
     const mn_strip_side<T> v = { k.p.v, 0, 1 };
     if (to.step) step_read<T>(k, to.y, to.step, stream);
-    else mn_past_read<T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
+    else mn_past_read<false, T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
     const dim3 rows((unsigned)k.s.rows, (unsigned)c.H, (unsigned)k.s.n_tiles);
     output_kernel<T><<<rows, MN_STRIP_THREADS, 0, stream>>>(k, mn_strip_input(to.y), to.g_o);
 }
@@ -335,9 +335,10 @@ template <typename T>
 static void strip_backward(const mn_hyper &k, const space &to, int64_t n_parts,
                            cudaStream_t stream) {
     const mn_call &c = k.p.call;
-    const mn_strip_side<T> g_o = { mn_strip_input(to.g_o), 0, 1 }, v = { k.p.v, 0, 1 };
+    const mn_strip_side<float> g_o = { mn_strip_input(to.g_o), 0, 1 };
+    const mn_strip_side<T> v = { k.p.v, 0, 1 };
     strip_forward<T>(k, to, stream);
-    mn_past_gather(k.s, to.dv, 0, 1, k.w, g_o, c.V, stream);
+    mn_past_gather<false, mn_is_bf16<T>()>(k.s, to.dv, 0, 1, k.w, g_o, c.V, stream);
     mn_past_scores(k.s, k.w, g_o, v, c.V, 1.0f, stream);
     const dim3 fours((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
@@ -347,8 +348,8 @@ static void strip_backward(const mn_hyper &k, const space &to, int64_t n_parts,
     if (k.lags > 0) params_kernel<<<lags, LAGS, 0, stream>>>(k, to.parts, n_parts);
     const mn_strip_side<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
     const mn_strip both = mn_strip_twice(k.s, k.branches, k.g[k.branches - 1] - k.g[0]);
-    mn_past_read<T, T>(both, k.p.grad.q, 0, k.g[0], key, c.K, 1.0f, stream);
-    mn_past_gather(both, to.dk, 0, 1, k.g[0], q, c.K, stream);
+    mn_past_read<true, T, T>(both, k.p.grad.q, 0, k.g[0], key, c.K, 1.0f, stream);
+    mn_past_gather<true, mn_is_bf16<T>()>(both, to.dk, 0, 1, k.g[0], q, c.K, stream);
 }
 
 /* Sums of keys or values in their own type. */
