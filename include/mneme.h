@@ -452,7 +452,8 @@ typedef struct mn_relu_attention_args {
  *
  * Lag j of a row uses entry P-1-j of the mixing parameters; U1 or U2 absent: no such mix. In layout
  * position the key of place i uses entry i instead, so that a lag meets other parameters in every
- * row: the ablation that shows what lags are good for. */
+ * row: the ablation that shows what lags are good for. Backward on a GPU writes o again where it is
+ * given. */
 typedef struct mn_hyper_args {
     mn_call call;                             // B T H K V L Q P R W
     double eps;
