@@ -75,6 +75,9 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     mn_run_in(&run, "k", k);
     mn_run_in(&run, "v", v);
     mn_tensor *o = mn_run_out(&run, "o");
+    /* In bf16, on a GPU that is, it saves backward two products of nine. */
+    const bool kept = softmax && mn_tape_records(f->tape) && mn_tape_dtype(f->tape) == MN_BF16;
+    if (kept) mn_run_out(&run, "lse");
     mn_run_now(&run);
     return mn_project_out(f, mn_tape_flat(f->tape, o), "o_proj.weight", NULL);
 }
