@@ -84,7 +84,7 @@ bool mn_products_fast(mn_products *p) {
 
 /* ---- shapes ---------------------------------------------------------------------------------- */
 
-enum { MOST_ALIGN = 16 };
+enum { MOST_ALIGN = 16, SPACE_ALIGN = 256, SPACE = MN_PRODUCT_SPACE - SPACE_ALIGN };
 
 static int32_t alignment(const void *at) {
     const uintptr_t low = (uintptr_t)at & -(uintptr_t)at;
@@ -145,7 +145,7 @@ static bool make_layouts(const library *lib, chosen *c) {
 
 static bool set_preference(const library *lib, cublasLtMatmulPreference_t preference,
                            const shape *s) {
-    const uint64_t space = MN_PRODUCT_SPACE;
+    const uint64_t space = SPACE;
     const uint32_t a = (uint32_t)s->align_b, b = (uint32_t)s->align_a, c = (uint32_t)s->align_c;
 #define SET(attribute, value)                                                                      \
     ok(lib->cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_##attribute,     \
@@ -190,6 +190,11 @@ static chosen *find(mn_products *p, const mn_product_work *work) {
 
 /* ---- products -------------------------------------------------------------------------------- */
 
+/* Algorithms that use work space want it to begin at a multiple of 256. */
+static void *aligned_space(void *space) {
+    return (void *)(((uintptr_t)space + SPACE_ALIGN - 1) / SPACE_ALIGN * SPACE_ALIGN);
+}
+
 static int run_fast(mn_products *p, const chosen *c, const mn_product_work *w, void *space,
                     void *stream) {
     const float one = 1.0f, beta = c->shape.adds ? 1.0f : 0.0f;
@@ -201,7 +206,7 @@ static int run_fast(mn_products *p, const chosen *c, const mn_product_work *w, v
     const void *onto = w->onto ? w->onto : w->c;
     const cublasStatus_t status = lib->cublasLtMatmul(
         p->handle, c->desc, &one, w->b, c->a, w->a, c->b, &beta, onto, c->c, w->c, c->c, &c->algo,
-        space, MN_PRODUCT_SPACE, stream);
+        aligned_space(space), SPACE, stream);
     return ok(status) ? 0 : cudaErrorLaunchFailure;
 }
 
