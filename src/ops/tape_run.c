@@ -279,19 +279,29 @@ static mn_view take_beside(mn_tape *tape, mn_run *run, int i) {
     return mn_flat_view(memory, dtype, shape);
 }
 
-/* A norm on a GPU adds to the gradient of a residual stream by itself. */
-static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t others) {
-    mn_rms_norm_args *p = (mn_rms_norm_args *)run->args;
-    const bool alone = tape->device && run->op == MN_OP_rms_norm && others == 1 &&
-                       run->fields[0].offset == offsetof(mn_rms_norm_args, x) &&
-                       run->bound[0]->slot->dtype == type_of(run, 0) &&
-                       mn_is_contiguous(run->bound[0]);
-    if (!alone) return false;
+/* A norm on a GPU adds to the gradient of a residual stream by itself: field 0 is no more among the
+ * others then. */
+static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t *others) {
+    const bool can = tape->device && run->op == MN_OP_rms_norm && (*others & 1) &&
+                     run->fields[0].offset == offsetof(mn_rms_norm_args, x) &&
+                     run->bound[0]->slot->dtype == type_of(run, 0) &&
+                     mn_is_contiguous(run->bound[0]);
+    if (!can) return false;
     bool add;
-    mn_plan plan = { 0 };
+    mn_rms_norm_args *p = (mn_rms_norm_args *)run->args;
     p->grad.x.data = mn_grad_write(tape, run->bound[0], &add).data;
+    *others &= ~UINT64_C(1);
+    return true;
+}
+
+static void run_norm_adds(mn_tape *tape, mn_run *run) {
+    const mn_rms_norm_args *p = (const mn_rms_norm_args *)run->args;
     const mn_kernel *kernel = &tape->context->cuda.kernel[MN_KERNEL_rms_norm][MN_BACKWARD];
-    if (!kernel->plan || !kernel->plan(p, &plan)) return false;
+    mn_plan plan = { 0 };
+    if (!kernel->plan || !kernel->plan(p, &plan)) {
+        mn_tape_fail(tape, mn_fail(MN_ERR_UNSUPPORTED, "this build has no CUDA kernels"));
+        return;
+    }
     const mn_tape_mark mark = mn_tape_hold(tape);
     void *parts = mn_tape_bytes_of(tape, plan.shared_bytes);
     if (mn_tape_runs(tape)) {
@@ -303,7 +313,6 @@ static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t others) {
         if (st != MN_OK) mn_tape_fail(tape, st);
     }
     mn_tape_let_go(tape, mark);
-    return true;
 }
 
 /* Gradients that are given get their place before scratch is taken: it outlasts the scratch. */
@@ -312,8 +321,8 @@ static void back_run(mn_tape *tape, void *payload) {
     run->tape = tape;
     if (!take_cotangents(run)) return;
     mn_view beside[MN_RUN_FIELDS];
-    const uint64_t others = place_first(tape, run);
-    if (norm_adds(tape, run, others)) return;
+    uint64_t others = place_first(tape, run);
+    const bool adds = norm_adds(tape, run, &others);
     for (int i = 0; i < run->n_fields; i++) {
         if (others >> i & 1) mn_grad_place(tape, run->bound[i]);
     }
@@ -321,7 +330,8 @@ static void back_run(mn_tape *tape, void *payload) {
     for (int i = 0; i < run->n_fields; i++) {
         if (others >> i & 1) beside[i] = take_beside(tape, run, i);
     }
-    execute(tape, run->op, MN_BACKWARD, run->args);
+    if (adds) run_norm_adds(tape, run);
+    else execute(tape, run->op, MN_BACKWARD, run->args);
     for (int i = 0; i < run->n_fields && !mn_tape_dead(tape); i++) {
         if (others >> i & 1) mn_grad_give(tape, run->bound[i], &beside[i]);
     }

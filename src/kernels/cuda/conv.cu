@@ -13,6 +13,7 @@
 #include "kernels/cuda/unpack.cuh"
 
 enum { THREADS = 128, PACK = 4, TILE = 32, TAPS = 4, GROUP = 4, SILU = 1 };
+enum { FORWARD_GROUP = 8 };    // more loads on their way, which go before all else there
 enum { MOST_TILES = 65535, BLOCKS = 528 };    // BLOCKS: four for each processor of an H200
 
 /* x_s of a sequence for channels [channel, channel + N); before its start the tail, or zero. */
@@ -86,15 +87,15 @@ struct filter {
 };
 
 /* Rows of a group of tokens on their way, asked for while the group before is worked on. */
-template <typename T, int N>
+template <typename T, int N, int COUNT>
 struct ahead {
-    mn_pack<T, N> at[GROUP];
+    mn_pack<T, N> at[COUNT];
 
     /* Row `row` and the ones after it, of which `left` are there: INSIDE, at least a group. */
     template <bool INSIDE>
     __device__ void ask(const T *row, int64_t step, int64_t left) {
 #pragma unroll
-        for (int i = 0; i < GROUP; i++, row += step) {
+        for (int i = 0; i < COUNT; i++, row += step) {
             if (INSIDE || i < left) at[i] = *(const mn_pack<T, N> *)row;
             else at[i] = mn_pack<T, N>{};
         }
@@ -123,18 +124,20 @@ __device__ static void tile_forward(const mn_conv_args &p, const filter<T, N> &f
     const T *x = mn_row<T>(p.x, tile.span.b, from, 0) + channel;
     T *y = mn_row<T>(p.y, tile.span.b, from, 0) + channel;
     float u[TAPS][N];
-    ahead<T, N> now, next;
+    ahead<T, N, FORWARD_GROUP> now, next;
     next.template ask<INSIDE>(x, p.x.stride[1], n);
     inputs_before<T, N>(u, p, tile, channel);
-    for (int64_t t = 0; t < n; t += GROUP, y += GROUP * p.y.stride[1]) {
+    for (int64_t t = 0; t < n; t += FORWARD_GROUP, y += FORWARD_GROUP * p.y.stride[1]) {
         now = next;
-        x += GROUP * p.x.stride[1];
-        if (t + GROUP < n) next.template ask<INSIDE>(x, p.x.stride[1], n - t - GROUP);
+        x += FORWARD_GROUP * p.x.stride[1];
+        if (t + FORWARD_GROUP < n) {
+            next.template ask<INSIDE>(x, p.x.stride[1], n - t - FORWARD_GROUP);
+        }
 #pragma unroll
-        for (int g = 0; g < GROUP; g++) {
+        for (int g = 0; g < FORWARD_GROUP; g++) {
             float sum[N];
-            now.take(u[g], g);
-            f.apply(sum, u, g);
+            now.take(u[g % TAPS], g);
+            f.apply(sum, u, g % TAPS);
 #pragma unroll
             for (int j = 0; j < N; j++) sum[j] = ACT ? mn_silu(sum[j]).value : sum[j];
             if (INSIDE || t + g < n) mn_store<N>(y + g * p.y.stride[1], 0, sum);
@@ -213,7 +216,7 @@ __device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_arg
     T *to = (T *)p.grad.x.data + span.b * p.grad.x.stride[0] + (from - (TAPS - 1)) * to_step +
             channel;
     float u[TAPS][N], d[TAPS][N] = {};
-    ahead<T, N> now_u, now_d, next_u, next_d;
+    ahead<T, N, GROUP> now_u, now_d, next_u, next_d;
     next_u.template ask<INSIDE>(x, x_step, left);
     next_d.template ask<INSIDE>(dy, d_step, left_d);
     inputs_before<T, N>(u, p, tile, channel);

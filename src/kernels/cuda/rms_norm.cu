@@ -121,8 +121,20 @@ static int forward(const mn_rms_norm_args *p, cudaStream_t stream) {
     return mn_launched();
 }
 
+/* Backward keeps three times as much of a row: rows that a warp takes forward are a block's. */
 template <typename Team>
+struct back_team {
+    typedef Team type;
+};
+
+template <typename T, int N>
+struct back_team<mn_team<T, N, 32, 4>> {
+    typedef mn_team<T, N, 128, 1> type;
+};
+
+template <typename Given>
 static int backward(const mn_rms_norm_args *p, float *parts, bool adds, cudaStream_t stream) {
+    typedef typename back_team<Given>::type Team;
     const unsigned blocks =
         mn_team_blocks<Team>(p->call.B, 1, Team::resident(BACKWARD_REGS), MN_TEAM_ROWS);
     rms_norm_backward_kernel<Team><<<blocks, Team::THREADS, 0, stream>>>(*p, parts, adds);

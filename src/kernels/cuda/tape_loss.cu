@@ -6,8 +6,8 @@
  * block's next row is on its way to shared memory meanwhile: only one such block fits a processor,
  * so that nothing else would hide the time a row takes to come. Longer rows are read again from the
  * second cache. Logits are float32 and rows begin at 16 bytes; gradients are float32 in their
- * place, or bf16 elsewhere. __expf(z - top) is off by about |z -
- * top| 2^-24 of itself, most where it counts least. */
+ * place, or bf16 elsewhere. e^(z - top) is off by about |z - top| 2^-24 of itself, most where it
+ * counts least. */
 #include "kernels/cuda/each.cuh"
 
 enum {
@@ -85,6 +85,13 @@ struct next_row {
     }
 };
 
+/* e^x, 0 where that is below the smallest normal float */
+__device__ static float exponential(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
+    return y;
+}
+
 /* Visits the packs of a thread, those kept or else read once more: use(i, z) with their first
  * column and their logits. */
 template <bool KEEPS, typename F>
@@ -115,8 +122,9 @@ __device__ static row_sums sum_row(const mn_loss_work &w, const float *row,
             sum *= expf(top - most);
             top = most;
         }
+        const float from = top == -INFINITY ? 0.0f : top;
 #pragma unroll
-        for (int j = 0; j < MN_PACK; j++) sum += z[j] == -INFINITY ? 0.0f : __expf(z[j] - top);
+        for (int j = 0; j < MN_PACK; j++) sum += exponential(z[j] - from);
     });
     const float all = mn_team_max<THREADS>(top, room);
     if (top != -INFINITY) sum *= expf(top - all);
@@ -134,14 +142,22 @@ template <bool KEEPS>
 __device__ static void put_gradients(const mn_loss_work &w, const float *row,
                                      float (&kept)[KEEPS ? KEPT : 1][MN_PACK], mn_side to,
                                      row_scale by) {
-    const float cap = (float)w.cap;
+    const float part = w.cap > 0.0 ? 1.0f / (float)w.cap : 0.0f;
     each_pack<KEEPS>(w, row, kept, [&](int64_t i, const float (&z)[MN_PACK]) {
+        const int place = (int)(by.target - i);    // in the pack, or not
         float d[MN_PACK];
 #pragma unroll
-        for (int j = 0; j < MN_PACK; j++) {
-            const float bend = cap > 0.0f ? 1.0f - z[j] / cap * (z[j] / cap) : 1.0f;
-            const float p = i + j < w.V ? __expf(z[j] - by.top) * by.to_p : 0.0f;
-            d[j] = (p - (i + j == by.target ? by.hit : 0.0f)) * (i + j < w.V ? bend : 0.0f);
+        for (int j = 0; j < MN_PACK; j++) d[j] = exponential(z[j] - by.top) * by.to_p;
+        if (place >= 0 && place < MN_PACK) {
+#pragma unroll
+            for (int j = 0; j < MN_PACK; j++) d[j] -= j == place ? by.hit : 0.0f;
+        }
+        if (part > 0.0f) {
+#pragma unroll
+            for (int j = 0; j < MN_PACK; j++) {
+                const float bent = z[j] * part;
+                d[j] *= i + j < w.V ? 1.0f - bent * bent : 0.0f;
+            }
         }
         mn_store_pack(to, i, d);
     });
