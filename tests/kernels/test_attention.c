@@ -244,6 +244,36 @@ static void rope_inside_is_rope_outside(void **state) {
     check_done();
 }
 
+/* lse of a row is the log of the sum of e^z over the keys that it sees. */
+static void lse_is_what_it_says(void **state) {
+    (void)state;
+    EACH_TARGET(target) {
+        const shape s = { MN_OP_attention, 0, 2, 9, 4, 2, 5, 3, 12 };
+        mn_sample *a = make(&s, target->dtype, 11);
+        const void *q = mn_sample_find(a, "q")->data, *k = mn_sample_find(a, "k")->data;
+        const mn_sample_tensor *lse = mn_sample_find(a, "lse");
+        run(op_context(target->name, 2), a, false);
+        for (int64_t i = 0; i < lse->count; i++) {
+            const int64_t h = i % s.H, t = i / s.H % s.T, b = i / s.H / s.T;
+            double sum = 0.0;
+            for (int64_t key = 0; key <= s.L - s.T + t; key++) {
+                double z = 0.0;
+                for (int64_t c = 0; c < s.K; c++) {
+                    const int64_t at = (b * s.L + key) * s.J + h * s.J / s.H;
+                    z += mn_sample_get(a, q, i * s.K + c) * mn_sample_get(a, k, at * s.K + c);
+                }
+                sum += exp(z / sqrt((double)s.K));
+            }
+            const double got = mn_sample_get(a, lse->data, i);
+            CHECK(fabs(got - log(sum)) <= tolerance(target, false) * (1.0 + fabs(log(sum))),
+                  "%s: lse of token %d, head %d is %.9g, not %.9g", target->name, (int)t, (int)h,
+                  got, log(sum));
+        }
+        drop(a);
+    }
+    check_done();
+}
+
 /* Scores of many hundred, as training runs have them before they are lost: weights are then 0 and
  * 1, outputs are values, and nothing is infinite. */
 static void large_scores_stay_finite(void **state) {
@@ -377,6 +407,7 @@ int main(void) {
         cmocka_unit_test(decoding_is_the_whole),     cmocka_unit_test(rope_inside_is_rope_outside),
         cmocka_unit_test(large_scores_stay_finite),  cmocka_unit_test(zero_rows_give_zero),
         cmocka_unit_test(gradients_come_alone),      cmocka_unit_test(wrong_sizes_are_refused),
+        cmocka_unit_test(lse_is_what_it_says),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
