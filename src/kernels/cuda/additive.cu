@@ -41,7 +41,7 @@ static int chunk_of(const mn_additive_args *p, int64_t width) {
  * few columns average the roundings of P and S less. */
 static bool goes_over_chunks(const mn_additive_args *p, bool backward) {
     const int64_t K = p->call.K, V = p->call.V;
-    if (p->call.dtype != MN_BF16 || K < 16 || K > 256 || V < 32) return false;
+    if (p->call.dtype != MN_BF16 || K < 16 || K > 256 || V <= 32) return false;
     if (backward && (V > 256 || !(fabs(p->scale) > 1e-20) || fabs(p->scale) > 1e20)) return false;
     return chunk_of(p, K) > 0 && (!backward || chunk_of(p, V) > 0);
 }
