@@ -12,6 +12,7 @@
 #include "kernels/cuda/parts.cuh"
 
 enum { THREADS = 128, PACK = 4, TILE = 32, TAPS = 4, GROUP = 4, ROWS = TAPS - 1 + GROUP, SILU = 1 };
+enum { RESIDENT = 8 };                          // blocks of forward on a processor
 enum { MOST_TILES = 65535, BLOCKS = 1056 };    // BLOCKS: eight for each processor of an H200
 
 /* x_s of a sequence for channels [channel, channel + N); before its start the tail, or zero. */
@@ -65,9 +66,11 @@ struct filter {
     __device__ filter(const mn_conv_args &p, int64_t channel) {
 #pragma unroll
         for (int j = 0; j < N; j++) {
+            float taps[TAPS];
             bias[j] = mn_get((const T *)p.bias.data, channel + j);
+            mn_load<TAPS>(taps, (const T *)p.w.data, (channel + j) * TAPS);
 #pragma unroll
-            for (int i = 0; i < TAPS; i++) w[i][j] = weight_at<T>(p, channel + j, i);
+            for (int i = 0; i < TAPS; i++) w[i][j] = taps[i];
         }
     }
 
@@ -119,7 +122,7 @@ __device__ static void put_tail(const mn_conv_args &p, int64_t n, int64_t channe
 
 /* The last `tails` rows of blocks make the tails of as many sequences. */
 template <typename T, int N>
-__global__ void __launch_bounds__(THREADS)
+__global__ void __launch_bounds__(THREADS, RESIDENT)
 forward_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots, int rows,
                int tails) {
     const int64_t channel = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * N;
@@ -360,8 +363,8 @@ static bool packable(const mn_conv_args *p) {
         { p->cot.y.data, p->cot.y.stride },
         { p->grad.x.data, p->grad.x.stride },
     };
-    bool packs = p->call.W == TAPS && p->call.V % N == 0 && mn_packable<T>(p->tail0.data, N) &&
-                 mn_packable<T>(p->cot.tail.data, N);
+    bool packs = p->call.W == TAPS && p->call.V % N == 0 && mn_packable<T>(p->w.data, N) &&
+                 mn_packable<T>(p->tail0.data, N) && mn_packable<T>(p->cot.tail.data, N);
     for (const auto &view : views) {
         packs = packs && mn_packable<T>(view.data, view.stride[0]) && view.stride[1] % N == 0;
     }
