@@ -34,7 +34,7 @@ struct mn_session {
     int steps;                  // passes of one token since the last one of several
     bool recording;
     int32_t token;              // that the graph reads
-    mn_tensor *logits;          // that it writes, on the GPU
+    float *logits;              // that it writes, of n_logits
 };
 
 struct mn_snapshot {
@@ -119,6 +119,7 @@ void mn_session_destroy(mn_session *session) {
     if (!session) return;
     mn_device_graph_destroy(session->graph);
     mn_model_state_free(&session->state);
+    if (session->logits) mn_device_host_free(session->context->device, session->logits);
     mn_tape_destroy(session->tape);
     mn_sampler_destroy(session->sampler);
     free(session->variance);
@@ -143,10 +144,9 @@ typedef struct reading {
 /* Copies the logits of the last of T hidden rows. */
 static mn_status keep_logits(mn_session *s, mn_tensor *hidden, int64_t T) {
     mn_tensor *row = mn_pass_row(s->tape, hidden, T - 1);
-    s->logits = mn_model_logits(s->model, s->tape, row);
-    mn_tape_flush(s->tape);
-    if (mn_tape_status(s->tape) != MN_OK || s->recording) return mn_tape_status(s->tape);
-    return mn_tape_read(s->tape, s->logits, s->state.logits);
+    mn_tensor *logits = mn_model_logits(s->model, s->tape, row);
+    return s->recording ? mn_tape_send(s->tape, logits, s->logits)
+                        : mn_tape_read(s->tape, logits, s->state.logits);
 }
 
 /* Log probabilities of the tokens that follow each of this chunk's, the next chunk's first among
@@ -205,7 +205,10 @@ static bool repeats(const mn_session *s, const reading *in) {
 static mn_status record(mn_session *s) {
     mn_device *device = s->context->device;
     const reading one = { .tokens = &s->token, .count = 1 };
-    mn_status st = mn_device_graph_begin(device);
+    const size_t bytes = (size_t)s->state.n_logits * sizeof *s->logits;
+    mn_status st = MN_OK;
+    if (!s->logits) st = mn_device_host_allocate(device, (void **)&s->logits, bytes);
+    if (st == MN_OK) st = mn_device_graph_begin(device);
     if (st != MN_OK) return st;
     s->recording = true;
     st = pass(s, &one, 0, 1);
@@ -227,9 +230,11 @@ static mn_status step(mn_session *s, const reading *in) {
     if (!s->graph) st = record(s);
     if (st == MN_OK) st = mn_tape_feed(s->tape);
     if (st == MN_OK) st = mn_device_graph_launch(s->graph);
-    if (st == MN_OK) st = mn_tape_read(s->tape, s->logits, s->state.logits);
-    if (st == MN_OK) s->state.position++;
-    return st;
+    if (st == MN_OK) st = mn_device_synchronize(s->context->device);
+    if (st != MN_OK) return st;
+    memcpy(s->state.logits, s->logits, (size_t)s->state.n_logits * sizeof *s->logits);
+    s->state.position++;
+    return MN_OK;
 }
 
 static mn_status make_room(mn_session *s, int64_t count, int64_t chunk) {

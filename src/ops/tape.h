@@ -117,6 +117,10 @@ const void *mn_tape_told(const mn_tape *tape);
 /* Waits, and copies the numbers of x, in the order of its axes, to host memory as float32. */
 mn_status mn_tape_read(mn_tape *tape, const mn_tensor *x, float *out);
 
+/* The same without waiting, to memory of mn_device_host_allocate: part of a step on a device that
+ * may be recorded. */
+mn_status mn_tape_send(mn_tape *tape, mn_tensor *x, float *out);
+
 /* ---- leaves ---------------------------------------------------------------------------------- */
 
 /* A parameter (or any constant) of the caller: shape (1,1,rows,cols), vectors as (1,1,1,n).

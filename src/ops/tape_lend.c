@@ -145,3 +145,11 @@ mn_status mn_tape_read(mn_tape *tape, const mn_tensor *x, float *out) {
     }
     return MN_OK;
 }
+
+mn_status mn_tape_send(mn_tape *tape, mn_tensor *x, float *out) {
+    mn_tensor *wide = mn_tape_cast(tape, x, MN_F32);
+    mn_tape_flush(tape);
+    if (!wide || mn_tape_status(tape) != MN_OK) return mn_tape_status(tape);
+    const size_t bytes = (size_t)mn_count4(wide->shape) * sizeof *out;
+    return mn_device_send_back(tape->device, out, wide->data, bytes);
+}

@@ -183,6 +183,20 @@ mn_status mn_device_download(mn_device *device, void *to, const void *from, size
     return st == MN_OK ? mn_device_synchronize(device) : st;
 }
 
+mn_status mn_device_host_allocate(mn_device *device, void **out, size_t bytes) {
+    *out = NULL;
+    const mn_status st = mn_device_use(device);
+    return st == MN_OK ? mn_backend_host_allocate(out, bytes) : st;
+}
+
+void mn_device_host_free(mn_device *device, void *data) {
+    if (data && mn_device_use(device) == MN_OK) mn_backend_host_free(data);
+}
+
+mn_status mn_device_send_back(mn_device *device, void *to, const void *from, size_t bytes) {
+    return copy(device, to, from, bytes, MN_FROM_DEVICE);
+}
+
 mn_status mn_device_copy(mn_device *device, void *to, const void *from, size_t bytes) {
     return copy(device, to, from, bytes, MN_ON_DEVICE);
 }

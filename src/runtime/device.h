@@ -70,6 +70,12 @@ mn_status mn_device_upload(mn_device *device, void *to, const void *from, size_t
 mn_status mn_device_download(mn_device *device, void *to, const void *from, size_t bytes);
 mn_status mn_device_copy(mn_device *device, void *to, const void *from, size_t bytes);
 
+/* Host memory that the device writes to by itself, and a copy to it that nothing waits for: it can
+ * be recorded. */
+mn_status mn_device_host_allocate(mn_device *device, void **out, size_t bytes);
+void mn_device_host_free(mn_device *device, void *data);    // NULL accepted
+mn_status mn_device_send_back(mn_device *device, void *to, const void *from, size_t bytes);
+
 /* Every byte becomes `value`. */
 mn_status mn_device_fill(mn_device *device, void *to, unsigned char value, size_t bytes);
 

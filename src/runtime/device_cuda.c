@@ -111,6 +111,15 @@ void mn_backend_free(void *data) {
     cudaFree(data);
 }
 
+mn_status mn_backend_host_allocate(void **out, size_t bytes) {
+    *out = NULL;
+    return translate(cudaHostAlloc(out, bytes, cudaHostAllocDefault), "host memory for copies");
+}
+
+void mn_backend_host_free(void *data) {
+    cudaFreeHost(data);
+}
+
 mn_status mn_backend_copy(void *to, const void *from, size_t bytes, mn_backend_way way,
                           void *stream) {
     static const enum cudaMemcpyKind kinds[] = {

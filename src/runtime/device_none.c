@@ -56,6 +56,16 @@ void mn_backend_free(void *data) {
     (void)data;
 }
 
+mn_status mn_backend_host_allocate(void **out, size_t bytes) {
+    (void)bytes;
+    *out = NULL;
+    return refuse();
+}
+
+void mn_backend_host_free(void *data) {
+    (void)data;
+}
+
 mn_status mn_backend_copy(void *to, const void *from, size_t bytes, mn_backend_way way,
                           void *stream) {
     (void)to, (void)from, (void)bytes, (void)way, (void)stream;

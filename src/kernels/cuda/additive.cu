@@ -6,7 +6,7 @@
 
 #include <math.h>
 
-#include "kernels/cuda/memory.cuh"
+#include "kernels/cuda/memory_step.cuh"
 
 static mn_memory memory_of(const mn_additive_args *p) {
     mn_memory m = {};
@@ -238,7 +238,7 @@ MN_CUDA_PLAN(additive_step) {
 
 MN_CUDA_LAUNCH(additive_step) {
     (void)shared;
-    return mn_memory_forward<false>(memory_of((const mn_additive_args *)args), stream);
+    return mn_memory_step<false>(memory_of((const mn_additive_args *)args), stream);
 }
 
 MN_CUDA_PLAN(additive_backward) {

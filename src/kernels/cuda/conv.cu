@@ -67,9 +67,11 @@ struct filter {
     __device__ filter(const mn_conv_args &p, int64_t channel) {
 #pragma unroll
         for (int j = 0; j < N; j++) {
+            float taps[TAPS];
             bias[j] = mn_get((const T *)p.bias.data, channel + j);
+            mn_load<TAPS>(taps, (const T *)p.w.data, (channel + j) * TAPS);
 #pragma unroll
-            for (int i = 0; i < TAPS; i++) w[i][j] = weight_at<T>(p, channel + j, i);
+            for (int i = 0; i < TAPS; i++) w[i][j] = taps[i];
         }
     }
 
@@ -145,14 +147,33 @@ __device__ static void tile_forward(const mn_conv_args &p, const filter<T, N> &f
     }
 }
 
+/* The new tail of a sequence, one channel: its last W-1 inputs. A thread reads ahead of where it
+ * writes, or where it writes, so the tail may be tail0 itself. */
+template <typename T>
+__device__ static void put_tail(const mn_conv_args &p, int64_t n, int64_t channel) {
+    const mn_span span = mn_span_at(p.call, n);
+    const int64_t M = p.call.W - 1;
+    for (int64_t m = 0; m < M; m++) {
+        float u[1];
+        input_at<T, 1>(u, p, n, span, span.length - M + m, channel);
+        ((float *)p.tail.data)[(n * M + m) * p.call.V + channel] = u[0];
+    }
+}
+
+/* The last `tails` rows of blocks make the tails of as many sequences. */
 template <typename T, int N, bool ACT>
 __global__ void __launch_bounds__(THREADS)
-forward_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots) {
+forward_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots, int rows, int tails) {
     const int64_t channel = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * N;
     if (channel >= p.call.V) return;
+    const int down = (int)gridDim.y - tails, tail = (int)blockIdx.y - down;
+    if (tail >= 0) {
+        for (int j = 0; j < N; j++) put_tail<T>(p, tail, channel + j);
+        return;
+    }
     const filter<T, N> f(p, channel);
-    for (int64_t slot = blockIdx.y; slot < n_slots; slot += gridDim.y) {
-        const mn_tile_span tile = mn_tile_at(p.call, TILE, slot);
+    for (int64_t slot = blockIdx.y; slot < n_slots; slot += down) {
+        const mn_tile_span tile = mn_tile_at(p.call, rows, slot);
         if (tile.n_rows == TILE) tile_forward<T, N, ACT, true>(p, f, tile, channel);
         else if (tile.n_rows > 0) tile_forward<T, N, ACT, false>(p, f, tile, channel);
     }
@@ -173,20 +194,11 @@ forward_any_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots) {
     }
 }
 
-/* The new tail of sequence blockIdx.y: its last W-1 inputs. A thread reads ahead of where it
- * writes, or where it writes, so the tail may be tail0 itself. */
 template <typename T>
 __global__ void __launch_bounds__(THREADS) tail_kernel(const __grid_constant__ mn_conv_args p) {
-    const int64_t channel = blockIdx.x * (int64_t)THREADS + threadIdx.x, M = p.call.W - 1;
+    const int64_t channel = blockIdx.x * (int64_t)THREADS + threadIdx.x;
     if (channel >= p.call.V) return;
-    for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
-        const mn_span span = mn_span_at(p.call, n);
-        for (int64_t m = 0; m < M; m++) {
-            float u[1];
-            input_at<T, 1>(u, p, n, span, span.length - M + m, channel);
-            ((float *)p.tail.data)[(n * M + m) * p.call.V + channel] = u[0];
-        }
-    }
+    for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) put_tail<T>(p, n, channel);
 }
 
 /* ---- backward -------------------------------------------------------------------------------- */
@@ -364,8 +376,8 @@ static bool packable(const mn_conv_args *p) {
         { p->cot.y.data, p->cot.y.stride },
         { p->grad.x.data, p->grad.x.stride },
     };
-    bool packs = p->call.W == TAPS && p->call.V % N == 0 && mn_packable<T>(p->tail0.data, N) &&
-                 mn_packable<T>(p->cot.tail.data, N);
+    bool packs = p->call.W == TAPS && p->call.V % N == 0 && mn_packable<T>(p->w.data, N) &&
+                 mn_packable<T>(p->tail0.data, N) && mn_packable<T>(p->cot.tail.data, N);
     for (const auto &view : views) {
         packs = packs && mn_packable<T>(view.data, view.stride[0]) && view.stride[1] % N == 0;
     }
@@ -377,24 +389,47 @@ static int64_t count_parts(const mn_call *call, int64_t channels_per_block) {
     return mn_max(mn_min(mn_tile_slots(*call, TILE), mn_ceil_div(BLOCKS, across)), 1);
 }
 
+/* Tokens of a tile: fewer, which read more rows twice, where the processors would have too little
+ * on their way. */
+static int forward_rows(const mn_call &call, int64_t across) {
+    int rows = TILE;
+    while (rows > 2 * GROUP && mn_tile_slots(call, rows) * across < 4 * BLOCKS) rows /= 2;
+    return rows;
+}
+
+/* Tails come with the rest, unless they lie where the rest still reads the old ones. */
+static int64_t tails_beside(const mn_conv_args *p) {
+    const int64_t n = mn_n_spans(p->call);
+    return p->tail.data && p->tail.data != p->tail0.data && n < MOST_TILES / 2 ? n : 0;
+}
+
+template <typename T>
+static int launch_tails(const mn_conv_args *p, cudaStream_t stream) {
+    const dim3 blocks(mn_blocks(p->call.V, THREADS),
+                      mn_blocks(mn_n_spans(p->call), 1, MOST_TILES));
+    tail_kernel<T><<<blocks, THREADS, 0, stream>>>(*p);
+    return mn_launched();
+}
+
 template <typename T>
 static int forward(const mn_conv_args *p, cudaStream_t stream) {
     constexpr int N = PACK;
-    const int64_t V = p->call.V, n_slots = mn_tile_slots(p->call, TILE);
-    const unsigned down = mn_blocks(n_slots, 1, MOST_TILES);
+    const bool packs = packable<T>(p), has_tail = p->tail.data && p->call.W > 1;
+    const unsigned across = mn_blocks(p->call.V, packs ? THREADS * N : THREADS);
+    const int rows = packs ? forward_rows(p->call, across) : TILE;
+    const int64_t n_slots = mn_tile_slots(p->call, rows);
+    const int tails = packs && has_tail ? (int)tails_beside(p) : 0;
     int code = cudaSuccess;
     if (p->y.data && n_slots > 0) {
-        const dim3 packed(mn_blocks(V, THREADS * N), down), single(mn_blocks(V, THREADS), down);
-        const bool packs = packable<T>(p), silu = p->act == SILU;
-        const auto kernel = silu ? forward_kernel<T, N, true> : forward_kernel<T, N, false>;
-        if (packs) kernel<<<packed, THREADS, 0, stream>>>(*p, n_slots);
-        else forward_any_kernel<T><<<single, THREADS, 0, stream>>>(*p, n_slots);
+        const dim3 blocks(across, mn_blocks(n_slots, 1, MOST_TILES / 2) + (unsigned)tails);
+        const auto kernel = p->act == SILU ? forward_kernel<T, N, true>
+                                           : forward_kernel<T, N, false>;
+        if (packs) kernel<<<blocks, THREADS, 0, stream>>>(*p, n_slots, rows, tails);
+        else forward_any_kernel<T><<<blocks, THREADS, 0, stream>>>(*p, n_slots);
         code = mn_launched();
+        if (tails > 0) return code;
     }
-    if (code != cudaSuccess || !p->tail.data || p->call.W == 1) return code;
-    const dim3 blocks(mn_blocks(V, THREADS), mn_blocks(mn_n_spans(p->call), 1, MOST_TILES));
-    tail_kernel<T><<<blocks, THREADS, 0, stream>>>(*p);
-    return mn_launched();
+    return code == cudaSuccess && has_tail ? launch_tails<T>(p, stream) : code;
 }
 
 template <typename T>

@@ -2,7 +2,7 @@
  * bf16 goes over chunks (delta_chunk.h) unless memories are narrow; the rest, and decode steps, are
  * the recurrence of memory.cuh. */
 #include "kernels/cuda/delta_chunk.h"
-#include "kernels/cuda/memory.cuh"
+#include "kernels/cuda/memory_step.cuh"
 
 static mn_memory memory_of(const mn_delta_args *p) {
     mn_memory m = {};
@@ -33,7 +33,7 @@ MN_CUDA_PLAN(delta_step) {
 
 MN_CUDA_LAUNCH(delta_step) {
     (void)shared;
-    return mn_memory_forward<true>(memory_of((const mn_delta_args *)args), stream);
+    return mn_memory_step<true>(memory_of((const mn_delta_args *)args), stream);
 }
 
 MN_CUDA_PLAN(delta_backward) {

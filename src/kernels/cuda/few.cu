@@ -15,13 +15,16 @@ struct few_parts {
 __global__ void __launch_bounds__(THREADS, 2)
 few_parts_kernel(const __grid_constant__ few_parts p) {
     __shared__ float room[32];
+    __shared__ mn_few_job jobs[MN_FEW_WORKS];
     const int first = p.first[blockIdx.x], last = p.first[blockIdx.x + 1];
     mn_let_next_begin();
-    for (int i = first; i < last; i++) mn_few_ask(p.job[i]);
+    for (int i = first; i < last; i++) mn_bring_arguments(&jobs[i - first], p.job[i]);
+    __syncthreads();
+    for (int i = 0; i < last - first; i++) mn_few_ask(jobs[i]);
     mn_wait_for_before();
     for (int i = first; i < last; i++) {
         if (i > first) __syncthreads();
-        mn_few_do(p.job[i], mn_few_rows{}, room);
+        mn_few_do(jobs[i - first], mn_few_rows{}, room);
     }
 }
 

@@ -11,17 +11,19 @@
  * column. Sums are float32, of each warp in order, then over the warps. */
 #include "kernels/cuda/after.cuh"
 #include "kernels/cuda/few_work.cuh"
+#include "kernels/cuda/product_plain.h"
 
 enum { COLUMNS = 8, UNIT = 32, PAD = 8, PROCESSORS = 132 };
 
 struct few_product {
     const void *b, *bias, *plus;
     void *c, *sum;
-    int64_t b_row;
+    int64_t b_row, c_row, c_column;    // numbers between rows of a, and of b, in c
     int N;
+    bool by_row;                       // the bias belongs to rows of a
 };
 
-struct few_products {
+struct alignas(16) few_products {
     int M, K, step, n, has_first, settled;    // step: from row to row of a in shared memory
     int64_t a_row;
     const void *a;
@@ -43,11 +45,15 @@ struct strip {
     }
 };
 
-__device__ static uint4 ask(const void *from) {
-    uint4 x;
-    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
-        : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
-    return x;
+/* Sixteen bytes on their way to shared memory; zeros where `there` is false. */
+__device__ static void ask(uint4 *to, const void *from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
+                 :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+__device__ static void wait_for_asked(void) {
+    asm volatile("cp.async.wait_all;\n" ::: "memory");
 }
 
 /* acc (16,8) += (the 8 rows of which a lane has w0 and w1, and 8 of zeros) b */
@@ -59,25 +65,25 @@ __device__ static void multiply_add(float (&acc)[4], uint32_t w0, uint32_t w1, u
         : "r"(w0), "r"(0), "r"(w1), "r"(0), "r"(b0), "r"(b1));
 }
 
-/* How a block of WARPS warps multiplies, with AHEAD packs of each lane on their way. PARTS sums of
- * each number come out, sums[part][row][column]. */
+/* How a block of WARPS warps multiplies, with AHEAD packs of each lane on their way: w[i][thread],
+ * which no other thread looks at. PARTS sums of each number come out, sums[part][row][column]. */
 template <typename T, int WARPS, int AHEAD>
 struct multiplier;
 
 template <int WARPS, int AHEAD>
 struct multiplier<mn_bf16, WARPS, AHEAD> {
     static constexpr int PARTS = WARPS, NUMBERS = WARPS * AHEAD * UNIT;    // of K at once
-    uint4 w[AHEAD];
+    uint4 (*w)[32 * WARPS];
 
     /* The numbers from `first` on of the strip's weights. */
     __device__ void load(const few_products &p, const strip &s, int first) {
         const int lane = threadIdx.x % 32, column = s.column + lane / 4;
-        const mn_bf16 *row = (const mn_bf16 *)s.of->b + column * s.of->b_row;
+        const mn_bf16 *b = (const mn_bf16 *)s.of->b, *row = b + column * s.of->b_row;
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             const int k = place(first, i);
-            w[i] = make_uint4(0, 0, 0, 0);
-            if (column < s.of->N && k < p.K) w[i] = ask(row + k);
+            const bool there = column < s.of->N && k < p.K;
+            ask(&w[i][threadIdx.x], there ? row + k : b, there);
         }
     }
 
@@ -88,23 +94,25 @@ struct multiplier<mn_bf16, WARPS, AHEAD> {
     __device__ void multiply(float *sums, const few_products &p, const strip &s,
                              const mn_bf16 *x) {
         const int lane = threadIdx.x % 32, row = lane / 4;
-        float acc[4] = {};
+        float acc[2][4] = {};
 #pragma unroll 1
         for (int first = 0; first < p.K; first += NUMBERS) {
             if (first > 0) load(p, s, first);
+            wait_for_asked();
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
                 const int k = place(first, i);
                 uint4 b = make_uint4(0, 0, 0, 0);
                 if (row < p.M && k < p.K) b = *(const uint4 *)(x + row * p.step + k);
-                multiply_add(acc, w[i].x, w[i].y, b.x, b.y);
-                multiply_add(acc, w[i].z, w[i].w, b.z, b.w);
+                const uint4 a = w[i][threadIdx.x];
+                multiply_add(acc[0], a.x, a.y, b.x, b.y);
+                multiply_add(acc[1], a.z, a.w, b.z, b.w);
             }
         }
         float *part = sums + threadIdx.x / 32 * (MN_FEW_DEEPEST * COLUMNS);
         const int left = 2 * (lane % 4);    // rows of a that this lane has sums of
-        if (left < p.M) part[left * COLUMNS + row] = acc[0];
-        if (left + 1 < p.M) part[(left + 1) * COLUMNS + row] = acc[1];
+        if (left < p.M) part[left * COLUMNS + row] = acc[0][0] + acc[1][0];
+        if (left + 1 < p.M) part[(left + 1) * COLUMNS + row] = acc[0][1] + acc[1][1];
     }
 };
 
@@ -112,16 +120,16 @@ template <int WARPS, int AHEAD>
 struct multiplier<float, WARPS, AHEAD> {
     static constexpr int PARTS = 1, NUMBERS = AHEAD * 128;
     static_assert(WARPS == COLUMNS, "a warp has a column");
-    uint4 w[AHEAD];
+    uint4 (*w)[32 * WARPS];
 
     __device__ void load(const few_products &p, const strip &s, int first) {
         const int column = s.column + threadIdx.x / 32;
-        const float *row = (const float *)s.of->b + column * s.of->b_row;
+        const float *b = (const float *)s.of->b, *row = b + column * s.of->b_row;
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             const int k = place(first, i);
-            w[i] = make_uint4(0, 0, 0, 0);
-            if (column < s.of->N && k < p.K) w[i] = ask(row + k);
+            const bool there = column < s.of->N && k < p.K;
+            ask(&w[i][threadIdx.x], there ? row + k : b, there);
         }
     }
 
@@ -134,18 +142,20 @@ struct multiplier<float, WARPS, AHEAD> {
 #pragma unroll 1
         for (int first = 0; first < p.K; first += NUMBERS) {
             if (first > 0) load(p, s, first);
+            wait_for_asked();
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
                 const int k = place(first, i);
                 if (k >= p.K) continue;
+                const float4 b = *(const float4 *)&w[i][threadIdx.x];
 #pragma unroll
                 for (int row = 0; row < MN_FEW_DEEPEST; row++) {
                     if (row >= p.M) continue;
                     const float4 a = *(const float4 *)(x + row * p.step + k);
-                    sum[row] = fmaf(a.x, __uint_as_float(w[i].x), sum[row]);
-                    sum[row] = fmaf(a.y, __uint_as_float(w[i].y), sum[row]);
-                    sum[row] = fmaf(a.z, __uint_as_float(w[i].z), sum[row]);
-                    sum[row] = fmaf(a.w, __uint_as_float(w[i].w), sum[row]);
+                    sum[row] = fmaf(a.x, b.x, sum[row]);
+                    sum[row] = fmaf(a.y, b.y, sum[row]);
+                    sum[row] = fmaf(a.z, b.z, sum[row]);
+                    sum[row] = fmaf(a.w, b.w, sum[row]);
                 }
             }
         }
@@ -179,22 +189,41 @@ __device__ static void bring(T *x, const few_products &p, float *room) {
     }
 }
 
-/* Adds the parts up in order, and stores. */
-template <typename T, int PARTS>
-__device__ static void finish(const float *sums, const few_products &p, const strip &s) {
-    const int row = threadIdx.x / COLUMNS, column = s.column + threadIdx.x % COLUMNS;
-    if (row >= p.M || column >= s.of->N) return;
-    float sum = 0.0f;
-#pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-        sum += sums[part * (MN_FEW_DEEPEST * COLUMNS) + threadIdx.x];
+/* What a thread adds to its number of a strip and where that goes; asked for before the sums are
+ * there. */
+template <typename T>
+struct ending {
+    T *c, *sum;
+    float bias, plus;
+
+    __device__ ending(const few_products &p, const strip &s) {
+        const int row = threadIdx.x / COLUMNS, column = s.column + threadIdx.x % COLUMNS;
+        c = sum = nullptr;
+        bias = plus = 0.0f;
+        if (row >= p.M || column >= s.of->N) return;
+        const int64_t at = row * s.of->c_row + column * s.of->c_column;
+        c = (T *)s.of->c + at;
+        bias = mn_get((const T *)s.of->bias, s.of->by_row ? row : column);
+        if (!s.of->sum) return;
+        sum = (T *)s.of->sum + at;
+        plus = mn_get((const T *)s.of->plus, at);
     }
-    sum += mn_get((const T *)s.of->bias, column);
-    const int64_t at = (int64_t)row * s.of->N + column;
-    T *c = (T *)s.of->c + at;
-    mn_put(c, sum);
-    if (s.of->sum) mn_put((T *)s.of->sum + at, mn_float(*c) + mn_get((const T *)s.of->plus, at));
-}
+
+    /* Adds the parts up in order, and stores. */
+    template <int PARTS>
+    __device__ void finish(const float *sums) const {
+        if (!c) return;
+        float all = 0.0f;
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            all += sums[part * (MN_FEW_DEEPEST * COLUMNS) + threadIdx.x];
+        }
+        T rounded;
+        mn_put(&rounded, all + bias);
+        *c = rounded;
+        if (sum) mn_put(sum, mn_float(rounded) + plus);
+    }
+};
 
 /* Blocks that a processor holds: so many bytes of weights are on their way to it. */
 template <typename T, int WARPS, int AHEAD>
@@ -202,14 +231,17 @@ constexpr int resident = WARPS > 8 ? 2 : sizeof(T) == 2 && AHEAD <= 4 ? 5 : 4;
 
 template <typename T, int WARPS, int AHEAD>
 __global__ void __launch_bounds__(32 * WARPS, (resident<T, WARPS, AHEAD>))
-few_product_kernel(const __grid_constant__ few_products p) {
+few_product_kernel(const __grid_constant__ few_products given) {
     typedef multiplier<T, WARPS, AHEAD> way;
-    extern __shared__ uint4 rows_of_a[];
+    extern __shared__ uint4 packs[];    // of weights, then the rows of a
+    __shared__ few_products p;
     __shared__ float sums[2][way::PARTS * MN_FEW_DEEPEST * COLUMNS], room[32];
-    T *x = (T *)rows_of_a;
-    const int n_strips = p.begins[p.n];
-    way m;
+    T *x = (T *)(packs + AHEAD * 32 * WARPS);
+    way m = { (uint4 (*)[32 * WARPS])packs };
     mn_let_next_begin();
+    mn_bring_arguments(&p, given);
+    __syncthreads();
+    const int n_strips = p.begins[p.n];
     if (p.settled) m.load(p, strip(p, blockIdx.x), 0);
     if (p.has_first) mn_few_ask(p.first);
     mn_wait_for_before();
@@ -218,16 +250,18 @@ few_product_kernel(const __grid_constant__ few_products p) {
     __syncthreads();
     for (int at = blockIdx.x, turn = 0; at < n_strips; at += gridDim.x, turn = 1 - turn) {
         const strip s(p, at);
+        const ending<T> end(p, s);
         m.multiply(sums[turn], p, s, x);
         if (at + (int)gridDim.x < n_strips) m.load(p, strip(p, at + gridDim.x), 0);
         __syncthreads();
-        finish<T, way::PARTS>(sums[turn], p, s);
+        end.template finish<way::PARTS>(sums[turn]);
     }
 }
 
 template <typename T, int WARPS, int AHEAD>
 static int launch(const few_products &p, cudaStream_t stream) {
-    const size_t room = (size_t)p.M * (size_t)p.step * sizeof(T);
+    const size_t room = (size_t)AHEAD * 32 * WARPS * sizeof(uint4) +
+                        (size_t)p.M * (size_t)p.step * sizeof(T);
     void (*kernel)(few_products) = few_product_kernel<T, WARPS, AHEAD>;
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
@@ -236,13 +270,40 @@ static int launch(const few_products &p, cudaStream_t stream) {
     return mn_launch_early(kernel, dim3(blocks), 32 * WARPS, room, stream, p);
 }
 
-extern "C" bool mn_few_multiplies(const mn_product_work *w) {
+/* By how a processor's lanes are used best for rows of that length. */
+static int launch_by_length(const few_products &p, mn_dtype dtype, cudaStream_t on) {
+    if (dtype == MN_F32) return launch<float, 8, 8>(p, on);
+    if (p.K <= 8 * 4 * UNIT) return launch<mn_bf16, 8, 4>(p, on);
+    if (p.K <= 8 * 8 * UNIT) return launch<mn_bf16, 8, 8>(p, on);
+    return launch<mn_bf16, 16, 8>(p, on);
+}
+
+/* What both ways round ask for; `few` rows are kept in shared memory. */
+static bool takes(const mn_product_work *w, int64_t few, int64_t many) {
     const int64_t pack = w->dtype == MN_F32 ? 4 : 8;
-    const int64_t most = (int64_t)160 * 1024 / (w->dtype == MN_F32 ? 4 : 2);
-    return w->M <= MN_FEW_DEEPEST && w->b_transposed && !w->a_transposed && !w->accumulate &&
-           w->c_dtype == w->dtype && w->c_row == w->N && w->K % pack == 0 && w->a_row % pack == 0 &&
-           w->b_row % pack == 0 && (uintptr_t)w->a % 16 == 0 && (uintptr_t)w->b % 16 == 0 &&
-           w->K > 0 && w->N < (1 << 30) && w->M * (w->K + PAD) <= most;
+    const int64_t most = (int64_t)128 * 1024 / (w->dtype == MN_F32 ? 4 : 2);
+    return few <= MN_FEW_DEEPEST && many < (1 << 30) && w->b_transposed && !w->a_transposed &&
+           !w->accumulate && w->c_dtype == w->dtype && w->K > 0 && w->K % pack == 0 &&
+           w->a_row % pack == 0 && w->b_row % pack == 0 && (uintptr_t)w->a % 16 == 0 &&
+           (uintptr_t)w->b % 16 == 0 && few * (w->K + PAD) <= most;
+}
+
+extern "C" bool mn_few_multiplies(const mn_product_work *w) {
+    return takes(w, w->M, w->N) && w->c_row == w->N;
+}
+
+extern "C" bool mn_few_columns_serve(const mn_product_work *w) {
+    return takes(w, w->N, w->M);
+}
+
+/* c' = b a': the columns are the few rows. */
+extern "C" int mn_few_columns(const mn_product_work *w, void *stream) {
+    few_products p = {};
+    p.M = (int)w->N, p.K = (int)w->K, p.step = p.K + PAD, p.n = 1;
+    p.a = w->b, p.a_row = w->b_row;
+    p.of[0] = { w->a, w->bias, NULL, w->c, NULL, w->a_row, 1, w->c_row, (int)w->M, true };
+    p.begins[1] = (int)mn_ceil_div(w->M, COLUMNS);
+    return launch_by_length(p, w->dtype, (cudaStream_t)stream);
 }
 
 extern "C" int mn_few_multiply(const mn_few_products *given, void *stream) {
@@ -254,11 +315,8 @@ extern "C" int mn_few_multiply(const mn_few_products *given, void *stream) {
     if (given->first) p.first = mn_few_job_of(*given->first);
     for (int i = 0; i < given->n; i++) {
         const mn_few_product &g = given->of[i];
-        p.of[i] = { g.b, g.bias, g.plus, g.c, g.sum, g.b_row, (int)g.N };
+        p.of[i] = { g.b, g.bias, g.plus, g.c, g.sum, g.b_row, g.N, 1, (int)g.N, false };
         p.begins[i + 1] = p.begins[i] + (int)mn_ceil_div(g.N, COLUMNS);
     }
-    if (given->dtype == MN_F32) return launch<float, 8, 8>(p, on);
-    if (p.K <= 8 * 4 * UNIT) return launch<mn_bf16, 8, 4>(p, on);
-    if (p.K <= 8 * 8 * UNIT) return launch<mn_bf16, 8, 8>(p, on);
-    return launch<mn_bf16, 16, 8>(p, on);
+    return launch_by_length(p, given->dtype, on);
 }

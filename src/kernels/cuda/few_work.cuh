@@ -13,7 +13,7 @@ enum { MN_FEW_TAPS = 4, MN_FEW_PACK = 4 };
 enum { MN_FEW_GATE_FIRST = 1, MN_FEW_SIGMOID = 1, MN_FEW_ROOT = 1 };
 
 /* A work as kernels know it. Element by element, `walk` and the sides have merged axes. */
-struct mn_few_job {
+struct alignas(16) mn_few_job {
     int kind, f, order, rows, width, taps;
     float scale, shift;
     bool packs, narrow;
@@ -136,7 +136,8 @@ __device__ inline void mn_few_norm_of(const mn_few_job &job, const mn_few_rows &
     for (int row = first; row < job.rows; row += step) {
         const int64_t at = row * (int64_t)job.width;
         const int64_t weights = gated ? row % job.taps * (int64_t)job.width : 0;
-        float x[KEPT][N], z[KEPT][N], sum = 0.0f;
+        float x[KEPT][N], z[KEPT][N], weight[N] = {}, sum = 0.0f;
+        if (weighted && lane * N < job.width) mn_few_get<N>(weight, w, weights + lane * N);
 #pragma unroll 1
         for (int from = lane * N, k = 0; from < job.width; from += lanes * N, k++) {
             float now[N], gate[N] = {};
@@ -155,10 +156,10 @@ __device__ inline void mn_few_norm_of(const mn_few_job &job, const mn_few_rows &
         const float r = mn_few_inverse(job, mn_few_sum(sum, block, room));
 #pragma unroll 1
         for (int from = lane * N, k = 0; from < job.width; from += lanes * N, k++) {
-            float now[N], gate[N] = {}, weight[N], out[N];
+            float now[N], gate[N] = {}, out[N];
             if (k >= KEPT) mn_few_get<N>(now, job.side[0], at + from);
             if (k >= KEPT && gated) mn_few_get<N>(gate, job.side[1], at + from);
-            if (weighted) mn_few_get<N>(weight, w, weights + from);
+            if (k > 0 && weighted) mn_few_get<N>(weight, w, weights + from);
 #pragma unroll
             for (int j = 0; j < N; j++) {
 #pragma unroll
@@ -183,34 +184,58 @@ __device__ inline void mn_few_norm(const mn_few_job &job, const mn_few_rows &to,
 enum { MN_FEW_X, MN_FEW_W, MN_FEW_BIAS, MN_FEW_TAIL0, MN_FEW_Y, MN_FEW_TAIL };
 
 /* A thread has a channel; it has read what was there before it writes the new tail, which may lie
- * in the same place. TAPS 0: any number of them. */
+ * in the same place. */
 template <int TAPS>
 __device__ inline void mn_few_conv_of(const mn_few_job &job) {
-    const int taps = TAPS ? TAPS : job.taps, M = taps - 1, V = job.width;
+    constexpr int M = TAPS - 1;
+    const int V = job.width;
     const float *tail0 = (const float *)job.side[MN_FEW_TAIL0].data;
     float *tail = (float *)job.side[MN_FEW_TAIL].data;
+    const mn_side &w = job.side[MN_FEW_W], &bias = job.side[MN_FEW_BIAS];
 #pragma unroll 1
     for (int i = threadIdx.x; i < job.rows * V; i += blockDim.x) {
-        const int row = i / V, channel = i - row * V;
-        const int64_t before = (int64_t)row * M * V + channel;
-        const mn_side &w = job.side[MN_FEW_W], &bias = job.side[MN_FEW_BIAS];
-        const float x = mn_side_get(job.side[MN_FEW_X], i);
-        float sum = bias.data ? mn_side_get(bias, channel) : 0.0f;
+        const int row = i / V, channel = i - row * V, before = row * M * V + channel;
+        float u[TAPS], weight[TAPS], sum = bias.data ? mn_side_get(bias, channel) : 0.0f;
+#pragma unroll
+        for (int m = 0; m < TAPS; m++) weight[m] = mn_side_get(w, channel * TAPS + m);
+#pragma unroll
+        for (int m = 0; m < M; m++) u[m] = tail0 ? tail0[before + m * V] : 0.0f;
+        u[M] = mn_side_get(job.side[MN_FEW_X], i);
+#pragma unroll
+        for (int m = 0; m < TAPS; m++) sum = fmaf(weight[m], u[m], sum);
+        mn_side_put(job.side[MN_FEW_Y], i, job.f ? mn_silu(sum).value : sum);
 #pragma unroll
         for (int m = 0; m < M; m++) {
-            const float u = tail0 ? tail0[before + m * (int64_t)V] : 0.0f;
-            sum = fmaf(mn_side_get(w, (int64_t)channel * taps + m), u, sum);
-            if (m > 0 && tail) tail[before + (m - 1) * (int64_t)V] = u;
+            if (tail) tail[before + m * V] = u[m + 1];
         }
-        sum = fmaf(mn_side_get(w, (int64_t)channel * taps + M), x, sum);
-        if (tail && M > 0) tail[before + (M - 1) * (int64_t)V] = x;
+    }
+}
+
+/* The same with any number of taps. */
+__device__ inline void mn_few_conv_any(const mn_few_job &job) {
+    const int taps = job.taps, M = taps - 1, V = job.width;
+    const float *tail0 = (const float *)job.side[MN_FEW_TAIL0].data;
+    float *tail = (float *)job.side[MN_FEW_TAIL].data;
+    const mn_side &w = job.side[MN_FEW_W], &bias = job.side[MN_FEW_BIAS];
+#pragma unroll 1
+    for (int i = threadIdx.x; i < job.rows * V; i += blockDim.x) {
+        const int row = i / V, channel = i - row * V, before = row * M * V + channel;
+        const float x = mn_side_get(job.side[MN_FEW_X], i);
+        float sum = bias.data ? mn_side_get(bias, channel) : 0.0f;
+        for (int m = 0; m < M; m++) {
+            const float u = tail0 ? tail0[before + m * V] : 0.0f;
+            sum = fmaf(mn_side_get(w, channel * taps + m), u, sum);
+            if (m > 0 && tail) tail[before + (m - 1) * V] = u;
+        }
+        sum = fmaf(mn_side_get(w, channel * taps + M), x, sum);
+        if (tail && M > 0) tail[before + (M - 1) * V] = x;
         mn_side_put(job.side[MN_FEW_Y], i, job.f ? mn_silu(sum).value : sum);
     }
 }
 
 __device__ inline void mn_few_conv(const mn_few_job &job) {
     if (job.taps == MN_FEW_TAPS) mn_few_conv_of<MN_FEW_TAPS>(job);
-    else mn_few_conv_of<0>(job);
+    else mn_few_conv_any(job);
 }
 
 /* Asks the second cache for the inputs, which a step has not touched since the last one. */

@@ -212,6 +212,7 @@ static int run_fast(mn_products *p, const chosen *c, const mn_product_work *w, v
 
 int mn_products_run(mn_products *p, const mn_product_work *work, void *space, void *stream) {
     if (mn_product_few_serves(work)) return mn_product_few(work, stream);
+    if (mn_few_columns_serve(work)) return mn_few_columns(work, stream);
     const chosen *c = work->K > 0 && mn_products_fast(p) ? find(p, work) : NULL;
     if (!c || c->plain) return mn_product_plain(work, stream);
     return run_fast(p, c, work, space, stream);
@@ -264,6 +265,7 @@ bool mn_products_fast(mn_products *products) {
 int mn_products_run(mn_products *products, const mn_product_work *work, void *space, void *stream) {
     (void)products, (void)space;
     if (mn_product_few_serves(work)) return mn_product_few(work, stream);
+    if (mn_few_columns_serve(work)) return mn_few_columns(work, stream);
     return mn_product_plain(work, stream);
 }
 

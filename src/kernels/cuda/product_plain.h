@@ -17,6 +17,10 @@ int mn_product_plain(const mn_product_work *work, void *stream);
 bool mn_product_few_serves(const mn_product_work *work);
 int mn_product_few(const mn_product_work *work, void *stream);
 
+/* Likewise for weights of a few rows: few_product.cu. */
+bool mn_few_columns_serve(const mn_product_work *work);
+int mn_few_columns(const mn_product_work *work, void *stream);
+
 #ifdef __cplusplus
 }
 #endif
