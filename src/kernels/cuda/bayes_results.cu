@@ -1,0 +1,153 @@
+/* bayes_results.cu - gains and variances of all chunks at once, from what the walk over covariances
+ * has left; bayes_walk.cuh. */
+#include "kernels/cuda/bayes_walk.cuh"
+
+enum { CHUNK = MN_WALK_CHUNK, MOST_WARPS = MN_WALK_WIDEST / 32 };
+
+/* Where a block is. */
+struct scene {
+    int64_t place, h;
+    mn_tile_span tile;
+    bool steep;
+};
+
+/* u = Phi z, or z itself in a steep chunk, over sigma: the rows of channel i, of all groups. */
+template <typename T, int STEP>
+__device__ static void put_gains(const mn_walk_job &job, const scene &s,
+                                 const mn_walk_frame<STEP> &f, int t, int i) {
+    const mn_bayes_args &p = job.p;
+    const int64_t R = p.call.R, rows = job.rows, when = s.tile.span.t0 + s.tile.first + t;
+    T *out = mn_row<T>(p.gainvec, s.tile.span.b, when, s.h) + i * STEP;
+    for (int64_t g = 0; g < p.call.G; g++) {
+        const int64_t group = s.place * p.call.G + g;
+        const double *z = job.work.z + (group * CHUNK + t) * rows + i * STEP;
+        const double inverse = job.work.inverse[group * CHUNK + t];
+        if (STEP == 1) {
+            mn_put(out + g * R, (float)((s.steep ? z[0] : f.re * z[0]) * inverse));
+            continue;
+        }
+        const double x = s.steep ? z[0] : f.re * z[0] - f.im * z[1];
+        const double y = s.steep ? z[1] : f.im * z[0] + f.re * z[1];
+        mn_put(out + g * R, (float)(x * inverse)), mn_put(out + g * R + 1, (float)(y * inverse));
+    }
+}
+
+/* qh'n qh of one channel: the process noise's part of a read. */
+template <int STEP>
+__device__ static double noise_read(const mn_walk_job &job, const scene &s,
+                                    const mn_walk_frame<STEP> &f, float l2, int t, int i) {
+    const double *q = job.work.queries + (s.place * CHUNK + t) * job.rows + i * STEP;
+    if (s.steep) return (double)l2 * q[0] * q[0];
+    if (STEP == 1) return f.rr * q[0] * q[0];
+    return f.rr * q[0] * q[0] + 2.0 * f.ri * q[0] * q[1] + f.ii * q[1] * q[1];
+}
+
+/* (z_s.qh_t)^2 / sigma_s for s <= t, summed over s: what a chunk's own writes take from reads, by
+ * all threads. `parts` is of each warp. */
+__device__ static double taken(double (&parts)[MOST_WARPS][256], const mn_walk_job &job,
+                               const scene &s, int64_t group) {
+    const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
+    const int64_t rows = job.rows;
+    const double *z = job.work.z + group * CHUNK * rows + lane / 4 * rows + 2 * (lane % 4);
+    const double *q = job.work.queries + s.place * CHUNK * rows + lane / 4 * rows + 2 * (lane % 4);
+    double c[2][2][2] = {};
+    for (int64_t r = 8 * warp; r < rows; r += blockDim.x / 4) {
+        const double2 upper = *(const double2 *)(z + r), lower = *(const double2 *)(z + 8 * rows + r);
+        const double a[4] = { upper.x, lower.x, upper.y, lower.y };
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const double2 x = *(const double2 *)(q + 8 * half * rows + r);
+            const double b[2] = { x.x, x.y };
+            mn_dmma_8(c[half], a, b);
+        }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int x = 0; x < 8; x++) {
+        const int token = lane / 4 + 8 * (x / 2 % 2), t = 8 * (x / 4) + 2 * (lane % 4) + x % 2;
+        parts[warp][16 * token + t] = c[x / 4][x / 2 % 2][x % 2];
+    }
+    __syncthreads();
+    double sum = 0.0;
+    const int t = (int)threadIdx.x;
+    for (int token = 0; token <= t && t < CHUNK; token++) {
+        double score = 0.0;
+        for (unsigned w = 0; w < blockDim.x / 32; w++) score += parts[w][16 * token + t];
+        sum += score * score * job.work.inverse[group * CHUNK + token];
+    }
+    return sum;
+}
+
+/* What is asked of each token and group, by one thread a token. */
+template <typename T>
+__device__ static void put_variances(double (&parts)[MOST_WARPS][256], const mn_walk_job &job,
+                                     const scene &s, double noise) {
+    const mn_bayes_args &p = job.p;
+    const int t = (int)threadIdx.x;
+    const int64_t b = s.tile.span.b, when = s.tile.span.t0 + s.tile.first + t;
+    for (int64_t g = 0; g < p.call.G; g++) {
+        const int64_t group = s.place * p.call.G + g;
+        const double less = job.spreads ? taken(parts, job, s, group) : 0.0;
+        if (t >= s.tile.n_rows || t >= CHUNK) continue;
+        const double variance = job.work.variance[group * CHUNK + t];
+        T *gain = mn_row<T>(p.gain, b, when, s.h), *kvar = mn_row<T>(p.kvar, b, when, s.h);
+        T *qvar = mn_row<T>(p.qvar, b, when, s.h);
+        if (gain) mn_put(gain + g, (float)(variance * job.work.inverse[group * CHUNK + t]));
+        if (kvar) mn_put(kvar + g, (float)variance);
+        if (!qvar) continue;
+        double sum = noise - less;
+        const double *spread = job.work.spread + group * MN_WALK_SUMS * CHUNK + t;
+        for (int part = 0; part * 64 < job.rows && job.spreads; part++) sum += spread[part * CHUNK];
+        mn_put(qvar + g, job.spreads ? (float)(p.scale * p.scale * sum) : 0.0f);
+    }
+}
+
+/* One block has one chunk of one head, a thread one channel. */
+template <typename T, int STEP>
+__global__ void __launch_bounds__(MN_WALK_WIDEST)
+results_kernel(const __grid_constant__ mn_walk_job job) {
+    __shared__ double parts[MOST_WARPS][256], noises[MOST_WARPS][CHUNK];
+    const mn_bayes_args &p = job.p;
+    scene s;
+    s.place = blockIdx.x, s.h = s.place % p.call.H;
+    s.tile = mn_tile_at(p.call, CHUNK, s.place / p.call.H);
+    if (s.tile.n_rows == 0) return;
+    s.steep = job.work.steep[s.place];
+    const int i = (int)threadIdx.x;
+    const bool real = i < p.call.K;
+    mn_walk_frame<STEP> f;
+    for (int t = 0; t < s.tile.n_rows; t++) {
+        const int64_t b = s.tile.span.b, when = s.tile.span.t0 + s.tile.first + t;
+        const float l2 = mn_float(*mn_row<T>(p.l2, b, when, s.h));
+        double noise = 0.0;
+        if (real) {
+            const float la = mn_float(mn_row<T>(p.la, b, when, s.h)[i]);
+            const float theta = mn_get(mn_row<T>(p.theta, b, when, s.h), i);
+            if (!s.steep) f.step(la, theta, l2);
+            if (p.gainvec.data) put_gains<T>(job, s, f, t, i);
+            if (job.spreads) noise = noise_read(job, s, f, l2, t, i);
+        }
+        for (int lanes = 16; lanes > 0 && job.spreads; lanes >>= 1) {
+            noise += __shfl_xor_sync(0xffffffffu, noise, lanes);
+        }
+        if (i % 32 == 0) noises[i / 32][t] = noise;
+    }
+    __syncthreads();
+    double noise = 0.0;
+    for (unsigned w = 0; w < blockDim.x / 32 && i < s.tile.n_rows; w++) noise += noises[w][i];
+    put_variances<T>(parts, job, s, noise);
+}
+
+template <typename T>
+static int results(const mn_walk_job *job, cudaStream_t stream) {
+    const int64_t blocks = mn_tile_slots(job->p.call, CHUNK) * job->p.call.H;
+    const unsigned threads = (unsigned)mn_max(job->rows / job->step, 32);
+    if (job->step == 2) results_kernel<T, 2><<<(unsigned)blocks, threads, 0, stream>>>(*job);
+    else results_kernel<T, 1><<<(unsigned)blocks, threads, 0, stream>>>(*job);
+    return mn_launched();
+}
+
+int mn_walk_results(const mn_walk_job *job, cudaStream_t stream) {
+    return job->p.call.dtype == MN_BF16 ? results<mn_bf16>(job, stream)
+                                        : results<float>(job, stream);
+}
