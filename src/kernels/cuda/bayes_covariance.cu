@@ -32,6 +32,7 @@ struct alignas(16) room {
     double raise[of::WORKERS][2], raises[CL][2];
     double undo[MN_WALK_CHUNK][MN_WALK_CHUNK + 4];
     double inverse[MN_WALK_CHUNK];
+    uint64_t told[2];                                // barriers: sums, panel
     double queries[MN_WALK_CHUNK][RP + 8];           // last: only where they are wanted
 };
 
@@ -62,7 +63,7 @@ __device__ inline void hear(void) {
 #endif
 }
 
-/* *place = x in all blocks of the cluster. */
+/* *place = x in all blocks of the cluster, for after the next tell and hear. */
 template <int CL>
 __device__ inline void give(double *place, double x) {
     if (CL == 1) *place = x;
@@ -77,22 +78,73 @@ __device__ inline void give(double *place, double x) {
 #endif
 }
 
+/* The same, counted by the barrier `told` of the block that gets it. With one block a cluster
+ * nothing is counted. A pair of neighbours, or one number. */
 template <int CL>
-__device__ inline void give_pair(double *place, double x, double y) {
+__device__ inline void send(double *place, uint64_t *told, double x) {
+    if (CL == 1) *place = x;
+#if __CUDA_ARCH__ >= 900
+    const unsigned here = (unsigned)__cvta_generic_to_shared(place);
+    const unsigned barrier = (unsigned)__cvta_generic_to_shared(told);
+#pragma unroll
+    for (int rank = 0; rank < (CL > 1 ? CL : 0); rank++) {
+        unsigned there, count;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(count) : "r"(barrier), "r"(rank));
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f64 [%0], %1, [%2];"
+                     ::"r"(there), "d"(x), "r"(count) : "memory");
+    }
+#endif
+}
+
+template <int CL>
+__device__ inline void send_pair(double *place, uint64_t *told, double x, double y) {
     if (CL == 1) *(double2 *)place = make_double2(x, y);
 #if __CUDA_ARCH__ >= 900
     const unsigned here = (unsigned)__cvta_generic_to_shared(place);
+    const unsigned barrier = (unsigned)__cvta_generic_to_shared(told);
 #pragma unroll
     for (int rank = 0; rank < (CL > 1 ? CL : 0); rank++) {
-        unsigned there;
+        unsigned there, count;
         asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
-        asm volatile("st.shared::cluster.v2.f64 [%0], {%1, %2};" ::"r"(there), "d"(x), "d"(y)
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(count) : "r"(barrier), "r"(rank));
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 "
+                     "[%0], {%1, %2}, [%3];" ::"r"(there), "d"(x), "d"(y), "r"(count) : "memory");
+    }
+#endif
+}
+
+/* A barrier that one thread arms for `bytes` that are to come. */
+__device__ inline void open_barrier(uint64_t *told) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
+                 "fence.mbarrier_init.release.cluster;" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(told)) : "memory");
+#endif
+}
+
+__device__ inline void arm(uint64_t *told, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(told)), "r"(bytes) : "memory");
+#endif
+}
+
+/* Waits until all bytes of the barrier's turn number `turn` are there. */
+__device__ inline void await(uint64_t *told, unsigned turn) {
+#if __CUDA_ARCH__ >= 900
+    const unsigned at = (unsigned)__cvta_generic_to_shared(told);
+    unsigned done = 0;
+    while (!done) {
+        asm volatile("{\n\t.reg .pred done;\n\t"
+                     "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+                     "selp.u32 %0, 1, 0, done;\n\t}" : "=r"(done) : "r"(at), "r"(turn & 1)
                      : "memory");
     }
 #endif
 }
 
-/* Barriers of a block: ID 1 and 2, of which the second is only for one block a cluster. */
+/* Barriers of a block, numbered. */
 template <int ID, int COUNT>
 __device__ inline void meet(void) {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
@@ -105,12 +157,13 @@ __device__ inline void pass(void) {
 
 /* ---- the work of a worker -------------------------------------------------------------------- */
 
-/* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. */
+/* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. `turns` counts
+ * the uses of the barriers. */
 struct scene {
     int64_t place, group, n, h, g;    // group: place * G + g
     unsigned rank;
     int buffer, low, high;
-    bool steep;
+    unsigned turns[2];
 };
 
 template <int RP, int CL>
@@ -186,8 +239,8 @@ struct worker {
             }
             const double all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
             double (&to)[MN_WALK_CHUNK][MN_WALK_CHUNK] = m.sums[rank * of::GROUPS + group];
-            if (s <= t) give<CL>(&to[s][t], all);
-            if (s < t) give<CL>(&to[t][s], all);
+            if (s <= t) send<CL>(&to[s][t], &m.told[0], all);
+            if (s < t) send<CL>(&to[t][s], &m.told[0], all);
         }
     }
 
@@ -259,7 +312,7 @@ struct worker {
             const double x = z[half][0], y = z[half][1];
             double2 moved = make_double2(phi.x * x, phi.y * y);
             if (job.step == 2) moved = make_double2(phi.x * x - phi.y * y, phi.y * x + phi.x * y);
-            give_pair<CL>(&m.panel[token][first + 2 * i], moved.x, moved.y);
+            send_pair<CL>(&m.panel[token][first + 2 * i], &m.told[1], moved.x, moved.y);
             if (token >= s.low && token < s.high) {
                 *(double2 *)(out + token * RP) = make_double2(x, y);
             }
@@ -441,14 +494,13 @@ __device__ static void eliminate(room<RP, CL> &m, const scene &s, const mn_walk_
     }
 }
 
-/* Asks for what the chunk at `place` needs: queries, then the rest, two groups of copies. */
+/* Asks for what the chunk at `place` needs: queries, and the rest. */
 template <int RP, int CL>
 __device__ static void ask_queries(room<RP, CL> &m, const mn_walk_job &job, int64_t place) {
     const int64_t at = place * MN_WALK_CHUNK * RP;
-    if (job.spreads) {
-        mn_walk_fetch<MN_WALK_CHUNK, RP, 32>(m.queries, job.work.queries + at, RP,
-                                             (int)threadIdx.x % 32);
-    }
+    if (!job.spreads) return;
+    mn_walk_fetch<MN_WALK_CHUNK, RP, 32>(m.queries, job.work.queries + at, RP,
+                                         (int)threadIdx.x % 32);
     mn_walk_copies_end();
 }
 
@@ -524,44 +576,58 @@ __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene
     return true;
 }
 
-/* Tokens [s.low, s.high) of the chunk in the room. `first`: the first ones behind a P_0 that was
- * handed in. `r2` is the pivot's, of lane's token. */
+/* B and S of the chunk in the room; what is summed up is there for the pivot, and with `all` for
+ * workers too. */
 template <int RP, int CL>
-__device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, const scene &s,
-                               const mn_walk_job &job, double r2, bool first) {
+__device__ static void meet_chunk(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
+                                  const mn_walk_job &job, int64_t next, bool all) {
     using of = sizes<RP, CL>;
     const bool pivot = mine.index == of::WORKERS;
-    for (bool again = false;; again = true) {
-        if (pivot) {
-            mn_walk_copies_wait<1>();    // queries
-            meet<1, of::THREADS>();
-            if (CL == 1) meet<2, of::THREADS>();
-            tell<CL>(), hear<CL>();
-        } else {
-            mine.read(m, s.buffer);
-            meet<1, of::THREADS>();
-            mine.gather(m, s.rank);
-            if (CL == 1) pass<2, of::THREADS>();
-            tell<CL>();
-        }
-        if (!first || again) break;
-        if (!pivot) hear<CL>();
-        if (!raised(mine, m, s, job)) break;
+    if (pivot) {
+        mn_walk_copies_wait<0>();    // queries
+        meet<1, of::THREADS>();
+        if (next >= 0) ask(m, job, next, 1 - s.buffer, s.rank);
+        if (CL == 1) meet<2, of::THREADS>();
+    } else {
+        mine.read(m, s.buffer);
+        meet<1, of::THREADS>();
+        mine.gather(m, s.rank);
+        if (CL == 1) pass<2, of::THREADS>();
     }
+    if (CL > 1 && (pivot || all)) await(&m.told[0], s.turns[0]);
+    if (CL > 1 && pivot && mine.lane == 0) arm(&m.told[0], (int)sizeof m.sums);
+    s.turns[0]++;
+}
+
+/* Tokens [s.low, s.high) of the chunk in the room; asks for the one at `next` (-1: for none).
+ * `first`: the first ones behind a P_0 that was handed in. `r2` is the pivot's, of lane's token.
+ *
+ * What other blocks write here is never in use still: they send sums once they have this block's
+ * panel, which is behind its use of the last sums, and their panels once they have its sums, which
+ * are behind its use of the last panel. */
+template <int RP, int CL>
+__device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
+                               const mn_walk_job &job, double r2, int64_t next, bool first) {
+    using of = sizes<RP, CL>;
+    const bool pivot = mine.index == of::WORKERS;
+    meet_chunk(mine, m, s, job, next, first);
+    if (first && raised(mine, m, s, job)) meet_chunk(mine, m, s, job, -1, true);
     if (pivot) {
         eliminate(m, s, job, r2);
-        meet<1, of::THREADS>();
         mn_walk_copies_wait<0>();
+        meet<1, of::THREADS>();
+        if (next >= 0) ask_queries(m, job, next);
     } else {
         if (job.spreads) mine.spread(m);
         mine.move(m.ends[s.buffer], job.step == 2);
-        if (!first) hear<CL>();
         meet<1, of::THREADS>();
         mine.solve(m, s, job);
+        if (CL == 1) meet<3, 32 * of::WORKERS>();
+        else await(&m.told[1], s.turns[1]);
+        if (CL > 1 && threadIdx.x == 0) arm(&m.told[1], MN_WALK_CHUNK * RP * (int)sizeof(double));
+        mine.write(m);
     }
-    tell<CL>(), hear<CL>();
-    if (CL == 1) meet<1, of::THREADS>();
-    if (!pivot) mine.write(m);
+    s.turns[1]++;
 }
 
 /* Parts of qh'Ph qh, by groups of workers. */
@@ -589,42 +655,46 @@ covariance_kernel(const __grid_constant__ mn_walk_job job) {
     s.rank = rank_of_block<CL>();
     const int64_t walk = blockIdx.x / CL;
     s.g = walk % call.G, s.h = walk / call.G % call.H, s.n = walk / call.G / call.H;
+    s.turns[0] = s.turns[1] = 0;
     worker<RP, CL> mine(s.rank);
     const bool pivot = mine.index == of::WORKERS;
     const int64_t length = mn_span_at(call, s.n).length, slot = mn_walk_slot(call, s.n);
     const int64_t chunks = (length + MN_WALK_CHUNK - 1) / MN_WALK_CHUNK;
     if (!pivot) mine.load(job, s);
     s.place = slot * call.H + s.h;
-    if (pivot && chunks > 0) ask(m, job, s.place, 0, s.rank);
+    if (pivot && chunks > 0) ask(m, job, s.place, 0, s.rank), ask_queries(m, job, s.place);
+    if (CL > 1 && threadIdx.x == 0) {
+        open_barrier(&m.told[0]), open_barrier(&m.told[1]);
+        arm(&m.told[0], (int)sizeof m.sums);
+        arm(&m.told[1], MN_WALK_CHUNK * RP * (int)sizeof(double));
+    }
     mn_walk_copies_wait<0>();
-    tell<CL>(), hear<CL>();
     __syncthreads();
+    tell<CL>(), hear<CL>();
     bool steep_next = chunks > 0 && job.work.steep[s.place];
     double r2_next = noise_at(job, s, mine.lane % 16);
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        const int64_t next = (slot + chunk + 1) * call.H + s.h, t = chunk * MN_WALK_CHUNK;
-        const int count = (int)min((int64_t)MN_WALK_CHUNK, length - t);
         const bool steep = steep_next, last = chunk + 1 == chunks;
+        const int64_t next = last ? -1 : (slot + chunk + 1) * call.H + s.h;
+        const int64_t t = chunk * MN_WALK_CHUNK;
+        const int count = (int)min((int64_t)MN_WALK_CHUNK, length - t);
         const double r2 = r2_next;
         s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
         s.buffer = chunk % 2;
-        if (pivot) {
-            ask_queries(m, job, s.place);
-            if (!last) ask(m, job, next, 1 - s.buffer, s.rank);
-            else mn_walk_copies_end();
-            r2_next = noise_at(job, s, t + MN_WALK_CHUNK + mine.lane % 16);
-        }
+        if (pivot) r2_next = noise_at(job, s, t + MN_WALK_CHUNK + mine.lane % 16);
         steep_next = !last && job.work.steep[next];
-        for (int token = steep ? -1 : 0; token < (steep ? count : 1); token++) {
+        const int first_token = steep ? -1 : 0, end = steep ? count : 1;
+        for (int token = first_token; token < end; token++) {
             const bool first = job.p.P0.data && chunk == 0 && token == 0;
             s.low = 0, s.high = count;
             if (steep) {
                 s.low = max(token, 0), s.high = token + 1;
-                if (pivot) mn_walk_copies_wait<1>();
+                mn_walk_copies_wait<0>();
                 __syncthreads();
                 fill_steep(m, job, s, token);
             }
-            advance(mine, m, s, job, !steep || mine.lane % 16 == token ? r2 : 1.0, first);
+            advance(mine, m, s, job, !steep || mine.lane % 16 == token ? r2 : 1.0,
+                    token == end - 1 ? next : -1, first);
             put_spread(m, s, job);
         }
     }

@@ -1,25 +1,20 @@
 /* bayes_prepare.cu - what keys, queries and decays determine of each chunk; bayes_walk.cuh. */
 #include "kernels/cuda/bayes_walk.cuh"
 
-/* One channel of a chunk as it was given, zeros beyond `count` tokens and the real channels. */
+/* One channel of a chunk as it was given. */
 struct channel {
     float k[MN_WALK_CHUNK], q[MN_WALK_CHUNK], la[MN_WALK_CHUNK], theta[MN_WALK_CHUNK];
 };
 
-template <typename T>
+template <typename T, int STEP>
 __device__ static channel channel_of(const mn_walk_job &job, const mn_tile_span &tile, int64_t h,
                                      int i) {
     const mn_bayes_args &p = job.p;
     channel c;
-#pragma unroll
-    for (int t = 0; t < MN_WALK_CHUNK; t++) {
-        const bool there = t < tile.n_rows && i < p.call.K;
-        const int64_t b = tile.span.b, when = tile.span.t0 + tile.first + t;
-        c.k[t] = there ? mn_float(mn_row<T>(p.k, b, when, h)[i]) : 0.0f;
-        c.la[t] = there ? mn_float(mn_row<T>(p.la, b, when, h)[i]) : 0.0f;
-        c.q[t] = there && job.reads ? mn_float(mn_row<T>(p.q, b, when, h)[i]) : 0.0f;
-        c.theta[t] = there ? mn_get(mn_row<T>(p.theta, b, when, h), i) : 0.0f;
-    }
+    mn_walk_column<T>(c.la, p.la, p.call, tile, h, i);
+    mn_walk_column<T>(c.k, p.k, p.call, tile, h, i);
+    if (job.reads) mn_walk_column<T>(c.q, p.q, p.call, tile, h, i);
+    if (STEP == 2) mn_walk_column<T>(c.theta, p.theta, p.call, tile, h, i);
     return c;
 }
 
@@ -81,7 +76,7 @@ prepare_kernel(const __grid_constant__ mn_walk_job job) {
         const int64_t when = tile.span.t0 + tile.first + i;
         l2[i] = i < tile.n_rows ? mn_float(*mn_row<T>(job.p.l2, tile.span.b, when, h)) : 0.0f;
     }
-    const channel c = channel_of<T>(job, tile, h, i);
+    const channel c = channel_of<T, STEP>(job, tile, h, i);
     double level = 0.0, most = 0.0;
 #pragma unroll
     for (int t = 0; t < MN_WALK_CHUNK; t++) {

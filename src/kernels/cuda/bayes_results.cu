@@ -11,47 +11,61 @@ struct scene {
     bool steep;
 };
 
-/* u = Phi z, or z itself in a steep chunk, over sigma: the rows of channel i, of all groups. */
+/* Phi of all tokens of channel i, 1 in a steep chunk, and qh'n qh: the noise's part of a read. */
 template <typename T, int STEP>
-__device__ static void put_gains(const mn_walk_job &job, const scene &s,
-                                 const mn_walk_frame<STEP> &f, int t, int i) {
+__device__ static void frames(double (&re)[CHUNK], double (&im)[CHUNK], double (&noise)[CHUNK],
+                              const mn_walk_job &job, const scene &s, const float *l2, int i) {
     const mn_bayes_args &p = job.p;
-    const int64_t R = p.call.R, rows = job.rows, when = s.tile.span.t0 + s.tile.first + t;
-    T *out = mn_row<T>(p.gainvec, s.tile.span.b, when, s.h) + i * STEP;
-    for (int64_t g = 0; g < p.call.G; g++) {
-        const int64_t group = s.place * p.call.G + g;
-        const double *z = job.work.z + (group * CHUNK + t) * rows + i * STEP;
-        const double inverse = job.work.inverse[group * CHUNK + t];
-        if (STEP == 1) {
-            mn_put(out + g * R, (float)((s.steep ? z[0] : f.re * z[0]) * inverse));
-            continue;
-        }
-        const double x = s.steep ? z[0] : f.re * z[0] - f.im * z[1];
-        const double y = s.steep ? z[1] : f.im * z[0] + f.re * z[1];
-        mn_put(out + g * R, (float)(x * inverse)), mn_put(out + g * R + 1, (float)(y * inverse));
+    const double *q = job.work.queries + s.place * CHUNK * job.rows + min(i, (int)p.call.K - 1) * STEP;
+    float la[CHUNK], theta[CHUNK];
+    mn_walk_column<T>(la, p.la, p.call, s.tile, s.h, i);
+    if (STEP == 2) mn_walk_column<T>(theta, p.theta, p.call, s.tile, s.h, i);
+    mn_walk_frame<STEP> f;
+#pragma unroll
+    for (int t = 0; t < CHUNK; t++) {
+        const double x = job.spreads ? q[t * job.rows] : 0.0;
+        const double y = job.spreads && STEP == 2 ? q[t * job.rows + 1] : 0.0;
+        if (!s.steep) f.step(la[t], theta[t], l2[t]);
+        re[t] = f.re, im[t] = f.im;
+        noise[t] = s.steep ? (double)l2[t] * x * x
+                           : f.rr * x * x + 2.0 * f.ri * x * y + f.ii * y * y;
+        if (i >= p.call.K) noise[t] = 0.0;
     }
 }
 
-/* qh'n qh of one channel: the process noise's part of a read. */
-template <int STEP>
-__device__ static double noise_read(const mn_walk_job &job, const scene &s,
-                                    const mn_walk_frame<STEP> &f, float l2, int t, int i) {
-    const double *q = job.work.queries + (s.place * CHUNK + t) * job.rows + i * STEP;
-    if (s.steep) return (double)l2 * q[0] * q[0];
-    if (STEP == 1) return f.rr * q[0] * q[0];
-    return f.rr * q[0] * q[0] + 2.0 * f.ri * q[0] * q[1] + f.ii * q[1] * q[1];
+/* u / sigma of channel i, u being Phi z. */
+template <typename T, int STEP>
+__device__ static void put_gains(const mn_walk_job &job, const scene &s,
+                                 const double (&re)[CHUNK], const double (&im)[CHUNK], int i) {
+    const mn_bayes_args &p = job.p;
+    const int64_t R = p.call.R, when = s.tile.span.t0 + s.tile.first;
+    T *out = mn_row<T>(p.gainvec, s.tile.span.b, when, s.h) + i * STEP;
+    for (int64_t g = 0; g < p.call.G; g++) {
+        const int64_t group = s.place * p.call.G + g;
+        const double *z = job.work.z + group * CHUNK * job.rows + i * STEP;
+        const double *inverse = job.work.inverse + group * CHUNK;
+#pragma unroll
+        for (int t = 0; t < CHUNK; t++) {
+            if (t >= s.tile.n_rows) break;
+            const double x = z[t * job.rows], y = STEP == 2 ? z[t * job.rows + 1] : 0.0;
+            T *to = out + t * p.gainvec.stride[1] + g * R;
+            mn_put(to, (float)((re[t] * x - im[t] * y) * inverse[t]));
+            if (STEP == 2) mn_put(to + 1, (float)((im[t] * x + re[t] * y) * inverse[t]));
+        }
+    }
 }
 
-/* (z_s.qh_t)^2 / sigma_s for s <= t, summed over s: what a chunk's own writes take from reads, by
+/* (z_s.qh_t)^2 / sigma_s for s <= t, summed over s: what a frame's own writes take from reads, by
  * all threads. `parts` is of each warp. */
 __device__ static double taken(double (&parts)[MOST_WARPS][256], const mn_walk_job &job,
                                const scene &s, int64_t group) {
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-    const int64_t rows = job.rows;
+    const int rows = job.rows;
     const double *z = job.work.z + group * CHUNK * rows + lane / 4 * rows + 2 * (lane % 4);
     const double *q = job.work.queries + s.place * CHUNK * rows + lane / 4 * rows + 2 * (lane % 4);
     double c[2][2][2] = {};
-    for (int64_t r = 8 * warp; r < rows; r += blockDim.x / 4) {
+#pragma unroll 4
+    for (int r = 8 * warp; r < rows; r += (int)blockDim.x / 4) {
         const double2 upper = *(const double2 *)(z + r), lower = *(const double2 *)(z + 8 * rows + r);
         const double a[4] = { upper.x, lower.x, upper.y, lower.y };
 #pragma unroll
@@ -70,7 +84,7 @@ __device__ static double taken(double (&parts)[MOST_WARPS][256], const mn_walk_j
     __syncthreads();
     double sum = 0.0;
     const int t = (int)threadIdx.x;
-    for (int token = 0; token <= t && t < CHUNK; token++) {
+    for (int token = s.steep ? t : 0; token <= t && t < CHUNK; token++) {
         double score = 0.0;
         for (unsigned w = 0; w < blockDim.x / 32; w++) score += parts[w][16 * token + t];
         sum += score * score * job.work.inverse[group * CHUNK + token];
@@ -107,6 +121,7 @@ template <typename T, int STEP>
 __global__ void __launch_bounds__(MN_WALK_WIDEST)
 results_kernel(const __grid_constant__ mn_walk_job job) {
     __shared__ double parts[MOST_WARPS][256], noises[MOST_WARPS][CHUNK];
+    __shared__ float l2[CHUNK];
     const mn_bayes_args &p = job.p;
     scene s;
     s.place = blockIdx.x, s.h = s.place % p.call.H;
@@ -114,23 +129,21 @@ results_kernel(const __grid_constant__ mn_walk_job job) {
     if (s.tile.n_rows == 0) return;
     s.steep = job.work.steep[s.place];
     const int i = (int)threadIdx.x;
-    const bool real = i < p.call.K;
-    mn_walk_frame<STEP> f;
-    for (int t = 0; t < s.tile.n_rows; t++) {
-        const int64_t b = s.tile.span.b, when = s.tile.span.t0 + s.tile.first + t;
-        const float l2 = mn_float(*mn_row<T>(p.l2, b, when, s.h));
-        double noise = 0.0;
-        if (real) {
-            const float la = mn_float(mn_row<T>(p.la, b, when, s.h)[i]);
-            const float theta = mn_get(mn_row<T>(p.theta, b, when, s.h), i);
-            if (!s.steep) f.step(la, theta, l2);
-            if (p.gainvec.data) put_gains<T>(job, s, f, t, i);
-            if (job.spreads) noise = noise_read(job, s, f, l2, t, i);
-        }
+    if (i < CHUNK) {
+        const int64_t when = s.tile.span.t0 + s.tile.first + i;
+        l2[i] = i < s.tile.n_rows ? mn_float(*mn_row<T>(p.l2, s.tile.span.b, when, s.h)) : 0.0f;
+    }
+    __syncthreads();
+    double re[CHUNK], im[CHUNK], part[CHUNK];
+    frames<T, STEP>(re, im, part, job, s, l2, i);
+    if (p.gainvec.data && i < p.call.K) put_gains<T, STEP>(job, s, re, im, i);
+#pragma unroll
+    for (int t = 0; t < CHUNK; t++) {
+#pragma unroll
         for (int lanes = 16; lanes > 0 && job.spreads; lanes >>= 1) {
-            noise += __shfl_xor_sync(0xffffffffu, noise, lanes);
+            part[t] += __shfl_xor_sync(0xffffffffu, part[t], lanes);
         }
-        if (i % 32 == 0) noises[i / 32][t] = noise;
+        if (i % 32 == 0) noises[i / 32][t] = part[t];
     }
     __syncthreads();
     double noise = 0.0;

@@ -117,6 +117,21 @@ __device__ inline void mn_walk_fetch(double (&to)[ROWS][PITCH], const double *fr
 
 /* ---- frames ---------------------------------------------------------------------------------- */
 
+/* e^x for |x| <= 150, to a rounding or two and without a branch, so that those of many tokens overlap:
+ * x = n log 2 + r, and the series of e^r, |r| <= 0.35, up to r^13 / 13!. */
+__device__ inline double mn_walk_exp(double x) {
+    const double round = 0x1.8p52, shifted = fma(x, 0x1.71547652b82fep0, round), n = shifted - round;
+    const double r = fma(n, -0x1.fdf473de6af28p-22, fma(n, -0x1.62e42p-1, x));
+    double sum = 1.0 / 6227020800.0;
+    const double terms[13] = { 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0,
+                               1.0 / 40320.0, 1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0,
+                               1.0 / 6.0, 0.5, 1.0, 1.0 };
+#pragma unroll
+    for (int i = 0; i < 13; i++) sum = fma(sum, r, terms[i]);
+    return __hiloint2double(__double2hiint(sum) + __double2loint(shifted) * (1 << 20),
+                            __double2loint(sum));
+}
+
 /* Phi_t and n_t of one channel: a number, or with STEP 2 a pair. */
 template <int STEP>
 struct mn_walk_frame {
@@ -128,7 +143,7 @@ struct mn_walk_frame {
 
     __device__ void step(float la, float theta, float l2) {
         level += (double)la;
-        re = exp(level);
+        re = mn_walk_exp(level);
         const double back = mn_reciprocal(re), weight = (double)l2 * back * back;
         if (STEP == 1) {
             rr += weight;
@@ -141,6 +156,25 @@ struct mn_walk_frame {
         im = re * sine, re *= cosine;
     }
 };
+
+/* One channel of a chunk's tokens, zeros beyond the tile and the real channels. Loads do not wait for
+ * the question whether they are wanted. */
+template <typename T>
+__device__ inline void mn_walk_column(float (&x)[MN_WALK_CHUNK], const mn_in &view,
+                                      const mn_call &call, const mn_tile_span &tile, int64_t h,
+                                      int i) {
+    const int most = (int)call.K - 1;
+    const T *at = mn_row<T>(view, tile.span.b, tile.span.t0 + tile.first, h) + min(i, most);
+    T raw[MN_WALK_CHUNK];
+#pragma unroll
+    for (int t = 0; t < MN_WALK_CHUNK; t++) {
+        raw[t] = at[min(t, (int)tile.n_rows - 1) * view.stride[1]];
+    }
+#pragma unroll
+    for (int t = 0; t < MN_WALK_CHUNK; t++) {
+        x[t] = t < tile.n_rows && i <= most ? mn_float(raw[t]) : 0.0f;
+    }
+}
 
 /* ---- steep chunks ---------------------------------------------------------------------------- */
 
