@@ -1,9 +1,9 @@
 /* bayes_covariance.cu - the walk over covariances of bayes_walk.cuh.
  *
- * A covariance has a cluster of CL blocks, each with RP / CL of its rows. A worker is a warp with 16
- * rows, two row blocks, and half of the columns, all in registers. One more warp of each block, the
- * pivot, factorises S while workers move P to the next frame, and brings the next chunk's inputs.
- * All blocks factorise alike. Sums over rows and columns are added in groups of eight workers, so
+ * A covariance has a cluster of CL blocks, each with RP / CL of its rows. A worker is a warp that
+ * has 16 rows, two row blocks, and half of the columns, all in registers. One more warp of each
+ * block, the pivot, factorises S while workers move P to the next frame, and brings the next
+ * chunk's inputs. All blocks factorise alike. Sums over rows and columns are added in groups of eight workers, so
  * that results do not depend on CL. */
 #include "kernels/cuda/bayes_walk.cuh"
 
@@ -163,8 +163,8 @@ __device__ inline void pass(void) {
 
 /* ---- the work of a worker -------------------------------------------------------------------- */
 
-/* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. `turns` counts
- * the uses of the barriers. */
+/* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. `turns`
+ * counts the uses of the barriers. */
 struct scene {
     int64_t place, group, n, h, g;    // group: place * G + g
     unsigned rank;

@@ -5,7 +5,10 @@
  * which are rows of Mh', and a quarter of the state's rows. Three barriers a chunk. */
 #include "kernels/cuda/bayes_walk.cuh"
 
-enum { WARPS = 8, THREADS = 32 * WARPS, SLICE = MN_WALK_SLICE, QUARTERS = 4, CHUNK = MN_WALK_CHUNK };
+enum {
+    WARPS = 8, THREADS = 32 * WARPS, SLICE = MN_WALK_SLICE, CHUNK = MN_WALK_CHUNK,
+    QUARTERS = 4,    // warps that share value columns
+};
 
 /* A chunk's inputs in shared memory. */
 template <int RP>
@@ -85,7 +88,8 @@ struct worker {
     }
 
     /* The parts added up: e in front of the chunk's own writes, o, weights. */
-    __device__ void gather(room<RP> &m, const inputs<RP> &in, const float (&v)[2], bool reads) const {
+    __device__ void gather(room<RP> &m, const inputs<RP> &in, const float (&v)[2],
+                           bool reads) const {
         const int i = (int)threadIdx.x, f = i / 64, l = i % 64 / 2;
         const int token = 8 * (f % 2) + l / 4, column = 8 * (f / 2) + 2 * (l % 4) + i % 2;
 #pragma unroll
@@ -109,7 +113,8 @@ struct worker {
     }
 
     /* This thread's values of a chunk, as gather wants them. */
-    __device__ static void values(float (&v)[2], const mn_walk_job &job, const scene &s, int64_t t) {
+    __device__ static void values(float (&v)[2], const mn_walk_job &job, const scene &s,
+                                  int64_t t) {
         const int i = (int)threadIdx.x, f = i / 64, l = i % 64 / 2;
         const int64_t token = t + 8 * (f % 2) + l / 4;
         const int column = 8 * (f / 2) + 2 * (l % 4) + i % 2;
@@ -128,7 +133,8 @@ struct worker {
         double e[2][2][2] = {}, left[8], plain[8];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            left[2 * k] = m.e[value + j][4 * k + i], left[2 * k + 1] = m.e[value + 8 + j][4 * k + i];
+            left[2 * k] = m.e[value + j][4 * k + i];
+            left[2 * k + 1] = m.e[value + 8 + j][4 * k + i];
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -220,7 +226,8 @@ __device__ static void ask(inputs<RP> &in, const mn_walk_job &job, int64_t place
 
 /* One token of a steep chunk, or what comes before the first one (-1). */
 template <int RP>
-__device__ static void fill_steep(inputs<RP> &in, const mn_walk_job &job, const scene &s, int token) {
+__device__ static void fill_steep(inputs<RP> &in, const mn_walk_job &job, const scene &s,
+                                  int token) {
     const int64_t at = s.place * CHUNK * RP;
     for (int e = threadIdx.x; e < CHUNK * RP; e += THREADS) {
         const int t = e / RP, r = e % RP;

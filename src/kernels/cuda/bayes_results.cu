@@ -16,7 +16,8 @@ template <typename T, int STEP>
 __device__ static void frames(double (&re)[CHUNK], double (&im)[CHUNK], double (&noise)[CHUNK],
                               const mn_walk_job &job, const scene &s, const float *l2, int i) {
     const mn_bayes_args &p = job.p;
-    const double *q = job.work.queries + s.place * CHUNK * job.rows + min(i, (int)p.call.K - 1) * STEP;
+    const int row = min(i, (int)p.call.K - 1) * STEP;
+    const double *q = job.work.queries + s.place * CHUNK * job.rows + row;
     float la[CHUNK], theta[CHUNK];
     mn_walk_column<T>(la, p.la, p.call, s.tile, s.h, i);
     if (STEP == 2) mn_walk_column<T>(theta, p.theta, p.call, s.tile, s.h, i);
@@ -54,8 +55,9 @@ __device__ static void put_gains(const mn_walk_job &job, const scene &s,
 #pragma unroll
         for (int t = 0; t < CHUNK; t++) {
             T *to = out + t * p.gainvec.stride[1] + g * R;
-            if (t < s.tile.n_rows) mn_put(to, (float)(re[t] * x[t] - im[t] * y[t]));
-            if (t < s.tile.n_rows && STEP == 2) mn_put(to + 1, (float)(im[t] * x[t] + re[t] * y[t]));
+            if (t >= s.tile.n_rows) continue;
+            mn_put(to, (float)(re[t] * x[t] - im[t] * y[t]));
+            if (STEP == 2) mn_put(to + 1, (float)(im[t] * x[t] + re[t] * y[t]));
         }
     }
 }
@@ -71,7 +73,8 @@ __device__ static double taken(double (&parts)[MOST_WARPS][256], const mn_walk_j
     double c[2][2][2] = {};
 #pragma unroll 4
     for (int r = 8 * warp; r < rows; r += (int)blockDim.x / 4) {
-        const double2 upper = *(const double2 *)(z + r), lower = *(const double2 *)(z + 8 * rows + r);
+        const double2 upper = *(const double2 *)(z + r);
+        const double2 lower = *(const double2 *)(z + 8 * rows + r);
         const double a[4] = { upper.x, lower.x, upper.y, lower.y };
 #pragma unroll
         for (int half = 0; half < 2; half++) {

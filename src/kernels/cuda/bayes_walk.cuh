@@ -37,11 +37,11 @@ enum {
     MN_WALK_SLICE = 32,     // value columns of a block
 };
 
-/* What the kernels leave to each other, in doubles; a chunk's place is its slot (mn_tile_slots) times
- * H plus the head. `rows` is R rounded up, with zeros beyond it. */
+/* What the kernels leave to each other, in doubles; a chunk's place is its slot (mn_tile_slots)
+ * times H plus the head. `rows` is R rounded up, with zeros beyond it. */
 struct mn_walk_work {
     double *keys, *queries, *noised;    // (place, 16, rows): kh, qh, n kh; if steep, A for n kh
-    double *ends;                       // (place, 3, rows): Phi, n, n inside pairs; if steep, l2 for n
+    double *ends;                       // (place, 3, rows): Phi, n (if steep l2), n inside pairs
     double *z;                          // (place, G, 16, rows)
     double *undo;                       // (place, G, 16, 16): L^-1
     double *inverse, *variance;         // (place, G, 16): 1 / sigma, k'u
@@ -117,10 +117,11 @@ __device__ inline void mn_walk_fetch(double (&to)[ROWS][PITCH], const double *fr
 
 /* ---- frames ---------------------------------------------------------------------------------- */
 
-/* e^x for |x| <= 150, to a rounding or two and without a branch, so that those of many tokens overlap:
- * x = n log 2 + r, and the series of e^r, |r| <= 0.35, up to r^13 / 13!. */
+/* e^x for |x| <= 150, to a rounding or two and without a branch, so that those of many tokens
+ * overlap: x = n log 2 + r, and the series of e^r, |r| <= 0.35, up to r^13 / 13!. */
 __device__ inline double mn_walk_exp(double x) {
-    const double round = 0x1.8p52, shifted = fma(x, 0x1.71547652b82fep0, round), n = shifted - round;
+    const double whole = 0x1.8p52, shifted = fma(x, 0x1.71547652b82fep0, whole);
+    const double n = shifted - whole;
     const double r = fma(n, -0x1.fdf473de6af28p-22, fma(n, -0x1.62e42p-1, x));
     double sum = 1.0 / 6227020800.0;
     const double terms[13] = { 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0,
@@ -157,8 +158,8 @@ struct mn_walk_frame {
     }
 };
 
-/* One channel of a chunk's tokens, zeros beyond the tile and the real channels. Loads do not wait for
- * the question whether they are wanted. */
+/* One channel of a chunk's tokens, zeros beyond the tile and the real channels. Loads do not wait
+ * for the question whether they are wanted. */
 template <typename T>
 __device__ inline void mn_walk_column(float (&x)[MN_WALK_CHUNK], const mn_in &view,
                                       const mn_call &call, const mn_tile_span &tile, int64_t h,
@@ -178,8 +179,8 @@ __device__ inline void mn_walk_column(float (&x)[MN_WALK_CHUNK], const mn_in &vi
 
 /* ---- steep chunks ---------------------------------------------------------------------------- */
 
-/* Phi and n behind token `token` of a steep chunk, the next token's A being part of the frame's end;
- * token -1 is what comes before the first one. By COUNT threads. */
+/* Phi and n behind token `token` of a steep chunk, the next token's A being part of the frame's
+ * end; token -1 is what comes before the first one. By COUNT threads. */
 template <int ROWS, int COUNT>
 __device__ inline void mn_walk_steep_end(double (&to)[3][ROWS], const double *ends,
                                          const double *steps, int token, int step, int i) {

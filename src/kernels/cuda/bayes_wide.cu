@@ -1,4 +1,5 @@
-/* bayes_wide.cu - the Bayesian Layer and its covariances alone, forward; the chunks of bayes.cuh. */
+/* bayes_wide.cu - the Bayesian Layer and its covariances alone, forward, in one kernel; the chunks
+ * of bayes.cuh. */
 #include "kernels/cuda/bayes_wide.h"
 
 #include "kernels/cuda/bayes.cuh"
