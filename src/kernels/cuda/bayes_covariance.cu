@@ -3,8 +3,8 @@
  * A covariance has a cluster of CL blocks, each with RP / CL of its rows. A worker is a warp that
  * has 16 rows, two row blocks, and half of the columns, all in registers. One more warp of each
  * block, the pivot, factorises S while workers move P to the next frame, and brings the next
- * chunk's inputs. All blocks factorise alike. Sums over rows and columns are added in groups of eight workers, so
- * that results do not depend on CL. */
+ * chunk's inputs. All blocks factorise alike. Sums over rows and columns are added in groups of
+ * eight workers, so that results do not depend on CL. */
 #include "kernels/cuda/bayes_walk.cuh"
 
 template <int RP, int CL>
@@ -16,8 +16,6 @@ struct sizes {
     static constexpr int TILES = RP / 16;           // column blocks of a worker
     static constexpr int GROUP = ALL < 8 ? ALL : 8;
     static constexpr int GROUPS = WORKERS / GROUP;  // of a block
-    static constexpr int SUMS_BYTES = (CL - 1) * GROUPS * 256 * (int)sizeof(double);
-    static constexpr int PANEL_BYTES = MN_WALK_CHUNK * (RP - OWN) * (int)sizeof(double);
 };
 
 template <int RP, int CL>
@@ -33,9 +31,7 @@ struct alignas(16) room {
     double sums[CL * of::GROUPS][MN_WALK_CHUNK][MN_WALK_CHUNK];
     double raise[of::WORKERS][2], raises[CL][2];
     double undo[MN_WALK_CHUNK][MN_WALK_CHUNK + 4];
-    double inverse[MN_WALK_CHUNK], r2[MN_WALK_CHUNK];
-    double2 rows[2][MN_WALK_CHUNK];                  // of the factor
-    uint64_t told[2];                                // barriers: sums, panel
+    double inverse[MN_WALK_CHUNK];
     double queries[MN_WALK_CHUNK][RP + 8];           // last: only where they are wanted
 };
 
@@ -66,7 +62,7 @@ __device__ inline void hear(void) {
 #endif
 }
 
-/* *place = x in all blocks of the cluster, for after the next tell and hear. */
+/* *place = x in all blocks of the cluster. */
 template <int CL>
 __device__ inline void give(double *place, double x) {
     if (CL == 1) *place = x;
@@ -81,76 +77,22 @@ __device__ inline void give(double *place, double x) {
 #endif
 }
 
-/* A pair of neighbours, or one number, to all blocks; in the others it is counted by their barrier
- * `told`. */
 template <int CL>
-__device__ inline void send(double *place, uint64_t *told, unsigned rank, double x) {
-    *place = x;
+__device__ inline void give_pair(double *place, double x, double y) {
+    if (CL == 1) *(double2 *)place = make_double2(x, y);
 #if __CUDA_ARCH__ >= 900
     const unsigned here = (unsigned)__cvta_generic_to_shared(place);
-    const unsigned barrier = (unsigned)__cvta_generic_to_shared(told);
 #pragma unroll
-    for (int i = 1; i < CL; i++) {
-        unsigned there, count;
-        const unsigned other = (rank + i) % CL;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(other));
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(count) : "r"(barrier), "r"(other));
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f64 "
-                     "[%0], %1, [%2];" ::"r"(there), "d"(x), "r"(count) : "memory");
-    }
-#endif
-}
-
-template <int CL>
-__device__ inline void send_pair(double *place, uint64_t *told, unsigned rank, double2 x) {
-    *(double2 *)place = x;
-#if __CUDA_ARCH__ >= 900
-    const unsigned here = (unsigned)__cvta_generic_to_shared(place);
-    const unsigned barrier = (unsigned)__cvta_generic_to_shared(told);
-#pragma unroll
-    for (int i = 1; i < CL; i++) {
-        unsigned there, count;
-        const unsigned other = (rank + i) % CL;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(other));
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(count) : "r"(barrier), "r"(other));
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 "
-                     "[%0], {%1, %2}, [%3];" ::"r"(there), "d"(x.x), "d"(x.y), "r"(count)
+    for (int rank = 0; rank < (CL > 1 ? CL : 0); rank++) {
+        unsigned there;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+        asm volatile("st.shared::cluster.v2.f64 [%0], {%1, %2};" ::"r"(there), "d"(x), "d"(y)
                      : "memory");
     }
 #endif
 }
 
-/* A barrier that one thread arms for `bytes` that are to come. */
-__device__ inline void open_barrier(uint64_t *told) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
-                 "fence.mbarrier_init.release.cluster;" ::"r"(
-                     (unsigned)__cvta_generic_to_shared(told)) : "memory");
-#endif
-}
-
-__device__ inline void arm(uint64_t *told, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     (unsigned)__cvta_generic_to_shared(told)), "r"(bytes) : "memory");
-#endif
-}
-
-/* Waits until all bytes of the barrier's turn number `turn` are there. */
-__device__ inline void await(uint64_t *told, unsigned turn) {
-#if __CUDA_ARCH__ >= 900
-    const unsigned at = (unsigned)__cvta_generic_to_shared(told);
-    unsigned done = 0;
-    while (!done) {
-        asm volatile("{\n\t.reg .pred done;\n\t"
-                     "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
-                     "selp.u32 %0, 1, 0, done;\n\t}" : "=r"(done) : "r"(at), "r"(turn & 1)
-                     : "memory");
-    }
-#endif
-}
-
-/* Barriers of a block, numbered. */
+/* Barriers of a block: ID 1 and 2, of which the second is only for one block a cluster. */
 template <int ID, int COUNT>
 __device__ inline void meet(void) {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
@@ -163,13 +105,11 @@ __device__ inline void pass(void) {
 
 /* ---- the work of a worker -------------------------------------------------------------------- */
 
-/* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. `turns`
- * counts the uses of the barriers. */
+/* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. */
 struct scene {
     int64_t place, group, n, h, g;    // group: place * G + g
     unsigned rank;
     int buffer, low, high;
-    unsigned turns[2];
 };
 
 template <int RP, int CL>
@@ -179,7 +119,7 @@ struct worker {
     int index, lane, row, own, part;    // own warp; first row, in the block too; half of columns
 
     __device__ worker(unsigned rank) {
-        index = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0), lane = (int)threadIdx.x % 32;
+        index = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
         const int all = (int)rank * of::WORKERS + index;
         row = all / 2 * 16, own = row - (int)rank * of::OWN, part = all % 2;
     }
@@ -245,8 +185,8 @@ struct worker {
             }
             const double all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
             double (&to)[MN_WALK_CHUNK][MN_WALK_CHUNK] = m.sums[rank * of::GROUPS + group];
-            if (s <= t) send<CL>(&to[s][t], &m.told[0], rank, all);
-            if (s < t) send<CL>(&to[t][s], &m.told[0], rank, all);
+            if (s <= t) give<CL>(&to[s][t], all);
+            if (s < t) give<CL>(&to[t][s], all);
         }
     }
 
@@ -271,53 +211,29 @@ struct worker {
     /* P <- Phi (P + n) Phi' */
     __device__ void move(const double (&ends)[3][RP], bool turns) {
         const int r = lane / 4, c = 2 * (lane % 4);
-        double noise[2][2];
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            const double n = ends[1][row + 8 * m + r], cross = ends[2][row + 8 * m + r];
-            noise[m][0] = r == c ? n : r == c + 1 ? cross : 0.0;
-            noise[m][1] = r == c ? cross : r == c + 1 ? n : 0.0;
-        }
-#pragma unroll
-        for (int e = 0; e < of::TILES * 4; e++) {
-            const int b = e / 4, m = e / 2 % 2;
-            if (column(b) == row + 8 * m) P[b][m][e % 2] += noise[m][e % 2];
-        }
-        if (turns) {
-            turn(ends[0]);
-            return;
-        }
-        const double mine[2] = { ends[0][row + r], ends[0][row + 8 + r] };
+        const double noise[2] = { ends[1][row + r], ends[1][row + 8 + r] };
+        const double cross[2] = { ends[2][row + r], ends[2][row + 8 + r] };
 #pragma unroll
         for (int b = 0; b < of::TILES; b++) {
             const double2 phi = *(const double2 *)&ends[0][column(b) + c];
 #pragma unroll
             for (int m = 0; m < 2; m++) {
-                P[b][m][0] *= mine[m] * phi.x, P[b][m][1] *= mine[m] * phi.y;
-            }
-        }
-    }
-
-    /* P <- Phi P Phi', Phi being of pairs. */
-    __device__ void turn(const double (&phi)[RP]) {
-        const int r = lane / 4, c = 2 * (lane % 4);
-        double2 mine[2];
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            mine[m] = *(const double2 *)&phi[row + 8 * m + r / 2 * 2];
-            if (r % 2 == 0) mine[m].y = -mine[m].y;
-        }
-#pragma unroll
-        for (int b = 0; b < of::TILES; b++) {
-            const double2 f = *(const double2 *)&phi[column(b) + c];
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
                 double (&x)[2] = P[b][m];
-                const double y[2] = { f.x * x[0] - f.y * x[1], f.y * x[0] + f.x * x[1] };
+                if (column(b) == row + 8 * m) {
+                    x[0] += r == c ? noise[m] : r == c + 1 ? cross[m] : 0.0;
+                    x[1] += r == c ? cross[m] : r == c + 1 ? noise[m] : 0.0;
+                }
+                if (!turns) {
+                    const double mine = ends[0][row + 8 * m + r];
+                    x[0] *= mine * phi.x, x[1] *= mine * phi.y;
+                    continue;
+                }
+                const double2 mine = *(const double2 *)&ends[0][row + 8 * m + r / 2 * 2];
+                const double y[2] = { phi.x * x[0] - phi.y * x[1], phi.y * x[0] + phi.x * x[1] };
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const double other = __shfl_xor_sync(0xffffffffu, y[i], 4);
-                    x[i] = mine[m].x * y[i] + mine[m].y * other;
+                    x[i] = mine.x * y[i] + (r % 2 ? mine.y : -mine.y) * other;
                 }
             }
         }
@@ -342,13 +258,10 @@ struct worker {
             const double x = z[half][0], y = z[half][1];
             double2 moved = make_double2(phi.x * x, phi.y * y);
             if (job.step == 2) moved = make_double2(phi.x * x - phi.y * y, phi.y * x + phi.x * y);
-            send_pair<CL>(&m.panel[token][first + 2 * i], &m.told[1], s.rank, moved);
+            give_pair<CL>(&m.panel[token][first + 2 * i], moved.x, moved.y);
             if (token >= s.low && token < s.high) {
                 *(double2 *)(out + token * RP) = make_double2(x, y);
             }
-        }
-        for (int e = threadIdx.x; e < 256 && s.rank == 0; e += 32 * of::WORKERS) {
-            job.work.undo[s.group * 256 + e] = m.undo[e / 16][e % 16];
         }
     }
 
@@ -456,10 +369,52 @@ struct pivot_of {
     double variance, inverse;
 };
 
-/* Lane t has column t of S, lane 16 + t of what becomes L^-1. */
+__device__ inline pivot_of pivot_at(double variance, double r2) {
+    const double v = fmax(variance, 0.0);
+    return { v, mn_reciprocal(r2 + v) };
+}
+
+/* S + diag r2 = L diag(sigma) L' and L^-1 by one warp: lane t has column t of S, lane 16 + t of
+ * what becomes L^-1; `r2` is of token t. Two tokens at a time, so that both reciprocals of
+ *
+ *   1 / sigma_j    and    1 / sigma_{j+1} = sigma_j / (sigma_j (S_{j+1,j+1} + r2) - S_{j,j+1}^2)
+ *
+ * are on their way together; where that difference keeps few digits, one after the other.
+ * Returns variance and reciprocal of token t. */
+__device__ static pivot_of factor(double (&x)[MN_WALK_CHUNK], double r2) {
+    const unsigned all = 0xffffffffu;
+    const int lane = (int)threadIdx.x % 32;
+    pivot_of mine = { 0.0, 0.0 };
+#pragma unroll
+    for (int j = 0; j < MN_WALK_CHUNK; j += 2) {
+        const double a = __shfl_sync(all, x[j], j), b = __shfl_sync(all, x[j], j + 1);
+        const double c = __shfl_sync(all, x[j + 1], j + 1);
+        const double next_r2 = __shfl_sync(all, r2, j + 1);
+        const double sigma = __shfl_sync(all, r2, j) + fmax(a, 0.0);
+        const double least = fma(sigma, c + next_r2, -(b * b));
+        const pivot_of first = { fmax(a, 0.0), mn_reciprocal(sigma) };
+        const double quick = mn_reciprocal(least);
+        const double ratio = b * first.inverse, left = fma(-ratio, b, c);
+        pivot_of second = { left, sigma * quick };
+        if (!(left > 0x1p-30 * c)) second = pivot_at(left, next_r2);
+        if (lane == j) mine = first;
+        if (lane == j + 1) mine = second;
+        x[j + 1] = fma(-ratio, x[j], x[j + 1]);
+        const double f = x[j] * first.inverse, g = x[j + 1] * second.inverse;
+#pragma unroll
+        for (int i = j + 2; i < MN_WALK_CHUNK; i++) {
+            x[i] = fma(-__shfl_sync(all, f, i), x[j], x[i]);
+            x[i] = fma(-__shfl_sync(all, g, i), x[j + 1], x[i]);
+        }
+    }
+    return mine;
+}
+
 template <int RP, int CL>
-__device__ inline void load_square(double (&x)[MN_WALK_CHUNK], const room<RP, CL> &m) {
+__device__ static void eliminate(room<RP, CL> &m, const scene &s, const mn_walk_job &job,
+                                 double r2) {
     const int lane = (int)threadIdx.x % 32, t = lane % 16;
+    double x[MN_WALK_CHUNK];
 #pragma unroll
     for (int i = 0; i < MN_WALK_CHUNK; i++) {
         double sum = m.sums[0][i][t];
@@ -467,95 +422,32 @@ __device__ inline void load_square(double (&x)[MN_WALK_CHUNK], const room<RP, CL
         for (int part = 1; part < CL * sizes<RP, CL>::GROUPS; part++) sum += m.sums[part][i][t];
         x[i] = lane < 16 ? sum : i == t ? 1.0 : 0.0;
     }
-}
-
-template <int RP, int CL>
-__device__ inline void leave_undo(const double (&x)[MN_WALK_CHUNK], room<RP, CL> &m) {
-    const int lane = (int)threadIdx.x % 32;
+    const pivot_of mine = factor(x, r2);
+    double *undo = job.work.undo + s.group * 256;
+    if (lane < 16) m.inverse[t] = mine.inverse;
 #pragma unroll
     for (int i = 0; i < MN_WALK_CHUNK; i++) {
-        if (lane >= 16) m.undo[i][lane - 16] = x[i];
+        if (lane >= 16) m.undo[i][t] = x[i];
+    }
+    if (s.rank != 0) return;
+#pragma unroll
+    for (int i = 0; i < MN_WALK_CHUNK; i++) {
+        if (lane >= 16) undo[16 * i + t] = x[i];
+    }
+    if (t >= s.low && t < s.high && lane < 16) {
+        job.work.inverse[s.group * 16 + t] = mine.inverse;
+        job.work.variance[s.group * 16 + t] = mine.variance;
     }
 }
 
-/* S + diag r2 = L diag(sigma) L' and L^-1 by one warp, token after token. Returns variance and
- * reciprocal of the lane's token. */
-template <int RP, int CL>
-__device__ __noinline__ static pivot_of factor_slowly(room<RP, CL> &m) {
-    const unsigned all = 0xffffffffu;
-    const int lane = (int)threadIdx.x % 32;
-    double x[MN_WALK_CHUNK];
-    pivot_of mine = { 0.0, 0.0 };
-    load_square(x, m);
-#pragma unroll
-    for (int j = 0; j < MN_WALK_CHUNK; j++) {
-        const double variance = fmax(__shfl_sync(all, x[j], j), 0.0);
-        const double inverse = mn_reciprocal(m.r2[j] + variance), f = x[j] * inverse;
-        if (lane == j) mine.variance = variance, mine.inverse = inverse;
-#pragma unroll
-        for (int i = j + 1; i < MN_WALK_CHUNK; i++) {
-            x[i] = fma(-__shfl_sync(all, f, i), x[j], x[i]);
-        }
-    }
-    leave_undo(x, m);
-    return mine;
-}
-
-/* The same, two tokens at a time, so that both reciprocals of
- *
- *   1 / sigma_j    and    1 / sigma_{j+1} = sigma_j / (sigma_j (S_{j+1,j+1} + r2) - S_{j,j+1}^2)
- *
- * are on their way together. Where that difference keeps few digits it begins again, slowly. The
- * next two rows get their coefficients from the lanes that have them, the others through shared
- * memory, in the time of the next reciprocals. */
-template <int RP, int CL>
-__device__ static pivot_of factor(room<RP, CL> &m) {
-    const unsigned all = 0xffffffffu;
-    const int lane = (int)threadIdx.x % 32;
-    double x[MN_WALK_CHUNK];
-    pivot_of mine = { 0.0, 0.0 };
-    bool lost = false;
-    load_square(x, m);
-#pragma unroll
-    for (int j = 0; j < MN_WALK_CHUNK; j += 2) {
-        const double a = __shfl_sync(all, x[j], j), b = __shfl_sync(all, x[j], j + 1);
-        const double c = __shfl_sync(all, x[j + 1], j + 1);
-        const double2 r2 = *(double2 *)&m.r2[j];
-        const double variance = __double2hiint(a) < 0 ? 0.0 : a, sigma = variance + r2.x;
-        const double least = fma(sigma, c + r2.y, -(b * b));
-        const double inverse = mn_reciprocal(sigma), quick = mn_reciprocal(least);
-        const double ratio = b * inverse, left = fma(-ratio, b, c), next = sigma * quick;
-        lost = lost || !(left >= 0x1p-30 * c);
-        if (lane == j) mine.variance = variance, mine.inverse = inverse;
-        if (lane == j + 1) mine.variance = left, mine.inverse = next;
-        x[j + 1] = fma(-ratio, x[j], x[j + 1]);
-        const double f = x[j] * inverse, g = x[j + 1] * next;
-        double2 (&rows)[MN_WALK_CHUNK] = m.rows[j / 2 % 2];
-        if (lane < 16 && j < 12) rows[lane] = make_double2(f, g);
-#pragma unroll
-        for (int i = j + 2; i < j + 4 && i < MN_WALK_CHUNK; i++) {
-            x[i] = fma(-__shfl_sync(all, f, i), x[j], x[i]);
-            x[i] = fma(-__shfl_sync(all, g, i), x[j + 1], x[i]);
-        }
-        if (j < 12) __syncwarp();
-#pragma unroll
-        for (int i = j + 4; i < MN_WALK_CHUNK; i++) {
-            const double2 row = rows[i];
-            x[i] = fma(-row.y, x[j + 1], fma(-row.x, x[j], x[i]));
-        }
-    }
-    if (lost) return factor_slowly(m);
-    leave_undo(x, m);
-    return mine;
-}
-
-/* Asks for what the chunk at `place` needs: queries, and the rest. */
+/* Asks for what the chunk at `place` needs: queries, then the rest, two groups of copies. */
 template <int RP, int CL>
 __device__ static void ask_queries(room<RP, CL> &m, const mn_walk_job &job, int64_t place) {
     const int64_t at = place * MN_WALK_CHUNK * RP;
-    if (!job.spreads) return;
-    mn_walk_fetch<MN_WALK_CHUNK, RP, 32>(m.queries, job.work.queries + at, RP,
-                                         (int)threadIdx.x % 32);
+    if (job.spreads) {
+        mn_walk_fetch<MN_WALK_CHUNK, RP, 32>(m.queries, job.work.queries + at, RP,
+                                             (int)threadIdx.x % 32);
+    }
     mn_walk_copies_end();
 }
 
@@ -631,65 +523,44 @@ __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene
     return true;
 }
 
-/* B and S of the chunk in the room; what is summed up is there for the pivot, and with `all` for
- * workers too. */
+/* Tokens [s.low, s.high) of the chunk in the room. `first`: the first ones behind a P_0 that was
+ * handed in. `r2` is the pivot's, of lane's token. */
 template <int RP, int CL>
-__device__ static void meet_chunk(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
-                                  const mn_walk_job &job, double r2, int64_t next, bool all) {
+__device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, const scene &s,
+                               const mn_walk_job &job, double r2, bool first) {
     using of = sizes<RP, CL>;
     const bool pivot = mine.index == of::WORKERS;
-    if (pivot) {
-        if (mine.lane < 16) m.r2[mine.lane] = r2;
-        mn_walk_copies_wait<0>();    // queries
-        meet<1, of::THREADS>();
-        if (next >= 0) ask(m, job, next, 1 - s.buffer, s.rank);
-        meet<2, of::THREADS>();
-    } else {
-        mine.read(m, s.buffer);
-        meet<1, of::THREADS>();
-        mine.gather(m, s.rank);
-        pass<2, of::THREADS>();
-    }
-    if (CL > 1 && (pivot || all)) await(&m.told[0], s.turns[0]);
-    if (CL > 1 && pivot && mine.lane == 0) arm(&m.told[0], of::SUMS_BYTES);
-    s.turns[0]++;
-}
-
-/* Tokens [s.low, s.high) of the chunk in the room; asks for the one at `next` (-1: for none).
- * `first`: the first ones behind a P_0 that was handed in. `r2` is the pivot's, of lane's token.
- *
- * What other blocks write here is never in use still: they send sums once they have this block's
- * panel, which is behind its use of the last sums, and their panels once they have its sums, which
- * are behind its use of the last panel. */
-template <int RP, int CL>
-__device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
-                               const mn_walk_job &job, double r2, int64_t next, bool first) {
-    using of = sizes<RP, CL>;
-    const bool pivot = mine.index == of::WORKERS;
-    meet_chunk(mine, m, s, job, r2, next, first);
-    if (first && raised(mine, m, s, job)) meet_chunk(mine, m, s, job, r2, -1, true);
-    if (pivot) {
-        const pivot_of token = factor(m);
-        const int t = mine.lane;
-        if (t < 16) m.inverse[t] = token.inverse;
-        mn_walk_copies_wait<0>();
-        meet<1, of::THREADS>();
-        if (s.rank == 0 && t >= s.low && t < s.high) {
-            job.work.inverse[s.group * 16 + t] = token.inverse;
-            job.work.variance[s.group * 16 + t] = token.variance;
+    for (bool again = false;; again = true) {
+        if (pivot) {
+            mn_walk_copies_wait<1>();    // queries
+            meet<1, of::THREADS>();
+            if (CL == 1) meet<2, of::THREADS>();
+            tell<CL>(), hear<CL>();
+        } else {
+            mine.read(m, s.buffer);
+            meet<1, of::THREADS>();
+            mine.gather(m, s.rank);
+            if (CL == 1) pass<2, of::THREADS>();
+            tell<CL>();
         }
-        if (next >= 0) ask_queries(m, job, next);
+        if (!first || again) break;
+        if (!pivot) hear<CL>();
+        if (!raised(mine, m, s, job)) break;
+    }
+    if (pivot) {
+        eliminate(m, s, job, r2);
+        meet<1, of::THREADS>();
+        mn_walk_copies_wait<0>();
     } else {
         if (job.spreads) mine.spread(m);
         mine.move(m.ends[s.buffer], job.step == 2);
+        if (!first) hear<CL>();
         meet<1, of::THREADS>();
         mine.solve(m, s, job);
-        meet<3, 32 * of::WORKERS>();
-        if (CL > 1) await(&m.told[1], s.turns[1]);
-        if (CL > 1 && threadIdx.x == 0) arm(&m.told[1], of::PANEL_BYTES);
-        mine.write(m);
     }
-    s.turns[1]++;
+    tell<CL>(), hear<CL>();
+    if (CL == 1) meet<1, of::THREADS>();
+    if (!pivot) mine.write(m);
 }
 
 /* Parts of qh'Ph qh, by groups of workers. */
@@ -717,46 +588,42 @@ covariance_kernel(const __grid_constant__ mn_walk_job job) {
     s.rank = rank_of_block<CL>();
     const int64_t walk = blockIdx.x / CL;
     s.g = walk % call.G, s.h = walk / call.G % call.H, s.n = walk / call.G / call.H;
-    s.turns[0] = s.turns[1] = 0;
     worker<RP, CL> mine(s.rank);
     const bool pivot = mine.index == of::WORKERS;
     const int64_t length = mn_span_at(call, s.n).length, slot = mn_walk_slot(call, s.n);
     const int64_t chunks = (length + MN_WALK_CHUNK - 1) / MN_WALK_CHUNK;
     if (!pivot) mine.load(job, s);
     s.place = slot * call.H + s.h;
-    if (pivot && chunks > 0) ask(m, job, s.place, 0, s.rank), ask_queries(m, job, s.place);
-    if (CL > 1 && threadIdx.x == 0) {
-        open_barrier(&m.told[0]), open_barrier(&m.told[1]);
-        arm(&m.told[0], of::SUMS_BYTES);
-        arm(&m.told[1], of::PANEL_BYTES);
-    }
+    if (pivot && chunks > 0) ask(m, job, s.place, 0, s.rank);
     mn_walk_copies_wait<0>();
-    __syncthreads();
     tell<CL>(), hear<CL>();
+    __syncthreads();
     bool steep_next = chunks > 0 && job.work.steep[s.place];
     double r2_next = noise_at(job, s, mine.lane % 16);
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        const bool steep = steep_next, last = chunk + 1 == chunks;
-        const int64_t next = last ? -1 : (slot + chunk + 1) * call.H + s.h;
-        const int64_t t = chunk * MN_WALK_CHUNK;
+        const int64_t next = (slot + chunk + 1) * call.H + s.h, t = chunk * MN_WALK_CHUNK;
         const int count = (int)min((int64_t)MN_WALK_CHUNK, length - t);
+        const bool steep = steep_next, last = chunk + 1 == chunks;
         const double r2 = r2_next;
         s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
         s.buffer = chunk % 2;
-        if (pivot) r2_next = noise_at(job, s, t + MN_WALK_CHUNK + mine.lane % 16);
+        if (pivot) {
+            ask_queries(m, job, s.place);
+            if (!last) ask(m, job, next, 1 - s.buffer, s.rank);
+            else mn_walk_copies_end();
+            r2_next = noise_at(job, s, t + MN_WALK_CHUNK + mine.lane % 16);
+        }
         steep_next = !last && job.work.steep[next];
-        const int first_token = steep ? -1 : 0, end = steep ? count : 1;
-        for (int token = first_token; token < end; token++) {
+        for (int token = steep ? -1 : 0; token < (steep ? count : 1); token++) {
             const bool first = job.p.P0.data && chunk == 0 && token == 0;
             s.low = 0, s.high = count;
             if (steep) {
                 s.low = max(token, 0), s.high = token + 1;
-                mn_walk_copies_wait<0>();
+                if (pivot) mn_walk_copies_wait<1>();
                 __syncthreads();
                 fill_steep(m, job, s, token);
             }
-            advance(mine, m, s, job, !steep || mine.lane % 16 == token ? r2 : 1.0,
-                    token == end - 1 ? next : -1, first);
+            advance(mine, m, s, job, !steep || mine.lane % 16 == token ? r2 : 1.0, first);
             put_spread(m, s, job);
         }
     }
