@@ -263,6 +263,7 @@ mean_kernel(const __grid_constant__ mn_walk_job job, int slices) {
         x = given ? (double)given[r * call.V + column] : 0.0;
     });
     float v[2], next_v[2];
+    bool steep_next = chunks > 0 && job.work.steep[slot * call.H + s.h];
     s.place = slot * call.H + s.h;
     if (chunks > 0) ask(m.in[0], job, s.place, s.place * call.G + s.g);
     mine.values(next_v, job, s, 0);
@@ -273,7 +274,8 @@ mean_kernel(const __grid_constant__ mn_walk_job job, int slices) {
         s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
         s.t = chunk * CHUNK;
         const int count = (int)min((int64_t)CHUNK, s.span.length - s.t);
-        const bool steep = job.work.steep[s.place];
+        const bool steep = steep_next;
+        steep_next = !last && job.work.steep[next];
         v[0] = next_v[0], v[1] = next_v[1];
         mn_walk_copies_wait<0>();
         __syncthreads();

@@ -64,7 +64,7 @@ __device__ static void prepare_chunk(const mn_walk_job &job, const channel &c, c
 
 /* One block has one chunk of one head, a thread one channel. */
 template <typename T, int STEP>
-__global__ void __launch_bounds__(MN_WALK_WIDEST)
+__global__ void __launch_bounds__(MN_WALK_WIDEST, 2)
 prepare_kernel(const __grid_constant__ mn_walk_job job) {
     const mn_call &call = job.p.call;
     const int64_t place = blockIdx.x, h = place % call.H;

@@ -45,13 +45,19 @@ __device__ static void put_gains(const mn_walk_job &job, const scene &s,
         const int64_t group = s.place * p.call.G + g;
         const double *z = job.work.z + group * CHUNK * job.rows + i * STEP;
         const double *inverse = job.work.inverse + group * CHUNK;
+        double x[CHUNK], y[CHUNK];
 #pragma unroll
         for (int t = 0; t < CHUNK; t++) {
-            if (t >= s.tile.n_rows) break;
-            const double x = z[t * job.rows], y = STEP == 2 ? z[t * job.rows + 1] : 0.0;
+            const int there = min(t, (int)s.tile.n_rows - 1);    // others may not be written
+            x[t] = z[there * job.rows] * inverse[there];
+            y[t] = STEP == 2 ? z[there * job.rows + 1] * inverse[there] : 0.0;
+        }
+#pragma unroll
+        for (int t = 0; t < CHUNK; t++) {
             T *to = out + t * p.gainvec.stride[1] + g * R;
-            mn_put(to, (float)((re[t] * x - im[t] * y) * inverse[t]));
-            if (STEP == 2) mn_put(to + 1, (float)((im[t] * x + re[t] * y) * inverse[t]));
+            if (t >= s.tile.n_rows) continue;
+            mn_put(to, (float)(re[t] * x[t] - im[t] * y[t]));
+            if (STEP == 2) mn_put(to + 1, (float)(im[t] * x[t] + re[t] * y[t]));
         }
     }
 }
@@ -84,13 +90,17 @@ __device__ static double taken(double (&parts)[MOST_WARPS][256], const mn_walk_j
         parts[warp][16 * token + t] = c[x / 4][x / 2 % 2][x % 2];
     }
     __syncthreads();
-    double sum = 0.0;
-    const int t = (int)threadIdx.x;
-    for (int token = s.steep ? t : 0; token <= t && t < CHUNK; token++) {
+    for (int e = threadIdx.x; e < 256; e += (int)blockDim.x) {
+        const int token = e / 16, t = e % 16;
         double score = 0.0;
-        for (unsigned w = 0; w < blockDim.x / 32; w++) score += parts[w][16 * token + t];
-        sum += score * score * job.work.inverse[group * CHUNK + token];
+        for (unsigned w = 0; w < blockDim.x / 32; w++) score += parts[w][e];
+        const bool counts = t < s.tile.n_rows && (s.steep ? token == t : token <= t);
+        parts[0][e] = counts ? score * score * job.work.inverse[group * CHUNK + token] : 0.0;
     }
+    __syncthreads();
+    double sum = 0.0;
+#pragma unroll
+    for (int token = 0; token < CHUNK; token++) sum += parts[0][16 * token + threadIdx.x % 16];
     return sum;
 }
 
@@ -120,7 +130,7 @@ __device__ static void put_variances(double (&parts)[MOST_WARPS][256], const mn_
 
 /* One block has one chunk of one head, a thread one channel. */
 template <typename T, int STEP>
-__global__ void __launch_bounds__(MN_WALK_WIDEST)
+__global__ void __launch_bounds__(MN_WALK_WIDEST, 2)
 results_kernel(const __grid_constant__ mn_walk_job job) {
     __shared__ double parts[MOST_WARPS][256], noises[MOST_WARPS][CHUNK];
     __shared__ float l2[CHUNK];
