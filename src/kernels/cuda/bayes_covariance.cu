@@ -1,0 +1,696 @@
+/* bayes_covariance.cu - the walk over covariances of bayes_walk.cuh.
+ *
+ * A covariance has a cluster of CL blocks, each with RP / CL of its rows. A worker is a warp that
+ * has 16 rows, two row blocks, and half of the columns, all in registers. One more warp of each
+ * block, the pivot, factorises S while workers move P to the next frame, and brings the next
+ * chunk's inputs. All blocks factorise alike. Sums over rows and columns are added in groups of
+ * eight workers, so that results do not depend on CL. */
+#include "kernels/cuda/bayes_walk.cuh"
+
+template <int RP, int CL>
+struct sizes {
+    static constexpr int ALL = RP / 8;              // workers of the cluster
+    static constexpr int WORKERS = ALL / CL;
+    static constexpr int THREADS = 32 * (WORKERS + 1);
+    static constexpr int OWN = RP / CL;             // rows of a block
+    static constexpr int TILES = RP / 16;           // column blocks of a worker
+    static constexpr int GROUP = ALL < 8 ? ALL : 8;
+    static constexpr int GROUPS = WORKERS / GROUP;  // of a block
+};
+
+template <int RP, int CL>
+struct alignas(16) room {
+    using of = sizes<RP, CL>;
+    double keys[2][MN_WALK_CHUNK][RP + 8];
+    double noised[2][MN_WALK_CHUNK][of::OWN + 8];
+    double ends[2][3][RP];
+    double before[2][MN_WALK_CHUNK][of::OWN + 4];    // B by halves of the columns
+    double panel[MN_WALK_CHUNK][RP + 4];             // Phi z
+    double parts[of::WORKERS][256];                  // of S, by fragments
+    double spread[of::WORKERS][MN_WALK_CHUNK];       // of qh'Ph qh
+    double sums[CL * of::GROUPS][MN_WALK_CHUNK][MN_WALK_CHUNK];
+    double raise[of::WORKERS][2], raises[CL][2];
+    double undo[MN_WALK_CHUNK][MN_WALK_CHUNK + 4];
+    double inverse[MN_WALK_CHUNK];
+    double queries[MN_WALK_CHUNK][RP + 8];           // last: only where they are wanted
+};
+
+/* ---- blocks of a cluster --------------------------------------------------------------------- */
+
+template <int CL>
+__device__ inline unsigned rank_of_block(void) {
+    unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
+    if (CL > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return rank;
+}
+
+/* What this block has left is to be seen by the others. */
+template <int CL>
+__device__ inline void tell(void) {
+#if __CUDA_ARCH__ >= 900
+    if (CL > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+/* Waits for all blocks to have told. */
+template <int CL>
+__device__ inline void hear(void) {
+#if __CUDA_ARCH__ >= 900
+    if (CL > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+/* *place = x in all blocks of the cluster. */
+template <int CL>
+__device__ inline void give(double *place, double x) {
+    if (CL == 1) *place = x;
+#if __CUDA_ARCH__ >= 900
+    const unsigned here = (unsigned)__cvta_generic_to_shared(place);
+#pragma unroll
+    for (int rank = 0; rank < (CL > 1 ? CL : 0); rank++) {
+        unsigned there;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+        asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(there), "d"(x) : "memory");
+    }
+#endif
+}
+
+template <int CL>
+__device__ inline void give_pair(double *place, double x, double y) {
+    if (CL == 1) *(double2 *)place = make_double2(x, y);
+#if __CUDA_ARCH__ >= 900
+    const unsigned here = (unsigned)__cvta_generic_to_shared(place);
+#pragma unroll
+    for (int rank = 0; rank < (CL > 1 ? CL : 0); rank++) {
+        unsigned there;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+        asm volatile("st.shared::cluster.v2.f64 [%0], {%1, %2};" ::"r"(there), "d"(x), "d"(y)
+                     : "memory");
+    }
+#endif
+}
+
+/* Barriers of a block: ID 1 and 2, of which the second is only for one block a cluster. */
+template <int ID, int COUNT>
+__device__ inline void meet(void) {
+    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
+}
+
+template <int ID, int COUNT>
+__device__ inline void pass(void) {
+    asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
+}
+
+/* ---- the work of a worker -------------------------------------------------------------------- */
+
+/* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. */
+struct scene {
+    int64_t place, group, n, h, g;    // group: place * G + g
+    unsigned rank;
+    int buffer, low, high;
+};
+
+template <int RP, int CL>
+struct worker {
+    using of = sizes<RP, CL>;
+    double P[of::TILES][2][2];
+    int index, lane, row, own, part;    // own warp; first row, in the block too; half of columns
+
+    __device__ worker(unsigned rank) {
+        index = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
+        const int all = (int)rank * of::WORKERS + index;
+        row = all / 2 * 16, own = row - (int)rank * of::OWN, part = all % 2;
+    }
+
+    __device__ int column(int b) const { return part * (RP / 2) + 8 * b; }
+
+    /* c[row block]: 16 tokens of `left` with the rows of this worker, over its columns */
+    __device__ void multiply(double (&c)[2][2][2], const double (&left)[MN_WALK_CHUNK][RP + 8]) {
+        const double *at = &left[lane / 4][column(0) + 2 * (lane % 4)];
+#pragma unroll
+        for (int b = 0; b < of::TILES; b++) {
+            const double2 upper = *(const double2 *)(at + 8 * b);
+            const double2 lower = *(const double2 *)(at + 8 * (RP + 8) + 8 * b);
+            const double a[4] = { upper.x, lower.x, upper.y, lower.y };
+            mn_dmma_8(c[0], a, P[b][0]);
+            mn_dmma_8(c[1], a, P[b][1]);
+        }
+    }
+
+    /* B of these rows and half of the columns, and their part of S. */
+    __device__ void read(room<RP, CL> &m, int buffer) {
+        double c[2][2][2], s[2][2][2] = {};
+        const int token = lane / 4, pair = 2 * (lane % 4);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                double2 start = *(double2 *)&m.noised[buffer][8 * half + token][own + 8 * r + pair];
+                c[r][half][0] = part ? 0.0 : start.x, c[r][half][1] = part ? 0.0 : start.y;
+            }
+        }
+        multiply(c, m.keys[buffer]);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const double a[4] = { c[r][0][0], c[r][1][0], c[r][0][1], c[r][1][1] };
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const double2 k = *(double2 *)&m.keys[buffer][8 * half + token][row + 8 * r + pair];
+                const double b[2] = { k.x, k.y };
+                mn_dmma_8(s[half], a, b);
+                *(double2 *)&m.before[part][8 * half + token][own + 8 * r + pair] =
+                    make_double2(c[r][half][0], c[r][half][1]);
+            }
+        }
+#pragma unroll
+        for (int f = 0; f < 4; f++) {
+            *(double2 *)&m.parts[index][64 * f + 2 * lane] =
+                make_double2(s[f / 2][f % 2][0], s[f / 2][f % 2][1]);
+        }
+    }
+
+    /* Parts of S added up by groups, to all blocks. */
+    __device__ void gather(room<RP, CL> &m, unsigned rank) const {
+#pragma unroll
+        for (int e = threadIdx.x; e < 256 * of::GROUPS; e += 32 * of::WORKERS) {
+            const int group = e / 256, i = e % 256, f = i / 64, l = i % 64 / 2;
+            const int s = 8 * (f % 2) + l / 4, t = 8 * (f / 2) + 2 * (l % 4) + i % 2;
+            double sum[4];
+#pragma unroll
+            for (int w = 0; w < 4; w++) {
+                sum[w] = m.parts[group * of::GROUP + w][i];
+                if (of::GROUP == 8) sum[w] += m.parts[group * of::GROUP + 4 + w][i];
+            }
+            const double all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+            double (&to)[MN_WALK_CHUNK][MN_WALK_CHUNK] = m.sums[rank * of::GROUPS + group];
+            if (s <= t) give<CL>(&to[s][t], all);
+            if (s < t) give<CL>(&to[t][s], all);
+        }
+    }
+
+    /* This worker's part of qh'Ph qh. */
+    __device__ void spread(room<RP, CL> &m) {
+        double c[2][2][2] = {}, sums[2] = { 0.0, 0.0 };
+        const int token = lane / 4, pair = 2 * (lane % 4);
+        multiply(c, m.queries);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const double2 q = *(double2 *)&m.queries[8 * half + token][row + 8 * r + pair];
+                sums[half] = fma(c[r][half][0], q.x, fma(c[r][half][1], q.y, sums[half]));
+            }
+            sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 1);
+            sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 2);
+            if (lane % 4 == 0) m.spread[index][8 * half + token] = sums[half];
+        }
+    }
+
+    /* P <- Phi (P + n) Phi' */
+    __device__ void move(const double (&ends)[3][RP], bool turns) {
+        const int r = lane / 4, c = 2 * (lane % 4);
+        const double noise[2] = { ends[1][row + r], ends[1][row + 8 + r] };
+        const double cross[2] = { ends[2][row + r], ends[2][row + 8 + r] };
+#pragma unroll
+        for (int b = 0; b < of::TILES; b++) {
+            const double2 phi = *(const double2 *)&ends[0][column(b) + c];
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                double (&x)[2] = P[b][m];
+                if (column(b) == row + 8 * m) {
+                    x[0] += r == c ? noise[m] : r == c + 1 ? cross[m] : 0.0;
+                    x[1] += r == c ? cross[m] : r == c + 1 ? noise[m] : 0.0;
+                }
+                if (!turns) {
+                    const double mine = ends[0][row + 8 * m + r];
+                    x[0] *= mine * phi.x, x[1] *= mine * phi.y;
+                    continue;
+                }
+                const double2 mine = *(const double2 *)&ends[0][row + 8 * m + r / 2 * 2];
+                const double y[2] = { phi.x * x[0] - phi.y * x[1], phi.y * x[0] + phi.x * x[1] };
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const double other = __shfl_xor_sync(0xffffffffu, y[i], 4);
+                    x[i] = mine.x * y[i] + (r % 2 ? mine.y : -mine.y) * other;
+                }
+            }
+        }
+    }
+
+    /* z = L^-1 B of eight rows, to memory and, as Phi z, to all blocks. */
+    __device__ void solve(room<RP, CL> &m, const scene &s, const mn_walk_job &job) const {
+        const int i = lane % 4, j = lane / 4, first = row + 8 * part;
+        double a[8], b[4], z[2][2] = {};
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            a[2 * k] = m.undo[j][4 * k + i], a[2 * k + 1] = m.undo[8 + j][4 * k + i];
+            b[k] = m.before[0][4 * k + i][own + 8 * part + j] +
+                   m.before[1][4 * k + i][own + 8 * part + j];
+        }
+        mn_dmma_16(z, a, b);
+        const double2 phi = *(double2 *)&m.ends[s.buffer][0][first + 2 * i];
+        double *out = job.work.z + s.group * MN_WALK_CHUNK * RP + first + 2 * i;
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int token = 8 * half + j;
+            const double x = z[half][0], y = z[half][1];
+            double2 moved = make_double2(phi.x * x, phi.y * y);
+            if (job.step == 2) moved = make_double2(phi.x * x - phi.y * y, phi.y * x + phi.x * y);
+            give_pair<CL>(&m.panel[token][first + 2 * i], moved.x, moved.y);
+            if (token >= s.low && token < s.high) {
+                *(double2 *)(out + token * RP) = make_double2(x, y);
+            }
+        }
+    }
+
+    /* P - Phi z (1 / sigma) z'Phi' */
+    __device__ void write(const room<RP, CL> &m) {
+        const int i = lane % 4, j = lane / 4;
+        double a[8];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const double scale = -m.inverse[4 * k + i];
+            a[2 * k] = m.panel[4 * k + i][row + j] * scale;
+            a[2 * k + 1] = m.panel[4 * k + i][row + 8 + j] * scale;
+        }
+#pragma unroll
+        for (int tile = 0; tile < of::TILES; tile++) {
+            double b[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) b[k] = m.panel[4 * k + i][column(tile) + j];
+            mn_dmma_16(P[tile], a, b);
+        }
+    }
+
+    /* Parts of the sums that tell whether P_0 is to be raised: k'(diagonal of P)k, k'n k */
+    __device__ void weigh(room<RP, CL> &m, int buffer, bool turns) const {
+        const double *k = m.keys[buffer][0];
+        double seen = 0.0, hidden = 0.0;
+        const int r = lane / 4, c = 2 * (lane % 4);
+#pragma unroll
+        for (int b = 0; b < of::TILES; b++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (column(b) != row + 8 * half || (r != c && r != c + 1)) continue;
+                const double mine = k[column(b) + r], other = k[column(b) + (r ^ 1)];
+                const double (&x)[2] = P[b][half];
+                seen += mine * mine * (r == c ? x[0] : x[1]);
+                if (turns) seen += mine * other * (r == c ? x[1] : x[0]);
+            }
+        }
+        if (part == 0 && lane < 16) {
+            hidden = k[row + lane] * m.noised[buffer][0][own + lane];
+        }
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes >>= 1) {
+            seen += __shfl_xor_sync(0xffffffffu, seen, lanes);
+            hidden += __shfl_xor_sync(0xffffffffu, hidden, lanes);
+        }
+        if (lane == 0) m.raise[index][0] = seen, m.raise[index][1] = hidden;
+    }
+
+    __device__ void raise(double few) {
+        const int r = lane / 4, c = 2 * (lane % 4);
+#pragma unroll
+        for (int b = 0; b < of::TILES; b++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (column(b) != row + 8 * half) continue;
+                if (r == c) P[b][half][0] *= 1.0 + few;
+                if (r == c + 1) P[b][half][1] *= 1.0 + few;
+            }
+        }
+    }
+
+    /* P_0: given, or p0 on the diagonal. */
+    __device__ void load(const mn_walk_job &job, const scene &s) {
+        const mn_bayes_args &p = job.p;
+        const int64_t R = p.call.R;
+        const float *given = mn_row<float>(p.P0, s.n, 0, s.h);
+        double size = 1.0;
+        if (p.p0.data) {
+            size = p.call.dtype == MN_BF16 ? (double)mn_float(*mn_row<mn_bf16>(p.p0, 0, 0, s.h))
+                                           : (double)*mn_row<float>(p.p0, 0, 0, s.h);
+        }
+        if (given) given += s.g * R * R;
+#pragma unroll
+        for (int e = 0; e < of::TILES * 4; e++) {
+            const int r = row + 8 * (e / 2 % 2) + lane / 4;
+            const int c = column(e / 4) + 2 * (lane % 4) + e % 2;
+            const bool inside = r < R && c < R;
+            double x = r == c && inside ? size : 0.0;
+            if (given && inside) x = (double)given[r * R + c];
+            P[e / 4][e / 2 % 2][e % 2] = x;
+        }
+    }
+
+    /* One triangle, twice: the same bits on both sides. */
+    __device__ void store(const mn_walk_job &job, const scene &s) const {
+        const int64_t R = job.p.call.R;
+        float *last = mn_row<float>(job.p.P, s.n, 0, s.h);
+        if (!last) return;
+        last += s.g * R * R;
+#pragma unroll
+        for (int e = 0; e < of::TILES * 4; e++) {
+            const int r = row + 8 * (e / 2 % 2) + lane / 4;
+            const int c = column(e / 4) + 2 * (lane % 4) + e % 2;
+            if (r >= R || c > r) continue;
+            last[r * R + c] = last[c * R + r] = (float)P[e / 4][e / 2 % 2][e % 2];
+        }
+    }
+};
+
+/* ---- the pivot ------------------------------------------------------------------------------- */
+
+/* Variance and reciprocal of sigma of one token. */
+struct pivot_of {
+    double variance, inverse;
+};
+
+__device__ inline pivot_of pivot_at(double variance, double r2) {
+    const double v = fmax(variance, 0.0);
+    return { v, mn_reciprocal(r2 + v) };
+}
+
+/* S + diag r2 = L diag(sigma) L' and L^-1 by one warp: lane t has column t of S, lane 16 + t of
+ * what becomes L^-1; `r2` is of token t. Two tokens at a time, so that both reciprocals of
+ *
+ *   1 / sigma_j    and    1 / sigma_{j+1} = sigma_j / (sigma_j (S_{j+1,j+1} + r2) - S_{j,j+1}^2)
+ *
+ * are on their way together; where that difference keeps few digits, one after the other.
+ * Returns variance and reciprocal of token t. */
+__device__ static pivot_of factor(double (&x)[MN_WALK_CHUNK], double r2) {
+    const unsigned all = 0xffffffffu;
+    const int lane = (int)threadIdx.x % 32;
+    pivot_of mine = { 0.0, 0.0 };
+#pragma unroll
+    for (int j = 0; j < MN_WALK_CHUNK; j += 2) {
+        const double a = __shfl_sync(all, x[j], j), b = __shfl_sync(all, x[j], j + 1);
+        const double c = __shfl_sync(all, x[j + 1], j + 1);
+        const double next_r2 = __shfl_sync(all, r2, j + 1);
+        const double sigma = __shfl_sync(all, r2, j) + fmax(a, 0.0);
+        const double least = fma(sigma, c + next_r2, -(b * b));
+        const pivot_of first = { fmax(a, 0.0), mn_reciprocal(sigma) };
+        const double quick = mn_reciprocal(least);
+        const double ratio = b * first.inverse, left = fma(-ratio, b, c);
+        pivot_of second = { left, sigma * quick };
+        if (!(left > 0x1p-30 * c)) second = pivot_at(left, next_r2);
+        if (lane == j) mine = first;
+        if (lane == j + 1) mine = second;
+        x[j + 1] = fma(-ratio, x[j], x[j + 1]);
+        const double f = x[j] * first.inverse, g = x[j + 1] * second.inverse;
+#pragma unroll
+        for (int i = j + 2; i < MN_WALK_CHUNK; i++) {
+            x[i] = fma(-__shfl_sync(all, f, i), x[j], x[i]);
+            x[i] = fma(-__shfl_sync(all, g, i), x[j + 1], x[i]);
+        }
+    }
+    return mine;
+}
+
+template <int RP, int CL>
+__device__ static void eliminate(room<RP, CL> &m, const scene &s, const mn_walk_job &job,
+                                 double r2) {
+    const int lane = (int)threadIdx.x % 32, t = lane % 16;
+    double x[MN_WALK_CHUNK];
+#pragma unroll
+    for (int i = 0; i < MN_WALK_CHUNK; i++) {
+        double sum = m.sums[0][i][t];
+#pragma unroll
+        for (int part = 1; part < CL * sizes<RP, CL>::GROUPS; part++) sum += m.sums[part][i][t];
+        x[i] = lane < 16 ? sum : i == t ? 1.0 : 0.0;
+    }
+    const pivot_of mine = factor(x, r2);
+    double *undo = job.work.undo + s.group * 256;
+    if (lane < 16) m.inverse[t] = mine.inverse;
+#pragma unroll
+    for (int i = 0; i < MN_WALK_CHUNK; i++) {
+        if (lane >= 16) m.undo[i][t] = x[i];
+    }
+    if (s.rank != 0) return;
+#pragma unroll
+    for (int i = 0; i < MN_WALK_CHUNK; i++) {
+        if (lane >= 16) undo[16 * i + t] = x[i];
+    }
+    if (t >= s.low && t < s.high && lane < 16) {
+        job.work.inverse[s.group * 16 + t] = mine.inverse;
+        job.work.variance[s.group * 16 + t] = mine.variance;
+    }
+}
+
+/* Asks for what the chunk at `place` needs: queries, then the rest, two groups of copies. */
+template <int RP, int CL>
+__device__ static void ask_queries(room<RP, CL> &m, const mn_walk_job &job, int64_t place) {
+    const int64_t at = place * MN_WALK_CHUNK * RP;
+    if (job.spreads) {
+        mn_walk_fetch<MN_WALK_CHUNK, RP, 32>(m.queries, job.work.queries + at, RP,
+                                             (int)threadIdx.x % 32);
+    }
+    mn_walk_copies_end();
+}
+
+template <int RP, int CL>
+__device__ static void ask(room<RP, CL> &m, const mn_walk_job &job, int64_t place, int buffer,
+                           unsigned rank) {
+    constexpr int own = RP / CL;
+    const int lane = (int)threadIdx.x % 32;
+    const int64_t at = place * MN_WALK_CHUNK * RP;
+    mn_walk_fetch<MN_WALK_CHUNK, RP, 32>(m.keys[buffer], job.work.keys + at, RP, lane);
+    mn_walk_fetch<MN_WALK_CHUNK, own, 32>(m.noised[buffer], job.work.noised + at + rank * own, RP,
+                                          lane);
+    mn_walk_fetch<3, RP, 32>(m.ends[buffer], job.work.ends + place * 3 * RP, RP, lane);
+    mn_walk_copies_end();
+}
+
+/* ---- a chunk --------------------------------------------------------------------------------- */
+
+/* One token of a steep chunk in the room, or what comes before the first one (-1). */
+template <int RP, int CL>
+__device__ static void fill_steep(room<RP, CL> &m, const mn_walk_job &job, const scene &s,
+                                  int token) {
+    using of = sizes<RP, CL>;
+    const int64_t at = s.place * MN_WALK_CHUNK * RP;
+    const double *ends = job.work.ends + s.place * 3 * RP;
+    const double l2 = token >= 0 ? ends[RP + token] : 0.0;
+    for (int e = threadIdx.x; e < MN_WALK_CHUNK * RP; e += of::THREADS) {
+        const int t = e / RP, r = e % RP, own = r - (int)s.rank * of::OWN;
+        const double k = t == token ? job.work.keys[at + e] : 0.0;
+        m.keys[s.buffer][t][r] = k;
+        if (own >= 0 && own < of::OWN) m.noised[s.buffer][t][own] = l2 * k;
+        if (job.spreads) m.queries[t][r] = t == token ? job.work.queries[at + e] : 0.0;
+    }
+    mn_walk_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, job.work.noised + at, token,
+                                       job.step, threadIdx.x);
+    __syncthreads();
+}
+
+/* r2 of token t of the sequence. */
+__device__ static double noise_at(const mn_walk_job &job, const scene &s, int64_t t) {
+    const mn_span span = mn_span_at(job.p.call, s.n);
+    if (t >= span.length) return 1.0;
+    const mn_in &r2 = job.p.r2;
+    return job.p.call.dtype == MN_BF16
+               ? (double)mn_float(mn_row<mn_bf16>(r2, span.b, span.t0 + t, s.h)[s.g])
+               : (double)mn_row<float>(r2, span.b, span.t0 + t, s.h)[s.g];
+}
+
+/* A P that was handed in, rounded to float32, may be indefinite by as much; where the first key or
+ * the noise of its write shows that, the diagonal is raised by a few roundings (see ref/bayes.c).
+ * All threads of the cluster call, once S is summed up; says whether it has been. */
+template <int RP, int CL>
+__device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene &s,
+                              const mn_walk_job &job) {
+    using of = sizes<RP, CL>;
+    const double few = 8.0 * 0x1p-24;
+    if (mine.index < of::WORKERS) mine.weigh(m, s.buffer, job.step == 2);
+    __syncthreads();
+    if (threadIdx.x < 2) {
+        double sum = 0.0;
+        for (int w = 0; w < of::WORKERS; w++) sum += m.raise[w][threadIdx.x];
+        give<CL>(&m.raises[s.rank][threadIdx.x], sum);
+    }
+    __syncthreads();
+    tell<CL>(), hear<CL>();
+    double seen = 0.0, hidden = 0.0, variance = 0.0;
+    for (int rank = 0; rank < CL; rank++) seen += m.raises[rank][0], hidden += m.raises[rank][1];
+    for (int i = 0; i < CL * of::GROUPS; i++) variance += m.sums[i][0][0];
+    const double scale = few * (seen + hidden), r2 = noise_at(job, s, 0);
+    tell<CL>(), hear<CL>();
+    if (fmin(variance, r2) >= scale || hidden >= scale) return false;
+    if (mine.index < of::WORKERS) mine.raise(few);
+    return true;
+}
+
+/* Tokens [s.low, s.high) of the chunk in the room. `first`: the first ones behind a P_0 that was
+ * handed in. `r2` is the pivot's, of lane's token. */
+template <int RP, int CL>
+__device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, const scene &s,
+                               const mn_walk_job &job, double r2, bool first) {
+    using of = sizes<RP, CL>;
+    const bool pivot = mine.index == of::WORKERS;
+    for (bool again = false;; again = true) {
+        if (pivot) {
+            mn_walk_copies_wait<1>();    // queries
+            meet<1, of::THREADS>();
+            if (CL == 1) meet<2, of::THREADS>();
+            tell<CL>(), hear<CL>();
+        } else {
+            mine.read(m, s.buffer);
+            meet<1, of::THREADS>();
+            mine.gather(m, s.rank);
+            if (CL == 1) pass<2, of::THREADS>();
+            tell<CL>();
+        }
+        if (!first || again) break;
+        if (!pivot) hear<CL>();
+        if (!raised(mine, m, s, job)) break;
+    }
+    if (pivot) {
+        eliminate(m, s, job, r2);
+        meet<1, of::THREADS>();
+        mn_walk_copies_wait<0>();
+    } else {
+        if (job.spreads) mine.spread(m);
+        mine.move(m.ends[s.buffer], job.step == 2);
+        if (!first) hear<CL>();
+        meet<1, of::THREADS>();
+        mine.solve(m, s, job);
+    }
+    tell<CL>(), hear<CL>();
+    if (CL == 1) meet<1, of::THREADS>();
+    if (!pivot) mine.write(m);
+}
+
+/* Parts of qh'Ph qh, by groups of workers. */
+template <int RP, int CL>
+__device__ static void put_spread(const room<RP, CL> &m, const scene &s, const mn_walk_job &job) {
+    using of = sizes<RP, CL>;
+    const int t = (int)threadIdx.x;
+    if (!job.spreads || t < s.low || t >= s.high) return;
+    for (int group = 0; group < of::GROUPS; group++) {
+        double sum = 0.0;
+        for (int w = 0; w < of::GROUP; w++) sum += m.spread[group * of::GROUP + w][t];
+        const int64_t part = s.group * MN_WALK_SUMS + s.rank * of::GROUPS + group;
+        job.work.spread[part * MN_WALK_CHUNK + t] = sum;
+    }
+}
+
+template <int RP, int CL>
+__global__ void __launch_bounds__(sizes<RP, CL>::THREADS, 1)
+covariance_kernel(const __grid_constant__ mn_walk_job job) {
+    using of = sizes<RP, CL>;
+    extern __shared__ __align__(16) unsigned char memory[];
+    room<RP, CL> &m = *(room<RP, CL> *)memory;
+    const mn_call &call = job.p.call;
+    scene s;
+    s.rank = rank_of_block<CL>();
+    const int64_t walk = blockIdx.x / CL;
+    s.g = walk % call.G, s.h = walk / call.G % call.H, s.n = walk / call.G / call.H;
+    worker<RP, CL> mine(s.rank);
+    const bool pivot = mine.index == of::WORKERS;
+    const int64_t length = mn_span_at(call, s.n).length, slot = mn_walk_slot(call, s.n);
+    const int64_t chunks = (length + MN_WALK_CHUNK - 1) / MN_WALK_CHUNK;
+    if (!pivot) mine.load(job, s);
+    s.place = slot * call.H + s.h;
+    if (pivot && chunks > 0) ask(m, job, s.place, 0, s.rank);
+    mn_walk_copies_wait<0>();
+    tell<CL>(), hear<CL>();
+    __syncthreads();
+    bool steep_next = chunks > 0 && job.work.steep[s.place];
+    double r2_next = noise_at(job, s, mine.lane % 16);
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        const int64_t next = (slot + chunk + 1) * call.H + s.h, t = chunk * MN_WALK_CHUNK;
+        const int count = (int)min((int64_t)MN_WALK_CHUNK, length - t);
+        const bool steep = steep_next, last = chunk + 1 == chunks;
+        const double r2 = r2_next;
+        s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
+        s.buffer = chunk % 2;
+        if (pivot) {
+            ask_queries(m, job, s.place);
+            if (!last) ask(m, job, next, 1 - s.buffer, s.rank);
+            else mn_walk_copies_end();
+            r2_next = noise_at(job, s, t + MN_WALK_CHUNK + mine.lane % 16);
+        }
+        steep_next = !last && job.work.steep[next];
+        for (int token = steep ? -1 : 0; token < (steep ? count : 1); token++) {
+            const bool first = job.p.P0.data && chunk == 0 && token == 0;
+            s.low = 0, s.high = count;
+            if (steep) {
+                s.low = max(token, 0), s.high = token + 1;
+                if (pivot) mn_walk_copies_wait<1>();
+                __syncthreads();
+                fill_steep(m, job, s, token);
+            }
+            advance(mine, m, s, job, !steep || mine.lane % 16 == token ? r2 : 1.0, first);
+            put_spread(m, s, job);
+        }
+    }
+    if (!pivot) mine.store(job, s);
+}
+
+/* ---- launches -------------------------------------------------------------------------------- */
+
+template <int RP, int CL>
+static size_t room_of(bool spreads) {
+    typedef room<RP, CL> all;
+    return spreads ? sizeof(all) : offsetof(all, queries);
+}
+
+template <int RP, int CL>
+static int start(const mn_walk_job *job, cudaStream_t stream) {
+    const mn_call &call = job->p.call;
+    const size_t bytes = room_of<RP, CL>(job->spreads);
+    const cudaError_t code = cudaFuncSetAttribute(
+        covariance_kernel<RP, CL>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    if (code != cudaSuccess) return code;
+    cudaLaunchAttribute cluster = {};
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = CL, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)(mn_n_spans(call) * call.H * call.G * CL));
+    config.blockDim = dim3(sizes<RP, CL>::THREADS);
+    config.dynamicSmemBytes = bytes, config.stream = stream;
+    config.attrs = &cluster, config.numAttrs = CL > 1;
+    return cudaLaunchKernelEx(&config, covariance_kernel<RP, CL>, *job);
+}
+
+/* What the device in use can do. */
+struct device {
+    size_t most;          // bytes of shared memory of a block
+    int processors;
+    bool clusters;        // the code made for it has them
+};
+
+static device device_in_use(void) {
+    device d = { 0, 0, false };
+    int at = 0, bytes = 0, major = 0, minor = 0;
+    const bool known =
+        cudaGetDevice(&at) == cudaSuccess &&
+        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, at) ==
+            cudaSuccess &&
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, at) == cudaSuccess &&
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, at) == cudaSuccess &&
+        cudaDeviceGetAttribute(&d.processors, cudaDevAttrMultiProcessorCount, at) == cudaSuccess;
+    if (known) d.most = (size_t)bytes, d.clusters = major == 9 && minor == 0;
+    return d;
+}
+
+bool mn_walk_covariance_fits(const mn_walk_job *job) {
+    const device d = device_in_use();
+    if (job->rows == 256) return d.clusters && room_of<256, 4>(job->spreads) <= d.most;
+    if (job->rows == 128) return room_of<128, 1>(job->spreads) <= d.most;
+    return room_of<64, 1>(job->spreads) <= d.most;
+}
+
+/* A covariance of 128 rows has two processors where there are enough: the bits are the same. */
+int mn_walk_covariance(const mn_walk_job *job, cudaStream_t stream) {
+    const device d = device_in_use();
+    const int64_t walks = mn_n_spans(job->p.call) * job->p.call.H * job->p.call.G;
+    if (job->rows == 32) return start<32, 1>(job, stream);
+    if (job->rows == 64) return start<64, 1>(job, stream);
+    if (job->rows == 256) return start<256, 4>(job, stream);
+    return d.clusters && 2 * walks <= d.processors ? start<128, 2>(job, stream)
+                                                   : start<128, 1>(job, stream);
+}

@@ -1,0 +1,105 @@
+/* bayes_prepare.cu - what keys, queries and decays determine of each chunk; bayes_walk.cuh. */
+#include "kernels/cuda/bayes_walk.cuh"
+
+/* One channel of a chunk as it was given. */
+struct channel {
+    float k[MN_WALK_CHUNK], q[MN_WALK_CHUNK], la[MN_WALK_CHUNK], theta[MN_WALK_CHUNK];
+};
+
+template <typename T, int STEP>
+__device__ static channel channel_of(const mn_walk_job &job, const mn_tile_span &tile, int64_t h,
+                                     int i) {
+    const mn_bayes_args &p = job.p;
+    channel c;
+    mn_walk_column<T>(c.la, p.la, p.call, tile, h, i);
+    mn_walk_column<T>(c.k, p.k, p.call, tile, h, i);
+    if (job.reads) mn_walk_column<T>(c.q, p.q, p.call, tile, h, i);
+    if (STEP == 2) mn_walk_column<T>(c.theta, p.theta, p.call, tile, h, i);
+    return c;
+}
+
+/* Numbers of the rows of a channel: one, or a pair. */
+template <int STEP>
+__device__ inline void put(double *to, double re, double im) {
+    if (STEP == 2) *(double2 *)to = make_double2(re, im);
+    else *to = re;
+}
+
+/* A chunk of which every token's frame begins behind its A: `at` are the channel's first rows. */
+template <int STEP>
+__device__ static void prepare_steep(const mn_walk_job &job, const channel &c, const float *l2,
+                                     int64_t place, int r) {
+    const int64_t rows = job.rows, at = place * MN_WALK_CHUNK * rows + r;
+    for (int t = 0; t < MN_WALK_CHUNK; t++) {
+        const double size = exp((double)c.la[t]);
+        double sine = 0.0, cosine = 1.0;
+        if (STEP == 2) sincos((double)c.theta[t], &sine, &cosine);
+        put<STEP>(job.work.keys + at + t * rows, (double)c.k[t], 0.0);
+        if (job.reads) put<STEP>(job.work.queries + at + t * rows, (double)c.q[t], 0.0);
+        put<STEP>(job.work.noised + at + t * rows, size * cosine, size * sine);
+    }
+    double *ends = job.work.ends + place * 3 * rows;
+    if (threadIdx.x < MN_WALK_CHUNK) ends[rows + threadIdx.x] = (double)l2[threadIdx.x];
+}
+
+template <int STEP>
+__device__ static void prepare_chunk(const mn_walk_job &job, const channel &c, const float *l2,
+                                     int64_t place, int r) {
+    const int64_t rows = job.rows, at = place * MN_WALK_CHUNK * rows + r;
+    mn_walk_frame<STEP> f;
+#pragma unroll
+    for (int t = 0; t < MN_WALK_CHUNK; t++) {
+        const double k = (double)c.k[t], q = (double)c.q[t];
+        f.step(c.la[t], c.theta[t], l2[t]);
+        const double x = f.re * k, y = -f.im * k;
+        put<STEP>(job.work.keys + at + t * rows, x, y);
+        if (job.reads) put<STEP>(job.work.queries + at + t * rows, f.re * q, -f.im * q);
+        put<STEP>(job.work.noised + at + t * rows, f.rr * x + f.ri * y, f.ri * x + f.ii * y);
+    }
+    double *ends = job.work.ends + place * 3 * rows + r;
+    put<STEP>(ends, f.re, f.im);
+    put<STEP>(ends + rows, f.rr, f.ii);
+    put<STEP>(ends + 2 * rows, f.ri, f.ri);
+}
+
+/* One block has one chunk of one head, a thread one channel. */
+template <typename T, int STEP>
+__global__ void __launch_bounds__(MN_WALK_WIDEST, 2)
+prepare_kernel(const __grid_constant__ mn_walk_job job) {
+    const mn_call &call = job.p.call;
+    const int64_t place = blockIdx.x, h = place % call.H;
+    const mn_tile_span tile = mn_tile_at(call, MN_WALK_CHUNK, place / call.H);
+    if (tile.n_rows == 0) return;
+    __shared__ float l2[MN_WALK_CHUNK];
+    const int i = threadIdx.x;
+    if (i < MN_WALK_CHUNK) {
+        const int64_t when = tile.span.t0 + tile.first + i;
+        l2[i] = i < tile.n_rows ? mn_float(*mn_row<T>(job.p.l2, tile.span.b, when, h)) : 0.0f;
+    }
+    const channel c = channel_of<T, STEP>(job, tile, h, i);
+    double level = 0.0, most = 0.0;
+#pragma unroll
+    for (int t = 0; t < MN_WALK_CHUNK; t++) {
+        level += (double)c.la[t];
+        most = fmax(most, fabs(level));
+    }
+    const bool steep = __syncthreads_or(!(fabs(level) <= 150.0 && most <= 150.0));
+    if (i == 0) job.work.steep[place] = steep;
+    if (i * STEP >= job.rows) return;
+    if (steep) prepare_steep<STEP>(job, c, l2, place, i * STEP);
+    else prepare_chunk<STEP>(job, c, l2, place, i * STEP);
+}
+
+template <typename T>
+static int prepare(const mn_walk_job *job, cudaStream_t stream) {
+    const int64_t blocks = mn_tile_slots(job->p.call, MN_WALK_CHUNK) * job->p.call.H;
+    const unsigned threads = (unsigned)mn_max(job->rows / job->step, 32);
+    if (job->step == 2) prepare_kernel<T, 2><<<(unsigned)blocks, threads, 0, stream>>>(*job);
+    else prepare_kernel<T, 1><<<(unsigned)blocks, threads, 0, stream>>>(*job);
+    return mn_launched();
+}
+
+int mn_walk_prepare(const mn_walk_job *job, cudaStream_t stream) {
+    return job->p.call.dtype == MN_BF16 ? prepare<mn_bf16>(job, stream)
+                                        : prepare<float>(job, stream);
+}
