@@ -9,7 +9,10 @@
  * twice what rounding every input once does is the bound; for operators made of others, which round
  * between their parts too, that of the golden files (tests/golden/README.md): ten times what
  * results of the reference move when inputs move by u, and twenty times for gradients. Gradients
- * that vanish by structure are held to 2 u of the loss. */
+ * that vanish by structure are held to 2 u of the loss.
+ *
+ * test_cuda [OPERATOR [I/N]] runs one operator, and of its forms every Nth from the Ith on: the
+ * reference takes most of the time, and several processes share it. */
 #include <float.h>
 #include <math.h>
 #include <stdio.h>
@@ -21,6 +24,7 @@
 #include "support/op_error.h"
 
 static mn_context *gpu;    // NULL: none here
+static int first_form, form_step = 1;
 
 enum { EXTREME = 1000000 };    // seeds from here on ask for extreme decays
 
@@ -227,7 +231,7 @@ static void kernels_match_reference(mn_op_id op) {
     if (!mn_op_has_cuda(op, MN_FORWARD)) return;
     op_case forms[OP_MAX_FORMS];
     const int n_forms = op_forms(op, forms);
-    for (int f = 0; f < n_forms; f++) {
+    for (int f = first_form; f < n_forms; f += form_step) {
         if (is_refused(forms[f])) continue;
         for (size_t i = 0; i < MN_COUNTOF(lengths) * 2; i++) {
             const size_t w = (i + (size_t)f) % MN_COUNTOF(widths);
@@ -258,6 +262,11 @@ static void kernels_match_reference(mn_op_id op) {
 
 int main(int argc, char **argv) {
     const mn_context_options options = { .n_threads = 1, .device = "cuda" };
+    if (argc > 2 && (sscanf(argv[2], "%d/%d", &first_form, &form_step) != 2 || first_form < 0 ||
+                     form_step < 1)) {
+        fprintf(stderr, "usage: test_cuda [OPERATOR [I/N]]\n");
+        return 2;
+    }
     if (mn_context_create(&gpu, &options) != MN_OK) printf("skipped: %s\n", mn_last_error());
     const int failed = op_walk("CUDA kernels match the reference", kernels_match_reference, argc,
                                argv);

@@ -1,5 +1,5 @@
 /* columns.cuh - matrix memories whose value columns go their own way: the recurrence of mlstm and
- * of both forms of Longhorn, with weights that a kernel before it has made.
+ * of both forms of Longhorn. Forward is in columns_forward.cuh, backward here.
  *
  *   SUM     S_ij <- f S_ij + w k_i v_j                         w, f numbers of a token
  *   CELL    S_ij <- (u_j + w_j x_i) S_ij + w_j k_i v_j       x_i = |k|^2 - k_i^2, u = 1 - w |k|^2
@@ -11,7 +11,7 @@
  *   df = f D.S, D <- f D      CELL    y_j = sum D k (v - k S), dk = sum w D (v - 2 k S), D <- c D
  *   COLUMN  y_j = (D'k)_j (v_j - k'S), dk = D (w (v - k'S)) - S (w D'k), D <- D - k (w D'k)'
  *
- * A warp has four columns; its lane l holds rows l, l + 32, ... of them in registers. Backward
+ * A warp has four columns; its lane l holds rows l, l + 32, ... of them in registers. It
  * keeps the state of every 64 tokens, and inside such a span that of every token, in memory; a
  * thread reads back only what it wrote. dq and dk leave parts, one for each tile of columns. */
 #ifndef MN_KERNELS_CUDA_COLUMNS_CUH
@@ -30,10 +30,13 @@ struct mn_columns {
     float scale;
     int64_t columns;             // V, or V + 1 where a last column of ones is added
     mn_in q, k, v;
-    const float *w, *u, *f;      // (rows, V) for CELL and COLUMN; (rows) for SUM
+    mn_in beta;                  // forward, for CELL and COLUMN: makes w and u there
+    const float *w, *u, *f;      // (rows, V) for CELL and COLUMN, backward; (rows) for SUM
     const float *state0, *ones0; // (N,H,K,V) and the added column's (N,H,K), or NULL
     float *state, *ones;
+    bool reads;                  // whether o or out is wanted
     float *o;                    // (rows, columns): S'q scale
+    mn_out out;                  // the same as a tensor
     const float *cot;            // (rows, columns)
     const float *cot_state, *cot_ones;
     float *y;                    // (rows, columns): gradient of w
@@ -191,32 +194,6 @@ struct mn_columns_cells {
     }
 };
 
-template <typename T, int R, mn_columns_kind KIND>
-__global__ void __launch_bounds__(256)
-mn_columns_forward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
-    const mn_columns_place at = mn_columns_here(p, tiles);
-    const int64_t j0 = at.tile * MN_COLUMNS_TILE + threadIdx.x / 32 * MN_COLUMNS_OF_WARP;
-    mn_columns_cells<R> S;
-    S.load(p, at, j0, p.state0, p.ones0);
-    if (at.span.length > 0) {
-        mn_columns_token<R> next = mn_columns_read<T, R, KIND>(p, at, 0, j0);
-        for (int64_t t = 0; t < at.span.length; t++) {
-            const mn_columns_token<R> in = next;
-            float residual[MN_COLUMNS_OF_WARP], o[MN_COLUMNS_OF_WARP];
-            if (t + 1 < at.span.length) next = mn_columns_read<T, R, KIND>(p, at, t + 1, j0);
-            S.template advance<KIND>(residual, in);
-            if (!p.o) continue;
-            S.dot(o, in.q);
-#pragma unroll
-            for (int c = 0; c < MN_COLUMNS_OF_WARP; c++) {
-                const bool mine = (int)threadIdx.x % 32 == c && j0 + c < p.columns;
-                if (mine) p.o[in.row * p.columns + j0 + c] = p.scale * o[c];
-            }
-        }
-    }
-    S.store(p, at, j0, p.state, p.ones);
-}
-
 /* Gradients of one token, from D behind it and S, `before` around it; this warp's sums over its
  * columns go to the room. */
 template <typename T, int R, mn_columns_kind KIND>
@@ -370,24 +347,22 @@ inline bool mn_columns_measure(mn_columns_extent *to, const mn_call &c, int64_t 
 }
 
 template <typename T, int R, mn_columns_kind KIND>
-static int mn_columns_start(const mn_columns &p, bool backward, cudaStream_t on) {
+static int mn_columns_start(const mn_columns &p, cudaStream_t on) {
     const int64_t tiles = mn_columns_tiles(p.columns);
     const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    const unsigned n = (unsigned)blocks;
-    if (backward) mn_columns_backward_kernel<T, R, KIND><<<n, 256, 0, on>>>(p, tiles);
-    else mn_columns_forward_kernel<T, R, KIND><<<n, 256, 0, on>>>(p, tiles);
+    mn_columns_backward_kernel<T, R, KIND><<<(unsigned)blocks, 256, 0, on>>>(p, tiles);
     return mn_launched();
 }
 
 template <typename T, mn_columns_kind KIND>
-static int mn_columns_run(const mn_columns &p, bool backward, cudaStream_t on) {
+static int mn_columns_backward(const mn_columns &p, cudaStream_t on) {
     const int64_t K = p.call.K;
-    if (K <= 32) return mn_columns_start<T, 1, KIND>(p, backward, on);
-    if (K <= 64) return mn_columns_start<T, 2, KIND>(p, backward, on);
-    if (K <= 128) return mn_columns_start<T, 4, KIND>(p, backward, on);
-    if (K <= MN_COLUMNS_WIDEST) return mn_columns_start<T, 8, KIND>(p, backward, on);
+    if (K <= 32) return mn_columns_start<T, 1, KIND>(p, on);
+    if (K <= 64) return mn_columns_start<T, 2, KIND>(p, on);
+    if (K <= 128) return mn_columns_start<T, 4, KIND>(p, on);
+    if (K <= MN_COLUMNS_WIDEST) return mn_columns_start<T, 8, KIND>(p, on);
     return cudaErrorNotSupported;
 }
 

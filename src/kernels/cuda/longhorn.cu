@@ -1,15 +1,16 @@
 /* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c) by the
- * recurrences of columns.cuh. Kernels before and after it have one token and head for each warp:
+ * recurrences of columns.cuh. Backward, kernels before and after them have one token and head for
+ * each warp:
  *
  *   u_j = 1 / (1 + beta_j |k|^2)     w_j = beta_j u_j
  *   dbeta_j = y_j u_j^2              dk_i -= 2 k_i sum_j w_j^2 y_j */
-#include "kernels/cuda/columns.cuh"
+#include "kernels/cuda/columns_forward.cuh"
 
 enum { ROWS = 8 };    // of a block
 
-/* Work space in rows of all heads of all tokens: the first three have V numbers each. */
+/* Work space in rows of V numbers, of all heads of all tokens. */
 struct work {
-    float *w, *u, *o, *cot, *y;
+    float *w, *u, *cot, *y;
 };
 
 struct row_place {
@@ -27,7 +28,7 @@ longhorn_weights_kernel(const __grid_constant__ mn_longhorn_diag_args p, work s)
     const row_place at = row_here(p.call);
     if (at.row >= p.call.B * p.call.T * p.call.H) return;
     const T *k = mn_row<T>(p.k, at.b, at.t, at.h), *beta = mn_row<T>(p.beta, at.b, at.t, at.h);
-    const T *cot = s.cot ? mn_row<T>(p.cot.o, at.b, at.t, at.h) : NULL;
+    const T *cot = mn_row<T>(p.cot.o, at.b, at.t, at.h);
     double norm = 0.0;
     for (int64_t i = threadIdx.x % 32; i < p.call.K; i += 32) {
         norm += (double)mn_float(k[i]) * (double)mn_float(k[i]);
@@ -37,18 +38,7 @@ longhorn_weights_kernel(const __grid_constant__ mn_longhorn_diag_args p, work s)
         const int64_t to = at.row * p.call.V + j;
         const double b = (double)mn_float(beta[j]), u = 1.0 / (1.0 + b * norm);
         s.u[to] = (float)u, s.w[to] = (float)(b * u);
-        if (s.cot) s.cot[to] = mn_get(cot, j);
-    }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(32 * ROWS)
-longhorn_put_kernel(const __grid_constant__ mn_longhorn_diag_args p, work s) {
-    const row_place at = row_here(p.call);
-    if (at.row >= p.call.B * p.call.T * p.call.H) return;
-    T *o = mn_row<T>(p.o, at.b, at.t, at.h);
-    for (int64_t j = threadIdx.x % 32; j < p.call.V; j += 32) {
-        mn_put(o + j, s.o[at.row * p.call.V + j]);
+        s.cot[to] = mn_get(cot, j);
     }
 }
 
@@ -85,12 +75,6 @@ static bool rows_size(size_t *count, const mn_call *c) {
            mn_mul_size(count, *count, (size_t)c->H) && mn_mul_size(count, *count, (size_t)c->V);
 }
 
-static bool forward_plan(const mn_call *c, mn_plan *plan) {
-    size_t rows;
-    return rows_size(&rows, c) && mn_mul_size(&rows, rows, 3) &&
-           mn_mul_size(&plan->shared_bytes, rows, sizeof(float));
-}
-
 static bool backward_plan(const mn_call *c, mn_plan *plan) {
     mn_columns_extent extent;
     size_t rows;
@@ -101,27 +85,20 @@ static bool backward_plan(const mn_call *c, mn_plan *plan) {
            mn_mul_size(&plan->shared_bytes, rows, sizeof(float));
 }
 
-static mn_columns columns_of(const mn_longhorn_diag_args *p, const work &s) {
+static mn_columns columns_of(const mn_longhorn_diag_args *p) {
     mn_columns m = {};
     m.call = p->call, m.scale = (float)p->scale, m.columns = p->call.V;
-    m.q = p->q, m.k = p->k, m.v = p->v, m.w = s.w, m.u = s.u;
+    m.q = p->q, m.k = p->k, m.v = p->v;
     m.state0 = (const float *)p->state0.data;
     return m;
 }
 
 template <typename T, mn_columns_kind KIND>
-static int forward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) {
-    const mn_call &c = p->call;
-    const int64_t rows = c.B * c.T * c.H, size = rows * c.V;
-    const work s = { at, at + size, at + 2 * size, NULL, NULL };
-    mn_columns m = columns_of(p, s);
-    m.o = p->o.data ? s.o : NULL;
+static int forward(const mn_longhorn_diag_args *p, cudaStream_t on) {
+    mn_columns m = columns_of(p);
+    m.beta = p->beta, m.out = p->o, m.reads = p->o.data;
     m.state = (float *)p->state.data;
-    if (size > 0) longhorn_weights_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(*p, s);
-    const int code = mn_columns_run<T, KIND>(m, false, on);
-    if (code != cudaSuccess || !m.o || size == 0) return code;
-    longhorn_put_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(*p, s);
-    return mn_launched();
+    return mn_columns_forward<T, KIND>(m, on);
 }
 
 template <typename T, mn_columns_kind KIND>
@@ -130,14 +107,15 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
     const int64_t rows = c.B * c.T * c.H, size = rows * c.V;
     mn_columns_extent extent;
     if (!mn_columns_measure(&extent, c, c.V)) return cudaErrorNotSupported;
-    const work s = { at, at + size, NULL, at + 2 * size, at + 3 * size };
-    mn_columns m = columns_of(p, s);
+    const work s = { at, at + size, at + 2 * size, at + 3 * size };
+    mn_columns m = columns_of(p);
+    m.w = s.w, m.u = s.u;
     m.spans = (float *)(((uintptr_t)(at + 4 * size) + 15) / 16 * 16);
     m.cot = s.cot, m.y = s.y, m.tokens = m.spans + extent.spans;
     m.parts = m.tokens + extent.tokens, m.dv = p->grad.v;
     m.cot_state = (const float *)p->cot.state.data, m.dstate0 = (float *)p->grad.state0.data;
     if (size > 0) longhorn_weights_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(*p, s);
-    const int code = mn_columns_run<T, KIND>(m, true, on);
+    const int code = mn_columns_backward<T, KIND>(m, on);
     if (code != cudaSuccess || size == 0) return code;
     longhorn_finish_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(
         *p, s, m.parts, mn_columns_tiles(c.V));
@@ -146,7 +124,8 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
 
 #define LONGHORN(name, KIND)                                                                       \
     MN_CUDA_PLAN(name##_forward) {                                                                 \
-        return forward_plan((const mn_call *)args, plan);                                          \
+        (void)args, (void)plan;                                                                    \
+        return true;                                                                               \
     }                                                                                              \
     MN_CUDA_PLAN(name##_backward) {                                                                \
         return backward_plan((const mn_call *)args, plan);                                         \
@@ -154,8 +133,9 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
     MN_CUDA_LAUNCH(name##_forward) {                                                               \
         const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;                      \
         const cudaStream_t on = (cudaStream_t)stream;                                              \
-        return p->call.dtype == MN_BF16 ? forward<mn_bf16, KIND>(p, (float *)shared, on)           \
-                                        : forward<float, KIND>(p, (float *)shared, on);            \
+        (void)shared;                                                                              \
+        return p->call.dtype == MN_BF16 ? forward<mn_bf16, KIND>(p, on)                            \
+                                        : forward<float, KIND>(p, on);                             \
     }                                                                                              \
     MN_CUDA_LAUNCH(name##_backward) {                                                              \
         const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;                      \
