@@ -143,20 +143,22 @@ struct mn_slab_cells {
         }
     }
 
-    __device__ void load(const mn_columns &p, const mn_columns_place &place) {
+    __device__ void load(const mn_columns &p, const mn_columns_place &place, const float *state,
+                         const float *ones) {
         const int64_t head = place.n * p.call.H + place.h, K = p.call.K, V = p.call.V;
         each(p, place, [&](float &x, int64_t i, int64_t j, bool inside) {
             x = 0.0f;
-            if (inside && j < V && p.state0) x = p.state0[(head * K + i) * V + j];
-            if (inside && j == V && p.ones0) x = p.ones0[head * K + i];
+            if (inside && j < V && state) x = state[(head * K + i) * V + j];
+            if (inside && j == V && ones) x = ones[head * K + i];
         });
     }
 
-    __device__ void store(const mn_columns &p, const mn_columns_place &place) {
+    __device__ void store(const mn_columns &p, const mn_columns_place &place, float *state,
+                          float *ones) {
         const int64_t head = place.n * p.call.H + place.h, K = p.call.K, V = p.call.V;
         each(p, place, [&](float &x, int64_t i, int64_t j, bool inside) {
-            if (inside && j < V && p.state) p.state[(head * K + i) * V + j] = x;
-            if (inside && j == V && p.ones) p.ones[head * K + i] = x;
+            if (inside && j < V && state) state[(head * K + i) * V + j] = x;
+            if (inside && j == V && ones) ones[head * K + i] = x;
         });
     }
 
@@ -185,10 +187,26 @@ struct mn_slab_cells {
         }
     }
 
-    /* One token; o becomes S'q. */
-    template <mn_columns_kind KIND>
-    __device__ void advance(float (&o)[C], const mn_slab_room<ROWS> &in, int token) {
-        float v[C], w[C], u[C], write[C], sums[C][4] = {};
+    /* To memory and back, by the same thread. */
+    __device__ void keep(float *room) const {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            mn_store<C>(room, (r * sizes::threads + (int)threadIdx.x) * C, at[r]);
+        }
+    }
+
+    __device__ void recall(const float *room) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            mn_load<C>(at[r], room, (r * sizes::threads + (int)threadIdx.x) * C);
+        }
+    }
+
+    /* One token, which writes w v; for COLUMN v is what k'S leaves of it. Where READS, o becomes
+     * S'q. */
+    template <mn_columns_kind KIND, bool READS>
+    __device__ void advance(float (&o)[C], float (&v)[C], const mn_slab_room<ROWS> &in, int token) {
+        float w[C], u[C], write[C], sums[C][4] = {};
 #pragma unroll
         for (int c = 0; c < C; c++) {
             v[c] = in.v[token][column(c)];
@@ -208,7 +226,7 @@ struct mn_slab_cells {
             const int first = 4 * (threadIdx.x % 4 + 4 * m);
             float k[4], q[4], x[4];
             mn_load<4>(k, in.k[token], first);
-            mn_load<4>(q, in.q[token], first);
+            if (READS) mn_load<4>(q, in.q[token], first);
             if (KIND == MN_COLUMNS_CELL) mn_load<4>(x, in.x[token], first);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -218,13 +236,13 @@ struct mn_slab_cells {
                     if (KIND == MN_COLUMNS_SUM) cell *= u[c];
                     if (KIND == MN_COLUMNS_CELL) cell *= fmaf(w[c], x[i], u[c]);
                     cell = fmaf(k[i], write[c], cell);
-                    sums[c][i] = fmaf(q[i], cell, sums[c][i]);
+                    if (READS) sums[c][i] = fmaf(q[i], cell, sums[c][i]);
                     at[4 * m + i][c] = cell;
                 }
             }
         }
 #pragma unroll
-        for (int c = 0; c < C; c++) {
+        for (int c = 0; c < C && READS; c++) {
             o[c] = over_lanes((sums[c][0] + sums[c][1]) + (sums[c][2] + sums[c][3]));
         }
     }
@@ -253,7 +271,7 @@ mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     const mn_columns_place at = mn_columns_here(p, tiles);
     mn_slab_cells<ROWS> S;
     mn_slab_ahead<ROWS> ahead;
-    S.load(p, at);
+    S.load(p, at, p.state0, p.ones0);
     if (at.span.length > 0) ahead.template fetch<T, KIND>(p, at, 0);
     for (int64_t t = 0; t < at.span.length; t += sizes::group) {
         const int count = (int)min((int64_t)sizes::group, at.span.length - t);
@@ -263,13 +281,14 @@ mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
         if (t + sizes::group < at.span.length) {
             ahead.template fetch<T, KIND>(p, at, t + sizes::group);
         }
+#pragma unroll 1
         for (int token = 0; token < count; token++) {
-            float o[sizes::columns];
-            S.template advance<KIND>(o, room, token);
+            float o[sizes::columns], written[sizes::columns];
+            S.template advance<KIND, true>(o, written, room, token);
             if (p.reads) mn_slab_put<T, ROWS>(o, p, at, t + token);
         }
     }
-    S.store(p, at);
+    S.store(p, at, p.state, p.ones);
 }
 
 template <typename T, int ROWS, mn_columns_kind KIND>

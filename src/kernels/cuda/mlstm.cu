@@ -5,7 +5,7 @@
  *   num, a = scale (C, n)'q               o = num / max(|a|, exp(-m_t))
  *
  * Kernels after the recurrence have one token and head for each warp. */
-#include "kernels/cuda/columns_forward.cuh"
+#include "kernels/cuda/columns_backward.cuh"
 #include "kernels/cuda/mlstm.cuh"
 
 enum { ROWS = 8 };    // of a block
@@ -161,7 +161,7 @@ static int run(const mn_mlstm_args *p, float *at, bool backward, cudaStream_t on
     if (code != cudaSuccess) return code;
     if (rows > 0) {
         mlstm_finish_kernel<T><<<row_blocks, 32 * ROWS, 0, on>>>(*p, s, m.parts, m.fparts,
-                                                                 mn_columns_tiles(c.V + 1));
+                                                                 mn_columns_tiles(c.V + 1, c.K));
     }
     return mn_mlstm_put_first(p, s.states, (int64_t)heads, on);
 }
