@@ -95,6 +95,7 @@ static double root_mean_square(const double *x, int64_t count) {
 /* How far a tensor lies from the reference. */
 typedef struct distance {
     double share, worst;    // the largest: of its row's scale, and as it is
+    int64_t share_at;       // the number that is off by `share`
     double off, rms;        // root of the mean square: of the error, of the tensor
 } distance;
 
@@ -110,7 +111,7 @@ static distance distance_of(const double *got, const double *want, int64_t count
             if (isinf(want[i]) && got[i] == want[i]) continue;
             const double d = fabs(got[i] - want[i]);
             sum += d * d;
-            far.share = d > far.share * scale || isnan(d) ? d / scale : far.share;
+            if (d > far.share * scale || isnan(d)) far.share = d / scale, far.share_at = i;
             far.worst = d > far.worst || isnan(d) ? d : far.worst;
         }
     }
@@ -175,8 +176,10 @@ static void check_bf16(op_case c) {
         measured = true;
         const double times = !mn_op_rounds_between(c.op) ? 1.0 : input ? 20.0 : 10.0;
         CHECK(far.share <= 2.0 * unit || far.worst <= times * worst[i],
-              "%s bf16: %s is off by %.2e of its row", op_case_text(&c), tensor->field->name,
-              far.share);
+              "%s bf16: %s is off by %.2e of its row: %.6g at %lld where %.6g is right and %.2e "
+              "allowed", op_case_text(&c), tensor->field->name, far.share,
+              ((const double *)x)[far.share_at], (long long)far.share_at,
+              ((const double *)y)[far.share_at], times * worst[i]);
         CHECK(far.off <= fmax(most, times * rms[i]), "%s bf16: %s is off by %.2e of %.2e rms",
               op_case_text(&c), tensor->field->name, far.off, far.rms);
     }

@@ -17,7 +17,7 @@
 
 #include "kernels/cuda/common.cuh"
 
-enum { MN_COLUMNS_WIDEST = 256 };    // rows
+enum { MN_COLUMNS_WIDEST = 256, MN_COLUMNS_TILE = 64 };    // rows; columns of a block
 
 enum mn_columns_kind { MN_COLUMNS_SUM, MN_COLUMNS_CELL, MN_COLUMNS_COLUMN };
 

@@ -17,12 +17,12 @@ struct mn_slab_back_room {
     using sizes = mn_slab_sizes<ROWS>;
     static constexpr int cells = ROWS * sizes::columns * sizes::threads;    // of a state
     static constexpr int groups = MN_COLUMNS_SPAN / sizes::group;
-    static constexpr int stash = ROWS > 32 ? 2 : 4;    // tokens
+    static constexpr int stash = ROWS > 32 ? 1 : 4;    // tokens
     mn_slab_room<ROWS> in;
     alignas(16) float cot[sizes::group][sizes::tile];
     alignas(16) float written[stash][sizes::tile];    // v, or what k'S leaves of it
-    alignas(16) float sums[2][2][sizes::warps][sizes::rows];     // of every other token
-    float to_f[2][sizes::warps];
+    alignas(16) float sums[2][sizes::warps][sizes::rows];    // dq and dk of a token
+    float to_f[sizes::warps];
     alignas(16) float before[stash][cells];
 };
 
@@ -45,25 +45,24 @@ __device__ inline void mn_slab_load_cot(mn_slab_back_room<ROWS> &room, const mn_
     }
 }
 
-/* Sums over the eight lanes that have the same rows: afterwards lane l of them has the sums of rows
- * ROWS / 8 l ... of the lanes' ROWS rows, in x[0 ...]. */
-template <int ROWS>
-__device__ inline void mn_slab_scatter(float (&x)[ROWS]) {
+/* Of 2 HALF sums the lanes that lie LANES apart add up HALF each. */
+template <int HALF, int LANES, int ROWS>
+__device__ inline void mn_slab_halve(float (&x)[ROWS]) {
+    const bool upper = threadIdx.x & LANES;
 #pragma unroll
-    for (int step = 0; step < 3; step++) {
-        const int half = ROWS >> (step + 1), lanes = 16 >> step;
-        const bool upper = threadIdx.x & lanes;
-#pragma unroll
-        for (int i = 0; i < half; i++) {
-            const float give = upper ? x[i] : x[i + half], own = upper ? x[i + half] : x[i];
-            x[i] = own + __shfl_xor_sync(0xffffffffu, give, lanes);
-        }
+    for (int i = 0; i < HALF; i++) {
+        const float give = upper ? x[i] : x[i + HALF], own = upper ? x[i + HALF] : x[i];
+        x[i] = own + __shfl_xor_sync(0xffffffffu, give, LANES);
     }
 }
 
+/* Sums over the eight lanes that have the same rows, to the warp's sums of all rows: each lane ends
+ * with an eighth of the rows that they share. */
 template <int ROWS>
 __device__ inline void mn_slab_leave(float *sums, float (&x)[ROWS]) {
-    mn_slab_scatter<ROWS>(x);
+    mn_slab_halve<ROWS / 2, 16>(x);
+    mn_slab_halve<ROWS / 4, 8>(x);
+    mn_slab_halve<ROWS / 8, 4>(x);
     const int first = threadIdx.x % 32 / 16 * (ROWS / 2) + threadIdx.x % 16 / 8 * (ROWS / 4) +
                       threadIdx.x % 8 / 4 * (ROWS / 8);
 #pragma unroll
@@ -95,7 +94,7 @@ struct mn_slab_columns {
 template <int ROWS, mn_columns_kind KIND>
 __device__ inline void mn_slab_read_back(mn_slab_cells<ROWS> &D, mn_slab_columns<ROWS, KIND> &of,
                                          mn_slab_back_room<ROWS> &room, const float *before,
-                                         float scale, int token, int parity) {
+                                         float scale, int token) {
     using cells = mn_slab_cells<ROWS>;
     constexpr int C = cells::C, threads = mn_slab_sizes<ROWS>::threads;
     float to_q[ROWS], dot[C][4] = {}, y[C][4] = {};
@@ -128,7 +127,7 @@ __device__ inline void mn_slab_read_back(mn_slab_cells<ROWS> &D, mn_slab_columns
             to_q[r] = scale * sum;
         }
     }
-    mn_slab_leave<ROWS>(room.sums[parity][0][threadIdx.x / 32], to_q);
+    mn_slab_leave<ROWS>(room.sums[0][threadIdx.x / 32], to_q);
 #pragma unroll
     for (int c = 0; c < C; c++) {
         of.dot[c] = cells::over_lanes((dot[c][0] + dot[c][1]) + (dot[c][2] + dot[c][3]));
@@ -143,7 +142,7 @@ template <int ROWS, mn_columns_kind KIND>
 __device__ inline float mn_slab_write_back(mn_slab_cells<ROWS> &D,
                                            const mn_slab_columns<ROWS, KIND> &of,
                                            mn_slab_back_room<ROWS> &room, const float *before,
-                                           int token, int parity) {
+                                           int token) {
     constexpr int C = mn_slab_cells<ROWS>::C, threads = mn_slab_sizes<ROWS>::threads;
     float to_k[ROWS], to_f = 0.0f;
 #pragma unroll
@@ -178,14 +177,14 @@ __device__ inline float mn_slab_write_back(mn_slab_cells<ROWS> &D,
             to_k[r] = sum;
         }
     }
-    mn_slab_leave<ROWS>(room.sums[parity][1][threadIdx.x / 32], to_k);
+    mn_slab_leave<ROWS>(room.sums[1][threadIdx.x / 32], to_k);
     return to_f;
 }
 
-/* Adds the warps' sums of a token. All threads call, behind a barrier. */
+/* Adds the warps' sums of a token. All threads call, between barriers. */
 template <int ROWS, mn_columns_kind KIND>
 __device__ inline void mn_slab_add_warps(const mn_slab_back_room<ROWS> &room, const mn_columns &p,
-                                         const mn_columns_place &at, int64_t t, int parity) {
+                                         const mn_columns_place &at, int64_t t) {
     using sizes = mn_slab_sizes<ROWS>;
     const int64_t rows = p.call.B * p.call.T * p.call.H, row = mn_columns_row(p, at, t);
     float *part = p.parts + (at.tile * rows + row) * 2 * p.call.K;
@@ -193,13 +192,15 @@ __device__ inline void mn_slab_add_warps(const mn_slab_back_room<ROWS> &room, co
         const int which = item / sizes::rows, i = item % sizes::rows;
         float sum = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < sizes::warps; warp++) sum += room.sums[parity][which][warp][i];
+        for (int warp = 0; warp < sizes::warps; warp++) sum += room.sums[which][warp][i];
         if (i < p.call.K) part[which * p.call.K + i] = sum;
     }
-    if (KIND != MN_COLUMNS_SUM || threadIdx.x != 0) return;
-    float sum = 0.0f;
-    for (int warp = 0; warp < sizes::warps; warp++) sum += room.to_f[parity][warp];
-    p.fparts[at.tile * rows + row] = sum;
+    if (KIND == MN_COLUMNS_SUM && threadIdx.x == 0) {
+        float sum = 0.0f;
+        for (int warp = 0; warp < sizes::warps; warp++) sum += room.to_f[warp];
+        p.fparts[at.tile * rows + row] = sum;
+    }
+    __syncthreads();
 }
 
 /* Gradients of one token, whose number in the group is `token`. All threads call. */
@@ -209,9 +210,8 @@ __device__ void mn_slab_token_back(mn_slab_cells<ROWS> &D, mn_slab_back_room<ROW
                                    int token) {
     constexpr int C = mn_slab_cells<ROWS>::C;
     const float *before = room.before[token % mn_slab_back_room<ROWS>::stash];
-    const int parity = token % 2;
     mn_slab_columns<ROWS, KIND> of(room, token);
-    mn_slab_read_back<ROWS, KIND>(D, of, room, before, p.scale, token, parity);
+    mn_slab_read_back<ROWS, KIND>(D, of, room, before, p.scale, token);
     const int64_t row = mn_columns_row(p, at, t);
     T *dv = mn_row<T>(p.dv, at.span.b, at.span.t0 + t, at.h);
 #pragma unroll
@@ -221,13 +221,13 @@ __device__ void mn_slab_token_back(mn_slab_cells<ROWS> &D, mn_slab_back_room<ROW
         p.y[row * p.columns + j] = of.y[c];
         if (dv && j < p.call.V) mn_put(dv + j, of.w[c] * of.dot[c]);
     }
-    float to_f = mn_slab_write_back<ROWS, KIND>(D, of, room, before, token, parity);
+    float to_f = mn_slab_write_back<ROWS, KIND>(D, of, room, before, token);
     if (KIND == MN_COLUMNS_SUM) {
         to_f = mn_warp_sum(to_f);
-        if (threadIdx.x % 32 == 0) room.to_f[parity][threadIdx.x / 32] = to_f;
+        if (threadIdx.x % 32 == 0) room.to_f[threadIdx.x / 32] = to_f;
     }
     __syncthreads();
-    mn_slab_add_warps<ROWS, KIND>(room, p, at, t, parity);
+    mn_slab_add_warps<ROWS, KIND>(room, p, at, t);
 }
 
 /* Walks tokens [t0, t1) from the state at `front`, or the first one where it is NULL, and keeps the
@@ -238,17 +238,17 @@ __device__ void mn_slab_replay(const float *front, float *kept, int64_t stride, 
                                const mn_columns_place &at, int64_t t0, int64_t t1) {
     using sizes = mn_slab_sizes<ROWS>;
     mn_slab_cells<ROWS> S;
-    mn_slab_ahead<ROWS> ahead;
+    mn_slab_ahead<T, ROWS> ahead;
     if (front) S.recall(front);
     else S.load(p, at, p.state0, p.ones0);
-    if (t0 < t1) ahead.template fetch<T, KIND>(p, at, t0);
+    if (t0 < t1) ahead.template fetch<KIND>(p, at, t0);
     for (int64_t t = t0; t < t1; t += sizes::group) {
         const int count = (int)min((int64_t)sizes::group, t1 - t);
         if ((t - t0) % every == 0) S.keep(kept + (t - t0) / every * stride);
         __syncthreads();
         ahead.template put<KIND>(room.in);
         __syncthreads();
-        if (t + sizes::group < t1) ahead.template fetch<T, KIND>(p, at, t + sizes::group);
+        if (t + sizes::group < t1) ahead.template fetch<KIND>(p, at, t + sizes::group);
 #pragma unroll 1
         for (int token = 0; token < count; token++) {
             float o[sizes::columns], written[sizes::columns];
@@ -261,8 +261,8 @@ __device__ void mn_slab_replay(const float *front, float *kept, int64_t stride, 
 template <typename T, int ROWS, mn_columns_kind KIND>
 __device__ void mn_slab_bring(mn_slab_back_room<ROWS> &room, const mn_columns &p,
                               const mn_columns_place &at, int64_t t, int count) {
-    mn_slab_ahead<ROWS> tokens;
-    tokens.template fetch<T, KIND>(p, at, t);
+    mn_slab_ahead<T, ROWS> tokens;
+    tokens.template fetch<KIND>(p, at, t);
     __syncthreads();
     tokens.template put<KIND>(room.in);
     mn_slab_load_cot<T, ROWS>(room, p, at, t, count);
@@ -334,13 +334,8 @@ mn_slab_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-/* Columns of a tile, and numbers of a state as a block's threads hold it, for K rows. */
-inline int64_t mn_columns_tile(int64_t K) {
-    return K <= 128 ? mn_slab_sizes<32>::tile : mn_slab_sizes<64>::tile;
-}
-
-inline int64_t mn_columns_tiles(int64_t columns, int64_t K) {
-    return mn_ceil_div(columns, mn_columns_tile(K));
+inline int64_t mn_columns_tiles(int64_t columns) {
+    return mn_ceil_div(columns, MN_COLUMNS_TILE);
 }
 
 /* Floats of the work space of a way back: spans, tokens, parts and fparts. */
@@ -350,8 +345,8 @@ struct mn_columns_extent {
 
 inline bool mn_columns_measure(mn_columns_extent *to, const mn_call &c, int64_t columns) {
     const int64_t rows = c.K <= 32 ? 32 : c.K <= 64 ? 64 : c.K <= 128 ? 128 : 256;
-    const size_t tiles = (size_t)mn_columns_tiles(columns, c.K);
-    const size_t cells = (size_t)(rows * mn_columns_tile(c.K));
+    const size_t tiles = (size_t)mn_columns_tiles(columns);
+    const size_t cells = (size_t)(rows * MN_COLUMNS_TILE);
     size_t heads;
     bool ok = mn_mul_size(&heads, tiles, (size_t)c.H);
     ok = ok && mn_mul_size(&to->spans, heads, (size_t)mn_tile_slots(c, MN_COLUMNS_SPAN)) &&
@@ -365,7 +360,7 @@ inline bool mn_columns_measure(mn_columns_extent *to, const mn_call &c, int64_t 
 
 template <typename T, int ROWS, mn_columns_kind KIND>
 static int mn_slab_start_back(const mn_columns &p, cudaStream_t on) {
-    const int64_t tiles = mn_columns_tiles(p.columns, p.call.K);
+    const int64_t tiles = mn_columns_tiles(p.columns);
     const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;

@@ -1,10 +1,9 @@
 /* columns_forward.cuh - the recurrences of columns.cuh forward.
  *
- * Four lanes of a warp have one or two columns, each a quarter of their rows in registers, so that
- * a sum over rows is a chain of multiply-adds and two exchanges; the lanes' rows lie in packs of
- * four side by side. A block has four warps, one for each scheduler of a processor, whose cells are
- * independent work enough. Tokens come through shared memory eight at a time, the next eight on
- * their way in registers meanwhile. */
+ * Four lanes of a warp have a column, each a quarter of its rows in registers, so that a sum over
+ * rows is a chain of multiply-adds and two exchanges; the lanes' rows lie in packs of four side by
+ * side. Tokens come through shared memory eight at a time, the next eight on their way in registers
+ * meanwhile, as they were stored: nothing waits for them until they are put. */
 #ifndef MN_KERNELS_CUDA_COLUMNS_FORWARD_CUH
 #define MN_KERNELS_CUDA_COLUMNS_FORWARD_CUH
 
@@ -12,8 +11,8 @@
 
 template <int ROWS>
 struct mn_slab_sizes {
-    static constexpr int columns = ROWS > 32 ? 1 : 2, warps = 4, threads = 32 * warps;
-    static constexpr int tile = 8 * columns * warps;    // columns of a block
+    static constexpr int columns = 1, warps = 8, threads = 32 * warps;
+    static constexpr int tile = MN_COLUMNS_TILE;
     static constexpr int group = 8;                     // tokens
     static constexpr int rows = 4 * ROWS;
     static constexpr int row_items = group * rows / threads, column_items = group * tile / threads;
@@ -34,14 +33,16 @@ struct mn_slab_room {
 
 /* What this thread has of the next tokens: items threadIdx.x, + threads, ... of rows and columns.
  * `weight` is beta, or of a token w; zeros outside. */
-template <int ROWS>
+template <typename T, int ROWS>
 struct mn_slab_ahead {
     using sizes = mn_slab_sizes<ROWS>;
-    float k[sizes::row_items], q[sizes::row_items];
-    float v[sizes::column_items], beta[sizes::column_items], f, weight;
+    T k[sizes::row_items], q[sizes::row_items];
+    T v[sizes::column_items], beta[sizes::column_items];
+    float f, weight;
 
-    template <typename T, mn_columns_kind KIND>
+    template <mn_columns_kind KIND>
     __device__ void fetch(const mn_columns &p, const mn_columns_place &at, int64_t t) {
+        const T zero = (T)0.0f, one = (T)1.0f;
         const int count = (int)min((int64_t)sizes::group, at.span.length - t);
         const int64_t when = at.span.t0 + t, b = at.span.b, V = p.call.V;
 #pragma unroll
@@ -49,8 +50,8 @@ struct mn_slab_ahead {
             const int item = threadIdx.x + n * sizes::threads;
             const int token = item / sizes::rows, i = item % sizes::rows;
             const bool inside = token < count && i < p.call.K;
-            k[n] = inside ? mn_float(mn_row<T>(p.k, b, when + token, at.h)[i]) : 0.0f;
-            q[n] = inside && p.reads ? mn_float(mn_row<T>(p.q, b, when + token, at.h)[i]) : 0.0f;
+            k[n] = inside ? mn_row<T>(p.k, b, when + token, at.h)[i] : zero;
+            q[n] = inside && p.reads ? mn_row<T>(p.q, b, when + token, at.h)[i] : zero;
         }
 #pragma unroll
         for (int n = 0; n < sizes::column_items; n++) {
@@ -58,10 +59,10 @@ struct mn_slab_ahead {
             const int token = item / sizes::tile;
             const int64_t j = at.tile * sizes::tile + item % sizes::tile;
             const bool inside = token < count && j < V;
-            v[n] = inside ? mn_float(mn_row<T>(p.v, b, when + token, at.h)[j]) : 0.0f;
-            if (KIND == MN_COLUMNS_SUM && token < count && j == V && j < p.columns) v[n] = 1.0f;
+            v[n] = inside ? mn_row<T>(p.v, b, when + token, at.h)[j] : zero;
+            if (KIND == MN_COLUMNS_SUM && token < count && j == V && j < p.columns) v[n] = one;
             if (KIND == MN_COLUMNS_SUM) continue;
-            beta[n] = inside ? mn_float(mn_row<T>(p.beta, b, when + token, at.h)[j]) : 0.0f;
+            beta[n] = inside ? mn_row<T>(p.beta, b, when + token, at.h)[j] : zero;
         }
         if (KIND != MN_COLUMNS_SUM || (int)threadIdx.x >= count) return;
         const int64_t row = mn_columns_row(p, at, t + threadIdx.x);
@@ -75,11 +76,11 @@ struct mn_slab_ahead {
 #pragma unroll
         for (int n = 0; n < sizes::row_items; n++) {
             const int item = threadIdx.x + n * sizes::threads;
-            room.k[0][item] = k[n], room.q[0][item] = q[n];
+            room.k[0][item] = mn_float(k[n]), room.q[0][item] = mn_float(q[n]);
         }
 #pragma unroll
         for (int n = 0; n < sizes::column_items; n++) {
-            room.v[0][threadIdx.x + n * sizes::threads] = v[n];
+            room.v[0][threadIdx.x + n * sizes::threads] = mn_float(v[n]);
         }
         if (KIND == MN_COLUMNS_SUM) {
             if (threadIdx.x < sizes::group) {
@@ -102,15 +103,15 @@ struct mn_slab_ahead {
 #pragma unroll
         for (int n = 0; n < sizes::row_items && KIND == MN_COLUMNS_CELL; n++) {
             const int item = threadIdx.x + n * sizes::threads;
-            const double norm = room.norm[item / sizes::rows];
-            room.x[0][item] = (float)(norm - (double)k[n] * (double)k[n]);
+            const double norm = room.norm[item / sizes::rows], x = (double)mn_float(k[n]);
+            room.x[0][item] = (float)(norm - x * x);
         }
 #pragma unroll
         for (int n = 0; n < sizes::column_items; n++) {
             const int item = threadIdx.x + n * sizes::threads;
-            const double norm = room.norm[item / sizes::tile];
-            const float u = 1.0f / (float)(1.0 + (double)beta[n] * norm);
-            room.u[0][item] = u, room.w[0][item] = beta[n] * u;
+            const float b = mn_float(beta[n]);
+            const float u = 1.0f / (float)(1.0 + (double)b * room.norm[item / sizes::tile]);
+            room.u[0][item] = u, room.w[0][item] = b * u;
         }
     }
 };
@@ -270,16 +271,16 @@ mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     __shared__ mn_slab_room<ROWS> room;
     const mn_columns_place at = mn_columns_here(p, tiles);
     mn_slab_cells<ROWS> S;
-    mn_slab_ahead<ROWS> ahead;
+    mn_slab_ahead<T, ROWS> ahead;
     S.load(p, at, p.state0, p.ones0);
-    if (at.span.length > 0) ahead.template fetch<T, KIND>(p, at, 0);
+    if (at.span.length > 0) ahead.template fetch<KIND>(p, at, 0);
     for (int64_t t = 0; t < at.span.length; t += sizes::group) {
         const int count = (int)min((int64_t)sizes::group, at.span.length - t);
         __syncthreads();
         ahead.template put<KIND>(room);
         __syncthreads();
         if (t + sizes::group < at.span.length) {
-            ahead.template fetch<T, KIND>(p, at, t + sizes::group);
+            ahead.template fetch<KIND>(p, at, t + sizes::group);
         }
 #pragma unroll 1
         for (int token = 0; token < count; token++) {

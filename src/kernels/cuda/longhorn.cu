@@ -95,7 +95,7 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
     const int code = mn_columns_backward<T, KIND>(m, on);
     if (code != cudaSuccess || size == 0) return code;
     longhorn_finish_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(
-        *p, m.y, m.parts, mn_columns_tiles(c.V, c.K));
+        *p, m.y, m.parts, mn_columns_tiles(c.V));
     return mn_launched();
 }
 

@@ -161,7 +161,7 @@ static int run(const mn_mlstm_args *p, float *at, bool backward, cudaStream_t on
     if (code != cudaSuccess) return code;
     if (rows > 0) {
         mlstm_finish_kernel<T><<<row_blocks, 32 * ROWS, 0, on>>>(*p, s, m.parts, m.fparts,
-                                                                 mn_columns_tiles(c.V + 1, c.K));
+                                                                 mn_columns_tiles(c.V + 1));
     }
     return mn_mlstm_put_first(p, s.states, (int64_t)heads, on);
 }
