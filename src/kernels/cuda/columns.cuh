@@ -43,6 +43,7 @@ struct mn_columns {
     mn_out dv;
     float *dstate0, *dones0;
     float *spans, *tokens;       // states
+    int stash;                   // states that shared memory has room for
 };
 
 struct mn_columns_place {

@@ -17,13 +17,15 @@ struct mn_slab_back_room {
     using sizes = mn_slab_sizes<ROWS>;
     static constexpr int cells = ROWS * sizes::columns * sizes::threads;    // of a state
     static constexpr int groups = MN_COLUMNS_SPAN / sizes::group;
-    static constexpr int stash = ROWS > 32 ? 1 : 4;    // tokens
+    static constexpr int most_stash = 4;                                    // tokens
     mn_slab_room<ROWS> in;
     alignas(16) float cot[sizes::group][sizes::tile];
-    alignas(16) float written[stash][sizes::tile];    // v, or what k'S leaves of it
+    alignas(16) float written[most_stash][sizes::tile];    // v, or what k'S leaves of it
     alignas(16) float sums[2][sizes::warps][sizes::rows];    // dq and dk of a token
     float to_f[sizes::warps];
-    alignas(16) float before[stash][cells];
+
+    /* The states in front of some tokens lie behind the rest. */
+    __device__ float *before(int token) { return (float *)(this + 1) + token * cells; }
 };
 
 /* Cotangents of the tokens at t to shared memory. */
@@ -78,13 +80,13 @@ struct mn_slab_columns {
     static constexpr int C = mn_slab_sizes<ROWS>::columns;
     float w[C], u[C], written[C], cot[C], dot[C], y[C];
 
-    __device__ mn_slab_columns(const mn_slab_back_room<ROWS> &room, int token) {
+    __device__ mn_slab_columns(const mn_slab_back_room<ROWS> &room, int token, int stash) {
 #pragma unroll
         for (int c = 0; c < C; c++) {
             const int j = mn_slab_cells<ROWS>::column(c);
             w[c] = KIND == MN_COLUMNS_SUM ? room.in.of_token[token] : room.in.w[token][j];
             u[c] = KIND == MN_COLUMNS_SUM ? room.in.f[token] : room.in.u[token][j];
-            written[c] = room.written[token % mn_slab_back_room<ROWS>::stash][j];
+            written[c] = room.written[token % stash][j];
             cot[c] = room.cot[token][j];
         }
     }
@@ -209,8 +211,8 @@ __device__ void mn_slab_token_back(mn_slab_cells<ROWS> &D, mn_slab_back_room<ROW
                                    const mn_columns &p, const mn_columns_place &at, int64_t t,
                                    int token) {
     constexpr int C = mn_slab_cells<ROWS>::C;
-    const float *before = room.before[token % mn_slab_back_room<ROWS>::stash];
-    mn_slab_columns<ROWS, KIND> of(room, token);
+    const float *before = room.before(token % p.stash);
+    mn_slab_columns<ROWS, KIND> of(room, token, p.stash);
     mn_slab_read_back<ROWS, KIND>(D, of, room, before, p.scale, token);
     const int64_t row = mn_columns_row(p, at, t);
     T *dv = mn_row<T>(p.dv, at.span.b, at.span.t0 + t, at.h);
@@ -276,15 +278,14 @@ __device__ void mn_slab_group_back(mn_slab_cells<ROWS> &D, const float *front,
                                    const mn_columns_place &at, int64_t t, int count) {
     using cells = mn_slab_cells<ROWS>;
     mn_slab_bring<T, ROWS, KIND>(room, p, at, t, count);
-    constexpr int stash = mn_slab_back_room<ROWS>::stash;
-    for (int first = (count - 1) / stash * stash; first >= 0; first -= stash) {
-        const int last = min(first + stash, count);
+    for (int first = (count - 1) / p.stash * p.stash; first >= 0; first -= p.stash) {
+        const int last = min(first + p.stash, count);
         cells S;
         S.recall(front);
 #pragma unroll 1
         for (int token = 0; token < last; token++) {
             float o[cells::C], written[cells::C];
-            if (token >= first) S.keep(room.before[token - first]);
+            if (token >= first) S.keep(room.before(token - first));
             S.template advance<KIND, false>(o, written, room.in, token);
             if (token < first || threadIdx.x % 4 != 0) continue;
 #pragma unroll
@@ -358,15 +359,23 @@ inline bool mn_columns_measure(mn_columns_extent *to, const mn_call &c, int64_t 
     return ok && mn_mul_size(&to->parts, to->fparts, 2 * (size_t)c.K);
 }
 
+/* As many tokens' states as shared memory has room for, up to four. */
 template <typename T, int ROWS, mn_columns_kind KIND>
-static int mn_slab_start_back(const mn_columns &p, cudaStream_t on) {
+static int mn_slab_start_back(mn_columns p, cudaStream_t on) {
+    using room = mn_slab_back_room<ROWS>;
     const int64_t tiles = mn_columns_tiles(p.columns);
     const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
+    const int state = room::cells * (int)sizeof(float);
+    int device = 0, limit = 0;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    (void)cudaGetDevice(&device);
+    (void)cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    p.stash = mn_min((limit - (int)sizeof(room)) / state, room::most_stash);
+    if (p.stash < 1) return cudaErrorNotSupported;
     return mn_launch_with_room(mn_slab_backward_kernel<T, ROWS, KIND>, dim3((unsigned)blocks),
-                               mn_slab_sizes<ROWS>::threads, sizeof(mn_slab_back_room<ROWS>), on,
-                               p, tiles);
+                               mn_slab_sizes<ROWS>::threads,
+                               sizeof(room) + (size_t)(p.stash * state), on, p, tiles);
 }
 
 template <typename T, mn_columns_kind KIND>
