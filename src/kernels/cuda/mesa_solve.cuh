@@ -21,11 +21,10 @@ struct mn_mesa_room {
     double b[2][MN_MESA_WIDEST];         // wide ones only
 };
 
-/* 1 / x, to the last bits */
+/* 1 / x: 20 bits of an estimate, doubled twice */
 __device__ inline double mn_mesa_inverse(double x) {
     double y;
     asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
-    y = fma(y, fma(-x, y, 1.0), y);
     y = fma(y, fma(-x, y, 1.0), y);
     return fma(y, fma(-x, y, 1.0), y);
 }
