@@ -9,33 +9,34 @@
 
 #include "kernels/cuda/columns.cuh"
 
-template <int ROWS>
+template <int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
 struct mn_slab_sizes {
-    static constexpr int columns = 1, warps = 8, threads = 32 * warps;
-    static constexpr int tile = MN_COLUMNS_TILE;
+    static constexpr int columns = 1, warps = WARPS, threads = 32 * warps;
+    static constexpr int tile = 8 * WARPS;              // columns of a block
     static constexpr int group = 8;                     // tokens
     static constexpr int rows = 4 * ROWS;
     static constexpr int row_items = group * rows / threads, column_items = group * tile / threads;
 };
 
-template <int ROWS>
+template <int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
 struct mn_slab_room {
-    using sizes = mn_slab_sizes<ROWS>;
+    using sizes = mn_slab_sizes<ROWS, WARPS>;
     alignas(16) float k[sizes::group][sizes::rows];
     alignas(16) float q[sizes::group][sizes::rows];
     alignas(16) float x[sizes::group][sizes::rows];    // |k|^2 - k_i^2
     alignas(16) float v[sizes::group][sizes::tile];
     alignas(16) float w[sizes::group][sizes::tile];
     alignas(16) float u[sizes::group][sizes::tile];
+    alignas(16) float o[sizes::group][sizes::tile];
     double norm[sizes::group];
     float f[sizes::group], of_token[sizes::group];
 };
 
 /* What this thread has of the next tokens: items threadIdx.x, + threads, ... of rows and columns.
  * `weight` is beta, or of a token w; zeros outside. */
-template <typename T, int ROWS>
+template <typename T, int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
 struct mn_slab_ahead {
-    using sizes = mn_slab_sizes<ROWS>;
+    using sizes = mn_slab_sizes<ROWS, WARPS>;
     T k[sizes::row_items], q[sizes::row_items];
     T v[sizes::column_items], beta[sizes::column_items];
     float f, weight;
@@ -71,7 +72,7 @@ struct mn_slab_ahead {
 
     /* The tokens to shared memory, with their weights. All threads call; a barrier follows. */
     template <mn_columns_kind KIND>
-    __device__ void put(mn_slab_room<ROWS> &room) const {
+    __device__ void put(mn_slab_room<ROWS, WARPS> &room) const {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
         for (int n = 0; n < sizes::row_items; n++) {
@@ -117,9 +118,9 @@ struct mn_slab_ahead {
 };
 
 /* The cells of a thread. */
-template <int ROWS>
+template <int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
 struct mn_slab_cells {
-    using sizes = mn_slab_sizes<ROWS>;
+    using sizes = mn_slab_sizes<ROWS, WARPS>;
     static constexpr int C = sizes::columns;
     float at[ROWS][C];
 
@@ -206,7 +207,8 @@ struct mn_slab_cells {
     /* One token, which writes w v; for COLUMN v is what k'S leaves of it. Where READS, o becomes
      * S'q. */
     template <mn_columns_kind KIND, bool READS>
-    __device__ void advance(float (&o)[C], float (&v)[C], const mn_slab_room<ROWS> &in, int token) {
+    __device__ void advance(float (&o)[C], float (&v)[C], const mn_slab_room<ROWS, WARPS> &in,
+                            int token) {
         float w[C], u[C], write[C], sums[C][4] = {};
 #pragma unroll
         for (int c = 0; c < C; c++) {
@@ -249,66 +251,79 @@ struct mn_slab_cells {
     }
 };
 
-/* Row `row` of what is read, from the four lanes of its columns. */
-template <typename T, int ROWS>
-__device__ inline void mn_slab_put(const float (&o)[mn_slab_sizes<ROWS>::columns],
-                                   const mn_columns &p, const mn_columns_place &at, int64_t t) {
-    const int64_t row = mn_columns_row(p, at, t);
-    T *out = mn_row<T>(p.out, at.span.b, at.span.t0 + t, at.h);
+/* What the tokens of the group at t read, to memory. */
+template <typename T, int ROWS, int WARPS>
+__device__ inline void mn_slab_put(const mn_slab_room<ROWS, WARPS> &room, const mn_columns &p,
+                                   const mn_columns_place &at, int64_t t, int count) {
+    using sizes = mn_slab_sizes<ROWS, WARPS>;
 #pragma unroll
-    for (int c = 0; c < mn_slab_sizes<ROWS>::columns; c++) {
-        const int64_t j = at.tile * mn_slab_sizes<ROWS>::tile + mn_slab_cells<ROWS>::column(c);
-        if ((int)threadIdx.x % 4 != c || j >= p.columns) continue;
-        if (p.o) p.o[row * p.columns + j] = p.scale * o[c];
-        if (out && j < p.call.V) mn_put(out + j, p.scale * o[c]);
+    for (int n = 0; n < sizes::column_items; n++) {
+        const int item = threadIdx.x + n * sizes::threads, token = item / sizes::tile;
+        const int64_t j = at.tile * sizes::tile + item % sizes::tile;
+        if (token >= count || j >= p.columns) continue;
+        const float o = p.scale * room.o[0][item];
+        T *out = mn_row<T>(p.out, at.span.b, at.span.t0 + t + token, at.h);
+        if (p.o) p.o[mn_columns_row(p, at, t + token) * p.columns + j] = o;
+        if (out && j < p.call.V) mn_put(out + j, o);
     }
 }
 
-template <typename T, int ROWS, mn_columns_kind KIND>
-__global__ void __launch_bounds__(mn_slab_sizes<ROWS>::threads)
+template <typename T, int ROWS, int WARPS, mn_columns_kind KIND>
+__global__ void __launch_bounds__(32 * WARPS)
 mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
-    using sizes = mn_slab_sizes<ROWS>;
-    __shared__ mn_slab_room<ROWS> room;
+    using sizes = mn_slab_sizes<ROWS, WARPS>;
+    __shared__ mn_slab_room<ROWS, WARPS> room;
     const mn_columns_place at = mn_columns_here(p, tiles);
-    mn_slab_cells<ROWS> S;
-    mn_slab_ahead<T, ROWS> ahead;
+    mn_slab_cells<ROWS, WARPS> S;
+    mn_slab_ahead<T, ROWS, WARPS> ahead;
     S.load(p, at, p.state0, p.ones0);
     if (at.span.length > 0) ahead.template fetch<KIND>(p, at, 0);
     for (int64_t t = 0; t < at.span.length; t += sizes::group) {
         const int count = (int)min((int64_t)sizes::group, at.span.length - t);
         __syncthreads();
+        if (p.reads && t > 0) mn_slab_put<T>(room, p, at, t - sizes::group, sizes::group);
         ahead.template put<KIND>(room);
         __syncthreads();
         if (t + sizes::group < at.span.length) {
             ahead.template fetch<KIND>(p, at, t + sizes::group);
         }
-#pragma unroll 1
+#pragma unroll 2
         for (int token = 0; token < count; token++) {
             float o[sizes::columns], written[sizes::columns];
             S.template advance<KIND, true>(o, written, room, token);
-            if (p.reads) mn_slab_put<T, ROWS>(o, p, at, t + token);
+            if (threadIdx.x % 4 == 0) room.o[token][S.column(0)] = o[0];
         }
     }
+    const int64_t t = (at.span.length - 1) / sizes::group * sizes::group;
+    __syncthreads();
+    if (p.reads) mn_slab_put<T>(room, p, at, t, (int)(at.span.length - t));
     S.store(p, at, p.state, p.ones);
 }
 
-template <typename T, int ROWS, mn_columns_kind KIND>
+template <typename T, int ROWS, int WARPS, mn_columns_kind KIND>
 static int mn_slab_start(const mn_columns &p, cudaStream_t on) {
-    const int64_t tiles = mn_ceil_div(p.columns, mn_slab_sizes<ROWS>::tile);
+    const int64_t tiles = mn_ceil_div(p.columns, mn_slab_sizes<ROWS, WARPS>::tile);
     const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    mn_slab_kernel<T, ROWS, KIND>
-        <<<(unsigned)blocks, mn_slab_sizes<ROWS>::threads, 0, on>>>(p, tiles);
+    mn_slab_kernel<T, ROWS, WARPS, KIND><<<(unsigned)blocks, 32 * WARPS, 0, on>>>(p, tiles);
     return mn_launched();
+}
+
+/* Few columns are spread over more processors; a column's result does not depend on it. */
+template <typename T, int ROWS, mn_columns_kind KIND>
+static int mn_slab_spread(const mn_columns &p, cudaStream_t on) {
+    const int64_t blocks = mn_ceil_div(p.columns, MN_COLUMNS_TILE) * p.call.H;
+    if (blocks * mn_n_spans(p.call) <= 64) return mn_slab_start<T, ROWS, 2, KIND>(p, on);
+    return mn_slab_start<T, ROWS, MN_COLUMNS_TILE / 8, KIND>(p, on);
 }
 
 template <typename T, mn_columns_kind KIND>
 static int mn_columns_forward(const mn_columns &p, cudaStream_t on) {
-    if (p.call.K <= 32) return mn_slab_start<T, 8, KIND>(p, on);
-    if (p.call.K <= 64) return mn_slab_start<T, 16, KIND>(p, on);
-    if (p.call.K <= 128) return mn_slab_start<T, 32, KIND>(p, on);
-    if (p.call.K <= MN_COLUMNS_WIDEST) return mn_slab_start<T, 64, KIND>(p, on);
+    if (p.call.K <= 32) return mn_slab_spread<T, 8, KIND>(p, on);
+    if (p.call.K <= 64) return mn_slab_spread<T, 16, KIND>(p, on);
+    if (p.call.K <= 128) return mn_slab_spread<T, 32, KIND>(p, on);
+    if (p.call.K <= MN_COLUMNS_WIDEST) return mn_slab_spread<T, 64, KIND>(p, on);
     return cudaErrorNotSupported;
 }
 

@@ -88,7 +88,7 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
     mn_columns_extent extent;
     if (!mn_columns_measure(&extent, c, c.V)) return cudaErrorNotSupported;
     mn_columns m = columns_of(p);
-    m.beta = p->beta, m.cot_o = p->cot.o, m.y = at, m.dv = p->grad.v;
+    m.beta = p->beta, m.cot_o = p->cot.o, m.reads = true, m.y = at, m.dv = p->grad.v;
     m.spans = (float *)(((uintptr_t)(at + size) + 15) / 16 * 16);
     m.tokens = m.spans + extent.spans, m.parts = m.tokens + extent.tokens;
     m.cot_state = (const float *)p->cot.state.data, m.dstate0 = (float *)p->grad.state0.data;
