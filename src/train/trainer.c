@@ -9,6 +9,7 @@
 #include "base/rng.h"
 #include "base/status.h"
 #include "base/util.h"
+#include "runtime/device.h"
 #include "train/trainer_parts.h"
 
 /* ---- building -------------------------------------------------------------------------------- */
@@ -25,6 +26,19 @@ static mn_status choose_dtype(mn_trainer *t) {
                    "train in f32");
 }
 
+/* Whether a GPU can hold the parameters, their gradients and two moments, in bf16 runs a copy, too:
+ * asked before time goes into drawing so many numbers. */
+static mn_status check_room(const mn_trainer *t) {
+    if (!t->context->device) return MN_OK;
+    const double count = (double)mn_model_count(t->model);
+    const double bytes = count * (t->dtype == MN_BF16 ? 18.0 : 16.0);
+    const double room = (double)mn_device_facts(t->context->device)->free_bytes;
+    if (bytes <= room) return MN_OK;
+    return mn_fail(MN_ERR_MEMORY, "%.0f million parameters with gradients and optimiser states "
+                   "take %.1f MiB, and the GPU has %.1f free; use a smaller model", count / 1e6,
+                   bytes / 1048576.0, room / 1048576.0);
+}
+
 static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_data *given) {
     const mn_json object = mn_json_member(root, "model");
     mn_model_config config = { 0 };
@@ -39,6 +53,7 @@ static mn_status make_model(mn_trainer *t, const mn_json *root, const mn_train_d
     if (st == MN_OK) st = mn_trainer_open_data(t, given, &config.vocab_size);
     if (st == MN_OK) st = mn_model_create(&t->model, &config, MN_F32);
     mn_model_config_free(&config);
+    if (st == MN_OK) st = check_room(t);
     if (st != MN_OK) return st;
     mn_model_start(t->model, t->context, (uint64_t)t->options.seed);
     st = mn_model_place(t->model, t->context, t->dtype);

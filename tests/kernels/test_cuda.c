@@ -9,7 +9,10 @@
  * twice what rounding every input once does is the bound; for operators made of others, which round
  * between their parts too, that of the golden files (tests/golden/README.md): ten times what
  * results of the reference move when inputs move by u, and twenty times for gradients. Gradients
- * that vanish by structure are held to 2 u of the loss. */
+ * that vanish by structure are held to 2 u of the loss.
+ *
+ * test_cuda [OPERATOR [I/N]] runs one operator, and of its forms every Nth from the Ith on: the
+ * reference takes most of the time, and several processes share it. */
 #include <float.h>
 #include <math.h>
 #include <stdio.h>
@@ -21,6 +24,7 @@
 #include "support/op_error.h"
 
 static mn_context *gpu;    // NULL: none here
+static int first_form, form_step = 1;
 
 enum { EXTREME = 1000000 };    // seeds from here on ask for extreme decays
 
@@ -91,6 +95,7 @@ static double root_mean_square(const double *x, int64_t count) {
 /* How far a tensor lies from the reference. */
 typedef struct distance {
     double share, worst;    // the largest: of its row's scale, and as it is
+    int64_t share_at;       // the number that is off by `share`
     double off, rms;        // root of the mean square: of the error, of the tensor
 } distance;
 
@@ -106,7 +111,7 @@ static distance distance_of(const double *got, const double *want, int64_t count
             if (isinf(want[i]) && got[i] == want[i]) continue;
             const double d = fabs(got[i] - want[i]);
             sum += d * d;
-            far.share = d > far.share * scale || isnan(d) ? d / scale : far.share;
+            if (d > far.share * scale || isnan(d)) far.share = d / scale, far.share_at = i;
             far.worst = d > far.worst || isnan(d) ? d : far.worst;
         }
     }
@@ -171,8 +176,10 @@ static void check_bf16(op_case c) {
         measured = true;
         const double times = !mn_op_rounds_between(c.op) ? 1.0 : input ? 20.0 : 10.0;
         CHECK(far.share <= 2.0 * unit || far.worst <= times * worst[i],
-              "%s bf16: %s is off by %.2e of its row", op_case_text(&c), tensor->field->name,
-              far.share);
+              "%s bf16: %s is off by %.2e of its row: %.6g at %lld where %.6g is right and %.2e "
+              "allowed", op_case_text(&c), tensor->field->name, far.share,
+              ((const double *)x)[far.share_at], (long long)far.share_at,
+              ((const double *)y)[far.share_at], times * worst[i]);
         CHECK(far.off <= fmax(most, times * rms[i]), "%s bf16: %s is off by %.2e of %.2e rms",
               op_case_text(&c), tensor->field->name, far.off, far.rms);
     }
@@ -227,7 +234,7 @@ static void kernels_match_reference(mn_op_id op) {
     if (!mn_op_has_cuda(op, MN_FORWARD)) return;
     op_case forms[OP_MAX_FORMS];
     const int n_forms = op_forms(op, forms);
-    for (int f = 0; f < n_forms; f++) {
+    for (int f = first_form; f < n_forms; f += form_step) {
         if (is_refused(forms[f])) continue;
         for (size_t i = 0; i < MN_COUNTOF(lengths) * 2; i++) {
             const size_t w = (i + (size_t)f) % MN_COUNTOF(widths);
@@ -258,6 +265,11 @@ static void kernels_match_reference(mn_op_id op) {
 
 int main(int argc, char **argv) {
     const mn_context_options options = { .n_threads = 1, .device = "cuda" };
+    if (argc > 2 && (sscanf(argv[2], "%d/%d", &first_form, &form_step) != 2 || first_form < 0 ||
+                     form_step < 1)) {
+        fprintf(stderr, "usage: test_cuda [OPERATOR [I/N]]\n");
+        return 2;
+    }
     if (mn_context_create(&gpu, &options) != MN_OK) printf("skipped: %s\n", mn_last_error());
     const int failed = op_walk("CUDA kernels match the reference", kernels_match_reference, argc,
                                argv);

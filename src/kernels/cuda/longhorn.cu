@@ -1,16 +1,11 @@
 /* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c) by the
- * recurrences of columns.cuh. Kernels before and after it have one token and head for each warp:
+ * recurrences of columns.cuh. Backward, a kernel after them has one token and head for each warp:
  *
  *   u_j = 1 / (1 + beta_j |k|^2)     w_j = beta_j u_j
  *   dbeta_j = y_j u_j^2              dk_i -= 2 k_i sum_j w_j^2 y_j */
-#include "kernels/cuda/columns.cuh"
+#include "kernels/cuda/columns_backward.cuh"
 
 enum { ROWS = 8 };    // of a block
-
-/* Work space in rows of all heads of all tokens: the first three have V numbers each. */
-struct work {
-    float *w, *u, *o, *cot, *y;
-};
 
 struct row_place {
     int64_t row, b, t, h;
@@ -23,50 +18,25 @@ __device__ static row_place row_here(const mn_call &c) {
 
 template <typename T>
 __global__ void __launch_bounds__(32 * ROWS)
-longhorn_weights_kernel(const __grid_constant__ mn_longhorn_diag_args p, work s) {
-    const row_place at = row_here(p.call);
-    if (at.row >= p.call.B * p.call.T * p.call.H) return;
-    const T *k = mn_row<T>(p.k, at.b, at.t, at.h), *beta = mn_row<T>(p.beta, at.b, at.t, at.h);
-    const T *cot = s.cot ? mn_row<T>(p.cot.o, at.b, at.t, at.h) : NULL;
-    double norm = 0.0;
-    for (int64_t i = threadIdx.x % 32; i < p.call.K; i += 32) {
-        norm += (double)mn_float(k[i]) * (double)mn_float(k[i]);
-    }
-    for (int lanes = 16; lanes > 0; lanes >>= 1) norm += __shfl_xor_sync(0xffffffffu, norm, lanes);
-    for (int64_t j = threadIdx.x % 32; j < p.call.V; j += 32) {
-        const int64_t to = at.row * p.call.V + j;
-        const double b = (double)mn_float(beta[j]), u = 1.0 / (1.0 + b * norm);
-        s.u[to] = (float)u, s.w[to] = (float)(b * u);
-        if (s.cot) s.cot[to] = mn_get(cot, j);
-    }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(32 * ROWS)
-longhorn_put_kernel(const __grid_constant__ mn_longhorn_diag_args p, work s) {
-    const row_place at = row_here(p.call);
-    if (at.row >= p.call.B * p.call.T * p.call.H) return;
-    T *o = mn_row<T>(p.o, at.b, at.t, at.h);
-    for (int64_t j = threadIdx.x % 32; j < p.call.V; j += 32) {
-        mn_put(o + j, s.o[at.row * p.call.V + j]);
-    }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(32 * ROWS)
-longhorn_finish_kernel(const __grid_constant__ mn_longhorn_diag_args p, work s, const float *parts,
-                       int64_t tiles) {
+longhorn_finish_kernel(const __grid_constant__ mn_longhorn_diag_args p, const float *y,
+                       const float *parts, int64_t tiles) {
     const row_place at = row_here(p.call);
     const int64_t rows = p.call.B * p.call.T * p.call.H, K = p.call.K, V = p.call.V;
     if (at.row >= rows) return;
     T *dbeta = mn_row<T>(p.grad.beta, at.b, at.t, at.h);
     T *dq = mn_row<T>(p.grad.q, at.b, at.t, at.h), *dk = mn_row<T>(p.grad.k, at.b, at.t, at.h);
-    const T *k = mn_row<T>(p.k, at.b, at.t, at.h);
+    const T *k = mn_row<T>(p.k, at.b, at.t, at.h), *beta = mn_row<T>(p.beta, at.b, at.t, at.h);
+    double norm = 0.0;
+    for (int64_t i = threadIdx.x % 32; i < K; i += 32) {
+        norm += (double)mn_float(k[i]) * (double)mn_float(k[i]);
+    }
+    for (int lanes = 16; lanes > 0; lanes >>= 1) norm += __shfl_xor_sync(0xffffffffu, norm, lanes);
     float through = 0.0f;
     for (int64_t j = threadIdx.x % 32; j < V; j += 32) {
-        const int64_t from = at.row * V + j;
-        if (dbeta) mn_put(dbeta + j, s.y[from] * s.u[from] * s.u[from]);
-        through = fmaf(s.w[from] * s.w[from], s.y[from], through);
+        const float b = mn_float(beta[j]), u = 1.0f / (float)(1.0 + (double)b * norm);
+        const float to_w = y[at.row * V + j];
+        if (dbeta) mn_put(dbeta + j, to_w * u * u);
+        through = fmaf(b * u * b * u, to_w, through);
     }
     through = mn_warp_sum(through);
     for (int64_t i = threadIdx.x % 32; i < K; i += 32) {
@@ -85,43 +55,30 @@ static bool rows_size(size_t *count, const mn_call *c) {
            mn_mul_size(count, *count, (size_t)c->H) && mn_mul_size(count, *count, (size_t)c->V);
 }
 
-static bool forward_plan(const mn_call *c, mn_plan *plan) {
-    size_t rows;
-    return rows_size(&rows, c) && mn_mul_size(&rows, rows, 3) &&
-           mn_mul_size(&plan->shared_bytes, rows, sizeof(float));
-}
-
 static bool backward_plan(const mn_call *c, mn_plan *plan) {
     mn_columns_extent extent;
     size_t rows;
     return rows_size(&rows, c) && mn_columns_measure(&extent, *c, c->V) &&
-           mn_mul_size(&rows, rows, 4) && mn_add_size(&rows, rows, extent.spans) &&
+           mn_add_size(&rows, rows, extent.spans) &&
            mn_add_size(&rows, rows, extent.tokens) && mn_add_size(&rows, rows, extent.parts) &&
            mn_add_size(&rows, rows, 4) &&
            mn_mul_size(&plan->shared_bytes, rows, sizeof(float));
 }
 
-static mn_columns columns_of(const mn_longhorn_diag_args *p, const work &s) {
+static mn_columns columns_of(const mn_longhorn_diag_args *p) {
     mn_columns m = {};
     m.call = p->call, m.scale = (float)p->scale, m.columns = p->call.V;
-    m.q = p->q, m.k = p->k, m.v = p->v, m.w = s.w, m.u = s.u;
+    m.q = p->q, m.k = p->k, m.v = p->v;
     m.state0 = (const float *)p->state0.data;
     return m;
 }
 
 template <typename T, mn_columns_kind KIND>
-static int forward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) {
-    const mn_call &c = p->call;
-    const int64_t rows = c.B * c.T * c.H, size = rows * c.V;
-    const work s = { at, at + size, at + 2 * size, NULL, NULL };
-    mn_columns m = columns_of(p, s);
-    m.o = p->o.data ? s.o : NULL;
+static int forward(const mn_longhorn_diag_args *p, cudaStream_t on) {
+    mn_columns m = columns_of(p);
+    m.beta = p->beta, m.out = p->o, m.reads = p->o.data;
     m.state = (float *)p->state.data;
-    if (size > 0) longhorn_weights_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(*p, s);
-    const int code = mn_columns_run<T, KIND>(m, false, on);
-    if (code != cudaSuccess || !m.o || size == 0) return code;
-    longhorn_put_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(*p, s);
-    return mn_launched();
+    return mn_columns_forward<T, KIND>(m, on);
 }
 
 template <typename T, mn_columns_kind KIND>
@@ -130,23 +87,22 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
     const int64_t rows = c.B * c.T * c.H, size = rows * c.V;
     mn_columns_extent extent;
     if (!mn_columns_measure(&extent, c, c.V)) return cudaErrorNotSupported;
-    const work s = { at, at + size, NULL, at + 2 * size, at + 3 * size };
-    mn_columns m = columns_of(p, s);
-    m.spans = (float *)(((uintptr_t)(at + 4 * size) + 15) / 16 * 16);
-    m.cot = s.cot, m.y = s.y, m.tokens = m.spans + extent.spans;
-    m.parts = m.tokens + extent.tokens, m.dv = p->grad.v;
+    mn_columns m = columns_of(p);
+    m.beta = p->beta, m.cot_o = p->cot.o, m.reads = true, m.y = at, m.dv = p->grad.v;
+    m.spans = (float *)(((uintptr_t)(at + size) + 15) / 16 * 16);
+    m.tokens = m.spans + extent.spans, m.parts = m.tokens + extent.tokens;
     m.cot_state = (const float *)p->cot.state.data, m.dstate0 = (float *)p->grad.state0.data;
-    if (size > 0) longhorn_weights_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(*p, s);
-    const int code = mn_columns_run<T, KIND>(m, true, on);
+    const int code = mn_columns_backward<T, KIND>(m, on);
     if (code != cudaSuccess || size == 0) return code;
     longhorn_finish_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(
-        *p, s, m.parts, mn_columns_tiles(c.V));
+        *p, m.y, m.parts, mn_columns_tiles(c.V));
     return mn_launched();
 }
 
 #define LONGHORN(name, KIND)                                                                       \
     MN_CUDA_PLAN(name##_forward) {                                                                 \
-        return forward_plan((const mn_call *)args, plan);                                          \
+        (void)args, (void)plan;                                                                    \
+        return true;                                                                               \
     }                                                                                              \
     MN_CUDA_PLAN(name##_backward) {                                                                \
         return backward_plan((const mn_call *)args, plan);                                         \
@@ -154,8 +110,9 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
     MN_CUDA_LAUNCH(name##_forward) {                                                               \
         const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;                      \
         const cudaStream_t on = (cudaStream_t)stream;                                              \
-        return p->call.dtype == MN_BF16 ? forward<mn_bf16, KIND>(p, (float *)shared, on)           \
-                                        : forward<float, KIND>(p, (float *)shared, on);            \
+        (void)shared;                                                                              \
+        return p->call.dtype == MN_BF16 ? forward<mn_bf16, KIND>(p, on)                            \
+                                        : forward<float, KIND>(p, on);                             \
     }                                                                                              \
     MN_CUDA_LAUNCH(name##_backward) {                                                              \
         const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;                      \

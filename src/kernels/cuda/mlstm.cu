@@ -1,11 +1,11 @@
-/* mlstm.cu - mLSTM (see ref/mlstm.c): over chunks in bf16 (mlstm_chunk.cu), else by the recurrence of
- * columns.cuh, the normaliser being a last column of ones:
+/* mlstm.cu - mLSTM (see ref/mlstm.c): over chunks in bf16 (mlstm_chunk.cu), else by the recurrence
+ * of columns.cuh, the normaliser being a last column of ones:
  *
  *   m_t = max(lf_t + m_{t-1}, ipre_t)     f = exp(lf_t + m_{t-1} - m_t)     w = exp(ipre_t - m_t)
  *   num, a = scale (C, n)'q               o = num / max(|a|, exp(-m_t))
  *
  * Kernels after the recurrence have one token and head for each warp. */
-#include "kernels/cuda/columns.cuh"
+#include "kernels/cuda/columns_backward.cuh"
 #include "kernels/cuda/mlstm.cuh"
 
 enum { ROWS = 8 };    // of a block
@@ -143,11 +143,11 @@ static int run(const mn_mlstm_args *p, float *at, bool backward, cudaStream_t on
     m.call = c, m.scale = (float)p->scale, m.columns = c.V + 1;
     m.q = p->q, m.k = p->k, m.v = p->v, m.f = s.f, m.w = s.w;
     m.state0 = (const float *)p->C0.data, m.ones0 = (const float *)p->n0.data;
-    m.o = s.o, m.state = backward ? NULL : s.states.state;
+    m.o = s.o, m.reads = true, m.state = backward ? NULL : s.states.state;
     m.ones = backward ? NULL : s.states.ones;
     mn_mlstm_gates_kernel<T, false><<<(unsigned)heads, MN_GATE_THREADS, 0, on>>>(
         *p, s.f, s.w, s.m, s.states.last);
-    int code = mn_columns_run<T, MN_COLUMNS_SUM>(m, false, on);
+    int code = mn_columns_forward<T, MN_COLUMNS_SUM>(m, on);
     if (code != cudaSuccess) return code;
     if (rows > 0) mlstm_quotient_kernel<T><<<row_blocks, 32 * ROWS, 0, on>>>(*p, s);
     code = mn_mlstm_put_states(p, s.states, (int64_t)heads, backward, on);
@@ -157,7 +157,7 @@ static int run(const mn_mlstm_args *p, float *at, bool backward, cudaStream_t on
     m.dstate0 = s.states.dstate0, m.dones0 = s.states.dones0;
     m.spans = s.spans, m.tokens = m.spans + e.spans, m.parts = m.tokens + e.tokens;
     m.fparts = m.parts + e.parts;
-    code = mn_columns_run<T, MN_COLUMNS_SUM>(m, true, on);
+    code = mn_columns_backward<T, MN_COLUMNS_SUM>(m, on);
     if (code != cudaSuccess) return code;
     if (rows > 0) {
         mlstm_finish_kernel<T><<<row_blocks, 32 * ROWS, 0, on>>>(*p, s, m.parts, m.fparts,

@@ -1,0 +1,330 @@
+/* columns_forward.cuh - the recurrences of columns.cuh forward.
+ *
+ * Four lanes of a warp have a column, each a quarter of its rows in registers, so that a sum over
+ * rows is a chain of multiply-adds and two exchanges; the lanes' rows lie in packs of four side by
+ * side. Tokens come through shared memory eight at a time, the next eight on their way in registers
+ * meanwhile, as they were stored: nothing waits for them until they are put. */
+#ifndef MN_KERNELS_CUDA_COLUMNS_FORWARD_CUH
+#define MN_KERNELS_CUDA_COLUMNS_FORWARD_CUH
+
+#include "kernels/cuda/columns.cuh"
+
+template <int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
+struct mn_slab_sizes {
+    static constexpr int columns = 1, warps = WARPS, threads = 32 * warps;
+    static constexpr int tile = 8 * WARPS;              // columns of a block
+    static constexpr int group = 8;                     // tokens
+    static constexpr int rows = 4 * ROWS;
+    static constexpr int row_items = group * rows / threads, column_items = group * tile / threads;
+};
+
+template <int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
+struct mn_slab_room {
+    using sizes = mn_slab_sizes<ROWS, WARPS>;
+    alignas(16) float k[sizes::group][sizes::rows];
+    alignas(16) float q[sizes::group][sizes::rows];
+    alignas(16) float x[sizes::group][sizes::rows];    // |k|^2 - k_i^2
+    alignas(16) float v[sizes::group][sizes::tile];
+    alignas(16) float w[sizes::group][sizes::tile];
+    alignas(16) float u[sizes::group][sizes::tile];
+    alignas(16) float o[sizes::group][sizes::tile];
+    double norm[sizes::group];
+    float f[sizes::group], of_token[sizes::group];
+};
+
+/* What this thread has of the next tokens: items threadIdx.x, + threads, ... of rows and columns.
+ * `weight` is beta, or of a token w; zeros outside. */
+template <typename T, int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
+struct mn_slab_ahead {
+    using sizes = mn_slab_sizes<ROWS, WARPS>;
+    T k[sizes::row_items], q[sizes::row_items];
+    T v[sizes::column_items], beta[sizes::column_items];
+    float f, weight;
+
+    template <mn_columns_kind KIND>
+    __device__ void fetch(const mn_columns &p, const mn_columns_place &at, int64_t t) {
+        const T zero = (T)0.0f, one = (T)1.0f;
+        const int count = (int)min((int64_t)sizes::group, at.span.length - t);
+        const int64_t when = at.span.t0 + t, b = at.span.b, V = p.call.V;
+#pragma unroll
+        for (int n = 0; n < sizes::row_items; n++) {
+            const int item = threadIdx.x + n * sizes::threads;
+            const int token = item / sizes::rows, i = item % sizes::rows;
+            const bool inside = token < count && i < p.call.K;
+            k[n] = inside ? mn_row<T>(p.k, b, when + token, at.h)[i] : zero;
+            q[n] = inside && p.reads ? mn_row<T>(p.q, b, when + token, at.h)[i] : zero;
+        }
+#pragma unroll
+        for (int n = 0; n < sizes::column_items; n++) {
+            const int item = threadIdx.x + n * sizes::threads;
+            const int token = item / sizes::tile;
+            const int64_t j = at.tile * sizes::tile + item % sizes::tile;
+            const bool inside = token < count && j < V;
+            v[n] = inside ? mn_row<T>(p.v, b, when + token, at.h)[j] : zero;
+            if (KIND == MN_COLUMNS_SUM && token < count && j == V && j < p.columns) v[n] = one;
+            if (KIND == MN_COLUMNS_SUM) continue;
+            beta[n] = inside ? mn_row<T>(p.beta, b, when + token, at.h)[j] : zero;
+        }
+        if (KIND != MN_COLUMNS_SUM || (int)threadIdx.x >= count) return;
+        const int64_t row = mn_columns_row(p, at, t + threadIdx.x);
+        f = p.f[row], weight = p.w[row];
+    }
+
+    /* The tokens to shared memory, with their weights. All threads call; a barrier follows. */
+    template <mn_columns_kind KIND>
+    __device__ void put(mn_slab_room<ROWS, WARPS> &room) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+        for (int n = 0; n < sizes::row_items; n++) {
+            const int item = threadIdx.x + n * sizes::threads;
+            room.k[0][item] = mn_float(k[n]), room.q[0][item] = mn_float(q[n]);
+        }
+#pragma unroll
+        for (int n = 0; n < sizes::column_items; n++) {
+            room.v[0][threadIdx.x + n * sizes::threads] = mn_float(v[n]);
+        }
+        if (KIND == MN_COLUMNS_SUM) {
+            if (threadIdx.x < sizes::group) {
+                room.f[threadIdx.x] = f, room.of_token[threadIdx.x] = weight;
+            }
+            return;
+        }
+        __syncthreads();
+        for (int token = warp; token < sizes::group; token += sizes::warps) {
+            double norm = 0.0;
+            for (int i = lane; i < sizes::rows; i += 32) {
+                norm += (double)room.k[token][i] * (double)room.k[token][i];
+            }
+            for (int lanes = 16; lanes > 0; lanes >>= 1) {
+                norm += __shfl_xor_sync(0xffffffffu, norm, lanes);
+            }
+            if (lane == 0) room.norm[token] = norm;
+        }
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < sizes::row_items && KIND == MN_COLUMNS_CELL; n++) {
+            const int item = threadIdx.x + n * sizes::threads;
+            const double norm = room.norm[item / sizes::rows], x = (double)mn_float(k[n]);
+            room.x[0][item] = (float)(norm - x * x);
+        }
+#pragma unroll
+        for (int n = 0; n < sizes::column_items; n++) {
+            const int item = threadIdx.x + n * sizes::threads;
+            const float b = mn_float(beta[n]);
+            const float u = 1.0f / (float)(1.0 + (double)b * room.norm[item / sizes::tile]);
+            room.u[0][item] = u, room.w[0][item] = b * u;
+        }
+    }
+};
+
+/* The cells of a thread. */
+template <int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
+struct mn_slab_cells {
+    using sizes = mn_slab_sizes<ROWS, WARPS>;
+    static constexpr int C = sizes::columns;
+    float at[ROWS][C];
+
+    /* The row of cell r; the column in the block of cell c. */
+    __device__ static int row(int r) {
+        return 4 * (threadIdx.x % 4 + 4 * (r / 4)) + r % 4;
+    }
+
+    __device__ static int column(int c) {
+        return threadIdx.x / 4 * C + c;
+    }
+
+    template <typename F>
+    __device__ void each(const mn_columns &p, const mn_columns_place &place, F use) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                const int64_t j = place.tile * sizes::tile + column(c);
+                use(at[r][c], (int64_t)row(r), j, row(r) < p.call.K && j < p.columns);
+            }
+        }
+    }
+
+    __device__ void load(const mn_columns &p, const mn_columns_place &place, const float *state,
+                         const float *ones) {
+        const int64_t head = place.n * p.call.H + place.h, K = p.call.K, V = p.call.V;
+        each(p, place, [&](float &x, int64_t i, int64_t j, bool inside) {
+            x = 0.0f;
+            if (inside && j < V && state) x = state[(head * K + i) * V + j];
+            if (inside && j == V && ones) x = ones[head * K + i];
+        });
+    }
+
+    __device__ void store(const mn_columns &p, const mn_columns_place &place, float *state,
+                          float *ones) {
+        const int64_t head = place.n * p.call.H + place.h, K = p.call.K, V = p.call.V;
+        each(p, place, [&](float &x, int64_t i, int64_t j, bool inside) {
+            if (inside && j < V && state) state[(head * K + i) * V + j] = x;
+            if (inside && j == V && ones) ones[head * K + i] = x;
+        });
+    }
+
+    __device__ static float over_lanes(float x) {
+        x += __shfl_xor_sync(0xffffffffu, x, 1);
+        return x + __shfl_xor_sync(0xffffffffu, x, 2);
+    }
+
+    /* k'S of this thread's columns, in all four lanes */
+    __device__ void dot(float (&sums)[C], const float *k) const {
+        float part[C][4] = {};
+#pragma unroll
+        for (int m = 0; m < ROWS / 4; m++) {
+            const float4 x = *(const float4 *)(k + 4 * (threadIdx.x % 4 + 4 * m));
+#pragma unroll
+            for (int c = 0; c < C; c++) {
+                part[c][0] = fmaf(x.x, at[4 * m][c], part[c][0]);
+                part[c][1] = fmaf(x.y, at[4 * m + 1][c], part[c][1]);
+                part[c][2] = fmaf(x.z, at[4 * m + 2][c], part[c][2]);
+                part[c][3] = fmaf(x.w, at[4 * m + 3][c], part[c][3]);
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            sums[c] = over_lanes((part[c][0] + part[c][1]) + (part[c][2] + part[c][3]));
+        }
+    }
+
+    /* To memory and back, by the same thread. */
+    __device__ void keep(float *room) const {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            mn_store<C>(room, (r * sizes::threads + (int)threadIdx.x) * C, at[r]);
+        }
+    }
+
+    __device__ void recall(const float *room) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            mn_load<C>(at[r], room, (r * sizes::threads + (int)threadIdx.x) * C);
+        }
+    }
+
+    /* One token, which writes w v; for COLUMN v is what k'S leaves of it. Where READS, o becomes
+     * S'q. */
+    template <mn_columns_kind KIND, bool READS>
+    __device__ void advance(float (&o)[C], float (&v)[C], const mn_slab_room<ROWS, WARPS> &in,
+                            int token) {
+        float w[C], u[C], write[C], sums[C][4] = {};
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            v[c] = in.v[token][column(c)];
+            w[c] = KIND == MN_COLUMNS_SUM ? in.of_token[token] : in.w[token][column(c)];
+            u[c] = KIND == MN_COLUMNS_SUM ? in.f[token] : in.u[token][column(c)];
+        }
+        if (KIND == MN_COLUMNS_COLUMN) {
+            float seen[C];
+            dot(seen, in.k[token]);
+#pragma unroll
+            for (int c = 0; c < C; c++) v[c] -= seen[c];
+        }
+#pragma unroll
+        for (int c = 0; c < C; c++) write[c] = w[c] * v[c];
+#pragma unroll
+        for (int m = 0; m < ROWS / 4; m++) {
+            const int first = 4 * (threadIdx.x % 4 + 4 * m);
+            float k[4], q[4], x[4];
+            mn_load<4>(k, in.k[token], first);
+            if (READS) mn_load<4>(q, in.q[token], first);
+            if (KIND == MN_COLUMNS_CELL) mn_load<4>(x, in.x[token], first);
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+#pragma unroll
+                for (int c = 0; c < C; c++) {
+                    float cell = at[4 * m + i][c];
+                    if (KIND == MN_COLUMNS_SUM) cell *= u[c];
+                    if (KIND == MN_COLUMNS_CELL) cell *= fmaf(w[c], x[i], u[c]);
+                    cell = fmaf(k[i], write[c], cell);
+                    if (READS) sums[c][i] = fmaf(q[i], cell, sums[c][i]);
+                    at[4 * m + i][c] = cell;
+                }
+            }
+        }
+#pragma unroll
+        for (int c = 0; c < C && READS; c++) {
+            o[c] = over_lanes((sums[c][0] + sums[c][1]) + (sums[c][2] + sums[c][3]));
+        }
+    }
+};
+
+/* What the tokens of the group at t read, to memory. */
+template <typename T, int ROWS, int WARPS>
+__device__ inline void mn_slab_put(const mn_slab_room<ROWS, WARPS> &room, const mn_columns &p,
+                                   const mn_columns_place &at, int64_t t, int count) {
+    using sizes = mn_slab_sizes<ROWS, WARPS>;
+#pragma unroll
+    for (int n = 0; n < sizes::column_items; n++) {
+        const int item = threadIdx.x + n * sizes::threads, token = item / sizes::tile;
+        const int64_t j = at.tile * sizes::tile + item % sizes::tile;
+        if (token >= count || j >= p.columns) continue;
+        const float o = p.scale * room.o[0][item];
+        T *out = mn_row<T>(p.out, at.span.b, at.span.t0 + t + token, at.h);
+        if (p.o) p.o[mn_columns_row(p, at, t + token) * p.columns + j] = o;
+        if (out && j < p.call.V) mn_put(out + j, o);
+    }
+}
+
+template <typename T, int ROWS, int WARPS, mn_columns_kind KIND>
+__global__ void __launch_bounds__(32 * WARPS)
+mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
+    using sizes = mn_slab_sizes<ROWS, WARPS>;
+    __shared__ mn_slab_room<ROWS, WARPS> room;
+    const mn_columns_place at = mn_columns_here(p, tiles);
+    mn_slab_cells<ROWS, WARPS> S;
+    mn_slab_ahead<T, ROWS, WARPS> ahead;
+    S.load(p, at, p.state0, p.ones0);
+    if (at.span.length > 0) ahead.template fetch<KIND>(p, at, 0);
+    for (int64_t t = 0; t < at.span.length; t += sizes::group) {
+        const int count = (int)min((int64_t)sizes::group, at.span.length - t);
+        __syncthreads();
+        if (p.reads && t > 0) mn_slab_put<T>(room, p, at, t - sizes::group, sizes::group);
+        ahead.template put<KIND>(room);
+        __syncthreads();
+        if (t + sizes::group < at.span.length) {
+            ahead.template fetch<KIND>(p, at, t + sizes::group);
+        }
+#pragma unroll 2
+        for (int token = 0; token < count; token++) {
+            float o[sizes::columns], written[sizes::columns];
+            S.template advance<KIND, true>(o, written, room, token);
+            if (threadIdx.x % 4 == 0) room.o[token][S.column(0)] = o[0];
+        }
+    }
+    const int64_t t = (at.span.length - 1) / sizes::group * sizes::group;
+    __syncthreads();
+    if (p.reads) mn_slab_put<T>(room, p, at, t, (int)(at.span.length - t));
+    S.store(p, at, p.state, p.ones);
+}
+
+template <typename T, int ROWS, int WARPS, mn_columns_kind KIND>
+static int mn_slab_start(const mn_columns &p, cudaStream_t on) {
+    const int64_t tiles = mn_ceil_div(p.columns, mn_slab_sizes<ROWS, WARPS>::tile);
+    const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    mn_slab_kernel<T, ROWS, WARPS, KIND><<<(unsigned)blocks, 32 * WARPS, 0, on>>>(p, tiles);
+    return mn_launched();
+}
+
+/* Few columns are spread over more processors; a column's result does not depend on it. */
+template <typename T, int ROWS, mn_columns_kind KIND>
+static int mn_slab_spread(const mn_columns &p, cudaStream_t on) {
+    const int64_t blocks = mn_ceil_div(p.columns, MN_COLUMNS_TILE) * p.call.H;
+    if (blocks * mn_n_spans(p.call) <= 64) return mn_slab_start<T, ROWS, 2, KIND>(p, on);
+    return mn_slab_start<T, ROWS, MN_COLUMNS_TILE / 8, KIND>(p, on);
+}
+
+template <typename T, mn_columns_kind KIND>
+static int mn_columns_forward(const mn_columns &p, cudaStream_t on) {
+    if (p.call.K <= 32) return mn_slab_spread<T, 8, KIND>(p, on);
+    if (p.call.K <= 64) return mn_slab_spread<T, 16, KIND>(p, on);
+    if (p.call.K <= 128) return mn_slab_spread<T, 32, KIND>(p, on);
+    if (p.call.K <= MN_COLUMNS_WIDEST) return mn_slab_spread<T, 64, KIND>(p, on);
+    return cudaErrorNotSupported;
+}
+
+#endif
