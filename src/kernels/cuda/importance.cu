@@ -168,7 +168,7 @@ template <typename T, typename Block, int N_KEYS, int N_LINES>
 struct fetched {
     mn_cell_fetched<T, Block::SLOTS, Block::THREADS> keys[N_KEYS];
     mn_cell_fetched<T, Block::COLUMNS, Block::THREADS> lines[N_LINES];
-    float g;
+    T g;    // as it is stored: a conversion here would wait for it
     int n_rows;
 
     __device__ void open(const mn_importance_args &p, const place &at) {
@@ -191,9 +191,9 @@ struct fetched {
         if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.ovar, tile);
         const int t = threadIdx.x;
         n_rows = tile.n_rows;
-        g = 0.0f;
+        g = T(0.0f);
         if (t >= n_rows) return;
-        g = mn_float(*mn_row<T>(p.g, tile.span.b, tile.span.t0 + tile.first + t, at.h));
+        g = *mn_row<T>(p.g, tile.span.b, tile.span.t0 + tile.first + t, at.h);
     }
 
     /* Cotangents are put times `scale` and its square, which spares the sums over slots that. */
@@ -206,7 +206,7 @@ struct fetched {
             lines[i].put(to.lines[i], i == MEAN_COTS ? scale : i == SPREAD_COTS ? scale * scale :
                                                                                   1.0f);
         }
-        to.g.put(g, n_rows, ip);
+        to.g.put(mn_float(g), n_rows, ip);
     }
 };
 
