@@ -14,23 +14,21 @@ using namespace importance;
 /* ---- launches -------------------------------------------------------------------------------- */
 
 /* dg: rows are (b, t, h) */
-template <typename T>
 struct put_gates {
     mn_out g;
     int64_t tokens, heads;
 
     __device__ void operator()(int64_t i, float sum) const {
         const int64_t token = i / heads;
-        mn_put(mn_row<T>(g, token / tokens, token % tokens, i % heads), sum);
+        *mn_row<float>(g, token / tokens, token % tokens, i % heads) = sum;
     }
 };
 
-template <typename T>
 struct put_priors {
     mn_out ip;
 
     __device__ void operator()(int64_t h, float sum) const {
-        mn_put(mn_row<T>(ip, 0, 0, h), sum);
+        *mn_row<float>(ip, 0, 0, h) = sum;
     }
 };
 
@@ -147,12 +145,12 @@ static int add_parts(const mn_importance_args *p, const room &at, cudaStream_t s
                                    call->K, stream);
     }
     if (code == cudaSuccess && n_rows > 0 && p->grad.g.data) {
-        const put_gates<T> put = { p->grad.g, call->T, call->H };
+        const put_gates put = { p->grad.g, call->T, call->H };
         code = mn_sum_parts_into(put, at.at[GATES], blocks.x * blocks.z, n_rows, stream);
     }
     if (code != cudaSuccess || !p->grad.ip.data) return code;
     const int64_t n_parts = mn_n_spans(*call) * blocks.x * blocks.z;
-    return mn_sum_parts_into(put_priors<T>{ p->grad.ip }, at.at[PRIORS], n_parts, call->H, stream);
+    return mn_sum_parts_into(put_priors{ p->grad.ip }, at.at[PRIORS], n_parts, call->H, stream);
 }
 
 template <typename T, typename Block>

@@ -36,10 +36,9 @@ struct place {
     mn_span span;
     float ip;
 
-    template <typename T>
     __device__ static place of(const mn_importance_args &p, int64_t item) {
         const int64_t n = item / p.call.H, h = item % p.call.H;
-        return { n, h, mn_span_at(p.call, n), mn_float(*mn_row<T>(p.ip, 0, 0, h)) };
+        return { n, h, mn_span_at(p.call, n), *mn_row<float>(p.ip, 0, 0, h) };
     }
 };
 

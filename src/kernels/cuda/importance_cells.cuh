@@ -129,7 +129,7 @@ template <typename T, typename Block, int N_KEYS, int N_LINES>
 struct fetched {
     mn_cell_fetched<T, Block::SLOTS, Block::THREADS> keys[N_KEYS];
     mn_cell_fetched<T, Block::COLUMNS, Block::THREADS> lines[N_LINES];
-    T g;    // as it is stored: a conversion here would wait for it
+    float g;
     int n_rows;
 
     __device__ void open(const mn_importance_args &p, const place &at) {
@@ -152,9 +152,9 @@ struct fetched {
         if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.ovar, tile);
         const int t = threadIdx.x;
         n_rows = tile.n_rows;
-        g = T(0.0f);
+        g = 0.0f;
         if (t >= n_rows) return;
-        g = *mn_row<T>(p.g, tile.span.b, tile.span.t0 + tile.first + t, at.h);
+        g = *mn_row<float>(p.g, tile.span.b, tile.span.t0 + tile.first + t, at.h);
     }
 
     /* Cotangents are put times `scale` and its square, which spares the sums over slots that. */
@@ -167,7 +167,7 @@ struct fetched {
             lines[i].put(to.lines[i], i == MEAN_COTS ? scale : i == SPREAD_COTS ? scale * scale :
                                                                                   1.0f);
         }
-        to.g.put(mn_float(g), n_rows, ip);
+        to.g.put(g, n_rows, ip);
     }
 };
 
@@ -247,7 +247,7 @@ forward_kernel(const __grid_constant__ mn_importance_args p, float *sums, int64_
     extern __shared__ float4 shared[];
     forward_room<Block> &r = *(forward_room<Block> *)shared;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
-        const place at = place::of<T>(p, item);
+        const place at = place::of(p, item);
         const int64_t n_tiles = mn_cell_tiles(at.span.length);
         fetched<T, Block, 2, 2> next;
         next.open(p, at);
@@ -283,7 +283,7 @@ __global__ void __launch_bounds__(Block::THREADS, 3)
 states_kernel(const __grid_constant__ mn_importance_args p, float *states) {
     __shared__ stage<Block, 1, 2> in;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
-        const place at = place::of<T>(p, item);
+        const place at = place::of(p, item);
         const int64_t n_tiles = mn_cell_tiles(at.span.length);
         const int64_t slot = mn_cell_first_slot(p.call, at.n, SPAN);
         fetched<T, Block, 1, 2> next;
@@ -489,7 +489,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
     backward_room<Block, SPREAD> &r = *(backward_room<Block, SPREAD> *)shared;
     const int64_t blocks = gridDim.x * gridDim.z, block = blockIdx.z * gridDim.x + blockIdx.x;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
-        const place at = place::of<T>(p, item);
+        const place at = place::of(p, item);
         const int64_t n_tiles = mn_cell_tiles(at.span.length);
         const int64_t slot = mn_cell_first_slot(p.call, at.n, SPAN);
         state adj, c;

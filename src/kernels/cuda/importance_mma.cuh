@@ -307,6 +307,44 @@ enum { V_FACTOR, B_FACTOR, COT_FACTOR };
 enum { Q_VECTOR = 0, K_VECTOR = 0, SQUARE_VECTOR };
 enum { COT_VECTOR, V_VECTOR, B_VECTOR, ONES_VECTOR };
 
+/* COUNT numbers of each token of a tile on their way to shared memory, which they reach as they are
+ * stored: each thread has neighbours of one token, and reads what it has copied itself. */
+template <int COUNT, int THREADS>
+struct copied {
+    typedef mn_cell_share<COUNT, THREADS> share;
+    static constexpr int EACH = share::EACH;
+    typedef mn_pack<mn_bf16, EACH> pack;
+    const mn_bf16 *from;    // this thread's first number in the sequence
+    int inside;             // how many there are from it on; EACH + 1: EACH, as one pack
+
+    /* Numbers base, base + 1, ... of head h of a sequence, of which the tensor has `count`. */
+    __device__ void open(const mn_in &view, const mn_span &span, int64_t h, int64_t base,
+                         int64_t count) {
+        const int64_t i = base + share::place();
+        inside = view.data ? (int)max(min(count - i, (int64_t)EACH), (int64_t)0) : 0;
+        from = (const mn_bf16 *)view.data + span.b * view.stride[0] +
+               (span.t0 + share::row()) * view.stride[1] + h * view.stride[2] + i;
+        const int64_t apart = view.stride[1] * (int64_t)sizeof(mn_bf16);
+        if (inside == EACH && ((uintptr_t)from | apart) % sizeof(pack) == 0) inside++;
+    }
+
+    __device__ __forceinline__ void copy(pack (&to)[THREADS], const mn_in &view,
+                                         const mn_cell_tile &tile) const {
+        pack &own = to[threadIdx.x];
+        const mn_bf16 *at = from + tile.first * view.stride[1];
+        if (inside > EACH && share::row() < tile.n_rows) {
+            asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
+                             (unsigned)__cvta_generic_to_shared(&own)),
+                         "l"(at), "n"((int)sizeof(pack)) : "memory");
+            return;
+        }
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {
+            own.at[n] = n < inside && share::row() < tile.n_rows ? at[n] : mn_bf16(0.0f);
+        }
+    }
+};
+
 template <typename Block, pass PASS>
 struct tile {
     static constexpr bool BACK = PASS == BACKWARD_PASS;
@@ -328,15 +366,25 @@ struct tile {
     }
 };
 
-/* Numbers of a tile on their way to shared memory. */
+/* A tile as it comes from memory. */
+template <typename Block, pass PASS>
+struct arrivals {
+    typedef typename copied<Block::SLOTS, Block::THREADS>::pack slots;
+    typedef typename copied<Block::COLUMNS, Block::THREADS>::pack columns;
+    slots k[Block::THREADS], q[PASS == STATES_PASS ? 1 : Block::THREADS];
+    columns v[Block::THREADS], b[Block::THREADS];
+    columns cot[PASS == BACKWARD_PASS ? Block::THREADS : 1];
+};
+
+/* Fetches tiles. */
 template <typename Block, pass PASS>
 struct fetched {
     static constexpr bool BACK = PASS == BACKWARD_PASS;
-    typedef mn_cell_fetched<mn_bf16, Block::SLOTS, Block::THREADS> slots;
-    typedef mn_cell_fetched<mn_bf16, Block::COLUMNS, Block::THREADS> columns;
+    typedef copied<Block::SLOTS, Block::THREADS> slots;
+    typedef copied<Block::COLUMNS, Block::THREADS> columns;
     slots k, q;
     columns v, b, cot;
-    mn_bf16 g;    // as it is stored: a conversion would wait for it
+    float g;
     int n_rows;
 
     __device__ void open(const mn_importance_args &p, const place &at) {
@@ -348,26 +396,28 @@ struct fetched {
         if (BACK) cot.open(p.cot.o, at.span, at.h, v0, V);
     }
 
-    __device__ __forceinline__ void fetch(const mn_importance_args &p, const place &at,
-                                          const mn_cell_tile &from) {
-        k.fetch(p.k, from);
-        if (PASS != STATES_PASS) q.fetch(p.q, from);
-        v.fetch(p.v, from);
-        b.fetch(p.b, from);
-        if (BACK) cot.fetch(p.cot.o, from);
+    __device__ __forceinline__ void fetch(arrivals<Block, PASS> &to, const mn_importance_args &p,
+                                          const place &at, const mn_cell_tile &from) {
+        k.copy(to.k, p.k, from);
+        if constexpr (PASS != STATES_PASS) q.copy(to.q, p.q, from);
+        v.copy(to.v, p.v, from);
+        b.copy(to.b, p.b, from);
+        if constexpr (BACK) cot.copy(to.cot, p.cot.o, from);
         const int t = threadIdx.x % TOKENS;
         n_rows = from.n_rows;
-        g = mn_bf16(0.0f);
+        g = 0.0f;
         if (t >= n_rows) return;
-        g = *mn_row<mn_bf16>(p.g, from.span.b, from.span.t0 + from.first + t, at.h);
+        g = *mn_row<float>(p.g, from.span.b, from.span.t0 + from.first + t, at.h);
     }
 
-    __device__ void put(tile<Block, PASS> &to, float ip, float scale) const {
-        const gate own(mn_float(g));
+    __device__ void put(tile<Block, PASS> &to, const arrivals<Block, PASS> &came, float ip,
+                        float scale) const {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+        const gate own(g);
         own.put(to.g);
         const int lane = slots::share::row() % TOKENS;
-        put_slots(to, __shfl_sync(0xffffffffu, own.over, lane, TOKENS), scale);
-        put_columns(to);
+        put_slots(to, came, __shfl_sync(0xffffffffu, own.over, lane, TOKENS), scale);
+        put_columns(to, came);
         const int t = threadIdx.x;
         if (t >= TOKENS) return;
         const float fresh = t < n_rows ? fmaf(own.forget, ip, least_importance) : 0.0f;
@@ -375,44 +425,49 @@ struct fetched {
     }
 
 private:
-    __device__ void put_slots(tile<Block, PASS> &to, float over, float scale) const {
-        constexpr int n = slots::share::EACH;
+    __device__ void put_slots(tile<Block, PASS> &to, const arrivals<Block, PASS> &came, float over,
+                              float scale) const {
+        constexpr int n = slots::EACH;
         const int t = slots::share::row(), first = slots::share::place();
+        const typename slots::pack keys = came.k[threadIdx.x];
+        const typename slots::pack queries = came.q[PASS == STATES_PASS ? 0 : threadIdx.x];
         unsigned key[n], weight[n], query[n];
         mn_bf16 squares[n];
 #pragma unroll
         for (int i = 0; i < n; i++) {
-            const float x = mn_float(k.x.at[i]);
+            const float x = mn_float(keys.at[i]);
             key[i] = split(x * over);
             weight[i] = split(x * x * over);
             squares[i] = __float2bfloat16_rn(x * x);
-            if (BACK) query[i] = split(scale * mn_float(q.x.at[i]));
+            if (BACK) query[i] = split(scale * mn_float(queries.at[i]));
         }
         to.slots.put(t, K_FACTOR, first, key);
         to.slots.put(t, WEIGHT_FACTOR, first, weight);
-        if (PASS == FORWARD_PASS) to.slot_vectors.put(t, Q_VECTOR, first, q.x.at);
+        if (PASS == FORWARD_PASS) to.slot_vectors.put(t, Q_VECTOR, first, queries.at);
         if (!BACK) return;
         to.slots.put(t, Q_FACTOR, first, query);
-        to.slot_vectors.put(t, K_VECTOR, first, k.x.at);
+        to.slot_vectors.put(t, K_VECTOR, first, keys.at);
         to.slot_vectors.put(t, SQUARE_VECTOR, first, squares);
     }
 
-    __device__ void put_columns(tile<Block, PASS> &to) const {
-        constexpr int n = columns::share::EACH;
+    __device__ void put_columns(tile<Block, PASS> &to, const arrivals<Block, PASS> &came) const {
+        constexpr int n = columns::EACH;
         const int t = columns::share::row(), first = columns::share::place();
+        const typename columns::pack values = came.v[threadIdx.x], writes = came.b[threadIdx.x];
+        const typename columns::pack cots = came.cot[BACK ? threadIdx.x : 0];
         unsigned value[n], write[n], read[n];
 #pragma unroll
         for (int i = 0; i < n; i++) {
-            value[i] = both(v.x.at[i]), write[i] = both(b.x.at[i]);
-            if (BACK) read[i] = both(cot.x.at[i]);
+            value[i] = both(values.at[i]), write[i] = both(writes.at[i]);
+            if (BACK) read[i] = both(cots.at[i]);
         }
         to.columns.put(t, V_FACTOR, first, value);
         to.columns.put(t, B_FACTOR, first, write);
         if (!BACK) return;
         to.columns.put(t, COT_FACTOR, first, read);
-        to.column_vectors.put(t, COT_VECTOR, first, cot.x.at);
-        to.column_vectors.put(t, V_VECTOR, first, v.x.at);
-        to.column_vectors.put(t, B_VECTOR, first, b.x.at);
+        to.column_vectors.put(t, COT_VECTOR, first, cots.at);
+        to.column_vectors.put(t, V_VECTOR, first, values.at);
+        to.column_vectors.put(t, B_VECTOR, first, writes.at);
     }
 };
 
@@ -448,6 +503,7 @@ template <typename Block>
 struct forward_room {
     static constexpr int PITCH = Block::COLUMNS + 4;
     tile<Block, FORWARD_PASS> in;
+    arrivals<Block, FORWARD_PASS> came;
     alignas(16) float out[Block::GROUPS][TOKENS][PITCH];
 };
 
@@ -510,17 +566,17 @@ forward_kernel(const __grid_constant__ mn_importance_args p, float *sums, int64_
     forward_room<Block> &r = *(forward_room<Block> *)shared;
     r.in.open();
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
-        const place at = place::of<mn_bf16>(p, item);
+        const place at = place::of(p, item);
         const int64_t n_tiles = mn_cell_tiles(at.span.length);
         fetched<Block, FORWARD_PASS> next;
         next.open(p, at);
         cells c;
         load_first<Block, true>(c, p, at);
-        if (n_tiles > 0) next.fetch(p, at, mn_cell_tile_at(at.span, 0));
+        if (n_tiles > 0) next.fetch(r.came, p, at, mn_cell_tile_at(at.span, 0));
         for (int64_t i = 0; i < n_tiles; i++) {
-            next.put(r.in, at.ip, 1.0f);
+            next.put(r.in, r.came, at.ip, 1.0f);
             __syncthreads();
-            if (i + 1 < n_tiles) next.fetch(p, at, mn_cell_tile_at(at.span, i + 1));
+            if (i + 1 < n_tiles) next.fetch(r.came, p, at, mn_cell_tile_at(at.span, i + 1));
             tile_forward<Block>(c, r, (float)p.scale);
             __syncthreads();
             put_read<Block>(p, sums, mn_cell_tile_at(at.span, i), at.h, n_rows, r);
@@ -544,25 +600,26 @@ template <typename Block>
 __global__ void __launch_bounds__(Block::THREADS, 3)
 states_kernel(const __grid_constant__ mn_importance_args p, float *states) {
     __shared__ tile<Block, STATES_PASS> in[2];
+    __shared__ arrivals<Block, STATES_PASS> came;
     in[0].open();
     in[1].open();
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
-        const place at = place::of<mn_bf16>(p, item);
+        const place at = place::of(p, item);
         const int64_t n_tiles = mn_cell_tiles(at.span.length);
         const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
         fetched<Block, STATES_PASS> next;
         next.open(p, at);
         cells c;
         load_first<Block, false>(c, p, at);
-        if (n_tiles > 0) next.fetch(p, at, mn_cell_tile_at(at.span, 0));
+        if (n_tiles > 0) next.fetch(came, p, at, mn_cell_tile_at(at.span, 0));
         for (int64_t i = 0; i < n_tiles; i++) {
             tile<Block, STATES_PASS> &now = in[i % 2];
-            next.put(now, at.ip, 1.0f);
+            next.put(now, came, at.ip, 1.0f);
             c.store(states + Block::own(((slot + i) * p.call.H + at.h) * SETS),
                     Block::own(1) - Block::own(0));
             __syncthreads();
             if (i + 1 == n_tiles) break;
-            next.fetch(p, at, mn_cell_tile_at(at.span, i + 1));
+            next.fetch(came, p, at, mn_cell_tile_at(at.span, i + 1));
             const walk<Block, STATES_PASS> along(now);
             const unsigned heads = now.g.heads;
 #pragma unroll
@@ -576,6 +633,7 @@ states_kernel(const __grid_constant__ mn_importance_args p, float *states) {
 template <typename Block>
 struct backward_room {
     tile<Block, BACKWARD_PASS> in;
+    arrivals<Block, BACKWARD_PASS> came;
     float4 states[3][SETS][Block::THREADS];    // before a tile, twice, and before its second half
     float4 keys[WARPS][HALF][2][GROUP / 2];    // of two slots: dq, D'v; then C'b, sum C
     float4 lines[WARPS][HALF][GROUP / 2];      // of two columns: dv, db
@@ -868,7 +926,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
     const int64_t blocks = gridDim.x * gridDim.z, block = blockIdx.z * gridDim.x + blockIdx.x;
     r.in.open();
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
-        const place at = place::of<mn_bf16>(p, item);
+        const place at = place::of(p, item);
         const int64_t n_tiles = mn_cell_tiles(at.span.length);
         const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
         const auto set_of = [&](int64_t i) { return ((slot + i) * p.call.H + at.h) * SETS; };
@@ -877,7 +935,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
         cells adj;
         float prior = 0.0f;
         if (n_tiles > 0) {
-            next.fetch(p, at, mn_cell_tile_at(at.span, n_tiles - 1));
+            next.fetch(r.came, p, at, mn_cell_tile_at(at.span, n_tiles - 1));
             fetch_state<Block>(r.states[(n_tiles - 1) % 2], to.at[STATES], set_of(n_tiles - 1));
         } else {
             load_first<Block, false>(adj, p, at);
@@ -885,11 +943,10 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
         }
         for (int64_t i = n_tiles - 1; i >= 0; i--) {
             const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
-            next.put(r.in, at.ip, (float)p.scale);
-            asm volatile("cp.async.wait_all;" ::: "memory");
+            next.put(r.in, r.came, at.ip, (float)p.scale);
             __syncthreads();
             if (i > 0) {
-                next.fetch(p, at, mn_cell_tile_at(at.span, i - 1));
+                next.fetch(r.came, p, at, mn_cell_tile_at(at.span, i - 1));
                 fetch_state<Block>(r.states[(i - 1) % 2], to.at[STATES], set_of(i - 1));
             }
             tile_backward(adj, r, p, to, at, tile, i, i == n_tiles - 1, n_rows);
