@@ -90,7 +90,7 @@ __device__ __forceinline__ unsigned both(mn_bf16 x) {
 
 /* Two numbers of bf16 whose sum is x. */
 __device__ __forceinline__ unsigned split(float x) {
-    const float high = __bfloat162float(__float2bfloat16_rn(x));
+    const float high = __uint_as_float(pair_of(0.0f, x));
     return pair_of(high, x - high);
 }
 
@@ -471,16 +471,23 @@ private:
     }
 };
 
-/* A lane's way through the tokens of a tile. */
-template <typename Block, pass PASS>
+/* A lane's way through the tokens of a tile. HEADS: some of them may be heads; tiles without any have
+ * a way of their own, in which the compiler may mix tokens. */
+template <typename Block, pass PASS, bool HEADS>
 struct walk {
     typedef decltype(tile<Block, PASS>::slots) slot_factors;
     typedef decltype(tile<Block, PASS>::columns) column_factors;
+    const gates &g;
     const unsigned *slots, *columns;
 
     __device__ explicit walk(const tile<Block, PASS> &in) :
-        slots(in.slots.mine(Block::group() * GROUP)),
+        g(in.g), slots(in.slots.mine(Block::group() * GROUP)),
         columns(in.columns.mine(across<Block>() * GROUP)) {}
+
+    /* At token t, going either way. */
+    __device__ __forceinline__ void head(cells &c, int t) const {
+        if (HEADS && g.heads >> t & 1) c.times(g.step[t]);
+    }
 
     __device__ __forceinline__ uint2 slot(int t) const {
         return slot_factors::get(slots, t);
@@ -490,8 +497,8 @@ struct walk {
         return column_factors::get(columns, t);
     }
 
-    __device__ __forceinline__ void advance(cells &c, const gates &g, bool head, int t) const {
-        if (head) c.times(g.step[t]);
+    __device__ __forceinline__ void advance(cells &c, int t) const {
+        head(c, t);
         if (PASS == FORWARD_PASS) c.advance(column(t), slot(t));
         else c.advance(slot(t), column(t));
     }
@@ -508,18 +515,17 @@ struct forward_room {
 };
 
 /* o of a tile, the sums over 16 slots of it. */
-template <typename Block>
+template <typename Block, bool HEADS>
 __device__ __forceinline__ void tile_forward(cells &c, forward_room<Block> &r, float scale) {
-    const walk<Block, FORWARD_PASS> along(r.in);
+    const walk<Block, FORWARD_PASS, HEADS> along(r.in);
 #pragma unroll 1
     for (int first = 0; first < TOKENS; first += HALF) {
         const uint2 q = r.in.slot_vectors.get(
             r.in.slot_vectors.mine(Block::group() * GROUP, row_lane(), Q_VECTOR), first);
-        const unsigned here = r.in.g.heads >> first;
         float sums[4] = {};
 #pragma unroll
         for (int t = 0; t < HALF; t++) {
-            along.advance(c, r.in.g, here >> t & 1, first + t);
+            along.advance(c, first + t);
             float mu[2][4];
             unsigned factor[4];
 #pragma unroll
@@ -577,7 +583,8 @@ forward_kernel(const __grid_constant__ mn_importance_args p, float *sums, int64_
             next.put(r.in, r.came, at.ip, 1.0f);
             __syncthreads();
             if (i + 1 < n_tiles) next.fetch(r.came, p, at, mn_cell_tile_at(at.span, i + 1));
-            tile_forward<Block>(c, r, (float)p.scale);
+            if (r.in.g.heads == 0) tile_forward<Block, false>(c, r, (float)p.scale);
+            else tile_forward<Block, true>(c, r, (float)p.scale);
             __syncthreads();
             put_read<Block>(p, sums, mn_cell_tile_at(at.span, i), at.h, n_rows, r);
         }
@@ -594,6 +601,14 @@ forward_kernel(const __grid_constant__ mn_importance_args p, float *sums, int64_
 }
 
 /* ---- backward -------------------------------------------------------------------------------- */
+
+template <typename Block, bool HEADS>
+__device__ __forceinline__ void advance_tile(cells &c, const tile<Block, STATES_PASS> &in) {
+    const walk<Block, STATES_PASS, HEADS> along(in);
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) along.advance(c, t);
+    c.times(in.g.rest);
+}
 
 /* States in front of every tile, of which there are SETS sets for each head. */
 template <typename Block>
@@ -620,11 +635,8 @@ states_kernel(const __grid_constant__ mn_importance_args p, float *states) {
             __syncthreads();
             if (i + 1 == n_tiles) break;
             next.fetch(came, p, at, mn_cell_tile_at(at.span, i + 1));
-            const walk<Block, STATES_PASS> along(now);
-            const unsigned heads = now.g.heads;
-#pragma unroll
-            for (int t = 0; t < TOKENS; t++) along.advance(c, now.g, heads >> t & 1, t);
-            c.times(now.g.rest);
+            if (now.g.heads == 0) advance_tile<Block, false>(c, now);
+            else advance_tile<Block, true>(c, now);
         }
         __syncthreads();
     }
@@ -647,10 +659,10 @@ struct reads {
 };
 
 /* A token back: adjoints, and sums over 16 slots and columns to shared memory. */
-template <typename Block>
+template <typename Block, bool HEADS>
 __device__ __forceinline__ void token_backward(cells &adj, const float (&r)[2][4],
                                                const float (&mu)[2][4], backward_room<Block> &to,
-                                               const walk<Block, BACKWARD_PASS> &along,
+                                               const walk<Block, BACKWARD_PASS, HEADS> &along,
                                                const mn_bf16 *by_column, const mn_bf16 *by_slot,
                                                int t) {
     const int row = row_lane(), lane = column_lane(), warp = threadIdx.x / 32;
@@ -860,13 +872,12 @@ __device__ __forceinline__ void fetch_state(float4 (&to)[SETS][Block::THREADS],
 }
 
 /* A tile back. Before it, `states[i % 2]` has the state in front of it. */
-template <typename Block>
+template <typename Block, bool HEADS>
 __device__ __forceinline__ void tile_backward(cells &adj, backward_room<Block> &r,
                                               const mn_importance_args &p, const room &to,
                                               const place &at, const mn_cell_tile &tile, int64_t i,
                                               bool last, int64_t n_rows) {
-    const walk<Block, BACKWARD_PASS> along(r.in);
-    const unsigned heads = r.in.g.heads;
+    const walk<Block, BACKWARD_PASS, HEADS> along(r.in);
     const mn_bf16 *by_column = r.in.column_vectors.mine(across<Block>() * GROUP, 0,
                                                         row_lane() % 4);
     const mn_bf16 *by_slot = r.in.slot_vectors.mine(Block::group() * GROUP, 0, row_lane() % 2);
@@ -875,21 +886,19 @@ __device__ __forceinline__ void tile_backward(cells &adj, backward_room<Block> &
     cells c;
     c.load(front, 4 * Block::THREADS);
 #pragma unroll
-    for (int t = 0; t < HALF; t++) along.advance(c, r.in.g, heads >> t & 1, t);
+    for (int t = 0; t < HALF; t++) along.advance(c, t);
     c.store(middle, 4 * Block::THREADS);
 #pragma unroll 1
     for (int first = TOKENS - 4; first >= 0; first -= 4) {
         c.load(first < HALF ? front : middle, 4 * Block::THREADS);
         if (first % HALF != 0) {
 #pragma unroll
-            for (int t = -4; t < 0; t++) {
-                along.advance(c, r.in.g, heads >> (first + t) & 1, first + t);
-            }
+            for (int t = -4; t < 0; t++) along.advance(c, first + t);
         }
         reads four;
 #pragma unroll
         for (int t = 0; t < 4; t++) {
-            along.advance(c, r.in.g, heads >> (first + t) & 1, first + t);
+            along.advance(c, first + t);
 #pragma unroll
             for (int n = 0; n < 8; n++) {
                 four.r[t][n / 4][n % 4] = mn_inverse(c.I[n / 4][n % 4]);
@@ -909,7 +918,7 @@ __device__ __forceinline__ void tile_backward(cells &adj, backward_room<Block> &
 #pragma unroll
         for (int t = 3; t >= 0; t--) {
             token_backward(adj, four.r[t], four.mu[t], r, along, by_column, by_slot, first + t);
-            if (heads >> (first + t) & 1) adj.times(r.in.g.step[first + t]);
+            along.head(adj, first + t);
         }
         if (first % HALF != 0) continue;
         __syncthreads();
@@ -949,7 +958,12 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
                 next.fetch(r.came, p, at, mn_cell_tile_at(at.span, i - 1));
                 fetch_state<Block>(r.states[(i - 1) % 2], to.at[STATES], set_of(i - 1));
             }
-            tile_backward(adj, r, p, to, at, tile, i, i == n_tiles - 1, n_rows);
+            const bool last = i == n_tiles - 1;
+            if (r.in.g.heads == 0) {
+                tile_backward<Block, false>(adj, r, p, to, at, tile, i, last, n_rows);
+            } else {
+                tile_backward<Block, true>(adj, r, p, to, at, tile, i, last, n_rows);
+            }
             if (threadIdx.x < 32) {
                 prior += put_gates(r, to.at[GATES], p.call, tile, at, n_rows);
             }

@@ -1,0 +1,280 @@
+/* moebius.cuh - Kalman Linear Attention on GPUs, the parts that its kernels share: cells, the
+ * numbers of a tile, chunks.
+ *
+ * A sequence longer than CHUNK tokens goes by chunks, so that time too fills the GPU: kernels of
+ * moebius_maps.cuh find the state in front of each chunk (and the adjoint behind it) first. How a
+ * sequence is cut depends on its own length alone. */
+#ifndef MN_KERNELS_CUDA_MOEBIUS_CUH
+#define MN_KERNELS_CUDA_MOEBIUS_CUH
+
+#include "kernels/cuda/cells.cuh"
+
+namespace moebius {
+
+enum { TOKENS = MN_CELL_TOKENS, SLOTS = MN_CELL_SLOTS, CHUNK = 4096, MOST_CHUNKS = 65535 };
+
+typedef mn_cell_block<1, 4, 1> block;
+
+static __device__ const float floor_at = 1e-12f;
+
+/* The work space of a call, each part behind the other. Sets of four numbers per thread lie as
+ * block::own() says. */
+struct room {
+    float *sums;        // groups of slots x tokens x 2 x V: parts of y, yvar or dv, dprec
+    float *maps;        // chunks x MAP_SETS: what a chunk does to the state
+    float *starts;      // chunks x 2: the state in front of it
+    float *back_maps;   // chunks x BACK_SETS: what it does to the adjoint behind it
+    float *ends;        // chunks x 2: that adjoint
+    float *states;      // tiles x 2: the state in front of each
+    float *keys;        // blocks of channels x tokens x 2 x K: parts of dk, dq
+    float *dynamics;    // chunks x 2 x V x K: parts of da, dp
+};
+
+__device__ inline void load_four(float (&x)[SLOTS], const float *from) {
+    const float4 four = *(const float4 *)from;
+    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+}
+
+__device__ inline void store_four(float *to, const float (&x)[SLOTS]) {
+    *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
+}
+
+/* ---- cells ----------------------------------------------------------------------------------- */
+
+/* lam and eta of a thread's cells, or their adjoints. */
+struct state {
+    float lam[SLOTS], eta[SLOTS];
+
+    __device__ void load(const float *sets, int64_t set) {
+        load_four(lam, sets + block::own(2 * set));
+        load_four(eta, sets + block::own(2 * set + 1));
+    }
+
+    __device__ void store(float *sets, int64_t set) const {
+        store_four(sets + block::own(2 * set), lam);
+        store_four(sets + block::own(2 * set + 1), eta);
+    }
+};
+
+/* Where cell j of this thread lies in (V,K); -1 outside. */
+__device__ inline int64_t place_of(const mn_call &call, int j) {
+    const int64_t m = block::column0() + block::column(0), s = block::slot0() + block::slot(j);
+    return m < call.V && s < call.K ? m * call.K + s : -1;
+}
+
+/* Four cells of states (N,V,K): given ones, or `lam` and 0. */
+__device__ inline void load_cells(state &to, const mn_in &lam, const mn_in &eta,
+                                  const mn_call &call, int64_t n, float usual) {
+    const float *from_lam = mn_row<float>(lam, n, 0, 0), *from_eta = mn_row<float>(eta, n, 0, 0);
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        const int64_t at = place_of(call, j);
+        to.lam[j] = at >= 0 && from_lam ? from_lam[at] : usual;
+        to.eta[j] = at >= 0 && from_eta ? from_eta[at] : 0.0f;
+    }
+}
+
+__device__ inline void store_cells(const mn_out &lam, const mn_out &eta, const state &from,
+                                   const mn_call &call, int64_t n) {
+    float *to_lam = mn_row<float>(lam, n, 0, 0), *to_eta = mn_row<float>(eta, n, 0, 0);
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        const int64_t at = place_of(call, j);
+        if (at >= 0 && to_lam) to_lam[at] = from.lam[j];
+        if (at >= 0 && to_eta) to_eta[at] = from.eta[j];
+    }
+}
+
+/* The dynamics of a thread's cells with their floors. */
+struct dynamics {
+    float a[SLOTS], a2[SLOTS], p[SLOTS];
+
+    __device__ dynamics(const mn_moebius_args &args) {
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            const int64_t at = place_of(args.call, j);
+            a[j] = at >= 0 ? ((const float *)args.a.data)[at] : 1.0f;
+            a2[j] = fmaxf(a[j] * a[j], floor_at);
+            p[j] = at >= 0 ? fmaxf(((const float *)args.p.data)[at], floor_at) : floor_at;
+        }
+    }
+
+    __device__ void advance(state &c, const float (&k)[SLOTS], float v, float prec) const {
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            const float g = mn_inverse(fmaxf(fmaf(p[j], c.lam[j], a2[j]), floor_at));
+            const float pk = prec * k[j];
+            c.lam[j] = fmaf(c.lam[j], g, pk * k[j]);
+            c.eta[j] = fmaf(a[j] * g, c.eta[j], pk * v);
+        }
+    }
+};
+
+/* ---- the numbers of a tile ------------------------------------------------------------------- */
+
+enum { KEYS, QUERIES };
+enum { VALUES, PRECISIONS, MEAN_COTS, SPREAD_COTS };
+
+template <int N_KEYS, int N_LINES>
+struct stage {
+    mn_cell_keys<block> keys[N_KEYS];
+    mn_cell_lines<block> lines[N_LINES];
+};
+
+template <typename T, int N_KEYS, int N_LINES>
+struct fetched {
+    mn_cell_fetched<T, block::SLOTS, block::THREADS> keys[N_KEYS];
+    mn_cell_fetched<T, block::COLUMNS, block::THREADS> lines[N_LINES];
+
+    __device__ void open(const mn_moebius_args &p, const mn_span &span) {
+        const int64_t s0 = block::slot0(), m0 = block::column0(), K = p.call.K, V = p.call.V;
+        keys[KEYS].open(p.k, span, 0, s0, K);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].open(p.q, span, 0, s0, K);
+        lines[VALUES].open(p.v, span, 0, m0, V);
+        lines[PRECISIONS].open(p.prec, span, 0, m0, V);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].open(p.cot.y, span, 0, m0, V);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].open(p.cot.yvar, span, 0, m0, V);
+    }
+
+    __device__ __forceinline__ void fetch(const mn_moebius_args &p, const mn_cell_tile &tile) {
+        keys[KEYS].fetch(p.k, tile);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].fetch(p.q, tile);
+        lines[VALUES].fetch(p.v, tile);
+        lines[PRECISIONS].fetch(p.prec, tile);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].fetch(p.cot.y, tile);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.yvar, tile);
+    }
+
+    __device__ void put(stage<N_KEYS, N_LINES> &to) const {
+#pragma unroll
+        for (int i = 0; i < N_KEYS; i++) keys[i].put(to.keys[i]);
+#pragma unroll
+        for (int i = 0; i < N_LINES; i++) lines[i].put(to.lines[i]);
+    }
+};
+
+/* One token of the tile, or four from t on, which is a multiple of 4. */
+template <int N_KEYS, int N_LINES>
+__device__ __forceinline__ void advance_token(state &c, const dynamics &dyn,
+                                              const stage<N_KEYS, N_LINES> &in, int t) {
+    float k[SLOTS];
+    in.keys[KEYS].get(k, t);
+    const int column = block::column(0);
+    dyn.advance(c, k, in.lines[VALUES].at[column][t], in.lines[PRECISIONS].at[column][t]);
+}
+
+template <int N_KEYS, int N_LINES>
+__device__ __forceinline__ void advance_four(state &c, const dynamics &dyn,
+                                               const stage<N_KEYS, N_LINES> &in, int t) {
+    float v[1][4], prec[1][4];
+    in.lines[VALUES].get(v, t);
+    in.lines[PRECISIONS].get(prec, t);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float k[SLOTS];
+        in.keys[KEYS].get(k, t + i);
+        dyn.advance(c, k, v[0][i], prec[0][i]);
+    }
+}
+
+/* Through the tokens [t, end) of a tile, 4 or all of them, as far as there are any. */
+template <int N_KEYS, int N_LINES>
+__device__ __forceinline__ void advance_tile(state &c, const dynamics &dyn,
+                                             const stage<N_KEYS, N_LINES> &in, int n_rows,
+                                             int t = 0, int end = TOKENS) {
+    if (n_rows >= end) {
+#pragma unroll 1
+        for (; t < end; t += 4) advance_four(c, dyn, in, t);
+    } else {
+        for (; t < n_rows; t++) advance_token(c, dyn, in, t);
+    }
+}
+
+/* States in front of each four tokens of a tile, in shared memory. */
+struct fours {
+    float4 at[TOKENS / 4][2][block::THREADS];
+
+    __device__ void put(int t, const state &c) {
+        store_four((float *)&at[t / 4][0][threadIdx.x], c.lam);
+        store_four((float *)&at[t / 4][1][threadIdx.x], c.eta);
+    }
+
+    __device__ void get(state &c, int t) const {
+        load_four(c.lam, (const float *)&at[t / 4][0][threadIdx.x]);
+        load_four(c.eta, (const float *)&at[t / 4][1][threadIdx.x]);
+    }
+
+    /* From the state in front of the tile. */
+    template <int N_KEYS, int N_LINES>
+    __device__ void fill(state c, const dynamics &dyn, const stage<N_KEYS, N_LINES> &in,
+                         int n_rows) {
+        put(0, c);
+#pragma unroll 1
+        for (int t = 4; t < TOKENS; t += 4) {
+            advance_tile(c, dyn, in, n_rows, t - 4, t);
+            put(t, c);
+        }
+    }
+};
+
+/* ---- chunks ---------------------------------------------------------------------------------- */
+
+inline int64_t n_chunks(const mn_call &call) {
+    return !call.cu_seqlens && call.T == 0 ? call.B : mn_tile_slots(call, CHUNK);
+}
+
+/* Whether there may be a sequence of several chunks. */
+inline bool chunked(const mn_call &call) {
+    return call.T > CHUNK;
+}
+
+/* Chunk number `slot`, tokens [first, end) of sequence n. A sequence without tokens has one; slots
+ * that are no chunk at all do not exist. */
+struct chunk {
+    int64_t n, first, end;
+    mn_span span;
+    bool exists;
+
+    __device__ chunk(const mn_call &call, int64_t slot) {
+        if (!call.cu_seqlens && call.T == 0) {
+            n = slot, first = end = 0, span = mn_span_at(call, slot);
+        } else {
+            const mn_tile_span tile = mn_tile_at(call, CHUNK, slot);
+            n = tile.n, first = tile.first, end = first + tile.n_rows, span = tile.span;
+        }
+        exists = end > first || first == 0;
+    }
+
+    __device__ bool last() const {
+        return end == span.length;
+    }
+
+    __device__ int64_t first_tile() const {
+        return first / TOKENS;
+    }
+
+    __device__ int64_t end_tile() const {
+        return mn_cell_tiles(end);
+    }
+};
+
+/* walk(i, tile, numbers) over the tiles of a chunk, one after the other. */
+template <typename T, int N_KEYS, int N_LINES, typename F>
+__device__ __forceinline__ void each_tile(stage<N_KEYS, N_LINES> (&in)[2], const mn_moebius_args &p,
+                                          const chunk &at, F walk) {
+    fetched<T, N_KEYS, N_LINES> next;
+    const int64_t end = at.end_tile();
+    next.open(p, at.span);
+    if (at.first_tile() < end) next.fetch(p, mn_cell_tile_at(at.span, at.first_tile()));
+    for (int64_t i = at.first_tile(); i < end; i++) {
+        next.put(in[i % 2]);
+        __syncthreads();
+        if (i + 1 < end) next.fetch(p, mn_cell_tile_at(at.span, i + 1));
+        walk(i, mn_cell_tile_at(at.span, i), in[i % 2]);
+    }
+    __syncthreads();
+}
+
+}    // namespace moebius
+
+#endif
