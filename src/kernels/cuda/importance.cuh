@@ -1,5 +1,5 @@
-/* importance.cuh - Palimpsa on GPUs: what its kernels cell by cell (importance_cells.cuh) and those on
- * tensor cores (importance_mma.cuh) share. */
+/* importance.cuh - Palimpsa on GPUs: what its kernels cell by cell (importance_cells.cuh) and those
+ * on tensor cores (importance_mma.cuh) share. */
 #ifndef MN_KERNELS_CUDA_IMPORTANCE_CUH
 #define MN_KERNELS_CUDA_IMPORTANCE_CUH
 
@@ -46,7 +46,6 @@ __device__ inline float first_importance(const mn_importance_args &p, const plac
     const float *imp0 = mn_row<float>(p.imp0, at.n, 0, at.h);
     return imp0 ? imp0[i] : at.ip;
 }
-
 
 }    // namespace importance
 
