@@ -69,7 +69,7 @@ __device__ __forceinline__ static void tile_forward(state &c, const dynamics &dy
 }
 
 template <typename T, bool FULL>
-__global__ void __launch_bounds__(block::THREADS, 4)
+__global__ void __launch_bounds__(block::THREADS, 3)
 forward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
                int64_t count) {
     __shared__ stage<2, 2> in[2];

@@ -213,7 +213,7 @@ __device__ __forceinline__ void map_four(back_map &map, const fours &states, con
 
 /* Maps of all chunks that have a chunk in front of them. */
 template <typename T>
-__global__ void __launch_bounds__(block::THREADS, 4)
+__global__ void __launch_bounds__(block::THREADS, 3)
 back_maps_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t count) {
     __shared__ stage<2, 4> in;
     __shared__ fours states;
