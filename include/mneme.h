@@ -405,6 +405,7 @@ typedef struct mn_mesa_args {
 typedef struct mn_curvature_args {
     mn_call call;                             // B T H K
     int64_t n0;
+    int adds_k;                               // backward adds to what grad.k holds
     const int64_t *counts0;                   // (N) or NULL
     mn_in q, k, gamma, kk0, ks0;              // gamma (B,T,H); (N,H,K,K) (N,H,K)
     mn_out qt, kk, ks;
@@ -424,13 +425,16 @@ typedef struct mn_ccq_read_args {
     struct { mn_out q, k, gamma, v, g, beta, kk0, ks0, state0; } grad;
 } mn_ccq_read_args;
 
-/* Causal softmax attention, RoPE on q and k first if asked; query head h reads kv head h J / H. */
+/* Causal softmax attention, RoPE on q and k first if asked; query head h reads kv head h J / H. lse
+ * is the log of the sum of the exponentials of a row's scores, float32 on a GPU. Backward takes
+ * fewer products there if `lse` and `o` still hold what forward wrote; with lse.data NULL it reads
+ * neither. */
 typedef struct mn_attention_args {
     mn_call call;                             // B T H K V J L
     double scale, rope_base;
     int rope_kind;                            // 0 none, 1 half, 2 pairs
     mn_in q, k, v;                            // (B,T,H,K) (B,L,J,K) (B,L,J,V)
-    mn_out o;
+    mn_out o, lse;                            // (B,T,H,V) (B,T,H)
     struct { mn_in o; } cot;
     struct { mn_out q, k, v; } grad;
 } mn_attention_args;
@@ -449,7 +453,8 @@ typedef struct mn_relu_attention_args {
  *
  * Lag j of a row uses entry P-1-j of the mixing parameters; U1 or U2 absent: no such mix. In layout
  * position the key of place i uses entry i instead, so that a lag meets other parameters in every
- * row: the ablation that shows what lags are good for. */
+ * row: the ablation that shows what lags are good for. Backward on a GPU writes o again where it is
+ * given. */
 typedef struct mn_hyper_args {
     mn_call call;                             // B T H K V L Q P R W
     double eps;

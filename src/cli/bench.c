@@ -7,11 +7,13 @@
 
 #include "base/dtype.h"
 #include "base/status.h"
+#include "base/util.h"
 #include "cli/command.h"
-#include "cli/number.h"
+#include "cli/options.h"
 
 typedef struct options {
     mn_bench_options bench;
+    const char *what;     // ops, train, infer
     const char *only;     // NULL: every case
     const char *dtype;    // NULL: bf16 on a GPU
     bool json, list;
@@ -19,10 +21,12 @@ typedef struct options {
 
 static void print_help(void) {
     puts("usage: mneme bench ops [options]\n"
-         "       mneme bench train [options]\n\n"
+         "       mneme bench train [options]\n"
+         "       mneme bench infer --device cuda [options]\n\n"
          "train: whole training steps of small models, in turn with a matrix product; with "
          "--device cuda\n"
          "whole models of 400M parameters on a GPU: steps, memory, prefill and decoding.\n"
+         "infer: prefill and decoding of these models alone.\n"
          "ops: checks each operator against the reference, then times it in turn with a ceiling:\n"
          "work this machine cannot do faster. Prints minimum and median of the runs, the rate, "
          "the\n"
@@ -31,16 +35,12 @@ static void print_help(void) {
          "  --list          names of the cases\n"
          "  --runs N        runs of each case (default: 7, fewer for slow ones)\n"
          "  --threads N     worker threads (default: one per core)\n"
+         "  --layers N      layers of models on a GPU (default: 24)\n"
          "  --target NAME   ref, avx2, avx512 (default: the best here)\n"
          "  --device NAME   cuda or cuda:N: the operators of a GPU, against copies of its memory\n"
          "  --dtype NAME    on a GPU: bf16 or f32 (default: bf16)\n"
          "  --quick         cut sizes and three runs: does it work, not how fast is it\n"
          "  --json          machine, shapes, times, work, bytes and shares as one document");
-}
-
-static int usage_error(const char *what, const char *option) {
-    fprintf(stderr, "mneme bench: %s%s; mneme bench --help lists the options\n", option, what);
-    return 2;
 }
 
 /* The CPU measures f32; a GPU bf16 or f32. */
@@ -50,33 +50,28 @@ static int parse_device(options *o) {
     if (!o->dtype) return 0;
     const bool known = mn_dtype_parse(&o->bench.dtype, o->dtype) && o->bench.dtype != MN_F64;
     if (known && (o->bench.device || o->bench.dtype == MN_F32)) return 0;
-    return usage_error(" is not measured; the CPU has f32, a GPU bf16 and f32", o->dtype);
+    return mn_options_mistake("bench", o->dtype,
+                              "is not measured; the CPU has f32, a GPU bf16 and f32");
 }
 
-/* 0, or the exit status of a mistake. */
 static int parse(options *o, int argc, char **argv) {
-    for (int i = 2; i < argc; i++) {
-        const char *option = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
-        int *number = strcmp(option, "--runs") == 0      ? &o->bench.n_runs
-                      : strcmp(option, "--threads") == 0 ? &o->bench.n_threads
-                                                         : NULL;
-        const char **text = strcmp(option, "--only") == 0     ? &o->only
-                            : strcmp(option, "--target") == 0 ? &o->bench.target
-                            : strcmp(option, "--device") == 0 ? &o->bench.device
-                            : strcmp(option, "--dtype") == 0  ? &o->dtype
-                                                              : NULL;
-        if (strcmp(option, "--json") == 0) o->json = true;
-        else if (strcmp(option, "--list") == 0) o->list = true;
-        else if (strcmp(option, "--quick") == 0) o->bench.scale = MN_BENCH_QUICK;
-        else if (!number && !text) return usage_error(" is no option", option);
-        else if (!value) return usage_error(" needs a value", option);
-        else if (text) *text = value;
-        else if (!mn_parse_count(number, value, 1, 256)) {
-            return usage_error(" needs a whole number from 1 to 256", option);
-        }
-        i += number || text;
-    }
-    return parse_device(o);
+    bool quick = false;
+    const mn_option rows[] = {
+        { "--only", .text = &o->only },
+        { "--target", .text = &o->bench.target },
+        { "--device", .text = &o->bench.device },
+        { "--dtype", .text = &o->dtype },
+        { "--runs", .count = &o->bench.n_runs, .low = 1, .high = 256 },
+        { "--threads", .count = &o->bench.n_threads, .low = 1, .high = 256 },
+        { "--layers", .count = &o->bench.n_layers, .low = 1, .high = 256 },
+        { "--quick", .flag = &quick },
+        { "--json", .flag = &o->json },
+        { "--list", .flag = &o->list },
+        { NULL, .text = &o->what },
+    };
+    const int status = mn_options_read(rows, MN_COUNTOF(rows), "bench", argc, argv);
+    if (quick) o->bench.scale = MN_BENCH_QUICK;
+    return status ? status : parse_device(o);
 }
 
 static bool chosen(const options *o, const mn_bench_case *which) {
@@ -143,20 +138,16 @@ static int run_ops(const options *o) {
 
 int mn_command_bench(int argc, char **argv) {
     options o = { 0 };
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
-            print_help();
-            return 0;
-        }
+    const int status = parse(&o, argc, argv);
+    if (status < 0) print_help();
+    if (status != 0) return status < 0 ? 0 : status;
+    if (!o.what) return mn_options_mistake("bench", "", "say what to measure: mneme bench ops");
+    if (strcmp(o.what, "ops") == 0) return run_ops(&o);
+    if (strcmp(o.what, "train") == 0) return mn_bench_train(&o.bench, o.only, o.json, o.list);
+    if (strcmp(o.what, "infer") != 0) {
+        return mn_options_mistake("bench", o.what,
+                                  "is nothing to measure; there are: ops, train, infer");
     }
-    const bool ops = argc >= 2 && strcmp(argv[1], "ops") == 0;
-    const bool train = argc >= 2 && strcmp(argv[1], "train") == 0;
-    if (!ops && !train) {
-        return usage_error(argc < 2 ? "say what to measure: mneme bench ops"
-                                    : " is nothing to measure; there are: ops, train",
-                           argc < 2 ? "" : argv[1]);
-    }
-    const int mistake = parse(&o, argc, argv);
-    if (mistake) return mistake;
-    return ops ? run_ops(&o) : mn_bench_train(&o.bench, o.only, o.json, o.list);
+    if (o.bench.device) return mn_bench_infer_gpu(&o.bench, o.only, o.list);
+    return mn_options_mistake("bench", "infer", "is measured on a GPU: --device cuda");
 }

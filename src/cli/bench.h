@@ -98,6 +98,7 @@ double mn_ceiling_seconds(mn_ceiling *ceiling);
 
 typedef struct mn_bench_options {
     int n_runs;       // 0: 7, fewer where the case is slow
+    int n_layers;     // of models on a GPU; 0: as many as the case has
     int n_threads;    // 0: one per core
     const char *target;
     const char *device;      // NULL: the CPU
@@ -183,5 +184,8 @@ int mn_bench_train(const mn_bench_options *options, const char *only, bool json,
 /* The same on a GPU with the models of bench_train_cuda.def: training steps, memory against its
  * prediction, time to the first step, prefill and decoding. */
 int mn_bench_train_gpu(const mn_bench_options *options, const char *only, bool json, bool list);
+
+/* Prefill and decoding alone, of the same models. */
+int mn_bench_infer_gpu(const mn_bench_options *options, const char *only, bool list);
 
 #endif

@@ -57,16 +57,18 @@ static mn_status fill(void *context, int64_t step, int64_t rows, int64_t length,
     return MN_OK;
 }
 
-static mn_status configure(mn_json *root, const train_case *c, mn_dtype dtype, bool quick) {
+static mn_status configure(mn_json *root, const train_case *c, const mn_bench_options *o) {
+    const bool quick = o->scale == MN_BENCH_QUICK;
+    const int n_layers = o->n_layers > 0 ? o->n_layers : quick ? 2 : 24;
     char text[1024];
     snprintf(text, sizeof text,
              "{\"model\": {%s, \"num_hidden_layers\": %d, \"hidden_size\": 1024, "
              "\"intermediate_size\": %d, \"mlp\": \"swiglu\", \"vocab_size\": %d, "
              "\"tie_word_embeddings\": false}, \"train\": {\"batch\": %lld, \"context\": %lld, "
              "\"steps\": 1000, \"warmup\": 10, \"lr\": 3e-4, \"dtype\": \"%s\", "
-             "\"recompute\": \"%s\"}}", c->model, quick ? 2 : 24, quick ? 256 : 2816,
+             "\"recompute\": \"%s\"}}", c->model, n_layers, quick ? 256 : 2816,
              quick ? QUICK_VOCABULARY : VOCABULARY, (long long)c->batch, (long long)c->context,
-             mn_dtype_name(dtype), c->recompute);
+             mn_dtype_name(o->dtype), c->recompute);
     return mn_json_parse(root, text, strlen(text), c->name, MN_JSON_STANDARD);
 }
 
@@ -96,9 +98,9 @@ static mn_status time_steps(result *r, mn_trainer *trainer, int n_runs) {
 }
 
 /* Reads 4096 tokens at once, for the second time, and then one after the other. */
-static mn_status time_session(result *r, mn_trainer *trainer, mn_context *context, mn_dtype dtype,
+static mn_status time_session(result *r, mn_model *model, mn_context *context, mn_dtype dtype,
                               int n_runs) {
-    const int64_t vocabulary = mn_model_describe(mn_trainer_model(trainer))->vocab_size;
+    const int64_t vocabulary = mn_model_describe(model)->vocab_size;
     const mn_session_options how = { .dtype = dtype, .prefill_chunk = PREFILL };
     mn_session *session = NULL;
     int32_t *tokens = malloc(PREFILL * sizeof *tokens);
@@ -106,7 +108,7 @@ static mn_status time_session(result *r, mn_trainer *trainer, mn_context *contex
     for (int64_t i = 0; i < PREFILL; i++) {
         tokens[i] = (int32_t)(mn_rng_bits(2, 0, (uint64_t)i) % (uint64_t)vocabulary);
     }
-    mn_status st = mn_session_create(&session, context, mn_trainer_model(trainer), &how);
+    mn_status st = mn_session_create(&session, context, model, &how);
     for (int i = 0; st == MN_OK && i < 3; i++) {
         const double start = mn_seconds();
         st = mn_session_feed(session, tokens, PREFILL);
@@ -140,7 +142,7 @@ static mn_status measure(result *r, const train_case *c, const mn_bench_options 
     const mn_train_data data = { .train_source = &source };
     *r = (result){ .of = c };
     mn_status st = mn_context_create(&context, &how);
-    if (st == MN_OK) st = configure(&root, c, options->dtype, quick);
+    if (st == MN_OK) st = configure(&root, c, options);
     if (st == MN_OK) st = mn_trainer_create_from(&trainer, &root, &data, context);
     if (st == MN_OK) st = mn_trainer_predict(trainer, &memory);
     if (st == MN_OK) st = mn_trainer_step(trainer, &step);
@@ -151,9 +153,37 @@ static mn_status measure(result *r, const train_case *c, const mn_bench_options 
         r->parameters = mn_model_count(mn_trainer_model(trainer));
         r->predicted = mebibytes(memory.total);
         r->peak = mebibytes(used);
-        st = time_session(r, trainer, context, options->dtype, n_runs);
+        st = time_session(r, mn_trainer_model(trainer), context, options->dtype, n_runs);
     }
     mn_trainer_destroy(trainer);
+    mn_json_free(&root);
+    mn_context_destroy(context);
+    return st;
+}
+
+static mn_status make_model(mn_model **out, mn_context *context, const mn_json *root) {
+    const mn_json keys = mn_json_member(root, "model");
+    mn_model_config config = { 0 };
+    mn_status st = mn_model_config_read(&config, &keys);
+    if (st == MN_OK) st = mn_model_create(out, &config, MN_F32);
+    if (st == MN_OK) mn_model_start(*out, context, 1);
+    mn_model_config_free(&config);
+    return st;
+}
+
+/* A session on a model of its own. */
+static mn_status measure_infer(result *r, const train_case *c, const mn_bench_options *options,
+                               int n_runs) {
+    const mn_context_options how = { .n_threads = options->n_threads, .device = options->device };
+    mn_context *context = NULL;
+    mn_model *model = NULL;
+    mn_json root = { 0 };
+    *r = (result){ .of = c };
+    mn_status st = mn_context_create(&context, &how);
+    if (st == MN_OK) st = configure(&root, c, options);
+    if (st == MN_OK) st = make_model(&model, context, &root);
+    if (st == MN_OK) st = time_session(r, model, context, options->dtype, n_runs);
+    mn_model_destroy(model);
     mn_json_free(&root);
     mn_context_destroy(context);
     return st;
@@ -246,4 +276,30 @@ int mn_bench_train_gpu(const mn_bench_options *options, const char *only, bool j
     }
     if (json && !list && report_json(results, n, options) != MN_OK) n_failed++;
     return n_failed > 0;
+}
+
+int mn_bench_infer_gpu(const mn_bench_options *options, const char *only, bool list) {
+    int n_failed = 0, n_chosen = 0;
+    for (size_t i = 0; i < MN_COUNTOF(cases); i++) {
+        const char *name = cases[i].name;
+        result r;
+        if (!chosen(&cases[i], only) || strstr(name, ".recompute") ||
+            strstr(name, ".mlp")) continue;
+        n_chosen++;
+        if (list) {
+            puts(name);
+            continue;
+        }
+        const int runs = options->n_runs ? (int)mn_min(options->n_runs, MAX_RUNS) : 9;
+        if (measure_infer(&r, &cases[i], options, runs) == MN_OK) {
+            printf("%-20s prefill of %d tokens %6.2f ms, decoding %.3f ms a token\n", name, PREFILL,
+                   1e3 * r.prefill, 1e3 * r.decode);
+        } else {
+            fprintf(stderr, "mneme bench: %s: %s\n", name, mn_last_error());
+            n_failed++;
+        }
+    }
+    if (n_chosen > 0) return n_failed > 0;
+    fprintf(stderr, "mneme bench: no case is called like \"%s\"; --list names them\n", only);
+    return 2;
 }

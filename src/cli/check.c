@@ -5,9 +5,10 @@
 
 #include "base/dtype.h"
 #include "base/status.h"
+#include "base/util.h"
 #include "cli/check.h"
 #include "cli/command.h"
-#include "cli/number.h"
+#include "cli/options.h"
 #include "kernels/dispatch.h"
 #include "runtime/device.h"
 
@@ -80,7 +81,7 @@ static void check_file(mn_check *c, mn_context *context, const char *path, mn_dt
     mn_safetensors_close(file);
 }
 
-static mn_status check_target(mn_check *total, mn_target_id id, char **files, int n_files) {
+static mn_status check_target(mn_check *total, mn_target_id id, const char **files, int n_files) {
     const mn_check_options *o = total->options;
     const mn_context_options wanted = { .n_threads = o->n_threads, .target = mn_target_name(id) };
     mn_context *context = NULL;
@@ -107,7 +108,7 @@ static bool wants_device(const mn_check_options *o) {
 
 /* The target asked for, or every one of this machine; a GPU counts where one can be seen and the
  * type is not of the CPU. */
-static mn_status check_targets(mn_check *total, char **files, int n_files) {
+static mn_status check_targets(mn_check *total, const char **files, int n_files) {
     const mn_check_options *o = total->options;
     if (wants_device(o)) return mn_check_device(total, o->target, files, n_files);
     mn_status st = MN_OK;
@@ -136,49 +137,38 @@ static void print_skipped(const mn_check *total) {
     putchar('\n');
 }
 
-/* Takes the options off argv; the number of file names left at its front, or -1. */
-static int parse(mn_check_options *o, int argc, char **argv) {
-    int n_files = 0;
-    for (int i = 1; i < argc; i++) {
-        const char *value = i + 1 < argc ? argv[i + 1] : NULL;
-        if (strcmp(argv[i], "--quiet") == 0) {
-            o->quiet = true;
-        } else if (strncmp(argv[i], "--", 2) != 0) {
-            argv[n_files++] = argv[i];
-        } else if (value && strcmp(argv[i], "--target") == 0) {
-            o->target = argv[++i];
-        } else if (value && strcmp(argv[i], "--dtype") == 0) {
-            o->dtype = argv[++i];
-        } else if (value && strcmp(argv[i], "--threads") == 0) {
-            if (!mn_parse_count(&o->n_threads, argv[++i], 1, 256)) {
-                fprintf(stderr, "mneme check: --threads needs a whole number from 1 to 256\n");
-                return -1;
-            }
-        } else {
-            fprintf(stderr, "mneme check: %s is no option, or its value is missing\n", argv[i]);
-            return -1;
-        }
-    }
-    return n_files;
+static int parse(mn_check_options *o, const char **files, int *n_files, int argc, char **argv) {
+    const mn_option rows[] = {
+        { "--target", .text = &o->target },
+        { "--dtype", .text = &o->dtype },
+        { "--threads", .count = &o->n_threads, .low = 1, .high = 256 },
+        { "--quiet", .flag = &o->quiet },
+        { NULL, .list = files, .n = n_files, .most = argc },
+    };
+    const int status = mn_options_read(rows, MN_COUNTOF(rows), "check", argc, argv);
+    if (status != 0 || *n_files > 0) return status;
+    return mn_options_mistake("check", "", "name at least one golden file");
 }
 
-int mn_command_check(int argc, char **argv) {
-    mn_check_options o = { 0 };
-    if (argc > 1 && strcmp(argv[1], "--help") == 0) {
-        print_help();
-        return 0;
-    }
-    const int n_files = parse(&o, argc, argv);
-    if (n_files <= 0) {
-        if (n_files == 0) fputs("mneme check: name at least one golden file\n", stderr);
-        return 2;
-    }
-    mn_check total = { .options = &o };
-    const mn_status st = check_targets(&total, argv, n_files);
+static int check(const mn_check_options *o, const char **files, int n_files) {
+    mn_check total = { .options = o };
+    const mn_status st = check_targets(&total, files, n_files);
     if (st != MN_OK) fprintf(stderr, "mneme check: %s\n", mn_last_error());
-    if (st == MN_ERR_UNSUPPORTED && wants_device(&o)) return MN_CHECK_SKIPPED;
+    if (st == MN_ERR_UNSUPPORTED && wants_device(o)) return MN_CHECK_SKIPPED;
     if (st != MN_OK) return 2;
     print_skipped(&total);
     printf("%lld passed, %lld failed\n", (long long)total.n_passed, (long long)total.n_failed);
     return total.n_failed == 0 ? 0 : 1;
+}
+
+int mn_command_check(int argc, char **argv) {
+    mn_check_options o = { 0 };
+    int n_files = 0;
+    const char **files = calloc((size_t)argc, sizeof *files);
+    if (!files) return 2;
+    int status = parse(&o, files, &n_files, argc, argv);
+    if (status == 0) status = check(&o, files, n_files);
+    else if (status < 0) print_help();
+    free(files);
+    return status < 0 ? 0 : status;
 }

@@ -37,6 +37,6 @@ void mn_check_failed(mn_check *check);
 
 /* All files on the GPU called `name` ("cuda", "cuda:N"). Operators without a kernel are skipped and
  * counted. MN_ERR_UNSUPPORTED where there is no GPU. */
-mn_status mn_check_device(mn_check *check, const char *name, char **files, int n_files);
+mn_status mn_check_device(mn_check *check, const char *name, const char **files, int n_files);
 
 #endif

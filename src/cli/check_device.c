@@ -102,7 +102,7 @@ static void check_file(mn_check *c, const judge *j, const char *path) {
     mn_safetensors_close(file);
 }
 
-mn_status mn_check_device(mn_check *check, const char *name, char **files, int n_files) {
+mn_status mn_check_device(mn_check *check, const char *name, const char **files, int n_files) {
     const mn_check_options *o = check->options;
     const mn_context_options wanted = { .n_threads = 1, .device = name };
     const mn_context_options reference = { .n_threads = o->n_threads, .target = "ref" };

@@ -8,7 +8,9 @@
 #include <string.h>
 
 #include "base/status.h"
+#include "base/util.h"
 #include "cli/command.h"
+#include "cli/options.h"
 
 static void print_help(void) {
     puts("usage: mneme collide [options]\n\n"
@@ -183,7 +185,7 @@ const char *mn_collide_note(int index) {
 /* ---- options --------------------------------------------------------------------------------- */
 
 typedef struct options {
-    bool json, help;
+    bool json;
     const char *csv, *figures;
 } options;
 
@@ -194,42 +196,48 @@ static bool read_real(double *out, const char *text) {
     return end != text && *end == '\0' && isfinite(*out);
 }
 
-static bool read_count(int64_t *out, const char *text) {
+static bool read_count(void *out, const char *text) {
     double x;
     if (!read_real(&x, text) || x < 0.0 || x > 1e6 || x != floor(x)) return false;
-    *out = (int64_t)x;
+    *(int64_t *)out = (int64_t)x;
     return true;
 }
 
-static bool parse_value(options *o, mn_collision_setup *s, const char *name, const char *value) {
-    if (strcmp(name, "--csv") == 0) o->csv = value;
-    else if (strcmp(name, "--figures") == 0) o->figures = value;
-    else if (strcmp(name, "--rho") == 0) return read_real(&s->rho, value) && fabs(s->rho) < 1.0;
-    else if (strcmp(name, "--boost") == 0) return read_count(&s->n_boost, value);
-    else if (strcmp(name, "--flood") == 0) return read_count(&s->n_flood, value);
-    else if (strcmp(name, "--gamma") == 0) {
-        return read_real(&s->gamma, value) && s->gamma >= 0.0 && s->gamma <= 1.0;
-    } else return false;
-    return true;
+static bool read_rho(void *to, const char *text) {
+    double *rho = to;
+    return read_real(rho, text) && fabs(*rho) < 1.0;
 }
 
-static bool parse(options *o, mn_collision_setup *s, int argc, char **argv) {
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") == 0) {
-            o->help = true;
-        } else if (strcmp(argv[i], "--json") == 0) {
-            o->json = true;
-        } else if (i + 1 < argc && parse_value(o, s, argv[i], argv[i + 1])) {
-            i++;
-        } else {
-            fprintf(
-                stderr,
-                "mneme collide: \"%s%s%s\" is not understood; --help lists options and ranges\n",
-                argv[i], i + 1 < argc ? " " : "", i + 1 < argc ? argv[i + 1] : "");
-            return false;
-        }
+static bool read_gamma(void *to, const char *text) {
+    double *gamma = to;
+    return read_real(gamma, text) && *gamma >= 0.0 && *gamma <= 1.0;
+}
+
+static int parse(options *o, mn_collision_setup *s, int argc, char **argv) {
+    static const char count[] = "a whole number from 0 to 1000000";
+    const mn_option rows[] = {
+        { "--rho", .read = read_rho, .to = &s->rho, .needs = "a number between -1 and 1" },
+        { "--boost", .read = read_count, .to = &s->n_boost, .needs = count },
+        { "--flood", .read = read_count, .to = &s->n_flood, .needs = count },
+        { "--gamma", .read = read_gamma, .to = &s->gamma, .needs = "a number from 0 to 1" },
+        { "--csv", .text = &o->csv },
+        { "--figures", .text = &o->figures },
+        { "--json", .flag = &o->json },
+    };
+    return mn_options_read(rows, MN_COUNTOF(rows), "collide", argc, argv);
+}
+
+static mn_status collide(const options *o, mn_collide *c) {
+    mn_status st = mn_collide_compute(c, o->figures != NULL);
+    if (st == MN_OK && o->json) st = mn_collide_print_json(c);
+    else if (st == MN_OK) mn_collide_print(c);
+    if (st == MN_OK && o->csv) st = mn_collide_write_csv(c, o->csv);
+    if (st == MN_OK && o->figures) st = mn_collide_write_figures(c, o->figures);
+    if (st == MN_OK && o->figures && !o->json) {
+        printf("\nwrote %s/recall and %s/dynamics, each as .svg and .png\n", o->figures,
+               o->figures);
     }
-    return true;
+    return st;
 }
 
 int mn_command_collide(int argc, char **argv) {
@@ -237,26 +245,13 @@ int mn_command_collide(int argc, char **argv) {
     mn_collide *c = calloc(1, sizeof *c);
     if (!c) return 2;
     c->setup = mn_collision_default();
-    int result = 2;
-    if (parse(&o, &c->setup, argc, argv)) {
-        mn_status st = MN_OK;
-        if (o.help) {
-            print_help();
-        } else {
-            st = mn_collide_compute(c, o.figures != NULL);
-            if (st == MN_OK && o.json) st = mn_collide_print_json(c);
-            else if (st == MN_OK) mn_collide_print(c);
-            if (st == MN_OK && o.csv) st = mn_collide_write_csv(c, o.csv);
-            if (st == MN_OK && o.figures) st = mn_collide_write_figures(c, o.figures);
-            if (st == MN_OK && o.figures && !o.json) {
-                printf("\nwrote %s/recall and %s/dynamics, each as .svg and .png\n", o.figures,
-                       o.figures);
-            }
-        }
-        if (st != MN_OK) fprintf(stderr, "mneme collide: %s\n", mn_last_error());
-        result = st == MN_OK ? 0 : 1;
+    int status = parse(&o, &c->setup, argc, argv);
+    if (status < 0) print_help();
+    if (status == 0 && collide(&o, c) != MN_OK) {
+        fprintf(stderr, "mneme collide: %s\n", mn_last_error());
+        status = 1;
     }
     mn_collide_free(c);
     free(c);
-    return result;
+    return status < 0 ? 0 : status;
 }

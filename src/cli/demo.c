@@ -13,7 +13,7 @@
 #include "cli/command.h"
 #include "cli/demo.h"
 #include "cli/gnuplot.h"
-#include "cli/number.h"
+#include "cli/options.h"
 #include "io/json_write.h"
 
 enum { STEPS = 2500, SECONDS = 120, MOST = 10000000 };
@@ -37,38 +37,18 @@ static void print_help(void) {
            "  --quiet         no progress\n", MN_DEMO_MODELS, STEPS, SECONDS);
 }
 
-static int usage_error(const char *option, const char *what) {
-    fprintf(stderr, "mneme demo: %s %s; mneme demo --help lists the options\n", option, what);
-    return 2;
-}
-
-/* 0, or the exit status of a mistake; -1: help was asked for. */
 static int parse(mn_demo_options *o, int argc, char **argv) {
-    for (int i = 1; i < argc; i++) {
-        const char *option = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
-        const struct {
-            const char *name;
-            int *to, low;
-        } counts[] = { { "--steps", &o->steps, 1 }, { "--seconds", &o->seconds, 1 },
-                       { "--seed", &o->seed, 0 } };
-        int n = 0;
-        while (n < 3 && strcmp(counts[n].name, option) != 0) n++;
-        if (strcmp(option, "--help") == 0 || strcmp(option, "-h") == 0) return -1;
-        if (strcmp(option, "--json") == 0) o->json = true;
-        else if (strcmp(option, "--quiet") == 0) o->quiet = true;
-        else if (n == 3 && strcmp(option, "--out") != 0 && strcmp(option, "--layers") != 0 &&
-                 strcmp(option, "--set") != 0) return usage_error(option, "is no option");
-        else if (!value) return usage_error(option, "needs a value");
-        else if (n < 3) {
-            if (!mn_parse_count(counts[n].to, argv[++i], counts[n].low, MOST)) {
-                return usage_error(option, "takes a whole number up to 10000000");
-            }
-        } else if (strcmp(option, "--out") == 0) o->out = argv[++i];
-        else if (strcmp(option, "--layers") == 0) o->layers = argv[++i];
-        else if (o->n_sets == MN_DEMO_SETS) return usage_error(option, "is given too often");
-        else o->sets[o->n_sets++] = argv[++i];
-    }
-    return 0;
+    const mn_option rows[] = {
+        { "--out", .text = &o->out },
+        { "--layers", .text = &o->layers },
+        { "--steps", .count = &o->steps, .low = 1, .high = MOST },
+        { "--seconds", .count = &o->seconds, .low = 1, .high = MOST },
+        { "--seed", .count = &o->seed, .low = 0, .high = MOST },
+        { "--set", .list = o->sets, .n = &o->n_sets, .most = MN_DEMO_SETS },
+        { "--json", .flag = &o->json },
+        { "--quiet", .flag = &o->quiet },
+    };
+    return mn_options_read(rows, MN_COUNTOF(rows), "demo", argc, argv);
 }
 
 /* ---- models ---------------------------------------------------------------------------------- */

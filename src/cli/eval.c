@@ -11,7 +11,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/command.h"
-#include "cli/number.h"
+#include "cli/options.h"
 #include "cli/progress.h"
 #include "eval/choice.h"
 #include "eval/logits.h"
@@ -23,12 +23,12 @@ enum { MOST_LENGTHS = 64 };
 
 typedef struct options {
     const char *model, *choices, *tokens, *logits, *dtype, *split, *device;
-    const char **texts;             // of --text and --data, argc at most
+    const char **texts, **data;     // of --text and --data, argc at most; texts gets both
     int n_texts;
     bool any_format;                // --data
     int64_t lengths[MOST_LENGTHS], max_tokens, max_questions;
     int n_lengths, n_threads;
-    bool json, quiet, help;
+    bool json, quiet;
 } options;
 
 static void print_help(void) {
@@ -56,9 +56,8 @@ static void print_help(void) {
 
 /* ---- options --------------------------------------------------------------------------------- */
 
-static int usage_error(const char *option, const char *what) {
-    fprintf(stderr, "mneme eval: %s %s; mneme eval --help lists the options\n", option, what);
-    return 2;
+static int mistake(const char *option, const char *what) {
+    return mn_options_mistake("eval", option, what);
 }
 
 static bool read_count(int64_t *out, const char *text, const char **end) {
@@ -71,7 +70,13 @@ static bool read_count(int64_t *out, const char *text, const char **end) {
     return true;
 }
 
-static bool read_lengths(options *o, const char *text) {
+static bool read_whole(void *to, const char *text) {
+    const char *end = "";
+    return read_count(to, text, &end) && !*end;
+}
+
+static bool read_lengths(void *to, const char *text) {
+    options *o = to;
     for (o->n_lengths = 0; o->n_lengths < MOST_LENGTHS; text++) {
         if (!read_count(&o->lengths[o->n_lengths], text, &text)) return false;
         if (o->lengths[o->n_lengths++] < 2) return false;
@@ -80,67 +85,43 @@ static bool read_lengths(options *o, const char *text) {
     return false;
 }
 
-static int parse_value(options *o, const char *name, const char *value) {
-    const struct {
-        const char *name, **text;
-    } texts[] = { { "--model", &o->model }, { "--choices", &o->choices }, { "--split", &o->split },
-                  { "--tokens", &o->tokens }, { "--logits", &o->logits },
-                  { "--dtype", &o->dtype }, { "--device", &o->device } };
-    const struct {
-        const char *name;
-        int64_t *count;
-    } counts[] = { { "--max-tokens", &o->max_tokens }, { "--max-questions", &o->max_questions } };
-    for (size_t i = 0; i < MN_COUNTOF(texts); i++) {
-        if (strcmp(texts[i].name, name) != 0) continue;
-        if (value) *texts[i].text = value;
-        return value ? 0 : usage_error(name, "needs a value");
-    }
-    for (size_t i = 0; i < MN_COUNTOF(counts); i++) {
-        const char *end = "";
-        if (strcmp(counts[i].name, name) != 0) continue;
-        if (value && read_count(counts[i].count, value, &end) && !*end) return 0;
-        return usage_error(name, "needs a whole number from 1");
-    }
-    if (strcmp(name, "--threads") == 0) {
-        if (value && mn_parse_count(&o->n_threads, value, 1, 256)) return 0;
-        return usage_error(name, "needs a whole number from 1 to 256");
-    }
-    if (strcmp(name, "--lengths") != 0) return usage_error(name, "is no option");
-    if (value && read_lengths(o, value)) return 0;
-    return usage_error(name, "needs whole numbers from 2, with commas between them");
-}
-
 static int check(const options *o) {
-    if (!o->model) return usage_error("--model", "is missing: name a folder");
-    if (!o->tokens != !o->logits) return usage_error("--tokens", "and --logits go together");
+    if (!o->model) return mistake("--model", "is missing: name a folder");
+    if (!o->tokens != !o->logits) return mistake("--tokens", "and --logits go together");
     if (o->dtype && strcmp(o->dtype, "f32") != 0 && strcmp(o->dtype, "f64") != 0 &&
         strcmp(o->dtype, "bf16") != 0) {
-        return usage_error("--dtype", "is f32, f64, or bf16 on a GPU");
+        return mistake("--dtype", "is f32, f64, or bf16 on a GPU");
     }
     if (o->n_texts > 0 || o->choices || o->tokens) return 0;
-    return usage_error("--text, --choices or --tokens", "is missing: what is to be measured?");
+    return mistake("--text, --choices or --tokens", "is missing: what is to be measured?");
 }
 
 static int parse(options *o, int argc, char **argv) {
-    for (int i = 1; i < argc; i++) {
-        const char *at = argv[i];
-        const bool data = strcmp(at, "--data") == 0;
-        if (strcmp(at, "--help") == 0) o->help = true;
-        else if (strcmp(at, "--json") == 0) o->json = true;
-        else if (strcmp(at, "--quiet") == 0) o->quiet = true;
-        else if (data || strcmp(at, "--text") == 0) {
-            const int before = o->n_texts;
-            o->any_format |= data;
-            while (i + 1 < argc && argv[i + 1][0] != '-') o->texts[o->n_texts++] = argv[++i];
-            if (o->n_texts == before) return usage_error(at, "needs at least one file");
-        } else {
-            const char *value = i + 1 < argc ? argv[++i] : NULL;
-            const int status = parse_value(o, at, value);
-            if (status) return status;
-        }
-    }
+    static const char whole[] = "a whole number from 1";
+    int n_data = 0;
+    const mn_option rows[] = {
+        { "--model", .text = &o->model },
+        { "--text", .list = o->texts, .n = &o->n_texts, .most = argc, .several = true },
+        { "--data", .list = o->data, .n = &n_data, .most = argc, .several = true },
+        { "--split", .text = &o->split },
+        { "--lengths", .read = read_lengths, .to = o,
+          .needs = "whole numbers from 2, with commas between them" },
+        { "--max-tokens", .read = read_whole, .to = &o->max_tokens, .needs = whole },
+        { "--choices", .text = &o->choices },
+        { "--max-questions", .read = read_whole, .to = &o->max_questions, .needs = whole },
+        { "--tokens", .text = &o->tokens },
+        { "--logits", .text = &o->logits },
+        { "--device", .text = &o->device },
+        { "--dtype", .text = &o->dtype },
+        { "--threads", .count = &o->n_threads, .low = 1, .high = 256 },
+        { "--json", .flag = &o->json },
+        { "--quiet", .flag = &o->quiet },
+    };
+    const int status = mn_options_read(rows, MN_COUNTOF(rows), "eval", argc, argv);
+    o->any_format = n_data > 0;
+    for (int i = 0; i < n_data; i++) o->texts[o->n_texts++] = o->data[i];
     if (o->n_lengths == 0) o->lengths[o->n_lengths++] = 512;
-    return o->help ? 0 : check(o);
+    return status ? status : check(o);
 }
 
 /* ---- measuring ------------------------------------------------------------------------------- */
@@ -336,15 +317,15 @@ static mn_status evaluate(const options *o) {
 
 int mn_command_eval(int argc, char **argv) {
     options o = { 0 };
-    o.texts = calloc((size_t)argc, sizeof *o.texts);
+    o.texts = calloc(2 * (size_t)argc, sizeof *o.texts);
+    o.data = o.texts ? o.texts + argc : NULL;
     int status = o.texts ? parse(&o, argc, argv) : 2;
-    if (status == 0 && o.help) {
-        print_help();
-    } else if (status == 0 && evaluate(&o) != MN_OK) {
+    if (status < 0) print_help();
+    if (status == 0 && evaluate(&o) != MN_OK) {
         fflush(stdout);
         fprintf(stderr, "mneme eval: %s\n", mn_last_error());
         status = 1;
     }
     free(o.texts);
-    return status;
+    return status < 0 ? 0 : status;
 }

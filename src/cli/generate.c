@@ -11,9 +11,11 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/command.h"
-#include "cli/number.h"
+#include "cli/options.h"
 #include "io/file.h"
 #include "io/json_write.h"
+
+enum { MOST_NUMBERS = 16 };    // of sampling
 
 /* "--top-k" of "top_k" */
 static void option_name(char *out, size_t size, const char *field) {
@@ -53,114 +55,95 @@ static void print_help(void) {
 
 /* ---- options --------------------------------------------------------------------------------- */
 
-static int usage_error(const char *option, const char *what) {
-    fprintf(stderr, "mneme generate: %s %s; mneme generate --help lists the options\n", option,
-            what);
-    return 2;
+static int mistake(const char *option, const char *what) {
+    return mn_options_mistake("generate", option, what);
 }
 
-/* \n, \t and \\ in place. */
-static void unescape(char *text) {
-    char *to = text;
-    for (const char *at = text; *at; at++) {
+/* Adds a text that ends a continuation, \n, \t and \\ being what they stand for. */
+static bool read_stop(void *to, const char *value) {
+    mn_generate_options *o = to;
+    char *text = malloc(strlen(value) + 1), *end = text;
+    if (!text || !*value) {
+        free(text);
+        return false;
+    }
+    for (const char *at = value; *at; at++) {
         const char *known = at[0] == '\\' && at[1] ? strchr("n\nt\t\\\\", at[1]) : NULL;
         const bool escape = known && (at[1] == 'n' || at[1] == 't' || at[1] == '\\');
-        *to++ = escape ? known[1] : *at;
+        *end++ = escape ? known[1] : *at;
         if (escape) at++;
     }
-    *to = '\0';
+    *end = '\0';
+    o->stops[o->n_stops++] = text;
+    return true;
 }
 
-static bool parse_switch(mn_generate_options *o, const char *name) {
-    const struct {
-        const char *name;
-        bool *on;
-    } known[] = { { "--belief", &o->belief }, { "--json", &o->json }, { "--echo", &o->echo },
-                  { "--ignore-eos", &o->ignore_eos }, { "--interactive", &o->interactive },
-                  { "--quiet", &o->quiet }, { "--help", &o->help } };
-    for (size_t i = 0; i < MN_COUNTOF(known); i++) {
-        if (strcmp(known[i].name, name) != 0) continue;
-        *known[i].on = true;
-        return true;
-    }
-    return false;
-}
+/* One of the numbers that sampling has. */
+typedef struct sampling_option {
+    mn_sampling *sampling;
+    const mn_sampling_field *field;
+    char name[64];
+} sampling_option;
 
-/* 0, or the exit status of a mistake. */
-static int parse_value(mn_generate_options *o, const char *name, char *value) {
-    const struct {
-        const char *name, **text;
-    } texts[] = { { "--model", &o->model }, { "--file", &o->file },
-                  { "--load-state", &o->load_state }, { "--save-state", &o->save_state },
-                  { "--device", &o->device }, { "--dtype", &o->dtype } };
-    const struct {
-        const char *name;
-        int *count, low, high;
-    } counts[] = { { "--tokens", &o->n_tokens, 0, 1000000000 }, { "--fork", &o->n_forks, 1, 1000 },
-                   { "--threads", &o->n_threads, 1, 256 },
-                   { "--prefill-chunk", &o->chunk, 1, 1 << 20 } };
-    const mn_sampling_field *fields;
-    const int n_fields = mn_sampling_fields(&fields);
-    char option[64];
-    for (size_t i = 0; i < MN_COUNTOF(texts); i++) {
-        if (strcmp(texts[i].name, name) != 0) continue;
-        if (value) *texts[i].text = value;
-        return value ? 0 : usage_error(name, "needs a value");
-    }
-    for (size_t i = 0; i < MN_COUNTOF(counts); i++) {
-        if (strcmp(counts[i].name, name) != 0) continue;
-        const int low = counts[i].low, high = counts[i].high;
-        if (value && mn_parse_count(counts[i].count, value, low, high)) return 0;
-        fprintf(stderr, "mneme generate: %s needs a whole number from %d to %d\n", name, low, high);
-        return 2;
-    }
-    for (int i = 0; i < n_fields; i++) {
-        option_name(option, sizeof option, fields[i].name);
-        if (strcmp(option, name) != 0) continue;
-        if (!value) return usage_error(name, "needs a value");
-        if (mn_sampling_set(&o->sampling, &fields[i], value) == MN_OK) return 0;
-        fprintf(stderr, "mneme generate: %s: %s\n", name, mn_last_error());
-        return 2;
-    }
-    if (strcmp(name, "--stop") != 0) return usage_error(name, "is no option");
-    if (!value || !*value) return usage_error(name, "needs a text");
-    unescape(value);
-    o->stops[o->n_stops++] = value;
-    return 0;
+static bool read_sampling(void *to, const char *value) {
+    const sampling_option *at = to;
+    return mn_sampling_set(at->sampling, at->field, value) == MN_OK;
 }
 
 static int check(const mn_generate_options *o) {
-    if (!o->model) return usage_error("--model", "is missing: name a folder");
+    if (!o->model) return mistake("--model", "is missing: name a folder");
     if (o->dtype && strcmp(o->dtype, "f32") != 0 && strcmp(o->dtype, "bf16") != 0) {
-        return usage_error("--dtype", "is f32 or bf16");
+        return mistake("--dtype", "is f32 or bf16");
     }
-    if (o->prompt && o->file) return usage_error("--file", "and a prompt are two prompts");
+    if (o->prompt && o->file) return mistake("--file", "and a prompt are two prompts");
     if (o->interactive && (o->json || o->n_forks > 1 || o->save_state || o->prompt || o->file)) {
-        return usage_error("--interactive", "stands alone: /fork and /save are its commands");
+        return mistake("--interactive", "stands alone: /fork and /save are its commands");
     }
     if (o->save_state && o->n_forks > 1) {
-        return usage_error("--save-state", "and --fork: which state would be kept?");
+        return mistake("--save-state", "and --fork: which state would be kept?");
     }
     return 0;
 }
 
-static int parse(mn_generate_options *o, int argc, char **argv) {
-    bool texts_only = false;
-    for (int i = 1; i < argc; i++) {
-        char *at = argv[i];
-        const bool option = !texts_only && at[0] == '-' && at[1];
-        if (option && strcmp(at, "--") == 0) {
-            texts_only = true;
-        } else if (!option) {
-            if (o->prompt) return usage_error(at, "is a second prompt: quote the text");
-            o->prompt = at;
-        } else if (!parse_switch(o, at)) {
-            const int status = parse_value(o, at, i + 1 < argc ? argv[i + 1] : NULL);
-            if (status) return status;
-            i++;
-        }
+/* The numbers of sampling as options behind the `n` rows; how many there are then. */
+static int add_sampling(mn_option *rows, int n, sampling_option *numbers, mn_sampling *sampling) {
+    const mn_sampling_field *fields;
+    const int n_fields = mn_sampling_fields(&fields);
+    for (int i = 0; i < n_fields && i < MOST_NUMBERS; i++) {
+        numbers[i] = (sampling_option){ sampling, &fields[i], "" };
+        option_name(numbers[i].name, sizeof numbers[i].name, fields[i].name);
+        rows[n++] = (mn_option){ numbers[i].name, .read = read_sampling, .to = &numbers[i] };
     }
-    return o->help ? 0 : check(o);
+    return n;
+}
+
+static int parse(mn_generate_options *o, int argc, char **argv) {
+    const mn_option fixed[] = {
+        { "--model", .text = &o->model },
+        { "--file", .text = &o->file },
+        { "--load-state", .text = &o->load_state },
+        { "--save-state", .text = &o->save_state },
+        { "--device", .text = &o->device },
+        { "--dtype", .text = &o->dtype },
+        { "--tokens", .count = &o->n_tokens, .low = 0, .high = 1000000000 },
+        { "--fork", .count = &o->n_forks, .low = 1, .high = 1000 },
+        { "--threads", .count = &o->n_threads, .low = 1, .high = 256 },
+        { "--prefill-chunk", .count = &o->chunk, .low = 1, .high = 1 << 20 },
+        { "--stop", .read = read_stop, .to = o, .needs = "a text" },
+        { "--belief", .flag = &o->belief },
+        { "--json", .flag = &o->json },
+        { "--echo", .flag = &o->echo },
+        { "--ignore-eos", .flag = &o->ignore_eos },
+        { "--interactive", .flag = &o->interactive },
+        { "--quiet", .flag = &o->quiet },
+        { NULL, .text = &o->prompt },
+    };
+    sampling_option numbers[MOST_NUMBERS];
+    mn_option rows[MN_COUNTOF(fixed) + MOST_NUMBERS];
+    memcpy(rows, fixed, sizeof fixed);
+    const int n = add_sampling(rows, MN_COUNTOF(fixed), numbers, &o->sampling);
+    const int status = mn_options_read(rows, n, "generate", argc, argv);
+    return status ? status : check(o);
 }
 
 /* ---- the prompt ------------------------------------------------------------------------------ */
@@ -282,13 +265,13 @@ int mn_command_generate(int argc, char **argv) {
     mn_sampling_defaults(&o.sampling);
     o.stops = calloc((size_t)argc, sizeof *o.stops);
     int status = o.stops ? parse(&o, argc, argv) : 2;
-    if (status == 0 && o.help) {
-        print_help();
-    } else if (status == 0 && generate(&o) != MN_OK) {
+    if (status < 0) print_help();
+    if (status == 0 && generate(&o) != MN_OK) {
         fflush(stdout);
         fprintf(stderr, "mneme generate: %s\n", mn_last_error());
         status = 1;
     }
+    for (int i = 0; i < o.n_stops; i++) free(o.stops[i]);
     free(o.stops);
-    return status;
+    return status < 0 ? 0 : status;
 }

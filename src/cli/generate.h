@@ -16,7 +16,7 @@ typedef struct mn_generate_options {
     char **stops;                   // n_stops texts that end a continuation
     int n_stops;
     int n_tokens, n_forks, n_threads, chunk;
-    bool belief, json, echo, ignore_eos, interactive, quiet, help;
+    bool belief, json, echo, ignore_eos, interactive, quiet;
     mn_sampling sampling;
 } mn_generate_options;
 

@@ -6,7 +6,9 @@
 #include <string.h>
 
 #include "base/status.h"
+#include "base/util.h"
 #include "cli/command.h"
+#include "cli/options.h"
 #include "io/json_write.h"
 #include "mixers/mixer.h"
 #include "ops/run.h"
@@ -236,20 +238,11 @@ static mn_status print_json(const mn_context *context) {
 int mn_command_info(int argc, char **argv) {
     mn_context_options options = { 0 };
     bool json = false;
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") == 0) {
-            print_help();
-            return 0;
-        }
-        if (strcmp(argv[i], "--json") == 0) {
-            json = true;
-        } else if (strcmp(argv[i], "--target") == 0 && i + 1 < argc) {
-            options.target = argv[++i];
-        } else {
-            fprintf(stderr, "mneme info: %s is no option, or its value is missing\n", argv[i]);
-            return 2;
-        }
-    }
+    const mn_option rows[] = { { "--json", .flag = &json },
+                               { "--target", .text = &options.target } };
+    const int mistake = mn_options_read(rows, MN_COUNTOF(rows), "info", argc, argv);
+    if (mistake < 0) print_help();
+    if (mistake != 0) return mistake < 0 ? 0 : mistake;
     mn_context *context = NULL;
     mn_status st = mn_context_create(&context, &options);
     if (st == MN_OK && json) {

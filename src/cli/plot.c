@@ -7,8 +7,9 @@
 #include <sys/stat.h>
 
 #include "base/status.h"
+#include "base/util.h"
 #include "cli/command.h"
-#include "cli/number.h"
+#include "cli/options.h"
 #include "cli/reproduce.h"
 #include "io/json.h"
 
@@ -33,7 +34,7 @@ static void print_help(void) {
 }
 
 typedef struct options {
-    bool help, text, png, asked;
+    bool text, png, asked;
     const char *out;
     char *keys;                              // a copy, cut at its commas
 } options;
@@ -55,60 +56,44 @@ static bool split_keys(mn_plot *plot, char *list) {
     return true;
 }
 
-static bool parse_keys(options *o, mn_plot *plot, const char *value) {
-    free(o->keys);
-    o->keys = malloc(strlen(value) + 1);
-    if (!o->keys) return false;
-    o->asked = true;
-    return split_keys(plot, strcpy(o->keys, value));
+/* What --key fills in: the names are cut out of a copy. */
+typedef struct asked_keys {
+    options *o;
+    mn_plot *plot;
+} asked_keys;
+
+static bool read_keys(void *to, const char *value) {
+    const asked_keys *keys = to;
+    free(keys->o->keys);
+    keys->o->keys = malloc(strlen(value) + 1);
+    if (!keys->o->keys) return false;
+    keys->o->asked = true;
+    return split_keys(keys->plot, strcpy(keys->o->keys, value));
 }
 
-static bool parse_value(options *o, mn_plot *plot, const char *name, const char *value) {
-    int count;
-    if (strcmp(name, "-o") == 0) {
-        o->out = value;
-        return *value != '\0';
-    }
-    if (strcmp(name, "--x") == 0) return mn_plot_find_axis(&plot->axis, value);
-    if (strcmp(name, "--key") == 0) return parse_keys(o, plot, value);
-    if (strcmp(name, "--smooth") != 0 || !mn_parse_count(&count, value, 1, 1000000)) return false;
-    plot->smooth = count;
-    return true;
+static bool read_axis(void *to, const char *value) {
+    return mn_plot_find_axis(to, value);
 }
 
-/* True when the argument stands alone. */
-static bool parse_switch(options *o, mn_plot *plot, const char *name) {
-    if (strcmp(name, "--help") == 0) o->help = true;
-    else if (strcmp(name, "--text") == 0) o->text = true;
-    else if (strcmp(name, "--png") == 0) o->png = true;
-    else if (strcmp(name, "--log") == 0) plot->log = true;
-    else return false;
-    return true;
-}
-
-static bool complain(const char *argument, const char *value) {
-    fprintf(stderr, "mneme plot: \"%s%s%s\" is not understood; --help lists options\n", argument,
-            value ? " " : "", value ? value : "");
-    return false;
-}
-
-static bool parse(options *o, mn_plot *plot, int argc, char **argv) {
-    for (int i = 1; i < argc; i++) {
-        if (parse_switch(o, plot, argv[i])) continue;
-        if (argv[i][0] == '-') {
-            if (i + 1 >= argc) return complain(argv[i], NULL);
-            if (!parse_value(o, plot, argv[i], argv[i + 1])) return complain(argv[i], argv[i + 1]);
-            i++;
-        } else if (plot->n_runs == MN_PLOT_RUNS) {
-            fprintf(stderr, "mneme plot: %d runs are the most in one plot\n", MN_PLOT_RUNS);
-            return false;
-        } else {
-            plot->paths[plot->n_runs++] = argv[i];
-        }
-    }
-    if (o->help || plot->n_runs > 0) return true;
-    fputs("mneme plot: give the folder of at least one run; --help explains\n", stderr);
-    return false;
+static int parse(options *o, mn_plot *plot, int argc, char **argv) {
+    asked_keys keys = { o, plot };
+    int smooth = 0;
+    const mn_option rows[] = {
+        { "-o", .text = &o->out },
+        { "--x", .read = read_axis, .to = &plot->axis, .needs = "step, tokens or seconds" },
+        { "--key", .read = read_keys, .to = &keys, .needs = "names with commas between them" },
+        { "--smooth", .count = &smooth, .low = 1, .high = 1000000 },
+        { "--text", .flag = &o->text },
+        { "--png", .flag = &o->png },
+        { "--log", .flag = &plot->log },
+        { NULL, .list = plot->paths, .n = &plot->n_runs, .most = MN_PLOT_RUNS },
+    };
+    const int status = mn_options_read(rows, MN_COUNTOF(rows), "plot", argc, argv);
+    if (smooth > 0) plot->smooth = smooth;
+    if (status != 0) return status;
+    if (!*o->out) return mn_options_mistake("plot", "-o", "needs the name of a file");
+    if (plot->n_runs > 0) return 0;
+    return mn_options_mistake("plot", "", "give the folder of at least one run");
 }
 
 static mn_status draw(const options *o, mn_plot *plot) {
@@ -145,26 +130,30 @@ static mn_status draw_experiment(const char *folder, const char *path) {
     return st;
 }
 
+static mn_status plot_runs(const options *o, mn_plot *plot) {
+    char path[PATH];
+    if (plot->n_runs == 1 && find_results(path, plot->paths[0])) {
+        return draw_experiment(plot->paths[0], path);
+    }
+    const mn_status st = mn_plot_read(plot, o->asked);
+    if (st != MN_OK) return st;
+    return o->text ? mn_plot_print(plot) : draw(o, plot);
+}
+
 int mn_command_plot(int argc, char **argv) {
     options o = { .out = "plot.svg" };
-    int result = 2;
     mn_plot *plot = calloc(1, sizeof *plot);
     if (!plot) return 2;
     plot->keys[plot->n_keys++] = "loss";
     plot->keys[plot->n_keys++] = "valid_loss";
-    if (parse(&o, plot, argc, argv)) {
-        mn_status st = MN_OK;
-        char path[PATH];
-        const bool whole = plot->n_runs == 1 && find_results(path, plot->paths[0]);
-        if (o.help) print_help();
-        else if (whole) st = draw_experiment(plot->paths[0], path);
-        else st = mn_plot_read(plot, o.asked);
-        if (st == MN_OK && !o.help && !whole) st = o.text ? mn_plot_print(plot) : draw(&o, plot);
-        if (st != MN_OK) fprintf(stderr, "mneme plot: %s\n", mn_last_error());
-        result = st == MN_OK ? 0 : 1;
+    int status = parse(&o, plot, argc, argv);
+    if (status < 0) print_help();
+    if (status == 0 && plot_runs(&o, plot) != MN_OK) {
+        fprintf(stderr, "mneme plot: %s\n", mn_last_error());
+        status = 1;
     }
     mn_plot_free(plot);
     free(plot);
     free(o.keys);
-    return result;
+    return status < 0 ? 0 : status;
 }

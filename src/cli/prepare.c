@@ -9,7 +9,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/command.h"
-#include "cli/number.h"
+#include "cli/options.h"
 #include "cli/progress.h"
 #include "io/json_write.h"
 
@@ -47,46 +47,27 @@ static void print_help(void) {
          "  --json              the result as one document");
 }
 
-static int usage_error(const char *what, const char *option) {
-    fprintf(stderr, "mneme prepare: %s%s; mneme prepare --help lists the options\n", option, what);
-    return 2;
-}
-
-static const char **text_option(options *o, const char *option) {
-    const struct {
-        const char *name, **value;
-    } known[] = { { "-o", &o->prepare.folder }, { "--out", &o->prepare.folder },
-                  { "--tokenizer", &o->tokenizer }, { "--valid", &o->valid },
-                  { "--separator", &o->separator }, { "--text-key", &o->prepare.input.text_key },
-                  { "--document-end", &o->document_end }, { "--format", &o->format },
-                  { "--check", &o->check } };
-    for (size_t i = 0; i < MN_COUNTOF(known); i++) {
-        if (strcmp(known[i].name, option) == 0) return known[i].value;
-    }
-    return NULL;
-}
-
-/* 0, or the exit status of a mistake. */
 static int parse(options *o, int argc, char **argv) {
-    for (int i = 1; i < argc; i++) {
-        const char *option = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
-        const char **text = text_option(o, option);
-        const bool jobs = strcmp(option, "--jobs") == 0;
-        const bool shard = strcmp(option, "--shard-tokens") == 0;
-        if (strcmp(option, "--json") == 0) o->json = true;
-        else if (strcmp(option, "--quiet") == 0) o->quiet = true;
-        else if (option[0] != '-') o->inputs[o->prepare.input.n_paths++] = option;
-        else if (!text && !jobs && !shard) return usage_error(" is no option", option);
-        else if (!value) return usage_error(" needs a value", option);
-        else if (text) *text = value;
-        else if (jobs && !mn_parse_count(&o->jobs, value, 1, 256)) {
-            return usage_error(" needs a whole number from 1 to 256", option);
-        } else if (shard && !mn_parse_count(&o->shard_tokens, value, 1, INT32_MAX)) {
-            return usage_error(" needs a whole number from 1 to 2147483647", option);
-        }
-        i += text || jobs || shard;
-    }
-    return 0;
+    int n_inputs = 0;
+    const mn_option rows[] = {
+        { "-o", .text = &o->prepare.folder },
+        { "--out", .text = &o->prepare.folder },
+        { "--tokenizer", .text = &o->tokenizer },
+        { "--valid", .text = &o->valid },
+        { "--separator", .text = &o->separator },
+        { "--text-key", .text = &o->prepare.input.text_key },
+        { "--document-end", .text = &o->document_end },
+        { "--format", .text = &o->format },
+        { "--check", .text = &o->check },
+        { "--jobs", .count = &o->jobs, .low = 1, .high = 256 },
+        { "--shard-tokens", .count = &o->shard_tokens, .low = 1, .high = INT32_MAX },
+        { "--json", .flag = &o->json },
+        { "--quiet", .flag = &o->quiet },
+        { NULL, .list = o->inputs, .n = &n_inputs, .most = argc },
+    };
+    const int status = mn_options_read(rows, MN_COUNTOF(rows), "prepare", argc, argv);
+    o->prepare.input.n_paths = n_inputs;
+    return status;
 }
 
 /* Replaces \n, \t, \r and \\ by what they stand for; false for other escapes. */
@@ -106,6 +87,10 @@ static bool unescape(char *out, const char *text) {
     return true;
 }
 
+static int mistake(const char *option, const char *what) {
+    return mn_options_mistake("prepare", option, what);
+}
+
 static int settle(options *o, char *separator) {
     static const struct {
         const char *name;
@@ -113,26 +98,27 @@ static int settle(options *o, char *separator) {
     } formats[] = { { "auto", MN_CORPUS_AUTO }, { "text", MN_CORPUS_TEXT },
                     { "jsonl", MN_CORPUS_JSONL } };
     mn_prepare_options *p = &o->prepare;
-    if (p->input.n_paths == 0) return usage_error("name the files or folders to prepare", "");
-    if (!p->folder) return usage_error(" FOLDER is missing: where the result goes", "-o");
-    if (!o->tokenizer) return usage_error(" is missing: a tokenizer.json, bytes or chars",
-                                          "--tokenizer");
+    if (p->input.n_paths == 0) return mistake("", "name the files or folders to prepare");
+    if (!p->folder) return mistake("-o", "FOLDER is missing: where the result goes");
+    if (!o->tokenizer) {
+        return mistake("--tokenizer", "is missing: a tokenizer.json, bytes or chars");
+    }
     bool known = !o->format;
     for (size_t i = 0; o->format && i < MN_COUNTOF(formats); i++) {
         if (strcmp(formats[i].name, o->format) != 0) continue;
         p->input.format = formats[i].format;
         known = true;
     }
-    if (!known) return usage_error(" needs auto, text or jsonl", "--format");
+    if (!known) return mistake("--format", "needs auto, text or jsonl");
     if (o->valid) {
         char *end;
         p->valid = strtod(o->valid, &end);
         if (end == o->valid || *end || !(p->valid >= 0 && p->valid < 1)) {
-            return usage_error(" needs a number from 0 to below 1", "--valid");
+            return mistake("--valid", "needs a number from 0 to below 1");
         }
     }
     if (o->separator && !unescape(separator, o->separator)) {
-        return usage_error(" knows \\n, \\t, \\r and \\\\ only", "--separator");
+        return mistake("--separator", "knows \\n, \\t, \\r and \\\\ only");
     }
     p->input.separator = separator;
     p->input.paths = o->inputs;
@@ -242,15 +228,10 @@ static int run_prepare(options *o) {
 
 int mn_command_prepare(int argc, char **argv) {
     options o = { 0 };
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
-            print_help();
-            return 0;
-        }
-    }
     o.inputs = calloc((size_t)argc, sizeof *o.inputs);
     if (!o.inputs) return 1;
     int status = parse(&o, argc, argv);
+    if (status < 0) print_help();
     char *separator = calloc(o.separator ? strlen(o.separator) + 1 : 1, 1);
     if (status == 0 && o.check) status = run_check(&o);
     else if (status == 0) {
@@ -259,5 +240,5 @@ int mn_command_prepare(int argc, char **argv) {
     }
     free(separator);
     free(o.inputs);
-    return status;
+    return status < 0 ? 0 : status;
 }

@@ -10,7 +10,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/command.h"
-#include "cli/number.h"
+#include "cli/options.h"
 #include "cli/sweep.h"
 #include "experiments/experiment.h"
 #include "experiments/grid.h"
@@ -59,12 +59,6 @@ static void print_help(void) {
          "  --quiet             show nothing but failures");
 }
 
-static int usage_error(const char *what, const char *option) {
-    fprintf(stderr, "mneme reproduce: %s%s; mneme reproduce --help lists the options\n", option,
-            what);
-    return 2;
-}
-
 static int failed(void) {
     fprintf(stderr, "mneme reproduce: %s\n", mn_last_error());
     return 1;
@@ -72,56 +66,31 @@ static int failed(void) {
 
 /* ---- options --------------------------------------------------------------------------------- */
 
-static int parse_count(int *out, const char *option, const char *value, int most) {
-    return mn_parse_count(out, value, 1, most) ? 0 : usage_error(" needs a whole number from 1 on",
-                                                                 option);
-}
-
-static int parse_value(options *o, const char *option, const char *value) {
-    if (strcmp(option, "--jobs") == 0) return parse_count(&o->processes, option, value,
-                                                          MN_SWEEP_LANES);
-    if (strcmp(option, "--seeds") == 0) return parse_count(&o->seeds, option, value, 1000);
-    if (strcmp(option, "--steps") == 0) return parse_count(&o->steps, option, value, INT32_MAX);
-    if (strcmp(option, "--out") == 0) o->out = value;
-    else if (strcmp(option, "--report") == 0) o->report = value;
-    else if (strcmp(option, "--device") == 0) o->device = strcmp(value, "cpu") ? value : NULL;
-    else if (strcmp(option, "--checkpoint") == 0) {
-        if (o->n_checkpoints == MOST_CHECKPOINTS) return usage_error(" is given too often", option);
-        o->checkpoints[o->n_checkpoints++] = value;
-    } else if (strcmp(option, "--preset") == 0) {
-        return mn_preset_find(&o->preset, value) ? 0 : usage_error(" is smoke, cpu or full",
-                                                                   option);
-    } else {
-        if (o->n_sets == MOST_SETS) return usage_error(" is given too often", option);
-        o->sets[o->n_sets++] = value;
-    }
-    return 0;
+static bool read_preset(void *to, const char *value) {
+    return mn_preset_find(to, value);
 }
 
 static int parse(options *o, int argc, char **argv) {
-    static const char *const valued[] = { "--jobs", "--seeds", "--steps", "--out", "--report",
-                                          "--preset", "--set", "--checkpoint", "--device" };
-    for (int i = 1; i < argc; i++) {
-        bool takes = false;
-        for (size_t k = 0; k < MN_COUNTOF(valued); k++) takes |= strcmp(valued[k], argv[i]) == 0;
-        if (takes && i + 1 >= argc) return usage_error(" needs a value", argv[i]);
-        if (takes) {
-            const int status = parse_value(o, argv[i], argv[i + 1]);
-            if (status != 0) return status;
-            i++;
-        } else if (strcmp(argv[i], "--list") == 0) {
-            o->list = true;
-        } else if (strcmp(argv[i], "--json") == 0) {
-            o->json = true;
-        } else if (strcmp(argv[i], "--quiet") == 0) {
-            o->quiet = true;
-        } else if (argv[i][0] == '-' || o->name) {
-            return usage_error(" is no option", argv[i]);
-        } else {
-            o->name = argv[i];
-        }
-    }
-    return o->name || o->list ? 0 : usage_error("name an experiment, or --list them", "");
+    const mn_option rows[] = {
+        { "--list", .flag = &o->list },
+        { "--json", .flag = &o->json },
+        { "--quiet", .flag = &o->quiet },
+        { "--jobs", .count = &o->processes, .low = 1, .high = MN_SWEEP_LANES },
+        { "--seeds", .count = &o->seeds, .low = 1, .high = 1000 },
+        { "--steps", .count = &o->steps, .low = 1, .high = INT32_MAX },
+        { "--out", .text = &o->out },
+        { "--report", .text = &o->report },
+        { "--device", .text = &o->device },
+        { "--preset", .read = read_preset, .to = &o->preset, .needs = "smoke, cpu or full" },
+        { "--checkpoint", .list = o->checkpoints, .n = &o->n_checkpoints,
+          .most = MOST_CHECKPOINTS },
+        { "--set", .list = o->sets, .n = &o->n_sets, .most = MOST_SETS },
+        { NULL, .text = &o->name },
+    };
+    const int status = mn_options_read(rows, MN_COUNTOF(rows), "reproduce", argc, argv);
+    if (o->device && strcmp(o->device, "cpu") == 0) o->device = NULL;
+    if (status != 0 || o->name || o->list) return status;
+    return mn_options_mistake("reproduce", "", "name an experiment, or --list them");
 }
 
 /* ---- the list -------------------------------------------------------------------------------- */
@@ -221,7 +190,7 @@ static int report_again(int row, const char *folder) {
     mn_json results = { 0 };
     const char *name = "";
     if (snprintf(path, sizeof path, "%s/results.json", folder) >= MN_SWEEP_PATH) {
-        return usage_error(" is too long a path", folder);
+        return mn_options_mistake("reproduce", folder, "is too long a path");
     }
     mn_status st = mn_json_load(&results, path, MN_JSON_STANDARD);
     if (st == MN_OK) st = mn_json_get_text(&name, &results, "experiment");
@@ -242,7 +211,9 @@ static int reproduce(int row, const options *o) {
     const char *preset = mn_preset_name(o->preset);
     const int n = o->out ? snprintf(folder, sizeof folder, "%s", o->out)
                          : snprintf(folder, sizeof folder, "%s-%s", o->name, preset);
-    if (n >= (int)sizeof folder) return usage_error(" is too long a path", "--out");
+    if (n >= (int)sizeof folder) {
+        return mn_options_mistake("reproduce", "--out", "is too long a path");
+    }
     int status = make_jobs(&plan, &jobs, row, o) == MN_OK ? 0 : failed();
     if (status == 0) {
         if (!o->quiet) {
@@ -265,13 +236,9 @@ static int reproduce(int row, const options *o) {
 
 int mn_command_reproduce(int argc, char **argv) {
     options o = { 0 };
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") != 0) continue;
-        print_help();
-        return 0;
-    }
     const int mistake = parse(&o, argc, argv);
-    if (mistake != 0) return mistake;
+    if (mistake < 0) print_help();
+    if (mistake != 0) return mistake < 0 ? 0 : mistake;
     if (o.list) return print_list(o.json);
     int row;
     if (mn_experiment_find(&row, o.name) != MN_OK) return failed();

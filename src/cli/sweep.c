@@ -9,7 +9,7 @@
 
 #include "base/util.h"
 #include "cli/command.h"
-#include "cli/number.h"
+#include "cli/options.h"
 #include "experiments/grid.h"
 #include "io/json_write.h"
 #include "train/options.h"
@@ -59,50 +59,20 @@ static void print_help(void) {
          "  --quiet             show nothing but failures");
 }
 
-static int usage_error(const char *what, const char *option) {
-    fprintf(stderr, "mneme sweep: %s%s; mneme sweep --help lists the options\n", option, what);
-    return 2;
-}
-
-static int parse_value(options *o, const char *option, const char *value) {
-    if (strcmp(option, "-o") == 0) {
-        o->out = value;
-        return 0;
-    }
-    if (strcmp(option, "--device") == 0) {
-        o->device = strcmp(value, "cpu") == 0 ? NULL : value;
-        return 0;
-    }
-    if (strcmp(option, "--jobs") == 0) {
-        return mn_parse_count(&o->processes, value, 1, MN_SWEEP_LANES)
-                   ? 0 : usage_error(" needs a whole number from 1 to 256", option);
-    }
-    if (o->n_sets == MOST_SETS) return usage_error(" is given too often", option);
-    o->sets[o->n_sets++] = value;
-    return 0;
-}
-
 static int parse(options *o, int argc, char **argv) {
-    static const char *const valued[] = { "-o", "--jobs", "--set", "--device" };
-    for (int i = 1; i < argc; i++) {
-        bool takes = false;
-        for (size_t k = 0; k < MN_COUNTOF(valued); k++) takes |= strcmp(valued[k], argv[i]) == 0;
-        if (takes && i + 1 >= argc) return usage_error(" needs a value", argv[i]);
-        if (takes) {
-            const int status = parse_value(o, argv[i], argv[i + 1]);
-            if (status != 0) return status;
-            i++;
-        } else if (strcmp(argv[i], "--dry-run") == 0) {
-            o->dry = true;
-        } else if (strcmp(argv[i], "--quiet") == 0) {
-            o->quiet = true;
-        } else if (argv[i][0] == '-' || o->file) {
-            return usage_error(" is no option", argv[i]);
-        } else {
-            o->file = argv[i];
-        }
-    }
-    return o->file ? 0 : usage_error("name a file of jobs", "");
+    const mn_option rows[] = {
+        { "-o", .text = &o->out },
+        { "--jobs", .count = &o->processes, .low = 1, .high = MN_SWEEP_LANES },
+        { "--device", .text = &o->device },
+        { "--set", .list = o->sets, .n = &o->n_sets, .most = MOST_SETS },
+        { "--dry-run", .flag = &o->dry },
+        { "--quiet", .flag = &o->quiet },
+        { NULL, .text = &o->file },
+    };
+    const int status = mn_options_read(rows, MN_COUNTOF(rows), "sweep", argc, argv);
+    if (o->device && strcmp(o->device, "cpu") == 0) o->device = NULL;
+    if (status != 0 || o->file) return status;
+    return mn_options_mistake("sweep", "", "name a file of jobs");
 }
 
 static mn_status load_jobs(json_t **jobs, const options *o) {
@@ -133,13 +103,9 @@ static int print_jobs(const json_t *jobs) {
 int mn_command_sweep(int argc, char **argv) {
     options o = { 0 };
     char folder[MN_SWEEP_PATH];
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") != 0) continue;
-        print_help();
-        return 0;
-    }
     const int mistake = parse(&o, argc, argv);
-    if (mistake != 0) return mistake;
+    if (mistake < 0) print_help();
+    if (mistake != 0) return mistake < 0 ? 0 : mistake;
     json_t *jobs = NULL;
     if (load_jobs(&jobs, &o) != MN_OK) {
         fprintf(stderr, "mneme sweep: %s\n", mn_last_error());

@@ -10,7 +10,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/command.h"
-#include "cli/number.h"
+#include "cli/options.h"
 #include "io/json_write.h"
 
 typedef struct options {
@@ -19,7 +19,7 @@ typedef struct options {
     int dump, first;
     uint64_t seed;
     mn_split split;
-    bool dumps, json, speed;
+    bool json, speed;
 } options;
 
 static void print_help(void) {
@@ -41,11 +41,6 @@ static void print_help(void) {
          "  --json              one JSON document");
 }
 
-static int usage_error(const char *what, const char *option) {
-    fprintf(stderr, "mneme task: %s%s; mneme task --help lists the options\n", option, what);
-    return 2;
-}
-
 static int failed(void) {
     fprintf(stderr, "mneme task: %s\n", mn_last_error());
     return 1;
@@ -53,61 +48,37 @@ static int failed(void) {
 
 /* ---- options --------------------------------------------------------------------------------- */
 
-static bool parse_seed(uint64_t *out, const char *text) {
+static bool read_seed(void *to, const char *text) {
+    uint64_t *out = to;
     char *end;
     if (*text < '0' || *text > '9') return false;
     *out = strtoull(text, &end, 10);
     return *end == '\0';
 }
 
-/* An option that takes a value; 0, or the exit status of a mistake. */
-static int parse_value(options *o, const char *option, const char *value) {
-    if (strcmp(option, "--dump") == 0) {
-        o->dumps = mn_parse_count(&o->dump, value, 1, INT32_MAX);
-        return o->dumps ? 0 : usage_error(" needs a whole number from 1 on", option);
-    }
-    if (strcmp(option, "--first") == 0) {
-        return mn_parse_count(&o->first, value, 0, INT32_MAX)
-                   ? 0 : usage_error(" needs a whole number from 0 on", option);
-    }
-    if (strcmp(option, "--seed") == 0) {
-        return parse_seed(&o->seed, value) ? 0 : usage_error(" needs a whole number", option);
-    }
-    if (strcmp(option, "--split") == 0) {
-        return mn_split_find(&o->split, value) ? 0 : usage_error(" needs train, valid or test",
-                                                                 option);
-    }
-    if (strcmp(option, "--setting") == 0) {
-        o->setting = value;
-        return 0;
-    }
-    return mn_task_set(&o->changes, value) == MN_OK ? 0 : usage_error(" KEY=VALUE is meant",
-                                                                      option);
+static bool read_split(void *to, const char *value) {
+    return mn_split_find(to, value);
+}
+
+static bool read_change(void *to, const char *value) {
+    return mn_task_set(to, value) == MN_OK;
 }
 
 static int parse(options *o, int argc, char **argv) {
-    static const char *const valued[] = { "--dump", "--first", "--seed", "--split", "--setting",
-                                          "--set" };
-    for (int i = 1; i < argc; i++) {
-        const char *option = argv[i];
-        bool takes = false;
-        for (size_t k = 0; k < MN_COUNTOF(valued); k++) takes |= strcmp(valued[k], option) == 0;
-        if (takes && i + 1 >= argc) return usage_error(" needs a value", option);
-        if (takes) {
-            const int status = parse_value(o, option, argv[++i]);
-            if (status != 0) return status;
-        } else if (strcmp(option, "--json") == 0) {
-            o->json = true;
-        } else if (strcmp(option, "--speed") == 0) {
-            o->speed = true;
-        } else if (option[0] == '-' || o->name) {
-            return usage_error(" is no option", option);
-        } else {
-            o->name = option;
-        }
-    }
-    if (!o->name && (o->dumps || o->speed)) return usage_error("name a task", "");
-    return 0;
+    const mn_option rows[] = {
+        { "--dump", .count = &o->dump, .low = 1, .high = INT32_MAX },
+        { "--first", .count = &o->first, .low = 0, .high = INT32_MAX },
+        { "--seed", .read = read_seed, .to = &o->seed, .needs = "a whole number" },
+        { "--split", .read = read_split, .to = &o->split, .needs = "train, valid or test" },
+        { "--setting", .text = &o->setting },
+        { "--set", .read = read_change, .to = &o->changes, .needs = "KEY=VALUE" },
+        { "--json", .flag = &o->json },
+        { "--speed", .flag = &o->speed },
+        { NULL, .text = &o->name },
+    };
+    const int status = mn_options_read(rows, MN_COUNTOF(rows), "task", argc, argv);
+    if (status != 0 || o->name || !(o->dump || o->speed)) return status;
+    return mn_options_mistake("task", "", "name a task");
 }
 
 /* The options of the published setting under what --set says. */
@@ -367,25 +338,20 @@ static mn_status measure(mn_task *task, const options *o) {
 static int run(options *o) {
     if (!o->name) return list_tasks(o);
     if (lay_setting(o) != MN_OK) return failed();
-    if (!o->dumps && !o->speed) return describe(o);
+    if (o->dump == 0 && !o->speed) return describe(o);
     mn_task *task;
     mn_status st = mn_task_create(&task, o->name, &o->changes);
-    if (st == MN_OK) st = o->dumps ? dump(task, o) : measure(task, o);
+    if (st == MN_OK) st = o->dump > 0 ? dump(task, o) : measure(task, o);
     mn_task_destroy(task);
     return st == MN_OK ? 0 : failed();
 }
 
 int mn_command_task(int argc, char **argv) {
-    for (int i = 1; i < argc; i++) {
-        if (strcmp(argv[i], "--help") == 0 || strcmp(argv[i], "-h") == 0) {
-            print_help();
-            return 0;
-        }
-    }
     options o = { .changes = { .value = json_object(), .name = "--set" }, .split = MN_SPLIT_TEST };
     if (!o.changes.value) return 1;
     int status = parse(&o, argc, argv);
+    if (status < 0) print_help();
     if (status == 0) status = run(&o);
     json_decref(o.changes.value);
-    return status;
+    return status < 0 ? 0 : status;
 }

@@ -9,7 +9,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/command.h"
-#include "cli/number.h"
+#include "cli/options.h"
 
 typedef struct verb {
     const char *name;
@@ -91,69 +91,40 @@ mn_status mn_read_input(mn_text *out, const char *path) {
 static bool takes(const verb *v, const char *option) {
     char wanted[40];
     snprintf(wanted, sizeof wanted, " %s ", option);
-    return strstr(v->options, wanted) != NULL;
+    return !option[0] || strstr(v->options, wanted);
 }
 
-/* An option without value. */
-static bool take_flag(mn_tokenizer_options *o, const verb *v, const char *option) {
-    const struct {
-        const char *name;
-        bool *flag;
-    } flags[] = {
-        { "--json", &o->json },   { "--lines", &o->lines }, { "--plain", &o->plain },
-        { "--count", &o->count }, { "--quiet", &o->quiet },
+/* Those options of all verbs that this one takes. */
+static int parse(mn_tokenizer_options *o, const verb *v, int argc, char **argv) {
+    const bool decodes = v->run == mn_tokenizer_verb_decode;
+    const mn_option all[] = {
+        { "--tokenizer", .text = &o->tokenizer },
+        { "--out", .text = &o->out },
+        { "-o", .text = &o->out },
+        { "--pattern", .text = &o->pattern },
+        { "--kind", .text = &o->kind },
+        { "--vocab-size", .count = &o->vocab_size, .low = 1, .high = 1 << 22 },
+        { "--min-count", .count = &o->min_count, .low = 1, .high = 1 << 22 },
+        { "--special", .flag = decodes ? &o->keep_special : NULL,
+          .list = o->special, .n = &o->n_special, .most = argc },
+        { "--json", .flag = &o->json },
+        { "--lines", .flag = &o->lines },
+        { "--plain", .flag = &o->plain },
+        { "--count", .flag = &o->count },
+        { "--quiet", .flag = &o->quiet },
+        { NULL, .list = o->files, .n = &o->n_files, .most = argc },
     };
-    for (size_t i = 0; i < MN_COUNTOF(flags); i++) {
-        if (strcmp(flags[i].name, option) == 0) return *flags[i].flag = true;
+    mn_option rows[MN_COUNTOF(all)];
+    char name[32];
+    int n = 0;
+    for (size_t i = 0; i < MN_COUNTOF(all); i++) {
+        if (takes(v, all[i].name ? all[i].name : "")) rows[n++] = all[i];
     }
-    if (strcmp(option, "--special") != 0 || strcmp(v->name, "decode") != 0) return false;
-    return o->keep_special = true;
-}
-
-static mn_status take_number(int *out, const char *option, const char *value) {
-    if (mn_parse_count(out, value, 1, 1 << 22)) return MN_OK;
-    return mn_fail(MN_ERR_ARGUMENT, "%s needs a whole number from 1 to %d, not \"%s\"", option,
-                   1 << 22, value);
-}
-
-static mn_status take_value(mn_tokenizer_options *o, const char *option, const char *value) {
-    const struct {
-        const char *name;
-        const char **text;
-    } texts[] = {
-        { "--tokenizer", &o->tokenizer }, { "--out", &o->out },   { "-o", &o->out },
-        { "--pattern", &o->pattern },     { "--kind", &o->kind },
-    };
-    if (!value) return mn_fail(MN_ERR_ARGUMENT, "the value of %s is missing", option);
-    for (size_t i = 0; i < MN_COUNTOF(texts); i++) {
-        if (strcmp(texts[i].name, option) == 0) *texts[i].text = value;
-    }
-    if (strcmp(option, "--special") == 0) o->special[o->n_special++] = value;
-    if (strcmp(option, "--vocab-size") == 0) return take_number(&o->vocab_size, option, value);
-    if (strcmp(option, "--min-count") == 0) return take_number(&o->min_count, option, value);
-    return MN_OK;
-}
-
-/* Takes the options off argv, which starts with the verb, and keeps the files at its front. */
-static mn_status parse(mn_tokenizer_options *o, const verb *v, int argc, char **argv) {
-    mn_status st = MN_OK;
-    o->files = argv;
-    for (int i = 1; i < argc && st == MN_OK; i++) {
-        if (argv[i][0] != '-' || !argv[i][1]) {
-            argv[o->n_files++] = argv[i];
-        } else if (!takes(v, argv[i])) {
-            return mn_fail(MN_ERR_ARGUMENT, "%s is no option; see mneme tokenizer %s --help",
-                           argv[i], v->name);
-        } else if (!take_flag(o, v, argv[i])) {
-            st = take_value(o, argv[i], i + 1 < argc ? argv[i + 1] : NULL);
-            i++;
-        }
-    }
-    if (st == MN_OK && (o->n_files < v->files_min || o->n_files > v->files_max)) {
-        return mn_fail(MN_ERR_ARGUMENT, v->files_max == 1 ? "name one file, or - for standard input"
-                                                          : "name at least one file");
-    }
-    return st;
+    snprintf(name, sizeof name, "tokenizer %s", v->name);
+    const int status = mn_options_read(rows, n, name, argc, argv);
+    if (status != 0 || (o->n_files >= v->files_min && o->n_files <= v->files_max)) return status;
+    return mn_options_mistake(name, "", v->files_max > 1 ? "name at least one file"
+                                        : "name one file, or - for standard input");
 }
 
 int mn_command_tokenizer(int argc, char **argv) {
@@ -170,16 +141,15 @@ int mn_command_tokenizer(int argc, char **argv) {
                 "decode, info\n", argv[1]);
         return 2;
     }
-    if (argc > 2 && strcmp(argv[2], "--help") == 0) {
-        fputs(v->help, stdout);
-        return 0;
+    mn_tokenizer_options o = { .special = calloc((size_t)argc + 1, sizeof *o.special),
+                               .files = calloc((size_t)argc + 1, sizeof *o.files) };
+    int status = o.special && o.files ? parse(&o, v, argc - 1, argv + 1) : 2;
+    if (status < 0) fputs(v->help, stdout);
+    if (status == 0 && v->run(&o) != MN_OK) {
+        fprintf(stderr, "mneme tokenizer %s: %s\n", v->name, mn_last_error());
+        status = 1;
     }
-    mn_tokenizer_options o = { .special = calloc((size_t)argc + 1, sizeof(char *)) };
-    mn_status st = o.special ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for the command line");
-    if (st == MN_OK) st = parse(&o, v, argc - 1, argv + 1);
-    const int usage = st != MN_OK;
-    if (st == MN_OK) st = v->run(&o);
     free(o.special);
-    if (st != MN_OK) fprintf(stderr, "mneme tokenizer %s: %s\n", v->name, mn_last_error());
-    return st == MN_OK ? 0 : usage ? 2 : 1;
+    free(o.files);
+    return status < 0 ? 0 : status;
 }

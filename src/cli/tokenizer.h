@@ -14,7 +14,7 @@ typedef struct mn_tokenizer_options {
     int n_special;
     int vocab_size, min_count;
     bool json, lines, plain, count, keep_special, quiet;
-    char **files;
+    const char **files;
     int n_files;
 } mn_tokenizer_options;
 

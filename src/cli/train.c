@@ -16,7 +16,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "cli/command.h"
-#include "cli/number.h"
+#include "cli/options.h"
 #include "cli/progress.h"
 #include "cli/sgemm.h"
 #include "io/json_write.h"
@@ -71,47 +71,33 @@ static void print_help(void) {
          "  out                                 folder of the run (default: runs/LAYERS)");
 }
 
-static int usage_error(const char *what, const char *option) {
-    fprintf(stderr, "mneme train: %s%s; mneme train --help lists the options\n", option, what);
-    return 2;
-}
-
-/* --dtype as the setting it stands for. */
-static const char *dtype_setting(options *o, const char *value) {
-    snprintf(o->dtype, sizeof o->dtype, "train.dtype=%s", value);
-    return o->dtype;
-}
-
-/* 0, or the exit status of a mistake; -1: help was asked for. */
 static int parse(options *o, int argc, char **argv) {
-    for (int i = 1; i < argc; i++) {
-        const char *option = argv[i], *value = i + 1 < argc ? argv[i + 1] : NULL;
-        if (strcmp(option, "--help") == 0 || strcmp(option, "-h") == 0) return -1;
-        else if (strcmp(option, "--overwrite") == 0) o->overwrite = true;
-        else if (strcmp(option, "--quiet") == 0) o->quiet = true;
-        else if (strcmp(option, "--json") == 0) o->json = true;
-        else if (strcmp(option, "--dry-run") == 0) o->dry = true;
-        else if (option[0] != '-' && !o->config) o->config = option;
-        else if (option[0] != '-') return usage_error(" is a second configuration", option);
-        else if (strcmp(option, "--set") && strcmp(option, "--resume") &&
-                 strcmp(option, "--threads") && strcmp(option, "--device") &&
-                 strcmp(option, "--dtype")) return usage_error(" is no option", option);
-        else if (!value) return usage_error(" needs a value", option);
-        else if (strcmp(option, "--set") == 0 || strcmp(option, "--dtype") == 0) {
-            if (o->n_sets == MAX_SETS) return usage_error(" is given too often", option);
-            o->sets[o->n_sets++] = argv[++i];
-            if (option[2] == 'd') o->sets[o->n_sets - 1] = dtype_setting(o, value);
-        } else if (strcmp(option, "--device") == 0) {
-            o->device = argv[++i];
-        } else if (strcmp(option, "--resume") == 0) {
-            o->resume = true;
-            o->from = argv[++i];
-        } else if (!mn_parse_count(&o->threads, argv[++i], 1, 4096)) {
-            return usage_error(" is no number of threads", argv[i]);
-        }
+    const char *dtype = NULL;
+    const mn_option rows[] = {
+        { "--set", .list = o->sets, .n = &o->n_sets, .most = MAX_SETS - 1 },
+        { "--resume", .text = &o->from },
+        { "--threads", .count = &o->threads, .low = 1, .high = 4096 },
+        { "--device", .text = &o->device },
+        { "--dtype", .text = &dtype },
+        { "--overwrite", .flag = &o->overwrite },
+        { "--dry-run", .flag = &o->dry },
+        { "--quiet", .flag = &o->quiet },
+        { "--json", .flag = &o->json },
+        { NULL, .text = &o->config },
+    };
+    const int status = mn_options_read(rows, MN_COUNTOF(rows), "train", argc, argv);
+    if (status != 0) return status;
+    if (dtype) {
+        snprintf(o->dtype, sizeof o->dtype, "train.dtype=%s", dtype);
+        o->sets[o->n_sets++] = o->dtype;
     }
-    if (o->resume && o->config) return usage_error(" and --resume: a run has its own", o->config);
-    if (o->resume && o->overwrite) return usage_error(" and --resume: one of them", "--overwrite");
+    o->resume = o->from != NULL;
+    if (o->resume && o->config) {
+        return mn_options_mistake("train", o->config, "and --resume: a run has its own");
+    }
+    if (o->resume && o->overwrite) {
+        return mn_options_mistake("train", "--overwrite", "and --resume: one of them");
+    }
     return 0;
 }
 
@@ -571,7 +557,9 @@ int mn_command_train(int argc, char **argv) {
     const int mistake = parse(&o, argc, argv);
     if (mistake < 0) print_help();
     if (mistake != 0) return mistake < 0 ? 0 : mistake;
-    if (argc == 1) return usage_error("a configuration, --set or --resume is needed", "");
+    if (argc == 1) {
+        return mn_options_mistake("train", "", "a configuration, --set or --resume is needed");
+    }
     mn_json root = { 0 };
     char checkpoint[PATH];
     mn_context *context = NULL;

@@ -52,6 +52,7 @@ mn_status mn_claim_judge(mn_claim *out, const mn_json *results, int64_t i) {
     judge(out, cell_of(&cells, &claim, "cell"), cell_of(&cells, &claim, "less"),
           json_object_get(claim.value, "less") != NULL, best);
     if (best) out->se = NAN;
+    out->close = fabs(out->value - out->bound) < 2.0 * out->se;    // no, where there is none
     mn_cells_free(&cells);
     return MN_OK;
 }

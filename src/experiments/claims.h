@@ -17,6 +17,7 @@ typedef struct mn_claim {
     const char *says;            // borrowed from the results
     mn_verdict verdict;          // open: a cell has no number yet
     bool percent, below;
+    bool close;                  // within two standard errors of its bound: more seeds may turn it
     int64_t seeds;               // of the cell with fewer
     double value, se, bound;     // se of the value: NAN when a cell has one seed
 } mn_claim;

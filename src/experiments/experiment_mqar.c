@@ -1,4 +1,5 @@
 /* experiment_mqar.c - recall of several pairs, where keys and values come from one vocabulary. */
+#include "experiments/base_mqar.h"
 #include "experiments/experiment_parts.h"
 
 const mn_experiment_text mn_experiment_mqar = {
@@ -68,11 +69,7 @@ const mn_experiment_text mn_experiment_mqar = {
         }),
     },
     .notes = {
-        "The paper leaves open: peak learning rates, epochs, and whether blocks have an "
-        "MLP. Here: the grid of the zoology benchmark, 64 epochs or until 99 percent, no "
-        "MLP.",
-        "The paper compares with RWKV-7 and Hyena too; they are no layers of this "
-        "library.",
+        MN_MQAR_NOTES,
         "The paper shows the base task as a figure: the Bayesian Layer approaches all "
         "pairs at larger widths.",
         NULL

@@ -1,5 +1,6 @@
 /* experiment_mqar_block.c - recall when a block of keys is followed by the block of their
  * values. */
+#include "experiments/base_mqar.h"
 #include "experiments/experiment_parts.h"
 
 const mn_experiment_text mn_experiment_mqar_block = {
@@ -62,11 +63,7 @@ const mn_experiment_text mn_experiment_mqar_block = {
         }),
     },
     .notes = {
-        "The paper leaves open: peak learning rates, epochs, and whether blocks have an "
-        "MLP. Here: the grid of the zoology benchmark, 64 epochs or until 99 percent, no "
-        "MLP.",
-        "The paper compares with RWKV-7 and Hyena too; they are no layers of this "
-        "library.",
+        MN_MQAR_NOTES,
         "The paper says that the Bayesian Layer and Gated DeltaNet solve this without "
         "convolutions, and that models which need local mixing do not. Its block size is "
         "2; 4 and 8 are added here.",

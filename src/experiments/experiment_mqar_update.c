@@ -1,4 +1,5 @@
 /* experiment_mqar_update.c - recall after some keys were given new values. */
+#include "experiments/base_mqar.h"
 #include "experiments/experiment_parts.h"
 
 const mn_experiment_text mn_experiment_mqar_update = {
@@ -99,11 +100,7 @@ const mn_experiment_text mn_experiment_mqar_update = {
         }),
     },
     .notes = {
-        "The paper leaves open: peak learning rates, epochs, and whether blocks have an "
-        "MLP. Here: the grid of the zoology benchmark, 64 epochs or until 99 percent, no "
-        "MLP.",
-        "The paper compares with RWKV-7 and Hyena too; they are no layers of this "
-        "library.",
+        MN_MQAR_NOTES,
         "The paper shows figures only: its numbers are read off the text, where it says "
         "about 88 and about 60 percent.",
         "The paper trains on a mixture of lengths, pairs and updates; here each "

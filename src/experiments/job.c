@@ -96,6 +96,15 @@ void mn_job_title(char *text, size_t size, const json_t *job) {
     put_label(text, size, "seed", mn_spec_get(job, "seed"));
 }
 
+bool mn_job_is_to_stop(const mn_job_call *call) {
+    return call->stop && *call->stop;
+}
+
+bool mn_job_keeps_now(const mn_job_call *call, double last) {
+    return call->keep &&
+           (mn_job_is_to_stop(call) || mn_seconds() - last >= call->keep_seconds);
+}
+
 mn_status mn_job_run(json_t **record, const json_t *job, const mn_job_keeping *keeping,
                      const char *device, mn_job_watch watch, void *context) {
     const mn_json handle = { .value = (json_t *)(uintptr_t)job, .name = "job" };
@@ -114,8 +123,10 @@ mn_status mn_job_run(json_t **record, const json_t *job, const mn_job_keeping *k
         }
         call.keep = keep;
         call.keep_seconds = keeping->seconds;
+        call.stop = keeping->stop;
     }
     if (st == MN_OK) st = kind->run(&result, &handle, &call);
+    if (st == MN_OK && !result && mn_job_is_to_stop(&call)) return MN_OK;
     const bool ok = st == MN_OK && result;
     json_t *root = json_pack("{s:s, s:O, s:s, s:o, s:s, s:s}", "key", key, "job", job, "status",
                              ok ? "ok" : "failed", "seconds", mn_json_real(mn_seconds() - start),

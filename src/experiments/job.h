@@ -10,6 +10,7 @@
 #ifndef MN_EXPERIMENTS_JOB_H
 #define MN_EXPERIMENTS_JOB_H
 
+#include <signal.h>
 #include <stdbool.h>
 #include <stdint.h>
 
@@ -38,12 +39,14 @@ mn_status mn_job_key(char key[MN_JOB_KEY], const json_t *job);
 typedef struct mn_job_keeping {
     const char *folder;          // NULL: nowhere
     double seconds;              // from one to the next
+    const volatile sig_atomic_t *stop;    // NULL, or set to keep what there is and end
 } mn_job_keeping;
 
 /* Runs a completed job on one thread. `watch` (may be NULL) is called now and then. A failed run
- * gives a record too, with "status" "failed"; the status says whether there is a record. Models are
- * trained on `device` ("cuda"; NULL: the CPU), which the record then names; its key does not, as
- * results differ by roundings only. Kinds that train no model run on the CPU. */
+ * gives a record too, with "status" "failed"; the status says whether there is a record, and a job
+ * that ended because it was to stop has none. Models are trained on `device` ("cuda"; NULL: the
+ * CPU), which the record then names; its key does not, as results differ by roundings only. Kinds
+ * that train no model run on the CPU. */
 mn_status mn_job_run(json_t **record, const json_t *job, const mn_job_keeping *keeping,
                      const char *device, mn_job_watch watch, void *context);
 

@@ -241,7 +241,7 @@ static void take_up(addressed_run *r, const mn_job_call *call) {
 }
 
 static mn_status keep_now_and_then(addressed_run *r, const mn_job_call *call) {
-    if (!call->keep || mn_seconds() - r->kept < call->keep_seconds) return MN_OK;
+    if (!mn_job_keeps_now(call, r->kept)) return MN_OK;
     const mn_address_progress at = { r->now.step, r->now.loss };
     const mn_status st = mn_address_save(call->keep, &r->model, r->optimizer, &at);
     r->kept = mn_seconds();
@@ -251,10 +251,12 @@ static mn_status keep_now_and_then(addressed_run *r, const mn_job_call *call) {
 static mn_status run(json_t **result, const mn_json *job, const mn_job_call *call) {
     addressed_run r = { 0 };
     double told = 0.0;
+    bool stops = false;
     mn_status st = start(&r, job);
     if (st == MN_OK) take_up(&r, call);
-    while (st == MN_OK && r.now.step < r.now.steps) {
+    while (st == MN_OK && !stops && r.now.step < r.now.steps) {
         st = step(&r);
+        stops = r.now.step < r.now.steps && mn_job_is_to_stop(call);
         if (st == MN_OK && r.now.step < r.now.steps) st = keep_now_and_then(&r, call);
         if (call->watch && mn_seconds() - told > 0.25) {
             call->watch(call->context, &r.now);
@@ -262,14 +264,14 @@ static mn_status run(json_t **result, const mn_json *job, const mn_job_call *cal
         }
     }
     json_t *tests = json_object();
-    if (st == MN_OK) st = ask_all(tests, &r, job);
-    if (st == MN_OK) {
+    if (st == MN_OK && !stops) st = ask_all(tests, &r, job);
+    if (st == MN_OK && !stops) {
         *result = json_pack("{s:O, s:I, s:o}", "tests", tests, "steps", (json_int_t)r.now.step,
                             "train_loss", mn_json_real(r.now.loss));
     }
     json_decref(tests);
     finish(&r);
-    if (st == MN_OK && call->keep) mn_keep_drop(call->keep);
+    if (st == MN_OK && !stops && call->keep) mn_keep_drop(call->keep);
     return st;
 }
 

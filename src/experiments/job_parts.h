@@ -8,13 +8,19 @@
 typedef struct mn_job_call {
     const char *keep;
     double keep_seconds;
+    const volatile sig_atomic_t *stop;    // may be NULL
     const char *device;          // NULL: the CPU
     mn_job_watch watch;          // may be NULL
     void *context;
 } mn_job_call;
 
+bool mn_job_is_to_stop(const mn_job_call *call);
+
+/* Whether it is time for a checkpoint, the last being of the time `last`. */
+bool mn_job_keeps_now(const mn_job_call *call, double last);
+
 /* A kind fills in `job`, an object that is its own, and runs a completed one: *result is a new
- * object. */
+ * object, or NULL where it kept a checkpoint and ended because it was to stop. */
 typedef struct mn_job_kind {
     mn_status (*complete)(mn_json *job);
     mn_status (*run)(json_t **result, const mn_json *job, const mn_job_call *call);

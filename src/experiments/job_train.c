@@ -173,7 +173,7 @@ static mn_status complete(mn_json *job) {
 
 /* ---- running --------------------------------------------------------------------------------- */
 
-typedef enum stop_reason { STOP_STEPS, STOP_TARGET, STOP_PATIENCE } stop_reason;
+typedef enum stop_reason { STOP_STEPS, STOP_TARGET, STOP_PATIENCE, STOP_ASKED } stop_reason;
 
 static const char *const stop_names[] = { "steps", "target", "patience" };
 
@@ -217,7 +217,8 @@ static void take_up(train_run *r, const char *keep) {
 }
 
 static mn_status keep_now_and_then(train_run *r, const mn_job_call *call) {
-    if (!call->keep || mn_seconds() - r->kept < call->keep_seconds) return MN_OK;
+    if (mn_job_is_to_stop(call)) r->stopped = STOP_ASKED;
+    if (!mn_job_keeps_now(call, r->kept)) return MN_OK;
     const mn_status st = mn_keep_save(call->keep, r->trainer, state_of(r));
     r->kept = mn_seconds();
     return st;
@@ -317,11 +318,12 @@ static mn_status run(json_t **result, const mn_json *job, const mn_job_call *cal
     train_run r = { 0 };
     mn_status st = start(&r, job, call);
     if (st == MN_OK) st = train(&r, call);
+    const bool ended = st == MN_OK && r.stopped != STOP_ASKED;
     json_t *tests = NULL;
-    if (st == MN_OK) {
+    if (ended) {
         st = mn_task_run_tests(&tests, r.task, r.tape, mn_trainer_model(r.trainer));
     }
-    if (st == MN_OK && r.best) {
+    if (ended && st == MN_OK && r.best) {
         json_object_set_new(r.best, "steps", json_integer(r.now.step));
         json_object_set_new(r.best, "stopped", json_string(stop_names[r.stopped]));
         json_object_set_new(r.best, "train_loss", mn_json_real(r.now.loss));
@@ -334,7 +336,7 @@ static mn_status run(json_t **result, const mn_json *job, const mn_job_call *cal
     }
     json_decref(tests);
     finish(&r);
-    if (st == MN_OK && call->keep) mn_keep_drop(call->keep);
+    if (ended && st == MN_OK && call->keep) mn_keep_drop(call->keep);
     return st;
 }
 

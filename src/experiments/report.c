@@ -192,7 +192,7 @@ static void put_claim(FILE *out, const mn_claim *claim) {
     const double scale = claim->percent ? 100.0 : 1.0;
     fputs("| ", out);
     put_text(out, claim->says);
-    fprintf(out, " | %s | ", verdicts[claim->verdict]);
+    fprintf(out, " | %s%s | ", verdicts[claim->verdict], claim->close ? ", narrowly" : "");
     if (claim->verdict == MN_CLAIM_OPEN) {
         fputs("- | - | - |\n", out);
         return;
@@ -207,7 +207,8 @@ static void put_claim(FILE *out, const mn_claim *claim) {
 static void put_claims(FILE *out, const mn_json *results) {
     const int64_t n = mn_claim_count(results);
     if (n == 0) return;
-    fputs("\n## What came out\n\n| claim | verdict | ours | asked | seeds |\n"
+    fputs("\n## What came out\n\nNarrowly: within two standard errors of what is asked; more seeds "
+          "may turn it.\n\n| claim | verdict | ours | asked | seeds |\n"
           "|---|---|---|---|---|\n", out);
     for (int64_t i = 0; i < n; i++) {
         mn_claim claim;

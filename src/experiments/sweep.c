@@ -159,20 +159,35 @@ static void say_progress(void *context, const mn_job_progress *now) {
                                          mn_json_real(now->score)));
 }
 
+static volatile sig_atomic_t told_to_stop;
+
+static void stop_soon(int signal_number) {
+    (void)signal_number;
+    told_to_stop = 1;
+}
+
+/* A signal makes the job keep what it has and end; a second SIGINT ends it at once. SIGTERM comes
+ * twice where it went to all of a group, as the sweep passes it on. */
+static void heed_signals(void) {
+    struct sigaction soon = { .sa_handler = stop_soon, .sa_flags = SA_RESTART };
+    sigaction(SIGTERM, &soon, NULL);
+    soon.sa_flags |= (int)SA_RESETHAND;
+    sigaction(SIGINT, &soon, NULL);
+    signal(SIGPIPE, SIG_DFL);
+}
+
 /* Never returns. */
 static void work(const sweep *s, const json_t *job, int pipe) {
     json_t *record = NULL;
-    signal(SIGINT, SIG_DFL);
-    signal(SIGTERM, SIG_DFL);
-    signal(SIGPIPE, SIG_DFL);
+    heed_signals();
     close(s->file);              // the lock is the parent's
     for (int i = 0; i < MN_SWEEP_LANES; i++) {
         if (s->workers[i].pid > 0) close(s->workers[i].pipe);
     }
-    const mn_job_keeping keeping = { s->keep, KEEP_SECONDS };
+    const mn_job_keeping keeping = { s->keep, KEEP_SECONDS, &told_to_stop };
     const char *device = s->options->device;
     if (mn_job_run(&record, job, &keeping, device, say_progress, &pipe) != MN_OK) _exit(3);
-    say(pipe, json_pack("{s:o}", "record", record));
+    if (record) say(pipe, json_pack("{s:o}", "record", record));
     _exit(0);
 }
 

@@ -144,6 +144,7 @@ typedef struct reading {
 static mn_status keep_logits(mn_session *s, mn_tensor *hidden, int64_t T) {
     mn_tensor *row = mn_pass_row(s->tape, hidden, T - 1);
     s->logits = mn_model_logits(s->model, s->tape, row);
+    mn_tape_flush(s->tape);
     if (mn_tape_status(s->tape) != MN_OK || s->recording) return mn_tape_status(s->tape);
     return mn_tape_read(s->tape, s->logits, s->state.logits);
 }
@@ -174,7 +175,7 @@ static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
     mn_model_input input = { .tokens = in->tokens + at, .B = 1, .T = T, .state = &s->state,
                              .variance = fresh };
     if (T > 1) input.recompute = mn_pass_recompute(s->context);
-    mn_tape_start(s->tape, MN_TAPE_FORWARD);
+    mn_tape_start(s->tape, T == 1 && !in->scores ? MN_TAPE_DELAY : MN_TAPE_FORWARD);
     mn_tensor *hidden = mn_model_hidden(s->model, s->tape, &input);
     mn_status st = mn_tape_status(s->tape);
     if (st == MN_OK && in->scores) st = keep_scores(s, hidden, in, at, T);

@@ -8,12 +8,13 @@
 
 #include "mneme.h"
 
-/* c = a b, or c += a b, plus the row `bias` (in c's type; NULL: none): a (M,K), b (K,N), c (M,N), a
- * and b stored transposed or not, in rows that lie *_row apart. `dtype` is that of a and b, MN_F32
- * or MN_BF16; c has it too, or MN_F32. Sums are float32. */
+/* c = a b, c += a b or c = onto + a b, plus the row `bias` (in c's type; NULL: none): a (M,K), b
+ * (K,N), c (M,N), a and b stored transposed or not, in rows that lie *_row apart; `onto` is laid
+ * out as c, in its type. `dtype` is that of a and b, MN_F32 or MN_BF16; c has it too, or MN_F32.
+ * Sums are float32. */
 typedef struct mn_product_work {
     mn_dtype dtype, c_dtype;
-    const void *a, *b, *bias;
+    const void *a, *b, *bias, *onto;
     void *c;
     int64_t M, N, K, a_row, b_row, c_row;
     bool a_transposed, b_transposed, accumulate;

@@ -46,7 +46,7 @@ typedef struct mn_normal_work {
     uint64_t seed, stream;
 } mn_normal_work;
 
-/* y = f(x) [b]; or, where y is absent, dx (+)= f'(x) dy [b] and db (+)= f(x) dy. */
+/* y = f(x) [b] where y is there; dx (+)= f'(x) dy [b] and db (+)= f(x) dy where dy is. */
 typedef struct mn_unary_work {
     mn_unary f;
     int64_t shape[4];

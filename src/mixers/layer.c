@@ -368,6 +368,7 @@ void mn_param_start(void *value, mn_dtype dtype, const mn_param_info *info, doub
 
 mn_tensor *mn_layer_forward(mn_forward *f, mn_tensor *x) {
     f->output_variance = NULL;
+    f->ahead.n = 0;
     if (!x || mn_tape_status(f->tape) != MN_OK) return NULL;
     return kinds[f->layer->kind].family->forward(f, x);
 }

@@ -124,21 +124,31 @@ typedef struct mn_tap {
     void *context;
 } mn_tap;
 
+/* Projections of one tensor that were made together, by the names of their weights. */
+typedef struct mn_ahead {
+    const mn_tensor *of;
+    int n;
+    const char *names[8];
+    mn_tensor *results[8];
+} mn_ahead;
+
 /* One pass over one layer. */
 typedef struct mn_forward {
     mn_tape *tape;
     const mn_layer *layer;
     mn_tensor *const *params;     // of the layer, in its order
+    mn_tensor *onto;              // what the result is added to, of which x was made; NULL: nothing
     mn_layer_state *state;        // NULL: sequences begin and end within this pass
     int64_t position;             // tokens of the sequence before this pass
     float *variance;              // (B,T): read variance averaged over heads; NULL: not wanted
     const mn_tap *tap;            // NULL: nobody listens
     int index;                    // of the layer in its model, for the tap
+    mn_ahead ahead;               // of the layer itself
     bool wants_output_variance;   // ask for `output_variance`, where the kind can (kla)
     mn_tensor *output_variance;   // (B,T,1,D), with gradient; NULL if the kind has none
 } mn_forward;
 
-/* (B,T,1,D) -> (B,T,1,D). NULL after a failure, which the tape tells. */
+/* (B,T,1,D) -> (B,T,1,D), added to f->onto. NULL after a failure, which the tape tells. */
 mn_tensor *mn_layer_forward(mn_forward *f, mn_tensor *x);
 
 /* Whether mn_forward.variance is filled by this layer. */

@@ -129,7 +129,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
         gate = mn_tape_heads(tape, mn_project(f, x, "g_proj.weight", NULL), H);
     }
     o = mn_norm_gate(f, o, gate, "o_norm.weight", 0);
-    return mn_project(f, mn_tape_flat(tape, o), "o_proj.weight", NULL);
+    return mn_project_out(f, mn_tape_flat(tape, o), "o_proj.weight", NULL);
 }
 
 const mn_layer_family mn_family_bayes = { derive, forward };

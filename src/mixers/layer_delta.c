@@ -131,6 +131,9 @@ static mn_tensor *output_gate(mn_forward *f, mn_tensor *x) {
 static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     mn_tape *tape = f->tape;
     const int64_t J = MN_OF(f, 'J'), times = J / MN_OF(f, 'H');
+    static const char *const first[] = { "q_proj.weight", "k_proj.weight", "v_proj.weight",
+                                         "a_proj.weight", "b_proj.weight" };
+    if (f->layer->config.use_short_conv) mn_project_ahead(f, x, first, MN_COUNTOF(first));
     inputs in = { .k = key_of(f, x, "k_proj.weight", "k_conv1d.weight", "k_conv") };
     in.q = key_of(f, x, "q_proj.weight", "q_conv1d.weight", "q_conv");
     in.q = mn_tape_repeat(tape, mn_ccq_query(f, x, in.q, in.k), times);
@@ -141,7 +144,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     mn_tensor *o = remember(f, x, &in);
     const bool sigmoid_gate = f->layer->kind == MN_LAYER_kda || f->layer->kind == MN_LAYER_gdn2;
     o = mn_norm_gate(f, o, output_gate(f, x), "o_norm.weight", sigmoid_gate);
-    return mn_project(f, mn_tape_flat(tape, o), "o_proj.weight", NULL);
+    return mn_project_out(f, mn_tape_flat(tape, o), "o_proj.weight", NULL);
 }
 
 const mn_layer_family mn_family_delta = { derive, forward };

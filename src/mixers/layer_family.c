@@ -61,10 +61,39 @@ void mn_tell(const mn_forward *f, const char *name, const mn_tensor *x) {
     if (f->tap && x && !mn_tape_plans(f->tape)) f->tap->hear(f->tap->context, f->index, name, x);
 }
 
+void mn_project_ahead(mn_forward *f, mn_tensor *x, const char *const *weights, int n) {
+    mn_tensor *found[MN_COUNTOF(f->ahead.names)];
+    mn_ahead *ahead = &f->ahead;
+    ahead->of = x;
+    for (int i = 0; i < n && ahead->n < (int)MN_COUNTOF(found); i++) {
+        found[ahead->n] = mn_use(f, weights[i]);
+        if (found[ahead->n]) ahead->names[ahead->n++] = weights[i];
+    }
+    mn_tape_linears(f->tape, x, found, ahead->n, ahead->results);
+}
+
+/* What mn_project_ahead has made. */
+static mn_tensor *made_ahead(const mn_forward *f, const mn_tensor *x, const char *weight) {
+    for (int i = 0; i < f->ahead.n; i++) {
+        if (f->ahead.of == x && strcmp(f->ahead.names[i], weight) == 0) return f->ahead.results[i];
+    }
+    return NULL;
+}
+
 mn_tensor *mn_project(mn_forward *f, mn_tensor *x, const char *weight, const char *bias) {
-    mn_tensor *y = mn_tape_linear(f->tape, x, mn_use(f, weight), bias ? mn_use(f, bias) : NULL);
+    mn_tensor *y = bias ? NULL : made_ahead(f, x, weight);
+    if (!y) y = mn_tape_linear(f->tape, x, mn_use(f, weight), bias ? mn_use(f, bias) : NULL);
     mn_tell(f, weight, y);
     return y;
+}
+
+mn_tensor *mn_project_out(mn_forward *f, mn_tensor *x, const char *weight, const char *bias) {
+    if (f->onto && !f->tap) {
+        return mn_tape_linear_onto(f->tape, f->onto, x, mn_use(f, weight),
+                                   bias ? mn_use(f, bias) : NULL);
+    }
+    mn_tensor *y = mn_project(f, x, weight, bias);
+    return f->onto ? mn_tape_residual(f->tape, f->onto, y) : y;
 }
 
 mn_tensor *mn_short_conv(mn_forward *f, mn_tensor *x, const char *weight, const char *bias, int act,

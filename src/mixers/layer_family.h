@@ -32,6 +32,13 @@ mn_status mn_layer_require(const mn_layer *layer, bool holds, const char *option
 /* x W', with the parameter's name; bias may be NULL. */
 mn_tensor *mn_project(mn_forward *f, mn_tensor *x, const char *weight, const char *bias);
 
+/* Makes n projections of x in as few products as it takes; mn_project finds them. What uses them
+ * need not find them contiguous. */
+void mn_project_ahead(mn_forward *f, mn_tensor *x, const char *const *weights, int n);
+
+/* mn_project for what a layer ends with, which is added to f->onto. */
+mn_tensor *mn_project_out(mn_forward *f, mn_tensor *x, const char *weight, const char *bias);
+
 /* Causal convolution of (B,T,1,C) by parameter `weight`, act 0 none, 1 SiLU; its tail is the state
  * `piece`. */
 mn_tensor *mn_short_conv(mn_forward *f, mn_tensor *x, const char *weight, const char *bias, int act,

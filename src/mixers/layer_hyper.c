@@ -139,7 +139,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
              (const char *const[]){ "op2.mix.U", "op2.mix.Vt", "op2.mix.d" });
     mn_tensor *o = mn_run_out(&run, "o");
     mn_run_now(&run);
-    return mn_project(f, mn_tape_flat(tape, o), "c_proj.weight", NULL);
+    return mn_project_out(f, mn_tape_flat(tape, o), "c_proj.weight", NULL);
 }
 
 const mn_layer_family mn_family_hyper = { derive, forward };

@@ -215,7 +215,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     if (c->use_gate) open = mn_tape_unary(tape, MN_UNARY_SILU, parts[1]);
     if (open) y = mn_tape_multiply(tape, y, open);
     if (f->wants_output_variance) f->output_variance = output_variance(f, yvar, open);
-    return mn_project(f, y, "out_proj.weight", NULL);
+    return mn_project_out(f, y, "out_proj.weight", NULL);
 }
 
 const mn_layer_family mn_family_kla = { derive, forward };

@@ -230,7 +230,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     if (f->layer->kind == MN_LAYER_gla) g = learned_decay(f, x);
     if (f->layer->kind == MN_LAYER_retnet) g = fixed_decay(f);
     mn_tensor *o = normalised(f, sum_read(f, q, k, v, g, "memory"), q, k);
-    return mn_project(f, mn_tape_flat(tape, normed(f, x, o)), "o_proj.weight", NULL);
+    return mn_project_out(f, mn_tape_flat(tape, normed(f, x, o)), "o_proj.weight", NULL);
 }
 
 const mn_layer_family mn_family_linear = { derive, forward };

@@ -84,7 +84,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     beta = mn_tape_heads(tape, mn_tape_unary(tape, MN_UNARY_SIGMOID, beta), H);
     mn_tensor *o = mn_tape_flat(tape, remember(f, q, k, mn_tape_heads(tape, u, H), beta));
     o = mn_tape_add(tape, o, mn_tape_multiply(tape, u, mn_use(f, "D")));
-    return mn_project(f, mn_tape_gate(tape, MN_UNARY_SILU, uz[1], o), "out_proj.weight",
+    return mn_project_out(f, mn_tape_gate(tape, MN_UNARY_SILU, uz[1], o), "out_proj.weight",
                       given(f, "out_proj.bias"));
 }
 

@@ -152,7 +152,7 @@ static mn_tensor *forward2(mn_forward *f, mn_tensor *x) {
     in.d = mn_tape_unary(tape, MN_UNARY_SOFTPLUS, in.d);
     mn_tensor *o = mn_tape_flat(tape, state_space(f, &in));
     o = gate_and_norm(f, o, part[0]);
-    return mn_project(f, o, "out_proj.weight", given(f, "out_proj.bias"));
+    return mn_project_out(f, o, "out_proj.weight", given(f, "out_proj.bias"));
 }
 
 /* ---- mamba1 ---------------------------------------------------------------------------------- */
@@ -184,7 +184,7 @@ static mn_tensor *forward1(mn_forward *f, mn_tensor *x) {
     mn_state_bind(f->state, &run, "h0", "h", "memory", x->shape[0] * V * K);
     mn_tensor *y = mn_run_out(&run, "y");
     mn_run_now(&run);
-    return mn_project(f, y, "out_proj.weight", given(f, "out_proj.bias"));
+    return mn_project_out(f, y, "out_proj.weight", given(f, "out_proj.bias"));
 }
 
 static mn_tensor *forward(mn_forward *f, mn_tensor *x) {

@@ -294,6 +294,7 @@ static mn_status append(mn_layer_state *state, mn_state_piece *piece, const mn_t
 
 mn_tensor *mn_state_append(mn_layer_state *state, mn_tape *tape, mn_tensor *x, const char *name) {
     if (!state || !x || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return x;
+    mn_tape_flush(tape);    // x is copied by the device itself
     state->device = device_of(tape);
     state->by_position = true;
     const int64_t B = x->shape[0], T = x->shape[1], width = x->shape[2] * x->shape[3];

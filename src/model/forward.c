@@ -59,8 +59,8 @@ mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x) {
     mn_tape_scope(f->tape, "model.layers.%d.attn", i);
     f->layer = &block->layer;
     f->params = model->leaves + block->mixer;
-    mn_tensor *y = mn_layer_forward(f, mn_model_norm(model, f->tape, x, block->attn_norm));
-    return mn_tape_residual(f->tape, x, y);
+    f->onto = x;
+    return mn_layer_forward(f, mn_model_norm(model, f->tape, x, block->attn_norm));
 }
 
 mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x) {
@@ -68,14 +68,15 @@ mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x) {
     if (model->config.mlp == MN_MLP_NONE) return x;
     mn_tape_scope(tape, "model.layers.%d.mlp", i);
     mn_tensor *n = mn_model_norm(model, tape, x, block->mlp_norm);
-    mn_tensor *h = mn_tape_linear(tape, n, model->leaves[block->up], NULL);
-    if (model->config.mlp == MN_MLP_SWIGLU) {
-        mn_tensor *gate = mn_tape_linear(tape, n, model->leaves[block->gate], NULL);
-        h = mn_tape_gate(tape, MN_UNARY_SILU, gate, h);
-    } else {
-        h = mn_tape_unary(tape, MN_UNARY_GELU, h);
+    mn_tensor *up = model->leaves[block->up], *down = model->leaves[block->down];
+    if (model->config.mlp == MN_MLP_GELU) {
+        up = mn_tape_linear(tape, n, up, NULL);
+        return mn_tape_gated_onto(tape, x, MN_UNARY_GELU, up, NULL, down);
     }
-    return mn_tape_residual(tape, x, mn_tape_linear(tape, h, model->leaves[block->down], NULL));
+    mn_tensor *const both[2] = { model->leaves[block->gate], up };
+    mn_tensor *h[2];
+    mn_tape_linears(tape, n, both, 2, h);
+    return h[1] ? mn_tape_gated_onto(tape, x, MN_UNARY_SILU, h[0], h[1], down) : NULL;
 }
 
 bool mn_recompute_parse(mn_recompute *out, const char *name) {
@@ -141,13 +142,17 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
         if (in->variance && mn_layer_has_variance(&model->blocks[i].layer)) {
             f->variance = in->variance + belief++ * in->B * in->T;
         }
-        if (in->recompute != MN_RECOMPUTE_NONE && once && i < n) {
+        const bool light = in->recompute == MN_RECOMPUTE_LIGHT && once;
+        if (in->recompute > MN_RECOMPUTE_LIGHT && once && i < n) {
             x = run_again(model, i, f, x, in->recompute);
             continue;
         }
+        mn_tape_part(tape, light);
         x = mn_block_mixer(model, i, f, x);
+        mn_tape_part(tape, light);
         if (i < n) x = mn_block_mlp(model, i, tape, x);
     }
+    mn_tape_part(tape, false);
     if (in->state && mn_tape_status(tape) == MN_OK) in->state->position += in->T;
     return x;
 }

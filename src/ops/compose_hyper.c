@@ -5,8 +5,9 @@
  *   xk = conv1(x), xv = conv2(x)             depthwise, causal, neither bias nor activation
  *   q = gq . (x Wq')    k = xk Wk'    v = xv Wv'    y = hyper(q, k, v, gv, c1, c2) Wp'
  *
- * Backward recomputes all of it, then goes the same way back; dx has seven terms, which are added
- * up in float32 where the call is of bf16. */
+ * Backward recomputes all of it, then goes the same way back; on a device hyper's backward makes o
+ * anyway and hands it out. dx has seven terms, which are added up in float32 where the call is of
+ * bf16. */
 #include <inttypes.h>
 #include <string.h>
 
@@ -80,6 +81,7 @@ static mn_status copy_rows(const layer *s, mn_out to, mn_in from, int64_t width)
     if (s->context->device) {
         return mn_rows_glue(s->context, MN_GLUE_copy, &rows, width, to, from, none, none);
     }
+    if (s->context->plans) return MN_OK;
     const size_t bytes = mn_dtype_bytes(rows.dtype);
     for (int64_t b = 0; b < rows.B; b++) {
         for (int64_t t = 0; t < rows.T; t++) {
@@ -94,7 +96,7 @@ static mn_status copy_rows(const layer *s, mn_out to, mn_in from, int64_t width)
 /* dx += dconv */
 static mn_status add_conv(const layer *s) {
     const mn_call *c = &s->p->call;
-    const int64_t count = s->n_rows * c->D;
+    const int64_t count = s->context->plans ? 0 : s->n_rows * c->D;
     if (s->context->device) {
         const mn_in dx = flat(s, s->dx, c->D), dconv = flat(s, s->dconv, c->D);
         const mn_glue sum = { .dtype = c->dtype, .B = c->B, .T = c->T, .H = 1, .width = c->D,
@@ -189,6 +191,7 @@ static mn_hyper_args core(const layer *s) {
     return hyper;
 }
 
+/* What hyper takes. */
 static mn_status forward(layer *s, const projections *w) {
     mn_call rows = s->p->call;
     rows.H = 1;
@@ -211,14 +214,19 @@ static mn_status forward(layer *s, const projections *w) {
         st = mn_rows_multiply(context, &rows, K, flat_out(s, s->q, K), flat(s, s->q0, K),
                               flat(s, s->gq, K), false);
     }
+    return st;
+}
+
+static mn_status hyper_forward(layer *s) {
     mn_hyper_args hyper = core(s);
     hyper.o.data = s->o;
-    return st == MN_OK ? mn_op_run(context, MN_OP_hyper, MN_FORWARD, &hyper) : st;
+    return mn_op_run(s->context, MN_OP_hyper, MN_FORWARD, &hyper);
 }
 
 static mn_status hyper_backward(layer *s) {
     const mn_hyper_layer_args *p = s->p;
     mn_hyper_args hyper = core(s);
+    if (s->context->device) hyper.o.data = s->o;
     hyper.cot.o.data = s->d_o;
     hyper.grad.q.data = s->dq;
     hyper.grad.k.data = s->dk;
@@ -254,8 +262,7 @@ static mn_status open_backward(layer *s, const projections *w) {
                        : mn_work_clear(s->context, s->dy,
                                        (size_t)(s->n_rows * c->D) * mn_dtype_bytes(c->dtype));
     if (st != MN_OK) return st;
-    return mn_linear_backward(s->context, &w->c_proj, NULL, s->dy, p->grad.c_proj_weight.data,
-                              NULL, s->d_o, false);
+    return mn_linear_backward(s->context, &w->c_proj, NULL, s->dy, NULL, NULL, s->d_o, false);
 }
 
 /* From the cotangents of what hyper took to those of x, xk and xv. */
@@ -293,7 +300,12 @@ static mn_status backward(layer *s, const projections *w) {
     const int64_t K = rows.K;
     mn_context *context = s->context;
     mn_status st = open_backward(s, w);
+    if (st == MN_OK && !context->device) st = hyper_forward(s);
     if (st == MN_OK) st = hyper_backward(s);
+    if (st == MN_OK) {
+        st = mn_linear_backward(context, &w->c_proj, NULL, s->dy, p->grad.c_proj_weight.data, NULL,
+                                NULL, false);
+    }
     const mn_in dq = flat(s, s->dq, K);
     if (st == MN_OK) {
         st = mn_rows_multiply(context, &rows, K, flat_out(s, s->dgq, K), dq, flat(s, s->q0, K),
@@ -319,7 +331,6 @@ mn_status mn_compose_hyper_layer(mn_context *context, mn_pass pass, const void *
     layer s = { .context = context, .p = p, .n_rows = c->B * c->T };
     mn_status st = check_sizes(p);
     if (st != MN_OK) return st;
-    if (context->plans) return mn_fail(MN_ERR_UNSUPPORTED, "hyper_layer: cannot be planned");
     open_layer(&s, pass == MN_BACKWARD);
     if (s.out_of_memory)
         return mn_fail(MN_ERR_MEMORY, "hyper_layer: no memory for its temporaries");
@@ -328,6 +339,7 @@ mn_status mn_compose_hyper_layer(mn_context *context, mn_pass pass, const void *
     if (st != MN_OK || pass == MN_BACKWARD) return st == MN_OK ? backward(&s, &w) : st;
     if (!p->y.data) return MN_OK;
     void *y = s.x;    // no longer needed
-    st = mn_linear_forward(context, &w.c_proj, y);
+    st = hyper_forward(&s);
+    if (st == MN_OK) st = mn_linear_forward(context, &w.c_proj, y);
     return st == MN_OK ? copy_rows(&s, p->y, flat(&s, y, c->D), c->D) : st;
 }

@@ -24,11 +24,12 @@
 
 enum { ITEM = 16384, CHUNK = 512 };
 
-/* Hidden activations (B,V). Forward: a becomes h. Backward: a, u, dh become da, du, h. */
+/* Hidden activations (B,V). Forward: h from a and u. Backward: da, du, h from a, u and dh; h lies
+ * over dh. a and u are float32 where the others are bf16, and else lie where da and du do, or h. */
 typedef struct hidden {
-    mn_dtype dtype;
+    mn_dtype dtype, inner;
     int64_t count;
-    void *a, *u, *dh;
+    void *a, *u, *da, *du, *dh;
     void (*sigmoid)(float *y, const float *x, int64_t n);
 } hidden;
 
@@ -76,9 +77,10 @@ static mn_status blend(mn_context *context, hidden *x) {
     if (context->plans) return MN_OK;
     if (context->device) {
         const mn_glue step = { .dtype = x->dtype, .B = 1, .T = 1, .H = 1, .width = x->count,
+                               .wide = x->inner == x->dtype ? 0 : MN_GLUE_WIDE_A | MN_GLUE_WIDE_B,
                                .a = { .data = x->a }, .b = { .data = x->u },
-                               .c = { .data = x->dh }, .x = { .data = x->a },
-                               .y = { .data = x->u }, .z = { .data = x->dh } };
+                               .c = { .data = x->dh }, .x = { .data = x->da },
+                               .y = { .data = x->du }, .z = { .data = x->dh } };
         return mn_work_glue(context, x->dh ? MN_GLUE_swiglu_back : MN_GLUE_swiglu, &step);
     }
     x->sigmoid = sigmoid_f32;
@@ -90,10 +92,10 @@ static mn_status blend(mn_context *context, hidden *x) {
     return MN_OK;
 }
 
-/* c (B,out) = x (B,in) weight' */
-static mn_status linear(mn_context *context, const mn_call *call, void *c, const void *x,
-                        int64_t in, const void *weight, int64_t out) {
-    const mn_matmul_args args = { .dtype = call->dtype, .c_dtype = call->dtype, .c = c,
+/* c (B,out) = x (B,in) weight', c in type `to` */
+static mn_status linear(mn_context *context, const mn_call *call, void *c, mn_dtype to,
+                        const void *x, int64_t in, const void *weight, int64_t out) {
+    const mn_matmul_args args = { .dtype = call->dtype, .c_dtype = to, .c = c,
                                   .a = x, .b = weight,
                                   .M = call->B, .N = out, .K = in, .b_transposed = true };
     return mn_matmul(context, &args);
@@ -123,13 +125,15 @@ static mn_status backward(mn_context *context, const mn_swiglu_args *p, hidden *
     mn_status st = linear_back(context, c, x->dh, p->cot.y.data, c->K, p->down.data, c->V, false);
     if (st == MN_OK) st = blend(context, x);
     if (st == MN_OK && dx) {
-        st = linear_back(context, c, dx, x->a, c->V, p->gate.data, c->K, false);
-        if (st == MN_OK) st = linear_back(context, c, dx, x->u, c->V, p->up.data, c->K, true);
+        st = linear_back(context, c, dx, x->da, c->V, p->gate.data, c->K, false);
+        if (st == MN_OK) st = linear_back(context, c, dx, x->du, c->V, p->up.data, c->K, true);
     }
     if (st == MN_OK) {
-        st = weight_gradient(context, c, p->grad.gate.data, x->a, c->V, p->x.data, c->K);
+        st = weight_gradient(context, c, p->grad.gate.data, x->da, c->V, p->x.data, c->K);
     }
-    if (st == MN_OK) st = weight_gradient(context, c, p->grad.up.data, x->u, c->V, p->x.data, c->K);
+    if (st == MN_OK) {
+        st = weight_gradient(context, c, p->grad.up.data, x->du, c->V, p->x.data, c->K);
+    }
     if (st != MN_OK) return st;
     return weight_gradient(context, c, p->grad.down.data, p->cot.y.data, c->K, x->dh, c->V);
 }
@@ -155,18 +159,23 @@ mn_status mn_compose_swiglu(mn_context *context, mn_pass pass, const void *args)
     const size_t size = mn_dtype_bytes(c->dtype);
     if (back && !p->cot.y.data) return clear_gradients(context, p);
     if (!back && !p->y.data) return MN_OK;
-    hidden x = { .dtype = c->dtype };
-    x.a = mn_work_array(context, c->B, c->V, size);
-    x.u = mn_work_array(context, c->B, c->V, size);
+    const bool apart = c->dtype == MN_BF16;
+    hidden x = { .dtype = c->dtype, .inner = apart ? MN_F32 : c->dtype };
+    const size_t inner = mn_dtype_bytes(x.inner);
+    x.a = mn_work_array(context, c->B, c->V, inner);
+    x.u = mn_work_array(context, c->B, c->V, inner);
+    x.da = apart ? mn_work_array(context, c->B, c->V, size) : x.a;
+    x.du = apart && back ? mn_work_array(context, c->B, c->V, size) : x.u;
     x.dh = back ? mn_work_array(context, c->B, c->V, size) : NULL;
-    if (!x.a || !x.u || (back && !x.dh)) {
+    if (!x.a || !x.u || !x.da || !x.du || (back && !x.dh)) {
         return mn_fail(MN_ERR_MEMORY, "swiglu: no memory for %lld x %lld hidden activations",
                        (long long)c->B, (long long)c->V);
     }
     x.count = c->B * c->V;
-    mn_status st = linear(context, c, x.a, p->x.data, c->K, p->gate.data, c->V);
-    if (st == MN_OK) st = linear(context, c, x.u, p->x.data, c->K, p->up.data, c->V);
+    mn_status st = linear(context, c, x.a, x.inner, p->x.data, c->K, p->gate.data, c->V);
+    if (st == MN_OK) st = linear(context, c, x.u, x.inner, p->x.data, c->K, p->up.data, c->V);
     if (st != MN_OK || back) return st == MN_OK ? backward(context, p, &x) : st;
     st = blend(context, &x);
-    return st == MN_OK ? linear(context, c, p->y.data, x.a, c->V, p->down.data, c->K) : st;
+    if (st != MN_OK) return st;
+    return linear(context, c, p->y.data, c->dtype, x.da, c->V, p->down.data, c->K);
 }

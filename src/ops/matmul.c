@@ -15,9 +15,9 @@
 #include <stdatomic.h>
 
 #include "base/checked.h"
+#include "base/dtype.h"
 #include "base/status.h"
 #include "base/util.h"
-#include "kernels/product.h"
 #include "ops/work.h"
 
 #if MN_HAVE_X86_TARGETS
@@ -290,15 +290,20 @@ static void run_vector(mn_context *context, const functions *f, const mn_matmul_
 
 /* ---- on a device ----------------------------------------------------------------------------- */
 
-static mn_status run_on_device(mn_context *context, const mn_matmul_args *p) {
-    mn_device *device = context->device;
-    const mn_mark mark = mn_device_mark(device);
-    const mn_product_work work = {
+mn_product_work mn_matmul_work_of(const mn_matmul_args *p) {
+    return (mn_product_work){
         .dtype = p->dtype, .c_dtype = p->dtype == MN_BF16 ? p->c_dtype : p->dtype,
         .a = p->a, .b = p->b, .c = p->c, .bias = p->bias, .M = p->M, .N = p->N, .K = p->K,
-        .a_row = p->a_row, .b_row = p->b_row, .c_row = p->c_row,
+        .a_row = p->a_row ? p->a_row : p->a_transposed ? p->M : p->K,
+        .b_row = p->b_row ? p->b_row : p->b_transposed ? p->K : p->N,
+        .c_row = p->c_row ? p->c_row : p->N,
         .a_transposed = p->a_transposed, .b_transposed = p->b_transposed,
-        .accumulate = p->accumulate };
+        .accumulate = p->accumulate, .onto = p->onto };
+}
+
+mn_status mn_matmul_run(mn_context *context, const mn_product_work *work) {
+    mn_device *device = context->device;
+    const mn_mark mark = mn_device_mark(device);
     mn_status st = mn_device_use(device);
     if (st == MN_OK && !context->products) {
         context->products = mn_products_create();
@@ -309,7 +314,7 @@ static mn_status run_on_device(mn_context *context, const mn_matmul_args *p) {
         st = mn_fail(MN_ERR_MEMORY, "the GPU has no memory for the work space of a product");
     }
     if (st == MN_OK) {
-        const int code = mn_products_run(context->products, &work, space,
+        const int code = mn_products_run(context->products, work, space,
                                          mn_device_stream(device));
         st = mn_device_check(device, code, "a matrix product");
     }
@@ -319,17 +324,26 @@ static mn_status run_on_device(mn_context *context, const mn_matmul_args *p) {
 
 /* ---- all ------------------------------------------------------------------------------------- */
 
-static void add_bias(void *context, int64_t item, int worker) {
+/* c += more, n numbers of a row; nothing where `more` is NULL. */
+static void add_row(mn_dtype dtype, void *c, const void *more, int64_t n) {
+    if (!more) return;
+    if (dtype == MN_F64) {
+        for (int64_t i = 0; i < n; i++) ((double *)c)[i] += ((const double *)more)[i];
+    } else {
+        for (int64_t i = 0; i < n; i++) ((float *)c)[i] += ((const float *)more)[i];
+    }
+}
+
+/* The bias, and what the product is put onto. */
+static void add_rows(void *context, int64_t item, int worker) {
     (void)worker;
     const mn_matmul_args *p = context;
+    const size_t row_bytes = (size_t)p->c_row * mn_dtype_bytes(p->dtype);
     for (int64_t row = item * M_BLOCK; row < mn_min((item + 1) * M_BLOCK, p->M); row++) {
-        if (p->dtype == MN_F64) {
-            double *c = (double *)p->c + row * p->c_row;
-            for (int64_t i = 0; i < p->N; i++) c[i] += ((const double *)p->bias)[i];
-        } else {
-            float *c = (float *)p->c + row * p->c_row;
-            for (int64_t i = 0; i < p->N; i++) c[i] += ((const float *)p->bias)[i];
-        }
+        char *c = (char *)p->c + (size_t)row * row_bytes;
+        add_row(p->dtype, c, p->bias, p->N);
+        add_row(p->dtype, c, p->onto ? (const char *)p->onto + (size_t)row * row_bytes : NULL,
+                p->N);
     }
 }
 
@@ -375,8 +389,13 @@ mn_status mn_matmul(mn_context *context, const mn_matmul_args *args) {
     if (p.c_row == 0) p.c_row = p.N;
     if (p.M == 0 || p.N == 0) return MN_OK;
     if (context->plans) return count_work(context, &p);
-    if (context->device) return run_on_device(context, &p);
+    if (context->device) {
+        const mn_product_work work = mn_matmul_work_of(&p);
+        return mn_matmul_run(context, &work);
+    }
     run_on_cpu(context, &p);
-    if (p.bias) mn_threads_run(context->threads, mn_ceil_div(p.M, M_BLOCK), add_bias, &p);
+    if (p.bias || p.onto) {
+        mn_threads_run(context->threads, mn_ceil_div(p.M, M_BLOCK), add_rows, &p);
+    }
     return MN_OK;
 }

@@ -1,6 +1,6 @@
 /* matmul.h - matrix products of whole activations and weights, on the context's threads.
  *
- *   C = A B, or C += A B        C (M,N), A (M,K), B (K,N), A and B possibly stored transposed
+ *   C = A B, C += A B or C = onto + A B     C (M,N), A (M,K), B (K,N), A and B possibly transposed
  *
  * An element is a sum over k in blocks of fixed length, so its bits depend on its row of A and its
  * column of B alone: not on M, N, its place or the number of threads. That is what keeps packed
@@ -10,6 +10,7 @@
 #ifndef MN_OPS_MATMUL_H
 #define MN_OPS_MATMUL_H
 
+#include "kernels/product.h"
 #include "ops/context.h"
 
 typedef struct mn_matmul_args {
@@ -21,6 +22,7 @@ typedef struct mn_matmul_args {
     bool a_transposed;              // A is stored (K,M)
     bool b_transposed;              // B is stored (N,K): the layout of a linear layer's weight
     bool accumulate;                // C += A B
+    const void *onto;               // C = onto + A B, laid out as C, in its type; NULL: not
     int64_t c_row, a_row, b_row;    // elements between stored rows; 0: contiguous
 } mn_matmul_args;
 
@@ -28,6 +30,10 @@ typedef struct mn_matmul_args {
  * with a device the product is put on its stream, and memory is the device's; only there it can
  * fail. One that plans counts work space and computes nothing. */
 mn_status mn_matmul(mn_context *context, const mn_matmul_args *args);
+
+/* On a context with a device: the product as its kernels know it, and doing it. */
+mn_product_work mn_matmul_work_of(const mn_matmul_args *args);
+mn_status mn_matmul_run(mn_context *context, const mn_product_work *work);
 
 /* Bytes of the context's arena, or of its device's scratch memory, it takes at most. */
 size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *args);

@@ -11,6 +11,7 @@
 #include "base/dtype.h"
 #include "base/util.h"
 #include "ops/tape_cpu.h"
+#include "ops/tape_delay.h"
 #include "ops/tape_node.h"
 
 static mn_status check_type(const mn_context *context, mn_dtype dtype) {
@@ -55,6 +56,7 @@ void mn_tape_destroy(mn_tape *tape) {
         mn_device_free(tape->device, tape->lent[i].there);
     }
     free(tape->lent);
+    free(tape->delay);
     mn_arena_destroy(tape->data);
     mn_arena_destroy(tape->notes);
     free(tape);
@@ -67,11 +69,14 @@ void mn_tape_start(mn_tape *tape, unsigned modes) {
     tape->status = MN_OK;
     tape->last = NULL;
     tape->spare = tape->unused = NULL;
+    tape->part = tape->present = NULL;
+    tape->light = NULL;
     tape->used = tape->peak = tape->work = 0;
     tape->cu_seqlens = tape->borders = NULL;
     tape->n_seqs = tape->n_lent = 0;
     tape->lent_bytes = 0;
     tape->told = NULL;
+    mn_delay_forget(tape);
     tape->scope[0] = '\0';
 }
 
@@ -97,6 +102,7 @@ mn_tensor *mn_tape_fail(mn_tape *tape, mn_status status) {
 }
 
 void mn_tape_scope(mn_tape *tape, const char *format, ...) {
+    mn_tape_flush(tape);    // under the name of what asked for it
     va_list args;
     va_start(args, format);
     vsnprintf(tape->scope, sizeof tape->scope, format, args);
@@ -173,11 +179,13 @@ mn_tape_mark mn_tape_hold(const mn_tape *tape) {
 }
 
 void mn_tape_let_go(mn_tape *tape, mn_tape_mark mark) {
+    mn_tape_flush(tape);
     mn_arena_release(tape->data, mark.mark);
     tape->used = mark.used;
 }
 
 void mn_tape_do(mn_tape *tape, mn_work_id id, const void *work) {
+    if (mn_delay_work(tape, id, work)) return;
     const mn_work_fn *fn = &tape->works[id];
     const size_t bytes = fn->bytes ? fn->bytes(work) : 0;
     const mn_tape_mark mark = mn_tape_hold(tape);
@@ -196,6 +204,7 @@ void mn_tape_product(mn_tape *tape, const mn_matmul_args *p) {
         tape->work = mn_max(tape->work, mn_matmul_work(tape->context, p));
         return;
     }
+    if (mn_delay_product(tape, p)) return;
     const mn_status st = mn_matmul(tape->context, p);
     if (st != MN_OK) mn_tape_fail(tape, st);
 }
@@ -207,6 +216,7 @@ void *mn_tape_memory(mn_tape *tape, int64_t count) {
 }
 
 mn_status mn_tape_fetch(mn_tape *tape, void *to, const void *from, size_t bytes) {
+    mn_tape_flush(tape);
     if (tape->device) return mn_device_download(tape->device, to, from, bytes);
     memcpy(to, from, bytes);
     return MN_OK;
@@ -422,6 +432,19 @@ void mn_grad_give(mn_tape *tape, mn_tensor *x, const mn_view *gradient) {
     if (work.to.data) mn_tape_do(tape, MN_WORK_MOVE, &work);
 }
 
+void mn_grad_hand(mn_tape *tape, mn_tensor *x, const mn_view *gradient) {
+    mn_slot *slot = mn_slot_standing_for(x->slot);
+    const size_t bytes = (size_t)mn_count4(x->shape) * mn_dtype_bytes(slot->dtype);
+    const bool fits = !slot->memory && !slot->whole && slot->bytes == bytes &&
+                      slot->dtype == gradient->dtype && mn_is_contiguous(x);
+    if (!fits) {
+        mn_grad_give(tape, x, gradient);
+        return;
+    }
+    slot->memory = gradient->data;
+    slot->written = true;
+}
+
 /* Contiguous numbers share their gradient whatever their type; others have one beside. */
 typedef struct cast {
     mn_tensor *x, *y;
@@ -480,6 +503,7 @@ void mn_tape_record(mn_tape *tape, const char *what, mn_back_fn back, void *payl
     mn_node *node = mn_tape_note(tape, sizeof *node);
     if (!node) return;
     node->before = tape->last;
+    node->part = tape->part;
     node->back = back;
     node->payload = payload;
     for (int i = 0; i < n_made; i++) {
@@ -494,6 +518,7 @@ void mn_tape_record(mn_tape *tape, const char *what, mn_back_fn back, void *payl
 void mn_tape_go_back(mn_tape *tape) {
     for (mn_node *node = tape->last; node && !mn_tape_dead(tape); node = node->before) {
         memcpy(tape->scope, node->scope, sizeof tape->scope);
+        mn_part_present(tape, node->part);
         node->back(tape, node->payload);
         for (int i = 0; i < node->n_made; i++) give_back(tape, node->made[i]);
     }

@@ -51,6 +51,7 @@ typedef enum mn_tape_mode {
     MN_TAPE_RECORD = 1,        // remembers how to go back
     MN_TAPE_CHECK = 2,         // looks for numbers that are not finite after each operation
     MN_TAPE_PLAN = 4,          // computes nothing and counts memory: mn_tape_bytes tells how much
+    MN_TAPE_DELAY = 8,         // forward on a device: gathers work into few launches (tape_delay.c)
 } mn_tape_mode;
 
 /* `dtype` is that of activations: MN_F32, or MN_F64 on a CPU, or MN_BF16 on a device. The context
@@ -91,6 +92,10 @@ mn_tensor *mn_tape_fail(mn_tape *tape, mn_status status);
 /* Step memory for the caller's own use, such as states: `count` numbers of the tape's type,
  * uninitialised, NULL after a failure. In plan mode the address must not be touched. */
 void *mn_tape_memory(mn_tape *tape, int64_t count);
+
+/* Asks for everything that a tape of MN_TAPE_DELAY has put off. Reading from a tape does that by
+ * itself; it is for who goes on with its memory by other ways. */
+void mn_tape_flush(mn_tape *tape);
 
 /* What the device reads for `bytes` of the host: uploaded now, to an address that is the same in
  * each step that lends as much in the same order. On a CPU `host` itself. NULL after a failure. */
@@ -163,6 +168,22 @@ void mn_tape_split(mn_tape *tape, mn_tensor *x, const int64_t *widths, int n, mn
 
 /* x W' + b for every row of x (B,T,1,in); W is (out,in), b (out) or NULL. */
 mn_tensor *mn_tape_linear(mn_tape *tape, mn_tensor *x, mn_tensor *weight, mn_tensor *bias);
+
+/* y_i = x W_i' for n weights, up to 8. Where weights follow each other in memory, and their
+ * gradients too, as those of a model on a GPU do, one product makes their results, which are then
+ * parts of its rows: not contiguous. */
+void mn_tape_linears(mn_tape *tape, mn_tensor *x, mn_tensor *const *weights, int n,
+                     mn_tensor **results);
+
+/* onto + x W' + b, where x was computed from `onto` as in mn_tape_residual: the product adds, and
+ * the sum is all that is kept. onto NULL: mn_tape_linear. */
+mn_tensor *mn_tape_linear_onto(mn_tape *tape, mn_tensor *onto, mn_tensor *x, mn_tensor *weight,
+                               mn_tensor *bias);
+
+/* The same for x = f(u) v, or f(u) where v is NULL: the end of an MLP. x is not kept: going back it
+ * is made again in the pass that makes the gradients of u and v. */
+mn_tensor *mn_tape_gated_onto(mn_tape *tape, mn_tensor *onto, mn_unary f, mn_tensor *u,
+                              mn_tensor *v, mn_tensor *weight);
 
 /* f(x), and f(x) b with b of the shape of x. */
 mn_tensor *mn_tape_unary(mn_tape *tape, mn_unary f, mn_tensor *x);
@@ -240,6 +261,12 @@ typedef mn_tensor *(*mn_part_fn)(mn_tape *tape, mn_tensor *x, const void *job);
  * comes after. On a tape that does not record, too, only the result is kept. */
 mn_tensor *mn_tape_again(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
                          size_t job_bytes);
+
+/* What follows, until the next call, is a part of which light results (ops/light.def) are not kept:
+ * parts share memory for them, and going back a part first makes its own again, with the same bits.
+ * `light` false: all results are kept. For what has no state; nothing on a tape that does not
+ * record. */
+void mn_tape_part(mn_tape *tape, bool light);
 
 /* Goes back from all losses and seeds. Afterwards the tape holds no tensor that may be used. */
 mn_status mn_tape_backward(mn_tape *tape);

@@ -21,13 +21,15 @@ typedef struct pause {
     mn_tape_mark numbers;
     mn_mark notes;
     mn_node *last;
+    mn_part *part;
     mn_spare *spare, *unused;
 } pause;
 
 static pause set_aside(mn_tape *tape) {
-    const pause p = { mn_tape_hold(tape), mn_arena_mark(tape->notes), tape->last, tape->spare,
-                      tape->unused };
+    const pause p = { mn_tape_hold(tape), mn_arena_mark(tape->notes), tape->last, tape->part,
+                      tape->spare, tape->unused };
     tape->last = NULL;
+    tape->part = NULL;
     tape->spare = tape->unused = NULL;
     return p;
 }
@@ -36,6 +38,7 @@ static void take_up(mn_tape *tape, const pause *p) {
     mn_tape_let_go(tape, p->numbers);
     mn_arena_release(tape->notes, p->notes);
     tape->last = p->last;
+    tape->part = p->part;
     tape->spare = p->spare;
     tape->unused = p->unused;
 }

@@ -35,7 +35,7 @@ enum { PIECE = 4096 };
 /* The operands as rows; contiguous ones are one row cut into pieces. */
 typedef struct unary_job {
     const mn_unary_work *w;
-    unary_loop *loop;
+    unary_loop *forward, *backward;    // NULL: not wanted
     int64_t rows;
     bool flat;
 } unary_job;
@@ -51,19 +51,22 @@ static void run_piece(void *context, int64_t item, int worker) {
     const unary_job *j = context;
     const mn_unary_work *w = j->w;
     const int64_t width = w->shape[3];
-    j->loop(&(mn_unary_args){
+    const mn_unary_args piece = {
         .kind = w->f, .n = j->flat ? mn_min(PIECE, j->rows * width - item * PIECE) : width,
         .x = row_of(j, &w->x, item), .b = row_of(j, &w->b, item), .y = row_of(j, &w->y, item),
         .dy = row_of(j, &w->dy, item), .dx = row_of(j, &w->dx, item),
-        .db = row_of(j, &w->db, item), .add_x = w->add_x, .add_b = w->add_b });
+        .db = row_of(j, &w->db, item), .add_x = w->add_x, .add_b = w->add_b };
+    if (j->forward) j->forward(&piece);
+    if (j->backward) j->backward(&piece);
 }
 
 int mn_work_unary_cpu(void *where, const void *work, void *space) {
     (void)space;
     const mn_unary_work *w = work;
     const mn_view *views[] = { &w->x, &w->b, &w->y, &w->dy, &w->dx, &w->db };
-    unary_job job = { .w = w, .loop = loop_of(where, w->x.dtype, !w->y.data),
-                      .rows = mn_rows_of(w->shape), .flat = true };
+    unary_job job = { .w = w, .rows = mn_rows_of(w->shape), .flat = true };
+    if (w->y.data) job.forward = loop_of(where, w->x.dtype, false);
+    if (w->dy.data) job.backward = loop_of(where, w->x.dtype, true);
     for (size_t i = 0; i < MN_COUNTOF(views); i++) {
         if (views[i]->data && !mn_view_is_flat(views[i], w->shape)) job.flat = false;
     }

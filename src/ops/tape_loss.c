@@ -92,7 +92,7 @@ static void run_piece(mn_tape *tape, pieces *p, const loss *l, int64_t first, in
 static void back_loss(mn_tape *tape, void *payload) {
     const loss *l = payload;
     const mn_view dx = mn_flat_view(l->dx, tape->dtype, l->x->shape);
-    mn_grad_give(tape, l->x, &dx);
+    mn_grad_hand(tape, l->x, &dx);
 }
 
 /* What one tensor's loss needs to go back; NULL after a failure. */

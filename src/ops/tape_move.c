@@ -4,8 +4,6 @@
 #include "base/dtype.h"
 #include "ops/tape_node.h"
 
-enum { MAX_PARTS = 8 };
-
 static int64_t rows_of(const mn_tensor *x) {
     return x->shape[0] * x->shape[1] * x->shape[2];
 }
@@ -13,7 +11,7 @@ static int64_t rows_of(const mn_tensor *x) {
 /* ---- join: parts side by side, and repeat: one part for several heads ------------------------ */
 
 typedef struct join {
-    mn_tensor *parts[MAX_PARTS], *y;
+    mn_tensor *parts[MN_TAPE_PARTS], *y;
     int n;
     int64_t times;    // heads of y per head of the part
 } join;
@@ -82,7 +80,7 @@ mn_tensor *mn_tape_join(mn_tape *tape, mn_tensor *const *parts, int n) {
     for (int i = 0; i < n; i++) {
         if (!parts[i]) return NULL;
     }
-    if (n < 1 || n > MAX_PARTS) return mn_tape_fail(tape, mn_fail(MN_ERR_INTERNAL, "join"));
+    if (n < 1 || n > MN_TAPE_PARTS) return mn_tape_fail(tape, mn_fail(MN_ERR_INTERNAL, "join"));
     return make(tape, "join", parts, n, 1);
 }
 

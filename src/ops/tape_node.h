@@ -7,19 +7,37 @@
 #include "ops/matmul.h"
 #include "ops/tape.h"
 
-enum { MN_TAPE_SCOPE = 96 };
+enum {
+    MN_TAPE_SCOPE = 96,
+    MN_TAPE_PARTS = 8,    // parts of a join or split at most
+    MN_TAPE_FEW = 4,      // rows of a decoding step at most
+};
 
 /* Goes back over one operation. Runs in reverse order; never after a failure. */
 typedef void (*mn_back_fn)(mn_tape *tape, void *payload);
 
+typedef struct mn_part mn_part;      // see tape_part.c
+typedef struct mn_light mn_light;
+
 typedef struct mn_node {
     struct mn_node *before;
+    mn_part *part;         // whose light results it reads; NULL: none
     mn_back_fn back;
     void *payload;
     mn_slot *made[8];      // slots whose memory is free once this node has gone back
     int n_made;
     char scope[MN_TAPE_SCOPE];
 } mn_node;
+
+/* Memory for a light result of the part at hand. */
+void *mn_tape_light_bytes(mn_tape *tape, size_t bytes);
+
+/* `make` makes light results of the part at hand once more, from its payload; called in the order
+ * of the results. */
+void mn_tape_make_again(mn_tape *tape, mn_back_fn make, void *payload);
+
+/* Makes the light results of a part unless they are there. */
+void mn_part_present(mn_tape *tape, mn_part *part);
 
 /* Goes back over the nodes up to now, which are then forgotten. */
 void mn_tape_go_back(mn_tape *tape);
@@ -51,6 +69,8 @@ typedef struct mn_told {
     int64_t rows;
 } mn_told;
 
+typedef struct mn_delay mn_delay;
+
 struct mn_tape {
     mn_context *context;
     mn_device *device;           // NULL: the CPU
@@ -63,6 +83,8 @@ struct mn_tape {
     mn_arena *data, *notes;      // tensors' numbers; nodes and tensors themselves
     mn_node *last;
     mn_spare *spare, *unused;    // free gradient memory; list cells without memory
+    mn_part *part, *present;     // at hand; whose light results are in the shared memory
+    mn_light *light;             // that memory
     size_t used, peak, work;     // bytes of data now and at most, and of operators' work space
     const int64_t *cu_seqlens;   // NULL: not packed
     const int64_t *borders;      // the same for kernels
@@ -71,6 +93,7 @@ struct mn_tape {
     int64_t n_lent, most_lent;
     size_t lent_bytes;           // of this step
     mn_told *told;               // losses of this step
+    mn_delay *delay;             // NULL until something is put off
     char scope[MN_TAPE_SCOPE];
 };
 
@@ -155,5 +178,9 @@ bool mn_grad_place(mn_tape *tape, mn_tensor *x);
 
 /* Adds `gradient`, in the shape of x, to the gradient of x, or makes it that. */
 void mn_grad_give(mn_tape *tape, mn_tensor *x, const mn_view *gradient);
+
+/* The same where `gradient` is contiguous step memory that nothing else uses any more: it becomes
+ * that of the gradient where there is none yet. */
+void mn_grad_hand(mn_tape *tape, mn_tensor *x, const mn_view *gradient);
 
 #endif

@@ -7,8 +7,9 @@
 #include <string.h>
 
 #include "base/dtype.h"
+#include "kernels/norm_adds.h"
 #include "ops/run.h"
-#include "ops/tape_node.h"
+#include "ops/tape_delay.h"
 
 void *mn_run_start(mn_run *run, mn_tape *tape, mn_op_id op) {
     memset(run, 0, offsetof(mn_run, args) + mn_op_describe(op)->args_bytes);
@@ -166,6 +167,24 @@ static const mn_tensor *rows_like(const mn_run *run, const char *axes) {
     return NULL;
 }
 
+static bool is_light(mn_op_id op) {
+    switch (op) {
+#define LIGHT(name) case MN_OP_##name:
+#include "ops/light.def"
+#undef LIGHT
+        return true;
+    default: return false;
+    }
+}
+
+/* Memory for a result, which in a part may be what parts share. */
+static mn_tensor *result_of(mn_run *run, mn_dtype dtype, const int64_t shape[4]) {
+    mn_tape *tape = run->tape;
+    if (!tape->part || !is_light(run->op)) return mn_tape_new_of(tape, dtype, shape);
+    void *data = mn_tape_light_bytes(tape, (size_t)mn_count4(shape) * mn_dtype_bytes(dtype));
+    return data ? mn_tape_over(tape, data, dtype, shape, true) : NULL;
+}
+
 mn_tensor *mn_run_out(mn_run *run, const char *field) {
     if (mn_tape_dead(run->tape)) return NULL;
     const int i = find(run, field);
@@ -177,7 +196,7 @@ mn_tensor *mn_run_out(mn_run *run, const char *field) {
     if (like) memcpy(shape, like->shape, sizeof shape);
     else if (!shape_of(run, field, axes, shape)) return NULL;
     const mn_dtype dtype = mn_field_dtype(&run->fields[i], run->tape->dtype);
-    mn_tensor *y = mn_tape_new_of(run->tape, dtype, shape);
+    mn_tensor *y = result_of(run, dtype, shape);
     if (!y) return NULL;
     if (run->fields[i].role == MN_ROLE_AUX) y->slot = NULL;
     run->bound[i] = y;
@@ -188,6 +207,7 @@ mn_tensor *mn_run_out(mn_run *run, const char *field) {
 /* ---- now, and back --------------------------------------------------------------------------- */
 
 static void execute(mn_tape *tape, mn_op_id op, mn_pass pass, const void *args) {
+    if (pass == MN_FORWARD && mn_delay_op(tape, op, args)) return;
     if (mn_tape_runs(tape)) {
         tape->context->borders = (mn_borders){ tape->cu_seqlens, tape->borders };
         const mn_status st = mn_op_run(tape->context, op, pass, args);
@@ -259,6 +279,33 @@ static mn_view take_beside(mn_tape *tape, mn_run *run, int i) {
     return mn_flat_view(memory, dtype, shape);
 }
 
+/* A norm on a GPU adds to the gradient of a residual stream by itself. */
+static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t others) {
+    mn_rms_norm_args *p = (mn_rms_norm_args *)run->args;
+    const bool alone = tape->device && run->op == MN_OP_rms_norm && others == 1 &&
+                       run->fields[0].offset == offsetof(mn_rms_norm_args, x) &&
+                       run->bound[0]->slot->dtype == type_of(run, 0) &&
+                       mn_is_contiguous(run->bound[0]);
+    if (!alone) return false;
+    bool add;
+    mn_plan plan = { 0 };
+    p->grad.x.data = mn_grad_write(tape, run->bound[0], &add).data;
+    const mn_kernel *kernel = &tape->context->cuda.kernel[MN_KERNEL_rms_norm][MN_BACKWARD];
+    if (!kernel->plan || !kernel->plan(p, &plan)) return false;
+    const mn_tape_mark mark = mn_tape_hold(tape);
+    void *parts = mn_tape_bytes_of(tape, plan.shared_bytes);
+    if (mn_tape_runs(tape)) {
+        mn_status st = mn_device_use(tape->device);
+        if (st == MN_OK) {
+            const int code = mn_norm_adds_cuda(p, parts, mn_device_stream(tape->device));
+            st = mn_device_check(tape->device, code, tape->scope);
+        }
+        if (st != MN_OK) mn_tape_fail(tape, st);
+    }
+    mn_tape_let_go(tape, mark);
+    return true;
+}
+
 /* Gradients that are given get their place before scratch is taken: it outlasts the scratch. */
 static void back_run(mn_tape *tape, void *payload) {
     mn_run *run = payload;
@@ -266,6 +313,7 @@ static void back_run(mn_tape *tape, void *payload) {
     if (!take_cotangents(run)) return;
     mn_view beside[MN_RUN_FIELDS];
     const uint64_t others = place_first(tape, run);
+    if (norm_adds(tape, run, others)) return;
     for (int i = 0; i < run->n_fields; i++) {
         if (others >> i & 1) mn_grad_place(tape, run->bound[i]);
     }
@@ -278,6 +326,11 @@ static void back_run(mn_tape *tape, void *payload) {
         if (others >> i & 1) mn_grad_give(tape, run->bound[i], &beside[i]);
     }
     mn_tape_let_go(tape, mark);
+}
+
+static void run_again(mn_tape *tape, void *payload) {
+    const mn_run *run = payload;
+    execute(tape, run->op, MN_FORWARD, run->args);
 }
 
 void mn_run_now(mn_run *run) {
@@ -303,6 +356,7 @@ void mn_run_now(mn_run *run) {
         if (!kept) return;
         memcpy(kept, run, bytes);
         kept->call = (mn_call *)kept->args;
+        if (tape->part && is_light(run->op)) mn_tape_make_again(tape, run_again, kept);
     }
     mn_tape_record(tape, mn_op_describe(run->op)->name, back_run, kept, wanted, made, n_made);
 }

@@ -58,10 +58,8 @@ mn_tensor *mn_tape_shaped(mn_tape *tape, mn_tensor *x, const int64_t shape[4]) {
 
 /* ---- split ----------------------------------------------------------------------------------- */
 
-enum { MAX_PARTS = 8 };
-
 typedef struct split {
-    mn_tensor *whole, *parts[MAX_PARTS];
+    mn_tensor *whole, *parts[MN_TAPE_PARTS];
     int n;
 } split;
 
@@ -95,7 +93,7 @@ void mn_tape_split(mn_tape *tape, mn_tensor *x, const int64_t *widths, int n, mn
     s->whole = x;
     s->n = n;
     int64_t at = 0;
-    for (int i = 0; i < n && i < MAX_PARTS; i++) {
+    for (int i = 0; i < n && i < MN_TAPE_PARTS; i++) {
         mn_tensor *part = view_of(tape, x);
         if (!part) return;
         part->shape[3] = widths[i];
@@ -109,7 +107,7 @@ void mn_tape_split(mn_tape *tape, mn_tensor *x, const int64_t *widths, int n, mn
         parts[i] = s->parts[i] = part;
         at += widths[i];
     }
-    if (n > MAX_PARTS || at != x->shape[3] || x->shape[2] != 1) {
+    if (n > MN_TAPE_PARTS || at != x->shape[3] || x->shape[2] != 1) {
         internal(tape, "a split whose parts do not make the whole");
         return;
     }

@@ -1,7 +1,6 @@
 /* arena.c - scratch memory with a mark. A list of blocks; the last one in use serves. */
 #include "runtime/arena.h"
 
-#include <stdbool.h>
 #include <stdint.h>
 #include <stdlib.h>
 
@@ -122,4 +121,13 @@ size_t mn_arena_held(const mn_arena *arena) {
     size_t held = 0;
     for (size_t i = 0; i < arena->n_blocks; i++) held += arena->blocks[i].size;
     return held;
+}
+
+bool mn_arena_holds(const mn_arena *arena, const void *address) {
+    const uintptr_t at = (uintptr_t)address;
+    for (size_t i = 0; i < arena->n_blocks; i++) {
+        const uintptr_t begin = (uintptr_t)arena->blocks[i].bytes;
+        if (at >= begin && at - begin < arena->blocks[i].size) return true;
+    }
+    return false;
 }

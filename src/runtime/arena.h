@@ -6,6 +6,8 @@
 #ifndef MN_RUNTIME_ARENA_H
 #define MN_RUNTIME_ARENA_H
 
+#include <stdbool.h>
+
 #include "mneme.h"
 
 #define MN_ALIGN 128
@@ -42,6 +44,9 @@ void *mn_arena_array(mn_arena *arena, int64_t rows, int64_t cols, size_t size);
 
 mn_mark mn_arena_mark(const mn_arena *arena);
 void mn_arena_release(mn_arena *arena, mn_mark mark);
+
+/* Whether the address lies in one of its blocks. */
+bool mn_arena_holds(const mn_arena *arena, const void *address);
 
 /* bytes held, used or not */
 size_t mn_arena_held(const mn_arena *arena);

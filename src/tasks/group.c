@@ -26,6 +26,7 @@ typedef struct group {
     int64_t order;                      // elements
     uint8_t product[MOST][MOST];
     int64_t all;                        // |G|^k; 0: beyond counting
+    mn_shuffle shuffle;                 // of all, but for its seed
     int64_t total;                      // sequences of length k in training and testing
     int64_t n_train;                    // of length k
     int64_t n_short;                    // of length 2
@@ -102,6 +103,7 @@ static mn_status open_group(mn_task *task) {
     group *g = task->own;
     make_table(g, strcmp(task->info.name, "a5") == 0);
     split_sequences(task);
+    if (g->all > 0) g->shuffle = mn_shuffle_make(g->all, 0, 0);
     const int64_t ids = g->order + SPECIALS;
     task->shape = (mn_task_shape){ .vocab = ids, .classes = ids, .length = v->steps + 1 };
     return MN_OK;
@@ -123,7 +125,8 @@ static mn_status draw_group(mn_task *task, mn_sample_row *row) {
     int64_t code = is_short ? row->index : 0;
     if (!is_short && g->all > 0) {
         const mn_draws order = mn_draws_make(row->seed, MN_DRAW_ORDER, MN_SPLIT_TRAIN, 0);
-        const mn_shuffle shuffled = mn_shuffle_make(g->all, order.key, 0);
+        mn_shuffle shuffled = g->shuffle;
+        shuffled.seed = order.key;
         code = mn_shuffle_at(&shuffled, number);
     }
     int32_t product = 0;

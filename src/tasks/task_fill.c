@@ -43,17 +43,30 @@ mn_status mn_task_batch_create(mn_batch *out, const mn_task *task, int64_t rows)
                    " tokens", task->info.name, rows, length);
 }
 
-/* Which sample a row of a step shows; -1: none, the epoch is over. */
-static int64_t index_of(const mn_task *task, const mn_task_feed *feed, int64_t step, int64_t row) {
-    const int64_t examples = set_size(task, feed);
-    if (examples == 0) return step * feed->rows + row;
-    const int64_t epoch = mn_task_epoch(task, feed), place = step % epoch * feed->rows + row;
-    if (place >= examples) return -1;
-    if (feed->in_order) return place;
+/* What a step shows of a set. */
+typedef struct step_order {
+    int64_t first, examples;     // place of its first row; 0: samples without end
+    bool shuffles;
+    mn_shuffle shuffle;
+} step_order;
+
+static step_order order_of(const mn_task *task, const mn_task_feed *feed, int64_t step) {
+    step_order o = { .first = step * feed->rows, .examples = set_size(task, feed) };
+    if (o.examples == 0) return o;
+    const int64_t epoch = mn_task_epoch(task, feed);
+    o.first = step % epoch * feed->rows;
+    o.shuffles = !feed->in_order;
+    if (!o.shuffles) return o;
     const mn_draws order = mn_draws_make(feed->seed, MN_DRAW_ORDER, feed->split, 0);
-    const mn_shuffle shuffled = mn_shuffle_make(examples, order.key + 1,
-                                                (uint64_t)(step / epoch));
-    return mn_shuffle_at(&shuffled, place);
+    o.shuffle = mn_shuffle_make(o.examples, order.key + 1, (uint64_t)(step / epoch));
+    return o;
+}
+
+/* Which sample a row of the step shows; -1: none, the epoch is over. */
+static int64_t index_of(const step_order *order, int64_t row) {
+    const int64_t place = order->first + row;
+    if (order->examples > 0 && place >= order->examples) return -1;
+    return order->shuffles ? mn_shuffle_at(&order->shuffle, place) : place;
 }
 
 static mn_status check_feed(const mn_task *task, const mn_batch *batch, const float *features,
@@ -81,8 +94,10 @@ mn_status mn_task_fill(mn_batch *batch, float *features, mn_task *task, const mn
                        int64_t step) {
     const int64_t T = task->shape.length, width = task->shape.features;
     mn_status st = check_feed(task, batch, features, feed, step);
+    if (st != MN_OK) return st;
+    const step_order order = order_of(task, feed, step);
     for (int64_t r = 0; r < feed->rows && st == MN_OK; r++) {
-        const int64_t index = index_of(task, feed, step, r);
+        const int64_t index = index_of(&order, r);
         int32_t *input = batch->tokens + r * T, *target = batch->targets + r * T;
         if (index < 0) {
             memset(input, 0, (size_t)T * sizeof *input);

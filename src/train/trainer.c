@@ -55,8 +55,8 @@ static mn_status make_optimizer(mn_trainer *t) {
                        "cosine, warmup-stable-decay", o->schedule);
     }
     if (!mn_recompute_parse(&t->recompute, o->recompute)) {
-        return mn_fail(MN_ERR_ARGUMENT, "train.recompute: \"%s\" is none of none, mlp, layer",
-                       o->recompute);
+        return mn_fail(MN_ERR_ARGUMENT, "train.recompute: \"%s\" is none of none, light, mlp, "
+                       "layer", o->recompute);
     }
     const int n = mn_model_params(t->model);
     mn_optim_param *params = calloc((size_t)n, sizeof *params);
@@ -152,7 +152,9 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_batch *batch, u
         in.n_sequences = batch->n_sequences;
     }
     const bool trains = modes & MN_TAPE_RECORD;
-    if (t->there && !trains) in.recompute = MN_RECOMPUTE_LAYER;
+    if (!trains && (t->there || t->recompute == MN_RECOMPUTE_LIGHT)) {
+        in.recompute = MN_RECOMPUTE_LAYER;    // what goes back by parts keeps all going forward
+    }
     const mn_loss_options how = { .weight = weight, .z_loss = trains ? t->options.z_loss : 0.0 };
     mn_tape_start(tape, modes);
     if (t->options.mc_samples > 0) {

@@ -105,5 +105,6 @@ complains 'at least one run'
 for bad in "--x miles" "--smooth 0" "--smooth x" "--key loss,,lr" "--key loss,loss" "--key" "-o"; do
     # shellcheck disable=SC2086
     run 2 plot "$first" $bad
-    complains "${bad#--}"
+    complains "${bad%% *} needs"
+    case $bad in *" "*) complains "not \"${bad#* }\"" ;; esac
 done

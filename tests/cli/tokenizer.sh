@@ -82,7 +82,7 @@ complains '--vocab-size'
 run 2 tokenizer train "$text" --vocab-size many -o "$work/x.json"
 complains 'many'
 run 2 tokenizer train "$text" -o
-complains 'value of -o is missing'
+complains 'train: -o needs a value'
 run 1 tokenizer train "$text" --vocab-size 100 -o "$work/x.json"
 complains '256 bytes'
 run 1 tokenizer train "$text" --vocab-size 300 --pattern gpt9 -o "$work/x.json"

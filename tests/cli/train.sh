@@ -66,7 +66,7 @@ complains 'a run has its own'
 run 2 train --resume "$work/whole" --overwrite
 complains 'one of them'
 run 2 train $small --threads 0
-complains 'number of threads'
+complains 'threads needs a whole number from 1 to 4096, not "0"'
 run 1 train $small --set train.stpes=5 --set out="$work/x"
 complains 'stpes.*did you mean "steps"'
 run 1 train $small --set model.hiden_size=5 --set out="$work/x"

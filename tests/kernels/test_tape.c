@@ -436,6 +436,58 @@ static mn_tensor *block(mn_tape *tape, mn_tensor **in, const program *p) {
     return x;
 }
 
+/* Rows [first, first + rows) of a leaf, as a leaf of its own that lies beside the others. */
+static mn_tensor *rows_of(mn_tape *tape, const mn_tensor *leaf, int64_t first, int64_t rows) {
+    const int64_t at = first * leaf->shape[3];
+    char *grad = leaf->slot->memory;
+    return mn_tape_leaf_of(tape, (char *)leaf->data + at * (int64_t)mn_dtype_bytes(leaf->dtype),
+                           leaf->dtype, grad + at * (int64_t)mn_dtype_bytes(leaf->slot->dtype),
+                           leaf->slot->dtype, rows, leaf->shape[3], true);
+}
+
+/* x + W3 (silu(W1 x) W2 x), W1 and W2 two thirds of a leaf: in one product and nothing kept between
+ * on a GPU, step by step on the CPU. The last third has been used before, where `kind` says so. */
+static mn_tensor *mlp(mn_tape *tape, mn_tensor **in, const program *p) {
+    const int64_t n = in[1]->shape[2] / 3;
+    mn_tensor *weights[3], *h[3], *x = mn_tape_affine(tape, in[0], 1.0, 0.25);
+    for (int i = 0; i < 3; i++) weights[i] = rows_of(tape, in[1], i * n, n);
+    mn_tensor *u = mn_tape_unary(tape, MN_UNARY_TANH, x);
+    if (mn_tape_context(tape)->device) {
+        mn_tape_linears(tape, u, weights, 3, h);
+    } else {
+        for (int i = 0; i < 3; i++) h[i] = mn_tape_linear(tape, u, weights[i], NULL);
+    }
+    h[1] = mn_tape_add(tape, h[1], h[2]);
+    if (p->kind == 1) h[1] = mn_tape_add(tape, h[1], mn_tape_linear(tape, u, weights[2], NULL));
+    if (mn_tape_context(tape)->device) {
+        return mn_tape_gated_onto(tape, x, MN_UNARY_SILU, h[0], h[1], in[2]);
+    }
+    mn_tensor *gated = mn_tape_gate(tape, MN_UNARY_SILU, h[0], h[1]);
+    return mn_tape_add(tape, x, mn_tape_linear(tape, gated, in[2], NULL));
+}
+
+static mn_tensor *norm_of(mn_tape *tape, mn_tensor *x, mn_tensor *w) {
+    mn_run run_;
+    mn_rms_norm_args *args = mn_run_start(&run_, tape, MN_OP_rms_norm);
+    args->eps = 1e-5;
+    mn_run_in(&run_, "x", x);
+    mn_run_in(&run_, "w", w);
+    mn_tensor *y = mn_run_out(&run_, "y");
+    mn_run_now(&run_);
+    return y;
+}
+
+/* x + W rms(x) twice over, with a bias once: the norm adds to the gradient of x. */
+static mn_tensor *onto(mn_tape *tape, mn_tensor **in, const program *p) {
+    (void)p;
+    mn_tensor *x = mn_tape_affine(tape, in[0], 1.0, 0.25);
+    for (int i = 0; i < 2; i++) {
+        mn_tensor *u = norm_of(tape, x, in[3]);
+        x = mn_tape_linear_onto(tape, x, u, in[1], i ? in[2] : NULL);
+    }
+    return x;
+}
+
 static void moves(void **state) {
     (void)state;
     if (!gpu) skip();
@@ -452,6 +504,15 @@ static void moves(void **state) {
         check_program((program){ "pick", picked, 1, 1, { flat }, .kind = 0 });
         check_program((program){ "residual", block, 6, 2, { { { 2, T, 1, X }, false },
                                                            { { 1, 1, X, X }, true } }, .kind = 0 });
+        const input row = { { 2, T, 1, X }, false }, square = { { 1, 1, X, X }, true };
+        for (int kind = 0; kind < 2; kind++) {
+            check_program((program){ "mlp", mlp, 6, 3, { row, { { 1, 1, 3 * 24, X }, true },
+                                                         { { 1, 1, X, 24 }, true } },
+                                     .kind = kind });
+        }
+        const input vector = { { 1, 1, 1, X }, true };
+        check_program((program){ "onto", onto, 6, 4, { row, square, vector, vector },
+                                 .kind = 0 });
         const input table = { { 1, 1, wide ? 700 : 29, wide ? 520 : 33 }, true };
         for (int i = 0; i < MOST_IDS; i++) {
             ids[i] = (int32_t)(mn_rng_bits(3, 1, (uint64_t)i) % (i % 3 ? 5 : table.shape[2]));

@@ -410,25 +410,55 @@ static void note_first(void *context, const mn_job_progress *now) {
     if (*first < 0) *first = now->step;
 }
 
-/* A job that was killed goes on where it saved itself, and ends with the same numbers. */
-static void kill_and_go_on(const char *text, int64_t step) {
-    char folder[PATH], own[2 * PATH], key[MN_JOB_KEY];
+/* Asks the job to stop at a step. */
+typedef struct stop_at {
+    int64_t step;
+    volatile sig_atomic_t stop;
+} stop_at;
+
+static void stop_at_step(void *context, const mn_job_progress *now) {
+    stop_at *at = context;
+    at->stop = now->step == at->step;
+}
+
+/* Runs the job as far as a step, by a process that ends there. */
+static void kill_at(const json_t *job, const mn_job_keeping *keeping, int64_t step) {
     int status = 0;
+    const pid_t pid = fork();
+    if (pid == 0) {
+        json_t *record = NULL;
+        mn_job_run(&record, job, keeping, NULL, end_at_step, &step);
+        _exit(1);
+    }
+    assert_int_equal(waitpid(pid, &status, 0), pid);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 7);
+}
+
+/* The same by asking; checkpoints are not due by the clock then. */
+static void stop_it_at(const json_t *job, mn_job_keeping keeping, int64_t step) {
+    stop_at at = { step, 0 };
+    json_t *record = NULL;
+    keeping.seconds = 1e9;
+    keeping.stop = &at.stop;
+    assert_int_equal(mn_job_run(&record, job, &keeping, NULL, stop_at_step, &at), MN_OK);
+    CHECK(!record, "a job that was stopped left a record");
+    json_decref(record);
+}
+
+/* A job that was killed, or stopped, goes on where it saved itself, and ends with the same
+ * numbers. */
+static void end_and_go_on(const char *text, int64_t step, bool kill) {
+    char folder[PATH], own[2 * PATH], key[MN_JOB_KEY];
     int64_t first = -1;
     snprintf(folder, sizeof folder, "%s", in_folder("keep"));
     json_t *jobs = expand(text);
     const json_t *job = json_array_get(jobs, 0);
     json_t *whole = NULL, *resumed = NULL;
-    const mn_job_keeping keeping = { folder, 0.0 };
+    const mn_job_keeping keeping = { folder, 0.0, NULL };
     assert_int_equal(mn_job_key(key, job), MN_OK);
     assert_int_equal(mn_job_run(&whole, job, NULL, NULL, NULL, NULL), MN_OK);
-    const pid_t pid = fork();
-    if (pid == 0) {
-        mn_job_run(&resumed, job, &keeping, NULL, end_at_step, &step);
-        _exit(1);
-    }
-    assert_int_equal(waitpid(pid, &status, 0), pid);
-    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 7);
+    if (kill) kill_at(job, &keeping, step);
+    else stop_it_at(job, keeping, step);
     snprintf(own, sizeof own, "%s/%s", folder, key);
     assert_int_equal(access(own, F_OK), 0);
     assert_int_equal(mn_job_run(&resumed, job, &keeping, NULL, note_first, &first), MN_OK);
@@ -439,6 +469,11 @@ static void kill_and_go_on(const char *text, int64_t step) {
     json_decref(whole);
     json_decref(resumed);
     json_decref(jobs);
+}
+
+static void kill_and_go_on(const char *text, int64_t step) {
+    end_and_go_on(text, step, true);
+    end_and_go_on(text, step, false);
 }
 
 static void a_killed_job_goes_on(void **state) {
@@ -510,6 +545,7 @@ static void cells_choose_the_best_setting(void **state) {
     assert_true(ahead.seeds == 1 && isnan(ahead.se) && ahead.percent);
     assert_true(low.verdict == MN_CLAIM_FAILS && fabs(low.se - 0.1) < 1e-12 && low.seeds == 2);
     assert_int_equal(nobody.verdict, MN_CLAIM_OPEN);
+    assert_true(low.close && !ahead.close && !nobody.close);
     mn_cells cells;
     if (mn_cells_make(&cells, &root, 0) != MN_OK) check_fatal("%s", mn_last_error());
     assert_int_equal(cells.n, 2);

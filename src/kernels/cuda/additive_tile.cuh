@@ -18,8 +18,9 @@ enum {
     MN_WALK_FALLS = 256,                  // decays of a segment's state
 };
 
-/* What a walk leaves for the gradient of the decay, or meets. */
-enum mn_walk_duty { MN_WALK_PLAIN, MN_WALK_KEEPS, MN_WALK_MEETS };
+/* What a walk leaves for the gradient of the decay, or meets: products with what lies beside the
+ * output, and with them states in front of chunks, or meetings with those. */
+enum mn_walk_duty { MN_WALK_PLAIN, MN_WALK_MULTIPLIES, MN_WALK_KEEPS, MN_WALK_MEETS };
 
 /* One walk over every sequence: out_r = scale sum over c <= r of L_rc (x_r.y_c) z_c and what the
  * state adds, in the order of time or against it. The output and three gradients are four of these:

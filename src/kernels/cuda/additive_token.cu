@@ -1,11 +1,7 @@
-/* additive_token.cu - launches of additive_walk.cuh, and gradients of decays per token and head:
- *
- *   dg_t = D.S + sum over u in the chunk of q_u.dq'_u
- *              + sum over u < t in the chunk of (k_u.dk_u - q_u.dq_u)
- *
- * where S is the state in front of the chunk, D the adjoint of the state behind it, decayed over
- * it, and dq' the part of dq that is read from S. What cancels here has been rounded alike. */
+/* additive_token.cu - launches of additive_walk.cuh, and gradients of decays per token and head, by
+ * additive_decay.cuh. */
 #include "kernels/cuda/additive.cuh"
+#include "kernels/cuda/additive_decay.cuh"
 #include "kernels/cuda/additive_walk.cuh"
 
 enum { MOST_CHUNK = 128 };
@@ -52,48 +48,27 @@ int mn_additive_token_launch(const mn_walks *walks, int count, int64_t segments,
 
 /* ---- gradients of decays --------------------------------------------------------------------- */
 
-/* One block per chunk and head, one thread per token. `parts` numbers meet at each chunk. */
+/* One block per chunk and head, one thread per token. */
 __global__ void __launch_bounds__(MOST_CHUNK)
-chunk_decay_kernel(const __grid_constant__ mn_additive_args p, int64_t slices, int parts,
-                   mn_additive_work work) {
+chunk_decay_kernel(const __grid_constant__ mn_additive_args p, mn_decay_parts parts, float *whole) {
     __shared__ float room[32];
     const int64_t h = blockIdx.x % p.call.H, slot = blockIdx.x / p.call.H;
-    const int chunk = blockDim.x, thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const int chunk = blockDim.x, thread = threadIdx.x, lane = thread % 32;
     const mn_tile_span tile = mn_tile_at(p.call, chunk, slot);
-    const int64_t tokens = p.call.B * p.call.T, t = tile.span.t0 + tile.first + thread;
+    const int64_t t = tile.span.t0 + tile.first + thread;
     const bool inside = thread < tile.n_rows;
-    float step = 0.0f, base = 0.0f;
-    for (int64_t slice = 0; slice < slices && inside; slice++) {
-        const int64_t at = (slice * tokens + tile.span.b * p.call.T + t) * p.call.H + h;
-        step += work.key[at] - work.query[at];
-    }
-    for (int64_t i = 0; i < parts && tile.n_rows > 0; i++) {
-        const int64_t at = (slot * p.call.H + h) * parts + i;
-        base += work.meetings[at] + work.inside[at];
-    }
-    float sum = step;
-#pragma unroll
-    for (int by = 1; by < 32; by <<= 1) {
-        const float other = __shfl_up_sync(0xffffffffu, sum, by);
-        if (lane >= by) sum += other;
-    }
-    if (lane == 31) room[warp] = sum;
-    float before = __shfl_up_sync(0xffffffffu, sum, 1);
-    if (lane == 0) before = 0.0f;
-    __syncthreads();
-    for (int i = 0; i < warp; i++) base += room[i];
-    const float dg = inside ? base + before : 0.0f;
+    const float dg = mn_decay_of(room, parts, p.call, tile, slot, h);
     if (inside && p.decay == MN_DECAY_TOKEN) {
         mn_put(mn_row<mn_bf16>(p.grad.g, tile.span.b, t, h), dg);
     }
     __syncthreads();
     const float all = mn_warp_sum(dg);
-    if (lane == 0) room[warp] = all;
+    if (lane == 0) room[thread / 32] = all;
     __syncthreads();
     if (thread != 0) return;
-    float whole = 0.0f;
-    for (int i = 0; i < chunk / 32; i++) whole += room[i];
-    work.whole[slot * p.call.H + h] = whole;
+    float sum = 0.0f;
+    for (int i = 0; i < chunk / 32; i++) sum += room[i];
+    whole[slot * p.call.H + h] = sum;
 }
 
 /* A decay per head: the sum over all chunks, each thread's in their order, then the threads'. */
@@ -114,9 +89,10 @@ int mn_additive_token_decay(const mn_additive_args *p, const mn_additive_extent 
     const int64_t blocks = extent->slots * p->call.H;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     if (blocks > 0) {
-        const int parts = (int)extent->slices * MN_WALK_WARPS;
-        chunk_decay_kernel<<<(unsigned)blocks, chunk, 0, stream>>>(
-            *p, extent->slices * (128 / chunk), parts, *work);
+        const mn_decay_parts parts = { work->query, work->key, work->meetings, work->inside,
+                                       extent->slices * (128 / chunk),
+                                       (int)extent->slices * MN_WALK_WARPS };
+        chunk_decay_kernel<<<(unsigned)blocks, chunk, 0, stream>>>(*p, parts, work->whole);
     }
     if (p->decay == MN_DECAY_HEAD && p->call.H > 0) {
         head_decay_kernel<<<(unsigned)p->call.H, 256, 0, stream>>>(*p, extent->slots, work->whole);

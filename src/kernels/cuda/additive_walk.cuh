@@ -247,19 +247,21 @@ __device__ inline void mn_walk_sum_decays(mn_walk_levels<CHUNK> &to, const float
 
 /* ---- one chunk ------------------------------------------------------------------------------- */
 
-/* p *= 2^(l_r - l_c), zero where c > r, for 16 rows by 32 columns */
-template <bool DECAYS>
-__device__ inline void mn_walk_weigh(float (&p)[4][4], const float2 *level, int row0, int column0) {
+/* p <- 2^(l_r - l_c) score(p, r, c), zero where c > r, for 16 rows by 32 columns */
+template <bool DECAYS, typename F>
+__device__ inline void mn_walk_weigh(float (&p)[4][4], const float2 *rows, const float2 *columns,
+                                     int row0, int column0, F score) {
     const int lane = threadIdx.x % 32, row = row0 + lane / 4;
     float2 of_row[2] = {};
-    if (DECAYS) of_row[0] = level[row], of_row[1] = level[row + 8];
+    if (DECAYS) of_row[0] = rows[row], of_row[1] = rows[row + 8];
 #pragma unroll
     for (int tile = 0; tile < 4; tile++) {
         const int column = column0 + 8 * tile + lane % 4 * 2;
         float4 of_columns = {};
-        if (DECAYS) of_columns = *(const float4 *)(level + column);
+        if (DECAYS) of_columns = *(const float4 *)(columns + column);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
+            p[tile][i] = score(p[tile][i], row + i / 2 * 8, column + i % 2);
             if (DECAYS) {
                 const float high = i % 2 ? of_columns.z : of_columns.x;
                 const float low = i % 2 ? of_columns.w : of_columns.y;
@@ -269,6 +271,39 @@ __device__ inline void mn_walk_weigh(float (&p)[4][4], const float2 *level, int 
         }
     }
 }
+
+/* What weighs the tokens of a chunk: here decays, or nothing. Others have more to add where reads
+ * and writes pass (mlstm_walk.cuh). */
+template <int CHUNK, bool DECAYS>
+struct mn_walk_weights {
+    static constexpr bool decays = DECAYS;
+    const mn_walk_levels<CHUNK> &levels;
+
+    /* The state was read for rows row0 + ...: o is x M. */
+    template <int TILES>
+    __device__ void state_read(float (&o)[TILES][4], int row0, int) const {
+        if (!DECAYS) return;
+        const float low = mn_exp2(levels.level[row0 + threadIdx.x % 32 / 4].x);
+        const float high = mn_exp2(levels.level[row0 + threadIdx.x % 32 / 4 + 8].x);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            o[tile][0] *= low, o[tile][1] *= low, o[tile][2] *= high, o[tile][3] *= high;
+        }
+    }
+
+    __device__ void weigh(float (&p)[4][4], int row0, int left) const {
+        mn_walk_weigh<DECAYS>(p, levels.level, levels.level, row0, left,
+                              [](float x, int, int) { return x; });
+    }
+
+    __device__ const float *to_end(void) const { return levels.to_end; }
+    __device__ float whole(void) const { return mn_exp2(levels.whole); }
+    /* Left operands pass: rows of x at depth 16 k; of y, turned, tile r from token t on. */
+    __device__ void reads(const uint32_t (&)[4], int) const {}
+    __device__ void writes(const uint32_t (&)[4], int, int) const {}
+    /* Tokens from t on of z pass. */
+    __device__ void writes_of(const mn_bf16 *, int) const {}
+};
 
 /* Left operands of 16 rows of x: held in registers where they fit. */
 template <int DEPTH>
@@ -309,20 +344,20 @@ __device__ inline float mn_walk_product(const float (&o)[TILES][4],
 
 /* o = x M and what the chunk's own tokens add, for this warp's rows; without the scale. The
  * products of x M with what lies beside go to *kept, where it is not NULL. */
-template <int DEPTH, int CHUNK, bool DECAYS>
+template <int DEPTH, int CHUNK, typename WEIGHTS>
 __device__ inline void mn_walk_read(float (&o)[mn_walk_tiles<CHUNK>][4],
                                     const mn_walk_stage<DEPTH, CHUNK> &in, const mn_bf16 *state,
-                                    const mn_walk_levels<CHUNK> &levels,
+                                    WEIGHTS &weights,
                                     const uint32_t (&beside)[2][mn_walk_tiles<CHUNK>],
                                     float *kept) {
     constexpr int pitch = DEPTH + 8;
-    const int row0 = mn_walk_row0<CHUNK>(), lane = threadIdx.x % 32;
-    const int column0 = mn_walk_column0<CHUNK>();
+    const int row0 = mn_walk_row0<CHUNK>(), column0 = mn_walk_column0<CHUNK>();
     const mn_walk_rows<DEPTH> rows(in.x + row0 * pitch);
 #pragma unroll
     for (int k = 0; k < DEPTH / 16; k++) {
         uint32_t a[4], b[4];
         rows.get(a, k);
+        weights.reads(a, k);
 #pragma unroll
         for (int tile = 0; tile < mn_walk_tiles<CHUNK>; tile += 2) {
             mn_right_turned(b, state + 16 * k * MN_WALK_PITCH + column0 + 8 * tile, MN_WALK_PITCH);
@@ -330,14 +365,7 @@ __device__ inline void mn_walk_read(float (&o)[mn_walk_tiles<CHUNK>][4],
             mn_mma(o[tile + 1], a, b[2], b[3]);
         }
     }
-    if (DECAYS) {
-        const float low = mn_exp2(levels.level[row0 + lane / 4].x);
-        const float high = mn_exp2(levels.level[row0 + lane / 4 + 8].x);
-#pragma unroll
-        for (int tile = 0; tile < mn_walk_tiles<CHUNK>; tile++) {
-            o[tile][0] *= low, o[tile][1] *= low, o[tile][2] *= high, o[tile][3] *= high;
-        }
-    }
+    weights.state_read(o, row0, column0);
     if (kept) *kept = mn_walk_product(o, beside, 0) + mn_walk_product(o, beside, 1);
     for (int left = 0; left <= row0; left += 32) {
         float p[4][4] = {};
@@ -352,7 +380,7 @@ __device__ inline void mn_walk_read(float (&o)[mn_walk_tiles<CHUNK>][4],
                 mn_mma(p[tile + 1], a, b[2], b[3]);
             }
         }
-        mn_walk_weigh<DECAYS>(p, levels.level, row0, left);
+        weights.weigh(p, row0, left);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             if (left + 16 * half > row0) break;
@@ -370,16 +398,15 @@ __device__ inline void mn_walk_read(float (&o)[mn_walk_tiles<CHUNK>][4],
 }
 
 /* M <- 2^L M + sum of 2^(L - l) y z' */
-template <int DEPTH, int CHUNK, bool DECAYS>
+template <int DEPTH, int CHUNK, typename WEIGHTS>
 __device__ inline void mn_walk_write(mn_walk_state_of<DEPTH, CHUNK> &M,
-                                     const mn_walk_stage<DEPTH, CHUNK> &in,
-                                     const mn_walk_levels<CHUNK> &levels) {
+                                     const mn_walk_stage<DEPTH, CHUNK> &in, WEIGHTS &weights) {
     using sizes = mn_walk_sizes<DEPTH, CHUNK>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row0 = warp % sizes::row_groups * sizes::row_tiles * 16;
     const int column0 = warp / sizes::row_groups * sizes::column_tiles * 8;
-    if (DECAYS) {
-        const float whole = mn_exp2(levels.whole);
+    if (WEIGHTS::decays) {
+        const float whole = weights.whole();
         M.each([&](float &cell, int, int) { cell *= whole; });
     }
 #pragma unroll
@@ -390,13 +417,15 @@ __device__ inline void mn_walk_write(mn_walk_state_of<DEPTH, CHUNK> &M,
             mn_right_turned(b[tile / 2], in.z + t * MN_WALK_PITCH + column0 + 8 * tile,
                             MN_WALK_PITCH);
         }
+        weights.writes_of(in.z, t);
 #pragma unroll
         for (int r = 0; r < sizes::row_tiles; r++) {
             uint32_t a[4];
             mn_left_turned(a, in.y + t * sizes::pitch + row0 + 16 * r, sizes::pitch);
-            if (DECAYS) {
-                const float2 low = *(const float2 *)(levels.to_end + t + lane % 4 * 2);
-                const float2 high = *(const float2 *)(levels.to_end + t + 8 + lane % 4 * 2);
+            weights.writes(a, r, t);
+            if (WEIGHTS::decays) {
+                const float *to_end = weights.to_end() + t + lane % 4 * 2;
+                const float2 low = *(const float2 *)to_end, high = *(const float2 *)(to_end + 8);
                 a[0] = mn_pair_times(a[0], low.x, low.y);
                 a[1] = mn_pair_times(a[1], low.x, low.y);
                 a[2] = mn_pair_times(a[2], high.x, high.y);
@@ -461,13 +490,13 @@ __device__ inline void mn_walk_load_beside(uint32_t (&beside)[2][mn_walk_tiles<C
     }
 }
 
-/* scale o to memory, and its products with the rows beside it */
+/* Rows of o, scaled, to memory, and their products with the rows beside it */
 template <int CHUNK>
 __device__ inline void mn_walk_put(const float (&o)[mn_walk_tiles<CHUNK>][4],
                                    const uint32_t (&beside)[2][mn_walk_tiles<CHUNK>],
                                    mn_walk_duty duty, const mn_walks &all, const mn_walk &p,
                                    const mn_walk_place &at, const mn_walk_strips &strips,
-                                   int64_t t, int count) {
+                                   int64_t t, int count, const float (&scale)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int token = mn_walk_token<CHUNK>(half, p.reverse);
@@ -480,7 +509,7 @@ __device__ inline void mn_walk_put(const float (&o)[mn_walk_tiles<CHUNK>][4],
             const int64_t tokens = all.call.B * all.call.T;
             if (inside && threadIdx.x % 4 == 0) {
                 const int64_t part = at.slice * (128 / CHUNK) + threadIdx.x / (2 * CHUNK);
-                p.products[(part * tokens + when) * all.call.H + at.h] = p.scale * product;
+                p.products[(part * tokens + when) * all.call.H + at.h] = scale[half] * product;
             }
         }
 #pragma unroll
@@ -488,8 +517,8 @@ __device__ inline void mn_walk_put(const float (&o)[mn_walk_tiles<CHUNK>][4],
             uint32_t pair[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                pair[i] = mn_pair(p.scale * o[tile + i][2 * half],
-                                  p.scale * o[tile + i][2 * half + 1]);
+                pair[i] = mn_pair(scale[half] * o[tile + i][2 * half],
+                                  scale[half] * o[tile + i][2 * half + 1]);
             }
             mn_put_tokens(strips.out, pair, t + token, inside,
                           mn_walk_column0<CHUNK>() + 8 * tile);
@@ -498,7 +527,7 @@ __device__ inline void mn_walk_put(const float (&o)[mn_walk_tiles<CHUNK>][4],
 }
 
 /* Where the state in front of a chunk is kept, and this warp's part of its meeting with the state
- * behind the chunk, which comes decayed over it. */
+ * behind the chunk, which comes decayed over it; `more` is what else this thread makes meet. */
 template <int DEPTH, int CHUNK>
 __device__ inline int64_t mn_walk_kept_at(const mn_walks &all, const mn_walk_place &at,
                                           int64_t chunk) {
@@ -509,9 +538,9 @@ __device__ inline int64_t mn_walk_kept_at(const mn_walks &all, const mn_walk_pla
 template <int DEPTH, int CHUNK>
 __device__ inline void mn_walk_meet(const mn_walk_state_of<DEPTH, CHUNK> &M,
                                     const typename mn_walk_state_of<DEPTH, CHUNK>::kept &kept,
-                                    const mn_walk &p, int64_t kept_at, float fall) {
+                                    const mn_walk &p, int64_t kept_at, float fall, float more) {
     using sizes = mn_walk_sizes<DEPTH, CHUNK>;
-    float sum = 0.0f;
+    float sum = more;
     M.meet(kept, [&](int k, int i, float x) {
         sum = fmaf(M.at[k / sizes::column_tiles][k % sizes::column_tiles][i], x, sum);
     });
@@ -537,10 +566,11 @@ __device__ inline void mn_walk_turn(mn_walk_state_of<DEPTH, CHUNK> &M, const mn_
     if (duty != MN_WALK_PLAIN) mn_walk_load_beside<CHUNK>(beside, p, strips, t, count);
     typename mn_walk_state_of<DEPTH, CHUNK>::kept kept;
     if (duty == MN_WALK_MEETS) M.recall(kept, p.kept + kept_at * sizes::kept);
-    mn_walk_read<DEPTH, CHUNK, DECAYS>(o, in, state, levels, beside,
-                                       duty == MN_WALK_KEEPS ? &product : nullptr);
+    mn_walk_weights<CHUNK, DECAYS> weights = { levels };
+    mn_walk_read<DEPTH, CHUNK>(o, in, state, weights, beside,
+                               duty == MN_WALK_KEEPS ? &product : nullptr);
     if (duty == MN_WALK_MEETS) {
-        mn_walk_meet<DEPTH, CHUNK>(M, kept, p, kept_at, DECAYS ? mn_exp2(levels.whole) : 1.0f);
+        mn_walk_meet<DEPTH, CHUNK>(M, kept, p, kept_at, DECAYS ? weights.whole() : 1.0f, 0.0f);
     }
     if (duty == MN_WALK_KEEPS) {
         M.keep(p.kept + kept_at * sizes::kept);
@@ -549,9 +579,9 @@ __device__ inline void mn_walk_turn(mn_walk_state_of<DEPTH, CHUNK> &M, const mn_
             p.inside[kept_at * sizes::warps + threadIdx.x / 32] = product;
         }
     }
-    mn_walk_write<DEPTH, CHUNK, DECAYS>(M, in, levels);
+    mn_walk_write<DEPTH, CHUNK>(M, in, weights);
     M.share(next);
-    mn_walk_put<CHUNK>(o, beside, duty, all, p, at, strips, t, count);
+    mn_walk_put<CHUNK>(o, beside, duty, all, p, at, strips, t, count, { p.scale, p.scale });
 }
 
 template <int DEPTH, int CHUNK, bool DECAYS>
@@ -586,7 +616,8 @@ mn_walk_kernel(const __grid_constant__ mn_walks all) {
             if (sums) mn_walk_load_decays<CHUNK>(g, all, at, t_next, count, reverse);
         }
         if (works && p.gathers) {
-            mn_walk_write<DEPTH, CHUNK, DECAYS>(M, room.stage[now], room.levels[now]);
+            mn_walk_weights<CHUNK, DECAYS> weights = { room.levels[now] };
+            mn_walk_write<DEPTH, CHUNK>(M, room.stage[now], weights);
             if (DECAYS) fall *= mn_exp2(room.levels[now].whole);
         } else if (works) {
             mn_walk_turn<DEPTH, CHUNK, DECAYS>(M, all, p, at, strips, room.stage[now],

@@ -7,7 +7,7 @@ static mn_reads softmax_reads(const void *args) {
     mn_reads r = {};
     r.call = p->call, r.scale = (float)p->scale, r.base = p->rope_base, r.rope = p->rope_kind;
     r.softmax = true;
-    r.q = p->q, r.k = p->k, r.v = p->v, r.d_o = p->cot.o, r.o = p->o;
+    r.q = p->q, r.k = p->k, r.v = p->v, r.d_o = p->cot.o, r.o = p->o, r.lse = p->lse;
     r.dq = p->grad.q, r.dk = p->grad.k, r.dv = p->grad.v;
     return r;
 }
@@ -26,7 +26,7 @@ static bool plan_forward(mn_plan *plan, const mn_reads &p) {
 }
 
 static int forward(const mn_reads &p, void *shared, void *stream) {
-    if (!p.o.data) return cudaSuccess;
+    if (!p.o.data && !p.lse.data) return cudaSuccess;
     if (mn_flash_serves(p)) return mn_flash_forward(p, (cudaStream_t)stream);
     return mn_reads_any(p, false, shared, stream);
 }
@@ -36,7 +36,7 @@ static bool plan_step(mn_plan *plan, const mn_reads &p) {
 }
 
 static int step(const mn_reads &p, void *shared, void *stream) {
-    if (!p.o.data) return cudaSuccess;
+    if (!p.o.data && !p.lse.data) return cudaSuccess;
     if (!mn_step_serves(p)) return forward(p, shared, stream);
     return mn_step(p, (float *)shared, (cudaStream_t)stream);
 }

@@ -1,41 +1,53 @@
 /* attention_backward.cuh - attention and relu_attention backward by Hopper's products, in bf16, for
  * heads of up to 128 columns.
  *
- * First kernel, a block for 128 queries: one walk over the keys finds two numbers of each row,
+ * Two numbers of each row make its weights w and the cotangents dz of its scores again:
  *
  *   softmax   a = log2 sum 2^(c z)              b = sum w g                g = do.v
+ *             w = 2^(c z - a)                   dz = w (g - b)
  *   relu      a = 1 / n, n = max(|z|, eps)      b = scale a^2 sum relu(z) g a, 0 where eps holds
+ *             w = scale relu(z) a               dz = [z > 0] g a - b z
  *
- * a second walk sums dq = scale sum dz k with dz = w (g - b), or [z > 0] g a - b z / scale. Second
- * kernel, a block for 128 keys: with keys as rows, weights and dz are made again for each tile of
- * queries, and dv = sum w do, dk = scale sum dz q. Nothing is added across blocks. */
+ * First kernel, a block for 128 queries: walks over the keys and sums dq = scale sum dz k. Where
+ * forward left its sums and o, they give a and b = o.do; otherwise a walk before finds them. o was
+ * rounded to bf16, and where a row has nearly all its weight on one key g - b has to cancel better
+ * than that: the walk sums w (g - b), which is what b lacks, and where that counts beside the sum
+ * of |w (g - b)| the block walks once more. Second kernel, a block for 128 keys: with keys as rows,
+ * dv = sum w do and dk = scale sum dz q. Nothing is added across blocks. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_BACKWARD_CUH
 #define MN_KERNELS_CUDA_ATTENTION_BACKWARD_CUH
 
 #include "kernels/cuda/attention_forward.cuh"
 
-enum { MN_BACK_ROWS = 128, MN_BACK_STEP = 64, MN_BACK_STAGES = 4 };
+enum { MN_BACK_ROWS = 128 };
 
 /* The rows of a block stay (queries and do, or keys and values), those of the other side come in
- * stages of 64, with two numbers a row where they are queries. */
-template <int D>
+ * stages of STEP, with two numbers a row where they are queries. Products of less than 128 columns
+ * wait for shared memory, so steps are as wide as registers allow. */
+template <int D, int STEP, int STAGES>
 struct alignas(1024) mn_back_room {
-    static constexpr int wide = MN_BACK_ROWS * D * 2, narrow = MN_BACK_STEP * D * 2;
-    unsigned char a[wide], b[wide], x[MN_BACK_STAGES][narrow], y[MN_BACK_STAGES][narrow];
-    float rows[MN_BACK_STAGES][2][MN_BACK_STEP];
-    uint64_t there, stage_there[MN_BACK_STAGES], stage_free[MN_BACK_STAGES];
+    static constexpr int step = STEP, stages = STAGES;
+    static constexpr int wide = MN_BACK_ROWS * D * 2, narrow = STEP * D * 2;
+    unsigned char a[wide], b[wide], x[STAGES][narrow], y[STAGES][narrow];
+    float rows[STAGES][2][STEP];
+    uint64_t there, stage_there[STAGES], stage_free[STAGES];
 };
+
+template <int D>
+using mn_queries_room = mn_back_room<D, 128, D == 64 ? 4 : 2>;
+template <int D>
+using mn_keys_room = mn_back_room<D, D == 64 ? 128 : 64, 4>;
 
 struct mn_back {
     mn_flash f;
     float *rows;    // (2, B, H, T) numbers
 };
 
-template <int D>
-__device__ inline void mn_back_open(mn_back_room<D> &room) {
+template <typename Room>
+__device__ inline void mn_back_open(Room &room) {
     if (threadIdx.x == 0) {
         mn_barrier_open(&room.there, MN_GROUP);
-        for (int i = 0; i < MN_BACK_STAGES; i++) {
+        for (int i = 0; i < Room::stages; i++) {
             mn_barrier_open(&room.stage_there[i], MN_GROUP);
             mn_barrier_open(&room.stage_free[i], 8);
         }
@@ -53,6 +65,17 @@ __device__ inline int64_t mn_back_plane(const mn_back &k) {
 }
 
 #if MN_HAS_WGMMA
+
+/* Waits for stage n to be there; says that the calling warp is done with it. */
+template <typename Room>
+__device__ inline void mn_back_wait(Room &room, int n) {
+    mn_barrier_wait(&room.stage_there[n % Room::stages], n / Room::stages & 1);
+}
+
+template <typename Room>
+__device__ inline void mn_back_done(Room &room, int n) {
+    if (threadIdx.x % 32 == 0) mn_barrier_arrive(&room.stage_free[n % Room::stages]);
+}
 
 /* 64 rows of sums leave through shared memory at `room` (of 128 rows, these from 64 half on), times
  * `by`; row r of the block is row t + r of head h. */
@@ -78,11 +101,33 @@ __device__ inline void mn_back_put(unsigned char *room, const float (&d)[D / 2],
     }
 }
 
+/* A weight from its score. */
+template <bool softmax>
+__device__ inline float mn_back_weight(float z, float a, float scale) {
+    return softmax ? mn_exp2(fmaf(z, scale, -a)) : fmaxf(z, 0.0f) * (scale * a);
+}
+
+/* Scores become weights where that is all that is needed of them, as for softmax. */
+template <bool softmax, int N>
+__device__ inline void mn_back_weigh(float (&z)[N], const float (&a)[2], float scale) {
+#pragma unroll
+    for (int i = 0; softmax && i < N; i++) {
+        z[i] = mn_back_weight<softmax>(z[i], a[i % 4 / 2], scale);
+    }
+}
+
+/* The cotangent of a score, before its scale; of softmax z is the weight. */
+template <bool softmax>
+__device__ inline float mn_back_score(float z, float g, float a, float b) {
+    return softmax ? z * (g - b) : fmaf(-b, z, z > 0.0f ? g * a : 0.0f);
+}
+
 /* ---- queries --------------------------------------------------------------------------------- */
 
-template <int D>
-__device__ inline void mn_back_copy_keys(mn_back_room<D> &room, const mn_flash_place &at,
+template <int D, bool known>
+__device__ inline void mn_back_copy_keys(mn_queries_room<D> &room, const mn_flash_place &at,
                                          const mn_reads &p, int n_tiles) {
+    using Room = mn_queries_room<D>;
     const int i = threadIdx.x % MN_GROUP, K = (int)p.call.K, V = (int)p.call.V;
     const int64_t b = at.tile.span.b, t0 = at.tile.span.t0, t = t0 + at.tile.first;
     const int64_t j = at.h / (p.call.H / p.call.J);
@@ -93,34 +138,36 @@ __device__ inline void mn_back_copy_keys(mn_back_room<D> &room, const mn_flash_p
                          n_rows, K, i);
     mn_copy_tile<128, D>(mn_shared_at(room.b), mn_row<mn_bf16>(p.d_o, b, t, at.h),
                          p.d_o.stride[1], n_rows, V, i);
-    for (int n = 0; n < 2 * n_tiles; n++) {
-        const int stage = n % MN_BACK_STAGES, phase = (n / MN_BACK_STAGES & 1) ^ 1;
-        const int first = (n < n_tiles ? n : n - n_tiles) * MN_BACK_STEP;
+    int end = known ? n_tiles : 2 * n_tiles;
+    for (int n = 0; n < end; n++) {
+        const int stage = n % Room::stages, phase = (n / Room::stages & 1) ^ 1;
+        const int first = (n < n_tiles ? n : n - n_tiles) * Room::step;
         mn_barrier_wait(&room.stage_free[stage], phase);
-        mn_copy_tile<64, D>(mn_shared_at(room.x[stage]), k + first * p.k.stride[1],
-                            p.k.stride[1], n_keys - first, K, i);
-        mn_copy_tile<64, D>(mn_shared_at(room.y[stage]), v + first * p.v.stride[1],
-                            p.v.stride[1], n_keys - first, V, i);
+        mn_copy_tile<Room::step, D>(mn_shared_at(room.x[stage]), k + first * p.k.stride[1],
+                                    p.k.stride[1], n_keys - first, K, i);
+        mn_copy_tile<Room::step, D>(mn_shared_at(room.y[stage]), v + first * p.v.stride[1],
+                                    p.v.stride[1], n_keys - first, V, i);
         mn_copies_done();
         if (n == 0) mn_barrier_arrive(&room.there);
         mn_barrier_arrive(&room.stage_there[stage]);
+        if (known && n == n_tiles - 1 && __syncthreads_or(0)) end = 2 * n_tiles;
     }
 }
 
-/* What the first walk gathers of a thread's two rows. */
+/* What a walk gathers of a thread's two rows. */
 struct mn_back_state {
     float most[2], sum[2], mean[2];
 };
 
-template <bool softmax>
-__device__ inline void mn_back_gather(mn_back_state &s, float (&z)[32], const float (&g)[32],
+template <bool softmax, int N>
+__device__ inline void mn_back_gather(mn_back_state &s, float (&z)[N], const float (&g)[N],
                                       float scale) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         float sum = 0.0f, mean = 0.0f;
         if (!softmax) {
 #pragma unroll
-            for (int i = 2 * r; i < 32; i += i % 2 ? 3 : 1) {
+            for (int i = 2 * r; i < N; i += i % 2 ? 3 : 1) {
                 sum = fmaf(z[i], z[i], sum);
                 mean = fmaf(fmaxf(z[i], 0.0f), g[i], mean);
             }
@@ -129,12 +176,12 @@ __device__ inline void mn_back_gather(mn_back_state &s, float (&z)[32], const fl
         }
         float most = s.most[r];
 #pragma unroll
-        for (int i = 2 * r; i < 32; i += i % 2 ? 3 : 1) most = fmaxf(most, z[i]);
+        for (int i = 2 * r; i < N; i += i % 2 ? 3 : 1) most = fmaxf(most, z[i]);
         most = mn_quad_max(most);
         const float by = mn_exp2((s.most[r] - most) * scale), shift = -most * scale;
         s.most[r] = most;
 #pragma unroll
-        for (int i = 2 * r; i < 32; i += i % 2 ? 3 : 1) {
+        for (int i = 2 * r; i < N; i += i % 2 ? 3 : 1) {
             const float w = mn_exp2(fmaf(z[i], scale, shift));
             sum += w;
             mean = fmaf(w, g[i], mean);
@@ -142,28 +189,6 @@ __device__ inline void mn_back_gather(mn_back_state &s, float (&z)[32], const fl
         s.sum[r] = fmaf(s.sum[r], by, sum);
         s.mean[r] = fmaf(s.mean[r], by, mean);
     }
-}
-
-/* Scores that rows do not see: `left` keys of the tile are seen by the first row. */
-template <bool softmax>
-__device__ inline void mn_back_mask(float (&z)[32], int left) {
-    const int column = threadIdx.x % 4 * 2;
-    const float none = softmax ? -INFINITY : 0.0f;
-#pragma unroll
-    for (int i = 0; i < 32; i++) {
-        if (i / 4 * 8 + column + i % 2 >= left + i % 4 / 2 * 8) z[i] = none;
-    }
-}
-
-/* The cotangent of a score, before its scale, and in w the weight. */
-template <bool softmax>
-__device__ inline float mn_back_score(float &w, float z, float g, float a, float b, float scale) {
-    if (softmax) {
-        w = mn_exp2(fmaf(z, scale, -a));
-        return w * (g - b);
-    }
-    w = fmaxf(z, 0.0f) * (scale * a);
-    return fmaf(-b, z, z > 0.0f ? g * a : 0.0f);
 }
 
 /* The two numbers of a row from its sums. */
@@ -184,83 +209,147 @@ __device__ inline void mn_back_close(mn_back_state &s, float (&a)[2], float (&b)
     }
 }
 
-template <int D, bool softmax>
-__device__ inline void mn_back_queries(mn_back_room<D> &room, const mn_flash_place &at,
+/* The two numbers from what forward left, of rows `row` and row + 8 of a tile; *least: what adding
+ * them up in float32 may leave of b anyway. */
+__device__ inline void mn_back_given(float (&a)[2], float (&b)[2], float (&least)[2],
+                                     const mn_reads &p, const mn_flash_place &at, int row) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int64_t t = at.tile.span.t0 + at.tile.first + row + 8 * r;
+        const bool inside = row + 8 * r < at.tile.n_rows;
+        float sum = 0.0f, size = 0.0f;
+        a[r] = 0.0f;
+        if (inside) {
+            const mn_bf16 *o = mn_row<mn_bf16>(p.o, at.tile.span.b, t, at.h);
+            const mn_bf16 *d_o = mn_row<mn_bf16>(p.d_o, at.tile.span.b, t, at.h);
+            for (int j = threadIdx.x % 4 * 8; j < p.call.V; j += 32) {
+                float x[8], y[8];
+                mn_load<8>(x, o, j);
+                mn_load<8>(y, d_o, j);
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    sum = fmaf(x[i], y[i], sum);
+                    size = fmaf(fabsf(x[i]), fabsf(y[i]), size);
+                }
+            }
+            a[r] = *mn_row<float>(p.lse, at.tile.span.b, t, at.h) * 1.4426950408889634f;
+        }
+        b[r] = mn_quad_sum(sum);
+        least[r] = mn_quad_sum(size) * 0x1p-18f;
+    }
+}
+
+/* Where b is short of sum w g by more than can be let pass it grows by that; `size` is the sum of
+ * |w (g - b)|. True if any was. */
+__device__ inline bool mn_back_mend(float (&b)[2], const float (&least)[2], const float (&off)[2],
+                                    const float (&size)[2]) {
+    bool any = false;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const float lacks = mn_quad_sum(off[r]), all = mn_quad_sum(size[r]);
+        any = any || fabsf(lacks) > fmaf(all, 0x1p-7f, least[r]);
+        b[r] += lacks;
+    }
+    return any;
+}
+
+/* Multiplies a group's 64 queries. */
+template <int D, bool softmax, bool known>
+__device__ inline void mn_back_queries(mn_queries_room<D> &room, const mn_flash_place &at,
                                        const mn_back &k, int n_tiles) {
+    using Room = mn_queries_room<D>;
+    constexpr int step = Room::step;
+    constexpr bool ahead = D == 64;    // registers for a product to go on during the next scores
     const mn_reads &p = k.f.p;
     const int half = threadIdx.x / MN_GROUP - 1, thread = threadIdx.x % MN_GROUP;
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int seen = (int)(at.before + at.tile.first) + row + 1;
     const float scale = softmax ? p.scale * 1.4426950408889634f : p.scale;
     const uint32_t q = mn_shared_at(room.a) + half * 8192, d_o = mn_shared_at(room.b) + half * 8192;
-    float z[32], g[32], a[2], b[2];
-    mn_back_state s = { { -INFINITY, -INFINITY }, { 0.0f, 0.0f }, { 0.0f, 0.0f } };
+    float z[step / 2], g[step / 2], a[2], b[2], least[2];
     const auto start = [&](int n) {
-        const int stage = n % MN_BACK_STAGES;
-        mn_barrier_wait(&room.stage_there[stage], n / MN_BACK_STAGES & 1);
+        const int stage = n % Room::stages;
+        mn_back_wait(room, n);
         mn_products_start();
-        mn_scores_start<D, 128, 64>(z, q, mn_shared_at(room.x[stage]));
-        mn_scores_start<D, 128, 64>(g, d_o, mn_shared_at(room.y[stage]));
+        mn_scores_start<D, 128, step>(z, q, mn_shared_at(room.x[stage]));
+        mn_products_end();
+        mn_scores_start<D, 128, step>(g, d_o, mn_shared_at(room.y[stage]));
         mn_products_end();
     };
     const auto mask = [&](int tile) {
-        const int left = seen - tile * MN_BACK_STEP;
-        if (left < MN_BACK_STEP) mn_back_mask<softmax>(z, left);
+        const int left = seen - tile * step;
+        if (left < step) mn_flash_mask<softmax>(z, left);
     };
+    const auto keep = [&] {
+        for (int r = 0; r < 2 && thread % 4 == 0; r++) {
+            if (row + 8 * r >= at.tile.n_rows) continue;
+            float *to = mn_back_row(k, at.tile.span.b, at.h,
+                                    at.tile.span.t0 + at.tile.first + row + 8 * r);
+            to[0] = a[r];
+            to[mn_back_plane(k)] = b[r];
+        }
+    };
+    if (known) mn_back_given(a, b, least, p, at, row);
     mn_barrier_wait(&room.there, 0);
-    for (int n = 0; n < n_tiles; n++) {
-        start(n);
-        mn_products_wait<0>();
-        if (thread % 32 == 0) mn_barrier_arrive(&room.stage_free[n % MN_BACK_STAGES]);
-        mask(n);
-        mn_back_gather<softmax>(s, z, g, scale);
-    }
-    mn_back_close<softmax>(s, a, b, p, scale);
-    const int64_t batch = at.tile.span.b, t = at.tile.span.t0 + at.tile.first;
-    for (int r = 0; r < 2 && thread % 4 == 0; r++) {
-        if (row + 8 * r >= at.tile.n_rows) continue;
-        float *to = mn_back_row(k, batch, at.h, t + row + 8 * r);
-        to[0] = a[r];
-        to[mn_back_plane(k)] = b[r];
-    }
-    if (!p.dq.data) {
-        for (int n = n_tiles; n < 2 * n_tiles; n++) {
-            if (thread % 32 == 0) mn_barrier_arrive(&room.stage_free[n % MN_BACK_STAGES]);
+    int n = 0;
+    if (!known) {
+        mn_back_state s = { { -INFINITY, -INFINITY }, { 0.0f, 0.0f }, { 0.0f, 0.0f } };
+        for (; n < n_tiles; n++) {
+            start(n);
+            mn_products_wait<0>();
+            mn_keep(z), mn_keep(g);
+            mn_back_done(room, n);
+            mask(n);
+            mn_back_gather<softmax>(s, z, g, scale);
         }
-        return;
+        mn_back_close<softmax>(s, a, b, p, scale);
+        keep();
     }
-    float dq[D / 2] = {};
-    uint32_t dz[16];
-    const auto score = [&](int n) {
-        mask(n - n_tiles);
-#pragma unroll
-        for (int i = 0; i < 32; i += 2) {
-            const int r = i % 4 / 2;
-            float w;
-            const float x = mn_back_score<softmax>(w, z[i], g[i], a[r], b[r], scale);
-            const float y = mn_back_score<softmax>(w, z[i + 1], g[i + 1], a[r], b[r], scale);
-            dz[i / 2] = mn_pair(x, y);
-        }
-    };
-    const auto add = [&](int n) {
+    float dq[D / 2];
+    uint32_t dz[step / 4];
+    const auto add = [&](int n, bool more) {
         mn_products_start();
-        mn_read_start<64, D>(dq, dz, mn_shared_at(room.x[n % MN_BACK_STAGES]), true);
+        mn_read_start<step, D>(dq, dz, mn_shared_at(room.x[n % Room::stages]), more);
         mn_products_end();
     };
-    start(n_tiles);
-    mn_products_wait<0>();
-    score(n_tiles);
-    for (int n = n_tiles + 1; n < 2 * n_tiles; n++) {
-        add(n - 1);
-        start(n);
-        mn_products_wait<0>();
-        if (thread % 32 == 0) mn_barrier_arrive(&room.stage_free[(n - 1) % MN_BACK_STAGES]);
-        score(n);
+    for (;;) {
+        float off[2] = { 0.0f, 0.0f }, size[2] = { 0.0f, 0.0f };
+        for (int tile = 0; tile < n_tiles; tile++, n++) {
+            if (ahead && tile > 0) add(n - 1, tile > 1);
+            start(n);
+            mn_products_wait<1>();
+            mn_keep(z);
+            if (ahead && tile > 0) mn_back_done(room, n - 1);
+            mask(tile);
+            mn_back_weigh<softmax>(z, a, scale);
+            mn_products_wait<0>();
+            mn_keep(g);
+#pragma unroll
+            for (int i = 0; i < step / 2; i += 2) {
+                const int r = i % 4 / 2;
+                const float x = mn_back_score<softmax>(z[i], g[i], a[r], b[r]);
+                const float y = mn_back_score<softmax>(z[i + 1], g[i + 1], a[r], b[r]);
+                if (known) off[r] += x + y, size[r] += fabsf(x) + fabsf(y);
+                dz[i / 2] = mn_pair(x, y);
+            }
+            if (ahead) continue;
+            add(n, tile > 0);
+            mn_products_wait<0>();
+            mn_back_done(room, n);
+        }
+        if (ahead) {
+            add(n - 1, n_tiles > 1);
+            mn_products_wait<0>();
+            mn_back_done(room, n - 1);
+        }
+        if (!known || n > n_tiles) break;
+        const bool wrong = mn_back_mend(b, least, off, size);
+        keep();
+        if (!__syncthreads_or(wrong)) break;
     }
-    add(2 * n_tiles - 1);
-    mn_products_wait<0>();
-    mn_back_put<D>(room.a, dq, p.scale, p.dq, batch, t, at.h, (int)at.tile.n_rows,
-                   (int)p.call.K);
+    mn_keep(dq);
+    mn_back_put<D>(room.a, dq, p.scale, p.dq, at.tile.span.b, at.tile.span.t0 + at.tile.first, at.h,
+                   (int)at.tile.n_rows, (int)p.call.K);
 }
 
 /* ---- keys ------------------------------------------------------------------------------------ */
@@ -271,19 +360,21 @@ struct mn_back_range {
     int64_t head0, length;    // queries of the sequence
 };
 
-__device__ inline mn_back_range mn_back_range_of(const mn_flash_place &at, const mn_call &call) {
+__device__ inline mn_back_range mn_back_range_of(const mn_flash_place &at, const mn_call &call,
+                                                 int step) {
     mn_back_range r;
     r.length = call.cu_seqlens ? at.tile.span.length : call.T;
     r.heads = (int)(call.H / call.J);
     r.head0 = at.h * r.heads;
-    r.first = (int)max(at.tile.first - at.before, (int64_t)0) / MN_BACK_STEP * MN_BACK_STEP;
-    r.n = (int)((r.length - r.first + MN_BACK_STEP - 1) / MN_BACK_STEP);
+    r.first = (int)max(at.tile.first - at.before, (int64_t)0) / 64 * 64;
+    r.n = (int)((r.length - r.first + step - 1) / step);
     return r;
 }
 
 template <int D>
-__device__ inline void mn_back_copy_queries(mn_back_room<D> &room, const mn_flash_place &at,
+__device__ inline void mn_back_copy_queries(mn_keys_room<D> &room, const mn_flash_place &at,
                                             const mn_back &k, const mn_back_range &range) {
+    using Room = mn_keys_room<D>;
     const mn_reads &p = k.f.p;
     const int i = threadIdx.x % MN_GROUP, K = (int)p.call.K, V = (int)p.call.V;
     const int64_t b = at.tile.span.b, t0 = at.tile.span.t0, first = t0 + at.tile.first;
@@ -294,18 +385,20 @@ __device__ inline void mn_back_copy_queries(mn_back_room<D> &room, const mn_flas
     mn_copy_tile<128, D>(mn_shared_at(room.b), mn_row<mn_bf16>(p.v, b, first, at.h),
                          p.v.stride[1], n_rows, V, i);
     for (int n = 0; n < range.n * range.heads; n++) {
-        const int stage = n % MN_BACK_STAGES, phase = (n / MN_BACK_STAGES & 1) ^ 1;
-        const int t = range.first + n % range.n * MN_BACK_STEP, left = (int)range.length - t;
+        const int stage = n % Room::stages, phase = (n / Room::stages & 1) ^ 1;
+        const int t = range.first + n % range.n * Room::step, left = (int)range.length - t;
         const int64_t h = range.head0 + n / range.n;
         mn_barrier_wait(&room.stage_free[stage], phase);
-        mn_copy_tile<64, D>(mn_shared_at(room.x[stage]), mn_row<mn_bf16>(p.q, b, t0 + t, h),
-                            p.q.stride[1], left, K, i);
-        mn_copy_tile<64, D>(mn_shared_at(room.y[stage]), mn_row<mn_bf16>(p.d_o, b, t0 + t, h),
-                            p.d_o.stride[1], left, V, i);
-        const int r = i % MN_BACK_STEP;
-        const float *from = mn_back_row(k, b, h, t0 + t + r) +
-                            i / MN_BACK_STEP * mn_back_plane(k);
-        room.rows[stage][i / MN_BACK_STEP][r] = r < left ? *from : 0.0f;
+        mn_copy_tile<Room::step, D>(mn_shared_at(room.x[stage]),
+                                    mn_row<mn_bf16>(p.q, b, t0 + t, h), p.q.stride[1], left, K, i);
+        mn_copy_tile<Room::step, D>(mn_shared_at(room.y[stage]),
+                                    mn_row<mn_bf16>(p.d_o, b, t0 + t, h), p.d_o.stride[1], left, V,
+                                    i);
+        for (int e = i; e < 2 * Room::step; e += MN_GROUP) {
+            const int r = e % Room::step, which = e / Room::step;
+            const float *from = mn_back_row(k, b, h, t0 + t + r) + which * mn_back_plane(k);
+            room.rows[stage][which][r] = r < left ? *from : 0.0f;
+        }
         mn_copies_done();
         if (n == 0) mn_barrier_arrive(&room.there);
         mn_barrier_arrive(&room.stage_there[stage]);
@@ -313,8 +406,10 @@ __device__ inline void mn_back_copy_queries(mn_back_room<D> &room, const mn_flas
 }
 
 template <int D, bool softmax>
-__device__ inline void mn_back_keys(mn_back_room<D> &room, const mn_flash_place &at,
+__device__ inline void mn_back_keys(mn_keys_room<D> &room, const mn_flash_place &at,
                                     const mn_back &k, const mn_back_range &range) {
+    using Room = mn_keys_room<D>;
+    constexpr int step = Room::step;
     const mn_reads &p = k.f.p;
     const int half = threadIdx.x / MN_GROUP - 1, thread = threadIdx.x % MN_GROUP;
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
@@ -322,45 +417,59 @@ __device__ inline void mn_back_keys(mn_back_room<D> &room, const mn_flash_place 
     const float scale = softmax ? p.scale * 1.4426950408889634f : p.scale;
     const uint32_t keys = mn_shared_at(room.a) + half * 8192;
     const uint32_t values = mn_shared_at(room.b) + half * 8192;
-    float z[32], g[32], dk[D / 2] = {}, dv[D / 2] = {};
-    uint32_t w[16], dz[16];
+    float z[step / 2], g[step / 2], dk[D / 2] = {}, dv[D / 2] = {};
+    uint32_t w[step / 4], dz[step / 4];
     if (range.n > 0) mn_barrier_wait(&room.there, 0);
     for (int n = 0; n < range.n * range.heads; n++) {
-        const int stage = n % MN_BACK_STAGES, t = range.first + n % range.n * MN_BACK_STEP;
-        mn_barrier_wait(&room.stage_there[stage], n / MN_BACK_STAGES & 1);
+        const int stage = n % Room::stages, t = range.first + n % range.n * step;
+        mn_back_wait(room, n);
         mn_products_start();
-        mn_scores_start<D, 128, 64>(z, keys, mn_shared_at(room.x[stage]));
-        mn_scores_start<D, 128, 64>(g, values, mn_shared_at(room.y[stage]));
+        mn_scores_start<D, 128, step>(z, keys, mn_shared_at(room.x[stage]));
         mn_products_end();
-        mn_products_wait<0>();
+        mn_scores_start<D, 128, step>(g, values, mn_shared_at(room.y[stage]));
+        mn_products_end();
+        mn_products_wait<1>();
+        mn_keep(z);
         if (t < key + 8) {
 #pragma unroll
-            for (int i = 0; i < 32; i++) {
+            for (int i = 0; i < step / 2; i++) {
                 if (t + i / 4 * 8 + column + i % 2 < key + i % 4 / 2 * 8) {
                     z[i] = softmax ? -INFINITY : 0.0f;
                 }
             }
         }
 #pragma unroll
-        for (int i = 0; i < 32; i += 4) {
+        for (int i = 0; softmax && i < step / 2; i += 4) {
             const float2 a = *(const float2 *)&room.rows[stage][0][i / 4 * 8 + column];
+            z[i] = mn_back_weight<softmax>(z[i], a.x, scale);
+            z[i + 1] = mn_back_weight<softmax>(z[i + 1], a.y, scale);
+            z[i + 2] = mn_back_weight<softmax>(z[i + 2], a.x, scale);
+            z[i + 3] = mn_back_weight<softmax>(z[i + 3], a.y, scale);
+        }
+        mn_products_wait<0>();
+        mn_keep(g);
+#pragma unroll
+        for (int i = 0; i < step / 2; i += 4) {
+            float2 a = {};
+            if (!softmax) a = *(const float2 *)&room.rows[stage][0][i / 4 * 8 + column];
             const float2 b = *(const float2 *)&room.rows[stage][1][i / 4 * 8 + column];
 #pragma unroll
             for (int j = i; j < i + 4; j += 2) {
-                float w0, w1;
-                const float x = mn_back_score<softmax>(w0, z[j], g[j], a.x, b.x, scale);
-                const float y = mn_back_score<softmax>(w1, z[j + 1], g[j + 1], a.y, b.y, scale);
-                w[j / 2] = mn_pair(w0, w1);
-                dz[j / 2] = mn_pair(x, y);
+                const float x = softmax ? z[j] : mn_back_weight<softmax>(z[j], a.x, scale);
+                const float y = softmax ? z[j + 1] : mn_back_weight<softmax>(z[j + 1], a.y, scale);
+                w[j / 2] = mn_pair(x, y);
+                dz[j / 2] = mn_pair(mn_back_score<softmax>(z[j], g[j], a.x, b.x),
+                                    mn_back_score<softmax>(z[j + 1], g[j + 1], a.y, b.y));
             }
         }
         mn_products_start();
-        mn_read_start<64, D>(dv, w, mn_shared_at(room.y[stage]), true);
-        mn_read_start<64, D>(dk, dz, mn_shared_at(room.x[stage]), true);
+        mn_read_start<step, D>(dv, w, mn_shared_at(room.y[stage]), true);
+        mn_read_start<step, D>(dk, dz, mn_shared_at(room.x[stage]), true);
         mn_products_end();
         mn_products_wait<0>();
-        if (thread % 32 == 0) mn_barrier_arrive(&room.stage_free[stage]);
+        mn_back_done(room, n);
     }
+    mn_keep(dk), mn_keep(dv);
     const int64_t b = at.tile.span.b, first = at.tile.span.t0 + at.tile.first;
     const int n_rows = (int)at.tile.n_rows;
     mn_back_put<D>(room.a, dk, p.scale, p.dk, b, first, at.h, n_rows, (int)p.call.K);
@@ -369,24 +478,24 @@ __device__ inline void mn_back_keys(mn_back_room<D> &room, const mn_flash_place 
 
 #endif
 
-template <int D, bool softmax>
+template <int D, bool softmax, bool known>
 __global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
 mn_back_queries_kernel(const __grid_constant__ mn_back k) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char bytes[];
-    mn_back_room<D> &room = *(mn_back_room<D> *)bytes;
+    mn_queries_room<D> &room = *(mn_queries_room<D> *)bytes;
     const mn_call &call = k.f.p.call;
     const mn_flash_place at = mn_flash_find(k.f, call, call.H, MN_BACK_ROWS, true);
     if (at.tile.n_rows == 0) return;
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
-    const int n_tiles = (n_keys + MN_BACK_STEP - 1) / MN_BACK_STEP;
+    const int n_tiles = (n_keys + room.step - 1) / room.step;
     mn_back_open(room);
     if (threadIdx.x < MN_GROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        mn_back_copy_keys<D>(room, at, k.f.p, n_tiles);
+        mn_back_copy_keys<D, known>(room, at, k.f.p, n_tiles);
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-        mn_back_queries<D, softmax>(room, at, k, n_tiles);
+        mn_back_queries<D, softmax, known>(room, at, k, n_tiles);
     }
 #endif
 }
@@ -396,7 +505,7 @@ __global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
 mn_back_keys_kernel(const __grid_constant__ mn_back k) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char bytes[];
-    mn_back_room<D> &room = *(mn_back_room<D> *)bytes;
+    mn_keys_room<D> &room = *(mn_keys_room<D> *)bytes;
     mn_call keys = k.f.p.call;
     keys.T = keys.L;
     const mn_flash_place at = [&] {
@@ -405,7 +514,7 @@ mn_back_keys_kernel(const __grid_constant__ mn_back k) {
         return place;
     }();
     if (at.tile.n_rows == 0) return;
-    const mn_back_range range = mn_back_range_of(at, k.f.p.call);
+    const mn_back_range range = mn_back_range_of(at, k.f.p.call, room.step);
     mn_back_open(room);
     if (threadIdx.x < MN_GROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
@@ -430,26 +539,33 @@ inline bool mn_flash_plan_back(mn_plan *plan, const mn_reads &p) {
            mn_mul_size(&plan->shared_bytes, (size_t)rows, 2 * sizeof(float));
 }
 
-template <int D, bool softmax>
+template <int D, bool softmax, bool known>
 inline int mn_flash_backward_of(const mn_reads &p, float *rows, cudaStream_t stream) {
-    const size_t bytes = sizeof(mn_back_room<D>);
     const int64_t group = p.call.H / p.call.J;
     mn_call keys = p.call;
     keys.T = keys.L;
     int64_t blocks;
     mn_back k = { mn_flash_of(p, p.call, p.call.H, MN_BACK_ROWS, group, &blocks), rows };
-    const int code = mn_flash_start(mn_back_queries_kernel<D, softmax>, k, blocks, bytes, stream);
+    const int code = mn_flash_start(mn_back_queries_kernel<D, softmax, known>, k, blocks,
+                                    sizeof(mn_queries_room<D>), stream);
     if (code != cudaSuccess || (!p.dk.data && !p.dv.data)) return code;
     k.f = mn_flash_of(p, keys, p.call.J, MN_BACK_ROWS, 1, &blocks);
-    return mn_flash_start(mn_back_keys_kernel<D, softmax>, k, blocks, bytes, stream);
+    return mn_flash_start(mn_back_keys_kernel<D, softmax>, k, blocks, sizeof(mn_keys_room<D>),
+                          stream);
+}
+
+template <int D>
+inline int mn_flash_backward_by(const mn_reads &p, float *rows, cudaStream_t stream) {
+    if (!p.softmax) return mn_flash_backward_of<D, false, false>(p, rows, stream);
+    const bool known = p.lse.data && p.o.data;
+    return known ? mn_flash_backward_of<D, true, true>(p, rows, stream)
+                 : mn_flash_backward_of<D, true, false>(p, rows, stream);
 }
 
 inline int mn_flash_backward(const mn_reads &p, float *rows, cudaStream_t stream) {
     const bool wide = mn_max(p.call.K, p.call.V) > 64;
-    if (p.softmax && wide) return mn_flash_backward_of<128, true>(p, rows, stream);
-    if (p.softmax) return mn_flash_backward_of<64, true>(p, rows, stream);
-    if (wide) return mn_flash_backward_of<128, false>(p, rows, stream);
-    return mn_flash_backward_of<64, false>(p, rows, stream);
+    return wide ? mn_flash_backward_by<128>(p, rows, stream)
+                : mn_flash_backward_by<64>(p, rows, stream);
 }
 
 #endif

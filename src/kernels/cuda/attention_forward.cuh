@@ -92,12 +92,12 @@ struct mn_flash_state {
 
 /* Scores beyond what rows see become -inf, or 0 for relu; `left` keys of the tile are seen by the
  * thread's first row, eight more by its second. */
-template <bool softmax>
-__device__ inline void mn_flash_mask(float (&z)[64], int left) {
+template <bool softmax, int N>
+__device__ inline void mn_flash_mask(float (&z)[N], int left) {
     const int column = threadIdx.x % 4 * 2;
     const float none = softmax ? -INFINITY : 0.0f;
 #pragma unroll
-    for (int i = 0; i < 64; i++) {
+    for (int i = 0; i < N; i++) {
         if (i / 4 * 8 + column + i % 2 >= left + i % 4 / 2 * 8) z[i] = none;
     }
 }
@@ -194,7 +194,12 @@ __device__ inline void mn_flash_multiply(mn_flash_room<D> &room, const mn_flash_
     for (int r = 0; r < 2; r++) {
         const float sum = mn_quad_sum(s.sum[r]);
         by[r] = softmax ? 1.0f / sum : p.scale / fmaxf(p.scale * sqrtf(sum), p.eps);
+        if (softmax && p.lse.data && thread % 4 == 0 && row + 8 * r < at.tile.n_rows) {
+            *mn_row<float>(p.lse, at.tile.span.b, at.tile.span.t0 + at.tile.first + row + 8 * r,
+                           at.h) = fmaf(s.most[r], p.scale, logf(sum));
+        }
     }
+    if (!p.o.data) return;
     /* Through shared memory, so that rows leave in packs. */
 #pragma unroll
     for (int i = 0; i < D / 2; i += 2) {

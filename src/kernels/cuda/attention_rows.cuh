@@ -17,7 +17,7 @@ struct mn_reads {
     int rope;              // attention's rope_kind
     bool softmax;
     mn_in q, k, v, d_o;
-    mn_out o, dq, dk, dv;
+    mn_out o, lse, dq, dk, dv;
 };
 
 /* Largest of the block, and sums of it. */
@@ -29,8 +29,8 @@ __device__ inline float mn_block_sum(float x, float *room) {
     return mn_team_sum<MN_STRIP_THREADS>(x, room);
 }
 
-/* z becomes w; returns nothing else. */
-__device__ inline void mn_weigh_softmax(float *z, int64_t n, float *room) {
+/* z becomes w; returns the log of the sum of e^z. */
+__device__ inline float mn_weigh_softmax(float *z, int64_t n, float *room) {
     float most = -INFINITY, sum = 0.0f;
     for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) most = fmaxf(most, z[i]);
     most = mn_block_max(most, room);
@@ -38,33 +38,53 @@ __device__ inline void mn_weigh_softmax(float *z, int64_t n, float *room) {
         z[i] = expf(z[i] - most);
         sum += z[i];
     }
-    const float by = 1.0f / mn_block_sum(sum, room);
+    sum = mn_block_sum(sum, room);
+    const float by = 1.0f / sum;
     for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) z[i] *= by;
+    return most + logf(sum);
+}
+
+/* From softmax's w, g becomes the cotangent of its scores, w (g - sum w g). Seen from the largest
+ * weight m that is w (g - g_m - d), d = sum w (g - g_m): where m has nearly all the weight
+ * nothing cancels. */
+__device__ inline void mn_weigh_back(const float *w, float *g, int64_t n, float *room) {
+    float most = 0.0f, mean = 0.0f;
+    for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) most = fmaxf(most, w[i]);
+    most = mn_block_max(most, room);
+    float first = INFINITY;    // the first key of that weight
+    for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) {
+        if (w[i] == most) first = fminf(first, (float)i);
+    }
+    first = -mn_block_max(-first, room);
+    const float at = first < (float)n ? g[(int64_t)first] : 0.0f;    // none where w is NaN
+    for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) mean = fmaf(w[i], g[i] - at, mean);
+    mean = mn_block_sum(mean, room);
+    for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) g[i] = w[i] * (g[i] - at - mean);
 }
 
 /* z becomes w and, where it is given, g = do v' the cotangent of z. */
 template <bool softmax>
 __global__ void __launch_bounds__(MN_STRIP_THREADS)
-mn_weigh_kernel(const __grid_constant__ mn_strip s, float *w, float *gs, float eps) {
+mn_weigh_kernel(const __grid_constant__ mn_strip s, float *w, float *gs, mn_out lse, float eps) {
     __shared__ float room[32];
     const mn_tile_span tile = mn_tile_at(s.call, MN_STRIP_ROWS, s.first + blockIdx.z);
     const int64_t r = blockIdx.x, n = mn_keys_before(s.call) + tile.first + r + 1;
     if (r >= tile.n_rows) return;
     float *z = w + mn_strip_at(s, blockIdx.z, blockIdx.y, r);
     float *g = gs ? gs + mn_strip_at(s, blockIdx.z, blockIdx.y, r) : nullptr;
+    if (softmax) {
+        const float sum = mn_weigh_softmax(z, n, room);
+        if (g) mn_weigh_back(z, g, n, room);
+        float *to = mn_row<float>(lse, tile.span.b, tile.span.t0 + tile.first + r, blockIdx.y);
+        if (to && threadIdx.x == 0) *to = sum;
+        return;
+    }
     float mean = 0.0f, square = 0.0f;
-    if (softmax) mn_weigh_softmax(z, n, room);
     for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) {
-        if (!softmax) square = fmaf(z[i], z[i], square);
+        square = fmaf(z[i], z[i], square);
         if (g) mean = fmaf(fmaxf(z[i], 0.0f), g[i], mean);
     }
     mean = g ? mn_block_sum(mean, room) : 0.0f;
-    if (softmax) {
-        for (int64_t i = threadIdx.x; g && i < n; i += MN_STRIP_THREADS) {
-            g[i] = z[i] * (g[i] - mean);
-        }
-        return;
-    }
     const float norm = sqrtf(mn_block_sum(square, room)), size = fmaxf(norm, eps);
     const float by = 1.0f / size, pull = norm > eps ? mean * by * by : 0.0f;
     for (int64_t i = threadIdx.x; i < n; i += MN_STRIP_THREADS) {
@@ -77,8 +97,11 @@ mn_weigh_kernel(const __grid_constant__ mn_strip s, float *w, float *gs, float e
 inline void mn_weigh(const mn_strip &s, const mn_reads &p, float *w, float *g,
                      cudaStream_t stream) {
     const dim3 blocks((unsigned)s.rows, (unsigned)s.heads, (unsigned)s.n_tiles);
-    if (p.softmax) mn_weigh_kernel<true><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, w, g, p.eps);
-    else mn_weigh_kernel<false><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, w, g, p.eps);
+    mn_out lse = p.lse;
+    if (g) lse.data = nullptr;    // backward only reads it
+    if (p.softmax) {
+        mn_weigh_kernel<true><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, w, g, lse, p.eps);
+    } else mn_weigh_kernel<false><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, w, g, lse, p.eps);
 }
 
 /* Work space: one or two matrices of a strip; where positions turn, q, k and dq in float; sums of
@@ -139,15 +162,15 @@ inline void mn_reads_strip(const mn_strip &s, const mn_reads &p, const mn_in &q,
     mn_past_scores(s, w, queries, keys, K, p.scale, stream);
     if (!g) {
         mn_weigh(s, p, w, g, stream);
-        mn_past_read<T, T>(s, p.o, 0, w, values, V, 1.0f, stream);
+        mn_past_read<false, T, T>(s, p.o, 0, w, values, V, 1.0f, stream);
         return;
     }
     mn_past_scores(s, g, d_o, values, V, 1.0f, stream);
     mn_weigh(s, p, w, g, stream);
-    mn_past_gather(s, dv, 0, group, w, d_o, V, mn_is_bf16<T>(), stream);
-    mn_past_gather(s, dk, 0, group, g, queries, K, mn_is_bf16<TQ>(), stream);
-    if (p.rope) mn_past_read<TQ, float>(s, dq, 0, g, keys, K, p.scale, stream);
-    else mn_past_read<TQ, T>(s, dq, 0, g, keys, K, p.scale, stream);
+    mn_past_gather<false, mn_is_bf16<T>()>(s, dv, 0, group, w, d_o, V, stream);
+    mn_past_gather<true, mn_is_bf16<TQ>()>(s, dk, 0, group, g, queries, K, stream);
+    if (p.rope) mn_past_read<true, TQ, float>(s, dq, 0, g, keys, K, p.scale, stream);
+    else mn_past_read<true, TQ, T>(s, dq, 0, g, keys, K, p.scale, stream);
 }
 
 template <typename T>
@@ -201,7 +224,6 @@ inline int mn_reads_run(const mn_reads &p, bool backward, float *shared, cudaStr
 
 inline int mn_reads_any(const mn_reads &p, bool backward, void *shared, void *stream) {
     const cudaStream_t on = (cudaStream_t)stream;
-    if (!backward && !p.o.data) return cudaSuccess;
     if (p.call.dtype == MN_BF16) return mn_reads_run<mn_bf16>(p, backward, (float *)shared, on);
     return mn_reads_run<float>(p, backward, (float *)shared, on);
 }

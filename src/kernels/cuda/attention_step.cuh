@@ -183,7 +183,9 @@ mn_step_sum_kernel(const __grid_constant__ mn_reads p, const float *parts, int64
     sum = mn_team_sum<MN_STEP_THREADS>(sum, room);
     const float by = 1.0f / (p.softmax ? sum : fmaxf(sqrtf(sum), p.eps));
     T *o = mn_row<T>(p.o, b, 0, h);
-    for (int64_t a = threadIdx.x; a < V; a += MN_STEP_THREADS) {
+    float *lse = mn_row<float>(p.lse, b, 0, h);
+    if (lse && threadIdx.x == 0) *lse = most + logf(sum);
+    for (int64_t a = threadIdx.x; o && a < V; a += MN_STEP_THREADS) {
         float y = 0.0f;
         for (int64_t i = 0; i < n_parts; i++) {
             const float *at = from + i * (V + 2);

@@ -1,10 +1,12 @@
 /* attention_strip_mma.cuh - products of attention_strip.cuh by tensor cores, for bf16 whose rows
- * can be read in packs of eight. A matrix of floats goes into a product as the sum of two of bf16,
- * what rounding leaves of the first being the second, so that it loses nothing that counts; sums
- * are float.
+ * can be read in packs of eight. Weights of a strip go into products rounded to bf16, as those of
+ * attention_forward.cuh do; cotangents, which may have to cancel, and other floats on their side go
+ * in whole: as the sum of two of bf16, what rounding leaves of the first being the second. Sums are
+ * float.
  *
  * A block of 256 threads makes 64 x 128 sums, in steps of a depth of 32: while the tensor cores
- * work on one step, the next two are on their way from memory to registers. */
+ * work on one step in shared memory, the next is being put beside it and two more are on their way
+ * from memory to registers. Tiles that see many keys start first. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_STRIP_MMA_CUH
 #define MN_KERNELS_CUDA_ATTENTION_STRIP_MMA_CUH
 
@@ -45,9 +47,9 @@ struct mn_eight {
         } first, rest;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            first.each[i] = __float2bfloat16_rn(x[i % (4 * (int)sizeof(T) / 2)]);
-            rest.each[i] = __float2bfloat16_rn(x[i % (4 * (int)sizeof(T) / 2)] -
-                                               __bfloat162float(first.each[i]));
+            const float y = x[i % (4 * (int)sizeof(T) / 2)];
+            first.each[i] = __float2bfloat16_rn(y);
+            rest.each[i] = __float2bfloat16_rn(y - __bfloat162float(first.each[i]));
         }
         *(uint4 *)high = first.all;
         if (low) *(uint4 *)low = rest.all;
@@ -94,7 +96,7 @@ struct mn_panel_kind {
 enum { MN_PANEL_A = 64 * 40, MN_PANEL_B = 128 * 40 };    // the largest of them, in bf16
 
 union mn_panel_room {
-    mn_bf16 panels[2 * MN_PANEL_A + 2 * MN_PANEL_B];
+    mn_bf16 panels[2][2 * MN_PANEL_A + MN_PANEL_B];
     float sums[MN_PANEL_ROWS * MN_PANEL_SUMS];
 };
 
@@ -108,8 +110,7 @@ struct mn_panel_sums {
     }
 
     template <bool a_turned, bool b_turned>
-    __device__ void step(const mn_bf16 *a, const mn_bf16 *low, const mn_bf16 *b,
-                         const mn_bf16 *b_low) {
+    __device__ void step(const mn_bf16 *a, const mn_bf16 *low, const mn_bf16 *b) {
         using namespace nvcuda::wmma;
         using kind = mn_panel_kind<float, float, a_turned, b_turned>;
         using a_order = typename std::conditional<a_turned, col_major, row_major>::type;
@@ -133,16 +134,6 @@ struct mn_panel_sums {
                 load_matrix_sync(from_a, half + (a_turned ? k * lda + r : r * lda + k), lda);
                 mma_sync(at[i % 2][0], from_a, from_b[0], at[i % 2][0]);
                 mma_sync(at[i % 2][1], from_a, from_b[1], at[i % 2][1]);
-            }
-            if (!b_low) continue;
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                fragment<matrix_a, 16, 16, 16, mn_bf16, a_order> from_a;
-                fragment<matrix_b, 16, 16, 16, mn_bf16, b_order> rest;
-                const int r = row + i % 2 * 16, c = column + i / 2 * 16;
-                load_matrix_sync(from_a, a + (a_turned ? k * lda + r : r * lda + k), lda);
-                load_matrix_sync(rest, b_low + (b_turned ? k * ldb + c : c * ldb + k), ldb);
-                mma_sync(at[i % 2][i / 2], from_a, rest, at[i % 2][i / 2]);
             }
         }
     }
@@ -168,15 +159,14 @@ struct mn_panel_sums {
     }
 };
 
-/* sums += a b over `depth`; a_at and b_at(row, column of the panel, start of the step). */
-template <typename TA, typename TB, bool a_turned, bool b_turned, typename FA, typename FB>
+/* sums += a b over `depth`, floats of a `whole` or rounded; a_at and b_at(row, column of the panel,
+ * start of the step). */
+template <typename TA, typename TB, bool whole, bool a_turned, bool b_turned, typename FA,
+          typename FB>
 __device__ inline void mn_panel_product(mn_panel_sums &sums, mn_panel_room &room, int64_t depth,
                                         FA a_at, FB b_at) {
     constexpr int ahead = 2;
     using kind = mn_panel_kind<TA, TB, a_turned, b_turned>;
-    mn_bf16 *room_a = room.panels, *room_b = room.panels + 2 * MN_PANEL_A;
-    mn_bf16 *low = sizeof(TA) == 4 ? room_a + MN_PANEL_A : nullptr;
-    mn_bf16 *b_low = sizeof(TB) == 4 ? room_b + MN_PANEL_B : nullptr;
     typename kind::A a[ahead];
     typename kind::B b[ahead];
     const auto fetch = [&](int i, int64_t k0) {
@@ -187,17 +177,19 @@ __device__ inline void mn_panel_product(mn_panel_sums &sums, mn_panel_room &room
     for (int i = 0; i < ahead; i++) {
         if (i * MN_PANEL_DEPTH < depth) fetch(i, i * MN_PANEL_DEPTH);
     }
+    __syncthreads();
     for (int64_t first = 0; first < depth; first += ahead * MN_PANEL_DEPTH) {
 #pragma unroll
         for (int i = 0; i < ahead; i++) {
             const int64_t k0 = first + i * MN_PANEL_DEPTH;
             if (k0 >= depth) break;
-            __syncthreads();
+            mn_bf16 *room_a = room.panels[i], *room_b = room_a + 2 * MN_PANEL_A;
+            mn_bf16 *low = whole && sizeof(TA) == 4 ? room_a + MN_PANEL_A : nullptr;
             a[i].store(room_a, low);
-            b[i].store(room_b, b_low);
+            b[i].store(room_b, nullptr);
             __syncthreads();
             if (k0 + ahead * MN_PANEL_DEPTH < depth) fetch(i, k0 + ahead * MN_PANEL_DEPTH);
-            sums.template step<a_turned, b_turned>(room_a, low, room_b, b_low);
+            sums.template step<a_turned, b_turned>(room_a, low, room_b);
         }
     }
     __syncthreads();
@@ -208,14 +200,15 @@ __global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
 mn_panel_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_strip_side<TA> a,
                        mn_strip_side<mn_bf16> b, int64_t width, float scale) {
     __shared__ __align__(128) mn_panel_room room;
-    const mn_tile_span tile = mn_tile_at(s.call, MN_STRIP_ROWS, s.first + blockIdx.z);
+    const int64_t which = s.n_tiles - 1 - blockIdx.z;
+    const mn_tile_span tile = mn_tile_at(s.call, MN_STRIP_ROWS, s.first + which);
     const int64_t h = blockIdx.y, key0 = (int64_t)blockIdx.x * MN_PANEL_COLUMNS;
     const int64_t start = tile.span.t0, seen = mn_keys_before(s.call) + tile.first;
     const int64_t n_keys = seen + tile.n_rows;
     if (tile.n_rows == 0 || key0 >= n_keys) return;
     mn_panel_sums sums;
     sums.clear();
-    mn_panel_product<TA, mn_bf16, false, false>(
+    mn_panel_product<TA, mn_bf16, true, false, false>(
         sums, room, width,
         [&](int row, int column, int64_t k) {
             const TA *none = nullptr;
@@ -238,28 +231,29 @@ mn_panel_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_strip_si
         float4 z;
         z.x = left > 0 ? scale * sum[0] : 0.0f, z.y = left > 1 ? scale * sum[1] : 0.0f;
         z.z = left > 2 ? scale * sum[2] : 0.0f, z.w = left > 3 ? scale * sum[3] : 0.0f;
-        *(float4 *)(w + mn_strip_at(s, blockIdx.z, h, r) + key0 + c) = z;
+        *(float4 *)(w + mn_strip_at(s, which, h, r) + key0 + c) = z;
     }
 }
 
-template <typename TY>
+template <typename TY, bool whole>
 __global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
 mn_panel_read_kernel(const __grid_constant__ mn_strip s, mn_out y, int64_t head0, const float *w,
                      mn_strip_side<mn_bf16> x, int64_t width, float scale) {
     __shared__ __align__(128) mn_panel_room room;
-    const mn_tile_span tile = mn_tile_at(s.call, MN_STRIP_ROWS, s.first + blockIdx.z);
+    const int64_t which = s.n_tiles - 1 - blockIdx.z;
+    const mn_tile_span tile = mn_tile_at(s.call, MN_STRIP_ROWS, s.first + which);
     const int64_t h = blockIdx.y, j0 = (int64_t)blockIdx.x * MN_PANEL_COLUMNS;
     const int64_t start = tile.span.t0;
     const int64_t n_keys = mn_keys_before(s.call) + tile.first + tile.n_rows;
     if (tile.n_rows == 0) return;
     mn_panel_sums sums;
     sums.clear();
-    mn_panel_product<float, mn_bf16, false, true>(
+    mn_panel_product<float, mn_bf16, whole, false, true>(
         sums, room, n_keys,
         [&](int row, int column, int64_t k) {
             const float *none = nullptr;    // what lies beyond the keys of a row is 0
             const bool inside = row < tile.n_rows && k + column < s.row;
-            return inside ? w + mn_strip_at(s, blockIdx.z, h, row) + k + column : none;
+            return inside ? w + mn_strip_at(s, which, h, row) + k + column : none;
         },
         [&](int row, int column, int64_t k) {
             const mn_bf16 *none = nullptr;
@@ -277,7 +271,7 @@ mn_panel_read_kernel(const __grid_constant__ mn_strip s, mn_out y, int64_t head0
 }
 
 /* As mn_strip_gather_kernel; a tile's queries are added as one number. */
-template <typename TX>
+template <typename TX, bool whole>
 __global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
 mn_panel_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t head0, int64_t group,
                        const float *w, mn_strip_side<TX> x, int64_t width) {
@@ -312,7 +306,7 @@ mn_panel_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t hea
         *h = head * group + unit % of;
         *t = t_first + unit / of * MN_STRIP_ROWS + k % MN_STRIP_ROWS;
     };
-    mn_panel_product<float, TX, true, true>(
+    mn_panel_product<float, TX, whole, true, true>(
         sums, room, (end - slot) * group * MN_STRIP_ROWS,
         [&](int row, int column, int64_t k) {
             const float *none = nullptr;
@@ -341,7 +335,7 @@ mn_panel_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t hea
 
 /* ---- the faster way where there is one ------------------------------------------------------- */
 
-/* One bf16 factor at least, and rows of both that can be read in packs. */
+/* Rows that can be read in packs. */
 template <typename T>
 inline bool mn_panel_packable(const mn_strip_side<T> &x, int64_t width) {
     bool whole = (uintptr_t)x.view.data % 16 == 0 && width % 8 == 0;
@@ -369,7 +363,8 @@ inline void mn_past_scores(const mn_strip &s, float *w, mn_strip_side<TA> a, mn_
     mn_strip_scores(s, w, a, b, width, scale, stream);
 }
 
-template <typename TX, typename TY>
+/* `whole`: w are cotangents, not weights. */
+template <bool whole, typename TX, typename TY>
 inline void mn_past_read(const mn_strip &s, const mn_out &y, int64_t head0, const float *w,
                          mn_strip_side<TX> x, int64_t width, float scale, cudaStream_t stream) {
     if (!y.data) return;
@@ -377,31 +372,33 @@ inline void mn_past_read(const mn_strip &s, const mn_out &y, int64_t head0, cons
         if (mn_panel_packable(x, width)) {
             const dim3 blocks((unsigned)mn_ceil_div(width, MN_PANEL_COLUMNS), (unsigned)s.heads,
                               (unsigned)s.n_tiles);
-            mn_panel_read_kernel<TY><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, y, head0, w, x,
-                                                                              width, scale);
+            mn_panel_read_kernel<TY, whole><<<blocks, MN_STRIP_THREADS, 0, stream>>>(
+                s, y, head0, w, x, width, scale);
             return;
         }
     }
     mn_strip_read<TX, TY>(s, y, head0, w, x, width, scale, stream);
 }
 
-/* `narrow`: the call is of bf16, and floats may be rounded to it. */
-template <typename TX>
+/* `narrow`: the call is of bf16, so that x, if it is of floats, may be rounded to it. */
+template <bool whole, bool narrow, typename TX>
 inline void mn_past_gather(const mn_strip &s, const mn_out &d, int64_t head0, int64_t group,
-                           const float *w, mn_strip_side<TX> x, int64_t width, bool narrow,
+                           const float *w, mn_strip_side<TX> x, int64_t width,
                            cudaStream_t stream) {
     if (!d.data) return;
-    if (!narrow || !mn_panel_packable(x, width)) {
-        mn_strip_gather(s, d, head0, group, w, x, width, stream);
-        return;
+    if constexpr (narrow) {
+        if (mn_panel_packable(x, width)) {
+            mn_call keys = s.call;
+            keys.T = keys.L;
+            const dim3 blocks((unsigned)mn_tile_slots(keys, 64),
+                              (unsigned)mn_ceil_div(width, MN_PANEL_COLUMNS),
+                              (unsigned)(s.heads / group));
+            mn_panel_gather_kernel<TX, whole><<<blocks, MN_STRIP_THREADS, 0, stream>>>(
+                s, d, head0, group, w, x, width);
+            return;
+        }
     }
-    mn_call keys = s.call;
-    keys.T = keys.L;
-    const dim3 blocks((unsigned)mn_tile_slots(keys, 64),
-                      (unsigned)mn_ceil_div(width, MN_PANEL_COLUMNS),
-                      (unsigned)(s.heads / group));
-    mn_panel_gather_kernel<TX><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, d, head0, group, w, x,
-                                                                        width);
+    mn_strip_gather(s, d, head0, group, w, x, width, stream);
 }
 
 #endif

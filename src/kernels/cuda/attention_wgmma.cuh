@@ -60,8 +60,8 @@ __device__ inline void mn_copies_done(void) {
 }
 
 /* A tile of ROWS rows of D columns from rows `from` + r `stride`, of which `n_rows` and `width`
- * columns are there; 128 threads call, `i` their number. */
-template <int ROWS, int D>
+ * columns are there; 128 threads call, `i` their number. The tile is the top of one of PANEL. */
+template <int ROWS, int D, int PANEL = ROWS>
 __device__ inline void mn_copy_tile(uint32_t to, const mn_bf16 *from, int64_t stride, int n_rows,
                                     int width, int i) {
     constexpr int pieces = D / 8, at_once = MN_GROUP / pieces;    // pieces of a row; rows
@@ -71,7 +71,7 @@ __device__ inline void mn_copy_tile(uint32_t to, const mn_bf16 *from, int64_t st
 #pragma unroll 4
     for (int r = 0; r < ROWS; r += at_once) {
         const bool inside = column && row + r < n_rows;
-        mn_copy_16(to + mn_tile_byte(ROWS, row + r, piece * 8), inside ? at : from, inside);
+        mn_copy_16(to + mn_tile_byte(PANEL, row + r, piece * 8), inside ? at : from, inside);
         at += at_once * stride;
     }
 }

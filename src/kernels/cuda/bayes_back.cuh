@@ -7,7 +7,7 @@
 
 using tiles = mn_bayes_tiles<true>;    // P and D do not fit in registers together
 
-enum { SPAN = 128, CHUNKS = SPAN / MN_BAYES_CHUNK };
+enum { SPAN = 128, CHUNKS = SPAN / MN_BAYES_CHUNK };    // of the narrow way
 
 /* Work space, in doubles for each block but the parts. */
 struct work {
@@ -15,6 +15,7 @@ struct work {
     double *spans;       // states in front of spans
     double *traces;      // of D in front of each sequence, by blocks
     float *parts;        // G x rows x (4 K + 1): dq, dk, dla, dtheta, dl2
+    const int *steep;    // heads of sequences to do; NULL: all
     int64_t size, state;
     bool inside;         // the room is in shared memory
 };

@@ -1,25 +1,44 @@
-/* bayes_backward.cu - the Bayesian Layer and its covariances alone, backward over the chunks of
- * bayes.cuh. With D and E the adjoints of Ph and Mh behind a chunk, a_t = scale^2 dqvar_t, y_t =
- * scale do_t, w_t = z_t / sigma_t, x_t = Phi_t'dgainvec_t:
+/* bayes_backward.cu - the Bayesian Layer and its covariances alone, backward. Hats are left out: all
+ * is in the frame of a span (bayes_span.cuh) or, on the narrow way, of a chunk (bayes.cuh).
  *
- *   de_t = E'w_t + sum_{s>=t} (q_s.w_t) y_s - sum_{s>t} (k_s.w_t) de_s            dv_t = de_t
+ * With rows for the 16 tokens of a chunk, w = z / sigma, L = lower(K W', unit diagonal)^-1, whose
+ * transpose is L', A = upper(W Q'), a = scale^2 dqvar, y = scale do, x = Phi'dgainvec, and D and E
+ * the adjoints of P and M behind the chunk:
+ *
+ *   de = L'(W E + A Y)         dv = de           E <- E + Q'Y - K'de
  *   dw_t = E e_t + sum_{s>=t} q_s (y_s.e_t) - sum_{s>t} k_s (de_s.e_t) + x_t
- *   b_t  = dw_t / sigma_t - 2 (D w_t + sum_{s>=t} a_s q_s (q_s.w_t))
- *   du_t = b_t + c_t k_t - sum_{s>t} (du_s (k_s.w_t) + k_s (du_s.w_t))
- *   dk_t = c_t z_t + Pbar_t du_t - M_{t-1} de_t          dq_t = M_t y_t + 2 a_t P_t q_t
- *   D <- D + sum a q q' + (du k' + k du') / 2            E <- E + sum q y' - k de'
+ *   b = dw / sigma - 2 A a Q                     Psi_ts = -w_t.b_s (t < s, and symmetric)
+ *   Psi_tt = 2 (dkvar + dgain r2 / sigma^2 - sum_{s>=t} a_s A_ts^2 - w_t.b_t)
  *
- * (hats left out). c_t, the adjoint of k'u, needs du_s.w_t for s > t alone, numbers that follow
- * from b_s.w_t: one warp finds them, and then all rows of du at once. dla and dtheta follow without
- * a product: with C = 2 D P + E M, of which only the sums and differences inside channels count,
+ * where b and Psi are those without D. Its own part goes apart, so that beta = L'b and Theta =
+ * L' Psi L come first, and of the products only X = L'W D and Omega = X W'L wait for D:
+ *
+ *   H = X - beta / 2           O = Omega + Theta / 2       du = -2 H + (diag O + 2 upper O) K
+ *   D <- D - K'H - (H - O K)'K + Q'a Q                     c_t = O_tt, the adjoint of k'u
+ *
+ * for D <- F'D F with F = (I - w_1 k_1') ... (I - w_16 k_16'), and du follows the same products.
+ * With P and M the states in front of the span, sums over its earlier tokens,
+ *
+ *   dk_t = c_t z_t + (P + n_t) du_t - M de_t - sum_{s<t} w_s (z_s.du_t + e_s.de_t)
+ *   dq_t = M y_t + 2 a_t (P + n_t) q_t + sum_{s<=t} w_s (e_s.y_t - 2 a_t z_s.q_t)
+ *   dr2_t = c_t - dkvar_t - dgain_t / sigma_t
+ *
+ * dla and dtheta follow without a product: with C = 2 D P + E M, of which only the sums and
+ * differences inside channels count, the same in every frame,
  *
  *   C_{t-1} = C_t + q dq' + k dk' + x w' - 2 D_{t-1} n_t     dla_t, dtheta_t: its trace, its turn
  *
- * and C is the same in every frame. States in front of spans of 128 tokens come from a first walk,
- * those in front of a span's chunks from a second one, last span first; each chunk has a frame of
- * its own there. Groups leave float32 parts of what they share, added in their order. */
+ * So one kernel walks the covariance forward, one the mean forward beside its adjoint back, one D
+ * back; before, between and after them kernels do all spans at once. The states of more than 128
+ * rows, and heads that decay steeply, go the narrow way: one block for each, chunk by chunk, after a
+ * walk that leaves states in front of spans of 128 tokens; there
+ *
+ *   du_t = b_t + c_t k_t - sum_{s>t} (du_s (k_s.w_t) + k_s (du_s.w_t))
+ *
+ * and groups leave float32 parts of what they share, added in their order. */
 #include "kernels/cuda/bayes_back.cuh"
-#include "kernels/cuda/parts.cuh"
+#include "kernels/cuda/bayes_span_gather.cuh"
+#include "kernels/cuda/bayes_span_walks.cuh"
 #include "kernels/riccati_args.h"
 
 /* ---- walks ----------------------------------------------------------------------------------- */
@@ -216,6 +235,7 @@ __global__ void __launch_bounds__(MN_BAYES_THREADS, 1)
 bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ work w) {
     extern __shared__ __align__(16) double doubles[];
     mn_bayes_shape s = mn_bayes_shape_at(p, blockIdx.x);
+    if (w.steep && !w.steep[s.n * p.call.H + s.h]) return;
     s.reads = true;
     const int64_t covariance = (int64_t)s.nb * s.nb * 64, mean = (int64_t)s.nm * s.nb * 64;
     double *own = w.each + blockIdx.x * w.size, *E = own + covariance, *M = E + mean;
@@ -299,20 +319,24 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
 
 /* ---- what groups share ----------------------------------------------------------------------- */
 
-/* Sums over groups, one thread for each number of a token. */
+/* Sums over the groups of a head of 64 tokens that went the narrow way. */
 template <typename T>
 __global__ void __launch_bounds__(256)
-bayes_groups_kernel(const __grid_constant__ mn_bayes_args p, const float *parts) {
-    const int64_t K = p.call.K, width = 4 * K + 1, rows = p.call.B * p.call.T * p.call.H;
-    const int64_t at = blockIdx.x * (int64_t)256 + threadIdx.x;
-    if (at >= rows * width) return;
-    const int64_t row = at / width, i = at % width, which = i / K, channel = i % K;
-    const int64_t h = row % p.call.H, t = row / p.call.H % p.call.T, b = row / p.call.H / p.call.T;
+bayes_groups_kernel(const __grid_constant__ mn_bayes_args p, const float *parts,
+                    const int *steep) {
+    const int64_t K = p.call.K, H = p.call.H, width = 4 * K + 1, h = blockIdx.x % H;
+    const int64_t rows = p.call.B * p.call.T * H;
+    const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, blockIdx.x / H);
+    if (tile.n_rows == 0 || (steep && !steep[tile.n * H + h])) return;
     const mn_out to[] = { p.grad.q, p.grad.k, p.grad.la, p.grad.theta, p.grad.l2 };
-    if (!to[which].data) return;
-    float sum = 0.0f;
-    for (int64_t g = 0; g < p.call.G; g++) sum += parts[g * rows * width + at];
-    mn_put(mn_row<T>(to[which], b, t, h) + channel, sum);
+    for (int64_t at = threadIdx.x; at < tile.n_rows * width; at += 256) {
+        const int64_t t = tile.span.t0 + tile.first + at / width, i = at % width, which = i / K;
+        const int64_t row = ((tile.span.b * p.call.T + t) * H + h) * width + i;
+        if (!to[which].data) continue;
+        float sum = 0.0f;
+        for (int64_t g = 0; g < p.call.G; g++) sum += parts[g * rows * width + row];
+        mn_put(mn_row<T>(to[which], tile.span.b, t, h) + i % K, sum);
+    }
 }
 
 /* dp0 of a head: the traces of its sequences and groups; none where P_0 was given. */
@@ -327,75 +351,172 @@ __global__ void bayes_first_kernel(const __grid_constant__ mn_bayes_args p, cons
     mn_put(mn_row<T>(p.grad.p0, 0, 0, h), (float)sum);
 }
 
-/* ---- launches -------------------------------------------------------------------------------- */
+/* ---- work space ------------------------------------------------------------------------------ */
 
-struct layout {
-    int nb, nm;
-    size_t room_bytes, spans, each, blocks, parts;    // doubles; parts in floats
-    work w;
+/* Hands out room one piece after the other, from `base` or, where that is NULL, to count bytes. */
+struct piecework {
+    char *base;
+    size_t used;
+    bool ok;
+
+    template <typename X>
+    void take(X **to, int64_t a, int64_t b, int64_t c) {
+        size_t count, bytes, room;
+        ok = ok && mn_mul_size(&count, (size_t)a, (size_t)b) &&
+             mn_mul_size(&count, count, (size_t)c) && mn_mul_size(&bytes, count, sizeof(X)) &&
+             mn_add_size(&room, bytes, 15) && mn_add_size(&room, room / 16 * 16, used);
+        *to = ok && base ? (X *)(base + used) : NULL;
+        if (ok) used = room;
+    }
 };
 
-static bool layout_of(layout *l, const mn_bayes_args *p) {
+/* How a call goes: R is 64 or 128, or 0 where all goes the narrow way, whose room overlays that of
+ * spans, for it comes after them. */
+struct layout {
+    int R;
+    size_t narrow_bytes, total_bytes;
+    int64_t blocks, heads;    // groups of heads of sequences; heads of slots
+    span_work spans;
+    work narrow;
+};
+
+static void take_spans(layout *l, const mn_bayes_args *p, piecework *at) {
     const mn_call &c = p->call;
-    const int64_t R = c.K * (p->theta.data ? 2 : 1);
-    if (c.K > MN_BAYES_WIDEST) return false;
-    l->nb = (int)((R + 7) / 8);
-    l->nm = (int)mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), 8);
-    const size_t room = (size_t)back_doubles(l->nb, l->nm, (int)c.K);
-    const size_t square = (size_t)l->nb * l->nb * 64, mean = (size_t)l->nm * l->nb * 64;
-    l->room_bytes = room * sizeof(double);
-    l->w.inside = l->room_bytes <= mn_bayes_most_shared();
-    l->w.state = (int64_t)(square + mean);
-    size_t size = 2 * square + 2 * mean + (CHUNKS + 1) * (square + mean);
-    if (!l->w.inside) size += room;
-    l->w.size = (int64_t)size;
-    size_t heads, rows;
-    bool ok = mn_mul_size(&heads, (size_t)c.H, (size_t)c.G) &&
-              mn_mul_size(&l->blocks, heads, (size_t)mn_n_spans(c)) &&
-              mn_mul_size(&l->each, l->blocks, size);
-    ok = ok && mn_mul_size(&l->spans, (size_t)mn_tile_slots(c, SPAN), heads) &&
-         mn_mul_size(&l->spans, l->spans, square + mean);
-    ok = ok && mn_mul_size(&rows, (size_t)c.B, (size_t)c.T) && mn_mul_size(&rows, rows, heads);
-    return ok && mn_mul_size(&l->parts, rows, 4 * (size_t)c.K + 1);
+    span_work *w = &l->spans;
+    const int64_t R = l->R, heads = l->heads, groups = heads * c.G, tokens = SPAN_TOKENS;
+    w->columns = (int)(mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), SLICE) * SLICE);
+    w->slices = (int)mn_ceil_div(w->columns, SLICE * MEAN_WARPS);
+    at->take(&w->k, heads, tokens, R), at->take(&w->q, heads, tokens, R);
+    at->take(&w->phi, heads, tokens, R), at->take(&w->noise, heads, 2 * (SPAN_CHUNKS + 1), R);
+    at->take(&w->h, groups, tokens, R), at->take(&w->w, groups, tokens, R);
+    w->nk = w->h;
+    at->take(&w->r2, groups, tokens, 1), at->take(&w->sigma, groups, tokens, 1);
+    at->take(&w->eliminate, groups, SPAN_CHUNKS, SMALL);
+    at->take(&w->reads, groups, SPAN_CHUNKS, SMALL);
+    at->take(&w->theta, groups, SPAN_CHUNKS, SMALL);
+    at->take(&w->P, groups, R, R);
+    at->take(&w->M, groups, R, w->columns), at->take(&w->E, groups, R, w->columns);
+    at->take(&w->e, groups, tokens, w->columns), at->take(&w->de, groups, tokens, w->columns);
+    at->take(&w->inside, groups, SPAN_CHUNKS, 2 * R);
+    at->take(&w->totals, heads, SPAN_CHUNKS, 2 * c.K);
+    at->take(&w->last, l->blocks, w->slices * MEAN_WARPS + 1, 2 * R);
+    at->take(&w->local, heads, tokens, 2 * c.K);
 }
 
-static bool backward_plan(const mn_bayes_args *p, mn_plan *plan) {
-    layout l;
-    size_t count, floats;
-    if (p->call.K > MN_BAYES_WIDEST) return true;    // refused at the launch
-    return layout_of(&l, p) && mn_add_size(&count, l.spans, l.each) &&
-           mn_add_size(&count, count, l.blocks) &&
-           mn_mul_size(&count, count, sizeof(double)) &&
-           mn_mul_size(&floats, l.parts, sizeof(float)) &&
-           mn_add_size(&plan->shared_bytes, count, floats);
+static void take_narrow(layout *l, const mn_bayes_args *p, int nb, int nm, piecework *at) {
+    const mn_call &c = p->call;
+    const int64_t room = back_doubles(nb, nm, (int)c.K);
+    const int64_t square = (int64_t)nb * nb * 64, mean = (int64_t)nm * nb * 64;
+    work *w = &l->narrow;
+    l->narrow_bytes = (size_t)room * sizeof(double);
+    w->inside = l->narrow_bytes <= mn_bayes_most_shared();
+    w->state = square + mean;
+    w->size = 2 * square + 2 * mean + (CHUNKS + 1) * (square + mean) + (w->inside ? 0 : room);
+    if (!w->inside) l->narrow_bytes = 0;
+    at->take(&w->each, l->blocks, w->size, 1);
+    at->take(&w->spans, mn_tile_slots(c, SPAN), c.H * c.G, w->state);
+    at->take(&w->parts, c.B * c.T, c.H * c.G, 4 * c.K + 1);
+}
+
+/* The rows that kernels of spans are made for, or 0. */
+static int span_rows(int64_t rows) {
+    const size_t most = mn_bayes_most_shared();
+    if (rows <= 64 && sizeof(adjoint_room<64>) <= most) return 64;
+    const size_t widest = sizeof(adjoint_room<128>) > sizeof(gather_room<128>)
+                              ? sizeof(adjoint_room<128>) : sizeof(gather_room<128>);
+    return rows <= 128 && widest <= most ? 128 : 0;
+}
+
+static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
+    const mn_call &c = p->call;
+    const int64_t rows = c.K * (p->theta.data ? 2 : 1);
+    if (rows > MN_BAYES_WIDEST) return false;
+    memset(l, 0, sizeof *l);
+    l->R = span_rows(rows);
+    l->blocks = mn_n_spans(c) * c.H * c.G;
+    l->heads = mn_tile_slots(c, SPAN_TOKENS) * c.H;
+    piecework both = { (char *)base, 0, true };
+    both.take(&l->narrow.traces, l->blocks, 1, 1);
+    if (l->R) both.take(&l->spans.steep, l->blocks, 1, 1);
+    l->spans.traces = l->narrow.traces, l->narrow.steep = l->spans.steep;
+    piecework one = both, other = both;
+    if (l->R) take_spans(l, p, &one);
+    const int nm = (int)mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), 8);
+    take_narrow(l, p, (int)((rows + 7) / 8), nm, &other);
+    l->total_bytes = one.used > other.used ? one.used : other.used;
+    return one.ok && other.ok;
+}
+
+/* ---- launches -------------------------------------------------------------------------------- */
+
+template <typename T, int R>
+static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
+    const span_work &w = l.spans;
+    const unsigned blocks = (unsigned)l.blocks, heads = (unsigned)l.heads;
+    const unsigned groups = heads * (unsigned)p->call.G;
+    const bool bf16 = p->call.dtype == MN_BF16;
+    int code = (int)cudaMemsetAsync(w.steep, heads == 0, l.blocks * sizeof *w.steep, on);
+    if (code != cudaSuccess || heads == 0) return code;
+    span_prepare_kernel<T, R><<<heads, 512, 0, on>>>(*p, w);
+    code = mn_launch_with_room(covariance_walk_kernel<R>, blocks, 2 * R,
+                               sizeof(covariance_room<R>), on, *p, w, bf16);
+    if (code == cudaSuccess && w.slices > 0) {
+        code = mn_launch_with_room(mean_walks_kernel<T, R>, 2 * blocks * (unsigned)w.slices,
+                                   32 * MEAN_WARPS, sizeof(mean_room<R>), on, *p, w);
+    }
+    if (code == cudaSuccess) {
+        code = mn_launch_with_room(span_sources_kernel<T, R>, groups, SOURCE_THREADS,
+                                   sizeof(source_room<R>), on, *p, w);
+    }
+    if (code == cudaSuccess) {
+        code = mn_launch_with_room(adjoint_walk_kernel<T, R>, blocks, 2 * R,
+                                   sizeof(adjoint_room<R>), on, *p, w);
+    }
+    if (code == cudaSuccess) {
+        code = mn_launch_with_room(span_gather_kernel<T, R>, heads, GATHER_THREADS,
+                                   sizeof(gather_room<R>), on, *p, w);
+    }
+    if (code != cudaSuccess) return code;
+    const unsigned n_heads = (unsigned)(mn_n_spans(p->call) * p->call.H);
+    span_totals_kernel<R><<<n_heads, 128, 0, on>>>(*p, w);
+    span_decay_kernel<T><<<heads, 256, 0, on>>>(*p, w);
+    return mn_launched();
 }
 
 template <typename T>
 static int start(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
-    const int launched = mn_launch_with_room(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
-                                             MN_BAYES_THREADS, l.w.inside ? l.room_bytes : 0, on,
-                                             *p, l.w);
-    if (launched != cudaSuccess) return launched;
-    const int64_t numbers = p->call.B * p->call.T * p->call.H * (4 * p->call.K + 1);
-    if (numbers > 0) {
-        bayes_groups_kernel<T><<<mn_blocks(numbers, 256), 256, 0, on>>>(*p, l.w.parts);
+    int code = cudaSuccess;
+    if (l.R == 64) code = start_spans<T, 64>(p, l, on);
+    if (l.R == 128) code = start_spans<T, 128>(p, l, on);
+    if (code != cudaSuccess) return code;
+    code = mn_launch_with_room(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
+                               MN_BAYES_THREADS, l.narrow_bytes, on, *p, l.narrow);
+    if (code != cudaSuccess) return code;
+    if (l.heads > 0) {
+        bayes_groups_kernel<T><<<(unsigned)l.heads, 256, 0, on>>>(*p, l.narrow.parts,
+                                                                  l.narrow.steep);
     }
     if (p->grad.p0.data) {
-        bayes_first_kernel<T><<<mn_blocks(p->call.H, 64), 64, 0, on>>>(*p, l.w.traces);
+        bayes_first_kernel<T><<<mn_blocks(p->call.H, 64), 64, 0, on>>>(*p, l.narrow.traces);
     }
     return mn_launched();
+}
+
+static bool backward_plan(const mn_bayes_args *p, mn_plan *plan) {
+    layout l;
+    if (p->call.K * (p->theta.data ? 2 : 1) > MN_BAYES_WIDEST) return true;    // refused later
+    if (!layout_of(&l, p, NULL)) return false;
+    plan->shared_bytes = l.total_bytes;
+    return true;
 }
 
 static int backward(const mn_bayes_args *p, void *shared, void *stream) {
     layout l;
     const cudaStream_t on = (cudaStream_t)stream;
-    if (!layout_of(&l, p) || l.nb * 8 > MN_BAYES_WIDEST || l.blocks > INT32_MAX) {
+    if (!layout_of(&l, p, shared) || l.blocks > INT32_MAX || l.heads * p->call.G > INT32_MAX) {
         return cudaErrorNotSupported;
     }
     if (l.blocks == 0) return cudaSuccess;
-    double *at = (double *)shared;
-    l.w.each = at, l.w.spans = at + l.each, l.w.traces = at + l.each + l.spans;
-    l.w.parts = (float *)(l.w.traces + l.blocks);
     return p->call.dtype == MN_BF16 ? start<mn_bf16>(p, l, on) : start<float>(p, l, on);
 }
 

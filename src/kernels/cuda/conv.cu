@@ -10,9 +10,10 @@
  * part of dw and dbias over the tiles it takes, and mn_sum_parts adds the parts. */
 #include "kernels/cuda/gate.cuh"
 #include "kernels/cuda/parts.cuh"
+#include "kernels/cuda/unpack.cuh"
 
-enum { THREADS = 128, PACK = 4, TILE = 32, TAPS = 4, GROUP = 4, ROWS = TAPS - 1 + GROUP, SILU = 1 };
-enum { MOST_TILES = 65535, BLOCKS = 1056 };    // BLOCKS: eight for each processor of an H200
+enum { THREADS = 128, PACK = 4, TILE = 32, TAPS = 4, GROUP = 4, SILU = 1 };
+enum { MOST_TILES = 65535, BLOCKS = 528 };    // BLOCKS: four for each processor of an H200
 
 /* x_s of a sequence for channels [channel, channel + N); before its start the tail, or zero. */
 template <typename T, int N>
@@ -71,40 +72,77 @@ struct filter {
         }
     }
 
-    /* p_t from u_t, ..., u_{t+W-1}, which begin at row `at` */
-    __device__ void apply(float (&sum)[N], const float (&u)[ROWS][N], int at) const {
+    /* p_t from the last TAPS inputs, a ring whose newest is number `newest` */
+    __device__ void apply(float (&sum)[N], const float (&u)[TAPS][N], int newest) const {
 #pragma unroll
         for (int j = 0; j < N; j++) {
             sum[j] = bias[j];
 #pragma unroll
-            for (int i = 0; i < TAPS; i++) sum[j] = fmaf(w[i][j], u[at + i][j], sum[j]);
+            for (int i = 0; i < TAPS; i++) {
+                sum[j] = fmaf(w[i][j], u[(newest + 1 + i) % TAPS][j], sum[j]);
+            }
         }
     }
 };
 
-/* The last rows become the first ones: the inputs before the next group of tokens. */
-template <int N>
-__device__ static void carry(float (&u)[ROWS][N]) {
+/* Rows of a group of tokens on their way, asked for while the group before is worked on. */
+template <typename T, int N>
+struct ahead {
+    mn_pack<T, N> at[GROUP];
+
+    /* Row `row` and the ones after it, of which `left` are there: INSIDE, at least a group. */
+    template <bool INSIDE>
+    __device__ void ask(const T *row, int64_t step, int64_t left) {
 #pragma unroll
-    for (int i = 0; i < TAPS - 1; i++) {
+        for (int i = 0; i < GROUP; i++, row += step) {
+            if (INSIDE || i < left) at[i] = *(const mn_pack<T, N> *)row;
+            else at[i] = mn_pack<T, N>{};
+        }
+    }
+
+    __device__ void take(float (&u)[N], int i) const {
+        mn_unpack_to(u, at[i]);
+    }
+};
+
+/* The inputs before a tile, in a ring in which its first token is number 0. */
+template <typename T, int N>
+__device__ static void inputs_before(float (&u)[TAPS][N], const mn_conv_args &p,
+                                     const mn_tile_span &tile, int64_t channel) {
 #pragma unroll
-        for (int j = 0; j < N; j++) u[i][j] = u[GROUP + i][j];
+    for (int i = 1; i < TAPS; i++) {
+        input_at<T, N>(u[i], p, tile.n, tile.span, tile.first - TAPS + i, channel);
     }
 }
 
-/* Rows TAPS - 1 ... of `u`: the inputs of the group of tokens from t on; zeros past the end. */
-template <typename T, int N>
-__device__ static void load_group(float (&u)[ROWS][N], const mn_in &view, const mn_span &span,
-                                  int64_t t, int64_t channel) {
+/* INSIDE: the tile is whole. */
+template <typename T, int N, bool ACT, bool INSIDE>
+__device__ static void tile_forward(const mn_conv_args &p, const filter<T, N> &f,
+                                    const mn_tile_span &tile, int64_t channel) {
+    const int64_t n = INSIDE ? TILE : tile.n_rows, from = tile.span.t0 + tile.first;
+    const T *x = mn_row<T>(p.x, tile.span.b, from, 0) + channel;
+    T *y = mn_row<T>(p.y, tile.span.b, from, 0) + channel;
+    float u[TAPS][N];
+    ahead<T, N> now, next;
+    next.template ask<INSIDE>(x, p.x.stride[1], n);
+    inputs_before<T, N>(u, p, tile, channel);
+    for (int64_t t = 0; t < n; t += GROUP, y += GROUP * p.y.stride[1]) {
+        now = next;
+        x += GROUP * p.x.stride[1];
+        if (t + GROUP < n) next.template ask<INSIDE>(x, p.x.stride[1], n - t - GROUP);
 #pragma unroll
-    for (int i = 0; i < GROUP; i++) {
-        const bool inside = t + i < span.length;
-        const T *row = inside ? mn_row<T>(view, span.b, span.t0 + t + i, 0) : nullptr;
-        mn_load<N>(u[TAPS - 1 + i], row, channel);
+        for (int g = 0; g < GROUP; g++) {
+            float sum[N];
+            now.take(u[g], g);
+            f.apply(sum, u, g);
+#pragma unroll
+            for (int j = 0; j < N; j++) sum[j] = ACT ? mn_silu(sum[j]).value : sum[j];
+            if (INSIDE || t + g < n) mn_store<N>(y + g * p.y.stride[1], 0, sum);
+        }
     }
 }
 
-template <typename T, int N>
+template <typename T, int N, bool ACT>
 __global__ void __launch_bounds__(THREADS)
 forward_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots) {
     const int64_t channel = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * N;
@@ -112,26 +150,8 @@ forward_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots) {
     const filter<T, N> f(p, channel);
     for (int64_t slot = blockIdx.y; slot < n_slots; slot += gridDim.y) {
         const mn_tile_span tile = mn_tile_at(p.call, TILE, slot);
-        if (tile.n_rows == 0) continue;
-        const int64_t end = tile.first + tile.n_rows;
-        float u[ROWS][N];
-#pragma unroll
-        for (int i = 0; i < TAPS - 1; i++) {
-            input_at<T, N>(u[i], p, tile.n, tile.span, tile.first - (TAPS - 1) + i, channel);
-        }
-        for (int64_t t = tile.first; t < end; t += GROUP) {
-            load_group<T, N>(u, p.x, tile.span, t, channel);
-#pragma unroll
-            for (int g = 0; g < GROUP; g++) {
-                if (t + g >= end) break;
-                float y[N];
-                f.apply(y, u, g);
-#pragma unroll
-                for (int j = 0; j < N; j++) y[j] = p.act == SILU ? mn_silu(y[j]).value : y[j];
-                mn_store<N>(mn_row<T>(p.y, tile.span.b, tile.span.t0 + t + g, 0), channel, y);
-            }
-            carry<N>(u);
-        }
+        if (tile.n_rows == TILE) tile_forward<T, N, ACT, true>(p, f, tile, channel);
+        else if (tile.n_rows > 0) tile_forward<T, N, ACT, false>(p, f, tile, channel);
     }
 }
 
@@ -177,99 +197,91 @@ __device__ static void tail_cot(float (&d)[N], const mn_conv_args &p, int64_t n,
     mn_load<N>(d, dtail && m >= 0 ? dtail + (n * M + m) * p.call.V : nullptr, channel);
 }
 
-/* The inputs of a group of tokens on their way, asked for while the group before is worked on.
- * Forward, more threads at a time are worth more. */
-template <typename T, int N>
-struct ahead {
-    mn_pack<T, N> at[GROUP];
-
-    /* Tokens t, t + 1, ...; zeros past the end and where the tensor is absent. */
-    __device__ void ask(const mn_in &view, const mn_span &span, int64_t t, int64_t channel) {
-        const T *row = mn_row<T>(view, span.b, span.t0 + t, 0);
-#pragma unroll
-        for (int i = 0; i < GROUP; i++, row += view.stride[1]) {
-            if (view.data && t + i < span.length) at[i] = *(const mn_pack<T, N> *)(row + channel);
-            else at[i] = mn_pack<T, N>{};
-        }
-    }
-
-    /* To rows TAPS - 1 ... of `u`. */
-    __device__ void take(float (&u)[ROWS][N]) const {
-#pragma unroll
-        for (int i = 0; i < GROUP; i++) {
-#pragma unroll
-            for (int j = 0; j < N; j++) u[TAPS - 1 + i][j] = mn_float(at[i].at[j]);
-        }
-    }
-};
-
-/* Walks one tile by groups of tokens: from u and dy of t, ..., t + 3 it makes d of these tokens and
- * then dx of t - 3, ..., t. Tokens past the tile's end belong to the next one and count for dx
- * only. */
-template <typename T, int N>
+/* Walks one tile by groups of tokens: from u and dy of token t it makes d_t and then dx_{t-3}, with
+ * the last four of u and of d in rings. Tokens past the tile's end belong to the next one and count
+ * for dx only. INSIDE: the tile is whole, the group behind it is there, and so are dy and dx. */
+template <typename T, int N, bool ACT, bool INSIDE>
 __device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_args &p,
                                      const filter<T, N> &f, const mn_tile_span &tile,
                                      int64_t channel) {
     const mn_span &span = tile.span;
-    const int64_t end = tile.first + tile.n_rows;
-    float u[ROWS][N], d[ROWS][N] = {};    // d: of tokens t - 3, ..., t + 3
-    ahead<T, N> next_u, next_d;
-    next_u.ask(p.x, span, tile.first, channel);
-    next_d.ask(p.cot.y, span, tile.first, channel);
-#pragma unroll
-    for (int i = 0; i < TAPS - 1; i++) {
-        input_at<T, N>(u[i], p, tile.n, span, tile.first - (TAPS - 1) + i, channel);
-    }
-    for (int64_t t = tile.first; t < end + TAPS - 1; t += GROUP) {
-        next_u.take(u);
-        next_d.take(d);
-        if (t + GROUP < end + TAPS - 1) {
-            next_u.ask(p.x, span, t + GROUP, channel);
-            next_d.ask(p.cot.y, span, t + GROUP, channel);
+    const int64_t n = INSIDE ? TILE : tile.n_rows, from = span.t0 + tile.first;
+    const int64_t left = span.length - tile.first, left_d = p.cot.y.data ? left : 0;
+    const int64_t x_step = p.x.stride[1], d_step = p.cot.y.stride[1], to_step = p.grad.x.stride[1];
+    const T *x = mn_row<T>(p.x, span.b, from, 0) + channel;
+    const T *dy = (const T *)p.cot.y.data + span.b * p.cot.y.stride[0] + from * d_step + channel;
+    T *to = (T *)p.grad.x.data + span.b * p.grad.x.stride[0] + (from - (TAPS - 1)) * to_step +
+            channel;
+    float u[TAPS][N], d[TAPS][N] = {};
+    ahead<T, N> now_u, now_d, next_u, next_d;
+    next_u.template ask<INSIDE>(x, x_step, left);
+    next_d.template ask<INSIDE>(dy, d_step, left_d);
+    inputs_before<T, N>(u, p, tile, channel);
+    for (int64_t t = 0; t < n + TAPS - 1; t += GROUP, to += GROUP * to_step) {
+        now_u = next_u;
+        now_d = next_d;
+        x += GROUP * x_step;
+        dy += GROUP * d_step;
+        if (t + GROUP < n + TAPS - 1) {
+            next_u.template ask<INSIDE>(x, x_step, left - t - GROUP);
+            next_d.template ask<INSIDE>(dy, d_step, left_d - t - GROUP);
         }
 #pragma unroll
         for (int g = 0; g < GROUP; g++) {
-            float sum[N], (&now)[N] = d[TAPS - 1 + g];
+            float sum[N];
+            now_u.take(u[g], g);
+            now_d.take(d[g], g);
             f.apply(sum, u, g);
 #pragma unroll
-            for (int j = 0; j < N; j++) now[j] *= p.act == SILU ? mn_silu(sum[j]).slope : 1.0f;
-            if (t + g >= end) continue;
-#pragma unroll
             for (int j = 0; j < N; j++) {
-#pragma unroll
-                for (int i = 0; i < TAPS; i++) dw[i][j] = fmaf(now[j], u[g + i][j], dw[i][j]);
-                dw[TAPS][j] += now[j];
+                if (ACT) d[g][j] *= mn_silu(sum[j]).slope;
             }
-        }
+            if (INSIDE ? t < n : t + g < n) {
 #pragma unroll
-        for (int g = 0; g < GROUP; g++) {
-            const int64_t s = t + g - (TAPS - 1);
-            if (!p.grad.x.data || s < tile.first || s >= end) continue;
+                for (int j = 0; j < N; j++) {
+#pragma unroll
+                    for (int i = 0; i < TAPS; i++) {
+                        dw[i][j] = fmaf(d[g][j], u[(g + 1 + i) % TAPS][j], dw[i][j]);
+                    }
+                    dw[TAPS][j] += d[g][j];
+                }
+            }
+            const int64_t s = t + g - (TAPS - 1);    // of the tile
+            const bool own = INSIDE ? (g == TAPS - 1 ? t < n : t > 0) : s >= 0 && s < n;
+            if (!own || !(INSIDE || p.grad.x.data)) continue;
             float dx[N];
-            tail_cot<N>(dx, p, tile.n, t + g - span.length, channel);
+            if (INSIDE) {
 #pragma unroll
-            for (int i = 0; i < TAPS; i++) {    // d_{t+g-i}
-#pragma unroll
-                for (int j = 0; j < N; j++) dx[j] = fmaf(f.w[i][j], d[TAPS - 1 + g - i][j], dx[j]);
+                for (int j = 0; j < N; j++) dx[j] = 0.0f;
+            } else {
+                tail_cot<N>(dx, p, tile.n, t + g - left, channel);
             }
-            mn_store<N>(mn_row<T>(p.grad.x, span.b, span.t0 + s, 0), channel, dx);
+#pragma unroll
+            for (int i = 0; i < TAPS; i++) {    // d_{t-i}
+#pragma unroll
+                for (int j = 0; j < N; j++) {
+                    dx[j] = fmaf(f.w[i][j], d[(g + TAPS - i) % TAPS][j], dx[j]);
+                }
+            }
+            mn_store<N>(to + g * to_step, 0, dx);
         }
-        carry<N>(u);
-        carry<N>(d);
     }
 }
 
 /* Part blockIdx.y: W rows of dw and one of dbias, each of V channels. */
-template <typename T, int N>
+template <typename T, int N, bool ACT>
 __global__ void __launch_bounds__(THREADS, 4)
 backward_kernel(const __grid_constant__ mn_conv_args p, float *parts, int64_t n_slots) {
     const int64_t channel = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * N;
     if (channel >= p.call.V) return;
     const filter<T, N> f(p, channel);
+    const bool plain = p.cot.y.data && p.grad.x.data;
     float dw[TAPS + 1][N] = {};
     for (int64_t slot = blockIdx.y; slot < n_slots; slot += gridDim.y) {
         const mn_tile_span tile = mn_tile_at(p.call, TILE, slot);
-        if (tile.n_rows > 0) tile_backward<T, N>(dw, p, f, tile, channel);
+        const bool inside = plain && tile.first + TILE + GROUP <= tile.span.length;
+        if (inside) tile_backward<T, N, ACT, true>(dw, p, f, tile, channel);
+        else if (tile.n_rows > 0) tile_backward<T, N, ACT, false>(dw, p, f, tile, channel);
     }
     float *part = parts + blockIdx.y * (int64_t)(TAPS + 1) * p.call.V;
 #pragma unroll
@@ -370,7 +382,9 @@ static int forward(const mn_conv_args *p, cudaStream_t stream) {
     int code = cudaSuccess;
     if (p->y.data && n_slots > 0) {
         const dim3 packed(mn_blocks(V, THREADS * N), down), single(mn_blocks(V, THREADS), down);
-        if (packable<T>(p)) forward_kernel<T, N><<<packed, THREADS, 0, stream>>>(*p, n_slots);
+        const bool packs = packable<T>(p), silu = p->act == SILU;
+        const auto kernel = silu ? forward_kernel<T, N, true> : forward_kernel<T, N, false>;
+        if (packs) kernel<<<packed, THREADS, 0, stream>>>(*p, n_slots);
         else forward_any_kernel<T><<<single, THREADS, 0, stream>>>(*p, n_slots);
         code = mn_launched();
     }
@@ -387,7 +401,9 @@ static int backward(const mn_conv_args *p, float *parts, cudaStream_t stream) {
     const bool packs = packable<T>(p);
     const int64_t n_parts = count_parts(&p->call, packs ? THREADS * N : THREADS);
     const dim3 blocks(mn_blocks(V, packs ? THREADS * N : THREADS), (unsigned)n_parts);
-    if (packs) backward_kernel<T, N><<<blocks, THREADS, 0, stream>>>(*p, parts, n_slots);
+    const auto kernel =
+        p->act == SILU ? backward_kernel<T, N, true> : backward_kernel<T, N, false>;
+    if (packs) kernel<<<blocks, THREADS, 0, stream>>>(*p, parts, n_slots);
     else backward_any_kernel<T><<<blocks, THREADS, 0, stream>>>(*p, parts, n_slots);
     int code = mn_launched();
     if (code == cudaSuccess && p->grad.tail0.data && W > 1) {

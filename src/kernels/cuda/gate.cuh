@@ -7,11 +7,11 @@ struct mn_gate {
 };
 
 /* Four instructions. The exponential is off by about |x| 2^-24 of itself, most where it and the
- * sigmoid are smallest; past the largest float it gives 0. */
+ * sigmoid are smallest; below the smallest normal float it gives 0. */
 __device__ inline float mn_sigmoid(float x) {
     float e, y;
-    asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(-1.44269504f * x));
-    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(1.0f + e));
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(-1.44269504f * x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.0f + e));
     return y;
 }
 

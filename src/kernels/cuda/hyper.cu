@@ -1,7 +1,8 @@
 /* hyper.cu - HyperMLP and HyperGLU heads by strips of query rows (equations in ref/hyper.c).
  *
  * Products of a strip are those of attention (attention_strip_mma.cuh), its rows those of
- * hyper_rows.cuh. Backward makes the strip again and goes back through it:
+ * hyper_rows.cuh. Backward makes the strip again, and o once more where it is given, and goes back
+ * through it:
  *
  *   o = w v, dgv, g_o = do gv / n    dv += w'g_o    gw = g_o v'    gw -> g, the cotangents of x
  *   parameters, and g -> dz          dq = dz k      dk += dz'q
@@ -157,7 +158,7 @@ params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts)
 
 /* ---- outputs --------------------------------------------------------------------------------- */
 
-/* o = y scale gv; or, given do: dgv = do y scale and g_o = do gv scale. A block has one row of a
+/* o = y scale gv; and, going back, dgv = do y scale and g_o = do gv scale. A block has one row of a
  * head. */
 template <typename T>
 __global__ void __launch_bounds__(MN_STRIP_THREADS)
@@ -173,10 +174,8 @@ output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
     float *g = mn_row<float>(g_o, b, t, h);
     for (int64_t i = threadIdx.x; i < k.p.call.V; i += MN_STRIP_THREADS) {
         const float by = gv ? mn_float(gv[i]) : 1.0f;
-        if (!g) {
-            mn_put(o + i, sum[i] * scale * by);
-            continue;
-        }
+        if (o) mn_put(o + i, sum[i] * scale * by);
+        if (!g) continue;
         const float d = mn_get(d_o, i);
         if (dgv) mn_put(dgv + i, d * sum[i] * scale);
         g[i] = d * by * scale;
@@ -327,7 +326,7 @@ static void strip_forward(const mn_hyper &k, const space &to, cudaStream_t strea
     mn_hyper_forward_kernel<T><<<fours, MN_STRIP_THREADS, bytes, stream>>>(k);
     const mn_strip_side<T> v = { k.p.v, 0, 1 };
     if (to.step) step_read<T>(k, to.y, to.step, stream);
-    else mn_past_read<T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
+    else mn_past_read<false, T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
     const dim3 rows((unsigned)k.s.rows, (unsigned)c.H, (unsigned)k.s.n_tiles);
     output_kernel<T><<<rows, MN_STRIP_THREADS, 0, stream>>>(k, mn_strip_input(to.y), to.g_o);
 }
@@ -339,7 +338,7 @@ static void strip_backward(const mn_hyper &k, const space &to, int64_t n_parts,
     const mn_strip_side<float> g_o = { mn_strip_input(to.g_o), 0, 1 };
     const mn_strip_side<T> v = { k.p.v, 0, 1 };
     strip_forward<T>(k, to, stream);
-    mn_past_gather(k.s, to.dv, 0, 1, k.w, g_o, c.V, mn_is_bf16<T>(), stream);
+    mn_past_gather<false, mn_is_bf16<T>()>(k.s, to.dv, 0, 1, k.w, g_o, c.V, stream);
     mn_past_scores(k.s, k.w, g_o, v, c.V, 1.0f, stream);
     const dim3 fours((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
@@ -349,8 +348,8 @@ static void strip_backward(const mn_hyper &k, const space &to, int64_t n_parts,
     if (k.lags > 0) params_kernel<<<lags, LAGS, 0, stream>>>(k, to.parts, n_parts);
     const mn_strip_side<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
     const mn_strip both = mn_strip_twice(k.s, k.branches, k.g[k.branches - 1] - k.g[0]);
-    mn_past_read<T, T>(both, k.p.grad.q, 0, k.g[0], key, c.K, 1.0f, stream);
-    mn_past_gather(both, to.dk, 0, 1, k.g[0], q, c.K, mn_is_bf16<T>(), stream);
+    mn_past_read<true, T, T>(both, k.p.grad.q, 0, k.g[0], key, c.K, 1.0f, stream);
+    mn_past_gather<true, mn_is_bf16<T>()>(both, to.dk, 0, 1, k.g[0], q, c.K, stream);
 }
 
 /* Sums of keys or values in their own type. */

@@ -54,10 +54,11 @@ __device__ inline int64_t mn_hyper_mix_index(const mn_hyper &k, int64_t head, in
     return head + (branch == 2 ? k.p.call.Q : branch * k.p.call.H);
 }
 
-/* Up to four rows of a block. */
+/* Up to four rows of a block. Rows that see many keys start first. */
 struct mn_hyper_four {
     mn_tile_span tile;
     int64_t head, first;              // first row in the tile
+    int which;                        // tile of the strip
     int n, seen, most, end;           // rows; keys before the first; of the last; columns that
                                       // products read
 
@@ -72,7 +73,8 @@ struct mn_hyper_four {
 };
 
 __device__ inline bool mn_hyper_find(mn_hyper_four *f, const mn_hyper &k) {
-    f->tile = mn_tile_at(k.s.call, MN_STRIP_ROWS, k.s.first + blockIdx.z);
+    f->which = (int)k.s.n_tiles - 1 - (int)blockIdx.z;
+    f->tile = mn_tile_at(k.s.call, MN_STRIP_ROWS, k.s.first + f->which);
     f->head = blockIdx.y, f->first = (int64_t)blockIdx.x * MN_HYPER_ROWS;
     const int64_t seen = mn_keys_before(k.s.call) + f->tile.first;
     f->n = (int)max(min((int64_t)MN_HYPER_ROWS, f->tile.n_rows - f->first), (int64_t)0);
@@ -85,7 +87,7 @@ __device__ inline bool mn_hyper_find(mn_hyper_four *f, const mn_hyper &k) {
 /* Where the four rows of a matrix have lag 0: row r lies r (row + 1) floats on, lag j before it. */
 __device__ inline float *mn_hyper_newest(const mn_hyper &k, float *matrix,
                                          const mn_hyper_four &f) {
-    return matrix + mn_strip_at(k.s, blockIdx.z, f.head, f.first) + f.seen;
+    return matrix + mn_strip_at(k.s, f.which, f.head, f.first) + f.seen;
 }
 
 /* How far on lag j of row r lies. */
@@ -292,7 +294,7 @@ __device__ inline void mn_hyper_enter(const mn_hyper &k, const mn_hyper_four &f,
     if (!m.U) return;
     mn_hyper_contract(k, f, room, matrix, m.U, [&](int r, int64_t a, float sum) {
         const float by = mn_hyper_control<T>(k, f, branch, r, a) * sum;
-        float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + r);
+        float *kept = mn_hyper_kept(k, f.which, f.head, f.first + r);
         mn_hyper_ranks(k, kept, branch, MN_HYPER_H)[a] = sum;
         mn_hyper_ranks(k, kept, branch, MN_HYPER_HC)[a] = by;
         hc[r * k.ranks + a] = by;
@@ -302,7 +304,7 @@ __device__ inline void mn_hyper_enter(const mn_hyper &k, const mn_hyper_four &f,
 /* Zeros where products read beyond a row's keys. */
 __device__ inline void mn_hyper_clear(const mn_hyper &k, const mn_hyper_four &f, float *matrix) {
     for (int r = 0; r < f.n; r++) {
-        float *line = matrix + mn_strip_at(k.s, blockIdx.z, f.head, f.first + r);
+        float *line = matrix + mn_strip_at(k.s, f.which, f.head, f.first + r);
         for (int i = f.keys(r) + threadIdx.x; i < f.end; i += MN_STRIP_THREADS) line[i] = 0.0f;
     }
 }
@@ -344,7 +346,7 @@ mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     for (int r = 0; r < MN_HYPER_ROWS; r++) {
         const float norm = sqrtf(mn_team_sum<MN_STRIP_THREADS>(square[r], room.team));
         if (threadIdx.x != 0 || f.keys(r) == 0) continue;
-        float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + r);
+        float *kept = mn_hyper_kept(k, f.which, f.head, f.first + r);
         kept[MN_HYPER_NORM] = norm;
         kept[MN_HYPER_SCALE] = k.p.norm == 2 ? 1.0f : 1.0f / fmaxf(norm, (float)k.p.eps);
     }
@@ -368,7 +370,7 @@ __device__ inline void mn_hyper_leave(const mn_hyper &k, const mn_hyper_four &f,
     const int64_t n_ranks = second ? k.p.call.W : k.p.call.R;
     mn_hyper_contract(k, f, room, matrix, m.Vt, [&](int r, int64_t a, float sum) {
         const float by = mn_hyper_control<T>(k, f, branch, r, a) * sum;
-        float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + r);
+        float *kept = mn_hyper_kept(k, f.which, f.head, f.first + r);
         mn_hyper_ranks(k, kept, branch, MN_HYPER_YC)[a] = by;
         yc[r * k.ranks + a] = by;
         T *dc = mn_row<T>(second ? k.p.grad.c2 : k.p.grad.c1, f.tile.span.b, f.token(r),
@@ -396,7 +398,7 @@ __device__ inline void mn_hyper_pulls(const mn_hyper &k, const mn_hyper_four &f,
     }
 #pragma unroll
     for (int r = 0; r < MN_HYPER_ROWS; r++) {
-        float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + (r < f.n ? r : 0));
+        float *kept = mn_hyper_kept(k, f.which, f.head, f.first + (r < f.n ? r : 0));
         const float *h = mn_hyper_ranks(k, kept, 2, MN_HYPER_H);
         for (int64_t a = threadIdx.x; k.mixed[1] && a < k.ranks; a += MN_STRIP_THREADS) {
             along[r] = fmaf(yc[r * k.ranks + a], h[a], along[r]);
@@ -429,7 +431,7 @@ mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
         const int i = (int)(e / each), r = (int)(e % each / k.ranks);
         float x = 0.0f;
         if (r < f.n && k.mixed[0] && i < k.branches) {
-            float *kept = mn_hyper_kept(k, blockIdx.z, f.head, f.first + r);
+            float *kept = mn_hyper_kept(k, f.which, f.head, f.first + r);
             x = mn_hyper_ranks(k, kept, i, MN_HYPER_HC)[e % k.ranks];
         }
         shared[e] = x;

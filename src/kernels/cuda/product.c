@@ -51,7 +51,7 @@ static bool load(library *lib) {
 typedef struct shape {
     int64_t M, N, K, a_row, b_row, c_row;
     int32_t dtype, c_dtype, align_a, align_b, align_c;
-    int32_t a_transposed, b_transposed, accumulate, biased;
+    int32_t a_transposed, b_transposed, adds, biased;
 } shape;
 
 typedef struct chosen {
@@ -98,7 +98,8 @@ static void describe(shape *s, const mn_product_work *w) {
     s->dtype = w->dtype, s->c_dtype = w->c_dtype;
     s->align_a = alignment(w->a), s->align_b = alignment(w->b), s->align_c = alignment(w->c);
     s->a_transposed = w->a_transposed, s->b_transposed = w->b_transposed;
-    s->accumulate = w->accumulate, s->biased = w->bias != NULL;
+    s->adds = w->onto || w->accumulate, s->biased = w->bias != NULL;
+    if (w->onto && alignment(w->onto) < s->align_c) s->align_c = alignment(w->onto);
 }
 
 static unsigned bucket_of(const shape *s) {
@@ -191,14 +192,15 @@ static chosen *find(mn_products *p, const mn_product_work *work) {
 
 static int run_fast(mn_products *p, const chosen *c, const mn_product_work *w, void *space,
                     void *stream) {
-    const float one = 1.0f, beta = w->accumulate ? 1.0f : 0.0f;
+    const float one = 1.0f, beta = c->shape.adds ? 1.0f : 0.0f;
     const library *lib = &p->lib;
     if (w->bias && !ok(lib->cublasLtMatmulDescSetAttribute(
                        c->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &w->bias, sizeof w->bias))) {
         return cudaErrorInvalidValue;
     }
+    const void *onto = w->onto ? w->onto : w->c;
     const cublasStatus_t status = lib->cublasLtMatmul(
-        p->handle, c->desc, &one, w->b, c->a, w->a, c->b, &beta, w->c, c->c, w->c, c->c, &c->algo,
+        p->handle, c->desc, &one, w->b, c->a, w->a, c->b, &beta, onto, c->c, w->c, c->c, &c->algo,
         space, MN_PRODUCT_SPACE, stream);
     return ok(status) ? 0 : cudaErrorLaunchFailure;
 }

@@ -67,9 +67,9 @@ static int launch(const mn_product_work *w, cudaStream_t on) {
 
 extern "C" bool mn_product_few_serves(const mn_product_work *w) {
     const int64_t pack = w->dtype == MN_F32 ? 4 : 8;
-    return w->M <= MOST_ROWS && w->b_transposed && !w->a_transposed && w->K % pack == 0 &&
-           w->a_row % pack == 0 && w->b_row % pack == 0 && (uintptr_t)w->a % 16 == 0 &&
-           (uintptr_t)w->b % 16 == 0;
+    return w->M <= MOST_ROWS && w->b_transposed && !w->a_transposed && !w->onto &&
+           w->K % pack == 0 && w->a_row % pack == 0 && w->b_row % pack == 0 &&
+           (uintptr_t)w->a % 16 == 0 && (uintptr_t)w->b % 16 == 0;
 }
 
 extern "C" int mn_product_few(const mn_product_work *w, void *stream) {

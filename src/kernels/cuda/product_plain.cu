@@ -1,4 +1,5 @@
-/* product_plain.cu - c = a b or c += a b, plus a bias: tiles of 64 x 64 through shared memory.
+/* product_plain.cu - c = a b, c += a b or c = onto + a b, plus a bias: tiles of 64 x 64 through
+ * shared memory.
  *
  * A block of 256 threads makes a tile, 4 x 4 numbers a thread, from strips of 16 columns of a and
  * rows of b. Sums are float32 and run along K in order. Tensors may be transposed and of any
@@ -56,9 +57,9 @@ product_kernel(const __grid_constant__ mn_product_work w, factor a, factor b) {
         for (int j = 0; j < SIDE; j++) {
             const int64_t row = i0 + down * SIDE + i, column = j0 + across + j * (TILE / SIDE);
             if (row >= w.M || column >= w.N) continue;
-            C *c = (C *)w.c + row * w.c_row + column;
-            const float base = w.accumulate ? mn_float(*c) : 0.0f;
-            mn_put(c, base + sum[i][j] + mn_get((const C *)w.bias, column));
+            const int64_t at = row * w.c_row + column;
+            const C *base = (const C *)(w.accumulate ? w.c : w.onto);
+            mn_put((C *)w.c + at, mn_get(base, at) + sum[i][j] + mn_get((const C *)w.bias, column));
         }
     }
 }

@@ -1,11 +1,13 @@
 /* rms_norm.cu - y = r x w with r = 1 / sqrt(mean(x^2) + eps), row by row (see ref/rms_norm.c).
  *
  *   dx = r (c - x r^2 mean(c x)), c = dy w            dw = sum over rows of dy r x
+ *   (dx += where it adds)
  *
  * A row belongs to a team of threads (row_team.cuh). In backward a block gathers a part of dw over
  * the rows it takes; mn_sum_parts adds the parts. */
 #include "kernels/cuda/parts.cuh"
 #include "kernels/cuda/row_team.cuh"
+#include "kernels/norm_adds.h"
 
 enum { FORWARD_REGS = 10, BACKWARD_REGS = 28 };    // of a pack: kept, next; and dw
 
@@ -17,6 +19,7 @@ rms_norm_forward_kernel(const __grid_constant__ mn_rms_norm_args p) {
     __shared__ float room[MN_TEAM_ROOM];
     Team team;
     const int64_t V = p.call.V, B = p.call.B;
+    const float inverse = 1.0f / (float)V;
     const T *w = (const T *)p.w.data, *x = (const T *)p.x.data;
     typename Team::kept kept, next;
     team.keep(next, team.first() < B ? x + team.first() * V : nullptr, V);
@@ -31,7 +34,7 @@ rms_norm_forward_kernel(const __grid_constant__ mn_rms_norm_args p) {
 #pragma unroll
             for (int j = 0; j < N; j++) sum = fmaf(at[j], at[j], sum);
         });
-        const float r = 1.0f / sqrtf(team.sum(sum, room) / (float)V + (float)p.eps);
+        const float r = rsqrtf(fmaf(team.sum(sum, room), inverse, (float)p.eps));
         team.each(V, [&](int64_t i, int k) {
             float at[N], weight[N], y[N];
             team.at(at, kept, row, i, k);
@@ -43,12 +46,12 @@ rms_norm_forward_kernel(const __grid_constant__ mn_rms_norm_args p) {
     }
 }
 
-/* x, dy of a row */
-enum { X, DY, N_INPUTS };
+/* x, dy and, where it is added to, dx of a row */
+enum { X, DY, DX, N_INPUTS };
 
 template <typename Team>
 __global__ void __launch_bounds__(Team::THREADS, Team::resident(BACKWARD_REGS))
-rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *parts) {
+rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *parts, bool adds) {
     typedef typename Team::T T;
     constexpr int N = Team::N;
     __shared__ float room[MN_TEAM_ROOM];
@@ -56,12 +59,14 @@ rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *part
     const int64_t V = p.call.V, B = p.call.B;
     const T *w = (const T *)p.w.data, *x = (const T *)p.x.data, *cot = (const T *)p.cot.y.data;
     T *grad = (T *)p.grad.x.data;
+    const float inverse = 1.0f / (float)V;
     float *part = parts + blockIdx.x * V;
     typename Team::floats dw = {};
     typename Team::kept kept[N_INPUTS], next[N_INPUTS];
     const auto fetch = [&](int64_t b) {
         team.keep(next[X], b < B ? x + b * V : nullptr, V);
         team.keep(next[DY], b < B && cot ? cot + b * V : nullptr, V);
+        if (adds) team.keep(next[DX], b < B ? grad + b * V : nullptr, V);
     };
     team.begin(part, V);
     fetch(team.first());
@@ -83,8 +88,8 @@ rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *part
             }
         });
         team.sum(sums, room);
-        const float r = 1.0f / sqrtf(sums[0] / (float)V + (float)p.eps);
-        const float pull = r * r * sums[1] / (float)V;
+        const float r = rsqrtf(fmaf(sums[0], inverse, (float)p.eps));
+        const float pull = r * r * sums[1] * inverse;
         team.each(V, [&](int64_t i, int k) {
             float at[N], d[N], weight[N], dx[N], more[N];
             team.at(at, kept[X], row, i, k);
@@ -94,6 +99,12 @@ rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *part
             for (int j = 0; j < N; j++) {
                 dx[j] = r * fmaf(-pull, at[j], d[j] * weight[j]);
                 more[j] = d[j] * (r * at[j]);
+            }
+            if (grad && adds) {
+                float there[N];
+                team.at(there, kept[DX], grad + b * V, i, k);
+#pragma unroll
+                for (int j = 0; j < N; j++) dx[j] += there[j];
             }
             if (grad) mn_store<N>(grad + b * V, i, dx);
             team.gather(dw, part, more, i, k);
@@ -111,10 +122,10 @@ static int forward(const mn_rms_norm_args *p, cudaStream_t stream) {
 }
 
 template <typename Team>
-static int backward(const mn_rms_norm_args *p, float *parts, cudaStream_t stream) {
+static int backward(const mn_rms_norm_args *p, float *parts, bool adds, cudaStream_t stream) {
     const unsigned blocks =
         mn_team_blocks<Team>(p->call.B, 1, Team::resident(BACKWARD_REGS), MN_TEAM_ROWS);
-    rms_norm_backward_kernel<Team><<<blocks, Team::THREADS, 0, stream>>>(*p, parts);
+    rms_norm_backward_kernel<Team><<<blocks, Team::THREADS, 0, stream>>>(*p, parts, adds);
     const int code = mn_launched();
     if (code != cudaSuccess) return code;
     return mn_sum_parts((typename Team::T *)p->grad.w.data, parts, blocks, p->call.V, stream);
@@ -138,9 +149,16 @@ MN_CUDA_PLAN(rms_norm_backward) {
     return mn_gather_plan(plan, call->B, call->V, 1);
 }
 
-MN_CUDA_LAUNCH(rms_norm_backward) {
-    const mn_rms_norm_args *p = (const mn_rms_norm_args *)args;
+static int back(const mn_rms_norm_args *p, void *parts, bool adds, void *stream) {
     const void *tensors[] = { p->x.data, p->w.data, p->cot.y.data, p->grad.x.data };
     MN_BY_TEAM(backward, p->call, p->call.V, tensors,
-               (p, (float *)shared, (cudaStream_t)stream));
+               (p, (float *)parts, adds, (cudaStream_t)stream));
+}
+
+MN_CUDA_LAUNCH(rms_norm_backward) {
+    return back((const mn_rms_norm_args *)args, shared, false, stream);
+}
+
+extern "C" int mn_norm_adds_cuda(const mn_rms_norm_args *args, void *parts, void *stream) {
+    return back(args, parts, true, stream);
 }

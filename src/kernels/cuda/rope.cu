@@ -1,12 +1,12 @@
 /* rope.cu - rotary positions: pair j of a row's channels turns by (pos0 + t) base^(-2j/K), backward
  * by as much the other way (see ref/rope.c).
  *
- * A block takes a few tokens. First its threads make the K/2 cosines and sines of each token, which
- * all heads share; then they turn pairs. The angle is made in double and as a part of a full turn,
- * so that it is as good at position 1000000 as at 1. */
+ * A block takes a few tokens. First its threads make the speeds of the K/2 pairs, then the cosines
+ * and sines of each token, which all heads share; then they turn pairs. The angle is made in double
+ * and as a part of a full turn, so that it is as good at position 1000000 as at 1. */
 #include "kernels/cuda/common.cuh"
 
-enum { HALF = 0, THREADS = 256, MOST_TABLE = 4096 };    // MOST_TABLE: pairs of a block
+enum { HALF = 0, THREADS = 256, MOST_TABLE = 4096, MOST_PAIRS = 2048 };    // of a block, a row
 
 /* Turns from `x` to `y`; zeros where x is absent. */
 struct turn {
@@ -15,10 +15,14 @@ struct turn {
     int direction;
 };
 
-/* cos and sin of pair j at position `pos` */
-__device__ static float2 angle_at(double base, int64_t pos, int64_t j, int64_t K, int direction) {
-    const double turns = (double)pos * exp2(-2.0 * (double)j / (double)K * log2(base)) *
-                         0.15915494309189533577;    // 1 / (2 pi)
+/* Radians from position to position for pair j. */
+__device__ static double speed_of(double base, int64_t j, int64_t K) {
+    return exp2(-2.0 * (double)j / (double)K * log2(base));
+}
+
+/* cos and sin at position `pos` of a pair of that speed */
+__device__ static float2 angle_at(double speed, int64_t pos, int direction) {
+    const double turns = (double)pos * speed * 0.15915494309189533577;    // 1 / (2 pi)
     float2 at;
     sincospif((float)(2.0 * (turns - rint(turns))), &at.y, &at.x);
     at.y *= (float)direction;
@@ -66,20 +70,25 @@ template <typename T, int N>
 __global__ void __launch_bounds__(THREADS)
 rope_kernel(const __grid_constant__ mn_rope_args p, turn to, int n_tokens) {
     extern __shared__ float2 table[];
-    const int64_t pairs = p.call.K / 2, all = p.call.B * p.call.T;
-    const int64_t start = blockIdx.x * (int64_t)n_tokens;
-    const int64_t count = min((int64_t)n_tokens, all - start);
-    for (int64_t i = threadIdx.x; i < count * pairs; i += THREADS) {
-        const int64_t at = start + i / pairs, b = at / p.call.T, t = at % p.call.T;
-        const mn_span span = mn_span_at(p.call, mn_span_of(p.call, b, t));
-        table[i] = angle_at(p.base, p.pos0 + t - span.t0, i % pairs, p.call.K, to.direction);
+    const unsigned pairs = (unsigned)(p.call.K / 2), length = (unsigned)p.call.T;
+    const unsigned start = blockIdx.x * (unsigned)n_tokens;
+    const unsigned count = min((unsigned)n_tokens, (unsigned)(p.call.B * p.call.T) - start);
+    double *speed = (double *)(table + n_tokens * pairs);
+    for (unsigned j = threadIdx.x; j < pairs; j += THREADS) {
+        speed[j] = speed_of(p.base, j, p.call.K);
     }
     __syncthreads();
-    const unsigned packs = (unsigned)(pairs / N), of_token = (unsigned)p.call.H * packs;
-    for (unsigned i = threadIdx.x; i < (unsigned)count * of_token; i += THREADS) {
+    for (unsigned i = threadIdx.x; i < count * pairs; i += THREADS) {
+        const unsigned at = start + i / pairs, b = at / length, t = at % length;
+        const mn_span span = mn_span_at(p.call, mn_span_of(p.call, b, t));
+        table[i] = angle_at(speed[i % pairs], p.pos0 + t - span.t0, to.direction);
+    }
+    __syncthreads();
+    const unsigned packs = pairs / N, of_token = (unsigned)p.call.H * packs;
+    for (unsigned i = threadIdx.x; i < count * of_token; i += THREADS) {
         const unsigned token = i / of_token, h = i % of_token / packs, j = i % packs * N;
-        const int64_t at = start + token;
-        turn_pack<T, N>(to, p, table + token * pairs, at / p.call.T, at % p.call.T, h, j);
+        const unsigned at = start + token;
+        turn_pack<T, N>(to, p, table + token * pairs, at / length, at % length, h, j);
     }
 }
 
@@ -92,7 +101,8 @@ rope_long_kernel(const __grid_constant__ mn_rope_args p, turn to) {
     const mn_span span = mn_span_at(p.call, mn_span_of(p.call, b, t));
     for (int64_t i = threadIdx.x; i < of_token; i += THREADS) {
         const int64_t j = i % pairs;
-        const float2 at = angle_at(p.base, p.pos0 + t - span.t0, j, p.call.K, to.direction);
+        const float2 at = angle_at(speed_of(p.base, j, p.call.K), p.pos0 + t - span.t0,
+                                   to.direction);
         turn_pack<T, 1>(to, p, &at - j, b, t, i / pairs, j);
     }
 }
@@ -109,7 +119,8 @@ template <typename T>
 static int turn_all(const mn_rope_args *p, const turn &to, cudaStream_t stream) {
     const int64_t pairs = p->call.K / 2, tokens = p->call.B * p->call.T;
     if (tokens == 0) return cudaSuccess;
-    if (pairs > MOST_TABLE || p->call.H > INT32_MAX / 2 / mn_max(pairs, 1)) {
+    if (pairs > MOST_PAIRS || tokens > INT32_MAX ||
+        p->call.H > INT32_MAX / 2 / mn_max(pairs, 1)) {
         rope_long_kernel<T><<<mn_blocks(tokens, 1), THREADS, 0, stream>>>(*p, to);
         return mn_launched();
     }
@@ -120,7 +131,7 @@ static int turn_all(const mn_rope_args *p, const turn &to, cudaStream_t stream) 
     const int64_t wanted = mn_ceil_div(4 * THREADS, mn_max(work, 1));
     const int n_tokens = (int)mn_max(mn_min(wanted, MOST_TABLE / pairs), 1);
     const unsigned blocks = mn_blocks(tokens, n_tokens);
-    const size_t shared = (size_t)(n_tokens * pairs) * sizeof(float2);
+    const size_t shared = (size_t)((n_tokens + 1) * pairs) * sizeof(float2);
     if (packs) rope_kernel<T, N><<<blocks, THREADS, shared, stream>>>(*p, to, n_tokens);
     else rope_kernel<T, 1><<<blocks, THREADS, shared, stream>>>(*p, to, n_tokens);
     return mn_launched();

@@ -9,7 +9,7 @@
 #ifndef MN_KERNELS_CUDA_ROW_TEAM_CUH
 #define MN_KERNELS_CUDA_ROW_TEAM_CUH
 
-#include "kernels/cuda/common.cuh"
+#include "kernels/cuda/unpack.cuh"
 
 enum {
     MN_TEAM_ROWS = 4,          // least rows of a team that gathers a part of a sum over rows
@@ -103,12 +103,8 @@ struct mn_team {
 
     /* The pack at column i: number k of those kept, or read again for k = -1. */
     __device__ void at(float (&out)[N], const kept &from, const T *x, int64_t i, int k) const {
-        if (k < 0) {
-            mn_load<N>(out, x, i);
-            return;
-        }
-#pragma unroll
-        for (int j = 0; j < N; j++) out[j] = mn_float(from[k].at[j]);
+        if (k < 0) mn_load<N>(out, x, i);
+        else mn_unpack_to(out, from[k]);
     }
 
     /* use(i, k) for each pack of this thread: at column i, kept as number k, or -1. */
@@ -209,7 +205,7 @@ inline bool mn_rows_packable(const void *const (&tensors)[n], int64_t width) {
             if ((width) <= 16 * N) return function<mn_team<T, N, 8, 2>> arguments;                 \
             if ((width) <= 32 * N) return function<mn_team<T, N, 16, 2>> arguments;                \
             if ((width) <= 64 * N) return function<mn_team<T, N, 16, 4>> arguments;                \
-            if ((width) <= 128 * N) return function<mn_team<T, N, 128, 1>> arguments;              \
+            if ((width) <= 128 * N) return function<mn_team<T, N, 32, 4>> arguments;               \
             if ((width) <= 256 * N) return function<mn_team<T, N, 128, 2>> arguments;              \
             if ((width) <= 512 * N) return function<mn_team<T, N, 256, 2>> arguments;              \
             return function<mn_team<T, N, 256, 4>> arguments;                                      \

@@ -1,19 +1,9 @@
 /* tape_each.cu - works of a tape with one result per number: moves, constants, normal numbers, sums
  * and products of pairs; and heads folded together. One thread per pack (each.cuh), nothing shared.
  */
-#include "kernels/cuda/each.cuh"
+#include "kernels/cuda/each_forward.cuh"
 
 /* ---- moves ----------------------------------------------------------------------------------- */
-
-struct same {
-    static constexpr int INS = 1, OUTS = 1;
-
-    template <bool NARROW, int N>
-    __device__ void run(const float (&x)[2][N], float (&y)[1][N]) const {
-#pragma unroll
-        for (int j = 0; j < N; j++) y[0][j] = x[0][j];
-    }
-};
 
 /* A head of the result is the sum of `times` heads that follow each other. */
 struct fold {
@@ -89,11 +79,11 @@ static int run_repeat(const mn_move_work *w, void *stream) {
         mn_view even_to = to, even_from = from;
         even_to.stride[1] = to.stride[2], even_to.stride[2] = w->to.stride[2];
         even_from.stride[1] = from.stride[2], even_from.stride[2] = 0;
-        return mn_run_each(same{}, shape, { &even_from }, { &even_to }, { w->add }, stream);
+        return mn_run_each(mn_same{}, shape, { &even_from }, { &even_to }, { w->add }, stream);
     }
     const int64_t item = to.dtype == MN_F32 ? sizeof(float) : sizeof(mn_bf16);
     for (int64_t copy = 0; copy < times; copy++) {
-        const int code = mn_run_each(same{}, heads, { &from }, { &to }, { w->add }, stream);
+        const int code = mn_run_each(mn_same{}, heads, { &from }, { &to }, { w->add }, stream);
         if (code != cudaSuccess) return code;
         to.data = (char *)to.data + w->to.stride[2] * item;
     }
@@ -106,24 +96,13 @@ MN_CUDA_WORK(move) {
     if (w->times > 1) {
         return w->folds ? run_fold(w, (cudaStream_t)where) : run_repeat(w, where);
     }
-    return mn_run_each(same{}, w->shape, { &w->from }, { &w->to }, { w->add }, where);
+    return mn_run_each(mn_same{}, w->shape, { &w->from }, { &w->to }, { w->add }, where);
 }
-
-struct constant {
-    static constexpr int INS = 0, OUTS = 1;
-    float value;
-
-    template <bool NARROW, int N>
-    __device__ void run(const float (&)[1][N], float (&y)[1][N]) const {
-#pragma unroll
-        for (int j = 0; j < N; j++) y[0][j] = value;
-    }
-};
 
 MN_CUDA_WORK(fill) {
     const mn_fill_work *w = (const mn_fill_work *)work;
     (void)space;
-    mn_each<constant> e = {};
+    mn_each<mn_constant> e = {};
     e.f.value = (float)w->value;
     e.side[0] = mn_side_of(w->to);
     return mn_launch_each(e, w->shape, (cudaStream_t)where);
@@ -163,24 +142,6 @@ MN_CUDA_WORK(normal) {
 }
 
 /* ---- pairs ----------------------------------------------------------------------------------- */
-
-struct pair_forward {
-    static constexpr int INS = 2, OUTS = 1;
-    mn_pair_kind kind;
-    float scale, shift;
-
-    template <bool NARROW, int N>
-    __device__ void run(const float (&x)[3][N], float (&y)[1][N]) const {
-#pragma unroll
-        for (int j = 0; j < N; j++) {
-            const float a = x[0][j], b = x[1][j];
-            y[0][j] = kind == MN_PAIR_ADD        ? a + b
-                      : kind == MN_PAIR_MULTIPLY ? a * b
-                      : kind == MN_PAIR_AFFINE   ? fmaf(scale, a, shift)
-                                                 : (a > shift ? a : shift);
-        }
-    }
-};
 
 struct pair_backward {
     static constexpr int INS = 3, OUTS = 2;    // a, b, dy; da, db
@@ -223,6 +184,6 @@ MN_CUDA_WORK(pair) {
     const mn_pair_work *w = (const mn_pair_work *)work;
     (void)space;
     if (!w->y.data) return pair_back(*w, where);
-    const pair_forward f = { w->kind, (float)w->scale, (float)w->shift };
+    const mn_pair_forward f = { w->kind, (float)w->scale, (float)w->shift };
     return mn_run_each(f, w->shape, { &w->a, &w->b }, { &w->y }, { false }, where);
 }

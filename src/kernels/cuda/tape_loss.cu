@@ -1,14 +1,20 @@
 /* tape_loss.cu - losses and gradients of rows of logits (equations in ops/tape_loss.c), and what is
  * told of a loss.
  *
- * A block takes a row: one pass makes its largest logit and the sum of exp(z - largest), a second
- * one the gradient. Rows of up to 32768 logits stay in registers between the two, others are read
- * again from the second cache. Logits are float32 and rows begin at 16 bytes;
- * gradients are float32 in their place, or bf16 elsewhere. __expf(z - top) is off by about |z -
+ * A block takes row after row: one pass makes its largest logit and the sum of exp(z - largest), a
+ * second one the gradient. Rows of up to 32768 logits stay in registers between the two, and the
+ * block's next row is on its way to shared memory meanwhile: only one such block fits a processor,
+ * so that nothing else would hide the time a row takes to come. Longer rows are read again from the
+ * second cache. Logits are float32 and rows begin at 16 bytes; gradients are float32 in their
+ * place, or bf16 elsewhere. __expf(z - top) is off by about |z -
  * top| 2^-24 of itself, most where it counts least. */
 #include "kernels/cuda/each.cuh"
 
-enum { THREADS = 1024, KEPT = 4 };    // KEPT: packs of a row that a thread keeps
+enum {
+    THREADS = 1024,
+    KEPT = 4,            // packs of a row that a thread keeps
+    PROCESSORS = 132,    // of an H200
+};
 
 struct row_sums {
     float top, sum;
@@ -27,21 +33,67 @@ __device__ static void load_logits(float (&z)[MN_PACK], const float *row, int64_
     for (int j = 0; j < MN_PACK; j++) z[j] = i + j < V ? capped(raw[j], cap) : -INFINITY;
 }
 
-/* Visits the packs of a thread: use(i, z) with their first column and their logits. Where they are
- * kept, `kept` has been filled by the first visit, which says so. */
+/* Column of a thread's pack k. */
+__device__ static int64_t column_of(int k) {
+    return (threadIdx.x + k * (int64_t)THREADS) * MN_PACK;
+}
+
+/* A row on its way to shared memory: each thread asks for its own packs and takes no others, so
+ * that nobody waits for anybody. Half a pack lies THREADS * 16 bytes from the other. */
+struct next_row {
+    uint32_t at;    // shared address of the thread's first half pack
+
+    __device__ next_row() {
+        extern __shared__ float4 space[];
+        at = (uint32_t)__cvta_generic_to_shared(space + threadIdx.x);
+    }
+
+    __device__ uint32_t half(int k, int which) const {
+        return at + (2 * k + which) * THREADS * 16;
+    }
+
+    __device__ void ask(const float *row, int64_t V) const {
+#pragma unroll
+        for (int k = 0; k < KEPT; k++) {
+            const int64_t i = column_of(k);
+#pragma unroll
+            for (int which = 0; which < 2 && i < V; which++) {
+                asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(half(k, which)),
+                             "l"(row + i + 4 * which) : "memory");
+            }
+        }
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+
+    __device__ void take(float (&kept)[KEPT][MN_PACK], int64_t V, float cap) const {
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < KEPT; k++) {
+            float z[MN_PACK] = {};
+#pragma unroll
+            for (int which = 0; which < 2; which++) {
+                float *to = z + 4 * which;
+                asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                             : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+                             : "r"(half(k, which)) : "memory");
+            }
+#pragma unroll
+            for (int j = 0; j < MN_PACK; j++) {
+                kept[k][j] = column_of(k) + j < V ? capped(z[j], cap) : -INFINITY;
+            }
+        }
+    }
+};
+
+/* Visits the packs of a thread, those kept or else read once more: use(i, z) with their first
+ * column and their logits. */
 template <bool KEEPS, typename F>
 __device__ static void each_pack(const mn_loss_work &w, const float *row,
-                                 float (&kept)[KEEPS ? KEPT : 1][MN_PACK], bool first, F use) {
+                                 float (&kept)[KEEPS ? KEPT : 1][MN_PACK], F use) {
     if constexpr (KEEPS) {
 #pragma unroll
         for (int k = 0; k < KEPT; k++) {
-            const int64_t i = (threadIdx.x + k * (int64_t)THREADS) * MN_PACK;
-            if (i < w.V && first) load_logits(kept[k], row, i, w.V, (float)w.cap);
-        }
-#pragma unroll
-        for (int k = 0; k < KEPT; k++) {
-            const int64_t i = (threadIdx.x + k * (int64_t)THREADS) * MN_PACK;
-            if (i < w.V) use(i, kept[k]);
+            if (column_of(k) < w.V) use(column_of(k), kept[k]);
         }
     } else {
         for (int64_t i = threadIdx.x * MN_PACK; i < w.V; i += THREADS * MN_PACK) {
@@ -55,7 +107,7 @@ template <bool KEEPS>
 __device__ static row_sums sum_row(const mn_loss_work &w, const float *row,
                                    float (&kept)[KEEPS ? KEPT : 1][MN_PACK], float *room) {
     float top = -INFINITY, sum = 0.0f;
-    each_pack<KEEPS>(w, row, kept, true, [&](int64_t, const float (&z)[MN_PACK]) {
+    each_pack<KEEPS>(w, row, kept, [&](int64_t, const float (&z)[MN_PACK]) {
         float most = top;
 #pragma unroll
         for (int j = 0; j < MN_PACK; j++) most = fmaxf(most, z[j]);
@@ -83,7 +135,7 @@ __device__ static void put_gradients(const mn_loss_work &w, const float *row,
                                      float (&kept)[KEEPS ? KEPT : 1][MN_PACK], mn_side to,
                                      row_scale by) {
     const float cap = (float)w.cap;
-    each_pack<KEEPS>(w, row, kept, false, [&](int64_t i, const float (&z)[MN_PACK]) {
+    each_pack<KEEPS>(w, row, kept, [&](int64_t i, const float (&z)[MN_PACK]) {
         float d[MN_PACK];
 #pragma unroll
         for (int j = 0; j < MN_PACK; j++) {
@@ -95,11 +147,10 @@ __device__ static void put_gradients(const mn_loss_work &w, const float *row,
     });
 }
 
+/* Row `item` of the piece. */
 template <bool KEEPS>
-__global__ void __launch_bounds__(THREADS) loss_kernel(const __grid_constant__ mn_loss_work w) {
-    __shared__ float room[32];
-    float kept[KEEPS ? KEPT : 1][MN_PACK];
-    const int64_t item = blockIdx.x;
+__device__ static void run_row(const mn_loss_work &w, int64_t item,
+                               float (&kept)[KEEPS ? KEPT : 1][MN_PACK], float *room) {
     const int64_t row = w.kept ? w.kept[w.first + item] : w.first + item;
     const int64_t target = w.targets[row];
     const float *z = (const float *)w.logits.data + item * w.logits.stride[1];
@@ -133,15 +184,39 @@ __global__ void __launch_bounds__(THREADS) loss_kernel(const __grid_constant__ m
     }
 }
 
+template <bool KEEPS>
+__global__ void __launch_bounds__(THREADS) loss_kernel(const __grid_constant__ mn_loss_work w) {
+    __shared__ float room[32];
+    float kept[KEEPS ? KEPT : 1][MN_PACK];
+    const int64_t step = w.logits.stride[1];
+    const float *z = (const float *)w.logits.data;
+    if constexpr (KEEPS) {
+        const next_row next;
+        next.ask(z + blockIdx.x * step, w.V);
+        for (int64_t item = blockIdx.x; item < w.n; item += gridDim.x) {
+            next.take(kept, w.V, (float)w.cap);
+            if (item + gridDim.x < w.n) next.ask(z + (item + gridDim.x) * step, w.V);
+            run_row<true>(w, item, kept, room);
+        }
+    } else {
+        for (int64_t item = blockIdx.x; item < w.n; item += gridDim.x) {
+            run_row<false>(w, item, kept, room);
+        }
+    }
+}
+
 MN_CUDA_WORK(loss) {
     const mn_loss_work *w = (const mn_loss_work *)work;
     (void)space;
     if (w->n == 0) return cudaSuccess;
-    const unsigned blocks = mn_blocks(w->n, 1);
     const cudaStream_t on = (cudaStream_t)where;
-    if (w->V <= THREADS * KEPT * MN_PACK) loss_kernel<true><<<blocks, THREADS, 0, on>>>(*w);
-    else loss_kernel<false><<<blocks, THREADS, 0, on>>>(*w);
-    return mn_launched();
+    if (w->V > THREADS * KEPT * MN_PACK) {
+        loss_kernel<false><<<mn_blocks(w->n, 1), THREADS, 0, on>>>(*w);
+        return mn_launched();
+    }
+    const size_t room = (size_t)THREADS * KEPT * MN_PACK * sizeof(float);
+    return mn_launch_with_room(loss_kernel<true>, dim3(mn_blocks(w->n, 1, PROCESSORS)), THREADS,
+                               room, on, *w);
 }
 
 /* ---- what is told ---------------------------------------------------------------------------- */

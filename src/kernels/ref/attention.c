@@ -22,14 +22,14 @@ typedef struct problem {
     int rope;                                // attention's rope_kind
     bool softmax;
     mn_in q, k, v, d_o;
-    mn_out o, dq, dk, dv;
+    mn_out o, lse, dq, dk, dv;
 } problem;
 
 static problem softmax_problem(const mn_attention_args *p) {
     return (problem){ .call = &p->call, .scale = p->scale, .base = p->rope_base,
                       .rope = p->rope_kind, .softmax = true, .q = p->q, .k = p->k, .v = p->v,
-                      .d_o = p->cot.o, .o = p->o, .dq = p->grad.q, .dk = p->grad.k,
-                      .dv = p->grad.v };
+                      .d_o = p->cot.o, .o = p->o, .lse = p->lse, .dq = p->grad.q,
+                      .dk = p->grad.k, .dv = p->grad.v };
 }
 
 static problem relu_problem(const mn_relu_attention_args *p) {
@@ -90,8 +90,8 @@ static double norm_of(const work *s, int64_t n) {
     return sqrt(sum);
 }
 
-/* w from z for the n keys a query sees */
-static void weigh(const work *s, int64_t n) {
+/* w from z for the n keys a query sees; returns the log of the sum of e^z, or |z| for relu. */
+static double weigh(const work *s, int64_t n) {
     double largest = -INFINITY, sum = 0.0;
     for (int64_t i = 0; i < n; i++) largest = fmax(largest, s->z[i]);
     for (int64_t i = 0; s->p->softmax && i < n; i++) sum += s->w[i] = exp(s->z[i] - largest);
@@ -100,6 +100,7 @@ static void weigh(const work *s, int64_t n) {
         for (int64_t i = 0; i < n; i++) s->w[i] = fmax(s->z[i], 0.0);
     }
     for (int64_t i = 0; i < n; i++) s->w[i] /= sum;
+    return s->p->softmax ? largest + log(sum) : sum;
 }
 
 /* g becomes dz */
@@ -117,26 +118,30 @@ static void weigh_backward(const work *s, int64_t n) {
     }
 }
 
-/* The query of (t, h), its scores and weights; returns how many keys it sees. */
-static int64_t read_row(const work *s, int64_t t, int64_t h) {
+/* The query of (t, h), its scores and weights, and in *sum what weigh tells; returns how many keys
+ * it sees. */
+static int64_t read_row(const work *s, int64_t t, int64_t h, double *sum) {
     const problem *p = s->p;
     const int64_t K = p->call->K, n = s->before + t + 1;
     const REAL *q = MN_ROW(REAL, p->q, s->seq.b, s->seq.t0 + t, h);
     for (int64_t a = 0; a < K; a++) s->q[a] = q[a];
     turn(p, s->q, s->before + t, 1);
     for (int64_t i = 0; i < n; i++) {
-        double sum = 0.0;
-        for (int64_t a = 0; a < K; a++) sum += s->q[a] * s->k[i * K + a];
-        s->z[i] = p->scale * sum;
+        double dot = 0.0;
+        for (int64_t a = 0; a < K; a++) dot += s->q[a] * s->k[i * K + a];
+        s->z[i] = p->scale * dot;
     }
-    weigh(s, n);
+    *sum = weigh(s, n);
     return n;
 }
 
 static void forward_row(const work *s, int64_t t, int64_t h) {
     const problem *p = s->p;
-    const int64_t n = read_row(s, t, h);
+    double of_row;
+    const int64_t n = read_row(s, t, h, &of_row);
     REAL *o = MN_ROW_OUT(REAL, p->o, s->seq.b, s->seq.t0 + t, h);
+    REAL *lse = MN_ROW_OUT(REAL, p->lse, s->seq.b, s->seq.t0 + t, h);
+    if (lse) *lse = (REAL)of_row;
     for (int64_t j = 0; o && j < p->call->V; j++) {
         double sum = 0.0;
         for (int64_t i = 0; i < n; i++) {
@@ -148,7 +153,8 @@ static void forward_row(const work *s, int64_t t, int64_t h) {
 
 static void backward_row(const work *s, int64_t t, int64_t h) {
     const problem *p = s->p;
-    const int64_t K = p->call->K, V = p->call->V, n = read_row(s, t, h);
+    double of_row;
+    const int64_t K = p->call->K, V = p->call->V, n = read_row(s, t, h, &of_row);
     const REAL *d_o = MN_ROW(REAL, p->d_o, s->seq.b, s->seq.t0 + t, h);
     for (int64_t i = 0; i < n; i++) {
         const REAL *v = MN_ROW(REAL, p->v, s->seq.b, s->seq.t0 + i, s->j);

@@ -123,7 +123,7 @@ static void key_backward(double *D, double *e, const mn_curvature_args *p, const
         e[i] -= a / count * (products[0] * di + products[1] * q[i]);
     }
     for (int64_t i = 0; dk && i < K; i++) {
-        double sum = e[i];
+        double sum = e[i] + (p->adds_k ? (double)dk[i] : 0.0);
         for (int64_t j = 0; j < K; j++) sum += (D[i * K + j] + D[j * K + i]) * k[j];
         dk[i] = (REAL)sum;
     }

@@ -121,11 +121,14 @@ static void write_rows(const block *b) {
     const past *p = b->p;
     const int64_t V = p->call->V;
     for (int64_t r = 0; r < b->n_rows; r++) {
-        float *o = MN_ROW_OUT(float, p->o, b->head.seq.b, b->head.seq.t0 + b->first + r / p->group,
-                              b->head.j * p->group + r % p->group);
+        const int64_t t = b->head.seq.t0 + b->first + r / p->group;
+        const int64_t h = b->head.j * p->group + r % p->group;
+        float *o = MN_ROW_OUT(float, p->o, b->head.seq.b, t, h);
+        float *lse = MN_ROW_OUT(float, p->lse, b->head.seq.b, t, h);
         const float size = p->softmax ? b->sum[r] : fmaxf(sqrtf(b->sum[r]), p->eps);
         const vf scale = vf_set1(1.0f / size);
-        for (int64_t i = 0; i < V; i += MN_VW) {
+        if (lse) *lse = b->top[r] + logf(size);
+        for (int64_t i = 0; o && i < V; i += MN_VW) {
             const int lanes = vf_lanes(V - i);
             vf_store_n(o + i, vf_mul(vf_load_n(b->o + r * V + i, lanes), scale), lanes);
         }
@@ -141,7 +144,7 @@ static void run_item(past *p, int phase, int64_t item, void *shared, float *scra
     }
     const int64_t slots = mn_tile_slots(c, c->T, p->n_tokens);
     mn_tile tile;
-    if (!p->o.data || !mn_tile_at(&tile, c, c->T, p->n_tokens, slots - 1 - item / c->J)) return;
+    if (!wants_any(p) || !mn_tile_at(&tile, c, c->T, p->n_tokens, slots - 1 - item / c->J)) return;
     const past_head head = MN_T(mn_past_head)(p, tile.n, item % c->J);
     const block b = open_block(p, &head, &tile, scratch);
     const int64_t end = head.before + tile.first + tile.n_rows;    // keys the last token sees

@@ -190,24 +190,26 @@ static void join_segments(const past *p, int64_t item, float *parts) {
     const mn_call *c = p->call;
     const int64_t V = c->V, h = item % c->H, first = item / c->H * n_segments(p);
     float *o = MN_ROW_OUT(float, p->o, item / c->H, 0, h);
+    float *lse = MN_ROW_OUT(float, p->lse, item / c->H, 0, h);
     float top = -INFINITY, sum = 0.0f;
     for (int64_t i = 0; i < n_segments(p); i++)
         top = fmaxf(top, part_at(p, parts, first + i).top[h]);
-    memset(o, 0, (size_t)V * sizeof *o);
+    for (int64_t a = 0; o && a < V; a++) o[a] = 0.0f;
     for (int64_t i = 0; i < n_segments(p); i++) {
         const part from = part_at(p, parts, first + i);
         const float scale = p->softmax ? expf(from.top[h] - top) : 1.0f;
         sum += scale * from.sum[h];
-        for (int64_t a = 0; a < V; a++) o[a] += scale * from.o[h * V + a];
+        for (int64_t a = 0; o && a < V; a++) o[a] += scale * from.o[h * V + a];
     }
     const float scale = 1.0f / (p->softmax ? sum : fmaxf(sqrtf(sum), p->eps));
-    for (int64_t a = 0; a < V; a++) o[a] *= scale;
+    for (int64_t a = 0; o && a < V; a++) o[a] *= scale;
+    if (lse) *lse = top + logf(sum);
 }
 
 static void run_item(past *p, int phase, int64_t item, void *shared, float *scratch) {
     float *parts = MN_T(mn_past_place)(p, shared);
     if (phase < PAST_PHASES) MN_T(mn_past_run)(p, phase, item);
-    else if (!p->o.data) return;
+    else if (!wants_any(p)) return;
     else if (phase == PAST_PHASES) run_segment(p, item, parts, scratch);
     else join_segments(p, item, parts);
 }

@@ -237,11 +237,12 @@ static void scale_cotangents(const mn_curvature_args *p, work *w, const chunk *c
     }
 }
 
-/* dK = K (D + D') + tril(Q K')'Z + tril(Z K')'Q */
-static void key_products(mn_mat dk, work *w, const chunk *c, int64_t K) {
+/* dK = K (D + D') + tril(Q K')'Z + tril(Z K')'Q, or added to dK */
+static void key_products(mn_mat dk, work *w, const chunk *c, int64_t K, bool adds) {
     const mn_mat Z = mn_mat_of(w->Z, K), P = mn_transposed(mn_mat_of(w->P, MN_STAT_CHUNK));
     MN_T(mn_stat_twice_symmetric)(w->twice, w->M, K);
     mn_gemm_args g = mn_product(dk, c->k, mn_mat_of(w->twice, K), (mn_dims){ c->L, K, K });
+    if (adds) g.base = MN_GEMM_ADD;
     MN_T(mn_gemm)(&g);
     MN_T(mn_stat_scores)(w->P, c->q, c->k, c->L, K);
     g = mn_product(dk, P, Z, (mn_dims){ c->L, K, c->L });
@@ -260,7 +261,7 @@ static void key_backward(const mn_curvature_args *p, work *w, const chunk *c,
     const int64_t K = p->call.K;
     const mn_mat dk = mn_mat_rows_out(p->grad.k, c->b, c->t0, c->h);
     scale_cotangents(p, w, c);
-    if (dk.at) key_products(dk, w, c, K);
+    if (dk.at) key_products(dk, w, c, K, p->adds_k);
     for (int64_t t = c->L - 1; t >= 0; t--) {
         const float each = (float)(1.0 / (c->count + (double)t + 1.0));
         const float gamma = *MN_ROW(float, p->gamma, c->b, c->t0 + t, c->h);

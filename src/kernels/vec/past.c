@@ -20,7 +20,7 @@ past MN_T(mn_past_softmax)(const mn_attention_args *a) {
     p.scale = (float)a->scale;
     p.rope = a->rope_kind;
     p.base = a->rope_base;
-    p.q = a->q, p.k = a->k, p.v = a->v, p.o = a->o, p.d_o = a->cot.o;
+    p.q = a->q, p.k = a->k, p.v = a->v, p.o = a->o, p.lse = a->lse, p.d_o = a->cot.o;
     p.dq = a->grad.q, p.dk = a->grad.k, p.dv = a->grad.v;
     return p;
 }

@@ -23,7 +23,7 @@ typedef struct past {
     int rope;                // attention's rope_kind
     double base;
     mn_in q, k, v, d_o;
-    mn_out o, dq, dk, dv;
+    mn_out o, lse, dq, dk, dv;
     /* Rotated positions: the table and all keys turned, (J, all keys, K), in shared memory. */
     turn_table table;
     float *turned;
@@ -60,6 +60,11 @@ void MN_T(mn_past_gather)(float *to, const past *p, const past_head *head, const
  * of x are dot products that read y once; more are a matrix product. */
 void MN_T(mn_past_scores)(float *s, int64_t s_row, const float *x, int64_t n_rows, const float *y,
                           int64_t y_row, int64_t n, int64_t width, float alpha);
+
+/* Whether forward has anything to write. */
+static inline bool wants_any(const past *p) {
+    return p->o.data || p->lse.data;
+}
 
 static inline int64_t past_longest(const mn_call *call) {
     return call->cu_seqlens ? mn_longest_sequence(call) : call->L;

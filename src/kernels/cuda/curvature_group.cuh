@@ -1,0 +1,227 @@
+/* curvature_group.cuh - curvature on Hopper, for bf16 and keys of up to 128: what the walks there
+ * (curvature_group_there.cuh) and back (curvature_group_back.cuh) share.
+ *
+ * A block has three warp groups that work on different chunks of 64 tokens at a time: one copies
+ * tiles and keeps the running vector, one makes scores, one has 64 rows of the symmetric R (or G)
+ * in its registers, reads and moves it. Everything the third one computes is turned, rows being
+ * columns of the result, so that its rows of R are the left operand and never leave the registers.
+ */
+#ifndef MN_KERNELS_CUDA_CURVATURE_GROUP_CUH
+#define MN_KERNELS_CUDA_CURVATURE_GROUP_CUH
+
+#include "kernels/cuda/attention_wgmma.cuh"
+#include "kernels/cuda/curvature.cuh"
+
+enum {
+    MN_CURVE_CHUNK = 64,
+    MN_CURVE_GROUPS = 3 * MN_GROUP,             // threads
+    MN_CURVE_SQUARE = MN_CURVE_CHUNK * 128,     // bytes of a tile of 64 by 64
+    MN_CURVE_GRAIN = 128,                       // tokens that segments have a multiple of
+};
+
+/* Least tokens of a segment: so many that the blocks of one long sequence fill a GPU. By sizes that
+ * a sequence shares with all others. */
+inline int64_t mn_curve_group_segment(const mn_call &c) {
+    return mn_max(mn_min(mn_curve_slices(c.K) * c.H, 32), 8) * MN_CURVE_GRAIN;
+}
+
+template <typename View>
+inline bool mn_curve_packable(const View &view) {
+    bool whole = (uintptr_t)view.data % 16 == 0;
+    for (int axis = 0; axis < 3; axis++) whole = whole && view.stride[axis] % 8 == 0;
+    return !view.data || whole;
+}
+
+/* Whether the kernels serve a call: by its kind and sizes, never by its length. */
+inline bool mn_curve_group_serves(const mn_curvature_args *p) {
+    const mn_call &c = p->call;
+    return c.dtype == MN_BF16 && c.K % 8 == 0 && c.K <= 128 && mn_curve_packable(p->q) &&
+           mn_curve_packable(p->k) && mn_curve_packable(p->qt) && mn_curve_packable(p->cot.qt) &&
+           mn_curve_packable(p->grad.q) && mn_curve_packable(p->grad.k) && mn_on_hopper();
+}
+
+inline mn_curve_cut mn_curve_group_cut(const mn_curvature_args *p) {
+    const int slices = mn_curve_slices(p->call.K);
+    return { mn_curve_group_segment(p->call), slices, 4 * slices, true };
+}
+
+#if MN_HAS_WGMMA
+
+template <int LEFT>
+__device__ inline void mn_curve_copies_wait(void) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ inline void mn_curve_copies_end(void) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* Shows what this thread wrote to shared memory to products. */
+__device__ inline void mn_curve_publish(void) {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+/* One warp group alone; the number of its barrier is that of the group, not 0. */
+__device__ inline void mn_curve_group_sync(int number) {
+    asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
+}
+
+/* This warp has done with what lies behind the barrier. */
+__device__ inline void mn_curve_release(uint64_t *barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mn_barrier_arrive(barrier);
+}
+
+__device__ inline float mn_curve_low(uint32_t pair) {
+    return __uint_as_float(pair << 16);
+}
+
+__device__ inline float mn_curve_high(uint32_t pair) {
+    return __uint_as_float(pair & 0xffff0000u);
+}
+
+/* The element at `byte` of a tile. */
+__device__ inline const mn_bf16 *mn_curve_at(const unsigned char *tile, uint32_t byte) {
+    return (const mn_bf16 *)(tile + byte);
+}
+
+/* A left operand of 16 columns of a tile, from `column` on, by its 64 rows. */
+template <int PANEL>
+__device__ inline void mn_curve_left(uint32_t (&a)[16], const unsigned char *tile, int column) {
+    const int lane = threadIdx.x % 32;
+    const int row = lane % 8 + lane / 16 * 8, j = column + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        unsigned part[4];
+        mn_matrices<true>(part, mn_curve_at(tile, mn_tile_byte(PANEL, 16 * step + row, j)));
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[4 * step + i] = part[i];
+    }
+}
+
+/* Sums as a left operand; `low` what rounding them leaves. */
+template <int N>
+__device__ inline void mn_curve_pack(uint32_t (&a)[N / 2], const float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) a[i] = mn_pair(x[2 * i], x[2 * i + 1]);
+}
+
+template <int N>
+__device__ inline void mn_curve_pack_rest(uint32_t (&a)[N / 2], const float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+        const uint32_t pair = mn_pair(x[2 * i], x[2 * i + 1]);
+        a[i] = mn_pair(x[2 * i] - mn_curve_low(pair), x[2 * i + 1] - mn_curve_high(pair));
+    }
+}
+
+/* d += a b' over 16 KP / 16 columns of tile `b` of PANEL rows, of which the first 64 count. */
+template <int KP, int PANEL>
+__device__ inline void mn_curve_rows(float (&d)[32], const uint32_t (&a)[KP / 4], uint32_t b) {
+#pragma unroll
+    for (int k = 0; k < KP; k += 16) {
+        mn_product<0>(d, a + k / 4, mn_tile_seen(b + k / 64 * PANEL * 128 + k % 64 * 2, 16), 1);
+    }
+}
+
+/* d += a b, tile `b` of PANEL rows; N / 2 64 columns */
+template <int PANEL, int N>
+__device__ inline void mn_curve_depth(float (&d)[N], const uint32_t (&a)[16], uint32_t b) {
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        mn_product<1>(d, a + 4 * step, mn_tile_seen(b + step * 16 * 128, PANEL * 128), 1);
+    }
+}
+
+/* d += a b' over 64 columns */
+__device__ inline void mn_curve_square(float (&d)[32], const uint32_t (&a)[16], uint32_t b) {
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        mn_product<0>(d, a + 4 * step, mn_tile_seen(b + step * 32, 16), 1);
+    }
+}
+
+/* use(x, row, column) for a thread's sums of 64 rows. */
+template <int N, typename F>
+__device__ inline void mn_curve_each(float (&d)[N], F use) {
+    const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
+    const int row = thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < N; i++) use(d[i], row + i % 4 / 2 * 8, i / 4 * 8 + column + i % 2);
+}
+
+/* The caller's symmetric matrix, `times` over, or the sums in front. */
+template <int N>
+__device__ inline void mn_curve_load(float (&R)[N], const float *given, const float *sums,
+                                     float times, int64_t K, int row0) {
+    mn_curve_each(R, [&](float &x, int row, int column) {
+        const int64_t j = row0 + row;
+        x = 0.0f;
+        if (j >= K || column >= K) return;
+        if (sums) x = sums[j * K + column];
+        else if (given) x = times * (given[j * K + column] + given[column * K + j]);
+    });
+}
+
+template <int N>
+__device__ inline void mn_curve_store(float *to, float (&R)[N], float times, int64_t K, int row0) {
+    mn_curve_each(R, [&](float &x, int row, int column) {
+        const int64_t j = row0 + row;
+        if (to && j < K && column < K) to[j * K + column] = times * x;
+    });
+}
+
+/* Scores less their row's mean, lower triangular, into a tile; what rounding leaves into `low`. */
+__device__ inline void mn_curve_put_square(unsigned char *to, unsigned char *low,
+                                           const float *sums, const float (&mean)[2]) {
+    const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
+    const int row = thread / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+        const int r = i % 4 / 2, t = row + 8 * r, column = i / 4 * 8 + lane % 4 * 2;
+        const float x = column > t ? 0.0f : sums[i] - mean[r];
+        const float y = column + 1 > t ? 0.0f : sums[i + 1] - mean[r];
+        const uint32_t pair = mn_pair(x, y), byte = mn_tile_byte(64, t, column);
+        *(uint32_t *)(to + byte) = pair;
+        if (low) {
+            *(uint32_t *)(low + byte) = mn_pair(x - mn_curve_low(pair), y - mn_curve_high(pair));
+        }
+    }
+}
+
+/* An 8 x 8 matrix spread over the warp, turned. */
+__device__ inline uint32_t mn_curve_turn(uint32_t pair) {
+    uint32_t turned;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+    return turned;
+}
+
+/* A pair of tokens from 8 n on of this warp's rows (of half r) to their place in the tile `out`,
+ * where rows are tokens. */
+__device__ inline void mn_curve_put_pair(unsigned char *out, uint32_t pair, int n, int r) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const uint32_t byte = mn_tile_byte(64, 8 * n + lane / 4, 16 * warp + 8 * r);
+    *(uint32_t *)(out + byte + lane % 4 * 4) = mn_curve_turn(pair);
+}
+
+/* This warp's columns of `out` to rows of a view from token t on. */
+__device__ inline void mn_curve_put_rows(const mn_out &view, const unsigned char *out,
+                                         const mn_curve_place &at, int64_t t, int count,
+                                         int64_t K) {
+    const int lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16 + lane % 2 * 8;
+    __syncwarp();
+    mn_bf16 *to = mn_row<mn_bf16>(view, at.s.span.b, at.s.span.t0 + t + lane / 2, at.h);
+    if (!to || at.column0 + column >= K) return;
+    to += at.column0 + column;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const int token = 16 * i + lane / 2;
+        if (token >= count) return;
+        *(uint4 *)to = *(const uint4 *)(out + mn_tile_byte(64, token, column));
+        to += 16 * view.stride[1];
+    }
+}
+
+#endif
+
+#endif
