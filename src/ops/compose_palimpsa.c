@@ -4,7 +4,8 @@
  *
  * so that dgamma = -dg / (n - gamma), dn = sum dg gamma / (n (n - gamma)), ddt = -dg rate and
  * drate = -sum dg dt. The log decay is rounded once, after log1p in double: a decay that is close
- * to 1 keeps all its digits in g. For the same reason calls of bf16 run in float32. */
+ * to 1 keeps all its digits in g, which is float32 in calls of bf16 too. As paper's v' would be
+ * rounded besides, its calls of bf16 run in float32. */
 #include <inttypes.h>
 #include <math.h>
 
@@ -120,10 +121,9 @@ static mn_out writable(mn_in view) {
 mn_status mn_compose_palimpsa_code(mn_context *context, mn_pass pass, const void *args) {
     const mn_palimpsa_code_args *p = args;
     const bool back = pass == MN_BACKWARD;
-    if (p->call.dtype == MN_BF16) {
-        return mn_compose_wide(context, MN_OP_palimpsa_code, pass, args);
-    }
-    gating gates = { .call = &p->call, .paper = false, .x = p->dt, .c = p->decay_rate,
+    mn_call wide = p->call;
+    if (wide.dtype == MN_BF16) wide.dtype = MN_F32;    // see wide.def
+    gating gates = { .call = &wide, .paper = false, .x = p->dt, .c = p->decay_rate,
                      .dx = p->grad.dt, .dc = p->grad.decay_rate };
     mn_status st = prepare_decays(context, &gates, back);
     if (st != MN_OK) return st;

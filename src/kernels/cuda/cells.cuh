@@ -413,13 +413,14 @@ mn_cell_add_kernel(mn_out first, mn_out second, const float *parts, int64_t n_pa
     if (row >= n_rows) return;
     const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
     T *to_first = mn_row<T>(first, b, t, h), *to_second = mn_row<T>(second, b, t, h);
-    for (int64_t i = threadIdx.x % 32; i < 2 * width; i += 32) {
+    const int64_t begin = to_first ? 0 : width, end = to_second ? 2 * width : width;
+    for (int64_t i = begin + threadIdx.x % 32; i < end; i += 32) {
         const float *from = parts + row * 2 * width + i;
         float sum = 0.0f;
 #pragma unroll 8
         for (int64_t part = 0; part < n_parts; part++) sum += from[part * n_rows * 2 * width];
-        if (i < width && to_first) mn_put(to_first + i, sum);
-        if (i >= width && to_second) mn_put(to_second + i - width, sum);
+        if (i < width) mn_put(to_first + i, sum);
+        else mn_put(to_second + i - width, sum);
     }
 }
 
