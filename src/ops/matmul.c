@@ -301,14 +301,6 @@ mn_product_work mn_matmul_work_of(const mn_matmul_args *p) {
         .accumulate = p->accumulate, .onto = p->onto };
 }
 
-/* cublasLt wants its work space at a multiple of 256; arenas have less. */
-enum { SPACE_ALIGN = 256, SPACE_BYTES = MN_PRODUCT_SPACE + SPACE_ALIGN - MN_ALIGN };
-
-static void *aligned_space(void *space) {
-    const uintptr_t at = (uintptr_t)space;
-    return (char *)space + (SPACE_ALIGN - at % SPACE_ALIGN) % SPACE_ALIGN;
-}
-
 mn_status mn_matmul_run(mn_context *context, const mn_product_work *work) {
     mn_device *device = context->device;
     const mn_mark mark = mn_device_mark(device);
@@ -317,12 +309,12 @@ mn_status mn_matmul_run(mn_context *context, const mn_product_work *work) {
         context->products = mn_products_create();
         if (!context->products) st = mn_fail(MN_ERR_MEMORY, "no memory for matrix products");
     }
-    void *space = st == MN_OK ? mn_device_bytes(device, SPACE_BYTES) : NULL;
+    void *space = st == MN_OK ? mn_device_bytes(device, MN_PRODUCT_SPACE) : NULL;
     if (st == MN_OK && !space) {
         st = mn_fail(MN_ERR_MEMORY, "the GPU has no memory for the work space of a product");
     }
     if (st == MN_OK) {
-        const int code = mn_products_run(context->products, work, aligned_space(space),
+        const int code = mn_products_run(context->products, work, space,
                                          mn_device_stream(device));
         st = mn_device_check(device, code, "a matrix product");
     }
@@ -356,7 +348,7 @@ static void add_rows(void *context, int64_t item, int worker) {
 }
 
 size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *p) {
-    if (context->device) return SPACE_BYTES;
+    if (context->device) return MN_PRODUCT_SPACE;
 #if MN_HAVE_X86_TARGETS
     const functions *f = functions_of(context->target);
     if (p->dtype == MN_F32 && f && p->N > 0 && p->K > 0) {
