@@ -1,5 +1,5 @@
-/* bayes_backward.cu - the Bayesian Layer and its covariances alone, backward. Hats are left out: all
- * is in the frame of a span (bayes_span.cuh) or, on the narrow way, of a chunk (bayes.cuh).
+/* bayes_backward.cu - the Bayesian Layer and its covariances alone, backward. Hats are left out:
+ * all is in the frame of a span (bayes_span.cuh) or, on the narrow way, of a chunk (bayes.cuh).
  *
  * With rows for the 16 tokens of a chunk, w = z / sigma, L = lower(K W', unit diagonal)^-1, whose
  * transpose is L', A = upper(W Q'), a = scale^2 dqvar, y = scale do, x = Phi'dgainvec, and D and E
@@ -30,15 +30,17 @@
  *
  * So one kernel walks the covariance forward, one the mean forward beside its adjoint back, one D
  * back; before, between and after them kernels do all spans at once. The states of more than 128
- * rows, and heads that decay steeply, go the narrow way: one block for each, chunk by chunk, after a
- * walk that leaves states in front of spans of 128 tokens; there
+ * rows, and heads that decay steeply, go the narrow way: one block for each, chunk by chunk, after
+ * a walk that leaves states in front of spans of 128 tokens; there
  *
  *   du_t = b_t + c_t k_t - sum_{s>t} (du_s (k_s.w_t) + k_s (du_s.w_t))
  *
  * and groups leave float32 parts of what they share, added in their order. */
 #include "kernels/cuda/bayes_back.cuh"
 #include "kernels/cuda/bayes_span_gather.cuh"
-#include "kernels/cuda/bayes_span_walks.cuh"
+#include "kernels/cuda/bayes_walk_adjoint.cuh"
+#include "kernels/cuda/bayes_walk_covariance.cuh"
+#include "kernels/cuda/bayes_walk_mean.cuh"
 #include "kernels/riccati_args.h"
 
 /* ---- walks ----------------------------------------------------------------------------------- */
@@ -385,7 +387,7 @@ static void take_spans(layout *l, const mn_bayes_args *p, piecework *at) {
     span_work *w = &l->spans;
     const int64_t R = l->R, heads = l->heads, groups = heads * c.G, tokens = SPAN_TOKENS;
     w->columns = (int)(mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), SLICE) * SLICE);
-    w->slices = (int)mn_ceil_div(w->columns, SLICE * MEAN_WARPS);
+    w->slices = (int)mn_ceil_div(w->columns, SLICE * SLICES);
     at->take(&w->k, heads, tokens, R), at->take(&w->q, heads, tokens, R);
     at->take(&w->phi, heads, tokens, R), at->take(&w->noise, heads, 2 * (SPAN_CHUNKS + 1), R);
     at->take(&w->h, groups, tokens, R), at->take(&w->w, groups, tokens, R);
@@ -394,12 +396,13 @@ static void take_spans(layout *l, const mn_bayes_args *p, piecework *at) {
     at->take(&w->eliminate, groups, SPAN_CHUNKS, SMALL);
     at->take(&w->reads, groups, SPAN_CHUNKS, SMALL);
     at->take(&w->theta, groups, SPAN_CHUNKS, SMALL);
-    at->take(&w->P, groups, R, R);
-    at->take(&w->M, groups, R, w->columns), at->take(&w->E, groups, R, w->columns);
+    w->P_each = mn_max(R, 2 * tokens) * R, w->E_each = mn_max(R * w->columns, 2 * tokens * tokens);
+    at->take(&w->P, groups, w->P_each, 1), at->take(&w->E, groups, w->E_each, 1);
+    at->take(&w->M, groups, R, w->columns);
     at->take(&w->e, groups, tokens, w->columns), at->take(&w->de, groups, tokens, w->columns);
     at->take(&w->inside, groups, SPAN_CHUNKS, 2 * R);
     at->take(&w->totals, heads, SPAN_CHUNKS, 2 * c.K);
-    at->take(&w->last, l->blocks, w->slices * MEAN_WARPS + 1, 2 * R);
+    at->take(&w->last, l->blocks, w->slices * SLICES + 1, 2 * R);
     at->take(&w->local, heads, tokens, 2 * c.K);
 }
 
@@ -418,13 +421,22 @@ static void take_narrow(layout *l, const mn_bayes_args *p, int nb, int nm, piece
     at->take(&w->parts, c.B * c.T, c.H * c.G, 4 * c.K + 1);
 }
 
+/* The most shared memory that a kernel of spans takes. */
+template <int R>
+constexpr size_t widest_room() {
+    const size_t each[] = { sizeof(covariance_room<R>), sizeof(mean_room<R>),
+                            sizeof(source_room<R>), sizeof(adjoint_room<R>),
+                            sizeof(weights_room<R>) };
+    size_t most = 0;
+    for (size_t bytes : each) most = bytes > most ? bytes : most;
+    return most;
+}
+
 /* The rows that kernels of spans are made for, or 0. */
 static int span_rows(int64_t rows) {
     const size_t most = mn_bayes_most_shared();
-    if (rows <= 64 && sizeof(adjoint_room<64>) <= most) return 64;
-    const size_t widest = sizeof(adjoint_room<128>) > sizeof(gather_room<128>)
-                              ? sizeof(adjoint_room<128>) : sizeof(gather_room<128>);
-    return rows <= 128 && widest <= most ? 128 : 0;
+    if (rows <= 64 && widest_room<64>() <= most) return 64;
+    return rows <= 128 && widest_room<128>() <= most ? 128 : 0;
 }
 
 static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
@@ -457,7 +469,8 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
     const bool bf16 = p->call.dtype == MN_BF16;
     int code = (int)cudaMemsetAsync(w.steep, heads == 0, l.blocks * sizeof *w.steep, on);
     if (code != cudaSuccess || heads == 0) return code;
-    span_prepare_kernel<T, R><<<heads, 512, 0, on>>>(*p, w);
+    if (p->theta.data) span_prepare_kernel<T, true><<<heads, 512, 0, on>>>(*p, w, R);
+    else span_prepare_kernel<T, false><<<heads, 512, 0, on>>>(*p, w, R);
     code = mn_launch_with_room(covariance_walk_kernel<R>, blocks, 2 * R,
                                sizeof(covariance_room<R>), on, *p, w, bf16);
     if (code == cudaSuccess && w.slices > 0) {
@@ -465,7 +478,7 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
                                    32 * MEAN_WARPS, sizeof(mean_room<R>), on, *p, w);
     }
     if (code == cudaSuccess) {
-        code = mn_launch_with_room(span_sources_kernel<T, R>, groups, SOURCE_THREADS,
+        code = mn_launch_with_room(span_sources_kernel<T, R>, groups, GATHER_THREADS,
                                    sizeof(source_room<R>), on, *p, w);
     }
     if (code == cudaSuccess) {
@@ -473,9 +486,16 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
                                    sizeof(adjoint_room<R>), on, *p, w);
     }
     if (code == cudaSuccess) {
-        code = mn_launch_with_room(span_gather_kernel<T, R>, heads, GATHER_THREADS,
-                                   sizeof(gather_room<R>), on, *p, w);
+        code = mn_launch_with_room(span_weights_kernel<T, R>, groups, GATHER_THREADS,
+                                   sizeof(weights_room<R>), on, *p, w);
     }
+    if (code != cudaSuccess) return code;
+    span_products_kernel<T, R><<<heads, GATHER_THREADS, 0, on>>>(*p, w);
+    const size_t channels = (SPAN_TOKENS + SPAN_TOKENS * CHANNELS_LD) * sizeof(double);
+    code = p->theta.data ? mn_launch_with_room(span_channels_kernel<T, R, true>, heads,
+                                               GATHER_THREADS, channels, on, *p, w)
+                         : mn_launch_with_room(span_channels_kernel<T, R, false>, heads,
+                                               GATHER_THREADS, channels, on, *p, w);
     if (code != cudaSuccess) return code;
     const unsigned n_heads = (unsigned)(mn_n_spans(p->call) * p->call.H);
     span_totals_kernel<R><<<n_heads, 128, 0, on>>>(*p, w);

@@ -5,7 +5,7 @@
 
 #include "kernels/cuda/bayes_span.cuh"
 
-enum { TOKENS_LD = SPAN_TOKENS + 8, SOURCE_THREADS = 256, GATHER_THREADS = 512 };
+enum { TOKENS_LD = SPAN_TOKENS + 8, CHANNELS_LD = 129, GATHER_THREADS = 512 };
 
 /* Weights of 16 of a span's tokens, scaled: element (t, j) for all that a lane gives as a left
  * factor of 8 columns, taken from a tensor of type T whose rows may be absent. */
@@ -76,39 +76,90 @@ __device__ static void each_result(double (&c)[2][2], int column, F use) {
 
 /* ---- what drives D --------------------------------------------------------------------------- */
 
-/* Weights of later tokens in dw: e_t.y_s (s >= t), or -e_t.de_s (s > t), for blocks (a, b) of 16
- * tokens. */
-template <typename T>
-__device__ static void source_weights(double *to, const double *e, const double *de,
-                                      const token_rows<T> &y, int columns, int a, int b,
-                                      bool reads) {
-    double c[2][2][2];
-    zero(c[0]), zero(c[1]);
-    for (int j = 0; j < columns; j += 8) {
-        double left[4], right[2];
-        left_rows(left, e + 16 * a * columns, columns, j);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int row = 16 * b + 8 * half;
-            if (reads) y.right(right, row, j);
-            else right_rows(right, de + (int64_t)row * columns, columns, j);
-            mn_dmma_8(c[half], left, right);
-        }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        each_result(c[half], 16 * b + 8 * half, [&](double &x, int row, int column) {
-            const int t = 16 * a + row;
-            if (reads ? column < t : column <= t) x = 0.0;
-            else if (!reads) x = -x;
-        });
-        put_rows(to + 16 * a * TOKENS_LD, TOKENS_LD, 16 * b + 8 * half, c[half]);
+/* 64 columns of a panel of 64 tokens on their way into shared memory. */
+__device__ static void copy_slice_later(double *to, const double *from, int columns, int first) {
+    const int width = min(64, columns - first);
+    for (int i = threadIdx.x; i < SPAN_TOKENS * width / 2; i += GATHER_THREADS) {
+        const int t = i / (width / 2), j = i % (width / 2) * 2;
+        copy_later(to + t * TOKENS_LD + j, from + (int64_t)t * columns + first + j);
     }
 }
 
-/* Shared memory of span_sources_kernel. */
+/* c += x y' of 16 rows of x and 8 of y */
+template <int WIDTH>
+__device__ static void add_gram(double (&c)[2][2], const double *x, const double *y, int ld) {
+    double more[2][2];
+    zero(more);
+#pragma unroll
+    for (int i = 0; i < WIDTH; i += 16) {
+        double a[4], b[2];
+        left_rows(a, x, ld, i), right_rows(b, y, ld, i);
+        mn_dmma_8(c, a, b);
+        left_rows(a, x, ld, i + 8), right_rows(b, y, ld, i + 8);
+        mn_dmma_8(more, a, b);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) c[i / 2][i % 2] += more[i / 2][i % 2];
+}
+
+/* Half of a block of 16 x 16 tokens, of those that are not above the diagonal, or not below it. */
+struct weights_task {
+    bool any;
+    int row, column;    // tokens
+
+    __device__ weights_task(int i, bool later) {
+        int a = 0, b = i / 2;
+        while (b > a) a++, b -= a;
+        any = i < 20;
+        row = 16 * (later ? b : a), column = 16 * (later ? a : b) + 8 * (i % 2);
+    }
+};
+
+/* c += e x' or the like of a slice of value columns in shared memory. */
+__device__ static void add_slice(double (&c)[2][2], const double *x, const double *y, int width,
+                                 const weights_task &task) {
+    if (!task.any) return;
+    x += task.row * TOKENS_LD, y += task.column * TOKENS_LD;
+    if (width == 64) add_gram<64>(c, x, y, TOKENS_LD);
+    for (int j = 0; j < width && width < 64; j += 16) add_gram<16>(c, x + j, y + j, TOKENS_LD);
+}
+
+/* What a thread has of 64 columns of y, on its way into shared memory. */
+template <typename T>
+struct y_slice {
+    static constexpr int EACH = SPAN_TOKENS * 64 / GATHER_THREADS;
+    double at[EACH];
+
+    __device__ void load(const token_rows<T> &y, int first) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int j = threadIdx.x + i * GATHER_THREADS;
+            at[i] = y.at(j / 64, first + j % 64);
+        }
+    }
+
+    __device__ void store(double *to) const {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            const int j = threadIdx.x + i * GATHER_THREADS;
+            to[j / 64 * TOKENS_LD + j % 64] = at[i];
+        }
+    }
+};
+
+/* Shared memory of span_sources_kernel; 64 value columns at a time. */
 template <int R>
 struct source_room {
+    union {
+        struct {
+            double e[SPAN_TOKENS * TOKENS_LD], other[SPAN_TOKENS * TOKENS_LD];    // de, then y
+        };
+        double q[SPAN_TOKENS * pitch<R>::right];
+    };
+    union {
+        double E[64 * pitch<R>::right];
+        double k[SPAN_TOKENS * pitch<R>::right];
+    };
     union {
         double weights[2][SPAN_TOKENS * TOKENS_LD];
         double b[SPAN_TOKENS * pitch<R>::left];
@@ -116,104 +167,106 @@ struct source_room {
     double psi[SPAN_CHUNKS][16 * SMALL_LD];
 };
 
-/* -beta / 2 into h and Theta / 2 of a group of a head of a span, as they are where D is zero; dv.
- * Warps 4 i + a have chunk a. */
+/* c += e E' in this warp's chunk and columns, and in `later` and `reads` the weights of later
+ * tokens in dw: e_t.de_s and e_t.y_s. All threads call. */
 template <typename T, int R>
-__global__ void __launch_bounds__(SOURCE_THREADS, 2)
-span_sources_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
-    extern __shared__ __align__(16) double doubles[];
-    source_room<R> &room = *(source_room<R> *)doubles;
-    const int64_t H = p.call.H, G = p.call.G, group = blockIdx.x, slot = group / (H * G);
-    const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, slot);
-    if (tile.n_rows == 0) return;
-    const span_group s = group_at(p, (tile.n * H + group / G % H) * G + group % G);
-    if (w.steep[s.n * H + s.h]) return;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mb = warp % 4, half = warp / 4;
-    const bool turns = p.theta.data != NULL, weighs = p.cot.qvar.data && p.q.data;
-    const int rows = (int)p.call.K * (turns ? 2 : 1), columns = w.columns;
-    const int64_t head = slot * H + s.h;
-    const double *k = w.k + head * SPAN_TOKENS * R, *q = w.q + head * SPAN_TOKENS * R;
-    const double *phi = w.phi + head * SPAN_TOKENS * R, *z = w.w + group * SPAN_TOKENS * R;
-    const double *e = w.e + group * SPAN_TOKENS * columns;
-    const double *de = w.de + group * SPAN_TOKENS * columns, *E = w.E + group * columns * R;
-    const double *sigma = w.sigma + group * SPAN_TOKENS, *r2 = w.r2 + group * SPAN_TOKENS;
-    const token_rows<T> y = outputs_of<T>(p, tile, s);
-    for (int task = warp; task < 20 && columns > 0; task += SOURCE_THREADS / 32) {
-        int a = 0, b = task / 2;    // pairs a <= b
-        while (b >= 4 - a) b -= 4 - a, a++;
-        source_weights<T>(room.weights[task % 2], e, de, y, columns, a, a + b, task % 2 == 0);
-    }
-    constexpr int TILES = R / 16;
-    double c[TILES][2][2];
-    const int first = half * R / 2;
+__device__ static void source_values(double (&c)[R / 32][2][2], double (&later)[2][2][2],
+                                     double (&reads)[2][2][2], source_room<R> &room,
+                                     const weights_task (&tasks)[2], const token_rows<T> &of_y,
+                                     const span_work &w, int64_t group) {
+    const int warp = threadIdx.x / 32, mb = warp % 4, column = warp / 4 * (R / 4);
+    const int columns = w.columns;
+    const double *e = w.e + group * SPAN_TOKENS * columns, *E = w.E + group * w.E_each;
+    const double *de = w.de + group * SPAN_TOKENS * columns;
+    for (int first = 0; first < columns; first += 64) {
+        const int width = min(64, columns - first);
+        y_slice<T> y;
+        copy_slice_later(room.e, e, columns, first);
+        copy_slice_later(room.other, de, columns, first);
+        copy_rows_later<R>(room.E, pitch<R>::right, E + (int64_t)first * R, width,
+                           GATHER_THREADS);
+        y.load(of_y, first);
+        await_all_copies();
+        add_slice(later[0], room.e, room.other, width, tasks[0]);
+        add_slice(later[1], room.e, room.other, width, tasks[1]);
+#pragma unroll 2
+        for (int i = 0; i < width; i += 8) {
+            double a[4], b[2];
+            left_rows(a, room.e + 16 * mb * TOKENS_LD, TOKENS_LD, i);
 #pragma unroll
-    for (int j = 0; j < TILES; j++) {
-        zero(c[j]);
-        if (!p.cot.gainvec.data) continue;
-        each_result(c[j], first + 8 * j, [&](double &x, int row, int r) {
-            const int t = 16 * mb + row;
-            x = turned_gain<T>(p, tile, s, phi + t * R, t, r, rows, turns);
+            for (int j = 0; j < R / 32; j++) {
+                right_columns(b, room.E + i * pitch<R>::right, pitch<R>::right, column + 8 * j);
+                mn_dmma_8(c[j], a, b);
+            }
+        }
+        __syncthreads();
+        y.store(room.other);
+        __syncthreads();
+        add_slice(reads[0], room.e, room.other, width, tasks[0]);
+        add_slice(reads[1], room.e, room.other, width, tasks[1]);
+        __syncthreads();
+    }
+}
+
+/* The weights into the room, and what they say of dw. All threads call. */
+template <int R>
+__device__ static void source_later(double (&c)[R / 32][2][2], double (&later)[2][2][2],
+                                    double (&reads)[2][2][2], source_room<R> &room,
+                                    const weights_task (&tasks)[2], const span_work &w,
+                                    int64_t head) {
+    constexpr int RIGHT = pitch<R>::right;
+    const int warp = threadIdx.x / 32, mb = warp % 4, column = warp / 4 * (R / 4);
+    copy_rows_later<R>(room.q, RIGHT, w.q + head * SPAN_TOKENS * R, SPAN_TOKENS, GATHER_THREADS);
+    copy_rows_later<R>(room.k, RIGHT, w.k + head * SPAN_TOKENS * R, SPAN_TOKENS, GATHER_THREADS);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if (!tasks[i].any) continue;
+        each_result(later[i], tasks[i].column, [&](double &x, int row, int s) {
+            x = s > tasks[i].row + row ? -x : 0.0;
         });
+        each_result(reads[i], tasks[i].column, [&](double &x, int row, int s) {
+            if (s < tasks[i].row + row) x = 0.0;
+        });
+        const int at = tasks[i].row * TOKENS_LD;
+        put_rows(room.weights[0] + at, TOKENS_LD, tasks[i].column, reads[i]);
+        put_rows(room.weights[1] + at, TOKENS_LD, tasks[i].column, later[i]);
     }
+    await_all_copies();
 #pragma unroll 2
-    for (int i = 0; i < columns; i += 8) {
-        double a[4], b[2];
-        left_rows(a, e + 16 * mb * columns, columns, i);
-#pragma unroll
-        for (int j = 0; j < TILES; j++) {
-            right_columns(b, E + (int64_t)i * R, R, first + 8 * j);
-            mn_dmma_8(c[j], a, b);
-        }
-    }
-    __syncthreads();
-#pragma unroll 2
-    for (int i = 16 * mb; i < SPAN_TOKENS && columns > 0; i += 8) {
-        double a[4], b[2];
+    for (int i = 16 * mb; i < SPAN_TOKENS; i += 8) {
+        double a[4], along[4], b[2];
         left_rows(a, room.weights[0] + 16 * mb * TOKENS_LD, TOKENS_LD, i);
+        left_rows(along, room.weights[1] + 16 * mb * TOKENS_LD, TOKENS_LD, i);
 #pragma unroll
-        for (int j = 0; j < TILES; j++) {
-            right_columns(b, q + i * R, R, first + 8 * j);
+        for (int j = 0; j < R / 32; j++) {
+            right_columns(b, room.q + i * RIGHT, RIGHT, column + 8 * j);
             mn_dmma_8(c[j], a, b);
-        }
-        left_rows(a, room.weights[1] + 16 * mb * TOKENS_LD, TOKENS_LD, i);
-#pragma unroll
-        for (int j = 0; j < TILES; j++) {
-            right_columns(b, k + i * R, R, first + 8 * j);
-            mn_dmma_8(c[j], a, b);
+            right_columns(b, room.k + i * RIGHT, RIGHT, column + 8 * j);
+            mn_dmma_8(c[j], along, b);
         }
     }
     __syncthreads();
-    const int64_t chunk = group * SPAN_CHUNKS + mb;
-    const double *reads = w.reads + chunk * SMALL, *eliminate = w.eliminate + chunk * SMALL;
-    double weighted[8];
-    if (weighs) {
-        left_small(weighted, reads, 16);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const double a = -2.0 * weight_of<T>(p, tile, s, 16 * mb + lane % 4 + 4 * i);
-            weighted[2 * i] *= a, weighted[2 * i + 1] *= a;
-        }
-    }
-#pragma unroll
-    for (int j = 0; j < TILES; j++) {
-        each_result(c[j], 0, [&](double &x, int row, int) { x /= sigma[16 * mb + row]; });
-        if (weighs) {
-            double b[4];
-            right_columns16(b, q + 16 * mb * R, R, first + 8 * j);
-            mn_dmma_16(c[j], weighted, b);
-        }
-        put_rows(room.b + 16 * mb * pitch<R>::left, pitch<R>::left, first + 8 * j, c[j]);
-    }
-    __syncthreads();
+}
+
+/* Psi of this warp's chunk and half of its columns, from those rows of b. */
+template <typename T, int R>
+__device__ static void source_psi(double *mine, const double *rows, const mn_bayes_args &p,
+                                  const span_work &w, const mn_tile_span &tile,
+                                  const span_group &s, int64_t group) {
+    const int warp = threadIdx.x / 32, mb = warp % 4, half = warp / 4;
+    const bool weighs = p.cot.qvar.data && p.q.data;
+    const double *z = w.w + group * SPAN_TOKENS * R;
+    const double *sigma = w.sigma + group * SPAN_TOKENS, *r2 = w.r2 + group * SPAN_TOKENS;
+    const double *reads = w.reads + (group * SPAN_CHUNKS + mb) * SMALL;
     double psi[2][2];
     zero(psi);
+#pragma unroll 4
     for (int i = 0; i < R; i += 8) {
         double a[4], b[2];
         left_rows(a, z + 16 * mb * R, R, i);
-        right_rows(b, room.b + (16 * mb + 8 * half) * pitch<R>::left, pitch<R>::left, i);
+        right_rows(b, rows, pitch<R>::left, i);
         mn_dmma_8(psi, a, b);
     }
-    double *mine = room.psi[mb];
     each_result(psi, 8 * half, [&](double &x, int row, int column) {
         const int t = 16 * mb + row;
         if (column > row) {
@@ -232,30 +285,92 @@ span_sources_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
             mine[row * SMALL_LD + column] = 2.0 * (own - x);
         }
     });
+}
+
+/* -beta / 2 into h and Theta / 2 of a group of a head of a span, as they are where D is zero; dv.
+ * Warps 4 i + a have chunk a, a quarter of the columns each. */
+template <typename T, int R>
+__global__ void __launch_bounds__(GATHER_THREADS, 1)
+span_sources_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
+    extern __shared__ __align__(16) double doubles[];
+    source_room<R> &room = *(source_room<R> *)doubles;
+    constexpr int TILES = R / 32, LD = pitch<R>::left;
+    const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x / G, h = head % H;
+    const int64_t group = blockIdx.x;
+    const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
+    if (tile.n_rows == 0 || w.steep[tile.n * H + h]) return;
+    const span_group s = group_at(p, (tile.n * H + h) * G + group % G);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mb = warp % 4, half = warp / 4;
+    const bool turns = p.theta.data != NULL, weighs = p.cot.qvar.data && p.q.data;
+    const int rows = (int)p.call.K * (turns ? 2 : 1), columns = w.columns, first = half * (R / 4);
+    const double *q = w.q + head * SPAN_TOKENS * R, *phi = w.phi + head * SPAN_TOKENS * R;
+    const double *sigma = w.sigma + group * SPAN_TOKENS + 16 * mb;
+    double c[TILES][2][2], later[2][2][2], read[2][2][2];
+    zero(later[0]), zero(later[1]), zero(read[0]), zero(read[1]);
+#pragma unroll
+    for (int j = 0; j < TILES; j++) {
+        zero(c[j]);
+        if (!p.cot.gainvec.data) continue;
+        each_result(c[j], first + 8 * j, [&](double &x, int row, int r) {
+            const int t = 16 * mb + row;
+            x = turned_gain<T>(p, tile, s, phi + t * R, t, r, rows, turns);
+        });
+    }
+    if (columns > 0) {
+        const weights_task tasks[2] = { { warp, true }, { warp + GATHER_THREADS / 32, true } };
+        source_values<T, R>(c, later, read, room, tasks, outputs_of<T>(p, tile, s), w, group);
+        source_later<R>(c, later, read, room, tasks, w, head);
+    }
+    const int64_t chunk = group * SPAN_CHUNKS + mb;
+    const double *reads = w.reads + chunk * SMALL, *eliminate = w.eliminate + chunk * SMALL;
+    double left[8], b[4];
+    if (weighs) {
+        left_small(left, reads, 16);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const double a = -2.0 * weight_of<T>(p, tile, s, 16 * mb + lane % 4 + 4 * i);
+            left[2 * i] *= a, left[2 * i + 1] *= a;
+        }
+    }
+    const double by[2] = { 1.0 / sigma[lane / 4], 1.0 / sigma[8 + lane / 4] };
+#pragma unroll
+    for (int j = 0; j < TILES; j++) {
+        each_result(c[j], 0, [&](double &x, int row, int) { x *= by[row / 8]; });
+        if (weighs) {
+            right_columns16(b, q + 16 * mb * R, R, first + 8 * j);
+            mn_dmma_16(c[j], left, b);
+        }
+        put_rows(room.b + 16 * mb * LD, LD, first + 8 * j, c[j]);
+    }
     __syncthreads();
-    double left[8], b[4], half_theta[2][2];
+    double *mine = room.psi[mb], half_theta[2][2];
+    if (half < 2) {
+        source_psi<T, R>(mine, room.b + (16 * mb + 8 * half) * LD, p, w, tile, s, group);
+    }
+    __syncthreads();
     left_small(left, mine, SMALL_LD);
-    right_columns16(b, eliminate, 16, 8 * half);
+    right_columns16(b, eliminate, 16, 8 * (half % 2));
     zero(half_theta);
     mn_dmma_16(half_theta, left, b);
     __syncthreads();
-    put_rows(mine, SMALL_LD, 8 * half, half_theta);
+    if (half < 2) put_rows(mine, SMALL_LD, 8 * half, half_theta);
     __syncthreads();
     left_columns16(left, eliminate, 16, 0);
-    right_columns16(b, mine, SMALL_LD, 8 * half);
+    right_columns16(b, mine, SMALL_LD, 8 * (half % 2));
     zero(half_theta);
     mn_dmma_16(half_theta, left, b);
     each_result(half_theta, 0, [&](double &x, int, int) { x *= 0.5; });
-    put_rows(w.theta + chunk * SMALL, 16, 8 * half, half_theta);
+    if (half < 2) put_rows(w.theta + chunk * SMALL, 16, 8 * half, half_theta);
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
-        right_columns16(b, room.b + 16 * mb * pitch<R>::left, pitch<R>::left, first + 8 * j);
+        right_columns16(b, room.b + 16 * mb * LD, LD, first + 8 * j);
         zero(c[j]);
         mn_dmma_16(c[j], left, b);
         each_result(c[j], 0, [&](double &x, int, int) { x *= -0.5; });
         put_rows(w.h + chunk * CHUNK * R, R, first + 8 * j, c[j]);
     }
-    for (int i = threadIdx.x; p.grad.v.data && i < tile.n_rows * s.count; i += SOURCE_THREADS) {
+    const double *de = w.de + group * SPAN_TOKENS * columns;
+    for (int i = threadIdx.x; p.grad.v.data && i < tile.n_rows * s.count; i += GATHER_THREADS) {
         const int t = i / s.count, j = i % s.count;
         T *dv = mn_row<T>(p.grad.v, tile.span.b, tile.span.t0 + tile.first + t, s.h);
         mn_put(dv + s.first + j, (float)de[(int64_t)t * columns + j]);
@@ -264,175 +379,244 @@ span_sources_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
 
 /* ---- gradients ------------------------------------------------------------------------------- */
 
-/* Shared memory of span_gather_kernel. */
-template <int R>
-struct gather_room {
-    double du[SPAN_TOKENS * pitch<R>::left];         // of a group; then dk
-    union {
-        double weights[2][SPAN_TOKENS * TOKENS_LD];  // of z in dk and dq
-        double dq[SPAN_TOKENS * pitch<R>::left];
-    };
-    double all[SPAN_TOKENS * pitch<R>::left];        // du of all groups; then dl2 by rows
-    double inside[SPAN_CHUNKS][2 * R];               // D of all groups
-    double a[SPAN_TOKENS];                           // of all groups
-};
-
 /* Pointers to a group's part of a span. */
 template <typename T>
 struct gather_group {
     span_group s;
-    const double *z, *h, *theta, *e, *de, *M, *P, *sigma;
+    const double *z, *theta, *e, *de, *M, *P, *sigma;
+    double *h, *weights;
     token_rows<T> y;
 };
 
-/* Weights of a chunk's z in dk, at (t, s): -z_s.du_t - e_s.de_t for s < t, and c_t sigma_t for
- * s = t; in dq: e_s.y_t - 2 a_t z_s.q_t for s <= t. Blocks (a, b) of 16 tokens, b <= a. */
 template <typename T, int R>
-__device__ static void gather_weights(gather_room<R> &room, const mn_bayes_args &p,
-                                      const mn_tile_span &tile, const gather_group<T> &of,
-                                      const double *q, int columns, int a, int b, bool reads,
-                                      bool weighs) {
-    double c[2][2][2];
-    zero(c[0]), zero(c[1]);
-    for (int i = 0; i < R && (!reads || weighs); i += 8) {
-        double left[4], right[2];
-        if (reads) left_rows(left, q + 16 * a * R, R, i);
-        else left_rows(left, room.du + 16 * a * pitch<R>::left, pitch<R>::left, i);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            right_rows(right, of.z + (16 * b + 8 * half) * R, R, i);
-            mn_dmma_8(c[half], left, right);
-        }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        each_result(c[half], 16 * b + 8 * half, [&](double &x, int row, int column) {
-            x *= of.sigma[column];
-            if (reads) x *= -2.0 * weight_of<T>(p, tile, of.s, 16 * a + row);
-        });
-    }
-    for (int i = 0; i < columns; i += 8) {
-        double left[4], right[2];
-        if (reads) of.y.left(left, 16 * a, i);
-        else left_rows(left, of.de + 16 * a * columns, columns, i);
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            right_rows(right, of.e + (int64_t)(16 * b + 8 * half) * columns, columns, i);
-            mn_dmma_8(c[half], left, right);
-        }
-    }
-    double *to = room.weights[reads] + 16 * a * TOKENS_LD;
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-        each_result(c[half], 16 * b + 8 * half, [&](double &x, int row, int column) {
-            const int t = 16 * a + row;
-            if (reads) {
-                if (column > t) x = 0.0;
-            } else if (column == t) {
-                x = of.theta[a * SMALL + row * 17] * of.sigma[t];
-            } else {
-                x = column < t ? -x : 0.0;
-            }
-        });
-        put_rows(to, TOKENS_LD, 16 * b + 8 * half, c[half]);
-    }
+__device__ static gather_group<T> gather_group_at(const mn_bayes_args &p, const span_work &w,
+                                                  const mn_tile_span &tile, int64_t head,
+                                                  int64_t g) {
+    const int64_t group = head * p.call.G + g;
+    gather_group<T> of;
+    of.s = group_at(p, (tile.n * p.call.H + head % p.call.H) * p.call.G + g);
+    of.z = w.w + group * SPAN_TOKENS * R, of.h = w.h + group * SPAN_TOKENS * R;
+    of.theta = w.theta + group * SPAN_CHUNKS * SMALL;
+    of.e = w.e + group * SPAN_TOKENS * w.columns, of.de = w.de + group * SPAN_TOKENS * w.columns;
+    of.M = w.M + group * w.columns * R, of.P = w.P + group * w.P_each;
+    of.sigma = w.sigma + group * SPAN_TOKENS, of.weights = w.E + group * w.E_each;
+    of.y = outputs_of<T>(p, tile, of.s);
+    return of;
 }
 
-/* du of a group into the room: -2 H + (Theta's upper half) K. */
+/* Shared memory of span_weights_kernel; 64 value columns at a time. */
+template <int R>
+struct weights_room {
+    double du[SPAN_TOKENS * pitch<R>::left], z[SPAN_TOKENS * pitch<R>::left];
+    double e[SPAN_TOKENS * TOKENS_LD], other[SPAN_TOKENS * TOKENS_LD];    // de, then y
+};
+
+/* Weights of a span's w in dk, at (t, s): -z_s.du_t - e_s.de_t for s < t, and c_t sigma_t for
+ * s = t; or in dq: e_s.y_t - 2 a_t z_s.q_t for s <= t. The room has du, z, e and de or y. */
+template <typename T>
+__device__ static void put_weights(double (&c)[2][2], const weights_task &task,
+                                   const gather_group<T> &of, bool reads) {
+    each_result(c, task.column, [&](double &x, int row, int s) {
+        const int t = task.row + row;
+        if (reads) {
+            if (s > t) x = 0.0;
+        } else if (s == t) {
+            x = of.theta[t / CHUNK * SMALL + t % CHUNK * 17] * of.sigma[t];
+        } else {
+            x = s < t ? -x : 0.0;
+        }
+    });
+    double *to = of.weights + (reads ? SPAN_TOKENS * SPAN_TOKENS : 0);
+    put_rows(to + task.row * SPAN_TOKENS, SPAN_TOKENS, task.column, c);
+}
+
+/* du = -2 H + (diag O + 2 upper O) K in place of H, in the room and in memory. */
 template <typename T, int R>
-__device__ static void gather_du(gather_room<R> &room, const gather_group<T> &of, const double *k,
-                                 bool first_group) {
+__device__ static void finish_du(weights_room<R> &room, const gather_group<T> &of,
+                                 const double *k) {
+    constexpr int TILES = R / 32, LD = pitch<R>::left;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mb = warp % 4;
     const int first = warp / 4 * (R / 4);
-    double left[8];
+    double left[8], b[TILES][4];
     left_small(left, of.theta + mb * SMALL, 16);
+#pragma unroll
+    for (int j = 0; j < TILES; j++) right_columns16(b[j], k + 16 * mb * R, R, first + 8 * j);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int t = lane / 4 + i % 2 * 8, s = lane % 4 + i / 2 * 4;
         left[i] *= s > t ? 2.0 : s == t ? 1.0 : 0.0;
     }
+    await_all_copies();
 #pragma unroll
-    for (int j = 0; j < R / 32; j++) {
-        const int column = first + 8 * j;
-        double c[2][2], b[4], sum[2][2];
-        get_rows(c, of.h + 16 * mb * R, R, column);
+    for (int j = 0; j < TILES; j++) {
+        double c[2][2];
+        get_rows(c, room.du + 16 * mb * LD, LD, first + 8 * j);
         each_result(c, 0, [&](double &x, int, int) { x *= -2.0; });
-        right_columns16(b, k + 16 * mb * R, R, column);
-        mn_dmma_16(c, left, b);
-        put_rows(room.du + 16 * mb * pitch<R>::left, pitch<R>::left, column, c);
-        double *all = room.all + 16 * mb * pitch<R>::left;
-        if (!first_group) {
-            get_rows(sum, all, pitch<R>::left, column);
+        mn_dmma_16(c, left, b[j]);
+        put_rows(room.du + 16 * mb * LD, LD, first + 8 * j, c);
+        put_rows(of.h + 16 * mb * R, R, first + 8 * j, c);
+    }
+    __syncthreads();
+}
+
+template <typename T>
+__device__ static void put_dr2(const mn_bayes_args &p, const mn_tile_span &tile,
+                               const gather_group<T> &of, int t) {
+    const int64_t when = tile.span.t0 + tile.first + t;
+    const T *dgain = mn_row<T>(p.cot.gain, tile.span.b, when, of.s.h);
+    const T *dkvar = mn_row<T>(p.cot.kvar, tile.span.b, when, of.s.h);
+    T *dr2 = mn_row<T>(p.grad.r2, tile.span.b, when, of.s.h);
+    const double c = of.theta[t / CHUNK * SMALL + t % CHUNK * 17];
+    const double gain = (double)mn_get(dgain, of.s.g) / of.sigma[t];
+    if (dr2) mn_put(dr2 + of.s.g, (float)(c - (double)mn_get(dkvar, of.s.g) - gain));
+}
+
+/* du, what earlier tokens of the span weigh in dk and dq, and dr2: of a group of a head. */
+template <typename T, int R>
+__global__ void __launch_bounds__(GATHER_THREADS, 1)
+span_weights_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
+    extern __shared__ __align__(16) double doubles[];
+    weights_room<R> &room = *(weights_room<R> *)doubles;
+    constexpr int LD = pitch<R>::left;
+    const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x / G, g = blockIdx.x % G;
+    const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
+    if (tile.n_rows == 0 || w.steep[tile.n * H + head % H]) return;
+    const gather_group<T> of = gather_group_at<T, R>(p, w, tile, head, g);
+    const bool weighs = p.cot.qvar.data && p.q.data;
+    const int warp = threadIdx.x / 32, columns = w.columns;
+    const double *q = w.q + head * SPAN_TOKENS * R;
+    copy_rows_later<R>(room.du, LD, of.h, SPAN_TOKENS, GATHER_THREADS);
+    copy_rows_later<R>(room.z, LD, of.z, SPAN_TOKENS, GATHER_THREADS);
+    const weights_task tasks[2] = { { warp, false }, { warp + GATHER_THREADS / 32, false } };
+    double along[2][2][2], reads[2][2][2];    // of dk and of dq
+    zero(along[0]), zero(along[1]), zero(reads[0]), zero(reads[1]);
+    if (columns > 0) copy_slice_later(room.e, of.e, columns, 0);
+    if (columns > 0) copy_slice_later(room.other, of.de, columns, 0);
+    if (threadIdx.x < tile.n_rows) put_dr2<T>(p, tile, of, threadIdx.x);
+    finish_du<T, R>(room, of, w.k + head * SPAN_TOKENS * R);
 #pragma unroll
-            for (int i = 0; i < 4; i++) c[i / 2][i % 2] += sum[i / 2][i % 2];
+    for (int i = 0; i < 2; i++) {
+        if (!tasks[i].any) continue;
+        const int row = tasks[i].row, column = tasks[i].column;
+        add_gram<R>(along[i], room.du + row * LD, room.z + column * LD, LD);
+        each_result(along[i], column, [&](double &x, int, int s) { x *= of.sigma[s]; });
+        if (!weighs) continue;
+        for (int j = 0; j < R; j += 8) {
+            double a[4], b[2];
+            left_rows(a, q + row * R, R, j), right_rows(b, room.z + column * LD, LD, j);
+            mn_dmma_8(reads[i], a, b);
         }
-        put_rows(all, pitch<R>::left, column, c);
+        each_result(reads[i], column, [&](double &x, int t, int s) {
+            x *= -2.0 * weight_of<T>(p, tile, of.s, row + t) * of.sigma[s];
+        });
+    }
+    for (int first = 0; first < columns; first += 64) {
+        y_slice<T> y;
+        y.load(of.y, first);
+        if (first > 0) {
+            copy_slice_later(room.e, of.e, columns, first);
+            copy_slice_later(room.other, of.de, columns, first);
+            await_all_copies();
+        }
+        const int width = min(64, columns - first);
+        add_slice(along[0], room.other, room.e, width, tasks[0]);
+        add_slice(along[1], room.other, room.e, width, tasks[1]);
+        __syncthreads();
+        y.store(room.other);
+        __syncthreads();
+        add_slice(reads[0], room.other, room.e, width, tasks[0]);
+        add_slice(reads[1], room.other, room.e, width, tasks[1]);
+        __syncthreads();
+    }
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if (!tasks[i].any) continue;
+        put_weights<T>(along[i], tasks[i], of, false);
+        put_weights<T>(reads[i], tasks[i], of, true);
     }
 }
 
-/* dk and dq of a group but for the noise: states in front of the span, then its earlier tokens. */
+/* dk and dq of a head of a span in the frame, of all groups, but for the noise: states in front of
+ * the span, then its earlier tokens. They take the place of the first group's P. */
 template <typename T, int R>
-__device__ static void gather_products(double (&dk)[R / 32][2][2], double (&dq)[R / 32][2][2],
-                                       gather_room<R> &room, const mn_bayes_args &p,
-                                       const mn_tile_span &tile, const gather_group<T> &of,
-                                       const double *q, int columns, bool weighs) {
+__global__ void __launch_bounds__(GATHER_THREADS, 1)
+span_products_kernel(const __grid_constant__ mn_bayes_args p,
+                     const __grid_constant__ span_work w) {
     constexpr int TILES = R / 32;
+    const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x;
+    const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
+    if (tile.n_rows == 0 || w.steep[tile.n * H + head % H]) return;
+    const bool weighs = p.cot.qvar.data && p.q.data;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mb = warp % 4;
-    const int first = warp / 4 * (R / 4);
-    double a[4], b[2];
-#pragma unroll 4
-    for (int i = 0; i < R; i += 8) {
-        left_rows(a, room.du + 16 * mb * pitch<R>::left, pitch<R>::left, i);
+    const int first = warp / 4 * (R / 4), columns = w.columns;
+    const double *q = w.q + (head * SPAN_TOKENS + 16 * mb) * R;
+    double dk[TILES][2][2], dq[TILES][2][2], a[4], along[4], b[2];
 #pragma unroll
-        for (int j = 0; j < TILES; j++) {
-            right_rows(b, of.P + (first + 8 * j) * R, R, i);
-            mn_dmma_8(dk[j], a, b);
-        }
-    }
-    if (weighs) {
-        const double upper = 2.0 * weight_of<T>(p, tile, of.s, 16 * mb + lane / 4);
-        const double lower = 2.0 * weight_of<T>(p, tile, of.s, 16 * mb + 8 + lane / 4);
+    for (int j = 0; j < TILES; j++) zero(dk[j]), zero(dq[j]);
+    for (int64_t g = 0; g < G; g++) {
+        const gather_group<T> of = gather_group_at<T, R>(p, w, tile, head, g);
+        const double *du = of.h + 16 * mb * R, *P = of.P + first * R;
+#pragma unroll 4
         for (int i = 0; i < R; i += 8) {
-            left_rows(a, q + 16 * mb * R, R, i);
-            a[0] *= upper, a[1] *= lower, a[2] *= upper, a[3] *= lower;
+            left_rows(a, du, R, i);
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
-                right_rows(b, of.P + (first + 8 * j) * R, R, i);
-                mn_dmma_8(dq[j], a, b);
+                right_rows(b, P + 8 * j * R, R, i);
+                mn_dmma_8(dk[j], a, b);
+            }
+        }
+        if (weighs) {
+            const double upper = 2.0 * weight_of<T>(p, tile, of.s, 16 * mb + lane / 4);
+            const double lower = 2.0 * weight_of<T>(p, tile, of.s, 16 * mb + 8 + lane / 4);
+            for (int i = 0; i < R; i += 8) {
+                left_rows(a, q, R, i);
+                a[0] *= upper, a[1] *= lower, a[2] *= upper, a[3] *= lower;
+#pragma unroll
+                for (int j = 0; j < TILES; j++) {
+                    right_rows(b, P + 8 * j * R, R, i);
+                    mn_dmma_8(dq[j], a, b);
+                }
+            }
+        }
+        const double *de = of.de + 16 * mb * columns, *M = of.M + first;
+#pragma unroll 2
+        for (int i = 0; i < columns; i += 8) {
+            left_rows(a, de, columns, i);
+            of.y.left(along, 16 * mb, i);
+#pragma unroll
+            for (int j = 0; j < 4; j++) a[j] = -a[j];
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                right_columns(b, M + (int64_t)i * R, R, 8 * j);
+                mn_dmma_8(dk[j], a, b);
+                mn_dmma_8(dq[j], along, b);
+            }
+        }
+        const double *weights = of.weights + 16 * mb * SPAN_TOKENS, *z = of.z + first;
+#pragma unroll 2
+        for (int i = 0; i < 16 * mb + 16; i += 8) {
+            left_rows(a, weights, SPAN_TOKENS, i);
+            left_rows(along, weights + SPAN_TOKENS * SPAN_TOKENS, SPAN_TOKENS, i);
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                right_columns(b, z + i * R, R, 8 * j);
+                mn_dmma_8(dk[j], a, b);
+                mn_dmma_8(dq[j], along, b);
             }
         }
     }
-#pragma unroll 2
-    for (int i = 0; i < columns; i += 8) {
-        double along[4];
-        left_rows(a, of.de + 16 * mb * columns, columns, i);
-        of.y.left(along, 16 * mb, i);
+    __syncthreads();
+    double *to = w.P + head * G * w.P_each + 16 * mb * R;
 #pragma unroll
-        for (int j = 0; j < 4; j++) a[j] = -a[j];
-#pragma unroll
-        for (int j = 0; j < TILES; j++) {
-            right_columns(b, of.M + (int64_t)i * R, R, first + 8 * j);
-            mn_dmma_8(dk[j], a, b);
-            mn_dmma_8(dq[j], along, b);
-        }
-    }
-#pragma unroll 2
-    for (int i = 0; i < 16 * mb + 16; i += 8) {
-        double along[4];
-        left_rows(a, room.weights[0] + 16 * mb * TOKENS_LD, TOKENS_LD, i);
-        left_rows(along, room.weights[1] + 16 * mb * TOKENS_LD, TOKENS_LD, i);
-#pragma unroll
-        for (int j = 0; j < TILES; j++) {
-            right_columns(b, of.z + i * R, R, first + 8 * j);
-            mn_dmma_8(dk[j], a, b);
-            mn_dmma_8(dq[j], along, b);
-        }
+    for (int j = 0; j < TILES; j++) {
+        put_rows(to, R, first + 8 * j, dk[j]);
+        put_rows(to + SPAN_TOKENS * R, R, first + 8 * j, dq[j]);
     }
 }
 
 /* x_t w_t inside channel i, of all groups: its trace and its turn. */
 template <typename T, int R>
-__device__ static void gain_inside(double &trace, double &turn, const mn_bayes_args &p,
+__device__ static void gain_inside(double &trace, double &turning, const mn_bayes_args &p,
                                    const span_work &w, const mn_tile_span &tile, int64_t head,
                                    int t, int i, const double *phi) {
     const int64_t G = p.call.G, H = p.call.H;
@@ -446,151 +630,139 @@ __device__ static void gain_inside(double &trace, double &turn, const mn_bayes_a
         if (!turns) continue;
         const double x1 = turned_gain<T>(p, tile, s, phi, t, r + 1, rows, turns);
         trace += x1 * z[1];
-        turn += x1 * z[0] - x0 * z[1];
+        turning += x1 * z[0] - x0 * z[1];
     }
 }
 
-/* What channel i leaves of chunk c's tokens: the raw inputs' gradients but for what later chunks
- * say of la and theta. The noise comes from the first token on, the rest from the last. */
-template <typename T, int R>
-__device__ static void gather_channel(gather_room<R> &room, const mn_bayes_args &p,
+/* What a thread has of a token: its channel's rows, in complex numbers where channels turn. */
+struct channel_token {
+    double2 phi, k, q, du, dk, dq;
+    double l2;
+};
+
+template <bool TURNS>
+__device__ static double2 pair_at(const double *x) {
+    if (TURNS) return *(const double2 *)x;
+    return make_double2(*x, 0.0);
+}
+
+/* What channel i leaves of a chunk's tokens: the raw inputs' gradients but for what later chunks
+ * say of la and theta; parts of dl2 by channels into `dl2`. n_t grows from the first token on, all
+ * else from the last. */
+template <typename T, int R, bool TURNS>
+__device__ static void gather_channel(double *dl2, const double *weights, const mn_bayes_args &p,
                                       const span_work &w, const mn_tile_span &tile, int64_t head,
                                       int c, int i) {
-    constexpr int LD = pitch<R>::left;
-    const bool turns = p.theta.data != NULL;
-    const int r = i * (turns ? 2 : 1), K = (int)p.call.K;
-    const int count = (int)min((int64_t)CHUNK, tile.n_rows - c * CHUNK);
-    const int64_t b = tile.span.b, t0 = tile.span.t0 + tile.first + c * CHUNK, h = head % p.call.H;
-    const double *noise = w.noise + (head * (SPAN_CHUNKS + 1) + c) * 2 * R;
+    constexpr int AHEAD = 4, STEP = TURNS ? 2 : 1;
+    const int64_t G = p.call.G, h = head % p.call.H;
+    const int r = i * STEP, K = (int)p.call.K, count = (int)(tile.n_rows - c * CHUNK);
+    const int64_t b = tile.span.b, t0 = tile.span.t0 + tile.first + c * CHUNK;
     const int64_t panel = (head * SPAN_TOKENS + c * CHUNK) * R + r;
-    const double *phi = w.phi + panel, *k = w.k + panel, *q = w.q + panel;
-    double nrr = noise[r], nri = turns ? noise[R + r] : 0.0, nii = turns ? noise[r + 1] : 0.0;
-    for (int t = 0; t < count; t++) {
-        const int at = (c * CHUNK + t) * LD + r;
-        const double re = phi[t * R], im = turns ? phi[t * R + 1] : 0.0;
-        const double square = re * re + im * im, a = 2.0 * room.a[c * CHUNK + t];
-        const double l2 = (double)mn_float(*mn_row<T>(p.l2, b, t0 + t, h));
-        const double weight = l2 / (square * square);
-        nrr += weight * re * re, nri -= weight * re * im, nii += weight * im * im;
-        const double du0 = room.all[at], du1 = turns ? room.all[at + 1] : 0.0;
-        const double q0 = q[t * R], q1 = turns ? q[t * R + 1] : 0.0;
-        room.du[at] += nrr * du0 + nri * du1;
-        room.dq[at] += a * (nrr * q0 + nri * q1);
-        if (!turns) continue;
-        room.du[at + 1] += nri * du0 + nii * du1;
-        room.dq[at + 1] += a * (nri * q0 + nii * q1);
+    const double *dk = w.P + head * G * w.P_each + c * CHUNK * R + r, *dq = dk + SPAN_TOKENS * R;
+    const double *du = w.h + (head * G * SPAN_TOKENS + c * CHUNK) * R + r;
+    const double *noise = w.noise + (head * (SPAN_CHUNKS + 1) + c) * 2 * R;
+    noise_sums n[CHUNK], sum = { noise[r], noise[R + r], TURNS ? noise[r + 1] : 0.0 };
+#pragma unroll
+    for (int t = 0; t < CHUNK; t++) {
+        const T *l2 = mn_row<T>(p.l2, b, t0 + t, h);
+        sum.add(noise_row(pair_at<TURNS>(w.phi + panel + t * R)),
+                t < count ? (double)mn_float(*l2) : 0.0);
+        n[t] = sum;
     }
-    double rr = room.inside[c][r], ri = turns ? room.inside[c][R + r] : 0.0;
-    double ii = turns ? room.inside[c][r + 1] : 0.0, trace = 0.0, turn = 0.0;
-    for (int t = count - 1; t >= 0; t--) {
-        const int at = (c * CHUNK + t) * LD + r;
-        const double re = phi[t * R], im = turns ? phi[t * R + 1] : 0.0;
-        const double k0 = k[t * R], k1 = turns ? k[t * R + 1] : 0.0, a = room.a[c * CHUNK + t];
-        const double q0 = q[t * R], q1 = turns ? q[t * R + 1] : 0.0;
-        const double du0 = room.all[at], du1 = turns ? room.all[at + 1] : 0.0;
-        const double dk0 = room.du[at], dk1 = turns ? room.du[at + 1] : 0.0;
-        const double dq0 = room.dq[at], dq1 = turns ? room.dq[at + 1] : 0.0;
-        const double square = re * re + im * im, unit = 1.0 / (square * square);
-        const double l2 = (double)mn_float(*mn_row<T>(p.l2, b, t0 + t, h)) * unit;
-        const double own_rr = l2 * re * re, own_ri = -l2 * re * im, own_ii = l2 * im * im;
-        rr += a * q0 * q0 + du0 * k0;
-        ri += a * q0 * q1 + 0.5 * (du0 * k1 + du1 * k0);
-        ii += a * q1 * q1 + du1 * k1;
-        trace += q0 * dq0 + q1 * dq1 + k0 * dk0 + k1 * dk1;
-        trace -= 2.0 * (rr * own_rr + 2.0 * ri * own_ri + ii * own_ii);
-        turn += q1 * dq0 - q0 * dq1 + k1 * dk0 - k0 * dk1;
-        turn -= 2.0 * ((ri * own_rr + ii * own_ri) - (rr * own_ri + ri * own_ii));
-        if (p.cot.gainvec.data) {
-            gain_inside<T, R>(trace, turn, p, w, tile, head, c * CHUNK + t, i,
-                              phi + t * R - r);
+    double rr = 0.0, ri = 0.0, ii = 0.0;
+    for (int64_t g = 0; g < G; g++) {
+        const double *inside = w.inside + ((head * G + g) * SPAN_CHUNKS + c) * 2 * R;
+        rr += inside[r];
+        if (TURNS) ri += inside[R + r], ii += inside[r + 1];
+    }
+    double trace = 0.0, turning = 0.0;
+#pragma unroll
+    for (int last = CHUNK - 1; last >= 0; last -= AHEAD) {
+        channel_token x[AHEAD];
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int t = last - j;
+            x[j].phi = pair_at<TURNS>(w.phi + panel + t * R);
+            x[j].k = pair_at<TURNS>(w.k + panel + t * R);
+            x[j].q = pair_at<TURNS>(w.q + panel + t * R);
+            x[j].dk = pair_at<TURNS>(dk + t * R), x[j].dq = pair_at<TURNS>(dq + t * R);
+            x[j].du = make_double2(0.0, 0.0);
+            for (int64_t g = 0; g < G; g++) {
+                const double2 more = pair_at<TURNS>(du + (g * SPAN_TOKENS + t) * R);
+                x[j].du.x += more.x, x[j].du.y += more.y;
+            }
+            x[j].l2 = t < count ? (double)mn_float(*mn_row<T>(p.l2, b, t0 + t, h)) : 0.0;
         }
-        T *dq = mn_row<T>(p.grad.q, b, t0 + t, h), *dk = mn_row<T>(p.grad.k, b, t0 + t, h);
-        if (dq) mn_put(dq + i, (float)(re * dq0 - im * dq1));
-        if (dk) mn_put(dk + i, (float)(re * dk0 - im * dk1));
-        float *local = w.local + (head * SPAN_TOKENS + c * CHUNK + t) * 2 * K;
-        local[i] = (float)trace;
-        if (turns) local[K + i] = (float)turn;
-        room.all[at] = unit * (re * re * rr - 2.0 * re * im * ri + im * im * ii);
-        if (turns) room.all[at + 1] = 0.0;
+#pragma unroll
+        for (int j = 0; j < AHEAD; j++) {
+            const int t = last - j;
+            if (t >= count) continue;
+            const double2 k = x[j].k, q = x[j].q, d = x[j].du, phi = x[j].phi;
+            const double2 own = noise_row(phi);
+            const double a = weights[c * CHUNK + t], l2 = x[j].l2;
+            double2 gk = x[j].dk, gq = x[j].dq;
+            gk.x += n[t].rr * d.x, gq.x += 2.0 * a * n[t].rr * q.x;
+            if (TURNS) {
+                gk.x += n[t].ri * d.y, gk.y += n[t].ri * d.x + n[t].ii * d.y;
+                gq.x += 2.0 * a * n[t].ri * q.y;
+                gq.y += 2.0 * a * (n[t].ri * q.x + n[t].ii * q.y);
+            }
+            rr += a * q.x * q.x + d.x * k.x;
+            ri += a * q.x * q.y + 0.5 * (d.x * k.y + d.y * k.x);
+            ii += a * q.y * q.y + d.y * k.y;
+            const double along = rr * own.x + ri * own.y, across = ri * own.x + ii * own.y;
+            const double by_noise = along * own.x + across * own.y;
+            trace += q.x * gq.x + q.y * gq.y + k.x * gk.x + k.y * gk.y - 2.0 * l2 * by_noise;
+            turning += q.y * gq.x - q.x * gq.y + k.y * gk.x - k.x * gk.y;
+            turning -= 2.0 * l2 * (across * own.x - along * own.y);
+            if (p.cot.gainvec.data) {
+                gain_inside<T, R>(trace, turning, p, w, tile, head, c * CHUNK + t, i,
+                                  w.phi + panel + t * R - r);
+            }
+            T *to_q = mn_row<T>(p.grad.q, b, t0 + t, h), *to_k = mn_row<T>(p.grad.k, b, t0 + t, h);
+            if (to_q) mn_put(to_q + i, (float)(phi.x * gq.x - phi.y * gq.y));
+            if (to_k) mn_put(to_k + i, (float)(phi.x * gk.x - phi.y * gk.y));
+            float *local = w.local + (head * SPAN_TOKENS + c * CHUNK + t) * 2 * K;
+            local[i] = (float)trace;
+            if (TURNS) local[K + i] = (float)turning;
+            dl2[(c * CHUNK + t) * CHANNELS_LD + i] = by_noise;
+        }
     }
     double *total = w.totals + (head * SPAN_CHUNKS + c) * 2 * K;
-    total[i] = trace, total[K + i] = turn;
+    total[i] = trace, total[K + i] = turning;
 }
 
-/* All gradients of a head of a span but dv, dla and dtheta; groups one after the other. */
-template <typename T, int R>
+/* All gradients of a head of a span but dv, dr2, dla and dtheta. */
+template <typename T, int R, bool TURNS>
 __global__ void __launch_bounds__(GATHER_THREADS, 1)
-span_gather_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
+span_channels_kernel(const __grid_constant__ mn_bayes_args p,
+                     const __grid_constant__ span_work w) {
     extern __shared__ __align__(16) double doubles[];
-    gather_room<R> &room = *(gather_room<R> *)doubles;
-    constexpr int TILES = R / 32, LD = pitch<R>::left;
-    const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x, slot = head / H, h = head % H;
-    const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, slot);
+    double *weights = doubles, *dl2 = doubles + SPAN_TOKENS;
+    const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x, h = head % H;
+    const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0 || w.steep[tile.n * H + h]) return;
-    const bool turns = p.theta.data != NULL, weighs = p.cot.qvar.data && p.q.data;
-    const int warp = threadIdx.x / 32, mb = warp % 4, first = warp / 4 * (R / 4);
-    const int columns = w.columns, K = (int)p.call.K;
-    const double *k = w.k + head * SPAN_TOKENS * R, *q = w.q + head * SPAN_TOKENS * R;
-    double dk[TILES][2][2], dq[TILES][2][2];
-#pragma unroll
-    for (int j = 0; j < TILES; j++) zero(dk[j]), zero(dq[j]);
-    for (int64_t g = 0; g < G; g++) {
-        const int64_t group = head * G + g;
-        gather_group<T> of;
-        of.s = group_at(p, (tile.n * H + h) * G + g);
-        of.z = w.w + group * SPAN_TOKENS * R, of.h = w.h + group * SPAN_TOKENS * R;
-        of.theta = w.theta + group * SPAN_CHUNKS * SMALL;
-        of.e = w.e + group * SPAN_TOKENS * columns, of.de = w.de + group * SPAN_TOKENS * columns;
-        of.M = w.M + group * columns * R, of.P = w.P + group * R * R;
-        of.sigma = w.sigma + group * SPAN_TOKENS;
-        of.y = outputs_of<T>(p, tile, of.s);
-        gather_du<T, R>(room, of, k, g == 0);
-        for (int i = threadIdx.x; i < SPAN_CHUNKS * 2 * R; i += GATHER_THREADS) {
-            const double x = w.inside[group * SPAN_CHUNKS * 2 * R + i];
-            double *to = &room.inside[0][0] + i;
-            *to = g == 0 ? x : *to + x;
+    const int K = (int)p.call.K, warp = threadIdx.x / 32;
+    if (threadIdx.x < SPAN_TOKENS) {
+        double sum = 0.0;
+        for (int64_t g = 0; g < G; g++) {
+            const span_group s = { tile.n, h, g, 0, 0 };
+            sum += weight_of<T>(p, tile, s, threadIdx.x);
         }
-        if (threadIdx.x < SPAN_TOKENS) {
-            const int t = threadIdx.x;
-            const double a = weight_of<T>(p, tile, of.s, t);
-            room.a[t] = g == 0 ? a : room.a[t] + a;
-            const T *dgain = mn_row<T>(p.cot.gain, tile.span.b, tile.span.t0 + tile.first + t, h);
-            const T *dkvar = mn_row<T>(p.cot.kvar, tile.span.b, tile.span.t0 + tile.first + t, h);
-            T *dr2 = mn_row<T>(p.grad.r2, tile.span.b, tile.span.t0 + tile.first + t, h);
-            if (dr2 && t < tile.n_rows) {
-                const double sigma = of.sigma[t], gain = (double)mn_get(dgain, g);
-                const double c = of.theta[t / CHUNK * SMALL + t % CHUNK * 17];
-                mn_put(dr2 + g, (float)(c - (double)mn_get(dkvar, g) - gain / sigma));
-            }
-        }
-        __syncthreads();
-        for (int task = warp; task < 20; task += GATHER_THREADS / 32) {
-            int a = 0, b = task / 2;    // pairs b <= a
-            while (b > a) a++, b -= a;
-            gather_weights<T, R>(room, p, tile, of, q, columns, a, b, task % 2 != 0, weighs);
-        }
-        __syncthreads();
-        gather_products<T, R>(dk, dq, room, p, tile, of, q, columns, weighs);
-        __syncthreads();
-    }
-#pragma unroll
-    for (int j = 0; j < TILES; j++) {
-        put_rows(room.du + 16 * mb * LD, LD, first + 8 * j, dk[j]);
-        put_rows(room.dq + 16 * mb * LD, LD, first + 8 * j, dq[j]);
+        weights[threadIdx.x] = sum;
     }
     __syncthreads();
     const int c = threadIdx.x / 128, i = threadIdx.x % 128;
-    if (i < K) gather_channel<T, R>(room, p, w, tile, head, c, i);
+    if (i < K) gather_channel<T, R, TURNS>(dl2, weights, p, w, tile, head, c, i);
     __syncthreads();
-    const int rows = K * (turns ? 2 : 1);
     for (int t = warp; t < tile.n_rows && p.grad.l2.data; t += GATHER_THREADS / 32) {
         double sum = 0.0;
-        for (int r = threadIdx.x % 32; r < rows; r += 32) sum += room.all[t * LD + r];
+        for (int j = threadIdx.x % 32; j < K; j += 32) sum += dl2[t * CHANNELS_LD + j];
         for (int lanes = 16; lanes > 0; lanes >>= 1) {
             sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
         }
-        T *dl2 = mn_row<T>(p.grad.l2, tile.span.b, tile.span.t0 + tile.first + t, h);
-        if (threadIdx.x % 32 == 0) mn_put(dl2, (float)sum);
+        T *to = mn_row<T>(p.grad.l2, tile.span.b, tile.span.t0 + tile.first + t, h);
+        if (threadIdx.x % 32 == 0) mn_put(to, (float)sum);
     }
 }
 
@@ -604,24 +776,29 @@ span_totals_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constan
     if (i >= K || w.steep[n * H + h]) return;
     const mn_span span = mn_span_at(p.call, n);
     const bool turns = p.theta.data != NULL;
-    const int64_t slot0 = first_slot(p.call, span, n), parts = w.slices * MEAN_WARPS + 1;
-    double trace = 0.0, turn = 0.0;
+    const int64_t slot0 = first_slot(p.call, span, n), parts = w.slices * SLICES + 1;
+    double trace = 0.0, turning = 0.0;
     for (int64_t part = 0; part < G * parts; part++) {
         const double *last = w.last + (blockIdx.x * G * parts + part) * 2 * R;
         if (turns) {
             trace += last[2 * i] + last[2 * i + 1];
-            turn += last[R + 2 * i + 1] - last[R + 2 * i];
+            turning += last[R + 2 * i + 1] - last[R + 2 * i];
         } else {
             trace += last[i];
         }
     }
-#pragma unroll 8
-    for (int64_t c = SPAN_CHUNKS * n_spans_of(span) - 1; c >= 0; c--) {
-        const int64_t head = (slot0 + c / SPAN_CHUNKS) * H + h;
-        double *at = w.totals + (head * SPAN_CHUNKS + c % SPAN_CHUNKS) * 2 * K + i;
-        const double grows = at[0], turning = at[K];
-        at[0] = trace, at[K] = turn;
-        trace += grows, turn += turning;
+    double *totals = w.totals + i;
+    for (int64_t slot = slot0 + n_spans_of(span) - 1; slot >= slot0; slot--) {
+        double *at = totals + (slot * H + h) * SPAN_CHUNKS * 2 * K, grows[SPAN_CHUNKS][2];
+#pragma unroll
+        for (int c = 0; c < SPAN_CHUNKS; c++) {
+            grows[c][0] = at[c * 2 * K], grows[c][1] = at[c * 2 * K + K];
+        }
+#pragma unroll
+        for (int c = SPAN_CHUNKS - 1; c >= 0; c--) {
+            at[c * 2 * K] = trace, at[c * 2 * K + K] = turning;
+            trace += grows[c][0], turning += grows[c][1];
+        }
     }
 }
 
