@@ -24,7 +24,7 @@ struct alignas(1024) mn_curve_there_stage {
 
 template <int KP, bool BACK>
 struct mn_curve_there_room {
-    static constexpr int stages = BACK ? 3 : 4;
+    static constexpr int stages = BACK ? 3 : 5;
     mn_curve_there_stage<KP, BACK> stage[stages];
     alignas(1024) unsigned char P[2][MN_CURVE_SQUARE];
     alignas(1024) unsigned char P_low[2][BACK ? MN_CURVE_SQUARE : 1024];
