@@ -251,7 +251,7 @@ curvature_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-enum { MOST_PARTS = 8 };    // of y.q of a token
+enum { MOST_PARTS = 4 };    // of y.q of a token
 
 MN_CUDA_PLAN(curvature_backward) {
     const mn_call *c = (const mn_call *)args;
