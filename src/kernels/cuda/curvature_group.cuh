@@ -84,8 +84,10 @@ __device__ inline void mn_curve_copies_end(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Shows what this thread wrote to shared memory to products. */
-__device__ inline void mn_curve_publish(void) {
+/* Shows products what other threads wrote to shared memory before a barrier that this one has
+ * passed. Those who copy must not do it: the fence would wait for all copies that they have under
+ * way. */
+__device__ inline void mn_curve_see(void) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -143,30 +145,32 @@ __device__ inline void mn_curve_pack_rest(uint32_t (&a)[N / 2], const float (&x)
     }
 }
 
-/* d += a b' over 16 KP / 16 columns of tile `b` of PANEL rows, of which the first 64 count. */
+/* Places in tiles are told apart in units of 16 bytes, which one addition to the tile's own place
+ * reaches.
+ *
+ * d += a b' over KP columns of tile `b` of PANEL rows, of which the first 64 count. */
 template <int KP, int PANEL>
 __device__ inline void mn_curve_rows(float (&d)[32], const uint32_t (&a)[KP / 4], uint32_t b) {
+    const uint64_t at = mn_tile_seen(b, 16);
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
-        mn_product<0>(d, a + k / 4, mn_tile_seen(b + k / 64 * PANEL * 128 + k % 64 * 2, 16), 1);
+        mn_product<0>(d, a + k / 4, at + (k / 64 * PANEL * 8 + k % 64 / 8), 1);
     }
 }
 
 /* d += a b, tile `b` of PANEL rows; N / 2 64 columns */
 template <int PANEL, int N>
 __device__ inline void mn_curve_depth(float (&d)[N], const uint32_t (&a)[16], uint32_t b) {
+    const uint64_t at = mn_tile_seen(b, PANEL * 128);
 #pragma unroll
-    for (int step = 0; step < 4; step++) {
-        mn_product<1>(d, a + 4 * step, mn_tile_seen(b + step * 16 * 128, PANEL * 128), 1);
-    }
+    for (int step = 0; step < 4; step++) mn_product<1>(d, a + 4 * step, at + step * 16 * 8, 1);
 }
 
 /* d += a b' over 64 columns */
 __device__ inline void mn_curve_square(float (&d)[32], const uint32_t (&a)[16], uint32_t b) {
+    const uint64_t at = mn_tile_seen(b, 16);
 #pragma unroll
-    for (int step = 0; step < 4; step++) {
-        mn_product<0>(d, a + 4 * step, mn_tile_seen(b + step * 32, 16), 1);
-    }
+    for (int step = 0; step < 4; step++) mn_product<0>(d, a + 4 * step, at + step * 2, 1);
 }
 
 /* use(x, row, column) for a thread's sums of 64 rows. */

@@ -138,7 +138,6 @@ __device__ inline void mn_curve_back_copy(mn_curve_back_room<KP> &room,
             mn_bf16 *to = mn_row<mn_bf16>(p.grad.gamma, at.s.span.b, at.s.span.t0 + t, at.h);
             if (to && at.slice == 0 && start + i < at.s.rows) mn_put(to, -token_now.part * each);
         }
-        mn_curve_publish();
         mn_barrier_arrive(&room.there[(c - 1) % stages]);
         mn_curve_group_sync(1);
         e += mn_curve_weighted_column<KP>(now, at.slice, room.part[c % 2]);
@@ -151,10 +150,11 @@ __device__ inline void mn_curve_back_copy(mn_curve_back_room<KP> &room,
 
 template <int KP>
 __device__ inline void mn_curve_back_product(float (&d)[32], uint32_t a, uint32_t b) {
+    const uint64_t at_a = mn_tile_seen(a, 16), at_b = mn_tile_seen(b, 16);
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
-        const uint32_t at = k / 64 * MN_CURVE_SQUARE + k % 64 * 2;
-        mn_product<0>(d, mn_tile_seen(a + at, 16), mn_tile_seen(b + at, 16), k > 0);
+        const int at = k / 64 * MN_CURVE_SQUARE / 16 + k % 64 / 8;
+        mn_product<0>(d, at_a + at, at_b + at, k > 0);
     }
     mn_products_end();
 }
@@ -167,6 +167,7 @@ __device__ inline void mn_curve_back_scores(mn_curve_back_room<KP> &room, int n_
         mn_curve_back_stage<KP> &in = room.stage[c % stages];
         float of_q[32], of_d[32];
         mn_barrier_wait(&room.there[c % stages], c / stages & 1);
+        mn_curve_see();
         mn_products_start();
         mn_curve_back_product<KP>(of_q, mn_shared_at(in.q), mn_shared_at(in.k));
         mn_curve_back_product<KP>(of_d, mn_shared_at(in.d), mn_shared_at(in.k));
@@ -177,7 +178,6 @@ __device__ inline void mn_curve_back_scores(mn_curve_back_room<KP> &room, int n_
         mn_products_wait<0>();
         const float mean_d[2] = { in.mean[1][row], in.mean[1][row + 8] };
         mn_curve_put_square(room.P[c % 2][1], NULL, of_d, mean_d);
-        mn_curve_publish();
         mn_barrier_arrive(&room.scored[c % 2]);
         mn_curve_release(&room.gone[c % stages]);
     }
@@ -198,10 +198,9 @@ __device__ inline void mn_curve_weigh_tokens(uint32_t (&a)[16], const float *fac
 /* d += a b over 64 columns of a square */
 __device__ inline void mn_curve_turned_square(float (&d)[32], const uint32_t (&a)[16],
                                               uint32_t b) {
+    const uint64_t at = mn_tile_seen(b, MN_CURVE_SQUARE);
 #pragma unroll
-    for (int step = 0; step < 4; step++) {
-        mn_product<1>(d, a + 4 * step, mn_tile_seen(b + step * 16 * 128, MN_CURVE_SQUARE), 1);
-    }
+    for (int step = 0; step < 4; step++) mn_product<1>(d, a + 4 * step, at + step * 16 * 8, 1);
 }
 
 template <int KP>
@@ -221,6 +220,7 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
         const float e[2] = { in.e[warp * 16 + lane / 4], in.e[warp * 16 + lane / 4 + 8] };
 #pragma unroll
         for (int i = 0; i < 32; i++) Y[i] = e[i % 4 / 2];
+        mn_curve_see();
         mn_products_start();
         mn_curve_rows<KP, 64>(Y, a, mn_shared_at(in.k));
         mn_products_end();
@@ -229,6 +229,7 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
         mn_curve_weigh_tokens(d, in.factor);
         mn_curve_weigh_tokens(q, in.factor);
         mn_barrier_wait(&room.scored[c % 2], c / 2 & 1);
+        mn_curve_see();
         mn_products_start();
         mn_curve_turned_square(Y, d, mn_shared_at(room.P[c % 2][0]));
         mn_curve_turned_square(Y, q, mn_shared_at(room.P[c % 2][1]));

@@ -38,10 +38,11 @@ struct mn_curve_there_room {
 /* d = a b' for 64 rows a and the 72 rows of a tile of keys. */
 template <int KP>
 __device__ inline void mn_curve_scores_start(float (&d)[36], uint32_t a, uint32_t b) {
+    const uint64_t at_a = mn_tile_seen(a, 16), at_b = mn_tile_seen(b, 16);
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
-        const uint64_t left = mn_tile_seen(a + k / 64 * MN_CURVE_SQUARE + k % 64 * 2, 16);
-        const uint64_t right = mn_tile_seen(b + k / 64 * MN_CURVE_ROWS * 128 + k % 64 * 2, 16);
+        const uint64_t left = at_a + (k / 64 * MN_CURVE_SQUARE / 16 + k % 64 / 8);
+        const uint64_t right = at_b + (k / 64 * MN_CURVE_ROWS * 8 + k % 64 / 8);
         asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %38, 0;\n\t"
                      "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
                      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
@@ -144,7 +145,6 @@ __device__ inline void mn_curve_there_copy(mn_curve_there_room<KP, BACK> &room,
             now.each[i] = each;
             now.factor[i] = -gamma_now * each;
         }
-        mn_curve_publish();
         mn_barrier_arrive(&room.there[(c - 1) % stages]);
         s += mn_curve_column<KP, MN_CURVE_ROWS>(now.k, room.part[c % 2]);
     }
@@ -180,6 +180,7 @@ __device__ inline void mn_curve_there_scores(mn_curve_there_room<KP, BACK> &room
         mn_curve_there_stage<KP, BACK> &in = room.stage[c % stages];
         float d[36], of_q[36], mean[2], mean_q[2];
         mn_barrier_wait(&room.there[c % stages], c / stages & 1);
+        mn_curve_see();
         mn_products_start();
         mn_curve_scores_start<KP>(d, mn_shared_at(in.x), mn_shared_at(in.k));
         mn_products_end();
@@ -195,7 +196,6 @@ __device__ inline void mn_curve_there_scores(mn_curve_there_room<KP, BACK> &room
             in.mean[row] = mean[0];
             in.mean[row + 8] = mean[1];
         }
-        mn_curve_publish();
         mn_barrier_arrive(&room.scored[c % 2]);
         if (BACK) {
             mn_products_wait<0>();
@@ -230,13 +230,12 @@ __device__ inline void mn_curve_there_read(mn_curve_there_room<KP, BACK> &room,
         mn_curve_pack(a, R);
         if constexpr (BACK) mn_curve_pack_rest(low, R);
         mn_barrier_wait(&room.there[c % stages], c / stages & 1);
+        mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
+        mn_barrier_wait(&room.scored[c % 2], c / 2 & 1);
+        mn_curve_see();
         mn_products_start();
         mn_curve_rows<KP, 64>(Y, a, mn_shared_at(in.x));
         if constexpr (BACK) mn_curve_rows<KP, 64>(Y, low, mn_shared_at(in.x));
-        mn_products_end();
-        mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
-        mn_barrier_wait(&room.scored[c % 2], c / 2 & 1);
-        mn_products_start();
         mn_curve_square(Y, k, mn_shared_at(room.P[c % 2]));
         if (BACK) mn_curve_square(Y, k, mn_shared_at(room.P_low[c % 2]));
         mn_products_end();
