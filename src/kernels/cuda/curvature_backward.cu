@@ -155,13 +155,13 @@ __device__ inline void key_back(back_room<T, KP> &room, const mn_curvature_args 
     const int column0 = warp / z::down * z::columns;
     mn_panel_sum<z::columns / 8> dk;
     dk.clear();
-    mn_panel_product<MN_PLAIN, MN_PLAIN>(dk, room.k + row0 * z::pitch, z::pitch, room.G + column0,
+    mn_curve_product<MN_PLAIN, MN_PLAIN>(dk, room.k + row0 * z::pitch, z::pitch, room.G + column0,
                                          MN_CURVE_PITCH, KP);
     const int first = row0 * z::score_pitch + row0;    // of tokens before row0 there is nothing
     const int from = row0 * z::pitch + at.column0 + column0;
-    mn_panel_product<MN_TURNED, MN_PLAIN>(dk, room.P[0] + first, z::score_pitch, room.z_ + from,
+    mn_curve_product<MN_TURNED, MN_PLAIN>(dk, room.P[0] + first, z::score_pitch, room.z_ + from,
                                           z::pitch, z::chunk - row0);
-    mn_panel_product<MN_TURNED, MN_PLAIN>(dk, room.P[1] + first, z::score_pitch, room.q + from,
+    mn_curve_product<MN_TURNED, MN_PLAIN>(dk, room.P[1] + first, z::score_pitch, room.q + from,
                                           z::pitch, z::chunk - row0);
     dk.each([&](float &x, int row, int column) {
         const int token = row0 + row;
@@ -226,7 +226,7 @@ curvature_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
         } else if (warp < 2 * z::down) {
             const int row0 = (warp - z::down) * 16;
             P.clear();
-            mn_panel_product<MN_PLAIN, MN_TURNED>(P, room.z_ + row0 * z::pitch, z::pitch, room.k,
+            mn_curve_product<MN_PLAIN, MN_TURNED>(P, room.z_ + row0 * z::pitch, z::pitch, room.k,
                                                   z::pitch, KP);
             mn_curve_put_scores<T, KP>(room.P[1], P, room.mean[1], row0);
         }
@@ -251,7 +251,7 @@ curvature_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-enum { MOST_PARTS = 8 };    // of y.q of a token
+enum { MOST_PARTS = 4 };    // of y.q of a token
 
 MN_CUDA_PLAN(curvature_backward) {
     const mn_call *c = (const mn_call *)args;

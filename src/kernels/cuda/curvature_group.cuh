@@ -1,11 +1,11 @@
 /* curvature_group.cuh - curvature on Hopper, for bf16 and keys of up to 128: what the walks there
  * (curvature_group_there.cuh) and back (curvature_group_back.cuh) share.
  *
- * A block has three warp groups that work on different chunks of 64 tokens at a time: one copies
+ * A block has four warp groups that work on different chunks of 64 tokens at a time: one copies
  * tiles and keeps the running vector, one makes scores, one has 64 rows of the symmetric R (or G)
- * in its registers, reads and moves it. Everything the third one computes is turned, rows being
- * columns of the result, so that its rows of R are the left operand and never leave the registers.
- */
+ * in its registers, reads and moves it, one makes results of what the third has read and stores
+ * them. Everything the third one computes is turned, rows being columns of the result, so that its
+ * rows of R are the left operand and never leave the registers. */
 #ifndef MN_KERNELS_CUDA_CURVATURE_GROUP_CUH
 #define MN_KERNELS_CUDA_CURVATURE_GROUP_CUH
 
@@ -14,9 +14,10 @@
 
 enum {
     MN_CURVE_CHUNK = 64,
-    MN_CURVE_GROUPS = 3 * MN_GROUP,             // threads
+    MN_CURVE_GROUPS = 4 * MN_GROUP,             // threads
     MN_CURVE_SQUARE = MN_CURVE_CHUNK * 128,     // bytes of a tile of 64 by 64
     MN_CURVE_GRAIN = 128,                       // tokens that segments have a multiple of
+    MN_CURVE_READ_PITCH = 72,                   // of rows of what was read
 };
 
 /* Least tokens of a segment: so many that the blocks of one long sequence fill a GPU. By sizes that
@@ -42,8 +43,35 @@ inline bool mn_curve_group_serves(const mn_curvature_args *p) {
 
 inline mn_curve_cut mn_curve_group_cut(const mn_curvature_args *p) {
     const int slices = mn_curve_slices(p->call.K);
-    return { mn_curve_group_segment(p->call), slices, 4 * slices, true };
+    return { mn_curve_group_segment(p->call), slices, slices, true };
 }
+
+/* What the third group has read of a chunk: rows are columns of the result. Token t of row j lies
+ * at t + 4 (j / 8), so that neither those who write pairs of tokens nor those who read one token
+ * of eight rows meet in a bank. */
+struct mn_curve_read {
+    alignas(16) float at[MN_CURVE_SLICE * MN_CURVE_READ_PITCH];
+
+    __device__ static int place(int row, int token) {
+        return row * MN_CURVE_READ_PITCH + (token + row / 8 * 4) % MN_CURVE_CHUNK;
+    }
+
+    __device__ void put(const float (&Y)[32]) {
+        const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
+        const int row = thread / 32 * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < 32; i += 2) {
+            const int token = i / 4 * 8 + lane % 4 * 2;
+            *(float2 *)(at + place(row + i % 4 / 2 * 8, token)) = make_float2(Y[i], Y[i + 1]);
+        }
+    }
+
+    /* Rows 8 octet on of a token. */
+    __device__ void get(float (&y)[8], int octet, int token) const {
+#pragma unroll
+        for (int i = 0; i < 8; i++) y[i] = at[place(8 * octet, token) + i * MN_CURVE_READ_PITCH];
+    }
+};
 
 #if MN_HAS_WGMMA
 
@@ -56,8 +84,10 @@ __device__ inline void mn_curve_copies_end(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Shows what this thread wrote to shared memory to products. */
-__device__ inline void mn_curve_publish(void) {
+/* Shows products what other threads wrote to shared memory before a barrier that this one has
+ * passed. Those who copy must not do it: the fence would wait for all copies that they have under
+ * way. */
+__device__ inline void mn_curve_see(void) {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -115,30 +145,32 @@ __device__ inline void mn_curve_pack_rest(uint32_t (&a)[N / 2], const float (&x)
     }
 }
 
-/* d += a b' over 16 KP / 16 columns of tile `b` of PANEL rows, of which the first 64 count. */
+/* Places in tiles are told apart in units of 16 bytes, which one addition to the tile's own place
+ * reaches.
+ *
+ * d += a b' over KP columns of tile `b` of PANEL rows, of which the first 64 count. */
 template <int KP, int PANEL>
 __device__ inline void mn_curve_rows(float (&d)[32], const uint32_t (&a)[KP / 4], uint32_t b) {
+    const uint64_t at = mn_tile_seen(b, 16);
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
-        mn_product<0>(d, a + k / 4, mn_tile_seen(b + k / 64 * PANEL * 128 + k % 64 * 2, 16), 1);
+        mn_product<0>(d, a + k / 4, at + (k / 64 * PANEL * 8 + k % 64 / 8), 1);
     }
 }
 
 /* d += a b, tile `b` of PANEL rows; N / 2 64 columns */
 template <int PANEL, int N>
 __device__ inline void mn_curve_depth(float (&d)[N], const uint32_t (&a)[16], uint32_t b) {
+    const uint64_t at = mn_tile_seen(b, PANEL * 128);
 #pragma unroll
-    for (int step = 0; step < 4; step++) {
-        mn_product<1>(d, a + 4 * step, mn_tile_seen(b + step * 16 * 128, PANEL * 128), 1);
-    }
+    for (int step = 0; step < 4; step++) mn_product<1>(d, a + 4 * step, at + step * 16 * 8, 1);
 }
 
 /* d += a b' over 64 columns */
 __device__ inline void mn_curve_square(float (&d)[32], const uint32_t (&a)[16], uint32_t b) {
+    const uint64_t at = mn_tile_seen(b, 16);
 #pragma unroll
-    for (int step = 0; step < 4; step++) {
-        mn_product<0>(d, a + 4 * step, mn_tile_seen(b + step * 32, 16), 1);
-    }
+    for (int step = 0; step < 4; step++) mn_product<0>(d, a + 4 * step, at + step * 2, 1);
 }
 
 /* use(x, row, column) for a thread's sums of 64 rows. */
@@ -189,37 +221,17 @@ __device__ inline void mn_curve_put_square(unsigned char *to, unsigned char *low
     }
 }
 
-/* An 8 x 8 matrix spread over the warp, turned. */
-__device__ inline uint32_t mn_curve_turn(uint32_t pair) {
-    uint32_t turned;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
-    return turned;
-}
-
-/* A pair of tokens from 8 n on of this warp's rows (of half r) to their place in the tile `out`,
- * where rows are tokens. */
-__device__ inline void mn_curve_put_pair(unsigned char *out, uint32_t pair, int n, int r) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const uint32_t byte = mn_tile_byte(64, 8 * n + lane / 4, 16 * warp + 8 * r);
-    *(uint32_t *)(out + byte + lane % 4 * 4) = mn_curve_turn(pair);
-}
-
-/* This warp's columns of `out` to rows of a view from token t on. */
-__device__ inline void mn_curve_put_rows(const mn_out &view, const unsigned char *out,
-                                         const mn_curve_place &at, int64_t t, int count,
-                                         int64_t K) {
-    const int lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16 + lane % 2 * 8;
-    __syncwarp();
-    mn_bf16 *to = mn_row<mn_bf16>(view, at.s.span.b, at.s.span.t0 + t + lane / 2, at.h);
-    if (!to || at.column0 + column >= K) return;
-    to += at.column0 + column;
+__device__ inline void mn_curve_unpack(float (&x)[8], const uint4 &pack) {
+    const uint32_t pair[4] = { pack.x, pack.y, pack.z, pack.w };
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int token = 16 * i + lane / 2;
-        if (token >= count) return;
-        *(uint4 *)to = *(const uint4 *)(out + mn_tile_byte(64, token, column));
-        to += 16 * view.stride[1];
+    for (int i = 0; i < 8; i++) {
+        x[i] = i % 2 ? mn_curve_high(pair[i / 2]) : mn_curve_low(pair[i / 2]);
     }
+}
+
+__device__ inline uint4 mn_curve_pack_octet(const float (&x)[8]) {
+    return make_uint4(mn_pair(x[0], x[1]), mn_pair(x[2], x[3]), mn_pair(x[4], x[5]),
+                      mn_pair(x[6], x[7]));
 }
 
 #endif

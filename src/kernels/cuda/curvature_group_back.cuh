@@ -22,9 +22,9 @@ struct mn_curve_back_room {
     static constexpr int stages = 3;
     mn_curve_back_stage<KP> stage[stages];
     alignas(1024) unsigned char P[2][2][MN_CURVE_SQUARE];    // of q, of d
-    alignas(1024) unsigned char out[MN_CURVE_SQUARE];
+    mn_curve_read Y[2];
     float part[2][4][MN_CURVE_SLICE];
-    uint64_t there[stages], gone[stages], scored[2], read[2];
+    uint64_t there[stages], gone[stages], scored[2], used[2], read[2], left[2];
 };
 
 #if MN_HAS_WGMMA
@@ -138,7 +138,6 @@ __device__ inline void mn_curve_back_copy(mn_curve_back_room<KP> &room,
             mn_bf16 *to = mn_row<mn_bf16>(p.grad.gamma, at.s.span.b, at.s.span.t0 + t, at.h);
             if (to && at.slice == 0 && start + i < at.s.rows) mn_put(to, -token_now.part * each);
         }
-        mn_curve_publish();
         mn_barrier_arrive(&room.there[(c - 1) % stages]);
         mn_curve_group_sync(1);
         e += mn_curve_weighted_column<KP>(now, at.slice, room.part[c % 2]);
@@ -151,10 +150,11 @@ __device__ inline void mn_curve_back_copy(mn_curve_back_room<KP> &room,
 
 template <int KP>
 __device__ inline void mn_curve_back_product(float (&d)[32], uint32_t a, uint32_t b) {
+    const uint64_t at_a = mn_tile_seen(a, 16), at_b = mn_tile_seen(b, 16);
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
-        const uint32_t at = k / 64 * MN_CURVE_SQUARE + k % 64 * 2;
-        mn_product<0>(d, mn_tile_seen(a + at, 16), mn_tile_seen(b + at, 16), k > 0);
+        const int at = k / 64 * MN_CURVE_SQUARE / 16 + k % 64 / 8;
+        mn_product<0>(d, at_a + at, at_b + at, k > 0);
     }
     mn_products_end();
 }
@@ -167,17 +167,17 @@ __device__ inline void mn_curve_back_scores(mn_curve_back_room<KP> &room, int n_
         mn_curve_back_stage<KP> &in = room.stage[c % stages];
         float of_q[32], of_d[32];
         mn_barrier_wait(&room.there[c % stages], c / stages & 1);
+        mn_curve_see();
         mn_products_start();
         mn_curve_back_product<KP>(of_q, mn_shared_at(in.q), mn_shared_at(in.k));
         mn_curve_back_product<KP>(of_d, mn_shared_at(in.d), mn_shared_at(in.k));
-        mn_barrier_wait(&room.read[c % 2], (c / 2 & 1) ^ 1);
+        mn_barrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
         mn_products_wait<1>();
         const float mean[2] = { in.mean[0][row], in.mean[0][row + 8] };
         mn_curve_put_square(room.P[c % 2][0], NULL, of_q, mean);
         mn_products_wait<0>();
         const float mean_d[2] = { in.mean[1][row], in.mean[1][row + 8] };
         mn_curve_put_square(room.P[c % 2][1], NULL, of_d, mean_d);
-        mn_curve_publish();
         mn_barrier_arrive(&room.scored[c % 2]);
         mn_curve_release(&room.gone[c % stages]);
     }
@@ -198,47 +198,10 @@ __device__ inline void mn_curve_weigh_tokens(uint32_t (&a)[16], const float *fac
 /* d += a b over 64 columns of a square */
 __device__ inline void mn_curve_turned_square(float (&d)[32], const uint32_t (&a)[16],
                                               uint32_t b) {
+    const uint64_t at = mn_tile_seen(b, MN_CURVE_SQUARE);
 #pragma unroll
-    for (int step = 0; step < 4; step++) {
-        mn_product<1>(d, a + 4 * step, mn_tile_seen(b + step * 16 * 128, MN_CURVE_SQUARE), 1);
-    }
+    for (int step = 0; step < 4; step++) mn_product<1>(d, a + 4 * step, at + step * 16 * 8, 1);
 }
-
-/* This warp's columns of rows of dk as they are, which come from memory. */
-struct mn_curve_before_rows {
-    uint4 row[4];
-
-    __device__ void load(const mn_curvature_args &p, const mn_curve_place &at, int chunk) {
-        const int lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16 + lane % 2 * 8;
-        const int64_t j = at.column0 + column, t = at.s.first + chunk * 64;
-        const int count = at.s.rows - chunk * 64;
-        const mn_bf16 *from = mn_row<mn_bf16>(p.grad.k, at.s.span.b, at.s.span.t0 + t, at.h);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const int token = 16 * i + lane / 2;
-            const bool inside = p.adds_k && from && token < count && j < p.call.K;
-            row[i] = make_uint4(0, 0, 0, 0);
-            if (inside) row[i] = *(const uint4 *)(from + token * p.grad.k.stride[1] + j);
-        }
-    }
-
-    /* Adds them to sums that are turned; `out` is a tile of which this warp has its columns. */
-    __device__ void add(float (&Y)[32], unsigned char *out) const {
-        const int lane = threadIdx.x % 32, column = threadIdx.x / 32 % 4 * 16;
-        uint32_t x[16];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            *(uint4 *)(out + mn_tile_byte(64, 16 * i + lane / 2, column + lane % 2 * 8)) = row[i];
-        }
-        __syncwarp();
-        mn_curve_left<64>(x, out, column);
-#pragma unroll
-        for (int i = 0; i < 16; i++) {
-            Y[2 * i] += mn_curve_low(x[i]), Y[2 * i + 1] += mn_curve_high(x[i]);
-        }
-        __syncwarp();
-    }
-};
 
 template <int KP>
 __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
@@ -247,19 +210,8 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
     constexpr int stages = mn_curve_back_room<KP>::stages;
     const int n_chunks = (at.s.rows + 63) / 64, warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32, own = at.column0 + warp * 16;
-    float G[KP / 2], Y[32], done[32];
-    mn_curve_before_rows before;
+    float G[KP / 2], Y[32];
     mn_curve_load(G, mn_row<float>(p.cot.kk, at.s.n, 0, at.h), sums, 1.0f, p.call.K, at.column0);
-    const auto put = [&](int c) {
-        const int start = (n_chunks - 1 - c) * 64;
-        if (p.adds_k) before.add(done, room.out);
-#pragma unroll
-        for (int i = 0; i < 32; i += 2) {
-            mn_curve_put_pair(room.out, mn_pair(done[i], done[i + 1]), i / 4, i % 4 / 2);
-        }
-        mn_curve_put_rows(p.grad.k, room.out, at, at.s.first + start, min(64, at.s.rows - start),
-                          p.call.K);
-    };
     for (int c = 0; c < n_chunks; c++) {
         mn_curve_back_stage<KP> &in = room.stage[c % stages];
         uint32_t a[KP / 4], d[16], q[16];
@@ -268,6 +220,7 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
         const float e[2] = { in.e[warp * 16 + lane / 4], in.e[warp * 16 + lane / 4 + 8] };
 #pragma unroll
         for (int i = 0; i < 32; i++) Y[i] = e[i % 4 / 2];
+        mn_curve_see();
         mn_products_start();
         mn_curve_rows<KP, 64>(Y, a, mn_shared_at(in.k));
         mn_products_end();
@@ -276,23 +229,59 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
         mn_curve_weigh_tokens(d, in.factor);
         mn_curve_weigh_tokens(q, in.factor);
         mn_barrier_wait(&room.scored[c % 2], c / 2 & 1);
+        mn_curve_see();
         mn_products_start();
         mn_curve_turned_square(Y, d, mn_shared_at(room.P[c % 2][0]));
         mn_curve_turned_square(Y, q, mn_shared_at(room.P[c % 2][1]));
+        mn_products_end();
         mn_curve_depth<64>(G, d, mn_shared_at(in.q));
         mn_curve_depth<64>(G, q, mn_shared_at(in.d));
         mn_products_end();
-        if (c > 0) put(c - 1);
-        before.load(p, at, n_chunks - 1 - c);
+        mn_barrier_wait(&room.left[c % 2], (c / 2 & 1) ^ 1);
+        mn_products_wait<1>();
+        room.Y[c % 2].put(Y);
+        mn_barrier_arrive(&room.read[c % 2]);
         mn_products_wait<0>();
         mn_curve_release(&room.gone[c % stages]);
-        mn_curve_release(&room.read[c % 2]);
-#pragma unroll
-        for (int i = 0; i < 32; i++) done[i] = Y[i];
+        mn_curve_release(&room.used[c % 2]);
     }
-    if (n_chunks > 0) put(n_chunks - 1);
     if (at.s.first > 0) return;
     mn_curve_store(mn_row<float>(p.grad.kk0, at.s.n, 0, at.h), G, 0.5f, p.call.K, at.column0);
+}
+
+/* ---- the group that stores ------------------------------------------------------------------- */
+
+template <int KP>
+__device__ inline void mn_curve_back_store(mn_curve_back_room<KP> &room,
+                                           const mn_curvature_args &p, const mn_curve_place &at) {
+    const int i = threadIdx.x % MN_GROUP, n_chunks = (at.s.rows + 63) / 64;
+    const int octet = i % 8, column = at.column0 + 8 * octet;
+    for (int c = 0; c < n_chunks; c++) {
+        const int start = (n_chunks - 1 - c) * 64;
+        mn_bf16 *to = mn_row<mn_bf16>(p.grad.k, at.s.span.b, at.s.span.t0 + at.s.first + start,
+                                      at.h);
+        const bool wanted = to && column < p.call.K;
+        uint4 before[4] = {};
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const int token = i / 8 + 16 * n;
+            if (!wanted || !p.adds_k || start + token >= at.s.rows) continue;
+            before[n] = *(const uint4 *)(to + token * p.grad.k.stride[1] + column);
+        }
+        mn_barrier_wait(&room.read[c % 2], c / 2 & 1);
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            const int token = i / 8 + 16 * n;
+            float y[8], x[8];
+            if (!wanted || start + token >= at.s.rows) continue;
+            room.Y[c % 2].get(y, octet, token);
+            mn_curve_unpack(x, before[n]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) x[j] += y[j];
+            *(uint4 *)(to + token * p.grad.k.stride[1] + column) = mn_curve_pack_octet(x);
+        }
+        mn_curve_release(&room.left[c % 2]);
+    }
 }
 
 #endif
@@ -315,20 +304,25 @@ mn_curve_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work 
         }
         for (int i = 0; i < 2; i++) {
             mn_barrier_open(&room.scored[i], MN_GROUP);
-            mn_barrier_open(&room.read[i], 4);
+            mn_barrier_open(&room.used[i], 4);
+            mn_barrier_open(&room.read[i], MN_GROUP);
+            mn_barrier_open(&room.left[i], 4);
         }
     }
     __syncthreads();
     if (threadIdx.x < MN_GROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
         mn_curve_back_copy<KP>(room, p, w, at, cut.n_parts,
                                sums ? sums + K * K : mn_row<float>(p.cot.ks, at.s.n, 0, at.h));
     } else if (threadIdx.x < 2 * MN_GROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 160;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
         mn_curve_back_scores<KP>(room, (at.s.rows + 63) / 64);
-    } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
+    } else if (threadIdx.x < 3 * MN_GROUP) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
         mn_curve_back_read<KP>(room, p, at, sums);
+    } else {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+        mn_curve_back_store<KP>(room, p, at);
     }
 #endif
 }

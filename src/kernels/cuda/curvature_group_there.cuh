@@ -24,13 +24,13 @@ struct alignas(1024) mn_curve_there_stage {
 
 template <int KP, bool BACK>
 struct mn_curve_there_room {
-    static constexpr int stages = BACK ? 3 : 4;
+    static constexpr int stages = BACK ? 3 : 4, reads = BACK ? 1 : 2;
     mn_curve_there_stage<KP, BACK> stage[stages];
     alignas(1024) unsigned char P[2][MN_CURVE_SQUARE];
     alignas(1024) unsigned char P_low[2][BACK ? MN_CURVE_SQUARE : 1024];
-    alignas(1024) unsigned char out[MN_CURVE_SQUARE];
+    mn_curve_read Y[reads];
     float part[2][4][KP];
-    uint64_t there[stages], gone[stages], scored[2], read[2];
+    uint64_t there[stages], gone[stages], scored[2], used[2], read[reads], left[reads];
 };
 
 #if MN_HAS_WGMMA
@@ -38,10 +38,11 @@ struct mn_curve_there_room {
 /* d = a b' for 64 rows a and the 72 rows of a tile of keys. */
 template <int KP>
 __device__ inline void mn_curve_scores_start(float (&d)[36], uint32_t a, uint32_t b) {
+    const uint64_t at_a = mn_tile_seen(a, 16), at_b = mn_tile_seen(b, 16);
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
-        const uint64_t left = mn_tile_seen(a + k / 64 * MN_CURVE_SQUARE + k % 64 * 2, 16);
-        const uint64_t right = mn_tile_seen(b + k / 64 * MN_CURVE_ROWS * 128 + k % 64 * 2, 16);
+        const uint64_t left = at_a + (k / 64 * MN_CURVE_SQUARE / 16 + k % 64 / 8);
+        const uint64_t right = at_b + (k / 64 * MN_CURVE_ROWS * 8 + k % 64 / 8);
         asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %38, 0;\n\t"
                      "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
                      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
@@ -144,7 +145,6 @@ __device__ inline void mn_curve_there_copy(mn_curve_there_room<KP, BACK> &room,
             now.each[i] = each;
             now.factor[i] = -gamma_now * each;
         }
-        mn_curve_publish();
         mn_barrier_arrive(&room.there[(c - 1) % stages]);
         s += mn_curve_column<KP, MN_CURVE_ROWS>(now.k, room.part[c % 2]);
     }
@@ -180,6 +180,7 @@ __device__ inline void mn_curve_there_scores(mn_curve_there_room<KP, BACK> &room
         mn_curve_there_stage<KP, BACK> &in = room.stage[c % stages];
         float d[36], of_q[36], mean[2], mean_q[2];
         mn_barrier_wait(&room.there[c % stages], c / stages & 1);
+        mn_curve_see();
         mn_products_start();
         mn_curve_scores_start<KP>(d, mn_shared_at(in.x), mn_shared_at(in.k));
         mn_products_end();
@@ -189,13 +190,12 @@ __device__ inline void mn_curve_there_scores(mn_curve_there_room<KP, BACK> &room
         }
         mn_products_wait<BACK ? 1 : 0>();
         mn_curve_means(mean, d, in.each);
-        mn_barrier_wait(&room.read[c % 2], (c / 2 & 1) ^ 1);
+        mn_barrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
         mn_curve_put_square(room.P[c % 2], BACK ? room.P_low[c % 2] : NULL, d, mean);
         if (thread % 4 == 0) {
             in.mean[row] = mean[0];
             in.mean[row + 8] = mean[1];
         }
-        mn_curve_publish();
         mn_barrier_arrive(&room.scored[c % 2]);
         if (BACK) {
             mn_products_wait<0>();
@@ -213,81 +213,15 @@ __device__ inline void mn_curve_there_scores(mn_curve_there_room<KP, BACK> &room
 
 /* ---- the group that has R -------------------------------------------------------------------- */
 
-/* Adds those of lane ^ 2 N to half of x, the upper half where the lane has that bit. */
-template <int N>
-__device__ inline void mn_curve_fold(float (&x)[16]) {
-    const bool upper = threadIdx.x & 2 * N;
-#pragma unroll
-    for (int i = 0; i < N; i++) {
-        const float give = upper ? x[i] : x[i + N], keep = upper ? x[i + N] : x[i];
-        x[i] = keep + __shfl_xor_sync(0xffffffffu, give, 2 * N);
-    }
-}
-
-/* Sums over the warp's rows of 16 numbers that a thread has of tokens: those of tokens 2 lane and
- * the next. */
-__device__ inline float2 mn_curve_sum_rows(float (&x)[16]) {
-    mn_curve_fold<8>(x);
-    mn_curve_fold<4>(x);
-    mn_curve_fold<2>(x);
-    return make_float2(x[0], x[1]);
-}
-
-/* out = x + factor (y - m s), and the warp's part of y.q. */
-template <int KP, bool BACK>
-__device__ inline void mn_curve_there_put(const float (&Y)[32],
-                                          mn_curve_there_room<KP, BACK> &room,
-                                          const mn_curve_there_stage<KP, BACK> &in,
-                                          const mn_curvature_args &p, const mn_curve_work &w,
-                                          const mn_curve_place &at, int64_t t, int count) {
-    const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-    const int own = at.column0 + warp * 16;
-    const float s[2] = { in.s[own + lane / 4], in.s[own + lane / 4 + 8] };
-    uint32_t x[16], q[16];
-    float products[16];
-    mn_curve_left<64>(x, in.x, own);
-    if (BACK) mn_curve_left<64>(q, in.q, own);
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-        const float2 m = *(const float2 *)(in.mean + 8 * n + lane % 4 * 2);
-        const float2 f = *(const float2 *)(in.factor + 8 * n + lane % 4 * 2);
-        products[2 * n] = products[2 * n + 1] = 0.0f;
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float y0 = fmaf(-m.x, s[r], Y[4 * n + 2 * r]);
-            const float y1 = fmaf(-m.y, s[r], Y[4 * n + 2 * r + 1]);
-            if (BACK) {
-                products[2 * n] = fmaf(mn_curve_low(q[2 * n + r]), y0, products[2 * n]);
-                products[2 * n + 1] = fmaf(mn_curve_high(q[2 * n + r]), y1, products[2 * n + 1]);
-            }
-            mn_curve_put_pair(room.out, mn_pair(fmaf(f.x, y0, mn_curve_low(x[2 * n + r])),
-                                                fmaf(f.y, y1, mn_curve_high(x[2 * n + r]))),
-                              n, r);
-        }
-    }
-    mn_curve_put_rows(BACK ? p.grad.q : p.qt, room.out, at, t, count, p.call.K);
-    if (!BACK) return;
-    const float2 sum = mn_curve_sum_rows(products);
-    const int token = 2 * lane;
-    const int64_t rows = p.call.B * p.call.T * p.call.H;
-    float *to = w.parts + (at.slice * 4 + warp) * rows + mn_curve_row_of(p.call, at, t + token);
-    if (token < count) to[0] = sum.x;
-    if (token + 1 < count) to[1] = sum.y;
-}
-
 template <int KP, bool BACK>
 __device__ inline void mn_curve_there_read(mn_curve_there_room<KP, BACK> &room,
-                                           const mn_curvature_args &p, const mn_curve_work &w,
-                                           const mn_curve_place &at, const float *sums) {
+                                           const mn_curvature_args &p, const mn_curve_place &at,
+                                           const float *sums) {
     constexpr int stages = mn_curve_there_room<KP, BACK>::stages;
+    constexpr int reads = mn_curve_there_room<KP, BACK>::reads;
     const int n_chunks = (at.s.rows + 63) / 64, warp = threadIdx.x / 32 % 4;
-    float R[KP / 2], Y[32], done[32];
+    float R[KP / 2], Y[32];
     mn_curve_load(R, mn_row<float>(p.kk0, at.s.n, 0, at.h), sums, 0.5f, p.call.K, at.column0);
-    const auto put = [&](int c) {
-        mn_curve_there_put<KP, BACK>(done, room, room.stage[c % stages], p, w, at,
-                                     at.s.first + c * 64, min(64, at.s.rows - c * 64));
-        mn_curve_release(&room.gone[c % stages]);
-    };
     for (int c = 0; c < n_chunks; c++) {
         mn_curve_there_stage<KP, BACK> &in = room.stage[c % stages];
         uint32_t a[KP / 4], low[BACK ? KP / 4 : 1], k[16];
@@ -296,27 +230,87 @@ __device__ inline void mn_curve_there_read(mn_curve_there_room<KP, BACK> &room,
         mn_curve_pack(a, R);
         if constexpr (BACK) mn_curve_pack_rest(low, R);
         mn_barrier_wait(&room.there[c % stages], c / stages & 1);
+        mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
+        mn_barrier_wait(&room.scored[c % 2], c / 2 & 1);
+        mn_curve_see();
         mn_products_start();
         mn_curve_rows<KP, 64>(Y, a, mn_shared_at(in.x));
         if constexpr (BACK) mn_curve_rows<KP, 64>(Y, low, mn_shared_at(in.x));
-        mn_products_end();
-        mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
-        mn_barrier_wait(&room.scored[c % 2], c / 2 & 1);
-        mn_products_start();
         mn_curve_square(Y, k, mn_shared_at(room.P[c % 2]));
         if (BACK) mn_curve_square(Y, k, mn_shared_at(room.P_low[c % 2]));
+        mn_products_end();
         mn_curve_depth<MN_CURVE_ROWS>(R, k, mn_shared_at(in.k));
         mn_products_end();
-        if (BACK) mn_products_wait<1>();    // frees registers
-        if (c > 0) put(c - 1);
+        mn_barrier_wait(&room.left[c % reads], (c / reads & 1) ^ 1);
+        mn_products_wait<1>();
+        room.Y[c % reads].put(Y);
+        mn_barrier_arrive(&room.read[c % reads]);
         mn_products_wait<0>();
-        mn_curve_release(&room.read[c % 2]);
-#pragma unroll
-        for (int i = 0; i < 32; i++) done[i] = Y[i];
+        mn_curve_release(&room.gone[c % stages]);
+        mn_curve_release(&room.used[c % 2]);
     }
-    if (n_chunks > 0) put(n_chunks - 1);
     if (at.s.last && !BACK) {
         mn_curve_store(mn_row<float>(p.kk, at.s.n, 0, at.h), R, 1.0f, p.call.K, at.column0);
+    }
+}
+
+/* ---- the group that stores ------------------------------------------------------------------- */
+
+/* Eight columns of a token: out = x + factor (y - m s), and the slice's part of y.q. */
+template <int KP, bool BACK>
+__device__ inline void mn_curve_there_result(const float (&y)[8], const float (&s)[8],
+                                             const mn_curve_there_stage<KP, BACK> &in, mn_bf16 *to,
+                                             float *part, int column, int token) {
+    const float m = in.mean[token], f = in.factor[token];
+    const uint32_t byte = mn_tile_byte(64, token, column);
+    float x[8], q[8], product = 0.0f;
+    mn_curve_unpack(x, *(const uint4 *)(in.x + byte));
+    if (BACK) mn_curve_unpack(q, *(const uint4 *)(in.q + byte));
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const float centred = fmaf(-m, s[i], y[i]);
+        x[i] = fmaf(f, centred, x[i]);
+        if (BACK) product = fmaf(q[i], centred, product);
+    }
+    if (to) *(uint4 *)to = mn_curve_pack_octet(x);
+    if constexpr (BACK) {
+#pragma unroll
+        for (int by = 1; by < 8; by *= 2) product += __shfl_xor_sync(0xffffffffu, product, by);
+        if (part && threadIdx.x % 8 == 0) *part = product;
+    }
+}
+
+template <int KP, bool BACK>
+__device__ inline void mn_curve_there_store(mn_curve_there_room<KP, BACK> &room,
+                                            const mn_curvature_args &p, const mn_curve_work &w,
+                                            const mn_curve_place &at) {
+    constexpr int stages = mn_curve_there_room<KP, BACK>::stages;
+    constexpr int reads = mn_curve_there_room<KP, BACK>::reads;
+    const int i = threadIdx.x % MN_GROUP, n_chunks = (at.s.rows + 63) / 64;
+    const int octet = i % 8, column = at.column0 + 8 * octet;
+    const mn_out &out = BACK ? p.grad.q : p.qt;
+    const int64_t rows = p.call.B * p.call.T * p.call.H;
+    for (int c = 0; c < n_chunks; c++) {
+        const mn_curve_there_stage<KP, BACK> &in = room.stage[c % stages];
+        const int64_t t = at.s.first + c * 64;
+        mn_bf16 *to = mn_row<mn_bf16>(out, at.s.span.b, at.s.span.t0 + t, at.h);
+        float *parts = BACK ? w.parts + at.slice * rows + mn_curve_row_of(p.call, at, t) : NULL;
+        float s[8];
+        mn_barrier_wait(&room.read[c % reads], c / reads & 1);
+#pragma unroll
+        for (int j = 0; j < 8; j++) s[j] = in.s[column + j];
+#pragma unroll
+        for (int token = i / 8; token < MN_CURVE_CHUNK; token += MN_GROUP / 8) {
+            const bool inside = c * 64 + token < at.s.rows;
+            float y[8];
+            room.Y[c % reads].get(y, octet, token);
+            mn_curve_there_result<KP, BACK>(
+                y, s, in,
+                to && inside && column < p.call.K ? to + token * out.stride[1] + column : NULL,
+                inside ? parts + token : NULL, column, token);
+        }
+        mn_curve_release(&room.gone[c % stages]);
+        mn_curve_release(&room.left[c % reads]);
     }
 }
 
@@ -337,24 +331,31 @@ mn_curve_there_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
     if (threadIdx.x == 0) {
         for (int i = 0; i < mn_curve_there_room<KP, BACK>::stages; i++) {
             mn_barrier_open(&room.there[i], MN_GROUP);
-            mn_barrier_open(&room.gone[i], 8);
+            mn_barrier_open(&room.gone[i], 12);
         }
         for (int i = 0; i < 2; i++) {
             mn_barrier_open(&room.scored[i], MN_GROUP);
-            mn_barrier_open(&room.read[i], 4);
+            mn_barrier_open(&room.used[i], 4);
+        }
+        for (int i = 0; i < mn_curve_there_room<KP, BACK>::reads; i++) {
+            mn_barrier_open(&room.read[i], MN_GROUP);
+            mn_barrier_open(&room.left[i], 4);
         }
     }
     __syncthreads();
     if (threadIdx.x < MN_GROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
         mn_curve_there_copy<KP, BACK>(
             room, p, at, sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
     } else if (threadIdx.x < 2 * MN_GROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 160;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
         mn_curve_there_scores<KP, BACK>(room, p, w, at);
+    } else if (threadIdx.x < 3 * MN_GROUP) {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+        mn_curve_there_read<KP, BACK>(room, p, at, sums);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
-        mn_curve_there_read<KP, BACK>(room, p, w, at, sums);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+        mn_curve_there_store<KP, BACK>(room, p, w, at);
     }
 #endif
 }

@@ -24,6 +24,30 @@ struct mn_curve_sizes {
     static constexpr int state_tiles = KP / 16 * state_across / MN_CURVE_WARPS;
 };
 
+/* mn_panel_product; in float32 sums of 32 products join the others at once, as what they make
+ * cancels against its mean. */
+template <mn_panel_side A, mn_panel_side B, int N>
+__device__ inline void mn_curve_product(mn_panel_sum<N> &sum, const mn_bf16 *a, int lda,
+                                        const mn_bf16 *b, int ldb, int depth) {
+    mn_panel_product<A, B>(sum, a, lda, b, ldb, depth);
+}
+
+template <mn_panel_side A, mn_panel_side B, int N>
+__device__ inline void mn_curve_product(mn_panel_sum<N> &sum, const float *a, int lda,
+                                        const float *b, int ldb, int depth) {
+    for (int i = 0; i < depth; i += 32) {
+        mn_panel_sum<N> part;
+        part.clear();
+        mn_panel_product<A, B>(part, a + (A == MN_PLAIN ? i : i * lda), lda,
+                               b + (B == MN_PLAIN ? i * ldb : i), ldb, min(32, depth - i));
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) sum.at[n][j] += part.at[n][j];
+        }
+    }
+}
+
 /* ---- the part of a state that a warp holds --------------------------------------------------- */
 
 template <typename T, int KP>
@@ -53,7 +77,7 @@ struct mn_curve_matrix {
     __device__ void add(const T *a, const T *b) {
 #pragma unroll
         for (int i = 0; i < z::state_tiles; i++) {
-            mn_panel_product<MN_TURNED, MN_PLAIN>(tile[i], a + row0(i), z::pitch, b + column0(),
+            mn_curve_product<MN_TURNED, MN_PLAIN>(tile[i], a + row0(i), z::pitch, b + column0(),
                                                   z::pitch, z::chunk);
         }
     }
@@ -113,7 +137,7 @@ __device__ inline void mn_curve_scores(mn_panel_sum<mn_curve_sizes<T, KP>::chunk
     using z = mn_curve_sizes<T, KP>;
     float part[2] = { 0.0f, 0.0f };
     sum.clear();
-    mn_panel_product<MN_PLAIN, MN_TURNED>(sum, x + row0 * z::pitch, z::pitch, k, z::pitch, KP);
+    mn_curve_product<MN_PLAIN, MN_TURNED>(sum, x + row0 * z::pitch, z::pitch, k, z::pitch, KP);
     sum.each([&](float &p, int row, int column) {
         if (column > row0 + row) p = 0.0f;
         if (row < 8) part[0] += p;
@@ -167,9 +191,9 @@ __device__ inline void mn_curve_apply(mn_panel_sum<mn_curve_sizes<T, KP>::column
     using z = mn_curve_sizes<T, KP>;
     const int row0 = threadIdx.x / 32 % z::down * 16;
     const int column = threadIdx.x / 32 / z::down * z::columns;
-    mn_panel_product<MN_PLAIN, MN_PLAIN>(Y, x + row0 * z::pitch, z::pitch, R + column,
+    mn_curve_product<MN_PLAIN, MN_PLAIN>(Y, x + row0 * z::pitch, z::pitch, R + column,
                                          MN_CURVE_PITCH, KP);
-    mn_panel_product<MN_PLAIN, MN_PLAIN>(Y, P + row0 * z::score_pitch, z::score_pitch,
+    mn_curve_product<MN_PLAIN, MN_PLAIN>(Y, P + row0 * z::score_pitch, z::score_pitch,
                                          k + column0 + column, z::pitch, row0 + 16);
 }
 

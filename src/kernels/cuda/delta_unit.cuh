@@ -71,9 +71,10 @@ __device__ __forceinline__ void mn_unit_end(void) {
     mn_unit_wait<GROUP>();
 }
 
-/* Tiles that this thread wrote are there for products after the next barrier. */
+/* Shows products what other threads wrote before a barrier that this one has passed. Those who
+ * fetch must not do it: the fence would wait for all copies that they have under way. */
 template <bool GROUP>
-__device__ __forceinline__ void mn_unit_publish(void) {
+__device__ __forceinline__ void mn_unit_see(void) {
 #if MN_GROUP_WORKS
     if (GROUP) asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 #endif

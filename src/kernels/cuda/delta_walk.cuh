@@ -124,11 +124,9 @@ __device__ inline void mn_walk_fetch(int n, Front front, Back back) {
         all(front, i + 1);
         if (backs == 2) all(back, i + 1);
         mn_copy_wait<2>();
-        mn_unit_publish<GROUP>();
         __syncthreads();
         if (backs == 1) {
             mn_copy_wait<1>();
-            mn_unit_publish<GROUP>();
             __syncthreads();
         }
         __syncthreads();
@@ -376,6 +374,7 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices)
         float X[8][4] = {}, R[8][4] = {}, O[8][4] = {};
         unsigned x[4][4], r[4][4];
         __syncthreads();    // the front is there
+        mn_unit_see<GROUP>();
         S.template read<GROUP>(
             X, mn_shared(front.keys),
             KEEP ? job.work.S + mn_walk_record(job, at, chunk, KP) : nullptr);
@@ -387,7 +386,10 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices)
         mn_walk_left(r, R);
         if (!CHANNEL) mn_walk_scale(R, front.write, 1.0f);
         mn_walk_left(x, R);
-        if (backs == 1) __syncthreads();    // with two, what is behind came with the front
+        if (backs == 1) {    // with two, what is behind came with the front
+            __syncthreads();
+            mn_unit_see<GROUP>();
+        }
         if (!KEEP) S.template read<GROUP>(O, mn_shared(back.first), nullptr);
         if (KEEP) {
             mn_walk_keep(job.work.R + mn_walk_record(job, at, chunk, MN_DELTA_CHUNK), r);
@@ -463,6 +465,7 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_sl
         float dR[8][4] = {}, dX[8][4] = {};
         unsigned x[4][4], cot[4][4];
         __syncthreads();
+        mn_unit_see<GROUP>();
         mn_walk_cotangent(cot, mn_shared(front.values), nullptr, 1.0f);
         D.template read<GROUP>(dR, mn_shared(front.keys),
                                job.work.D + mn_walk_record(job, at, chunk, KP));
@@ -482,7 +485,10 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_sl
         if (p.grad.v.data) {
             mn_walk_put(p.grad.v, job.packed[MN_DELTA_DV], at, chunk, p.call.V, front.values, dX);
         }
-        if (backs == 1) __syncthreads();
+        if (backs == 1) {
+            __syncthreads();
+            mn_unit_see<GROUP>();
+        }
         D.template decay<CHANNEL>(front);
 #pragma unroll
         for (int n = 0; n < 8; n++) {
