@@ -599,17 +599,6 @@ static mn_tensor *normed(mn_tape *tape, mn_tensor **in, const program *p) {
     return mn_tape_add(tape, y, in[0]);
 }
 
-static mn_tensor *norm_of(mn_tape *tape, mn_tensor *x, mn_tensor *w) {
-    mn_run run_;
-    mn_rms_norm_args *args = mn_run_start(&run_, tape, MN_OP_rms_norm);
-    args->eps = 1e-5;
-    mn_run_in(&run_, "x", x);
-    mn_run_in(&run_, "w", w);
-    mn_tensor *y = mn_run_out(&run_, "y");
-    mn_run_now(&run_);
-    return y;
-}
-
 /* One token after the other, each at its beginning, through a convolution and a norm of its heads.
  */
 static mn_tensor *conv_of(mn_tape *tape, mn_tensor *x, mn_tensor *w) {
