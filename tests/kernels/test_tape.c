@@ -446,13 +446,16 @@ static mn_tensor *block(mn_tape *tape, mn_tensor **in, const program *p) {
     return x;
 }
 
-/* Rows [first, first + rows) of a leaf, as a leaf of its own that lies beside the others. */
+/* Rows [first, first + rows) of a leaf, as a leaf of its own that lies beside the others. A tape
+ * that does not record has no gradients. */
 static mn_tensor *rows_of(mn_tape *tape, const mn_tensor *leaf, int64_t first, int64_t rows) {
     const int64_t at = first * leaf->shape[3];
-    char *grad = leaf->slot->memory;
-    return mn_tape_leaf_of(tape, (char *)leaf->data + at * (int64_t)mn_dtype_bytes(leaf->dtype),
-                           leaf->dtype, grad + at * (int64_t)mn_dtype_bytes(leaf->slot->dtype),
-                           leaf->slot->dtype, rows, leaf->shape[3], true);
+    char *data = (char *)leaf->data + at * (int64_t)mn_dtype_bytes(leaf->dtype), *grad = NULL;
+    const mn_dtype grad_dtype = leaf->slot ? leaf->slot->dtype : leaf->dtype;
+    if (leaf->slot) {
+        grad = (char *)leaf->slot->memory + at * (int64_t)mn_dtype_bytes(grad_dtype);
+    }
+    return mn_tape_leaf_of(tape, data, leaf->dtype, grad, grad_dtype, rows, leaf->shape[3], true);
 }
 
 /* x + W3 (silu(W1 x) W2 x), W1 and W2 two thirds of a leaf: in one product and nothing kept between
