@@ -82,7 +82,7 @@ static void print_build(const mn_context *context) {
 static void print_devices(void) {
     int count;
     printf("\ndevices\n");
-    printf("  CUDA %s\n", mn_device_built() ? "built in: sm_80, sm_90a and PTX" : "not built in");
+    printf("  CUDA %s\n", mn_device_built() ? "built in" : "not built in");
     if (mn_device_count(&count) != MN_OK) printf("  none: %s\n", mn_last_error());
     for (int i = 0; i < count; i++) {
         mn_device_info info;
