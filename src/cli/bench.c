@@ -45,7 +45,6 @@ static void print_help(void) {
 
 /* The CPU measures f32; a GPU bf16 or f32. */
 static int parse_device(options *o) {
-    if (o->bench.device && strcmp(o->bench.device, "cpu") == 0) o->bench.device = NULL;
     o->bench.dtype = o->bench.device ? MN_BF16 : MN_F32;
     if (!o->dtype) return 0;
     const bool known = mn_dtype_parse(&o->bench.dtype, o->dtype) && o->bench.dtype != MN_F64;
@@ -59,7 +58,7 @@ static int parse(options *o, int argc, char **argv) {
     const mn_option rows[] = {
         { "--only", .text = &o->only },
         { "--target", .text = &o->bench.target },
-        { "--device", .text = &o->bench.device },
+        { "--device", .read = mn_options_device, .to = &o->bench.device },
         { "--dtype", .text = &o->dtype },
         { "--runs", .count = &o->bench.n_runs, .low = 1, .high = 256 },
         { "--threads", .count = &o->bench.n_threads, .low = 1, .high = 256 },

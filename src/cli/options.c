@@ -98,6 +98,11 @@ static int take_values(const reader *r, int at, int argc, char **argv, int *used
     return needs(r, argv[at], row->several ? "at least one value" : "a value", NULL);
 }
 
+bool mn_options_device(void *to, const char *value) {
+    *(const char **)to = strcmp(value, "cpu") == 0 ? NULL : value;
+    return true;
+}
+
 int mn_options_read(const mn_option *rows, int n_rows, const char *verb, int argc, char **argv) {
     const reader r = { rows, n_rows, verb };
     bool options = true;

@@ -20,6 +20,9 @@ typedef struct mn_option {
     const char *needs;           // "a number from 0 to 1"; NULL: read called mn_fail
 } mn_option;
 
+/* Reads the name of a device into a const char *; NULL for "cpu". */
+bool mn_options_device(void *to, const char *value);
+
 /* argv[0] is the verb. 0; 2 for a mistake, after a line on standard error; -1 for --help or -h. */
 int mn_options_read(const mn_option *rows, int n_rows, const char *verb, int argc, char **argv);
 

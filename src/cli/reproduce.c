@@ -80,7 +80,7 @@ static int parse(options *o, int argc, char **argv) {
         { "--steps", .count = &o->steps, .low = 1, .high = INT32_MAX },
         { "--out", .text = &o->out },
         { "--report", .text = &o->report },
-        { "--device", .text = &o->device },
+        { "--device", .read = mn_options_device, .to = &o->device },
         { "--preset", .read = read_preset, .to = &o->preset, .needs = "smoke, cpu or full" },
         { "--checkpoint", .list = o->checkpoints, .n = &o->n_checkpoints,
           .most = MOST_CHECKPOINTS },
@@ -88,7 +88,6 @@ static int parse(options *o, int argc, char **argv) {
         { NULL, .text = &o->name },
     };
     const int status = mn_options_read(rows, MN_COUNTOF(rows), "reproduce", argc, argv);
-    if (o->device && strcmp(o->device, "cpu") == 0) o->device = NULL;
     if (status != 0 || o->name || o->list) return status;
     return mn_options_mistake("reproduce", "", "name an experiment, or --list them");
 }

@@ -63,14 +63,13 @@ static int parse(options *o, int argc, char **argv) {
     const mn_option rows[] = {
         { "-o", .text = &o->out },
         { "--jobs", .count = &o->processes, .low = 1, .high = MN_SWEEP_LANES },
-        { "--device", .text = &o->device },
+        { "--device", .read = mn_options_device, .to = &o->device },
         { "--set", .list = o->sets, .n = &o->n_sets, .most = MOST_SETS },
         { "--dry-run", .flag = &o->dry },
         { "--quiet", .flag = &o->quiet },
         { NULL, .text = &o->file },
     };
     const int status = mn_options_read(rows, MN_COUNTOF(rows), "sweep", argc, argv);
-    if (o->device && strcmp(o->device, "cpu") == 0) o->device = NULL;
     if (status != 0 || o->file) return status;
     return mn_options_mistake("sweep", "", "name a file of jobs");
 }

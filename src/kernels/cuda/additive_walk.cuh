@@ -215,6 +215,20 @@ __device__ inline void mn_walk_load_decays(float (&g)[CHUNK / 32], const mn_walk
     }
 }
 
+/* Numbers of a warp's lanes: the sum of those before this one, and of all. */
+__device__ inline void mn_walk_sum_lanes(double &before, double &whole, double own) {
+    const int lane = threadIdx.x % 32;
+    double sum = own;
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+        const double other = __shfl_up_sync(0xffffffffu, sum, step);
+        if (lane >= step) sum += other;
+    }
+    whole = __shfl_sync(0xffffffffu, sum, 31);
+    before = __shfl_up_sync(0xffffffffu, sum, 1);
+    if (lane == 0) before = 0.0;
+}
+
 /* A warp calls. */
 template <int CHUNK>
 __device__ inline void mn_walk_sum_decays(mn_walk_levels<CHUNK> &to, const float (&g)[CHUNK / 32],
@@ -224,15 +238,8 @@ __device__ inline void mn_walk_sum_decays(mn_walk_levels<CHUNK> &to, const float
     double own = 0.0;
 #pragma unroll
     for (int i = 0; i < CHUNK / 32; i++) own += unit * g[i];
-    double sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step <<= 1) {
-        const double other = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += other;
-    }
-    const double whole = __shfl_sync(0xffffffffu, sum, 31);
-    double level = __shfl_up_sync(0xffffffffu, sum, 1);
-    if (lane == 0) level = 0.0;
+    double level, whole;
+    mn_walk_sum_lanes(level, whole, own);
 #pragma unroll
     for (int i = 0; i < CHUNK / 32; i++) {
         const int row = lane * (CHUNK / 32) + i;

@@ -107,15 +107,8 @@ __device__ inline void mn_mlstm_make_levels(mn_mlstm_levels<CHUNK> &to,
     double own = 0.0;
 #pragma unroll
     for (int i = 0; i < CHUNK / 32; i++) own += (double)in.decay[i];
-    double sum = own;
-#pragma unroll
-    for (int step = 1; step < 32; step <<= 1) {
-        const double other = __shfl_up_sync(0xffffffffu, sum, step);
-        if (lane >= step) sum += other;
-    }
-    const double whole = __shfl_sync(0xffffffffu, sum, 31);
-    double level = __shfl_up_sync(0xffffffffu, sum, 1);
-    if (lane == 0) level = 0.0;
+    double level, whole;
+    mn_walk_sum_lanes(level, whole, own);
 #pragma unroll
     for (int i = 0; i < CHUNK / 32; i++) {
         const int row = lane * (CHUNK / 32) + i;
