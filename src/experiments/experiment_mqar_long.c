@@ -52,8 +52,7 @@ const mn_experiment_text mn_experiment_mqar_long = {
                 "grid": {
                     "width": {
                         "32": {"model": {"hidden_size": 32, "intermediate_size": 64}},
-                        "64": {"model": {"hidden_size": 64, "intermediate_size": 128}},
-                        "128": {"model": {"hidden_size": 128, "intermediate_size": 256}}
+                        "64": {"model": {"hidden_size": 64, "intermediate_size": 128}}
                     },
                     "train.lr": [0.001, 0.003], "seed": [0, 1]
                 }
