@@ -68,6 +68,18 @@ __device__ inline mn_memory_place mn_memory_here(const mn_memory &p, int64_t n_t
     return at;
 }
 
+/* exp(g) of token t of a sequence, by two floats near 1: where a decay is slow many tokens take part
+ * in a state, and a rounding that is the same at each of them would grow with their number. So the
+ * sum of both is rounded up or down as t tells, such that the product over tokens of one g keeps
+ * within a rounding of what it should be. Fast decays forget their errors. */
+__device__ inline float mn_memory_decay(float g, int64_t t) {
+    if (!(g > -0.5f)) return expf(g);
+    const float less = expm1f(g), near = 1.0f + less;
+    const double rest = 0x1p24 * (double)(less - (near - 1.0f));    // in units of its last place
+    const double before = floor((double)t * rest + 0.5);
+    return near + 0x1p-24f * (float)(floor((double)(t + 1) * rest + 0.5) - before);
+}
+
 /* Reads tokens [t, t + count) of the sequence. All threads of the block call; those that still read
  * the group before must be done. */
 template <typename T, int R, int TOKENS>
@@ -87,7 +99,8 @@ __device__ void mn_memory_fetch(mn_memory_group<R, TOKENS> &to, const mn_memory 
         to.w[token][i] = inside ? write * mn_float(w[i]) : 0.0f;
         to.decay[token][i] = 1.0f;
         if (g && inside) {
-            to.decay[token][i] = expf(mn_float(g[p.decay == MN_DECAY_CHANNEL ? i : 0]));
+            const float log = mn_float(g[p.decay == MN_DECAY_CHANNEL ? i : 0]);
+            to.decay[token][i] = mn_memory_decay(log, t + token);
         }
     }
     for (int k = threadIdx.x; k < count * sizes::tile; k += sizes::threads) {
