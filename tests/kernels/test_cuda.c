@@ -6,10 +6,10 @@
  * have twice of that (see mn_golden_compare_bf16): each number within 2 u of its scale, the largest
  * of its row or the rms of its tensor, and the rms of the error within 2 u / sqrt(3) of that of the
  * tensor. Where sums of many products lose more because kernels round what goes into the products,
- * twice what rounding every input once does is the bound; for operators made of others, which round
- * between their parts too, that of the golden files (tests/golden/README.md): ten times what
- * results of the reference move when inputs move by u, and twenty times for gradients. Gradients
- * that vanish by structure are held to 2 u of the loss.
+ * twice what rounding every input once does is the bound, and for ccq_read twice what rounding
+ * between its parts does; for operators made of more parts, that of the golden files
+ * (tests/golden/README.md): ten times what results of the reference move when inputs move by u, and
+ * twenty times for gradients. Gradients that vanish by structure are held to 2 u of the loss.
  *
  * test_cuda [OPERATOR [I/N]] runs one operator, and of its forms every Nth from the Ith on: the
  * reference takes most of the time, and several processes share it. */
