@@ -7,6 +7,7 @@
 
 #include "base/rng.h"
 #include "base/util.h"
+#include "support/op_rounded.h"
 
 enum { N_TRIALS = 3, N_THREADS = 4 };    // of the reference: the bits are the same with any
 
@@ -126,6 +127,20 @@ void op_measure(op_tolerances *out, mn_sample *want, const op_case *c) {
     op_widen(out, want, c);
 }
 
+/* The larger of what is there and twice how far `moved` lies from `want`. */
+static void widen_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS],
+                       const mn_sample *moved, const mn_sample *want) {
+    for (int i = 0; i < want->n_tensors; i++) {
+        const mn_sample_tensor *t = &want->tensors[i];
+        const void *x = op_memory(&moved->tensors[i], OP_COMPUTED);
+        const void *r = op_memory(t, OP_COMPUTED);
+        if (!x || !r || t->count == 0) continue;
+        const distance d = distance_between(moved, x, want, r, t->count, 0);
+        rms[i] = fmax(rms[i], 2.0 * d.rms);
+        worst[i] = fmax(worst[i], 2.0 * d.worst);
+    }
+}
+
 void op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], const mn_sample *want,
                      const op_case *c) {
     mn_sample moved;
@@ -137,16 +152,10 @@ void op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], con
     for (uint64_t trial = 1; trial <= N_TRIALS; trial++) {
         nudge(&moved, want, trial, 0x1p-9);
         op_run_both(op_context("ref", N_THREADS), &moved, &f64);
-        for (int i = 0; i < want->n_tensors; i++) {
-            const mn_sample_tensor *t = &want->tensors[i];
-            const void *x = op_memory(&moved.tensors[i], OP_COMPUTED);
-            const void *r = op_memory(t, OP_COMPUTED);
-            if (!x || !r || t->count == 0) continue;
-            const distance d = distance_between(&moved, x, want, r, t->count, 0);
-            rms[i] = fmax(rms[i], 2.0 * d.rms);
-            worst[i] = fmax(worst[i], 2.0 * d.worst);
-        }
+        widen_bf16(rms, worst, &moved, want);
     }
+    op_convert(&moved, want);
+    if (op_run_rounded(&moved, &f64)) widen_bf16(rms, worst, &moved, want);
     mn_sample_free(&moved);
 }
 
