@@ -39,8 +39,7 @@
 #include "kernels/cuda/bayes_back.cuh"
 #include "kernels/cuda/bayes_span_gather.cuh"
 #include "kernels/cuda/bayes_walk_adjoint.cuh"
-#include "kernels/cuda/bayes_walk_covariance.cuh"
-#include "kernels/cuda/bayes_walk_mean.cuh"
+#include "kernels/cuda/bayes_walks.cuh"
 #include "kernels/riccati_args.h"
 
 /* ---- walks ----------------------------------------------------------------------------------- */
@@ -449,7 +448,8 @@ static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
     l->heads = mn_tile_slots(c, SPAN_TOKENS) * c.H;
     piecework both = { (char *)base, 0, true };
     both.take(&l->narrow.traces, l->blocks, 1, 1);
-    if (l->R) both.take(&l->spans.steep, l->blocks, 1, 1);
+    if (l->R) both.take(&l->spans.steep, l->blocks, 2, 1);
+    if (l->spans.steep) l->spans.left = l->spans.steep + l->blocks;
     l->spans.traces = l->narrow.traces, l->narrow.steep = l->spans.steep;
     piecework one = both, other = both;
     if (l->R) take_spans(l, p, &one);
@@ -466,16 +466,15 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
     const span_work &w = l.spans;
     const unsigned blocks = (unsigned)l.blocks, heads = (unsigned)l.heads;
     const unsigned groups = heads * (unsigned)p->call.G;
-    const bool bf16 = p->call.dtype == MN_BF16;
-    int code = (int)cudaMemsetAsync(w.steep, heads == 0, l.blocks * sizeof *w.steep, on);
+    int code = (int)cudaMemsetAsync(w.steep, heads == 0, 2 * l.blocks * sizeof *w.steep, on);
     if (code != cudaSuccess || heads == 0) return code;
     if (p->theta.data) span_prepare_kernel<T, true><<<heads, 512, 0, on>>>(*p, w, R);
     else span_prepare_kernel<T, false><<<heads, 512, 0, on>>>(*p, w, R);
-    code = mn_launch_with_room(covariance_walk_kernel<R>, blocks, 2 * R,
-                               sizeof(covariance_room<R>), on, *p, w, bf16);
+    code = mn_launch_with_room(walks_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
+                               WALK_THREADS, widest_room<R>(), on, *p, w);
     if (code == cudaSuccess && w.slices > 0) {
-        code = mn_launch_with_room(mean_walks_kernel<T, R>, 2 * blocks * (unsigned)w.slices,
-                                   32 * MEAN_WARPS, sizeof(mean_room<R>), on, *p, w);
+        code = mn_launch_with_room(walks_back_kernel<T, R>, blocks * (unsigned)w.slices,
+                                   WALK_THREADS, sizeof(mean_room<R>), on, *p, w);
     }
     if (code == cudaSuccess) {
         code = mn_launch_with_room(span_sources_kernel<T, R>, groups, GATHER_THREADS,

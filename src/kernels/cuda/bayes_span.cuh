@@ -22,6 +22,7 @@ enum {
 /* Work space of spans. Panels are of a head of a span, or of a group of it. */
 struct span_work {
     int *steep;                               // of a head of a sequence
+    int *left;                                // chunks that a covariance's walk has left to means
     double *k, *q, *phi;                      // panels of heads; k, q in the frame
     double *noise;                            // n at each chunk's start and the end: 5 x 2 x R
     double *nk;                               // panel: n_t kh_t; until h takes its place
@@ -189,6 +190,23 @@ __device__ static void await_copies() {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
+/* ---- walks side by side ---------------------------------------------------------------------- */
+
+/* One thread says behind a barrier that all its block wrote before holds for `count` chunks. */
+__device__ static void say_left(int *to, int64_t count) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"((int)count) : "memory");
+}
+
+/* One thread waits for that; its block sees it behind a barrier. */
+__device__ static void await_left(const int *from, int64_t count) {
+    int now;
+    while (true) {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(from) : "memory");
+        if (now >= count) return;
+        __nanosleep(64);
+    }
+}
+
 /* ---- preparing ------------------------------------------------------------------------------- */
 
 /* Sums of the chunks of a span, by channels. */
@@ -250,19 +268,29 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0) return;
     const int c = threadIdx.x / 128, i = threadIdx.x % 128, K = (int)p.call.K;
-    const int64_t b = tile.span.b, t0 = tile.span.t0 + tile.first + c * CHUNK;
-    const int n_rows = i < K ? (int)min((int64_t)CHUNK, tile.n_rows - c * CHUNK) : 0;
+    const int64_t b = tile.span.b, t0 = tile.span.t0 + tile.first;
+    const int n_rows = i < K ? (int)tile.n_rows : 0, channel = min(i, K - 1);
+    const bool asks = p.q.data != NULL;
+    const mn_in &queries = asks ? p.q : p.k, &angles = TURNS ? p.theta : p.la;
     double2 phi[CHUNK];
     float l2[CHUNK], k[CHUNK], q[CHUNK];
     double level = 0.0, angle = 0.0;
 #pragma unroll
     for (int j = 0; j < CHUNK; j++) {
-        const bool there = j < n_rows;
-        phi[j].x = there ? (double)mn_float(mn_row<T>(p.la, b, t0 + j, h)[i]) : 0.0;
-        phi[j].y = TURNS && there ? (double)mn_float(mn_row<T>(p.theta, b, t0 + j, h)[i]) : 0.0;
-        l2[j] = there ? mn_float(*mn_row<T>(p.l2, b, t0 + j, h)) : 0.0f;
-        k[j] = there ? mn_float(mn_row<T>(p.k, b, t0 + j, h)[i]) : 0.0f;
-        q[j] = there ? mn_get(mn_row<T>(p.q, b, t0 + j, h), i) : 0.0f;
+        /* A load that a condition guards would wait for the one before. */
+        const int64_t t = t0 + min(c * CHUNK + j, (int)tile.n_rows - 1);
+        const float decay = mn_float(mn_row<T>(p.la, b, t, h)[channel]);
+        const float by = TURNS ? mn_float(mn_row<T>(angles, b, t, h)[channel]) : 0.0f;
+        l2[j] = mn_float(*mn_row<T>(p.l2, b, t, h));
+        k[j] = mn_float(mn_row<T>(p.k, b, t, h)[channel]);
+        q[j] = mn_float(mn_row<T>(queries, b, t, h)[channel]);
+        phi[j] = make_double2((double)decay, (double)by);
+    }
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) {
+        const bool there = c * CHUNK + j < n_rows;
+        if (!there) phi[j] = make_double2(0.0, 0.0), l2[j] = k[j] = 0.0f;
+        if (!there || !asks) q[j] = 0.0f;
         level += phi[j].x, angle += phi[j].y;
     }
     sums.level[c][i] = level, sums.angle[c][i] = angle;

@@ -11,25 +11,24 @@ enum { TOKENS_LD = SPAN_TOKENS + 8, CHANNELS_LD = 129, GATHER_THREADS = 512 };
  * factor of 8 columns, taken from a tensor of type T whose rows may be absent. */
 template <typename T>
 struct token_rows {
-    const T *first;       // NULL: zeros
+    const T *first;       // NULL where `any` is false: zeros
     int64_t stride;       // of tokens
     int n_rows, count;    // tokens, columns
+    bool any;
     double scale;
 
+    /* A load that a condition guards would wait for the one before. */
     __device__ double at(int t, int j) const {
-        if (!first || t >= n_rows || j >= count) return 0.0;
-        return scale * (double)mn_float(first[t * stride + j]);
+        const T x = first[min(t, n_rows - 1) * stride + min(j, count - 1)];
+        return t < n_rows && j < count ? scale * (double)mn_float(x) : 0.0;
     }
 
-    /* as left_rows and right_rows */
+    /* as left_rows */
     __device__ void left(double (&a)[4], int row, int column) const {
         const int lane = threadIdx.x % 32, t = row + lane / 4, j = column + 2 * (lane % 4);
+        a[0] = a[1] = a[2] = a[3] = 0.0;
+        if (!any) return;
         a[0] = at(t, j), a[1] = at(t + 8, j), a[2] = at(t, j + 1), a[3] = at(t + 8, j + 1);
-    }
-
-    __device__ void right(double (&b)[2], int row, int column) const {
-        const int lane = threadIdx.x % 32, t = row + lane / 4, j = column + 2 * (lane % 4);
-        b[0] = at(t, j), b[1] = at(t, j + 1);
     }
 };
 
@@ -38,7 +37,8 @@ template <typename T>
 __device__ static token_rows<T> outputs_of(const mn_bayes_args &p, const mn_tile_span &tile,
                                            const span_group &s) {
     const T *d_o = mn_row<T>(p.cot.o, tile.span.b, tile.span.t0 + tile.first, s.h);
-    return { d_o ? d_o + s.first : nullptr, p.cot.o.stride[1], (int)tile.n_rows, s.count,
+    const bool any = d_o && s.count > 0;
+    return { any ? d_o + s.first : nullptr, p.cot.o.stride[1], (int)tile.n_rows, s.count, any,
              (double)p.scale };
 }
 
@@ -131,6 +131,9 @@ struct y_slice {
     double at[EACH];
 
     __device__ void load(const token_rows<T> &y, int first) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) at[i] = 0.0;
+        if (!y.any) return;
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int j = threadIdx.x + i * GATHER_THREADS;
@@ -636,7 +639,7 @@ __device__ static void gain_inside(double &trace, double &turning, const mn_baye
 
 /* What a thread has of a token: its channel's rows, in complex numbers where channels turn. */
 struct channel_token {
-    double2 phi, k, q, du, dk, dq;
+    double2 phi, k, q, dk, dq;
     double l2;
 };
 
@@ -655,7 +658,8 @@ __device__ static void gather_channel(double *dl2, const double *weights, const 
                                       int c, int i) {
     constexpr int AHEAD = 4, STEP = TURNS ? 2 : 1;
     const int64_t G = p.call.G, h = head % p.call.H;
-    const int r = i * STEP, K = (int)p.call.K, count = (int)(tile.n_rows - c * CHUNK);
+    const int r = i * STEP, K = (int)p.call.K;
+    const int count = (int)(tile.n_rows - c * CHUNK);    // 0 or less: no token, all else holds
     const int64_t b = tile.span.b, t0 = tile.span.t0 + tile.first + c * CHUNK;
     const int64_t panel = (head * SPAN_TOKENS + c * CHUNK) * R + r;
     const double *dk = w.P + head * G * w.P_each + c * CHUNK * R + r, *dq = dk + SPAN_TOKENS * R;
@@ -664,9 +668,8 @@ __device__ static void gather_channel(double *dl2, const double *weights, const 
     noise_sums n[CHUNK], sum = { noise[r], noise[R + r], TURNS ? noise[r + 1] : 0.0 };
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
-        const T *l2 = mn_row<T>(p.l2, b, t0 + t, h);
-        sum.add(noise_row(pair_at<TURNS>(w.phi + panel + t * R)),
-                t < count ? (double)mn_float(*l2) : 0.0);
+        const float l2 = mn_float(*mn_row<T>(p.l2, b, t0 + min(t, count - 1), h));
+        sum.add(noise_row(pair_at<TURNS>(w.phi + panel + t * R)), t < count ? (double)l2 : 0.0);
         n[t] = sum;
     }
     double rr = 0.0, ri = 0.0, ii = 0.0;
@@ -674,6 +677,16 @@ __device__ static void gather_channel(double *dl2, const double *weights, const 
         const double *inside = w.inside + ((head * G + g) * SPAN_CHUNKS + c) * 2 * R;
         rr += inside[r];
         if (TURNS) ri += inside[R + r], ii += inside[r + 1];
+    }
+    double2 sums[CHUNK];    // du of all groups
+#pragma unroll
+    for (int t = 0; t < CHUNK; t++) sums[t] = make_double2(0.0, 0.0);
+    for (int64_t g = 0; g < G; g++) {
+#pragma unroll
+        for (int t = 0; t < CHUNK; t++) {
+            const double2 more = pair_at<TURNS>(du + (g * SPAN_TOKENS + t) * R);
+            sums[t].x += more.x, sums[t].y += more.y;
+        }
     }
     double trace = 0.0, turning = 0.0;
 #pragma unroll
@@ -686,18 +699,13 @@ __device__ static void gather_channel(double *dl2, const double *weights, const 
             x[j].k = pair_at<TURNS>(w.k + panel + t * R);
             x[j].q = pair_at<TURNS>(w.q + panel + t * R);
             x[j].dk = pair_at<TURNS>(dk + t * R), x[j].dq = pair_at<TURNS>(dq + t * R);
-            x[j].du = make_double2(0.0, 0.0);
-            for (int64_t g = 0; g < G; g++) {
-                const double2 more = pair_at<TURNS>(du + (g * SPAN_TOKENS + t) * R);
-                x[j].du.x += more.x, x[j].du.y += more.y;
-            }
-            x[j].l2 = t < count ? (double)mn_float(*mn_row<T>(p.l2, b, t0 + t, h)) : 0.0;
+            x[j].l2 = (double)mn_float(*mn_row<T>(p.l2, b, t0 + min(t, count - 1), h));
         }
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
             const int t = last - j;
             if (t >= count) continue;
-            const double2 k = x[j].k, q = x[j].q, d = x[j].du, phi = x[j].phi;
+            const double2 k = x[j].k, q = x[j].q, d = sums[t], phi = x[j].phi;
             const double2 own = noise_row(phi);
             const double a = weights[c * CHUNK + t], l2 = x[j].l2;
             double2 gk = x[j].dk, gq = x[j].dq;

@@ -161,15 +161,13 @@ __device__ static void fetch_covariance(covariance_room<R> &room, const span_wor
     close_copies();
 }
 
-/* z / sigma and what chunks need of each other, of a group of a head of a sequence. */
+/* z / sigma and what chunks need of each other, of a group of a head of a sequence: the first 2 R
+ * threads of a block. */
 template <int R>
-__global__ void __launch_bounds__(2 * R, 1)
-covariance_walk_kernel(const __grid_constant__ mn_bayes_args p,
-                       const __grid_constant__ span_work w, bool bf16) {
-    extern __shared__ __align__(16) double doubles[];
-    covariance_room<R> &room = *(covariance_room<R> *)doubles;
+__device__ static void walk_covariance(covariance_room<R> &room, const mn_bayes_args &p,
+                                       const span_work &w, int64_t block, bool bf16) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
-    const walk_place at = walk_place_at(p, blockIdx.x);
+    const walk_place at = walk_place_at(p, block);
     const span_group &s = at.s;
     if (w.steep[s.n * at.H + s.h]) return;
     const bool turns = p.theta.data != NULL, handed_in = p.P0.data != NULL;
@@ -211,6 +209,8 @@ covariance_walk_kernel(const __grid_constant__ mn_bayes_args p,
         } else if (warp < 3 && c > 0) {
             put_reads<R>(w.reads + at.own(c - 1) * SMALL, room.z,
                          room.q[(c - 1) % STAGES], room.inverse[!now], warp - 1);
+        } else if (warp == R / 16 - 1 && lane == 0) {
+            say_left(w.left + block, c);
         }
         __syncthreads();
         fetch_covariance<R>(room, w, at, c + 2);
@@ -261,6 +261,8 @@ covariance_walk_kernel(const __grid_constant__ mn_bayes_args p,
         move_strip_columns<R>(P, room.phi[stage], turns, false);
         move_strip_rows<R>(P, room.phi[stage], turns, false);
     }
+    __syncthreads();
+    if (threadIdx.x == 0) say_left(w.left + block, at.n_chunks);
     if (at.n_chunks > 0 && (warp == 1 || warp == 2)) {
         put_reads<R>(w.reads + at.own(at.n_chunks - 1) * SMALL, room.z,
                      room.q[(at.n_chunks - 1) % STAGES], room.inverse[(at.n_chunks - 1) % 2],
@@ -268,7 +270,7 @@ covariance_walk_kernel(const __grid_constant__ mn_bayes_args p,
     }
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
     if (dP) dP += s.g * rows * rows;
-    put_last<R>(w.last + (int64_t)blockIdx.x * (w.slices * SLICES + 1) * 2 * R, P,
+    put_last<R>(w.last + block * (w.slices * SLICES + 1) * 2 * R, P,
                 [&](int row, int other) { return symmetric_cotangent(dP, rows, row, other); });
 }
 

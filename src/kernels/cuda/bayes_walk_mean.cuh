@@ -192,9 +192,13 @@ __device__ static void mean_forward(mean_room<R> &room, const mn_bayes_args &p,
     constexpr int N = R / 2;
     strip<N> M;
     load_mean<N>(M, p.M0, p, a, rows);
+    const int *walked = w.left + block / w.slices;
+    if (threadIdx.x == 0) await_left(walked, min((int64_t)2, a.at.n_chunks));
+    __syncthreads();
     fetch_mean<R>(room, w, a.at, 0), fetch_mean<R>(room, w, a.at, 1);
     for (int64_t c = 0; c < a.at.n_chunks; c++) {
         await_copies();
+        if (threadIdx.x == 0) await_left(walked, min(c + 3, a.at.n_chunks));
         __syncthreads();
         fetch_mean<R>(room, w, a.at, c + 2);
         if (a.first >= w.columns) continue;
@@ -206,12 +210,21 @@ __device__ static void mean_forward(mean_room<R> &room, const mn_bayes_args &p,
         const T *from = mn_row<T>(p.v, a.at.span.b, a.at.span.t0 + c * CHUNK, a.at.s.h);
         from += a.at.s.first + a.first;
         const int left_over = (int)min((int64_t)CHUNK, a.at.span.length - c * CHUNK);
+        const bool takes = left_over > 0 && a.count > 0 && a.half == 0;
+        float raw[8] = {};    // guarded one by one, each load would wait for the one before
+        if (takes) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const int t = 8 * (i / 2 % 2) + lane / 4, j = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+                const int64_t row = min(t, left_over - 1) * p.v.stride[1];
+                raw[i] = mn_float(from[row + min(j, a.count - 1)]);
+            }
+        }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const int m = i / 4, t = 8 * (i / 2 % 2) + lane / 4, j = 8 * m + 2 * (lane % 4) + i % 2;
-            const bool there = j < a.count && t < left_over && a.half == 0;
-            v[m][i / 2 % 2][i % 2] =
-                there ? (double)mn_float(from[t * p.v.stride[1] + j]) : 0.0;
+            const int t = 8 * (i / 2 % 2) + lane / 4, j = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+            const bool there = j < a.count && t < left_over;
+            v[i / 4][i / 2 % 2][i % 2] = there ? (double)raw[i] : 0.0;
         }
         zero(x[0]), zero(x[1]);
         through_strip<N>(x, here.k + a.base, pitch<R>::left, M);
@@ -264,12 +277,15 @@ __device__ static void mean_backward(mean_room<R> &room, const mn_bayes_args &p,
         const T *from = mn_row<T>(p.cot.o, a.at.span.b, a.at.span.t0 + c * CHUNK, a.at.s.h);
         const int left_over = from ? (int)min((int64_t)CHUNK, a.at.span.length - c * CHUNK) : 0;
         from += a.at.s.first + a.first;
+        const bool takes = left_over > 0 && a.count > 0;
+        float raw[8] = {};
+        if (takes) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int m = i / 4, t = lane % 4 + i % 4 * 4, j = 8 * m + lane / 4;
-            const bool there = j < a.count && t < left_over;
-            y[m][i % 4] =
-                there ? p.scale * (double)mn_float(from[t * p.cot.o.stride[1] + j]) : 0.0;
+            for (int i = 0; i < 8; i++) {
+                const int t = lane % 4 + i % 4 * 4, j = 8 * (i / 4) + lane / 4;
+                const int64_t row = min(t, left_over - 1) * p.cot.o.stride[1];
+                raw[i] = mn_float(from[row + min(j, a.count - 1)]);
+            }
         }
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
             move_strip_columns<N>(E, here.phi + a.base, turns, true);
@@ -278,6 +294,12 @@ __device__ static void mean_backward(mean_room<R> &room, const mn_bayes_args &p,
         double x[2][2][2], b[2][4], left[8];
         zero(x[0]), zero(x[1]);
         through_strip<N>(x, here.w + a.base, pitch<R>::left, E);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int t = lane % 4 + i % 4 * 4, j = 8 * (i / 4) + lane / 4;
+            const bool there = j < a.count && t < left_over;
+            y[i / 4][i % 4] = there ? p.scale * (double)raw[i] : 0.0;
+        }
         left_small(left, here.reads, SMALL_LD);
         if (a.half == 1) mn_dmma_16(x[0], left, y[0]), mn_dmma_16(x[1], left, y[1]);
         turn_sum(b, room.sums[warp / 2], warp / 2, a.half, x);
@@ -301,17 +323,6 @@ __device__ static void mean_backward(mean_room<R> &room, const mn_bayes_args &p,
         if (!dM || v >= a.count || row >= rows) return;
         dM[(int64_t)row * p.call.V + a.at.s.first + a.first + v] = (float)x;
     });
-}
-
-/* Half the blocks go forward, the others back: neither needs the other. */
-template <typename T, int R>
-__global__ void __launch_bounds__(32 * MEAN_WARPS, 1)
-mean_walks_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
-    extern __shared__ __align__(16) double doubles[];
-    mean_room<R> &room = *(mean_room<R> *)doubles;
-    const int64_t half = gridDim.x / 2, block = blockIdx.x;
-    if (block < half) mean_backward<T, R>(room, p, w, block);
-    else mean_forward<T, R>(room, p, w, block - half);
 }
 
 #endif
