@@ -38,7 +38,6 @@
  * and groups leave float32 parts of what they share, added in their order. */
 #include "kernels/cuda/bayes_back.cuh"
 #include "kernels/cuda/bayes_span_gather.cuh"
-#include "kernels/cuda/bayes_walk_adjoint.cuh"
 #include "kernels/cuda/bayes_walks.cuh"
 #include "kernels/riccati_args.h"
 
@@ -381,22 +380,32 @@ struct layout {
     work narrow;
 };
 
+/* What all walks look at before anything else: zeros at first. */
+static void take_counts(layout *l, const mn_call &c, piecework *at) {
+    span_work *w = &l->spans;
+    w->columns = (int)(mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), SLICE) * SLICE);
+    w->slices = (int)mn_max(mn_ceil_div(w->columns, SLICE * SLICES), 1);
+    at->take(&w->steep, l->blocks, 2 + w->slices, 1);
+    if (!w->steep) return;
+    w->left = w->steep + l->blocks, w->back = w->left + l->blocks;
+}
+
 static void take_spans(layout *l, const mn_bayes_args *p, piecework *at) {
     const mn_call &c = p->call;
     span_work *w = &l->spans;
     const int64_t R = l->R, heads = l->heads, groups = heads * c.G, tokens = SPAN_TOKENS;
-    w->columns = (int)(mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), SLICE) * SLICE);
-    w->slices = (int)mn_ceil_div(w->columns, SLICE * SLICES);
     at->take(&w->k, heads, tokens, R), at->take(&w->q, heads, tokens, R);
     at->take(&w->phi, heads, tokens, R), at->take(&w->noise, heads, 2 * (SPAN_CHUNKS + 1), R);
     at->take(&w->h, groups, tokens, R), at->take(&w->w, groups, tokens, R);
     w->nk = w->h;
     at->take(&w->r2, groups, tokens, 1), at->take(&w->sigma, groups, tokens, 1);
+    at->take(&w->own, groups, tokens, 1);
     at->take(&w->eliminate, groups, SPAN_CHUNKS, SMALL);
     at->take(&w->reads, groups, SPAN_CHUNKS, SMALL);
     at->take(&w->theta, groups, SPAN_CHUNKS, SMALL);
-    w->P_each = mn_max(R, 2 * tokens) * R, w->E_each = mn_max(R * w->columns, 2 * tokens * tokens);
-    at->take(&w->P, groups, w->P_each, 1), at->take(&w->E, groups, w->E_each, 1);
+    w->P_each = mn_max(R, 2 * tokens) * R;
+    w->dw_each = mn_max((w->slices - 1) * tokens * R, 2 * tokens * tokens);
+    at->take(&w->P, groups, w->P_each, 1), at->take(&w->dw, groups, w->dw_each, 1);
     at->take(&w->M, groups, R, w->columns);
     at->take(&w->e, groups, tokens, w->columns), at->take(&w->de, groups, tokens, w->columns);
     at->take(&w->inside, groups, SPAN_CHUNKS, 2 * R);
@@ -424,7 +433,7 @@ static void take_narrow(layout *l, const mn_bayes_args *p, int nb, int nm, piece
 template <int R>
 constexpr size_t widest_room() {
     const size_t each[] = { sizeof(covariance_room<R>), sizeof(mean_room<R>),
-                            sizeof(source_room<R>), sizeof(adjoint_room<R>),
+                            sizeof(mean_back_room<R>), sizeof(adjoint_room<R>),
                             sizeof(weights_room<R>) };
     size_t most = 0;
     for (size_t bytes : each) most = bytes > most ? bytes : most;
@@ -448,8 +457,7 @@ static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
     l->heads = mn_tile_slots(c, SPAN_TOKENS) * c.H;
     piecework both = { (char *)base, 0, true };
     both.take(&l->narrow.traces, l->blocks, 1, 1);
-    if (l->R) both.take(&l->spans.steep, l->blocks, 2, 1);
-    if (l->spans.steep) l->spans.left = l->spans.steep + l->blocks;
+    if (l->R) take_counts(l, c, &both);
     l->spans.traces = l->narrow.traces, l->narrow.steep = l->spans.steep;
     piecework one = both, other = both;
     if (l->R) take_spans(l, p, &one);
@@ -466,23 +474,16 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
     const span_work &w = l.spans;
     const unsigned blocks = (unsigned)l.blocks, heads = (unsigned)l.heads;
     const unsigned groups = heads * (unsigned)p->call.G;
-    int code = (int)cudaMemsetAsync(w.steep, heads == 0, 2 * l.blocks * sizeof *w.steep, on);
+    const size_t counts = (size_t)l.blocks * (2 + (size_t)w.slices) * sizeof *w.steep;
+    int code = (int)cudaMemsetAsync(w.steep, heads == 0, counts, on);
     if (code != cudaSuccess || heads == 0) return code;
     if (p->theta.data) span_prepare_kernel<T, true><<<heads, 512, 0, on>>>(*p, w, R);
     else span_prepare_kernel<T, false><<<heads, 512, 0, on>>>(*p, w, R);
     code = mn_launch_with_room(walks_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
                                WALK_THREADS, widest_room<R>(), on, *p, w);
-    if (code == cudaSuccess && w.slices > 0) {
-        code = mn_launch_with_room(walks_back_kernel<T, R>, blocks * (unsigned)w.slices,
-                                   WALK_THREADS, sizeof(mean_room<R>), on, *p, w);
-    }
     if (code == cudaSuccess) {
-        code = mn_launch_with_room(span_sources_kernel<T, R>, groups, GATHER_THREADS,
-                                   sizeof(source_room<R>), on, *p, w);
-    }
-    if (code == cudaSuccess) {
-        code = mn_launch_with_room(adjoint_walk_kernel<T, R>, blocks, 2 * R,
-                                   sizeof(adjoint_room<R>), on, *p, w);
+        code = mn_launch_with_room(walks_back_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
+                                   WALK_THREADS, widest_room<R>(), on, *p, w);
     }
     if (code == cudaSuccess) {
         code = mn_launch_with_room(span_weights_kernel<T, R>, groups, GATHER_THREADS,

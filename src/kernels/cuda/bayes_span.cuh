@@ -22,17 +22,19 @@ enum {
 /* Work space of spans. Panels are of a head of a span, or of a group of it. */
 struct span_work {
     int *steep;                               // of a head of a sequence
-    int *left;                                // chunks that a covariance's walk has left to means
+    int *left;                                // chunks done by covariances' walks, for means
+    int *back;                                // the same of means' adjoints, of each slice
     double *k, *q, *phi;                      // panels of heads; k, q in the frame
     double *noise;                            // n at each chunk's start and the end: 5 x 2 x R
     double *nk;                               // panel: n_t kh_t; until h takes its place
-    double *h;                                // panel of groups: -beta / 2, H, du
+    double *h;                                // panel of groups: b, H, du
     double *r2, *sigma;                       // tokens of groups
     double *w;                                // panel: z / sigma
-    double *eliminate, *reads, *theta;        // of chunks: Li, w_s.q_t (s <= t), Theta / 2
-    double *P, *M, *E;                        // states before spans, E behind them; M', E' have
-                                              // columns first. Later a head's first P has dk, dq, E
-                                              // the weights of tokens
+    double *own;                              // tokens of groups: Psi_tt / 2 + w_t.b_t / 2
+    double *eliminate, *reads, *theta;        // of chunks: L', w_s.q_t (s <= t), O
+    double *P, *M;                            // states before spans; M' has columns first. Later a
+                                              // head's first P has dk and dq
+    double *dw;                               // of slices but the last; later weights of tokens
     double *e, *de;                           // tokens x columns
     double *inside;                           // D behind chunks: diagonal, beside it: 2 x R
     double *totals;                           // of a head's chunks: C's trace and turn, 2 x K
@@ -40,7 +42,7 @@ struct span_work {
     float *local;                             // tokens x 2 K: C's growth within the chunk
     double *traces;                           // of D in front of sequences
     int columns, slices;                      // value columns of a group, rounded up; blocks of 64
-    int64_t P_each, E_each;                   // numbers of a group
+    int64_t P_each, dw_each;                  // numbers of a group
 };
 
 /* Panels in shared memory: rows as left factors, and as right ones with tokens summed over. */
@@ -188,6 +190,40 @@ __device__ static void await_all_copies() {
 /* All groups but the last one have arrived; others see that behind a barrier. */
 __device__ static void await_copies() {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
+}
+
+/* ---- cotangents ------------------------------------------------------------------------------ */
+
+/* scale^2 dqvar of a token, or zero */
+template <typename T>
+__device__ static double weight_of(const mn_bayes_args &p, const mn_tile_span &tile,
+                                   const span_group &s, int t) {
+    const T *x = mn_row<T>(p.cot.qvar, tile.span.b, tile.span.t0 + tile.first + t, s.h);
+    if (!x || !p.q.data || t >= tile.n_rows) return 0.0;
+    return p.scale * p.scale * (double)mn_float(x[s.g]);
+}
+
+/* Channel-wise Phi'dgainvec of a token: of row r. */
+template <typename T>
+__device__ static double turned_gain(const mn_bayes_args &p, const mn_tile_span &tile,
+                                     const span_group &s, const double *phi, int t, int r,
+                                     int rows, bool turns) {
+    const T *x = mn_row<T>(p.cot.gainvec, tile.span.b, tile.span.t0 + tile.first + t, s.h);
+    if (!x || t >= tile.n_rows || r >= rows) return 0.0;
+    x += s.g * rows;
+    if (!turns) return phi[r] * (double)mn_float(x[r]);
+    const double other = (double)mn_float(x[r ^ 1]), mine = (double)mn_float(x[r]);
+    return r % 2 == 0 ? phi[r] * mine + phi[r + 1] * other : phi[r - 1] * mine - phi[r] * other;
+}
+
+/* Results in rows 16 mb .. of a matrix: use(element, row within the 16, column) */
+template <typename F>
+__device__ static void each_result(double (&c)[2][2], int column, F use) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        use(c[i / 2][i % 2], 8 * (i / 2) + lane / 4, column + 2 * (lane % 4) + i % 2);
+    }
 }
 
 /* ---- walks side by side ---------------------------------------------------------------------- */

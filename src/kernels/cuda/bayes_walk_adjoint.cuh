@@ -83,20 +83,31 @@ __device__ static void put_first(const strip<R> &D, double *sums, const mn_bayes
     *trace = sum;
 }
 
-/* H of all chunks from what the sources alone say of it, and Omega + Theta / 2; dP_0. */
+/* S from the shares of Y W', of which its lower half holds; all threads call, between barriers. */
+template <int R>
+__device__ static void add_lower(double *S, const double *parts, const double *own) {
+    for (int i = threadIdx.x; i < SMALL; i += 2 * R) {
+        const int t = max(i / 16, i % 16), s = min(i / 16, i % 16);
+        double x = t == s ? own[t] : 0.0;
+#pragma unroll
+        for (int warp = 0; warp < R / 16; warp++) x += parts[(warp * 16 + t) * PARTS_LD + s];
+        S[i / 16 * SMALL_LD + i % 16] = x;
+    }
+}
+
+/* H of all chunks and O, from b of the mean's walk; dP_0. The first 2 R threads of a block. */
 template <typename T, int R>
-__global__ void __launch_bounds__(2 * R, 1)
-adjoint_walk_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
-    extern __shared__ __align__(16) double doubles[];
-    adjoint_room<R> &room = *(adjoint_room<R> *)doubles;
+__device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &p,
+                                    const span_work &w, int64_t block) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
-    const walk_place at = walk_place_at(p, blockIdx.x);
+    const walk_place at = walk_place_at(p, block);
     const span_group &s = at.s;
     const int64_t n_chunks = at.n_chunks;
     if (w.steep[s.n * at.H + s.h]) return;
     const bool turns = p.theta.data != NULL, weighs = p.cot.qvar.data && p.q.data;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rows = (int)p.call.K * (turns ? 2 : 1), column = 16 * warp;
+    const int *told = w.back + (block + 1) * w.slices - 1;
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
     if (dP) dP += s.g * rows * rows;
     strip<R> D;
@@ -104,13 +115,13 @@ adjoint_walk_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     fetch_adjoint<R>(room, w, at, n_chunks - 1, weighs);
     fetch_adjoint<R>(room, w, at, n_chunks - 2, weighs);
     await_copies();
+    if (threadIdx.x == 0) await_left(told, min((int64_t)1, n_chunks));
     __syncthreads();
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
         const adjoint_stage<R> &here = room.stage[(n_chunks - 1 - c) % STAGES];
         double *h = w.h + at.own(c) * CHUNK * R, *theta = w.theta + at.own(c) * SMALL;
         double x[2][2][2], known[2][2][2], omega[2][2][2], left[8], b[4];
         get_rows(known[0], h, R, column), get_rows(known[1], h, R, column + 8);
-        get_rows(omega[0], theta, 16, 0), get_rows(omega[1], theta, 16, 8);
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
             move_strip_columns<R>(D, here.phi, turns, true);
             move_strip_rows<R>(D, here.phi, turns, true);
@@ -123,6 +134,12 @@ adjoint_walk_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
         });
         zero(x[0]), zero(x[1]);
         through_strip<R>(x, here.w, LEFT, D);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            double &y = x[i / 4][i / 2 % 2][i % 2];
+            y = fma(-0.5, known[i / 4][i / 2 % 2][i % 2], y);
+        }
+        gram_share<R>(room.parts, x, here.w, LEFT);
         double *turned = room.turned + column;
         put_rows(turned, RIGHT, 0, x[0]), put_rows(turned, RIGHT, 8, x[1]);
         __syncwarp();
@@ -130,30 +147,27 @@ adjoint_walk_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             right_columns16(b, turned, RIGHT, 8 * m);
-            zero(x[m]);
-            mn_dmma_16(x[m], left, b);
+            zero(known[m]);
+            mn_dmma_16(known[m], left, b);
+            put_rows(room.h, RIGHT, column + 8 * m, known[m]);
+            put_rows(h, R, column + 8 * m, known[m]);
         }
-        gram_share<R>(room.parts, x, here.w, LEFT);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            known[i / 4][i / 2 % 2][i % 2] += x[i / 4][i / 2 % 2][i % 2];
-        }
-        put_rows(room.h, RIGHT, column, known[0]), put_rows(room.h, RIGHT, column + 8, known[1]);
-        put_rows(h, R, column, known[0]), put_rows(h, R, column + 8, known[1]);
         __syncthreads();
         fetch_adjoint<R>(room, w, at, c - 2, weighs);
-        add_shares<R>(room.S, room.parts);
+        add_lower<R>(room.S, room.parts, w.own + at.own(c) * CHUNK);
         left_columns16(left, here.k, RIGHT, column);
 #pragma unroll
         for (int i = 0; i < 8; i++) left[i] = -left[i];
         add_product<R>(D, left, room.h, RIGHT);
         __syncthreads();
-        left_small(left, room.S, SMALL_LD);
+        left_columns16(left, here.eliminate, SMALL_LD, 0);
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            right_columns16(b, here.eliminate, SMALL_LD, 8 * m);
-            mn_dmma_16(omega[m], left, b);
+            right_columns16(b, room.S, SMALL_LD, 8 * m);
+            zero(x[m]);
+            mn_dmma_16(x[m], left, b);
         }
+        small_times_rows(omega, x, here.eliminate, SMALL_LD);
         if (warp == 0) put_rows(theta, 16, 0, omega[0]), put_rows(theta, 16, 8, omega[1]);
         small_times_rows(x, omega, here.k + column, RIGHT);
 #pragma unroll
@@ -177,9 +191,10 @@ adjoint_walk_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
             add_product<R>(D, left, here.q, RIGHT);
         }
         await_copies();
+        if (threadIdx.x == 0) await_left(told, min(n_chunks - c + 1, n_chunks));
         __syncthreads();
     }
-    put_first<R>(D, room.S, p, s, w.traces + blockIdx.x, rows);
+    put_first<R>(D, room.S, p, s, w.traces + block, rows);
 }
 
 #endif
