@@ -434,7 +434,8 @@ template <int R>
 constexpr size_t widest_room() {
     const size_t each[] = { sizeof(covariance_room<R>), sizeof(mean_room<R>),
                             sizeof(mean_back_room<R>), sizeof(adjoint_room<R>),
-                            sizeof(weights_room<R>) };
+                            sizeof(weights_room<R>),
+                            PRODUCT_STAGES * sizeof(product_stage<R>) };
     size_t most = 0;
     for (size_t bytes : each) most = bytes > most ? bytes : most;
     return most;
@@ -489,8 +490,11 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
         code = mn_launch_with_room(span_weights_kernel<T, R>, groups, GATHER_THREADS,
                                    sizeof(weights_room<R>), on, *p, w);
     }
+    if (code == cudaSuccess) {
+        code = mn_launch_with_room(span_products_kernel<T, R>, heads, GATHER_THREADS,
+                                   PRODUCT_STAGES * sizeof(product_stage<R>), on, *p, w);
+    }
     if (code != cudaSuccess) return code;
-    span_products_kernel<T, R><<<heads, GATHER_THREADS, 0, on>>>(*p, w);
     const size_t channels = (SPAN_TOKENS + SPAN_TOKENS * CHANNELS_LD) * sizeof(double);
     code = p->theta.data ? mn_launch_with_room(span_channels_kernel<T, R, true>, heads,
                                                GATHER_THREADS, channels, on, *p, w)

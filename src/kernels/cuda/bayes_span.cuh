@@ -152,15 +152,6 @@ __device__ static void zero(double (&c)[2][2]) {
     c[0][0] = c[0][1] = c[1][0] = c[1][1] = 0.0;
 }
 
-/* 1 / x of a normal number to its last bit or two: the quotient's care for others costs a call. */
-__device__ static double reciprocal(double x) {
-    double y;
-    asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
-#pragma unroll
-    for (int i = 0; i < 3; i++) y = fma(y, fma(-x, y, 1.0), y);
-    return y;
-}
-
 /* ---- copies that run beside the work --------------------------------------------------------- */
 
 __device__ static void copy_later(double *to, const double *from) {
@@ -254,7 +245,7 @@ struct chunk_sums {
 /* (c, -s) for Phi^-1 = ((c, s), (-s, c)) of a channel: l2 times its square is the noise of a token,
  * rr in the real row, ii in the other, ri across. */
 __device__ static double2 noise_row(double2 phi) {
-    const double inverse = reciprocal(phi.x * phi.x + phi.y * phi.y);
+    const double inverse = mn_reciprocal(phi.x * phi.x + phi.y * phi.y);
     return make_double2(phi.x * inverse, -phi.y * inverse);
 }
 

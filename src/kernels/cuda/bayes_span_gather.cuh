@@ -22,14 +22,6 @@ struct token_rows {
         const T x = first[min(t, n_rows - 1) * stride + min(j, count - 1)];
         return t < n_rows && j < count ? scale * (double)mn_float(x) : 0.0;
     }
-
-    /* as left_rows */
-    __device__ void left(double (&a)[4], int row, int column) const {
-        const int lane = threadIdx.x % 32, t = row + lane / 4, j = column + 2 * (lane % 4);
-        a[0] = a[1] = a[2] = a[3] = 0.0;
-        if (!any) return;
-        a[0] = at(t, j), a[1] = at(t + 8, j), a[2] = at(t, j + 1), a[3] = at(t + 8, j + 1);
-    }
 };
 
 /* Rows of do, times scale, of a group. */
@@ -277,83 +269,198 @@ span_weights_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     }
 }
 
+/* ---- dk and dq ------------------------------------------------------------------------------- */
+
+/* Of a group they are three products that sum over rows of the state, value columns and earlier
+ * tokens; their factors flow through shared memory in slices of 16 of these. */
+enum { PRODUCT_STAGES = 5, SLICE_WIDTH = 16 };
+
+template <int R>
+struct product_stage {
+    double left[2][SPAN_TOKENS * SLICE_WIDTH];    // of dk and of dq, swizzled
+    double right[SLICE_WIDTH * (R + 2)];
+};
+
+/* Where column `column`, even, of a row of a slice's left factors is: neighbouring rows exchange
+ * halves, so that four lanes of each read all banks. */
+__device__ static int swizzled(int row, int column) {
+    return row * SLICE_WIDTH + ((column / 2) ^ (row % 2 * 4)) * 2;
+}
+
+/* As left_rows. */
+__device__ static void left_slice(double (&a)[4], const double *left, int row, int column) {
+    const int lane = threadIdx.x % 32;
+    const double *at = left + swizzled(row + lane / 4, column + 2 * (lane % 4));
+    const double2 upper = *(const double2 *)at;
+    const double2 lower = *(const double2 *)(at + 8 * SLICE_WIDTH);
+    a[0] = upper.x, a[1] = lower.x, a[2] = upper.y, a[3] = lower.y;
+}
+
+/* 16 columns of the rows of a span's tokens on their way. */
+__device__ static void copy_left_later(double *to, const double *from, int64_t ld) {
+    for (int i = threadIdx.x; i < SPAN_TOKENS * SLICE_WIDTH / 2; i += GATHER_THREADS) {
+        const int t = i / (SLICE_WIDTH / 2), j = i % (SLICE_WIDTH / 2) * 2;
+        copy_later(to + swizzled(t, j), from + t * ld + j);
+    }
+}
+
+/* The slices of a head's groups, one after the other. */
+struct product_slices {
+    int of_P, of_M, each;
+
+    __device__ product_slices(int R, int columns) {
+        of_P = R / SLICE_WIDTH, of_M = columns / SLICE_WIDTH;
+        each = of_P + of_M + SPAN_TOKENS / SLICE_WIDTH;
+    }
+};
+
+/* Which slice: of P (0), M (1) or w (2), number j of these. */
+struct product_slice {
+    int64_t g;
+    int kind, j;
+
+    __device__ product_slice(const product_slices &all, int i) {
+        g = i / all.each, j = i % all.each;
+        kind = j < all.of_P ? 0 : j < all.of_P + all.of_M ? 1 : 2;
+        j -= kind == 0 ? 0 : kind == 1 ? all.of_P : all.of_P + all.of_M;
+    }
+};
+
+/* y of a slice of M, two numbers of each thread: loaded when its copies start, stored later. */
+template <typename T>
+struct product_y {
+    double x[2];
+    double *to;    // NULL: no such slice
+
+    __device__ void load(const token_rows<T> &y, double *left, int column) {
+        const int t = threadIdx.x / 8, j = threadIdx.x % 8 * 2;
+        to = left + swizzled(t, j), x[0] = x[1] = 0.0;
+        if (y.any) x[0] = y.at(t, column + j), x[1] = y.at(t, column + j + 1);
+    }
+
+    __device__ void store() {
+        if (to) *(double2 *)to = make_double2(x[0], x[1]);
+        to = nullptr;
+    }
+};
+
+template <typename T, int R>
+__device__ static void fetch_product(product_stage<R> &to, product_y<T> &y,
+                                     const mn_bayes_args &p, const span_work &w,
+                                     const mn_tile_span &tile, int64_t head,
+                                     const product_slice &s, bool weighs) {
+    const int64_t group = head * p.call.G + s.g;
+    const int first = s.j * SLICE_WIDTH;
+    const double *right;
+    if (s.kind == 0) {
+        right = w.P + group * w.P_each;
+        copy_left_later(to.left[0], w.h + group * SPAN_TOKENS * R + first, R);
+        if (weighs) copy_left_later(to.left[1], w.q + head * SPAN_TOKENS * R + first, R);
+    } else if (s.kind == 1) {
+        right = w.M + group * w.columns * R;
+        copy_left_later(to.left[0], w.de + group * SPAN_TOKENS * w.columns + first, w.columns);
+        const span_group of = group_at(p, (tile.n * p.call.H + head % p.call.H) * p.call.G + s.g);
+        y.load(outputs_of<T>(p, tile, of), to.left[1], first);
+    } else {
+        right = w.w + group * SPAN_TOKENS * R;
+        const double *weights = w.dw + group * w.dw_each + first;
+        copy_left_later(to.left[0], weights, SPAN_TOKENS);
+        copy_left_later(to.left[1], weights + SPAN_TOKENS * SPAN_TOKENS, SPAN_TOKENS);
+    }
+    copy_rows_later<R>(to.right, R + 2, right + (int64_t)first * R, SLICE_WIDTH, GATHER_THREADS);
+}
+
 /* dk and dq of a head of a span in the frame, of all groups, but for the noise: states in front of
- * the span, then its earlier tokens. They take the place of the first group's P. */
+ * the span, then its earlier tokens. They take the place of the first group's P. Of two sets of
+ * warps one has chunks 0 and 3, the other 1 and 2, of which sums over earlier tokens ask alike. */
 template <typename T, int R>
 __global__ void __launch_bounds__(GATHER_THREADS, 1)
 span_products_kernel(const __grid_constant__ mn_bayes_args p,
                      const __grid_constant__ span_work w) {
-    constexpr int TILES = R / 32;
+    extern __shared__ __align__(16) double doubles[];
+    product_stage<R> *stages = (product_stage<R> *)doubles;
+    constexpr int TILES = R / 64;
     const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0 || w.steep[tile.n * H + head % H]) return;
     const bool weighs = p.cot.qvar.data && p.q.data;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mb = warp % 4;
-    const int first = warp / 4 * (R / 4), columns = w.columns;
-    const double *q = w.q + (head * SPAN_TOKENS + 16 * mb) * R;
-    double dk[TILES][2][2], dq[TILES][2][2], a[4], along[4], b[2];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, outer = warp % 2 == 0;
+    const int column = warp / 2 * 8 * TILES;
+    const product_slices slices(R, w.columns);
+    const int n_slices = (int)G * slices.each;
+    double dk[2][TILES][2][2], dq[2][TILES][2][2], scales[2][2];
 #pragma unroll
-    for (int j = 0; j < TILES; j++) zero(dk[j]), zero(dq[j]);
-    for (int64_t g = 0; g < G; g++) {
-        const gather_group<T> of = gather_group_at<T, R>(p, w, tile, head, g);
-        const double *du = of.h + 16 * mb * R, *P = of.P + first * R;
-#pragma unroll 4
-        for (int i = 0; i < R; i += 8) {
-            left_rows(a, du, R, i);
+    for (int i = 0; i < 2 * TILES; i++) zero(dk[i / TILES][i % TILES]), zero(dq[i / TILES][i % TILES]);
+    product_y<T> y;
+    y.to = nullptr;
+    for (int i = 0; i < PRODUCT_STAGES - 1; i++) {
+        if (i < n_slices) {
+            fetch_product<T, R>(stages[i], y, p, w, tile, head, product_slice(slices, i), weighs);
+        }
+        y.store();
+        close_copies();
+    }
+    for (int i = 0; i < n_slices; i++) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(PRODUCT_STAGES - 2) : "memory");
+        __syncthreads();
+        y.store();
+        const int next = i + PRODUCT_STAGES - 1;
+        if (next < n_slices) {
+            fetch_product<T, R>(stages[next % PRODUCT_STAGES], y, p, w, tile, head,
+                                product_slice(slices, next), weighs);
+        }
+        close_copies();
+        const product_stage<R> &here = stages[i % PRODUCT_STAGES];
+        const product_slice s(slices, i);
+        if (weighs && s.kind == 0 && s.j == 0) {
+            const span_group of = { tile.n, head % H, s.g, 0, 0 };
 #pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                right_rows(b, P + 8 * j * R, R, i);
-                mn_dmma_8(dk[j], a, b);
+            for (int m = 0; m < 4; m++) {
+                const int chunk = outer ? m / 2 * 3 : 1 + m / 2;
+                const int t = chunk * CHUNK + lane / 4 + m % 2 * 8;
+                scales[m / 2][m % 2] = 2.0 * weight_of<T>(p, tile, of, t);
             }
         }
-        if (weighs) {
-            const double upper = 2.0 * weight_of<T>(p, tile, of.s, 16 * mb + lane / 4);
-            const double lower = 2.0 * weight_of<T>(p, tile, of.s, 16 * mb + 8 + lane / 4);
-            for (int i = 0; i < R; i += 8) {
-                left_rows(a, q, R, i);
-                a[0] *= upper, a[1] *= lower, a[2] *= upper, a[3] *= lower;
 #pragma unroll
-                for (int j = 0; j < TILES; j++) {
-                    right_rows(b, P + 8 * j * R, R, i);
-                    mn_dmma_8(dq[j], a, b);
+        for (int k = 0; k < SLICE_WIDTH; k += 8) {
+            double b[TILES][2], a[4];
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                right_columns(b[j], here.right + k * (R + 2), R + 2, column + 8 * j);
+            }
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                const int chunk = outer ? 3 * m : 1 + m;
+                if (s.kind == 2 && chunk < s.j) continue;
+                left_slice(a, here.left[0], chunk * CHUNK, k);
+                if (s.kind == 1) a[0] = -a[0], a[1] = -a[1], a[2] = -a[2], a[3] = -a[3];
+#pragma unroll
+                for (int j = 0; j < TILES; j++) mn_dmma_8(dk[m][j], a, b[j]);
+                if (s.kind == 0 && !weighs) continue;
+                left_slice(a, here.left[1], chunk * CHUNK, k);
+                if (s.kind == 0) {
+                    a[0] *= scales[m][0], a[1] *= scales[m][1];
+                    a[2] *= scales[m][0], a[3] *= scales[m][1];
                 }
-            }
-        }
-        const double *de = of.de + 16 * mb * columns, *M = of.M + first;
-#pragma unroll 2
-        for (int i = 0; i < columns; i += 8) {
-            left_rows(a, de, columns, i);
-            of.y.left(along, 16 * mb, i);
 #pragma unroll
-            for (int j = 0; j < 4; j++) a[j] = -a[j];
-#pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                right_columns(b, M + (int64_t)i * R, R, 8 * j);
-                mn_dmma_8(dk[j], a, b);
-                mn_dmma_8(dq[j], along, b);
-            }
-        }
-        const double *weights = of.weights + 16 * mb * SPAN_TOKENS, *z = of.z + first;
-#pragma unroll 2
-        for (int i = 0; i < 16 * mb + 16; i += 8) {
-            left_rows(a, weights, SPAN_TOKENS, i);
-            left_rows(along, weights + SPAN_TOKENS * SPAN_TOKENS, SPAN_TOKENS, i);
-#pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                right_columns(b, z + i * R, R, 8 * j);
-                mn_dmma_8(dk[j], a, b);
-                mn_dmma_8(dq[j], along, b);
+                for (int j = 0; j < TILES; j++) mn_dmma_8(dq[m][j], a, b[j]);
             }
         }
     }
     __syncthreads();
-    double *to = w.P + head * G * w.P_each + 16 * mb * R;
+    double *to = w.P + head * G * w.P_each;
 #pragma unroll
-    for (int j = 0; j < TILES; j++) {
-        put_rows(to, R, first + 8 * j, dk[j]);
-        put_rows(to + SPAN_TOKENS * R, R, first + 8 * j, dq[j]);
+    for (int m = 0; m < 2; m++) {
+        double *rows = to + (outer ? 3 * m : 1 + m) * CHUNK * R;
+#pragma unroll
+        for (int j = 0; j < TILES; j++) {
+            put_rows(rows, R, column + 8 * j, dk[m][j]);
+            put_rows(rows + SPAN_TOKENS * R, R, column + 8 * j, dq[m][j]);
+        }
     }
 }
+
+/* ---- channels -------------------------------------------------------------------------------- */
 
 /* x_t w_t inside channel i, of all groups: its trace and its turn. */
 template <typename T, int R>

@@ -20,29 +20,37 @@ struct covariance_room {
 };
 
 /* S + diag r2 = G' diag(1/sigma) G by one warp: lane t has column t, lane 16 + t that of the unit
- * matrix, which becomes G'^-1. The rows of S come first. Lane t has r2_t. */
+ * matrix, which becomes G'^-1. The rows of S come first. Lane t has r2_t. Two pivots at a time: with
+ * a, b, c their (2,2), the reciprocals of a and of a c - b^2 do not wait for each other. */
 __device__ static void factorise(const double *S, double *eliminate, double *sigma,
                                  double *inverse, double r2) {
+    constexpr unsigned ALL = 0xffffffffu;
     const int lane = threadIdx.x % 32, t = lane % 16;
     const bool unit = lane >= 16;
-    double column[CHUNK];
+    double column[CHUNK], mine = 0.0, own = 0.0;
 #pragma unroll
     for (int i = 0; i < CHUNK; i++) {
         const double s = S[i <= t ? i * SMALL_LD + t : t * SMALL_LD + i];
         column[i] = unit ? (i == t ? 1.0 : 0.0) : s;
     }
-    double mine = 0.0, own = 0.0;
 #pragma unroll
-    for (int j = 0; j < CHUNK; j++) {
-        const double variance = fmax(__shfl_sync(0xffffffffu, column[j], j), 0.0);
-        const double total = __shfl_sync(0xffffffffu, r2, j) + variance;
-        const double one = reciprocal(total);
-        const double factor = column[j] * one;
-        if (lane == j) mine = total, own = one;
+    for (int j = 0; j < CHUNK; j += 2) {
+        const double b = __shfl_sync(ALL, column[j], j + 1);
+        const double c = __shfl_sync(ALL, column[j + 1], j + 1);
+        const double a = __shfl_sync(ALL, r2, j) + fmax(__shfl_sync(ALL, column[j], j), 0.0);
+        const double rest = fmax(fma(c, a, -(b * b)), 0.0);
+        const double both = fma(__shfl_sync(ALL, r2, j + 1), a, rest);
+        const double first = mn_reciprocal(a), second = a * mn_reciprocal(both);
+        const double by_first = column[j] * first;
+        column[j + 1] = fma(-b, by_first, column[j + 1]);
+        const double by_second = column[j + 1] * second;
+        if (lane == j) mine = a, own = first;
+        if (lane == j + 1) mine = both * first, own = second;
 #pragma unroll
-        for (int i = j + 1; i < CHUNK; i++) {
-            const double other = __shfl_sync(0xffffffffu, column[j], i);
-            column[i] = fma(-other, factor, column[i]);
+        for (int i = j + 2; i < CHUNK; i++) {
+            const double x = __shfl_sync(ALL, column[j], i);
+            const double y = __shfl_sync(ALL, column[j + 1], i);
+            column[i] = fma(-y, by_second, fma(-x, by_first, column[i]));
         }
     }
     if (!unit) sigma[t] = mine, inverse[t] = own;
