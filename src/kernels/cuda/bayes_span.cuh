@@ -224,13 +224,11 @@ __device__ static void say_left(int *to, int64_t count) {
     asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"((int)count) : "memory");
 }
 
-/* One thread waits for that; its block sees it behind a barrier. */
-__device__ static void await_left(const int *from, int64_t count) {
-    int now;
-    while (true) {
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(from) : "memory");
-        if (now >= count) return;
-        __nanosleep(64);
+/* One thread waits for that; its block sees it behind a barrier. `seen` is what it has seen so far:
+ * a look takes as long as a read of memory, and often shows more than is asked for. */
+__device__ static void await_left(int &seen, const int *from, int64_t count) {
+    while (seen < count) {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(from) : "memory");
     }
 }
 

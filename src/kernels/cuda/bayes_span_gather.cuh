@@ -297,32 +297,56 @@ __device__ static void left_slice(double (&a)[4], const double *left, int row, i
 }
 
 /* 16 columns of the rows of a span's tokens on their way. */
-__device__ static void copy_left_later(double *to, const double *from, int64_t ld) {
+__device__ static void copy_left_later(double *to, const double *from, int ld) {
     for (int i = threadIdx.x; i < SPAN_TOKENS * SLICE_WIDTH / 2; i += GATHER_THREADS) {
         const int t = i / (SLICE_WIDTH / 2), j = i % (SLICE_WIDTH / 2) * 2;
         copy_later(to + swizzled(t, j), from + t * ld + j);
     }
 }
 
-/* The slices of a head's groups, one after the other. */
-struct product_slices {
-    int of_P, of_M, each;
+/* Counts slices of P (0), of M (1) and of w (2) of a head's group, then of the next one. */
+template <int R>
+struct product_count {
+    int g, kind, j, count;
 
-    __device__ product_slices(int R, int columns) {
-        of_P = R / SLICE_WIDTH, of_M = columns / SLICE_WIDTH;
-        each = of_P + of_M + SPAN_TOKENS / SLICE_WIDTH;
+    __device__ product_count() : g(-1), kind(2), j(0), count(0) {}
+
+    /* Goes on to the next slice; false behind the last one. */
+    __device__ bool next(int columns, int groups) {
+        if (g == groups) return false;
+        if (++j < count) return true;
+        j = 0, kind = kind == 0 && columns > 0 ? 1 : kind < 2 ? 2 : 0;
+        count = (kind == 0 ? R : kind == 1 ? columns : (int)SPAN_TOKENS) / SLICE_WIDTH;
+        return kind > 0 || ++g < groups;
     }
 };
 
-/* Which slice: of P (0), M (1) or w (2), number j of these. */
-struct product_slice {
-    int64_t g;
-    int kind, j;
+/* The factors of a slice. */
+template <typename T, int R>
+struct product_factors {
+    const double *left[2], *right;
+    token_rows<T> y;    // of M
+    int ld;
 
-    __device__ product_slice(const product_slices &all, int i) {
-        g = i / all.each, j = i % all.each;
-        kind = j < all.of_P ? 0 : j < all.of_P + all.of_M ? 1 : 2;
-        j -= kind == 0 ? 0 : kind == 1 ? all.of_P : all.of_P + all.of_M;
+    /* To those of `at`, which has gone on by one. */
+    __device__ void follow(const product_count<R> &at, const mn_bayes_args &p, const span_work &w,
+                           const mn_tile_span &tile, int64_t head) {
+        if (at.j > 0) {
+            left[0] += SLICE_WIDTH, left[1] += SLICE_WIDTH, right += SLICE_WIDTH * R;
+            return;
+        }
+        const int64_t H = p.call.H, G = p.call.G, group = head * G + at.g;
+        if (at.kind == 0) {
+            ld = R, right = w.P + group * w.P_each;
+            left[0] = w.h + group * SPAN_TOKENS * R, left[1] = w.q + head * SPAN_TOKENS * R;
+        } else if (at.kind == 1) {
+            ld = w.columns, right = w.M + group * w.columns * R;
+            left[0] = left[1] = w.de + group * SPAN_TOKENS * w.columns;
+            y = outputs_of<T>(p, tile, group_at(p, (tile.n * H + head % H) * G + at.g));
+        } else {
+            ld = SPAN_TOKENS, right = w.w + group * SPAN_TOKENS * R;
+            left[0] = w.dw + group * w.dw_each, left[1] = left[0] + SPAN_TOKENS * SPAN_TOKENS;
+        }
     }
 };
 
@@ -346,28 +370,12 @@ struct product_y {
 
 template <typename T, int R>
 __device__ static void fetch_product(product_stage<R> &to, product_y<T> &y,
-                                     const mn_bayes_args &p, const span_work &w,
-                                     const mn_tile_span &tile, int64_t head,
-                                     const product_slice &s, bool weighs) {
-    const int64_t group = head * p.call.G + s.g;
-    const int first = s.j * SLICE_WIDTH;
-    const double *right;
-    if (s.kind == 0) {
-        right = w.P + group * w.P_each;
-        copy_left_later(to.left[0], w.h + group * SPAN_TOKENS * R + first, R);
-        if (weighs) copy_left_later(to.left[1], w.q + head * SPAN_TOKENS * R + first, R);
-    } else if (s.kind == 1) {
-        right = w.M + group * w.columns * R;
-        copy_left_later(to.left[0], w.de + group * SPAN_TOKENS * w.columns + first, w.columns);
-        const span_group of = group_at(p, (tile.n * p.call.H + head % p.call.H) * p.call.G + s.g);
-        y.load(outputs_of<T>(p, tile, of), to.left[1], first);
-    } else {
-        right = w.w + group * SPAN_TOKENS * R;
-        const double *weights = w.dw + group * w.dw_each + first;
-        copy_left_later(to.left[0], weights, SPAN_TOKENS);
-        copy_left_later(to.left[1], weights + SPAN_TOKENS * SPAN_TOKENS, SPAN_TOKENS);
-    }
-    copy_rows_later<R>(to.right, R + 2, right + (int64_t)first * R, SLICE_WIDTH, GATHER_THREADS);
+                                     const product_factors<T, R> &from,
+                                     const product_count<R> &at, bool weighs) {
+    copy_left_later(to.left[0], from.left[0], from.ld);
+    if (at.kind == 1) y.load(from.y, to.left[1], at.j * SLICE_WIDTH);
+    else if (at.kind == 2 || weighs) copy_left_later(to.left[1], from.left[1], from.ld);
+    copy_rows_later<R>(to.right, R + 2, from.right, SLICE_WIDTH, GATHER_THREADS);
 }
 
 /* dk and dq of a head of a span in the frame, of all groups, but for the noise: states in front of
@@ -386,32 +394,32 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
     const bool weighs = p.cot.qvar.data && p.q.data;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, outer = warp % 2 == 0;
     const int column = warp / 2 * 8 * TILES;
-    const product_slices slices(R, w.columns);
-    const int n_slices = (int)G * slices.each;
     double dk[2][TILES][2][2], dq[2][TILES][2][2], scales[2][2];
 #pragma unroll
     for (int i = 0; i < 2 * TILES; i++) zero(dk[i / TILES][i % TILES]), zero(dq[i / TILES][i % TILES]);
     product_y<T> y;
     y.to = nullptr;
-    for (int i = 0; i < PRODUCT_STAGES - 1; i++) {
-        if (i < n_slices) {
-            fetch_product<T, R>(stages[i], y, p, w, tile, head, product_slice(slices, i), weighs);
+    product_count<R> ahead, s;
+    product_factors<T, R> from;
+    const auto fetch = [&](product_stage<R> &to) {
+        if (ahead.next(w.columns, (int)G)) {
+            from.follow(ahead, p, w, tile, head);
+            fetch_product<T, R>(to, y, from, ahead, weighs);
         }
-        y.store();
         close_copies();
+    };
+    for (int i = 0; i < PRODUCT_STAGES - 1; i++) {
+        fetch(stages[i]);
+        y.store();
     }
-    for (int i = 0; i < n_slices; i++) {
+    int now = 0, then = PRODUCT_STAGES - 1;
+    while (s.next(w.columns, (int)G)) {
         asm volatile("cp.async.wait_group %0;" ::"n"(PRODUCT_STAGES - 2) : "memory");
         __syncthreads();
         y.store();
-        const int next = i + PRODUCT_STAGES - 1;
-        if (next < n_slices) {
-            fetch_product<T, R>(stages[next % PRODUCT_STAGES], y, p, w, tile, head,
-                                product_slice(slices, next), weighs);
-        }
-        close_copies();
-        const product_stage<R> &here = stages[i % PRODUCT_STAGES];
-        const product_slice s(slices, i);
+        fetch(stages[then]);
+        const product_stage<R> &here = stages[now];
+        then = now, now = now + 1 < PRODUCT_STAGES ? now + 1 : 0;
         if (weighs && s.kind == 0 && s.j == 0) {
             const span_group of = { tile.n, head % H, s.g, 0, 0 };
 #pragma unroll

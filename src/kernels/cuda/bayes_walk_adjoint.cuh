@@ -83,12 +83,22 @@ __device__ static void put_first(const strip<R> &D, double *sums, const mn_bayes
     *trace = sum;
 }
 
+/* What is added to the diagonal of S that this thread sums, if any. */
+template <int R>
+__device__ static double own_ahead(const double *own) {
+    double x = 0.0;
+    for (int i = threadIdx.x; i < SMALL; i += 2 * R) {
+        if (i / 16 == i % 16) x = own[i % 16];
+    }
+    return x;
+}
+
 /* S from the shares of Y W', of which its lower half holds; all threads call, between barriers. */
 template <int R>
-__device__ static void add_lower(double *S, const double *parts, const double *own) {
+__device__ static void add_lower(double *S, const double *parts, double own) {
     for (int i = threadIdx.x; i < SMALL; i += 2 * R) {
         const int t = max(i / 16, i % 16), s = min(i / 16, i % 16);
-        double x = t == s ? own[t] : 0.0;
+        double x = t == s ? own : 0.0;
 #pragma unroll
         for (int warp = 0; warp < R / 16; warp++) x += parts[(warp * 16 + t) * PARTS_LD + s];
         S[i / 16 * SMALL_LD + i % 16] = x;
@@ -115,13 +125,15 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
     fetch_adjoint<R>(room, w, at, n_chunks - 1, weighs);
     fetch_adjoint<R>(room, w, at, n_chunks - 2, weighs);
     await_copies();
-    if (threadIdx.x == 0) await_left(told, min((int64_t)1, n_chunks));
+    int seen = 0;
+    if (threadIdx.x == 0) await_left(seen, told, min((int64_t)1, n_chunks));
     __syncthreads();
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
         const adjoint_stage<R> &here = room.stage[(n_chunks - 1 - c) % STAGES];
         double *h = w.h + at.own(c) * CHUNK * R, *theta = w.theta + at.own(c) * SMALL;
         double x[2][2][2], known[2][2][2], omega[2][2][2], left[8], b[4];
         get_rows(known[0], h, R, column), get_rows(known[1], h, R, column + 8);
+        const double psi = own_ahead<R>(w.own + at.own(c) * CHUNK);
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
             move_strip_columns<R>(D, here.phi, turns, true);
             move_strip_rows<R>(D, here.phi, turns, true);
@@ -154,7 +166,7 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
         }
         __syncthreads();
         fetch_adjoint<R>(room, w, at, c - 2, weighs);
-        add_lower<R>(room.S, room.parts, w.own + at.own(c) * CHUNK);
+        add_lower<R>(room.S, room.parts, psi);
         left_columns16(left, here.k, RIGHT, column);
 #pragma unroll
         for (int i = 0; i < 8; i++) left[i] = -left[i];
@@ -191,7 +203,7 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
             add_product<R>(D, left, here.q, RIGHT);
         }
         await_copies();
-        if (threadIdx.x == 0) await_left(told, min(n_chunks - c + 1, n_chunks));
+        if (threadIdx.x == 0) await_left(seen, told, min(n_chunks - c + 1, n_chunks));
         __syncthreads();
     }
     put_first<R>(D, room.S, p, s, w.traces + block, rows);

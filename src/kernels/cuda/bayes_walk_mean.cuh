@@ -167,12 +167,13 @@ __device__ static void mean_forward(mean_room<R> &room, const mn_bayes_args &p,
     strip<N> M;
     load_mean<N>(M, p.M0, p, a, rows);
     const int *walked = w.left + block / w.slices;
-    if (threadIdx.x == 0) await_left(walked, min((int64_t)2, a.at.n_chunks));
+    int seen = 0;
+    if (threadIdx.x == 0) await_left(seen, walked, min((int64_t)2, a.at.n_chunks));
     __syncthreads();
     fetch_mean<R>(room, w, a.at, 0), fetch_mean<R>(room, w, a.at, 1);
     for (int64_t c = 0; c < a.at.n_chunks; c++) {
         await_copies();
-        if (threadIdx.x == 0) await_left(walked, min(c + 3, a.at.n_chunks));
+        if (threadIdx.x == 0) await_left(seen, walked, min(c + 3, a.at.n_chunks));
         __syncthreads();
         fetch_mean<R>(room, w, a.at, c + 2);
         if (a.first >= w.columns) continue;

@@ -75,7 +75,7 @@ __device__ static double own_of(const mn_bayes_args &p, const span_work &w,
                                 const double *reads, int t, bool weighs) {
     if (t >= tile.n_rows) return 0.0;
     const int64_t when = tile.span.t0 + tile.first + t, at = chunk * CHUNK + t;
-    const double by = 1.0 / w.sigma[at];
+    const double by = mn_reciprocal(w.sigma[at]);
     double own = (double)mn_get(mn_row<T>(p.cot.kvar, tile.span.b, when, s.h), s.g);
     own += (double)mn_get(mn_row<T>(p.cot.gain, tile.span.b, when, s.h), s.g) * w.r2[at] * by * by;
     for (int other = t; weighs && other < CHUNK; other++) {
@@ -91,13 +91,12 @@ template <typename T, int R, int TILES>
 __device__ static void put_b(double (&dw)[TILES][2][2], mean_back_room<R> &room,
                              const mean_back_stage<R> &here, const mn_bayes_args &p,
                              const span_work &w, const mn_tile_span &tile, const walk_place &at,
-                             int64_t c, int column, bool weighs) {
+                             int64_t c, int column, const double (&sigma)[2], bool weighs) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool turns = p.theta.data != NULL;
     const int rows = (int)p.call.K * (turns ? 2 : 1);
     const double *phi = w.phi + at.shared(c) * CHUNK * R;
-    const double *sigma = w.sigma + at.own(c) * CHUNK;
-    const double by[2] = { 1.0 / sigma[lane / 4], 1.0 / sigma[8 + lane / 4] };
+    const double by[2] = { mn_reciprocal(sigma[0]), mn_reciprocal(sigma[1]) };
     double left[8], b[4], shares[2] = { 0.0, 0.0 };
     if (weighs) {
         left_small(left, here.reads, SMALL_LD);
@@ -193,6 +192,18 @@ __device__ static void put_de(double (&x)[2][2][2], mean_back_room<R> &room,
     });
 }
 
+/* What one warp does once a chunk's b is there: its `own`, and the count of such chunks. */
+template <int R>
+__device__ static void finish_own(const mean_back_room<R> &room, const span_work &w,
+                                  const walk_place &at, int64_t c, double own) {
+    const int t = threadIdx.x % 32;
+    double sum = 0.0;
+    if (t >= CHUNK) return;
+#pragma unroll
+    for (int i = 0; i < MEAN_WARPS; i++) sum += room.shares[i][t];
+    w.own[at.own(c) * CHUNK + t] = own - 0.5 * sum;
+}
+
 /* de_t, b_t and what is added to Psi's diagonal; dv and dM_0. */
 template <typename T, int R>
 __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_args &p,
@@ -208,6 +219,9 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
     const int first = slice * VALUES, width = min((int)VALUES, w.columns - first);
     const bool has_values = a.first < w.columns, last = slice == w.slices - 1;
     const int64_t n_chunks = at.n_chunks;
+    const int lane = threadIdx.x % 32;
+    const bool closing = warp == MEAN_WARPS - 1;
+    double own = 0.0;    // of the closing warp's lane t: token t of the chunk before
     strip<N> E;
     load_mean<N>(E, p.cot.M, p, a, rows);
     fetch_mean_back<R>(room, w, at, n_chunks - 1, first, width);
@@ -223,22 +237,33 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
             move_strip_columns<N>(E, here.phi + a.base, turns, true);
         }
-        double y[2][4], left[8], b[4], dw[TILES][2][2];
+        if (closing && last && c + 1 < n_chunks) finish_own<R>(room, w, at, c + 1, own);
+        if (closing && last && lane < CHUNK) {
+            own = own_of<T>(p, w, tile, at.s, at.own(c), here.reads, lane, weighs);
+        }
+        const double *sigmas = w.sigma + at.own(c) * CHUNK + lane / 4;
+        const double sigma[2] = { sigmas[0], sigmas[8] };
+        double y[2][4], left[8], b[4], dw[TILES][2][2], x[2][2][2];
         if (has_values) {
-            double x[2][2][2];
             put_mean<N>(room.E + warp / 2 * SLICE * RIGHT + a.base, RIGHT, E);
             zero(x[0]), zero(x[1]);
             through_strip<N>(x, here.w + a.base, LEFT, E);
             ahead.put(y, (double)p.scale);
+        }
+        if (closing) {
+            __syncwarp();
+            if (lane == 0) say_left(w.back + block, n_chunks - 1 - c);
+        }
+        if (has_values) {
             put_de<T, R>(x, room, here, y, p, w, a, c);
         }
         __syncthreads();
         if (warp < 4) put_chunk_weights<R>(room, here.e, width);
-        if (warp == MEAN_WARPS - 1 && threadIdx.x % 32 == 0) {
-            say_left(w.back + block, n_chunks - 1 - c);
-        }
         if (last && threadIdx.x == 0) {
-            for (int i = 0; i < slice; i++) await_left(w.back + block - slice + i, n_chunks - c);
+            for (int i = 0; i < slice; i++) {
+                int seen = 0;
+                await_left(seen, w.back + block - slice + i, n_chunks - c);
+            }
         }
 #pragma unroll
         for (int j = 0; j < TILES; j++) zero(dw[j]);
@@ -281,19 +306,14 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
                 for (int k = 0; k < 4; k++) dw[j][k / 2][k % 2] += more[k / 2][k % 2];
             }
         }
-        if (!last) continue;
-        put_b<T, R, TILES>(dw, room, here, p, w, tile, at, c, column, weighs);
-        __syncthreads();
-        if (threadIdx.x < CHUNK) {
-            const int t = threadIdx.x;
-            double sum = 0.0;
-            for (int i = 0; i < MEAN_WARPS; i++) sum += room.shares[i][t];
-            w.own[at.own(c) * CHUNK + t] =
-                own_of<T>(p, w, tile, at.s, at.own(c), here.reads, t, weighs) - 0.5 * sum;
-        }
+        if (last) put_b<T, R, TILES>(dw, room, here, p, w, tile, at, c, column, sigma, weighs);
     }
     __syncthreads();
-    if (threadIdx.x == 0) say_left(w.back + block, n_chunks);
+    if (closing) {
+        if (last && n_chunks > 0) finish_own<R>(room, w, at, 0, own);
+        __syncwarp();
+        if (lane == 0) say_left(w.back + block, n_chunks);
+    }
     float *dM = mn_row<float>(p.grad.M0, at.s.n, 0, at.s.h);
     each_mean<N>(E, [&](double &x, int v, int row) {
         row += a.base;
