@@ -27,7 +27,7 @@ struct span_work {
     double *k, *q, *phi;                      // panels of heads; k, q in the frame
     double *noise;                            // n at each chunk's start and the end: 5 x 2 x R
     double *nk;                               // panel: n_t kh_t; until h takes its place
-    double *h;                                // panel of groups: b, H, du
+    double *h;                                // panel of groups: b, then du
     double *r2, *sigma;                       // tokens of groups
     double *w;                                // panel: z / sigma
     double *own;                              // tokens of groups: Psi_tt / 2 + w_t.b_t / 2

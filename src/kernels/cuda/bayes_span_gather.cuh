@@ -163,35 +163,6 @@ __device__ static void put_weights(double (&c)[2][2], const weights_task &task,
     put_rows(to + task.row * SPAN_TOKENS, SPAN_TOKENS, task.column, c);
 }
 
-/* du = -2 H + (diag O + 2 upper O) K in place of H, in the room and in memory. */
-template <typename T, int R>
-__device__ static void finish_du(weights_room<R> &room, const gather_group<T> &of,
-                                 const double *k) {
-    constexpr int TILES = R / 32, LD = pitch<R>::left;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mb = warp % 4;
-    const int first = warp / 4 * (R / 4);
-    double left[8], b[TILES][4];
-    left_small(left, of.theta + mb * SMALL, 16);
-#pragma unroll
-    for (int j = 0; j < TILES; j++) right_columns16(b[j], k + 16 * mb * R, R, first + 8 * j);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int t = lane / 4 + i % 2 * 8, s = lane % 4 + i / 2 * 4;
-        left[i] *= s > t ? 2.0 : s == t ? 1.0 : 0.0;
-    }
-    await_all_copies();
-#pragma unroll
-    for (int j = 0; j < TILES; j++) {
-        double c[2][2];
-        get_rows(c, room.du + 16 * mb * LD, LD, first + 8 * j);
-        each_result(c, 0, [&](double &x, int, int) { x *= -2.0; });
-        mn_dmma_16(c, left, b[j]);
-        put_rows(room.du + 16 * mb * LD, LD, first + 8 * j, c);
-        put_rows(of.h + 16 * mb * R, R, first + 8 * j, c);
-    }
-    __syncthreads();
-}
-
 template <typename T>
 __device__ static void put_dr2(const mn_bayes_args &p, const mn_tile_span &tile,
                                const gather_group<T> &of, int t) {
@@ -204,7 +175,7 @@ __device__ static void put_dr2(const mn_bayes_args &p, const mn_tile_span &tile,
     if (dr2) mn_put(dr2 + of.s.g, (float)(c - (double)mn_get(dkvar, of.s.g) - gain));
 }
 
-/* du, what earlier tokens of the span weigh in dk and dq, and dr2: of a group of a head. */
+/* What earlier tokens of the span weigh in dk and dq, and dr2: of a group of a head. */
 template <typename T, int R>
 __global__ void __launch_bounds__(GATHER_THREADS, 1)
 span_weights_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
@@ -226,7 +197,7 @@ span_weights_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     if (columns > 0) copy_slice_later(room.e, of.e, columns, 0);
     if (columns > 0) copy_slice_later(room.other, of.de, columns, 0);
     if (threadIdx.x < tile.n_rows) put_dr2<T>(p, tile, of, threadIdx.x);
-    finish_du<T, R>(room, of, w.k + head * SPAN_TOKENS * R);
+    await_all_copies();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         if (!tasks[i].any) continue;
@@ -632,6 +603,7 @@ span_channels_kernel(const __grid_constant__ mn_bayes_args p,
 template <int R>
 __global__ void __launch_bounds__(128)
 span_totals_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
+    constexpr int AHEAD = 4;    // spans whose sums are loaded together
     const int64_t H = p.call.H, G = p.call.G, n = blockIdx.x / H, h = blockIdx.x % H;
     const int i = threadIdx.x, K = (int)p.call.K;
     if (i >= K || w.steep[n * H + h]) return;
@@ -648,17 +620,27 @@ span_totals_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constan
             trace += last[i];
         }
     }
-    double *totals = w.totals + i;
-    for (int64_t slot = slot0 + n_spans_of(span) - 1; slot >= slot0; slot--) {
-        double *at = totals + (slot * H + h) * SPAN_CHUNKS * 2 * K, grows[SPAN_CHUNKS][2];
+    double *totals = w.totals + i, grows[AHEAD][SPAN_CHUNKS][2];
+    const int64_t last = slot0 + n_spans_of(span) - 1;
+    for (int64_t slot = last; slot >= slot0; slot -= AHEAD) {
+        const auto place = [&](int j) {
+            return totals + (max(slot - j, slot0) * H + h) * SPAN_CHUNKS * 2 * K;
+        };
 #pragma unroll
-        for (int c = 0; c < SPAN_CHUNKS; c++) {
-            grows[c][0] = at[c * 2 * K], grows[c][1] = at[c * 2 * K + K];
+        for (int j = 0; j < AHEAD; j++) {
+#pragma unroll
+            for (int c = 0; c < SPAN_CHUNKS; c++) {
+                grows[j][c][0] = place(j)[c * 2 * K], grows[j][c][1] = place(j)[c * 2 * K + K];
+            }
         }
 #pragma unroll
-        for (int c = SPAN_CHUNKS - 1; c >= 0; c--) {
-            at[c * 2 * K] = trace, at[c * 2 * K + K] = turning;
-            trace += grows[c][0], turning += grows[c][1];
+        for (int j = 0; j < AHEAD; j++) {
+            if (slot - j < slot0) break;
+#pragma unroll
+            for (int c = SPAN_CHUNKS - 1; c >= 0; c--) {
+                place(j)[c * 2 * K] = trace, place(j)[c * 2 * K + K] = turning;
+                trace += grows[j][c][0], turning += grows[j][c][1];
+            }
         }
     }
 }

@@ -105,7 +105,29 @@ __device__ static void add_lower(double *S, const double *parts, double own) {
     }
 }
 
-/* H of all chunks and O, from b of the mean's walk; dP_0. The first 2 R threads of a block. */
+/* 16 columns of du = -2 H + (diag O + 2 upper O) K. */
+template <int R>
+__device__ static void put_du(double *to, double (&omega)[2][2][2], const double (&h)[2][2][2],
+                              const double *k) {
+    double du[2][2][2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        each_result(omega[half], 8 * half, [&](double &x, int t, int s) {
+            x *= s > t ? 2.0 : s == t ? 1.0 : 0.0;
+        });
+    }
+    small_times_rows(du, omega, k, pitch<R>::right);
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            du[m][i / 2][i % 2] = fma(-2.0, h[m][i / 2][i % 2], du[m][i / 2][i % 2]);
+        }
+        put_rows(to, R, 8 * m, du[m]);
+    }
+}
+
+/* du of all chunks and O, from b of the mean's walk; dP_0. The first 2 R threads of a block. */
 template <typename T, int R>
 __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &p,
                                     const span_work &w, int64_t block) {
@@ -162,7 +184,6 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
             zero(known[m]);
             mn_dmma_16(known[m], left, b);
             put_rows(room.h, RIGHT, column + 8 * m, known[m]);
-            put_rows(h, R, column + 8 * m, known[m]);
         }
         __syncthreads();
         fetch_adjoint<R>(room, w, at, c - 2, weighs);
@@ -188,6 +209,7 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
         }
         put_rows(turned, RIGHT, 0, x[0]), put_rows(turned, RIGHT, 8, x[1]);
         __syncwarp();
+        put_du<R>(h + column, omega, known, here.k + column);
         left_columns16(left, turned, RIGHT, 0);
         add_product<R>(D, left, here.k, RIGHT);
         if (weighs) {

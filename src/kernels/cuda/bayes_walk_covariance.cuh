@@ -366,6 +366,10 @@ __device__ static void walk_covariance(covariance_room<R> &room, const mn_bayes_
         if (warp == 0 && !ends) {
             factorise(room.S, room.eliminate, room.sigma, room.inverse[(c + 1) % 2], r2);
         }
+        if (R == 128 && warp % 4 == 0) {
+            /* Warp 4 multiplies with the same units, and would hold the factorisation up. */
+            asm volatile("bar.sync 1, 64;" ::: "memory");
+        }
         if (!span_ends) write_covariance<R>(P, room, c);
     }
     __syncthreads();
