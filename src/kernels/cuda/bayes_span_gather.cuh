@@ -412,7 +412,8 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
                 const int chunk = outer ? 3 * m : 1 + m;
                 if (s.kind == 2 && chunk < s.j) continue;
                 left_slice(a, here.left[0], chunk * CHUNK, k);
-                if (s.kind == 1) a[0] = -a[0], a[1] = -a[1], a[2] = -a[2], a[3] = -a[3];
+#pragma unroll
+                for (int i = 0; i < 4; i++) a[i] = s.kind == 1 ? minus(a[i]) : a[i];
 #pragma unroll
                 for (int j = 0; j < TILES; j++) mn_dmma_8(dk[m][j], a, b[j]);
                 if (s.kind == 0 && !weighs) continue;

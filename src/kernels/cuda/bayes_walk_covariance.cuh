@@ -7,18 +7,15 @@
 
 /* ---- the covariance forward ------------------------------------------------------------------ */
 
-/* Keys are there three chunks ahead, queries one. */
-enum { KEY_STAGES = 4 };
-
 /* Shared memory of the covariance's walk, in doubles. */
 template <int R>
 struct covariance_room {
-    double k[KEY_STAGES][16 * pitch<R>::left], q[2][16 * pitch<R>::left];
-    double phi[R], noise[2 * R];               // of the span's end
-    double B[16 * pitch<R>::right], z[16 * pitch<R>::right];
-    double parts[2][R / 16 * 16 * PARTS_LD];
+    double k[STAGES][16 * pitch<R>::left], q[STAGES][16 * pitch<R>::left];
+    double nk[STAGES][16 * pitch<R>::right];
+    double phi[STAGES][R], noise[STAGES][2 * R];
+    double B[16 * pitch<R>::right], z[16 * pitch<R>::right];    // in place of B, w
+    double parts[R / 16 * 16 * PARTS_LD];
     double S[16 * SMALL_LD], eliminate[16 * SMALL_LD];
-    double ahead[16 * SMALL_LD], cross[16 * SMALL_LD];    // of the next chunk: G, z_s.k_t
     double inverse[2][CHUNK], sigma[CHUNK];    // inverse of this chunk and of the one before
     double spread[R / 16];
 };
@@ -156,227 +153,122 @@ __device__ static void put_last(double *to, const strip<R> &P, F adjoint) {
     }
 }
 
-/* Keys of chunk c, queries of the one before the last, and the end of c's span on their way. */
+/* Chunk c on its way into the room. */
 template <int R>
 __device__ static void fetch_covariance(covariance_room<R> &room, const span_work &w,
                                         const walk_place &at, int64_t c) {
     constexpr int LEFT = pitch<R>::left, THREADS = 2 * R;
+    const int stage = (int)(c % STAGES);
     if (c < at.n_chunks) {
-        copy_rows_later<R>(room.k[c % KEY_STAGES], LEFT, w.k + at.shared(c) * CHUNK * R, CHUNK,
-                           THREADS);
-    }
-    if (c >= 2 && c - 2 < at.n_chunks) {
-        copy_rows_later<R>(room.q[c % 2], LEFT, w.q + at.shared(c - 2) * CHUNK * R, CHUNK,
-                           THREADS);
-    }
-    if (c < at.n_chunks && c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
+        const int64_t from = at.shared(c) * CHUNK * R;
         const double *noise = w.noise + (at.head(c) * 5 + 4) * 2 * R;
-        copy_rows_later<R>(room.noise, R, noise, 2, THREADS);
-        copy_rows_later<R>(room.phi, R, w.phi + at.last_token(c) * R, 1, THREADS);
+        copy_rows_later<R>(room.k[stage], LEFT, w.k + from, CHUNK, THREADS);
+        copy_rows_later<R>(room.q[stage], LEFT, w.q + from, CHUNK, THREADS);
+        copy_rows_later<R>(room.nk[stage], pitch<R>::right, w.nk + from, CHUNK, THREADS);
+        copy_rows_later<R>(room.noise[stage], R, noise, 2, THREADS);
+        copy_rows_later<R>(room.phi[stage], R, w.phi + at.last_token(c) * R, 1, THREADS);
     }
     close_copies();
 }
 
-/* x = k P + n k of 16 columns, and their share of x k'. */
-template <int R>
-__device__ static void times_covariance(double (&x)[2][2][2], double *parts, const strip<R> &P,
-                                        const double *k, const double *nk) {
-    const int column = threadIdx.x / 32 * 16;
-    double noisy[2][2][2];
-    get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
-    zero(x[0]), zero(x[1]);
-    through_strip<R>(x, k, pitch<R>::left, P);
-#pragma unroll
-    for (int i = 0; i < 8; i++) x[i / 4][i / 2 % 2][i % 2] += noisy[i / 4][i / 2 % 2][i % 2];
-    gram_share<R>(parts, x, k, pitch<R>::left);
-}
-
-/* B and S of chunk c from P in front of it; all threads call. */
-template <int R>
-__device__ static void start_chunk(covariance_room<R> &room, const strip<R> &P,
-                                   const span_work &w, const walk_place &at, int64_t c) {
-    constexpr int RIGHT = pitch<R>::right;
-    const int column = threadIdx.x / 32 * 16;
-    double x[2][2][2];
-    times_covariance<R>(x, room.parts[0], P, room.k[c % KEY_STAGES],
-                        w.nk + at.shared(c) * CHUNK * R);
-    put_rows(room.B, RIGHT, column, x[0]), put_rows(room.B, RIGHT, column + 8, x[1]);
-    __syncthreads();
-    add_shares<R>(room.S, room.parts[0]);
-    __syncthreads();
-}
-
-/* P behind chunk c, whose z is in the room. */
-template <int R>
-__device__ static void write_covariance(strip<R> &P, const covariance_room<R> &room, int64_t c) {
-    constexpr int RIGHT = pitch<R>::right;
-    const int lane = threadIdx.x % 32;
-    double left[8];
-    left_columns16(left, room.z, RIGHT, threadIdx.x / 32 * 16);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const double inverse = -room.inverse[c % 2][lane % 4 + 4 * i];
-        left[2 * i] *= inverse, left[2 * i + 1] *= inverse;
-    }
-    add_product<R>(P, left, room.z, RIGHT);
-}
-
-/* P behind a span in the frame of the next one. */
-template <int R>
-__device__ static void move_covariance(strip<R> &P, const covariance_room<R> &room, bool turns) {
-    double own[2][2] = {};
-    pick_inside<R>(own, P);
-    each_inside(own, [&](double &to, int row, int other) {
-        to += row == other ? room.noise[row] : room.noise[R + row];
-    });
-    put_inside<R>(P, own);
-    move_strip_columns<R>(P, room.phi, turns, false);
-    move_strip_rows<R>(P, room.phi, turns, false);
-}
-
-/* z and w of chunk c from its B, in this warp's columns, their share of z k' with the next keys, and
- * to memory what others need of it. */
-template <int R>
-__device__ static void put_z(covariance_room<R> &room, const span_work &w, const walk_place &at,
-                             int64_t c) {
-    constexpr int RIGHT = pitch<R>::right;
-    const int lane = threadIdx.x % 32, column = threadIdx.x / 32 * 16;
-    double left[8], x[2][2][2];
-    left_small(left, room.eliminate, SMALL_LD);
-#pragma unroll
-    for (int m = 0; m < 2; m++) {
-        double b[4];
-        right_columns16(b, room.B, RIGHT, column + 8 * m);
-        zero(x[m]);
-        mn_dmma_16(x[m], left, b);
-        put_rows(room.z, RIGHT, column + 8 * m, x[m]);
-    }
-    if (c % SPAN_CHUNKS != SPAN_CHUNKS - 1) {
-        gram_share<R>(room.parts[1], x, room.k[(c + 1) % KEY_STAGES], pitch<R>::left);
-    }
-#pragma unroll
-    for (int m = 0; m < 2; m++) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            x[m][i / 2][i % 2] *= room.inverse[c % 2][lane / 4 + 8 * (i / 2)];
-        }
-        put_rows(w.w + at.own(c) * CHUNK * R, R, column + 8 * m, x[m]);
-    }
-    for (int i = threadIdx.x; i < SMALL; i += 2 * R) {
-        w.eliminate[at.own(c) * SMALL + i] = room.eliminate[i / 16 * SMALL_LD + i % 16];
-    }
-    if (threadIdx.x < CHUNK) {
-        w.sigma[at.own(c) * CHUNK + threadIdx.x] = room.sigma[threadIdx.x];
-    }
-}
-
-/* The next chunk's B from x = k P + n k with P in front of chunk c, and by warp 0 its S. With z and
- * sigma of chunk c, C_ts = k_t.z_s of the next keys and G = x k', all rows being tokens:
- *
- *   B = x - C diag(1/sigma) z          S = G - C diag(1/sigma) C' */
-template <int R>
-__device__ static void follow(covariance_room<R> &room, double (&x)[2][2][2], int64_t c) {
-    constexpr int RIGHT = pitch<R>::right;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = 16 * warp;
-    double left[8], b[4];
-    left_columns16(left, room.cross, SMALL_LD, 0);
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const double inverse = -room.inverse[c % 2][lane % 4 + 4 * i];
-        left[2 * i] *= inverse, left[2 * i + 1] *= inverse;
-    }
-#pragma unroll
-    for (int m = 0; m < 2 && warp == 0; m++) {
-        double S[2][2];
-        get_rows(S, room.ahead, SMALL_LD, 8 * m);
-        right_columns16(b, room.cross, SMALL_LD, 8 * m);
-        mn_dmma_16(S, left, b);
-        put_rows(room.S, SMALL_LD, 8 * m, S);
-    }
-#pragma unroll
-    for (int m = 0; m < 2; m++) {
-        right_columns16(b, room.z, RIGHT, column + 8 * m);
-        mn_dmma_16(x[m], left, b);
-        put_rows(room.B, RIGHT, column + 8 * m, x[m]);
-    }
-    __syncwarp();
-}
-
 /* z / sigma and what chunks need of each other, of a group of a head of a sequence: the first 2 R
- * threads of a block. While one warp factorises a chunk's S, all of them write the chunk before into
- * P and multiply it by the next keys, unless between the two a span ends. */
+ * threads of a block. */
 template <int R>
 __device__ static void walk_covariance(covariance_room<R> &room, const mn_bayes_args &p,
                                        const span_work &w, int64_t block, bool bf16) {
+    constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
     const walk_place at = walk_place_at(p, block);
     const span_group &s = at.s;
     if (w.steep[s.n * at.H + s.h]) return;
-    const bool turns = p.theta.data != NULL;
+    const bool turns = p.theta.data != NULL, handed_in = p.P0.data != NULL;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int rows = (int)p.call.K * (turns ? 2 : 1);
+    const int rows = (int)p.call.K * (turns ? 2 : 1), column = 16 * warp;
     strip<R> P;
     load_covariance<R>(P, p, s, rows, bf16);
-    for (int c = 0; c < KEY_STAGES - 1; c++) fetch_covariance<R>(room, w, at, c);
-    asm volatile("cp.async.wait_all;" ::: "memory");
+    fetch_covariance<R>(room, w, at, 0), fetch_covariance<R>(room, w, at, 1);
+    await_copies();
     __syncthreads();
-    if (at.n_chunks > 0) {
-        const double r2 = w.r2[at.own(0) * CHUNK + lane % 16];
-        start_chunk<R>(room, P, w, at, 0);
-        const double *nk = w.nk + at.shared(0) * CHUNK * R;
-        if (p.P0.data &&
-            raise_strip<R>(P, room, nk, __shfl_sync(0xffffffffu, r2, 0), turns)) {
-            start_chunk<R>(room, P, w, at, 0);
-        }
-        if (warp == 0) factorise(room.S, room.eliminate, room.sigma, room.inverse[0], r2);
-    }
     for (int64_t c = 0; c < at.n_chunks; c++) {
-        const bool span_ends = c % SPAN_CHUNKS == SPAN_CHUNKS - 1, ends = c + 1 == at.n_chunks;
+        const int stage = (int)(c % STAGES), now = (int)(c % 2);
+        const double r2 = w.r2[at.own(c) * CHUNK + lane % 16];
+        double x[2][2][2];
+        for (bool again = false;; again = true) {
+            get_rows(x[0], room.nk[stage], RIGHT, column);
+            get_rows(x[1], room.nk[stage], RIGHT, column + 8);
+            through_strip<R>(x, room.k[stage], LEFT, P);
+            gram_share<R>(room.parts, x, room.k[stage], LEFT);
+            put_rows(room.B, RIGHT, column, x[0]), put_rows(room.B, RIGHT, column + 8, x[1]);
+            __syncthreads();
+            add_shares<R>(room.S, room.parts);
+            __syncthreads();
+            if (!handed_in || c > 0 || again) break;
+            if (!raise_strip<R>(P, room, room.nk[0], __shfl_sync(0xffffffffu, r2, 0), turns)) break;
+        }
         if (c % SPAN_CHUNKS == 0) {
             double *to = w.P + at.group(c) * w.P_each + 16 * warp * R;
 #pragma unroll
             for (int j = 0; j < R / 8; j++) put_rows(to, R, 8 * j, P[j]);
         }
-        if (c > 0 && (warp == 1 || warp == 2)) {
-            put_reads<R>(w.reads + at.own(c - 1) * SMALL, room.z, room.q[(c - 1) % 2],
-                         room.inverse[(c - 1) % 2], warp - 1);
-        } else if (c > 0 && warp == R / 16 - 1 && lane == 0) {
+        if (warp == 0) {
+            factorise(room.S, room.eliminate, room.sigma, room.inverse[now], r2);
+        } else if (warp < 3 && c > 0) {
+            put_reads<R>(w.reads + at.own(c - 1) * SMALL, room.z,
+                         room.q[(c - 1) % STAGES], room.inverse[!now], warp - 1);
+        } else if (warp == R / 16 - 1 && lane == 0) {
             say_left(w.left + block, c);
         }
-        double x[2][2][2];
-        if (!span_ends) {
-            times_covariance<R>(x, room.parts[0], P, room.k[(c + 1) % KEY_STAGES],
-                                w.nk + at.shared(c + 1) * CHUNK * R);
-        }
         __syncthreads();
-        fetch_covariance<R>(room, w, at, c + KEY_STAGES - 1);
-        put_z<R>(room, w, at, c);
+        fetch_covariance<R>(room, w, at, c + 2);
+        double left[8];
+        left_small(left, room.eliminate, SMALL_LD);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            double b[4];
+            right_columns16(b, room.B, RIGHT, column + 8 * m);
+            zero(x[m]);
+            mn_dmma_16(x[m], left, b);
+            put_rows(room.z, RIGHT, column + 8 * m, x[m]);
+#pragma unroll
+            for (int t = 0; t < 2; t++) {
+                const double inverse = room.inverse[now][lane / 4 + 8 * t];
+                x[m][t][0] *= inverse, x[m][t][1] *= inverse;
+            }
+            put_rows(w.w + at.own(c) * CHUNK * R, R, column + 8 * m, x[m]);
+            put_rows(room.B, RIGHT, column + 8 * m, x[m]);
+        }
+        for (int i = threadIdx.x; i < SMALL; i += 2 * R) {
+            w.eliminate[at.own(c) * SMALL + i] = room.eliminate[i / 16 * SMALL_LD + i % 16];
+        }
+        if (threadIdx.x < CHUNK) {
+            w.sigma[at.own(c) * CHUNK + threadIdx.x] = room.sigma[threadIdx.x];
+        }
         await_copies();
         __syncthreads();
-        const double r2 = ends ? 1.0 : w.r2[at.own(c + 1) * CHUNK + lane % 16];
-        if (!span_ends) {
-            add_shares<R>(room.ahead, room.parts[0]);
-            add_shares<R>(room.cross, room.parts[1]);
-            __syncthreads();
-            follow<R>(room, x, c);
-        } else {
-            write_covariance<R>(P, room, c);
-            move_covariance<R>(P, room, turns);
-            if (!ends) start_chunk<R>(room, P, w, at, c + 1);
+        left_columns16(left, room.B, RIGHT, column);
+#pragma unroll
+        for (int i = 0; i < 8; i++) left[i] = minus(left[i]);
+#pragma unroll
+        for (int j = 0; j < R / 8; j++) {
+            double b[4];
+            right_columns16(b, room.z, RIGHT, 8 * j);
+            mn_dmma_16(P[j], left, b);
         }
-        if (warp == 0 && !ends) {
-            factorise(room.S, room.eliminate, room.sigma, room.inverse[(c + 1) % 2], r2);
-        }
-        if (R == 128 && warp % 4 == 0) {
-            /* Warp 4 multiplies with the same units, and would hold the factorisation up. */
-            asm volatile("bar.sync 1, 64;" ::: "memory");
-        }
-        if (!span_ends) write_covariance<R>(P, room, c);
+        if (c % SPAN_CHUNKS != SPAN_CHUNKS - 1) continue;
+        const double *noise = room.noise[stage];
+        double own[2][2] = {};
+        pick_inside<R>(own, P);
+        each_inside(own, [&](double &to, int row, int other) {
+            to += row == other ? noise[row] : noise[R + row];
+        });
+        put_inside<R>(P, own);
+        move_strip_columns<R>(P, room.phi[stage], turns, false);
+        move_strip_rows<R>(P, room.phi[stage], turns, false);
     }
     __syncthreads();
     if (threadIdx.x == 0) say_left(w.left + block, at.n_chunks);
     if (at.n_chunks > 0 && (warp == 1 || warp == 2)) {
-        const int64_t c = at.n_chunks - 1;
-        put_reads<R>(w.reads + at.own(c) * SMALL, room.z, room.q[c % 2], room.inverse[c % 2],
+        put_reads<R>(w.reads + at.own(at.n_chunks - 1) * SMALL, room.z,
+                     room.q[(at.n_chunks - 1) % STAGES], room.inverse[(at.n_chunks - 1) % 2],
                      warp - 1);
     }
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
