@@ -10,13 +10,13 @@
  *   b = dw / sigma - 2 A a Q                     Psi_ts = -w_t.b_s (t < s, and symmetric)
  *   Psi_tt = 2 (dkvar + dgain r2 / sigma^2 - sum_{s>=t} a_s A_ts^2 - w_t.b_t)
  *
- * where b and Psi are those without D. Its own part goes apart, so that beta = L'b and Theta =
- * L' Psi L come first, and of the products only X = L'W D and Omega = X W'L wait for D:
+ * where b and Psi are those without D, so that they come first. With D behind the chunk,
  *
- *   H = X - beta / 2           O = Omega + Theta / 2       du = -2 H + (diag O + 2 upper O) K
- *   D <- D - K'H - (H - O K)'K + Q'a Q                     c_t = O_tt, the adjoint of k'u
+ *   Y = W D - b / 2            H = L'Y                     O = L'(W D W' + Psi / 2) L
+ *   D <- D - K'H - (H - O K)'K + Q'a Q                     du = -2 H + (diag O + 2 upper O) K
  *
- * for D <- F'D F with F = (I - w_1 k_1') ... (I - w_16 k_16'), and du follows the same products.
+ * where below the diagonal W D W' + Psi / 2 is Y W', and c_t = O_tt is the adjoint of k'u: D goes
+ * to F'D F with F = (I - w_1 k_1') ... (I - w_16 k_16'), and du follows the same products.
  * With P and M the states in front of the span, sums over its earlier tokens,
  *
  *   dk_t = c_t z_t + (P + n_t) du_t - M de_t - sum_{s<t} w_s (z_s.du_t + e_s.de_t)
@@ -28,10 +28,10 @@
  *
  *   C_{t-1} = C_t + q dq' + k dk' + x w' - 2 D_{t-1} n_t     dla_t, dtheta_t: its trace, its turn
  *
- * So one kernel walks the covariance forward, one the mean forward beside its adjoint back, one D
- * back; before, between and after them kernels do all spans at once. The states of more than 128
- * rows, and heads that decay steeply, go the narrow way: one block for each, chunk by chunk, after
- * a walk that leaves states in front of spans of 128 tokens; there
+ * So one kernel walks the covariance forward and the mean behind it, one E back and D behind it, on
+ * different processors; before and after them kernels do all spans at once. The states of more
+ * than 128 rows, and heads that decay steeply, go the narrow way: one block for each, chunk by
+ * chunk, after a walk that leaves states in front of spans of 128 tokens; there
  *
  *   du_t = b_t + c_t k_t - sum_{s>t} (du_s (k_s.w_t) + k_s (du_s.w_t))
  *

@@ -13,7 +13,7 @@ struct covariance_room {
     double k[STAGES][16 * pitch<R>::left], q[STAGES][16 * pitch<R>::left];
     double nk[STAGES][16 * pitch<R>::right];
     double phi[STAGES][R], noise[STAGES][2 * R];
-    double B[16 * pitch<R>::right], z[16 * pitch<R>::right];    // in place of B, w
+    double B[16 * pitch<R>::right], z[16 * pitch<R>::right];    // B becomes w
     double parts[R / 16 * 16 * PARTS_LD];
     double S[16 * SMALL_LD], eliminate[16 * SMALL_LD];
     double inverse[2][CHUNK], sigma[CHUNK];    // inverse of this chunk and of the one before
@@ -21,8 +21,8 @@ struct covariance_room {
 };
 
 /* S + diag r2 = G' diag(1/sigma) G by one warp: lane t has column t, lane 16 + t that of the unit
- * matrix, which becomes G'^-1. The rows of S come first. Lane t has r2_t. Two pivots at a time: with
- * a, b, c their (2,2), the reciprocals of a and of a c - b^2 do not wait for each other. */
+ * matrix, which becomes G'^-1. The rows of S come first. Lane t has r2_t. Two pivots at a time:
+ * with a, b, c their (2,2), the reciprocals of a and of a c - b^2 do not wait for each other. */
 __device__ static void factorise(const double *S, double *eliminate, double *sigma,
                                  double *inverse, double r2) {
     constexpr unsigned ALL = 0xffffffffu;

@@ -1,6 +1,6 @@
 /* bayes_walk_mean_back.cuh - E, the mean's adjoint, back by chunks of 16 tokens, and b, what it and
- * the cotangents say of the covariance's: bayes_backward.cu. A block has 64 value columns of a group
- * of a head of a sequence; of several such blocks the last one adds up what all say. */
+ * the cotangents say of the covariance's: bayes_backward.cu. A block has 64 value columns of a
+ * group of a head of a sequence; of several such blocks the last one adds up what all say. */
 #ifndef MN_KERNELS_CUDA_BAYES_WALK_MEAN_BACK_CUH
 #define MN_KERNELS_CUDA_BAYES_WALK_MEAN_BACK_CUH
 
