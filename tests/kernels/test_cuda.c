@@ -6,12 +6,12 @@
  * have twice of that (see mn_golden_compare_bf16): each number within 2 u of its scale, the largest
  * of its row or the rms of its tensor, and the rms of the error within 2 u / sqrt(3) of that of the
  * tensor. Where sums of many products lose more because kernels round what goes into the products,
- * the bound is twice what the same formula loses in float64 with rounded factors (delta_rounded.h);
- * where no such formula is written down, twice what rounding every input once does, and for ccq_read
- * what rounding between its parts does (op_rounded.h); for operators made of more parts, that of the
- * golden files (tests/golden/README.md): ten times what results of the reference move when inputs
- * move by u, and twenty times for gradients. Gradients that vanish by structure are held to 2 u of
- * the loss.
+ * the bound is twice what the same formula loses in float64 with rounded factors
+ * (delta_rounded.h); where no such formula is written down, twice what rounding every input once
+ * does, and for ccq_read what rounding between its parts does (op_rounded.h); for operators made of
+ * more parts, that of the golden files (tests/golden/README.md): ten times what results of the
+ * reference move when inputs move by u, and twenty times for gradients. Gradients that vanish by
+ * structure are held to 2 u of the loss.
  *
  * test_cuda [OPERATOR [I/N]] runs one operator, and of its calls every Nth from the Ith on. The
  * reference takes most of the time: without I/N a process for each core takes its share, and what
