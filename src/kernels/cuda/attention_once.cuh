@@ -587,27 +587,17 @@ mn_once_dk_kernel(const __grid_constant__ mn_once k) {
             const int64_t at = mn_once_row(p.call, b, h, t0 + t);
             const int n = (int)min((int64_t)MN_ONCE_LOOK, length - t);
             const int n_found = mn_once_find(found, counts, k.noted + at, n, tile.first);
-#pragma unroll 4
             for (int i = 0; i < n_found && column < K; i++) {
                 const int row = found[i].x;
                 const mn_bf16 *q = mn_row<mn_bf16>(p.q, b, t0 + t + row, h);
                 float *to = &sum[found[i].y * 128 + column];
-                *to = fmaf(__ldg(k.b + at + row), mn_float(__ldg(q + column)), *to);
+                *to = fmaf(k.b[at + row], mn_float(q[column]), *to);
             }
         }
     }
-    constexpr int ahead = 16;    // numbers on their way
-    for (int i = 0; i < tile.n_rows && column < K; i += ahead) {
-        const int n = (int)min((int64_t)ahead, tile.n_rows - i);
+    for (int i = 0; i < tile.n_rows && column < K; i++) {
         mn_bf16 *to = mn_row<mn_bf16>(p.dk, b, t0 + tile.first + i, j) + column;
-        float dk[ahead];
-#pragma unroll
-        for (int r = 0; r < ahead; r++) dk[r] = r < n ? mn_float(to[r * p.dk.stride[1]]) : 0.0f;
-#pragma unroll
-        for (int r = 0; r < ahead; r++) {
-            if (r >= n) break;
-            mn_put(to + r * p.dk.stride[1], fmaf(p.scale, sum[(i + r) * 128 + column], dk[r]));
-        }
+        mn_put(to, fmaf(p.scale, sum[i * 128 + column], mn_float(*to)));
     }
 }
 
