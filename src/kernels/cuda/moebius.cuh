@@ -1,17 +1,22 @@
 /* moebius.cuh - Kalman Linear Attention on GPUs, the parts that its kernels share: cells, the
  * numbers of a tile, chunks.
  *
- * A sequence longer than CHUNK tokens goes by chunks, so that time too fills the GPU: kernels of
- * moebius_maps.cuh find the state in front of each chunk (and the adjoint behind it) first. How a
- * sequence is cut depends on its own length alone. */
+ * Cells go by rays (moebius_ray.cuh), four tokens at a time; a warp for which one of its rays does
+ * not hold does the tile again by lam and eta, as it does tiles that are not whole.
+ *
+ * A sequence longer than LONG tokens goes by chunks of CHUNK, so that time too fills the GPU:
+ * moebius_walk.cuh finds the state in front of each chunk first, moebius_maps.cuh the adjoint
+ * behind it. How a sequence is cut depends on its own length alone. */
 #ifndef MN_KERNELS_CUDA_MOEBIUS_CUH
 #define MN_KERNELS_CUDA_MOEBIUS_CUH
 
 #include "kernels/cuda/cells.cuh"
+#include "kernels/cuda/moebius_ray.cuh"
 
 namespace moebius {
 
-enum { TOKENS = MN_CELL_TOKENS, SLOTS = MN_CELL_SLOTS, CHUNK = 4096, MOST_CHUNKS = 65535 };
+enum { TOKENS = MN_CELL_TOKENS, SLOTS = MN_CELL_SLOTS, LONG = 4096, CHUNK = 1024,
+       MOST_CHUNKS = 65535 };
 
 typedef mn_cell_block<1, 4, 1> block;
 
@@ -21,8 +26,7 @@ static __device__ const float floor_at = 1e-12f;
  * block::own() says. */
 struct room {
     float *sums;        // groups of slots x tokens x 2 x V: parts of y, yvar or dv, dprec
-    float *maps;        // chunks x MAP_SETS: what a chunk does to the state
-    float *starts;      // chunks x 2: the state in front of it
+    float *starts;      // chunks x 2: the state in front of each, forward
     float *back_maps;   // chunks x BACK_SETS: what it does to the adjoint behind it
     float *ends;        // chunks x 2: that adjoint
     float *states;      // tiles x 2: the state in front of each
@@ -108,7 +112,24 @@ struct dynamics {
             c.eta[j] = fmaf(a[j] * g, c.eta[j], pk * v);
         }
     }
+
+    __device__ __forceinline__ ray after(const ray &x, int j, float prec, float k, float v) const {
+        return ray_after(x, a[j], a2[j], p[j], prec * k, k, v);
+    }
+
+    __device__ ray_edge edge() const {
+        ray_edge e = ray_edge::of(a2[0], p[0]);
+#pragma unroll
+        for (int j = 1; j < SLOTS; j++) e = e.with(ray_edge::of(a2[j], p[j]));
+        return e;
+    }
 };
+
+/* Whether four precisions are all positive, by their signs. */
+__device__ __forceinline__ bool all_positive(const float (&prec)[4]) {
+    return (__float_as_int(prec[0]) | __float_as_int(prec[1]) | __float_as_int(prec[2]) |
+            __float_as_int(prec[3])) >= 0;
+}
 
 /* ---- the numbers of a tile ------------------------------------------------------------------- */
 
@@ -120,6 +141,10 @@ struct stage {
     mn_cell_keys<block> keys[N_KEYS];
     mn_cell_lines<block> lines[N_LINES];
 };
+
+/* Those going back. FULL: with cotangents of yvar, or reads from the prior. */
+template <bool FULL>
+using lines_of = stage<2, FULL ? 4 : 3>;
 
 template <typename T, int N_KEYS, int N_LINES>
 struct fetched {
@@ -190,6 +215,26 @@ __device__ __forceinline__ void advance_tile(state &c, const dynamics &dyn,
     }
 }
 
+/* Four tokens by rays; whether that holds is not asked. */
+template <int N_KEYS, int N_LINES>
+__device__ __forceinline__ void ray_four(state &c, const dynamics &dyn,
+                                         const stage<N_KEYS, N_LINES> &in, int t) {
+    float v[1][4], prec[1][4], k[4][SLOTS];
+    in.lines[VALUES].get(v, t);
+    in.lines[PRECISIONS].get(prec, t);
+#pragma unroll
+    for (int i = 0; i < 4; i++) in.keys[KEYS].get(k[i], t + i);
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        ray x = { c.lam[j], 1.0f, c.eta[j] };
+#pragma unroll
+        for (int i = 0; i < 4; i++) x = dyn.after(x, j, prec[0][i], k[i][j], v[0][i]);
+        const float by = mn_inverse(x.d);
+        c.lam[j] = x.n * by;
+        c.eta[j] = x.e * by;
+    }
+}
+
 /* States in front of each four tokens of a tile, in shared memory. */
 struct fours {
     float4 at[TOKENS / 4][2][block::THREADS];
@@ -215,17 +260,79 @@ struct fours {
             put(t, c);
         }
     }
+
+    /* By rays, of a whole tile. */
+    template <int N_KEYS, int N_LINES>
+    __device__ __forceinline__ void fill(state c, const dynamics &dyn,
+                                         const stage<N_KEYS, N_LINES> &in) {
+        put(0, c);
+#pragma unroll 1
+        for (int t = 4; t < TOKENS; t += 4) {
+            ray_four(c, dyn, in, t - 4);
+            put(t, c);
+        }
+    }
 };
+
+/* A thread's four tokens by rays: the rays in front of and behind each, and the states behind the
+ * last. */
+struct rays {
+    ray at[5][SLOTS];
+    state last;
+    float by[SLOTS];
+
+    /* Whether they hold. */
+    __device__ __forceinline__ bool walk(const state &c, const dynamics &dyn, const ray_edge &edge,
+                                         const float (&k)[4][SLOTS], const float (&v)[4],
+                                         const float (&prec)[4]) {
+        bool sound = all_positive(prec);
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            at[0][j] = { c.lam[j], 1.0f, c.eta[j] };
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                at[i + 1][j] = dyn.after(at[i][j], j, prec[i], k[i][j], v[i]);
+            }
+            by[j] = mn_inverse(at[4][j].d);
+            last.lam[j] = at[4][j].n * by[j];
+            last.eta[j] = at[4][j].e * by[j];
+            sound = sound && edge.holds(c.lam[j], at[4][j].n) && isfinite(last.eta[j]);
+        }
+        return sound;
+    }
+};
+
+/* Adds to the adjoint w of the ray x what a read of it with q gives back, with cotangents gy and gw
+ * of y and yvar. FULL: with gw, or a read from the prior. Returns gy e / n. */
+template <bool FULL>
+__device__ __forceinline__ float read_back(ray &w, const ray &x, const dynamics &dyn, int j,
+                                           float q, float gy, float gw, bool prior) {
+    const float by = mn_inverse(x.n), gy_by = gy * by, to_q = gy_by * x.e;
+    const float read = FULL && prior ? q * dyn.a[j] : q;
+    w.e = fmaf(read, gy_by, w.e);
+    w.n = fmaf(-(read * by), to_q, w.n);
+    if (FULL) {
+        const float gv = gw * q * q * (prior ? dyn.a2[j] : 1.0f) * by;
+        w.d += gv;
+        w.n = fmaf(-gv, x.d * by, w.n);
+    }
+    return to_q;
+}
+
+/* For all lanes of the warp. */
+__device__ __forceinline__ bool all_sound(bool sound) {
+    return __all_sync(0xffffffffu, sound);
+}
 
 /* ---- chunks ---------------------------------------------------------------------------------- */
 
-inline int64_t n_chunks(const mn_call &call) {
-    return !call.cu_seqlens && call.T == 0 ? call.B : mn_tile_slots(call, CHUNK);
+/* Whether there may be a sequence of several chunks. */
+__host__ __device__ inline bool chunked(const mn_call &call) {
+    return call.T > LONG;
 }
 
-/* Whether there may be a sequence of several chunks. */
-inline bool chunked(const mn_call &call) {
-    return call.T > CHUNK;
+inline int64_t n_chunks(const mn_call &call) {
+    return chunked(call) ? mn_tile_slots(call, CHUNK) : mn_n_spans(call);
 }
 
 /* Chunk number `slot`, tokens [first, end) of sequence n. A sequence without tokens has one; slots
@@ -236,13 +343,15 @@ struct chunk {
     bool exists;
 
     __device__ chunk(const mn_call &call, int64_t slot) {
-        if (!call.cu_seqlens && call.T == 0) {
-            n = slot, first = end = 0, span = mn_span_at(call, slot);
-        } else {
+        if (chunked(call)) {
             const mn_tile_span tile = mn_tile_at(call, CHUNK, slot);
             n = tile.n, first = tile.first, end = first + tile.n_rows, span = tile.span;
+        } else {
+            n = slot, first = 0, span = mn_span_at(call, slot), end = span.length;
         }
         exists = end > first || first == 0;
+        if (span.length > LONG) return;
+        exists = first == 0, end = span.length;
     }
 
     __device__ bool last() const {
