@@ -84,7 +84,8 @@ struct mn_slab_ahead {
         f = p.f[row], weight = p.w[row];
     }
 
-    /* The tokens to shared memory, with their weights. All that bring tokens call; a barrier follows. */
+    /* The tokens to shared memory, with their weights. All that bring tokens call; a barrier
+     * follows. */
     template <mn_columns_kind KIND>
     __device__ void put(mn_slab_room<ROWS, WARPS> &room) const {
         const int lane = threadIdx.x % 32, warp = sizes::feeder() / 32;
@@ -294,7 +295,9 @@ mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     for (int64_t t = 0; t < at.span.length; t += sizes::group) {
         const int count = (int)min((int64_t)sizes::group, at.span.length - t);
         __syncthreads();
-        if (p.reads && t > 0) mn_slab_put<T, ROWS, WARPS, 0>(room, p, at, t - sizes::group, sizes::group);
+        if (p.reads && t > 0) {
+            mn_slab_put<T, ROWS, WARPS, 0>(room, p, at, t - sizes::group, sizes::group);
+        }
         ahead.template put<KIND>(room);
         __syncthreads();
         if (t + sizes::group < at.span.length) {

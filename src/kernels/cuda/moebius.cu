@@ -4,7 +4,7 @@
  *   den = a^2 + p lam      lam <- lam / den + prec k^2      eta <- a / den eta + prec v k
  *   y = sum_s q eta / lam  yvar = sum_s q^2 / lam
  *
- * A block has 32 channels and 16 slots of one chunk of a sequence; a thread keeps lam and eta of 4
+ * A block has 32 channels and 16 slots of one chunk of a sequence; a thread keeps lam and eta of 2
  * slots of a channel. With more slots, blocks leave parts of the sums over slots, added up
  * afterwards. Backward, a walk leaves the states in front of each tile of 16 tokens; the second
  * pass goes through the tiles from the last one on, makes the states of four tokens again in
@@ -38,9 +38,13 @@ struct four {
 template <bool FULL>
 __device__ __forceinline__ static void put_four(mn_cell_sums<block> &out, int t, float (&y)[4],
                                                 float (&yvar)[4]) {
-    const int at = t + block::slot_lane(), column = block::column(0);
-    out.at[0][0][at][column] = mn_cell_line_sums(y);
-    if (FULL) out.at[1][0][at][column] = mn_cell_line_sums(yvar);
+    const int at = t + block::slot_lane() % 4, column = block::column(0);
+    if (FULL && block::ALONG == 8) {
+        out.at[block::slot_lane() / 4][0][at][column] = mn_cell_two_line_sums(y, yvar);
+        return;
+    }
+    out.at[0][0][at][column] = mn_cell_line_sums<block::ALONG>(y);
+    if (FULL) out.at[1][0][at][column] = mn_cell_line_sums<block::ALONG>(yvar);
 }
 
 /* A tile by lam and eta. FULL: with yvar, or read from the prior. */
@@ -131,7 +135,7 @@ __device__ __forceinline__ static bool forward_tile(state &c, const dynamics &dy
 }
 
 template <typename T, bool FULL>
-__global__ void __launch_bounds__(block::THREADS, 3)
+__global__ void __launch_bounds__(block::THREADS, BLOCKS)
 forward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
                int64_t count) {
     __shared__ stage<2, 2> in[2];
@@ -245,9 +249,7 @@ struct backward_room {
 template <bool FULL>
 __device__ __forceinline__ static void put_lines(backward_room<FULL> &r, int t, float (&dv)[4],
                                                  float (&dprec)[4]) {
-    const int at = t + block::slot_lane(), column = block::column(0);
-    r.out.at[0][0][at][column] = mn_cell_line_sums(dv);
-    r.out.at[1][0][at][column] = mn_cell_line_sums(dprec);
+    put_four<true>(r.out, t, dv, dprec);
 }
 
 /* Four tokens of a tile from t on, by lam and eta. */
@@ -399,7 +401,8 @@ template <typename T, bool FULL>
 __global__ void __launch_bounds__(block::THREADS, 2)
 backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
                 int64_t count) {
-    __shared__ backward_room<FULL> r;
+    extern __shared__ float4 room_here[];
+    backward_room<FULL> &r = *(backward_room<FULL> *)room_here;
     const dynamics dyn(p);
     const ray_edge edge = dyn.edge();
     for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
@@ -552,12 +555,10 @@ static int backward(const mn_moebius_args *p, float *shared, cudaStream_t stream
         code = full ? find_ends<T, true>(p, to, stream) : find_ends<T, false>(p, to, stream);
     }
     if (code != cudaSuccess) return code;
-    if (full) {
-        backward_kernel<T, true><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
-    } else {
-        backward_kernel<T, false><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
-    }
-    code = mn_launched();
+    code = full ? mn_launch_with_room(backward_kernel<T, true>, blocks, block::THREADS,
+                                      sizeof(backward_room<true>), stream, *p, to, n_rows, count)
+                : mn_launch_with_room(backward_kernel<T, false>, blocks, block::THREADS,
+                                      sizeof(backward_room<false>), stream, *p, to, n_rows, count);
     if (code == cudaSuccess) {
         code = sum_groups<T>(p->grad.v, p->grad.prec, to.sums, call, stream);
     }

@@ -15,15 +15,16 @@
 
 namespace moebius {
 
-enum { TOKENS = MN_CELL_TOKENS, SLOTS = MN_CELL_SLOTS, LONG = 4096, CHUNK = 1024,
+enum { TOKENS = MN_CELL_TOKENS, SLOTS = 2, LONG = 4096, CHUNK = 1024,
        MOST_CHUNKS = 65535 };
 
-typedef mn_cell_block<1, 4, 1> block;
+typedef mn_cell_block<1, 16 / SLOTS, 1, SLOTS> block;
+enum { BLOCKS = SLOTS == 2 ? 2 : 3 };
 
 static __device__ const float floor_at = 1e-12f;
 
-/* The work space of a call, each part behind the other. Sets of four numbers per thread lie as
- * block::own() says. */
+/* The work space of a call, each part behind the other. Sets of SLOTS numbers per thread lie
+ * as block::own() says. */
 struct room {
     float *sums;        // groups of slots x tokens x 2 x V: parts of y, yvar or dv, dprec
     float *starts;      // chunks x 2: the state in front of each, forward
@@ -34,15 +35,6 @@ struct room {
     float *dynamics;    // chunks x 2 x V x K: parts of da, dp
 };
 
-__device__ inline void load_four(float (&x)[SLOTS], const float *from) {
-    const float4 four = *(const float4 *)from;
-    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-}
-
-__device__ inline void store_four(float *to, const float (&x)[SLOTS]) {
-    *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
-}
-
 /* ---- cells ----------------------------------------------------------------------------------- */
 
 /* lam and eta of a thread's cells, or their adjoints. */
@@ -50,13 +42,13 @@ struct state {
     float lam[SLOTS], eta[SLOTS];
 
     __device__ void load(const float *sets, int64_t set) {
-        load_four(lam, sets + block::own(2 * set));
-        load_four(eta, sets + block::own(2 * set + 1));
+        mn_load<SLOTS>(lam, sets, block::own(2 * set));
+        mn_load<SLOTS>(eta, sets, block::own(2 * set + 1));
     }
 
     __device__ void store(float *sets, int64_t set) const {
-        store_four(sets + block::own(2 * set), lam);
-        store_four(sets + block::own(2 * set + 1), eta);
+        mn_store<SLOTS>(sets, block::own(2 * set), lam);
+        mn_store<SLOTS>(sets, block::own(2 * set + 1), eta);
     }
 };
 
@@ -66,7 +58,7 @@ __device__ inline int64_t place_of(const mn_call &call, int j) {
     return m < call.V && s < call.K ? m * call.K + s : -1;
 }
 
-/* Four cells of states (N,V,K): given ones, or `lam` and 0. */
+/* A thread's cells of states (N,V,K): given ones, or `lam` and 0. */
 __device__ inline void load_cells(state &to, const mn_in &lam, const mn_in &eta,
                                   const mn_call &call, int64_t n, float usual) {
     const float *from_lam = mn_row<float>(lam, n, 0, 0), *from_eta = mn_row<float>(eta, n, 0, 0);
@@ -237,16 +229,16 @@ __device__ __forceinline__ void ray_four(state &c, const dynamics &dyn,
 
 /* States in front of each four tokens of a tile, in shared memory. */
 struct fours {
-    float4 at[TOKENS / 4][2][block::THREADS];
+    alignas(16) float at[TOKENS / 4][2][block::THREADS][SLOTS];
 
     __device__ void put(int t, const state &c) {
-        store_four((float *)&at[t / 4][0][threadIdx.x], c.lam);
-        store_four((float *)&at[t / 4][1][threadIdx.x], c.eta);
+        mn_store<SLOTS>(at[t / 4][0][threadIdx.x], 0, c.lam);
+        mn_store<SLOTS>(at[t / 4][1][threadIdx.x], 0, c.eta);
     }
 
     __device__ void get(state &c, int t) const {
-        load_four(c.lam, (const float *)&at[t / 4][0][threadIdx.x]);
-        load_four(c.eta, (const float *)&at[t / 4][1][threadIdx.x]);
+        mn_load<SLOTS>(c.lam, at[t / 4][0][threadIdx.x], 0);
+        mn_load<SLOTS>(c.eta, at[t / 4][1][threadIdx.x], 0);
     }
 
     /* From the state in front of the tile. */

@@ -151,7 +151,7 @@ __device__ __forceinline__ bool map_tile(back_map &map, fours &states, const sta
 
 /* Maps of all chunks that have a chunk in front of them. */
 template <typename T, bool FULL>
-__global__ void __launch_bounds__(block::THREADS, 3)
+__global__ void __launch_bounds__(block::THREADS, BLOCKS)
 back_maps_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t count) {
     __shared__ lines_of<FULL> in;
     __shared__ fours states;
@@ -185,7 +185,7 @@ back_maps_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t cou
                                                       &map.e };
 #pragma unroll
         for (int i = 0; i < BACK_SETS; i++) {
-            store_four(to.back_maps + block::own(slot * BACK_SETS + i), *all[i]);
+            mn_store<SLOTS>(to.back_maps, block::own(slot * BACK_SETS + i), *all[i]);
         }
     }
 }
@@ -202,7 +202,7 @@ ends_kernel(const __grid_constant__ mn_moebius_args p, room to) {
         for (int64_t i = (span.length - 1) / CHUNK; i > 0; i--) {
             float m[BACK_SETS][SLOTS];
             for (int s = 0; s < BACK_SETS; s++) {
-                load_four(m[s], to.back_maps + block::own((slot + i) * BACK_SETS + s));
+                mn_load<SLOTS>(m[s], to.back_maps, block::own((slot + i) * BACK_SETS + s));
             }
 #pragma unroll
             for (int j = 0; j < SLOTS; j++) {

@@ -64,7 +64,7 @@ struct walk_fetched {
 /* The cell of a thread. */
 struct walk_cell {
     float a, a2, p, lam, eta;
-    int64_t at;    // where it is among four numbers per thread of the other kernels' blocks
+    int64_t at;    // where it is among SLOTS numbers per thread of the other kernels' blocks
     int64_t set;   // how many those are
 
     __device__ walk_cell(const mn_moebius_args &args, int64_t m, int64_t s) {
@@ -111,9 +111,9 @@ __device__ __forceinline__ void walk_sixteen(walk_cell &c, const walk_stage &in,
 #pragma unroll
     for (int at = 0; at < TOKENS; at += 4) {
         float k[4], v[4], prec[4];
-        load_four(k, keys + at);
-        load_four(v, values + at);
-        load_four(prec, precisions + at);
+        mn_load<4>(k, keys, at);
+        mn_load<4>(v, values, at);
+        mn_load<4>(prec, precisions, at);
         sound = all_positive(prec) && sound;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
