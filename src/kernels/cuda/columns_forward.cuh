@@ -19,7 +19,8 @@ struct mn_slab_sizes {
     static constexpr int group = 8;                     // tokens
     static constexpr int rows = 4 * ROWS;
     static constexpr int feeders = FEEDERS ? 32 * FEEDERS : threads;    // threads that bring tokens
-    static constexpr int row_items = group * rows / feeders, column_items = group * tile / feeders;
+    static constexpr int row_items = group * rows / feeders;
+    static constexpr int column_items = (group * tile + feeders - 1) / feeders;
 
     /* This thread's place among those that bring tokens, and a barrier for them. */
     __device__ static int feeder() {
@@ -96,7 +97,8 @@ struct mn_slab_ahead {
         }
 #pragma unroll
         for (int n = 0; n < sizes::column_items; n++) {
-            room.v[0][sizes::feeder() + n * sizes::feeders] = mn_float(v[n]);
+            const int item = sizes::feeder() + n * sizes::feeders;
+            if (item < sizes::group * sizes::tile) room.v[0][item] = mn_float(v[n]);
         }
         if (KIND == MN_COLUMNS_SUM) {
             const int token = sizes::feeder();
@@ -124,6 +126,7 @@ struct mn_slab_ahead {
 #pragma unroll
         for (int n = 0; n < sizes::column_items; n++) {
             const int item = sizes::feeder() + n * sizes::feeders;
+            if (item >= sizes::group * sizes::tile) break;
             const float b = mn_float(beta[n]);
             const float u = 1.0f / (float)(1.0 + (double)b * room.norm[item / sizes::tile]);
             room.u[0][item] = u, room.w[0][item] = b * u;
@@ -389,7 +392,7 @@ mn_slab_fed_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
  * it. */
 template <typename T, int ROWS, mn_columns_kind KIND>
 static int mn_slab_start(const mn_columns &p, cudaStream_t on) {
-    constexpr int MANY = MN_COLUMNS_TILE / 8, FEW = 2, FEEDERS = 4;
+    constexpr int MANY = MN_COLUMNS_TILE / 8, FEW = 2, FEEDERS = 8;
     const int64_t heads = p.call.H * mn_n_spans(p.call);
     const bool many = mn_ceil_div(p.columns, MN_COLUMNS_TILE) * heads > 64;
     const int64_t tiles = mn_ceil_div(p.columns, 8 * (many ? MANY : FEW)), blocks = tiles * heads;

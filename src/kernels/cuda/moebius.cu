@@ -237,9 +237,25 @@ __device__ __forceinline__ static void token_backward(token_cots &to, adjoint &s
     to.v *= prec;
 }
 
+/* The states in front of a tile on their way. */
+struct state_ahead {
+    alignas(16) float at[2][block::THREADS][SLOTS];
+
+    __device__ __forceinline__ void begin(const float *sets, int64_t set) {
+        copy_there<SLOTS>(at[0][threadIdx.x], sets + block::own(2 * set), true);
+        copy_there<SLOTS>(at[1][threadIdx.x], sets + block::own(2 * set + 1), true);
+    }
+
+    __device__ __forceinline__ void get(state &c) const {
+        mn_cell_read(c.lam, at[0][threadIdx.x]);
+        mn_cell_read(c.eta, at[1][threadIdx.x]);
+    }
+};
+
 template <bool FULL>
 struct backward_room {
-    lines_of<FULL> in;
+    lines_of<FULL> in[2];
+    state_ahead first[2];
     mn_cell_sums<block> out;
     mn_cell_key_parts<block> keys;
     fours states;
@@ -255,15 +271,16 @@ __device__ __forceinline__ static void put_lines(backward_room<FULL> &r, int t, 
 /* Four tokens of a tile from t on, by lam and eta. */
 template <bool FULL>
 __device__ __forceinline__ static void backward_four(adjoint &sum, const dynamics &dyn,
-                                                     backward_room<FULL> &r, int t, int n_rows,
+                                                     backward_room<FULL> &r,
+                                                     const lines_of<FULL> &in, int t, int n_rows,
                                                      bool prior) {
     state c[5];
     float gy[1][4], gw[1][4] = {}, dv[4], dprec[4];
     four now;
-    now.load(r.in, t);
+    now.load(in, t);
     r.states.get(c[0], t);
-    r.in.lines[MEAN_COTS].get(gy, t);
-    if (FULL) r.in.lines[FULL ? SPREAD_COTS : 0].get(gw, t);
+    in.lines[MEAN_COTS].get(gy, t);
+    if (FULL) in.lines[FULL ? SPREAD_COTS : 0].get(gw, t);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         c[i + 1] = c[i];
@@ -284,12 +301,13 @@ __device__ __forceinline__ static void backward_four(adjoint &sum, const dynamic
 /* A tile by lam and eta, from the state in front of it. */
 template <bool FULL>
 __device__ __forceinline__ static void backward_rows(adjoint &sum, const dynamics &dyn,
-                                                     backward_room<FULL> &r, const state &first,
+                                                     backward_room<FULL> &r,
+                                                     const lines_of<FULL> &in, const state &first,
                                                      int n_rows, bool prior) {
-    r.states.fill(first, dyn, r.in, n_rows);
+    r.states.fill(first, dyn, in, n_rows);
 #pragma unroll 1
     for (int t = TOKENS - 4; t >= 0; t -= 4) {
-        backward_four<FULL>(sum, dyn, r, t, n_rows, prior);
+        backward_four<FULL>(sum, dyn, r, in, t, n_rows, prior);
     }
 }
 
@@ -308,16 +326,17 @@ __device__ __forceinline__ static float prior_cots(ray_cots &to, const ray &x, f
 template <bool FULL>
 __device__ __forceinline__ static bool backward_rays(adjoint &sum, const dynamics &dyn,
                                                      const ray_edge &edge,
-                                                     backward_room<FULL> &r, int t, bool prior) {
+                                                     backward_room<FULL> &r,
+                                                     const lines_of<FULL> &in, int t, bool prior) {
     state c;
     rays x;
     ray w[SLOTS];
     float gy[1][4], gw[1][4] = {}, dv[4], dprec[4];
     four now;
-    now.load(r.in, t);
+    now.load(in, t);
     r.states.get(c, t);
-    r.in.lines[MEAN_COTS].get(gy, t);
-    if (FULL) r.in.lines[FULL ? SPREAD_COTS : 0].get(gw, t);
+    in.lines[MEAN_COTS].get(gy, t);
+    if (FULL) in.lines[FULL ? SPREAD_COTS : 0].get(gw, t);
     const bool sound = x.walk(c, dyn, edge, now.k, now.v[0], now.prec[0]);
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
@@ -357,14 +376,15 @@ __device__ __forceinline__ static bool backward_rays(adjoint &sum, const dynamic
 template <bool FULL>
 __device__ __forceinline__ static bool backward_tile(adjoint &sum, const dynamics &dyn,
                                                      const ray_edge &edge,
-                                                     backward_room<FULL> &r, const state &first,
+                                                     backward_room<FULL> &r,
+                                                     const lines_of<FULL> &in, const state &first,
                                                      bool prior) {
     adjoint here = { sum.d, {}, {}, {} };
     bool sound = true;
-    r.states.fill(first, dyn, r.in);
+    r.states.fill(first, dyn, in);
 #pragma unroll 1
     for (int t = TOKENS - 4; t >= 0; t -= 4) {
-        sound = backward_rays<FULL>(here, dyn, edge, r, t, prior) && sound;
+        sound = backward_rays<FULL>(here, dyn, edge, r, in, t, prior) && sound;
     }
     if (!all_sound(sound)) return false;
     add_sums(sum, here);
@@ -413,29 +433,32 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_ro
         }
         const int64_t set = mn_cell_first_slot(p.call, at.n, TOKENS);
         adjoint sum = {};
-        state ahead;
         fetched<T, 2, FULL ? 4 : 3> next;
         if (at.last()) load_cells(sum.d, p.cot.lam, p.cot.eta, p.call, at.n, 0.0f);
         else sum.d.load(to.ends, slot);
         const int64_t last = at.end_tile() - 1;
         next.open(p, at.span);
+        next.move(p, last * TOKENS);
         if (at.first < at.end) {
-            next.fetch(p, mn_cell_tile_at(at.span, last));
-            ahead.load(to.states, set + last);
+            next.begin(r.in[last % 2], mn_cell_tile_at(at.span, last).n_rows);
+            r.first[last % 2].begin(to.states, set + last);
         }
         for (int64_t i = last; i >= at.first_tile() && at.first < at.end; i--) {
             const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
-            const state first = ahead;
-            next.put(r.in);
+            state first;
+            const lines_of<FULL> &in = r.in[i % 2];
+            next.finish(r.in[i % 2]);
+            r.first[i % 2].get(first);
             __syncthreads();
+            next.move(p, -(int64_t)TOKENS);
             if (i > at.first_tile()) {
-                next.fetch(p, mn_cell_tile_at(at.span, i - 1));
-                ahead.load(to.states, set + i - 1);
+                next.begin(r.in[(i - 1) % 2], TOKENS);
+                r.first[(i - 1) % 2].begin(to.states, set + i - 1);
             }
             if (tile.n_rows < TOKENS ||
-                !backward_tile<FULL>(sum, dyn, edge, r, first, p.from_prior)) {
+                !backward_tile<FULL>(sum, dyn, edge, r, in, first, p.from_prior)) {
                 adjoint here = { sum.d, {}, {}, {} };
-                backward_rows<FULL>(here, dyn, r, first, tile.n_rows, p.from_prior);
+                backward_rows<FULL>(here, dyn, r, in, first, tile.n_rows, p.from_prior);
                 add_sums(sum, here);
             }
             __syncthreads();

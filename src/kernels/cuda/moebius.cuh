@@ -42,8 +42,8 @@ struct state {
     float lam[SLOTS], eta[SLOTS];
 
     __device__ void load(const float *sets, int64_t set) {
-        mn_load<SLOTS>(lam, sets, block::own(2 * set));
-        mn_load<SLOTS>(eta, sets, block::own(2 * set + 1));
+        mn_cell_read(lam, sets + block::own(2 * set));
+        mn_cell_read(eta, sets + block::own(2 * set + 1));
     }
 
     __device__ void store(float *sets, int64_t set) const {
@@ -138,35 +138,104 @@ struct stage {
 template <bool FULL>
 using lines_of = stage<2, FULL ? 4 : 3>;
 
+/* n numbers from memory to shared memory, or zeros, while the thread goes on. */
+template <int n>
+__device__ __forceinline__ void copy_there(float *to, const float *from, bool there) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from),
+                 "n"(n * sizeof(float)), "r"(there ? n * (int)sizeof(float) : 0) : "memory");
+}
+
+/* WIDTH numbers of each token on their way to shared memory: numbers place, place + ACROSS, ... of
+ * a token for each thread. Of float32 they go there by themselves; others wait in registers to be
+ * converted. */
+template <typename T, int WIDTH>
+struct on_the_way {
+    typedef mn_cell_share<WIDTH, block::THREADS> share;
+    const T *from;      // the thread's first number
+    int left;           // how many there are from it on
+    T x[share::EACH];   // of float32 nothing
+
+    __device__ static int place() {
+        return threadIdx.x % share::ACROSS;
+    }
+
+    __device__ void open(const mn_in &view, const mn_span &span, int64_t base, int64_t count) {
+        left = view.data ? (int)max(min(count - base, (int64_t)WIDTH) - place(), (int64_t)0) : 0;
+        from = (const T *)view.data + span.b * view.stride[0] +
+               (span.t0 + share::row()) * view.stride[1] + base + place();
+    }
+
+    /* On by so many tokens. */
+    __device__ __forceinline__ void move(const mn_in &view, int64_t n_tokens) {
+        from += n_tokens * view.stride[1];
+    }
+
+    template <typename Room>
+    __device__ __forceinline__ void begin(Room &to, int n_rows) {
+#pragma unroll
+        for (int n = 0; n < share::EACH; n++) {
+            const bool there = share::row() < n_rows && n * share::ACROSS < left;
+            const T *at = from + n * share::ACROSS;
+            if constexpr (sizeof(T) == sizeof(float)) {
+                to.each_place(share::row(), place() + n * share::ACROSS,
+                              [&](float *room) { copy_there<1>(room, at, there); });
+            } else {
+                x[n] = there ? *at : (T)0.0f;
+            }
+        }
+    }
+
+    template <typename Room>
+    __device__ __forceinline__ void finish(Room &to) const {
+#pragma unroll
+        for (int n = 0; n < share::EACH && sizeof(T) < sizeof(float); n++) {
+            to.each_place(share::row(), place() + n * share::ACROSS,
+                          [&](float *room) { *room = mn_float(x[n]); });
+        }
+    }
+};
+
 template <typename T, int N_KEYS, int N_LINES>
 struct fetched {
-    mn_cell_fetched<T, block::SLOTS, block::THREADS> keys[N_KEYS];
-    mn_cell_fetched<T, block::COLUMNS, block::THREADS> lines[N_LINES];
+    on_the_way<T, block::SLOTS> keys[N_KEYS];
+    on_the_way<T, block::COLUMNS> lines[N_LINES];
 
     __device__ void open(const mn_moebius_args &p, const mn_span &span) {
         const int64_t s0 = block::slot0(), m0 = block::column0(), K = p.call.K, V = p.call.V;
-        keys[KEYS].open(p.k, span, 0, s0, K);
-        if (N_KEYS > QUERIES) keys[N_KEYS - 1].open(p.q, span, 0, s0, K);
-        lines[VALUES].open(p.v, span, 0, m0, V);
-        lines[PRECISIONS].open(p.prec, span, 0, m0, V);
-        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].open(p.cot.y, span, 0, m0, V);
-        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].open(p.cot.yvar, span, 0, m0, V);
+        keys[KEYS].open(p.k, span, s0, K);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].open(p.q, span, s0, K);
+        lines[VALUES].open(p.v, span, m0, V);
+        lines[PRECISIONS].open(p.prec, span, m0, V);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].open(p.cot.y, span, m0, V);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].open(p.cot.yvar, span, m0, V);
     }
 
-    __device__ __forceinline__ void fetch(const mn_moebius_args &p, const mn_cell_tile &tile) {
-        keys[KEYS].fetch(p.k, tile);
-        if (N_KEYS > QUERIES) keys[N_KEYS - 1].fetch(p.q, tile);
-        lines[VALUES].fetch(p.v, tile);
-        lines[PRECISIONS].fetch(p.prec, tile);
-        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].fetch(p.cot.y, tile);
-        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.yvar, tile);
+    /* On by so many tokens. */
+    __device__ __forceinline__ void move(const mn_moebius_args &p, int64_t n_tokens) {
+        keys[KEYS].move(p.k, n_tokens);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].move(p.q, n_tokens);
+        lines[VALUES].move(p.v, n_tokens);
+        lines[PRECISIONS].move(p.prec, n_tokens);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].move(p.cot.y, n_tokens);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].move(p.cot.yvar, n_tokens);
     }
 
-    __device__ void put(stage<N_KEYS, N_LINES> &to) const {
+    /* The tile of n_rows tokens from here on sets out for `to`, which no one uses. */
+    __device__ __forceinline__ void begin(stage<N_KEYS, N_LINES> &to, int n_rows) {
 #pragma unroll
-        for (int i = 0; i < N_KEYS; i++) keys[i].put(to.keys[i]);
+        for (int i = 0; i < N_KEYS; i++) keys[i].begin(to.keys[i], n_rows);
 #pragma unroll
-        for (int i = 0; i < N_LINES; i++) lines[i].put(to.lines[i]);
+        for (int i = 0; i < N_LINES; i++) lines[i].begin(to.lines[i], n_rows);
+    }
+
+    /* And has arrived, behind a barrier. */
+    __device__ __forceinline__ void finish(stage<N_KEYS, N_LINES> &to) const {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+        for (int i = 0; i < N_KEYS; i++) keys[i].finish(to.keys[i]);
+#pragma unroll
+        for (int i = 0; i < N_LINES; i++) lines[i].finish(to.lines[i]);
     }
 };
 
@@ -237,8 +306,8 @@ struct fours {
     }
 
     __device__ void get(state &c, int t) const {
-        mn_load<SLOTS>(c.lam, at[t / 4][0][threadIdx.x], 0);
-        mn_load<SLOTS>(c.eta, at[t / 4][1][threadIdx.x], 0);
+        mn_cell_read(c.lam, at[t / 4][0][threadIdx.x]);
+        mn_cell_read(c.eta, at[t / 4][1][threadIdx.x]);
     }
 
     /* From the state in front of the tile. */
@@ -366,11 +435,15 @@ __device__ __forceinline__ void each_tile(stage<N_KEYS, N_LINES> (&in)[2], const
     fetched<T, N_KEYS, N_LINES> next;
     const int64_t end = at.end_tile();
     next.open(p, at.span);
-    if (at.first_tile() < end) next.fetch(p, mn_cell_tile_at(at.span, at.first_tile()));
+    next.move(p, at.first);
+    if (at.first_tile() < end) {
+        next.begin(in[at.first_tile() % 2], mn_cell_tile_at(at.span, at.first_tile()).n_rows);
+    }
     for (int64_t i = at.first_tile(); i < end; i++) {
-        next.put(in[i % 2]);
+        next.finish(in[i % 2]);
         __syncthreads();
-        if (i + 1 < end) next.fetch(p, mn_cell_tile_at(at.span, i + 1));
+        next.move(p, TOKENS);
+        if (i + 1 < end) next.begin(in[(i + 1) % 2], mn_cell_tile_at(at.span, i + 1).n_rows);
         walk(i, mn_cell_tile_at(at.span, i), in[i % 2]);
     }
     __syncthreads();

@@ -153,7 +153,7 @@ __device__ __forceinline__ bool map_tile(back_map &map, fours &states, const sta
 template <typename T, bool FULL>
 __global__ void __launch_bounds__(block::THREADS, BLOCKS)
 back_maps_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t count) {
-    __shared__ lines_of<FULL> in;
+    __shared__ lines_of<FULL> both[2];
     __shared__ fours states;
     const dynamics dyn(p);
     const ray_edge edge = dyn.edge();
@@ -167,14 +167,21 @@ back_maps_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t cou
 #pragma unroll
         for (int j = 0; j < SLOTS; j++) map.g[j] = map.e[j] = 1.0f;
         next.open(p, at.span);
-        next.fetch(p, mn_cell_tile_at(at.span, last));
+        next.move(p, last * TOKENS);
+        next.begin(both[last % 2], mn_cell_tile_at(at.span, last).n_rows);
+        state ahead;
+        ahead.load(to.states, set + last);
         for (int64_t i = last; i >= at.first_tile(); i--) {
             const int n_rows = mn_cell_tile_at(at.span, i).n_rows;
-            state first;
-            next.put(in);
-            first.load(to.states, set + i);
+            const state first = ahead;
+            lines_of<FULL> &in = both[i % 2];
+            next.finish(in);
             __syncthreads();
-            if (i > at.first_tile()) next.fetch(p, mn_cell_tile_at(at.span, i - 1));
+            next.move(p, -(int64_t)TOKENS);
+            if (i > at.first_tile()) {
+                next.begin(both[(i - 1) % 2], TOKENS);
+                ahead.load(to.states, set + i - 1);
+            }
             if (n_rows < TOKENS ||
                 !map_tile<FULL>(map, states, first, dyn, edge, in, p.from_prior)) {
                 map_rows<FULL>(map, states, first, dyn, in, n_rows, p.from_prior);
@@ -202,7 +209,7 @@ ends_kernel(const __grid_constant__ mn_moebius_args p, room to) {
         for (int64_t i = (span.length - 1) / CHUNK; i > 0; i--) {
             float m[BACK_SETS][SLOTS];
             for (int s = 0; s < BACK_SETS; s++) {
-                mn_load<SLOTS>(m[s], to.back_maps, block::own((slot + i) * BACK_SETS + s));
+                mn_cell_read(m[s], to.back_maps + block::own((slot + i) * BACK_SETS + s));
             }
 #pragma unroll
             for (int j = 0; j < SLOTS; j++) {

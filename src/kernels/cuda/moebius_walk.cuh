@@ -1,6 +1,6 @@
 /* moebius_walk.cuh - Kalman Linear Attention's states alone, in front of every so many tokens.
  *
- * By rays a state is two products and five multiply-adds a token, and its chain three of them: one
+ * By rays a state is five products and three multiply-adds a token, and its chain two of them: one
  * walk through the whole sequence, with a thread for each cell, costs less than maps of chunks,
  * which are twice the numbers, and finds the states that a walk without chunks would find.
  *
@@ -63,9 +63,11 @@ struct walk_fetched {
 
 /* The cell of a thread. */
 struct walk_cell {
-    float a, a2, p, lam, eta;
-    int64_t at;    // where it is among SLOTS numbers per thread of the other kernels' blocks
-    int64_t set;   // how many those are
+    float a, a2, p;
+    float lam, eta;    // in front of the next 16 tokens
+    ray x;             // there
+    int64_t at;        // where it is among SLOTS numbers per thread of the other kernels' blocks
+    int64_t set;       // how many those are
 
     __device__ walk_cell(const mn_moebius_args &args, int64_t m, int64_t s) {
         const mn_call &call = args.call;
@@ -86,12 +88,13 @@ struct walk_cell {
         const bool inside = m < args.call.V && s < args.call.K;
         lam = inside && lam0 ? lam0[m * args.call.K + s] : 1.0f;
         eta = inside && eta0 ? eta0[m * args.call.K + s] : 0.0f;
+        x = { lam, 1.0f, eta };
     }
 
-    /* As set number i of states. */
-    __device__ __forceinline__ void store(float *sets, int64_t i) const {
-        sets[2 * i * set + at] = lam;
-        sets[(2 * i + 1) * set + at] = eta;
+    /* To the first of two sets at `to`. */
+    __device__ __forceinline__ void store(float *to) const {
+        to[0] = lam;
+        to[set] = eta;
     }
 
     __device__ __forceinline__ void advance(float k, float v, float prec) {
@@ -99,42 +102,61 @@ struct walk_cell {
         lam = fmaf(lam, g, pk * k);
         eta = fmaf(a * g, eta, pk * v);
     }
+
+    /* ray_after in one product more, and a chain of two instead of three. */
+    __device__ __forceinline__ ray after(const ray &y, float k, float v, float prec) const {
+        const float pk = prec * k, d = fmaf(p, y.n, a2 * y.d);
+        return { fmaf(pk * k, d, y.n), d, fmaf(pk * v, d, a * y.e) };
+    }
 };
 
-/* 16 tokens from t on, by rays where they hold. */
+/* What a thread needs of four tokens. */
+struct walk_four {
+    float k[4], v[4], prec[4];
+
+    __device__ __forceinline__ void load(const walk_stage &in, int t) {
+        mn_cell_read(k, in.k.at[threadIdx.x % WALK_SIDE] + t);
+        mn_cell_read(v, in.v.at[threadIdx.x / WALK_SIDE] + t);
+        mn_cell_read(prec, in.prec.at[threadIdx.x / WALK_SIDE] + t);
+    }
+};
+
+/* 16 tokens from t on, by rays where they hold. A ray's factor changes every eighth token by what d
+ * was four tokens before, for which no one waits. */
 __device__ __forceinline__ void walk_sixteen(walk_cell &c, const walk_stage &in, int t) {
+    ray x = c.x;
+    float by = 1.0f;
+    bool sound = c.lam >= floor_at;
+    walk_four now, next;
+    now.load(in, t);
+#pragma unroll
+    for (int at = 0; at < TOKENS; at += 4) {
+        if (at + 4 < TOKENS) next.load(in, t + at + 4);
+        sound = all_positive(now.prec) && sound;
+#pragma unroll
+        for (int i = 0; i < 4; i++) x = c.after(x, now.k[i], now.v[i], now.prec[i]);
+        now = next;
+        if (at % 8 == 0) by = mn_inverse(x.d);
+        else x = { x.n * by, x.d * by, x.e * by };
+    }
+    by = mn_inverse(x.d);
+    const float lam = x.n * by, eta = x.e * by;
+    if (sound && isfinite(lam) && isfinite(eta)) {
+        c.lam = lam, c.eta = eta, c.x = x;
+        return;
+    }
     const float *keys = in.k.at[threadIdx.x % WALK_SIDE] + t;
     const float *values = in.v.at[threadIdx.x / WALK_SIDE] + t;
     const float *precisions = in.prec.at[threadIdx.x / WALK_SIDE] + t;
-    ray x = { c.lam, 1.0f, c.eta };
-    bool sound = c.lam >= floor_at;
-#pragma unroll
-    for (int at = 0; at < TOKENS; at += 4) {
-        float k[4], v[4], prec[4];
-        mn_load<4>(k, keys, at);
-        mn_load<4>(v, values, at);
-        mn_load<4>(prec, precisions, at);
-        sound = all_positive(prec) && sound;
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            x = ray_after(x, c.a, c.a2, c.p, prec[i] * k[i], k[i], v[i]);
-        }
-        if (at % 8 == 0) continue;
-        const float by = mn_inverse(x.d);    // a ray of 8 tokens
-        x = { x.n * by, 1.0f, x.e * by };
-    }
-    if (sound && isfinite(x.n) && isfinite(x.e)) {
-        c.lam = x.n, c.eta = x.e;
-        return;
-    }
 #pragma unroll 1
     for (int i = 0; i < TOKENS; i++) c.advance(keys[i], values[i], precisions[i]);
+    c.x = { c.lam, 1.0f, c.eta };
 }
 
 /* The states in front of the tokens 0, every, 2 every, ... of each sequence longer than `beyond`;
  * `every` is a multiple of 16. */
 template <typename T>
-__global__ void __launch_bounds__(WALK_THREADS, 4)
+__global__ void __launch_bounds__(WALK_THREADS, 2)
 walk_kernel(const __grid_constant__ mn_moebius_args p, float *states, int64_t every,
             int64_t beyond) {
     __shared__ walk_stage in[2];
@@ -146,7 +168,7 @@ walk_kernel(const __grid_constant__ mn_moebius_args p, float *states, int64_t ev
         const mn_span span = mn_span_at(p.call, n);
         if (span.length <= beyond) continue;
         const int64_t end = (span.length - 1) / every * every;
-        int64_t set = mn_cell_first_slot(p.call, n, every);
+        float *to = states + 2 * c.set * mn_cell_first_slot(p.call, n, every) + c.at;
         int until = 0;    // sixteens to the next state to be left
         walk_fetched<T> k, v, prec;
         k.open(p.k, span, s, p.call.K);
@@ -163,12 +185,12 @@ walk_kernel(const __grid_constant__ mn_moebius_args p, float *states, int64_t ev
             const int n_rows = (int)min((int64_t)WALK_TOKENS, end - first);
 #pragma unroll 1
             for (int t = 0; t < n_rows; t += TOKENS) {
-                if (until == 0) c.store(states, set++), until = steps;
+                if (until == 0) c.store(to), to += 2 * c.set, until = steps;
                 until--;
                 walk_sixteen(c, now, t);
             }
         }
-        c.store(states, set);
+        c.store(to);
         __syncthreads();
     }
 }
