@@ -10,8 +10,8 @@
  * pass goes through the tiles from the last one on, makes the states of four tokens again in
  * registers, and leaves dk and dq of its 32 channels as parts. */
 #include "kernels/cuda/moebius.cuh"
-#include "kernels/cuda/moebius_maps.cuh"
 #include "kernels/cuda/moebius_walk.cuh"
+#include "kernels/cuda/moebius_walk_back.cuh"
 
 using namespace moebius;
 
@@ -352,7 +352,7 @@ __device__ __forceinline__ static bool backward_rays(adjoint &sum, const dynamic
             const ray &y = x.at[i + 1][j];
             const float q = now.q[i][j], g = gw[0][i];
             to.a = sum.a[j], to.a2 = sum.a2[j], to.p = sum.p[j];
-            to_q[j] = read_back<FULL>(w[j], y, dyn, j, q, gy[0][i], g, prior);
+            to_q[j] = read_back<FULL>(w[j], y, dyn.a[j], dyn.a2[j], q, gy[0][i], g, prior);
             if (FULL && prior) {
                 to_q[j] = prior_cots(to, y, to_q[j], dyn.a[j], dyn.a2[j], dyn.p[j], q, g);
             } else if (FULL) {
@@ -487,7 +487,7 @@ static dim3 blocks_of(const mn_call *call) {
                 mn_blocks(call->K, block::SLOTS));
 }
 
-enum { N_ROOMS = 7 };
+enum { N_ROOMS = 6 };
 
 /* Numbers of each part of the work space, in the order of `room`. */
 static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backward) {
@@ -506,12 +506,11 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backwa
         counts[1] = 2 * borders;
         return ok;
     }
-    counts[2] = BACK_SETS * borders;
-    counts[3] = 2 * borders;
-    return mn_mul_i64(&counts[4], set, 2) &&
-           mn_mul_i64(&counts[4], counts[4], mn_tile_slots(*call, TOKENS)) &&
-           mn_mul_i64(&counts[5], rows, call->K) && mn_mul_i64(&counts[5], counts[5], across) &&
-           mn_mul_i64(&cells, call->V, 2 * call->K) && mn_mul_i64(&counts[6], cells, chunks);
+    counts[2] = 2 * borders;
+    return mn_mul_i64(&counts[3], set, 2) &&
+           mn_mul_i64(&counts[3], counts[3], mn_tile_slots(*call, TOKENS)) &&
+           mn_mul_i64(&counts[4], rows, call->K) && mn_mul_i64(&counts[4], counts[4], across) &&
+           mn_mul_i64(&cells, call->V, 2 * call->K) && mn_mul_i64(&counts[5], cells, chunks);
 }
 
 static bool plan_room(mn_plan *plan, const mn_call *call, bool backward) {
@@ -524,7 +523,7 @@ static room room_at(float *shared, const mn_call *call, bool backward) {
     float *at[N_ROOMS];
     (void)measure(counts, call, backward);    // went well when it was planned
     mn_cell_rooms(at, shared, counts);
-    return { at[0], at[1], at[2], at[3], at[4], at[5], at[6] };
+    return { at[0], at[1], at[2], at[3], at[4], at[5] };
 }
 
 /* Sums over groups of slots, where there are several. */
@@ -534,19 +533,6 @@ static int sum_groups(const mn_out &first, const mn_out &second, const float *su
     const int64_t groups = mn_ceil_div(call->K, block::SLOTS);
     if (groups == 1) return cudaSuccess;
     return mn_cell_add_rows<T>(first, second, sums, groups, call, 1, call->V, stream);
-}
-
-/* The adjoints behind chunks; the states in front of tiles are there. */
-template <typename T, bool FULL>
-static int find_ends(const mn_moebius_args *p, const room &to, cudaStream_t stream) {
-    if (!chunked(p->call)) return cudaSuccess;
-    dim3 blocks = blocks_of(&p->call);
-    back_maps_kernel<T, FULL><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_chunks(p->call));
-    const int code = mn_launched();
-    if (code != cudaSuccess) return code;
-    blocks.y = mn_blocks(mn_n_spans(p->call), 1, MOST_CHUNKS);
-    ends_kernel<<<blocks, block::THREADS, 0, stream>>>(*p, to);
-    return mn_launched();
 }
 
 template <typename T>
@@ -574,8 +560,9 @@ static int backward(const mn_moebius_args *p, float *shared, cudaStream_t stream
     const room to = room_at(shared, call, true);
     const bool full = p->from_prior || p->cot.yvar.data;
     int code = walk_states<T>(p, to.states, TOKENS, 0, stream);
-    if (code == cudaSuccess) {
-        code = full ? find_ends<T, true>(p, to, stream) : find_ends<T, false>(p, to, stream);
+    if (code == cudaSuccess && chunked(*call)) {
+        code = full ? walk_ends<T, true>(p, to.states, to.ends, stream)
+                    : walk_ends<T, false>(p, to.states, to.ends, stream);
     }
     if (code != cudaSuccess) return code;
     code = full ? mn_launch_with_room(backward_kernel<T, true>, blocks, block::THREADS,

@@ -5,7 +5,7 @@
  * not hold does the tile again by lam and eta, as it does tiles that are not whole.
  *
  * A sequence longer than LONG tokens goes by chunks of CHUNK, so that time too fills the GPU:
- * moebius_walk.cuh finds the state in front of each chunk first, moebius_maps.cuh the adjoint
+ * moebius_walk.cuh finds the state in front of each chunk first, moebius_walk_back.cuh the adjoint
  * behind it. How a sequence is cut depends on its own length alone. */
 #ifndef MN_KERNELS_CUDA_MOEBIUS_CUH
 #define MN_KERNELS_CUDA_MOEBIUS_CUH
@@ -15,7 +15,7 @@
 
 namespace moebius {
 
-enum { TOKENS = MN_CELL_TOKENS, SLOTS = 2, LONG = 4096, CHUNK = 1024,
+enum { TOKENS = MN_CELL_TOKENS, SLOTS = 4, LONG = 4096, CHUNK = 1024,
        MOST_CHUNKS = 65535 };
 
 typedef mn_cell_block<1, 16 / SLOTS, 1, SLOTS> block;
@@ -28,8 +28,7 @@ static __device__ const float floor_at = 1e-12f;
 struct room {
     float *sums;        // groups of slots x tokens x 2 x V: parts of y, yvar or dv, dprec
     float *starts;      // chunks x 2: the state in front of each, forward
-    float *back_maps;   // chunks x BACK_SETS: what it does to the adjoint behind it
-    float *ends;        // chunks x 2: that adjoint
+    float *ends;        // chunks x 2: the adjoint behind each, going back
     float *states;      // tiles x 2: the state in front of each
     float *keys;        // blocks of channels x tokens x 2 x K: parts of dk, dq
     float *dynamics;    // chunks x 2 x V x K: parts of da, dp
@@ -110,9 +109,9 @@ struct dynamics {
     }
 
     __device__ ray_edge edge() const {
-        ray_edge e = ray_edge::of(a2[0], p[0]);
+        ray_edge e = ray_edge::of(a2[0], p[0], 4);
 #pragma unroll
-        for (int j = 1; j < SLOTS; j++) e = e.with(ray_edge::of(a2[j], p[j]));
+        for (int j = 1; j < SLOTS; j++) e = e.with(ray_edge::of(a2[j], p[j], 4));
         return e;
     }
 };
@@ -366,14 +365,14 @@ struct rays {
 /* Adds to the adjoint w of the ray x what a read of it with q gives back, with cotangents gy and gw
  * of y and yvar. FULL: with gw, or a read from the prior. Returns gy e / n. */
 template <bool FULL>
-__device__ __forceinline__ float read_back(ray &w, const ray &x, const dynamics &dyn, int j,
-                                           float q, float gy, float gw, bool prior) {
+__device__ __forceinline__ float read_back(ray &w, const ray &x, float a, float a2, float q,
+                                           float gy, float gw, bool prior) {
     const float by = mn_inverse(x.n), gy_by = gy * by, to_q = gy_by * x.e;
-    const float read = FULL && prior ? q * dyn.a[j] : q;
+    const float read = FULL && prior ? q * a : q;
     w.e = fmaf(read, gy_by, w.e);
     w.n = fmaf(-(read * by), to_q, w.n);
     if (FULL) {
-        const float gv = gw * q * q * (prior ? dyn.a2[j] : 1.0f) * by;
+        const float gv = gw * q * q * (prior ? a2 : 1.0f) * by;
         w.d += gv;
         w.n = fmaf(-gv, x.d * by, w.n);
     }

@@ -27,14 +27,16 @@ __device__ __forceinline__ ray ray_after(const ray &x, float a, float a2, float 
     return y;
 }
 
-/* How far down lam may be in front of four tokens for none of their n to lie below 1e-12 d, where a
- * floor would bind: n never falls, and d is at most the larger of 1 and a^8 times 1 + 4 p n. */
+/* How far down lam may be in front of 4 or 8 tokens for none of their n to lie below 1e-12 d, where
+ * a floor would bind: n never falls, and d is at most the larger of 1 and (a^2)^tokens times 1 +
+ * tokens p n. */
 struct ray_edge {
     float by_n, least;
 
-    __device__ static ray_edge of(float a2, float p) {
-        const float grown = fmaxf(a2, 1.0f), most = grown * grown * grown * grown;
-        return { fmaxf(8e-12f * most * p, 1e-20f), 2e-12f * most };
+    __device__ static ray_edge of(float a2, float p, int tokens) {
+        const float grown = fmaxf(a2, 1.0f), four = grown * grown * grown * grown;
+        const float most = tokens == 4 ? four : four * four;
+        return { fmaxf(2e-12f * (float)tokens * most * p, 1e-20f), 2e-12f * most };
     }
 
     /* Of two cells at once. */
@@ -42,7 +44,7 @@ struct ray_edge {
         return { fmaxf(by_n, other.by_n), fmaxf(least, other.least) };
     }
 
-    /* From lam in front of the four tokens and n after them; false for what is no number. */
+    /* From lam in front of the tokens and n after them; false for what is no number. */
     __device__ bool holds(float lam, float n) const {
         return fmaf(by_n, n, least) <= lam;
     }
@@ -78,6 +80,15 @@ __device__ __forceinline__ void pull_through(ray &w, ray_cots &to, const ray &x,
     to.a = fmaf(x.e, w.e, to.a);
     to.a2 = fmaf(x.d, w.d, to.a2);
     to.p = fmaf(x.n, w.d, to.p);
+    w.d *= a2;
+    w.e *= a;
+}
+
+/* The same of the adjoint alone. */
+__device__ __forceinline__ void pull_back(ray &w, float a, float a2, float p, float prec, float k,
+                                          float v) {
+    w.d = fmaf(prec * k, fmaf(k, w.n, v * w.e), w.d);
+    w.n = fmaf(p, w.d, w.n);
     w.d *= a2;
     w.e *= a;
 }

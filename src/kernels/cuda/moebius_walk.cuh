@@ -1,7 +1,7 @@
 /* moebius_walk.cuh - Kalman Linear Attention's states alone, in front of every so many tokens.
  *
- * By rays a state is five products and three multiply-adds a token, and its chain two of them: one
- * walk through the whole sequence, with a thread for each cell, costs less than maps of chunks,
+ * By rays a state is four products and three multiply-adds a token, and its chain three of them:
+ * one walk through the whole sequence, with a thread for each cell, costs less than maps of chunks,
  * which are twice the numbers, and finds the states that a walk without chunks would find.
  *
  * A block has 16 channels and 16 slots and brings 64 tokens at a time to shared memory; a thread
@@ -17,47 +17,53 @@ enum {
     WALK_SIDE = 16,                               // channels and slots of a block
     WALK_THREADS = WALK_SIDE * WALK_SIDE,
     WALK_TOKENS = 64,
-    WALK_EACH = WALK_TOKENS / WALK_SIDE,          // numbers of each kind a thread brings
-    WALK_PITCH = WALK_TOKENS + 4,                 // rows 16 bytes aligned, in different banks
 };
 static_assert(2 * WALK_SIDE == block::COLUMNS && WALK_SIDE == block::SLOTS, "blocks of cells");
 
-/* at[i][t]: number of channel or slot i at token t */
+/* at[i][t]: number of channel or slot i at token t of N; rows 16 bytes aligned, in different
+ * banks */
+template <int N>
 struct alignas(16) walk_lines {
-    float at[WALK_SIDE][WALK_PITCH];
+    float at[WALK_SIDE][N + 4];
 };
 
 struct walk_stage {
-    walk_lines k, v, prec;
+    walk_lines<WALK_TOKENS> k, v, prec;
 };
 
-/* A thread's part of one kind of number: those of row i at each 16th token. */
-template <typename T>
+/* A thread's part of one kind of number in N tokens: those of row i at each 16th token. */
+template <typename T, int N>
 struct walk_fetched {
+    static constexpr int EACH = N / WALK_SIDE;
     const T *from;    // those of the next tile
     int64_t apart;
     bool inside;
-    float x[WALK_EACH];
+    float x[EACH];
 
     __device__ void open(const mn_in &view, const mn_span &span, int64_t i, int64_t count) {
         from = mn_row<T>(view, span.b, span.t0 + threadIdx.x / WALK_SIDE, 0) + i;
         apart = WALK_SIDE * view.stride[1];
-        inside = i < count;
+        inside = view.data && i < count;
+    }
+
+    /* On by so many tiles. */
+    __device__ __forceinline__ void move(int64_t n_tiles) {
+        from += n_tiles * EACH * apart;
     }
 
     /* Zeros where the sequence, whose next token is `left` from its end, has none. */
     __device__ __forceinline__ void fetch(int64_t left) {
-        const int n_rows = (int)min(left, (int64_t)WALK_TOKENS) - (int)(threadIdx.x / WALK_SIDE);
+        const int n_rows = (int)min(left, (int64_t)N) - (int)(threadIdx.x / WALK_SIDE);
 #pragma unroll
-        for (int n = 0; n < WALK_EACH; n++, from += apart) {
+        for (int n = 0; n < EACH; n++, from += apart) {
             x[n] = inside && n * WALK_SIDE < n_rows ? mn_float(*from) : 0.0f;
         }
     }
 
-    __device__ __forceinline__ void put(walk_lines &to) const {
+    __device__ __forceinline__ void put(walk_lines<N> &to) const {
         float *at = &to.at[threadIdx.x % WALK_SIDE][threadIdx.x / WALK_SIDE];
 #pragma unroll
-        for (int n = 0; n < WALK_EACH; n++) at[n * WALK_SIDE] = x[n];
+        for (int n = 0; n < EACH; n++) at[n * WALK_SIDE] = x[n];
     }
 };
 
@@ -102,12 +108,6 @@ struct walk_cell {
         lam = fmaf(lam, g, pk * k);
         eta = fmaf(a * g, eta, pk * v);
     }
-
-    /* ray_after in one product more, and a chain of two instead of three. */
-    __device__ __forceinline__ ray after(const ray &y, float k, float v, float prec) const {
-        const float pk = prec * k, d = fmaf(p, y.n, a2 * y.d);
-        return { fmaf(pk * k, d, y.n), d, fmaf(pk * v, d, a * y.e) };
-    }
 };
 
 /* What a thread needs of four tokens. */
@@ -134,7 +134,9 @@ __device__ __forceinline__ void walk_sixteen(walk_cell &c, const walk_stage &in,
         if (at + 4 < TOKENS) next.load(in, t + at + 4);
         sound = all_positive(now.prec) && sound;
 #pragma unroll
-        for (int i = 0; i < 4; i++) x = c.after(x, now.k[i], now.v[i], now.prec[i]);
+        for (int i = 0; i < 4; i++) {
+            x = ray_after(x, c.a, c.a2, c.p, now.prec[i] * now.k[i], now.k[i], now.v[i]);
+        }
         now = next;
         if (at % 8 == 0) by = mn_inverse(x.d);
         else x = { x.n * by, x.d * by, x.e * by };
@@ -170,7 +172,7 @@ walk_kernel(const __grid_constant__ mn_moebius_args p, float *states, int64_t ev
         const int64_t end = (span.length - 1) / every * every;
         float *to = states + 2 * c.set * mn_cell_first_slot(p.call, n, every) + c.at;
         int until = 0;    // sixteens to the next state to be left
-        walk_fetched<T> k, v, prec;
+        walk_fetched<T, WALK_TOKENS> k, v, prec;
         k.open(p.k, span, s, p.call.K);
         v.open(p.v, span, m0 + threadIdx.x % WALK_SIDE, p.call.V);
         prec.open(p.prec, span, m0 + threadIdx.x % WALK_SIDE, p.call.V);
