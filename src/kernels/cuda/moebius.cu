@@ -148,18 +148,21 @@ forward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_row
         state c;
         if (at.first == 0) load_cells(c, p.lam0, p.eta0, p.call, at.n, 1.0f);
         else c.load(to.starts, slot);
-        const auto put = [&](int64_t i) {
-            mn_cell_put_sums<T>(p.y, p.yvar, to.sums, p.call, mn_cell_tile_at(at.span, i), 0, 1,
-                                n_rows, out[i % 2]);
+        leaving<T> y, yvar;
+        y.open(p.y, to.sums, 0, p.call, at.span, at.first, n_rows);
+        if (FULL) yvar.open(p.yvar, to.sums, 1, p.call, at.span, at.first, n_rows);
+        const auto put = [&](int64_t i, int count) {
+            y.put(out[i % 2], 0, count, TOKENS);
+            if (FULL) yvar.put(out[i % 2], 1, count, TOKENS);
         };
         each_tile<T>(in, p, at, [&](int64_t i, const mn_cell_tile &tile, const stage<2, 2> &now) {
-            if (i > at.first_tile()) put(i - 1);
+            if (i > at.first_tile()) put(i - 1, TOKENS);
             if (tile.n_rows < TOKENS ||
                 !forward_tile<FULL>(c, dyn, edge, out[i % 2], now, p.from_prior)) {
                 forward_rows<FULL>(c, dyn, out[i % 2], now, tile.n_rows, p.from_prior);
             }
         });
-        if (at.first < at.end) put(at.end_tile() - 1);
+        if (at.first < at.end) put(at.end_tile() - 1, (int)((at.end - 1) % TOKENS) + 1);
         __syncthreads();
         if (at.last()) store_cells(p.lam, p.eta, c, p.call, at.n);
     }
@@ -437,6 +440,9 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_ro
         if (at.last()) load_cells(sum.d, p.cot.lam, p.cot.eta, p.call, at.n, 0.0f);
         else sum.d.load(to.ends, slot);
         const int64_t last = at.end_tile() - 1;
+        leaving<T> dv, dprec;
+        dv.open(p.grad.v, to.sums, 0, p.call, at.span, last * TOKENS, n_rows);
+        dprec.open(p.grad.prec, to.sums, 1, p.call, at.span, last * TOKENS, n_rows);
         next.open(p, at.span);
         next.move(p, last * TOKENS);
         if (at.first < at.end) {
@@ -463,7 +469,8 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_ro
             }
             __syncthreads();
             mn_cell_put_keys(to.keys, p.call, tile, 0, 1, n_rows, r.keys);
-            mn_cell_put_sums<T>(p.grad.v, p.grad.prec, to.sums, p.call, tile, 0, 1, n_rows, r.out);
+            dv.put(r.out, 0, tile.n_rows, -(int64_t)TOKENS);
+            dprec.put(r.out, 1, tile.n_rows, -(int64_t)TOKENS);
         }
         put_first(p, to.dynamics, sum, dyn, at, slot);
         __syncthreads();

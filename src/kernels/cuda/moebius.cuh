@@ -238,6 +238,42 @@ struct fetched {
     }
 };
 
+/* One kind of sums over slots on its way to memory, tile by tile: to its tensor or, where
+ * blockIdx.z counts blocks of slots, to this block's part of `parts`. */
+template <typename T>
+struct leaving {
+    typedef mn_cell_share<block::COLUMNS, block::THREADS> share;
+    T *to;          // the thread's first number; NULL: to `part`, or nowhere
+    float *part;
+    int64_t apart;
+    int left;       // how many there are from it on
+
+    __device__ void open(const mn_out &view, float *parts, int kind, const mn_call &call,
+                         const mn_span &span, int64_t first, int64_t n_rows) {
+        const int64_t m = block::column0() + share::place();
+        const int64_t t = span.t0 + first + share::row();
+        const bool split = gridDim.z > 1;
+        left = (int)max(min(call.V - m, (int64_t)share::EACH), (int64_t)0);
+        to = view.data && !split ? mn_row<T>(view, span.b, t, 0) + m : nullptr;
+        const int64_t row = blockIdx.z * n_rows + span.b * call.T + t;
+        part = split ? parts + (row * 2 + kind) * call.V + m : nullptr;
+        apart = split ? 2 * call.V : view.stride[1];
+    }
+
+    /* A tile's, and on by so many tokens. */
+    __device__ __forceinline__ void put(const mn_cell_sums<block> &sums, int kind, int n_rows,
+                                        int64_t n_tokens) {
+        float x[share::EACH];
+        if (share::row() < n_rows) {
+            mn_cell_read(x, &sums.at[kind][0][share::row()][share::place()]);
+            if (to) mn_cell_store(to, left, x);
+            else if (part) mn_cell_store(part, left, x);
+        }
+        if (to) to += n_tokens * apart;
+        if (part) part += n_tokens * apart;
+    }
+};
+
 /* One token of the tile, or four from t on, which is a multiple of 4. */
 template <int N_KEYS, int N_LINES>
 __device__ __forceinline__ void advance_token(state &c, const dynamics &dyn,
