@@ -1,16 +1,15 @@
 /* cells.cuh - recurrences in which every memory cell goes its own way: what moebius.cu and
  * importance.cu share.
  *
- * Cells lie in slots (axis K) and columns (axis V). A thread keeps S = 4 or 2 slots of C columns in
+ * Cells lie in slots (axis K) and columns (axis V). A thread keeps 4 slots of C columns in
  * registers and walks through time by tiles of 16 tokens, whose numbers wait in shared memory. The
- * lanes of a warp are 16 / S along the slots and 2 S along the columns, so that a warp has 16
- * slots of 2 S C columns; GROUPS of the block's warps lie along the slots, the others along the
- * columns.
+ * lanes of a warp are 4 along the slots and 8 along the columns, so that a warp has 16 slots of 8 C
+ * columns; GROUPS of the block's warps lie along the slots, the others along the columns.
  *
  * Sums over columns or slots go from lane to lane by halves: of n numbers a lane gives away n / 2
  * and keeps n / 2. So that it always gives the same registers, lanes call their slots and columns
- * by different names: number j of a thread is slot S s + (j ^ c % S), number i is column C c + (i ^
- * s % C), with s and c the lane's place. Keys lie in shared memory in the S orders that asks
+ * by different names: number j of a thread is slot 4 s + (j ^ c % 4), number i is column C c + (i ^
+ * s % C), with s and c the lane's place. Keys lie in shared memory in the four orders that asks
  * for. */
 #ifndef MN_KERNELS_CUDA_CELLS_CUH
 #define MN_KERNELS_CUDA_CELLS_CUH
@@ -19,27 +18,27 @@
 #include "kernels/cuda/parts.cuh"
 
 enum {
-    MN_CELL_SLOTS = 4,                         // of a thread, usually
+    MN_CELL_SLOTS = 4,                         // of a thread
     MN_CELL_GROUP = 16,                        // slots of a warp
+    MN_CELL_LANES = 8,                         // of a warp along the columns
     MN_CELL_TOKENS = 16,                       // of a tile
     MN_CELL_PITCH = MN_CELL_TOKENS + 4,        // rows 16 bytes aligned, in different banks
 };
 
 /* ---- places ---------------------------------------------------------------------------------- */
 
-template <int GROUPS_, int WARPS_, int C_, int S_ = MN_CELL_SLOTS>
+template <int GROUPS_, int WARPS_, int C_>
 struct mn_cell_block {
-    static constexpr int GROUPS = GROUPS_, C = C_, S = S_, THREADS = 32 * WARPS_;
-    static constexpr int ALONG = MN_CELL_GROUP / S, ACROSS = 32 / ALONG;    // lanes of a warp
+    static constexpr int GROUPS = GROUPS_, C = C_, THREADS = 32 * WARPS_;
     static constexpr int SLOTS = MN_CELL_GROUP * GROUPS;
-    static constexpr int COLUMNS = WARPS_ / GROUPS * ACROSS * C;
+    static constexpr int COLUMNS = WARPS_ / GROUPS * MN_CELL_LANES * C;
 
     __device__ static int slot_lane() {
-        return threadIdx.x % ALONG;
+        return threadIdx.x % 4;
     }
 
     __device__ static int column_lane() {
-        return threadIdx.x / ALONG % ACROSS;
+        return threadIdx.x / 4 % MN_CELL_LANES;
     }
 
     __device__ static int group() {
@@ -48,11 +47,11 @@ struct mn_cell_block {
 
     /* Slot j and column i of this thread, counted from the block's first. */
     __device__ static int slot(int j) {
-        return group() * MN_CELL_GROUP + S * slot_lane() + (j ^ column_lane() % S);
+        return group() * MN_CELL_GROUP + 4 * slot_lane() + (j ^ column_lane() % 4);
     }
 
     __device__ static int column(int i) {
-        const int lane = threadIdx.x / 32 / GROUPS * ACROSS + column_lane();
+        const int lane = threadIdx.x / 32 / GROUPS * MN_CELL_LANES + column_lane();
         return lane * C + (i ^ slot_lane() % C);
     }
 
@@ -65,11 +64,11 @@ struct mn_cell_block {
         return blockIdx.x * (int64_t)COLUMNS;
     }
 
-    /* Where the numbers of this thread begin among S per thread of all blocks, set after set. */
+    /* Where the numbers of this thread begin among four per thread of all blocks, set after set. */
     __device__ static int64_t own(int64_t set) {
         const int64_t blocks = gridDim.x * (int64_t)gridDim.z;
         const int64_t block = blockIdx.z * (int64_t)gridDim.x + blockIdx.x;
-        return ((set * blocks + block) * THREADS + threadIdx.x) * S;
+        return ((set * blocks + block) * THREADS + threadIdx.x) * 4;
     }
 };
 
@@ -197,15 +196,14 @@ __device__ __forceinline__ void mn_cell_read(float (&x)[n], const float *from) {
 /* at[t][group][order]: 16 numbers of slots at token t, number i ^ order in place i */
 template <typename Block>
 struct alignas(16) mn_cell_keys {
-    static constexpr int S = Block::S;
-    float at[MN_CELL_TOKENS][Block::GROUPS][S][MN_CELL_GROUP];
+    float at[MN_CELL_TOKENS][Block::GROUPS][4][MN_CELL_GROUP];
 
-    /* 1, 2 or 4 neighbours from slot on. */
+    /* 2 or 4 neighbours from slot on. */
     template <int n>
     __device__ void put(int t, int slot, const float (&x)[n]) {
-        static_assert(n == 1 || n == 2 || n == 4, "orders change places among S");
+        static_assert(n == 2 || n == 4, "orders change places among four");
 #pragma unroll
-        for (int order = 0; order < S; order++) {
+        for (int order = 0; order < 4; order++) {
             float y[n];
 #pragma unroll
             for (int i = 0; i < n; i++) y[i] = x[i ^ order % n];
@@ -218,15 +216,15 @@ struct alignas(16) mn_cell_keys {
     template <typename F>
     __device__ __forceinline__ void each_place(int t, int slot, F use) {
 #pragma unroll
-        for (int order = 0; order < S; order++) {
+        for (int order = 0; order < 4; order++) {
             use(&at[t][slot / MN_CELL_GROUP][order][slot % MN_CELL_GROUP ^ order]);
         }
     }
 
     /* Those of this thread's slots. */
-    __device__ void get(float (&x)[S], int t) const {
-        const float *from = at[t][Block::group()][Block::column_lane() % S];
-        mn_cell_read(x, from + S * Block::slot_lane());
+    __device__ void get(float (&x)[4], int t) const {
+        const float *from = at[t][Block::group()][Block::column_lane() % 4];
+        mn_cell_read(x, from + 4 * Block::slot_lane());
     }
 };
 
@@ -280,7 +278,7 @@ __device__ __forceinline__ void mn_cell_swap(float (&x)[count], int mask) {
 
 /* Sums over the 8 columns' lanes of two numbers for each of the 4 slots: the first for the lower
  * half of the lanes, the second for the upper half; lane c has slot c % 4 of its four. Which is
- * number mn_cell_key_of of 2 x 16. */
+ * number mn_cell_key_of() of 2 x 16. */
 __device__ __forceinline__ float mn_cell_key_sums(float (&first)[4], float (&second)[4]) {
     mn_cell_swap<2>(first, 8);
     mn_cell_swap<2>(second, 8);
@@ -291,37 +289,13 @@ __device__ __forceinline__ float mn_cell_key_sums(float (&first)[4], float (&sec
     return both[0];
 }
 
-/* The same with 2 slots and 4 columns' lanes. */
-__device__ __forceinline__ float mn_cell_key_sums(float (&first)[2], float (&second)[2]) {
-    mn_cell_swap<1>(first, 8);
-    mn_cell_swap<1>(second, 8);
-    float both[2] = { first[0], second[0] };
-    mn_cell_halve<1>(both, 16);
-    return both[0];
-}
-
-template <int S>
 __device__ inline int mn_cell_key_of(void) {
-    const int lane = threadIdx.x % 32, along = MN_CELL_GROUP / S;
-    return lane / 16 * MN_CELL_GROUP + lane % along * S + lane / along % S;
+    const int lane = threadIdx.x % 32;
+    return lane / 16 * MN_CELL_GROUP + lane % 4 * 4 + lane / 4 % 4;
 }
 
-/* Sums over the slots' lanes at four tokens: lane s has token s % 4. */
-template <int ALONG = 4>
+/* Sums over the 4 slots' lanes at four tokens: lane s has token s. */
 __device__ __forceinline__ float mn_cell_line_sums(float (&x)[4]) {
-    mn_cell_halve<2>(x, 2);
-    mn_cell_halve<1>(x, 1);
-    if (ALONG == 8) x[0] += __shfl_xor_sync(0xffffffffu, x[0], 4);
-    return x[0];
-}
-
-/* Two such sums over 8 lanes: the first for lanes s < 4, the second for the others. */
-__device__ __forceinline__ float mn_cell_two_line_sums(const float (&first)[4],
-                                                       const float (&second)[4]) {
-    float x[8];
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[i] = first[i], x[4 + i] = second[i];
-    mn_cell_halve<4>(x, 4);
     mn_cell_halve<2>(x, 2);
     mn_cell_halve<1>(x, 1);
     return x[0];
@@ -395,7 +369,7 @@ struct alignas(16) mn_cell_key_parts {
     float at[ACROSS][Block::GROUPS][MN_CELL_TOKENS][2 * MN_CELL_GROUP];
 
     __device__ void put(int t, float sum) {
-        at[threadIdx.x / 32 / Block::GROUPS][Block::group()][t][mn_cell_key_of<Block::S>()] = sum;
+        at[threadIdx.x / 32 / Block::GROUPS][Block::group()][t][mn_cell_key_of()] = sum;
     }
 };
 

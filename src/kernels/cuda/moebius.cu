@@ -4,7 +4,7 @@
  *   den = a^2 + p lam      lam <- lam / den + prec k^2      eta <- a / den eta + prec v k
  *   y = sum_s q eta / lam  yvar = sum_s q^2 / lam
  *
- * A block has 32 channels and 16 slots of one chunk of a sequence; a thread keeps lam and eta of 2
+ * A block has 32 channels and 16 slots of one chunk of a sequence; a thread keeps lam and eta of 4
  * slots of a channel. With more slots, blocks leave parts of the sums over slots, added up
  * afterwards. Backward, a walk leaves the states in front of each tile of 16 tokens; the second
  * pass goes through the tiles from the last one on, makes the states of four tokens again in
@@ -38,13 +38,9 @@ struct four {
 template <bool FULL>
 __device__ __forceinline__ static void put_four(mn_cell_sums<block> &out, int t, float (&y)[4],
                                                 float (&yvar)[4]) {
-    const int at = t + block::slot_lane() % 4, column = block::column(0);
-    if (FULL && block::ALONG == 8) {
-        out.at[block::slot_lane() / 4][0][at][column] = mn_cell_two_line_sums(y, yvar);
-        return;
-    }
-    out.at[0][0][at][column] = mn_cell_line_sums<block::ALONG>(y);
-    if (FULL) out.at[1][0][at][column] = mn_cell_line_sums<block::ALONG>(yvar);
+    const int at = t + block::slot_lane(), column = block::column(0);
+    out.at[0][0][at][column] = mn_cell_line_sums(y);
+    if (FULL) out.at[1][0][at][column] = mn_cell_line_sums(yvar);
 }
 
 /* A tile by lam and eta. FULL: with yvar, or read from the prior. */
@@ -135,7 +131,7 @@ __device__ __forceinline__ static bool forward_tile(state &c, const dynamics &dy
 }
 
 template <typename T, bool FULL>
-__global__ void __launch_bounds__(block::THREADS, BLOCKS)
+__global__ void __launch_bounds__(block::THREADS, 3)
 forward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
                int64_t count) {
     __shared__ stage<2, 2> in[2];

@@ -15,11 +15,10 @@
 
 namespace moebius {
 
-enum { TOKENS = MN_CELL_TOKENS, SLOTS = 4, LONG = 4096, CHUNK = 1024,
+enum { TOKENS = MN_CELL_TOKENS, SLOTS = MN_CELL_SLOTS, LONG = 4096, CHUNK = 1024,
        MOST_CHUNKS = 65535 };
 
-typedef mn_cell_block<1, 16 / SLOTS, 1, SLOTS> block;
-enum { BLOCKS = SLOTS == 2 ? 2 : 3 };
+typedef mn_cell_block<1, 4, 1> block;
 
 static __device__ const float floor_at = 1e-12f;
 
