@@ -310,20 +310,26 @@ __device__ __forceinline__ void advance_tile(state &c, const dynamics &dyn,
     }
 }
 
-/* Four tokens by rays; whether that holds is not asked. */
-template <int N_KEYS, int N_LINES>
-__device__ __forceinline__ void ray_four(state &c, const dynamics &dyn,
-                                         const stage<N_KEYS, N_LINES> &in, int t) {
-    float v[1][4], prec[1][4], k[4][SLOTS];
-    in.lines[VALUES].get(v, t);
-    in.lines[PRECISIONS].get(prec, t);
+/* What the states need of four tokens. */
+struct four_keys {
+    float k[4][SLOTS], v[1][4], prec[1][4];
+
+    template <int N_KEYS, int N_LINES>
+    __device__ __forceinline__ void load(const stage<N_KEYS, N_LINES> &in, int t) {
+        in.lines[VALUES].get(v, t);
+        in.lines[PRECISIONS].get(prec, t);
 #pragma unroll
-    for (int i = 0; i < 4; i++) in.keys[KEYS].get(k[i], t + i);
+        for (int i = 0; i < 4; i++) in.keys[KEYS].get(k[i], t + i);
+    }
+};
+
+/* Four tokens by rays; whether that holds is not asked. */
+__device__ __forceinline__ void ray_four(state &c, const dynamics &dyn, const four_keys &in) {
 #pragma unroll
     for (int j = 0; j < SLOTS; j++) {
         ray x = { c.lam[j], 1.0f, c.eta[j] };
 #pragma unroll
-        for (int i = 0; i < 4; i++) x = dyn.after(x, j, prec[0][i], k[i][j], v[0][i]);
+        for (int i = 0; i < 4; i++) x = dyn.after(x, j, in.prec[0][i], in.k[i][j], in.v[0][i]);
         const float by = mn_inverse(x.d);
         c.lam[j] = x.n * by;
         c.eta[j] = x.e * by;
@@ -360,11 +366,15 @@ struct fours {
     template <int N_KEYS, int N_LINES>
     __device__ __forceinline__ void fill(state c, const dynamics &dyn,
                                          const stage<N_KEYS, N_LINES> &in) {
+        four_keys now, next;
+        now.load(in, 0);
         put(0, c);
-#pragma unroll 1
+#pragma unroll
         for (int t = 4; t < TOKENS; t += 4) {
-            ray_four(c, dyn, in, t - 4);
+            if (t + 4 < TOKENS) next.load(in, t);
+            ray_four(c, dyn, now);
             put(t, c);
+            now = next;
         }
     }
 };
