@@ -351,7 +351,8 @@ __device__ __forceinline__ static bool backward_rays(adjoint &sum, const dynamic
             const ray &y = x.at[i + 1][j];
             const float q = now.q[i][j], g = gw[0][i];
             to.a = sum.a[j], to.a2 = sum.a2[j], to.p = sum.p[j];
-            to_q[j] = read_back<FULL>(w[j], y, dyn.a[j], dyn.a2[j], q, gy[0][i], g, prior);
+            to_q[j] = read_back<FULL>(w[j], mn_inverse(y.n), y.d, y.e, dyn.a[j], dyn.a2[j], q,
+                                      gy[0][i], g, prior);
             if (FULL && prior) {
                 to_q[j] = prior_cots(to, y, to_q[j], dyn.a[j], dyn.a2[j], dyn.p[j], q, g);
             } else if (FULL) {

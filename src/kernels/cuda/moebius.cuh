@@ -407,19 +407,19 @@ struct rays {
     }
 };
 
-/* Adds to the adjoint w of the ray x what a read of it with q gives back, with cotangents gy and gw
- * of y and yvar. FULL: with gw, or a read from the prior. Returns gy e / n. */
+/* Adds to the adjoint w of a ray (n, d, e) what a read of it with q gives back, with cotangents gy
+ * and gw of y and yvar; by = 1 / n. FULL: with gw, or a read from the prior. Returns gy e / n. */
 template <bool FULL>
-__device__ __forceinline__ float read_back(ray &w, const ray &x, float a, float a2, float q,
-                                           float gy, float gw, bool prior) {
-    const float by = mn_inverse(x.n), gy_by = gy * by, to_q = gy_by * x.e;
+__device__ __forceinline__ float read_back(ray &w, float by, float d, float e, float a, float a2,
+                                           float q, float gy, float gw, bool prior) {
+    const float gy_by = gy * by, to_q = gy_by * e;
     const float read = FULL && prior ? q * a : q;
     w.e = fmaf(read, gy_by, w.e);
     w.n = fmaf(-(read * by), to_q, w.n);
     if (FULL) {
         const float gv = gw * q * q * (prior ? a2 : 1.0f) * by;
         w.d += gv;
-        w.n = fmaf(-gv, x.d * by, w.n);
+        w.n = fmaf(-gv, d * by, w.n);
     }
     return to_q;
 }

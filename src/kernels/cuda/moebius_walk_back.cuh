@@ -66,49 +66,51 @@ template <bool FULL>
 __device__ __forceinline__ bool back_sixteen(float &dlam, float &deta, const walk_cell &c,
                                              const ray_edge &edge, const back_stage<FULL> &in,
                                              int t, bool prior) {
-    constexpr int RAYS = TOKENS / BACK_RAY;
-    ray x[RAYS][BACK_RAY + 1];
+    constexpr int RAYS = TOKENS / BACK_RAY, FOURS = TOKENS / 4;
+    float by_n[TOKENS], e[TOKENS], d[TOKENS];    // 1 / n, e and d behind each token
     float by[RAYS], lam[RAYS + 1], eta[RAYS + 1];
-    float k[4], v[4], prec[4];
+    float k[FOURS][4], v[FOURS][4], prec[FOURS][4], q[FOURS][4], gy[FOURS][4];
     bool sound = true;
     lam[0] = c.lam, eta[0] = c.eta;
 #pragma unroll
-    for (int r = 0; r < RAYS; r++) {
-        x[r][0] = { lam[r], 1.0f, eta[r] };
-#pragma unroll
-        for (int i = 0; i < BACK_RAY; i++) {
-            if (i % 4 == 0) {
-                const int at = t + r * BACK_RAY + i;
-                in.get(k, BACK_K, at), in.get(v, BACK_V, at), in.get(prec, BACK_PREC, at);
-                sound = all_positive(prec) && sound;
-            }
-            x[r][i + 1] = ray_after(x[r][i], c.a, c.a2, c.p, prec[i % 4] * k[i % 4], k[i % 4],
-                                    v[i % 4]);
-        }
-        by[r] = mn_inverse(x[r][BACK_RAY].d);
-        lam[r + 1] = x[r][BACK_RAY].n * by[r];
-        eta[r + 1] = x[r][BACK_RAY].e * by[r];
-        sound = sound && edge.holds(lam[r], x[r][BACK_RAY].n) && isfinite(eta[r + 1]);
+    for (int f = 0; f < FOURS; f++) {
+        in.get(k[f], BACK_K, t + 4 * f), in.get(v[f], BACK_V, t + 4 * f);
+        in.get(prec[f], BACK_PREC, t + 4 * f);
+        sound = all_positive(prec[f]) && sound;
     }
-    if (!sound) return false;
+#pragma unroll
+    for (int r = 0; r < RAYS; r++) {
+        ray x = { lam[r], 1.0f, eta[r] };
+#pragma unroll
+        for (int i = r * BACK_RAY; i < (r + 1) * BACK_RAY; i++) {
+            const float now = k[i / 4][i % 4];
+            x = ray_after(x, c.a, c.a2, c.p, prec[i / 4][i % 4] * now, now, v[i / 4][i % 4]);
+            by_n[i] = mn_inverse(x.n), e[i] = x.e, d[i] = x.d;
+        }
+        by[r] = mn_inverse(x.d);
+        lam[r + 1] = x.n * by[r];
+        eta[r + 1] = x.e * by[r];
+        sound = sound && edge.holds(lam[r], x.n) && isfinite(eta[r + 1]);
+    }
+    float to_lam = dlam, to_eta = deta;
+#pragma unroll
+    for (int f = FOURS - 1; f >= 0; f--) {
+        in.get(q[f], BACK_Q, t + 4 * f), in.get(gy[f], BACK_MEAN_COT, t + 4 * f);
+    }
 #pragma unroll
     for (int r = RAYS - 1; r >= 0; r--) {
-        float q[4], gy[4], gw[4] = {};
-        ray w = pull_behind(lam[r + 1], eta[r + 1], by[r], dlam, deta);
+        ray w = pull_behind(lam[r + 1], eta[r + 1], by[r], to_lam, to_eta);
 #pragma unroll
-        for (int i = BACK_RAY - 1; i >= 0; i--) {
-            const int at = t + r * BACK_RAY + i - 3, f = i % 4;
-            if (f == 3) {
-                in.get(k, BACK_K, at), in.get(v, BACK_V, at), in.get(prec, BACK_PREC, at);
-                in.get(q, BACK_Q, at), in.get(gy, BACK_MEAN_COT, at);
-                if (FULL) in.get(gw, FULL ? BACK_SPREAD_COT : 0, at);
-            }
-            read_back<FULL>(w, x[r][i + 1], c.a, c.a2, q[f], gy[f], gw[f], prior);
-            pull_back(w, c.a, c.a2, c.p, prec[f], k[f], v[f]);
+        for (int i = (r + 1) * BACK_RAY - 1; i >= r * BACK_RAY; i--) {
+            const int f = i / 4, n = i % 4;
+            const float gw = FULL ? in.one(FULL ? BACK_SPREAD_COT : 0, t + i) : 0.0f;
+            read_back<FULL>(w, by_n[i], d[i], e[i], c.a, c.a2, q[f][n], gy[f][n], gw, prior);
+            pull_back(w, c.a, c.a2, c.p, prec[f][n], k[f][n], v[f][n]);
         }
-        dlam = w.n, deta = w.e;
+        to_lam = w.n, to_eta = w.e;
     }
-    return true;
+    if (sound) dlam = to_lam, deta = to_eta;
+    return sound;
 }
 
 /* The same by lam and eta for n_rows tokens; each token's state is made from the first one's. */
