@@ -232,7 +232,7 @@ static const struct {
  * tile. */
 static const int64_t packing[] = { 0, 0, 1, 3, 3, 35, 67, 68, 132, 132 };
 
-/* Sequences of one, two and several of the chunks of 4096 tokens that moebius is parallel over. */
+/* Sequences up to and above the 4096 tokens from which on moebius is parallel over chunks. */
 static const int64_t long_packing[] = { 0, 4096, 4097, 4099, 12500 };
 
 static bool is_ours(void) {

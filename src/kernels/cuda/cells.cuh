@@ -185,6 +185,14 @@ struct mn_cell_fetched {
     }
 };
 
+/* n neighbours, aligned for one access. */
+template <int n>
+__device__ __forceinline__ void mn_cell_read(float (&x)[n], const float *from) {
+    const mn_pack<float, n> pack = *(const mn_pack<float, n> *)from;
+#pragma unroll
+    for (int i = 0; i < n; i++) x[i] = pack.at[i];
+}
+
 /* at[t][group][order]: 16 numbers of slots at token t, number i ^ order in place i */
 template <typename Block>
 struct alignas(16) mn_cell_keys {
@@ -204,11 +212,19 @@ struct alignas(16) mn_cell_keys {
         }
     }
 
+    /* use(place) for all places of the number of a slot. */
+    template <typename F>
+    __device__ __forceinline__ void each_place(int t, int slot, F use) {
+#pragma unroll
+        for (int order = 0; order < 4; order++) {
+            use(&at[t][slot / MN_CELL_GROUP][order][slot % MN_CELL_GROUP ^ order]);
+        }
+    }
+
     /* Those of this thread's slots. */
     __device__ void get(float (&x)[4], int t) const {
         const float *from = at[t][Block::group()][Block::column_lane() % 4];
-        const float4 four = *(const float4 *)(from + 4 * Block::slot_lane());
-        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+        mn_cell_read(x, from + 4 * Block::slot_lane());
     }
 };
 
@@ -221,6 +237,11 @@ struct alignas(16) mn_cell_lines {
     __device__ void put(int t, int column, const float (&x)[n]) {
 #pragma unroll
         for (int i = 0; i < n; i++) at[column + i][t] = x[i];
+    }
+
+    template <typename F>
+    __device__ __forceinline__ void each_place(int t, int column, F use) {
+        use(&at[column][t]);
     }
 
     /* n tokens from t on, a multiple of n, of this thread's columns. */
