@@ -68,10 +68,10 @@ __device__ inline mn_memory_place mn_memory_here(const mn_memory &p, int64_t n_t
     return at;
 }
 
-/* exp(g) of token t of a sequence, by two floats near 1: where a decay is slow many tokens take part
- * in a state, and a rounding that is the same at each of them would grow with their number. So the
- * sum of both is rounded up or down as t tells, such that the product over tokens of one g keeps
- * within a rounding of what it should be. Fast decays forget their errors. */
+/* exp(g) of token t of a sequence. Where a decay is slow many tokens take part in a state, and a
+ * rounding that is the same at each of them would grow with their number. So it is rounded up or
+ * down as t tells, such that the product over tokens of one g keeps within a rounding of what it
+ * should be. Fast decays forget their errors. */
 __device__ inline float mn_memory_decay(float g, int64_t t) {
     if (!(g > -0.5f)) return expf(g);
     const float less = expm1f(g), near = 1.0f + less;
