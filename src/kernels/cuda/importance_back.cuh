@@ -67,7 +67,7 @@ struct alignas(16) target {
 struct targets {
     target<float> dk, dq, dv_part, db_part;
     target<mn_bf16> dv, db;
-    float scale;    // of dq
+    float scale, ip;    // scale: of dq
 
     /* By the first thread. */
     template <typename Block>
@@ -78,7 +78,7 @@ struct targets {
         float *keys = to.at[KEY_PARTS] + (blockIdx.x * n_rows + row) * 2 * K;
         float *lines = to.at[SUMS] + (blockIdx.z * n_rows + row) * 2 * V;
         if (threadIdx.x != 0) return;
-        scale = (float)p.scale;
+        scale = (float)p.scale, ip = at.ip;
         dk.open(keys, Block::slot0(), K, H * 2 * K);
         dq.open(keys + K, Block::slot0(), K, H * 2 * K);
         if (gridDim.z > 1) {
@@ -224,7 +224,9 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
                                            const walk<Block, BACKWARD_PASS, HEADS> &along) {
     const arrivals<Block, BACKWARD_PASS> &came = r.came[turn];
     const float *base = came.g.base;
-    const int slot = warp_slot<Block>(), column = warp_column<Block>() + 4 * column_lane();
+    const int warp = thread_again() / 32;
+    const int slot = warp % Block::GROUPS * GROUP;
+    const int column = warp / Block::GROUPS * GROUP + 4 * column_lane();
     const int own = first + row_lane();
     const uint2 k = came.k.get(own, slot + 4 * column_lane());
     const chunk_factors all = { came.v.get(own, column), came.b.get(own, column), k,
@@ -446,11 +448,12 @@ __device__ __forceinline__ void put_along(backward_room<Block> &r, const cells &
 /* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what it has
  * fetched itself. */
 template <typename Block>
-__device__ __forceinline__ void fetch_state(float4 (&to)[SETS][Block::THREADS], const float *from) {
+__device__ __forceinline__ void fetch_state(float4 (&to)[SETS][Block::THREADS],
+                                            const sources &from, int tile) {
+    const int thread = thread_again();
+    const float *at = from.states + tile * from.between + thread * 4;
 #pragma unroll
-    for (int i = 0; i < SETS; i++) {
-        copy_sixteen(&to[i][threadIdx.x], from + i * SET_STRIDE<Block>);
-    }
+    for (int i = 0; i < SETS; i++) copy_sixteen(&to[i][thread], at + i * SET_STRIDE<Block>);
 }
 
 /* A tile back: `adj` from behind it to in front of it. The sums of its first chunk are left for the
@@ -459,7 +462,7 @@ template <typename Block, bool HEADS>
 __device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r,
                                           const mn_importance_args &p, const place &at,
                                           priors &prior, int tile, bool last) {
-    const int turn = tile % 2;
+    const int turn = again(tile) & 1;
     const walk<Block, BACKWARD_PASS, HEADS> along(r.in);
     const float *front = (const float *)&r.states[turn][0][threadIdx.x];
     cells c;
@@ -487,7 +490,7 @@ __device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r,
         put_chunk(r, (int)at.span.length, tile, turn, first);
     }
     c.load(front, SET_STRIDE<Block>);
-    put_along(r, adj, c, at.ip);
+    put_along(r, adj, c, r.to.ip);
 }
 
 template <typename Block>
@@ -501,11 +504,13 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
         const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
-        const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
-        const float *states = to.at[STATES] + state_at<Block>(slot * p.call.H + at.h);
-        const int64_t between = state_at<Block>(p.call.H) - state_at<Block>(0);
         typedef fetcher<Block, BACKWARD_PASS> next;
         next::open(r.from, p, at, decays);
+        if (threadIdx.x == 0) {
+            const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
+            r.from.states = to.at[STATES] + state_at<Block>(slot * p.call.H + at.h);
+            r.from.between = state_at<Block>(p.call.H) - state_at<Block>(0);
+        }
         r.to.template open<Block>(p, to, at, n_rows);
         __syncthreads();
         cells adj;
@@ -513,7 +518,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
         if (n_tiles > 0) {
             const int i = n_tiles - 1;
             next::fetch(r.came[i % 2], r.from, i, length);
-            fetch_state<Block>(r.states[i % 2], states + i * between);
+            fetch_state<Block>(r.states[i % 2], r.from, i);
         } else {
             load_first<Block, false>(adj, p, at);
             start_back<Block>(adj, cells(adj), p, at);
@@ -521,7 +526,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
         next::wait();
         __syncthreads();
         for (int i = n_tiles - 1; i >= 0; i--) {
-            const int turn = i % 2;
+            const int turn = i & 1;
             const bool last = i == n_tiles - 1;
             next::put(r.in, r.came[turn], r.to.scale);
             __syncthreads();
@@ -532,13 +537,13 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
             }
             if (i > 0) {
                 next::fetch(r.came[!turn], r.from, i - 1, length);
-                fetch_state<Block>(r.states[!turn], states + (i - 1) * between);
+                fetch_state<Block>(r.states[!turn], r.from, i - 1);
             }
             if (r.in.heads == 0) tile_back<Block, false>(adj, r, p, at, prior, i, last);
             else tile_back<Block, true>(adj, r, p, at, prior, i, last);
             next::wait();
             __syncthreads();
-            put_chunk(r, length, i, turn, 0);
+            put_chunk(r, length, i, again(i) & 1, 0);
         }
         __syncthreads();
         if (n_tiles > 0 && threadIdx.x / 32 == WARPS - 1) {

@@ -174,7 +174,7 @@ states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
         const place at = place::of(p, item);
         const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
         const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
-        float *to = states + state_at<Block>(slot * p.call.H + at.h);
+        float *to = states + state_at<Block>(slot * p.call.H + at.h) + threadIdx.x * 4;
         const int64_t between = state_at<Block>(p.call.H) - state_at<Block>(0);
         typedef fetcher<Block, STATES_PASS> next;
         next::open(r.from, p, at, decays);

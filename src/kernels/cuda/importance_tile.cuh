@@ -33,12 +33,15 @@ __device__ inline int neighbour(int half) {
     return row_lane() / 2 * 4 + 2 * half + row_lane() % 2;
 }
 
-/* threadIdx.x where what follows from it is not worth a register from one tile to the next: the
- * compiler cannot tell that it stays the same. */
+/* x where what follows from it is not worth a register from one tile to the next: the compiler
+ * cannot tell that it stays the same. */
+__device__ __forceinline__ int again(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 __device__ __forceinline__ int thread_again() {
-    int thread = threadIdx.x;
-    asm volatile("" : "+r"(thread));
-    return thread;
+    return again(threadIdx.x);
 }
 
 /* Number of this warp along the columns of its block. */
@@ -175,8 +178,8 @@ struct cells {
     }
 };
 
-/* Where this thread's state number `item` begins among those of all blocks; its sets are
- * SET_STRIDE<Block> apart. */
+/* Where this block's state number `item` begins among those of all blocks: sets of four numbers for
+ * each thread, SET_STRIDE<Block> apart. */
 template <typename Block>
 constexpr int SET_STRIDE = 4 * Block::THREADS;
 
@@ -184,7 +187,7 @@ template <typename Block>
 __device__ int64_t state_at(int64_t item) {
     const int64_t blocks = gridDim.x * (int64_t)gridDim.z;
     const int64_t block = blockIdx.z * (int64_t)gridDim.x + blockIdx.x;
-    return (item * blocks + block) * SETS * SET_STRIDE<Block> + threadIdx.x * 4;
+    return (item * blocks + block) * SETS * SET_STRIDE<Block>;
 }
 
 /* Where number i of tile n of this lane lies in (K,V); -1 outside. TURNED: rows are columns. */
@@ -430,7 +433,8 @@ private:
 struct sources {
     stream k, q, v, b, cot;
     const gates *decays;    // of the sequence's first tile
-    int64_t heads;
+    const float *states;    // in front of it, of the block's first thread
+    int64_t heads, between;    // tiles of gates, and of states
 };
 
 /* Fetches tiles, and makes their factors once copies have been waited for by the whole block. */
@@ -568,7 +572,8 @@ struct walk {
     const unsigned *rows, *mean, *weight, *read;
 
     __device__ explicit walk(const tile<Block, PASS> &of) : in(of) {
-        const int slot = warp_slot<Block>(), column = warp_column<Block>();
+        const int warp = thread_again() / 32;
+        const int slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
         rows = TURNED ? in.columns.rows(column) : in.slots.rows(slot);
         mean = TURNED ? in.slots.mean(slot) : in.columns.mean(column);
         weight = TURNED ? in.slots.weight(slot) : in.columns.weight(column);
@@ -595,7 +600,8 @@ struct walk {
             for (int t = first; t < first + count; t++) advance(c, t);
             return;
         }
-        const int slot = warp_slot<Block>(), column = warp_column<Block>();
+        const int warp = thread_again() / 32;
+        const int slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
         const unsigned *keys = in.slots.four(KEY_FACTOR, slot);
         const unsigned *weights = in.slots.four(WEIGHT_FACTOR, slot);
         const unsigned *values = in.columns.four(VALUE_FACTOR, column);
