@@ -62,15 +62,16 @@ __device__ static void add_gram(double (&c)[2][2], const double *x, const double
     for (int i = 0; i < 4; i++) c[i / 2][i % 2] += more[i / 2][i % 2];
 }
 
-/* Half of a block of 16 x 16 tokens, of those that are not above the diagonal. */
+/* Half of a block of 16 x 16 tokens, of those that are not above the diagonal, or not below it. */
 struct weights_task {
     bool any;
     int row, column;    // tokens
 
-    __device__ weights_task(int i) {
+    __device__ weights_task(int i, bool later) {
         int a = 0, b = i / 2;
         while (b > a) a++, b -= a;
-        any = i < 20, row = 16 * a, column = 16 * b + 8 * (i % 2);
+        any = i < 20;
+        row = 16 * (later ? b : a), column = 16 * (later ? a : b) + 8 * (i % 2);
     }
 };
 
@@ -190,7 +191,7 @@ span_weights_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     const double *q = w.q + head * SPAN_TOKENS * R;
     copy_rows_later<R>(room.du, LD, of.h, SPAN_TOKENS, GATHER_THREADS);
     copy_rows_later<R>(room.z, LD, of.z, SPAN_TOKENS, GATHER_THREADS);
-    const weights_task tasks[2] = { { warp }, { warp + GATHER_THREADS / 32 } };
+    const weights_task tasks[2] = { { warp, false }, { warp + GATHER_THREADS / 32, false } };
     double along[2][2][2], reads[2][2][2];    // of dk and of dq
     zero(along[0]), zero(along[1]), zero(reads[0]), zero(reads[1]);
     if (columns > 0) copy_slice_later(room.e, of.e, columns, 0);
@@ -651,32 +652,19 @@ span_totals_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constan
 template <typename T>
 __global__ void __launch_bounds__(256)
 span_decay_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
-    constexpr int AHEAD = 8;    // numbers of a thread that are loaded together
     const int64_t H = p.call.H, slot = blockIdx.x / H, h = blockIdx.x % H;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, slot);
     if (tile.n_rows == 0 || w.steep[tile.n * H + h]) return;
-    const int K = (int)p.call.K, count = (int)tile.n_rows * K;
-    const mn_out to[] = { p.grad.la, p.grad.theta };
-    const double *totals = w.totals + blockIdx.x * (int64_t)SPAN_CHUNKS * 2 * K;
-    const float *locals = w.local + blockIdx.x * (int64_t)SPAN_TOKENS * 2 * K;
-#pragma unroll
-    for (int which = 0; which < 2; which++) {
-        T *first = mn_row<T>(to[which], tile.span.b, tile.span.t0 + tile.first, h);
-        for (int base = threadIdx.x; first && base < count; base += AHEAD * 256) {
-            double behind[AHEAD];
-            float local[AHEAD];
-#pragma unroll
-            for (int j = 0; j < AHEAD; j++) {
-                const int at = min(base + 256 * j, count - 1), t = at / K, i = at % K + which * K;
-                behind[j] = totals[t / CHUNK * 2 * K + i], local[j] = locals[t * 2 * K + i];
-            }
-#pragma unroll
-            for (int j = 0; j < AHEAD; j++) {
-                const int at = base + 256 * j, t = at / K, i = at % K;
-                if (at >= count) break;
-                mn_put(first + t * to[which].stride[1] + i, (float)(behind[j] + (double)local[j]));
-            }
-        }
+    const int K = (int)p.call.K;
+    for (int at = threadIdx.x; at < tile.n_rows * K; at += 256) {
+        const int t = at / K, i = at % K;
+        const int64_t when = tile.span.t0 + tile.first + t;
+        const double *behind = w.totals + (blockIdx.x * (int64_t)SPAN_CHUNKS + t / CHUNK) * 2 * K;
+        const float *local = w.local + (blockIdx.x * (int64_t)SPAN_TOKENS + t) * 2 * K;
+        T *dla = mn_row<T>(p.grad.la, tile.span.b, when, h);
+        T *dtheta = mn_row<T>(p.grad.theta, tile.span.b, when, h);
+        if (dla) mn_put(dla + i, (float)(behind[i] + (double)local[i]));
+        if (dtheta) mn_put(dtheta + i, (float)(behind[K + i] + (double)local[K + i]));
     }
 }
 
