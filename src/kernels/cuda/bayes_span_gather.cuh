@@ -62,16 +62,15 @@ __device__ static void add_gram(double (&c)[2][2], const double *x, const double
     for (int i = 0; i < 4; i++) c[i / 2][i % 2] += more[i / 2][i % 2];
 }
 
-/* Half of a block of 16 x 16 tokens, of those that are not above the diagonal, or not below it. */
+/* Half of a block of 16 x 16 tokens, of those that are not above the diagonal. */
 struct weights_task {
     bool any;
     int row, column;    // tokens
 
-    __device__ weights_task(int i, bool later) {
+    __device__ weights_task(int i) {
         int a = 0, b = i / 2;
         while (b > a) a++, b -= a;
-        any = i < 20;
-        row = 16 * (later ? b : a), column = 16 * (later ? a : b) + 8 * (i % 2);
+        any = i < 20, row = 16 * a, column = 16 * b + 8 * (i % 2);
     }
 };
 
@@ -191,7 +190,7 @@ span_weights_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     const double *q = w.q + head * SPAN_TOKENS * R;
     copy_rows_later<R>(room.du, LD, of.h, SPAN_TOKENS, GATHER_THREADS);
     copy_rows_later<R>(room.z, LD, of.z, SPAN_TOKENS, GATHER_THREADS);
-    const weights_task tasks[2] = { { warp, false }, { warp + GATHER_THREADS / 32, false } };
+    const weights_task tasks[2] = { { warp }, { warp + GATHER_THREADS / 32 } };
     double along[2][2][2], reads[2][2][2];    // of dk and of dq
     zero(along[0]), zero(along[1]), zero(reads[0]), zero(reads[1]);
     if (columns > 0) copy_slice_later(room.e, of.e, columns, 0);
@@ -349,6 +348,39 @@ __device__ static void fetch_product(product_stage<R> &to, product_y<T> &y,
     copy_rows_later<R>(to.right, R + 2, from.right, SLICE_WIDTH, GATHER_THREADS);
 }
 
+/* A slice's part of dk and, if BOTH, of dq: chunks 0 and 3, or the inner ones, of 8 * TILES columns
+ * of the state. Slice j of w has no part in chunks before its own. */
+template <int R, int KIND, bool BOTH>
+__device__ static void multiply_slice(double (&dk)[2][R / 64][2][2], double (&dq)[2][R / 64][2][2],
+                                      const product_stage<R> &here, const double (&scales)[2][2],
+                                      bool outer, int column, int j) {
+    constexpr int TILES = R / 64;
+#pragma unroll
+    for (int k = 0; k < SLICE_WIDTH; k += 8) {
+        double b[TILES][2], a[4];
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            right_columns(b[i], here.right + k * (R + 2), R + 2, column + 8 * i);
+        }
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const int chunk = outer ? 3 * m : 1 + m;
+            if (KIND == 2 && chunk < j) continue;
+            left_slice(a, here.left[0], chunk * CHUNK, k);
+#pragma unroll
+            for (int i = 0; i < 4 && KIND == 1; i++) a[i] = minus(a[i]);
+#pragma unroll
+            for (int i = 0; i < TILES; i++) mn_dmma_8(dk[m][i], a, b[i]);
+            if (!BOTH) continue;
+            left_slice(a, here.left[1], chunk * CHUNK, k);
+#pragma unroll
+            for (int i = 0; i < 4 && KIND == 0; i++) a[i] *= scales[m][i % 2];
+#pragma unroll
+            for (int i = 0; i < TILES; i++) mn_dmma_8(dq[m][i], a, b[i]);
+        }
+    }
+}
+
 /* dk and dq of a head of a span in the frame, of all groups, but for the noise: states in front of
  * the span, then its earlier tokens. They take the place of the first group's P. Of two sets of
  * warps one has chunks 0 and 3, the other 1 and 2, of which sums over earlier tokens ask alike. */
@@ -402,32 +434,10 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
                 scales[m / 2][m % 2] = 2.0 * weight_of<T>(p, tile, of, t);
             }
         }
-#pragma unroll
-        for (int k = 0; k < SLICE_WIDTH; k += 8) {
-            double b[TILES][2], a[4];
-#pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                right_columns(b[j], here.right + k * (R + 2), R + 2, column + 8 * j);
-            }
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                const int chunk = outer ? 3 * m : 1 + m;
-                if (s.kind == 2 && chunk < s.j) continue;
-                left_slice(a, here.left[0], chunk * CHUNK, k);
-#pragma unroll
-                for (int i = 0; i < 4; i++) a[i] = s.kind == 1 ? minus(a[i]) : a[i];
-#pragma unroll
-                for (int j = 0; j < TILES; j++) mn_dmma_8(dk[m][j], a, b[j]);
-                if (s.kind == 0 && !weighs) continue;
-                left_slice(a, here.left[1], chunk * CHUNK, k);
-                if (s.kind == 0) {
-                    a[0] *= scales[m][0], a[1] *= scales[m][1];
-                    a[2] *= scales[m][0], a[3] *= scales[m][1];
-                }
-#pragma unroll
-                for (int j = 0; j < TILES; j++) mn_dmma_8(dq[m][j], a, b[j]);
-            }
-        }
+        if (s.kind == 1) multiply_slice<R, 1, true>(dk, dq, here, scales, outer, column, s.j);
+        else if (s.kind == 2) multiply_slice<R, 2, true>(dk, dq, here, scales, outer, column, s.j);
+        else if (weighs) multiply_slice<R, 0, true>(dk, dq, here, scales, outer, column, s.j);
+        else multiply_slice<R, 0, false>(dk, dq, here, scales, outer, column, s.j);
     }
     __syncthreads();
     double *to = w.P + head * G * w.P_each;
@@ -652,19 +662,32 @@ span_totals_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constan
 template <typename T>
 __global__ void __launch_bounds__(256)
 span_decay_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
+    constexpr int AHEAD = 8;    // numbers of a thread that are loaded together
     const int64_t H = p.call.H, slot = blockIdx.x / H, h = blockIdx.x % H;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, slot);
     if (tile.n_rows == 0 || w.steep[tile.n * H + h]) return;
-    const int K = (int)p.call.K;
-    for (int at = threadIdx.x; at < tile.n_rows * K; at += 256) {
-        const int t = at / K, i = at % K;
-        const int64_t when = tile.span.t0 + tile.first + t;
-        const double *behind = w.totals + (blockIdx.x * (int64_t)SPAN_CHUNKS + t / CHUNK) * 2 * K;
-        const float *local = w.local + (blockIdx.x * (int64_t)SPAN_TOKENS + t) * 2 * K;
-        T *dla = mn_row<T>(p.grad.la, tile.span.b, when, h);
-        T *dtheta = mn_row<T>(p.grad.theta, tile.span.b, when, h);
-        if (dla) mn_put(dla + i, (float)(behind[i] + (double)local[i]));
-        if (dtheta) mn_put(dtheta + i, (float)(behind[K + i] + (double)local[K + i]));
+    const int K = (int)p.call.K, count = (int)tile.n_rows * K;
+    const mn_out to[] = { p.grad.la, p.grad.theta };
+    const double *totals = w.totals + blockIdx.x * (int64_t)SPAN_CHUNKS * 2 * K;
+    const float *locals = w.local + blockIdx.x * (int64_t)SPAN_TOKENS * 2 * K;
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+        T *first = mn_row<T>(to[which], tile.span.b, tile.span.t0 + tile.first, h);
+        for (int base = threadIdx.x; first && base < count; base += AHEAD * 256) {
+            double behind[AHEAD];
+            float local[AHEAD];
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                const int at = min(base + 256 * j, count - 1), t = at / K, i = at % K + which * K;
+                behind[j] = totals[t / CHUNK * 2 * K + i], local[j] = locals[t * 2 * K + i];
+            }
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                const int at = base + 256 * j, t = at / K, i = at % K;
+                if (at >= count) break;
+                mn_put(first + t * to[which].stride[1] + i, (float)(behind[j] + (double)local[j]));
+            }
+        }
     }
 }
 
