@@ -181,7 +181,7 @@ __device__ static void mean_forward(mean_room<R> &room, const mn_bayes_args &p,
         if (c % SPAN_CHUNKS == 0) {
             put_mean<N>(w.M + (a.at.group(c) * w.columns + a.first) * R + a.base, R, M);
         }
-        double x[2][2][2];
+        double x[2][2][2], v[2][2][2];
         const T *from = mn_row<T>(p.v, a.at.span.b, a.at.span.t0 + c * CHUNK, a.at.s.h);
         from += a.at.s.first + a.first;
         const int left_over = (int)min((int64_t)CHUNK, a.at.span.length - c * CHUNK);
@@ -199,12 +199,14 @@ __device__ static void mean_forward(mean_room<R> &room, const mn_bayes_args &p,
         for (int i = 0; i < 8; i++) {
             const int t = 8 * (i / 2 % 2) + lane / 4, j = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
             const bool there = j < a.count && t < left_over;
-            x[i / 4][i / 2 % 2][i % 2] = there ? minus((double)raw[i]) : 0.0;
+            v[i / 4][i / 2 % 2][i % 2] = there ? (double)raw[i] : 0.0;
         }
+        zero(x[0]), zero(x[1]);
         through_strip<N>(x, here.k + a.base, pitch<R>::left, M);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            x[i / 4][i / 2 % 2][i % 2] = minus(x[i / 4][i / 2 % 2][i % 2]);
+            const int m = i / 4, t = i / 2 % 2;
+            x[m][t][i % 2] = v[m][t][i % 2] - x[m][t][i % 2];
         }
         double b[2][4], left[8];
         turn_sum(b, room.sums[warp / 2], warp / 2, a.half, x);
