@@ -5,6 +5,8 @@
  * block, the pivot, factorises S while workers move P to the next frame, and brings the next
  * chunk's inputs. All blocks factorise alike. Sums over rows and columns are added in groups of
  * eight workers, so that results do not depend on CL. */
+#include "kernels/cuda/after.cuh"
+#include "kernels/cuda/bayes_pivot.cuh"
 #include "kernels/cuda/bayes_walk.cuh"
 
 template <int RP, int CL>
@@ -16,13 +18,16 @@ struct sizes {
     static constexpr int TILES = RP / 16;           // column blocks of a worker
     static constexpr int GROUP = ALL < 8 ? ALL : 8;
     static constexpr int GROUPS = WORKERS / GROUP;  // of a block
+    /* Of the 16384 in a quarter of a processor, which has up to three warps of a small block; those
+     * of 128 rows leave the mean's some. */
+    static constexpr int REGISTERS = WORKERS == 16 ? 96 : RP == 128 ? 120 : 168;
 };
 
 template <int RP, int CL>
 struct alignas(16) room {
     using of = sizes<RP, CL>;
-    double keys[2][MN_WALK_CHUNK][RP + 8];
-    double noised[2][MN_WALK_CHUNK][of::OWN + 8];
+    double keys[MN_WALK_CHUNK][RP + 8];
+    double noised[MN_WALK_CHUNK][of::OWN + 8];
     double ends[2][3][RP];
     double before[2][MN_WALK_CHUNK][of::OWN + 4];    // B by halves of the columns
     double panel[MN_WALK_CHUNK][RP + 4];             // Phi z
@@ -31,7 +36,7 @@ struct alignas(16) room {
     double sums[CL * of::GROUPS][MN_WALK_CHUNK][MN_WALK_CHUNK];
     double raise[of::WORKERS][2], raises[CL][2];
     double undo[MN_WALK_CHUNK][MN_WALK_CHUNK + 4];
-    double inverse[MN_WALK_CHUNK];
+    mn_pivot_room token;
     double queries[MN_WALK_CHUNK][RP + 8];           // last: only where they are wanted
 };
 
@@ -98,16 +103,11 @@ __device__ inline void meet(void) {
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
 }
 
-template <int ID, int COUNT>
-__device__ inline void pass(void) {
-    asm volatile("bar.arrive %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
-}
-
 /* ---- the work of a worker -------------------------------------------------------------------- */
 
 /* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. */
 struct scene {
-    int64_t place, group, n, h, g;    // group: place * G + g
+    int64_t walk, place, group, n, h, g;    // group: place * G + g
     unsigned rank;
     int buffer, low, high;
 };
@@ -140,24 +140,24 @@ struct worker {
     }
 
     /* B of these rows and half of the columns, and their part of S. */
-    __device__ void read(room<RP, CL> &m, int buffer) {
+    __device__ void read(room<RP, CL> &m) {
         double c[2][2][2], s[2][2][2] = {};
         const int token = lane / 4, pair = 2 * (lane % 4);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                double2 start = *(double2 *)&m.noised[buffer][8 * half + token][own + 8 * r + pair];
+                double2 start = *(double2 *)&m.noised[8 * half + token][own + 8 * r + pair];
                 c[r][half][0] = part ? 0.0 : start.x, c[r][half][1] = part ? 0.0 : start.y;
             }
         }
-        multiply(c, m.keys[buffer]);
+        multiply(c, m.keys);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const double a[4] = { c[r][0][0], c[r][1][0], c[r][0][1], c[r][1][1] };
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const double2 k = *(double2 *)&m.keys[buffer][8 * half + token][row + 8 * r + pair];
+                const double2 k = *(double2 *)&m.keys[8 * half + token][row + 8 * r + pair];
                 const double b[2] = { k.x, k.y };
                 mn_dmma_8(s[half], a, b);
                 *(double2 *)&m.before[part][8 * half + token][own + 8 * r + pair] =
@@ -271,7 +271,7 @@ struct worker {
         double a[8];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const double scale = -m.inverse[4 * k + i];
+            const double scale = -m.token.inverse[4 * k + i];
             a[2 * k] = m.panel[4 * k + i][row + j] * scale;
             a[2 * k + 1] = m.panel[4 * k + i][row + 8 + j] * scale;
         }
@@ -285,8 +285,8 @@ struct worker {
     }
 
     /* Parts of the sums that tell whether P_0 is to be raised: k'(diagonal of P)k, k'n k */
-    __device__ void weigh(room<RP, CL> &m, int buffer, bool turns) const {
-        const double *k = m.keys[buffer][0];
+    __device__ void weigh(room<RP, CL> &m, bool turns) const {
+        const double *k = m.keys[0];
         double seen = 0.0, hidden = 0.0;
         const int r = lane / 4, c = 2 * (lane % 4);
 #pragma unroll
@@ -301,7 +301,7 @@ struct worker {
             }
         }
         if (part == 0 && lane < 16) {
-            hidden = k[row + lane] * m.noised[buffer][0][own + lane];
+            hidden = k[row + lane] * m.noised[0][own + lane];
         }
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes >>= 1) {
@@ -364,87 +364,33 @@ struct worker {
 
 /* ---- the pivot ------------------------------------------------------------------------------- */
 
-/* Variance and reciprocal of sigma of one token. */
-struct pivot_of {
-    double variance, inverse;
-};
-
-__device__ inline pivot_of pivot_at(double variance, double r2) {
-    const double v = fmax(variance, 0.0);
-    return { v, mn_reciprocal(r2 + v) };
-}
-
-/* S + diag r2 = L diag(sigma) L' and L^-1 by one warp: lane t has column t of S, lane 16 + t of
- * what becomes L^-1; `r2` is of token t. Two tokens at a time, so that both reciprocals of
- *
- *   1 / sigma_j    and    1 / sigma_{j+1} = sigma_j / (sigma_j (S_{j+1,j+1} + r2) - S_{j,j+1}^2)
- *
- * are on their way together; where that difference keeps few digits, one after the other.
- * Returns variance and reciprocal of token t. */
-__device__ static pivot_of factor(double (&x)[MN_WALK_CHUNK], double r2) {
-    const unsigned all = 0xffffffffu;
-    const int lane = (int)threadIdx.x % 32;
-    pivot_of mine = { 0.0, 0.0 };
-#pragma unroll
-    for (int j = 0; j < MN_WALK_CHUNK; j += 2) {
-        const double a = __shfl_sync(all, x[j], j), b = __shfl_sync(all, x[j], j + 1);
-        const double c = __shfl_sync(all, x[j + 1], j + 1);
-        const double next_r2 = __shfl_sync(all, r2, j + 1);
-        const double sigma = __shfl_sync(all, r2, j) + fmax(a, 0.0);
-        const double least = fma(sigma, c + next_r2, -(b * b));
-        const pivot_of first = { fmax(a, 0.0), mn_reciprocal(sigma) };
-        const double quick = mn_reciprocal(least);
-        const double ratio = b * first.inverse, left = fma(-ratio, b, c);
-        pivot_of second = { left, sigma * quick };
-        if (!(left > 0x1p-30 * c)) second = pivot_at(left, next_r2);
-        if (lane == j) mine = first;
-        if (lane == j + 1) mine = second;
-        x[j + 1] = fma(-ratio, x[j], x[j + 1]);
-        const double f = x[j] * first.inverse, g = x[j + 1] * second.inverse;
-#pragma unroll
-        for (int i = j + 2; i < MN_WALK_CHUNK; i++) {
-            x[i] = fma(-__shfl_sync(all, f, i), x[j], x[i]);
-            x[i] = fma(-__shfl_sync(all, g, i), x[j + 1], x[i]);
-        }
-    }
-    return mine;
-}
-
+/* What the means need besides z, and the word that `chunks` of them are there. */
 template <int RP, int CL>
-__device__ static void eliminate(room<RP, CL> &m, const scene &s, const mn_walk_job &job,
-                                 double r2) {
-    const int lane = (int)threadIdx.x % 32, t = lane % 16;
-    double x[MN_WALK_CHUNK];
-#pragma unroll
-    for (int i = 0; i < MN_WALK_CHUNK; i++) {
-        double sum = m.sums[0][i][t];
-#pragma unroll
-        for (int part = 1; part < CL * sizes<RP, CL>::GROUPS; part++) sum += m.sums[part][i][t];
-        x[i] = lane < 16 ? sum : i == t ? 1.0 : 0.0;
-    }
-    const pivot_of mine = factor(x, r2);
+__device__ static void leave(const room<RP, CL> &m, const scene &s, const mn_walk_job &job,
+                             int chunks) {
+    const int lane = (int)threadIdx.x % 32;
     double *undo = job.work.undo + s.group * 256;
-    if (lane < 16) m.inverse[t] = mine.inverse;
-#pragma unroll
-    for (int i = 0; i < MN_WALK_CHUNK; i++) {
-        if (lane >= 16) m.undo[i][t] = x[i];
+    for (int e = 2 * lane; e < 256 && s.rank == 0; e += 64) {
+        *(double2 *)(undo + e) = *(const double2 *)&m.undo[e / 16][e % 16];
     }
-    if (s.rank != 0) return;
-#pragma unroll
-    for (int i = 0; i < MN_WALK_CHUNK; i++) {
-        if (lane >= 16) undo[16 * i + t] = x[i];
+    if (s.rank == 0 && lane >= s.low && lane < s.high) {
+        job.work.inverse[s.group * 16 + lane] = m.token.inverse[lane];
+        job.work.variance[s.group * 16 + lane] = m.token.variance[lane];
     }
-    if (t >= s.low && t < s.high && lane < 16) {
-        job.work.inverse[s.group * 16 + t] = mine.inverse;
-        job.work.variance[s.group * 16 + t] = mine.variance;
-    }
+    __syncwarp();
+    if (lane > 0 || chunks == 0) return;
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(
+                     job.work.done + s.walk * MN_WALK_BLOCKS + s.rank),
+                 "r"(chunks)
+                 : "memory");
 }
 
-/* Asks for what the chunk at `place` needs: queries, then the rest, two groups of copies. */
+/* Asks for what the chunk at `place` needs (-1: there is none): queries, or the rest. Each is a
+ * group of copies. */
 template <int RP, int CL>
 __device__ static void ask_queries(room<RP, CL> &m, const mn_walk_job &job, int64_t place) {
     const int64_t at = place * MN_WALK_CHUNK * RP;
-    if (job.spreads) {
+    if (job.spreads && place >= 0) {
         mn_walk_fetch<MN_WALK_CHUNK, RP, 32>(m.queries, job.work.queries + at, RP,
                                              (int)threadIdx.x % 32);
     }
@@ -457,10 +403,12 @@ __device__ static void ask(room<RP, CL> &m, const mn_walk_job &job, int64_t plac
     constexpr int own = RP / CL;
     const int lane = (int)threadIdx.x % 32;
     const int64_t at = place * MN_WALK_CHUNK * RP;
-    mn_walk_fetch<MN_WALK_CHUNK, RP, 32>(m.keys[buffer], job.work.keys + at, RP, lane);
-    mn_walk_fetch<MN_WALK_CHUNK, own, 32>(m.noised[buffer], job.work.noised + at + rank * own, RP,
-                                          lane);
-    mn_walk_fetch<3, RP, 32>(m.ends[buffer], job.work.ends + place * 3 * RP, RP, lane);
+    if (place >= 0) {
+        mn_walk_fetch<MN_WALK_CHUNK, RP, 32>(m.keys, job.work.keys + at, RP, lane);
+        mn_walk_fetch<MN_WALK_CHUNK, own, 32>(m.noised, job.work.noised + at + rank * own, RP,
+                                              lane);
+        mn_walk_fetch<3, RP, 32>(m.ends[buffer], job.work.ends + place * 3 * RP, RP, lane);
+    }
     mn_walk_copies_end();
 }
 
@@ -477,8 +425,8 @@ __device__ static void fill_steep(room<RP, CL> &m, const mn_walk_job &job, const
     for (int e = threadIdx.x; e < MN_WALK_CHUNK * RP; e += of::THREADS) {
         const int t = e / RP, r = e % RP, own = r - (int)s.rank * of::OWN;
         const double k = t == token ? job.work.keys[at + e] : 0.0;
-        m.keys[s.buffer][t][r] = k;
-        if (own >= 0 && own < of::OWN) m.noised[s.buffer][t][own] = l2 * k;
+        m.keys[t][r] = k;
+        if (own >= 0 && own < of::OWN) m.noised[t][own] = l2 * k;
         if (job.spreads) m.queries[t][r] = t == token ? job.work.queries[at + e] : 0.0;
     }
     mn_walk_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, job.work.noised + at, token,
@@ -499,12 +447,12 @@ __device__ static double noise_at(const mn_walk_job &job, const scene &s, int64_
 /* A P that was handed in, rounded to float32, may be indefinite by as much; where the first key or
  * the noise of its write shows that, the diagonal is raised by a few roundings (see ref/bayes.c).
  * All threads of the cluster call, once S is summed up; says whether it has been. */
-template <int RP, int CL>
+template <bool PIVOT, int RP, int CL>
 __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene &s,
                               const mn_walk_job &job) {
     using of = sizes<RP, CL>;
     const double few = 8.0 * 0x1p-24;
-    if (mine.index < of::WORKERS) mine.weigh(m, s.buffer, job.step == 2);
+    if (!PIVOT) mine.weigh(m, job.step == 2);
     __syncthreads();
     if (threadIdx.x < 2) {
         double sum = 0.0;
@@ -519,38 +467,44 @@ __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene
     const double scale = few * (seen + hidden), r2 = noise_at(job, s, 0);
     tell<CL>(), hear<CL>();
     if (fmin(variance, r2) >= scale || hidden >= scale) return false;
-    if (mine.index < of::WORKERS) mine.raise(few);
+    if (!PIVOT) mine.raise(few);
     return true;
 }
 
-/* Tokens [s.low, s.high) of the chunk in the room. `first`: the first ones behind a P_0 that was
- * handed in. `r2` is the pivot's, of lane's token. */
-template <int RP, int CL>
+/* Tokens [s.low, s.high) of the chunk in the room, after which `chunks` are done (0: not yet), and
+ * the one at `next` (-1: none) asked for. `first`: the first ones behind a P_0 that was handed in.
+ * `r2` is the pivot's, of lane's token. */
+template <bool PIVOT, int RP, int CL>
 __device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, const scene &s,
-                               const mn_walk_job &job, double r2, bool first) {
+                               const mn_walk_job &job, double r2, int64_t next, int chunks,
+                               bool first) {
     using of = sizes<RP, CL>;
-    const bool pivot = mine.index == of::WORKERS;
     for (bool again = false;; again = true) {
-        if (pivot) {
-            mn_walk_copies_wait<1>();    // queries
+        if (PIVOT) {
+            if (mine.lane < MN_WALK_CHUNK) m.token.r2[mine.lane] = r2;
+            mn_walk_copies_wait<0>();    // queries
             meet<1, of::THREADS>();
+            tell<CL>();
+            if (!first) ask(m, job, next, 1 - s.buffer, s.rank);
             if (CL == 1) meet<2, of::THREADS>();
-            tell<CL>(), hear<CL>();
+            hear<CL>();
         } else {
-            mine.read(m, s.buffer);
+            mine.read(m);
             meet<1, of::THREADS>();
             mine.gather(m, s.rank);
-            if (CL == 1) pass<2, of::THREADS>();
+            if (CL == 1) meet<2, of::THREADS>();
             tell<CL>();
         }
         if (!first || again) break;
-        if (!pivot) hear<CL>();
-        if (!raised(mine, m, s, job)) break;
+        if (!PIVOT) hear<CL>();
+        if (!raised<PIVOT>(mine, m, s, job)) break;
     }
-    if (pivot) {
-        eliminate(m, s, job, r2);
+    if (PIVOT) {
+        if (first) ask(m, job, next, 1 - s.buffer, s.rank);
+        mn_pivot<CL * of::GROUPS>(m.token, m.undo, m.sums);
         meet<1, of::THREADS>();
-        mn_walk_copies_wait<0>();
+        ask_queries(m, job, next);
+        mn_walk_copies_wait<1>();
     } else {
         if (job.spreads) mine.spread(m);
         mine.move(m.ends[s.buffer], job.step == 2);
@@ -560,7 +514,8 @@ __device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, const scen
     }
     tell<CL>(), hear<CL>();
     if (CL == 1) meet<1, of::THREADS>();
-    if (!pivot) mine.write(m);
+    if (PIVOT) leave(m, s, job, chunks);
+    else mine.write(m);
 }
 
 /* Parts of qh'Ph qh, by groups of workers. */
@@ -577,57 +532,62 @@ __device__ static void put_spread(const room<RP, CL> &m, const scene &s, const m
     }
 }
 
+/* The chunks of a sequence, by the pivot or by workers. */
+template <bool PIVOT, int RP, int CL>
+__device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
+    const mn_call &call = job.p.call;
+    const int64_t length = mn_span_at(call, s.n).length, slot = mn_walk_slot(call, s.n);
+    const int64_t chunks = (length + MN_WALK_CHUNK - 1) / MN_WALK_CHUNK;
+    worker<RP, CL> mine(s.rank);
+    s.place = slot * call.H + s.h;
+    if (!PIVOT) mine.load(job, s);
+    if (PIVOT && chunks > 0) ask(m, job, s.place, 0, s.rank), ask_queries(m, job, s.place);
+    mn_walk_copies_wait<0>();
+    tell<CL>(), hear<CL>();
+    __syncthreads();
+    bool steep_next = chunks > 0 && job.work.steep[s.place];
+    double r2_next = PIVOT ? noise_at(job, s, mine.lane % 16) : 0.0;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        const bool steep = steep_next, last = chunk + 1 == chunks;
+        const int64_t next = last ? -1 : (slot + chunk + 1) * call.H + s.h;
+        const int64_t t = chunk * MN_WALK_CHUNK;
+        const int count = (int)min((int64_t)MN_WALK_CHUNK, length - t), end = steep ? count : 1;
+        const double r2 = r2_next;
+        s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
+        s.buffer = chunk % 2;
+        if (PIVOT) r2_next = noise_at(job, s, t + MN_WALK_CHUNK + mine.lane % 16);
+        steep_next = !last && job.work.steep[next];
+        for (int token = steep ? -1 : 0; token < end; token++) {
+            const bool first = job.p.P0.data && chunk == 0 && token == 0, ends = token + 1 == end;
+            s.low = 0, s.high = count;
+            if (steep) {
+                s.low = max(token, 0), s.high = token + 1;
+                if (PIVOT) mn_walk_copies_wait<0>();
+                __syncthreads();
+                fill_steep(m, job, s, token);
+            }
+            advance<PIVOT>(mine, m, s, job, !steep || mine.lane % 16 == token ? r2 : 1.0,
+                           ends ? next : -1, ends ? (int)chunk + 1 : 0, first);
+            if (!PIVOT) put_spread(m, s, job);
+        }
+    }
+    if (!PIVOT) mine.store(job, s);
+}
+
 template <int RP, int CL>
-__global__ void __launch_bounds__(sizes<RP, CL>::THREADS, 1)
+__global__ void __maxnreg__((sizes<RP, CL>::REGISTERS))
 covariance_kernel(const __grid_constant__ mn_walk_job job) {
-    using of = sizes<RP, CL>;
     extern __shared__ __align__(16) unsigned char memory[];
     room<RP, CL> &m = *(room<RP, CL> *)memory;
     const mn_call &call = job.p.call;
     scene s;
     s.rank = rank_of_block<CL>();
-    const int64_t walk = blockIdx.x / CL;
-    s.g = walk % call.G, s.h = walk / call.G % call.H, s.n = walk / call.G / call.H;
-    worker<RP, CL> mine(s.rank);
-    const bool pivot = mine.index == of::WORKERS;
-    const int64_t length = mn_span_at(call, s.n).length, slot = mn_walk_slot(call, s.n);
-    const int64_t chunks = (length + MN_WALK_CHUNK - 1) / MN_WALK_CHUNK;
-    if (!pivot) mine.load(job, s);
-    s.place = slot * call.H + s.h;
-    if (pivot && chunks > 0) ask(m, job, s.place, 0, s.rank);
-    mn_walk_copies_wait<0>();
-    tell<CL>(), hear<CL>();
-    __syncthreads();
-    bool steep_next = chunks > 0 && job.work.steep[s.place];
-    double r2_next = noise_at(job, s, mine.lane % 16);
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        const int64_t next = (slot + chunk + 1) * call.H + s.h, t = chunk * MN_WALK_CHUNK;
-        const int count = (int)min((int64_t)MN_WALK_CHUNK, length - t);
-        const bool steep = steep_next, last = chunk + 1 == chunks;
-        const double r2 = r2_next;
-        s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
-        s.buffer = chunk % 2;
-        if (pivot) {
-            ask_queries(m, job, s.place);
-            if (!last) ask(m, job, next, 1 - s.buffer, s.rank);
-            else mn_walk_copies_end();
-            r2_next = noise_at(job, s, t + MN_WALK_CHUNK + mine.lane % 16);
-        }
-        steep_next = !last && job.work.steep[next];
-        for (int token = steep ? -1 : 0; token < (steep ? count : 1); token++) {
-            const bool first = job.p.P0.data && chunk == 0 && token == 0;
-            s.low = 0, s.high = count;
-            if (steep) {
-                s.low = max(token, 0), s.high = token + 1;
-                if (pivot) mn_walk_copies_wait<1>();
-                __syncthreads();
-                fill_steep(m, job, s, token);
-            }
-            advance(mine, m, s, job, !steep || mine.lane % 16 == token ? r2 : 1.0, first);
-            put_spread(m, s, job);
-        }
-    }
-    if (!pivot) mine.store(job, s);
+    s.walk = blockIdx.x / CL;
+    s.g = s.walk % call.G, s.h = s.walk / call.G % call.H, s.n = s.walk / call.G / call.H;
+    mn_wait_for_before();
+    mn_let_next_begin();
+    if (threadIdx.x / 32 == sizes<RP, CL>::WORKERS) walk<true>(m, s, job);
+    else walk<false>(m, s, job);
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
@@ -645,14 +605,16 @@ static int start(const mn_walk_job *job, cudaStream_t stream) {
     const cudaError_t code = cudaFuncSetAttribute(
         covariance_kernel<RP, CL>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (code != cudaSuccess) return code;
-    cudaLaunchAttribute cluster = {};
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim.x = CL, cluster.val.clusterDim.y = cluster.val.clusterDim.z = 1;
+    cudaLaunchAttribute how[2] = {};
+    how[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    how[0].val.programmaticStreamSerializationAllowed = 1;
+    how[1].id = cudaLaunchAttributeClusterDimension;
+    how[1].val.clusterDim.x = CL, how[1].val.clusterDim.y = how[1].val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3((unsigned)(mn_n_spans(call) * call.H * call.G * CL));
     config.blockDim = dim3(sizes<RP, CL>::THREADS);
     config.dynamicSmemBytes = bytes, config.stream = stream;
-    config.attrs = &cluster, config.numAttrs = CL > 1;
+    config.attrs = how, config.numAttrs = CL > 1 ? 2 : 1;
     return cudaLaunchKernelEx(&config, covariance_kernel<RP, CL>, *job);
 }
 
@@ -685,12 +647,16 @@ bool mn_walk_covariance_fits(const mn_walk_job *job) {
 }
 
 /* A covariance of 128 rows has two processors where there are enough: the bits are the same. */
-int mn_walk_covariance(const mn_walk_job *job, cudaStream_t stream) {
+int mn_walk_blocks(const mn_walk_job *job) {
     const device d = device_in_use();
     const int64_t walks = mn_n_spans(job->p.call) * job->p.call.H * job->p.call.G;
+    if (job->rows == 128) return d.clusters && 2 * walks <= d.processors ? 2 : 1;
+    return job->rows == 256 ? 4 : 1;
+}
+
+int mn_walk_covariance(const mn_walk_job *job, cudaStream_t stream) {
     if (job->rows == 32) return start<32, 1>(job, stream);
     if (job->rows == 64) return start<64, 1>(job, stream);
     if (job->rows == 256) return start<256, 4>(job, stream);
-    return d.clusters && 2 * walks <= d.processors ? start<128, 2>(job, stream)
-                                                   : start<128, 1>(job, stream);
+    return job->blocks == 2 ? start<128, 2>(job, stream) : start<128, 1>(job, stream);
 }

@@ -72,6 +72,10 @@ prepare_kernel(const __grid_constant__ mn_walk_job job) {
     if (tile.n_rows == 0) return;
     __shared__ float l2[MN_WALK_CHUNK];
     const int i = threadIdx.x;
+    if (tile.first == 0 && i < MN_WALK_BLOCKS) {
+        const int64_t walk = (tile.n * call.H + h) * call.G;
+        for (int64_t g = 0; g < call.G; g++) job.work.done[(walk + g) * MN_WALK_BLOCKS + i] = 0;
+    }
     if (i < MN_WALK_CHUNK) {
         const int64_t when = tile.span.t0 + tile.first + i;
         l2[i] = i < tile.n_rows ? mn_float(*mn_row<T>(job.p.l2, tile.span.b, when, h)) : 0.0f;

@@ -33,7 +33,8 @@
 
 enum {
     MN_WALK_CHUNK = 16, MN_WALK_WIDEST = 256,
-    MN_WALK_SUMS = 4,    // parts of a sum over rows, at most
+    MN_WALK_SUMS = 4,       // parts of a sum over rows, at most
+    MN_WALK_BLOCKS = 4,     // blocks of a covariance, at most
     MN_WALK_SLICE = 32,     // value columns of a block
 };
 
@@ -47,12 +48,13 @@ struct mn_walk_work {
     double *inverse, *variance;         // (place, G, 16): 1 / sigma, k'u
     double *spread;                     // (place, G, MN_WALK_SUMS, 16): qh'Ph qh in parts
     int *steep;                         // (place)
+    int *done;                          // (walk, MN_WALK_BLOCKS): chunks that the means may have
 };
 
 struct mn_walk_job {
     mn_bayes_args p;
     mn_walk_work work;
-    int rows, step;                     // rows of a channel
+    int rows, step, blocks;             // rows of a channel; blocks of a covariance
     bool reads, spreads;                // qh is wanted; qh'Ph qh is
 };
 
@@ -64,6 +66,7 @@ int mn_walk_results(const mn_walk_job *job, cudaStream_t stream);
 
 /* Whether the walk over covariances finds its room on the device in use. */
 bool mn_walk_covariance_fits(const mn_walk_job *job);
+int mn_walk_blocks(const mn_walk_job *job);
 
 /* ---- places ---------------------------------------------------------------------------------- */
 

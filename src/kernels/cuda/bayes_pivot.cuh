@@ -1,0 +1,166 @@
+/* bayes_pivot.cuh - S + diag r2 = L diag(sigma) L' and L^-1 for the 16 tokens of a chunk, by one
+ * warp: the chain that the walk over covariances waits for; bayes_covariance.cu.
+ *
+ * Lane t has column t of S, lane 16 + t column t of what becomes L^-1. The first eight tokens and
+ * then the others are a square that every lane eliminates alike in registers, so that no lane waits
+ * for another; between the two squares the rows of the first go through shared memory once. */
+#ifndef MN_KERNELS_CUDA_BAYES_PIVOT_CUH
+#define MN_KERNELS_CUDA_BAYES_PIVOT_CUH
+
+#include "kernels/cuda/dmma.cuh"
+
+enum { MN_PIVOT_HALF = 8 };
+
+/* Shared memory of a chunk's elimination. */
+struct alignas(16) mn_pivot_room {
+    double r2[16], variance[16], inverse[16];
+    double rows[MN_PIVOT_HALF][MN_PIVOT_HALF];      // [i - 8][k]: L_ik of the lower left square
+    double square[MN_PIVOT_HALF][MN_PIVOT_HALF];    // what is left of the lower right one
+};
+
+/* max(x, 0) by its sign bit. */
+__device__ inline double mn_pivot_positive(double x) {
+    return __double2hiint(x) < 0 ? 0.0 : x;
+}
+
+/* Eight tokens whose part of S is the upper triangle `a`; x, rows of this lane's column, becomes
+ * L^-1 x. Two tokens at a time, so that both reciprocals of
+ *
+ *   1 / sigma_j    and    1 / sigma_{j+1} = sigma_j / (sigma_j (S_{j+1,j+1} + r2) - S_{j,j+1}^2)
+ *
+ * are on their way together; where that difference keeps few digits, one after the other. From
+ * what the next two tokens wait for, both writes are taken off at once,
+ *
+ *   S_ik - 1 / sigma_j (S_ji S_jk + (d_i d_k) / that difference),   d_i = sigma_j S_{j+1,i} - b S_ji
+ *
+ * with b = S_{j,j+1}, so that reciprocals are the last thing needed. */
+__device__ inline void mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
+                                      double (&x)[MN_PIVOT_HALF], double (&inverse)[MN_PIVOT_HALF],
+                                      double (&variance)[MN_PIVOT_HALF], const double *r2) {
+#pragma unroll
+    for (int j = 0; j < MN_PIVOT_HALF; j += 2) {
+        const double2 noise = *(const double2 *)(r2 + j);
+        const double one = mn_pivot_positive(a[j][j]), sigma = one + noise.x;
+        const double b = a[j][j + 1], c = a[j + 1][j + 1], square = b * b;
+        const double least = fma(sigma, c + noise.y, -square);
+        const bool kept = fma(sigma, c, -square) > 0x1p-30 * (sigma * c);
+        const double first = mn_reciprocal(sigma), ratio = b * first;
+        double quick = mn_reciprocal(least), left = fma(-ratio, b, c), second = sigma * quick;
+        if (!kept) {
+            left = mn_pivot_positive(left), second = mn_reciprocal(left + noise.y);
+            quick = first * second;
+        }
+        variance[j] = one, variance[j + 1] = left;
+        inverse[j] = first, inverse[j + 1] = second;
+        double f[MN_PIVOT_HALF], g[MN_PIVOT_HALF], y[MN_PIVOT_HALF], d[MN_PIVOT_HALF];
+#pragma unroll
+        for (int i = j + 2; i < MN_PIVOT_HALF; i++) {
+            d[i] = fma(sigma, a[j + 1][i], -(b * a[j][i]));
+            y[i] = fma(-ratio, a[j][i], a[j + 1][i]);
+            f[i] = a[j][i] * first, g[i] = y[i] * second;
+        }
+#pragma unroll
+        for (int i = j + 2; i < MN_PIVOT_HALF; i++) {
+#pragma unroll
+            for (int k = i; k < MN_PIVOT_HALF; k++) {
+                const double both = fma(d[i] * d[k], quick, a[j][i] * a[j][k]);
+                a[i][k] = k < j + 4 ? fma(-first, both, a[i][k])
+                                    : fma(-g[i], y[k], fma(-f[i], a[j][k], a[i][k]));
+            }
+        }
+        x[j + 1] = fma(-ratio, x[j], x[j + 1]);
+#pragma unroll
+        for (int i = j + 2; i < MN_PIVOT_HALF; i++) {
+            x[i] = fma(-g[i], x[j + 1], fma(-f[i], x[j], x[i]));
+        }
+    }
+}
+
+/* The upper triangle of a symmetric square of eight rows from its lower one, the sum of PARTS of
+ * which each begins 256 doubles behind the one before. */
+template <int PARTS>
+__device__ inline void mn_pivot_load(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF], const double *from,
+                                     int pitch) {
+#pragma unroll
+    for (int k = 0; k < MN_PIVOT_HALF; k++) {
+#pragma unroll
+        for (int i = 0; i <= k; i += 2) {
+            double2 sum = *(const double2 *)(from + k * pitch + i);
+#pragma unroll
+            for (int part = 1; part < PARTS; part++) {
+                const double2 more = *(const double2 *)(from + 256 * part + k * pitch + i);
+                sum.x += more.x, sum.y += more.y;
+            }
+            a[i][k] = sum.x;
+            if (i < k) a[i + 1][k] = sum.y;
+        }
+    }
+}
+
+/* x: rows [first, first + 8) of this lane's column. */
+template <int PARTS>
+__device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const double *S, int first) {
+    const int lane = (int)threadIdx.x % 32, t = lane % 16;
+#pragma unroll
+    for (int i = 0; i < MN_PIVOT_HALF; i++) {
+        double sum = S[16 * (first + i) + t];
+#pragma unroll
+        for (int part = 1; part < PARTS; part++) sum += S[256 * part + 16 * (first + i) + t];
+        x[i] = lane < 16 ? sum : first + i == t ? 1.0 : 0.0;
+    }
+}
+
+__device__ inline void mn_pivot_store(double *to, const double (&x)[MN_PIVOT_HALF]) {
+#pragma unroll
+    for (int i = 0; i < MN_PIVOT_HALF; i += 2) *(double2 *)(to + i) = make_double2(x[i], x[i + 1]);
+}
+
+/* S is the sum of PARTS (16, 16) squares at `sums`; room.r2 is there. Leaves L^-1 in `undo`, rows of
+ * PITCH doubles, and variances and 1 / sigma in the room, for after a barrier. */
+template <int PARTS, int PITCH>
+__device__ inline void mn_pivot(mn_pivot_room &room, double (*undo)[PITCH],
+                                const double (*sums)[16][16]) {
+    const int lane = (int)threadIdx.x % 32, t = lane % 16, own = t % MN_PIVOT_HALF;
+    const bool unit = lane >= 16, late = t >= MN_PIVOT_HALF;
+    const double *S = &sums[0][0][0];
+    double a[MN_PIVOT_HALF][MN_PIVOT_HALF], x[MN_PIVOT_HALF], y[MN_PIVOT_HALF];
+    double inverse[MN_PIVOT_HALF], variance[MN_PIVOT_HALF];
+    mn_pivot_load<PARTS>(a, S, 16);
+    mn_pivot_column<PARTS>(x, S, 0);
+    mn_pivot_eight(a, x, inverse, variance, room.r2);
+    if (late && !unit) {
+        double rows[MN_PIVOT_HALF];
+#pragma unroll
+        for (int k = 0; k < MN_PIVOT_HALF; k++) rows[k] = x[k] * inverse[k];
+        mn_pivot_store(room.rows[own], rows);
+    }
+    if (lane == 0) mn_pivot_store(room.inverse, inverse), mn_pivot_store(room.variance, variance);
+    mn_pivot_column<PARTS>(y, S, MN_PIVOT_HALF);
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < MN_PIVOT_HALF; k += 2) {
+#pragma unroll
+        for (int i = 0; i < MN_PIVOT_HALF; i++) {
+            const double2 row = *(const double2 *)&room.rows[i][k];
+            y[i] = fma(-row.y, x[k + 1], fma(-row.x, x[k], y[i]));
+        }
+    }
+    if (late && !unit) mn_pivot_store(room.square[own], y);
+#pragma unroll
+    for (int i = 0; i < MN_PIVOT_HALF; i++) {
+        if (unit) undo[i][t] = x[i];
+    }
+    __syncwarp();
+    mn_pivot_load<1>(a, room.square[0], MN_PIVOT_HALF);
+    mn_pivot_eight(a, y, inverse, variance, room.r2 + MN_PIVOT_HALF);
+    if (lane == 0) {
+        mn_pivot_store(room.inverse + MN_PIVOT_HALF, inverse);
+        mn_pivot_store(room.variance + MN_PIVOT_HALF, variance);
+    }
+#pragma unroll
+    for (int i = 0; i < MN_PIVOT_HALF; i++) {
+        if (unit) undo[MN_PIVOT_HALF + i][t] = y[i];
+    }
+}
+
+#endif
