@@ -4,7 +4,12 @@
  * has 16 rows, two row blocks, and half of the columns, all in registers. One more warp of each
  * block, the pivot, factorises S while workers move P to the next frame, and brings the next
  * chunk's inputs. All blocks factorise alike. Sums over rows and columns are added in groups of
- * eight workers, so that results do not depend on CL. */
+ * eight workers, so that results do not depend on CL.
+ *
+ * What a block sends to the others is counted by a barrier of theirs, so that nobody waits for
+ * stores that nobody reads soon. It is never in use still: sums are sent by who has the panel of
+ * the block they go to, which is behind its use of the last sums, and panels by who has its sums,
+ * which are behind its use of the last panel. */
 #include "kernels/cuda/after.cuh"
 #include "kernels/cuda/bayes_pivot.cuh"
 #include "kernels/cuda/bayes_walk.cuh"
@@ -18,6 +23,8 @@ struct sizes {
     static constexpr int TILES = RP / 16;           // column blocks of a worker
     static constexpr int GROUP = ALL < 8 ? ALL : 8;
     static constexpr int GROUPS = WORKERS / GROUP;  // of a block
+    static constexpr int SUMS_BYTES = (CL - 1) * GROUPS * 256 * (int)sizeof(double);
+    static constexpr int PANEL_BYTES = MN_WALK_CHUNK * (RP - OWN) * (int)sizeof(double);
     /* Of the 16384 in a quarter of a processor, which has up to three warps of a small block; those
      * of 128 rows leave the mean's some. */
     static constexpr int REGISTERS = WORKERS == 16 ? 96 : RP == 128 ? 120 : 168;
@@ -37,6 +44,7 @@ struct alignas(16) room {
     double raise[of::WORKERS][2], raises[CL][2];
     double undo[MN_WALK_CHUNK][MN_WALK_CHUNK + 4];
     mn_pivot_room token;
+    uint64_t told[2];                                // barriers: sums, panel
     double queries[MN_WALK_CHUNK][RP + 8];           // last: only where they are wanted
 };
 
@@ -67,7 +75,7 @@ __device__ inline void hear(void) {
 #endif
 }
 
-/* *place = x in all blocks of the cluster. */
+/* *place = x in all blocks of the cluster, for after the next tell and hear. */
 template <int CL>
 __device__ inline void give(double *place, double x) {
     if (CL == 1) *place = x;
@@ -82,34 +90,97 @@ __device__ inline void give(double *place, double x) {
 #endif
 }
 
+/* A number, or a pair of neighbours, to all blocks; the others' barriers `told` count its bytes. */
 template <int CL>
-__device__ inline void give_pair(double *place, double x, double y) {
-    if (CL == 1) *(double2 *)place = make_double2(x, y);
+__device__ inline void send(double *place, uint64_t *told, unsigned rank, double x) {
+    *place = x;
 #if __CUDA_ARCH__ >= 900
     const unsigned here = (unsigned)__cvta_generic_to_shared(place);
+    const unsigned barrier = (unsigned)__cvta_generic_to_shared(told);
 #pragma unroll
-    for (int rank = 0; rank < (CL > 1 ? CL : 0); rank++) {
-        unsigned there;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
-        asm volatile("st.shared::cluster.v2.f64 [%0], {%1, %2};" ::"r"(there), "d"(x), "d"(y)
+    for (int i = 1; i < CL; i++) {
+        unsigned there, count;
+        const unsigned other = (rank + i) % CL;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(other));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(count) : "r"(barrier), "r"(other));
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f64 "
+                     "[%0], %1, [%2];" ::"r"(there), "d"(x), "r"(count) : "memory");
+    }
+#endif
+}
+
+template <int CL>
+__device__ inline void send_pair(double *place, uint64_t *told, unsigned rank, double2 x) {
+    *(double2 *)place = x;
+#if __CUDA_ARCH__ >= 900
+    const unsigned here = (unsigned)__cvta_generic_to_shared(place);
+    const unsigned barrier = (unsigned)__cvta_generic_to_shared(told);
+#pragma unroll
+    for (int i = 1; i < CL; i++) {
+        unsigned there, count;
+        const unsigned other = (rank + i) % CL;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(other));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(count) : "r"(barrier), "r"(other));
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 "
+                     "[%0], {%1, %2}, [%3];" ::"r"(there), "d"(x.x), "d"(x.y), "r"(count)
                      : "memory");
     }
 #endif
 }
 
-/* Barriers of a block: ID 1 and 2, of which the second is only for one block a cluster. */
+/* A barrier that one thread arms for `bytes` that are to come. */
+template <int CL>
+__device__ inline void open_barrier(uint64_t *told) {
+#if __CUDA_ARCH__ >= 900
+    if (CL == 1) return;
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
+                 "fence.mbarrier_init.release.cluster;" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(told)) : "memory");
+#endif
+}
+
+template <int CL>
+__device__ inline void arm(uint64_t *told, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    if (CL == 1) return;
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(told)), "r"(bytes) : "memory");
+#endif
+}
+
+/* Waits until all bytes of the barrier's turn number `turn` are there; warps as a whole. */
+template <int CL>
+__device__ inline void await(uint64_t *told, unsigned turn) {
+#if __CUDA_ARCH__ >= 900
+    if (CL == 1) return;
+    const unsigned at = (unsigned)__cvta_generic_to_shared(told);
+    unsigned done = 0;
+    while (!done) {
+        asm volatile("{\n\t.reg .pred done;\n\t"
+                     "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+                     "selp.u32 %0, 1, 0, done;\n\t}" : "=r"(done) : "r"(at), "r"(turn & 1)
+                     : "memory");
+    }
+    __syncwarp();
+#endif
+}
+
+/* A barrier of all threads of a block that two roles come to at different places. */
 template <int ID, int COUNT>
 __device__ inline void meet(void) {
+    __syncwarp();
     asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
 }
 
 /* ---- the work of a worker -------------------------------------------------------------------- */
 
-/* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. */
+/* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. `turns`
+ * counts the uses of the barriers. */
 struct scene {
     int64_t walk, place, group, n, h, g;    // group: place * G + g
     unsigned rank;
     int buffer, low, high;
+    unsigned turns[2];
 };
 
 template <int RP, int CL>
@@ -185,8 +256,8 @@ struct worker {
             }
             const double all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
             double (&to)[MN_WALK_CHUNK][MN_WALK_CHUNK] = m.sums[rank * of::GROUPS + group];
-            if (s <= t) give<CL>(&to[s][t], all);
-            if (s < t) give<CL>(&to[t][s], all);
+            if (s <= t) send<CL>(&to[s][t], &m.told[0], rank, all);
+            if (s < t) send<CL>(&to[t][s], &m.told[0], rank, all);
         }
     }
 
@@ -211,29 +282,50 @@ struct worker {
     /* P <- Phi (P + n) Phi' */
     __device__ void move(const double (&ends)[3][RP], bool turns) {
         const int r = lane / 4, c = 2 * (lane % 4);
-        const double noise[2] = { ends[1][row + r], ends[1][row + 8 + r] };
-        const double cross[2] = { ends[2][row + r], ends[2][row + 8 + r] };
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const double n = ends[1][row + 8 * m + r], cross = ends[2][row + 8 * m + r];
+            const double x = r == c ? n : r == c + 1 ? cross : 0.0;
+            const double y = r == c ? cross : r == c + 1 ? n : 0.0;
+#pragma unroll
+            for (int b = 0; b < of::TILES; b++) {
+                if (column(b) == row + 8 * m) P[b][m][0] += x, P[b][m][1] += y;
+            }
+        }
+        if (turns) turn(ends[0]);
+        else scale(ends[0]);
+    }
+
+    /* P <- Phi P Phi', Phi being of numbers, or of pairs. */
+    __device__ void scale(const double (&phi)[RP]) {
+        const double mine[2] = { phi[row + lane / 4], phi[row + 8 + lane / 4] };
 #pragma unroll
         for (int b = 0; b < of::TILES; b++) {
-            const double2 phi = *(const double2 *)&ends[0][column(b) + c];
+            const double2 f = *(const double2 *)&phi[column(b) + 2 * (lane % 4)];
+#pragma unroll
+            for (int m = 0; m < 2; m++) P[b][m][0] *= mine[m] * f.x, P[b][m][1] *= mine[m] * f.y;
+        }
+    }
+
+    __device__ void turn(const double (&phi)[RP]) {
+        const int r = lane / 4;
+        double2 mine[2];
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            mine[m] = *(const double2 *)&phi[row + 8 * m + r / 2 * 2];
+            if (r % 2 == 0) mine[m].y = -mine[m].y;
+        }
+#pragma unroll
+        for (int b = 0; b < of::TILES; b++) {
+            const double2 f = *(const double2 *)&phi[column(b) + 2 * (lane % 4)];
 #pragma unroll
             for (int m = 0; m < 2; m++) {
                 double (&x)[2] = P[b][m];
-                if (column(b) == row + 8 * m) {
-                    x[0] += r == c ? noise[m] : r == c + 1 ? cross[m] : 0.0;
-                    x[1] += r == c ? cross[m] : r == c + 1 ? noise[m] : 0.0;
-                }
-                if (!turns) {
-                    const double mine = ends[0][row + 8 * m + r];
-                    x[0] *= mine * phi.x, x[1] *= mine * phi.y;
-                    continue;
-                }
-                const double2 mine = *(const double2 *)&ends[0][row + 8 * m + r / 2 * 2];
-                const double y[2] = { phi.x * x[0] - phi.y * x[1], phi.y * x[0] + phi.x * x[1] };
+                const double y[2] = { f.x * x[0] - f.y * x[1], f.y * x[0] + f.x * x[1] };
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     const double other = __shfl_xor_sync(0xffffffffu, y[i], 4);
-                    x[i] = mine.x * y[i] + (r % 2 ? mine.y : -mine.y) * other;
+                    x[i] = mine[m].x * y[i] + mine[m].y * other;
                 }
             }
         }
@@ -258,7 +350,7 @@ struct worker {
             const double x = z[half][0], y = z[half][1];
             double2 moved = make_double2(phi.x * x, phi.y * y);
             if (job.step == 2) moved = make_double2(phi.x * x - phi.y * y, phi.y * x + phi.x * y);
-            give_pair<CL>(&m.panel[token][first + 2 * i], moved.x, moved.y);
+            send_pair<CL>(&m.panel[token][first + 2 * i], &m.told[1], s.rank, moved);
             if (token >= s.low && token < s.high) {
                 *(double2 *)(out + token * RP) = make_double2(x, y);
             }
@@ -378,11 +470,13 @@ __device__ static void leave(const room<RP, CL> &m, const scene &s, const mn_wal
         job.work.variance[s.group * 16 + lane] = m.token.variance[lane];
     }
     __syncwarp();
-    if (lane > 0 || chunks == 0) return;
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(
-                     job.work.done + s.walk * MN_WALK_BLOCKS + s.rank),
-                 "r"(chunks)
-                 : "memory");
+    if (lane == 0 && chunks > 0) {
+        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(
+                         job.work.done + s.walk * MN_WALK_BLOCKS + s.rank),
+                     "r"(chunks)
+                     : "memory");
+    }
+    __syncwarp();
 }
 
 /* Asks for what the chunk at `place` needs (-1: there is none): queries, or the rest. Each is a
@@ -475,7 +569,7 @@ __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene
  * the one at `next` (-1: none) asked for. `first`: the first ones behind a P_0 that was handed in.
  * `r2` is the pivot's, of lane's token. */
 template <bool PIVOT, int RP, int CL>
-__device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, const scene &s,
+__device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
                                const mn_walk_job &job, double r2, int64_t next, int chunks,
                                bool first) {
     using of = sizes<RP, CL>;
@@ -484,38 +578,40 @@ __device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, const scen
             if (mine.lane < MN_WALK_CHUNK) m.token.r2[mine.lane] = r2;
             mn_walk_copies_wait<0>();    // queries
             meet<1, of::THREADS>();
-            tell<CL>();
             if (!first) ask(m, job, next, 1 - s.buffer, s.rank);
-            if (CL == 1) meet<2, of::THREADS>();
-            hear<CL>();
+            meet<2, of::THREADS>();
+            await<CL>(&m.told[0], s.turns[0]);
+            if (mine.lane == 0) arm<CL>(&m.told[0], of::SUMS_BYTES);
         } else {
             mine.read(m);
             meet<1, of::THREADS>();
             mine.gather(m, s.rank);
-            if (CL == 1) meet<2, of::THREADS>();
-            tell<CL>();
+            meet<2, of::THREADS>();
+            if (first) await<CL>(&m.told[0], s.turns[0]);
         }
-        if (!first || again) break;
-        if (!PIVOT) hear<CL>();
-        if (!raised<PIVOT>(mine, m, s, job)) break;
+        s.turns[0]++;
+        if (!first || again || !raised<PIVOT>(mine, m, s, job)) break;
     }
     if (PIVOT) {
         if (first) ask(m, job, next, 1 - s.buffer, s.rank);
+        __syncwarp();
         mn_pivot<CL * of::GROUPS>(m.token, m.undo, m.sums);
         meet<1, of::THREADS>();
         ask_queries(m, job, next);
         mn_walk_copies_wait<1>();
+        meet<2, of::THREADS>();
+        leave(m, s, job, chunks);
     } else {
         if (job.spreads) mine.spread(m);
         mine.move(m.ends[s.buffer], job.step == 2);
-        if (!first) hear<CL>();
         meet<1, of::THREADS>();
         mine.solve(m, s, job);
+        meet<2, of::THREADS>();
+        await<CL>(&m.told[1], s.turns[1]);
+        if (threadIdx.x == 0) arm<CL>(&m.told[1], of::PANEL_BYTES);
+        mine.write(m);
     }
-    tell<CL>(), hear<CL>();
-    if (CL == 1) meet<1, of::THREADS>();
-    if (PIVOT) leave(m, s, job, chunks);
-    else mine.write(m);
+    s.turns[1]++;
 }
 
 /* Parts of qh'Ph qh, by groups of workers. */
@@ -535,6 +631,7 @@ __device__ static void put_spread(const room<RP, CL> &m, const scene &s, const m
 /* The chunks of a sequence, by the pivot or by workers. */
 template <bool PIVOT, int RP, int CL>
 __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
+    using of = sizes<RP, CL>;
     const mn_call &call = job.p.call;
     const int64_t length = mn_span_at(call, s.n).length, slot = mn_walk_slot(call, s.n);
     const int64_t chunks = (length + MN_WALK_CHUNK - 1) / MN_WALK_CHUNK;
@@ -542,9 +639,14 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
     s.place = slot * call.H + s.h;
     if (!PIVOT) mine.load(job, s);
     if (PIVOT && chunks > 0) ask(m, job, s.place, 0, s.rank), ask_queries(m, job, s.place);
+    if (PIVOT && mine.lane == 0) {
+        open_barrier<CL>(&m.told[0]), open_barrier<CL>(&m.told[1]);
+        arm<CL>(&m.told[0], of::SUMS_BYTES), arm<CL>(&m.told[1], of::PANEL_BYTES);
+    }
+    s.turns[0] = s.turns[1] = 0;
     mn_walk_copies_wait<0>();
-    tell<CL>(), hear<CL>();
     __syncthreads();
+    tell<CL>(), hear<CL>();
     bool steep_next = chunks > 0 && job.work.steep[s.place];
     double r2_next = PIVOT ? noise_at(job, s, mine.lane % 16) : 0.0;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
