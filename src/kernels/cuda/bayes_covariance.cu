@@ -44,7 +44,8 @@ struct alignas(16) room {
     double raise[of::WORKERS][2], raises[CL][2];
     double undo[MN_WALK_CHUNK][MN_WALK_CHUNK + 4];
     mn_pivot_room token;
-    uint64_t told[2];                                // barriers: sums, panel
+    uint64_t told[2];                                // barriers: sums, panel of other blocks
+    uint64_t arrived[2];                             // keys and the like, queries
     double queries[MN_WALK_CHUNK][RP + 8];           // last: only where they are wanted
 };
 
@@ -128,41 +129,15 @@ __device__ inline void send_pair(double *place, uint64_t *told, unsigned rank, d
 #endif
 }
 
-/* A barrier that one thread arms for `bytes` that are to come. */
+/* Bytes that other blocks are to send, and their being there. */
 template <int CL>
-__device__ inline void open_barrier(uint64_t *told) {
-#if __CUDA_ARCH__ >= 900
-    if (CL == 1) return;
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
-                 "fence.mbarrier_init.release.cluster;" ::"r"(
-                     (unsigned)__cvta_generic_to_shared(told)) : "memory");
-#endif
+__device__ inline void expect(uint64_t *told, int bytes) {
+    if (CL > 1) mn_walk_expect(told, bytes / 8);
 }
 
-template <int CL>
-__device__ inline void arm(uint64_t *told, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    if (CL == 1) return;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     (unsigned)__cvta_generic_to_shared(told)), "r"(bytes) : "memory");
-#endif
-}
-
-/* Waits until all bytes of the barrier's turn number `turn` are there; warps as a whole. */
 template <int CL>
 __device__ inline void await(uint64_t *told, unsigned turn) {
-#if __CUDA_ARCH__ >= 900
-    if (CL == 1) return;
-    const unsigned at = (unsigned)__cvta_generic_to_shared(told);
-    unsigned done = 0;
-    while (!done) {
-        asm volatile("{\n\t.reg .pred done;\n\t"
-                     "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
-                     "selp.u32 %0, 1, 0, done;\n\t}" : "=r"(done) : "r"(at), "r"(turn & 1)
-                     : "memory");
-    }
-    __syncwarp();
-#endif
+    if (CL > 1) mn_walk_await(told, turn);
 }
 
 /* A barrier of all threads of a block that two roles come to at different places. */
@@ -178,7 +153,7 @@ __device__ inline void meet(void) {
  * counts the uses of the barriers. */
 struct scene {
     int64_t walk, place, group, n, h, g;    // group: place * G + g
-    unsigned rank;
+    unsigned rank, chunk;
     int buffer, low, high;
     unsigned turns[2];
 };
@@ -479,31 +454,30 @@ __device__ static void leave(const room<RP, CL> &m, const scene &s, const mn_wal
     __syncwarp();
 }
 
-/* Asks for what the chunk at `place` needs (-1: there is none): queries, or the rest. Each is a
- * group of copies. */
+/* Asks for what the chunk at `place` needs (-1: there is none): queries, or the rest. */
 template <int RP, int CL>
 __device__ static void ask_queries(room<RP, CL> &m, const mn_walk_job &job, int64_t place) {
-    const int64_t at = place * MN_WALK_CHUNK * RP;
-    if (job.spreads && place >= 0) {
-        mn_walk_fetch<MN_WALK_CHUNK, RP, 32>(m.queries, job.work.queries + at, RP,
-                                             (int)threadIdx.x % 32);
-    }
-    mn_walk_copies_end();
+    if (!job.spreads || place < 0) return;
+    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[1], MN_WALK_CHUNK * RP);
+    __syncwarp();
+    mn_walk_fetch<MN_WALK_CHUNK, RP>(m.queries, job.work.queries + place * MN_WALK_CHUNK * RP, RP,
+                                     &m.arrived[1]);
 }
 
 template <int RP, int CL>
 __device__ static void ask(room<RP, CL> &m, const mn_walk_job &job, int64_t place, int buffer,
                            unsigned rank) {
     constexpr int own = RP / CL;
-    const int lane = (int)threadIdx.x % 32;
     const int64_t at = place * MN_WALK_CHUNK * RP;
-    if (place >= 0) {
-        mn_walk_fetch<MN_WALK_CHUNK, RP, 32>(m.keys, job.work.keys + at, RP, lane);
-        mn_walk_fetch<MN_WALK_CHUNK, own, 32>(m.noised, job.work.noised + at + rank * own, RP,
-                                              lane);
-        mn_walk_fetch<3, RP, 32>(m.ends[buffer], job.work.ends + place * 3 * RP, RP, lane);
+    if (place < 0) return;
+    if (threadIdx.x % 32 == 0) {
+        mn_walk_expect(&m.arrived[0], MN_WALK_CHUNK * (RP + own) + 3 * RP);
     }
-    mn_walk_copies_end();
+    __syncwarp();
+    mn_walk_fetch<MN_WALK_CHUNK, RP>(m.keys, job.work.keys + at, RP, &m.arrived[0]);
+    mn_walk_fetch<MN_WALK_CHUNK, own>(m.noised, job.work.noised + at + rank * own, RP,
+                                      &m.arrived[0], 16);
+    mn_walk_fetch<3, RP>(m.ends[buffer], job.work.ends + place * 3 * RP, RP, &m.arrived[0]);
 }
 
 /* ---- a chunk --------------------------------------------------------------------------------- */
@@ -516,6 +490,7 @@ __device__ static void fill_steep(room<RP, CL> &m, const mn_walk_job &job, const
     const int64_t at = s.place * MN_WALK_CHUNK * RP;
     const double *ends = job.work.ends + s.place * 3 * RP;
     const double l2 = token >= 0 ? ends[RP + token] : 0.0;
+#pragma unroll 1
     for (int e = threadIdx.x; e < MN_WALK_CHUNK * RP; e += of::THREADS) {
         const int t = e / RP, r = e % RP, own = r - (int)s.rank * of::OWN;
         const double k = t == token ? job.work.keys[at + e] : 0.0;
@@ -525,6 +500,7 @@ __device__ static void fill_steep(room<RP, CL> &m, const mn_walk_job &job, const
     }
     mn_walk_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, job.work.noised + at, token,
                                        job.step, threadIdx.x);
+    mn_walk_before_copies();
     __syncthreads();
 }
 
@@ -576,12 +552,12 @@ __device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
     for (bool again = false;; again = true) {
         if (PIVOT) {
             if (mine.lane < MN_WALK_CHUNK) m.token.r2[mine.lane] = r2;
-            mn_walk_copies_wait<0>();    // queries
+            if (job.spreads) mn_walk_await(&m.arrived[1], s.chunk);
             meet<1, of::THREADS>();
             if (!first) ask(m, job, next, 1 - s.buffer, s.rank);
             meet<2, of::THREADS>();
             await<CL>(&m.told[0], s.turns[0]);
-            if (mine.lane == 0) arm<CL>(&m.told[0], of::SUMS_BYTES);
+            if (mine.lane == 0) expect<CL>(&m.told[0], of::SUMS_BYTES);
         } else {
             mine.read(m);
             meet<1, of::THREADS>();
@@ -598,7 +574,7 @@ __device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
         mn_pivot<CL * of::GROUPS>(m.token, m.undo, m.sums);
         meet<1, of::THREADS>();
         ask_queries(m, job, next);
-        mn_walk_copies_wait<1>();
+        if (next >= 0) mn_walk_await(&m.arrived[0], s.chunk + 1);
         meet<2, of::THREADS>();
         leave(m, s, job, chunks);
     } else {
@@ -608,7 +584,7 @@ __device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
         mine.solve(m, s, job);
         meet<2, of::THREADS>();
         await<CL>(&m.told[1], s.turns[1]);
-        if (threadIdx.x == 0) arm<CL>(&m.told[1], of::PANEL_BYTES);
+        if (threadIdx.x == 0) expect<CL>(&m.told[1], of::PANEL_BYTES);
         mine.write(m);
     }
     s.turns[1]++;
@@ -638,13 +614,17 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
     worker<RP, CL> mine(s.rank);
     s.place = slot * call.H + s.h;
     if (!PIVOT) mine.load(job, s);
-    if (PIVOT && chunks > 0) ask(m, job, s.place, 0, s.rank), ask_queries(m, job, s.place);
     if (PIVOT && mine.lane == 0) {
-        open_barrier<CL>(&m.told[0]), open_barrier<CL>(&m.told[1]);
-        arm<CL>(&m.told[0], of::SUMS_BYTES), arm<CL>(&m.told[1], of::PANEL_BYTES);
+        mn_walk_open(&m.told[0]), mn_walk_open(&m.told[1]);
+        mn_walk_open(&m.arrived[0]), mn_walk_open(&m.arrived[1]);
+        expect<CL>(&m.told[0], of::SUMS_BYTES), expect<CL>(&m.told[1], of::PANEL_BYTES);
     }
     s.turns[0] = s.turns[1] = 0;
-    mn_walk_copies_wait<0>();
+    if (PIVOT && chunks > 0) {
+        mn_walk_before_copies();
+        ask(m, job, s.place, 0, s.rank), ask_queries(m, job, s.place);
+        mn_walk_await(&m.arrived[0], 0);
+    }
     __syncthreads();
     tell<CL>(), hear<CL>();
     bool steep_next = chunks > 0 && job.work.steep[s.place];
@@ -656,7 +636,7 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
         const int count = (int)min((int64_t)MN_WALK_CHUNK, length - t), end = steep ? count : 1;
         const double r2 = r2_next;
         s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
-        s.buffer = chunk % 2;
+        s.chunk = (unsigned)chunk, s.buffer = chunk % 2;
         if (PIVOT) r2_next = noise_at(job, s, t + MN_WALK_CHUNK + mine.lane % 16);
         steep_next = !last && job.work.steep[next];
         for (int token = steep ? -1 : 0; token < end; token++) {
@@ -664,7 +644,7 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
             s.low = 0, s.high = count;
             if (steep) {
                 s.low = max(token, 0), s.high = token + 1;
-                if (PIVOT) mn_walk_copies_wait<0>();
+                if (PIVOT && job.spreads) mn_walk_await(&m.arrived[1], s.chunk);
                 __syncthreads();
                 fill_steep(m, job, s, token);
             }

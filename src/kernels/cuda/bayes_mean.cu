@@ -17,9 +17,8 @@ enum {
 template <int RP>
 struct alignas(16) writes {
     double z[CHUNK][RP + 2];
-    double ends[3][RP];
     double undo[CHUNK][CHUNK + 4];
-    double inverse[CHUNK];
+    double phi[1][RP], inverse[1][CHUNK];
 };
 
 template <int RP>
@@ -30,6 +29,7 @@ struct alignas(16) room {
     double scores[WARPS][128];          // z qh', the same
     double e[SLICE][CHUNK + 4], o[SLICE][CHUNK + 4];    // v - kh Mh, qh Mh
     double weights[CHUNK][CHUNK + 2];   // z_s.qh_t / sigma_s
+    uint64_t arrived[2];                // keys and queries, writes
 };
 
 /* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. */
@@ -107,7 +107,7 @@ struct worker {
             const int half = i / 128, g = i % 128, s = 8 * (g / 64) + g % 64 / 2 / 4;
             const int t = 8 * half + 2 * (g % 64 / 2 % 4) + g % 2;
             const double weight = m.scores[half * HALVES][g] + m.scores[half * HALVES + 1][g];
-            m.weights[s][t] = s <= t ? weight * in.inverse[s] : 0.0;
+            m.weights[s][t] = s <= t ? weight * in.inverse[0][s] : 0.0;
         }
     }
 
@@ -148,7 +148,7 @@ struct worker {
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const double scale = in.inverse[8 * (k / 2) + 2 * i + k % 2];
+            const double scale = in.inverse[0][8 * (k / 2) + 2 * i + k % 2];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 plain[2 * k + half] = e[k / 2][half][k % 2];
@@ -162,7 +162,7 @@ struct worker {
 #pragma unroll
             for (int k = 0; k < 4; k++) z[k] = in.z[8 * (k / 2) + 2 * i + k % 2][row(b) + j];
             mn_dmma_16(M[b], left, z);
-            const double2 phi = *(const double2 *)&in.ends[0][row(b) + 2 * i];
+            const double2 phi = *(const double2 *)&in.phi[0][row(b) + 2 * i];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const double x = M[b][half][0], y = M[b][half][1];
@@ -213,24 +213,27 @@ struct worker {
     }
 };
 
+/* Asks for keys and queries of the chunk at `place`, by one warp. */
 template <int RP>
 __device__ static void ask_keys(room<RP> &m, const mn_walk_job &job, int64_t place) {
     const int64_t at = place * CHUNK * RP;
-    const int i = (int)threadIdx.x;
-    mn_walk_fetch<CHUNK, RP, THREADS>(m.keys, job.work.keys + at, RP, i);
-    if (job.reads) mn_walk_fetch<CHUNK, RP, THREADS>(m.queries, job.work.queries + at, RP, i);
+    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[0], (job.reads ? 2 : 1) * CHUNK * RP);
+    __syncwarp();
+    mn_walk_fetch<CHUNK, RP>(m.keys, job.work.keys + at, RP, &m.arrived[0]);
+    if (job.reads) mn_walk_fetch<CHUNK, RP>(m.queries, job.work.queries + at, RP, &m.arrived[0], 16);
 }
 
 /* `chunk` is the sequence's first, second, ... at `place`. Its writes are asked for once all blocks
- * of the covariance have said that they are there; `known` of them are already. */
+ * of the covariance have said that they are there; `known` of them are already. By one warp. */
 template <int RP>
-__device__ static void ask_writes(writes<RP> &in, int &known, const mn_walk_job &job,
-                                  const scene &s, int64_t place, int chunk) {
-    const int i = (int)threadIdx.x;
+__device__ static void ask_writes(room<RP> &m, int &known, const mn_walk_job &job, const scene &s,
+                                  int64_t place, int chunk) {
     const int64_t group = place * job.p.call.G + s.g;
     const mn_walk_work &work = job.work;
+    writes<RP> &in = m.in[chunk % 2];
     while (known <= chunk) {
         known = INT32_MAX;
+#pragma unroll 1
         for (int block = 0; block < job.blocks; block++) {
             int done;
             asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
@@ -238,12 +241,17 @@ __device__ static void ask_writes(writes<RP> &in, int &known, const mn_walk_job 
                          : "memory");
             known = min(known, done);
         }
+        mn_walk_before_copies();
     }
-    mn_walk_fetch<CHUNK, RP, THREADS>(in.z, work.z + group * CHUNK * RP, RP, i);
-    mn_walk_fetch<3, RP, THREADS>(in.ends, work.ends + place * 3 * RP, RP, i);
-    mn_walk_fetch<CHUNK, CHUNK, THREADS>(in.undo, work.undo + group * 256, CHUNK, i);
-    if (i < CHUNK / 2) mn_walk_copy(&in.inverse[2 * i], work.inverse + group * CHUNK + 2 * i);
-    mn_walk_copies_end();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        mn_walk_expect(&m.arrived[1], CHUNK * RP + RP + CHUNK * CHUNK + CHUNK);
+    }
+    __syncwarp();
+    mn_walk_fetch<CHUNK, RP>(in.z, work.z + group * CHUNK * RP, RP, &m.arrived[1]);
+    mn_walk_fetch<CHUNK, CHUNK>(in.undo, work.undo + group * 256, CHUNK, &m.arrived[1], 16);
+    mn_walk_fetch<1, RP>(in.phi, work.ends + place * 3 * RP, RP, &m.arrived[1]);
+    mn_walk_fetch<1, CHUNK>(in.inverse, work.inverse + group * CHUNK, CHUNK, &m.arrived[1], 16);
 }
 
 /* One token of a steep chunk, or what comes before the first one (-1). */
@@ -251,6 +259,7 @@ template <int RP>
 __device__ static void fill_steep(room<RP> &m, writes<RP> &in, const mn_walk_job &job,
                                   const scene &s, int token) {
     const int64_t at = s.place * CHUNK * RP;
+#pragma unroll 1
     for (int e = threadIdx.x; e < CHUNK * RP; e += THREADS) {
         const int t = e / RP, r = e % RP;
         m.keys[t][r] = t == token ? job.work.keys[at + e] : 0.0;
@@ -258,9 +267,9 @@ __device__ static void fill_steep(room<RP> &m, writes<RP> &in, const mn_walk_job
         in.z[t][r] = t == token ? job.work.z[s.group * CHUNK * RP + e] : 0.0;
     }
     const int t = (int)threadIdx.x;
-    if (t < CHUNK) in.inverse[t] = t == token ? job.work.inverse[s.group * CHUNK + t] : 0.0;
-    mn_walk_steep_end<RP, THREADS>(in.ends, job.work.ends + s.place * 3 * RP,
-                                   job.work.noised + at, token, job.step, t);
+    if (t < CHUNK) in.inverse[0][t] = t == token ? job.work.inverse[s.group * CHUNK + t] : 0.0;
+    mn_walk_steep_phi<RP, THREADS>(in.phi[0], job.work.noised + at, token, job.step, t);
+    mn_walk_before_copies();
 }
 
 /* The sequence, head and slice of a block. */
@@ -280,9 +289,15 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
     s.place = slot * call.H + s.h;
     bool steep_next = chunks > 0 && job.work.steep[s.place];
     mine.values(next_v, job, s, 0);
-    if (chunks > 0) ask_keys(m, job, s.place), ask_writes(m.in[0], known, job, s, s.place, 0);
+    const bool asks = threadIdx.x < 32;
+    if (threadIdx.x == 0) mn_walk_open(&m.arrived[0]), mn_walk_open(&m.arrived[1]);
+    __syncthreads();
+    if (asks && chunks > 0) {
+        mn_walk_before_copies();
+        ask_keys(m, job, s.place), ask_writes(m, known, job, s, s.place, 0);
+    }
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        writes<RP> &in = m.in[chunk % 2], &other = m.in[1 - chunk % 2];
+        writes<RP> &in = m.in[chunk % 2];
         const int64_t next = (slot + chunk + 1) * call.H + s.h;
         const bool last = chunk + 1 == chunks, steep = steep_next;
         s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
@@ -291,10 +306,9 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
         steep_next = !last && job.work.steep[next];
 #pragma unroll
         for (int i = 0; i < OWN * SLICE / 16; i++) v[i % OWN][i / OWN] = next_v[i % OWN][i / OWN];
-        mn_walk_copies_wait<0>();
+        mn_walk_await(&m.arrived[0], (unsigned)chunk), mn_walk_await(&m.arrived[1], (unsigned)chunk);
         __syncthreads();
         mine.values(next_v, job, s, s.t + CHUNK);
-        bool asked = last;
         for (int token = steep ? -1 : 0; token < end; token++) {
             s.low = 0, s.high = count;
             if (steep) {
@@ -305,15 +319,12 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
             }
             mine.read(m, in, job.reads);
             __syncthreads();
-            if (token + 1 == end && !last) ask_keys(m, job, next);
+            if (asks && token + 1 == end && !last) ask_keys(m, job, next);
             mine.gather(m, in, v, job.reads);
             __syncthreads();
-            if (token + 1 == end && !asked && known > chunk + 1) {
-                ask_writes(other, known, job, s, next, (int)chunk + 1), asked = true;
-            }
             mine.write(m, in, job, s);
         }
-        if (!asked) ask_writes(other, known, job, s, next, (int)chunk + 1);
+        if (asks && !last) ask_writes(m, known, job, s, next, (int)chunk + 1);
     }
     float *mean = mn_row<float>(job.p.M, s.n, 0, s.h);
     if (!mean) return;

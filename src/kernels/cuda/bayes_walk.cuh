@@ -88,34 +88,73 @@ __device__ inline mn_walk_columns mn_walk_columns_of(const mn_call &call, int64_
 
 /* ---- copies ---------------------------------------------------------------------------------- */
 
-__device__ inline void mn_walk_copy(void *to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                     (unsigned)__cvta_generic_to_shared(to)),
-                 "l"(from)
+/* Numbers on their way from memory to shared memory, asked for by one warp. From 9.0 on a barrier
+ * counts their bytes, for all who wait for its turn; before it only the warp that asked knows when
+ * they are there, and a barrier of the block has to follow. */
+__device__ inline void mn_walk_open(uint64_t *arrived) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
+                 "fence.mbarrier_init.release.cluster;" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(arrived))
                  : "memory");
+#endif
 }
 
-__device__ inline void mn_walk_copies_end(void) {
-    asm volatile("cp.async.commit_group;" ::: "memory");
+/* `count` doubles are to come, by one thread. */
+__device__ inline void mn_walk_expect(uint64_t *arrived, int count) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(arrived)), "r"(8 * count)
+                 : "memory");
+#endif
 }
 
-/* Waits until all but the last N groups of this thread's copies are there. */
-template <int N>
-__device__ inline void mn_walk_copies_wait(void) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+/* What others have written lies in front of copies that follow. */
+__device__ inline void mn_walk_before_copies(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async;" ::: "memory");
+#endif
 }
 
-/* ROWS rows of WIDTH doubles, `from` rows being `stride` apart, by COUNT threads of which this is
- * number `i`. */
-template <int ROWS, int WIDTH, int COUNT, int PITCH>
+/* ROWS rows of WIDTH doubles, `from` rows being `stride` apart, by lanes from `first` on. */
+template <int ROWS, int WIDTH, int PITCH>
 __device__ inline void mn_walk_fetch(double (&to)[ROWS][PITCH], const double *from, int64_t stride,
-                                     int i) {
-    constexpr int packs = WIDTH / 2;
-#pragma unroll 4
-    for (int at = i; at < ROWS * packs; at += COUNT) {
-        const int row = at / packs, pack = at % packs;
-        mn_walk_copy(&to[row][2 * pack], from + row * stride + 2 * pack);
+                                     uint64_t *arrived, int first = 0) {
+    const int lane = (int)threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    if (lane < first || lane >= first + ROWS) return;
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"((unsigned)__cvta_generic_to_shared(
+                                             &to[lane - first][0])),
+                 "l"(from + (lane - first) * stride), "n"(8 * WIDTH),
+                 "r"((unsigned)__cvta_generic_to_shared(arrived))
+                 : "memory");
+#else
+    for (int at = lane; at < ROWS * WIDTH / 2; at += 32) {
+        const int row = at / (WIDTH / 2), pack = at % (WIDTH / 2);
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                         (unsigned)__cvta_generic_to_shared(&to[row][2 * pack])),
+                     "l"(from + row * stride + 2 * pack)
+                     : "memory");
     }
+#endif
+}
+
+/* Waits for the barrier's turn number `turn`; warps as a whole. */
+__device__ inline void mn_walk_await(uint64_t *arrived, unsigned turn) {
+#if __CUDA_ARCH__ >= 900
+    const unsigned at = (unsigned)__cvta_generic_to_shared(arrived);
+    unsigned there = 0;
+    while (!there) {
+        asm volatile("{\n\t.reg .pred there;\n\t"
+                     "mbarrier.try_wait.parity.shared::cta.b64 there, [%1], %2;\n\t"
+                     "selp.u32 %0, 1, 0, there;\n\t}" : "=r"(there) : "r"(at), "r"(turn & 1)
+                     : "memory");
+    }
+    __syncwarp();
+#else
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
 }
 
 /* ---- frames ---------------------------------------------------------------------------------- */
@@ -182,15 +221,24 @@ __device__ inline void mn_walk_column(float (&x)[MN_WALK_CHUNK], const mn_in &vi
 
 /* ---- steep chunks ---------------------------------------------------------------------------- */
 
-/* Phi and n behind token `token` of a steep chunk, the next token's A being part of the frame's
- * end; token -1 is what comes before the first one. By COUNT threads. */
+/* Phi behind token `token` of a steep chunk, the next token's A being part of the frame's end;
+ * token -1 is what comes before the first one. By COUNT threads. */
+template <int ROWS, int COUNT>
+__device__ inline void mn_walk_steep_phi(double (&to)[ROWS], const double *steps, int token,
+                                         int step, int i) {
+    const bool last = token == MN_WALK_CHUNK - 1;
+    for (int r = i; r < ROWS; r += COUNT) {
+        to[r] = !last ? steps[(token + 1) * ROWS + r] : r % step == 0 ? 1.0 : 0.0;
+    }
+}
+
+/* Phi and n. */
 template <int ROWS, int COUNT>
 __device__ inline void mn_walk_steep_end(double (&to)[3][ROWS], const double *ends,
                                          const double *steps, int token, int step, int i) {
+    mn_walk_steep_phi<ROWS, COUNT>(to[0], steps, token, step, i);
     for (int r = i; r < ROWS; r += COUNT) {
-        const bool last = token == MN_WALK_CHUNK - 1, real = r % step == 0;
-        to[0][r] = last ? (real ? 1.0 : 0.0) : steps[(token + 1) * ROWS + r];
-        to[1][r] = token >= 0 && real ? ends[ROWS + token] : 0.0;
+        to[1][r] = token >= 0 && r % step == 0 ? ends[ROWS + token] : 0.0;
         to[2][r] = 0.0;
     }
 }
