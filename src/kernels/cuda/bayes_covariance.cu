@@ -3,8 +3,8 @@
  * A covariance has a cluster of CL blocks, each with RP / CL of its rows. A worker is a warp that
  * has 16 rows, two row blocks, and half of the columns, all in registers. One more warp of each
  * block, the pivot, factorises S while workers move P to the next frame, and brings the next
- * chunk's inputs. All blocks factorise alike. Sums over rows and columns are added in groups of
- * eight workers, so that results do not depend on CL.
+ * chunk's inputs. All blocks factorise alike. Sums over rows and columns are added by four
+ * workers, by eight, and so on, so that results do not depend on CL.
  *
  * What a block sends to the others is counted by a barrier of theirs, so that nobody waits for
  * stores that nobody reads soon. It is never in use still: sums are sent by who has the panel of
@@ -21,13 +21,14 @@ struct sizes {
     static constexpr int THREADS = 32 * (WORKERS + 1);
     static constexpr int OWN = RP / CL;             // rows of a block
     static constexpr int TILES = RP / 16;           // column blocks of a worker
-    static constexpr int GROUP = ALL < 8 ? ALL : 8;
+    static constexpr int FOURS = WORKERS / 4;
+    static constexpr int GROUP = WORKERS < 8 ? WORKERS : 8;
     static constexpr int GROUPS = WORKERS / GROUP;  // of a block
     static constexpr int SUMS_BYTES = (CL - 1) * GROUPS * 256 * (int)sizeof(double);
     static constexpr int PANEL_BYTES = MN_WALK_CHUNK * (RP - OWN) * (int)sizeof(double);
     /* Of the 16384 in a quarter of a processor, which has up to three warps of a small block; those
      * of 128 rows leave the mean's some. */
-    static constexpr int REGISTERS = WORKERS == 16 ? 96 : RP == 128 ? 120 : 168;
+    static constexpr int REGISTERS = WORKERS == 16 ? 96 : RP == 128 && CL == 2 ? 120 : 168;
 };
 
 template <int RP, int CL>
@@ -41,7 +42,7 @@ struct alignas(16) room {
     double parts[of::WORKERS][256];                  // of S, by fragments
     double spread[of::WORKERS][MN_WALK_CHUNK];       // of qh'Ph qh
     double sums[CL * of::GROUPS][MN_WALK_CHUNK][MN_WALK_CHUNK];
-    double raise[of::WORKERS][2], raises[CL][2];
+    double raise[of::WORKERS][2], raises[of::ALL / 4][2];
     double undo[MN_WALK_CHUNK][MN_WALK_CHUNK + 4];
     mn_pivot_room token;
     uint64_t told[2];                                // barriers: sums, panel of other blocks
@@ -162,6 +163,7 @@ template <int RP, int CL>
 struct worker {
     using of = sizes<RP, CL>;
     double P[of::TILES][2][2];
+    double B[2][2][2];                  // of these rows, over half of the columns
     int index, lane, row, own, part;    // own warp; first row, in the block too; half of columns
 
     __device__ worker(unsigned rank) {
@@ -172,42 +174,46 @@ struct worker {
 
     __device__ int column(int b) const { return part * (RP / 2) + 8 * b; }
 
-    /* c[row block]: 16 tokens of `left` with the rows of this worker, over its columns */
-    __device__ void multiply(double (&c)[2][2][2], const double (&left)[MN_WALK_CHUNK][RP + 8]) {
-        const double *at = &left[lane / 4][column(0) + 2 * (lane % 4)];
-#pragma unroll
-        for (int b = 0; b < of::TILES; b++) {
-            const double2 upper = *(const double2 *)(at + 8 * b);
-            const double2 lower = *(const double2 *)(at + 8 * (RP + 8) + 8 * b);
-            const double a[4] = { upper.x, lower.x, upper.y, lower.y };
-            mn_dmma_8(c[0], a, P[b][0]);
-            mn_dmma_8(c[1], a, P[b][1]);
-        }
-    }
-
-    /* B of these rows and half of the columns, and their part of S. */
-    __device__ void read(room<RP, CL> &m) {
-        double c[2][2][2], s[2][2][2] = {};
+    /* B of the keys in the room, or one column block's part in it. */
+    __device__ void begin(const room<RP, CL> &m) {
         const int token = lane / 4, pair = 2 * (lane % 4);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                double2 start = *(double2 *)&m.noised[8 * half + token][own + 8 * r + pair];
-                c[r][half][0] = part ? 0.0 : start.x, c[r][half][1] = part ? 0.0 : start.y;
+                const double2 start = *(double2 *)&m.noised[8 * half + token][own + 8 * r + pair];
+                B[r][half][0] = part ? 0.0 : start.x, B[r][half][1] = part ? 0.0 : start.y;
             }
         }
-        multiply(c, m.keys);
+    }
+
+    __device__ void add(const double (&left)[MN_WALK_CHUNK][RP + 8], int b) {
+        const double *at = &left[lane / 4][column(b) + 2 * (lane % 4)];
+        const double2 upper = *(const double2 *)at, lower = *(const double2 *)(at + 8 * (RP + 8));
+        const double a[4] = { upper.x, lower.x, upper.y, lower.y };
+        mn_dmma_8(B[0], a, P[b][0]);
+        mn_dmma_8(B[1], a, P[b][1]);
+    }
+
+    /* B of these rows and half of the columns, unless it is there, and their part of S. */
+    __device__ void read(room<RP, CL> &m, bool there) {
+        const int token = lane / 4, pair = 2 * (lane % 4);
+        double s[2][2][2] = {};
+        if (!there) {
+            begin(m);
+#pragma unroll
+            for (int b = 0; b < of::TILES; b++) add(m.keys, b);
+        }
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const double a[4] = { c[r][0][0], c[r][1][0], c[r][0][1], c[r][1][1] };
+            const double a[4] = { B[r][0][0], B[r][1][0], B[r][0][1], B[r][1][1] };
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const double2 k = *(double2 *)&m.keys[8 * half + token][row + 8 * r + pair];
                 const double b[2] = { k.x, k.y };
                 mn_dmma_8(s[half], a, b);
                 *(double2 *)&m.before[part][8 * half + token][own + 8 * r + pair] =
-                    make_double2(c[r][half][0], c[r][half][1]);
+                    make_double2(B[r][half][0], B[r][half][1]);
             }
         }
 #pragma unroll
@@ -223,13 +229,9 @@ struct worker {
         for (int e = threadIdx.x; e < 256 * of::GROUPS; e += 32 * of::WORKERS) {
             const int group = e / 256, i = e % 256, f = i / 64, l = i % 64 / 2;
             const int s = 8 * (f % 2) + l / 4, t = 8 * (f / 2) + 2 * (l % 4) + i % 2;
-            double sum[4];
-#pragma unroll
-            for (int w = 0; w < 4; w++) {
-                sum[w] = m.parts[group * of::GROUP + w][i];
-                if (of::GROUP == 8) sum[w] += m.parts[group * of::GROUP + 4 + w][i];
-            }
-            const double all = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+            const double (*from)[256] = m.parts + group * of::GROUP;
+            double all = (from[0][i] + from[1][i]) + (from[2][i] + from[3][i]);
+            if (of::GROUP == 8) all += (from[4][i] + from[5][i]) + (from[6][i] + from[7][i]);
             double (&to)[MN_WALK_CHUNK][MN_WALK_CHUNK] = m.sums[rank * of::GROUPS + group];
             if (s <= t) send<CL>(&to[s][t], &m.told[0], rank, all);
             if (s < t) send<CL>(&to[t][s], &m.told[0], rank, all);
@@ -238,15 +240,18 @@ struct worker {
 
     /* This worker's part of qh'Ph qh. */
     __device__ void spread(room<RP, CL> &m) {
-        double c[2][2][2] = {}, sums[2] = { 0.0, 0.0 };
+        double sums[2] = { 0.0, 0.0 };
         const int token = lane / 4, pair = 2 * (lane % 4);
-        multiply(c, m.queries);
+#pragma unroll
+        for (int x = 0; x < 8; x++) B[x / 4][x / 2 % 2][x % 2] = 0.0;
+#pragma unroll
+        for (int b = 0; b < of::TILES; b++) add(m.queries, b);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 const double2 q = *(double2 *)&m.queries[8 * half + token][row + 8 * r + pair];
-                sums[half] = fma(c[r][half][0], q.x, fma(c[r][half][1], q.y, sums[half]));
+                sums[half] = fma(B[r][half][0], q.x, fma(B[r][half][1], q.y, sums[half]));
             }
             sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 1);
             sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 2);
@@ -332,9 +337,11 @@ struct worker {
         }
     }
 
-    /* P - Phi z (1 / sigma) z'Phi' */
+    /* P - Phi z (1 / sigma) z'Phi', and B of the next keys if these are there. */
+    template <bool READS>
     __device__ void write(const room<RP, CL> &m) {
         const int i = lane % 4, j = lane / 4;
+        if (READS) begin(m);
         double a[8];
 #pragma unroll
         for (int k = 0; k < 4; k++) {
@@ -348,7 +355,9 @@ struct worker {
 #pragma unroll
             for (int k = 0; k < 4; k++) b[k] = m.panel[4 * k + i][column(tile) + j];
             mn_dmma_16(P[tile], a, b);
+            if (READS && tile > 0) add(m.keys, tile - 1);
         }
+        if (READS) add(m.keys, of::TILES - 1);
     }
 
     /* Parts of the sums that tell whether P_0 is to be raised: k'(diagonal of P)k, k'n k */
@@ -524,16 +533,19 @@ __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene
     const double few = 8.0 * 0x1p-24;
     if (!PIVOT) mine.weigh(m, job.step == 2);
     __syncthreads();
-    if (threadIdx.x < 2) {
+    if (threadIdx.x < 2 * of::FOURS) {
+        const int four = (int)threadIdx.x / 2, which = (int)threadIdx.x % 2;
         double sum = 0.0;
-        for (int w = 0; w < of::WORKERS; w++) sum += m.raise[w][threadIdx.x];
-        give<CL>(&m.raises[s.rank][threadIdx.x], sum);
+        for (int w = 0; w < 4; w++) sum += m.raise[4 * four + w][which];
+        give<CL>(&m.raises[s.rank * of::FOURS + four][which], sum);
     }
     __syncthreads();
     tell<CL>(), hear<CL>();
-    double seen = 0.0, hidden = 0.0, variance = 0.0;
-    for (int rank = 0; rank < CL; rank++) seen += m.raises[rank][0], hidden += m.raises[rank][1];
-    for (int i = 0; i < CL * of::GROUPS; i++) variance += m.sums[i][0][0];
+    double seen = 0.0, hidden = 0.0;
+    for (int four = 0; four < of::ALL / 4; four++) {
+        seen += m.raises[four][0], hidden += m.raises[four][1];
+    }
+    const double variance = mn_pivot_sum<CL * of::GROUPS>(&m.sums[0][0][0]);
     const double scale = few * (seen + hidden), r2 = noise_at(job, s, 0);
     tell<CL>(), hear<CL>();
     if (fmin(variance, r2) >= scale || hidden >= scale) return false;
@@ -543,11 +555,12 @@ __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene
 
 /* Tokens [s.low, s.high) of the chunk in the room, after which `chunks` are done (0: not yet), and
  * the one at `next` (-1: none) asked for. `first`: the first ones behind a P_0 that was handed in.
- * `r2` is the pivot's, of lane's token. */
+ * `there`: workers have B; `ahead`: they go on to that of the chunk at `next`. `r2` is the pivot's,
+ * of lane's token. */
 template <bool PIVOT, int RP, int CL>
 __device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
                                const mn_walk_job &job, double r2, int64_t next, int chunks,
-                               bool first) {
+                               bool first, bool there, bool ahead) {
     using of = sizes<RP, CL>;
     for (bool again = false;; again = true) {
         if (PIVOT) {
@@ -559,7 +572,7 @@ __device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
             await<CL>(&m.told[0], s.turns[0]);
             if (mine.lane == 0) expect<CL>(&m.told[0], of::SUMS_BYTES);
         } else {
-            mine.read(m);
+            mine.read(m, there && !again);
             meet<1, of::THREADS>();
             mine.gather(m, s.rank);
             meet<2, of::THREADS>();
@@ -585,21 +598,22 @@ __device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
         meet<2, of::THREADS>();
         await<CL>(&m.told[1], s.turns[1]);
         if (threadIdx.x == 0) expect<CL>(&m.told[1], of::PANEL_BYTES);
-        mine.write(m);
+        if (ahead) mine.template write<true>(m);
+        else mine.template write<false>(m);
     }
     s.turns[1]++;
 }
 
-/* Parts of qh'Ph qh, by groups of workers. */
+/* Parts of qh'Ph qh, by four workers each: 32 rows. */
 template <int RP, int CL>
 __device__ static void put_spread(const room<RP, CL> &m, const scene &s, const mn_walk_job &job) {
     using of = sizes<RP, CL>;
     const int t = (int)threadIdx.x;
     if (!job.spreads || t < s.low || t >= s.high) return;
-    for (int group = 0; group < of::GROUPS; group++) {
+    for (int four = 0; four < of::FOURS; four++) {
         double sum = 0.0;
-        for (int w = 0; w < of::GROUP; w++) sum += m.spread[group * of::GROUP + w][t];
-        const int64_t part = s.group * MN_WALK_SUMS + s.rank * of::GROUPS + group;
+        for (int w = 0; w < 4; w++) sum += m.spread[4 * four + w][t];
+        const int64_t part = s.group * MN_WALK_SUMS + s.rank * of::FOURS + four;
         job.work.spread[part * MN_WALK_CHUNK + t] = sum;
     }
 }
@@ -627,7 +641,7 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
     }
     __syncthreads();
     tell<CL>(), hear<CL>();
-    bool steep_next = chunks > 0 && job.work.steep[s.place];
+    bool steep_next = chunks > 0 && job.work.steep[s.place], there = false;
     double r2_next = PIVOT ? noise_at(job, s, mine.lane % 16) : 0.0;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         const bool steep = steep_next, last = chunk + 1 == chunks;
@@ -648,8 +662,10 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
                 __syncthreads();
                 fill_steep(m, job, s, token);
             }
+            const bool ahead = ends && !last && !steep_next;
             advance<PIVOT>(mine, m, s, job, !steep || mine.lane % 16 == token ? r2 : 1.0,
-                           ends ? next : -1, ends ? (int)chunk + 1 : 0, first);
+                           ends ? next : -1, ends ? (int)chunk + 1 : 0, first, there, ahead);
+            there = ahead;
             if (!PIVOT) put_spread(m, s, job);
         }
     }
@@ -728,17 +744,20 @@ bool mn_walk_covariance_fits(const mn_walk_job *job) {
     return room_of<64, 1>(job->spreads) <= d.most;
 }
 
-/* A covariance of 128 rows has two processors where there are enough: the bits are the same. */
+/* A covariance of 128 rows has two or four processors where there are enough: the bits are the
+ * same. */
 int mn_walk_blocks(const mn_walk_job *job) {
     const device d = device_in_use();
     const int64_t walks = mn_n_spans(job->p.call) * job->p.call.H * job->p.call.G;
-    if (job->rows == 128) return d.clusters && 2 * walks <= d.processors ? 2 : 1;
-    return job->rows == 256 ? 4 : 1;
+    if (job->rows == 256) return 4;
+    if (job->rows < 128 || !d.clusters || 2 * walks > d.processors) return 1;
+    return 4 * walks <= d.processors ? 4 : 2;
 }
 
 int mn_walk_covariance(const mn_walk_job *job, cudaStream_t stream) {
     if (job->rows == 32) return start<32, 1>(job, stream);
     if (job->rows == 64) return start<64, 1>(job, stream);
     if (job->rows == 256) return start<256, 4>(job, stream);
+    if (job->blocks == 4) return start<128, 4>(job, stream);
     return job->blocks == 2 ? start<128, 2>(job, stream) : start<128, 1>(job, stream);
 }

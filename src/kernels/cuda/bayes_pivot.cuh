@@ -23,8 +23,8 @@ __device__ inline double mn_pivot_positive(double x) {
     return __double2hiint(x) < 0 ? 0.0 : x;
 }
 
-/* Eight tokens whose part of S is the upper triangle `a`; x, rows of this lane's column, becomes
- * L^-1 x. Two tokens at a time, so that both reciprocals of
+/* Tokens [FIRST, FIRST + 8), whose part of S is the upper triangle `a`; x, rows of this lane's
+ * column, becomes L^-1 x, and of the first eight x / sigma the rows of lanes 8 to 15. Two tokens at a time, so that both reciprocals of
  *
  *   1 / sigma_j    and    1 / sigma_{j+1} = sigma_j / (sigma_j (S_{j+1,j+1} + r2) - S_{j,j+1}^2)
  *
@@ -34,12 +34,13 @@ __device__ inline double mn_pivot_positive(double x) {
  *   S_ik - 1 / sigma_j (S_ji S_jk + (d_i d_k) / that difference),   d_i = sigma_j S_{j+1,i} - b S_ji
  *
  * with b = S_{j,j+1}, so that reciprocals are the last thing needed. */
+template <int FIRST>
 __device__ inline void mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
-                                      double (&x)[MN_PIVOT_HALF], double (&inverse)[MN_PIVOT_HALF],
-                                      double (&variance)[MN_PIVOT_HALF], const double *r2) {
+                                      double (&x)[MN_PIVOT_HALF], mn_pivot_room &room) {
+    const int lane = (int)threadIdx.x % 32;
 #pragma unroll
     for (int j = 0; j < MN_PIVOT_HALF; j += 2) {
-        const double2 noise = *(const double2 *)(r2 + j);
+        const double2 noise = *(const double2 *)&room.r2[FIRST + j];
         const double one = mn_pivot_positive(a[j][j]), sigma = one + noise.x;
         const double b = a[j][j + 1], c = a[j + 1][j + 1], square = b * b;
         const double least = fma(sigma, c + noise.y, -square);
@@ -50,8 +51,6 @@ __device__ inline void mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
             left = mn_pivot_positive(left), second = mn_reciprocal(left + noise.y);
             quick = first * second;
         }
-        variance[j] = one, variance[j + 1] = left;
-        inverse[j] = first, inverse[j + 1] = second;
         double f[MN_PIVOT_HALF], g[MN_PIVOT_HALF], y[MN_PIVOT_HALF], d[MN_PIVOT_HALF];
 #pragma unroll
         for (int i = j + 2; i < MN_PIVOT_HALF; i++) {
@@ -69,6 +68,14 @@ __device__ inline void mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
             }
         }
         x[j + 1] = fma(-ratio, x[j], x[j + 1]);
+        if (lane == 0) {
+            *(double2 *)&room.variance[FIRST + j] = make_double2(one, left);
+            *(double2 *)&room.inverse[FIRST + j] = make_double2(first, second);
+        }
+        if (FIRST == 0 && lane >= MN_PIVOT_HALF && lane < 2 * MN_PIVOT_HALF) {
+            *(double2 *)&room.rows[lane - MN_PIVOT_HALF][j] =
+                make_double2(x[j] * first, x[j + 1] * second);
+        }
 #pragma unroll
         for (int i = j + 2; i < MN_PIVOT_HALF; i++) {
             x[i] = fma(-g[i], x[j + 1], fma(-f[i], x[j], x[i]));
@@ -76,8 +83,23 @@ __device__ inline void mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
     }
 }
 
-/* The upper triangle of a symmetric square of eight rows from its lower one, the sum of PARTS of
- * which each begins 256 doubles behind the one before. */
+/* A number, or two, of the sum of PARTS squares that follow each other at `from`. */
+template <int PARTS>
+__device__ inline double mn_pivot_sum(const double *from) {
+    if (PARTS == 1) return *from;
+    const double low = mn_pivot_sum<(PARTS + 1) / 2>(from);
+    return low + mn_pivot_sum<(PARTS + 1) / 2>(from + 256 * (PARTS / 2));
+}
+
+template <int PARTS>
+__device__ inline double2 mn_pivot_pair(const double *from) {
+    if (PARTS == 1) return *(const double2 *)from;
+    const double2 low = mn_pivot_pair<(PARTS + 1) / 2>(from);
+    const double2 high = mn_pivot_pair<(PARTS + 1) / 2>(from + 256 * (PARTS / 2));
+    return make_double2(low.x + high.x, low.y + high.y);
+}
+
+/* The upper triangle of a symmetric square of eight rows, the sum of PARTS, from its lower one. */
 template <int PARTS>
 __device__ inline void mn_pivot_load(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF], const double *from,
                                      int pitch) {
@@ -85,12 +107,7 @@ __device__ inline void mn_pivot_load(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF], 
     for (int k = 0; k < MN_PIVOT_HALF; k++) {
 #pragma unroll
         for (int i = 0; i <= k; i += 2) {
-            double2 sum = *(const double2 *)(from + k * pitch + i);
-#pragma unroll
-            for (int part = 1; part < PARTS; part++) {
-                const double2 more = *(const double2 *)(from + 256 * part + k * pitch + i);
-                sum.x += more.x, sum.y += more.y;
-            }
+            const double2 sum = mn_pivot_pair<PARTS>(from + k * pitch + i);
             a[i][k] = sum.x;
             if (i < k) a[i + 1][k] = sum.y;
         }
@@ -103,19 +120,12 @@ __device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const double 
     const int lane = (int)threadIdx.x % 32, t = lane % 16;
 #pragma unroll
     for (int i = 0; i < MN_PIVOT_HALF; i++) {
-        double sum = S[16 * (first + i) + t];
-#pragma unroll
-        for (int part = 1; part < PARTS; part++) sum += S[256 * part + 16 * (first + i) + t];
+        const double sum = mn_pivot_sum<PARTS>(S + 16 * (first + i) + t);
         x[i] = lane < 16 ? sum : first + i == t ? 1.0 : 0.0;
     }
 }
 
-__device__ inline void mn_pivot_store(double *to, const double (&x)[MN_PIVOT_HALF]) {
-#pragma unroll
-    for (int i = 0; i < MN_PIVOT_HALF; i += 2) *(double2 *)(to + i) = make_double2(x[i], x[i + 1]);
-}
-
-/* S is the sum of PARTS (16, 16) squares at `sums`; room.r2 is there. Leaves L^-1 in `undo`, rows of
+/* S is the sum of PARTS (16, 16) squares at `sums`, 1, 2 or 4 of them; room.r2 is there. Leaves L^-1 in `undo`, rows of
  * PITCH doubles, and variances and 1 / sigma in the room, for after a barrier. */
 template <int PARTS, int PITCH>
 __device__ inline void mn_pivot(mn_pivot_room &room, double (*undo)[PITCH],
@@ -124,17 +134,9 @@ __device__ inline void mn_pivot(mn_pivot_room &room, double (*undo)[PITCH],
     const bool unit = lane >= 16, late = t >= MN_PIVOT_HALF;
     const double *S = &sums[0][0][0];
     double a[MN_PIVOT_HALF][MN_PIVOT_HALF], x[MN_PIVOT_HALF], y[MN_PIVOT_HALF];
-    double inverse[MN_PIVOT_HALF], variance[MN_PIVOT_HALF];
     mn_pivot_load<PARTS>(a, S, 16);
     mn_pivot_column<PARTS>(x, S, 0);
-    mn_pivot_eight(a, x, inverse, variance, room.r2);
-    if (late && !unit) {
-        double rows[MN_PIVOT_HALF];
-#pragma unroll
-        for (int k = 0; k < MN_PIVOT_HALF; k++) rows[k] = x[k] * inverse[k];
-        mn_pivot_store(room.rows[own], rows);
-    }
-    if (lane == 0) mn_pivot_store(room.inverse, inverse), mn_pivot_store(room.variance, variance);
+    mn_pivot_eight<0>(a, x, room);
     mn_pivot_column<PARTS>(y, S, MN_PIVOT_HALF);
     __syncwarp();
 #pragma unroll
@@ -145,18 +147,19 @@ __device__ inline void mn_pivot(mn_pivot_room &room, double (*undo)[PITCH],
             y[i] = fma(-row.y, x[k + 1], fma(-row.x, x[k], y[i]));
         }
     }
-    if (late && !unit) mn_pivot_store(room.square[own], y);
+    if (late && !unit) {
+#pragma unroll
+        for (int i = 0; i < MN_PIVOT_HALF; i += 2) {
+            *(double2 *)&room.square[own][i] = make_double2(y[i], y[i + 1]);
+        }
+    }
 #pragma unroll
     for (int i = 0; i < MN_PIVOT_HALF; i++) {
         if (unit) undo[i][t] = x[i];
     }
     __syncwarp();
     mn_pivot_load<1>(a, room.square[0], MN_PIVOT_HALF);
-    mn_pivot_eight(a, y, inverse, variance, room.r2 + MN_PIVOT_HALF);
-    if (lane == 0) {
-        mn_pivot_store(room.inverse + MN_PIVOT_HALF, inverse);
-        mn_pivot_store(room.variance + MN_PIVOT_HALF, variance);
-    }
+    mn_pivot_eight<MN_PIVOT_HALF>(a, y, room);
 #pragma unroll
     for (int i = 0; i < MN_PIVOT_HALF; i++) {
         if (unit) undo[MN_PIVOT_HALF + i][t] = y[i];

@@ -123,7 +123,7 @@ __device__ static void put_variances(double (&parts)[MOST_WARPS][256], const mn_
         if (!qvar) continue;
         double sum = noise - less;
         const double *spread = job.work.spread + group * MN_WALK_SUMS * CHUNK + t;
-        for (int part = 0; part * 64 < job.rows && job.spreads; part++) sum += spread[part * CHUNK];
+        for (int part = 0; part * 32 < job.rows && job.spreads; part++) sum += spread[part * CHUNK];
         mn_put(qvar + g, job.spreads ? (float)(p.scale * p.scale * sum) : 0.0f);
     }
 }

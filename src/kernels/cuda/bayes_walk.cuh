@@ -33,7 +33,7 @@
 
 enum {
     MN_WALK_CHUNK = 16, MN_WALK_WIDEST = 256,
-    MN_WALK_SUMS = 4,       // parts of a sum over rows, at most
+    MN_WALK_SUMS = 8,       // parts of a sum over rows, 32 rows each, at most
     MN_WALK_BLOCKS = 4,     // blocks of a covariance, at most
     MN_WALK_SLICE = 32,     // value columns of a block
 };
