@@ -34,7 +34,7 @@ struct sizes {
 template <int RP, int CL>
 struct alignas(16) room {
     using of = sizes<RP, CL>;
-    double keys[MN_WALK_CHUNK][RP + 8];
+    double keys[8][2 * RP + 2];
     double noised[MN_WALK_CHUNK][of::OWN + 8];
     double ends[2][3][RP];
     double before[2][MN_WALK_CHUNK][of::OWN + 4];    // B by halves of the columns
@@ -47,7 +47,7 @@ struct alignas(16) room {
     mn_pivot_room token;
     uint64_t told[2];                                // barriers: sums, panel of other blocks
     uint64_t arrived[2];                             // keys and the like, queries
-    double queries[MN_WALK_CHUNK][RP + 8];           // last: only where they are wanted
+    double queries[8][2 * RP + 2];                   // last: only where they are wanted
 };
 
 /* ---- blocks of a cluster --------------------------------------------------------------------- */
@@ -187,10 +187,9 @@ struct worker {
         }
     }
 
-    __device__ void add(const double (&left)[MN_WALK_CHUNK][RP + 8], int b) {
-        const double *at = &left[lane / 4][column(b) + 2 * (lane % 4)];
-        const double2 upper = *(const double2 *)at, lower = *(const double2 *)(at + 8 * (RP + 8));
-        const double a[4] = { upper.x, lower.x, upper.y, lower.y };
+    __device__ void add(const double (&left)[8][2 * RP + 2], int b) {
+        double a[4];
+        mn_walk_left(a, &left[lane / 4][2 * column(b) + 4 * (lane % 4)]);
         mn_dmma_8(B[0], a, P[b][0]);
         mn_dmma_8(B[1], a, P[b][1]);
     }
@@ -209,8 +208,8 @@ struct worker {
             const double a[4] = { B[r][0][0], B[r][1][0], B[r][0][1], B[r][1][1] };
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const double2 k = *(double2 *)&m.keys[8 * half + token][row + 8 * r + pair];
-                const double b[2] = { k.x, k.y };
+                double b[2];
+                mn_walk_right(b, &m.keys[token][2 * (row + 8 * r + pair)], half);
                 mn_dmma_8(s[half], a, b);
                 *(double2 *)&m.before[part][8 * half + token][own + 8 * r + pair] =
                     make_double2(B[r][half][0], B[r][half][1]);
@@ -250,8 +249,9 @@ struct worker {
         for (int half = 0; half < 2; half++) {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                const double2 q = *(double2 *)&m.queries[8 * half + token][row + 8 * r + pair];
-                sums[half] = fma(B[r][half][0], q.x, fma(B[r][half][1], q.y, sums[half]));
+                double q[2];
+                mn_walk_right(q, &m.queries[token][2 * (row + 8 * r + pair)], half);
+                sums[half] = fma(B[r][half][0], q[0], fma(B[r][half][1], q[1], sums[half]));
             }
             sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 1);
             sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 2);
@@ -323,7 +323,7 @@ struct worker {
         }
         mn_dmma_16(z, a, b);
         const double2 phi = *(double2 *)&m.ends[s.buffer][0][first + 2 * i];
-        double *out = job.work.z + s.group * MN_WALK_CHUNK * RP + first + 2 * i;
+        double *out = job.work.z + s.group * MN_WALK_CHUNK * RP + j * 2 * RP + 2 * (first + 2 * i);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int token = 8 * half + j;
@@ -331,9 +331,15 @@ struct worker {
             double2 moved = make_double2(phi.x * x, phi.y * y);
             if (job.step == 2) moved = make_double2(phi.x * x - phi.y * y, phi.y * x + phi.x * y);
             send_pair<CL>(&m.panel[token][first + 2 * i], &m.told[1], s.rank, moved);
-            if (token >= s.low && token < s.high) {
-                *(double2 *)(out + token * RP) = make_double2(x, y);
-            }
+        }
+        if (s.high - s.low == MN_WALK_CHUNK) {
+            *(double2 *)out = make_double2(z[0][0], z[1][0]);
+            *(double2 *)(out + 2) = make_double2(z[0][1], z[1][1]);
+            return;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (8 * half + j == s.low) out[half] = z[half][0], out[2 + half] = z[half][1];
         }
     }
 
@@ -362,7 +368,7 @@ struct worker {
 
     /* Parts of the sums that tell whether P_0 is to be raised: k'(diagonal of P)k, k'n k */
     __device__ void weigh(room<RP, CL> &m, bool turns) const {
-        const double *k = m.keys[0];
+        const double *k = m.keys[0];    // every other number
         double seen = 0.0, hidden = 0.0;
         const int r = lane / 4, c = 2 * (lane % 4);
 #pragma unroll
@@ -370,14 +376,15 @@ struct worker {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 if (column(b) != row + 8 * half || (r != c && r != c + 1)) continue;
-                const double mine = k[column(b) + r], other = k[column(b) + (r ^ 1)];
+                const double mine = k[2 * (column(b) + r)];
+                const double other = k[2 * (column(b) + (r ^ 1))];
                 const double (&x)[2] = P[b][half];
                 seen += mine * mine * (r == c ? x[0] : x[1]);
                 if (turns) seen += mine * other * (r == c ? x[1] : x[0]);
             }
         }
         if (part == 0 && lane < 16) {
-            hidden = k[row + lane] * m.noised[0][own + lane];
+            hidden = k[2 * (row + lane)] * m.noised[0][own + lane];
         }
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes >>= 1) {
@@ -469,8 +476,8 @@ __device__ static void ask_queries(room<RP, CL> &m, const mn_walk_job &job, int6
     if (!job.spreads || place < 0) return;
     if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[1], MN_WALK_CHUNK * RP);
     __syncwarp();
-    mn_walk_fetch<MN_WALK_CHUNK, RP>(m.queries, job.work.queries + place * MN_WALK_CHUNK * RP, RP,
-                                     &m.arrived[1]);
+    mn_walk_fetch<8, 2 * RP>(m.queries, job.work.queries + place * MN_WALK_CHUNK * RP, 2 * RP,
+                             &m.arrived[1]);
 }
 
 template <int RP, int CL>
@@ -483,7 +490,7 @@ __device__ static void ask(room<RP, CL> &m, const mn_walk_job &job, int64_t plac
         mn_walk_expect(&m.arrived[0], MN_WALK_CHUNK * (RP + own) + 3 * RP);
     }
     __syncwarp();
-    mn_walk_fetch<MN_WALK_CHUNK, RP>(m.keys, job.work.keys + at, RP, &m.arrived[0]);
+    mn_walk_fetch<8, 2 * RP>(m.keys, job.work.keys + at, 2 * RP, &m.arrived[0]);
     mn_walk_fetch<MN_WALK_CHUNK, own>(m.noised, job.work.noised + at + rank * own, RP,
                                       &m.arrived[0], 16);
     mn_walk_fetch<3, RP>(m.ends[buffer], job.work.ends + place * 3 * RP, RP, &m.arrived[0]);
@@ -502,10 +509,11 @@ __device__ static void fill_steep(room<RP, CL> &m, const mn_walk_job &job, const
 #pragma unroll 1
     for (int e = threadIdx.x; e < MN_WALK_CHUNK * RP; e += of::THREADS) {
         const int t = e / RP, r = e % RP, own = r - (int)s.rank * of::OWN;
-        const double k = t == token ? job.work.keys[at + e] : 0.0;
-        m.keys[t][r] = k;
+        const int from = mn_walk_panel_at(t, r, 2 * RP), to = mn_walk_panel_at(t, r, 2 * RP + 2);
+        const double k = t == token ? job.work.keys[at + from] : 0.0;
+        m.keys[0][to] = k;
         if (own >= 0 && own < of::OWN) m.noised[t][own] = l2 * k;
-        if (job.spreads) m.queries[t][r] = t == token ? job.work.queries[at + e] : 0.0;
+        if (job.spreads) m.queries[0][to] = t == token ? job.work.queries[at + from] : 0.0;
     }
     mn_walk_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, job.work.noised + at, token,
                                        job.step, threadIdx.x);
@@ -655,7 +663,7 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
         steep_next = !last && job.work.steep[next];
         for (int token = steep ? -1 : 0; token < end; token++) {
             const bool first = job.p.P0.data && chunk == 0 && token == 0, ends = token + 1 == end;
-            s.low = 0, s.high = count;
+            s.low = 0, s.high = MN_WALK_CHUNK;    // zeros behind the last token
             if (steep) {
                 s.low = max(token, 0), s.high = token + 1;
                 if (PIVOT && job.spreads) mn_walk_await(&m.arrived[1], s.chunk);

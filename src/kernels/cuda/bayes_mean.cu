@@ -16,14 +16,14 @@ enum {
 /* What the covariance's walk leaves of a chunk. */
 template <int RP>
 struct alignas(16) writes {
-    double z[CHUNK][RP + 2];
+    double z[8][2 * RP + 2];
     double undo[CHUNK][CHUNK + 4];
     double phi[1][RP], inverse[1][CHUNK];
 };
 
 template <int RP>
 struct alignas(16) room {
-    double keys[CHUNK][RP + 8], queries[CHUNK][RP + 8];
+    double keys[8][2 * RP + 2], queries[8][2 * RP + 2];
     writes<RP> in[2];
     double parts[WARPS][2][256];        // kh Mh and qh Mh, by fragments
     double scores[WARPS][128];          // z qh', the same
@@ -53,28 +53,26 @@ struct worker {
 
     __device__ int row(int b) const { return part * (RP / 2) + 8 * b; }
 
+    /* Tokens of a left factor: 2 (l % 4) and eight more, then their neighbours. */
+    __device__ int token(int k) const { return 2 * (lane % 4) + k / 2 + 8 * (k % 2); }
+
     /* Parts of kh Mh, qh Mh and z qh' over these rows. */
     __device__ void read(room<RP> &m, const writes<RP> &in, bool reads) {
         double e[2][2][2] = {}, o[2][2][2] = {}, s[2][2] = {};
         const int j = lane / 4, pair = 2 * (lane % 4), half = value / 16;
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
-            const int r = row(b) + pair;
-            const double2 upper = *(const double2 *)&m.keys[j][r];
-            const double2 lower = *(const double2 *)&m.keys[8 + j][r];
-            const double k[4] = { upper.x, lower.x, upper.y, lower.y };
+            const int c = 2 * (row(b) + pair);
+            double k[4], q[4], z[4], right[2];
+            mn_walk_left(k, &m.keys[j][c]);
             mn_dmma_8(e[0], k, M[b][0]);
             mn_dmma_8(e[1], k, M[b][1]);
             if (!reads) continue;
-            const double2 above = *(const double2 *)&m.queries[j][r];
-            const double2 below = *(const double2 *)&m.queries[8 + j][r];
-            const double q[4] = { above.x, below.x, above.y, below.y };
+            mn_walk_left(q, &m.queries[j][c]);
             mn_dmma_8(o[0], q, M[b][0]);
             mn_dmma_8(o[1], q, M[b][1]);
-            const double2 early = *(const double2 *)&in.z[j][r];
-            const double2 late = *(const double2 *)&in.z[8 + j][r];
-            const double z[4] = { early.x, late.x, early.y, late.y };
-            const double right[2] = { half ? below.x : above.x, half ? below.y : above.y };
+            mn_walk_left(z, &in.z[j][c]);
+            mn_walk_right(right, &m.queries[j][c], half);
             mn_dmma_8(s, z, right);
         }
 #pragma unroll
@@ -148,10 +146,10 @@ struct worker {
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const double scale = in.inverse[0][8 * (k / 2) + 2 * i + k % 2];
+            const double scale = in.inverse[0][token(k)];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                plain[2 * k + half] = e[k / 2][half][k % 2];
+                plain[2 * k + half] = e[k % 2][half][k / 2];
                 left[2 * k + half] = plain[2 * k + half] * scale;
             }
         }
@@ -160,7 +158,10 @@ struct worker {
         for (int b = 0; b < TILES; b++) {
             double z[4];
 #pragma unroll
-            for (int k = 0; k < 4; k++) z[k] = in.z[8 * (k / 2) + 2 * i + k % 2][row(b) + j];
+            for (int k = 0; k < 4; k += 2) {
+                const double2 pair = *(const double2 *)&in.z[2 * i + k / 2][2 * (row(b) + j)];
+                z[k] = pair.x, z[k + 1] = pair.y;
+            }
             mn_dmma_16(M[b], left, z);
             const double2 phi = *(const double2 *)&in.phi[0][row(b) + 2 * i];
 #pragma unroll
@@ -185,7 +186,7 @@ struct worker {
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            b[k] = m.weights[8 * (k / 2) + 2 * i + k % 2][8 * part + j];
+            b[k] = m.weights[this->token(k)][8 * part + j];
         }
         mn_dmma_16(c, e, b);
 #pragma unroll
@@ -219,8 +220,9 @@ __device__ static void ask_keys(room<RP> &m, const mn_walk_job &job, int64_t pla
     const int64_t at = place * CHUNK * RP;
     if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[0], (job.reads ? 2 : 1) * CHUNK * RP);
     __syncwarp();
-    mn_walk_fetch<CHUNK, RP>(m.keys, job.work.keys + at, RP, &m.arrived[0]);
-    if (job.reads) mn_walk_fetch<CHUNK, RP>(m.queries, job.work.queries + at, RP, &m.arrived[0], 16);
+    mn_walk_fetch<8, 2 * RP>(m.keys, job.work.keys + at, 2 * RP, &m.arrived[0]);
+    if (!job.reads) return;
+    mn_walk_fetch<8, 2 * RP>(m.queries, job.work.queries + at, 2 * RP, &m.arrived[0], 16);
 }
 
 /* `chunk` is the sequence's first, second, ... at `place`. Its writes are asked for once all blocks
@@ -248,7 +250,7 @@ __device__ static void ask_writes(room<RP> &m, int &known, const mn_walk_job &jo
         mn_walk_expect(&m.arrived[1], CHUNK * RP + RP + CHUNK * CHUNK + CHUNK);
     }
     __syncwarp();
-    mn_walk_fetch<CHUNK, RP>(in.z, work.z + group * CHUNK * RP, RP, &m.arrived[1]);
+    mn_walk_fetch<8, 2 * RP>(in.z, work.z + group * CHUNK * RP, 2 * RP, &m.arrived[1]);
     mn_walk_fetch<CHUNK, CHUNK>(in.undo, work.undo + group * 256, CHUNK, &m.arrived[1], 16);
     mn_walk_fetch<1, RP>(in.phi, work.ends + place * 3 * RP, RP, &m.arrived[1]);
     mn_walk_fetch<1, CHUNK>(in.inverse, work.inverse + group * CHUNK, CHUNK, &m.arrived[1], 16);
@@ -262,9 +264,10 @@ __device__ static void fill_steep(room<RP> &m, writes<RP> &in, const mn_walk_job
 #pragma unroll 1
     for (int e = threadIdx.x; e < CHUNK * RP; e += THREADS) {
         const int t = e / RP, r = e % RP;
-        m.keys[t][r] = t == token ? job.work.keys[at + e] : 0.0;
-        if (job.reads) m.queries[t][r] = t == token ? job.work.queries[at + e] : 0.0;
-        in.z[t][r] = t == token ? job.work.z[s.group * CHUNK * RP + e] : 0.0;
+        const int from = mn_walk_panel_at(t, r, 2 * RP), to = mn_walk_panel_at(t, r, 2 * RP + 2);
+        m.keys[0][to] = t == token ? job.work.keys[at + from] : 0.0;
+        if (job.reads) m.queries[0][to] = t == token ? job.work.queries[at + from] : 0.0;
+        in.z[0][to] = t == token ? job.work.z[s.group * CHUNK * RP + from] : 0.0;
     }
     const int t = (int)threadIdx.x;
     if (t < CHUNK) in.inverse[0][t] = t == token ? job.work.inverse[s.group * CHUNK + t] : 0.0;

@@ -25,18 +25,37 @@ __device__ inline void put(double *to, double re, double im) {
     else *to = re;
 }
 
-/* A chunk of which every token's frame begins behind its A: `at` are the channel's first rows. */
+/* A channel's part of a panel, tokens [0, 8) being kept until those after them come. */
+template <int STEP>
+struct panel {
+    double *to;
+    double re[8], im[8];
+
+    __device__ void put(int t, double x, double y, int64_t rows) {
+        if (t < 8) {
+            re[t % 8] = x, im[t % 8] = y;
+            return;
+        }
+        double *at = to + t % 8 * 2 * rows;
+        *(double2 *)at = make_double2(re[t % 8], x);
+        if (STEP == 2) *(double2 *)(at + 2) = make_double2(im[t % 8], y);
+    }
+};
+
+/* A chunk of which every token's frame begins behind its A: `r` is the channel's first row. */
 template <int STEP>
 __device__ static void prepare_steep(const mn_walk_job &job, const channel &c, const float *l2,
                                      int64_t place, int r) {
-    const int64_t rows = job.rows, at = place * MN_WALK_CHUNK * rows + r;
+    const int64_t rows = job.rows, at = place * MN_WALK_CHUNK * rows;
+    panel<STEP> keys = { job.work.keys + at + 2 * r }, queries = { job.work.queries + at + 2 * r };
+#pragma unroll
     for (int t = 0; t < MN_WALK_CHUNK; t++) {
         const double size = exp((double)c.la[t]);
         double sine = 0.0, cosine = 1.0;
         if (STEP == 2) sincos((double)c.theta[t], &sine, &cosine);
-        put<STEP>(job.work.keys + at + t * rows, (double)c.k[t], 0.0);
-        if (job.reads) put<STEP>(job.work.queries + at + t * rows, (double)c.q[t], 0.0);
-        put<STEP>(job.work.noised + at + t * rows, size * cosine, size * sine);
+        keys.put(t, (double)c.k[t], 0.0, rows);
+        if (job.reads) queries.put(t, (double)c.q[t], 0.0, rows);
+        put<STEP>(job.work.noised + at + r + t * rows, size * cosine, size * sine);
     }
     double *ends = job.work.ends + place * 3 * rows;
     if (threadIdx.x < MN_WALK_CHUNK) ends[rows + threadIdx.x] = (double)l2[threadIdx.x];
@@ -45,16 +64,17 @@ __device__ static void prepare_steep(const mn_walk_job &job, const channel &c, c
 template <int STEP>
 __device__ static void prepare_chunk(const mn_walk_job &job, const channel &c, const float *l2,
                                      int64_t place, int r) {
-    const int64_t rows = job.rows, at = place * MN_WALK_CHUNK * rows + r;
+    const int64_t rows = job.rows, at = place * MN_WALK_CHUNK * rows;
+    panel<STEP> keys = { job.work.keys + at + 2 * r }, queries = { job.work.queries + at + 2 * r };
     mn_walk_frame<STEP> f;
 #pragma unroll
     for (int t = 0; t < MN_WALK_CHUNK; t++) {
         const double k = (double)c.k[t], q = (double)c.q[t];
         f.step(c.la[t], c.theta[t], l2[t]);
         const double x = f.re * k, y = -f.im * k;
-        put<STEP>(job.work.keys + at + t * rows, x, y);
-        if (job.reads) put<STEP>(job.work.queries + at + t * rows, f.re * q, -f.im * q);
-        put<STEP>(job.work.noised + at + t * rows, f.rr * x + f.ri * y, f.ri * x + f.ii * y);
+        keys.put(t, x, y, rows);
+        if (job.reads) queries.put(t, f.re * q, -f.im * q, rows);
+        put<STEP>(job.work.noised + at + r + t * rows, f.rr * x + f.ri * y, f.ri * x + f.ii * y);
     }
     double *ends = job.work.ends + place * 3 * rows + r;
     put<STEP>(ends, f.re, f.im);

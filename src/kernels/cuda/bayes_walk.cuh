@@ -39,11 +39,14 @@ enum {
 };
 
 /* What the kernels leave to each other, in doubles; a chunk's place is its slot (mn_tile_slots)
- * times H plus the head. `rows` is R rounded up, with zeros beyond it. */
+ * times H plus the head. `rows` is R rounded up, with zeros beyond it. A panel is 16 tokens of so
+ * many numbers, those of tokens t and t + 8 side by side, as the registers of a left factor want
+ * them. */
 struct mn_walk_work {
-    double *keys, *queries, *noised;    // (place, 16, rows): kh, qh, n kh; if steep, A for n kh
+    double *keys, *queries;             // (place) panels: kh, qh
+    double *noised;                     // (place, 16, rows): n kh; if steep, A
     double *ends;                       // (place, 3, rows): Phi, n (if steep l2), n inside pairs
-    double *z;                          // (place, G, 16, rows)
+    double *z;                          // (place, G) panels
     double *undo;                       // (place, G, 16, 16): L^-1
     double *inverse, *variance;         // (place, G, 16): 1 / sigma, k'u
     double *spread;                     // (place, G, MN_WALK_SUMS, 16): qh'Ph qh in parts
@@ -74,6 +77,23 @@ int mn_walk_blocks(const mn_walk_job *job);
 __device__ inline int64_t mn_walk_slot(const mn_call &call, int64_t n) {
     if (call.cu_seqlens) return call.cu_seqlens[n] / MN_WALK_CHUNK + n;
     return n * ((call.T + MN_WALK_CHUNK - 1) / MN_WALK_CHUNK);
+}
+
+/* Number `r` of token t in a panel whose eight rows are `pitch` apart: 2 rows in memory, 2 more in
+ * shared memory, where lanes then meet in no bank. */
+__device__ inline int mn_walk_panel_at(int t, int r, int pitch) {
+    return t % 8 * pitch + 2 * r + t / 8;
+}
+
+/* Columns c and c + 1 of a panel as a left factor, `at` being c in row lane / 4; as a right one with
+ * tokens [8 half, 8 half + 8) as its columns. */
+__device__ inline void mn_walk_left(double (&a)[4], const double *at) {
+    const double2 x = *(const double2 *)at, y = *(const double2 *)(at + 2);
+    a[0] = x.x, a[1] = x.y, a[2] = y.x, a[3] = y.y;
+}
+
+__device__ inline void mn_walk_right(double (&b)[2], const double *at, int half) {
+    b[0] = at[half], b[1] = at[2 + half];
 }
 
 /* Columns [first, first + count) are those j with floor(j G / V) = g. */
