@@ -636,12 +636,15 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
     worker<RP, CL> mine(s.rank);
     s.place = slot * call.H + s.h;
     if (!PIVOT) mine.load(job, s);
+    double r2_next = PIVOT ? noise_at(job, s, mine.lane % 16) : 0.0;
     if (PIVOT && mine.lane == 0) {
         mn_walk_open(&m.told[0]), mn_walk_open(&m.told[1]);
         mn_walk_open(&m.arrived[0]), mn_walk_open(&m.arrived[1]);
         expect<CL>(&m.told[0], of::SUMS_BYTES), expect<CL>(&m.told[1], of::PANEL_BYTES);
     }
     s.turns[0] = s.turns[1] = 0;
+    mn_wait_for_before();
+    mn_let_next_begin();
     if (PIVOT && chunks > 0) {
         mn_walk_before_copies();
         ask(m, job, s.place, 0, s.rank), ask_queries(m, job, s.place);
@@ -650,7 +653,6 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
     __syncthreads();
     tell<CL>(), hear<CL>();
     bool steep_next = chunks > 0 && job.work.steep[s.place], there = false;
-    double r2_next = PIVOT ? noise_at(job, s, mine.lane % 16) : 0.0;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         const bool steep = steep_next, last = chunk + 1 == chunks;
         const int64_t next = last ? -1 : (slot + chunk + 1) * call.H + s.h;
@@ -690,8 +692,6 @@ covariance_kernel(const __grid_constant__ mn_walk_job job) {
     s.rank = rank_of_block<CL>();
     s.walk = blockIdx.x / CL;
     s.g = s.walk % call.G, s.h = s.walk / call.G % call.H, s.n = s.walk / call.G / call.H;
-    mn_wait_for_before();
-    mn_let_next_begin();
     if (threadIdx.x / 32 == sizes<RP, CL>::WORKERS) walk<true>(m, s, job);
     else walk<false>(m, s, job);
 }
@@ -713,7 +713,7 @@ static int start(const mn_walk_job *job, cudaStream_t stream) {
     if (code != cudaSuccess) return code;
     cudaLaunchAttribute how[2] = {};
     how[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    how[0].val.programmaticStreamSerializationAllowed = 1;
+    how[0].val.programmaticStreamSerializationAllowed = call.T > 0;    // behind `prepare`
     how[1].id = cudaLaunchAttributeClusterDimension;
     how[1].val.clusterDim.x = CL, how[1].val.clusterDim.y = how[1].val.clusterDim.z = 1;
     cudaLaunchConfig_t config = {};

@@ -233,16 +233,11 @@ __device__ static void ask_writes(room<RP> &m, int &known, const mn_walk_job &jo
     const int64_t group = place * job.p.call.G + s.g;
     const mn_walk_work &work = job.work;
     writes<RP> &in = m.in[chunk % 2];
-    while (known <= chunk) {
-        known = INT32_MAX;
-#pragma unroll 1
-        for (int block = 0; block < job.blocks; block++) {
-            int done;
-            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];"
-                         : "=r"(done) : "l"(work.done + s.walk * MN_WALK_BLOCKS + block)
-                         : "memory");
-            known = min(known, done);
-        }
+    const int *done = work.done + s.walk * MN_WALK_BLOCKS + (int)threadIdx.x % job.blocks;
+    while (known <= chunk) {    // alike in all lanes, of which each looks after one block
+        int there;
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(done) : "memory");
+        known = __reduce_min_sync(0xffffffffu, there);
         mn_walk_before_copies();
     }
     __syncwarp();
@@ -309,7 +304,8 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
         steep_next = !last && job.work.steep[next];
 #pragma unroll
         for (int i = 0; i < OWN * SLICE / 16; i++) v[i % OWN][i / OWN] = next_v[i % OWN][i / OWN];
-        mn_walk_await(&m.arrived[0], (unsigned)chunk), mn_walk_await(&m.arrived[1], (unsigned)chunk);
+        mn_walk_await(&m.arrived[0], (unsigned)chunk);
+        mn_walk_await(&m.arrived[1], (unsigned)chunk);
         __syncthreads();
         mine.values(next_v, job, s, s.t + CHUNK);
         for (int token = steep ? -1 : 0; token < end; token++) {

@@ -24,14 +24,15 @@ __device__ inline double mn_pivot_positive(double x) {
 }
 
 /* Tokens [FIRST, FIRST + 8), whose part of S is the upper triangle `a`; x, rows of this lane's
- * column, becomes L^-1 x, and of the first eight x / sigma the rows of lanes 8 to 15. Two tokens at a time, so that both reciprocals of
+ * column, becomes L^-1 x, and of the first eight x / sigma the rows of lanes 8 to 15. Two tokens
+ * at a time, so that both reciprocals of
  *
  *   1 / sigma_j    and    1 / sigma_{j+1} = sigma_j / (sigma_j (S_{j+1,j+1} + r2) - S_{j,j+1}^2)
  *
  * are on their way together; where that difference keeps few digits, one after the other. From
  * what the next two tokens wait for, both writes are taken off at once,
  *
- *   S_ik - 1 / sigma_j (S_ji S_jk + (d_i d_k) / that difference),   d_i = sigma_j S_{j+1,i} - b S_ji
+ *   S_ik - (S_ji S_jk + (d_i d_k) / that difference) / sigma_j    d_i = sigma_j S_{j+1,i} - b S_ji
  *
  * with b = S_{j,j+1}, so that reciprocals are the last thing needed. */
 template <int FIRST>
@@ -125,8 +126,9 @@ __device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const double 
     }
 }
 
-/* S is the sum of PARTS (16, 16) squares at `sums`, 1, 2 or 4 of them; room.r2 is there. Leaves L^-1 in `undo`, rows of
- * PITCH doubles, and variances and 1 / sigma in the room, for after a barrier. */
+/* S is the sum of PARTS (16, 16) squares at `sums`, 1, 2 or 4 of them; room.r2 is there. Leaves
+ * L^-1 in `undo`, rows of PITCH doubles, and variances and 1 / sigma in the room, for after a
+ * barrier. */
 template <int PARTS, int PITCH>
 __device__ inline void mn_pivot(mn_pivot_room &room, double (*undo)[PITCH],
                                 const double (*sums)[16][16]) {

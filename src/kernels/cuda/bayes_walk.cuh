@@ -85,8 +85,8 @@ __device__ inline int mn_walk_panel_at(int t, int r, int pitch) {
     return t % 8 * pitch + 2 * r + t / 8;
 }
 
-/* Columns c and c + 1 of a panel as a left factor, `at` being c in row lane / 4; as a right one with
- * tokens [8 half, 8 half + 8) as its columns. */
+/* Columns c and c + 1 of a panel as a left factor, `at` being c in row lane / 4; as a right one
+ * with tokens [8 half, 8 half + 8) as its columns. */
 __device__ inline void mn_walk_left(double (&a)[4], const double *at) {
     const double2 x = *(const double2 *)at, y = *(const double2 *)(at + 2);
     a[0] = x.x, a[1] = x.y, a[2] = y.x, a[3] = y.y;
