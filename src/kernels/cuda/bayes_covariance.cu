@@ -28,14 +28,15 @@ struct sizes {
     static constexpr int PANEL_BYTES = MN_WALK_CHUNK * (RP - OWN) * (int)sizeof(double);
     /* Of the 16384 in a quarter of a processor, which has up to three warps of a small block; those
      * of 128 rows leave the mean's some. */
-    static constexpr int REGISTERS = WORKERS == 16 ? 96 : RP == 128 && CL == 2 ? 120 : 168;
+    static constexpr int REGISTERS = WORKERS == 16 ? 96 : RP == 128 && CL == 2 ? 120
+                                     : WORKERS == 8 ? 168 : 232;
 };
 
 template <int RP, int CL>
 struct alignas(16) room {
     using of = sizes<RP, CL>;
     double keys[8][2 * RP + 2];
-    double noised[MN_WALK_CHUNK][of::OWN + 8];
+    double noised[of::OWN / 32][MN_WALK_CHUNK][40];
     double ends[2][3][RP];
     double before[2][MN_WALK_CHUNK][of::OWN + 4];    // B by halves of the columns
     double panel[MN_WALK_CHUNK][RP + 4];             // Phi z
@@ -181,7 +182,8 @@ struct worker {
         for (int r = 0; r < 2; r++) {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                const double2 start = *(double2 *)&m.noised[8 * half + token][own + 8 * r + pair];
+                const int c = own + 8 * r + pair;
+                const double2 start = *(double2 *)&m.noised[c / 32][8 * half + token][c % 32];
                 B[r][half][0] = part ? 0.0 : start.x, B[r][half][1] = part ? 0.0 : start.y;
             }
         }
@@ -323,7 +325,8 @@ struct worker {
         }
         mn_dmma_16(z, a, b);
         const double2 phi = *(double2 *)&m.ends[s.buffer][0][first + 2 * i];
-        double *out = job.work.z + s.group * MN_WALK_CHUNK * RP + j * 2 * RP + 2 * (first + 2 * i);
+        double *out = job.work.z + s.group * mn_walk_panel(RP) +
+                      mn_walk_panel_at(j, first + 2 * i, RP);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int token = 8 * half + j;
@@ -384,7 +387,7 @@ struct worker {
             }
         }
         if (part == 0 && lane < 16) {
-            hidden = k[2 * (row + lane)] * m.noised[0][own + lane];
+            hidden = k[2 * (row + lane)] * m.noised[(own + lane) / 32][0][(own + lane) % 32];
         }
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes >>= 1) {
@@ -452,9 +455,9 @@ template <int RP, int CL>
 __device__ static void leave(const room<RP, CL> &m, const scene &s, const mn_walk_job &job,
                              int chunks) {
     const int lane = (int)threadIdx.x % 32;
-    double *undo = job.work.undo + s.group * 256;
-    for (int e = 2 * lane; e < 256 && s.rank == 0; e += 64) {
-        *(double2 *)(undo + e) = *(const double2 *)&m.undo[e / 16][e % 16];
+    double *undo = job.work.undo + s.group * MN_WALK_UNDO;
+    for (int e = 2 * lane; e < MN_WALK_UNDO && s.rank == 0; e += 64) {
+        *(double2 *)(undo + e) = *(const double2 *)&m.undo[0][e];
     }
     if (s.rank == 0 && lane >= s.low && lane < s.high) {
         job.work.inverse[s.group * 16 + lane] = m.token.inverse[lane];
@@ -474,26 +477,22 @@ __device__ static void leave(const room<RP, CL> &m, const scene &s, const mn_wal
 template <int RP, int CL>
 __device__ static void ask_queries(room<RP, CL> &m, const mn_walk_job &job, int64_t place) {
     if (!job.spreads || place < 0) return;
-    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[1], MN_WALK_CHUNK * RP);
+    constexpr int SIZE = mn_walk_panel(RP);
+    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[1], SIZE);
     __syncwarp();
-    mn_walk_fetch<8, 2 * RP>(m.queries, job.work.queries + place * MN_WALK_CHUNK * RP, 2 * RP,
-                             &m.arrived[1]);
+    mn_walk_fetch<SIZE>(m.queries[0], job.work.queries + place * SIZE, &m.arrived[1]);
 }
 
 template <int RP, int CL>
 __device__ static void ask(room<RP, CL> &m, const mn_walk_job &job, int64_t place, int buffer,
                            unsigned rank) {
-    constexpr int own = RP / CL;
-    const int64_t at = place * MN_WALK_CHUNK * RP;
+    constexpr int SIZE = mn_walk_panel(RP), ALL = mn_walk_noised(RP), OWN = ALL / CL;
     if (place < 0) return;
-    if (threadIdx.x % 32 == 0) {
-        mn_walk_expect(&m.arrived[0], MN_WALK_CHUNK * (RP + own) + 3 * RP);
-    }
+    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[0], SIZE + OWN + 3 * RP);
     __syncwarp();
-    mn_walk_fetch<8, 2 * RP>(m.keys, job.work.keys + at, 2 * RP, &m.arrived[0]);
-    mn_walk_fetch<MN_WALK_CHUNK, own>(m.noised, job.work.noised + at + rank * own, RP,
-                                      &m.arrived[0], 16);
-    mn_walk_fetch<3, RP>(m.ends[buffer], job.work.ends + place * 3 * RP, RP, &m.arrived[0]);
+    mn_walk_fetch<SIZE>(m.keys[0], job.work.keys + place * SIZE, &m.arrived[0]);
+    mn_walk_fetch<OWN>(m.noised[0][0], job.work.noised + place * ALL + rank * OWN, &m.arrived[0]);
+    mn_walk_fetch<3 * RP>(m.ends[buffer][0], job.work.ends + place * 3 * RP, &m.arrived[0]);
 }
 
 /* ---- a chunk --------------------------------------------------------------------------------- */
@@ -503,20 +502,22 @@ template <int RP, int CL>
 __device__ static void fill_steep(room<RP, CL> &m, const mn_walk_job &job, const scene &s,
                                   int token) {
     using of = sizes<RP, CL>;
-    const int64_t at = s.place * MN_WALK_CHUNK * RP;
+    const double *keys = job.work.keys + s.place * mn_walk_panel(RP);
+    const double *queries = job.work.queries + s.place * mn_walk_panel(RP);
+    const double *steps = job.work.noised + s.place * mn_walk_noised(RP);
     const double *ends = job.work.ends + s.place * 3 * RP;
     const double l2 = token >= 0 ? ends[RP + token] : 0.0;
 #pragma unroll 1
     for (int e = threadIdx.x; e < MN_WALK_CHUNK * RP; e += of::THREADS) {
         const int t = e / RP, r = e % RP, own = r - (int)s.rank * of::OWN;
-        const int from = mn_walk_panel_at(t, r, 2 * RP), to = mn_walk_panel_at(t, r, 2 * RP + 2);
-        const double k = t == token ? job.work.keys[at + from] : 0.0;
-        m.keys[0][to] = k;
-        if (own >= 0 && own < of::OWN) m.noised[t][own] = l2 * k;
-        if (job.spreads) m.queries[0][to] = t == token ? job.work.queries[at + from] : 0.0;
+        const int at = mn_walk_panel_at(t, r, RP);
+        const double k = t == token ? keys[at] : 0.0;
+        m.keys[0][at] = k;
+        if (own >= 0 && own < of::OWN) m.noised[own / 32][t][own % 32] = l2 * k;
+        if (job.spreads) m.queries[0][at] = t == token ? queries[at] : 0.0;
     }
-    mn_walk_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, job.work.noised + at, token,
-                                       job.step, threadIdx.x);
+    mn_walk_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, steps, token, job.step,
+                                       threadIdx.x);
     mn_walk_before_copies();
     __syncthreads();
 }

@@ -18,7 +18,7 @@ template <int RP>
 struct alignas(16) writes {
     double z[8][2 * RP + 2];
     double undo[CHUNK][CHUNK + 4];
-    double phi[1][RP], inverse[1][CHUNK];
+    double phi[RP], inverse[CHUNK];
 };
 
 template <int RP>
@@ -88,7 +88,7 @@ struct worker {
     }
 
     /* The parts added up: e in front of the chunk's own writes, o, weights. */
-    __device__ void gather(room<RP> &m, const writes<RP> &in, const float (&v)[OWN][SLICE / 16],
+    __device__ void gather(room<RP> &m, const writes<RP> &in, const T (&v)[OWN][SLICE / 16],
                            bool reads) const {
 #pragma unroll
         for (int own = 0; own < OWN; own++) {
@@ -98,31 +98,30 @@ struct worker {
             for (int block = 0; block < SLICE / 16; block++) {
                 const double (*parts)[2][256] = m.parts + block * HALVES;
                 const double e = parts[0][0][i] + parts[1][0][i];
-                m.e[16 * block + column][token] = (double)v[own][block] - e;
+                m.e[16 * block + column][token] = (double)mn_float(v[own][block]) - e;
                 if (reads) m.o[16 * block + column][token] = parts[0][1][i] + parts[1][1][i];
             }
             if (!reads) continue;
             const int half = i / 128, g = i % 128, s = 8 * (g / 64) + g % 64 / 2 / 4;
             const int t = 8 * half + 2 * (g % 64 / 2 % 4) + g % 2;
             const double weight = m.scores[half * HALVES][g] + m.scores[half * HALVES + 1][g];
-            m.weights[s][t] = s <= t ? weight * in.inverse[0][s] : 0.0;
+            m.weights[s][t] = s <= t ? weight * in.inverse[s] : 0.0;
         }
     }
 
-    /* This thread's values of a chunk, as gather wants them. */
-    __device__ static void values(float (&v)[OWN][SLICE / 16], const mn_walk_job &job,
-                                  const scene &s, int64_t t) {
+    /* This thread's values of a chunk, as gather wants them. Loads do not wait for the question
+     * whether they are wanted: tokens behind the last one are those of the last one. */
+    __device__ static void values(T (&v)[OWN][SLICE / 16], const mn_walk_job &job, const scene &s,
+                                  int64_t t) {
 #pragma unroll
         for (int own = 0; own < OWN; own++) {
             const int i = (int)threadIdx.x + own * THREADS, f = i / 64, l = i % 64 / 2;
-            const int64_t token = t + 8 * (f % 2) + l / 4;
+            const int64_t token = min(t + 8 * (f % 2) + l / 4, s.span.length - 1);
             const int column = 8 * (f / 2) + 2 * (l % 4) + i % 2;
-            const T *row = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h);
+            const T *row = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h) + s.first;
 #pragma unroll
             for (int block = 0; block < SLICE / 16; block++) {
-                const int j = 16 * block + column;
-                const bool there = token < s.span.length && j < s.columns;
-                v[own][block] = there ? mn_float(row[s.first + j]) : 0.0f;
+                v[own][block] = row[min(16 * block + column, s.columns - 1)];
             }
         }
     }
@@ -146,7 +145,7 @@ struct worker {
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const double scale = in.inverse[0][token(k)];
+            const double scale = in.inverse[token(k)];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 plain[2 * k + half] = e[k % 2][half][k / 2];
@@ -163,7 +162,7 @@ struct worker {
                 z[k] = pair.x, z[k + 1] = pair.y;
             }
             mn_dmma_16(M[b], left, z);
-            const double2 phi = *(const double2 *)&in.phi[0][row(b) + 2 * i];
+            const double2 phi = *(const double2 *)&in.phi[row(b) + 2 * i];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const double x = M[b][half][0], y = M[b][half][1];
@@ -217,12 +216,12 @@ struct worker {
 /* Asks for keys and queries of the chunk at `place`, by one warp. */
 template <int RP>
 __device__ static void ask_keys(room<RP> &m, const mn_walk_job &job, int64_t place) {
-    const int64_t at = place * CHUNK * RP;
-    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[0], (job.reads ? 2 : 1) * CHUNK * RP);
+    constexpr int SIZE = mn_walk_panel(RP);
+    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[0], (job.reads ? 2 : 1) * SIZE);
     __syncwarp();
-    mn_walk_fetch<8, 2 * RP>(m.keys, job.work.keys + at, 2 * RP, &m.arrived[0]);
+    mn_walk_fetch<SIZE>(m.keys[0], job.work.keys + place * SIZE, &m.arrived[0]);
     if (!job.reads) return;
-    mn_walk_fetch<8, 2 * RP>(m.queries, job.work.queries + at, 2 * RP, &m.arrived[0], 16);
+    mn_walk_fetch<SIZE>(m.queries[0], job.work.queries + place * SIZE, &m.arrived[0]);
 }
 
 /* `chunk` is the sequence's first, second, ... at `place`. Its writes are asked for once all blocks
@@ -232,6 +231,7 @@ __device__ static void ask_writes(room<RP> &m, int &known, const mn_walk_job &jo
                                   int64_t place, int chunk) {
     const int64_t group = place * job.p.call.G + s.g;
     const mn_walk_work &work = job.work;
+    constexpr int SIZE = mn_walk_panel(RP);
     writes<RP> &in = m.in[chunk % 2];
     const int *done = work.done + s.walk * MN_WALK_BLOCKS + (int)threadIdx.x % job.blocks;
     while (known <= chunk) {    // alike in all lanes, of which each looks after one block
@@ -242,31 +242,34 @@ __device__ static void ask_writes(room<RP> &m, int &known, const mn_walk_job &jo
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) {
-        mn_walk_expect(&m.arrived[1], CHUNK * RP + RP + CHUNK * CHUNK + CHUNK);
+        mn_walk_expect(&m.arrived[1], SIZE + MN_WALK_UNDO + RP + CHUNK);
     }
     __syncwarp();
-    mn_walk_fetch<8, 2 * RP>(in.z, work.z + group * CHUNK * RP, 2 * RP, &m.arrived[1]);
-    mn_walk_fetch<CHUNK, CHUNK>(in.undo, work.undo + group * 256, CHUNK, &m.arrived[1], 16);
-    mn_walk_fetch<1, RP>(in.phi, work.ends + place * 3 * RP, RP, &m.arrived[1]);
-    mn_walk_fetch<1, CHUNK>(in.inverse, work.inverse + group * CHUNK, CHUNK, &m.arrived[1], 16);
+    mn_walk_fetch<SIZE>(in.z[0], work.z + group * SIZE, &m.arrived[1]);
+    mn_walk_fetch<MN_WALK_UNDO>(in.undo[0], work.undo + group * MN_WALK_UNDO, &m.arrived[1]);
+    mn_walk_fetch<RP>(in.phi, work.ends + place * 3 * RP, &m.arrived[1]);
+    mn_walk_fetch<CHUNK>(in.inverse, work.inverse + group * CHUNK, &m.arrived[1]);
 }
 
 /* One token of a steep chunk, or what comes before the first one (-1). */
 template <int RP>
 __device__ static void fill_steep(room<RP> &m, writes<RP> &in, const mn_walk_job &job,
                                   const scene &s, int token) {
-    const int64_t at = s.place * CHUNK * RP;
+    const double *keys = job.work.keys + s.place * mn_walk_panel(RP);
+    const double *queries = job.work.queries + s.place * mn_walk_panel(RP);
+    const double *z = job.work.z + s.group * mn_walk_panel(RP);
 #pragma unroll 1
     for (int e = threadIdx.x; e < CHUNK * RP; e += THREADS) {
         const int t = e / RP, r = e % RP;
-        const int from = mn_walk_panel_at(t, r, 2 * RP), to = mn_walk_panel_at(t, r, 2 * RP + 2);
-        m.keys[0][to] = t == token ? job.work.keys[at + from] : 0.0;
-        if (job.reads) m.queries[0][to] = t == token ? job.work.queries[at + from] : 0.0;
-        in.z[0][to] = t == token ? job.work.z[s.group * CHUNK * RP + from] : 0.0;
+        const int at = mn_walk_panel_at(t, r, RP);
+        m.keys[0][at] = t == token ? keys[at] : 0.0;
+        if (job.reads) m.queries[0][at] = t == token ? queries[at] : 0.0;
+        in.z[0][at] = t == token ? z[at] : 0.0;
     }
     const int t = (int)threadIdx.x;
-    if (t < CHUNK) in.inverse[0][t] = t == token ? job.work.inverse[s.group * CHUNK + t] : 0.0;
-    mn_walk_steep_phi<RP, THREADS>(in.phi[0], job.work.noised + at, token, job.step, t);
+    if (t < CHUNK) in.inverse[t] = t == token ? job.work.inverse[s.group * CHUNK + t] : 0.0;
+    mn_walk_steep_phi<RP, THREADS>(in.phi, job.work.noised + s.place * mn_walk_noised(RP), token,
+                                   job.step, t);
     mn_walk_before_copies();
 }
 
@@ -282,11 +285,11 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
     mine.each(job, s, [&](double &x, int r, int column) {
         x = given ? (double)given[r * call.V + column] : 0.0;
     });
-    float v[OWN][SLICE / 16], next_v[OWN][SLICE / 16];
+    T v[OWN][SLICE / 16], next_v[OWN][SLICE / 16];
     int known = 0;    // chunks whose writes are there
     s.place = slot * call.H + s.h;
     bool steep_next = chunks > 0 && job.work.steep[s.place];
-    mine.values(next_v, job, s, 0);
+    if (chunks > 0) mine.values(next_v, job, s, 0);
     const bool asks = threadIdx.x < 32;
     if (threadIdx.x == 0) mn_walk_open(&m.arrived[0]), mn_walk_open(&m.arrived[1]);
     __syncthreads();

@@ -36,7 +36,7 @@ struct panel {
             re[t % 8] = x, im[t % 8] = y;
             return;
         }
-        double *at = to + t % 8 * 2 * rows;
+        double *at = to + mn_walk_panel_at(t % 8, 0, (int)rows);
         *(double2 *)at = make_double2(re[t % 8], x);
         if (STEP == 2) *(double2 *)(at + 2) = make_double2(im[t % 8], y);
     }
@@ -46,8 +46,9 @@ struct panel {
 template <int STEP>
 __device__ static void prepare_steep(const mn_walk_job &job, const channel &c, const float *l2,
                                      int64_t place, int r) {
-    const int64_t rows = job.rows, at = place * MN_WALK_CHUNK * rows;
-    panel<STEP> keys = { job.work.keys + at + 2 * r }, queries = { job.work.queries + at + 2 * r };
+    const int64_t rows = job.rows, at = place * mn_walk_panel(job.rows) + 2 * r;
+    panel<STEP> keys = { job.work.keys + at }, queries = { job.work.queries + at };
+    double *noised = job.work.noised + place * mn_walk_noised(job.rows);
 #pragma unroll
     for (int t = 0; t < MN_WALK_CHUNK; t++) {
         const double size = exp((double)c.la[t]);
@@ -55,7 +56,7 @@ __device__ static void prepare_steep(const mn_walk_job &job, const channel &c, c
         if (STEP == 2) sincos((double)c.theta[t], &sine, &cosine);
         keys.put(t, (double)c.k[t], 0.0, rows);
         if (job.reads) queries.put(t, (double)c.q[t], 0.0, rows);
-        put<STEP>(job.work.noised + at + r + t * rows, size * cosine, size * sine);
+        put<STEP>(noised + t * rows + r, size * cosine, size * sine);
     }
     double *ends = job.work.ends + place * 3 * rows;
     if (threadIdx.x < MN_WALK_CHUNK) ends[rows + threadIdx.x] = (double)l2[threadIdx.x];
@@ -64,8 +65,9 @@ __device__ static void prepare_steep(const mn_walk_job &job, const channel &c, c
 template <int STEP>
 __device__ static void prepare_chunk(const mn_walk_job &job, const channel &c, const float *l2,
                                      int64_t place, int r) {
-    const int64_t rows = job.rows, at = place * MN_WALK_CHUNK * rows;
-    panel<STEP> keys = { job.work.keys + at + 2 * r }, queries = { job.work.queries + at + 2 * r };
+    const int64_t rows = job.rows, at = place * mn_walk_panel(job.rows) + 2 * r;
+    panel<STEP> keys = { job.work.keys + at }, queries = { job.work.queries + at };
+    double *noised = job.work.noised + place * mn_walk_noised(job.rows);
     mn_walk_frame<STEP> f;
 #pragma unroll
     for (int t = 0; t < MN_WALK_CHUNK; t++) {
@@ -74,7 +76,7 @@ __device__ static void prepare_chunk(const mn_walk_job &job, const channel &c, c
         const double x = f.re * k, y = -f.im * k;
         keys.put(t, x, y, rows);
         if (job.reads) queries.put(t, f.re * q, -f.im * q, rows);
-        put<STEP>(job.work.noised + at + r + t * rows, f.rr * x + f.ri * y, f.ri * x + f.ii * y);
+        put<STEP>(noised + mn_walk_noised_at(t, r), f.rr * x + f.ri * y, f.ri * x + f.ii * y);
     }
     double *ends = job.work.ends + place * 3 * rows + r;
     put<STEP>(ends, f.re, f.im);

@@ -17,14 +17,14 @@ __device__ static void frames(double (&re)[CHUNK], double (&im)[CHUNK], double (
                               const mn_walk_job &job, const scene &s, const float *l2, int i) {
     const mn_bayes_args &p = job.p;
     const int row = min(i, (int)p.call.K - 1) * STEP;
-    const double *q = job.work.queries + s.place * CHUNK * job.rows;
+    const double *q = job.work.queries + s.place * mn_walk_panel(job.rows);
     float la[CHUNK], theta[CHUNK];
     mn_walk_column<T>(la, p.la, p.call, s.tile, s.h, i);
     if (STEP == 2) mn_walk_column<T>(theta, p.theta, p.call, s.tile, s.h, i);
     mn_walk_frame<STEP> f;
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
-        const double *at = q + mn_walk_panel_at(t, row, 2 * job.rows);
+        const double *at = q + mn_walk_panel_at(t, row, job.rows);
         const double x = job.spreads ? at[0] : 0.0, y = job.spreads && STEP == 2 ? at[2] : 0.0;
         if (!s.steep) f.step(la[t], theta[t], l2[t]);
         re[t] = f.re, im[t] = f.im;
@@ -43,13 +43,13 @@ __device__ static void put_gains(const mn_walk_job &job, const scene &s,
     T *out = mn_row<T>(p.gainvec, s.tile.span.b, when, s.h) + i * STEP;
     for (int64_t g = 0; g < p.call.G; g++) {
         const int64_t group = s.place * p.call.G + g;
-        const double *z = job.work.z + group * CHUNK * job.rows;
+        const double *z = job.work.z + group * mn_walk_panel(job.rows);
         const double *inverse = job.work.inverse + group * CHUNK;
         double x[CHUNK], y[CHUNK];
 #pragma unroll
         for (int t = 0; t < CHUNK; t++) {
             const int there = min(t, (int)s.tile.n_rows - 1);    // others may not be written
-            const double *at = z + mn_walk_panel_at(there, i * STEP, 2 * job.rows);
+            const double *at = z + mn_walk_panel_at(there, i * STEP, job.rows);
             x[t] = at[0] * inverse[there];
             y[t] = STEP == 2 ? at[2] * inverse[there] : 0.0;
         }
@@ -69,9 +69,9 @@ __device__ static double taken(double (&parts)[MOST_WARPS][256], const mn_walk_j
                                const scene &s, int64_t group) {
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
     const int rows = job.rows;
-    const int own = mn_walk_panel_at(lane / 4, 2 * (lane % 4), 2 * rows);
-    const double *z = job.work.z + group * CHUNK * rows + own;
-    const double *q = job.work.queries + s.place * CHUNK * rows + own;
+    const int own = mn_walk_panel_at(lane / 4, 2 * (lane % 4), rows);
+    const double *z = job.work.z + group * mn_walk_panel(rows) + own;
+    const double *q = job.work.queries + s.place * mn_walk_panel(rows) + own;
     double c[2][2][2] = {};
 #pragma unroll 4
     for (int r = 8 * warp; r < rows; r += (int)blockDim.x / 4) {

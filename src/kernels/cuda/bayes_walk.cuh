@@ -35,19 +35,20 @@ enum {
     MN_WALK_CHUNK = 16, MN_WALK_WIDEST = 256,
     MN_WALK_SUMS = 8,       // parts of a sum over rows, 32 rows each, at most
     MN_WALK_BLOCKS = 4,     // blocks of a covariance, at most
+    MN_WALK_UNDO = 16 * 20, // doubles of L^-1
     MN_WALK_SLICE = 32,     // value columns of a block
 };
 
 /* What the kernels leave to each other, in doubles; a chunk's place is its slot (mn_tile_slots)
  * times H plus the head. `rows` is R rounded up, with zeros beyond it. A panel is 16 tokens of so
  * many numbers, those of tokens t and t + 8 side by side, as the registers of a left factor want
- * them. */
+ * them. Rows are as far apart as in shared memory, where lanes then meet in no bank. */
 struct mn_walk_work {
     double *keys, *queries;             // (place) panels: kh, qh
-    double *noised;                     // (place, 16, rows): n kh; if steep, A
+    double *noised;                     // (place, rows / 32, 16, 40): n kh; if steep, A (16, rows)
     double *ends;                       // (place, 3, rows): Phi, n (if steep l2), n inside pairs
     double *z;                          // (place, G) panels
-    double *undo;                       // (place, G, 16, 16): L^-1
+    double *undo;                       // (place, G, 16, 20): L^-1
     double *inverse, *variance;         // (place, G, 16): 1 / sigma, k'u
     double *spread;                     // (place, G, MN_WALK_SUMS, 16): qh'Ph qh in parts
     int *steep;                         // (place)
@@ -79,10 +80,21 @@ __device__ inline int64_t mn_walk_slot(const mn_call &call, int64_t n) {
     return n * ((call.T + MN_WALK_CHUNK - 1) / MN_WALK_CHUNK);
 }
 
-/* Number `r` of token t in a panel whose eight rows are `pitch` apart: 2 rows in memory, 2 more in
- * shared memory, where lanes then meet in no bank. */
-__device__ inline int mn_walk_panel_at(int t, int r, int pitch) {
-    return t % 8 * pitch + 2 * r + t / 8;
+/* Doubles of a panel and of n kh, and where number r of token t lies in them. */
+__host__ __device__ constexpr int mn_walk_panel(int rows) {
+    return 8 * (2 * rows + 2);
+}
+
+__device__ inline int mn_walk_panel_at(int t, int r, int rows) {
+    return t % 8 * (2 * rows + 2) + 2 * r + t / 8;
+}
+
+__host__ __device__ constexpr int mn_walk_noised(int rows) {
+    return rows / 32 * 16 * 40;
+}
+
+__device__ inline int mn_walk_noised_at(int t, int r) {
+    return (r / 32 * 16 + t) * 40 + r % 32;
 }
 
 /* Columns c and c + 1 of a panel as a left factor, `at` being c in row lane / 4; as a right one
@@ -136,25 +148,21 @@ __device__ inline void mn_walk_before_copies(void) {
 #endif
 }
 
-/* ROWS rows of WIDTH doubles, `from` rows being `stride` apart, by lanes from `first` on. */
-template <int ROWS, int WIDTH, int PITCH>
-__device__ inline void mn_walk_fetch(double (&to)[ROWS][PITCH], const double *from, int64_t stride,
-                                     uint64_t *arrived, int first = 0) {
+/* COUNT neighbours, an even number. */
+template <int COUNT>
+__device__ inline void mn_walk_fetch(double *to, const double *from, uint64_t *arrived) {
     const int lane = (int)threadIdx.x % 32;
+    const unsigned there = (unsigned)__cvta_generic_to_shared(to);
 #if __CUDA_ARCH__ >= 900
-    if (lane < first || lane >= first + ROWS) return;
+    if (lane > 0) return;
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1], %2, [%3];" ::"r"((unsigned)__cvta_generic_to_shared(
-                                             &to[lane - first][0])),
-                 "l"(from + (lane - first) * stride), "n"(8 * WIDTH),
+                 "[%0], [%1], %2, [%3];" ::"r"(there), "l"(from), "n"(8 * COUNT),
                  "r"((unsigned)__cvta_generic_to_shared(arrived))
                  : "memory");
 #else
-    for (int at = lane; at < ROWS * WIDTH / 2; at += 32) {
-        const int row = at / (WIDTH / 2), pack = at % (WIDTH / 2);
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                         (unsigned)__cvta_generic_to_shared(&to[row][2 * pack])),
-                     "l"(from + row * stride + 2 * pack)
+    for (int at = 2 * lane; at < COUNT; at += 64) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there + 8 * at),
+                     "l"(from + at)
                      : "memory");
     }
 #endif
