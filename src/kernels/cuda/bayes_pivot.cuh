@@ -14,8 +14,8 @@ enum { MN_PIVOT_HALF = 8 };
 /* Shared memory of a chunk's elimination. */
 struct alignas(16) mn_pivot_room {
     double r2[16], variance[16], inverse[16];
-    double rows[MN_PIVOT_HALF][MN_PIVOT_HALF];      // [i - 8][k]: L_ik of the lower left square
-    double square[MN_PIVOT_HALF][MN_PIVOT_HALF];    // what is left of the lower right one
+    double rows[MN_PIVOT_HALF][MN_PIVOT_HALF];    // [i - 8][k]: L_ik of the lower left square
+    double square[16][16];                        // S, and what is left of its lower right square
 };
 
 /* max(x, 0) by its sign bit. */
@@ -23,7 +23,7 @@ __device__ inline double mn_pivot_positive(double x) {
     return __double2hiint(x) < 0 ? 0.0 : x;
 }
 
-/* Tokens [FIRST, FIRST + 8), whose part of S is the upper triangle `a`; x, rows of this lane's
+/* Tokens [first, first + 8), whose part of S is the upper triangle `a`; x, rows of this lane's
  * column, becomes L^-1 x, and of the first eight x / sigma the rows of lanes 8 to 15. Two tokens
  * at a time, so that both reciprocals of
  *
@@ -35,13 +35,13 @@ __device__ inline double mn_pivot_positive(double x) {
  *   S_ik - (S_ji S_jk + (d_i d_k) / that difference) / sigma_j    d_i = sigma_j S_{j+1,i} - b S_ji
  *
  * with b = S_{j,j+1}, so that reciprocals are the last thing needed. */
-template <int FIRST>
 __device__ inline void mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
-                                      double (&x)[MN_PIVOT_HALF], mn_pivot_room &room) {
+                                      double (&x)[MN_PIVOT_HALF], mn_pivot_room &room,
+                                      int first_token) {
     const int lane = (int)threadIdx.x % 32;
 #pragma unroll
     for (int j = 0; j < MN_PIVOT_HALF; j += 2) {
-        const double2 noise = *(const double2 *)&room.r2[FIRST + j];
+        const double2 noise = *(const double2 *)&room.r2[first_token + j];
         const double one = mn_pivot_positive(a[j][j]), sigma = one + noise.x;
         const double b = a[j][j + 1], c = a[j + 1][j + 1], square = b * b;
         const double least = fma(sigma, c + noise.y, -square);
@@ -70,10 +70,10 @@ __device__ inline void mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
         }
         x[j + 1] = fma(-ratio, x[j], x[j + 1]);
         if (lane == 0) {
-            *(double2 *)&room.variance[FIRST + j] = make_double2(one, left);
-            *(double2 *)&room.inverse[FIRST + j] = make_double2(first, second);
+            *(double2 *)&room.variance[first_token + j] = make_double2(one, left);
+            *(double2 *)&room.inverse[first_token + j] = make_double2(first, second);
         }
-        if (FIRST == 0 && lane >= MN_PIVOT_HALF && lane < 2 * MN_PIVOT_HALF) {
+        if (first_token == 0 && lane >= MN_PIVOT_HALF && lane < 2 * MN_PIVOT_HALF) {
             *(double2 *)&room.rows[lane - MN_PIVOT_HALF][j] =
                 make_double2(x[j] * first, x[j + 1] * second);
         }
@@ -100,71 +100,68 @@ __device__ inline double2 mn_pivot_pair(const double *from) {
     return make_double2(low.x + high.x, low.y + high.y);
 }
 
-/* The upper triangle of a symmetric square of eight rows, the sum of PARTS, from its lower one. */
-template <int PARTS>
-__device__ inline void mn_pivot_load(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF], const double *from,
-                                     int pitch) {
+/* The upper triangle of a symmetric square of eight rows of 16, from its lower one. */
+__device__ inline void mn_pivot_load(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
+                                     const double *from) {
 #pragma unroll
     for (int k = 0; k < MN_PIVOT_HALF; k++) {
 #pragma unroll
         for (int i = 0; i <= k; i += 2) {
-            const double2 sum = mn_pivot_pair<PARTS>(from + k * pitch + i);
-            a[i][k] = sum.x;
-            if (i < k) a[i + 1][k] = sum.y;
+            const double2 pair = *(const double2 *)(from + 16 * k + i);
+            a[i][k] = pair.x;
+            if (i < k) a[i + 1][k] = pair.y;
         }
     }
 }
 
 /* x: rows [first, first + 8) of this lane's column. */
-template <int PARTS>
-__device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const double *S, int first) {
+__device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const mn_pivot_room &room,
+                                       int first) {
     const int lane = (int)threadIdx.x % 32, t = lane % 16;
 #pragma unroll
     for (int i = 0; i < MN_PIVOT_HALF; i++) {
-        const double sum = mn_pivot_sum<PARTS>(S + 16 * (first + i) + t);
-        x[i] = lane < 16 ? sum : first + i == t ? 1.0 : 0.0;
+        x[i] = lane < 16 ? room.square[first + i][t] : first + i == t ? 1.0 : 0.0;
     }
 }
 
 /* S is the sum of PARTS (16, 16) squares at `sums`, 1, 2 or 4 of them; room.r2 is there. Leaves
  * L^-1 in `undo`, rows of PITCH doubles, and variances and 1 / sigma in the room, for after a
- * barrier. */
+ * barrier. Both halves run the same instructions, which are many and have to be fetched. */
 template <int PARTS, int PITCH>
 __device__ inline void mn_pivot(mn_pivot_room &room, double (*undo)[PITCH],
                                 const double (*sums)[16][16]) {
-    const int lane = (int)threadIdx.x % 32, t = lane % 16, own = t % MN_PIVOT_HALF;
-    const bool unit = lane >= 16, late = t >= MN_PIVOT_HALF;
-    const double *S = &sums[0][0][0];
+    const int lane = (int)threadIdx.x % 32, t = lane % 16;
     double a[MN_PIVOT_HALF][MN_PIVOT_HALF], x[MN_PIVOT_HALF], y[MN_PIVOT_HALF];
-    mn_pivot_load<PARTS>(a, S, 16);
-    mn_pivot_column<PARTS>(x, S, 0);
-    mn_pivot_eight<0>(a, x, room);
-    mn_pivot_column<PARTS>(y, S, MN_PIVOT_HALF);
-    __syncwarp();
 #pragma unroll
-    for (int k = 0; k < MN_PIVOT_HALF; k += 2) {
+    for (int e = 2 * lane; e < 256; e += 64) {
+        *(double2 *)&room.square[e / 16][e % 16] =
+            mn_pivot_pair<PARTS>(&sums[0][e / 16][e % 16]);
+    }
+    __syncwarp();
+    mn_pivot_column(x, room, 0);
+    mn_pivot_column(y, room, MN_PIVOT_HALF);
+#pragma unroll 1
+    for (int first = 0;; first = MN_PIVOT_HALF) {
+        mn_pivot_load(a, &room.square[first][first]);
+        mn_pivot_eight(a, x, room, first);
 #pragma unroll
         for (int i = 0; i < MN_PIVOT_HALF; i++) {
-            const double2 row = *(const double2 *)&room.rows[i][k];
-            y[i] = fma(-row.y, x[k + 1], fma(-row.x, x[k], y[i]));
+            if (lane >= 16) undo[first + i][t] = x[i];
         }
-    }
-    if (late && !unit) {
+        if (first > 0) return;
+        __syncwarp();
 #pragma unroll
-        for (int i = 0; i < MN_PIVOT_HALF; i += 2) {
-            *(double2 *)&room.square[own][i] = make_double2(y[i], y[i + 1]);
+        for (int i = 0; i < MN_PIVOT_HALF; i++) {
+#pragma unroll
+            for (int k = 0; k < MN_PIVOT_HALF; k += 2) {
+                const double2 row = *(const double2 *)&room.rows[i][k];
+                y[i] = fma(-row.y, x[k + 1], fma(-row.x, x[k], y[i]));
+            }
+            if (lane >= MN_PIVOT_HALF && lane < 16) room.square[MN_PIVOT_HALF + i][t] = y[i];
         }
-    }
 #pragma unroll
-    for (int i = 0; i < MN_PIVOT_HALF; i++) {
-        if (unit) undo[i][t] = x[i];
-    }
-    __syncwarp();
-    mn_pivot_load<1>(a, room.square[0], MN_PIVOT_HALF);
-    mn_pivot_eight<MN_PIVOT_HALF>(a, y, room);
-#pragma unroll
-    for (int i = 0; i < MN_PIVOT_HALF; i++) {
-        if (unit) undo[MN_PIVOT_HALF + i][t] = y[i];
+        for (int i = 0; i < MN_PIVOT_HALF; i++) x[i] = y[i];
+        __syncwarp();
     }
 }
 
