@@ -593,7 +593,8 @@ __device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
     if (PIVOT) {
         if (first) ask(m, job, next, 1 - s.buffer, s.rank);
         __syncwarp();
-        mn_pivot<CL * of::GROUPS>(m.token, m.undo, m.sums);
+        mn_pivot_add<CL * of::GROUPS>(m.token, m.sums);
+        mn_pivot(m.token, m.undo);
         meet<1, of::THREADS>();
         ask_queries(m, job, next);
         if (next >= 0) mn_walk_await(&m.arrived[0], s.chunk + 1);
@@ -709,8 +710,13 @@ template <int RP, int CL>
 static int start(const mn_walk_job *job, cudaStream_t stream) {
     const mn_call &call = job->p.call;
     const size_t bytes = room_of<RP, CL>(job->spreads);
-    const cudaError_t code = cudaFuncSetAttribute(
+    cudaError_t code = cudaFuncSetAttribute(
         covariance_kernel<RP, CL>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    if (code == cudaSuccess) {    // so that the mean finds room beside it
+        code = cudaFuncSetAttribute(covariance_kernel<RP, CL>,
+                                    cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared);
+    }
     if (code != cudaSuccess) return code;
     cudaLaunchAttribute how[2] = {};
     how[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;

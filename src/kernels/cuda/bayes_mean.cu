@@ -88,7 +88,7 @@ struct worker {
     }
 
     /* The parts added up: e in front of the chunk's own writes, o, weights. */
-    __device__ void gather(room<RP> &m, const writes<RP> &in, const T (&v)[OWN][SLICE / 16],
+    __device__ void gather(room<RP> &m, const writes<RP> &in, const unsigned (&v)[OWN][SLICE / 16],
                            bool reads) const {
 #pragma unroll
         for (int own = 0; own < OWN; own++) {
@@ -98,7 +98,8 @@ struct worker {
             for (int block = 0; block < SLICE / 16; block++) {
                 const double (*parts)[2][256] = m.parts + block * HALVES;
                 const double e = parts[0][0][i] + parts[1][0][i];
-                m.e[16 * block + column][token] = (double)mn_float(v[own][block]) - e;
+                const unsigned bits = sizeof(T) == 2 ? v[own][block] << 16 : v[own][block];
+                m.e[16 * block + column][token] = (double)__uint_as_float(bits) - e;
                 if (reads) m.o[16 * block + column][token] = parts[0][1][i] + parts[1][1][i];
             }
             if (!reads) continue;
@@ -109,10 +110,10 @@ struct worker {
         }
     }
 
-    /* This thread's values of a chunk, as gather wants them. Loads do not wait for the question
-     * whether they are wanted: tokens behind the last one are those of the last one. */
-    __device__ static void values(T (&v)[OWN][SLICE / 16], const mn_walk_job &job, const scene &s,
-                                  int64_t t) {
+    /* This thread's values of a chunk, as gather wants them, as bits: nothing is done with them that
+     * would wait for them. Tokens behind the last one get its values. */
+    __device__ static void values(unsigned (&v)[OWN][SLICE / 16], const mn_walk_job &job,
+                                  const scene &s, int64_t t) {
 #pragma unroll
         for (int own = 0; own < OWN; own++) {
             const int i = (int)threadIdx.x + own * THREADS, f = i / 64, l = i % 64 / 2;
@@ -121,7 +122,8 @@ struct worker {
             const T *row = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h) + s.first;
 #pragma unroll
             for (int block = 0; block < SLICE / 16; block++) {
-                v[own][block] = row[min(16 * block + column, s.columns - 1)];
+                const T *at = row + min(16 * block + column, s.columns - 1);
+                v[own][block] = sizeof(T) == 2 ? *(const uint16_t *)at : *(const unsigned *)at;
             }
         }
     }
@@ -285,7 +287,7 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
     mine.each(job, s, [&](double &x, int r, int column) {
         x = given ? (double)given[r * call.V + column] : 0.0;
     });
-    T v[OWN][SLICE / 16], next_v[OWN][SLICE / 16];
+    unsigned v[OWN][SLICE / 16], next_v[OWN][SLICE / 16];
     int known = 0;    // chunks whose writes are there
     s.place = slot * call.H + s.h;
     bool steep_next = chunks > 0 && job.work.steep[s.place];

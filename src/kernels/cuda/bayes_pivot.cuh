@@ -15,7 +15,7 @@ enum { MN_PIVOT_HALF = 8 };
 struct alignas(16) mn_pivot_room {
     double r2[16], variance[16], inverse[16];
     double rows[MN_PIVOT_HALF][MN_PIVOT_HALF];    // [i - 8][k]: L_ik of the lower left square
-    double square[16][16];                        // S, and what is left of its lower right square
+    double square[16][16];                        // S, then what is left of its lower right part
 };
 
 /* max(x, 0) by its sign bit. */
@@ -124,20 +124,24 @@ __device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const mn_pivo
     }
 }
 
-/* S is the sum of PARTS (16, 16) squares at `sums`, 1, 2 or 4 of them; room.r2 is there. Leaves
- * L^-1 in `undo`, rows of PITCH doubles, and variances and 1 / sigma in the room, for after a
- * barrier. Both halves run the same instructions, which are many and have to be fetched. */
-template <int PARTS, int PITCH>
-__device__ inline void mn_pivot(mn_pivot_room &room, double (*undo)[PITCH],
-                                const double (*sums)[16][16]) {
-    const int lane = (int)threadIdx.x % 32, t = lane % 16;
-    double a[MN_PIVOT_HALF][MN_PIVOT_HALF], x[MN_PIVOT_HALF], y[MN_PIVOT_HALF];
+/* S as the sum of PARTS (16, 16) squares at `sums`, 1, 2 or 4 of them, by one warp. */
+template <int PARTS>
+__device__ inline void mn_pivot_add(mn_pivot_room &room, const double (*sums)[16][16]) {
 #pragma unroll
-    for (int e = 2 * lane; e < 256; e += 64) {
+    for (int e = 2 * ((int)threadIdx.x % 32); e < 256; e += 64) {
         *(double2 *)&room.square[e / 16][e % 16] =
             mn_pivot_pair<PARTS>(&sums[0][e / 16][e % 16]);
     }
     __syncwarp();
+}
+
+/* S and r2 are in the room. Leaves L^-1 in `undo`, rows of PITCH doubles, and variances and
+ * 1 / sigma in the room, for after a barrier. Both halves run the same instructions, which are many
+ * and have to be fetched. */
+template <int PITCH>
+__device__ inline void mn_pivot(mn_pivot_room &room, double (*undo)[PITCH]) {
+    const int lane = (int)threadIdx.x % 32, t = lane % 16;
+    double a[MN_PIVOT_HALF][MN_PIVOT_HALF], x[MN_PIVOT_HALF], y[MN_PIVOT_HALF];
     mn_pivot_column(x, room, 0);
     mn_pivot_column(y, room, MN_PIVOT_HALF);
 #pragma unroll 1

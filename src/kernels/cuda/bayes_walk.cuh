@@ -21,6 +21,9 @@
  *   mean         e, o, M: the same for slices of value columns
  *   results      gains and variances: all chunks at once
  *
+ * The mean begins as soon as all blocks of the covariance run, on processors that have room beside
+ * these, and follows them: a counter of each block says how many chunks it has left in memory.
+ *
  * P lies in tiles of 8 x 8, two numbers for each lane: row l / 4, columns 2 (l % 4) and the next,
  * as products leave it. The same numbers are the right factor of the next product, rows read as
  * columns, if the left one's columns are taken in the order 0 2 4 6 1 3 5 7. Mh' lies alike, value
