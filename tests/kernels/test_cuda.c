@@ -7,11 +7,11 @@
  * of its row or the rms of its tensor, and the rms of the error within 2 u / sqrt(3) of that of the
  * tensor. Where sums of many products lose more because kernels round what goes into the products,
  * the bound is twice what rounding every input once does or, if that is more, twice what the same
- * formula loses in float64 with what passes between its parts rounded (delta_rounded.h for the
- * factors of delta, op_rounded.h for ccq_read): three random roundings say little of a sum that all
- * but cancels. For operators made of more parts it is that of the golden files
- * (tests/golden/README.md): ten times what results of the reference move when inputs move by u, and
- * twenty times for gradients. Gradients that vanish by structure are held to 2 u of the loss.
+ * formula loses in float64 with what passes between its parts rounded (op_rounded.h): three random
+ * roundings say little of a sum that all but cancels. For operators made of more parts it is that
+ * of the golden files (tests/golden/README.md): ten times what results of the reference move when
+ * inputs move by u, and twenty times for gradients. Gradients that vanish by structure are held to
+ * 2 u of the loss.
  *
  * test_cuda [OPERATOR [I/N]] runs one operator, and of its calls every Nth from the Ith on. The
  * reference takes most of the time: without I/N a process for each core takes its share, and what
@@ -24,10 +24,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "base/bf16.h"
 #include "base/util.h"
 #include "ops/sample_device.h"
-#include "support/delta_rounded.h"
 #include "support/op_error.h"
 
 static mn_context *gpu;    // NULL: none here
@@ -150,37 +148,6 @@ static void check_vanishes(const double *got, const mn_sample_tensor *tensor, do
           tensor->field->name, left);
 }
 
-static void round_all(double *x, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        x[i] = mn_bf16_to_float(mn_bf16_from_float((float)x[i]));
-    }
-}
-
-/* What a kernel may lose in bf16, storing results included: of each tensor, as root of the mean
- * square and at most. */
-static void measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS],
-                         const mn_sample *want, const op_case *c) {
-    mn_sample rounded;
-    op_case f64 = *c;
-    op_measure_bf16(rms, worst, want, c);
-    if (!delta_is_rounded(c)) return;
-    f64.dtype = MN_F64;
-    op_allocate(&rounded, &f64);
-    op_convert(&rounded, want);
-    delta_run_rounded(&rounded, &f64, true);
-    for (int i = 0; i < want->n_tensors; i++) {
-        double *x = op_memory(&rounded.tensors[i], OP_COMPUTED);
-        const void *y = op_memory(&want->tensors[i], OP_COMPUTED);
-        if (!x || !y) continue;
-        if (mn_field_dtype(want->tensors[i].field, MN_BF16) == MN_BF16) {
-            round_all(x, want->tensors[i].count);    // as results are stored
-        }
-        const distance far = distance_of(x, y, want->tensors[i].count, want->tensors[i].count);
-        rms[i] = fmax(rms[i], 2.0 * far.off), worst[i] = fmax(worst[i], 2.0 * far.worst);
-    }
-    mn_sample_free(&rounded);
-}
-
 static void check_bf16(op_case c) {
     const double unit = 1.0 / 256.0;
     mn_sample got, want;
@@ -213,7 +180,7 @@ static void check_bf16(op_case c) {
             continue;
         }
         if (far.share <= 2.0 * unit && far.off <= most) continue;
-        if (!measured) measure_bf16(rms, worst, &want, &c);
+        if (!measured) op_measure_bf16(rms, worst, &want, &c);
         measured = true;
         const double times = !mn_op_rounds_between(c.op) ? 1.0 : input ? 20.0 : 10.0;
         CHECK(far.share <= 2.0 * unit || far.worst <= times * worst[i],
