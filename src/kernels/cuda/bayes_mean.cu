@@ -110,8 +110,8 @@ struct worker {
         }
     }
 
-    /* This thread's values of a chunk, as gather wants them, as bits: nothing is done with them
-     * that would wait for them. Tokens behind the last one get its values. */
+    /* This thread's values of a chunk, as gather wants them, as bits. Tokens behind the last one
+     * get its values. */
     __device__ static void values(unsigned (&v)[OWN][SLICE / 16], const mn_walk_job &job,
                                   const scene &s, int64_t t) {
 #pragma unroll

@@ -136,8 +136,7 @@ __device__ inline void mn_pivot_add(mn_pivot_room &room, const double (*sums)[16
 }
 
 /* S and r2 are in the room. Leaves L^-1 in `undo`, rows of PITCH doubles, and variances and
- * 1 / sigma in the room, for after a barrier. Both halves run the same instructions, which are many
- * and have to be fetched. */
+ * 1 / sigma in the room, for after a barrier. Both halves run the same instructions. */
 template <int PITCH>
 __device__ inline void mn_pivot(mn_pivot_room &room, double (*undo)[PITCH]) {
     const int lane = (int)threadIdx.x % 32, t = lane % 16;
