@@ -170,7 +170,7 @@ __device__ static void put_de(double (&x)[2][2][2], mean_back_room<R> &room,
     put_rows(panel, VALUES_LD, 8 - column, other);
     left_small(left, here.reads, SMALL_LD);
     mn_dmma_16(own, left, b);
-    asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
+    meet_pair();
     get_rows(other, panel, VALUES_LD, column);
 #pragma unroll
     for (int i = 0; i < 4; i++) own[i / 2][i % 2] += other[i / 2][i % 2];
@@ -256,6 +256,8 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
         }
         if (has_values) {
             put_de<T, R>(x, room, here, y, p, w, a, c);
+        } else {
+            meet_pair();
         }
         __syncthreads();
         if (warp < 4) put_chunk_weights<R>(room, here.e, width);
