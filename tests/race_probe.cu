@@ -6,8 +6,8 @@
  *   compute-sanitizer --tool racecheck ./race_probe direct | elected | none
  *
  * direct: every lane arrives. elected: lane 0 does, after __syncwarp, as the kernels of curvature
- * have it; this is ordered and 0 values are wrong, but racecheck (CUDA 13.0) reports 8 hazards. none:
- * no order at all, which is to be reported. */
+ * have it; this is ordered and 0 values are wrong, but racecheck (CUDA 13.0) reports 8 hazards.
+ * none: no order at all, which is to be reported. */
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
