@@ -93,10 +93,10 @@ __device__ inline void give(double *place, double x) {
 #endif
 }
 
-/* A number, or a pair of neighbours, to all blocks; the others' barriers `told` count its bytes. */
-template <int CL>
-__device__ inline void send(double *place, uint64_t *told, unsigned rank, double x) {
-    *place = x;
+/* visit(place, told) with the addresses of both in each other block of the cluster. */
+template <int CL, typename F>
+__device__ inline void for_others(const double *place, const uint64_t *told, unsigned rank,
+                                  F visit) {
 #if __CUDA_ARCH__ >= 900
     const unsigned here = (unsigned)__cvta_generic_to_shared(place);
     const unsigned barrier = (unsigned)__cvta_generic_to_shared(told);
@@ -106,29 +106,33 @@ __device__ inline void send(double *place, uint64_t *told, unsigned rank, double
         const unsigned other = (rank + i) % CL;
         asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(other));
         asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(count) : "r"(barrier), "r"(other));
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f64 "
-                     "[%0], %1, [%2];" ::"r"(there), "d"(x), "r"(count) : "memory");
+        visit(there, count);
     }
 #endif
+}
+
+/* A number, or a pair of neighbours, to all blocks; the others' barriers `told` count its bytes. */
+template <int CL>
+__device__ inline void send(double *place, uint64_t *told, unsigned rank, double x) {
+    *place = x;
+    for_others<CL>(place, told, rank, [=](unsigned there, unsigned count) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f64 "
+                     "[%0], %1, [%2];" ::"r"(there), "d"(x), "r"(count) : "memory");
+#endif
+    });
 }
 
 template <int CL>
 __device__ inline void send_pair(double *place, uint64_t *told, unsigned rank, double2 x) {
     *(double2 *)place = x;
+    for_others<CL>(place, told, rank, [=](unsigned there, unsigned count) {
 #if __CUDA_ARCH__ >= 900
-    const unsigned here = (unsigned)__cvta_generic_to_shared(place);
-    const unsigned barrier = (unsigned)__cvta_generic_to_shared(told);
-#pragma unroll
-    for (int i = 1; i < CL; i++) {
-        unsigned there, count;
-        const unsigned other = (rank + i) % CL;
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(other));
-        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(count) : "r"(barrier), "r"(other));
         asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 "
                      "[%0], {%1, %2}, [%3];" ::"r"(there), "d"(x.x), "d"(x.y), "r"(count)
                      : "memory");
-    }
 #endif
+    });
 }
 
 /* Bytes that other blocks are to send, and their being there. */
