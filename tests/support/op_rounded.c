@@ -12,9 +12,7 @@
 #include "support/op_walk.h"
 
 static void round_all(double *x, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        x[i] = (double)mn_bf16_to_float(mn_bf16_from_float((float)x[i]));
-    }
+    for (int64_t i = 0; i < count; i++) x[i] = mn_bf16_round(x[i]);
 }
 
 /* Results and gradients, but for states, which stay wide. */
