@@ -32,32 +32,61 @@ struct put_priors {
     }
 };
 
-typedef mn_cell_block<4, WARPS, C> long_block;
-typedef mn_cell_block<2, WARPS, C> short_block;
+/* The blocks of calls with long keys, and of those with short ones. */
+struct long_blocks {
+    typedef mn_cell_block<4, WARPS, C> cells;
+    typedef by_mma::block<2, 32, 16> read;
+    typedef by_mma::block<4, 16, 32> back;
+};
 
-/* Slots and columns of a block. */
-static int64_t slots_of(const mn_call *call) {
-    return call->K <= SHORT_KEY ? short_block::SLOTS : long_block::SLOTS;
+struct short_blocks {
+    typedef mn_cell_block<2, WARPS, C> cells;
+    typedef by_mma::block<2, 16, 16> read;
+    typedef by_mma::block<2, 16, 16> back;
+};
+
+/* How a call is cut into blocks; numbers of a block's state, which is kept in front of each `span`
+ * of tokens. */
+struct cuts {
+    int64_t slots, columns, state, span;
+    bool by_mma;
+
+    template <typename Blocks>
+    static cuts of(bool on_tensor_cores) {
+        static_assert(Blocks::read::SLOTS == Blocks::back::SLOTS &&
+                      Blocks::read::COLUMNS == Blocks::back::COLUMNS, "one cut for both ways");
+        typedef typename Blocks::back back;
+        typedef typename Blocks::cells cells;
+        if (on_tensor_cores) {
+            return { back::SLOTS, back::COLUMNS, 2 * back::SLOTS * back::COLUMNS, TOKENS, true };
+        }
+        return { cells::SLOTS, cells::COLUMNS, 2 * cells::SLOTS * cells::COLUMNS, by_cell::SPAN,
+                 false };
+    }
+};
+
+static cuts cuts_of(const mn_importance_args *p, bool backward) {
+    const bool spread = backward ? p->cot.ovar.data != NULL : p->ovar.data != NULL;
+    const bool by_mma = p->call.dtype == MN_BF16 && !spread;
+    if (p->call.K <= SHORT_KEY) return cuts::of<short_blocks>(by_mma);
+    return cuts::of<long_blocks>(by_mma);
 }
 
-static int64_t columns_of(const mn_call *call) {
-    return call->K <= SHORT_KEY ? short_block::COLUMNS : long_block::COLUMNS;
-}
-
-static dim3 blocks_of(const mn_call *call) {
-    return dim3(mn_blocks(call->V, columns_of(call)),
+static dim3 blocks_of(const mn_call *call, const cuts &by) {
+    return dim3(mn_blocks(call->V, by.columns),
                 mn_blocks(mn_n_spans(*call) * call->H, 1, MOST_HEADS),
-                mn_blocks(call->K, slots_of(call)));
+                mn_blocks(call->K, by.slots));
 }
 
 /* Numbers of each part of the work space. */
-static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backward) {
-    const int64_t groups = mn_ceil_div(call->K, slots_of(call));
-    const int64_t across = mn_ceil_div(call->V, columns_of(call));
-    const int64_t span = call->dtype == MN_BF16 ? (int64_t)TOKENS : (int64_t)by_cell::SPAN;
+static bool measure(int64_t (&counts)[N_ROOMS], const mn_importance_args *p, const cuts &by,
+                    bool backward) {
+    const mn_call *call = &p->call;
+    const int64_t groups = mn_ceil_div(call->K, by.slots);
+    const int64_t across = mn_ceil_div(call->V, by.columns);
     int64_t rows, blocks, heads;
     for (int64_t &count : counts) count = 0;
-    if (call->dtype == MN_BF16 &&
+    if (by.by_mma &&
         (!mn_mul_i64(&counts[DECAYS], mn_tile_slots(*call, TOKENS), call->H) ||
          !mn_mul_i64(&counts[DECAYS], counts[DECAYS], sizeof(by_mma::gates) / sizeof(float)))) {
         return false;
@@ -70,32 +99,32 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backwa
     }
     if (!backward || !ok) return ok;
     return mn_mul_i64(&heads, blocks, call->H) &&
-           mn_mul_i64(&counts[STATES], heads, SETS * SLOTS * long_block::THREADS) &&
-           mn_mul_i64(&counts[STATES], counts[STATES], mn_tile_slots(*call, span)) &&
+           mn_mul_i64(&counts[STATES], heads, by.state) &&
+           mn_mul_i64(&counts[STATES], counts[STATES], mn_tile_slots(*call, by.span)) &&
            mn_mul_i64(&counts[KEY_PARTS], rows, call->K) &&
            mn_mul_i64(&counts[KEY_PARTS], counts[KEY_PARTS], across) &&
            mn_mul_i64(&counts[GATES], rows, blocks) &&
            mn_mul_i64(&counts[PRIORS], heads, mn_n_spans(*call));
 }
 
-static bool plan_room(mn_plan *plan, const mn_call *call, bool backward) {
+static bool plan_room(mn_plan *plan, const mn_importance_args *p, bool backward) {
     int64_t counts[N_ROOMS];
-    return measure(counts, call, backward) && mn_cell_plan(plan, counts);
+    return measure(counts, p, cuts_of(p, backward), backward) && mn_cell_plan(plan, counts);
 }
 
 template <typename T>
 static int sum_groups(const mn_out &first, const mn_out &second, const float *sums,
-                      const mn_call *call, cudaStream_t stream) {
-    const int64_t groups = mn_ceil_div(call->K, slots_of(call));
+                      const mn_call *call, const cuts &by, cudaStream_t stream) {
+    const int64_t groups = mn_ceil_div(call->K, by.slots);
     if (groups == 1) return cudaSuccess;
     return mn_cell_add_rows<T>(first, second, sums, groups, call, call->H, call->V, stream);
 }
 
-template <typename Room, typename Kernel, typename... Given>
-static int launch(Kernel kernel, const mn_importance_args *p, cudaStream_t stream,
+template <typename Room, typename Block, typename Kernel, typename... Given>
+static int launch(Kernel kernel, const mn_importance_args *p, const cuts &by, cudaStream_t stream,
                   const Given &...given) {
     const int64_t n_rows = mn_cell_rows_of(&p->call) * p->call.H;
-    return mn_launch_with_room(kernel, blocks_of(&p->call), long_block::THREADS, sizeof(Room),
+    return mn_launch_with_room(kernel, blocks_of(&p->call, by), Block::THREADS, sizeof(Room),
                                stream, *p, given..., n_rows);
 }
 
@@ -110,69 +139,78 @@ static int find_gates(by_mma::gates **gates, const mn_importance_args *p, const 
     return mn_launched();
 }
 
-template <typename T, typename Block, bool VARIANCE>
-static int read_cells(const mn_importance_args *p, const room &to, cudaStream_t stream) {
+template <typename T, typename Blocks, bool VARIANCE>
+static int read_cells(const mn_importance_args *p, const room &to, const cuts &by,
+                      cudaStream_t stream) {
     if constexpr (sizeof(T) == sizeof(mn_bf16) && !VARIANCE) {
+        typedef typename Blocks::read block;
         by_mma::gates *gates;
         const int code = find_gates(&gates, p, to, stream);
         if (code != cudaSuccess) return code;
-        return launch<by_mma::forward_room<Block>>(by_mma::forward_kernel<Block>, p, stream, gates,
-                                                   to.at[SUMS]);
+        return launch<by_mma::forward_room<block>, block>(by_mma::forward_kernel<block>, p, by,
+                                                          stream, gates, to.at[SUMS]);
     } else {
-        return launch<by_cell::forward_room<Block>>(by_cell::forward_kernel<T, Block, VARIANCE>, p,
-                                                    stream, to.at[SUMS]);
+        typedef typename Blocks::cells block;
+        return launch<by_cell::forward_room<block>, block>(
+            by_cell::forward_kernel<T, block, VARIANCE>, p, by, stream, to.at[SUMS]);
     }
 }
 
 /* The parts of the work space. */
-static room rooms_of(const mn_importance_args *p, float *shared, bool backward) {
+static room rooms_of(const mn_importance_args *p, const cuts &by, float *shared, bool backward) {
     int64_t counts[N_ROOMS];
     room to;
-    (void)measure(counts, &p->call, backward);    // went well when it was planned
+    (void)measure(counts, p, by, backward);    // went well when it was planned
     mn_cell_rooms(to.at, shared, counts);
     return to;
 }
 
-template <typename T, typename Block>
+template <typename T, typename Blocks>
 static int forward(const mn_importance_args *p, float *shared, cudaStream_t stream) {
-    const room to = rooms_of(p, shared, false);
-    const int code = p->ovar.data ? read_cells<T, Block, true>(p, to, stream) :
-                                    read_cells<T, Block, false>(p, to, stream);
-    return code != cudaSuccess ? code : sum_groups<T>(p->o, p->ovar, to.at[SUMS], &p->call, stream);
+    const cuts by = cuts_of(p, false);
+    const room to = rooms_of(p, by, shared, false);
+    const int code = p->ovar.data ? read_cells<T, Blocks, true>(p, to, by, stream) :
+                                    read_cells<T, Blocks, false>(p, to, by, stream);
+    if (code != cudaSuccess) return code;
+    return sum_groups<T>(p->o, p->ovar, to.at[SUMS], &p->call, by, stream);
 }
 
 /* The states first, then the way back from them. */
-template <typename T, typename Block, bool SPREAD>
-static int go_back(const mn_importance_args *p, const room &to, cudaStream_t stream) {
-    const dim3 blocks = blocks_of(&p->call);
+template <typename T, typename Blocks, bool SPREAD>
+static int go_back(const mn_importance_args *p, const room &to, const cuts &by,
+                   cudaStream_t stream) {
+    const dim3 blocks = blocks_of(&p->call, by);
     if constexpr (sizeof(T) == sizeof(mn_bf16) && !SPREAD) {
+        typedef typename Blocks::back block;
         by_mma::gates *gates;
         int code = find_gates(&gates, p, to, stream);
         if (code == cudaSuccess) {
-            code = mn_launch_with_room(by_mma::states_kernel<Block>, blocks, Block::THREADS,
-                                       sizeof(by_mma::states_room<Block>), stream, *p, gates,
+            code = mn_launch_with_room(by_mma::states_kernel<block>, blocks, block::THREADS,
+                                       sizeof(by_mma::states_room<block>), stream, *p, gates,
                                        to.at[STATES]);
         }
         if (code != cudaSuccess) return code;
-        return launch<by_mma::backward_room<Block>>(by_mma::backward_kernel<Block>, p, stream,
-                                                    gates, to);
+        return launch<by_mma::backward_room<block>, block>(by_mma::backward_kernel<block>, p, by,
+                                                           stream, gates, to);
     } else {
-        by_cell::states_kernel<T, Block>
-            <<<blocks, Block::THREADS, 0, stream>>>(*p, to.at[STATES]);
+        typedef typename Blocks::cells block;
+        by_cell::states_kernel<T, block>
+            <<<blocks, block::THREADS, 0, stream>>>(*p, to.at[STATES]);
         const int code = mn_launched();
         if (code != cudaSuccess) return code;
-        return launch<by_cell::backward_room<Block, SPREAD>>(
-            by_cell::backward_kernel<T, Block, SPREAD>, p, stream, to);
+        return launch<by_cell::backward_room<block, SPREAD>, block>(
+            by_cell::backward_kernel<T, block, SPREAD>, p, by, stream, to);
     }
 }
 
 /* Adds the parts of all gradients. */
 template <typename T>
-static int add_parts(const mn_importance_args *p, const room &at, cudaStream_t stream) {
+static int add_parts(const mn_importance_args *p, const room &at, const cuts &by,
+                     cudaStream_t stream) {
     const mn_call *call = &p->call;
     const int64_t n_rows = mn_cell_rows_of(call) * call->H;
-    const dim3 blocks = blocks_of(call);
-    int code = sum_groups<T>(p->grad.v, p->grad.b, at.at[SUMS], call, stream);
+    const dim3 blocks = blocks_of(call, by);
+    int code = sum_groups<T>(p->grad.v, p->grad.b, at.at[SUMS], call, by, stream);
     if (code == cudaSuccess) {
         code = mn_cell_add_rows<T>(p->grad.k, p->grad.q, at.at[KEY_PARTS], blocks.x, call, call->H,
                                    call->K, stream);
@@ -186,44 +224,45 @@ static int add_parts(const mn_importance_args *p, const room &at, cudaStream_t s
     return mn_sum_parts_into(put_priors{ p->grad.ip }, at.at[PRIORS], n_parts, call->H, stream);
 }
 
-template <typename T, typename Block>
+template <typename T, typename Blocks>
 static int backward(const mn_importance_args *p, float *shared, cudaStream_t stream) {
-    const room at = rooms_of(p, shared, true);
-    const int code = p->cot.ovar.data ? go_back<T, Block, true>(p, at, stream) :
-                                        go_back<T, Block, false>(p, at, stream);
-    return code != cudaSuccess ? code : add_parts<T>(p, at, stream);
+    const cuts by = cuts_of(p, true);
+    const room at = rooms_of(p, by, shared, true);
+    const int code = p->cot.ovar.data ? go_back<T, Blocks, true>(p, at, by, stream) :
+                                        go_back<T, Blocks, false>(p, at, by, stream);
+    return code != cudaSuccess ? code : add_parts<T>(p, at, by, stream);
 }
 
-template <typename Block>
+template <typename Blocks>
 static int forward_of(const mn_importance_args *p, float *shared, cudaStream_t stream) {
-    if (p->call.dtype == MN_BF16) return forward<mn_bf16, Block>(p, shared, stream);
-    return forward<float, Block>(p, shared, stream);
+    if (p->call.dtype == MN_BF16) return forward<mn_bf16, Blocks>(p, shared, stream);
+    return forward<float, Blocks>(p, shared, stream);
 }
 
-template <typename Block>
+template <typename Blocks>
 static int backward_of(const mn_importance_args *p, float *shared, cudaStream_t stream) {
-    if (p->call.dtype == MN_BF16) return backward<mn_bf16, Block>(p, shared, stream);
-    return backward<float, Block>(p, shared, stream);
+    if (p->call.dtype == MN_BF16) return backward<mn_bf16, Blocks>(p, shared, stream);
+    return backward<float, Blocks>(p, shared, stream);
 }
 
 MN_CUDA_PLAN(importance_forward) {
-    return plan_room(plan, (const mn_call *)args, false);
+    return plan_room(plan, (const mn_importance_args *)args, false);
 }
 
 MN_CUDA_LAUNCH(importance_forward) {
     const mn_importance_args *p = (const mn_importance_args *)args;
     float *room = (float *)shared;
-    if (p->call.K <= SHORT_KEY) return forward_of<short_block>(p, room, (cudaStream_t)stream);
-    return forward_of<long_block>(p, room, (cudaStream_t)stream);
+    if (p->call.K <= SHORT_KEY) return forward_of<short_blocks>(p, room, (cudaStream_t)stream);
+    return forward_of<long_blocks>(p, room, (cudaStream_t)stream);
 }
 
 MN_CUDA_PLAN(importance_backward) {
-    return plan_room(plan, (const mn_call *)args, true);
+    return plan_room(plan, (const mn_importance_args *)args, true);
 }
 
 MN_CUDA_LAUNCH(importance_backward) {
     const mn_importance_args *p = (const mn_importance_args *)args;
     float *room = (float *)shared;
-    if (p->call.K <= SHORT_KEY) return backward_of<short_block>(p, room, (cudaStream_t)stream);
-    return backward_of<long_block>(p, room, (cudaStream_t)stream);
+    if (p->call.K <= SHORT_KEY) return backward_of<short_blocks>(p, room, (cudaStream_t)stream);
+    return backward_of<long_blocks>(p, room, (cudaStream_t)stream);
 }

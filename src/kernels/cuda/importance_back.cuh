@@ -99,7 +99,7 @@ struct backward_room {
     static constexpr int ACROSS = WARPS / Block::GROUPS;
     tile<Block, BACKWARD_PASS> in;
     arrivals<Block, BACKWARD_PASS> came[2];
-    float4 states[2][SETS][Block::THREADS];                             // in front of them
+    float4 states[2][Block::SETS][Block::THREADS];                      // in front of them
     alignas(16) float keys[ACROSS][2][HALF][Block::SLOTS + PAD];        // dq, dk
     alignas(16) float lines[Block::GROUPS][2][HALF][Block::COLUMNS + PAD];    // dv, -db
     float spread[2][WARPS][HALF][32];              // sums of pull mu over a lane's cells
@@ -110,96 +110,122 @@ struct backward_room {
 };
 
 /* The factors of a chunk's tokens, of which a lane has row_lane(), for products that sum over
- * columns (v, b) and slots (k and its square). */
+ * columns (v, b, for each of WIDE groups of them) and slots (k and its square). */
+template <int WIDE>
 struct chunk_factors {
-    uint2 v, b, k, square;
+    uint2 v[WIDE], b[WIDE], k, square;
 
     __device__ __forceinline__ chunk_factors times(unsigned by) const {
-        return { pair_times(v, by), pair_times(b, by), pair_times(k, by), pair_times(square, by) };
+        chunk_factors f;
+#pragma unroll
+        for (int w = 0; w < WIDE; w++) {
+            f.v[w] = pair_times(v[w], by), f.b[w] = pair_times(b[w], by);
+        }
+        f.k = pair_times(k, by), f.square = pair_times(square, by);
+        return f;
     }
 
     __device__ __forceinline__ chunk_factors where(bool wanted) const {
-        const uint2 key = only(wanted, k);    // its square again: no more choices
-        return { only(wanted, v), only(wanted, b), key,
-                 make_uint2(pair_times(key.x, key.x), pair_times(key.y, key.y)) };
+        chunk_factors f;
+#pragma unroll
+        for (int w = 0; w < WIDE; w++) f.v[w] = only(wanted, v[w]), f.b[w] = only(wanted, b[w]);
+        f.k = only(wanted, k);
+        f.square = squares(f.k);    // again: no more choices
+        return f;
+    }
+
+    __device__ __forceinline__ static uint2 squares(uint2 x) {
+        return make_uint2(pair_times(x.x, x.x), pair_times(x.y, x.y));
     }
 };
 
 /* What a warp knows of a chunk: columns are tokens, rows slots or, of dv and db, columns. */
+template <int WIDE>
 struct chunk_sums {
-    float dq[4], value[4], write[4], dv[4], db[4];
+    float dq[4], value[4], write[4], dv[WIDE][4], db[WIDE][4];
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            dq[i] = value[i] = write[i] = dv[i] = db[i] = 0.0f;
+            dq[i] = value[i] = write[i] = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WIDE; w++) dv[w][i] = db[w][i] = 0.0f;
         }
     }
 
-    /* The adjoints behind the chunk, as factors, to all of its tokens. */
-    __device__ __forceinline__ void add(const unsigned (&D)[4], const unsigned (&C)[4],
-                                        const chunk_factors &f) {
-        unsigned other[4];
-        add_product(value, D, f.v);
-        add_product(write, C, f.b);
-        turn(other, D);
-        add_product(dv, other, f.k);
-        turn(other, C);
-        add_product(db, other, f.square);
+    /* The adjoints behind the chunk to all of its tokens. */
+    __device__ __forceinline__ void add(const cells<WIDE> &adj, const chunk_factors<WIDE> &f) {
+#pragma unroll
+        for (int w = 0; w < WIDE; w++) {
+            unsigned D[4], C[4], other[4];
+            factor_of(D, adj.M[2 * w], adj.M[2 * w + 1]);
+            factor_of(C, adj.I[2 * w], adj.I[2 * w + 1]);
+            add_product(value, D, f.v[w]);
+            add_product(write, C, f.b[w]);
+            turn(other, D);
+            add_product(dv[w], other, f.k);
+            turn(other, C);
+            add_product(db[w], other, f.square);
+        }
     }
 };
 
-/* X and Y of two tokens: of tile n of a product, the lower and upper half of the first token and
+/* X and Y of two tokens and a group of columns: of tile n of a product, the lower and upper half of the first token and
  * those of the second are a factor whose depth is columns of both. */
 struct token_pair {
     unsigned X[2][4], Y[2][4];
 
-    /* Token i, whose state is `c`; its dq, where `cot` is not zero. Returns the sum of pull mu. */
-    __device__ __forceinline__ float read(chunk_sums &sums, int i, const cells &c,
-                                          const float (&reads)[2][4], uint2 cot) {
-        float pull[2][4], mu[2][4], sum = 0.0f;
+    /* Token i, whose state is `c`, in group w; its dq, where `cot` is not zero. Adds the sum of
+     * pull mu. */
+    template <int WIDE>
+    __device__ __forceinline__ void read(chunk_sums<WIDE> &sums, float &spread, int i, int w,
+                                         const cells<WIDE> &c, const float (&reads)[2][4],
+                                         uint2 cot) {
+        float pull[2][4], mu[2][4];
         unsigned pulls[4], means[4];
 #pragma unroll
         for (int n = 0; n < 8; n++) {
-            const float over = mn_inverse(c.I[n / 4][n % 4]);
+            const float over = mn_inverse(c.I[2 * w + n / 4][n % 4]);
             pull[n / 4][n % 4] = reads[n / 4][n % 4] * over;
-            mu[n / 4][n % 4] = c.M[n / 4][n % 4] * over;
-            sum = fmaf(pull[n / 4][n % 4], mu[n / 4][n % 4], sum);
+            mu[n / 4][n % 4] = c.M[2 * w + n / 4][n % 4] * over;
+            spread = fmaf(pull[n / 4][n % 4], mu[n / 4][n % 4], spread);
         }
-        factor_of(pulls, pull);
-        factor_of(means, mu);
+        factor_of(pulls, pull[0], pull[1]);
+        factor_of(means, mu[0], mu[1]);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             X[n / 2][2 * i + n % 2] = pulls[n];
             Y[n / 2][2 * i + n % 2] = pair_times(pulls[n], means[n]);
         }
         add_product(sums.dq, means, cot);
-        return sum;
     }
 
     /* To those tokens whose factors f[i] are not zero. */
-    __device__ __forceinline__ void put(chunk_sums &sums, const chunk_factors (&f)[2]) const {
-        add_product(sums.value, X[0], make_uint2(f[0].v.x, f[1].v.x));
-        add_product(sums.value, X[1], make_uint2(f[0].v.y, f[1].v.y));
-        add_product(sums.write, Y[0], make_uint2(f[0].b.x, f[1].b.x));
-        add_product(sums.write, Y[1], make_uint2(f[0].b.y, f[1].b.y));
+    template <int WIDE>
+    __device__ __forceinline__ void put(chunk_sums<WIDE> &sums, int w,
+                                        const chunk_factors<WIDE> (&f)[2]) const {
+        add_product(sums.value, X[0], make_uint2(f[0].v[w].x, f[1].v[w].x));
+        add_product(sums.value, X[1], make_uint2(f[0].v[w].y, f[1].v[w].y));
+        add_product(sums.write, Y[0], make_uint2(f[0].b[w].x, f[1].b[w].x));
+        add_product(sums.write, Y[1], make_uint2(f[0].b[w].y, f[1].b[w].y));
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const unsigned x[4] = { turned(X[0][2 * i]), turned(X[1][2 * i]),
                                     turned(X[0][2 * i + 1]), turned(X[1][2 * i + 1]) };
             const unsigned y[4] = { turned(Y[0][2 * i]), turned(Y[1][2 * i]),
                                     turned(Y[0][2 * i + 1]), turned(Y[1][2 * i + 1]) };
-            add_product(sums.dv, x, f[i].k);
-            add_product(sums.db, y, f[i].square);
+            add_product(sums.dv[w], x, f[i].k);
+            add_product(sums.db[w], y, f[i].square);
         }
     }
 
     /* To the adjoints in front of the chunk. */
-    __device__ __forceinline__ void put(cells &adj, uint2 ones) const {
+    template <int WIDE>
+    __device__ __forceinline__ void put(cells<WIDE> &adj, int w, uint2 ones) const {
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            add_product(adj.M[n], X[n], ones);
-            add_product(adj.I[n], Y[n], ones);
+            add_product(adj.M[2 * w + n], X[n], ones);
+            add_product(adj.I[2 * w + n], Y[n], ones);
         }
     }
 };
@@ -219,40 +245,50 @@ __device__ __forceinline__ unsigned identity() {
 /* Tokens first .. first + HALF: their share of all gradients, and the adjoints in front of them
  * from those behind them. `adj` has D and -C, `c` the state in front. */
 template <typename Block, bool HEADS>
-__device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &c,
-                                           backward_room<Block> &r, int turn, int first,
+__device__ __forceinline__ void chunk_back(chunk_sums<Block::WIDE> &sums, cells<Block::WIDE> &adj,
+                                           cells<Block::WIDE> &c, backward_room<Block> &r, int turn,
+                                           int first,
                                            const walk<Block, BACKWARD_PASS, HEADS> &along) {
+    constexpr int WIDE = Block::WIDE;
     const arrivals<Block, BACKWARD_PASS> &came = r.came[turn];
     const float *base = came.g.base;
     const int warp = thread_again() / 32;
-    const int slot = warp % Block::GROUPS * GROUP;
-    const int column = warp / Block::GROUPS * GROUP + 4 * column_lane();
+    const int slot = warp % Block::GROUPS * Block::SLOT_SPAN + 4 * column_lane();
+    const int column = warp / Block::GROUPS * Block::COLUMN_SPAN + 4 * column_lane();
     const int own = first + row_lane();
-    const uint2 k = came.k.get(own, slot + 4 * column_lane());
-    const chunk_factors all = { came.v.get(own, column), came.b.get(own, column), k,
-                                make_uint2(pair_times(k.x, k.x), pair_times(k.y, k.y)) };
-    const uint2 cot = came.cot.get(own, column);
+    chunk_factors<WIDE> all;
+    uint2 cot[WIDE];
+    all.k = came.k.get(own, slot);
+    all.square = all.squares(all.k);
+#pragma unroll
+    for (int w = 0; w < WIDE; w++) {
+        all.v[w] = came.v.get(own, column + w * GROUP);
+        all.b[w] = came.b.get(own, column + w * GROUP);
+        cot[w] = came.cot.get(own, column + w * GROUP);
+    }
     float *spread = &r.spread[first / HALF][threadIdx.x / 32][0][threadIdx.x % 32];
     const float behind = HEADS ? base[first + HALF - 1] : 0.0f;
     const float before = HEADS && first > 0 ? base[first - 1] : 0.0f;
-    unsigned D[4], C[4];
-    factor_of(D, adj.M);
-    factor_of(C, adj.I);
     sums.clear();
-    sums.add(D, C, HEADS ? all.times(twice_exp(behind - base[own])) : all);
+    sums.add(adj, HEADS ? all.times(twice_exp(behind - base[own])) : all);
     if (HEADS) adj.times(expf(behind - before));
 #pragma unroll
     for (int t = 0; t < HALF; t += 2) {
         uint2 ones = make_uint2(identity(), identity());
-        chunk_factors f[2];
-        token_pair two;
+        chunk_factors<WIDE> f[2];
+        token_pair two[WIDE];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int s = t + i, at = first + s;
-            float reads[2][4];
+            float sum = 0.0f;
             along.advance(c, at);
-            along.pull(reads, at);
-            spread[32 * s] = two.read(sums, i, c, reads, only(row_lane() == s, cot));
+#pragma unroll
+            for (int w = 0; w < WIDE; w++) {
+                float reads[2][4];
+                along.pull(reads, at, w);
+                two[w].read(sums, sum, i, w, c, reads, only(row_lane() == s, cot[w]));
+            }
+            spread[32 * s] = sum;
             f[i] = all.where(row_lane() <= s);
             if (HEADS) f[i] = f[i].times(row_lane() <= s ? twice_exp(base[at] - base[own]) : 0);
         }
@@ -260,27 +296,34 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
             ones.x = pair_times(ones.x, twice_exp(base[first + t] - before));
             ones.y = pair_times(ones.y, twice_exp(base[first + t + 1] - before));
         }
-        two.put(sums, f);
-        two.put(adj, ones);
+#pragma unroll
+        for (int w = 0; w < WIDE; w++) {
+            two[w].put(sums, w, f);
+            two[w].put(adj, w, ones);
+        }
     }
 }
 
 /* A warp's sums to shared memory. Tokens of a lane lie 4 slots or columns wide of each other's
  * banks, those of the upper half in what the lower leaves free. */
 template <typename Block>
-__device__ __forceinline__ void put_sums(backward_room<Block> &r, chunk_sums &sums, int turn,
-                                         int first) {
-    const int slot = warp_slot<Block>(), column = warp_column<Block>();
+__device__ __forceinline__ void put_sums(backward_room<Block> &r,
+                                         const chunk_sums<Block::WIDE> &sums, int turn, int first) {
+    const int slot = Block::slot(), column = Block::column();
     const int flip = column_lane() & 2;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int t = 2 * column_lane() + i % 2, at = neighbour(i / 2);
         const float k = mn_float(r.came[turn].k.at[first + t][slot + at]);
-        r.keys[across<Block>()][0][t][slot + (at ^ flip)] = sums.dq[i];
-        r.keys[across<Block>()][1][t][slot + (at ^ flip)] = fmaf(-2.0f * k, sums.write[i],
+        r.keys[Block::across()][0][t][slot + (at ^ flip)] = sums.dq[i];
+        r.keys[Block::across()][1][t][slot + (at ^ flip)] = fmaf(-2.0f * k, sums.write[i],
                                                                  sums.value[i]);
-        r.lines[Block::group()][0][t][column + (at ^ flip)] = sums.dv[i];
-        r.lines[Block::group()][1][t][column + (at ^ flip)] = sums.db[i];
+#pragma unroll
+        for (int w = 0; w < Block::WIDE; w++) {
+            const int own = column + w * GROUP + (at ^ flip);
+            r.lines[Block::group()][0][t][own] = sums.dv[w][i];
+            r.lines[Block::group()][1][t][own] = sums.db[w][i];
+        }
     }
 }
 
@@ -396,12 +439,12 @@ __device__ __forceinline__ void put_gates(priors &prior, const backward_room<Blo
 
 /* Adjoints of the last state, `c`: D and -C. */
 template <typename Block>
-__device__ void start_back(cells &adj, const cells &c, const mn_importance_args &p,
-                           const place &at) {
+__device__ void start_back(cells<Block::WIDE> &adj, const cells<Block::WIDE> &c,
+                           const mn_importance_args &p, const place &at) {
     const float *dmu = mn_row<float>(p.cot.mu, at.n, 0, at.h);
     const float *dimp = mn_row<float>(p.cot.imp, at.n, 0, at.h);
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 4 * c.N; i++) {
         const int64_t cell = cell_at<Block, false>(p.call, i / 4, i % 4);
         const float by = 1.0f / c.I[i / 4][i % 4];
         const float D = cell >= 0 && dmu ? dmu[cell] * by : 0.0f;
@@ -413,12 +456,12 @@ __device__ void start_back(cells &adj, const cells &c, const mn_importance_args 
 
 /* Gradients of the first state; returns the part of dip of one that starts at the prior. */
 template <typename Block>
-__device__ float put_first(const cells &adj, const mn_importance_args &p, const place &at) {
+__device__ float put_first(const cells<Block::WIDE> &adj, const mn_importance_args &p, const place &at) {
     const float *mu0 = mn_row<float>(p.mu0, at.n, 0, at.h);
     float *dmu0 = mn_row<float>(p.grad.mu0, at.n, 0, at.h), sum = 0.0f;
     float *dimp0 = mn_row<float>(p.grad.imp0, at.n, 0, at.h);
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 4 * adj.N; i++) {
         const int64_t cell = cell_at<Block, false>(p.call, i / 4, i % 4);
         if (cell < 0) continue;
         const float D = adj.M[i / 4][i % 4];
@@ -433,11 +476,11 @@ __device__ float put_first(const cells &adj, const mn_importance_args &p, const 
 /* S in front of the tile, from the state there and its adjoint, without sum C times ip: each warp's
  * part of it. */
 template <typename Block>
-__device__ __forceinline__ void put_along(backward_room<Block> &r, const cells &adj, const cells &c,
-                                          float ip) {
+__device__ __forceinline__ void put_along(backward_room<Block> &r, const cells<Block::WIDE> &adj,
+                                          const cells<Block::WIDE> &c, float ip) {
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 8; i++) {
+    for (int i = 0; i < 4 * c.N; i++) {
         sum = fmaf(adj.M[i / 4][i % 4], c.M[i / 4][i % 4], sum);
         sum = fmaf(-adj.I[i / 4][i % 4], c.I[i / 4][i % 4] - ip, sum);
     }
@@ -445,40 +488,40 @@ __device__ __forceinline__ void put_along(backward_room<Block> &r, const cells &
     if (threadIdx.x % 32 == 0) r.along[threadIdx.x / 32] = sum;
 }
 
-/* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what it has
+/* Four numbers of each thread, Block::SETS times, from memory to shared memory: a thread reads what it has
  * fetched itself. */
 template <typename Block>
-__device__ __forceinline__ void fetch_state(float4 (&to)[SETS][Block::THREADS],
+__device__ __forceinline__ void fetch_state(float4 (&to)[Block::SETS][Block::THREADS],
                                             const sources &from, int tile) {
     const int thread = thread_again();
     const float *at = from.states + tile * from.between + thread * 4;
 #pragma unroll
-    for (int i = 0; i < SETS; i++) copy_sixteen(&to[i][thread], at + i * SET_STRIDE<Block>);
+    for (int i = 0; i < Block::SETS; i++) copy_sixteen(&to[i][thread], at + i * SET_STRIDE<Block>);
 }
 
 /* A tile back: `adj` from behind it to in front of it. The sums of its first chunk are left for the
  * next barrier to show. */
 template <typename Block, bool HEADS>
-__device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r,
+__device__ __forceinline__ void tile_back(cells<Block::WIDE> &adj, backward_room<Block> &r,
                                           const mn_importance_args &p, const place &at,
                                           priors &prior, int tile, bool last) {
     const int turn = again(tile) & 1;
     const walk<Block, BACKWARD_PASS, HEADS> along(r.in);
     const float *front = (const float *)&r.states[turn][0][threadIdx.x];
-    cells c;
+    cells<Block::WIDE> c;
     c.load(front, SET_STRIDE<Block>);
     if (last) {
-        cells end = c;
+        cells<Block::WIDE> end = c;
         advance_tile<Block, BACKWARD_PASS, HEADS>(end, r.in);
         start_back<Block>(adj, end, p, at);
         float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; i++) sum -= adj.I[i / 4][i % 4];
+        for (int i = 0; i < 4 * c.N; i++) sum -= adj.I[i / 4][i % 4];
         prior.behind = mn_team_sum<Block::THREADS>(sum, r.team);
     }
     adj.times(r.in.rest);
     along.pass(c, 0, HALF);
-    chunk_sums sums;
+    chunk_sums<Block::WIDE> sums;
 #pragma unroll 1
     for (int first = HALF; first >= 0; first -= HALF) {
         if (first == 0) c.load(front, SET_STRIDE<Block>);
@@ -494,7 +537,7 @@ __device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r,
 }
 
 template <typename Block>
-__global__ void __launch_bounds__(Block::THREADS, 2)
+__global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
 backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, room to,
                 int64_t n_rows) {
     extern __shared__ float4 shared[];
@@ -513,7 +556,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
         }
         r.to.template open<Block>(p, to, at, n_rows);
         __syncthreads();
-        cells adj;
+        cells<Block::WIDE> adj;
         priors prior = { 0.0f, 0.0f };
         if (n_tiles > 0) {
             const int i = n_tiles - 1;
@@ -521,7 +564,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
             fetch_state<Block>(r.states[i % 2], r.from, i);
         } else {
             load_first<Block, false>(adj, p, at);
-            start_back<Block>(adj, cells(adj), p, at);
+            start_back<Block>(adj, cells<Block::WIDE>(adj), p, at);
         }
         next::wait();
         __syncthreads();

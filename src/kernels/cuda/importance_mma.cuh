@@ -29,29 +29,50 @@ struct forward_room {
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
 };
 
-/* o of a tile, the sums over 16 slots of it. */
+/* q of a lane's slots, a token of each half of a tile. */
+template <typename Block>
+struct queries {
+    uint2 early[Block::WIDE], late[Block::WIDE];
+
+    __device__ __forceinline__ explicit queries(const arrivals<Block, FORWARD_PASS> &came) {
+#pragma unroll
+        for (int w = 0; w < Block::WIDE; w++) {
+            const int slot = Block::slot() + w * GROUP + 4 * column_lane();
+            early[w] = came.q.get(row_lane(), slot);
+            late[w] = came.q.get(row_lane() + HALF, slot);
+        }
+    }
+};
+
+/* o of a tile, the sums over a warp's slots of it. */
 template <typename Block, bool HEADS>
-__device__ __forceinline__ void tile_forward(cells &c, forward_room<Block> &r, int turn,
-                                             const uint2 (&queries)[2]) {
+__device__ __forceinline__ void tile_forward(cells<Block::WIDE> &c, forward_room<Block> &r,
+                                             int turn, const queries<Block> &all) {
     const walk<Block, FORWARD_PASS, HEADS> along(r.in[turn]);
-    const int column = warp_column<Block>();
+    const int column = Block::column();
 #pragma unroll 1
     for (int first = 0; first < TOKENS; first += HALF) {
-        const uint2 q = first == 0 ? queries[0] : queries[1];
+        uint2 q[Block::WIDE];
         float sums[4] = {};
+#pragma unroll
+        for (int w = 0; w < Block::WIDE; w++) q[w] = first == 0 ? all.early[w] : all.late[w];
         along.advance(c, first);
 #pragma unroll
         for (int t = 0; t < HALF; t++) {    // the next token before this one is read
-            const cells now = c;
+            const cells<Block::WIDE> now = c;
             if (t + 1 < HALF) along.advance(c, first + t + 1);
-            float mu[2][4];
-            unsigned factor[4];
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                mu[i / 4][i % 4] = now.M[i / 4][i % 4] * mn_inverse(now.I[i / 4][i % 4]);
+            for (int w = 0; w < Block::WIDE; w++) {
+                float mu[2][4];
+                unsigned factor[4];
+#pragma unroll
+                for (int i = 0; i < 8; i++) {
+                    const int n = 2 * w + i / 4;
+                    mu[i / 4][i % 4] = now.M[n][i % 4] * mn_inverse(now.I[n][i % 4]);
+                }
+                factor_of(factor, mu[0], mu[1]);
+                add_product(sums, factor, only(row_lane() == t, q[w]));
             }
-            factor_of(factor, mu);
-            add_product(sums, factor, only(row_lane() == t, q));
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -95,10 +116,11 @@ struct reader {
 };
 
 template <typename Block>
-__device__ void put_last_state(const cells &c, const mn_importance_args &p, const place &at) {
+__device__ void put_last_state(const cells<Block::WIDE> &c, const mn_importance_args &p,
+                               const place &at) {
     float *mu = mn_row<float>(p.mu, at.n, 0, at.h), *imp = mn_row<float>(p.imp, at.n, 0, at.h);
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
+    for (int n = 0; n < 4 * c.N; n++) {
         const int64_t cell = cell_at<Block, true>(p.call, n / 4, n % 4);
         const float M = c.M[n / 4][n % 4], I = c.I[n / 4][n % 4];
         if (cell >= 0 && mu) mu[cell] = M / I;
@@ -107,7 +129,7 @@ __device__ void put_last_state(const cells &c, const mn_importance_args &p, cons
 }
 
 template <typename Block>
-__global__ void __launch_bounds__(Block::THREADS, 2)
+__global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
 forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, float *sums,
                int64_t n_rows) {
     extern __shared__ float4 shared[];
@@ -120,7 +142,7 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
         const reader<Block> to(p, sums, at, n_rows);
         typedef fetcher<Block, FORWARD_PASS> next;
         next::open(r.from, p, at, decays);
-        cells c;
+        cells<Block::WIDE> c;
         load_first<Block, true>(c, p, at);
         __syncthreads();
         next::fetch(r.came[0], r.from, 0, length);
@@ -128,16 +150,15 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
         next::wait();
         __syncthreads();
         for (int i = 0; i < n_tiles; i++) {    // what its one barrier orders has two rooms
-            const int turn = i % 2, slot = warp_slot<Block>() + 4 * column_lane();
+            const int turn = i % 2;
             next::put(r.in[turn], r.came[turn], 1.0f);
-            const uint2 queries[2] = { r.came[turn].q.get(row_lane(), slot),
-                                       r.came[turn].q.get(row_lane() + HALF, slot) };
+            const queries<Block> q(r.came[turn]);
             next::wait();
             __syncthreads();
             next::fetch(r.came[turn], r.from, i + 2, length);
             if (i > 0) to.put(p, r, mn_cell_tile_at(at.span, i - 1), !turn);
-            if (r.in[turn].heads == 0) tile_forward<Block, false>(c, r, turn, queries);
-            else tile_forward<Block, true>(c, r, turn, queries);
+            if (r.in[turn].heads == 0) tile_forward<Block, false>(c, r, turn, q);
+            else tile_forward<Block, true>(c, r, turn, q);
         }
         __syncthreads();
         if (n_tiles > 0) to.put(p, r, mn_cell_tile_at(at.span, n_tiles - 1), (n_tiles - 1) % 2);
@@ -149,7 +170,7 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
 /* ---- states ---------------------------------------------------------------------------------- */
 
 template <typename Block, pass PASS, bool HEADS>
-__device__ __forceinline__ void advance_tile(cells &c, const tile<Block, PASS> &in) {
+__device__ __forceinline__ void advance_tile(cells<Block::WIDE> &c, const tile<Block, PASS> &in) {
     const walk<Block, PASS, HEADS> along(in);
     along.pass(c, 0, TOKENS);
     c.times(in.rest);
@@ -164,7 +185,7 @@ struct states_room {
 
 /* States in front of every tile, of which there are SETS sets for each head. */
 template <typename Block>
-__global__ void __launch_bounds__(Block::THREADS, 3)
+__global__ void __launch_bounds__(Block::THREADS, 1 + Block::PER_PROCESSOR)
 states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, float *states) {
     extern __shared__ float4 shared[];
     states_room<Block> &r = *(states_room<Block> *)shared;
@@ -178,7 +199,7 @@ states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
         const int64_t between = state_at<Block>(p.call.H) - state_at<Block>(0);
         typedef fetcher<Block, STATES_PASS> next;
         next::open(r.from, p, at, decays);
-        cells c;
+        cells<Block::WIDE> c;
         load_first<Block, false>(c, p, at);
         __syncthreads();
         next::fetch(r.came[0], r.from, 0, length);
