@@ -130,12 +130,12 @@ static int launch(Kernel kernel, const mn_importance_args *p, const cuts &by, cu
 
 /* What decays make of all tiles. */
 static int find_gates(by_mma::gates **gates, const mn_importance_args *p, const room &to,
-                      cudaStream_t stream) {
+                      float unit, cudaStream_t stream) {
     const int64_t count = mn_tile_slots(p->call, TOKENS) * p->call.H;
     *gates = (by_mma::gates *)to.at[DECAYS];
     if (count == 0) return cudaSuccess;
     by_mma::gates_kernel<<<mn_blocks(count, by_mma::GATES_PER_BLOCK),
-                           by_mma::GATES_PER_BLOCK * TOKENS, 0, stream>>>(*p, *gates);
+                           by_mma::GATES_PER_BLOCK * TOKENS, 0, stream>>>(*p, *gates, unit);
     return mn_launched();
 }
 
@@ -145,7 +145,7 @@ static int read_cells(const mn_importance_args *p, const room &to, const cuts &b
     if constexpr (sizeof(T) == sizeof(mn_bf16) && !VARIANCE) {
         typedef typename Blocks::read block;
         by_mma::gates *gates;
-        const int code = find_gates(&gates, p, to, stream);
+        const int code = find_gates(&gates, p, to, by_mma::FORWARD_UNIT, stream);
         if (code != cudaSuccess) return code;
         return launch<by_mma::forward_room<block>, block>(by_mma::forward_kernel<block>, p, by,
                                                           stream, gates, to.at[SUMS]);
@@ -183,7 +183,7 @@ static int go_back(const mn_importance_args *p, const room &to, const cuts &by,
     if constexpr (sizeof(T) == sizeof(mn_bf16) && !SPREAD) {
         typedef typename Blocks::back block;
         by_mma::gates *gates;
-        int code = find_gates(&gates, p, to, stream);
+        int code = find_gates(&gates, p, to, 1.0f, stream);
         if (code == cudaSuccess) {
             code = mn_launch_with_room(by_mma::states_kernel<block>, blocks, block::THREADS,
                                        sizeof(by_mma::states_room<block>), stream, *p, gates,

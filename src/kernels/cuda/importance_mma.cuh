@@ -44,11 +44,40 @@ struct queries {
     }
 };
 
-/* o of a tile, the sums over a warp's slots of it. */
-template <typename Block, bool HEADS>
+/* Forward, M' and I' are counted in 1 / FORWARD_UNIT, which leaves room above and below for the
+ * product of two I', each from LEAST_PAIRED on. */
+static constexpr float FORWARD_UNIT = 1.0f / 16384, LEAST_PAIRED = 1e-18f;
+
+/* mu of a group of cells. PAIRS: each reciprocal is that of a product of two, as they take longer
+ * than the products that gives back. */
+template <bool PAIRS>
+__device__ __forceinline__ void means_of(float (&mu)[4], const float (&M)[4], const float (&I)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i += PAIRS ? 2 : 1) {
+        if (PAIRS) {
+            const float over = mn_inverse(I[i] * I[i + 1]);
+            mu[i] = M[i] * I[i + 1] * over;
+            mu[i + 1] = M[i + 1] * I[i] * over;
+        } else {
+            mu[i] = M[i] * mn_inverse(I[i]);
+        }
+    }
+}
+
+/* Whether reciprocals may be shared in a tile without heads: I' does not fall in it. */
+template <int WIDE>
+__device__ __forceinline__ bool may_pair(const cells<WIDE> &c) {
+    float least = c.I[0][0];
+#pragma unroll
+    for (int i = 1; i < 4 * c.N; i++) least = fminf(least, c.I[i / 4][i % 4]);
+    return __all_sync(0xffffffffu, least >= LEAST_PAIRED);
+}
+
+/* o of a tile, the sums over a warp's slots of it. PLAIN: it has no heads, and may_pair. */
+template <typename Block, bool PLAIN>
 __device__ __forceinline__ void tile_forward(cells<Block::WIDE> &c, forward_room<Block> &r,
                                              int turn, const queries<Block> &all) {
-    const walk<Block, FORWARD_PASS, HEADS> along(r.in[turn]);
+    const walk<Block, FORWARD_PASS, !PLAIN> along(r.in[turn]);
     const int column = Block::column();
 #pragma unroll 1
     for (int first = 0; first < TOKENS; first += HALF) {
@@ -66,9 +95,8 @@ __device__ __forceinline__ void tile_forward(cells<Block::WIDE> &c, forward_room
                 float mu[2][4];
                 unsigned factor[4];
 #pragma unroll
-                for (int i = 0; i < 8; i++) {
-                    const int n = 2 * w + i / 4;
-                    mu[i / 4][i % 4] = now.M[n][i % 4] * mn_inverse(now.I[n][i % 4]);
+                for (int i = 0; i < 2; i++) {
+                    means_of<PLAIN>(mu[i], now.M[2 * w + i], now.I[2 * w + i]);
                 }
                 factor_of(factor, mu[0], mu[1]);
                 add_product(sums, factor, only(row_lane() == t, q[w]));
@@ -124,7 +152,7 @@ __device__ void put_last_state(const cells<Block::WIDE> &c, const mn_importance_
         const int64_t cell = cell_at<Block, true>(p.call, n / 4, n % 4);
         const float M = c.M[n / 4][n % 4], I = c.I[n / 4][n % 4];
         if (cell >= 0 && mu) mu[cell] = M / I;
-        if (cell >= 0 && imp) imp[cell] = I;
+        if (cell >= 0 && imp) imp[cell] = I * (1.0f / FORWARD_UNIT);
     }
 }
 
@@ -144,6 +172,7 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
         next::open(r.from, p, at, decays);
         cells<Block::WIDE> c;
         load_first<Block, true>(c, p, at);
+        c.times(FORWARD_UNIT);
         __syncthreads();
         next::fetch(r.came[0], r.from, 0, length);
         next::fetch(r.came[1], r.from, 1, length);
@@ -157,8 +186,8 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
             __syncthreads();
             next::fetch(r.came[turn], r.from, i + 2, length);
             if (i > 0) to.put(p, r, mn_cell_tile_at(at.span, i - 1), !turn);
-            if (r.in[turn].heads == 0) tile_forward<Block, false>(c, r, turn, q);
-            else tile_forward<Block, true>(c, r, turn, q);
+            if (r.in[turn].heads == 0 && may_pair(c)) tile_forward<Block, true>(c, r, turn, q);
+            else tile_forward<Block, false>(c, r, turn, q);
         }
         __syncthreads();
         if (n_tiles > 0) to.put(p, r, mn_cell_tile_at(at.span, n_tiles - 1), (n_tiles - 1) % 2);

@@ -272,9 +272,10 @@ __device__ __forceinline__ unsigned find_heads(float &base, float &before, float
     return heads;
 }
 
-/* The gates of all tiles: those of head h in tile slot i are number i H + h. */
+/* The gates of all tiles, where M' and I' are counted in 1 / unit: those of head h in tile slot i
+ * are number i H + h. */
 static __global__ void __launch_bounds__(GATES_PER_BLOCK *TOKENS)
-gates_kernel(const __grid_constant__ mn_importance_args p, gates *all) {
+gates_kernel(const __grid_constant__ mn_importance_args p, gates *all, float unit) {
     const int t = threadIdx.x % TOKENS;
     const int64_t count = mn_tile_slots(p.call, TOKENS) * p.call.H;
     const int64_t item = blockIdx.x * (int64_t)GATES_PER_BLOCK + threadIdx.x / TOKENS;
@@ -293,9 +294,10 @@ gates_kernel(const __grid_constant__ mn_importance_args p, gates *all) {
     }
     const unsigned heads = find_heads(base, before, sum);
     const float forget = -expm1f(log), over = expf(base - sum);
-    const float fresh = exists ? fmaf(forget, *mn_row<float>(p.ip, 0, 0, h), least_importance) :
+    const float fresh = exists ? over * fmaf(forget * unit, *mn_row<float>(p.ip, 0, 0, h),
+                                             least_importance) :
                                  0.0f;
-    float so_far = fresh * over;
+    float so_far = fresh;
 #pragma unroll
     for (int by = 1; by < TOKENS; by *= 2) {
         const float earlier = __shfl_up_sync(0xffffffffu, so_far, by, TOKENS);
@@ -303,9 +305,9 @@ gates_kernel(const __grid_constant__ mn_importance_args p, gates *all) {
     }
     if (item >= count) return;
     gates &to = all[item];
-    to.a[t] = expf(log), to.forget[t] = forget, to.over[t] = over;
+    to.a[t] = expf(log), to.forget[t] = forget, to.over[t] = over * unit;
     to.base[t] = base, to.step[t] = expf(sum - before);
-    to.fresh[t] = split(fresh * over);
+    to.fresh[t] = split(fresh);
     if (t == HALF - 1) to.early = so_far;
     if (t == TOKENS - 1) to.rest = expf(sum - base), to.heads = heads, to.whole = so_far;
 }
