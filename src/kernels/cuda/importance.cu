@@ -9,6 +9,9 @@
 #include "kernels/cuda/importance_back.cuh"
 #include "kernels/cuda/importance_cells.cuh"
 
+#ifndef MN_FW
+#define MN_FW 8
+#endif
 using namespace importance;
 
 /* ---- launches -------------------------------------------------------------------------------- */
@@ -32,44 +35,30 @@ struct put_priors {
     }
 };
 
-/* The blocks of calls with long keys, and of those with short ones. */
-struct long_blocks {
-    typedef mn_cell_block<4, WARPS, C> cells;
-    typedef by_mma::block<2, 32, 16> read;
-    typedef by_mma::block<4, 16, 32> back;
-};
+typedef mn_cell_block<4, WARPS, C> long_block;
+typedef mn_cell_block<2, WARPS, C> short_block;
+typedef by_mma::block<4, MN_FW> read_block;
+typedef by_mma::block<4, 16> back_block;
 
-struct short_blocks {
-    typedef mn_cell_block<2, WARPS, C> cells;
-    typedef by_mma::block<2, 16, 16> read;
-    typedef by_mma::block<2, 16, 16> back;
-};
-
-/* How a call is cut into blocks; numbers of a block's state, which is kept in front of each `span`
- * of tokens. */
+/* How a call is cut into blocks, and how many tokens lie between the states that are kept for going
+ * back. */
 struct cuts {
-    int64_t slots, columns, state, span;
+    int64_t slots, columns, span;
     bool by_mma;
-
-    template <typename Blocks>
-    static cuts of(bool on_tensor_cores) {
-        static_assert(Blocks::read::SLOTS == Blocks::back::SLOTS &&
-                      Blocks::read::COLUMNS == Blocks::back::COLUMNS, "one cut for both ways");
-        typedef typename Blocks::back back;
-        typedef typename Blocks::cells cells;
-        if (on_tensor_cores) {
-            return { back::SLOTS, back::COLUMNS, 2 * back::SLOTS * back::COLUMNS, TOKENS, true };
-        }
-        return { cells::SLOTS, cells::COLUMNS, 2 * cells::SLOTS * cells::COLUMNS, by_cell::SPAN,
-                 false };
-    }
 };
+
+template <typename Block>
+static cuts cuts_into(int64_t span, bool by_mma) {
+    return { Block::SLOTS, Block::COLUMNS, span, by_mma };
+}
 
 static cuts cuts_of(const mn_importance_args *p, bool backward) {
     const bool spread = backward ? p->cot.ovar.data != NULL : p->ovar.data != NULL;
-    const bool by_mma = p->call.dtype == MN_BF16 && !spread;
-    if (p->call.K <= SHORT_KEY) return cuts::of<short_blocks>(by_mma);
-    return cuts::of<long_blocks>(by_mma);
+    if (p->call.dtype == MN_BF16 && !spread) {
+        return backward ? cuts_into<back_block>(TOKENS, true) : cuts_into<read_block>(TOKENS, true);
+    }
+    if (p->call.K <= SHORT_KEY) return cuts_into<short_block>(by_cell::SPAN, false);
+    return cuts_into<long_block>(by_cell::SPAN, false);
 }
 
 static dim3 blocks_of(const mn_call *call, const cuts &by) {
@@ -99,7 +88,7 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_importance_args *p, con
     }
     if (!backward || !ok) return ok;
     return mn_mul_i64(&heads, blocks, call->H) &&
-           mn_mul_i64(&counts[STATES], heads, by.state) &&
+           mn_mul_i64(&counts[STATES], heads, 2 * by.slots * by.columns) &&
            mn_mul_i64(&counts[STATES], counts[STATES], mn_tile_slots(*call, by.span)) &&
            mn_mul_i64(&counts[KEY_PARTS], rows, call->K) &&
            mn_mul_i64(&counts[KEY_PARTS], counts[KEY_PARTS], across) &&
@@ -139,21 +128,24 @@ static int find_gates(by_mma::gates **gates, const mn_importance_args *p, const 
     return mn_launched();
 }
 
-template <typename T, typename Blocks, bool VARIANCE>
-static int read_cells(const mn_importance_args *p, const room &to, const cuts &by,
-                      cudaStream_t stream) {
-    if constexpr (sizeof(T) == sizeof(mn_bf16) && !VARIANCE) {
-        typedef typename Blocks::read block;
-        by_mma::gates *gates;
-        const int code = find_gates(&gates, p, to, by_mma::FORWARD_UNIT, stream);
-        if (code != cudaSuccess) return code;
-        return launch<by_mma::forward_room<block>, block>(by_mma::forward_kernel<block>, p, by,
-                                                          stream, gates, to.at[SUMS]);
-    } else {
-        typedef typename Blocks::cells block;
-        return launch<by_cell::forward_room<block>, block>(
-            by_cell::forward_kernel<T, block, VARIANCE>, p, by, stream, to.at[SUMS]);
+static int read_by_mma(const mn_importance_args *p, const room &to, const cuts &by,
+                       cudaStream_t stream) {
+    by_mma::gates *gates;
+    const int code = find_gates(&gates, p, to, by_mma::FORWARD_UNIT, stream);
+    if (code != cudaSuccess) return code;
+    return launch<by_mma::forward_room<read_block>, read_block>(by_mma::forward_kernel<read_block>,
+                                                                p, by, stream, gates, to.at[SUMS]);
+}
+
+template <typename T, typename Block>
+static int read_by_cell(const mn_importance_args *p, const room &to, const cuts &by,
+                        cudaStream_t stream) {
+    if (p->ovar.data) {
+        return launch<by_cell::forward_room<Block>, Block>(by_cell::forward_kernel<T, Block, true>,
+                                                           p, by, stream, to.at[SUMS]);
     }
+    return launch<by_cell::forward_room<Block>, Block>(by_cell::forward_kernel<T, Block, false>, p,
+                                                       by, stream, to.at[SUMS]);
 }
 
 /* The parts of the work space. */
@@ -165,42 +157,49 @@ static room rooms_of(const mn_importance_args *p, const cuts &by, float *shared,
     return to;
 }
 
-template <typename T, typename Blocks>
+template <typename T>
 static int forward(const mn_importance_args *p, float *shared, cudaStream_t stream) {
     const cuts by = cuts_of(p, false);
     const room to = rooms_of(p, by, shared, false);
-    const int code = p->ovar.data ? read_cells<T, Blocks, true>(p, to, by, stream) :
-                                    read_cells<T, Blocks, false>(p, to, by, stream);
+    int code;
+    if (by.by_mma) code = read_by_mma(p, to, by, stream);
+    else if (p->call.K <= SHORT_KEY) code = read_by_cell<T, short_block>(p, to, by, stream);
+    else code = read_by_cell<T, long_block>(p, to, by, stream);
     if (code != cudaSuccess) return code;
     return sum_groups<T>(p->o, p->ovar, to.at[SUMS], &p->call, by, stream);
 }
 
 /* The states first, then the way back from them. */
-template <typename T, typename Blocks, bool SPREAD>
-static int go_back(const mn_importance_args *p, const room &to, const cuts &by,
-                   cudaStream_t stream) {
-    const dim3 blocks = blocks_of(&p->call, by);
-    if constexpr (sizeof(T) == sizeof(mn_bf16) && !SPREAD) {
-        typedef typename Blocks::back block;
-        by_mma::gates *gates;
-        int code = find_gates(&gates, p, to, 1.0f, stream);
-        if (code == cudaSuccess) {
-            code = mn_launch_with_room(by_mma::states_kernel<block>, blocks, block::THREADS,
-                                       sizeof(by_mma::states_room<block>), stream, *p, gates,
-                                       to.at[STATES]);
-        }
-        if (code != cudaSuccess) return code;
-        return launch<by_mma::backward_room<block>, block>(by_mma::backward_kernel<block>, p, by,
-                                                           stream, gates, to);
-    } else {
-        typedef typename Blocks::cells block;
-        by_cell::states_kernel<T, block>
-            <<<blocks, block::THREADS, 0, stream>>>(*p, to.at[STATES]);
-        const int code = mn_launched();
-        if (code != cudaSuccess) return code;
-        return launch<by_cell::backward_room<block, SPREAD>, block>(
-            by_cell::backward_kernel<T, block, SPREAD>, p, by, stream, to);
+static int back_by_mma(const mn_importance_args *p, const room &to, const cuts &by,
+                       cudaStream_t stream) {
+    by_mma::gates *gates;
+    int code = find_gates(&gates, p, to, 1.0f, stream);
+    if (code == cudaSuccess) {
+        code = mn_launch_with_room(by_mma::states_kernel<back_block>, blocks_of(&p->call, by),
+                                   back_block::THREADS, sizeof(by_mma::states_room<back_block>),
+                                   stream, *p, gates, to.at[STATES]);
     }
+    if (code != cudaSuccess) return code;
+    return launch<by_mma::backward_room<back_block>, back_block>(
+        by_mma::backward_kernel<back_block>, p, by, stream, gates, to);
+}
+
+template <typename T, typename Block, bool SPREAD>
+static int back_by_cell(const mn_importance_args *p, const room &to, const cuts &by,
+                        cudaStream_t stream) {
+    by_cell::states_kernel<T, Block>
+        <<<blocks_of(&p->call, by), Block::THREADS, 0, stream>>>(*p, to.at[STATES]);
+    const int code = mn_launched();
+    if (code != cudaSuccess) return code;
+    return launch<by_cell::backward_room<Block, SPREAD>, Block>(
+        by_cell::backward_kernel<T, Block, SPREAD>, p, by, stream, to);
+}
+
+template <typename T, bool SPREAD>
+static int back_by_cells(const mn_importance_args *p, const room &to, const cuts &by,
+                         cudaStream_t stream) {
+    if (p->call.K <= SHORT_KEY) return back_by_cell<T, short_block, SPREAD>(p, to, by, stream);
+    return back_by_cell<T, long_block, SPREAD>(p, to, by, stream);
 }
 
 /* Adds the parts of all gradients. */
@@ -224,25 +223,15 @@ static int add_parts(const mn_importance_args *p, const room &at, const cuts &by
     return mn_sum_parts_into(put_priors{ p->grad.ip }, at.at[PRIORS], n_parts, call->H, stream);
 }
 
-template <typename T, typename Blocks>
+template <typename T>
 static int backward(const mn_importance_args *p, float *shared, cudaStream_t stream) {
     const cuts by = cuts_of(p, true);
     const room at = rooms_of(p, by, shared, true);
-    const int code = p->cot.ovar.data ? go_back<T, Blocks, true>(p, at, by, stream) :
-                                        go_back<T, Blocks, false>(p, at, by, stream);
+    int code;
+    if (by.by_mma) code = back_by_mma(p, at, by, stream);
+    else if (p->cot.ovar.data) code = back_by_cells<T, true>(p, at, by, stream);
+    else code = back_by_cells<T, false>(p, at, by, stream);
     return code != cudaSuccess ? code : add_parts<T>(p, at, by, stream);
-}
-
-template <typename Blocks>
-static int forward_of(const mn_importance_args *p, float *shared, cudaStream_t stream) {
-    if (p->call.dtype == MN_BF16) return forward<mn_bf16, Blocks>(p, shared, stream);
-    return forward<float, Blocks>(p, shared, stream);
-}
-
-template <typename Blocks>
-static int backward_of(const mn_importance_args *p, float *shared, cudaStream_t stream) {
-    if (p->call.dtype == MN_BF16) return backward<mn_bf16, Blocks>(p, shared, stream);
-    return backward<float, Blocks>(p, shared, stream);
 }
 
 MN_CUDA_PLAN(importance_forward) {
@@ -251,9 +240,8 @@ MN_CUDA_PLAN(importance_forward) {
 
 MN_CUDA_LAUNCH(importance_forward) {
     const mn_importance_args *p = (const mn_importance_args *)args;
-    float *room = (float *)shared;
-    if (p->call.K <= SHORT_KEY) return forward_of<short_blocks>(p, room, (cudaStream_t)stream);
-    return forward_of<long_blocks>(p, room, (cudaStream_t)stream);
+    if (p->call.dtype == MN_BF16) return forward<mn_bf16>(p, (float *)shared, (cudaStream_t)stream);
+    return forward<float>(p, (float *)shared, (cudaStream_t)stream);
 }
 
 MN_CUDA_PLAN(importance_backward) {
@@ -262,7 +250,6 @@ MN_CUDA_PLAN(importance_backward) {
 
 MN_CUDA_LAUNCH(importance_backward) {
     const mn_importance_args *p = (const mn_importance_args *)args;
-    float *room = (float *)shared;
-    if (p->call.K <= SHORT_KEY) return backward_of<short_blocks>(p, room, (cudaStream_t)stream);
-    return backward_of<long_blocks>(p, room, (cudaStream_t)stream);
+    if (p->call.dtype == MN_BF16) return backward<mn_bf16>(p, (float *)shared, (cudaStream_t)stream);
+    return backward<float>(p, (float *)shared, (cudaStream_t)stream);
 }

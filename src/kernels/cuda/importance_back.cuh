@@ -93,102 +93,87 @@ struct targets {
     }
 };
 
-/* The two tiles that are at hand, and what warps tell each other of a chunk. */
+/* What warps tell each other of a chunk: sums over their slots or columns of dq and dk, of dv and
+ * -db, and lanes' sums of pull mu over cells, of token t those whose number is t more than a
+ * multiple of 4. */
+template <typename Block>
+struct alignas(16) chunk_room {
+    float keys[Block::ACROSS][2][HALF][Block::SLOTS + PAD];
+    float lines[Block::GROUPS][2][HALF][Block::COLUMNS + PAD];
+    float spread[Block::WARPS][HALF / 4][32];
+};
+
+/* The two tiles that are at hand. */
 template <typename Block>
 struct backward_room {
-    static constexpr int ACROSS = WARPS / Block::GROUPS;
     tile<Block, BACKWARD_PASS> in;
     arrivals<Block, BACKWARD_PASS> came[2];
-    float4 states[2][Block::SETS][Block::THREADS];                      // in front of them
-    alignas(16) float keys[ACROSS][2][HALF][Block::SLOTS + PAD];        // dq, dk
-    alignas(16) float lines[Block::GROUPS][2][HALF][Block::COLUMNS + PAD];    // dv, -db
-    float spread[2][WARPS][HALF][32];              // sums of pull mu over a lane's cells
-    float falls[TOKENS], spreads[TOKENS];          // of each token: v'dv + b'db, sum of pull mu
-    float along[WARPS], team[32];
+    float4 states[2][SETS][Block::THREADS];     // in front of them
+    chunk_room<Block> chunk[2];
+    float falls[TOKENS], spreads[TOKENS];       // of each token: v'dv + b'db, sum of pull mu
+    float along[Block::WARPS], team[32];
     sources from;
     targets to;
 };
 
 /* The factors of a chunk's tokens, of which a lane has row_lane(), for products that sum over
- * columns (v, b, for each of WIDE groups of them) and slots (k and its square). */
-template <int WIDE>
+ * columns (v, b) and slots (k and its square). */
 struct chunk_factors {
-    uint2 v[WIDE], b[WIDE], k, square;
+    uint2 v, b, k, square;
 
     __device__ __forceinline__ chunk_factors times(unsigned by) const {
-        chunk_factors f;
-#pragma unroll
-        for (int w = 0; w < WIDE; w++) {
-            f.v[w] = pair_times(v[w], by), f.b[w] = pair_times(b[w], by);
-        }
-        f.k = pair_times(k, by), f.square = pair_times(square, by);
-        return f;
+        return { pair_times(v, by), pair_times(b, by), pair_times(k, by), pair_times(square, by) };
     }
 
     __device__ __forceinline__ chunk_factors where(bool wanted) const {
-        chunk_factors f;
-#pragma unroll
-        for (int w = 0; w < WIDE; w++) f.v[w] = only(wanted, v[w]), f.b[w] = only(wanted, b[w]);
-        f.k = only(wanted, k);
-        f.square = squares(f.k);    // again: no more choices
-        return f;
-    }
-
-    __device__ __forceinline__ static uint2 squares(uint2 x) {
-        return make_uint2(pair_times(x.x, x.x), pair_times(x.y, x.y));
+        const uint2 key = only(wanted, k);    // its square again: no more choices
+        return { only(wanted, v), only(wanted, b), key,
+                 make_uint2(pair_times(key.x, key.x), pair_times(key.y, key.y)) };
     }
 };
 
 /* What a warp knows of a chunk: columns are tokens, rows slots or, of dv and db, columns. */
-template <int WIDE>
 struct chunk_sums {
-    float dq[4], value[4], write[4], dv[WIDE][4], db[WIDE][4];
+    float dq[4], value[4], write[4], dv[4], db[4];
+    float spread[HALF / 4];    // sums of pull mu: of four tokens, lanes taking turns
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            dq[i] = value[i] = write[i] = 0.0f;
-#pragma unroll
-            for (int w = 0; w < WIDE; w++) dv[w][i] = db[w][i] = 0.0f;
+            dq[i] = value[i] = write[i] = dv[i] = db[i] = 0.0f;
         }
     }
 
     /* The adjoints behind the chunk to all of its tokens. */
-    __device__ __forceinline__ void add(const cells<WIDE> &adj, const chunk_factors<WIDE> &f) {
-#pragma unroll
-        for (int w = 0; w < WIDE; w++) {
-            unsigned D[4], C[4], other[4];
-            factor_of(D, adj.M[2 * w], adj.M[2 * w + 1]);
-            factor_of(C, adj.I[2 * w], adj.I[2 * w + 1]);
-            add_product(value, D, f.v[w]);
-            add_product(write, C, f.b[w]);
-            turn(other, D);
-            add_product(dv[w], other, f.k);
-            turn(other, C);
-            add_product(db[w], other, f.square);
-        }
+    __device__ __forceinline__ void add(const cells &adj, const chunk_factors &f) {
+        unsigned D[4], C[4], other[4];
+        factor_of(D, adj.M[0], adj.M[1]);
+        factor_of(C, adj.I[0], adj.I[1]);
+        add_product(value, D, f.v);
+        add_product(write, C, f.b);
+        turn(other, D);
+        add_product(dv, other, f.k);
+        turn(other, C);
+        add_product(db, other, f.square);
     }
 };
 
-/* X and Y of two tokens and a group of columns: of tile n of a product, the lower and upper half of the first token and
+/* X and Y of two tokens: of tile n of a product, the lower and upper half of the first token and
  * those of the second are a factor whose depth is columns of both. */
 struct token_pair {
     unsigned X[2][4], Y[2][4];
 
-    /* Token i, whose state is `c`, in group w; its dq, where `cot` is not zero. Adds the sum of
-     * pull mu. */
-    template <int WIDE>
-    __device__ __forceinline__ void read(chunk_sums<WIDE> &sums, float &spread, int i, int w,
-                                         const cells<WIDE> &c, const float (&reads)[2][4],
-                                         uint2 cot) {
-        float pull[2][4], mu[2][4];
+    /* Token i, whose state is `c`; its dq, where `cot` is not zero. Returns the sum of pull mu. */
+    __device__ __forceinline__ float read(chunk_sums &sums, int i, const cells &c,
+                                          const float (&reads)[2][4], uint2 cot) {
+        float pull[2][4], mu[2][4], sum = 0.0f;
         unsigned pulls[4], means[4];
 #pragma unroll
         for (int n = 0; n < 8; n++) {
-            const float over = mn_inverse(c.I[2 * w + n / 4][n % 4]);
+            const float over = mn_inverse(c.I[n / 4][n % 4]);
             pull[n / 4][n % 4] = reads[n / 4][n % 4] * over;
-            mu[n / 4][n % 4] = c.M[2 * w + n / 4][n % 4] * over;
-            spread = fmaf(pull[n / 4][n % 4], mu[n / 4][n % 4], spread);
+            mu[n / 4][n % 4] = c.M[n / 4][n % 4] * over;
+            sum = fmaf(pull[n / 4][n % 4], mu[n / 4][n % 4], sum);
         }
         factor_of(pulls, pull[0], pull[1]);
         factor_of(means, mu[0], mu[1]);
@@ -198,34 +183,32 @@ struct token_pair {
             Y[n / 2][2 * i + n % 2] = pair_times(pulls[n], means[n]);
         }
         add_product(sums.dq, means, cot);
+        return sum;
     }
 
     /* To those tokens whose factors f[i] are not zero. */
-    template <int WIDE>
-    __device__ __forceinline__ void put(chunk_sums<WIDE> &sums, int w,
-                                        const chunk_factors<WIDE> (&f)[2]) const {
-        add_product(sums.value, X[0], make_uint2(f[0].v[w].x, f[1].v[w].x));
-        add_product(sums.value, X[1], make_uint2(f[0].v[w].y, f[1].v[w].y));
-        add_product(sums.write, Y[0], make_uint2(f[0].b[w].x, f[1].b[w].x));
-        add_product(sums.write, Y[1], make_uint2(f[0].b[w].y, f[1].b[w].y));
+    __device__ __forceinline__ void put(chunk_sums &sums, const chunk_factors (&f)[2]) const {
+        add_product(sums.value, X[0], make_uint2(f[0].v.x, f[1].v.x));
+        add_product(sums.value, X[1], make_uint2(f[0].v.y, f[1].v.y));
+        add_product(sums.write, Y[0], make_uint2(f[0].b.x, f[1].b.x));
+        add_product(sums.write, Y[1], make_uint2(f[0].b.y, f[1].b.y));
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const unsigned x[4] = { turned(X[0][2 * i]), turned(X[1][2 * i]),
                                     turned(X[0][2 * i + 1]), turned(X[1][2 * i + 1]) };
             const unsigned y[4] = { turned(Y[0][2 * i]), turned(Y[1][2 * i]),
                                     turned(Y[0][2 * i + 1]), turned(Y[1][2 * i + 1]) };
-            add_product(sums.dv[w], x, f[i].k);
-            add_product(sums.db[w], y, f[i].square);
+            add_product(sums.dv, x, f[i].k);
+            add_product(sums.db, y, f[i].square);
         }
     }
 
     /* To the adjoints in front of the chunk. */
-    template <int WIDE>
-    __device__ __forceinline__ void put(cells<WIDE> &adj, int w, uint2 ones) const {
+    __device__ __forceinline__ void put(cells &adj, uint2 ones) const {
 #pragma unroll
         for (int n = 0; n < 2; n++) {
-            add_product(adj.M[2 * w + n], X[n], ones);
-            add_product(adj.I[2 * w + n], Y[n], ones);
+            add_product(adj.M[n], X[n], ones);
+            add_product(adj.I[n], Y[n], ones);
         }
     }
 };
@@ -245,157 +228,146 @@ __device__ __forceinline__ unsigned identity() {
 /* Tokens first .. first + HALF: their share of all gradients, and the adjoints in front of them
  * from those behind them. `adj` has D and -C, `c` the state in front. */
 template <typename Block, bool HEADS>
-__device__ __forceinline__ void chunk_back(chunk_sums<Block::WIDE> &sums, cells<Block::WIDE> &adj,
-                                           cells<Block::WIDE> &c, backward_room<Block> &r, int turn,
-                                           int first,
-                                           const walk<Block, BACKWARD_PASS, HEADS> &along) {
-    constexpr int WIDE = Block::WIDE;
-    const arrivals<Block, BACKWARD_PASS> &came = r.came[turn];
+__device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &c,
+                                           const arrivals<Block, BACKWARD_PASS> &came, int first,
+                                           const walk<Block, BACKWARD_PASS> &along) {
     const float *base = came.g.base;
     const int warp = thread_again() / 32;
-    const int slot = warp % Block::GROUPS * Block::SLOT_SPAN + 4 * column_lane();
-    const int column = warp / Block::GROUPS * Block::COLUMN_SPAN + 4 * column_lane();
+    const int slot = warp % Block::GROUPS * GROUP + 4 * column_lane();
+    const int column = warp / Block::GROUPS * GROUP + 4 * column_lane();
     const int own = first + row_lane();
-    chunk_factors<WIDE> all;
-    uint2 cot[WIDE];
-    all.k = came.k.get(own, slot);
-    all.square = all.squares(all.k);
-#pragma unroll
-    for (int w = 0; w < WIDE; w++) {
-        all.v[w] = came.v.get(own, column + w * GROUP);
-        all.b[w] = came.b.get(own, column + w * GROUP);
-        cot[w] = came.cot.get(own, column + w * GROUP);
-    }
-    float *spread = &r.spread[first / HALF][threadIdx.x / 32][0][threadIdx.x % 32];
+    const uint2 k = came.k.get(own, slot);
+    const chunk_factors all = { came.v.get(own, column), came.b.get(own, column), k,
+                                make_uint2(pair_times(k.x, k.x), pair_times(k.y, k.y)) };
+    const uint2 cot = came.cot.get(own, column);
+    const uint2 one = make_uint2(identity(), again(identity()));    // a pair, not one number twice
     const float behind = HEADS ? base[first + HALF - 1] : 0.0f;
     const float before = HEADS && first > 0 ? base[first - 1] : 0.0f;
     sums.clear();
     sums.add(adj, HEADS ? all.times(twice_exp(behind - base[own])) : all);
     if (HEADS) adj.times(expf(behind - before));
+    float spread[2];
 #pragma unroll
     for (int t = 0; t < HALF; t += 2) {
-        uint2 ones = make_uint2(identity(), identity());
-        chunk_factors<WIDE> f[2];
-        token_pair two[WIDE];
+        uint2 ones = one;
+        chunk_factors f[2];
+        token_pair two;
+        float sum[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int s = t + i, at = first + s;
-            float sum = 0.0f;
-            along.advance(c, at);
-#pragma unroll
-            for (int w = 0; w < WIDE; w++) {
-                float reads[2][4];
-                along.pull(reads, at, w);
-                two[w].read(sums, sum, i, w, c, reads, only(row_lane() == s, cot[w]));
-            }
-            spread[32 * s] = sum;
+            float reads[2][4];
+            along.template advance<HEADS>(c, at);
+            along.pull(reads, at);
+            sum[i] = two.read(sums, i, c, reads, only(row_lane() == s, cot));
             f[i] = all.where(row_lane() <= s);
             if (HEADS) f[i] = f[i].times(row_lane() <= s ? twice_exp(base[at] - base[own]) : 0);
+        }
+        mn_cell_halve<1>(sum, 1);
+        spread[t / 2 % 2] = sum[0];
+        if (t % 4 == 2) {
+            mn_cell_halve<1>(spread, 2);
+            sums.spread[t / 4] = spread[0];
         }
         if (HEADS) {
             ones.x = pair_times(ones.x, twice_exp(base[first + t] - before));
             ones.y = pair_times(ones.y, twice_exp(base[first + t + 1] - before));
         }
-#pragma unroll
-        for (int w = 0; w < WIDE; w++) {
-            two[w].put(sums, w, f);
-            two[w].put(adj, w, ones);
-        }
+        two.put(sums, f);
+        two.put(adj, ones);
     }
 }
 
 /* A warp's sums to shared memory. Tokens of a lane lie 4 slots or columns wide of each other's
  * banks, those of the upper half in what the lower leaves free. */
 template <typename Block>
-__device__ __forceinline__ void put_sums(backward_room<Block> &r,
-                                         const chunk_sums<Block::WIDE> &sums, int turn, int first) {
+__device__ __forceinline__ void put_sums(chunk_room<Block> &r, const chunk_sums &sums,
+                                         const arrivals<Block, BACKWARD_PASS> &came, int first) {
     const int slot = Block::slot(), column = Block::column();
     const int flip = column_lane() & 2;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int t = 2 * column_lane() + i % 2, at = neighbour(i / 2);
-        const float k = mn_float(r.came[turn].k.at[first + t][slot + at]);
+        const float k = mn_float(came.k.at[first + t][slot + at]);
         r.keys[Block::across()][0][t][slot + (at ^ flip)] = sums.dq[i];
         r.keys[Block::across()][1][t][slot + (at ^ flip)] = fmaf(-2.0f * k, sums.write[i],
                                                                  sums.value[i]);
+        r.lines[Block::group()][0][t][column + (at ^ flip)] = sums.dv[i];
+        r.lines[Block::group()][1][t][column + (at ^ flip)] = sums.db[i];
+    }
 #pragma unroll
-        for (int w = 0; w < Block::WIDE; w++) {
-            const int own = column + w * GROUP + (at ^ flip);
-            r.lines[Block::group()][0][t][own] = sums.dv[w][i];
-            r.lines[Block::group()][1][t][own] = sums.db[w][i];
+    for (int i = 0; i < HALF / 4; i++) {
+        r.spread[threadIdx.x / 32][i][threadIdx.x % 32] = sums.spread[i];
+    }
+}
+
+/* A lane's share of the gradients of one of its warp's tokens. */
+template <typename Block>
+struct token_sums {
+    static constexpr int SLOTS = Block::SLOTS / 32, COLUMNS = Block::COLUMNS / 32;
+    float dk[SLOTS], dq[SLOTS], dv[COLUMNS], db[COLUMNS], fall, spread;
+
+    /* From all warps' sums; `row`: of its tile. */
+    __device__ __forceinline__ void add(const chunk_room<Block> &r,
+                                        const arrivals<Block, BACKWARD_PASS> &came, int row,
+                                        float scale) {
+        const int t = row % HALF, lane = threadIdx.x % 32, flip = t / 2 & 2;
+        const int slot = lane * SLOTS ^ flip, column = lane * COLUMNS;
+        const float over = came.g.over[row];
+        *this = {};
+#pragma unroll
+        for (int warp = 0; warp < Block::ACROSS; warp++) {
+            mn_cell_add(dq, &r.keys[warp][0][t][slot]);
+            mn_cell_add(dk, &r.keys[warp][1][t][slot]);
+        }
+#pragma unroll
+        for (int group = 0; group < Block::GROUPS; group++) {
+            mn_cell_add(dv, &r.lines[group][0][t][column ^ flip]);
+            mn_cell_add(db, &r.lines[group][1][t][column ^ flip]);
+        }
+#pragma unroll
+        for (int warp = 0; warp < Block::WARPS; warp += 4) {    // eight lanes of each have it
+            spread += r.spread[warp + lane / 8][t / 4][lane % 8 * 4 + t % 4];
+        }
+#pragma unroll
+        for (int i = 0; i < SLOTS; i++) dk[i] *= over, dq[i] *= scale;
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) {
+            dv[i] *= over, db[i] *= -over;
+            fall = fmaf(mn_float(came.v.at[row][column + i]), dv[i], fall);
+            fall = fmaf(mn_float(came.b.at[row][column + i]), db[i], fall);
+        }
+        spread *= over;
+    }
+
+    __device__ __forceinline__ void put(const targets &to, int64_t token) const {
+        to.dk.put(dk, token);
+        to.dq.put(dq, token);
+        if (gridDim.z > 1) {
+            to.dv_part.put(dv, token);
+            to.db_part.put(db, token);
+        } else {
+            to.dv.put(dv, token);
+            to.db.put(db, token);
         }
     }
-}
+};
 
-/* dk and dq of a warp's token: its share of this block's sums over columns, as parts. */
+/* The gradients of a tile from all warps' sums, a token for each warp. */
 template <typename Block>
-__device__ __forceinline__ void put_keys(const backward_room<Block> &r, float over,
-                                         int64_t token) {
-    constexpr int EACH = Block::SLOTS / 32;
-    const int t = threadIdx.x / 32, flip = t / 2 & 2;
-    const int slot = threadIdx.x % 32 * EACH ^ flip;
-    float dk[EACH] = {}, dq[EACH] = {};
-#pragma unroll
-    for (int warp = 0; warp < backward_room<Block>::ACROSS; warp++) {
-        mn_cell_add(dq, &r.keys[warp][0][t][slot]);
-        mn_cell_add(dk, &r.keys[warp][1][t][slot]);
+__device__ __forceinline__ void put_tile(backward_room<Block> &r,
+                                         const arrivals<Block, BACKWARD_PASS> &came, int n_rows,
+                                         int64_t first) {
+    static_assert(Block::WARPS == TOKENS, "a warp for each token");
+    const int row = thread_again() / 32;
+    token_sums<Block> sums;
+    sums.add(r.chunk[row / HALF], came, row, r.to.scale);
+    const float fall = mn_warp_sum(sums.fall), spread = mn_warp_sum(sums.spread);
+    if (threadIdx.x % 32 == 0) {
+        r.falls[row] = row < n_rows ? fall : 0.0f;
+        r.spreads[row] = row < n_rows ? spread : 0.0f;
     }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) dk[i] *= over, dq[i] *= r.to.scale;
-    r.to.dk.put(dk, token);
-    r.to.dq.put(dq, token);
-}
-
-/* dv and db likewise, sums over this block's slots; returns the lane's share of v'dv + b'db. */
-template <typename Block>
-__device__ __forceinline__ float put_lines(const backward_room<Block> &r, float over, int turn,
-                                           int row, int64_t token) {
-    constexpr int EACH = Block::COLUMNS / 32;
-    const int t = threadIdx.x / 32, flip = t / 2 & 2;
-    const int column = threadIdx.x % 32 * EACH;
-    float dv[EACH] = {}, db[EACH] = {}, fall = 0.0f;
-#pragma unroll
-    for (int group = 0; group < Block::GROUPS; group++) {
-        mn_cell_add(dv, &r.lines[group][0][t][column ^ flip]);
-        mn_cell_add(db, &r.lines[group][1][t][column ^ flip]);
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        dv[i] *= over, db[i] *= -over;
-        fall = fmaf(mn_float(r.came[turn].v.at[row][column + i]), dv[i], fall);
-        fall = fmaf(mn_float(r.came[turn].b.at[row][column + i]), db[i], fall);
-    }
-    if (gridDim.z > 1) {
-        r.to.dv_part.put(dv, token);
-        r.to.db_part.put(db, token);
-    } else {
-        r.to.dv.put(dv, token);
-        r.to.db.put(db, token);
-    }
-    return fall;
-}
-
-/* The gradients of a chunk, a token for each warp, from all warps' sums. */
-template <typename Block>
-__device__ __forceinline__ void put_chunk(backward_room<Block> &r, int length, int tile, int turn,
-                                          int first) {
-    static_assert(WARPS == HALF, "a warp for each token");
-    const int t = thread_again() / 32, lane = threadIdx.x % 32, row = first + t;
-    const int token = tile * TOKENS + row;
-    const float over = r.came[turn].g.over[row];
-    float spread = 0.0f, fall = 0.0f;
-    if (token < length) {
-#pragma unroll
-        for (int n = 0; n < WARPS; n += 2) {    // two lanes of every other warp
-            const float *from = r.spread[first / HALF][n + lane / 16][t];
-            const float2 two = ((const float2 *)from)[lane % 16];
-            spread += two.x + two.y;
-        }
-        put_keys(r, over, token);
-        fall = mn_warp_sum(put_lines(r, over, turn, row, token));
-        spread = mn_warp_sum(spread);
-    }
-    if (lane == 0) r.falls[row] = fall, r.spreads[row] = over * spread;
+    if (row < n_rows) sums.put(r.to, first + row);
 }
 
 /* What the last warp keeps from tile to tile: sum C in front of the last one, times the decay of
@@ -430,7 +402,7 @@ __device__ __forceinline__ void put_gates(priors &prior, const backward_room<Blo
         if (t >= by) sum += before;
     }
 #pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) start += r.along[warp];
+    for (int warp = 0; warp < Block::WARPS; warp++) start += r.along[warp];
     if ((int)(threadIdx.x % 32) >= tile.n_rows) return;
     const int64_t row = tile.row(call, t) * call.H + at.h;
     parts[block * n_rows + row] = start + (sum - fall) - g.a[t] * at.ip * C;
@@ -439,12 +411,12 @@ __device__ __forceinline__ void put_gates(priors &prior, const backward_room<Blo
 
 /* Adjoints of the last state, `c`: D and -C. */
 template <typename Block>
-__device__ void start_back(cells<Block::WIDE> &adj, const cells<Block::WIDE> &c,
+__device__ void start_back(cells &adj, const cells &c,
                            const mn_importance_args &p, const place &at) {
     const float *dmu = mn_row<float>(p.cot.mu, at.n, 0, at.h);
     const float *dimp = mn_row<float>(p.cot.imp, at.n, 0, at.h);
 #pragma unroll
-    for (int i = 0; i < 4 * c.N; i++) {
+    for (int i = 0; i < 8; i++) {
         const int64_t cell = cell_at<Block, false>(p.call, i / 4, i % 4);
         const float by = 1.0f / c.I[i / 4][i % 4];
         const float D = cell >= 0 && dmu ? dmu[cell] * by : 0.0f;
@@ -456,12 +428,13 @@ __device__ void start_back(cells<Block::WIDE> &adj, const cells<Block::WIDE> &c,
 
 /* Gradients of the first state; returns the part of dip of one that starts at the prior. */
 template <typename Block>
-__device__ float put_first(const cells<Block::WIDE> &adj, const mn_importance_args &p, const place &at) {
+__device__ float put_first(const cells &adj, const mn_importance_args &p,
+                           const place &at) {
     const float *mu0 = mn_row<float>(p.mu0, at.n, 0, at.h);
     float *dmu0 = mn_row<float>(p.grad.mu0, at.n, 0, at.h), sum = 0.0f;
     float *dimp0 = mn_row<float>(p.grad.imp0, at.n, 0, at.h);
 #pragma unroll
-    for (int i = 0; i < 4 * adj.N; i++) {
+    for (int i = 0; i < 8; i++) {
         const int64_t cell = cell_at<Block, false>(p.call, i / 4, i % 4);
         if (cell < 0) continue;
         const float D = adj.M[i / 4][i % 4];
@@ -476,11 +449,11 @@ __device__ float put_first(const cells<Block::WIDE> &adj, const mn_importance_ar
 /* S in front of the tile, from the state there and its adjoint, without sum C times ip: each warp's
  * part of it. */
 template <typename Block>
-__device__ __forceinline__ void put_along(backward_room<Block> &r, const cells<Block::WIDE> &adj,
-                                          const cells<Block::WIDE> &c, float ip) {
+__device__ __forceinline__ void put_along(backward_room<Block> &r, const cells &adj, const cells &c,
+                                          float ip) {
     float sum = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4 * c.N; i++) {
+    for (int i = 0; i < 8; i++) {
         sum = fmaf(adj.M[i / 4][i % 4], c.M[i / 4][i % 4], sum);
         sum = fmaf(-adj.I[i / 4][i % 4], c.I[i / 4][i % 4] - ip, sum);
     }
@@ -488,58 +461,60 @@ __device__ __forceinline__ void put_along(backward_room<Block> &r, const cells<B
     if (threadIdx.x % 32 == 0) r.along[threadIdx.x / 32] = sum;
 }
 
-/* Four numbers of each thread, Block::SETS times, from memory to shared memory: a thread reads what it has
- * fetched itself. */
+/* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what
+ * it has fetched itself. */
 template <typename Block>
-__device__ __forceinline__ void fetch_state(float4 (&to)[Block::SETS][Block::THREADS],
+__device__ __forceinline__ void fetch_state(float4 (&to)[SETS][Block::THREADS],
                                             const sources &from, int tile) {
     const int thread = thread_again();
     const float *at = from.states + tile * from.between + thread * 4;
 #pragma unroll
-    for (int i = 0; i < Block::SETS; i++) copy_sixteen(&to[i][thread], at + i * SET_STRIDE<Block>);
+    for (int i = 0; i < SETS; i++) copy_sixteen(&to[i][thread], at + i * SET_STRIDE<Block>);
 }
 
-/* A tile back: `adj` from behind it to in front of it. The sums of its first chunk are left for the
- * next barrier to show. */
-template <typename Block, bool HEADS>
-__device__ __forceinline__ void tile_back(cells<Block::WIDE> &adj, backward_room<Block> &r,
-                                          const mn_importance_args &p, const place &at,
-                                          priors &prior, int tile, bool last) {
-    const int turn = again(tile) & 1;
-    const walk<Block, BACKWARD_PASS, HEADS> along(r.in);
-    const float *front = (const float *)&r.states[turn][0][threadIdx.x];
-    cells<Block::WIDE> c;
-    c.load(front, SET_STRIDE<Block>);
-    if (last) {
-        cells<Block::WIDE> end = c;
-        advance_tile<Block, BACKWARD_PASS, HEADS>(end, r.in);
-        start_back<Block>(adj, end, p, at);
-        float sum = 0.0f;
+/* The adjoints behind the last tile, from the state in front of it. */
+template <typename Block>
+__device__ __forceinline__ void start_tile(cells &adj, priors &prior,
+                                           cells end, backward_room<Block> &r,
+                                           const tile<Block, BACKWARD_PASS> &in,
+                                           const mn_importance_args &p, const place &at) {
+    advance_tile<Block, BACKWARD_PASS>(end, in);
+    start_back<Block>(adj, end, p, at);
+    float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 4 * c.N; i++) sum -= adj.I[i / 4][i % 4];
-        prior.behind = mn_team_sum<Block::THREADS>(sum, r.team);
-    }
+    for (int i = 0; i < 8; i++) sum -= adj.I[i / 4][i % 4];
+    prior.behind = mn_team_sum<Block::THREADS>(sum, r.team);
+}
+
+/* A tile back: `adj` from behind it to in front of it. */
+template <typename Block>
+__device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, int turn,
+                                          const float *front,
+                                          const walk<Block, BACKWARD_PASS> &along) {
+    cells c;
+    c.load(front, SET_STRIDE<Block>);
     adj.times(r.in.rest);
     along.pass(c, 0, HALF);
-    chunk_sums<Block::WIDE> sums;
 #pragma unroll 1
-    for (int first = HALF; first >= 0; first -= HALF) {
-        if (first == 0) c.load(front, SET_STRIDE<Block>);
-        chunk_back<Block, HEADS>(sums, adj, c, r, turn, first, along);
-        if (first == 0) __syncthreads();    // the other chunk's sums have been read
-        put_sums(r, sums, turn, first);
-        if (first == 0) break;
-        __syncthreads();
-        put_chunk(r, (int)at.span.length, tile, turn, first);
+    for (int chunk = 1; chunk >= 0; chunk--) {
+        chunk_sums sums;
+        if (chunk == 0) c.load(front, SET_STRIDE<Block>);
+        if (r.in.heads == 0) {
+            chunk_back<Block, false>(sums, adj, c, r.came[turn], chunk * HALF, along);
+        } else {
+            chunk_back<Block, true>(sums, adj, c, r.came[turn], chunk * HALF, along);
+        }
+        put_sums<Block>(r.chunk[chunk], sums, r.came[turn], chunk * HALF);
     }
     c.load(front, SET_STRIDE<Block>);
-    put_along(r, adj, c, r.to.ip);
+    put_along<Block>(r, adj, c, r.to.ip);
 }
 
 template <typename Block>
 __global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
 backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, room to,
                 int64_t n_rows) {
+    typedef fetcher<Block, BACKWARD_PASS> next;
     extern __shared__ float4 shared[];
     backward_room<Block> &r = *(backward_room<Block> *)shared;
     const int64_t blocks = gridDim.x * gridDim.z, block = blockIdx.z * gridDim.x + blockIdx.x;
@@ -547,7 +522,6 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
         const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
-        typedef fetcher<Block, BACKWARD_PASS> next;
         next::open(r.from, p, at, decays);
         if (threadIdx.x == 0) {
             const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
@@ -556,7 +530,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
         }
         r.to.template open<Block>(p, to, at, n_rows);
         __syncthreads();
-        cells<Block::WIDE> adj;
+        cells adj;
         priors prior = { 0.0f, 0.0f };
         if (n_tiles > 0) {
             const int i = n_tiles - 1;
@@ -564,34 +538,41 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
             fetch_state<Block>(r.states[i % 2], r.from, i);
         } else {
             load_first<Block, false>(adj, p, at);
-            start_back<Block>(adj, cells<Block::WIDE>(adj), p, at);
+            start_back<Block>(adj, cells(adj), p, at);
         }
         next::wait();
         __syncthreads();
+        if (n_tiles > 0) next::put(r.in, r.came[(n_tiles - 1) % 2], r.to.scale);
         for (int i = n_tiles - 1; i >= 0; i--) {
             const int turn = i & 1;
             const bool last = i == n_tiles - 1;
-            next::put(r.in, r.came[turn], r.to.scale);
             __syncthreads();
-            if (!last && threadIdx.x / 32 == WARPS - 1) {
-                put_gates(prior, r, r.came[!turn].g, to.at[GATES], p.call,
-                          mn_cell_tile_at(at.span, i + 1), at, n_rows);
+            if (!last && threadIdx.x / 32 == Block::WARPS - 1) {
+                put_gates<Block>(prior, r, r.came[!turn].g, to.at[GATES], p.call,
+                                 mn_cell_tile_at(at.span, i + 1), at, n_rows);
                 __syncwarp();
             }
             if (i > 0) {
                 next::fetch(r.came[!turn], r.from, i - 1, length);
                 fetch_state<Block>(r.states[!turn], r.from, i - 1);
             }
-            if (r.in.heads == 0) tile_back<Block, false>(adj, r, p, at, prior, i, last);
-            else tile_back<Block, true>(adj, r, p, at, prior, i, last);
+            const float *front = (const float *)&r.states[turn][0][thread_again()];
+            const walk<Block, BACKWARD_PASS> along(r.in);
+            if (last) {
+                cells end;
+                end.load(front, SET_STRIDE<Block>);
+                start_tile<Block>(adj, prior, end, r, r.in, p, at);
+            }
+            tile_back<Block>(adj, r, turn, front, along);
             next::wait();
             __syncthreads();
-            put_chunk(r, length, i, again(i) & 1, 0);
+            put_tile(r, r.came[again(i) & 1], length - i * TOKENS, (int64_t)i * TOKENS);
+            if (i > 0) next::put(r.in, r.came[again(i) & 1 ^ 1], r.to.scale);
         }
         __syncthreads();
-        if (n_tiles > 0 && threadIdx.x / 32 == WARPS - 1) {
-            put_gates(prior, r, r.came[0].g, to.at[GATES], p.call, mn_cell_tile_at(at.span, 0), at,
-                      n_rows);
+        if (n_tiles > 0 && threadIdx.x / 32 == Block::WARPS - 1) {
+            put_gates<Block>(prior, r, r.came[0].g, to.at[GATES], p.call,
+                             mn_cell_tile_at(at.span, 0), at, n_rows);
         }
         float sum = prior.sum + put_first<Block>(adj, p, at);
         sum = mn_team_sum<Block::THREADS>(sum, r.team);

@@ -29,21 +29,6 @@ struct forward_room {
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
 };
 
-/* q of a lane's slots, a token of each half of a tile. */
-template <typename Block>
-struct queries {
-    uint2 early[Block::WIDE], late[Block::WIDE];
-
-    __device__ __forceinline__ explicit queries(const arrivals<Block, FORWARD_PASS> &came) {
-#pragma unroll
-        for (int w = 0; w < Block::WIDE; w++) {
-            const int slot = Block::slot() + w * GROUP + 4 * column_lane();
-            early[w] = came.q.get(row_lane(), slot);
-            late[w] = came.q.get(row_lane() + HALF, slot);
-        }
-    }
-};
-
 /* Forward, M' and I' are counted in 1 / FORWARD_UNIT, which leaves room above and below for the
  * product of two I', each from LEAST_PAIRED on. */
 static constexpr float FORWARD_UNIT = 1.0f / 16384, LEAST_PAIRED = 1e-18f;
@@ -65,42 +50,34 @@ __device__ __forceinline__ void means_of(float (&mu)[4], const float (&M)[4], co
 }
 
 /* Whether reciprocals may be shared in a tile without heads: I' does not fall in it. */
-template <int WIDE>
-__device__ __forceinline__ bool may_pair(const cells<WIDE> &c) {
+__device__ __forceinline__ bool may_pair(const cells &c) {
     float least = c.I[0][0];
 #pragma unroll
-    for (int i = 1; i < 4 * c.N; i++) least = fminf(least, c.I[i / 4][i % 4]);
+    for (int i = 1; i < 8; i++) least = fminf(least, c.I[i / 4][i % 4]);
     return __all_sync(0xffffffffu, least >= LEAST_PAIRED);
 }
 
-/* o of a tile, the sums over a warp's slots of it. PLAIN: it has no heads, and may_pair. */
+/* o of a tile, the sums over a warp's 16 slots of it. PLAIN: it has no heads, and may_pair. */
 template <typename Block, bool PLAIN>
-__device__ __forceinline__ void tile_forward(cells<Block::WIDE> &c, forward_room<Block> &r,
-                                             int turn, const queries<Block> &all) {
-    const walk<Block, FORWARD_PASS, !PLAIN> along(r.in[turn]);
+__device__ __forceinline__ void tile_forward(cells &c, forward_room<Block> &r,
+                                             int turn, const uint2 (&queries)[2]) {
+    const walk<Block, FORWARD_PASS> along(r.in[turn]);
     const int column = Block::column();
 #pragma unroll 1
     for (int first = 0; first < TOKENS; first += HALF) {
-        uint2 q[Block::WIDE];
+        const uint2 q = first == 0 ? queries[0] : queries[1];
         float sums[4] = {};
-#pragma unroll
-        for (int w = 0; w < Block::WIDE; w++) q[w] = first == 0 ? all.early[w] : all.late[w];
-        along.advance(c, first);
+        along.template advance<!PLAIN>(c, first);
 #pragma unroll
         for (int t = 0; t < HALF; t++) {    // the next token before this one is read
-            const cells<Block::WIDE> now = c;
-            if (t + 1 < HALF) along.advance(c, first + t + 1);
+            const cells now = c;
+            if (t + 1 < HALF) along.template advance<!PLAIN>(c, first + t + 1);
+            float mu[2][4];
+            unsigned factor[4];
 #pragma unroll
-            for (int w = 0; w < Block::WIDE; w++) {
-                float mu[2][4];
-                unsigned factor[4];
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    means_of<PLAIN>(mu[i], now.M[2 * w + i], now.I[2 * w + i]);
-                }
-                factor_of(factor, mu[0], mu[1]);
-                add_product(sums, factor, only(row_lane() == t, q[w]));
-            }
+            for (int i = 0; i < 2; i++) means_of<PLAIN>(mu[i], now.M[i], now.I[i]);
+            factor_of(factor, mu[0], mu[1]);
+            add_product(sums, factor, only(row_lane() == t, q));
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -144,11 +121,11 @@ struct reader {
 };
 
 template <typename Block>
-__device__ void put_last_state(const cells<Block::WIDE> &c, const mn_importance_args &p,
+__device__ void put_last_state(const cells &c, const mn_importance_args &p,
                                const place &at) {
     float *mu = mn_row<float>(p.mu, at.n, 0, at.h), *imp = mn_row<float>(p.imp, at.n, 0, at.h);
 #pragma unroll
-    for (int n = 0; n < 4 * c.N; n++) {
+    for (int n = 0; n < 8; n++) {
         const int64_t cell = cell_at<Block, true>(p.call, n / 4, n % 4);
         const float M = c.M[n / 4][n % 4], I = c.I[n / 4][n % 4];
         if (cell >= 0 && mu) mu[cell] = M / I;
@@ -170,7 +147,7 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
         const reader<Block> to(p, sums, at, n_rows);
         typedef fetcher<Block, FORWARD_PASS> next;
         next::open(r.from, p, at, decays);
-        cells<Block::WIDE> c;
+        cells c;
         load_first<Block, true>(c, p, at);
         c.times(FORWARD_UNIT);
         __syncthreads();
@@ -179,9 +156,10 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
         next::wait();
         __syncthreads();
         for (int i = 0; i < n_tiles; i++) {    // what its one barrier orders has two rooms
-            const int turn = i % 2;
+            const int turn = i % 2, slot = Block::slot() + 4 * column_lane();
             next::put(r.in[turn], r.came[turn], 1.0f);
-            const queries<Block> q(r.came[turn]);
+            const uint2 q[2] = { r.came[turn].q.get(row_lane(), slot),
+                                 r.came[turn].q.get(row_lane() + HALF, slot) };
             next::wait();
             __syncthreads();
             next::fetch(r.came[turn], r.from, i + 2, length);
@@ -198,9 +176,9 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
 
 /* ---- states ---------------------------------------------------------------------------------- */
 
-template <typename Block, pass PASS, bool HEADS>
-__device__ __forceinline__ void advance_tile(cells<Block::WIDE> &c, const tile<Block, PASS> &in) {
-    const walk<Block, PASS, HEADS> along(in);
+template <typename Block, pass PASS>
+__device__ __forceinline__ void advance_tile(cells &c, const tile<Block, PASS> &in) {
+    const walk<Block, PASS> along(in);
     along.pass(c, 0, TOKENS);
     c.times(in.rest);
 }
@@ -214,7 +192,7 @@ struct states_room {
 
 /* States in front of every tile, of which there are SETS sets for each head. */
 template <typename Block>
-__global__ void __launch_bounds__(Block::THREADS, 1 + Block::PER_PROCESSOR)
+__global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
 states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, float *states) {
     extern __shared__ float4 shared[];
     states_room<Block> &r = *(states_room<Block> *)shared;
@@ -228,7 +206,7 @@ states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
         const int64_t between = state_at<Block>(p.call.H) - state_at<Block>(0);
         typedef fetcher<Block, STATES_PASS> next;
         next::open(r.from, p, at, decays);
-        cells<Block::WIDE> c;
+        cells c;
         load_first<Block, false>(c, p, at);
         __syncthreads();
         next::fetch(r.came[0], r.from, 0, length);
@@ -244,8 +222,7 @@ states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
             next::wait();
             __syncthreads();
             next::fetch(r.came[turn], r.from, i + 2, length);
-            if (r.in[turn].heads == 0) advance_tile<Block, STATES_PASS, false>(c, r.in[turn]);
-            else advance_tile<Block, STATES_PASS, true>(c, r.in[turn]);
+            advance_tile<Block, STATES_PASS>(c, r.in[turn]);
         }
         __syncthreads();
     }

@@ -1,11 +1,10 @@
 /* importance_tile.cuh - Palimpsa on tensor cores (see importance_mma.cuh): products, cells as their
  * results, and the numbers of a tile as their factors.
  *
- * A warp has a group of 16 slots by one or two groups of 16 columns or, where the rows of products
- * are columns, the other way round. Row r of the lower or upper half of a product is neighbour
- * 4 (r / 2) + r % 2 of its group, 2 more in the upper half; column n of the two tiles of a product
- * likewise. What a lane has of a row is thus 4 neighbours, 2 of them a pair that is also a pair in
- * memory. */
+ * A warp has a group of 16 slots by a group of 16 columns. Row r of the lower or upper half of a
+ * product is neighbour 4 (r / 2) + r % 2 of its group, 2 more in the upper half; column n of the
+ * two tiles of a product likewise. What a lane has of a row is thus 4 neighbours, 2 of them a pair
+ * that is also a pair in memory. */
 #ifndef MN_KERNELS_CUDA_IMPORTANCE_TILE_CUH
 #define MN_KERNELS_CUDA_IMPORTANCE_TILE_CUH
 
@@ -45,17 +44,12 @@ __device__ __forceinline__ int thread_again() {
     return again(threadIdx.x);
 }
 
-/* A block: GROUPS of its warps lie along the slots, the others along the columns. Each has
- * SLOT_SPAN slots by COLUMN_SPAN columns, WIDE groups of 16 in one direction and one in the
- * other. */
-template <int GROUPS_, int SLOT_SPAN_, int COLUMN_SPAN_>
+/* A block: GROUPS of its warps lie along the slots, the others along the columns. */
+template <int GROUPS_, int WARPS_>
 struct block {
-    static constexpr int GROUPS = GROUPS_, THREADS = 32 * WARPS;
-    static constexpr int SLOT_SPAN = SLOT_SPAN_, COLUMN_SPAN = COLUMN_SPAN_;
-    static constexpr int SLOTS = GROUPS * SLOT_SPAN, COLUMNS = WARPS / GROUPS * COLUMN_SPAN;
-    static constexpr int WIDE = SLOT_SPAN * COLUMN_SPAN / (GROUP * GROUP);
-    static constexpr int PER_PROCESSOR = WIDE == 1 ? 2 : 1;    // as registers go
-    static constexpr int SETS = 4 * WIDE;    // of four numbers in the state of a thread
+    static constexpr int GROUPS = GROUPS_, WARPS = WARPS_, ACROSS = WARPS / GROUPS;
+    static constexpr int THREADS = 32 * WARPS, SLOTS = GROUP * GROUPS, COLUMNS = GROUP * ACROSS;
+    static constexpr int PER_PROCESSOR = 16 / WARPS;    // as registers go
 
     /* Its first slot and column. */
     __device__ static int64_t slot0() {
@@ -76,11 +70,11 @@ struct block {
     }
 
     __device__ static int slot() {
-        return group() * SLOT_SPAN;
+        return group() * GROUP;
     }
 
     __device__ static int column() {
-        return across() * COLUMN_SPAN;
+        return across() * GROUP;
     }
 };
 
@@ -174,32 +168,29 @@ __device__ __forceinline__ uint2 only(bool wanted, uint2 x) {
 
 /* ---- cells ----------------------------------------------------------------------------------- */
 
-/* M' and I' of a lane's cells, or their adjoints: the results of two products for each of WIDE
- * groups. */
-template <int WIDE>
+/* M' and I' of a lane's cells, or their adjoints. */
 struct cells {
-    static constexpr int N = 2 * WIDE;
-    float M[N][4], I[N][4];
+    float M[2][4], I[2][4];
 
     __device__ __forceinline__ void times(float by) {
 #pragma unroll
-        for (int i = 0; i < 4 * N; i++) M[i / 4][i % 4] *= by, I[i / 4][i % 4] *= by;
+        for (int i = 0; i < 8; i++) M[i / 4][i % 4] *= by, I[i / 4][i % 4] *= by;
     }
 
-    /* Four numbers for each thread of a block, 2 N times. */
+    /* Four numbers for each thread of a block, SETS times. */
     __device__ void load(const float *from, int stride) {
 #pragma unroll
-        for (int set = 0; set < 2 * N; set++) {
+        for (int set = 0; set < SETS; set++) {
             const float4 four = *(const float4 *)(from + set * stride);
-            float(&x)[4] = set < N ? M[set % N] : I[set % N];
+            float(&x)[4] = set < 2 ? M[set % 2] : I[set % 2];
             x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
         }
     }
 
     __device__ void store(float *to, int stride) const {
 #pragma unroll
-        for (int set = 0; set < 2 * N; set++) {
-            const float(&x)[4] = set < N ? M[set % N] : I[set % N];
+        for (int set = 0; set < SETS; set++) {
+            const float(&x)[4] = set < 2 ? M[set % 2] : I[set % 2];
             *(float4 *)(to + set * stride) = make_float4(x[0], x[1], x[2], x[3]);
         }
     }
@@ -214,24 +205,23 @@ template <typename Block>
 __device__ int64_t state_at(int64_t item) {
     const int64_t blocks = gridDim.x * (int64_t)gridDim.z;
     const int64_t block = blockIdx.z * (int64_t)gridDim.x + blockIdx.x;
-    return (item * blocks + block) * Block::SETS * SET_STRIDE<Block>;
+    return (item * blocks + block) * SETS * SET_STRIDE<Block>;
 }
 
 /* Where number i of tile n of this lane lies in (K,V); -1 outside. TURNED: rows are columns. */
 template <typename Block, bool TURNED>
 __device__ int64_t cell_at(const mn_call &call, int n, int i) {
-    const int row = neighbour(i / 2);
-    const int column = n / 2 * GROUP + 4 * column_lane() + n % 2 * 2 + i % 2;
+    const int row = neighbour(i / 2), column = 4 * column_lane() + 2 * n + i % 2;
     const int64_t s = Block::slot0() + Block::slot() + (TURNED ? column : row);
     const int64_t v = Block::column0() + Block::column() + (TURNED ? row : column);
     return s < call.K && v < call.V ? s * call.V + v : -1;
 }
 
 template <typename Block, bool TURNED>
-__device__ void load_first(cells<Block::WIDE> &c, const mn_importance_args &p, const place &at) {
+__device__ void load_first(cells &c, const mn_importance_args &p, const place &at) {
     const float *mu0 = mn_row<float>(p.mu0, at.n, 0, at.h);
 #pragma unroll
-    for (int n = 0; n < c.N; n++) {
+    for (int n = 0; n < 2; n++) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int64_t cell = cell_at<Block, TURNED>(p.call, n, i);
@@ -525,17 +515,21 @@ struct fetcher {
         asm volatile("cp.async.wait_all;" ::: "memory");
     }
 
-    /* The factors of a tile that has come. */
+    /* The factors of a tile that has come: a thread has 4 neighbours of a kind. */
     __device__ static void put(tile<Block, PASS> &to, const rooms &came, float scale) {
-        constexpr int ACROSS = Block::SLOTS / 4;    // a thread has 4 neighbours
-        const int thread = own_thread(), row = thread / ACROSS, slot = thread % ACROSS * 4;
-        if (row < TOKENS) put_slots(to, came, row, slot, scale);
-        constexpr int QUADS = Block::COLUMNS / 4 * TOKENS;
+        constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
+        const int thread = own_thread(), at = thread % SLOT_QUADS;
+        const int row = at / (Block::SLOTS / 4), slot = at % (Block::SLOTS / 4) * 4;
+        constexpr int SHARES = BACK && Block::THREADS >= 2 * SLOT_QUADS ? 2 : 1;
+        if (thread < SLOT_QUADS) put_keys(to, came, row, slot);
+        if constexpr (BACK) {
+            if (thread / SLOT_QUADS == SHARES - 1) put_queries(to, came, row, slot, scale);
+        }
 #pragma unroll
-        for (int n = 0; n < COLUMN_KINDS * QUADS; n += Block::THREADS) {
-            const int i = n + thread, at = i % QUADS, column = at % (Block::COLUMNS / 4) * 4;
-            if (i >= COLUMN_KINDS * QUADS) break;
-            const int t = at / (Block::COLUMNS / 4);
+        for (int n = 0; n < COLUMN_KINDS * QUADS; n += Block::THREADS) {    // last threads first
+            const int i = n + Block::THREADS - 1 - thread, own = i % QUADS;
+            const int t = own / (Block::COLUMNS / 4), column = own % (Block::COLUMNS / 4) * 4;
+            if (i >= COLUMN_KINDS * QUADS) continue;
             if (i < QUADS) put_columns(to, came.v, VALUE_FACTOR, t, column);
             else if (i < 2 * QUADS) put_columns(to, came.b, WRITE_FACTOR, t, column);
             else if constexpr (BACK) put_columns(to, came.cot, COT_FACTOR, t, column);
@@ -554,8 +548,8 @@ private:
         return PASS == FORWARD_PASS ? (int)threadIdx.x : thread_again();
     }
 
-    __device__ __forceinline__ static void put_slots(tile<Block, PASS> &to, const rooms &came,
-                                                     int t, int slot, float scale) {
+    __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, const rooms &came, int t,
+                                                    int slot) {
         float x[4];
         numbers_of(x, came.k.get(t, slot));
         const float over = came.g.over[t];
@@ -568,12 +562,16 @@ private:
         }
         to.slots.put(t, KEY_FACTOR, slot, key);
         to.slots.put(t, WEIGHT_FACTOR, slot, weight);
-        if constexpr (BACK) {
-            numbers_of(x, came.q.get(t, slot));
+    }
+
+    __device__ __forceinline__ static void put_queries(tile<Block, PASS> &to, const rooms &came,
+                                                       int t, int slot, float scale) {
+        float x[4];
+        unsigned query[4];
+        numbers_of(x, came.q.get(t, slot));
 #pragma unroll
-            for (int i = 0; i < 4; i++) key[i] = split(scale * x[i]);
-            to.slots.put(t, QUERY_FACTOR, slot, key);
-        }
+        for (int i = 0; i < 4; i++) query[i] = split(scale * x[i]);
+        to.slots.put(t, QUERY_FACTOR, slot, query);
     }
 
     __device__ __forceinline__ static void numbers_of(float (&x)[4], uint2 pairs) {
@@ -593,55 +591,46 @@ private:
 
 /* A lane's way through the tokens of a tile. HEADS: some of them may be heads; tiles without any
  * have a way of their own, in which the compiler may mix tokens. */
-template <typename Block, pass PASS, bool HEADS>
+template <typename Block, pass PASS>
 struct walk {
     typedef decltype(tile<Block, PASS>::slots) slot_factors;
     typedef decltype(tile<Block, PASS>::columns) column_factors;
     static constexpr bool TURNED = PASS == FORWARD_PASS;
-    static constexpr int WIDE = Block::WIDE;
-    typedef importance::by_mma::cells<WIDE> cells;
     const tile<Block, PASS> &in;
-    const unsigned *rows, *mean[WIDE], *weight[WIDE], *read[WIDE];
+    const unsigned *rows, *mean, *weight, *read;
 
     __device__ explicit walk(const tile<Block, PASS> &of) : in(of) {
-        const int warp = thread_again() / 32, slot = warp % Block::GROUPS * Block::SLOT_SPAN;
-        const int column = warp / Block::GROUPS * Block::COLUMN_SPAN;
+        const int warp = thread_again() / 32;
+        const int slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
         rows = TURNED ? in.columns.rows(column) : in.slots.rows(slot);
-#pragma unroll
-        for (int w = 0; w < WIDE; w++) {
-            const int s = slot + w * GROUP, v = column + w * GROUP;
-            mean[w] = TURNED ? in.slots.mean(s) : in.columns.mean(v);
-            weight[w] = TURNED ? in.slots.weight(s) : in.columns.weight(v);
-            if constexpr (PASS == BACKWARD_PASS) read[w] = in.columns.read(v);
-        }
+        mean = TURNED ? in.slots.mean(slot) : in.columns.mean(column);
+        weight = TURNED ? in.slots.weight(slot) : in.columns.weight(column);
+        if constexpr (PASS == BACKWARD_PASS) read = in.columns.read(column);
     }
 
     /* Token t. */
+    template <bool HEADS>
     __device__ __forceinline__ void advance(cells &c, int t) const {
         if (HEADS && in.heads >> t & 1) c.times(in.step[t]);
         const uint2 of_rows = TURNED ? column_factors::get(rows, t) : slot_factors::get(rows, t);
-#pragma unroll
-        for (int w = 0; w < WIDE; w++) {
-            const uint2 to_mean = TURNED ? slot_factors::get(mean[w], t) :
-                                           column_factors::get(mean[w], t);
-            const uint2 to_weight = TURNED ? slot_factors::get(weight[w], t) :
-                                             column_factors::get(weight[w], t);
-            add_shallow(c.M[2 * w], of_rows, to_mean.x);
-            add_shallow(c.M[2 * w + 1], of_rows, to_mean.y);
-            add_shallow(c.I[2 * w], of_rows, to_weight.x);
-            add_shallow(c.I[2 * w + 1], of_rows, to_weight.y);
-        }
+        const uint2 to_mean = TURNED ? slot_factors::get(mean, t) : column_factors::get(mean, t);
+        const uint2 to_weight = TURNED ? slot_factors::get(weight, t) :
+                                         column_factors::get(weight, t);
+        add_shallow(c.M[0], of_rows, to_mean.x);
+        add_shallow(c.M[1], of_rows, to_mean.y);
+        add_shallow(c.I[0], of_rows, to_weight.x);
+        add_shallow(c.I[1], of_rows, to_weight.y);
     }
 
     /* Tokens first .. first + count, none of which is to be read, by fours. */
     __device__ __forceinline__ void pass(cells &c, int first, int count) const {
-        if (HEADS) {
-#pragma unroll
-            for (int t = first; t < first + count; t++) advance(c, t);
+        if (in.heads != 0) {
+#pragma unroll 1
+            for (int t = first; t < first + count; t++) advance<true>(c, t);
             return;
         }
-        const int warp = thread_again() / 32, slot = warp % Block::GROUPS * Block::SLOT_SPAN;
-        const int column = warp / Block::GROUPS * Block::COLUMN_SPAN;
+        const int warp = thread_again() / 32;
+        const int slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
         const unsigned *keys = in.slots.four(KEY_FACTOR, slot);
         const unsigned *weights = in.slots.four(WEIGHT_FACTOR, slot);
         const unsigned *values = in.columns.four(VALUE_FACTOR, column);
@@ -649,24 +638,20 @@ struct walk {
 #pragma unroll
         for (int t = first; t < first + count; t += 4) {
             const uint2 key = slot_factors::get(keys, t), weight = slot_factors::get(weights, t);
-#pragma unroll
-            for (int w = 0; w < WIDE; w++) {
-                const uint2 v = column_factors::get(values + w * GROUP, t);
-                const uint2 b = column_factors::get(writes + w * GROUP, t);
-                add_shallow(c.M[2 * w], key, v.x);
-                add_shallow(c.M[2 * w + 1], key, v.y);
-                add_shallow(c.I[2 * w], weight, b.x);
-                add_shallow(c.I[2 * w + 1], weight, b.y);
-            }
+            const uint2 v = column_factors::get(values, t), b = column_factors::get(writes, t);
+            add_shallow(c.M[0], key, v.x);
+            add_shallow(c.M[1], key, v.y);
+            add_shallow(c.I[0], weight, b.x);
+            add_shallow(c.I[1], weight, b.y);
         }
         const float fresh = count == HALF ? in.early : in.whole;
 #pragma unroll
-        for (int i = 0; i < 4 * c.N; i++) c.I[i / 4][i % 4] += fresh;
+        for (int i = 0; i < 8; i++) c.I[i / 4][i % 4] += fresh;
     }
 
-    /* scale q do' of token t and group w. */
-    __device__ __forceinline__ void pull(float (&to)[2][4], int t, int w) const {
-        const uint2 of_rows = slot_factors::get(rows, t), cot = column_factors::get(read[w], t);
+    /* scale q do' of token t. */
+    __device__ __forceinline__ void pull(float (&to)[2][4], int t) const {
+        const uint2 of_rows = slot_factors::get(rows, t), cot = column_factors::get(read, t);
         put_shallow(to[0], of_rows, cot.x);
         put_shallow(to[1], of_rows, cot.y);
     }
