@@ -46,7 +46,8 @@ typedef struct mn_normal_work {
     uint64_t seed, stream;
 } mn_normal_work;
 
-/* y = f(x) [b] where y is there; dx (+)= f'(x) dy [b] and db (+)= f(x) dy where dy is. */
+/* y = f(x) [b] where y is there; dx (+)= f'(x) dy [b] and db (+)= f(x) dy where dy is. On GPUs
+ * strides of a repeated b may be 0. */
 typedef struct mn_unary_work {
     mn_unary f;
     int64_t shape[4];
@@ -71,11 +72,13 @@ typedef struct mn_pair_work {
 } mn_pair_work;
 
 /* sum (+)= dy, or dy a where a is there, added up over the axes that are 1 in `kept` and not in
- * `shape`, in an order that depends on sizes alone. */
+ * `shape`, in an order that depends on sizes alone. On GPUs f(a) may take the place of a where the
+ * last axis is summed. */
 typedef struct mn_sum_work {
     int64_t shape[4], kept[4];
     mn_view a, dy, sum;    // strides of `sum` along its axes of 1 do not count
-    bool add;
+    bool add, shaped;      // shaped: by f
+    mn_unary f;
 } mn_sum_work;
 
 /* y = softmax(x) over X; or, where dx is there, dx (+)= y (dy - sum_j y_j dy_j). */

@@ -189,7 +189,7 @@ mn_tensor *mn_tape_linear_onto(mn_tape *tape, mn_tensor *onto, mn_tensor *x, mn_
 mn_tensor *mn_tape_gated_onto(mn_tape *tape, mn_tensor *onto, mn_unary f, mn_tensor *u,
                               mn_tensor *v, mn_tensor *weight);
 
-/* f(x), and f(x) b with b of the shape of x. */
+/* f(x), and f(x) b. Any axis of b may be 1: it then counts for all of that axis of x. */
 mn_tensor *mn_tape_unary(mn_tape *tape, mn_unary f, mn_tensor *x);
 mn_tensor *mn_tape_gate(mn_tape *tape, mn_unary f, mn_tensor *x, mn_tensor *b);
 

@@ -11,8 +11,7 @@ typedef struct pair {
     double scale, shift;
 } pair;
 
-/* The numbers of b over the shape of a: an axis of 1 is repeated. False when shapes do not fit. */
-static bool repeated(mn_tape *tape, mn_view *view, const mn_tensor *b, const int64_t shape[4]) {
+bool mn_repeated(mn_tape *tape, mn_view *view, const mn_tensor *b, const int64_t shape[4]) {
     *view = mn_value(b);
     for (int i = 0; b && i < 4; i++) {
         if (b->shape[i] == 1) view->stride[i] = 0;
@@ -32,14 +31,14 @@ static mn_pair_work work_of(mn_tape *tape, const pair *p) {
     mn_pair_work work = { .kind = p->kind, .a = mn_value(p->a), .scale = p->scale,
                           .shift = p->shift };
     memcpy(work.shape, p->y->shape, sizeof work.shape);
-    repeated(tape, &work.b, p->b, p->y->shape);
+    mn_repeated(tape, &work.b, p->b, p->y->shape);
     return work;
 }
 
-/* What a repeated b gets. */
-static void sum_to_b(mn_tape *tape, const mn_tensor *a, mn_tensor *b, const mn_view *dy,
-                     const int64_t shape[4]) {
-    mn_sum_work work = { .a = mn_value(a), .dy = *dy };
+void mn_sum_to(mn_tape *tape, const mn_unary *f, const mn_tensor *a, mn_tensor *b,
+               const mn_view *dy, const int64_t shape[4]) {
+    mn_sum_work work = { .a = mn_value(a), .dy = *dy, .shaped = f != NULL };
+    if (f) work.f = *f;
     memcpy(work.shape, shape, sizeof work.shape);
     memcpy(work.kept, b->shape, sizeof work.kept);
     work.sum = mn_grad_write(tape, b, &work.add);
@@ -57,7 +56,8 @@ static void back_pair(mn_tape *tape, void *payload) {
     if (whole && mn_wants(p->b)) work.db = mn_grad_write(tape, p->b, &work.add_b);
     if (work.da.data || work.db.data) mn_tape_do(tape, MN_WORK_PAIR, &work);
     if (!p->b || whole || !mn_wants(p->b)) return;
-    sum_to_b(tape, p->kind == MN_PAIR_MULTIPLY ? p->a : NULL, p->b, &work.dy, work.shape);
+    const mn_tensor *factor = p->kind == MN_PAIR_MULTIPLY ? p->a : NULL;
+    mn_sum_to(tape, NULL, factor, p->b, &work.dy, work.shape);
 }
 
 static void pair_again(mn_tape *tape, void *payload) {
@@ -71,7 +71,7 @@ static mn_tensor *make(mn_tape *tape, mn_pair_kind kind, mn_tensor *a, mn_tensor
                        double shift) {
     static const char *const names[] = { "a sum", "a product", "a scaling", "a bound" };
     mn_view fits;
-    if (b && !repeated(tape, &fits, b, a->shape)) return NULL;
+    if (b && !mn_repeated(tape, &fits, b, a->shape)) return NULL;
     pair *p = mn_tape_note(tape, sizeof *p);
     mn_tensor *y = mn_tape_result_of(tape, a->dtype, a->shape, tape->lighter);
     if (!p || !y) return NULL;
@@ -109,13 +109,13 @@ static void back_spread(mn_tape *tape, void *payload) {
     const mn_view dy = mn_grad_read(s->y);
     if (!dy.data || !mn_wants(s->x)) return;
     if (same_shape(s->x, s->y)) mn_grad_give(tape, s->x, &dy);
-    else sum_to_b(tape, NULL, s->x, &dy, s->y->shape);
+    else mn_sum_to(tape, NULL, NULL, s->x, &dy, s->y->shape);
 }
 
 mn_tensor *mn_tape_spread(mn_tape *tape, mn_tensor *x, const int64_t shape[4]) {
     if (!x || mn_tape_dead(tape)) return NULL;
     mn_move_work work = { .times = 1 };
-    if (!repeated(tape, &work.from, x, shape)) return NULL;
+    if (!mn_repeated(tape, &work.from, x, shape)) return NULL;
     spread *s = mn_tape_note(tape, sizeof *s);
     mn_tensor *y = mn_tape_new_of(tape, x->dtype, shape);
     if (!s || !y) return NULL;

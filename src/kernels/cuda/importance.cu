@@ -9,9 +9,6 @@
 #include "kernels/cuda/importance_back.cuh"
 #include "kernels/cuda/importance_cells.cuh"
 
-#ifndef MN_FW
-#define MN_FW 8
-#endif
 using namespace importance;
 
 /* ---- launches -------------------------------------------------------------------------------- */
@@ -37,7 +34,8 @@ struct put_priors {
 
 typedef mn_cell_block<4, WARPS, C> long_block;
 typedef mn_cell_block<2, WARPS, C> short_block;
-typedef by_mma::block<4, MN_FW> read_block;
+typedef by_mma::block<4, 16> read_block;    // of keys up to its SLOTS
+typedef by_mma::block<8, 16> tall_block;    // of longer ones
 typedef by_mma::block<4, 16> back_block;
 
 /* How a call is cut into blocks, and how many tokens lie between the states that are kept for going
@@ -55,7 +53,9 @@ static cuts cuts_into(int64_t span, bool by_mma) {
 static cuts cuts_of(const mn_importance_args *p, bool backward) {
     const bool spread = backward ? p->cot.ovar.data != NULL : p->ovar.data != NULL;
     if (p->call.dtype == MN_BF16 && !spread) {
-        return backward ? cuts_into<back_block>(TOKENS, true) : cuts_into<read_block>(TOKENS, true);
+        if (backward) return cuts_into<back_block>(TOKENS, true);
+        if (p->call.K <= read_block::SLOTS) return cuts_into<read_block>(TOKENS, true);
+        return cuts_into<tall_block>(TOKENS, true);
     }
     if (p->call.K <= SHORT_KEY) return cuts_into<short_block>(by_cell::SPAN, false);
     return cuts_into<long_block>(by_cell::SPAN, false);
@@ -128,13 +128,14 @@ static int find_gates(by_mma::gates **gates, const mn_importance_args *p, const 
     return mn_launched();
 }
 
+template <typename Block>
 static int read_by_mma(const mn_importance_args *p, const room &to, const cuts &by,
                        cudaStream_t stream) {
     by_mma::gates *gates;
     const int code = find_gates(&gates, p, to, by_mma::FORWARD_UNIT, stream);
     if (code != cudaSuccess) return code;
-    return launch<by_mma::forward_room<read_block>, read_block>(by_mma::forward_kernel<read_block>,
-                                                                p, by, stream, gates, to.at[SUMS]);
+    return launch<by_mma::forward_room<Block>, Block>(by_mma::forward_kernel<Block>, p, by, stream,
+                                                      gates, to.at[SUMS]);
 }
 
 template <typename T, typename Block>
@@ -162,7 +163,9 @@ static int forward(const mn_importance_args *p, float *shared, cudaStream_t stre
     const cuts by = cuts_of(p, false);
     const room to = rooms_of(p, by, shared, false);
     int code;
-    if (by.by_mma) code = read_by_mma(p, to, by, stream);
+    if (by.by_mma && by.slots == read_block::SLOTS) {
+        code = read_by_mma<read_block>(p, to, by, stream);
+    } else if (by.by_mma) code = read_by_mma<tall_block>(p, to, by, stream);
     else if (p->call.K <= SHORT_KEY) code = read_by_cell<T, short_block>(p, to, by, stream);
     else code = read_by_cell<T, long_block>(p, to, by, stream);
     if (code != cudaSuccess) return code;
