@@ -6,8 +6,8 @@
  *
  * Calls in bf16 go over tensor cores (importance_mma.cuh, importance_back.cuh), others and those
  * with ovar cell by cell (importance_cells.cuh). */
-#include "kernels/cuda/importance_back.cuh"
 #include "kernels/cuda/importance_cells.cuh"
+#include "kernels/cuda/importance_gates.cuh"
 
 using namespace importance;
 
@@ -87,6 +87,13 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_importance_args *p, con
              mn_mul_i64(&counts[SUMS], counts[SUMS], groups);
     }
     if (!backward || !ok) return ok;
+    if (by.by_mma) {
+        ok = mn_mul_i64(&heads, blocks, call->H) &&
+             mn_mul_i64(&counts[ALONG], heads, back_block::WARPS) &&
+             mn_mul_i64(&counts[ALONG], counts[ALONG], mn_tile_slots(*call, TOKENS)) &&
+             mn_mul_i64(&counts[EDGES], heads, 2 * mn_n_spans(*call));
+    }
+    if (!ok) return false;
     return mn_mul_i64(&heads, blocks, call->H) &&
            mn_mul_i64(&counts[STATES], heads, 2 * by.slots * by.columns) &&
            mn_mul_i64(&counts[STATES], counts[STATES], mn_tile_slots(*call, by.span)) &&
@@ -182,9 +189,16 @@ static int back_by_mma(const mn_importance_args *p, const room &to, const cuts &
                                    back_block::THREADS, sizeof(by_mma::states_room<back_block>),
                                    stream, *p, gates, to.at[STATES]);
     }
-    if (code != cudaSuccess) return code;
-    return launch<by_mma::backward_room<back_block>, back_block>(
-        by_mma::backward_kernel<back_block>, p, by, stream, gates, to);
+    if (code == cudaSuccess) {
+        code = launch<by_mma::backward_room<back_block>, back_block>(
+            by_mma::backward_kernel<back_block>, p, by, stream, gates, to);
+    }
+    const int64_t items = mn_n_spans(p->call) * p->call.H;
+    if (code != cudaSuccess || items == 0) return code;
+    const dim3 blocks = blocks_of(&p->call, by);
+    by_mma::walk_gates_kernel<back_block><<<(unsigned)items, by_mma::WALKERS, 0, stream>>>(
+        *p, gates, to, to.at[PRIORS], blocks.x * blocks.z, mn_cell_rows_of(&p->call) * p->call.H);
+    return mn_launched();
 }
 
 template <typename T, typename Block, bool SPREAD>
@@ -217,12 +231,12 @@ static int add_parts(const mn_importance_args *p, const room &at, const cuts &by
         code = mn_cell_add_rows<T>(p->grad.k, p->grad.q, at.at[KEY_PARTS], blocks.x, call, call->H,
                                    call->K, stream);
     }
-    if (code == cudaSuccess && n_rows > 0 && p->grad.g.data) {
+    if (code == cudaSuccess && n_rows > 0 && p->grad.g.data && !by.by_mma) {
         const put_gates put = { p->grad.g, call->T, call->H };
         code = mn_sum_parts_into(put, at.at[GATES], blocks.x * blocks.z, n_rows, stream);
     }
     if (code != cudaSuccess || !p->grad.ip.data) return code;
-    const int64_t n_parts = mn_n_spans(*call) * blocks.x * blocks.z;
+    const int64_t n_parts = mn_n_spans(*call) * (by.by_mma ? 1 : blocks.x * blocks.z);
     return mn_sum_parts_into(put_priors{ p->grad.ip }, at.at[PRIORS], n_parts, call->H, stream);
 }
 

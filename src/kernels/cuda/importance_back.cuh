@@ -16,13 +16,7 @@
  * the sums of X and -Y by products with ones. A head between t and s is a factor for all that s
  * says to t.
  *
- * For dg,
- *
- *   S_t = a sum(D_t . M_{t-1} + C_t . I_{t-1})     dg = S_t - a ip sum C_t
- *   S_{t+1} = S_t + v'dv + b'db + (1 - a) ip sum C_t
- *
- * where S at the start of each tile is formed from its definition, and sum C_t, a number that
- * decays and gets -sum pull_s mu_s, in float32 throughout. It is also what ip in I adds to S. */
+ * What dg and dip are made of is left to importance_gates.cuh. */
 #ifndef MN_KERNELS_CUDA_IMPORTANCE_BACK_CUH
 #define MN_KERNELS_CUDA_IMPORTANCE_BACK_CUH
 
@@ -63,11 +57,34 @@ struct alignas(16) target {
     }
 };
 
+/* What a block of a head leaves for dg and dip (importance_gates.cuh): for each token v'dv + b'db and
+ * the sum of pull mu, for each tile what its warps have of S in front of it, and sums of C behind
+ * the last token and of what goes to the prior from the first state. */
+template <typename Block>
+struct parts_of {
+    float2 *gates, *edge;
+    float *along;
+    int64_t tiles_apart;
+
+    __device__ parts_of(const mn_importance_args &p, const room &to, const place &at,
+                        int64_t n_rows, int64_t n_blocks, int64_t block) {
+        const int64_t H = p.call.H, slot = mn_cell_first_slot(p.call, at.n, TOKENS);
+        const int64_t row = (at.span.b * p.call.T + at.span.t0) * H + at.h;
+        tiles_apart = H * n_blocks * Block::WARPS;
+        gates = (float2 *)to.at[GATES] + block * n_rows + row;
+        along = to.at[ALONG] + ((slot * H + at.h) * n_blocks + block) * Block::WARPS;
+        edge = (float2 *)to.at[EDGES] + (at.n * H + at.h) * n_blocks + block;
+    }
+};
+
 /* Where a block's gradients go: dk and dq as parts, dv and db too where blocks share the slots. */
 struct targets {
     target<float> dk, dq, dv_part, db_part;
     target<mn_bf16> dv, db;
-    float scale, ip;    // scale: of dq
+    float2 *gates;       // of the sequence's first token
+    float *along;        // of its first tile
+    int64_t tokens_apart, tiles_apart;
+    float scale, ip;     // scale: of dq
 
     /* By the first thread. */
     template <typename Block>
@@ -78,6 +95,10 @@ struct targets {
         float *keys = to.at[KEY_PARTS] + (blockIdx.x * n_rows + row) * 2 * K;
         float *lines = to.at[SUMS] + (blockIdx.z * n_rows + row) * 2 * V;
         if (threadIdx.x != 0) return;
+        const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
+                                    blockIdx.z * gridDim.x + blockIdx.x);
+        gates = parts.gates, tokens_apart = H;
+        along = parts.along, tiles_apart = parts.tiles_apart;
         scale = (float)p.scale, ip = at.ip;
         dk.open(keys, Block::slot0(), K, H * 2 * K);
         dq.open(keys + K, Block::slot0(), K, H * 2 * K);
@@ -110,9 +131,8 @@ struct backward_room {
     arrivals<Block, BACKWARD_PASS> came[2];
     float4 states[2][SETS][Block::THREADS];     // in front of them
     chunk_room<Block> chunk[2];
-    float falls[TOKENS], spreads[TOKENS];       // of each token: v'dv + b'db, sum of pull mu
-    float along[Block::WARPS], team[32];
-    sources from;
+    float team[32];
+    typename fetcher<Block, BACKWARD_PASS>::sources from;
     targets to;
 };
 
@@ -236,10 +256,10 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
     const int slot = warp % Block::GROUPS * GROUP + 4 * column_lane();
     const int column = warp / Block::GROUPS * GROUP + 4 * column_lane();
     const int own = first + row_lane();
-    const uint2 k = came.k.get(own, slot);
-    const chunk_factors all = { came.v.get(own, column), came.b.get(own, column), k,
+    const uint2 k = came.slots[0].get(own, slot);
+    const chunk_factors all = { came.columns[0].get(own, column), came.columns[1].get(own, column), k,
                                 make_uint2(pair_times(k.x, k.x), pair_times(k.y, k.y)) };
-    const uint2 cot = came.cot.get(own, column);
+    const uint2 cot = came.columns[2].get(own, column);
     const uint2 one = make_uint2(identity(), again(identity()));    // a pair, not one number twice
     const float behind = HEADS ? base[first + HALF - 1] : 0.0f;
     const float before = HEADS && first > 0 ? base[first - 1] : 0.0f;
@@ -288,7 +308,7 @@ __device__ __forceinline__ void put_sums(chunk_room<Block> &r, const chunk_sums 
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int t = 2 * column_lane() + i % 2, at = neighbour(i / 2);
-        const float k = mn_float(came.k.at[first + t][slot + at]);
+        const float k = mn_float(came.slots[0].at[first + t][slot + at]);
         r.keys[Block::across()][0][t][slot + (at ^ flip)] = sums.dq[i];
         r.keys[Block::across()][1][t][slot + (at ^ flip)] = fmaf(-2.0f * k, sums.write[i],
                                                                  sums.value[i]);
@@ -334,8 +354,8 @@ struct token_sums {
 #pragma unroll
         for (int i = 0; i < COLUMNS; i++) {
             dv[i] *= over, db[i] *= -over;
-            fall = fmaf(mn_float(came.v.at[row][column + i]), dv[i], fall);
-            fall = fmaf(mn_float(came.b.at[row][column + i]), db[i], fall);
+            fall = fmaf(mn_float(came.columns[0].at[row][column + i]), dv[i], fall);
+            fall = fmaf(mn_float(came.columns[1].at[row][column + i]), db[i], fall);
         }
         spread *= over;
     }
@@ -363,50 +383,11 @@ __device__ __forceinline__ void put_tile(backward_room<Block> &r,
     token_sums<Block> sums;
     sums.add(r.chunk[row / HALF], came, row, r.to.scale);
     const float fall = mn_warp_sum(sums.fall), spread = mn_warp_sum(sums.spread);
+    if (row >= n_rows) return;
     if (threadIdx.x % 32 == 0) {
-        r.falls[row] = row < n_rows ? fall : 0.0f;
-        r.spreads[row] = row < n_rows ? spread : 0.0f;
+        r.to.gates[(first + row) * r.to.tokens_apart] = make_float2(fall, spread);
     }
-    if (row < n_rows) sums.put(r.to, first + row);
-}
-
-/* What the last warp keeps from tile to tile: sum C in front of the last one, times the decay of
- * its first token, and a lane's share of dip. */
-struct priors {
-    float behind, sum;
-};
-
-/* dg of a tile as this block's part, by the last warp. */
-template <typename Block>
-__device__ __forceinline__ void put_gates(priors &prior, const backward_room<Block> &r,
-                                          const gates &g, float *parts, const mn_call &call,
-                                          const mn_cell_tile &tile, const place &at,
-                                          int64_t n_rows) {
-    const int t = threadIdx.x % TOKENS;
-    const int64_t block = blockIdx.z * (int64_t)gridDim.x + blockIdx.x;
-    /* sum C_t = -spread + a_{t+1} sum C_{t+1}: C is that sum, from t on, of C behind and of 1 */
-    float C = -r.spreads[t], keeps = t + 1 < TOKENS ? g.a[t + 1] : 1.0f;
-#pragma unroll
-    for (int by = 1; by < TOKENS; by *= 2) {
-        const float later = __shfl_down_sync(0xffffffffu, C, by, TOKENS);
-        const float more = __shfl_down_sync(0xffffffffu, keeps, by, TOKENS);
-        if (t + by < TOKENS) C = fmaf(keeps, later, C), keeps *= more;
-    }
-    C = fmaf(keeps, prior.behind, C);
-    prior.behind = __shfl_sync(0xffffffffu, g.a[0] * C, 0, TOKENS);
-    const float fall = fmaf(g.forget[t] * at.ip, C, r.falls[t]);
-    float sum = fall, start = at.ip * prior.behind;
-#pragma unroll
-    for (int by = 1; by < TOKENS; by *= 2) {
-        const float before = __shfl_up_sync(0xffffffffu, sum, by, TOKENS);
-        if (t >= by) sum += before;
-    }
-#pragma unroll
-    for (int warp = 0; warp < Block::WARPS; warp++) start += r.along[warp];
-    if ((int)(threadIdx.x % 32) >= tile.n_rows) return;
-    const int64_t row = tile.row(call, t) * call.H + at.h;
-    parts[block * n_rows + row] = start + (sum - fall) - g.a[t] * at.ip * C;
-    prior.sum = fmaf(g.forget[t], C, prior.sum);
+    sums.put(r.to, first + row);
 }
 
 /* Adjoints of the last state, `c`: D and -C. */
@@ -448,49 +429,50 @@ __device__ float put_first(const cells &adj, const mn_importance_args &p,
 
 /* S in front of the tile, from the state there and its adjoint, without sum C times ip: each warp's
  * part of it. */
-template <typename Block>
-__device__ __forceinline__ void put_along(backward_room<Block> &r, const cells &adj, const cells &c,
-                                          float ip) {
+__device__ __forceinline__ void put_along(const targets &to, const cells &adj, const cells &c,
+                                          int tile) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         sum = fmaf(adj.M[i / 4][i % 4], c.M[i / 4][i % 4], sum);
-        sum = fmaf(-adj.I[i / 4][i % 4], c.I[i / 4][i % 4] - ip, sum);
+        sum = fmaf(-adj.I[i / 4][i % 4], c.I[i / 4][i % 4] - to.ip, sum);
     }
     sum = mn_warp_sum(sum);
-    if (threadIdx.x % 32 == 0) r.along[threadIdx.x / 32] = sum;
+    if (threadIdx.x % 32 == 0) to.along[tile * to.tiles_apart + threadIdx.x / 32] = sum;
 }
 
 /* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what
  * it has fetched itself. */
 template <typename Block>
 __device__ __forceinline__ void fetch_state(float4 (&to)[SETS][Block::THREADS],
-                                            const sources &from, int tile) {
+                                            const typename fetcher<Block, BACKWARD_PASS>::sources
+                                                &from, int tile) {
     const int thread = thread_again();
     const float *at = from.states + tile * from.between + thread * 4;
 #pragma unroll
     for (int i = 0; i < SETS; i++) copy_sixteen(&to[i][thread], at + i * SET_STRIDE<Block>);
 }
 
-/* The adjoints behind the last tile, from the state in front of it. */
+/* The adjoints behind the last tile, from the state in front of it; returns this thread's part of
+ * sum C there. */
 template <typename Block>
-__device__ __forceinline__ void start_tile(cells &adj, priors &prior,
-                                           cells end, backward_room<Block> &r,
-                                           const tile<Block, BACKWARD_PASS> &in,
-                                           const mn_importance_args &p, const place &at) {
+__device__ __forceinline__ float start_tile(cells &adj, cells end,
+                                            const tile<Block, BACKWARD_PASS> &in,
+                                            const mn_importance_args &p, const place &at) {
     advance_tile<Block, BACKWARD_PASS>(end, in);
     start_back<Block>(adj, end, p, at);
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) sum -= adj.I[i / 4][i % 4];
-    prior.behind = mn_team_sum<Block::THREADS>(sum, r.team);
+    return sum;
 }
 
 /* A tile back: `adj` from behind it to in front of it. */
 template <typename Block>
-__device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, int turn,
+__device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, int tile,
                                           const float *front,
                                           const walk<Block, BACKWARD_PASS> &along) {
+    const arrivals<Block, BACKWARD_PASS> &came = r.came[tile & 1];
     cells c;
     c.load(front, SET_STRIDE<Block>);
     adj.times(r.in.rest);
@@ -500,14 +482,14 @@ __device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, i
         chunk_sums sums;
         if (chunk == 0) c.load(front, SET_STRIDE<Block>);
         if (r.in.heads == 0) {
-            chunk_back<Block, false>(sums, adj, c, r.came[turn], chunk * HALF, along);
+            chunk_back<Block, false>(sums, adj, c, came, chunk * HALF, along);
         } else {
-            chunk_back<Block, true>(sums, adj, c, r.came[turn], chunk * HALF, along);
+            chunk_back<Block, true>(sums, adj, c, came, chunk * HALF, along);
         }
-        put_sums<Block>(r.chunk[chunk], sums, r.came[turn], chunk * HALF);
+        put_sums<Block>(r.chunk[chunk], sums, came, chunk * HALF);
     }
     c.load(front, SET_STRIDE<Block>);
-    put_along<Block>(r, adj, c, r.to.ip);
+    put_along(r.to, adj, c, tile);
 }
 
 template <typename Block>
@@ -517,7 +499,6 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
     typedef fetcher<Block, BACKWARD_PASS> next;
     extern __shared__ float4 shared[];
     backward_room<Block> &r = *(backward_room<Block> *)shared;
-    const int64_t blocks = gridDim.x * gridDim.z, block = blockIdx.z * gridDim.x + blockIdx.x;
     r.in.open();
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
@@ -530,8 +511,9 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
         }
         r.to.template open<Block>(p, to, at, n_rows);
         __syncthreads();
+        next::share(r.from, r.came[0]);
         cells adj;
-        priors prior = { 0.0f, 0.0f };
+        float behind = 0.0f;    // this thread's part of sum C behind the last token
         if (n_tiles > 0) {
             const int i = n_tiles - 1;
             next::fetch(r.came[i % 2], r.from, i, length);
@@ -545,38 +527,32 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
         if (n_tiles > 0) next::put(r.in, r.came[(n_tiles - 1) % 2], r.to.scale);
         for (int i = n_tiles - 1; i >= 0; i--) {
             const int turn = i & 1;
-            const bool last = i == n_tiles - 1;
             __syncthreads();
-            if (!last && threadIdx.x / 32 == Block::WARPS - 1) {
-                put_gates<Block>(prior, r, r.came[!turn].g, to.at[GATES], p.call,
-                                 mn_cell_tile_at(at.span, i + 1), at, n_rows);
-                __syncwarp();
-            }
             if (i > 0) {
                 next::fetch(r.came[!turn], r.from, i - 1, length);
                 fetch_state<Block>(r.states[!turn], r.from, i - 1);
             }
             const float *front = (const float *)&r.states[turn][0][thread_again()];
             const walk<Block, BACKWARD_PASS> along(r.in);
-            if (last) {
+            if (i == n_tiles - 1) {
                 cells end;
                 end.load(front, SET_STRIDE<Block>);
-                start_tile<Block>(adj, prior, end, r, r.in, p, at);
+                behind = start_tile<Block>(adj, end, r.in, p, at);
             }
-            tile_back<Block>(adj, r, turn, front, along);
+            tile_back<Block>(adj, r, i, front, along);
             next::wait();
             __syncthreads();
             put_tile(r, r.came[again(i) & 1], length - i * TOKENS, (int64_t)i * TOKENS);
             if (i > 0) next::put(r.in, r.came[again(i) & 1 ^ 1], r.to.scale);
         }
         __syncthreads();
-        if (n_tiles > 0 && threadIdx.x / 32 == Block::WARPS - 1) {
-            put_gates<Block>(prior, r, r.came[0].g, to.at[GATES], p.call,
-                             mn_cell_tile_at(at.span, 0), at, n_rows);
+        const float first = mn_team_sum<Block::THREADS>(put_first<Block>(adj, p, at), r.team);
+        behind = mn_team_sum<Block::THREADS>(behind, r.team);
+        if (threadIdx.x == 0) {
+            const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
+                                        blockIdx.z * gridDim.x + blockIdx.x);
+            *parts.edge = make_float2(behind, first);
         }
-        float sum = prior.sum + put_first<Block>(adj, p, at);
-        sum = mn_team_sum<Block::THREADS>(sum, r.team);
-        if (threadIdx.x == 0) to.at[PRIORS][(at.n * blocks + block) * p.call.H + at.h] = sum;
         __syncthreads();
     }
 }

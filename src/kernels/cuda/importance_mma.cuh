@@ -25,7 +25,7 @@ struct forward_room {
     static constexpr int PITCH = Block::COLUMNS + 4;
     tile<Block, FORWARD_PASS> in[2];
     arrivals<Block, FORWARD_PASS> came[2];
-    sources from;
+    typename fetcher<Block, FORWARD_PASS>::sources from;
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
 };
 
@@ -151,6 +151,7 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
         load_first<Block, true>(c, p, at);
         c.times(FORWARD_UNIT);
         __syncthreads();
+        next::share(r.from, r.came[0]);
         next::fetch(r.came[0], r.from, 0, length);
         next::fetch(r.came[1], r.from, 1, length);
         next::wait();
@@ -158,8 +159,8 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
         for (int i = 0; i < n_tiles; i++) {    // what its one barrier orders has two rooms
             const int turn = i % 2, slot = Block::slot() + 4 * column_lane();
             next::put(r.in[turn], r.came[turn], 1.0f);
-            const uint2 q[2] = { r.came[turn].q.get(row_lane(), slot),
-                                 r.came[turn].q.get(row_lane() + HALF, slot) };
+            const uint2 q[2] = { r.came[turn].slots[1].get(row_lane(), slot),
+                                 r.came[turn].slots[1].get(row_lane() + HALF, slot) };
             next::wait();
             __syncthreads();
             next::fetch(r.came[turn], r.from, i + 2, length);
@@ -187,7 +188,7 @@ template <typename Block>
 struct states_room {
     tile<Block, STATES_PASS> in[2];
     arrivals<Block, STATES_PASS> came[2];
-    sources from;
+    typename fetcher<Block, STATES_PASS>::sources from;
 };
 
 /* States in front of every tile, of which there are SETS sets for each head. */
@@ -209,6 +210,7 @@ states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
         cells c;
         load_first<Block, false>(c, p, at);
         __syncthreads();
+        next::share(r.from, r.came[0]);
         next::fetch(r.came[0], r.from, 0, length);
         next::fetch(r.came[1], r.from, 1, length);
         next::wait();

@@ -404,10 +404,8 @@ template <typename Block, pass PASS>
 struct arrivals {
     static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
     gates g;
-    rows_of<Block::SLOTS> k;
-    rows_of<READS ? Block::SLOTS : 0> q;
-    rows_of<Block::COLUMNS> v, b;
-    rows_of<BACK ? Block::COLUMNS : 0> cot;
+    rows_of<Block::SLOTS> slots[READS ? 2 : 1];        // k, q
+    rows_of<Block::COLUMNS> columns[BACK ? 3 : 2];    // v, b, do
 };
 
 __device__ __forceinline__ void copy_sixteen(void *to, const void *from) {
@@ -431,27 +429,36 @@ struct alignas(16) stream {
         packs = ((uintptr_t)first | (uintptr_t)(apart * (int64_t)sizeof(mn_bf16))) % 16 == 0;
     }
 
-    /* Piece `index` of the rows from token t0 on, of which there are n_rows. */
-    template <int COUNT>
-    __device__ __forceinline__ void copy(rows_of<COUNT> &to, int index, int t0, int n_rows) const {
-        const int t = index / (COUNT / PIECE), column = index % (COUNT / PIECE) * PIECE;
-        const int count = t < n_rows ? left - column : 0;
-        const mn_bf16 *from = first + (t0 + t) * apart + column;
-        mn_bf16 *own = &to.at[t][column];
-        if (packs && count >= PIECE) copy_sixteen(own, from);
-        else copy_some(own, from, count);
+    /* Whether PIECE numbers from `column` on may be copied at once. */
+    __device__ bool copies(int column) const {
+        return packs && left - column >= PIECE;
     }
 
-private:
-    __device__ __noinline__ static void copy_some(mn_bf16 *to, const mn_bf16 *from, int count) {
+    /* Those of `token` from `column` on that there are; zeros in place of others, and of all where
+     * `token` is none. */
+    __device__ __noinline__ void put(mn_bf16 *to, int token, bool exists, int column) const {
+        const mn_bf16 *row = first + token * apart + column;
 #pragma unroll 1
-        for (int n = 0; n < PIECE; n++) to[n] = n < count ? from[n] : mn_bf16(0.0f);
+        for (int n = 0; n < PIECE; n++) {
+            to[n] = exists && column + n < left ? row[n] : mn_bf16(0.0f);
+        }
     }
 };
 
+/* PIECE numbers that a thread brings for each tile: those of the first tile, and where they go. */
+struct alignas(16) piece {
+    const mn_bf16 *first;
+    unsigned short to, column;    // in bytes; in numbers
+    unsigned char row, kind;
+    bool whole;                   // copied at once
+};
+
 /* Where tiles come from, in shared memory: threads have no registers to spare for it. */
+template <int KINDS, int EACH, int THREADS>
 struct sources {
-    stream k, q, v, b, cot;
+    stream of[KINDS];
+    int64_t apart[KINDS];    // tiles of it
+    piece pieces[EACH][THREADS];
     const gates *decays;    // of the sequence's first tile
     const float *states;    // in front of it, of the block's first thread
     int64_t heads, between;    // tiles of gates, and of states
@@ -460,25 +467,53 @@ struct sources {
 /* Fetches tiles, and makes their factors once copies have been waited for by the whole block. */
 template <typename Block, pass PASS>
 struct fetcher {
-    static constexpr bool BACK = PASS == BACKWARD_PASS;
+    static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
     static constexpr int SLOT_PIECES = Block::SLOTS * TOKENS / PIECE;
     static constexpr int COLUMN_PIECES = Block::COLUMNS * TOKENS / PIECE;
-    static constexpr int SLOT_KINDS = PASS == STATES_PASS ? 1 : 2, COLUMN_KINDS = BACK ? 3 : 2;
+    static constexpr int SLOT_KINDS = READS ? 2 : 1, COLUMN_KINDS = BACK ? 3 : 2;
     static constexpr int PIECES = SLOT_KINDS * SLOT_PIECES + COLUMN_KINDS * COLUMN_PIECES;
+    static constexpr int EACH = (PIECES + Block::THREADS - 1) / Block::THREADS;
     typedef arrivals<Block, PASS> rooms;
+    typedef importance::by_mma::sources<SLOT_KINDS + COLUMN_KINDS, EACH, Block::THREADS> sources;
 
     /* By the first thread; the others see it behind the next barrier. */
     __device__ static void open(sources &from, const mn_importance_args &p, const place &at,
                                 const gates *all) {
         const int64_t s0 = Block::slot0(), v0 = Block::column0(), K = p.call.K, V = p.call.V;
         if (threadIdx.x != 0) return;
-        from.k.open(p.k, at, s0, K);
-        from.v.open(p.v, at, v0, V);
-        from.b.open(p.b, at, v0, V);
-        if (PASS != STATES_PASS) from.q.open(p.q, at, s0, K);
-        if (BACK) from.cot.open(p.cot.o, at, v0, V);
+        from.of[0].open(p.k, at, s0, K);
+        if (READS) from.of[1].open(p.q, at, s0, K);
+        from.of[SLOT_KINDS].open(p.v, at, v0, V);
+        from.of[SLOT_KINDS + 1].open(p.b, at, v0, V);
+        if (BACK) from.of[SLOT_KINDS + 2].open(p.cot.o, at, v0, V);
+        for (int i = 0; i < SLOT_KINDS + COLUMN_KINDS; i++) {
+            from.apart[i] = from.of[i].apart * TOKENS;
+        }
         from.heads = p.call.H;
         from.decays = all + mn_cell_first_slot(p.call, at.n, TOKENS) * p.call.H + at.h;
+    }
+
+    /* What this thread brings, once sources are open to all. */
+    __device__ static void share(sources &from, rooms &to) {
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {
+            int i = n * Block::THREADS + threadIdx.x;
+            piece &own = from.pieces[n][threadIdx.x];
+            own.row = TOKENS;    // none
+            if (i >= PIECES) continue;
+            const bool slots = i < SLOT_KINDS * SLOT_PIECES;
+            if (!slots) i -= SLOT_KINDS * SLOT_PIECES;
+            const int pieces = slots ? SLOT_PIECES : COLUMN_PIECES, across = pieces / TOKENS;
+            own.kind = i / pieces + (slots ? 0 : SLOT_KINDS);
+            own.row = i % pieces / across;
+            own.column = i % across * PIECE;
+            const mn_bf16 *room = slots ? to.slots[own.kind].at[own.row] :
+                                          to.columns[own.kind - SLOT_KINDS].at[own.row];
+            own.to = (unsigned short)((const char *)(room + own.column) - (const char *)&to);
+            const stream &of = from.of[own.kind];
+            own.whole = of.copies(own.column);
+            own.first = of.first + own.row * of.apart + own.column;
+        }
     }
 
     /* Tile `index` of a sequence of `length` tokens; nothing behind its end. */
@@ -493,20 +528,14 @@ struct fetcher {
             copy_sixteen((char *)&to.g + part * 16, (const char *)g + part * 16);
         }
 #pragma unroll
-        for (int n = 0; n < PIECES; n += Block::THREADS) {
-            int i = n + thread;
-            if (i < SLOT_PIECES) from.k.copy(to.k, i, t0, n_rows);
-            i -= SLOT_PIECES;
-            if constexpr (SLOT_KINDS > 1) {
-                if (i >= 0 && i < SLOT_PIECES) from.q.copy(to.q, i, t0, n_rows);
-                i -= SLOT_PIECES;
-            }
-            if (i >= 0 && i < COLUMN_PIECES) from.v.copy(to.v, i, t0, n_rows);
-            i -= COLUMN_PIECES;
-            if (i >= 0 && i < COLUMN_PIECES) from.b.copy(to.b, i, t0, n_rows);
-            i -= COLUMN_PIECES;
-            if constexpr (BACK) {
-                if (i >= 0 && i < COLUMN_PIECES) from.cot.copy(to.cot, i, t0, n_rows);
+        for (int n = 0; n < EACH; n++) {
+            const piece own = from.pieces[n][thread];
+            if (own.row >= TOKENS) continue;
+            char *room = (char *)&to + own.to;
+            if (own.whole && own.row < n_rows) {
+                copy_sixteen(room, own.first + index * from.apart[own.kind]);
+            } else {
+                from.of[own.kind].put((mn_bf16 *)room, t0 + own.row, own.row < n_rows, own.column);
             }
         }
     }
@@ -530,9 +559,9 @@ struct fetcher {
             const int i = n + Block::THREADS - 1 - thread, own = i % QUADS;
             const int t = own / (Block::COLUMNS / 4), column = own % (Block::COLUMNS / 4) * 4;
             if (i >= COLUMN_KINDS * QUADS) continue;
-            if (i < QUADS) put_columns(to, came.v, VALUE_FACTOR, t, column);
-            else if (i < 2 * QUADS) put_columns(to, came.b, WRITE_FACTOR, t, column);
-            else if constexpr (BACK) put_columns(to, came.cot, COT_FACTOR, t, column);
+            if (i < QUADS) put_columns(to, came.columns[0], VALUE_FACTOR, t, column);
+            else if (i < 2 * QUADS) put_columns(to, came.columns[1], WRITE_FACTOR, t, column);
+            else if constexpr (BACK) put_columns(to, came.columns[2], COT_FACTOR, t, column);
         }
         if (thread < TOKENS) {
             to.slots.put_last(thread, came.g.fresh[thread]);
@@ -551,7 +580,7 @@ private:
     __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, const rooms &came, int t,
                                                     int slot) {
         float x[4];
-        numbers_of(x, came.k.get(t, slot));
+        numbers_of(x, came.slots[0].get(t, slot));
         const float over = came.g.over[t];
         unsigned key[4], weight[4];
 #pragma unroll
@@ -568,7 +597,7 @@ private:
                                                        int t, int slot, float scale) {
         float x[4];
         unsigned query[4];
-        numbers_of(x, came.q.get(t, slot));
+        numbers_of(x, came.slots[1].get(t, slot));
 #pragma unroll
         for (int i = 0; i < 4; i++) query[i] = split(scale * x[i]);
         to.slots.put(t, QUERY_FACTOR, slot, query);
