@@ -60,13 +60,14 @@ typedef enum mn_pair_kind {
     MN_PAIR_MULTIPLY,    // a b
     MN_PAIR_AFFINE,      // scale a + shift
     MN_PAIR_AT_LEAST,    // max(a, shift)
+    MN_PAIR_SCALED,      // a + b c; of no gradients
 } mn_pair_kind;
 
 /* y of a and b; or, where y is absent, da and db from dy, each if it is there. */
 typedef struct mn_pair_work {
     mn_pair_kind kind;
-    int64_t shape[4];    // of a and y; strides of a repeated b are 0
-    mn_view a, b, y, dy, da, db;
+    int64_t shape[4];    // of a and y; strides of a repeated b or c are 0
+    mn_view a, b, c, y, dy, da, db;
     double scale, shift;
     bool add_a, add_b;
 } mn_pair_work;

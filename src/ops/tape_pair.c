@@ -1,8 +1,9 @@
-/* tape_pair.c - a + b, a b, scale a + shift, max(a, low), spreads and residuals on the tape.
+/* tape_pair.c - a + b, a b, scale a + shift, max(a, low), a + b c, spreads and residuals on the tape.
  *
  * An axis of b that is 1 counts for all of that axis of a; its gradient is the sum over it. */
 #include <string.h>
 
+#include "base/dtype.h"
 #include "ops/tape_node.h"
 
 typedef struct pair {
@@ -96,6 +97,52 @@ mn_tensor *mn_tape_affine(mn_tape *tape, mn_tensor *x, double scale, double shif
 
 mn_tensor *mn_tape_at_least(mn_tape *tape, mn_tensor *x, double low) {
     return x && !mn_tape_dead(tape) ? make(tape, MN_PAIR_AT_LEAST, x, NULL, 0, low) : NULL;
+}
+
+/* ---- a + b c ---------------------------------------------------------------------------------- */
+
+typedef struct scaled {
+    mn_tensor *a, *b, *c, *y;
+} scaled;
+
+static void scaled_again(mn_tape *tape, void *payload) {
+    const scaled *s = payload;
+    mn_pair_work work = { .kind = MN_PAIR_SCALED, .a = mn_value(s->a), .y = mn_value(s->y) };
+    memcpy(work.shape, s->y->shape, sizeof work.shape);
+    mn_repeated(tape, &work.b, s->b, work.shape);
+    mn_repeated(tape, &work.c, s->c, work.shape);
+    mn_tape_do(tape, MN_WORK_PAIR, &work);
+}
+
+/* The gradient of a is that of y: they share it. */
+static void back_scaled(mn_tape *tape, void *payload) {
+    const scaled *s = payload;
+    mn_pair_work work = { .kind = MN_PAIR_MULTIPLY, .dy = mn_grad_read(s->y) };
+    if (!work.dy.data) return;
+    memcpy(work.shape, s->y->shape, sizeof work.shape);
+    mn_repeated(tape, &work.b, s->c, work.shape);
+    if (mn_wants(s->b)) work.da = mn_grad_write(tape, s->b, &work.add_a);
+    if (work.da.data) mn_tape_do(tape, MN_WORK_PAIR, &work);
+    if (mn_wants(s->c)) mn_sum_to(tape, NULL, s->b, s->c, &work.dy, work.shape);
+}
+
+mn_tensor *mn_tape_add_scaled(mn_tape *tape, mn_tensor *a, mn_tensor *b, mn_tensor *c) {
+    if (!a || !b || !c || mn_tape_dead(tape)) return NULL;
+    const size_t bytes = (size_t)mn_count4(a->shape) * mn_dtype_bytes(a->dtype);
+    const bool shares = mn_tape_records(tape) && mn_wants(a) && !a->slot->kept &&
+                        a->slot->bytes == bytes && mn_is_contiguous(a) && same_shape(a, b);
+    if (!shares) return mn_tape_add(tape, a, mn_tape_multiply(tape, b, c));
+    mn_view fits;
+    if (!mn_repeated(tape, &fits, c, a->shape)) return NULL;
+    scaled *s = mn_tape_note(tape, sizeof *s);
+    mn_tensor *y = mn_tape_result_of(tape, a->dtype, a->shape, tape->lighter);
+    if (!s || !y) return NULL;
+    *s = (scaled){ a, b, c, y };
+    scaled_again(tape, s);
+    if (tape->lighter) mn_tape_make_again(tape, scaled_again, s);
+    mn_tape_record(tape, "a scaled sum", back_scaled, s, true, NULL, 0);
+    y->slot = a->slot;    // as both have the same numbers
+    return y;
 }
 
 /* ---- spread ---------------------------------------------------------------------------------- */

@@ -385,6 +385,13 @@ static mn_tensor *bound_of(mn_tape *tape, mn_tensor **in, const program *p) {
     return mn_tape_at_least(tape, in[0], -0.4);
 }
 
+/* The first input by way of a copy, which nothing else uses. */
+static mn_tensor *scaled_of(mn_tape *tape, mn_tensor **in, const program *p) {
+    (void)p;
+    mn_tensor *a = mn_tape_affine(tape, in[0], 0.5, 0.25);
+    return mn_tape_add_scaled(tape, a, in[1], in[2]);
+}
+
 static mn_tensor *spread_of(mn_tape *tape, mn_tensor **in, const program *p) {
     return mn_tape_add(tape, in[1], mn_tape_spread(tape, in[0], p->in[1].shape));
 }
@@ -404,6 +411,7 @@ static void pairs(void **state) {
             for (int k = 0; k < 4; k++) b.shape[k] = ones >> k & 1 ? 1 : a.shape[k];
             check_program((program){ "add", sum_of, 1, 2, { a, b }, .kind = ones });
             check_program((program){ "multiply", product_of, 1, 2, { a, b }, .kind = ones });
+            check_program((program){ "scaled", scaled_of, 1, 3, { a, a, b }, .kind = ones });
             check_program((program){ "spread", spread_of, 1, 2, { b, a }, .kind = ones });
         }
         input a = { { 0 }, false };

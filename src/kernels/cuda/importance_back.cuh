@@ -132,6 +132,7 @@ struct backward_room {
     float4 states[2][SETS][Block::THREADS];     // in front of them
     chunk_room<Block> chunk[2];
     float team[32];
+    uint2 ones[32];    // a lane's identity() twice, in two registers
     typename fetcher<Block, BACKWARD_PASS>::sources from;
     targets to;
 };
@@ -246,11 +247,11 @@ __device__ __forceinline__ unsigned identity() {
 }
 
 /* Tokens first .. first + HALF: their share of all gradients, and the adjoints in front of them
- * from those behind them. `adj` has D and -C, `c` the state in front. */
+ * from those behind them. `adj` has D and -C, `c` the state in front; `one`: ones of a product. */
 template <typename Block, bool HEADS>
 __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &c,
                                            const arrivals<Block, BACKWARD_PASS> &came, int first,
-                                           const walk<Block, BACKWARD_PASS> &along) {
+                                           uint2 one, const walk<Block, BACKWARD_PASS> &along) {
     const float *base = came.g.base;
     const int warp = thread_again() / 32;
     const int slot = warp % Block::GROUPS * GROUP + 4 * column_lane();
@@ -260,7 +261,6 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
     const chunk_factors all = { came.columns[0].get(own, column), came.columns[1].get(own, column), k,
                                 make_uint2(pair_times(k.x, k.x), pair_times(k.y, k.y)) };
     const uint2 cot = came.columns[2].get(own, column);
-    const uint2 one = make_uint2(identity(), again(identity()));    // a pair, not one number twice
     const float behind = HEADS ? base[first + HALF - 1] : 0.0f;
     const float before = HEADS && first > 0 ? base[first - 1] : 0.0f;
     sums.clear();
@@ -480,11 +480,12 @@ __device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, i
 #pragma unroll 1
     for (int chunk = 1; chunk >= 0; chunk--) {
         chunk_sums sums;
+        const uint2 one = r.ones[threadIdx.x % 32];
         if (chunk == 0) c.load(front, SET_STRIDE<Block>);
         if (r.in.heads == 0) {
-            chunk_back<Block, false>(sums, adj, c, came, chunk * HALF, along);
+            chunk_back<Block, false>(sums, adj, c, came, chunk * HALF, one, along);
         } else {
-            chunk_back<Block, true>(sums, adj, c, came, chunk * HALF, along);
+            chunk_back<Block, true>(sums, adj, c, came, chunk * HALF, one, along);
         }
         put_sums<Block>(r.chunk[chunk], sums, came, chunk * HALF);
     }
@@ -500,6 +501,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
     extern __shared__ float4 shared[];
     backward_room<Block> &r = *(backward_room<Block> *)shared;
     r.in.open();
+    if (threadIdx.x < 32) r.ones[threadIdx.x] = make_uint2(identity(), identity());
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
         const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);

@@ -193,7 +193,7 @@ struct states_room {
 
 /* States in front of every tile, of which there are SETS sets for each head. */
 template <typename Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
+__global__ void __launch_bounds__(Block::THREADS, 2 * Block::PER_PROCESSOR)
 states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, float *states) {
     extern __shared__ float4 shared[];
     states_room<Block> &r = *(states_room<Block> *)shared;
