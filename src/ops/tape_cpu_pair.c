@@ -1,4 +1,4 @@
-/* tape_cpu_pair.c - a + b, a b, scale a + shift, max(a, low) and a + b c, and sums over axes, on the
+/* tape_cpu_pair.c - a + b, a b, scale a + shift, max(a, low), a + b c, and sums over axes, on the
  * CPU's threads. Sums are taken in double and in the order of the axes. */
 #include "base/util.h"
 #include "ops/tape_cpu.h"

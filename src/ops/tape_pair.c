@@ -1,4 +1,5 @@
-/* tape_pair.c - a + b, a b, scale a + shift, max(a, low), a + b c, spreads and residuals on the tape.
+/* tape_pair.c - a + b, a b, scale a + shift, max(a, low), a + b c, spreads and residuals on the
+ * tape.
  *
  * An axis of b that is 1 counts for all of that axis of a; its gradient is the sum over it. */
 #include <string.h>
@@ -99,7 +100,7 @@ mn_tensor *mn_tape_at_least(mn_tape *tape, mn_tensor *x, double low) {
     return x && !mn_tape_dead(tape) ? make(tape, MN_PAIR_AT_LEAST, x, NULL, 0, low) : NULL;
 }
 
-/* ---- a + b c ---------------------------------------------------------------------------------- */
+/* ---- a + b c --------------------------------------------------------------------------------- */
 
 typedef struct scaled {
     mn_tensor *a, *b, *c, *y;

@@ -148,12 +148,13 @@ static int read_by_mma(const mn_importance_args *p, const room &to, const cuts &
 template <typename T, typename Block>
 static int read_by_cell(const mn_importance_args *p, const room &to, const cuts &by,
                         cudaStream_t stream) {
-    if (p->ovar.data) {
+    constexpr bool BY_MMA = sizeof(T) == sizeof(mn_bf16);    // what has no ovar
+    if (BY_MMA || p->ovar.data) {
         return launch<by_cell::forward_room<Block>, Block>(by_cell::forward_kernel<T, Block, true>,
                                                            p, by, stream, to.at[SUMS]);
     }
-    return launch<by_cell::forward_room<Block>, Block>(by_cell::forward_kernel<T, Block, false>, p,
-                                                       by, stream, to.at[SUMS]);
+    return launch<by_cell::forward_room<Block>, Block>(
+        by_cell::forward_kernel<T, Block, BY_MMA>, p, by, stream, to.at[SUMS]);
 }
 
 /* The parts of the work space. */
@@ -245,9 +246,10 @@ static int backward(const mn_importance_args *p, float *shared, cudaStream_t str
     const cuts by = cuts_of(p, true);
     const room at = rooms_of(p, by, shared, true);
     int code;
+    constexpr bool BY_MMA = sizeof(T) == sizeof(mn_bf16);    // what has no cotangent of ovar
     if (by.by_mma) code = back_by_mma(p, at, by, stream);
     else if (p->cot.ovar.data) code = back_by_cells<T, true>(p, at, by, stream);
-    else code = back_by_cells<T, false>(p, at, by, stream);
+    else code = back_by_cells<T, BY_MMA>(p, at, by, stream);
     return code != cudaSuccess ? code : add_parts<T>(p, at, by, stream);
 }
 
@@ -257,8 +259,9 @@ MN_CUDA_PLAN(importance_forward) {
 
 MN_CUDA_LAUNCH(importance_forward) {
     const mn_importance_args *p = (const mn_importance_args *)args;
-    if (p->call.dtype == MN_BF16) return forward<mn_bf16>(p, (float *)shared, (cudaStream_t)stream);
-    return forward<float>(p, (float *)shared, (cudaStream_t)stream);
+    float *room = (float *)shared;
+    if (p->call.dtype == MN_BF16) return forward<mn_bf16>(p, room, (cudaStream_t)stream);
+    return forward<float>(p, room, (cudaStream_t)stream);
 }
 
 MN_CUDA_PLAN(importance_backward) {
@@ -267,6 +270,7 @@ MN_CUDA_PLAN(importance_backward) {
 
 MN_CUDA_LAUNCH(importance_backward) {
     const mn_importance_args *p = (const mn_importance_args *)args;
-    if (p->call.dtype == MN_BF16) return backward<mn_bf16>(p, (float *)shared, (cudaStream_t)stream);
-    return backward<float>(p, (float *)shared, (cudaStream_t)stream);
+    float *room = (float *)shared;
+    if (p->call.dtype == MN_BF16) return backward<mn_bf16>(p, room, (cudaStream_t)stream);
+    return backward<float>(p, room, (cudaStream_t)stream);
 }

@@ -57,9 +57,9 @@ struct alignas(16) target {
     }
 };
 
-/* What a block of a head leaves for dg and dip (importance_gates.cuh): for each token v'dv + b'db and
- * the sum of pull mu, for each tile what its warps have of S in front of it, and sums of C behind
- * the last token and of what goes to the prior from the first state. */
+/* What a block of a head leaves for dg and dip (importance_gates.cuh): for each token v'dv + b'db
+ * and the sum of pull mu, for each tile what its warps have of S in front of it, and sums of C
+ * behind the last token and of what goes to the prior from the first state. */
 template <typename Block>
 struct parts_of {
     float2 *gates, *edge;
@@ -257,8 +257,8 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
     const int slot = warp % Block::GROUPS * GROUP + 4 * column_lane();
     const int column = warp / Block::GROUPS * GROUP + 4 * column_lane();
     const int own = first + row_lane();
-    const uint2 k = came.slots[0].get(own, slot);
-    const chunk_factors all = { came.columns[0].get(own, column), came.columns[1].get(own, column), k,
+    const uint2 k = came.slots[0].get(own, slot), v = came.columns[0].get(own, column);
+    const chunk_factors all = { v, came.columns[1].get(own, column), k,
                                 make_uint2(pair_times(k.x, k.x), pair_times(k.y, k.y)) };
     const uint2 cot = came.columns[2].get(own, column);
     const float behind = HEADS ? base[first + HALF - 1] : 0.0f;

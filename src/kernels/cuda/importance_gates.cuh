@@ -4,9 +4,9 @@
  *   S_t = a sum(D_t . M_{t-1} + C_t . I_{t-1})     dg = S_t - a ip sum C_t
  *   S_{t+1} = S_t + v'dv + b'db + (1 - a) ip sum C_t     dip = sum (1 - a) sum C_t
  *
- * Sums are over cells. S in front of each tile is formed from its definition; sum C_t, which is also
- * what ip in I adds to it, is a number that decays and gets -sum pull_t mu_t: a walk from the last
- * token to the first, in float32, which tiles know up to what comes from behind them. */
+ * Sums are over cells. S in front of each tile is formed from its definition; sum C_t, which is
+ * also what ip in I adds to it, is a number that decays and gets -sum pull_t mu_t: a walk from the
+ * last token to the first, in float32, which tiles know up to what comes from behind them. */
 #ifndef MN_KERNELS_CUDA_IMPORTANCE_GATES_CUH
 #define MN_KERNELS_CUDA_IMPORTANCE_GATES_CUH
 
