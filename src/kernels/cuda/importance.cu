@@ -4,8 +4,8 @@
  *   I <- a I + (1 - a) ip + k^2 b      M <- a M + k v      mu = M / I
  *   o = scale sum_i q mu               ovar = scale^2 sum_i q^2 / I
  *
- * Calls in bf16 go over tensor cores (importance_mma.cuh, importance_back.cuh), others and those
- * with ovar cell by cell (importance_cells.cuh). */
+ * Calls in bf16 go over tensor cores (importance_mma.cuh, importance_back.cuh) where a block gets
+ * the shared memory for it, others and those with ovar cell by cell (importance_cells.cuh). */
 #include "kernels/cuda/importance_cells.cuh"
 #include "kernels/cuda/importance_gates.cuh"
 
@@ -50,9 +50,19 @@ static cuts cuts_into(int64_t span, bool by_mma) {
     return { Block::SLOTS, Block::COLUMNS, span, by_mma };
 }
 
+/* Whether a block may have so much shared memory. */
+static bool has_shared(size_t bytes) {
+    int device = 0, limit = 0;
+    (void)cudaGetDevice(&device);
+    (void)cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return bytes <= (size_t)limit;
+}
+
 static cuts cuts_of(const mn_importance_args *p, bool backward) {
     const bool spread = backward ? p->cot.ovar.data != NULL : p->ovar.data != NULL;
-    if (p->call.dtype == MN_BF16 && !spread) {
+    const size_t room = backward ? sizeof(by_mma::backward_room<back_block>) :
+                                   sizeof(by_mma::forward_room<tall_block>);
+    if (p->call.dtype == MN_BF16 && !spread && has_shared(room)) {
         if (backward) return cuts_into<back_block>(TOKENS, true);
         if (p->call.K <= read_block::SLOTS) return cuts_into<read_block>(TOKENS, true);
         return cuts_into<tall_block>(TOKENS, true);
@@ -148,13 +158,12 @@ static int read_by_mma(const mn_importance_args *p, const room &to, const cuts &
 template <typename T, typename Block>
 static int read_by_cell(const mn_importance_args *p, const room &to, const cuts &by,
                         cudaStream_t stream) {
-    constexpr bool BY_MMA = sizeof(T) == sizeof(mn_bf16);    // what has no ovar
-    if (BY_MMA || p->ovar.data) {
+    if (p->ovar.data) {
         return launch<by_cell::forward_room<Block>, Block>(by_cell::forward_kernel<T, Block, true>,
                                                            p, by, stream, to.at[SUMS]);
     }
-    return launch<by_cell::forward_room<Block>, Block>(
-        by_cell::forward_kernel<T, Block, BY_MMA>, p, by, stream, to.at[SUMS]);
+    return launch<by_cell::forward_room<Block>, Block>(by_cell::forward_kernel<T, Block, false>, p,
+                                                       by, stream, to.at[SUMS]);
 }
 
 /* The parts of the work space. */
@@ -246,10 +255,9 @@ static int backward(const mn_importance_args *p, float *shared, cudaStream_t str
     const cuts by = cuts_of(p, true);
     const room at = rooms_of(p, by, shared, true);
     int code;
-    constexpr bool BY_MMA = sizeof(T) == sizeof(mn_bf16);    // what has no cotangent of ovar
     if (by.by_mma) code = back_by_mma(p, at, by, stream);
     else if (p->cot.ovar.data) code = back_by_cells<T, true>(p, at, by, stream);
-    else code = back_by_cells<T, BY_MMA>(p, at, by, stream);
+    else code = back_by_cells<T, false>(p, at, by, stream);
     return code != cudaSuccess ? code : add_parts<T>(p, at, by, stream);
 }
 
