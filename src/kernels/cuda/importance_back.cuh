@@ -124,7 +124,8 @@ struct alignas(16) chunk_room {
     float spread[Block::WARPS][HALF / 4][32];
 };
 
-/* The two tiles that are at hand. */
+/* Tile i, what has come for it and i - 1, and what warps told of it, or still of i + 1: that is
+ * added up at the beginning of tile i, and `added` counts the warps that have. */
 template <typename Block>
 struct backward_room {
     tile<Block, BACKWARD_PASS> in;
@@ -135,7 +136,39 @@ struct backward_room {
     uint2 ones[32];    // a lane's identity() twice, in two registers
     typename fetcher<Block, BACKWARD_PASS>::sources from;
     targets to;
+    uint64_t added;
 };
+
+/* ---- a barrier that warps pass before others have come ---------------------------------------- */
+
+__device__ __forceinline__ void open_barrier(uint64_t *barrier, int warps) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(barrier);
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(warps) : "memory");
+}
+
+/* This warp has come. */
+__device__ __forceinline__ void arrive_at(uint64_t *barrier) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(barrier);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        asm volatile("{\n\t.reg .b64 state;\n\t"
+                     "mbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(at) : "memory");
+    }
+}
+
+/* Until all have, for the phase'th time (0, 1, 0, ...). */
+__device__ __forceinline__ void wait_at(uint64_t *barrier, int phase) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(barrier);
+    unsigned done;
+    do {
+        asm volatile("{\n\t.reg .pred done;\n\t"
+                     "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n\t"
+                     "selp.u32 %0, 1, 0, done;\n\t}"
+                     : "=r"(done) : "r"(at), "r"(phase) : "memory");
+    } while (!done);
+}
+
+/* ---- chunks ----------------------------------------------------------------------------------- */
 
 /* The factors of a chunk's tokens, of which a lane has row_lane(), for products that sum over
  * columns (v, b) and slots (k and its square). */
@@ -469,8 +502,8 @@ __device__ __forceinline__ float start_tile(cells &adj, cells end,
 
 /* A tile back: `adj` from behind it to in front of it. */
 template <typename Block>
-__device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, int tile,
-                                          const float *front,
+__device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, int tile, int length,
+                                          int phase, const float *front,
                                           const walk<Block, BACKWARD_PASS> &along) {
     const arrivals<Block, BACKWARD_PASS> &came = r.came[tile & 1];
     cells c;
@@ -487,7 +520,11 @@ __device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, i
         } else {
             chunk_back<Block, true>(sums, adj, c, came, chunk * HALF, one, along);
         }
+        if (chunk == 1) wait_at(&r.added, phase);
         put_sums<Block>(r.chunk[chunk], sums, came, chunk * HALF);
+        if (chunk == 1 && tile > 0) {
+            fetcher<Block, BACKWARD_PASS>::fetch(r.came[~tile & 1], r.from, tile - 1, length);
+        }
     }
     c.load(front, SET_STRIDE<Block>);
     put_along(r.to, adj, c, tile);
@@ -500,7 +537,9 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
     typedef fetcher<Block, BACKWARD_PASS> next;
     extern __shared__ float4 shared[];
     backward_room<Block> &r = *(backward_room<Block> *)shared;
+    int phase = 0;    // of r.added
     r.in.open();
+    if (threadIdx.x == 0) open_barrier(&r.added, Block::WARPS);
     if (threadIdx.x < 32) r.ones[threadIdx.x] = make_uint2(identity(), identity());
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
@@ -528,25 +567,27 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
         __syncthreads();
         if (n_tiles > 0) next::put(r.in, r.came[(n_tiles - 1) % 2], r.to.scale);
         for (int i = n_tiles - 1; i >= 0; i--) {
-            const int turn = i & 1;
             __syncthreads();
-            if (i > 0) {
-                next::fetch(r.came[!turn], r.from, i - 1, length);
-                fetch_state<Block>(r.states[!turn], r.from, i - 1);
+            if (i > 0) fetch_state<Block>(r.states[~i & 1], r.from, i - 1);
+            if (i + 1 < n_tiles) {
+                const int64_t first = (int64_t)(i + 1) * TOKENS;
+                put_tile(r, r.came[~i & 1], length - (int)first, first);
             }
-            const float *front = (const float *)&r.states[turn][0][thread_again()];
+            arrive_at(&r.added);
+            const float *front = (const float *)&r.states[again(i) & 1][0][thread_again()];
             const walk<Block, BACKWARD_PASS> along(r.in);
             if (i == n_tiles - 1) {
                 cells end;
                 end.load(front, SET_STRIDE<Block>);
                 behind = start_tile<Block>(adj, end, r.in, p, at);
             }
-            tile_back<Block>(adj, r, i, front, along);
+            tile_back<Block>(adj, r, i, length, phase, front, along);
+            phase ^= 1;
             next::wait();
             __syncthreads();
-            put_tile(r, r.came[again(i) & 1], length - i * TOKENS, (int64_t)i * TOKENS);
-            if (i > 0) next::put(r.in, r.came[again(i) & 1 ^ 1], r.to.scale);
+            if (i > 0) next::put(r.in, r.came[~again(i) & 1], r.to.scale);
         }
+        if (n_tiles > 0) put_tile(r, r.came[0], length, 0);
         __syncthreads();
         const float first = mn_team_sum<Block::THREADS>(put_first<Block>(adj, p, at), r.team);
         behind = mn_team_sum<Block::THREADS>(behind, r.team);
