@@ -90,12 +90,18 @@ inline bool mn_delta_job_of(mn_delta_job *job, const mn_delta_args *p, void *sha
     return mn_delta_lay_out(&job->work, &bytes, p, shared, back);
 }
 
-/* Warps of a block of a walk over `columns`: few where there are few columns to spread over the
- * processors. Four work as a group, where the machine has groups. */
-inline int mn_delta_walkers(int64_t columns, int64_t heads) {
-    int warps = MN_DELTA_WALKERS;
-    while (warps > 1 && mn_ceil_div(columns, 16 * warps) * heads < 64) warps /= 2;
-    return warps;
+/* Strips of columns of a block of a walk: few where there are few columns to spread over the
+ * processors. Those of four are walked by groups, where the machine has groups. */
+inline int mn_delta_strips(int64_t columns, int64_t heads) {
+    int strips = MN_DELTA_STRIPS;
+    while (strips > 1 && mn_ceil_div(columns, 16 * strips) * heads < 64) strips /= 2;
+    return strips;
+}
+
+/* Teams of warps that share a strip: as registers ask where there are groups, and one for each
+ * panel of channels where processors have only a strip or two. */
+constexpr int mn_delta_teams(int KP, bool group) {
+    return group ? (KP <= 128 ? 1 : 2) : KP / 64;
 }
 
 template <int KP>
@@ -119,13 +125,18 @@ inline int mn_delta_walk(void (*by_warp)(mn_delta_job, int64_t),
                          void (*by_group)(mn_delta_job, int64_t), const mn_delta_job &job,
                          int64_t columns, cudaStream_t stream) {
     const int64_t heads = job.p.call.H * mn_n_spans(job.p.call);
-    const int warps = mn_delta_walkers(columns, heads);
-    const int64_t n_slices = mn_ceil_div(columns, 16 * warps), blocks = n_slices * heads;
+    const int strips = mn_delta_strips(columns, heads);
+    const int64_t n_slices = mn_ceil_div(columns, 16 * strips), blocks = n_slices * heads;
+    const bool group = strips == MN_DELTA_STRIPS;
+    const int teams = mn_delta_teams(KP, group);
+    size_t room = sizeof(mn_walk_room<KP>);
+    if (teams == 2) room += (size_t)strips * sizeof(mn_walk_meeting<2>);
+    if (teams == 4) room += (size_t)strips * sizeof(mn_walk_meeting<4>);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_with_room(warps == MN_DELTA_WALKERS ? by_group : by_warp,
-                               dim3((unsigned)blocks), 32 * warps + MN_DELTA_FETCHERS,
-                               sizeof(mn_walk_room<KP>), stream, job, n_slices);
+    return mn_launch_with_room(group ? by_group : by_warp, dim3((unsigned)blocks),
+                               32 * strips * teams + MN_DELTA_FETCHERS, room, stream, job,
+                               n_slices);
 }
 
 /* Returns function<KP> arguments for a key width. */

@@ -5,17 +5,22 @@
  *
  * with rows decayed from the chunk's start (Qd, scale included, and Ed) or to its end (Wd).
  *
- * A warp has 16 value columns of one head of one sequence and keeps its columns of the state,
- * turned, in registers in float32: [16][K]. Everything is computed turned as well, so that sums of
- * one product are the left operand of the next and never leave the registers; the right operands,
- * which warps of a block share, come through shared memory, where four more warps fetch them. Where
- * channels share the decay, keys come as they are and the decays are applied to the sums. */
+ * A warp has 16 value columns (a strip) of one head of one sequence and keeps its columns of the
+ * state, turned, in registers in float32: [16][K]. Everything is computed turned as well, so that
+ * sums of one product are the left operand of the next and never leave the registers; the right
+ * operands, which warps of a block share, come through shared memory, where four more warps fetch
+ * them. Where channels share the decay, keys come as they are and the decays are applied to the
+ * sums.
+ *
+ * Where K is 256, or columns are few for so many processors, several warps share a strip: each team
+ * of warps has K / TEAMS of the channels. Sums over channels then meet in shared memory, where each
+ * team adds up those of its share of the tokens; what is a product of tokens alone all compute. */
 #ifndef MN_KERNELS_CUDA_DELTA_WALK_CUH
 #define MN_KERNELS_CUDA_DELTA_WALK_CUH
 
 #include "kernels/cuda/delta_unit.cuh"
 
-enum { MN_DELTA_WALKERS = 4, MN_DELTA_FETCHERS = 128 };    // most warps; threads that fetch
+enum { MN_DELTA_STRIPS = 4, MN_DELTA_FETCHERS = 128 };    // most of a block; threads that fetch
 
 /* What is needed first of a chunk, and what later; the first kind is fetched one chunk ahead, the
  * second too where there is room. */
@@ -44,14 +49,64 @@ struct mn_walk_room {
     mn_walk_front<KP> front[2];
     mn_walk_back<KP> back[backs];
     mn_walk_place place;    // here, as registers are short
+
+    /* What is needed later of a chunk. Where there is room for one chunk's only, two have it if
+     * they need no second tile. */
+    __device__ unsigned char *first(int chunk, bool same_keys) {
+        if (backs == 2) return back[chunk % backs].first;
+        return chunk % 2 && same_keys ? back[0].second : back[0].first;
+    }
+
+    __device__ unsigned char *second(int chunk) {
+        return back[chunk % backs].second;
+    }
 };
 
+/* Where the teams of a strip meet, at the end of the room: sums of all teams for the tokens of
+ * each, and the operands that each makes of its tokens. */
+template <int TEAMS>
+struct alignas(16) mn_walk_meeting {
+    float4 sums[TEAMS][TEAMS][8 / TEAMS][32];
+    uint4 operands[4][32];
+};
+
+/* Which strip of the block this warp has, and which part of the channels. Groups are four warps of
+ * one team. */
+template <bool GROUP, int TEAMS>
+struct mn_walk_role {
+    static __device__ int strip(void) {
+        const int warp = threadIdx.x / 32;
+        return GROUP ? warp % MN_DELTA_STRIPS : warp / TEAMS;
+    }
+
+    static __device__ int team(void) {
+        const int warp = threadIdx.x / 32;
+        return TEAMS == 1 ? 0 : GROUP ? warp / MN_DELTA_STRIPS : warp % TEAMS;
+    }
+};
+
+/* Most threads of a block. */
+constexpr int mn_walk_threads(bool group, int teams) {
+    return 32 * teams * (group ? MN_DELTA_STRIPS : MN_DELTA_STRIPS / 2) + MN_DELTA_FETCHERS;
+}
+
+/* Two groups that multiply take registers from the one that fetches. */
+template <bool GROUP, int TEAMS, bool FETCHES>
+__device__ __forceinline__ void mn_walk_registers(void) {
+#if MN_GROUP_WORKS
+    if (!GROUP || TEAMS == 1) return;
+    if (FETCHES) asm volatile("setmaxnreg.dec.sync.aligned.u32 104;\n");
+    else asm volatile("setmaxnreg.inc.sync.aligned.u32 200;\n");
+#endif
+}
+
 /* Fills in the place. All threads of the block call. */
+template <int TEAMS>
 __device__ inline void mn_walk_begin(mn_walk_place &at, const mn_delta_job &job,
                                      int64_t n_slices) {
     const mn_call &call = job.p.call;
     if (threadIdx.x == 0) {
-        at.columns = ((int)blockDim.x - MN_DELTA_FETCHERS) / 2;
+        at.columns = ((int)blockDim.x - MN_DELTA_FETCHERS) / 2 / TEAMS;
         at.column0 = blockIdx.x % n_slices * at.columns;
         at.h = blockIdx.x / n_slices % call.H;
         at.n = blockIdx.x / n_slices / call.H;
@@ -109,23 +164,23 @@ __device__ inline void mn_walk_fetch_front(mn_walk_front<KP> &to, const mn_delta
 }
 
 /* What the fetching warps do for `n` chunks, in step with the others: front(i) and back(i) fetch
- * for chunk i in the order of the walk, and do nothing beyond the last. */
-template <int KP, bool GROUP, typename Front, typename Back>
-__device__ inline void mn_walk_fetch(int n, Front front, Back back) {
-    constexpr int backs = mn_walk_room<KP>::backs;
+ * for chunk i in the order of the walk, and do nothing beyond the last. `ahead`: both go one
+ * chunk ahead. */
+template <typename Front, typename Back>
+__device__ inline void mn_walk_fetch(int n, bool ahead, Front front, Back back) {
     const auto all = [&](auto fetch, int i) {
         if (i < n) fetch(i);
         mn_copy_commit();
     };
     all(front, 0);
-    if (backs == 2) all(back, 0);
+    if (ahead) all(back, 0);
     for (int i = 0; i < n; i++) {
-        if (backs == 1) all(back, i);
+        if (!ahead) all(back, i);
         all(front, i + 1);
-        if (backs == 2) all(back, i + 1);
+        if (ahead) all(back, i + 1);
         mn_copy_wait<2>();
         __syncthreads();
-        if (backs == 1) {
+        if (!ahead) {
             mn_copy_wait<1>();
             __syncthreads();
         }
@@ -135,20 +190,26 @@ __device__ inline void mn_walk_fetch(int n, Front front, Back back) {
 
 /* ---- states in registers --------------------------------------------------------------------- */
 
-/* Rows of this lane: columns j and j + 8 of the value axis; columns: channels 8 i + 2 (l % 4). */
-template <int KP>
+/* Rows of this lane: columns j and j + 8 of the value axis; columns: channels 8 i + 2 (l % 4) of
+ * the team's. */
+template <int KP, bool GROUP, int TEAMS>
 struct mn_walk_state {
-    float at[KP / 8][4];
+    static constexpr int width = KP / TEAMS;    // channels of a team
+    static constexpr int part_bytes = mn_tile_bytes<width>();
+    using role = mn_walk_role<GROUP, TEAMS>;
+
+    float at[width / 8][4];
 
     template <typename F>
     __device__ void each(const mn_call &call, int64_t column0, F use) {
-        const int lane = threadIdx.x % 32;
-        const int64_t j = column0 + threadIdx.x / 32 * 16 + lane / 4;
+        const int lane = threadIdx.x % 32, channel0 = role::team() * width;
+        const int64_t j = column0 + role::strip() * 16 + lane / 4;
 #pragma unroll
-        for (int i = 0; i < KP / 8; i++) {
+        for (int i = 0; i < width / 8; i++) {
 #pragma unroll
             for (int c = 0; c < 4; c++) {
-                const int64_t row = 8 * i + lane % 4 * 2 + c % 2, column = j + c / 2 * 8;
+                const int64_t row = channel0 + 8 * i + lane % 4 * 2 + c % 2;
+                const int64_t column = j + c / 2 * 8;
                 use(at[i][c], row * call.V + column, row < call.K && column < call.V);
             }
         }
@@ -171,21 +232,26 @@ struct mn_walk_state {
 
     template <bool CHANNEL>
     __device__ void decay(const mn_walk_front<KP> &chunk) {
-        const int column = threadIdx.x % 4 * 2;
+        const int column = role::team() * width + threadIdx.x % 4 * 2;
         const float shared = chunk.gamma[MN_DELTA_CHUNK - 1];
 #pragma unroll
-        for (int i = 0; i < KP / 8; i++) {
+        for (int i = 0; i < width / 8; i++) {
             float2 fall = make_float2(shared, shared);
             if (CHANNEL) fall = *(const float2 *)&chunk.fall[8 * i + column];
             at[i][0] *= fall.x, at[i][1] *= fall.y, at[i][2] *= fall.x, at[i][3] *= fall.y;
         }
     }
 
+    /* The panels of a tile of rows of keys that have the team's channels. */
+    __device__ unsigned part(const unsigned char *rows) const {
+        return mn_shared(rows) + role::team() * part_bytes;
+    }
+
     /* += x rows, for x (16 values, 64 tokens) and a tile of rows of keys. */
-    template <bool GROUP>
-    __device__ void add(const unsigned (&x)[4][4], unsigned rows) {
+    __device__ void add(const unsigned (&x)[4][4], const unsigned char *tile) {
+        const unsigned rows = part(tile);
 #pragma unroll
-        for (int panel = 0; panel < KP / 64; panel++) {
+        for (int panel = 0; panel < width / 64; panel++) {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 mn_unit_depth<GROUP>(&at[8 * panel], x[k], rows, 16 * k, panel, 4);
@@ -193,107 +259,109 @@ struct mn_walk_state {
         }
     }
 
-    /* Keeps the compiler from holding on to the state in bf16, for which wide ones have no room. */
-    __device__ void renew(void) {
-#pragma unroll
-        for (int i = 0; i < KP / 8; i++) {
-#pragma unroll
-            for (int c = 0; c < 4; c++) asm volatile("" : "+f"(at[i][c]));
-        }
-    }
-
-    /* sums += state rows', (16 values, 64 tokens). `keep`, where not NULL, is where this warp's
-     * part of the state goes in bf16. */
-    template <bool GROUP>
-    __device__ void read(float (&sums)[8][4], unsigned rows, mn_bf16 *keep) const {
-        constexpr int steps = KP / 16 <= 8 ? KP / 16 : 4;    // as registers allow
+    /* sums += state rows', (16 values, 64 tokens), over the team's channels. `keep`, where not
+     * NULL, is where this strip of the state goes in bf16. */
+    __device__ void read(float (&sums)[8][4], const unsigned char *tile, mn_bf16 *keep) const {
+        constexpr int steps = width / 16;
         const int lane = threadIdx.x % 32;
+        const unsigned rows = part(tile);
+        unsigned a[steps][4];
 #pragma unroll
-        for (int k0 = 0; k0 < KP / 16; k0 += steps) {
-            unsigned a[steps][4];
+        for (int k = 0; k < steps; k++) mn_left_of(a[k], at[2 * k], at[2 * k + 1]);
+        mn_unit_begin<GROUP>();
 #pragma unroll
-            for (int k = 0; k < steps; k++) {
-                mn_left_of(a[k], at[2 * (k0 + k)], at[2 * (k0 + k) + 1]);
-            }
-            mn_unit_begin<GROUP>();
+        for (int k = 0; k < steps; k++) mn_unit_rows<GROUP>(sums, a[k], rows, 16 * k, 0);
+        mn_unit_end<GROUP>();
+        if (!keep) return;
+        keep += lane / 4 * KP + role::team() * width + lane % 4 * 2;
 #pragma unroll
-            for (int k = 0; k < steps; k++) {
-                mn_unit_rows<GROUP>(sums, a[k], rows, 16 * (k0 + k), 0);
-            }
-            mn_unit_end<GROUP>();
-#pragma unroll
-            for (int k = 0; k < steps && keep; k++) {
-                unsigned *to = (unsigned *)(keep + lane / 4 * KP + 16 * (k0 + k) + lane % 4 * 2);
-                to[0] = a[k][0], to[4 * KP] = a[k][1], to[4] = a[k][2], to[4 * KP + 4] = a[k][3];
-            }
+        for (int k = 0; k < steps; k++) {
+            unsigned *to = (unsigned *)(keep + 16 * k);
+            to[0] = a[k][0], to[4 * KP] = a[k][1], to[4] = a[k][2], to[4 * KP + 4] = a[k][3];
         }
     }
 };
 
 /* ---- sums over tokens in registers ----------------------------------------------------------- */
 
-/* (16 values, 64 tokens) by tokens' numbers. */
-__device__ inline void mn_walk_scale(float (&x)[8][4], const float *factor, float more) {
+/* (16 values, 8 N tokens) by tokens' numbers. */
+template <int N>
+__device__ inline void mn_walk_scale(float (&x)[N][4], const float *factor, float more) {
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
+    for (int n = 0; n < N; n++) {
         const float2 by = *(const float2 *)&factor[8 * n + column];
         x[n][0] *= more * by.x, x[n][1] *= more * by.y;
         x[n][2] *= more * by.x, x[n][3] *= more * by.y;
     }
 }
 
-__device__ inline void mn_walk_left(unsigned (&a)[4][4], const float (&x)[8][4]) {
+template <int N>
+__device__ inline void mn_walk_left(unsigned (&a)[N / 2][4], const float (&x)[N][4]) {
 #pragma unroll
-    for (int k = 0; k < 4; k++) mn_left_of(a[k], x[2 * k], x[2 * k + 1]);
+    for (int k = 0; k < N / 2; k++) mn_left_of(a[k], x[2 * k], x[2 * k + 1]);
 }
 
-/* y += x square', for a lower triangle. */
-template <bool GROUP>
-__device__ inline void mn_walk_lower(float (&y)[8][4], const unsigned (&x)[4][4], unsigned square) {
+/* y += x square', for a lower triangle; x are tokens from 16 * first on. */
+template <bool GROUP, int N>
+__device__ inline void mn_walk_lower(float (&y)[8][4], const unsigned (&x)[N][4], unsigned square,
+                                     int first) {
+    mn_unit_begin<GROUP>();
 #pragma unroll
-    for (int k = 0; k < 4; k++) mn_unit_rows<GROUP>(y, x[k], square, 16 * k, k);
+    for (int k = 0; k < N; k++) {
+        mn_unit_rows<GROUP>(y, x[k], square, 16 * (first + k), first + k);
+    }
+    mn_unit_end<GROUP>();
 }
 
 /* y += x square, likewise. */
-template <bool GROUP>
-__device__ inline void mn_walk_upper(float (&y)[8][4], const unsigned (&x)[4][4], unsigned square) {
+template <bool GROUP, int N>
+__device__ inline void mn_walk_upper(float (&y)[8][4], const unsigned (&x)[N][4], unsigned square,
+                                     int first) {
+    mn_unit_begin<GROUP>();
 #pragma unroll
-    for (int k = 0; k < 4; k++) mn_unit_depth<GROUP>(y, x[k], square, 16 * k, 0, k + 1);
+    for (int k = 0; k < N; k++) {
+        mn_unit_depth<GROUP>(y, x[k], square, 16 * (first + k), 0, first + k + 1);
+    }
+    mn_unit_end<GROUP>();
 }
 
-/* Turned rows for work space, [values][64]. */
-__device__ inline void mn_walk_keep(mn_bf16 *to, const unsigned (&x)[4][4]) {
+/* Turned rows for work space, [values][64]: those of tokens from 16 * first on. */
+template <int N>
+__device__ inline void mn_walk_keep(mn_bf16 *to, const unsigned (&x)[N][4], int first) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        unsigned *at = (unsigned *)(to + lane / 4 * MN_DELTA_CHUNK + 16 * k + lane % 4 * 2);
+    for (int k = 0; k < N; k++) {
+        unsigned *at = (unsigned *)(to + lane / 4 * MN_DELTA_CHUNK + 16 * (first + k) +
+                                    lane % 4 * 2);
         at[0] = x[k][0], at[4 * MN_DELTA_CHUNK] = x[k][1];
         at[4] = x[k][2], at[4 * MN_DELTA_CHUNK + 4] = x[k][3];
     }
 }
 
-/* Rows of tokens for a tensor, through this warp's columns of a tile that it alone still reads. */
+/* Rows of 8 N tokens from 8 * first on for a tensor, through places of a tile that no other warp
+ * reads any more. */
+template <int N>
 __device__ inline void mn_walk_put(const mn_out &view, bool packed, const mn_walk_place &at,
                                    int chunk, int64_t V, unsigned char *tile,
-                                   const float (&x)[8][4]) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+                                   const float (&x)[N][4], int strip, int first) {
+    const int lane = threadIdx.x % 32;
     const int count = mn_walk_count(at, chunk);
     const int64_t t = at.span.t0 + (int64_t)chunk * MN_DELTA_CHUNK;
     __syncwarp();
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
+    for (int n = 0; n < N; n++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const unsigned pair = mn_turn(mn_pair(x[n][2 * half], x[n][2 * half + 1]));
-            const unsigned place = mn_tile_place(8 * n + lane / 4, 2 * warp + half);
+            const unsigned place = mn_tile_place(8 * (first + n) + lane / 4, 2 * strip + half);
             *(unsigned *)(tile + place + lane % 4 * 4) = pair;
         }
     }
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        const int token = 16 * i + lane / 2, octet = 2 * warp + lane % 2;
+    for (int i = 0; i < N / 2; i++) {
+        const int token = 8 * first + 16 * i + lane / 2, octet = 2 * strip + lane % 2;
         const int64_t j = at.column0 + 8 * octet;
         if (token >= count || j >= V) continue;
         const mn_pack<mn_bf16, 8> pack = *(mn_pack<mn_bf16, 8> *)(tile +
@@ -307,24 +375,94 @@ __device__ inline void mn_walk_put(const mn_out &view, bool packed, const mn_wal
     }
 }
 
-/* Where this warp's rows of a record of `rows` times `width` begin. */
+/* Where a strip's rows of a record of `rows` times `width` begin. */
 __device__ inline int64_t mn_walk_record(const mn_delta_job &job, const mn_walk_place &at,
-                                         int chunk, int width) {
+                                         int chunk, int width, int strip) {
     const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
-    return (index * job.wide_v + at.column0 + threadIdx.x / 32 * 16) * width;
+    return (index * job.wide_v + at.column0 + strip * 16) * width;
+}
+
+/* ---- teams ----------------------------------------------------------------------------------- */
+
+/* All teams of a strip are here. */
+template <int TEAMS>
+__device__ inline void mn_walk_meet(int strip) {
+    asm volatile("barrier.sync %0, %1;\n" ::"r"(1 + strip), "n"(32 * TEAMS) : "memory");
+}
+
+/* Sums over this team's channels for the tokens of the others. */
+template <int TEAMS>
+__device__ inline void mn_walk_give(mn_walk_meeting<TEAMS> &room, const float (&sums)[8][4],
+                                    int team) {
+    constexpr int tiles = 8 / TEAMS;
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        if (n / tiles == team) continue;
+        room.sums[n / tiles][team][n % tiles][threadIdx.x % 32] =
+            make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
+    }
+}
+
+/* The whole sums for this team's tokens, once all have given theirs. */
+template <int TEAMS>
+__device__ inline void mn_walk_take(float (&mine)[8 / TEAMS][4], const float (&sums)[8][4],
+                                    const mn_walk_meeting<TEAMS> &room, int team) {
+    constexpr int tiles = 8 / TEAMS;
+#pragma unroll
+    for (int n = 0; n < tiles; n++) {
+#pragma unroll
+        for (int from = 0; from < TEAMS; from++) {
+            const float(&own)[4] = sums[from * tiles + n];
+            float4 x = make_float4(own[0], own[1], own[2], own[3]);
+            if (from != team) x = room.sums[team][from][n][threadIdx.x % 32];
+            if (from == 0) mine[n][0] = x.x, mine[n][1] = x.y, mine[n][2] = x.z, mine[n][3] = x.w;
+            else mine[n][0] += x.x, mine[n][1] += x.y, mine[n][2] += x.z, mine[n][3] += x.w;
+        }
+    }
+}
+
+/* Operands of all tokens from those of each team's own. */
+template <int TEAMS>
+__device__ inline void mn_walk_gather(unsigned (&x)[4][4], const unsigned (&own)[4 / TEAMS][4],
+                                      mn_walk_meeting<TEAMS> &room, int strip, int team) {
+    constexpr int steps = 4 / TEAMS;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < steps; k++) {
+        room.operands[team * steps + k][lane] = make_uint4(own[k][0], own[k][1], own[k][2],
+                                                           own[k][3]);
+    }
+    mn_walk_meet<TEAMS>(strip);
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+        const uint4 from = room.operands[k][lane];
+        x[k][0] = from.x, x[k][1] = from.y, x[k][2] = from.z, x[k][3] = from.w;
+    }
+}
+
+/* This team's share of what all have. */
+template <int TEAMS, int N, typename X>
+__device__ inline void mn_walk_share(X (&mine)[N / TEAMS][4], const X (&x)[N][4], int team) {
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (n < N / TEAMS || n / (N / TEAMS) == team) mine[n % (N / TEAMS)][i] = x[n][i];
+        }
+    }
 }
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
-/* X of a chunk as left operands, from Ed S, (16 values, 64 tokens). */
-template <int KP, bool CHANNEL>
-__device__ inline void mn_walk_misses(unsigned (&x)[4][4], float (&X)[8][4],
-                                      const mn_walk_front<KP> &front) {
-    if (!CHANNEL) mn_walk_scale(X, front.gamma, 1.0f);
+/* X of tokens from 8 * first on as left operands, from Ed S, (16 values, 8 N tokens). */
+template <int KP, bool CHANNEL, int N>
+__device__ inline void mn_walk_misses(unsigned (&x)[N / 2][4], float (&X)[N][4],
+                                      const mn_walk_front<KP> &front, int strip, int first) {
+    if (!CHANNEL) mn_walk_scale(X, front.gamma + 8 * first, 1.0f);
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < N / 2; k++) {
         unsigned v[4];
-        mn_left_turned(v, mn_shared(front.values), threadIdx.x / 32 * 16, 16 * k);
+        mn_left_turned(v, mn_shared(front.values), strip * 16, 8 * first + 16 * k);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float(&to)[4] = X[2 * k + half];
@@ -336,76 +474,93 @@ __device__ inline void mn_walk_misses(unsigned (&x)[4][4], float (&X)[8][4],
 }
 
 /* KEEP: states in front of chunks and residuals go to work space, and there are no outputs. */
-template <int KP, bool CHANNEL, bool KEEP, bool GROUP>
-__global__ void __launch_bounds__(32 * MN_DELTA_WALKERS + MN_DELTA_FETCHERS)
+template <int KP, bool CHANNEL, bool KEEP, bool GROUP, int TEAMS>
+__global__ void __launch_bounds__(mn_walk_threads(GROUP, TEAMS), 1)
 mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices) {
     extern __shared__ __align__(1024) unsigned char walk_bytes[];
     mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
-    constexpr int backs = mn_walk_room<KP>::backs;
     const mn_delta_args &p = job.p;
-    mn_walk_begin(room.place, job, n_slices);
+    mn_walk_begin<TEAMS>(room.place, job, n_slices);
     const mn_walk_place &at = room.place;
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
+    const bool ahead = mn_walk_room<KP>::backs == 2 || same_keys;
     if (mn_walk_hand() >= 0) {
+        mn_walk_registers<GROUP, TEAMS, true>();
         const auto front = [&](int chunk) {
             mn_walk_front<KP> &to = room.front[chunk % 2];
             mn_walk_fetch_keys<KP, CHANNEL>(to.keys, job, p.e, MN_DELTA_E, job.work.e, at, chunk);
             mn_walk_fetch_front<KP, CHANNEL>(to, job, p.v, job.packed[MN_DELTA_V], at, chunk);
         };
         const auto back = [&](int chunk) {
-            mn_walk_back<KP> &to = room.back[chunk % backs];
             if (!KEEP) {
-                mn_walk_fetch_keys<KP, CHANNEL>(to.first, job, p.q, MN_DELTA_Q, job.work.q, at,
-                                                chunk);
+                mn_walk_fetch_keys<KP, CHANNEL>(room.first(chunk, same_keys), job, p.q, MN_DELTA_Q,
+                                                job.work.q, at, chunk);
             }
             if (!same_keys) {
-                mn_walk_fetch_keys<KP, CHANNEL>(to.second, job, p.w, MN_DELTA_W, job.work.w, at,
-                                                chunk);
+                mn_walk_fetch_keys<KP, CHANNEL>(room.second(chunk), job, p.w, MN_DELTA_W,
+                                                job.work.w, at, chunk);
             }
         };
-        mn_walk_fetch<KP, GROUP>(at.n_chunks, front, back);
+        mn_walk_fetch(at.n_chunks, ahead, front, back);
         return;
     }
-    mn_walk_state<KP> S;
+    mn_walk_registers<GROUP, TEAMS, false>();
+    constexpr int steps = 4 / TEAMS, tiles = 8 / TEAMS;    // of a team's tokens
+    const int strip = mn_walk_role<GROUP, TEAMS>::strip();
+    const int team = mn_walk_role<GROUP, TEAMS>::team();
+    mn_walk_meeting<TEAMS> &meeting =
+        ((mn_walk_meeting<TEAMS> *)(walk_bytes + sizeof(mn_walk_room<KP>)))[strip];
+    mn_walk_state<KP, GROUP, TEAMS> S;
     S.load(p.state0, p.call, at);
     for (int chunk = 0; chunk < at.n_chunks; chunk++) {
         mn_walk_front<KP> &front = room.front[chunk % 2];
-        mn_walk_back<KP> &back = room.back[chunk % backs];
         float X[8][4] = {}, R[8][4] = {}, O[8][4] = {};
-        unsigned x[4][4], r[4][4];
+        unsigned x[4][4], r[4][4], mine[steps][4];
         __syncthreads();    // the front is there
         mn_unit_see<GROUP>();
-        S.template read<GROUP>(
-            X, mn_shared(front.keys),
-            KEEP ? job.work.S + mn_walk_record(job, at, chunk, KP) : nullptr);
-        if (!KEEP && KP > 128) S.renew();
-        mn_walk_misses<KP, CHANNEL>(x, X, front);
-        mn_unit_begin<GROUP>();
-        mn_walk_lower<GROUP>(R, x, mn_shared(front.T));
-        mn_unit_end<GROUP>();
+        S.read(X, front.keys,
+               KEEP ? job.work.S + mn_walk_record(job, at, chunk, KP, strip) : nullptr);
+        if constexpr (TEAMS == 1) {
+            mn_walk_misses<KP, CHANNEL>(x, X, front, strip, 0);
+        } else {
+            float own[tiles][4];
+            mn_walk_give<TEAMS>(meeting, X, team);
+            mn_walk_meet<TEAMS>(strip);
+            mn_walk_take<TEAMS>(own, X, meeting, team);
+            mn_walk_misses<KP, CHANNEL>(mine, own, front, strip, team * tiles);
+            mn_walk_gather<TEAMS>(x, mine, meeting, strip, team);
+        }
+        mn_walk_lower<GROUP>(R, x, mn_shared(front.T), 0);
         mn_walk_left(r, R);
+        mn_walk_share<TEAMS>(mine, r, team);
         if (!CHANNEL) mn_walk_scale(R, front.write, 1.0f);
         mn_walk_left(x, R);
-        if (backs == 1) {    // with two, what is behind came with the front
+        if (!ahead) {    // otherwise what is behind came with the front
             __syncthreads();
             mn_unit_see<GROUP>();
         }
-        if (!KEEP) S.template read<GROUP>(O, mn_shared(back.first), nullptr);
         if (KEEP) {
-            mn_walk_keep(job.work.R + mn_walk_record(job, at, chunk, MN_DELTA_CHUNK), r);
+            mn_walk_keep(job.work.R + mn_walk_record(job, at, chunk, MN_DELTA_CHUNK, strip), mine,
+                         team * steps);
         } else {
+            S.read(O, room.first(chunk, same_keys), nullptr);
             if (!CHANNEL) mn_walk_scale(O, front.gamma, job.scale);
-            mn_unit_begin<GROUP>();
-            mn_walk_lower<GROUP>(O, r, mn_shared(front.P));
-            mn_unit_end<GROUP>();
+            mn_walk_lower<GROUP>(O, mine, mn_shared(front.P), team * steps);
         }
-        if (!KEEP && p.o.data) {
-            mn_walk_put(p.o, job.packed[MN_DELTA_O], at, chunk, p.call.V, front.values, O);
-        }
+        const bool puts = !KEEP && p.o.data;
+        if (puts && TEAMS > 1) mn_walk_give<TEAMS>(meeting, O, team);
         S.template decay<CHANNEL>(front);
         mn_unit_begin<GROUP>();
-        S.template add<GROUP>(x, mn_shared(same_keys ? front.keys : back.second));
-        mn_unit_end<GROUP>();
+        S.add(x, same_keys ? front.keys : room.second(chunk));
+        mn_unit_send<GROUP>();
+        if (puts) {
+            float own[tiles][4];
+            if (TEAMS > 1) mn_walk_meet<TEAMS>(strip);
+            mn_walk_take<TEAMS>(own, O, meeting, team);
+            mn_walk_put(p.o, job.packed[MN_DELTA_O], at, chunk, p.call.V, front.values, own, strip,
+                        team * tiles);
+        }
+        mn_unit_wait<GROUP>();
         __syncthreads();
     }
     if (!KEEP) S.store(p.state, p.call, at);
@@ -413,34 +568,37 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices)
 
 /* ---- back ------------------------------------------------------------------------------------ */
 
-/* The cotangent of this warp's columns as left operands, turned, each token by its number. */
-__device__ inline void mn_walk_cotangent(unsigned (&x)[4][4], unsigned tile, const float *factor,
-                                         float more) {
+/* The cotangent of this strip's columns as left operands, turned, tokens from 16 * first on, each
+ * by its number. */
+template <int N>
+__device__ inline void mn_walk_cotangent(unsigned (&x)[N][4], unsigned tile, int strip, int first,
+                                         const float *factor, float more) {
     const int column = threadIdx.x % 4 * 2;
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
-        mn_left_turned(x[k], tile, threadIdx.x / 32 * 16, 16 * k);
+    for (int k = 0; k < N; k++) {
+        mn_left_turned(x[k], tile, strip * 16, 16 * (first + k));
         if (!factor) continue;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float2 by = *(const float2 *)&factor[16 * k + i / 2 * 8 + column];
+            const float2 by = *(const float2 *)&factor[16 * (first + k) + i / 2 * 8 + column];
             x[k][i] = mn_pair(more * by.x * mn_low(x[k][i]), more * by.y * mn_high(x[k][i]));
         }
     }
 }
 
-template <int KP, bool CHANNEL, bool GROUP>
-__global__ void __launch_bounds__(32 * MN_DELTA_WALKERS + MN_DELTA_FETCHERS)
+template <int KP, bool CHANNEL, bool GROUP, int TEAMS>
+__global__ void __launch_bounds__(mn_walk_threads(GROUP, TEAMS), 1)
 mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices) {
     extern __shared__ __align__(1024) unsigned char walk_bytes[];
     mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
-    constexpr int backs = mn_walk_room<KP>::backs;
     const mn_delta_args &p = job.p;
-    mn_walk_begin(room.place, job, n_slices);
+    mn_walk_begin<TEAMS>(room.place, job, n_slices);
     const mn_walk_place &at = room.place;
     const bool same_keys = !CHANNEL && !p.w.data;
+    const bool ahead = mn_walk_room<KP>::backs == 2 || same_keys;
     const mn_in &w = same_keys ? p.e : p.w;
     if (mn_walk_hand() >= 0) {
+        mn_walk_registers<GROUP, TEAMS, true>();
         const auto front = [&](int i) {
             const int chunk = at.n_chunks - 1 - i;
             mn_walk_front<KP> &to = room.front[chunk % 2];
@@ -449,43 +607,57 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_sl
         };
         const auto back = [&](int i) {
             const int chunk = at.n_chunks - 1 - i;
-            mn_walk_back<KP> &to = room.back[chunk % backs];
-            mn_walk_fetch_keys<KP, CHANNEL>(to.first, job, p.q, MN_DELTA_Q, job.work.q, at, chunk);
+            mn_walk_fetch_keys<KP, CHANNEL>(room.first(chunk, same_keys), job, p.q, MN_DELTA_Q,
+                                            job.work.q, at, chunk);
             if (same_keys) return;
-            mn_walk_fetch_keys<KP, CHANNEL>(to.second, job, p.e, MN_DELTA_E, job.work.e, at, chunk);
+            mn_walk_fetch_keys<KP, CHANNEL>(room.second(chunk), job, p.e, MN_DELTA_E, job.work.e,
+                                            at, chunk);
         };
-        mn_walk_fetch<KP, GROUP>(at.n_chunks, front, back);
+        mn_walk_fetch(at.n_chunks, ahead, front, back);
         return;
     }
-    mn_walk_state<KP> D;
+    mn_walk_registers<GROUP, TEAMS, false>();
+    constexpr int steps = 4 / TEAMS, tiles = 8 / TEAMS;
+    const int strip = mn_walk_role<GROUP, TEAMS>::strip();
+    const int team = mn_walk_role<GROUP, TEAMS>::team();
+    mn_walk_meeting<TEAMS> &meeting =
+        ((mn_walk_meeting<TEAMS> *)(walk_bytes + sizeof(mn_walk_room<KP>)))[strip];
+    mn_walk_state<KP, GROUP, TEAMS> D;
     D.load(p.cot.state, p.call, at);
     for (int chunk = at.n_chunks - 1; chunk >= 0; chunk--) {
         mn_walk_front<KP> &front = room.front[chunk % 2];
-        mn_walk_back<KP> &back = room.back[chunk % backs];
         float dR[8][4] = {}, dX[8][4] = {};
-        unsigned x[4][4], cot[4][4];
+        unsigned x[4][4], cot[4][4], mine[steps][4];
+        const float *gamma = CHANNEL ? nullptr : front.gamma;
         __syncthreads();
         mn_unit_see<GROUP>();
-        mn_walk_cotangent(cot, mn_shared(front.values), nullptr, 1.0f);
-        D.template read<GROUP>(dR, mn_shared(front.keys),
-                               job.work.D + mn_walk_record(job, at, chunk, KP));
+        D.read(dR, front.keys, job.work.D + mn_walk_record(job, at, chunk, KP, strip));
         if (!CHANNEL) mn_walk_scale(dR, front.write, 1.0f);
-        mn_unit_begin<GROUP>();
-        mn_walk_upper<GROUP>(dR, cot, mn_shared(front.P));
-        mn_unit_end<GROUP>();
-        mn_walk_left(x, dR);
-        mn_unit_begin<GROUP>();
-        mn_walk_upper<GROUP>(dX, x, mn_shared(front.T));
-        mn_unit_end<GROUP>();
+        mn_walk_cotangent(mine, mn_shared(front.values), strip, team * steps, nullptr, 1.0f);
+        mn_walk_upper<GROUP>(dR, mine, mn_shared(front.P), team * steps);
+        if (TEAMS > 1) mn_walk_give<TEAMS>(meeting, dR, team);
+        mn_walk_cotangent(cot, mn_shared(front.values), strip, 0, gamma, job.scale);
+        if constexpr (TEAMS == 1) {
+            mn_walk_left(x, dR);
+        } else {
+            float own[tiles][4];
+            mn_walk_meet<TEAMS>(strip);
+            mn_walk_take<TEAMS>(own, dR, meeting, team);
+            mn_walk_left(mine, own);
+            mn_walk_gather<TEAMS>(x, mine, meeting, strip, team);
+        }
+        mn_walk_upper<GROUP>(dX, x, mn_shared(front.T), 0);
         mn_walk_left(x, dX);
-        mn_walk_keep(job.work.dX + mn_walk_record(job, at, chunk, MN_DELTA_CHUNK), x);
-        if (!CHANNEL) {
-            mn_walk_cotangent(cot, mn_shared(front.values), front.gamma, job.scale);
-        }
+        mn_walk_share<TEAMS>(mine, x, team);
+        mn_walk_keep(job.work.dX + mn_walk_record(job, at, chunk, MN_DELTA_CHUNK, strip), mine,
+                     team * steps);
         if (p.grad.v.data) {
-            mn_walk_put(p.grad.v, job.packed[MN_DELTA_DV], at, chunk, p.call.V, front.values, dX);
+            float own[tiles][4];
+            mn_walk_share<TEAMS>(own, dX, team);
+            mn_walk_put(p.grad.v, job.packed[MN_DELTA_DV], at, chunk, p.call.V, front.values, own,
+                        strip, team * tiles);
         }
-        if (backs == 1) {
+        if (!ahead) {
             __syncthreads();
             mn_unit_see<GROUP>();
         }
@@ -498,8 +670,8 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_sl
         if (!CHANNEL) mn_walk_scale(dX, front.gamma, 1.0f);
         mn_walk_left(x, dX);
         mn_unit_begin<GROUP>();
-        D.template add<GROUP>(cot, mn_shared(back.first));
-        D.template add<GROUP>(x, mn_shared(same_keys ? front.keys : back.second));
+        D.add(cot, room.first(chunk, same_keys));
+        D.add(x, same_keys ? front.keys : room.second(chunk));
         mn_unit_end<GROUP>();
         __syncthreads();
     }
