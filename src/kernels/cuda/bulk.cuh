@@ -8,7 +8,7 @@
 
 #include <cuda.h>
 
-#include "kernels/cuda/attention_wgmma.cuh"
+#include "kernels/cuda/hopper.cuh"
 
 /* ---- on the host ----------------------------------------------------------------------------- */
 
@@ -75,6 +75,14 @@ __device__ inline void mn_bulk_copy(void *to, const CUtensorMap &map, uint64_t *
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(mn_shared_at(to)), "l"(&map),
                  "r"(column), "r"(h), "r"(t), "r"(b), "r"(mn_shared_at(barrier)) : "memory");
+}
+
+/* Asks for `bytes` as they lie, a multiple of 16 from an address that is one. */
+__device__ inline void mn_bulk_copy_plain(void *to, const void *from, int bytes,
+                                          uint64_t *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(mn_shared_at(to)), "l"(from), "r"(bytes),
+                 "r"(mn_shared_at(barrier)) : "memory");
 }
 
 /* The other way; what lies beyond the tensor's sizes is left out. Those who wrote the tile must

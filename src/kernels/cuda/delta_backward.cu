@@ -23,11 +23,11 @@ static int walk(const mn_delta_job &job, cudaStream_t stream) {
     constexpr int few = mn_delta_teams(KP, false), many = mn_delta_teams(KP, true);
     const int code = mn_delta_walk<KP>(mn_delta_walk_kernel<KP, CHANNEL, true, false, few>,
                                        mn_delta_walk_kernel<KP, CHANNEL, true, true, many>, job,
-                                       job.wide_v, stream);
+                                       false, job.wide_v, stream);
     if (code != cudaSuccess) return code;
     return mn_delta_walk<KP>(mn_delta_walk_back_kernel<KP, CHANNEL, false, few>,
-                             mn_delta_walk_back_kernel<KP, CHANNEL, true, many>, job, job.wide_v,
-                             stream);
+                             mn_delta_walk_back_kernel<KP, CHANNEL, true, many>, job, true,
+                             job.wide_v, stream);
 }
 
 template <int KP>

@@ -11,9 +11,10 @@ static int forward(const mn_delta_job &job, cudaStream_t stream) {
     if (code != cudaSuccess) return code;
     const int64_t V = job.p.call.V;
     if (job.p.decay == MN_DECAY_CHANNEL) {
-        return mn_delta_walk<KP>(walk<KP, true, false>, walk<KP, true, true>, job, V, stream);
+        return mn_delta_walk<KP>(walk<KP, true, false>, walk<KP, true, true>, job, false, V,
+                                 stream);
     }
-    return mn_delta_walk<KP>(walk<KP, false, false>, walk<KP, false, true>, job, V, stream);
+    return mn_delta_walk<KP>(walk<KP, false, false>, walk<KP, false, true>, job, false, V, stream);
 }
 
 /* Whether a block gets as much shared memory as the widest kernels take. Where there is no GPU to

@@ -18,56 +18,19 @@
 #ifndef MN_KERNELS_CUDA_DELTA_WALK_CUH
 #define MN_KERNELS_CUDA_DELTA_WALK_CUH
 
-#include "kernels/cuda/delta_unit.cuh"
+#include "kernels/cuda/delta_fetch.cuh"
 
-enum { MN_DELTA_STRIPS = 4, MN_DELTA_FETCHERS = 128 };    // most of a block; threads that fetch
-
-/* What is needed first of a chunk, and what later; the first kind is fetched one chunk ahead, the
- * second too where there is room. */
-template <int KP>
-struct alignas(1024) mn_walk_front {
-    unsigned char keys[mn_tile_bytes<KP>()], values[mn_tile_bytes<64>()];
-    unsigned char T[mn_tile_bytes<64>()], P[mn_tile_bytes<64>()];
-    float gamma[MN_DELTA_CHUNK], write[MN_DELTA_CHUNK], fall[KP];
-};
-
-template <int KP>
-struct alignas(1024) mn_walk_back {
-    unsigned char first[mn_tile_bytes<KP>()], second[mn_tile_bytes<KP>()];
-};
-
-/* Which columns these are, and of what. */
-struct mn_walk_place {
-    mn_span span;
-    int64_t n, h, column0, first;    // of the block; `first` slot of the sequence
-    int n_chunks, columns;           // columns of the block
-};
-
-template <int KP>
-struct mn_walk_room {
-    static constexpr int backs = KP <= 128 ? 2 : 1;
-    mn_walk_front<KP> front[2];
-    mn_walk_back<KP> back[backs];
-    mn_walk_place place;    // here, as registers are short
-
-    /* What is needed later of a chunk. Where there is room for one chunk's only, two have it if
-     * they need no second tile. */
-    __device__ unsigned char *first(int chunk, bool same_keys) {
-        if (backs == 2) return back[chunk % backs].first;
-        return chunk % 2 && same_keys ? back[0].second : back[0].first;
-    }
-
-    __device__ unsigned char *second(int chunk) {
-        return back[chunk % backs].second;
-    }
-};
-
-/* Where the teams of a strip meet, at the end of the room: sums of all teams for the tokens of
- * each, and the operands that each makes of its tokens. */
+/* Where the teams of a strip meet, at the end of the room: sums of each team for the tokens of the
+ * others, and the operands that each makes of its tokens. What would be a team's sums for itself is
+ * where it turns results. */
 template <int TEAMS>
 struct alignas(16) mn_walk_meeting {
     float4 sums[TEAMS][TEAMS][8 / TEAMS][32];
     uint4 operands[4][32];
+
+    __device__ unsigned char *scratch(int team) {
+        return (unsigned char *)sums[team][team];
+    }
 };
 
 /* Which strip of the block this warp has, and which part of the channels. Groups are four warps of
@@ -93,99 +56,11 @@ constexpr int mn_walk_threads(bool group, int teams) {
 /* Two groups that multiply take registers from the one that fetches. */
 template <bool GROUP, int TEAMS, bool FETCHES>
 __device__ __forceinline__ void mn_walk_registers(void) {
-#if MN_GROUP_WORKS
+#if MN_HAS_WGMMA
     if (!GROUP || TEAMS == 1) return;
     if (FETCHES) asm volatile("setmaxnreg.dec.sync.aligned.u32 104;\n");
     else asm volatile("setmaxnreg.inc.sync.aligned.u32 200;\n");
 #endif
-}
-
-/* Fills in the place. All threads of the block call. */
-template <int TEAMS>
-__device__ inline void mn_walk_begin(mn_walk_place &at, const mn_delta_job &job,
-                                     int64_t n_slices) {
-    const mn_call &call = job.p.call;
-    if (threadIdx.x == 0) {
-        at.columns = ((int)blockDim.x - MN_DELTA_FETCHERS) / 2 / TEAMS;
-        at.column0 = blockIdx.x % n_slices * at.columns;
-        at.h = blockIdx.x / n_slices % call.H;
-        at.n = blockIdx.x / n_slices / call.H;
-        at.span = mn_span_at(call, at.n);
-        at.first = mn_delta_first(call, at.n);
-        at.n_chunks = (int)((at.span.length + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
-    }
-    __syncthreads();
-}
-
-/* The number of a thread that fetches; below zero for the others. */
-__device__ inline int mn_walk_hand(void) {
-    return (int)threadIdx.x - ((int)blockDim.x - MN_DELTA_FETCHERS);
-}
-
-__device__ inline int mn_walk_count(const mn_walk_place &at, int chunk) {
-    return (int)min((int64_t)MN_DELTA_CHUNK, at.span.length - (int64_t)chunk * MN_DELTA_CHUNK);
-}
-
-/* Rows of keys of a chunk: decayed ones from work space, or the tensor's own. */
-template <int KP, bool CHANNEL>
-__device__ inline void mn_walk_fetch_keys(unsigned char *tile, const mn_delta_job &job,
-                                          const mn_in &view, int tensor, const mn_bf16 *decayed,
-                                          const mn_walk_place &at, int chunk) {
-    constexpr int hands = MN_DELTA_FETCHERS;
-    if (CHANNEL) {
-        const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
-        mn_tile_recall<KP, hands>(tile, decayed + index * MN_DELTA_CHUNK * KP, KP, mn_walk_hand());
-    } else {
-        mn_tile_fetch<KP, hands>(tile, view, job.packed[tensor], at.span, at.h,
-                                 (int64_t)chunk * MN_DELTA_CHUNK, mn_walk_count(at, chunk), 0,
-                                 job.p.call.K, mn_walk_hand());
-    }
-}
-
-/* Squares, decays and value columns of a chunk. */
-template <int KP, bool CHANNEL>
-__device__ inline void mn_walk_fetch_front(mn_walk_front<KP> &to, const mn_delta_job &job,
-                                           const mn_in &values, bool packed,
-                                           const mn_walk_place &at, int chunk) {
-    constexpr int hands = MN_DELTA_FETCHERS;
-    const int hand = mn_walk_hand();
-    const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
-    mn_tile_fetch<64, hands>(to.values, values, packed, at.span, at.h,
-                             (int64_t)chunk * MN_DELTA_CHUNK, mn_walk_count(at, chunk), at.column0,
-                             min(job.p.call.V, at.column0 + at.columns), hand);
-    mn_tile_recall<64, hands>(to.T, job.work.T + index * MN_DELTA_SQUARE, 64, hand);
-    mn_tile_recall<64, hands>(to.P, job.work.P + index * MN_DELTA_SQUARE, 64, hand);
-    if (CHANNEL) {
-        mn_copy_plain(to.fall, job.work.fall + index * KP, KP * (int)sizeof(float), hands, hand);
-    } else {
-        mn_copy_plain(to.gamma, job.work.levels[index].gamma,
-                      2 * MN_DELTA_CHUNK * (int)sizeof(float), hands, hand);
-    }
-}
-
-/* What the fetching warps do for `n` chunks, in step with the others: front(i) and back(i) fetch
- * for chunk i in the order of the walk, and do nothing beyond the last. `ahead`: both go one
- * chunk ahead. */
-template <typename Front, typename Back>
-__device__ inline void mn_walk_fetch(int n, bool ahead, Front front, Back back) {
-    const auto all = [&](auto fetch, int i) {
-        if (i < n) fetch(i);
-        mn_copy_commit();
-    };
-    all(front, 0);
-    if (ahead) all(back, 0);
-    for (int i = 0; i < n; i++) {
-        if (!ahead) all(back, i);
-        all(front, i + 1);
-        if (ahead) all(back, i + 1);
-        mn_copy_wait<2>();
-        __syncthreads();
-        if (!ahead) {
-            mn_copy_wait<1>();
-            __syncthreads();
-        }
-        __syncthreads();
-    }
 }
 
 /* ---- states in registers --------------------------------------------------------------------- */
@@ -339,33 +214,34 @@ __device__ inline void mn_walk_keep(mn_bf16 *to, const unsigned (&x)[N][4], int 
     }
 }
 
-/* Rows of 8 N tokens from 8 * first on for a tensor, through places of a tile that no other warp
- * reads any more. */
+/* Rows of 8 N tokens from 8 * first on for a tensor. They pass through 256 N bytes, a token's two
+ * octets exchanged in every other four, so that lanes meet in no bank. */
 template <int N>
 __device__ inline void mn_walk_put(const mn_out &view, bool packed, const mn_walk_place &at,
-                                   int chunk, int64_t V, unsigned char *tile,
+                                   int chunk, int64_t V, unsigned char *scratch,
                                    const float (&x)[N][4], int strip, int first) {
     const int lane = threadIdx.x % 32;
     const int count = mn_walk_count(at, chunk);
     const int64_t t = at.span.t0 + (int64_t)chunk * MN_DELTA_CHUNK;
+    const auto place = [](int token, int octet) {
+        return token * 32 + ((octet ^ (token >> 2 & 1)) << 4);
+    };
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < N; n++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const unsigned pair = mn_turn(mn_pair(x[n][2 * half], x[n][2 * half + 1]));
-            const unsigned place = mn_tile_place(8 * (first + n) + lane / 4, 2 * strip + half);
-            *(unsigned *)(tile + place + lane % 4 * 4) = pair;
+            *(unsigned *)(scratch + place(8 * n + lane / 4, half) + lane % 4 * 4) = pair;
         }
     }
     __syncwarp();
+    const int64_t j = at.column0 + strip * 16 + lane % 2 * 8;
 #pragma unroll
     for (int i = 0; i < N / 2; i++) {
-        const int token = 8 * first + 16 * i + lane / 2, octet = 2 * strip + lane % 2;
-        const int64_t j = at.column0 + 8 * octet;
+        const int row = 16 * i + lane / 2, token = 8 * first + row;
         if (token >= count || j >= V) continue;
-        const mn_pack<mn_bf16, 8> pack = *(mn_pack<mn_bf16, 8> *)(tile +
-                                                                   mn_tile_place(token, octet));
+        const mn_pack<mn_bf16, 8> pack = *(mn_pack<mn_bf16, 8> *)(scratch + place(row, lane % 2));
         mn_bf16 *to = mn_row<mn_bf16>(view, at.span.b, t + token, at.h) + j;
         if (packed) {
             *(mn_pack<mn_bf16, 8> *)to = pack;
@@ -476,32 +352,23 @@ __device__ inline void mn_walk_misses(unsigned (&x)[N / 2][4], float (&X)[N][4],
 /* KEEP: states in front of chunks and residuals go to work space, and there are no outputs. */
 template <int KP, bool CHANNEL, bool KEEP, bool GROUP, int TEAMS>
 __global__ void __launch_bounds__(mn_walk_threads(GROUP, TEAMS), 1)
-mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices) {
+mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job,
+                     const __grid_constant__ mn_walk_maps maps, int64_t n_slices) {
     extern __shared__ __align__(1024) unsigned char walk_bytes[];
     mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
     const mn_delta_args &p = job.p;
-    mn_walk_begin<TEAMS>(room.place, job, n_slices);
+    mn_walk_begin<KP, TEAMS>(room, job, n_slices);
     const mn_walk_place &at = room.place;
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
     const bool ahead = mn_walk_room<KP>::backs == 2 || same_keys;
     if (mn_walk_hand() >= 0) {
         mn_walk_registers<GROUP, TEAMS, true>();
-        const auto front = [&](int chunk) {
-            mn_walk_front<KP> &to = room.front[chunk % 2];
-            mn_walk_fetch_keys<KP, CHANNEL>(to.keys, job, p.e, MN_DELTA_E, job.work.e, at, chunk);
-            mn_walk_fetch_front<KP, CHANNEL>(to, job, p.v, job.packed[MN_DELTA_V], at, chunk);
+        const mn_walk_source from = {
+            p.e, p.v, p.q, p.w, job.work.e, job.work.q, job.work.w, job.packed[MN_DELTA_E],
+            job.packed[MN_DELTA_V], job.packed[MN_DELTA_Q], job.packed[MN_DELTA_W], !KEEP,
+            !same_keys,
         };
-        const auto back = [&](int chunk) {
-            if (!KEEP) {
-                mn_walk_fetch_keys<KP, CHANNEL>(room.first(chunk, same_keys), job, p.q, MN_DELTA_Q,
-                                                job.work.q, at, chunk);
-            }
-            if (!same_keys) {
-                mn_walk_fetch_keys<KP, CHANNEL>(room.second(chunk), job, p.w, MN_DELTA_W,
-                                                job.work.w, at, chunk);
-            }
-        };
-        mn_walk_fetch(at.n_chunks, ahead, front, back);
+        mn_walk_fetch<KP, CHANNEL>(room, job, maps, from, [](int n) { return n; });
         return;
     }
     mn_walk_registers<GROUP, TEAMS, false>();
@@ -513,17 +380,17 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices)
     mn_walk_state<KP, GROUP, TEAMS> S;
     S.load(p.state0, p.call, at);
     for (int chunk = 0; chunk < at.n_chunks; chunk++) {
-        mn_walk_front<KP> &front = room.front[chunk % 2];
+        mn_walk_front<KP> &front = room.front(chunk);
         float X[8][4] = {}, R[8][4] = {}, O[8][4] = {};
         unsigned x[4][4], r[4][4], mine[steps][4];
-        __syncthreads();    // the front is there
-        mn_unit_see<GROUP>();
+        mn_walk_wait_front(room, chunk);
         S.read(X, front.keys,
                KEEP ? job.work.S + mn_walk_record(job, at, chunk, KP, strip) : nullptr);
         if constexpr (TEAMS == 1) {
             mn_walk_misses<KP, CHANNEL>(x, X, front, strip, 0);
         } else {
             float own[tiles][4];
+            mn_walk_meet<TEAMS>(strip);    // all have taken what was given last
             mn_walk_give<TEAMS>(meeting, X, team);
             mn_walk_meet<TEAMS>(strip);
             mn_walk_take<TEAMS>(own, X, meeting, team);
@@ -535,10 +402,7 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices)
         mn_walk_share<TEAMS>(mine, r, team);
         if (!CHANNEL) mn_walk_scale(R, front.write, 1.0f);
         mn_walk_left(x, R);
-        if (!ahead) {    // otherwise what is behind came with the front
-            __syncthreads();
-            mn_unit_see<GROUP>();
-        }
+        if (!KEEP || !same_keys) mn_walk_wait_back(room, chunk, ahead);
         if (KEEP) {
             mn_walk_keep(job.work.R + mn_walk_record(job, at, chunk, MN_DELTA_CHUNK, strip), mine,
                          team * steps);
@@ -557,11 +421,11 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices)
             float own[tiles][4];
             if (TEAMS > 1) mn_walk_meet<TEAMS>(strip);
             mn_walk_take<TEAMS>(own, O, meeting, team);
-            mn_walk_put(p.o, job.packed[MN_DELTA_O], at, chunk, p.call.V, front.values, own, strip,
-                        team * tiles);
+            mn_walk_put(p.o, job.packed[MN_DELTA_O], at, chunk, p.call.V, meeting.scratch(team),
+                        own, strip, team * tiles);
         }
         mn_unit_wait<GROUP>();
-        __syncthreads();
+        mn_walk_done(room, chunk);
     }
     if (!KEEP) S.store(p.state, p.call, at);
 }
@@ -588,32 +452,25 @@ __device__ inline void mn_walk_cotangent(unsigned (&x)[N][4], unsigned tile, int
 
 template <int KP, bool CHANNEL, bool GROUP, int TEAMS>
 __global__ void __launch_bounds__(mn_walk_threads(GROUP, TEAMS), 1)
-mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices) {
+mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job,
+                          const __grid_constant__ mn_walk_maps maps, int64_t n_slices) {
     extern __shared__ __align__(1024) unsigned char walk_bytes[];
     mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
     const mn_delta_args &p = job.p;
-    mn_walk_begin<TEAMS>(room.place, job, n_slices);
+    mn_walk_begin<KP, TEAMS>(room, job, n_slices);
     const mn_walk_place &at = room.place;
     const bool same_keys = !CHANNEL && !p.w.data;
     const bool ahead = mn_walk_room<KP>::backs == 2 || same_keys;
     const mn_in &w = same_keys ? p.e : p.w;
     if (mn_walk_hand() >= 0) {
         mn_walk_registers<GROUP, TEAMS, true>();
-        const auto front = [&](int i) {
-            const int chunk = at.n_chunks - 1 - i;
-            mn_walk_front<KP> &to = room.front[chunk % 2];
-            mn_walk_fetch_keys<KP, CHANNEL>(to.keys, job, w, MN_DELTA_W, job.work.w, at, chunk);
-            mn_walk_fetch_front<KP, CHANNEL>(to, job, p.cot.o, job.packed[MN_DELTA_COT], at, chunk);
+        const mn_walk_source from = {
+            w, p.cot.o, p.q, p.e, job.work.w, job.work.q, job.work.e, job.packed[MN_DELTA_W],
+            job.packed[MN_DELTA_COT], job.packed[MN_DELTA_Q], job.packed[MN_DELTA_E], true,
+            !same_keys,
         };
-        const auto back = [&](int i) {
-            const int chunk = at.n_chunks - 1 - i;
-            mn_walk_fetch_keys<KP, CHANNEL>(room.first(chunk, same_keys), job, p.q, MN_DELTA_Q,
-                                            job.work.q, at, chunk);
-            if (same_keys) return;
-            mn_walk_fetch_keys<KP, CHANNEL>(room.second(chunk), job, p.e, MN_DELTA_E, job.work.e,
-                                            at, chunk);
-        };
-        mn_walk_fetch(at.n_chunks, ahead, front, back);
+        const int last = at.n_chunks - 1;
+        mn_walk_fetch<KP, CHANNEL>(room, job, maps, from, [=](int n) { return last - n; });
         return;
     }
     mn_walk_registers<GROUP, TEAMS, false>();
@@ -624,18 +481,21 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_sl
         ((mn_walk_meeting<TEAMS> *)(walk_bytes + sizeof(mn_walk_room<KP>)))[strip];
     mn_walk_state<KP, GROUP, TEAMS> D;
     D.load(p.cot.state, p.call, at);
-    for (int chunk = at.n_chunks - 1; chunk >= 0; chunk--) {
-        mn_walk_front<KP> &front = room.front[chunk % 2];
+    for (int turn = 0; turn < at.n_chunks; turn++) {
+        const int chunk = at.n_chunks - 1 - turn;
+        mn_walk_front<KP> &front = room.front(turn);
         float dR[8][4] = {}, dX[8][4] = {};
         unsigned x[4][4], cot[4][4], mine[steps][4];
         const float *gamma = CHANNEL ? nullptr : front.gamma;
-        __syncthreads();
-        mn_unit_see<GROUP>();
+        mn_walk_wait_front(room, turn);
         D.read(dR, front.keys, job.work.D + mn_walk_record(job, at, chunk, KP, strip));
         if (!CHANNEL) mn_walk_scale(dR, front.write, 1.0f);
         mn_walk_cotangent(mine, mn_shared(front.values), strip, team * steps, nullptr, 1.0f);
         mn_walk_upper<GROUP>(dR, mine, mn_shared(front.P), team * steps);
-        if (TEAMS > 1) mn_walk_give<TEAMS>(meeting, dR, team);
+        if (TEAMS > 1) {
+            mn_walk_meet<TEAMS>(strip);
+            mn_walk_give<TEAMS>(meeting, dR, team);
+        }
         mn_walk_cotangent(cot, mn_shared(front.values), strip, 0, gamma, job.scale);
         if constexpr (TEAMS == 1) {
             mn_walk_left(x, dR);
@@ -654,13 +514,10 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_sl
         if (p.grad.v.data) {
             float own[tiles][4];
             mn_walk_share<TEAMS>(own, dX, team);
-            mn_walk_put(p.grad.v, job.packed[MN_DELTA_DV], at, chunk, p.call.V, front.values, own,
-                        strip, team * tiles);
+            mn_walk_put(p.grad.v, job.packed[MN_DELTA_DV], at, chunk, p.call.V,
+                        meeting.scratch(team), own, strip, team * tiles);
         }
-        if (!ahead) {
-            __syncthreads();
-            mn_unit_see<GROUP>();
-        }
+        mn_walk_wait_back(room, turn, ahead);
         D.template decay<CHANNEL>(front);
 #pragma unroll
         for (int n = 0; n < 8; n++) {
@@ -670,10 +527,10 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_sl
         if (!CHANNEL) mn_walk_scale(dX, front.gamma, 1.0f);
         mn_walk_left(x, dX);
         mn_unit_begin<GROUP>();
-        D.add(cot, room.first(chunk, same_keys));
-        D.add(x, same_keys ? front.keys : room.second(chunk));
+        D.add(cot, room.first(turn, same_keys));
+        D.add(x, same_keys ? front.keys : room.second(turn));
         mn_unit_end<GROUP>();
-        __syncthreads();
+        mn_walk_done(room, turn);
     }
     D.store(p.grad.state0, p.call, at);
 }
