@@ -69,6 +69,14 @@ __device__ inline void mn_bulk_expect(uint64_t *barrier, int bytes) {
                  "r"(bytes) : "memory");
 }
 
+/* One lane of the warp, all of which call: asking in a branch of it needs no loop over lanes. */
+__device__ inline bool mn_bulk_elect(void) {
+    unsigned chosen;
+    asm volatile("{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\t"
+                 "selp.b32 %0, 1, 0, one;\n\t}" : "=r"(chosen));
+    return chosen != 0;
+}
+
 /* Asks for the tile at (column, h, t, b). */
 __device__ inline void mn_bulk_copy(void *to, const CUtensorMap &map, uint64_t *barrier, int column,
                                     int h, int t, int b) {

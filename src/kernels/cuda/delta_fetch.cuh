@@ -2,8 +2,8 @@
  * ahead, by warps that do nothing else.
  *
  * On Hopper the copy engine brings whole tiles: one thread asks, gates count what has come and who
- * has done with it. Where rows of a tensor do not start at 16 bytes the threads copy, and so they do
- * for a chunk with which one of several packed sequences ends, as tokens of the next must not be
+ * has done with it. Where rows of a tensor do not start at 16 bytes the threads copy, and so they
+ * do for a chunk with which one of several packed sequences ends, as tokens of the next must not be
  * seen. Elsewhere they always copy, in step with the others by barriers of the block. */
 #ifndef MN_KERNELS_CUDA_DELTA_FETCH_CUH
 #define MN_KERNELS_CUDA_DELTA_FETCH_CUH
@@ -158,14 +158,15 @@ __device__ inline void mn_walk_copy_front(mn_walk_front<KP> &to, const mn_delta_
 
 template <int KP, bool CHANNEL>
 __device__ inline void mn_walk_copy_back(mn_walk_room<KP> &room, const mn_delta_job &job,
-                                         const mn_walk_source &from, int n, int chunk) {
+                                         const mn_walk_source &from, const mn_walk_place &at,
+                                         int n, int chunk) {
     if (from.has_first) {
         mn_walk_copy_keys<KP, CHANNEL>(room.first(n, !from.has_second), job, from.first,
-                                       from.packed_first, from.decayed_first, room.place, chunk);
+                                       from.packed_first, from.decayed_first, at, chunk);
     }
     if (from.has_second) {
         mn_walk_copy_keys<KP, CHANNEL>(room.second(n), job, from.second, from.packed_second,
-                                       from.decayed_second, room.place, chunk);
+                                       from.decayed_second, at, chunk);
     }
 }
 
@@ -194,9 +195,10 @@ __device__ inline void mn_walk_ask_keys(unsigned char *tile, const CUtensorMap &
 
 template <int KP, bool CHANNEL>
 __device__ inline void mn_walk_ask_front(mn_walk_room<KP> &room, const mn_delta_job &job,
-                                         const mn_walk_maps &maps, int n, int chunk) {
+                                         const mn_walk_maps &maps, const mn_walk_place &at, int n,
+                                         int chunk) {
     constexpr int levels = (CHANNEL ? KP : 2 * MN_DELTA_CHUNK) * (int)sizeof(float);
-    const mn_walk_place &at = room.place;
+    if (!mn_bulk_elect()) return;
     mn_walk_front<KP> &to = room.front(n);
     uint64_t *gate = &room.gates.front[n % 2];
     const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
@@ -212,9 +214,9 @@ __device__ inline void mn_walk_ask_front(mn_walk_room<KP> &room, const mn_delta_
 
 template <int KP, bool CHANNEL>
 __device__ inline void mn_walk_ask_back(mn_walk_room<KP> &room, const mn_delta_job &job,
-                                        const mn_walk_maps &maps, const mn_walk_source &from, int n,
-                                        int chunk) {
-    const mn_walk_place &at = room.place;
+                                        const mn_walk_maps &maps, const mn_walk_source &from,
+                                        const mn_walk_place &at, int n, int chunk) {
+    if (!mn_bulk_elect()) return;
     uint64_t *gate = &room.gates.back[n % 2];
     const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
     mn_bulk_expect(gate, (from.has_first + from.has_second) * mn_walk_key_bytes<KP>);
@@ -241,17 +243,18 @@ __device__ inline void mn_walk_copied(uint64_t *gate) {
 
 template <int KP, bool CHANNEL>
 __device__ inline void mn_walk_ask_front(mn_walk_room<KP> &, const mn_delta_job &,
-                                         const mn_walk_maps &, int, int) {}
+                                         const mn_walk_maps &, const mn_walk_place &, int, int) {}
 
 template <int KP, bool CHANNEL>
 __device__ inline void mn_walk_ask_back(mn_walk_room<KP> &, const mn_delta_job &,
-                                        const mn_walk_maps &, const mn_walk_source &, int, int) {}
+                                        const mn_walk_maps &, const mn_walk_source &,
+                                        const mn_walk_place &, int, int) {}
 
 __device__ inline void mn_walk_copied(uint64_t *) {}
 
 #endif
 
-/* ---- the fetching warps, and waiting for them ------------------------------------------------- */
+/* ---- the fetching warps, and waiting for them ------------------------------------------------ */
 
 #if MN_HAS_WGMMA
 
@@ -305,9 +308,9 @@ template <int KP, bool CHANNEL, typename Turn>
 __device__ inline void mn_walk_fetch(mn_walk_room<KP> &room, const mn_delta_job &job,
                                      const mn_walk_maps &maps, const mn_walk_source &from,
                                      Turn at_turn) {
-    const mn_walk_place &at = room.place;
+    const mn_walk_place at = room.place;    // in registers: shared memory answers slowly here
     const bool ahead = mn_walk_room<KP>::backs == 2 || !from.has_second;
-    const bool leads = mn_walk_hand() == 0;
+    const bool leads = mn_walk_hand() < 32;
     const auto asks = [&](int chunk) {    // of the copy engine
         return maps.serve &&
                !(job.p.call.cu_seqlens && mn_walk_count(at, chunk) < MN_DELTA_CHUNK);
@@ -315,7 +318,7 @@ __device__ inline void mn_walk_fetch(mn_walk_room<KP> &room, const mn_delta_job 
     const auto front = [&](int n) {
         const int chunk = at_turn(n);
         if (MN_HAS_WGMMA && asks(chunk)) {
-            if (leads) mn_walk_ask_front<KP, CHANNEL>(room, job, maps, n, chunk);
+            if (leads) mn_walk_ask_front<KP, CHANNEL>(room, job, maps, at, n, chunk);
         } else {
             mn_walk_copy_front<KP, CHANNEL>(room.front(n), job, from, at, chunk);
             mn_walk_copied(&room.gates.front[n % 2]);
@@ -325,9 +328,9 @@ __device__ inline void mn_walk_fetch(mn_walk_room<KP> &room, const mn_delta_job 
         const int chunk = at_turn(n);
         if (!from.has_first && !from.has_second) return;
         if (MN_HAS_WGMMA && asks(chunk)) {
-            if (leads) mn_walk_ask_back<KP, CHANNEL>(room, job, maps, from, n, chunk);
+            if (leads) mn_walk_ask_back<KP, CHANNEL>(room, job, maps, from, at, n, chunk);
         } else {
-            mn_walk_copy_back<KP, CHANNEL>(room, job, from, n, chunk);
+            mn_walk_copy_back<KP, CHANNEL>(room, job, from, at, n, chunk);
             mn_walk_copied(&room.gates.back[n % 2]);
         }
     };

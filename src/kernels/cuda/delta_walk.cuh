@@ -25,6 +25,8 @@
  * where it turns results. */
 template <int TEAMS>
 struct alignas(16) mn_walk_meeting {
+    static constexpr int scratch_bytes = 8 / TEAMS * 32 * (int)sizeof(float4);
+
     float4 sums[TEAMS][TEAMS][8 / TEAMS][32];
     uint4 operands[4][32];
 
@@ -58,9 +60,55 @@ template <bool GROUP, int TEAMS, bool FETCHES>
 __device__ __forceinline__ void mn_walk_registers(void) {
 #if MN_HAS_WGMMA
     if (!GROUP || TEAMS == 1) return;
-    if (FETCHES) asm volatile("setmaxnreg.dec.sync.aligned.u32 104;\n");
-    else asm volatile("setmaxnreg.inc.sync.aligned.u32 200;\n");
+    if (FETCHES) asm volatile("setmaxnreg.dec.sync.aligned.u32 88;\n");
+    else asm volatile("setmaxnreg.inc.sync.aligned.u32 208;\n");
 #endif
+}
+
+/* ---- results of left operands ---------------------------------------------------------------- */
+
+/* Sixteen rows of 16 N columns for work space, rows `pitch` apart. On Hopper they pass through
+ * SCRATCH bytes, in pieces of 32 columns whose octets are exchanged so that lanes meet in no bank,
+ * and leave 16 bytes at a time. */
+template <int SCRATCH, int N>
+__device__ inline void mn_walk_stash(mn_bf16 *to, int pitch, const unsigned (&x)[N][4],
+                                     unsigned char *scratch) {
+    const int lane = threadIdx.x % 32;
+    if constexpr (MN_HAS_WGMMA && N % 2 == 0) {
+        constexpr int pieces = N / 2 < SCRATCH / 1024 ? N / 2 : SCRATCH / 1024;
+        const auto place = [](int row, int octet) {
+            return (unsigned)(row * 64 + ((octet ^ (row >> 1 & 3)) << 4));
+        };
+        const unsigned from = mn_shared(scratch);
+        to += lane / 4 * pitch + lane % 4 * 8;
+#pragma unroll
+        for (int first = 0; first < N / 2; first += pieces) {
+            __syncwarp();
+#pragma unroll
+            for (int k = 0; k < 2 * pieces; k++) {
+                const unsigned(&a)[4] = x[2 * first + k];
+                asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n"
+                             ::"r"(from + k / 2 * 1024 +
+                                   place(lane % 16, k % 2 * 2 + lane / 16)),
+                             "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+                             : "memory");
+            }
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < 2 * pieces; i++) {
+                const int row = lane / 4 + i % 2 * 8;
+                *(uint4 *)(to + i % 2 * 8 * pitch + 32 * (first + i / 2)) =
+                    *(const uint4 *)(scratch + i / 2 * 1024 + place(row, lane % 4));
+            }
+        }
+    } else {
+#pragma unroll
+        for (int k = 0; k < N; k++) {
+            unsigned *at = (unsigned *)(to + lane / 4 * pitch + 16 * k + lane % 4 * 2);
+            at[0] = x[k][0], at[4 * pitch] = x[k][1];
+            at[4] = x[k][2], at[4 * pitch + 4] = x[k][3];
+        }
+    }
 }
 
 /* ---- states in registers --------------------------------------------------------------------- */
@@ -136,9 +184,9 @@ struct mn_walk_state {
 
     /* sums += state rows', (16 values, 64 tokens), over the team's channels. `keep`, where not
      * NULL, is where this strip of the state goes in bf16. */
-    __device__ void read(float (&sums)[8][4], const unsigned char *tile, mn_bf16 *keep) const {
-        constexpr int steps = width / 16;
-        const int lane = threadIdx.x % 32;
+    __device__ void read(float (&sums)[8][4], const unsigned char *tile, mn_bf16 *keep,
+                         unsigned char *scratch) const {
+        constexpr int steps = width / 16, scratch_bytes = mn_walk_meeting<TEAMS>::scratch_bytes;
         const unsigned rows = part(tile);
         unsigned a[steps][4];
 #pragma unroll
@@ -146,14 +194,9 @@ struct mn_walk_state {
         mn_unit_begin<GROUP>();
 #pragma unroll
         for (int k = 0; k < steps; k++) mn_unit_rows<GROUP>(sums, a[k], rows, 16 * k, 0);
-        mn_unit_end<GROUP>();
-        if (!keep) return;
-        keep += lane / 4 * KP + role::team() * width + lane % 4 * 2;
-#pragma unroll
-        for (int k = 0; k < steps; k++) {
-            unsigned *to = (unsigned *)(keep + 16 * k);
-            to[0] = a[k][0], to[4 * KP] = a[k][1], to[4] = a[k][2], to[4 * KP + 4] = a[k][3];
-        }
+        mn_unit_send<GROUP>();
+        if (keep) mn_walk_stash<scratch_bytes>(keep + role::team() * width, KP, a, scratch);
+        mn_unit_wait<GROUP>();
     }
 };
 
@@ -201,62 +244,72 @@ __device__ inline void mn_walk_upper(float (&y)[8][4], const unsigned (&x)[N][4]
     mn_unit_end<GROUP>();
 }
 
-/* Turned rows for work space, [values][64]: those of tokens from 16 * first on. */
-template <int N>
-__device__ inline void mn_walk_keep(mn_bf16 *to, const unsigned (&x)[N][4], int first) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int k = 0; k < N; k++) {
-        unsigned *at = (unsigned *)(to + lane / 4 * MN_DELTA_CHUNK + 16 * (first + k) +
-                                    lane % 4 * 2);
-        at[0] = x[k][0], at[4 * MN_DELTA_CHUNK] = x[k][1];
-        at[4] = x[k][2], at[4 * MN_DELTA_CHUNK + 4] = x[k][3];
-    }
-}
+/* Where results of a strip's tokens and columns go: this lane has eight columns of every 16th token
+ * of its team. */
+struct mn_walk_results {
+    mn_bf16 *to;        // of the first chunk; NULL: nowhere
+    int64_t step;       // between tokens
+    int left, width;    // tokens and columns from there on
+    bool packed;
 
-/* Rows of 8 N tokens from 8 * first on for a tensor. They pass through 256 N bytes, a token's two
- * octets exchanged in every other four, so that lanes meet in no bank. */
-template <int N>
-__device__ inline void mn_walk_put(const mn_out &view, bool packed, const mn_walk_place &at,
-                                   int chunk, int64_t V, unsigned char *scratch,
-                                   const float (&x)[N][4], int strip, int first) {
-    const int lane = threadIdx.x % 32;
-    const int count = mn_walk_count(at, chunk);
-    const int64_t t = at.span.t0 + (int64_t)chunk * MN_DELTA_CHUNK;
-    const auto place = [](int token, int octet) {
-        return token * 32 + ((octet ^ (token >> 2 & 1)) << 4);
-    };
-    __syncwarp();
+    __device__ mn_walk_results(const mn_out &view, bool packs, const mn_walk_place &at, int64_t V,
+                               int strip, int token) {
+        const int64_t j = at.column0 + strip * 16 + threadIdx.x % 2 * 8;
+        token += threadIdx.x % 32 / 2;
+        to = mn_row<mn_bf16>(view, at.span.b, at.span.t0 + token, at.h);
+        if (to) to += j;
+        step = view.stride[1], packed = packs;
+        left = (int)(at.span.length - token), width = (int)(V - j);
+    }
+
+    /* Rows of 8 N tokens. They pass through 256 N bytes, a token's two octets exchanged in every
+     * other four, so that lanes meet in no bank. */
+    template <int N>
+    __device__ void put(int chunk, const float (&x)[N][4], unsigned char *scratch) const {
+        const int lane = threadIdx.x % 32;
+        const auto place = [](int token, int octet) {
+            return token * 32 + ((octet ^ (token >> 2 & 1)) << 4);
+        };
+        __syncwarp();
 #pragma unroll
-    for (int n = 0; n < N; n++) {
+        for (int n = 0; n < N; n++) {
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const unsigned pair = mn_turn(mn_pair(x[n][2 * half], x[n][2 * half + 1]));
-            *(unsigned *)(scratch + place(8 * n + lane / 4, half) + lane % 4 * 4) = pair;
+            for (int half = 0; half < 2; half++) {
+                const unsigned pair = mn_turn(mn_pair(x[n][2 * half], x[n][2 * half + 1]));
+                *(unsigned *)(scratch + place(8 * n + lane / 4, half) + lane % 4 * 4) = pair;
+            }
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) {
+            const int token = chunk * MN_DELTA_CHUNK + 16 * i;
+            if (token >= left || width <= 0) continue;
+            const mn_pack<mn_bf16, 8> pack =
+                *(mn_pack<mn_bf16, 8> *)(scratch + place(16 * i + lane / 2, lane % 2));
+            mn_bf16 *row = to + token * step;
+            if (packed) {
+                *(mn_pack<mn_bf16, 8> *)row = pack;
+            } else {
+                for (int c = 0; c < 8 && c < width; c++) row[c] = pack.at[c];
+            }
         }
     }
-    __syncwarp();
-    const int64_t j = at.column0 + strip * 16 + lane % 2 * 8;
-#pragma unroll
-    for (int i = 0; i < N / 2; i++) {
-        const int row = 16 * i + lane / 2, token = 8 * first + row;
-        if (token >= count || j >= V) continue;
-        const mn_pack<mn_bf16, 8> pack = *(mn_pack<mn_bf16, 8> *)(scratch + place(row, lane % 2));
-        mn_bf16 *to = mn_row<mn_bf16>(view, at.span.b, t + token, at.h) + j;
-        if (packed) {
-            *(mn_pack<mn_bf16, 8> *)to = pack;
-        } else {
-            for (int c = 0; c < 8 && j + c < V; c++) to[c] = pack.at[c];
-        }
-    }
-}
+};
 
-/* Where a strip's rows of a record of `rows` times `width` begin. */
-__device__ inline int64_t mn_walk_record(const mn_delta_job &job, const mn_walk_place &at,
-                                         int chunk, int width, int strip) {
-    const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
-    return (index * job.wide_v + at.column0 + strip * 16) * width;
-}
+/* Rows of values of this strip in records of a sequence's chunks, which hold wide_v each. */
+struct mn_walk_records {
+    int64_t first, step;
+
+    __device__ mn_walk_records(const mn_delta_job &job, const mn_walk_place &at, int strip) {
+        step = job.p.call.H * job.wide_v;
+        first = (at.first * job.p.call.H + at.h) * job.wide_v + at.column0 + strip * 16;
+    }
+
+    template <typename X>
+    __device__ X *at(X *records, int chunk, int width) const {
+        return records + (first + chunk * step) * width;
+    }
+};
 
 /* ---- teams ----------------------------------------------------------------------------------- */
 
@@ -373,19 +426,24 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job,
     }
     mn_walk_registers<GROUP, TEAMS, false>();
     constexpr int steps = 4 / TEAMS, tiles = 8 / TEAMS;    // of a team's tokens
+    constexpr int scratch_bytes = mn_walk_meeting<TEAMS>::scratch_bytes;
     const int strip = mn_walk_role<GROUP, TEAMS>::strip();
     const int team = mn_walk_role<GROUP, TEAMS>::team();
     mn_walk_meeting<TEAMS> &meeting =
         ((mn_walk_meeting<TEAMS> *)(walk_bytes + sizeof(mn_walk_room<KP>)))[strip];
+    const mn_walk_results results(p.o, job.packed[MN_DELTA_O], at, p.call.V, strip,
+                                  team * tiles * 8);
+    const mn_walk_records records(job, at, strip);
+    const int n_chunks = at.n_chunks;
     mn_walk_state<KP, GROUP, TEAMS> S;
     S.load(p.state0, p.call, at);
-    for (int chunk = 0; chunk < at.n_chunks; chunk++) {
+    for (int chunk = 0; chunk < n_chunks; chunk++) {
         mn_walk_front<KP> &front = room.front(chunk);
         float X[8][4] = {}, R[8][4] = {}, O[8][4] = {};
         unsigned x[4][4], r[4][4], mine[steps][4];
         mn_walk_wait_front(room, chunk);
-        S.read(X, front.keys,
-               KEEP ? job.work.S + mn_walk_record(job, at, chunk, KP, strip) : nullptr);
+        S.read(X, front.keys, KEEP ? records.at(job.work.S, chunk, KP) : nullptr,
+               meeting.scratch(team));
         if constexpr (TEAMS == 1) {
             mn_walk_misses<KP, CHANNEL>(x, X, front, strip, 0);
         } else {
@@ -404,14 +462,15 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job,
         mn_walk_left(x, R);
         if (!KEEP || !same_keys) mn_walk_wait_back(room, chunk, ahead);
         if (KEEP) {
-            mn_walk_keep(job.work.R + mn_walk_record(job, at, chunk, MN_DELTA_CHUNK, strip), mine,
-                         team * steps);
+            mn_walk_stash<scratch_bytes>(records.at(job.work.R, chunk, MN_DELTA_CHUNK) +
+                                             16 * steps * team, MN_DELTA_CHUNK, mine,
+                                         meeting.scratch(team));
         } else {
-            S.read(O, room.first(chunk, same_keys), nullptr);
+            S.read(O, room.first(chunk, same_keys), nullptr, nullptr);
             if (!CHANNEL) mn_walk_scale(O, front.gamma, job.scale);
             mn_walk_lower<GROUP>(O, mine, mn_shared(front.P), team * steps);
         }
-        const bool puts = !KEEP && p.o.data;
+        const bool puts = !KEEP && results.to;
         if (puts && TEAMS > 1) mn_walk_give<TEAMS>(meeting, O, team);
         S.template decay<CHANNEL>(front);
         mn_unit_begin<GROUP>();
@@ -421,8 +480,7 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job,
             float own[tiles][4];
             if (TEAMS > 1) mn_walk_meet<TEAMS>(strip);
             mn_walk_take<TEAMS>(own, O, meeting, team);
-            mn_walk_put(p.o, job.packed[MN_DELTA_O], at, chunk, p.call.V, meeting.scratch(team),
-                        own, strip, team * tiles);
+            results.put(chunk, own, meeting.scratch(team));
         }
         mn_unit_wait<GROUP>();
         mn_walk_done(room, chunk);
@@ -475,20 +533,25 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job,
     }
     mn_walk_registers<GROUP, TEAMS, false>();
     constexpr int steps = 4 / TEAMS, tiles = 8 / TEAMS;
+    constexpr int scratch_bytes = mn_walk_meeting<TEAMS>::scratch_bytes;
     const int strip = mn_walk_role<GROUP, TEAMS>::strip();
     const int team = mn_walk_role<GROUP, TEAMS>::team();
     mn_walk_meeting<TEAMS> &meeting =
         ((mn_walk_meeting<TEAMS> *)(walk_bytes + sizeof(mn_walk_room<KP>)))[strip];
+    const mn_walk_results results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, strip,
+                                  team * tiles * 8);
+    const mn_walk_records records(job, at, strip);
+    const int n_chunks = at.n_chunks;
     mn_walk_state<KP, GROUP, TEAMS> D;
     D.load(p.cot.state, p.call, at);
-    for (int turn = 0; turn < at.n_chunks; turn++) {
-        const int chunk = at.n_chunks - 1 - turn;
+    for (int turn = 0; turn < n_chunks; turn++) {
+        const int chunk = n_chunks - 1 - turn;
         mn_walk_front<KP> &front = room.front(turn);
         float dR[8][4] = {}, dX[8][4] = {};
         unsigned x[4][4], cot[4][4], mine[steps][4];
         const float *gamma = CHANNEL ? nullptr : front.gamma;
         mn_walk_wait_front(room, turn);
-        D.read(dR, front.keys, job.work.D + mn_walk_record(job, at, chunk, KP, strip));
+        D.read(dR, front.keys, records.at(job.work.D, chunk, KP), meeting.scratch(team));
         if (!CHANNEL) mn_walk_scale(dR, front.write, 1.0f);
         mn_walk_cotangent(mine, mn_shared(front.values), strip, team * steps, nullptr, 1.0f);
         mn_walk_upper<GROUP>(dR, mine, mn_shared(front.P), team * steps);
@@ -509,13 +572,13 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job,
         mn_walk_upper<GROUP>(dX, x, mn_shared(front.T), 0);
         mn_walk_left(x, dX);
         mn_walk_share<TEAMS>(mine, x, team);
-        mn_walk_keep(job.work.dX + mn_walk_record(job, at, chunk, MN_DELTA_CHUNK, strip), mine,
-                     team * steps);
-        if (p.grad.v.data) {
+        mn_walk_stash<scratch_bytes>(records.at(job.work.dX, chunk, MN_DELTA_CHUNK) +
+                                         16 * steps * team, MN_DELTA_CHUNK, mine,
+                                     meeting.scratch(team));
+        if (results.to) {
             float own[tiles][4];
             mn_walk_share<TEAMS>(own, dX, team);
-            mn_walk_put(p.grad.v, job.packed[MN_DELTA_DV], at, chunk, p.call.V,
-                        meeting.scratch(team), own, strip, team * tiles);
+            results.put(chunk, own, meeting.scratch(team));
         }
         mn_walk_wait_back(room, turn, ahead);
         D.template decay<CHANNEL>(front);
