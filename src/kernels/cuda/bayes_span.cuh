@@ -170,13 +170,18 @@ __device__ static void copy_one_later(double *to, const double *from) {
                      "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
 
-/* `count` rows of R numbers that lie one after the other; R is even. */
-template <int R>
-__device__ static void copy_rows_later(double *to, int ld, const double *from, int count,
-                                       int threads) {
-    for (int i = threadIdx.x; i < count * R / 2; i += threads) {
-        copy_later(to + i / (R / 2) * ld + i % (R / 2) * 2, from + 2 * i);
+/* COUNT rows of R numbers that lie one after the other, by the first THREADS threads of a block,
+ * which copy whole rows at a time: places follow from each other without arithmetic. */
+template <int R, int COUNT, int THREADS>
+__device__ static void copy_rows_later(double *to, int ld, const double *from) {
+    constexpr unsigned EACH = R / 2, PIECES = COUNT * EACH, ROWS = THREADS / EACH;
+    const unsigned thread = threadIdx.x;
+    to += thread / EACH * ld + thread % EACH * 2, from += 2 * thread;
+#pragma unroll
+    for (int i = 0; i < (int)(PIECES / THREADS); i++) {
+        copy_later(to + i * (int)ROWS * ld, from + 2 * i * THREADS);
     }
+    if (PIECES < THREADS && thread < PIECES) copy_later(to, from);
 }
 
 __device__ static void close_copies() {

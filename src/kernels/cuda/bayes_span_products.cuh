@@ -17,7 +17,9 @@
 #include "kernels/cuda/bayes_span.cuh"
 
 enum {
-    PRODUCT_STAGES = 4, SLICE_WIDTH = 16, PRODUCT_THREADS = 256,
+    PRODUCT_STAGES = 4, SLICE_WIDTH = 16,
+    PRODUCT_THREADS = 256, COPY_THREADS = 128,
+    COPY_ROWS = COPY_THREADS / 8, COPIES = SPAN_TOKENS / COPY_ROWS,    // of left factors
     SLICE_LEFT = SPAN_TOKENS * SLICE_WIDTH,    // numbers of a slice of 64 rows
     WEIGHTS = SPAN_CHUNKS * (SPAN_CHUNKS + 1) / 2 * SMALL,
 };
@@ -51,20 +53,37 @@ __device__ static int swizzled(int row, int column) {
     return row * SLICE_WIDTH + ((column / 2) ^ (row % 2 * 4)) * 2;
 }
 
-/* As left_rows and right_rows. */
-__device__ static void left_slice(double (&a)[4], const double *left, int row, int column) {
-    const int lane = threadIdx.x % 32;
-    const double *at = left + swizzled(row + lane / 4, column + 2 * (lane % 4));
-    const double2 upper = *(const double2 *)at;
-    const double2 lower = *(const double2 *)(at + 8 * SLICE_WIDTH);
-    a[0] = upper.x, a[1] = lower.x, a[2] = upper.y, a[3] = lower.y;
+/* -x where `flip` is the bit of the sign, x where it is zero */
+__device__ static double flipped(double x, int flip) {
+    return __hiloint2double(__double2hiint(x) ^ flip, __double2loint(x));
 }
 
-__device__ static void right_slice(double (&b)[2], const double *rows, int row, int column) {
+/* Eight rows of a slice read as columns, and sixteen as rows, summed over [column, column + 8) in the
+ * order 0 2 4 6 1 3 5 7. */
+__device__ static void right_slice(double (&b)[2], const double *slice, int row, int column) {
     const int lane = threadIdx.x % 32;
     const double2 x =
-        *(const double2 *)(rows + swizzled(row + lane / 4, column + 2 * (lane % 4)));
+        *(const double2 *)(slice + swizzled(row + lane / 4, column + 2 * (lane % 4)));
     b[0] = x.x, b[1] = x.y;
+}
+
+__device__ static void left_slice(double (&a)[4], const double *slice, int row, int column,
+                                  int flip) {
+    const int lane = threadIdx.x % 32;
+    const double *at = slice + swizzled(row + lane / 4, column + 2 * (lane % 4));
+    const double2 upper = *(const double2 *)at;
+    const double2 lower = *(const double2 *)(at + 8 * SLICE_WIDTH);
+    a[0] = flipped(upper.x, flip), a[1] = flipped(lower.x, flip);
+    a[2] = flipped(upper.y, flip), a[3] = flipped(lower.y, flip);
+}
+
+/* Sixteen columns from `column` on as rows, summed over rows [row, row + 8) in that order. */
+__device__ static void left_columns(double (&a)[4], const double *rows, int ld, int row, int column,
+                                    int flip) {
+    const int lane = threadIdx.x % 32;
+    const double *at = rows + (row + 2 * (lane % 4)) * ld + column + lane / 4;
+    a[0] = flipped(at[0], flip), a[1] = flipped(at[8], flip);
+    a[2] = flipped(at[ld], flip), a[3] = flipped(at[ld + 8], flip);
 }
 
 /* Where row 0 of slice j of the weights would be; its first row is 16 j. */
@@ -89,26 +108,26 @@ struct product_count {
     }
 };
 
-/* This thread's number, anew at each call: what follows from it is worked out where it is wanted
- * and takes no registers in between. */
-__device__ static int own_thread() {
-    int thread = threadIdx.x;
+/* This thread's number among those that copy, anew at each call: what follows from it is worked out
+ * where it is wanted and takes no registers in between. */
+__device__ static int copy_thread() {
+    int thread = threadIdx.x - (PRODUCT_THREADS - COPY_THREADS);
     asm volatile("" : "+r"(thread));
     return thread;
 }
 
-/* Two numbers in each of two rows of do, without `scale`: what a thread has of a slice, loaded when
- * the copies of the slice start and stored a slice later. */
+/* Two numbers in each of COPIES rows of do, without `scale`: what a thread has of a slice, loaded
+ * when the copies of the slice start and stored a slice later. */
 template <typename T>
 struct product_y {
-    T raw[2][2];
+    T raw[COPIES][2];
 
     /* A load that a condition guards would wait for the one before. */
     __device__ void load(const mn_bayes_args &p, const product_place &at, int row, int column) {
         if (!p.cot.o.data || at.count == 0) return;
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int64_t t = at.t0 + min(row + 32 * i, at.n_rows - 1);
+        for (int i = 0; i < COPIES; i++) {
+            const int64_t t = at.t0 + min(row + COPY_ROWS * i, at.n_rows - 1);
             const T *from = mn_row<T>(p.cot.o, at.b, t, at.h) + at.first;
 #pragma unroll
             for (int k = 0; k < 2; k++) raw[i][k] = from[min(column + k, at.count - 1)];
@@ -118,28 +137,31 @@ struct product_y {
     __device__ void store(double *to, const mn_bayes_args &p, const product_place &at, int row,
                           int column) const {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const bool there = p.cot.o.data && row + 32 * i < at.n_rows;
+        for (int i = 0; i < COPIES; i++) {
+            const bool there = p.cot.o.data && row + COPY_ROWS * i < at.n_rows;
             double x[2];
 #pragma unroll
             for (int k = 0; k < 2; k++) {
                 x[k] = there && column + k < at.count ? (double)mn_float(raw[i][k]) : 0.0;
             }
-            *(double2 *)(to + 32 * i * SLICE_WIDTH) = make_double2(x[0], x[1]);
+            *(double2 *)(to + COPY_ROWS * i * SLICE_WIDTH) = make_double2(x[0], x[1]);
         }
     }
 };
 
-/* A thread copies two neighbours in each of two rows, 32 rows apart, of left factors. */
+/* A thread copies two neighbours in each of COPIES rows of left factors. */
 __device__ static void copy_left_later(double *to, const double *from, int64_t ld) {
-    copy_later(to, from), copy_later(to + 32 * SLICE_WIDTH, from + 32 * ld);
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) {
+        copy_later(to + i * COPY_ROWS * SLICE_WIDTH, from + i * COPY_ROWS * ld);
+    }
 }
 
 /* What a group's slices need besides them. */
 template <typename T, int R>
 __device__ static void begin_group(product_room<R> &room, const mn_bayes_args &p,
                                    const span_work &w, int64_t head, int g) {
-    const int t = (int)threadIdx.x;
+    const int t = copy_thread();
     const int64_t group = head * p.call.G + g;
     product_place &at = room.place;
     if (t >= SPAN_TOKENS) return;
@@ -160,7 +182,7 @@ __device__ static void fetch_slice(product_stage<R> &to, product_room<R> &room, 
                                    const product_count<R> &at, const mn_bayes_args &p,
                                    const span_work &w, int64_t head) {
     const bool weighs = p.cot.qvar.data && p.q.data;
-    const int thread = own_thread(), row = thread / 8, column = thread % 8 * 2;
+    const int thread = copy_thread(), row = thread / 8, column = thread % 8 * 2;
     const int64_t group = head * p.call.G + at.g, t = group * SPAN_TOKENS + row;
     double *left = to.left[0] + swizzled(row, column);
     const double *right;
@@ -185,9 +207,8 @@ __device__ static void fetch_slice(product_stage<R> &to, product_room<R> &room, 
     double *rows = to.right + thread / (R / 2) * (R + 2) + thread % (R / 2) * 2;
     right += 2 * thread;
 #pragma unroll
-    for (int i = 0; i < R / 32; i++) {
-        copy_later(rows + i * (2 * PRODUCT_THREADS / R) * (R + 2),
-                   right + i * 2 * PRODUCT_THREADS);
+    for (int i = 0; i < SLICE_WIDTH * R / 2 / COPY_THREADS; i++) {
+        copy_later(rows + i * (2 * COPY_THREADS / R) * (R + 2), right + i * 2 * COPY_THREADS);
     }
 }
 
@@ -196,7 +217,7 @@ template <typename T, int R>
 __device__ static void finish_slice(product_stage<R> &to, const product_room<R> &room,
                                     const product_y<T> &y, const product_count<R> &at,
                                     const mn_bayes_args &p, const span_work &w) {
-    const int thread = own_thread(), row = thread / 8, column = thread % 8 * 2;
+    const int thread = copy_thread(), row = thread / 8, column = thread % 8 * 2;
     if (!at.is_mean(w)) return;
     y.store(to.left[1] + swizzled(row, column), p, room.place, row,
             (at.i - at.OF_P) * SLICE_WIDTH + column);
@@ -204,166 +225,138 @@ __device__ static void finish_slice(product_stage<R> &to, const product_room<R> 
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-/* Where a warp works: chunks 0 and 3 or 1 and 2, of which sums over earlier tokens ask alike, and
- * a quarter of the columns of dk and dq. Of the weights of its chunks it has one tile of 8 earlier
- * tokens in the first chunk and up to two in the second, so that warps of a quarter of a processor
- * have five together. */
+/* Where a warp works: a quarter of the columns of dk or of dq, which are rows of the tiles, of all
+ * tokens, and five of the twenty tiles of their weights, 16 earlier tokens s by 8 tokens t. Both
+ * warps of a quarter of a processor have the same place; the one for dq, which has nothing to do
+ * with P unless dqvar is there, also copies. */
 struct product_warp {
-    int chunk[2], column;
-    int tile[3];
-    bool any[3];
+    bool reads;
+    int quarter, tiles;    // the t of its tiles, a bit for each eight
 
-    __device__ product_warp(int columns) {
-        const int warp = threadIdx.x / 32, quarter = warp % 4;
-        const bool outer = warp < 4;
-        chunk[0] = outer ? 0 : 1, chunk[1] = outer ? 3 : 2, column = quarter * columns;
-        tile[0] = quarter, any[0] = !outer || quarter < 2;
-        tile[1] = outer ? 2 * quarter : quarter < 2 ? quarter : 2 * quarter - 2, any[1] = true;
-        tile[2] = tile[1] + 1, any[2] = outer || quarter >= 2;
+    __device__ product_warp() {
+        reads = threadIdx.x >= PRODUCT_THREADS - COPY_THREADS, quarter = threadIdx.x / 32 % 4;
+        tiles = quarter == 0 ? 0xcb : quarter == 2 ? 0xf8 : 0xf4;
     }
 
-    /* the chunk of tile i */
-    __device__ int chunk_of(int i) const { return chunk[i > 0]; }
+    /* the s of the tile of tokens [8 u, 8 u + 8) */
+    __device__ int earlier(int u) const {
+        const int block = quarter < 2 ? quarter : quarter == 2 ? (u < 4 ? 1 : 2) : u < 6 ? 0 : 3;
+        return block * CHUNK;
+    }
 };
 
-/* What a warp sums up. */
-template <int TILES>
+enum { TOKEN_TILES = SPAN_TOKENS / 8, WEIGHT_TILES = 5 };
+
+/* Where a warp keeps the tile of tokens [8 u, 8 u + 8): none has two in one place. */
+__device__ constexpr int weight_place(int u) {
+    return u < 2 ? u + 1 : u < 4 ? 0 : u - 3;
+}
+
+/* What a warp sums up of dk, or of dq without `scale`. */
+template <int R>
 struct product_sums {
-    double dk[2][TILES][2][2], dq[2][TILES][2][2];    // rows of chunks; dq without `scale`
-    double along[3][2][2], reads[3][2][2];            // of weights in dk and in dq
+    static constexpr int TILES = R / 64;
+    double d[TILES][TOKEN_TILES][2][2], weights[WEIGHT_TILES][2][2];
 
     __device__ void clear_weights() {
 #pragma unroll
-        for (int i = 0; i < 3; i++) zero(along[i]), zero(reads[i]);
+        for (int i = 0; i < WEIGHT_TILES; i++) zero(weights[i]);
     }
 
     __device__ void clear() {
 #pragma unroll
-        for (int i = 0; i < 2 * TILES; i++) {
-            zero(dk[i / TILES][i % TILES]), zero(dq[i / TILES][i % TILES]);
-        }
+        for (int i = 0; i < TILES * TOKEN_TILES; i++) zero(d[i / TOKEN_TILES][i % TOKEN_TILES]);
         clear_weights();
     }
 };
 
-/* c += a b of the tiles of chunk m */
-__device__ static void add_weights(double (&c)[3][2][2], const double (&a)[4],
-                                   const double (&b)[3][2], const product_warp &at, int m) {
-    if (m == 0) {
-        if (at.any[0]) mn_dmma_8(c[0], a, b[0]);
-    } else {
-        mn_dmma_8(c[1], a, b[1]);
-        if (at.any[2]) mn_dmma_8(c[2], a, b[2]);
-    }
-}
-
-/* A slice of P or, with MEAN, of M. If BOTH, it says something of dq, too. */
-template <int R, bool MEAN, bool BOTH>
-__device__ static void add_state_slice(product_sums<R / 32> &to, const product_stage<R> &here,
-                                       const double *twice, const product_warp &at) {
-    constexpr int TILES = R / 32;
-#pragma unroll
-    for (int k = 0; k < SLICE_WIDTH; k += 8) {
-        double b[TILES][2], with[3][2], a[4];
-#pragma unroll
-        for (int i = 0; i < TILES; i++) {
-            right_columns(b[i], here.right + k * (R + 2), R + 2, at.column + 8 * i);
-        }
-#pragma unroll
-        for (int i = 0; i < 3; i++) right_slice(with[i], here.left[2], 8 * at.tile[i], k);
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            left_slice(a, here.left[0], at.chunk[m] * CHUNK, k);
-#pragma unroll
-            for (int i = 0; i < 4 && MEAN; i++) a[i] = minus(a[i]);
-#pragma unroll
-            for (int i = 0; i < TILES; i++) mn_dmma_8(to.dk[m][i], a, b[i]);
-            add_weights(to.along, a, with, at, m);
-            if (!BOTH) continue;
-            left_slice(a, here.left[1], at.chunk[m] * CHUNK, k);
-            add_weights(to.reads, a, with, at, m);
-#pragma unroll
-            for (int i = 0; i < 4 && !MEAN; i++) {
-                a[i] *= twice[at.chunk[m] * CHUNK + i % 2 * 8 + (int)threadIdx.x % 32 / 4];
-            }
-#pragma unroll
-            for (int i = 0; i < TILES; i++) mn_dmma_8(to.dq[m][i], a, b[i]);
-        }
-    }
-}
-
-/* Slice j of w, which has no part in chunks before its own. */
-template <int R>
-__device__ static void add_token_slice(product_sums<R / 32> &to, const product_room<R> &room,
-                                       const product_stage<R> &here, int j,
-                                       const product_warp &at) {
-    constexpr int TILES = R / 32;
-#pragma unroll
-    for (int k = 0; k < SLICE_WIDTH; k += 8) {
-        double b[TILES][2], a[4];
-#pragma unroll
-        for (int i = 0; i < TILES; i++) {
-            right_columns(b[i], here.right + k * (R + 2), R + 2, at.column + 8 * i);
-        }
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            if (at.chunk[m] < j) continue;
-            left_slice(a, room.weights[0] + weights_at(j), at.chunk[m] * CHUNK, k);
-#pragma unroll
-            for (int i = 0; i < TILES; i++) mn_dmma_8(to.dk[m][i], a, b[i]);
-            left_slice(a, room.weights[1] + weights_at(j), at.chunk[m] * CHUNK, k);
-#pragma unroll
-            for (int i = 0; i < TILES; i++) mn_dmma_8(to.dq[m][i], a, b[i]);
-        }
-    }
-}
-
-/* From du.w and q.w to -du.z and -2 a q.z / scale. */
-template <int R>
-__device__ static void scale_weights(product_sums<R / 32> &x, const product_room<R> &room,
-                                     const product_warp &at, bool weighs) {
+/* A slice of P or of M, and z or e of earlier tokens, times rows of tokens; the former and the
+ * latter with another sign if `flip` has that bit, and SCALED by tokens. */
+template <int R, bool SCALED>
+__device__ static void add_state_slice(product_sums<R> &to, const product_stage<R> &here,
+                                       const double *twice, int flip, const product_warp &at) {
+    const double *rows = here.left[at.reads];
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < 3; i++) {
-        const double by = minus(room.sigma[8 * at.tile[i] + lane / 4]);
-        double a[4], b[2];
-        b[0] = 2 * (lane % 4) == lane / 4 ? by : 0.0;
-        b[1] = 2 * (lane % 4) + 1 == lane / 4 ? by : 0.0;
-        left_result(a, x.along[i]), zero(x.along[i]);
-        mn_dmma_8(x.along[i], a, b);
-        if (!weighs) continue;
-        left_result(a, x.reads[i]), zero(x.reads[i]);
+    for (int k = 0; k < SLICE_WIDTH; k += 8) {
+        double a[to.TILES][4], z[4], b[2];
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            a[k] *= room.twice[at.chunk_of(i) * CHUNK + k % 2 * 8 + lane / 4];
+        for (int i = 0; i < to.TILES; i++) {
+            left_columns(a[i], here.right, R + 2, k, at.quarter * (R / 4) + 16 * i, flip);
         }
-        mn_dmma_8(x.reads[i], a, b);
+        left_slice(z, here.left[2], at.earlier(0), k, flip);
+#pragma unroll
+        for (int u = 0; u < TOKEN_TILES; u++) {
+            right_slice(b, rows, 8 * u, k);
+            if ((u == 4 && at.quarter == 2) || (u == 6 && at.quarter == 3)) {
+                left_slice(z, here.left[2], at.earlier(u), k, flip);
+            }
+            if (at.tiles >> u & 1) mn_dmma_8(to.weights[weight_place(u)], z, b);
+            if (SCALED) b[0] *= twice[8 * u + lane / 4], b[1] *= twice[8 * u + lane / 4];
+#pragma unroll
+            for (int i = 0; i < to.TILES; i++) mn_dmma_8(to.d[i][u], a[i], b);
+        }
+    }
+}
+
+/* Slice j of w times its weights; it has no part in tokens before its own. */
+template <int R>
+__device__ static void add_token_slice(product_sums<R> &to, const product_room<R> &room,
+                                       const product_stage<R> &here, int j,
+                                       const product_warp &at) {
+    const double *rows = room.weights[at.reads] + weights_at(j);
+#pragma unroll
+    for (int k = 0; k < SLICE_WIDTH; k += 8) {
+        double a[to.TILES][4], b[2];
+#pragma unroll
+        for (int i = 0; i < to.TILES; i++) {
+            left_columns(a[i], here.right, R + 2, k, at.quarter * (R / 4) + 16 * i, 0);
+        }
+#pragma unroll
+        for (int u = 0; u < TOKEN_TILES; u++) {
+            if (u < 2 * j) continue;
+            right_slice(b, rows, 8 * u, k);
+#pragma unroll
+            for (int i = 0; i < to.TILES; i++) mn_dmma_8(to.d[i][u], a[i], b);
+        }
+    }
+}
+
+/* From w.du and w.q to -z.du and -2 a z.q / scale. */
+template <int R>
+__device__ static void scale_weights(product_sums<R> &x, const product_room<R> &room,
+                                     const product_warp &at) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int u = 0; u < TOKEN_TILES; u++) {
+        if (!(at.tiles >> u & 1)) continue;
+        double (&c)[2][2] = x.weights[weight_place(u)];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            double by = minus(room.sigma[at.earlier(u) + i / 2 * 8 + lane / 4]);
+            if (at.reads) by *= room.twice[8 * u + 2 * (lane % 4) + i % 2];
+            c[i / 2][i % 2] *= by;
+        }
     }
 }
 
 /* The weights of a group into the room; then they are zero again. */
 template <int R>
-__device__ static void put_weights(product_room<R> &room, product_sums<R / 32> &x,
+__device__ static void put_weights(product_room<R> &room, product_sums<R> &x,
                                    const product_warp &at) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < 3; i++) {
-        const int column = 8 * at.tile[i], s = column + 2 * (lane % 4);
-        double *slice = room.weights[0] + weights_at(column / SLICE_WIDTH);
-        if (!at.any[i]) continue;
+    for (int u = 0; u < TOKEN_TILES; u++) {
+        if (!(at.tiles >> u & 1)) continue;
+        const double (&c)[2][2] = x.weights[weight_place(u)];
+        double *slice = room.weights[at.reads] + weights_at(at.earlier(u) / SLICE_WIDTH);
 #pragma unroll
-        for (int m = 0; m < 2; m++) {
-            const int t = at.chunk_of(i) * CHUNK + 8 * m + lane / 4;
-            double along[2], reads[2];
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-                along[k] = s + k < t ? x.along[i][m][k] : 0.0;
-                if (s + k == t) along[k] = room.c[t] * room.sigma[t];
-                reads[k] = s + k <= t ? x.reads[i][m][k] : 0.0;
-            }
-            double *to = slice + swizzled(t, s % SLICE_WIDTH);
-            *(double2 *)to = make_double2(along[0], along[1]);
-            *(double2 *)(to + WEIGHTS) = make_double2(reads[0], reads[1]);
+        for (int i = 0; i < 4; i++) {
+            const int column = i / 2 * 8 + lane / 4, s = at.earlier(u) + column;
+            const int t = 8 * u + 2 * (lane % 4) + i % 2;
+            double put = s <= t ? c[i / 2][i % 2] : 0.0;
+            if (s == t && !at.reads) put = room.c[t] * room.sigma[t];
+            slice[swizzled(t, column / 2 * 2) + column % 2] = put;
         }
     }
     x.clear_weights();
@@ -371,17 +364,21 @@ __device__ static void put_weights(product_room<R> &room, product_sums<R / 32> &
 
 /* All that a slice is good for. */
 template <int R>
-__device__ static void multiply_slice(product_sums<R / 32> &x, product_room<R> &room,
+__device__ static void multiply_slice(product_sums<R> &x, product_room<R> &room,
                                       const product_stage<R> &here, const product_count<R> &s,
                                       const span_work &w, const product_warp &at, bool weighs) {
+    const bool mean = s.is_mean(w), idle = at.reads && !weighs;
     if (s.i >= s.of_w(w)) {
         add_token_slice<R>(x, room, here, s.i - s.of_w(w), at);
         return;
     }
-    if (s.is_mean(w)) add_state_slice<R, true, true>(x, here, room.twice, at);
-    else if (weighs) add_state_slice<R, false, true>(x, here, room.twice, at);
-    else add_state_slice<R, false, false>(x, here, room.twice, at);
-    if (s.i + 1 == s.OF_P) scale_weights<R>(x, room, at, weighs);
+    if (mean || !at.reads) {
+        add_state_slice<R, false>(x, here, room.twice, mean && !at.reads ? (int)0x80000000 : 0,
+                                  at);
+    } else if (weighs) {
+        add_state_slice<R, true>(x, here, room.twice, 0, at);
+    }
+    if (s.i + 1 == s.OF_P && !idle) scale_weights<R>(x, room, at);
     if (s.i + 1 == s.of_w(w)) put_weights<R>(room, x, at);
 }
 
@@ -410,24 +407,23 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
                      const __grid_constant__ span_work w) {
     extern __shared__ __align__(16) double doubles[];
     product_room<R> &room = *(product_room<R> *)doubles;
-    constexpr int TILES = R / 32;
     const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0 || w.steep[tile.n * H + head % H]) return;
     const bool weighs = p.cot.qvar.data && p.q.data;
-    const product_warp at(8 * TILES);
+    const product_warp at;
     if (threadIdx.x == 0) {
         room.place.b = tile.span.b, room.place.t0 = tile.span.t0 + tile.first;
         room.place.h = head % H, room.place.n_rows = (int)tile.n_rows;
     }
     __syncthreads();
-    product_sums<TILES> x;
+    product_sums<R> x;
     product_y<T> y;
     product_count<R> ahead = { 0, 0 };
     x.clear();
     for (int i = 0; i < PRODUCT_STAGES - 1; i++) {    // slices of P
         if (i > 0) ahead.next(w);
-        fetch_slice<T, R>(room.stage[i], room, y, ahead, p, w, head);
+        if (at.reads) fetch_slice<T, R>(room.stage[i], room, y, ahead, p, w, head);
         close_copies();
     }
     put_dr2<T>(p, w, tile, head);
@@ -435,28 +431,29 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
     for (product_count<R> s = { 0, 0 }; s.g < (int)G; s.next(w)) {
         asm volatile("cp.async.wait_group %0;" ::"n"(PRODUCT_STAGES - 2) : "memory");
         __syncthreads();
-        finish_slice<T, R>(room.stage[before], room, y, ahead, p, w);
+        product_stage<R> &last = room.stage[before];
         before = before + 1 == PRODUCT_STAGES ? 0 : before + 1;
-        ahead.next(w);
-        if (ahead.g < (int)G) {
-            fetch_slice<T, R>(room.stage[before], room, y, ahead, p, w, head);
+        if (at.reads) {
+            finish_slice<T, R>(last, room, y, ahead, p, w);
+            ahead.next(w);
+            if (ahead.g < (int)G) {
+                fetch_slice<T, R>(room.stage[before], room, y, ahead, p, w, head);
+            }
+            close_copies();
         }
-        close_copies();
         multiply_slice<R>(x, room, room.stage[stage], s, w, at, weighs);
         stage = stage + 1 == PRODUCT_STAGES ? 0 : stage + 1;
     }
     __syncthreads();
-    double *to = w.P + head * G * w.P_each;
+    const int lane = threadIdx.x % 32;
+    double *to = w.P + head * G * w.P_each + at.quarter * (R / 4) + lane / 4;
+    if (at.reads) to += SPAN_TOKENS * R;
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
-        double *rows = to + at.chunk[m] * CHUNK * R;
-#pragma unroll
-        for (int j = 0; j < TILES; j++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) x.dq[m][j][i / 2][i % 2] *= (double)p.scale;
-            put_rows(rows, R, at.column + 8 * j, x.dk[m][j]);
-            put_rows(rows + SPAN_TOKENS * R, R, at.column + 8 * j, x.dq[m][j]);
-        }
+    for (int i = 0; i < x.TILES * TOKEN_TILES * 4; i++) {
+        const int tile = i / 4 / TOKEN_TILES, u = i / 4 % TOKEN_TILES, m = i / 2 % 2;
+        const int t = 8 * u + 2 * (lane % 4) + i % 2;
+        const double d = x.d[tile][u][m][i % 2];
+        to[t * R + 16 * tile + 8 * m] = at.reads ? (double)p.scale * d : d;
     }
 }
 
