@@ -58,8 +58,8 @@ __device__ static double flipped(double x, int flip) {
     return __hiloint2double(__double2hiint(x) ^ flip, __double2loint(x));
 }
 
-/* Eight rows of a slice read as columns, and sixteen as rows, summed over [column, column + 8) in the
- * order 0 2 4 6 1 3 5 7. */
+/* Eight rows of a slice read as columns, and sixteen as rows, summed over [column, column + 8) in
+ * the order 0 2 4 6 1 3 5 7. */
 __device__ static void right_slice(double (&b)[2], const double *slice, int row, int column) {
     const int lane = threadIdx.x % 32;
     const double2 x =
