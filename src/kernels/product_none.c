@@ -34,17 +34,42 @@ int mn_norm_adds_cuda(const mn_rms_norm_args *args, void *parts, void *stream) {
     return 1;
 }
 
+bool mn_few_serves(void) {
+    return false;
+}
+
 bool mn_few_multiplies(const mn_product_work *work) {
     (void)work;
     return false;
 }
 
-int mn_few_run(const mn_few_parts *parts, void *stream) {
-    (void)parts, (void)stream;
-    return 1;
+int64_t mn_few_most_columns(void) {
+    return 0;
 }
 
-int mn_few_multiply(const mn_few_products *products, void *stream) {
-    (void)products, (void)stream;
+bool mn_few_ends(const mn_few_products *products) {
+    (void)products;
+    return false;
+}
+
+bool mn_few_remembers(const mn_few_memory *memory) {
+    (void)memory;
+    return false;
+}
+
+void mn_few_parts_stage(mn_few_stage *to, const mn_few_parts *parts) {
+    (void)to, (void)parts;
+}
+
+void mn_few_products_stage(mn_few_stage *to, const mn_few_products *products) {
+    (void)to, (void)products;
+}
+
+void mn_few_memory_stage(mn_few_stage *to, const mn_few_memory *memory) {
+    (void)to, (void)memory;
+}
+
+int mn_few_launch(void *program, int n_stages, void *stream) {
+    (void)program, (void)n_stages, (void)stream;
     return 1;
 }

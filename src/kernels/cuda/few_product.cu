@@ -288,10 +288,6 @@ static bool takes(const mn_product_work *w, int64_t few, int64_t many) {
            (uintptr_t)w->b % 16 == 0 && few * (w->K + PAD) <= most;
 }
 
-extern "C" bool mn_few_multiplies(const mn_product_work *w) {
-    return takes(w, w->M, w->N) && w->c_row == w->N;
-}
-
 extern "C" bool mn_few_columns_serve(const mn_product_work *w) {
     return takes(w, w->N, w->M);
 }
@@ -304,19 +300,4 @@ extern "C" int mn_few_columns(const mn_product_work *w, void *stream) {
     p.of[0] = { w->a, w->bias, NULL, w->c, NULL, w->a_row, 1, w->c_row, (int)w->M, true };
     p.begins[1] = (int)mn_ceil_div(w->M, COLUMNS);
     return launch_by_length(p, w->dtype, (cudaStream_t)stream);
-}
-
-extern "C" int mn_few_multiply(const mn_few_products *given, void *stream) {
-    const cudaStream_t on = (cudaStream_t)stream;
-    few_products p = {};
-    p.M = (int)given->M, p.K = (int)given->K, p.step = (int)given->K + PAD, p.n = given->n;
-    p.a = given->a, p.a_row = given->a_row, p.settled = given->settled;
-    p.has_first = given->first != NULL;
-    if (given->first) p.first = mn_few_job_of(*given->first);
-    for (int i = 0; i < given->n; i++) {
-        const mn_few_product &g = given->of[i];
-        p.of[i] = { g.b, g.bias, g.plus, g.c, g.sum, g.b_row, g.N, 1, (int)g.N, false };
-        p.begins[i + 1] = p.begins[i] + (int)mn_ceil_div(g.N, COLUMNS);
-    }
-    return launch_by_length(p, given->dtype, on);
 }

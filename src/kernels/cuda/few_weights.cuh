@@ -1,0 +1,360 @@
+/* few_weights.cuh - products of a stage (kernels/few.h): c = a b' of a few rows with several weights.
+ *
+ * Such products read every weight once and do next to nothing with it: what counts is how many
+ * bytes are on their way, and that they are before the numbers they wait for. The weights of a
+ * strip come in pieces, two packs of 16 bytes a thread, which no other thread looks at; six pieces
+ * are on their way at a time, the first ones asked for before the barrier in front of the stage.
+ *
+ * bf16: warps share the strip's rows of weights in units of 32 numbers. A lane's 16 bytes are the
+ * left factor of two products of tensor cores, whose eight lower rows stay zero; the numbers of a
+ * unit are taken in the order in which the lanes have them, in both factors. float32: two warps
+ * have a column. Sums are float32, of each warp in order, then over the warps. */
+#ifndef MN_KERNELS_CUDA_FEW_WEIGHTS_CUH
+#define MN_KERNELS_CUDA_FEW_WEIGHTS_CUH
+
+#include "kernels/cuda/few_ending.cuh"
+
+/* Strips of a block of product i: the first one, and how many. */
+__device__ inline int mn_few_first(const mn_few_weight &w) {
+    const int blocks = gridDim.x, first = (int)blockIdx.x - w.begin;
+    return first < 0 ? first + blocks : first;
+}
+
+__device__ inline int mn_few_count(const mn_few_weight &w) {
+    const int n_strips = (w.N + MN_FEW_COLUMNS - 1) / MN_FEW_COLUMNS, first = mn_few_first(w);
+    return first < n_strips ? (n_strips - 1 - first) / (int)gridDim.x + 1 : 0;
+}
+
+/* The block's strips, a thread each, which also asks the second cache for the strip's weights. */
+__device__ inline void mn_few_tabulate(mn_few_table &table, const mn_few_products_at &p) {
+    enum { ASKED = 12 };
+    int strip = threadIdx.x, all = 0;
+    for (int i = 0; i < p.n; i++) {
+        const mn_few_weight &w = p.of[i];
+        const int count = mn_few_count(w), turn = strip - all;
+        all += count;
+        if (turn < 0 || turn >= count) continue;
+        const int column = (mn_few_first(w) + turn * (int)gridDim.x) * MN_FEW_COLUMNS;
+        const mn_few_strip s = { (short)i, (short)turn, column };
+        table.at[strip] = s;
+        if (!p.settled || strip >= ASKED) continue;
+        const int item = p.wide ? 4 : 2, rows = min(MN_FEW_COLUMNS, w.N - column);
+        for (int row = 0; row < rows; row++) {
+            mn_few_ask_row((const char *)w.b + (column + row) * w.b_row * item, p.K * item);
+        }
+        mn_few_ask_tails(p, s);
+    }
+    if (threadIdx.x == 0) table.n = all;
+}
+
+/* acc (16,8) += (the 8 rows of which a lane has w0 and w1, and 8 of zeros) b */
+__device__ inline void mn_few_multiply_add(float (&acc)[4], uint32_t w0, uint32_t w1, uint32_t b0,
+                                           uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(w0), "r"(0), "r"(w1), "r"(0), "r"(b0), "r"(b1));
+}
+
+/* How threads lie on a piece of a strip, and what they make of it. PARTS sums of each number come
+ * out, number by number. */
+template <typename T>
+struct mn_few_lanes;
+
+template <>
+struct mn_few_lanes<mn_bf16> {
+    static constexpr int PARTS = MN_FEW_WARPS, NUMBERS = MN_FEW_PACKS * MN_FEW_WARPS * 32;
+    float acc[2][4];
+
+    __device__ static int column(void) {
+        return threadIdx.x % 32 / 4;
+    }
+
+    /* The first number of pack i of a piece. */
+    __device__ static int place(int chunk, int i) {
+        const int unit = (chunk * MN_FEW_PACKS + i) * MN_FEW_WARPS + threadIdx.x / 32;
+        return unit * 32 + threadIdx.x % 4 * 8;
+    }
+
+    __device__ void clear(void) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) acc[i / 4][i % 4] = 0.0f;
+    }
+
+    __device__ void add(const mn_few_products_at &p, const mn_bf16 *x, int chunk,
+                        const uint4 (*w)[MN_FEW_THREADS]) {
+        const int row = threadIdx.x % 32 / 4;
+#pragma unroll
+        for (int i = 0; i < MN_FEW_PACKS; i++) {
+            const int k = place(chunk, i);
+            uint4 b = make_uint4(0, 0, 0, 0);
+            if (row < p.M && k < p.K) b = *(const uint4 *)(x + row * p.step + k);
+            const uint4 a = w[i][threadIdx.x];
+            mn_few_multiply_add(acc[0], a.x, a.y, b.x, b.y);
+            mn_few_multiply_add(acc[1], a.z, a.w, b.z, b.w);
+        }
+    }
+
+    /* sums: of the strip's numbers, row after row. */
+    __device__ void keep(float (*sums)[MN_FEW_WARPS + 1], int M) const {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, left = 2 * (lane % 4);
+        if (left < M) sums[left * MN_FEW_COLUMNS + lane / 4][warp] = acc[0][0] + acc[1][0];
+        if (left + 1 < M) {
+            sums[(left + 1) * MN_FEW_COLUMNS + lane / 4][warp] = acc[0][1] + acc[1][1];
+        }
+    }
+};
+
+template <>
+struct mn_few_lanes<float> {
+    static constexpr int PARTS = 2, NUMBERS = MN_FEW_PACKS * PARTS * 128;
+    float acc[MN_FEW_DEEPEST];
+
+    __device__ static int column(void) {
+        return threadIdx.x / 32 % MN_FEW_COLUMNS;
+    }
+
+    __device__ static int place(int chunk, int i) {
+        const int part = threadIdx.x / 32 / MN_FEW_COLUMNS;
+        return ((chunk * MN_FEW_PACKS + i) * PARTS + part) * 128 + threadIdx.x % 32 * 4;
+    }
+
+    __device__ void clear(void) {
+#pragma unroll
+        for (int i = 0; i < MN_FEW_DEEPEST; i++) acc[i] = 0.0f;
+    }
+
+    __device__ void add(const mn_few_products_at &p, const float *x, int chunk,
+                        const uint4 (*w)[MN_FEW_THREADS]) {
+#pragma unroll
+        for (int i = 0; i < MN_FEW_PACKS; i++) {
+            const int k = place(chunk, i);
+            if (k >= p.K) continue;
+            const float4 b = *(const float4 *)&w[i][threadIdx.x];
+#pragma unroll
+            for (int row = 0; row < MN_FEW_DEEPEST; row++) {
+                if (row >= p.M) continue;
+                const float4 a = *(const float4 *)(x + row * p.step + k);
+                acc[row] = fmaf(a.x, b.x, acc[row]);
+                acc[row] = fmaf(a.y, b.y, acc[row]);
+                acc[row] = fmaf(a.z, b.z, acc[row]);
+                acc[row] = fmaf(a.w, b.w, acc[row]);
+            }
+        }
+    }
+
+    __device__ void keep(float (*sums)[MN_FEW_WARPS + 1], int M) const {
+        const int part = threadIdx.x / 32 / MN_FEW_COLUMNS;
+#pragma unroll
+        for (int row = 0; row < MN_FEW_DEEPEST; row++) {
+            if (row >= M) continue;
+            const float all = mn_warp_sum(acc[row]);
+            if (threadIdx.x % 32 == 0) sums[row * MN_FEW_COLUMNS + column()][part] = all;
+        }
+    }
+};
+
+/* The pieces of a block's strips, one after the other. */
+template <typename T>
+struct mn_few_pieces {
+    typedef mn_few_lanes<T> lanes;
+    int strip, chunk, chunks, slot;
+
+    __device__ explicit mn_few_pieces(const mn_few_products_at &p)
+        : strip(0), chunk(0), chunks((p.K + lanes::NUMBERS - 1) / lanes::NUMBERS), slot(0) {}
+
+    /* Asks for this piece, if it is there, and goes on to the next. */
+    __device__ void ask(mn_few_block &room, const mn_few_products_at &p,
+                        const mn_few_table &table) {
+        if (strip < table.n) {
+            const mn_few_strip s = table.at[strip];
+            const mn_few_weight &w = p.of[s.product];
+            const int column = s.column + lanes::column();
+            const T *row = (const T *)w.b + column * w.b_row;
+#pragma unroll
+            for (int i = 0; i < MN_FEW_PACKS; i++) {
+                const int k = lanes::place(chunk, i);
+                const bool there = column < w.N && k < p.K;
+                mn_few_bring(&room.ring[slot][i][threadIdx.x],
+                             there ? (const void *)(row + k) : w.b, there);
+            }
+        }
+        mn_few_commit();
+        advance();
+    }
+
+    __device__ void advance(void) {
+        slot = slot + 1 == MN_FEW_SLOTS ? 0 : slot + 1;
+        chunk++;
+        if (chunk < chunks) return;
+        chunk = 0;
+        strip++;
+    }
+};
+
+/* Asks for the first pieces of a stage: as many groups of copies as there are slots. */
+template <typename T>
+__device__ inline void mn_few_begin(mn_few_block &room, const mn_few_products_at &p,
+                                    const mn_few_table &table) {
+    mn_few_pieces<T> next(p);
+    for (int i = 0; i < MN_FEW_SLOTS; i++) next.ask(room, p, table);
+}
+
+/* The products, whose first pieces have been asked for; the rows of a are at x. */
+template <typename T>
+__device__ inline void mn_few_multiply_all(mn_few_block &room, const mn_few_products_at &p,
+                                           const mn_few_table &table, const T *x) {
+    typedef mn_few_lanes<T> lanes;
+    mn_few_pieces<T> next(p);
+    for (int i = 0; i < MN_FEW_SLOTS; i++) next.advance();
+    const int batch = MN_FEW_BATCH / p.M, warp = threadIdx.x / 32;
+    int slot = 0;
+    for (int first = 0; first < table.n; first += batch) {
+        const int count = min(batch, table.n - first);
+        const bool has = warp < count * p.M;
+        const int strip = has ? warp / p.M : 0;
+        const mn_few_column<T> column(p, table.at[first + strip], warp - strip * p.M);
+        for (int j = 0; j < count; j++) {
+            lanes sum;
+            sum.clear();
+            for (int chunk = 0; chunk < next.chunks; chunk++) {
+                mn_few_arrived<MN_FEW_SLOTS - 1>();
+                sum.add(p, x, chunk, room.ring[slot]);
+                next.ask(room, p, table);
+                slot = slot + 1 == MN_FEW_SLOTS ? 0 : slot + 1;
+            }
+            sum.keep(room.sums + j * p.M * MN_FEW_COLUMNS, p.M);
+        }
+        __syncthreads();
+        if (has) {
+            const int lane = threadIdx.x % 32;
+            const float *parts = room.sums[warp * MN_FEW_COLUMNS + lane / 4];
+            float all;
+            if (lanes::PARTS == 2) {
+                all = parts[0] + parts[1];
+            } else {
+                const int at = lane % 4 * 4;
+                all = (parts[at] + parts[at + 1]) + (parts[at + 2] + parts[at + 3]);
+                all += __shfl_xor_sync(0xffffffffu, all, 1);
+                all += __shfl_xor_sync(0xffffffffu, all, 2);
+            }
+            column.store(all, room.values);
+        }
+        if (p.n_ends > 0) {    // then there is one batch
+            __syncthreads();
+            if (has) column.end(room.values);
+        }
+        if (first + batch < table.n) __syncthreads();
+    }
+}
+
+/* ---- the rows of a --------------------------------------------------------------------------- */
+
+/* One row, of which a warp brings the units that it multiplies: as they are, or normalised (in
+ * groups of `width`, gated or not). A sum goes over the whole row, for which the warps need not wait
+ * for each other. At most 4096 numbers. */
+__device__ inline void mn_few_bring_own(mn_bf16 *x, const mn_few_products_at &p) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int k = (lane / 4 * MN_FEW_WARPS + warp) * 32 + lane % 4 * 8;
+    const bool there = k < p.K;
+    if (p.way == MN_FEW_OWN_COPY) {
+        if (there) *(uint4 *)(x + k) = *(const uint4 *)((const mn_bf16 *)p.a + k);
+        __syncwarp();
+        return;
+    }
+    const mn_few_job &job = p.first;
+    const bool gated = job.kind == MN_FEW_GATED_NORM;
+    const mn_bf16 *from = (const mn_bf16 *)job.side[0].data;
+    const mn_bf16 *gates = gated ? (const mn_bf16 *)job.side[1].data : nullptr;
+    const mn_bf16 *weights = (const mn_bf16 *)job.side[gated ? 2 : 1].data;
+    const int group = k / job.width, at_weight = group % (gated ? job.taps : 1) * job.width;
+    float u[8], z[8], weight[8], mine = 0.0f;
+    mn_load<8>(u, there ? from : nullptr, k);
+    mn_load<8>(z, there ? gates : nullptr, k);
+    mn_load<8>(weight, there ? weights : nullptr, at_weight + k - group * job.width);
+    constexpr int TOGETHER = 4;
+    for (int first = 0; first < p.K; first += TOGETHER * 256) {
+        float sum[TOGETHER];
+        mn_pack<mn_bf16, 8> raw[TOGETHER], gate[TOGETHER];
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) {
+            const int at = first + i * 256 + lane * 8;
+            if (at < p.K) raw[i] = *(const mn_pack<mn_bf16, 8> *)(from + at);
+            if (at < p.K && gates) gate[i] = *(const mn_pack<mn_bf16, 8> *)(gates + at);
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) {
+            sum[i] = 0.0f;
+            if (first + i * 256 + lane * 8 >= p.K) continue;
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                const float gate_j = gates ? mn_float(gate[i].at[j]) : 0.0f;
+                const float y = mn_few_normed(job, mn_float(raw[i].at[j]), gate_j);
+                sum[i] = fmaf(y, y, sum[i]);
+            }
+        }
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes >>= 1) {
+#pragma unroll
+            for (int i = 0; i < TOGETHER; i++) {
+                sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], lanes);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < TOGETHER; i++) {
+            if ((first + i * 256) / job.width == group) mine += sum[i];
+        }
+    }
+    if (there) {
+        const float r = mn_few_inverse(job, mine);
+#pragma unroll
+        for (int j = 0; j < 8; j++) {
+            u[j] = (gated ? u[j] * mn_few_gate(job, z[j]) : u[j]) * r * weight[j];
+        }
+        mn_store<8>(x, k, u);
+        if (blockIdx.x == 0) mn_store<8>((mn_bf16 *)p.a, k, u);
+    }
+    __syncwarp();
+}
+
+/* Any rows, by all threads. */
+template <typename T>
+__device__ __noinline__ void mn_few_bring_rows(T *x, const mn_few_products_at &p, float *room) {
+    constexpr int N = 16 / (int)sizeof(T);
+    const int packs = p.K / N;
+    if (p.has_first) {
+        mn_few_do(p.first, { (char *)x, p.K, p.step }, room);
+        __syncthreads();
+        if (blockIdx.x > 0) return;
+        T *a = (T *)p.a;
+        for (int i = threadIdx.x; i < p.M * p.K; i += blockDim.x) {
+            const int row = i / p.K;
+            a[i] = x[row * p.step + i - row * p.K];
+        }
+        return;
+    }
+    for (int i = threadIdx.x; i < p.M * packs; i += blockDim.x) {
+        const int row = i / packs, at = (i - row * packs) * N;
+        *(uint4 *)(x + row * p.step + at) = *(const uint4 *)((const T *)p.a + row * p.a_row + at);
+    }
+    __syncthreads();
+}
+
+__device__ inline void mn_few_products_run(mn_few_block &room, const mn_few_products_at &p,
+                                           const mn_few_table &table) {
+    if (p.wide) {
+        if (!p.settled) mn_few_begin<float>(room, p, table);
+        if (table.n == 0) return;
+        mn_few_bring_rows((float *)room.rows, p, room.room);
+        mn_few_multiply_all(room, p, table, (const float *)room.rows);
+        return;
+    }
+    if (!p.settled) mn_few_begin<mn_bf16>(room, p, table);
+    if (table.n == 0) return;
+    mn_bf16 *x = (mn_bf16 *)room.rows;
+    if (p.way == MN_FEW_BY_BLOCK) mn_few_bring_rows(x, p, room.room);
+    else mn_few_bring_own(x, p);
+    mn_few_multiply_all(room, p, table, (const mn_bf16 *)x);
+}
+
+#endif
