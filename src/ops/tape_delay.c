@@ -113,7 +113,7 @@ void mn_delay_destroy(mn_delay *delay) {
     free(delay);
 }
 
-/* ---- the program ------------------------------------------------------------------------------ */
+/* ---- the program ----------------------------------------------------------------------------- */
 
 static bool grow(void **list, int64_t *most, int64_t n, size_t item) {
     if (n < *most) return true;

@@ -1,9 +1,9 @@
 /* few_ending.cuh - what becomes of the sums of a strip (kernels/few.h): a warp has a row of eight
  * columns, four lanes each, the first of which stores.
  *
- * What a column adds to its sum, and what its endings read from memory, is asked for before the sums
- * are there. Values of endings stay in shared memory, where those of other products of the same
- * block are too. */
+ * What a column adds to its sum, and what its endings read from memory, is asked for before the
+ * sums are there. Values of endings stay in shared memory, where those of other products of the
+ * same block are too. */
 #ifndef MN_KERNELS_CUDA_FEW_ENDING_CUH
 #define MN_KERNELS_CUDA_FEW_ENDING_CUH
 

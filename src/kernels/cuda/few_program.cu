@@ -64,8 +64,8 @@ __device__ static void look_ahead(mn_few_table &table, const mn_few_stage_at &st
     }
 }
 
-/* One stage ahead: bytes that are older than the program, to shared memory. As many groups of copies
- * as there are slots. */
+/* One stage ahead: bytes that are older than the program, to shared memory. As many groups of
+ * copies as there are slots. */
 __device__ static void begin(mn_few_block &room, const mn_few_stage_at &stage,
                              const mn_few_table &table) {
     const bool products = stage.kind == MN_FEW_PRODUCTS_STAGE && stage.products.settled;

@@ -29,7 +29,7 @@ enum {
 
 enum mn_few_stage_kind { MN_FEW_PARTS_STAGE, MN_FEW_PRODUCTS_STAGE, MN_FEW_MEMORY_STAGE };
 
-/* How rows of a come to shared memory: by all threads, or each warp its own part of a single row. */
+/* How rows of a come to shared memory: by all threads, or each warp its part of a single row. */
 enum mn_few_way { MN_FEW_BY_BLOCK, MN_FEW_OWN_COPY, MN_FEW_OWN_NORM };
 
 /* Where an ending finds an input: value `from`; memory (-1); operand -2 - from of its product. */

@@ -1,4 +1,4 @@
-/* few_weights.cuh - products of a stage (kernels/few.h): c = a b' of a few rows with several weights.
+/* few_weights.cuh - products of a stage (kernels/few.h): c = a b' of few rows with several weights.
  *
  * Such products read every weight once and do next to nothing with it: what counts is how many
  * bytes are on their way, and that they are before the numbers they wait for. The weights of a
@@ -251,8 +251,8 @@ __device__ inline void mn_few_multiply_all(mn_few_block &room, const mn_few_prod
 /* ---- the rows of a --------------------------------------------------------------------------- */
 
 /* One row, of which a warp brings the units that it multiplies: as they are, or normalised (in
- * groups of `width`, gated or not). A sum goes over the whole row, for which the warps need not wait
- * for each other. At most 4096 numbers. */
+ * groups of `width`, gated or not). Each warp adds up the whole row by itself, so that they need
+ * not wait for each other. At most 4096 numbers. */
 __device__ inline void mn_few_bring_own(mn_bf16 *x, const mn_few_products_at &p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int k = (lane / 4 * MN_FEW_WARPS + warp) * 32 + lane % 4 * 8;

@@ -1,0 +1,99 @@
+/* test_decode_device.c - decoding on a GPU as one program a token (kernels/few.h): token by token
+ * against all at once, in float32 and bf16, at widths for which the program's strips, pieces and
+ * endings are whole, and at others; the same bits twice. */
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/util.h"
+#include "infer/session.h"
+#include "support/check.h"
+#include "support/model_case.h"
+
+enum { VOCABULARY = 1000, N = 9 };
+
+static mn_context *gpu;    // NULL: none here
+
+static bool absent(void) {
+    if (!gpu) printf("skipped: there is no GPU here\n");
+    return !gpu;
+}
+
+static const char *const models[] = {
+    "\"layers\": \"gdn\", \"num_heads\": 2, \"head_dim\": 256, \"expand_v\": 1, "
+    "\"hidden_size\": 512, \"intermediate_size\": 1408",
+    "\"layers\": \"gdn\", \"num_heads\": 3, \"head_dim\": 40, \"expand_v\": 2, "
+    "\"hidden_size\": 264, \"intermediate_size\": 88",
+    "\"layers\": \"gdn\", \"num_heads\": 1, \"head_dim\": 24, \"expand_v\": 1, "
+    "\"hidden_size\": 72, \"intermediate_size\": 4136",
+    "\"layers\": \"delta\", \"num_heads\": 2, \"head_dim\": 64, \"hidden_size\": 128, "
+    "\"intermediate_size\": 352",
+    "\"layers\": \"gla, kda\", \"num_heads\": 2, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"attention, mamba2\", \"num_heads\": 4, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"gdn\", \"num_heads\": 1, \"head_dim\": 64, \"expand_v\": 1, "
+    "\"hidden_size\": 60, \"intermediate_size\": 100",
+};
+
+/* Logits after N tokens, one by one or all at once. */
+static void logits_of(float *out, const char *text, mn_dtype dtype, bool one_by_one) {
+    const mn_session_options how = { .dtype = dtype };
+    mn_model *model = NULL;
+    mn_session *session = NULL;
+    int32_t tokens[N];
+    model_case_tokens(tokens, N, VOCABULARY, 9);
+    mn_status st = model_case_create(&model, text, MN_F32, 0.05, 3);
+    if (st == MN_OK) st = mn_session_create(&session, gpu, model, &how);
+    for (int i = 0; st == MN_OK && one_by_one && i < N; i++) {
+        st = mn_session_step(session, tokens[i]);
+    }
+    if (st == MN_OK && !one_by_one) st = mn_session_feed(session, tokens, N);
+    if (st != MN_OK) check_fatal("%s: %s", text, mn_last_error());
+    memcpy(out, mn_session_logits(session), VOCABULARY * sizeof *out);
+    mn_session_destroy(session);
+    mn_model_destroy(model);
+}
+
+static double apart(const float *a, const float *b) {
+    double sum = 0.0;
+    for (int i = 0; i < VOCABULARY; i++) sum += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+    return sqrt(sum / VOCABULARY);
+}
+
+/* In float32 both ways differ by the order of sums. In bf16 each is off by its roundings, decoding
+ * by no more than twice what reading all at once is. */
+static void decoding_is_reading(void **state) {
+    (void)state;
+    if (absent()) return;
+    for (size_t i = 0; i < MN_COUNTOF(models); i++) {
+        static float all[2][VOCABULARY], one[2][VOCABULARY], again[VOCABULARY];
+        static const float zero[VOCABULARY];
+        char text[512];
+        snprintf(text, sizeof text, "{%s, \"num_hidden_layers\": 2, \"vocab_size\": %d, "
+                 "\"max_position_embeddings\": 32}", models[i], VOCABULARY);
+        for (int bf16 = 0; bf16 < 2; bf16++) {
+            const mn_dtype dtype = bf16 ? MN_BF16 : MN_F32;
+            logits_of(all[bf16], text, dtype, false);
+            logits_of(one[bf16], text, dtype, true);
+            logits_of(again, text, dtype, true);
+            CHECK(memcmp(again, one[bf16], sizeof again) == 0, "%s: other bits the second time",
+                  text);
+        }
+        const double size = apart(all[0], zero), off = apart(one[0], all[0]);
+        const double reads = apart(all[1], all[0]), decodes = apart(one[1], all[0]);
+        CHECK(off < 2e-5 * size, "%s: decoding is off by %g of %g", text, off, size);
+        CHECK(decodes < 2.0 * reads, "%s: decoding in bf16 is off by %g, reading by %g of %g", text,
+              decodes, reads, size);
+    }
+    check_done();
+}
+
+int main(void) {
+    const mn_context_options there = { .n_threads = 2, .device = "cuda" };
+    if (mn_context_create(&gpu, &there) != MN_OK) printf("skipped: %s\n", mn_last_error());
+    const struct CMUnitTest tests[] = { cmocka_unit_test(decoding_is_reading) };
+    const int failed = cmocka_run_group_tests(tests, NULL, NULL);
+    mn_context_destroy(gpu);
+    return failed;
+}
