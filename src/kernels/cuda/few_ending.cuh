@@ -173,6 +173,7 @@ __device__ inline void mn_few_ask_tails(const mn_few_products_at &p, const mn_fe
     if (w.conv < 0) return;
     const mn_few_end &e = p.end[w.conv];
     const float *tail0 = (const float *)e.in[3].data;
+#pragma unroll 1
     for (int m = 0; m < e.taps - 1 && tail0; m++) {
         mn_few_ask_line(tail0 + m * (int64_t)w.N + s.column);
     }

@@ -56,7 +56,7 @@ __device__ static void fetch_stage(mn_few_stage_at &to, const mn_few_stage *from
 }
 
 /* Two stages ahead: which strips are this block's, and their bytes from memory to the cache. */
-__device__ static void look_ahead(mn_few_table &table, const mn_few_stage_at &stage) {
+__device__ __noinline__ static void look_ahead(mn_few_table &table, const mn_few_stage_at &stage) {
     switch (stage.kind) {
     case MN_FEW_PRODUCTS_STAGE: mn_few_tabulate(table, stage.products); break;
     case MN_FEW_MEMORY_STAGE: mn_few_ask_state(stage.memory); break;
@@ -66,7 +66,7 @@ __device__ static void look_ahead(mn_few_table &table, const mn_few_stage_at &st
 
 /* One stage ahead: bytes that are older than the program, to shared memory. As many groups of
  * copies as there are slots. */
-__device__ static void begin(mn_few_block &room, const mn_few_stage_at &stage,
+__device__ __noinline__ static void begin(mn_few_block &room, const mn_few_stage_at &stage,
                              const mn_few_table &table) {
     const bool products = stage.kind == MN_FEW_PRODUCTS_STAGE && stage.products.settled;
     if (products && stage.products.wide) {

@@ -38,6 +38,7 @@ __device__ inline void mn_few_ask_state(const mn_few_memory_at &p) {
     if ((int)blockIdx.x >= mn_few_tiles(p) || !p.state0.data) return;
     const mn_few_tile tile(p, blockIdx.x);
     const float *from = mn_row<float>(p.state0, tile.n, 0, tile.h);
+#pragma unroll 1
     for (int row = threadIdx.x / 2; row < p.K; row += MN_FEW_GROUPS) {
         if (threadIdx.x % 2 == 0) mn_few_ask_line(from + tile.at(p, row));
     }
@@ -49,6 +50,7 @@ __device__ inline void mn_few_begin_state(mn_few_block &room, const mn_few_memor
     const mn_few_tile tile(p, blockIdx.x);
     const float *from = mn_row<float>(p.state0, tile.n, 0, tile.h);
     uint4(*to)[MN_FEW_THREADS] = &room.ring[0][0];
+#pragma unroll 1
     for (int i = 0; i < MN_FEW_DEEP; i++) {
         const int row = threadIdx.x / 2 + i * MN_FEW_GROUPS;
         if (from && row < p.K) mn_few_bring(&to[i][threadIdx.x], from + tile.at(p, row), true);
@@ -178,7 +180,7 @@ __device__ inline void mn_few_recall_tile(mn_few_block &room, const mn_few_memor
 }
 
 template <typename T>
-__device__ inline void mn_few_memory_run(mn_few_block &room, const mn_few_memory_at &p) {
+__device__ __noinline__ void mn_few_memory_run(mn_few_block &room, const mn_few_memory_at &p) {
     T *rows = (T *)room.rows;
     if ((int)blockIdx.x >= mn_few_tiles(p)) return;
     if (p.fronts) mn_few_fronts(rows, p);

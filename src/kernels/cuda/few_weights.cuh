@@ -29,6 +29,7 @@ __device__ inline int mn_few_count(const mn_few_weight &w) {
 __device__ inline void mn_few_tabulate(mn_few_table &table, const mn_few_products_at &p) {
     enum { ASKED = 12 };
     int strip = threadIdx.x, all = 0;
+#pragma unroll 1
     for (int i = 0; i < p.n; i++) {
         const mn_few_weight &w = p.of[i];
         const int count = mn_few_count(w), turn = strip - all;
@@ -39,6 +40,7 @@ __device__ inline void mn_few_tabulate(mn_few_table &table, const mn_few_product
         table.at[strip] = s;
         if (!p.settled || strip >= ASKED) continue;
         const int item = p.wide ? 4 : 2, rows = min(MN_FEW_COLUMNS, w.N - column);
+#pragma unroll 1
         for (int row = 0; row < rows; row++) {
             mn_few_ask_row((const char *)w.b + (column + row) * w.b_row * item, p.K * item);
         }
@@ -194,9 +196,10 @@ struct mn_few_pieces {
 
 /* Asks for the first pieces of a stage: as many groups of copies as there are slots. */
 template <typename T>
-__device__ inline void mn_few_begin(mn_few_block &room, const mn_few_products_at &p,
-                                    const mn_few_table &table) {
+__device__ __noinline__ void mn_few_begin(mn_few_block &room, const mn_few_products_at &p,
+                                          const mn_few_table &table) {
     mn_few_pieces<T> next(p);
+#pragma unroll 1
     for (int i = 0; i < MN_FEW_SLOTS; i++) next.ask(room, p, table);
 }
 
@@ -206,17 +209,21 @@ __device__ inline void mn_few_multiply_all(mn_few_block &room, const mn_few_prod
                                            const mn_few_table &table, const T *x) {
     typedef mn_few_lanes<T> lanes;
     mn_few_pieces<T> next(p);
+#pragma unroll 1
     for (int i = 0; i < MN_FEW_SLOTS; i++) next.advance();
     const int batch = MN_FEW_BATCH / p.M, warp = threadIdx.x / 32;
     int slot = 0;
+#pragma unroll 1
     for (int first = 0; first < table.n; first += batch) {
         const int count = min(batch, table.n - first);
         const bool has = warp < count * p.M;
         const int strip = has ? warp / p.M : 0;
         const mn_few_column<T> column(p, table.at[first + strip], warp - strip * p.M);
+#pragma unroll 1
         for (int j = 0; j < count; j++) {
             lanes sum;
             sum.clear();
+#pragma unroll 1
             for (int chunk = 0; chunk < next.chunks; chunk++) {
                 mn_few_arrived<MN_FEW_SLOTS - 1>();
                 sum.add(p, x, chunk, room.ring[slot]);
@@ -250,6 +257,16 @@ __device__ inline void mn_few_multiply_all(mn_few_block &room, const mn_few_prod
 
 /* ---- the rows of a --------------------------------------------------------------------------- */
 
+/* Eight numbers of bf16; nothing is converted before all packs are on their way. */
+__device__ inline void mn_few_floats(float (&x)[8], const uint4 &raw) {
+    const uint32_t words[4] = { raw.x, raw.y, raw.z, raw.w };
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        x[2 * j] = __uint_as_float(words[j] << 16);
+        x[2 * j + 1] = __uint_as_float(words[j] & 0xffff0000u);
+    }
+}
+
 /* One row, of which a warp brings the units that it multiplies: as they are, or normalised (in
  * groups of `width`, gated or not). Each warp adds up the whole row by itself, so that they need
  * not wait for each other. At most 4096 numbers. */
@@ -267,30 +284,35 @@ __device__ inline void mn_few_bring_own(mn_bf16 *x, const mn_few_products_at &p)
     const mn_bf16 *from = (const mn_bf16 *)job.side[0].data;
     const mn_bf16 *gates = gated ? (const mn_bf16 *)job.side[1].data : nullptr;
     const mn_bf16 *weights = (const mn_bf16 *)job.side[gated ? 2 : 1].data;
+    const bool gated_first = gated && job.order == MN_FEW_GATE_FIRST;
     const int group = k / job.width, at_weight = group % (gated ? job.taps : 1) * job.width;
-    float u[8], z[8], weight[8], mine = 0.0f;
-    mn_load<8>(u, there ? from : nullptr, k);
-    mn_load<8>(z, there ? gates : nullptr, k);
-    mn_load<8>(weight, there ? weights : nullptr, at_weight + k - group * job.width);
+    uint4 own = make_uint4(0, 0, 0, 0), own_gate = own, own_weight = own;
+    if (there) own = *(const uint4 *)(from + k);
+    if (there && gated) own_gate = *(const uint4 *)(gates + k);
+    if (there) own_weight = *(const uint4 *)(weights + at_weight + k - group * job.width);
     constexpr int TOGETHER = 4;
+    float mine = 0.0f;
+#pragma unroll 1
     for (int first = 0; first < p.K; first += TOGETHER * 256) {
         float sum[TOGETHER];
-        mn_pack<mn_bf16, 8> raw[TOGETHER], gate[TOGETHER];
+        uint4 raw[TOGETHER], gate[TOGETHER];
 #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
             const int at = first + i * 256 + lane * 8;
-            if (at < p.K) raw[i] = *(const mn_pack<mn_bf16, 8> *)(from + at);
-            if (at < p.K && gates) gate[i] = *(const mn_pack<mn_bf16, 8> *)(gates + at);
+            raw[i] = gate[i] = make_uint4(0, 0, 0, 0);
+            if (at < p.K) raw[i] = *(const uint4 *)(from + at);
+            if (at < p.K && gated_first) gate[i] = *(const uint4 *)(gates + at);
         }
 #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
+            float y[8], by[8];
+            mn_few_floats(y, raw[i]);
+            if (gated_first) mn_few_floats(by, gate[i]);
             sum[i] = 0.0f;
-            if (first + i * 256 + lane * 8 >= p.K) continue;
 #pragma unroll
             for (int j = 0; j < 8; j++) {
-                const float gate_j = gates ? mn_float(gate[i].at[j]) : 0.0f;
-                const float y = mn_few_normed(job, mn_float(raw[i].at[j]), gate_j);
-                sum[i] = fmaf(y, y, sum[i]);
+                if (gated_first) y[j] *= mn_few_gate(job, by[j]);
+                sum[i] = fmaf(y[j], y[j], sum[i]);
             }
         }
 #pragma unroll
@@ -307,9 +329,14 @@ __device__ inline void mn_few_bring_own(mn_bf16 *x, const mn_few_products_at &p)
     }
     if (there) {
         const float r = mn_few_inverse(job, mine);
+        float u[8], z[8], weight[8];
+        mn_few_floats(u, own);
+        mn_few_floats(z, own_gate);
+        mn_few_floats(weight, own_weight);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            u[j] = (gated ? u[j] * mn_few_gate(job, z[j]) : u[j]) * r * weight[j];
+            if (gated) u[j] *= mn_few_gate(job, z[j]);
+            u[j] = u[j] * r * weight[j];
         }
         mn_store<8>(x, k, u);
         if (blockIdx.x == 0) mn_store<8>((mn_bf16 *)p.a, k, u);
@@ -340,13 +367,19 @@ __device__ __noinline__ void mn_few_bring_rows(T *x, const mn_few_products_at &p
     __syncthreads();
 }
 
+/* Calls of their own for what is rare, so that the rest keeps its registers. */
+__device__ __noinline__ void mn_few_products_wide(mn_few_block &room, const mn_few_products_at &p,
+                                                  const mn_few_table &table) {
+    if (!p.settled) mn_few_begin<float>(room, p, table);
+    if (table.n == 0) return;
+    mn_few_bring_rows((float *)room.rows, p, room.room);
+    mn_few_multiply_all(room, p, table, (const float *)room.rows);
+}
+
 __device__ inline void mn_few_products_run(mn_few_block &room, const mn_few_products_at &p,
                                            const mn_few_table &table) {
     if (p.wide) {
-        if (!p.settled) mn_few_begin<float>(room, p, table);
-        if (table.n == 0) return;
-        mn_few_bring_rows((float *)room.rows, p, room.room);
-        mn_few_multiply_all(room, p, table, (const float *)room.rows);
+        mn_few_products_wide(room, p, table);
         return;
     }
     if (!p.settled) mn_few_begin<mn_bf16>(room, p, table);
