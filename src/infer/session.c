@@ -218,14 +218,18 @@ static mn_status record(mn_session *s) {
     return st == MN_OK ? ended : st;
 }
 
-/* The second pass of one token is recorded; the first one has taken what memory it needs. */
+/* The third pass of one token is recorded. The first one may have begun without a state; the second
+ * one has taken what memory such a pass needs. */
 static mn_status step(mn_session *s, const reading *in) {
     if (!repeats(s, in)) {
         forget_graph(s);
         return pass(s, in, 0, 1);
     }
     mn_status st = MN_OK;
-    if (s->steps++ == 0) return pass(s, in, 0, 1);
+    if (s->steps < 2) {
+        s->steps++;
+        return pass(s, in, 0, 1);
+    }
     s->token = in->tokens[0];
     if (!s->graph) st = record(s);
     if (st == MN_OK) st = mn_tape_feed(s->tape);

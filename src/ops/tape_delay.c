@@ -225,6 +225,17 @@ static bool same_input(const mn_product_work *x, const mn_product_work *y) {
            x->dtype == y->dtype;
 }
 
+/* Whether what waits goes on number by number from work i: then it is an ending among others. */
+static bool goes_on(const mn_delay *all, int i) {
+    for (int k = i + 1; k < all->n; k++) {
+        const mn_delayed *d = few_at(all, k);
+        if (d && waits(all, k) && d->of.few.kind <= MN_FEW_FILL && (d->after & mn_bit(i))) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* c + plus, where that can be done at once: `plus` is there and of the same shape. Returns the bit
  * of that work, or 0. */
 static uint64_t add_sum(const mn_delay *all, mn_few_product *to, int product) {
@@ -239,7 +250,7 @@ static uint64_t add_sum(const mn_delay *all, mn_few_product *to, int product) {
         for (int k = 0; k < 3; k++) {
             rows = rows && is_row(&f->at[k], f->shape, p->M * p->N, p->c_dtype);
         }
-        if (!rows || !mn_only_reads(d, &all->list[product])) continue;
+        if (!rows || !mn_only_reads(d, &all->list[product]) || goes_on(all, i)) continue;
         to->plus = f->at[other].data;
         to->sum = f->at[2].data;
         return mn_bit(i);
@@ -268,12 +279,8 @@ static void multiply(mn_tape *tape, mn_delay *all, int first, int maker) {
         stage.settled = stage.settled && is_settled(all, p->b, bytes);
         done |= mn_bit(i);
     }
-    done |= mn_few_gather_endings(all, &stage, products);
-    for (int k = 0; k < stage.n; k++) {
-        const uint64_t sum = add_sum(all, &stage.of[k], products[k]);
-        if (sum & done) stage.of[k].plus = stage.of[k].sum = NULL;
-        done |= sum;
-    }
+    for (int k = 0; k < stage.n; k++) done |= add_sum(all, &stage.of[k], products[k]);
+    done |= mn_few_gather_endings(all, &stage, products, done);
     mn_few_stage *to = new_stage(tape, done);
     if (to) mn_few_products_stage(to, &stage);
 }

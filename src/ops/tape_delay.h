@@ -64,9 +64,10 @@ bool mn_few_memory_of(mn_few_memory *out, mn_op_id op, const void *args);
 int mn_few_inputs_of(mn_few_kind kind);
 const mn_view *mn_few_result(const mn_few *few);
 
-/* tape_ending.c: notes what waits and follows from the columns of `launch` alone, whose product i
- * is work products[i]; returns the bits of those works. */
-uint64_t mn_few_gather_endings(mn_delay *all, mn_few_products *launch, const int *products);
+/* tape_ending.c: notes what waits, is not of `taken`, and follows from the columns of `launch`
+ * alone, whose product i is work products[i]; returns the bits of those works. */
+uint64_t mn_few_gather_endings(mn_delay *all, mn_few_products *launch, const int *products,
+                               uint64_t taken);
 
 /* Whether a view holds `count` numbers one after the other. */
 bool mn_is_row(const mn_view *view, const int64_t shape[4], int64_t count);

@@ -132,12 +132,13 @@ static bool end_with(gathering *g, int i) {
     return false;
 }
 
-uint64_t mn_few_gather_endings(mn_delay *all, mn_few_products *launch, const int *products) {
+uint64_t mn_few_gather_endings(mn_delay *all, mn_few_products *launch, const int *products,
+                               uint64_t taken) {
     gathering g = { .all = all, .launch = launch };
     if (launch->M != 1) return 0;
     for (int p = 0; p < launch->n; p++) g.multiplied |= mn_bit(products[p]);
     for (int i = 0; i < all->n; i++) {
-        if (!((all->done | g.multiplied | g.ended) & mn_bit(i))) end_with(&g, i);
+        if (!((all->done | taken | g.ended) & mn_bit(i))) end_with(&g, i);
     }
     if (launch->n_endings == 0 || mn_few_ends(launch)) return g.ended;
     launch->n_endings = 0;
