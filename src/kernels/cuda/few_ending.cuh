@@ -36,7 +36,8 @@ __device__ __noinline__ float mn_few_function(int f, float x) {
     }
 }
 
-/* A column of one row of a strip, from before its sum is there. T: the type of the product. */
+/* A column of one row of a strip, from before its sum is there. Numbers from memory stay as they
+ * are stored until they are needed: nothing waits for them before. T: the type of the product. */
 template <typename T>
 struct mn_few_column {
     const mn_few_products_at &p;
@@ -44,25 +45,29 @@ struct mn_few_column {
     int product, column, place;                 // place: among the values
     int64_t at;
     bool mine;                                  // a column that is there, and its first lane
-    float bias, plus, early[MN_FEW_EARLY], tail[MN_FEW_TAPS - 1], taps[MN_FEW_TAPS];
+    T bias, plus;
+    uint32_t early[MN_FEW_EARLY];
+    float tail[MN_FEW_TAPS - 1];
+    uint4 taps;
 
-    __device__ mn_few_column(const mn_few_products_at &stage, const mn_few_strip &s, int row)
-        : p(stage) {
+    __device__ explicit mn_few_column(const mn_few_products_at &stage) : p(stage) {}
+
+    __device__ void begin(const mn_few_strip &s, int row) {
         const int lane = threadIdx.x % 32;
         product = s.product, column = s.column + lane / 4;
         place = s.turn * MN_FEW_COLUMNS + lane / 4;
         w = &p.of[product];
-        mine = column < w->N && lane % 4 == 0;
+        mine = lane / 4 < s.n_rows && lane % 4 == 0;
         at = row * (int64_t)w->N + column;
-        bias = plus = 0.0f;
         if (!mine) return;
-        bias = mn_get((const T *)w->bias, column);
-        plus = mn_get((const T *)w->plus, at);
+        if (w->bias) bias = ((const T *)w->bias)[column];
+        if (w->sum) plus = ((const T *)w->plus)[at];
 #pragma unroll
         for (int i = 0; i < MN_FEW_EARLY; i++) {
             if (i >= w->n_operands) continue;
             const mn_few_operand &from = p.operand[w->first_operand + i];
-            early[i] = mn_few_number(from.data, from.wide, (int64_t)column * from.step);
+            if (from.wide) early[i] = ((const uint32_t *)from.data)[(int64_t)column * from.step];
+            else early[i] = ((const uint16_t *)from.data)[(int64_t)column * from.step];
         }
         if (w->conv >= 0) ask_conv(p.end[w->conv]);
     }
@@ -72,12 +77,22 @@ struct mn_few_column {
         const float *tail0 = (const float *)e.in[3].data;
 #pragma unroll
         for (int m = 0; m < MN_FEW_TAPS - 1; m++) {
-            tail[m] = tail0 ? tail0[m * (int64_t)w->N + column] : 0.0f;
+            tail[m] = 0.0f;
+            if (tail0) tail[m] = tail0[m * (int64_t)w->N + column];
         }
-#pragma unroll
-        for (int m = 0; m < MN_FEW_TAPS; m++) {
-            taps[m] = mn_few_number(e.in[1].data, e.in[1].wide, (int64_t)column * e.taps + m);
+        if (e.in[1].wide) {
+            taps = ((const uint4 *)e.in[1].data)[column];
+        } else {
+            const uint2 two = ((const uint2 *)e.in[1].data)[column];
+            taps.x = two.x, taps.y = two.y;
         }
+    }
+
+    /* Tap m of four. */
+    __device__ float tap(bool wide, int m) const {
+        const uint32_t words[4] = { taps.x, taps.y, taps.z, taps.w };
+        if (wide) return __uint_as_float(words[m]);
+        return __uint_as_float(m % 2 ? words[m / 2] & 0xffff0000u : words[m / 2] << 16);
     }
 
     __device__ float input(const mn_few_source &from,
@@ -86,10 +101,10 @@ struct mn_few_column {
         if (from.from == -1) {
             return mn_few_number(from.data, from.wide, (int64_t)column * from.step);
         }
-        float x = early[0];
+        uint32_t x = early[0];
 #pragma unroll
         for (int i = 1; i < MN_FEW_EARLY; i++) x = from.from == -2 - i ? early[i] : x;
-        return x;
+        return __uint_as_float(from.wide ? x : x << 16);
     }
 
     /* One token of a convolution, and the tail of inputs that it leaves. */
@@ -102,10 +117,10 @@ struct mn_few_column {
         if (e.taps == MN_FEW_TAPS) {
 #pragma unroll
             for (int m = 0; m < MN_FEW_TAPS - 1; m++) {
-                sum = fmaf(taps[m], tail[m], sum);
+                sum = fmaf(tap(e.in[1].wide, m), tail[m], sum);
                 if (m > 0 && to) to[(m - 1) * N + column] = tail[m];
             }
-            sum = fmaf(taps[MN_FEW_TAPS - 1], x, sum);
+            sum = fmaf(tap(e.in[1].wide, MN_FEW_TAPS - 1), x, sum);
         } else {
 #pragma unroll 1
             for (int m = 0; m < M; m++) {
@@ -145,9 +160,9 @@ struct mn_few_column {
     /* The product itself. */
     __device__ void store(float sum, float (*values)[MN_FEW_TURNS * MN_FEW_COLUMNS]) const {
         if (!mine) return;
-        const bool wide = sizeof(T) == 4;
-        const float rounded = mn_few_rounded((char *)w->c, wide, at, sum + bias);
-        if (w->sum) mn_put((T *)w->sum + at, rounded + plus);
+        if (w->bias) sum += mn_float(bias);
+        const float rounded = mn_few_rounded((char *)w->c, sizeof(T) == 4, at, sum);
+        if (w->sum) mn_put((T *)w->sum + at, rounded + mn_float(plus));
         if (p.n_ends > 0) values[product][place] = rounded;
     }
 

@@ -3,8 +3,8 @@
  *
  * Between two stages all blocks meet: each adds one to a number in memory and waits until all have.
  * In between a block looks ahead: it asks for the first weights of the next stage, asks the second
- * cache for those of the stage after that, and fetches the stage behind. The launch is cooperative,
- * so that all blocks are there at once. */
+ * cache for those of the stage after that, looks which strips of the third are its own, and fetches
+ * the fourth. The launch is cooperative, so that all blocks are there at once. */
 #include "kernels/cuda/few_recall.cuh"
 #include "kernels/cuda/few_weights.cuh"
 
@@ -55,13 +55,15 @@ __device__ static void fetch_stage(mn_few_stage_at &to, const mn_few_stage *from
     }
 }
 
-/* Two stages ahead: which strips are this block's, and their bytes from memory to the cache. */
-__device__ __noinline__ static void look_ahead(mn_few_table &table, const mn_few_stage_at &stage) {
-    switch (stage.kind) {
-    case MN_FEW_PRODUCTS_STAGE: mn_few_tabulate(table, stage.products); break;
-    case MN_FEW_MEMORY_STAGE: mn_few_ask_state(stage.memory); break;
-    default: break;
-    }
+/* Three stages ahead: which strips are this block's. */
+__device__ __noinline__ static void tabulate(mn_few_table &table, const mn_few_stage_at &stage) {
+    if (stage.kind == MN_FEW_PRODUCTS_STAGE) mn_few_tabulate(table, stage.products);
+}
+
+/* Two stages ahead: bytes from memory to the second cache. */
+__device__ __noinline__ static void ask(const mn_few_table &table, const mn_few_stage_at &stage) {
+    if (stage.kind == MN_FEW_PRODUCTS_STAGE) mn_few_ask_weights(table, stage.products);
+    else if (stage.kind == MN_FEW_MEMORY_STAGE) mn_few_ask_state(stage.memory);
 }
 
 /* One stage ahead: bytes that are older than the program, to shared memory. As many groups of
@@ -106,24 +108,28 @@ __device__ static void run(mn_few_block &room, const mn_few_stage_at &stage,
 __global__ void __launch_bounds__(MN_FEW_THREADS, 1)
 few_program_kernel(few_head *head, const mn_few_stage *stages, int n_stages) {
     extern __shared__ __align__(128) unsigned char bytes[];
+    enum { STAGES = MN_FEW_KNOWN, TABLES = MN_FEW_KNOWN - 1 };
     mn_few_block &room = *(mn_few_block *)bytes;
-    for (int i = 0; i < 3 && i < n_stages; i++) fetch_stage(room.stage[i], stages + i);
+    for (int i = 0; i < 4 && i < n_stages; i++) fetch_stage(room.stage[i], stages + i);
     mn_few_commit();
     mn_few_arrived<0>();
     __syncthreads();
-    for (int i = 0; i < 2 && i < n_stages; i++) look_ahead(room.table[i], room.stage[i]);
+    for (int i = 0; i < 3 && i < n_stages; i++) tabulate(room.table[i], room.stage[i]);
     __syncthreads();
     begin(room, room.stage[0], room.table[0]);
+    if (n_stages > 1) ask(room.table[1], room.stage[1]);
+#pragma unroll 1
     for (int i = 0; i < n_stages; i++) {
         if (i > 0) meet(head, (unsigned)i * gridDim.x);
-        mn_few_arrived<MN_FEW_SLOTS>();    // the stage that was fetched
-        run(room, room.stage[i % 4], room.table[i % 3]);
+        run(room, room.stage[i % STAGES], room.table[i % TABLES]);
         if (i + 1 == n_stages) break;
+        mn_few_arrived<0>();
         come(head);
-        if (i + 3 < n_stages) fetch_stage(room.stage[(i + 3) % 4], stages + i + 3);
+        begin(room, room.stage[(i + 1) % STAGES], room.table[(i + 1) % TABLES]);
+        if (i + 2 < n_stages) ask(room.table[(i + 2) % TABLES], room.stage[(i + 2) % STAGES]);
+        if (i + 3 < n_stages) tabulate(room.table[(i + 3) % TABLES], room.stage[(i + 3) % STAGES]);
+        if (i + 4 < n_stages) fetch_stage(room.stage[(i + 4) % STAGES], stages + i + 4);
         mn_few_commit();
-        if (i + 2 < n_stages) look_ahead(room.table[(i + 2) % 3], room.stage[(i + 2) % 4]);
-        begin(room, room.stage[(i + 1) % 4], room.table[(i + 1) % 3]);
     }
     mn_few_arrived<0>();
     leave(head);
@@ -365,9 +371,13 @@ static bool fill_products(mn_few_products_at *p, const mn_few_products *given) {
     p->settled = given->settled, p->a_row = given->a_row, p->a = given->a;
     p->has_first = given->first != NULL;
     if (given->first) p->first = mn_few_job_of(*given->first);
+    p->by_width = mn_divide_by(mn_max(p->first.width, 1));
+    p->inverse_width = 1.0f / (float)mn_max(p->first.width, 1);
     for (int i = 0; i < given->n; i++) {
         const mn_few_product &g = given->of[i];
-        p->of[i] = { g.b, g.bias, g.plus, g.c, g.sum, g.b_row, (int)g.N, 0, 0, 0, -1 };
+        const int strips = (int)mn_ceil_div(g.N, MN_FEW_COLUMNS), blocks = blocks_here();
+        p->of[i] = { g.b,  g.bias, g.plus, g.c,           g.sum,         g.b_row, (int)g.N,
+                     0,    0,      0,      -1,            strips / blocks, strips % blocks };
     }
     for (int i = 0; i < given->n_endings; i++) p->end[i] = end_of(given, i);
     const bool fits = place_strips(p, blocks_here());
@@ -386,6 +396,9 @@ extern "C" bool mn_few_ends(const mn_few_products *given) {
     mn_few_stage stage;
     mn_few_products_at *p = make<mn_few_products_at>(&stage, MN_FEW_PRODUCTS_STAGE);
     bool fits = fill_products(p, given) && given->M == 1;
+    for (int i = 0; i < p->n_ends; i++) {
+        fits = fits && (p->end[i].kind != MN_FEW_CONV || (uintptr_t)p->end[i].in[1].data % 16 == 0);
+    }
     for (int block = 0; block < blocks && fits; block++) {
         int64_t all = 0;
         for (int i = 0; i < p->n; i++) {

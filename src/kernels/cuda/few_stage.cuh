@@ -16,15 +16,16 @@ enum {
     MN_FEW_SLOTS = 6,               // pieces of weights on their way to a block
     MN_FEW_PACKS = 2,               // of 16 bytes, of a thread in a piece
     MN_FEW_BATCH = 16,              // rows of strips whose sums wait for each other
-    MN_FEW_STRIPS = 192,            // of a block in a stage
+    MN_FEW_STRIPS = 136,            // of a block in a stage
     MN_FEW_TURNS = 8,               // strips of a block of one product with endings
     MN_FEW_OPERANDS = 12,           // numbers a column that endings read from memory
     MN_FEW_EARLY = 4,               // of them for one product
     MN_FEW_VALUES = MN_FEW_PRODUCTS + MN_FEW_ENDINGS,
-    MN_FEW_ROWS_BYTES = 28 << 10,   // of inputs in shared memory
+    MN_FEW_ROWS_BYTES = 20 << 10,   // of inputs in shared memory
     MN_FEW_ROW_PAD = 8,
     MN_FEW_TILE = 8,                // columns of a memory that a block has
     MN_FEW_DEEP = 4,                // rows of a memory, of a thread
+    MN_FEW_KNOWN = 5,               // stages that a block has in shared memory
 };
 
 enum mn_few_stage_kind { MN_FEW_PARTS_STAGE, MN_FEW_PRODUCTS_STAGE, MN_FEW_MEMORY_STAGE };
@@ -57,10 +58,13 @@ struct mn_few_weight {
     void *c, *sum;
     int64_t b_row;
     int N, begin, first_operand, n_operands, conv;    // its ending that is a convolution; -1: none
+    int turns, rest;    // strips of each block; blocks from `begin` on that have one more
 };
 
 struct alignas(16) mn_few_products_at {
     int kind, wide, M, K, step, n, n_ends, way, has_first, settled;
+    mn_divisor by_width;    // of a norm in front
+    float inverse_width;
     int64_t a_row;
     const void *a;
     mn_few_weight of[MN_FEW_PRODUCTS];
@@ -96,10 +100,12 @@ static_assert(sizeof(mn_few_parts_at) <= MN_FEW_STAGE_BYTES, "a stage");
 static_assert(sizeof(mn_few_memory_at) <= MN_FEW_STAGE_BYTES, "a stage");
 static_assert(sizeof(mn_few_stage_at) == MN_FEW_STAGE_BYTES, "a stage");
 
-/* A block's strips of a stage, in the order of the products. `turn`: among those of its product. */
-struct mn_few_strip {
-    short product, turn;
-    int column;
+/* A block's strips of a stage, in the order of the products: its rows of weights, `step` bytes
+ * apart. `turn`: among the strips of its product. */
+struct alignas(8) mn_few_strip {
+    const char *rows;
+    int step, column;
+    short product, turn, n_rows;
 };
 
 struct mn_few_table {
@@ -110,8 +116,8 @@ struct mn_few_table {
 struct alignas(16) mn_few_block {
     uint4 ring[MN_FEW_SLOTS][MN_FEW_PACKS][MN_FEW_THREADS];    // a thread's own packs
     unsigned char rows[MN_FEW_ROWS_BYTES];
-    mn_few_stage_at stage[4];
-    mn_few_table table[3];
+    mn_few_stage_at stage[MN_FEW_KNOWN];
+    mn_few_table table[MN_FEW_KNOWN - 1];
     float sums[MN_FEW_BATCH * MN_FEW_COLUMNS][MN_FEW_WARPS + 1];
     float values[MN_FEW_VALUES][MN_FEW_TURNS * MN_FEW_COLUMNS];
     float gathered[MN_FEW_WARPS + 1][2][9];
@@ -137,18 +143,7 @@ __device__ inline void mn_few_arrived(void) {
     asm volatile("cp.async.wait_group %0;\n" :: "n"(LEFT) : "memory");
 }
 
-/* Asks the second cache for `bytes`, a multiple of 16, from an address that is one. */
-__device__ inline void mn_few_ask_row(const void *from, int bytes) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;\n" :: "l"(from), "r"(bytes)
-                 : "memory");
-#else
-    for (int at = 0; at < bytes; at += 128) {
-        asm volatile("prefetch.global.L2 [%0];" :: "l"((const char *)from + at));
-    }
-#endif
-}
-
+/* Asks the second cache for the line of an address. */
 __device__ inline void mn_few_ask_line(const void *from) {
     asm volatile("prefetch.global.L2 [%0];" :: "l"(from));
 }

@@ -14,39 +14,44 @@
 
 #include "kernels/cuda/few_ending.cuh"
 
-/* Strips of a block of product i: the first one, and how many. */
-__device__ inline int mn_few_first(const mn_few_weight &w) {
-    const int blocks = gridDim.x, first = (int)blockIdx.x - w.begin;
-    return first < 0 ? first + blocks : first;
-}
-
-__device__ inline int mn_few_count(const mn_few_weight &w) {
-    const int n_strips = (w.N + MN_FEW_COLUMNS - 1) / MN_FEW_COLUMNS, first = mn_few_first(w);
-    return first < n_strips ? (n_strips - 1 - first) / (int)gridDim.x + 1 : 0;
-}
-
-/* The block's strips, a thread each, which also asks the second cache for the strip's weights. */
+/* The block's strips, a thread each. */
 __device__ inline void mn_few_tabulate(mn_few_table &table, const mn_few_products_at &p) {
-    enum { ASKED = 12 };
     int strip = threadIdx.x, all = 0;
 #pragma unroll 1
     for (int i = 0; i < p.n; i++) {
         const mn_few_weight &w = p.of[i];
-        const int count = mn_few_count(w), turn = strip - all;
+        int first = (int)blockIdx.x - w.begin;
+        if (first < 0) first += gridDim.x;
+        const int count = w.turns + (first < w.rest), turn = strip - all;
         all += count;
         if (turn < 0 || turn >= count) continue;
-        const int column = (mn_few_first(w) + turn * (int)gridDim.x) * MN_FEW_COLUMNS;
-        const mn_few_strip s = { (short)i, (short)turn, column };
+        mn_few_strip s;
+        s.column = (first + turn * (int)gridDim.x) * MN_FEW_COLUMNS;
+        s.step = (int)w.b_row * (p.wide ? 4 : 2);
+        s.rows = (const char *)w.b + s.column * (int64_t)s.step;
+        s.product = (short)i, s.turn = (short)turn;
+        s.n_rows = (short)min(MN_FEW_COLUMNS, w.N - s.column);
         table.at[strip] = s;
-        if (!p.settled || strip >= ASKED) continue;
-        const int item = p.wide ? 4 : 2, rows = min(MN_FEW_COLUMNS, w.N - column);
-#pragma unroll 1
-        for (int row = 0; row < rows; row++) {
-            mn_few_ask_row((const char *)w.b + (column + row) * w.b_row * item, p.K * item);
-        }
-        mn_few_ask_tails(p, s);
     }
     if (threadIdx.x == 0) table.n = all;
+}
+
+/* Asks the second cache for the weights of the first strips, a warp for each row, and for what
+ * their endings read. */
+__device__ inline void mn_few_ask_weights(const mn_few_table &table, const mn_few_products_at &p) {
+    enum { ASKED = 12, LINE = 128 };
+    const int lane = threadIdx.x % 32, bytes = p.K * (p.wide ? 4 : 2);
+    const int strips = min(table.n, (int)ASKED), rows = strips * MN_FEW_COLUMNS;
+    if (!p.settled) return;
+#pragma unroll 1
+    for (int i = threadIdx.x / 32; i < rows; i += MN_FEW_WARPS) {
+        const mn_few_strip &s = table.at[i / MN_FEW_COLUMNS];
+        const int row = i % MN_FEW_COLUMNS;
+        if (row >= s.n_rows) continue;
+        const char *from = s.rows + row * (int64_t)s.step;
+        for (int at = lane * LINE; at < bytes; at += 32 * LINE) mn_few_ask_line(from + at);
+    }
+    if ((int)threadIdx.x < strips) mn_few_ask_tails(p, table.at[threadIdx.x]);
 }
 
 /* acc (16,8) += (the 8 rows of which a lane has w0 and w1, and 8 of zeros) b */
@@ -160,25 +165,23 @@ struct mn_few_lanes<float> {
 template <typename T>
 struct mn_few_pieces {
     typedef mn_few_lanes<T> lanes;
-    int strip, chunk, chunks, slot;
+    int strip, chunk, chunks, slot, K;
 
     __device__ explicit mn_few_pieces(const mn_few_products_at &p)
-        : strip(0), chunk(0), chunks((p.K + lanes::NUMBERS - 1) / lanes::NUMBERS), slot(0) {}
+        : strip(0), chunk(0), chunks((p.K + lanes::NUMBERS - 1) / lanes::NUMBERS), slot(0),
+          K(p.K) {}
 
     /* Asks for this piece, if it is there, and goes on to the next. */
-    __device__ void ask(mn_few_block &room, const mn_few_products_at &p,
-                        const mn_few_table &table) {
+    __device__ void ask(mn_few_block &room, const mn_few_table &table) {
         if (strip < table.n) {
             const mn_few_strip s = table.at[strip];
-            const mn_few_weight &w = p.of[s.product];
-            const int column = s.column + lanes::column();
-            const T *row = (const T *)w.b + column * w.b_row;
+            const char *row = s.rows + lanes::column() * s.step;
 #pragma unroll
             for (int i = 0; i < MN_FEW_PACKS; i++) {
                 const int k = lanes::place(chunk, i);
-                const bool there = column < w.N && k < p.K;
+                const bool there = lanes::column() < s.n_rows && k < K;
                 mn_few_bring(&room.ring[slot][i][threadIdx.x],
-                             there ? (const void *)(row + k) : w.b, there);
+                             there ? row + k * (int)sizeof(T) : s.rows, there);
             }
         }
         mn_few_commit();
@@ -200,59 +203,115 @@ __device__ __noinline__ void mn_few_begin(mn_few_block &room, const mn_few_produ
                                           const mn_few_table &table) {
     mn_few_pieces<T> next(p);
 #pragma unroll 1
-    for (int i = 0; i < MN_FEW_SLOTS; i++) next.ask(room, p, table);
+    for (int i = 0; i < MN_FEW_SLOTS; i++) next.ask(room, table);
 }
 
-/* The products, whose first pieces have been asked for; the rows of a are at x. */
+/* All pieces are on their way already: three strips of one piece each at a time, or one strip. */
+template <typename T>
+__device__ inline void mn_few_multiply_few(mn_few_block &room, const mn_few_products_at &p,
+                                           int n, int chunks, const T *x) {
+    enum { TOGETHER = 3 };
+    mn_few_arrived<0>();
+    const int numbers = p.M * MN_FEW_COLUMNS;
+    if (chunks == 1) {
+#pragma unroll 1
+        for (int first = 0; first < n; first += TOGETHER) {
+            mn_few_lanes<T> sum[TOGETHER];
+#pragma unroll
+            for (int j = 0; j < TOGETHER; j++) {
+                sum[j].clear();
+                sum[j].add(p, x, 0, room.ring[first + j < n ? first + j : first]);
+            }
+#pragma unroll
+            for (int j = 0; j < TOGETHER; j++) {
+                if (first + j < n) sum[j].keep(room.sums + (first + j) * numbers, p.M);
+            }
+        }
+        return;
+    }
+#pragma unroll 1
+    for (int j = 0; j < n; j++) {
+        mn_few_lanes<T> sum;
+        sum.clear();
+#pragma unroll 3
+        for (int chunk = 0; chunk < chunks; chunk++) {
+            sum.add(p, x, chunk, room.ring[j * chunks + chunk]);
+        }
+        sum.keep(room.sums + j * numbers, p.M);
+    }
+}
+
+/* What becomes of the sums of a batch: a warp has a row of a strip. */
+template <typename T>
+__device__ inline void mn_few_finish(mn_few_block &room, const mn_few_column<T> &column,
+                                     bool has) {
+    const int lane = threadIdx.x % 32;
+    __syncthreads();
+    if (has) {
+        const float *parts = room.sums[threadIdx.x / 32 * MN_FEW_COLUMNS + lane / 4];
+        float all;
+        if (mn_few_lanes<T>::PARTS == 2) {
+            all = parts[0] + parts[1];
+        } else {
+            const int at = lane % 4 * 4;
+            all = (parts[at] + parts[at + 1]) + (parts[at + 2] + parts[at + 3]);
+            all += __shfl_xor_sync(0xffffffffu, all, 1);
+            all += __shfl_xor_sync(0xffffffffu, all, 2);
+        }
+        column.store(all, room.values);
+    }
+    if (column.p.n_ends == 0) return;    // else there is one batch
+    __syncthreads();
+    if (has) column.end(room.values);
+}
+
+/* The products, whose first pieces have been asked for; the rows of a are at x. `column`: this
+ * warp's of the first batch. */
 template <typename T>
 __device__ inline void mn_few_multiply_all(mn_few_block &room, const mn_few_products_at &p,
-                                           const mn_few_table &table, const T *x) {
-    typedef mn_few_lanes<T> lanes;
+                                           const mn_few_table &table, const T *x,
+                                           mn_few_column<T> &column) {
     mn_few_pieces<T> next(p);
+    const int batch = p.M == 1 ? MN_FEW_BATCH : MN_FEW_BATCH / p.M, warp = threadIdx.x / 32;
+    if (table.n * next.chunks <= MN_FEW_SLOTS && table.n <= batch) {
+        mn_few_multiply_few(room, p, table.n, next.chunks, x);
+        mn_few_finish(room, column, warp < table.n * p.M);
+        return;
+    }
 #pragma unroll 1
     for (int i = 0; i < MN_FEW_SLOTS; i++) next.advance();
-    const int batch = MN_FEW_BATCH / p.M, warp = threadIdx.x / 32;
     int slot = 0;
 #pragma unroll 1
     for (int first = 0; first < table.n; first += batch) {
         const int count = min(batch, table.n - first);
         const bool has = warp < count * p.M;
-        const int strip = has ? warp / p.M : 0;
-        const mn_few_column<T> column(p, table.at[first + strip], warp - strip * p.M);
+        if (first > 0) column.begin(table.at[first + (has ? warp / p.M : 0)], warp % p.M);
 #pragma unroll 1
         for (int j = 0; j < count; j++) {
-            lanes sum;
+            mn_few_lanes<T> sum;
             sum.clear();
 #pragma unroll 1
             for (int chunk = 0; chunk < next.chunks; chunk++) {
                 mn_few_arrived<MN_FEW_SLOTS - 1>();
                 sum.add(p, x, chunk, room.ring[slot]);
-                next.ask(room, p, table);
+                next.ask(room, table);
                 slot = slot + 1 == MN_FEW_SLOTS ? 0 : slot + 1;
             }
             sum.keep(room.sums + j * p.M * MN_FEW_COLUMNS, p.M);
         }
-        __syncthreads();
-        if (has) {
-            const int lane = threadIdx.x % 32;
-            const float *parts = room.sums[warp * MN_FEW_COLUMNS + lane / 4];
-            float all;
-            if (lanes::PARTS == 2) {
-                all = parts[0] + parts[1];
-            } else {
-                const int at = lane % 4 * 4;
-                all = (parts[at] + parts[at + 1]) + (parts[at + 2] + parts[at + 3]);
-                all += __shfl_xor_sync(0xffffffffu, all, 1);
-                all += __shfl_xor_sync(0xffffffffu, all, 2);
-            }
-            column.store(all, room.values);
-        }
-        if (p.n_ends > 0) {    // then there is one batch
-            __syncthreads();
-            if (has) column.end(room.values);
-        }
+        mn_few_finish(room, column, has);
         if (first + batch < table.n) __syncthreads();
     }
+}
+
+/* This warp's row of a strip of the first batch. */
+template <typename T>
+__device__ inline mn_few_column<T> mn_few_first_column(const mn_few_products_at &p,
+                                                       const mn_few_table &table) {
+    const int warp = threadIdx.x / 32, strip = p.M == 1 ? warp : warp / p.M;
+    mn_few_column<T> column(p);
+    column.begin(table.at[strip < table.n ? strip : 0], p.M == 1 ? 0 : warp % p.M);
+    return column;
 }
 
 /* ---- the rows of a --------------------------------------------------------------------------- */
@@ -285,11 +344,13 @@ __device__ inline void mn_few_bring_own(mn_bf16 *x, const mn_few_products_at &p)
     const mn_bf16 *gates = gated ? (const mn_bf16 *)job.side[1].data : nullptr;
     const mn_bf16 *weights = (const mn_bf16 *)job.side[gated ? 2 : 1].data;
     const bool gated_first = gated && job.order == MN_FEW_GATE_FIRST;
-    const int group = k / job.width, at_weight = group % (gated ? job.taps : 1) * job.width;
+    const int group = gated ? (int)mn_quotient((uint32_t)k, p.by_width) : 0;
+    const int low = group * job.width, high = low + job.width;
+    const int at_weight = !gated || job.taps == 1 ? 0 : group % job.taps * job.width;
     uint4 own = make_uint4(0, 0, 0, 0), own_gate = own, own_weight = own;
     if (there) own = *(const uint4 *)(from + k);
     if (there && gated) own_gate = *(const uint4 *)(gates + k);
-    if (there) own_weight = *(const uint4 *)(weights + at_weight + k - group * job.width);
+    if (there) own_weight = *(const uint4 *)(weights + at_weight + k - low);
     constexpr int TOGETHER = 4;
     float mine = 0.0f;
 #pragma unroll 1
@@ -324,11 +385,11 @@ __device__ inline void mn_few_bring_own(mn_bf16 *x, const mn_few_products_at &p)
         }
 #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
-            if ((first + i * 256) / job.width == group) mine += sum[i];
+            if (first + i * 256 >= low && first + i * 256 < high) mine += sum[i];
         }
     }
     if (there) {
-        const float r = mn_few_inverse(job, mine);
+        const float r = rsqrtf(fmaf(mine, p.inverse_width, job.scale));
         float u[8], z[8], weight[8];
         mn_few_floats(u, own);
         mn_few_floats(z, own_gate);
@@ -372,8 +433,9 @@ __device__ __noinline__ void mn_few_products_wide(mn_few_block &room, const mn_f
                                                   const mn_few_table &table) {
     if (!p.settled) mn_few_begin<float>(room, p, table);
     if (table.n == 0) return;
+    mn_few_column<float> column = mn_few_first_column<float>(p, table);
     mn_few_bring_rows((float *)room.rows, p, room.room);
-    mn_few_multiply_all(room, p, table, (const float *)room.rows);
+    mn_few_multiply_all(room, p, table, (const float *)room.rows, column);
 }
 
 __device__ inline void mn_few_products_run(mn_few_block &room, const mn_few_products_at &p,
@@ -385,9 +447,10 @@ __device__ inline void mn_few_products_run(mn_few_block &room, const mn_few_prod
     if (!p.settled) mn_few_begin<mn_bf16>(room, p, table);
     if (table.n == 0) return;
     mn_bf16 *x = (mn_bf16 *)room.rows;
+    mn_few_column<mn_bf16> column = mn_few_first_column<mn_bf16>(p, table);
     if (p.way == MN_FEW_BY_BLOCK) mn_few_bring_rows(x, p, room.room);
     else mn_few_bring_own(x, p);
-    mn_few_multiply_all(room, p, table, (const mn_bf16 *)x);
+    mn_few_multiply_all(room, p, table, (const mn_bf16 *)x, column);
 }
 
 #endif
