@@ -44,22 +44,6 @@ struct mn_walk_room {
     mn_walk_front<KP> front[2];
     mn_walk_back<KP> back[backs];
     mn_walk_place place;    // here, as registers are short
-
-    /* Whether what is needed later is fetched ahead as well: where one kind of keys is all that
-     * memory has to hold, there is room for two chunks of the other. */
-    __device__ static bool ahead(bool same_keys) {
-        return backs == 2 || same_keys;
-    }
-
-    /* Rows of a chunk that are needed later; others of them, unless those are the keys. */
-    __device__ unsigned char *first(int chunk, bool same_keys) {
-        if (backs == 2) return back[chunk % backs].first;
-        return same_keys && chunk % 2 ? back[0].second : back[0].first;
-    }
-
-    __device__ unsigned char *second(int chunk) {
-        return back[chunk % backs].second;
-    }
 };
 
 /* Fills in the place. All threads of the block call. */
@@ -126,21 +110,22 @@ __device__ inline void mn_walk_fetch_front(mn_walk_front<KP> &to, const mn_delta
 
 /* What the fetching warps do for `n` chunks, in step with the others: front(i) and back(i) fetch
  * for chunk i in the order of the walk, and do nothing beyond the last. */
-template <typename Front, typename Back>
-__device__ inline void mn_walk_fetch(int n, bool ahead, Front front, Back back) {
+template <int KP, bool GROUP, typename Front, typename Back>
+__device__ inline void mn_walk_fetch(int n, Front front, Back back) {
+    constexpr int backs = mn_walk_room<KP>::backs;
     const auto all = [&](auto fetch, int i) {
         if (i < n) fetch(i);
         mn_copy_commit();
     };
     all(front, 0);
-    if (ahead) all(back, 0);
+    if (backs == 2) all(back, 0);
     for (int i = 0; i < n; i++) {
-        if (!ahead) all(back, i);
+        if (backs == 1) all(back, i);
         all(front, i + 1);
-        if (ahead) all(back, i + 1);
+        if (backs == 2) all(back, i + 1);
         mn_copy_wait<2>();
         __syncthreads();
-        if (!ahead) {
+        if (backs == 1) {
             mn_copy_wait<1>();
             __syncthreads();
         }
@@ -356,11 +341,11 @@ __global__ void __launch_bounds__(32 * MN_DELTA_WALKERS + MN_DELTA_FETCHERS)
 mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices) {
     extern __shared__ __align__(1024) unsigned char walk_bytes[];
     mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
+    constexpr int backs = mn_walk_room<KP>::backs;
     const mn_delta_args &p = job.p;
     mn_walk_begin(room.place, job, n_slices);
     const mn_walk_place &at = room.place;
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
-    const bool ahead = mn_walk_room<KP>::ahead(same_keys);
     if (mn_walk_hand() >= 0) {
         const auto front = [&](int chunk) {
             mn_walk_front<KP> &to = room.front[chunk % 2];
@@ -368,22 +353,24 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices)
             mn_walk_fetch_front<KP, CHANNEL>(to, job, p.v, job.packed[MN_DELTA_V], at, chunk);
         };
         const auto back = [&](int chunk) {
+            mn_walk_back<KP> &to = room.back[chunk % backs];
             if (!KEEP) {
-                mn_walk_fetch_keys<KP, CHANNEL>(room.first(chunk, same_keys), job, p.q, MN_DELTA_Q,
-                                                job.work.q, at, chunk);
+                mn_walk_fetch_keys<KP, CHANNEL>(to.first, job, p.q, MN_DELTA_Q, job.work.q, at,
+                                                chunk);
             }
             if (!same_keys) {
-                mn_walk_fetch_keys<KP, CHANNEL>(room.second(chunk), job, p.w, MN_DELTA_W,
-                                                job.work.w, at, chunk);
+                mn_walk_fetch_keys<KP, CHANNEL>(to.second, job, p.w, MN_DELTA_W, job.work.w, at,
+                                                chunk);
             }
         };
-        mn_walk_fetch(at.n_chunks, ahead, front, back);
+        mn_walk_fetch<KP, GROUP>(at.n_chunks, front, back);
         return;
     }
     mn_walk_state<KP> S;
     S.load(p.state0, p.call, at);
     for (int chunk = 0; chunk < at.n_chunks; chunk++) {
         mn_walk_front<KP> &front = room.front[chunk % 2];
+        mn_walk_back<KP> &back = room.back[chunk % backs];
         float X[8][4] = {}, R[8][4] = {}, O[8][4] = {};
         unsigned x[4][4], r[4][4];
         __syncthreads();    // the front is there
@@ -399,11 +386,11 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices)
         mn_walk_left(r, R);
         if (!CHANNEL) mn_walk_scale(R, front.write, 1.0f);
         mn_walk_left(x, R);
-        if (!ahead) {    // else what is needed later came with the front
+        if (backs == 1) {    // with two, what is behind came with the front
             __syncthreads();
             mn_unit_see<GROUP>();
         }
-        if (!KEEP) S.template read<GROUP>(O, mn_shared(room.first(chunk, same_keys)), nullptr);
+        if (!KEEP) S.template read<GROUP>(O, mn_shared(back.first), nullptr);
         if (KEEP) {
             mn_walk_keep(job.work.R + mn_walk_record(job, at, chunk, MN_DELTA_CHUNK), r);
         } else {
@@ -417,7 +404,7 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices)
         }
         S.template decay<CHANNEL>(front);
         mn_unit_begin<GROUP>();
-        S.template add<GROUP>(x, mn_shared(same_keys ? front.keys : room.second(chunk)));
+        S.template add<GROUP>(x, mn_shared(same_keys ? front.keys : back.second));
         mn_unit_end<GROUP>();
         __syncthreads();
     }
@@ -447,10 +434,11 @@ __global__ void __launch_bounds__(32 * MN_DELTA_WALKERS + MN_DELTA_FETCHERS)
 mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices) {
     extern __shared__ __align__(1024) unsigned char walk_bytes[];
     mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
+    constexpr int backs = mn_walk_room<KP>::backs;
     const mn_delta_args &p = job.p;
     mn_walk_begin(room.place, job, n_slices);
     const mn_walk_place &at = room.place;
-    const bool same_keys = !CHANNEL && !p.w.data, ahead = mn_walk_room<KP>::ahead(same_keys);
+    const bool same_keys = !CHANNEL && !p.w.data;
     const mn_in &w = same_keys ? p.e : p.w;
     if (mn_walk_hand() >= 0) {
         const auto front = [&](int i) {
@@ -461,19 +449,19 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_sl
         };
         const auto back = [&](int i) {
             const int chunk = at.n_chunks - 1 - i;
-            mn_walk_fetch_keys<KP, CHANNEL>(room.first(chunk, same_keys), job, p.q, MN_DELTA_Q,
-                                            job.work.q, at, chunk);
+            mn_walk_back<KP> &to = room.back[chunk % backs];
+            mn_walk_fetch_keys<KP, CHANNEL>(to.first, job, p.q, MN_DELTA_Q, job.work.q, at, chunk);
             if (same_keys) return;
-            mn_walk_fetch_keys<KP, CHANNEL>(room.second(chunk), job, p.e, MN_DELTA_E, job.work.e,
-                                            at, chunk);
+            mn_walk_fetch_keys<KP, CHANNEL>(to.second, job, p.e, MN_DELTA_E, job.work.e, at, chunk);
         };
-        mn_walk_fetch(at.n_chunks, ahead, front, back);
+        mn_walk_fetch<KP, GROUP>(at.n_chunks, front, back);
         return;
     }
     mn_walk_state<KP> D;
     D.load(p.cot.state, p.call, at);
     for (int chunk = at.n_chunks - 1; chunk >= 0; chunk--) {
         mn_walk_front<KP> &front = room.front[chunk % 2];
+        mn_walk_back<KP> &back = room.back[chunk % backs];
         float dR[8][4] = {}, dX[8][4] = {};
         unsigned x[4][4], cot[4][4];
         __syncthreads();
@@ -497,7 +485,7 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_sl
         if (p.grad.v.data) {
             mn_walk_put(p.grad.v, job.packed[MN_DELTA_DV], at, chunk, p.call.V, front.values, dX);
         }
-        if (!ahead) {
+        if (backs == 1) {
             __syncthreads();
             mn_unit_see<GROUP>();
         }
@@ -510,8 +498,8 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_sl
         if (!CHANNEL) mn_walk_scale(dX, front.gamma, 1.0f);
         mn_walk_left(x, dX);
         mn_unit_begin<GROUP>();
-        D.template add<GROUP>(cot, mn_shared(room.first(chunk, same_keys)));
-        D.template add<GROUP>(x, mn_shared(same_keys ? front.keys : room.second(chunk)));
+        D.template add<GROUP>(cot, mn_shared(back.first));
+        D.template add<GROUP>(x, mn_shared(same_keys ? front.keys : back.second));
         mn_unit_end<GROUP>();
         __syncthreads();
     }

@@ -57,18 +57,26 @@ __device__ inline void mn_few_begin_state(mn_few_block &room, const mn_few_memor
     }
 }
 
+/* 1 / length; what is rounded to bf16 takes the hardware's approximate root. */
+template <typename T>
+__device__ inline float mn_few_unit(const mn_few_job &job, float squares) {
+    const bool root = job.kind == MN_FEW_L2_NORM && job.f == MN_FEW_ROOT;
+    return sizeof(T) == 2 && root ? rsqrtf(squares + job.scale) : mn_few_inverse(job, squares);
+}
+
 /* Rows of queries (0) or keys (1), normalised, to shared memory; a warp has a row. */
 template <typename T>
 __device__ inline void mn_few_fronts(T *rows, const mn_few_memory_at &p) {
-    const int lane = threadIdx.x % 32, n_rows = p.B * p.H;
-    for (int i = threadIdx.x / 32; i < 2 * n_rows; i += MN_FEW_WARPS) {
-        const int front = i / n_rows, row = i - front * n_rows;
-        if (!(p.fronts >> front & 1)) continue;
-        const mn_few_job &job = p.front[front];
+    constexpr int HALF = MN_FEW_WARPS / 2;
+    const int lane = threadIdx.x % 32, n_rows = p.B * p.H, front = threadIdx.x / 32 / HALF;
+    const mn_few_job &job = p.front[front];
+    if (!(p.fronts >> front & 1)) return;
+#pragma unroll 1
+    for (int row = threadIdx.x / 32 % HALF; row < n_rows; row += HALF) {
         const bool weighted = job.kind != MN_FEW_L2_NORM;
         const T *from = (const T *)job.side[0].data + row * p.K;
         const T *weight = weighted ? (const T *)job.side[1].data : nullptr;
-        T *to = rows + i * p.K, *out = (T *)job.side[weighted ? 2 : 1].data + row * p.K;
+        T *to = rows + (front * n_rows + row) * p.K, *out = (T *)job.side[weighted ? 2 : 1].data + row * p.K;
         float sum = 0.0f;
         for (int at = lane * 4; at < p.K; at += 128) {
             float x[4];
@@ -76,7 +84,7 @@ __device__ inline void mn_few_fronts(T *rows, const mn_few_memory_at &p) {
 #pragma unroll
             for (int j = 0; j < 4; j++) sum = fmaf(x[j], x[j], sum);
         }
-        const float r = mn_few_inverse(job, mn_warp_sum(sum));
+        const float r = mn_few_unit<T>(job, mn_warp_sum(sum));
         for (int at = lane * 4; at < p.K; at += 128) {
             float x[4], w[4];
             mn_load<4>(x, from, at);
@@ -118,10 +126,25 @@ struct mn_few_sums {
     }
 };
 
+/* What a tile reads beside queries and keys; not looked at before it is needed. */
+template <typename T>
+struct mn_few_fresh {
+    mn_pack<T, 4> v;
+    T beta, g;
+
+    __device__ mn_few_fresh(const mn_few_memory_at &p, const mn_few_tile &tile) {
+        const T *strength = mn_row<T>(p.beta, tile.n, 0, tile.h);
+        const T *decay = mn_row<T>(p.g, tile.n, 0, tile.h);
+        v = *(const mn_pack<T, 4> *)(mn_row<T>(p.v, tile.n, 0, tile.h) + tile.column);
+        if (strength) beta = *strength;
+        if (decay) g = *decay;
+    }
+};
+
 template <typename T>
 __device__ inline void mn_few_recall_tile(mn_few_block &room, const mn_few_memory_at &p,
-                                          int index, const T *rows) {
-    const mn_few_tile tile(p, index);
+                                          int index, const mn_few_tile &tile,
+                                          const mn_few_fresh<T> &fresh, const T *rows) {
     const int n = tile.n, h = tile.h, first = threadIdx.x / 2;
     const float *from = mn_row<float>(p.state0, n, 0, h);
     float *to = mn_row<float>(p.state, n, 0, h);
@@ -129,13 +152,12 @@ __device__ inline void mn_few_recall_tile(mn_few_block &room, const mn_few_memor
     const T *q = p.fronts & 1 ? rows + made : mn_row<T>(p.q, n, 0, h);
     const T *e = p.fronts & 2 ? rows + p.B * p.H * (int64_t)p.K + made : mn_row<T>(p.e, n, 0, h);
     const T *w = p.w.data ? mn_row<T>(p.w, n, 0, h) : e, *g = mn_row<T>(p.g, n, 0, h);
-    const T *beta = mn_row<T>(p.beta, n, 0, h);
     const bool brought = p.settled && index == (int)blockIdx.x;
     const uint4(*ring)[MN_FEW_THREADS] = &room.ring[0][0];
     float S[MN_FEW_DEEP][4], write[MN_FEW_DEEP], residual[4];
     mn_few_sums sums = {};
-    mn_load<4>(residual, mn_row<T>(p.v, n, 0, h), tile.column);
-    const float strength = beta ? mn_float(*beta) : 1.0f;
+    const float strength = p.beta.data ? mn_float(fresh.beta) : 1.0f;
+    const float even = g ? expf(mn_float(fresh.g)) : 1.0f;    // unless it is by channels
 #pragma unroll
     for (int r = 0; r < MN_FEW_DEEP; r++) {
         const int i = first + MN_FEW_GROUPS * r;
@@ -147,8 +169,8 @@ __device__ inline void mn_few_recall_tile(mn_few_block &room, const mn_few_memor
         write[r] = inside ? strength * mn_float(w[i]) : 0.0f;
         const float query = inside ? mn_float(q[i]) : 0.0f;
         const float erase = inside && p.erases ? mn_float(e[i]) : 0.0f;
-        const float decay = inside && g ? expf(mn_float(g[p.decay == MN_DECAY_CHANNEL ? i : 0]))
-                                        : 1.0f;
+        const bool own = p.decay == MN_DECAY_CHANNEL && inside && g;
+        const float decay = own ? expf(mn_float(g[i])) : even;
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             S[r][c] *= decay;
@@ -159,7 +181,7 @@ __device__ inline void mn_few_recall_tile(mn_few_block &room, const mn_few_memor
     }
     sums.gather(room.gathered);
 #pragma unroll
-    for (int c = 0; c < 4; c++) residual[c] -= sums.at[c];
+    for (int c = 0; c < 4; c++) residual[c] = mn_float(fresh.v.at[c]) - sums.at[c];
     T *o = mn_row<T>(p.o, n, 0, h);
     if (first == 0 && o) {
         float out[4];
@@ -183,11 +205,17 @@ template <typename T>
 __device__ __noinline__ void mn_few_memory_run(mn_few_block &room, const mn_few_memory_at &p) {
     T *rows = (T *)room.rows;
     if ((int)blockIdx.x >= mn_few_tiles(p)) return;
+    const mn_few_tile first(p, blockIdx.x);
+    const mn_few_fresh<T> fresh(p, first);
     if (p.fronts) mn_few_fronts(rows, p);
     if (p.fronts) __syncthreads();
-    for (int i = blockIdx.x; i < mn_few_tiles(p); i += gridDim.x) {
-        mn_few_recall_tile(room, p, i, (const T *)rows);
-        if (i + (int)gridDim.x < mn_few_tiles(p)) __syncthreads();
+    mn_few_recall_tile(room, p, blockIdx.x, first, fresh, (const T *)rows);
+#pragma unroll 1
+    for (int i = blockIdx.x + gridDim.x; i < mn_few_tiles(p); i += gridDim.x) {
+        const mn_few_tile tile(p, i);
+        const mn_few_fresh<T> more(p, tile);
+        __syncthreads();
+        mn_few_recall_tile(room, p, i, tile, more, (const T *)rows);
     }
 }
 
