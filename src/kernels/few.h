@@ -39,7 +39,6 @@ typedef struct mn_few {
     int f, order;
     int64_t shape[4];
     mn_view at[MN_FEW_VIEWS];
-    int64_t numbers[MN_FEW_VIEWS];    // from the first to the last of a view
     double scale, shift;
     const int32_t *index;
 } mn_few;

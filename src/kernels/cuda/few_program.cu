@@ -359,7 +359,8 @@ static int way_of(const mn_few_products_at &p) {
     const bool norm = gated || job.kind == MN_FEW_RMS_NORM;
     const bool whole = job.rows == 1 ? job.width == p.K
                                      : job.width % 256 == 0 && job.rows * job.width == p.K;
-    return norm && whole && job.packs && job.narrow && job.width % 8 == 0 &&
+    const bool late = !gated || job.order != MN_FEW_GATE_FIRST;
+    return norm && whole && late && job.packs && job.narrow && job.width % 8 == 0 &&
                    (gated || job.rows == 1)
                ? MN_FEW_OWN_NORM
                : MN_FEW_BY_BLOCK;

@@ -76,7 +76,8 @@ __device__ inline void mn_few_fronts(T *rows, const mn_few_memory_at &p) {
         const bool weighted = job.kind != MN_FEW_L2_NORM;
         const T *from = (const T *)job.side[0].data + row * p.K;
         const T *weight = weighted ? (const T *)job.side[1].data : nullptr;
-        T *to = rows + (front * n_rows + row) * p.K, *out = (T *)job.side[weighted ? 2 : 1].data + row * p.K;
+        T *to = rows + (front * n_rows + row) * p.K;
+        T *out = (T *)job.side[weighted ? 2 : 1].data + row * p.K;
         float sum = 0.0f;
         for (int at = lane * 4; at < p.K; at += 128) {
             float x[4];

@@ -306,12 +306,10 @@ __device__ inline void mn_few_multiply_all(mn_few_block &room, const mn_few_prod
 
 /* This warp's row of a strip of the first batch. */
 template <typename T>
-__device__ inline mn_few_column<T> mn_few_first_column(const mn_few_products_at &p,
-                                                       const mn_few_table &table) {
+__device__ inline void mn_few_first_column(mn_few_column<T> &column, const mn_few_products_at &p,
+                                           const mn_few_table &table) {
     const int warp = threadIdx.x / 32, strip = p.M == 1 ? warp : warp / p.M;
-    mn_few_column<T> column(p);
     column.begin(table.at[strip < table.n ? strip : 0], p.M == 1 ? 0 : warp % p.M);
-    return column;
 }
 
 /* ---- the rows of a --------------------------------------------------------------------------- */
@@ -327,8 +325,8 @@ __device__ inline void mn_few_floats(float (&x)[8], const uint4 &raw) {
 }
 
 /* One row, of which a warp brings the units that it multiplies: as they are, or normalised (in
- * groups of `width`, gated or not). Each warp adds up the whole row by itself, so that they need
- * not wait for each other. At most 4096 numbers. */
+ * groups of `width`, gated behind that or not). Each warp adds up the whole row by itself, so that
+ * they need not wait for each other. At most 4096 numbers. */
 __device__ inline void mn_few_bring_own(mn_bf16 *x, const mn_few_products_at &p) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int k = (lane / 4 * MN_FEW_WARPS + warp) * 32 + lane % 4 * 8;
@@ -343,7 +341,6 @@ __device__ inline void mn_few_bring_own(mn_bf16 *x, const mn_few_products_at &p)
     const mn_bf16 *from = (const mn_bf16 *)job.side[0].data;
     const mn_bf16 *gates = gated ? (const mn_bf16 *)job.side[1].data : nullptr;
     const mn_bf16 *weights = (const mn_bf16 *)job.side[gated ? 2 : 1].data;
-    const bool gated_first = gated && job.order == MN_FEW_GATE_FIRST;
     const int group = gated ? (int)mn_quotient((uint32_t)k, p.by_width) : 0;
     const int low = group * job.width, high = low + job.width;
     const int at_weight = !gated || job.taps == 1 ? 0 : group % job.taps * job.width;
@@ -356,25 +353,20 @@ __device__ inline void mn_few_bring_own(mn_bf16 *x, const mn_few_products_at &p)
 #pragma unroll 1
     for (int first = 0; first < p.K; first += TOGETHER * 256) {
         float sum[TOGETHER];
-        uint4 raw[TOGETHER], gate[TOGETHER];
+        uint4 raw[TOGETHER];
 #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
             const int at = first + i * 256 + lane * 8;
-            raw[i] = gate[i] = make_uint4(0, 0, 0, 0);
+            raw[i] = make_uint4(0, 0, 0, 0);
             if (at < p.K) raw[i] = *(const uint4 *)(from + at);
-            if (at < p.K && gated_first) gate[i] = *(const uint4 *)(gates + at);
         }
 #pragma unroll
         for (int i = 0; i < TOGETHER; i++) {
-            float y[8], by[8];
+            float y[8];
             mn_few_floats(y, raw[i]);
-            if (gated_first) mn_few_floats(by, gate[i]);
             sum[i] = 0.0f;
 #pragma unroll
-            for (int j = 0; j < 8; j++) {
-                if (gated_first) y[j] *= mn_few_gate(job, by[j]);
-                sum[i] = fmaf(y[j], y[j], sum[i]);
-            }
+            for (int j = 0; j < 8; j++) sum[i] = fmaf(y[j], y[j], sum[i]);
         }
 #pragma unroll
         for (int lanes = 16; lanes > 0; lanes >>= 1) {
@@ -433,7 +425,8 @@ __device__ __noinline__ void mn_few_products_wide(mn_few_block &room, const mn_f
                                                   const mn_few_table &table) {
     if (!p.settled) mn_few_begin<float>(room, p, table);
     if (table.n == 0) return;
-    mn_few_column<float> column = mn_few_first_column<float>(p, table);
+    mn_few_column<float> column(p);
+    mn_few_first_column(column, p, table);
     mn_few_bring_rows((float *)room.rows, p, room.room);
     mn_few_multiply_all(room, p, table, (const float *)room.rows, column);
 }
@@ -447,7 +440,8 @@ __device__ inline void mn_few_products_run(mn_few_block &room, const mn_few_prod
     if (!p.settled) mn_few_begin<mn_bf16>(room, p, table);
     if (table.n == 0) return;
     mn_bf16 *x = (mn_bf16 *)room.rows;
-    mn_few_column<mn_bf16> column = mn_few_first_column<mn_bf16>(p, table);
+    mn_few_column<mn_bf16> column(p);
+    mn_few_first_column(column, p, table);
     if (p.way == MN_FEW_BY_BLOCK) mn_few_bring_rows(x, p, room.room);
     else mn_few_bring_own(x, p);
     mn_few_multiply_all(room, p, table, (const mn_bf16 *)x, column);
