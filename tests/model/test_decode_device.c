@@ -82,6 +82,9 @@ static void decoding_is_reading(void **state) {
         }
         const double size = apart(all[0], zero), off = apart(one[0], all[0]);
         const double reads = apart(all[1], all[0]), decodes = apart(one[1], all[0]);
+        printf("model %zu: size %g, off %g; in bf16 reading %g, decoding %g\n", i, size, off, reads,
+               decodes);
+        fflush(stdout);
         CHECK(off < 2e-5 * size, "%s: decoding is off by %g of %g", text, off, size);
         CHECK(decodes < 2.0 * reads, "%s: decoding in bf16 is off by %g, reading by %g of %g", text,
               decodes, reads, size);

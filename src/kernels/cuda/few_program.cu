@@ -352,13 +352,12 @@ static void list_operands(mn_few_products_at *p) {
 
 /* How a single row of bf16 comes: see few_weights.cuh. */
 static int way_of(const mn_few_products_at &p) {
-    if (p.wide || p.M != 1 || p.K > 4096) return MN_FEW_BY_BLOCK;
+    if (p.wide || p.M != 1 || p.K > MN_FEW_LONGEST) return MN_FEW_BY_BLOCK;
     if (!p.has_first) return MN_FEW_OWN_COPY;
     const mn_few_job &job = p.first;
     const bool gated = job.kind == MN_FEW_GATED_NORM;
     const bool norm = gated || job.kind == MN_FEW_RMS_NORM;
-    const bool whole = job.rows == 1 ? job.width == p.K
-                                     : job.width % 256 == 0 && job.rows * job.width == p.K;
+    const bool whole = job.width % 128 == 0 && job.rows * job.width == p.K;
     const bool late = !gated || job.order != MN_FEW_GATE_FIRST;
     return norm && whole && late && job.packs && job.narrow && job.width % 8 == 0 &&
                    (gated || job.rows == 1)
@@ -393,24 +392,19 @@ extern "C" void mn_few_products_stage(mn_few_stage *to, const mn_few_products *g
 
 /* Whether all strips of a block are one batch. */
 extern "C" bool mn_few_ends(const mn_few_products *given) {
-    const int blocks = blocks_here();
     mn_few_stage stage;
     mn_few_products_at *p = make<mn_few_products_at>(&stage, MN_FEW_PRODUCTS_STAGE);
     bool fits = fill_products(p, given) && given->M == 1;
     for (int i = 0; i < p->n_ends; i++) {
         fits = fits && (p->end[i].kind != MN_FEW_CONV || (uintptr_t)p->end[i].in[1].data % 16 == 0);
     }
-    for (int block = 0; block < blocks && fits; block++) {
-        int64_t all = 0;
-        for (int i = 0; i < p->n; i++) {
-            const int64_t n_strips = mn_ceil_div((int64_t)p->of[i].N, MN_FEW_COLUMNS);
-            const int64_t first = (block - p->of[i].begin + blocks) % blocks;
-            const int64_t count = first < n_strips ? (n_strips - 1 - first) / blocks + 1 : 0;
-            fits = fits && count <= MN_FEW_TURNS;
-            all += count;
-        }
-        fits = fits && all <= MN_FEW_BATCH;
+    int all = 0;    // strips of the block that has most
+    for (int i = 0; i < p->n; i++) {
+        const int count = p->of[i].turns + (p->of[i].rest > 0);
+        fits = fits && count <= MN_FEW_TURNS;
+        all += count;
     }
+    fits = fits && all <= MN_FEW_BATCH;
     return fits;
 }
 

@@ -3,7 +3,7 @@
  *   S' = diag(exp g) S;  r = v - S'^T e;  S = S' + w r';  o = scale S'^T q + scale (q.w) r
  *
  * All that needs a sum over rows of the state is summed at once: S'^T e, S'^T q and q.w. A block
- * has eight columns of one memory, a thread four neighbours of them in every 256th row, which come
+ * has eight columns of one memory, a thread four neighbours of them in every 128th row, which come
  * before the barrier in front of the stage. Each block normalises queries and keys for itself where
  * that is part of the stage. */
 #ifndef MN_KERNELS_CUDA_FEW_RECALL_CUH

@@ -10,12 +10,12 @@
 #include "kernels/cuda/few_work.cuh"
 
 enum {
-    MN_FEW_WARPS = 16,
+    MN_FEW_WARPS = 8,
     MN_FEW_THREADS = 32 * MN_FEW_WARPS,
     MN_FEW_COLUMNS = 8,             // of a strip
     MN_FEW_SLOTS = 6,               // pieces of weights on their way to a block
-    MN_FEW_PACKS = 2,               // of 16 bytes, of a thread in a piece
-    MN_FEW_BATCH = 16,              // rows of strips whose sums wait for each other
+    MN_FEW_PACKS = 4,               // of 16 bytes, of a thread in a piece
+    MN_FEW_BATCH = 8,               // rows of strips whose sums wait for each other
     MN_FEW_STRIPS = 136,            // of a block in a stage
     MN_FEW_TURNS = 8,               // strips of a block of one product with endings
     MN_FEW_OPERANDS = 12,           // numbers a column that endings read from memory
@@ -24,7 +24,8 @@ enum {
     MN_FEW_ROWS_BYTES = 20 << 10,   // of inputs in shared memory
     MN_FEW_ROW_PAD = 8,
     MN_FEW_TILE = 8,                // columns of a memory that a block has
-    MN_FEW_DEEP = 4,                // rows of a memory, of a thread
+    MN_FEW_LONGEST = 4096,          // row that warps bring by parts
+    MN_FEW_DEEP = 8,                // rows of a memory, of a thread
     MN_FEW_KNOWN = 5,               // stages that a block has in shared memory
 };
 
@@ -122,6 +123,7 @@ struct alignas(16) mn_few_block {
     float values[MN_FEW_VALUES][MN_FEW_TURNS * MN_FEW_COLUMNS];
     float gathered[MN_FEW_WARPS + 1][2][9];
     float room[32];
+    alignas(16) float squares[MN_FEW_LONGEST / 32];
 };
 
 /* ---- copies on their way --------------------------------------------------------------------- */

@@ -2,13 +2,13 @@
  *
  * Such products read every weight once and do next to nothing with it: what counts is how many
  * bytes are on their way, and that they are before the numbers they wait for. The weights of a
- * strip come in pieces, two packs of 16 bytes a thread, which no other thread looks at; six pieces
+ * strip come in pieces, four packs of 16 bytes a thread, which no other thread looks at; six pieces
  * are on their way at a time, the first ones asked for before the barrier in front of the stage.
  *
  * bf16: warps share the strip's rows of weights in units of 32 numbers. A lane's 16 bytes are the
  * left factor of two products of tensor cores, whose eight lower rows stay zero; the numbers of a
- * unit are taken in the order in which the lanes have them, in both factors. float32: two warps
- * have a column. Sums are float32, of each warp in order, then over the warps. */
+ * unit are taken in the order in which the lanes have them, in both factors. float32: a warp has
+ * a column. Sums are float32, of each warp in order, then over the warps. */
 #ifndef MN_KERNELS_CUDA_FEW_WEIGHTS_CUH
 #define MN_KERNELS_CUDA_FEW_WEIGHTS_CUH
 
@@ -114,7 +114,8 @@ struct mn_few_lanes<mn_bf16> {
 
 template <>
 struct mn_few_lanes<float> {
-    static constexpr int PARTS = 2, NUMBERS = MN_FEW_PACKS * PARTS * 128;
+    static constexpr int PARTS = MN_FEW_WARPS / MN_FEW_COLUMNS;
+    static constexpr int NUMBERS = MN_FEW_PACKS * PARTS * 128;
     float acc[MN_FEW_DEEPEST];
 
     __device__ static int column(void) {
@@ -250,11 +251,10 @@ __device__ inline void mn_few_finish(mn_few_block &room, const mn_few_column<T> 
     if (has) {
         const float *parts = room.sums[threadIdx.x / 32 * MN_FEW_COLUMNS + lane / 4];
         float all;
-        if (mn_few_lanes<T>::PARTS == 2) {
-            all = parts[0] + parts[1];
+        if (mn_few_lanes<T>::PARTS == 1) {
+            all = parts[0];
         } else {
-            const int at = lane % 4 * 4;
-            all = (parts[at] + parts[at + 1]) + (parts[at + 2] + parts[at + 3]);
+            all = parts[lane % 4 * 2] + parts[lane % 4 * 2 + 1];
             all += __shfl_xor_sync(0xffffffffu, all, 1);
             all += __shfl_xor_sync(0xffffffffu, all, 2);
         }
@@ -325,71 +325,72 @@ __device__ inline void mn_few_floats(float (&x)[8], const uint4 &raw) {
 }
 
 /* One row, of which a warp brings the units that it multiplies: as they are, or normalised (in
- * groups of `width`, gated behind that or not). Each warp adds up the whole row by itself, so that
- * they need not wait for each other. At most 4096 numbers. */
-__device__ inline void mn_few_bring_own(mn_bf16 *x, const mn_few_products_at &p) {
+ * groups of `width`, gated behind that or not), for which the squares of all units are added up
+ * through shared memory. At most MN_FEW_LONGEST numbers. */
+__device__ inline void mn_few_bring_own(mn_bf16 *x, float *squares, const mn_few_products_at &p) {
+    constexpr int TURNS = MN_FEW_LONGEST / (MN_FEW_WARPS * 256);    // of a lane
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int k = (lane / 4 * MN_FEW_WARPS + warp) * 32 + lane % 4 * 8;
-    const bool there = k < p.K;
-    if (p.way == MN_FEW_OWN_COPY) {
-        if (there) *(uint4 *)(x + k) = *(const uint4 *)((const mn_bf16 *)p.a + k);
+    const bool norm = p.way == MN_FEW_OWN_NORM;
+    const mn_few_job &job = p.first;
+    const bool gated = norm && job.kind == MN_FEW_GATED_NORM;
+    const mn_bf16 *from = norm ? (const mn_bf16 *)job.side[0].data : (const mn_bf16 *)p.a;
+    const mn_bf16 *weights = (const mn_bf16 *)job.side[gated ? 2 : 1].data;
+    uint4 own[TURNS], gate[TURNS], weight[TURNS];
+    int low[TURNS];
+#pragma unroll
+    for (int i = 0; i < TURNS; i++) {
+        const int unit = (i * 8 + lane / 4) * MN_FEW_WARPS + warp, k = unit * 32 + lane % 4 * 8;
+        if (k >= p.K) continue;
+        own[i] = *(const uint4 *)(from + k);
+        if (!norm) continue;
+        const int group = gated ? (int)mn_quotient((uint32_t)k, p.by_width) : 0;
+        low[i] = group * job.width;
+        const int skip = !gated || job.taps == 1 ? 0 : group % job.taps * job.width;
+        weight[i] = *(const uint4 *)(weights + skip + k - low[i]);
+        if (gated) gate[i] = *(const uint4 *)((const mn_bf16 *)job.side[1].data + k);
+    }
+#pragma unroll
+    for (int i = 0; i < TURNS; i++) {
+        const int unit = (i * 8 + lane / 4) * MN_FEW_WARPS + warp, k = unit * 32 + lane % 4 * 8;
+        float y[8], sum = 0.0f;
+        if (i * MN_FEW_WARPS * 256 >= p.K) continue;
+        if (!norm) {
+            if (k < p.K) *(uint4 *)(x + k) = own[i];
+            continue;
+        }
+        if (k < p.K) {
+            mn_few_floats(y, own[i]);
+#pragma unroll
+            for (int j = 0; j < 8; j++) sum = fmaf(y[j], y[j], sum);
+        }
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+        if (k < p.K && lane % 4 == 0) squares[unit] = sum;
+    }
+    if (!norm) {
         __syncwarp();
         return;
     }
-    const mn_few_job &job = p.first;
-    const bool gated = job.kind == MN_FEW_GATED_NORM;
-    const mn_bf16 *from = (const mn_bf16 *)job.side[0].data;
-    const mn_bf16 *gates = gated ? (const mn_bf16 *)job.side[1].data : nullptr;
-    const mn_bf16 *weights = (const mn_bf16 *)job.side[gated ? 2 : 1].data;
-    const int group = gated ? (int)mn_quotient((uint32_t)k, p.by_width) : 0;
-    const int low = group * job.width, high = low + job.width;
-    const int at_weight = !gated || job.taps == 1 ? 0 : group % job.taps * job.width;
-    uint4 own = make_uint4(0, 0, 0, 0), own_gate = own, own_weight = own;
-    if (there) own = *(const uint4 *)(from + k);
-    if (there && gated) own_gate = *(const uint4 *)(gates + k);
-    if (there) own_weight = *(const uint4 *)(weights + at_weight + k - low);
-    constexpr int TOGETHER = 4;
-    float mine = 0.0f;
-#pragma unroll 1
-    for (int first = 0; first < p.K; first += TOGETHER * 256) {
-        float sum[TOGETHER];
-        uint4 raw[TOGETHER];
+    __syncthreads();
 #pragma unroll
-        for (int i = 0; i < TOGETHER; i++) {
-            const int at = first + i * 256 + lane * 8;
-            raw[i] = make_uint4(0, 0, 0, 0);
-            if (at < p.K) raw[i] = *(const uint4 *)(from + at);
+    for (int i = 0; i < TURNS; i++) {
+        const int unit = (i * 8 + lane / 4) * MN_FEW_WARPS + warp, k = unit * 32 + lane % 4 * 8;
+        if (k >= p.K) continue;
+        float mine = 0.0f, u[8], z[8], w[8];
+        const float4 *parts = (const float4 *)(squares + low[i] / 32);
+#pragma unroll 4
+        for (int at = 0; at < job.width / 128; at++) {
+            const float4 four = parts[at];
+            mine += (four.x + four.y) + (four.z + four.w);
         }
-#pragma unroll
-        for (int i = 0; i < TOGETHER; i++) {
-            float y[8];
-            mn_few_floats(y, raw[i]);
-            sum[i] = 0.0f;
-#pragma unroll
-            for (int j = 0; j < 8; j++) sum[i] = fmaf(y[j], y[j], sum[i]);
-        }
-#pragma unroll
-        for (int lanes = 16; lanes > 0; lanes >>= 1) {
-#pragma unroll
-            for (int i = 0; i < TOGETHER; i++) {
-                sum[i] += __shfl_xor_sync(0xffffffffu, sum[i], lanes);
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < TOGETHER; i++) {
-            if (first + i * 256 >= low && first + i * 256 < high) mine += sum[i];
-        }
-    }
-    if (there) {
         const float r = rsqrtf(fmaf(mine, p.inverse_width, job.scale));
-        float u[8], z[8], weight[8];
-        mn_few_floats(u, own);
-        mn_few_floats(z, own_gate);
-        mn_few_floats(weight, own_weight);
+        mn_few_floats(u, own[i]);
+        mn_few_floats(w, weight[i]);
+        if (gated) mn_few_floats(z, gate[i]);
 #pragma unroll
         for (int j = 0; j < 8; j++) {
             if (gated) u[j] *= mn_few_gate(job, z[j]);
-            u[j] = u[j] * r * weight[j];
+            u[j] = u[j] * r * w[j];
         }
         mn_store<8>(x, k, u);
         if (blockIdx.x == 0) mn_store<8>((mn_bf16 *)p.a, k, u);
@@ -443,7 +444,7 @@ __device__ inline void mn_few_products_run(mn_few_block &room, const mn_few_prod
     mn_few_column<mn_bf16> column(p);
     mn_few_first_column(column, p, table);
     if (p.way == MN_FEW_BY_BLOCK) mn_few_bring_rows(x, p, room.room);
-    else mn_few_bring_own(x, p);
+    else mn_few_bring_own(x, room.squares, p);
     mn_few_multiply_all(room, p, table, (const mn_bf16 *)x, column);
 }
 
