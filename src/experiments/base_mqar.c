@@ -60,7 +60,7 @@ const mn_experiment_text mn_base_mqar = {
                 "job": {
                     "model": {"hidden_size": 64},
                     "task": {"train": 0, "test": 1000},
-                    "train": {"steps": 3000, "batch": 32, "warmup": 200},
+                    "train": {"steps": 4000, "batch": 32, "warmup": 200},
                     "evaluate": {"every": 500}
                 }
             }

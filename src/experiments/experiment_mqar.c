@@ -35,22 +35,23 @@ const mn_experiment_text mn_experiment_mqar = {
         }),
         [MN_PRESET_CPU] = MN_JSON_TEXT({
             "grid": {
+                "job": {"train": {"clip": 1}},
                 "grid": {
                     "task": {
                         "64-4": {
                             "task": {
                                 "name": "mqar-shared",
-                                "options": {"vocab": 256, "length": 64, "pairs": 4}
+                                "options": {"vocab": 72, "length": 64, "pairs": 4}
                             }
                         },
                         "64-8": {
                             "task": {
                                 "name": "mqar-shared",
-                                "options": {"vocab": 256, "length": 64, "pairs": 8}
+                                "options": {"vocab": 72, "length": 64, "pairs": 8}
                             }
                         }
                     },
-                    "train.lr": [0.002, 0.006], "seed": [0, 1]
+                    "train.lr": [0.001, 0.003], "seed": [0, 1]
                 }
             }
         }),

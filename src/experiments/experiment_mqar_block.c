@@ -36,16 +36,17 @@ const mn_experiment_text mn_experiment_mqar_block = {
         }),
         [MN_PRESET_CPU] = MN_JSON_TEXT({
             "grid": {
+                "job": {"train": {"clip": 1}},
                 "grid": {
                     "task": {
                         "block-2": {
                             "task": {
                                 "name": "mqar-block",
-                                "options": {"vocab": 256, "length": 64, "block": 2, "blocks": 4}
+                                "options": {"vocab": 72, "length": 64, "block": 2, "blocks": 4}
                             }
                         }
                     },
-                    "train.lr": [0.002, 0.006], "seed": [0, 1]
+                    "train.lr": [0.001, 0.003], "seed": [0, 1]
                 }
             }
         }),

@@ -45,17 +45,16 @@ const mn_experiment_text mn_experiment_mqar_long = {
         [MN_PRESET_CPU] = MN_JSON_TEXT({
             "grid": {
                 "job": {
-                    "task": {"options": {"length": 256, "vocab": 64}, "train": 3200, "test": 128},
-                    "train": {"steps": 1000, "batch": 16},
-                    "evaluate": {"every": 200, "batch": 16}
+                    "task": {"options": {"length": 128, "vocab": 48}, "train": 3200, "test": 128},
+                    "train": {"steps": 4000, "batch": 16},
+                    "evaluate": {"every": 500, "batch": 16, "stop_at": 0.99}
                 },
                 "grid": {
                     "width": {
                         "32": {"model": {"hidden_size": 32, "intermediate_size": 64}},
-                        "64": {"model": {"hidden_size": 64, "intermediate_size": 128}},
-                        "128": {"model": {"hidden_size": 128, "intermediate_size": 256}}
+                        "64": {"model": {"hidden_size": 64, "intermediate_size": 128}}
                     },
-                    "seed": [0, 1]
+                    "train.lr": [0.001, 0.003], "seed": [0, 1]
                 }
             }
         }),

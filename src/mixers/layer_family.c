@@ -81,8 +81,9 @@ static mn_tensor *made_ahead(const mn_forward *f, const mn_tensor *x, const char
 }
 
 mn_tensor *mn_project(mn_forward *f, mn_tensor *x, const char *weight, const char *bias) {
-    mn_tensor *y = bias ? NULL : made_ahead(f, x, weight);
-    if (!y) y = mn_tape_linear(f->tape, x, mn_use(f, weight), bias ? mn_use(f, bias) : NULL);
+    mn_tensor *shift = bias ? mn_use(f, bias) : NULL;
+    mn_tensor *y = shift ? NULL : made_ahead(f, x, weight);
+    if (!y) y = mn_tape_linear(f->tape, x, mn_use(f, weight), shift);
     mn_tell(f, weight, y);
     return y;
 }

@@ -48,6 +48,9 @@ static mn_status copy_rows(const mn_layer_state *state, void *to, size_t to_step
     if (to_step == bytes && from_step == bytes) {
         return copy_bytes(state, to, from, bytes * (size_t)rows);
     }
+    if (state->device && to_step <= INT32_MAX && from_step <= INT32_MAX) {
+        return mn_device_copy_rows(state->device, to, to_step, from, from_step, bytes, rows);
+    }
     mn_status st = MN_OK;
     for (int64_t i = 0; i < rows && st == MN_OK; i++) {
         st = copy_bytes(state, (char *)to + (size_t)i * to_step,

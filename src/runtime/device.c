@@ -201,6 +201,14 @@ mn_status mn_device_copy(mn_device *device, void *to, const void *from, size_t b
     return copy(device, to, from, bytes, MN_ON_DEVICE);
 }
 
+mn_status mn_device_copy_rows(mn_device *device, void *to, size_t to_step, const void *from,
+                              size_t from_step, size_t bytes, int64_t rows) {
+    if (bytes == 0 || rows == 0) return MN_OK;
+    const mn_status st = mn_device_use(device);
+    return st == MN_OK ? mn_backend_copy_rows(to, to_step, from, from_step, bytes, rows,
+                                              device->stream) : st;
+}
+
 mn_status mn_device_fill(mn_device *device, void *to, unsigned char value, size_t bytes) {
     if (bytes == 0) return MN_OK;
     const mn_status st = mn_device_use(device);

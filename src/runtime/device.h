@@ -70,6 +70,10 @@ mn_status mn_device_upload(mn_device *device, void *to, const void *from, size_t
 mn_status mn_device_download(mn_device *device, void *to, const void *from, size_t bytes);
 mn_status mn_device_copy(mn_device *device, void *to, const void *from, size_t bytes);
 
+/* Copies `rows` rows of `bytes`, which begin so many bytes apart, on the device. */
+mn_status mn_device_copy_rows(mn_device *device, void *to, size_t to_step, const void *from,
+                              size_t from_step, size_t bytes, int64_t rows);
+
 /* Host memory that the device writes to by itself, and a copy to it that nothing waits for: it can
  * be recorded. */
 mn_status mn_device_host_allocate(mn_device *device, void **out, size_t bytes);

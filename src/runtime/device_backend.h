@@ -28,6 +28,8 @@ mn_status mn_backend_host_allocate(void **out, size_t bytes);
 void mn_backend_host_free(void *data);
 mn_status mn_backend_copy(void *to, const void *from, size_t bytes, mn_backend_way way,
                           void *stream);
+mn_status mn_backend_copy_rows(void *to, size_t to_step, const void *from, size_t from_step,
+                               size_t bytes, int64_t rows, void *stream);    // on the device
 mn_status mn_backend_fill(void *to, unsigned char value, size_t bytes, void *stream);
 
 mn_status mn_backend_event_create(void **event);

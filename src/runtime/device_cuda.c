@@ -130,6 +130,12 @@ mn_status mn_backend_copy(void *to, const void *from, size_t bytes, mn_backend_w
     return translate(cudaMemcpyAsync(to, from, bytes, kinds[way], stream), "a copy failed");
 }
 
+mn_status mn_backend_copy_rows(void *to, size_t to_step, const void *from, size_t from_step,
+                               size_t bytes, int64_t rows, void *stream) {
+    return translate(cudaMemcpy2DAsync(to, to_step, from, from_step, bytes, (size_t)rows,
+                                       cudaMemcpyDeviceToDevice, stream), "a copy failed");
+}
+
 mn_status mn_backend_fill(void *to, unsigned char value, size_t bytes, void *stream) {
     return translate(cudaMemsetAsync(to, value, bytes, stream), "filling memory failed");
 }

@@ -72,6 +72,12 @@ mn_status mn_backend_copy(void *to, const void *from, size_t bytes, mn_backend_w
     return refuse();
 }
 
+mn_status mn_backend_copy_rows(void *to, size_t to_step, const void *from, size_t from_step,
+                               size_t bytes, int64_t rows, void *stream) {
+    (void)to, (void)to_step, (void)from, (void)from_step, (void)bytes, (void)rows, (void)stream;
+    return refuse();
+}
+
 mn_status mn_backend_fill(void *to, unsigned char value, size_t bytes, void *stream) {
     (void)to, (void)value, (void)bytes, (void)stream;
     return refuse();

@@ -7,8 +7,9 @@
 
 #include "base/rng.h"
 #include "base/util.h"
+#include "support/op_rounded.h"
 
-enum { N_TRIALS = 3 };
+enum { N_TRIALS = 3, N_THREADS = 4 };    // of the reference: the bits are the same with any
 
 /* Root of the mean square and largest, of the difference and of the reference. */
 typedef struct distance {
@@ -98,14 +99,16 @@ double op_loss_norm(const mn_sample *want) {
     return sqrt(sum);
 }
 
-void op_measure(op_tolerances *out, mn_sample *want, const op_case *c) {
-    mn_context *context = op_context("ref", 1);
+void op_reference(op_tolerances *floor, mn_sample *want, const op_case *c) {
     for (int i = 0; i < want->n_tensors; i++) {
-        out->result[i] = 2e-6;
-        out->gradient[i] = is_dynamics(want->tensors[i].field) ? 2e-5 : 5e-6;
+        floor->result[i] = 2e-6;
+        floor->gradient[i] = is_dynamics(want->tensors[i].field) ? 2e-5 : 5e-6;
     }
-    op_run_both(context, want, c);
-    out->loss_norm = op_loss_norm(want);
+    op_run_both(op_context("ref", N_THREADS), want, c);
+    floor->loss_norm = op_loss_norm(want);
+}
+
+void op_widen(op_tolerances *out, const mn_sample *want, const op_case *c) {
     mn_sample moved;
     op_case f64 = *c;
     f64.dtype = MN_F64;
@@ -113,10 +116,29 @@ void op_measure(op_tolerances *out, mn_sample *want, const op_case *c) {
     op_convert(&moved, want);
     for (uint64_t trial = 1; trial <= N_TRIALS; trial++) {
         nudge(&moved, want, trial, 0x1p-24);
-        op_run_both(context, &moved, &f64);
+        op_run_both(op_context("ref", N_THREADS), &moved, &f64);
         widen(out, &moved, want);
     }
     mn_sample_free(&moved);
+}
+
+void op_measure(op_tolerances *out, mn_sample *want, const op_case *c) {
+    op_reference(out, want, c);
+    op_widen(out, want, c);
+}
+
+/* The larger of what is there and twice how far `moved` lies from `want`. */
+static void widen_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS],
+                       const mn_sample *moved, const mn_sample *want) {
+    for (int i = 0; i < want->n_tensors; i++) {
+        const mn_sample_tensor *t = &want->tensors[i];
+        const void *x = op_memory(&moved->tensors[i], OP_COMPUTED);
+        const void *r = op_memory(t, OP_COMPUTED);
+        if (!x || !r || t->count == 0) continue;
+        const distance d = distance_between(moved, x, want, r, t->count, 0);
+        rms[i] = fmax(rms[i], 2.0 * d.rms);
+        worst[i] = fmax(worst[i], 2.0 * d.worst);
+    }
 }
 
 void op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], const mn_sample *want,
@@ -129,39 +151,58 @@ void op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], con
     for (int i = 0; i < want->n_tensors; i++) rms[i] = worst[i] = 0.0;
     for (uint64_t trial = 1; trial <= N_TRIALS; trial++) {
         nudge(&moved, want, trial, 0x1p-9);
-        op_run_both(op_context("ref", 2), &moved, &f64);
-        for (int i = 0; i < want->n_tensors; i++) {
-            const mn_sample_tensor *t = &want->tensors[i];
-            const void *x = op_memory(&moved.tensors[i], OP_COMPUTED);
-            const void *r = op_memory(t, OP_COMPUTED);
-            if (!x || !r || t->count == 0) continue;
-            const distance d = distance_between(&moved, x, want, r, t->count, 0);
-            rms[i] = fmax(rms[i], 2.0 * d.rms);
-            worst[i] = fmax(worst[i], 2.0 * d.worst);
-        }
+        op_run_both(op_context("ref", N_THREADS), &moved, &f64);
+        widen_bf16(rms, worst, &moved, want);
     }
+    op_convert(&moved, want);
+    if (op_run_rounded(&moved, &f64)) widen_bf16(rms, worst, &moved, want);
     mn_sample_free(&moved);
+}
+
+/* How far tensor i lies from the reference, and what is allowed. */
+typedef struct verdict {
+    distance off;
+    double tolerance;
+    bool judged, close;
+} verdict;
+
+static verdict judge(const mn_sample *got, const mn_sample *want, const op_tolerances *tolerances,
+                     int i) {
+    const mn_sample_tensor *t = &want->tensors[i];
+    const bool input = t->field->role <= MN_ROLE_RAW;
+    const void *r = op_memory(t, OP_COMPUTED), *x = op_memory(&got->tensors[i], OP_COMPUTED);
+    const double tol = input ? tolerances->gradient[i] : tolerances->result[i];
+    int64_t square = 0;
+    if (!r || t->count == 0 || (input && !op_has_backward(want->op))) {
+        return (verdict){ .close = true };
+    }
+    if (input) op_is_symmetric(want, t, &square);
+    const distance d = distance_between(got, x, want, r, t->count, square);
+    const bool vanishes = input && d.size < 0x1p-40 * tolerances->loss_norm;
+    double besides = vanishes || (input && is_dynamics(t->field))
+                         ? 0x1p-20 * tolerances->loss_norm : 0.0;
+    if (vanishes) besides *= 8.0;
+    const bool close = d.rms <= tol * d.size + besides &&
+                       d.worst <= 16.0 * (tol * d.largest + besides);
+    return (verdict){ d, tol, true, close };
+}
+
+bool op_agrees(const mn_sample *got, const mn_sample *want, const op_tolerances *tolerances) {
+    for (int i = 0; i < want->n_tensors; i++) {
+        if (!judge(got, want, tolerances, i).close) return false;
+    }
+    return true;
 }
 
 void op_compare(const char *target, const mn_sample *got, const mn_sample *want,
                 const op_tolerances *tolerances, const op_case *c) {
     for (int i = 0; i < want->n_tensors; i++) {
         const mn_sample_tensor *t = &want->tensors[i];
-        const bool input = t->field->role <= MN_ROLE_RAW;
-        const void *r = input ? t->partner : t->data;
-        const void *x = input ? got->tensors[i].partner : got->tensors[i].data;
-        int64_t square = 0;
-        if (!r || t->count == 0 || (input && !op_has_backward(want->op))) continue;
-        if (input) op_is_symmetric(want, t, &square);
-        const distance d = distance_between(got, x, want, r, t->count, square);
-        const double tol = input ? tolerances->gradient[i] : tolerances->result[i];
-        const bool vanishes = input && d.size < 0x1p-40 * tolerances->loss_norm;
-        double besides = vanishes || (input && is_dynamics(t->field))
-                             ? 0x1p-20 * tolerances->loss_norm : 0.0;
-        if (vanishes) besides *= 8.0;
-        CHECK(d.rms <= tol * d.size + besides && d.worst <= 16.0 * (tol * d.largest + besides),
+        const verdict v = judge(got, want, tolerances, i);
+        if (!v.judged) continue;
+        CHECK(v.close,
               "%s %s: %s%s off by rms %.2e of %.2e, worst %.2e of %.2e, tolerance %.2e", target,
-              op_case_text(c), input ? "d" : "", t->field->name, d.rms, d.size, d.worst, d.largest,
-              tol);
+              op_case_text(c), t->field->role <= MN_ROLE_RAW ? "d" : "", t->field->name, v.off.rms,
+              v.off.size, v.off.worst, v.off.largest, v.tolerance);
     }
 }

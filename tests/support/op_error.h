@@ -33,9 +33,18 @@ double op_loss_norm(const mn_sample *want);
  * measures its tolerances. */
 void op_measure(op_tolerances *out, mn_sample *want, const op_case *c);
 
+/* The same in two steps, as measuring takes three more runs of the reference: what is close at the
+ * floors of the tolerances need not be judged again. */
+void op_reference(op_tolerances *floor, mn_sample *want, const op_case *c);
+void op_widen(op_tolerances *out, const mn_sample *want, const op_case *c);
+
+/* Whether op_compare would find every result and gradient close. */
+bool op_agrees(const mn_sample *got, const mn_sample *want, const op_tolerances *tolerances);
+
 /* How far results and gradients in bf16 may lie from float64, besides what storing them costs:
- * twice as far as they move when every input of `want` (float64, run both ways) moves by half a
- * unit of bf16. */
+ * twice as far as they move when every input of `want` (float64, run both ways, inputs rounded)
+ * moves by half a unit of bf16, or when what passes between the parts of an operator made of others
+ * is rounded (op_rounded.h). */
 void op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], const mn_sample *want,
                      const op_case *c);
 

@@ -340,8 +340,10 @@ __device__ static void take_diagonal(tiles &D, const back_room &r,
         if (a != b) return;
         const int row = mn_tile_row(a), column = mn_tile_column(b), channel = row / s.step;
         if (row >= s.R) return;
-        if (!s.turns && row == column) r.D[3 * channel] = x[0];
-        if (!s.turns && row == column + 1) r.D[3 * channel] = x[1];
+        if (!s.turns && (row == column || row == column + 1)) {
+            r.D[3 * channel] = row == column ? x[0] : x[1];
+            r.D[3 * channel + 1] = r.D[3 * channel + 2] = 0.0;
+        }
         if (s.turns && row == column) r.D[3 * channel] = x[0], r.D[3 * channel + 1] = x[1];
         if (s.turns && row == column + 1) r.D[3 * channel + 2] = x[1];
     }, false);

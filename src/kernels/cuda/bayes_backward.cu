@@ -10,13 +10,13 @@
  *   b = dw / sigma - 2 A a Q                     Psi_ts = -w_t.b_s (t < s, and symmetric)
  *   Psi_tt = 2 (dkvar + dgain r2 / sigma^2 - sum_{s>=t} a_s A_ts^2 - w_t.b_t)
  *
- * where b and Psi are those without D. Its own part goes apart, so that beta = L'b and Theta =
- * L' Psi L come first, and of the products only X = L'W D and Omega = X W'L wait for D:
+ * where b and Psi are those without D, so that they come first. With D behind the chunk,
  *
- *   H = X - beta / 2           O = Omega + Theta / 2       du = -2 H + (diag O + 2 upper O) K
- *   D <- D - K'H - (H - O K)'K + Q'a Q                     c_t = O_tt, the adjoint of k'u
+ *   Y = W D - b / 2            H = L'Y                     O = L'(W D W' + Psi / 2) L
+ *   D <- D - K'H - (H - O K)'K + Q'a Q                     du = -2 H + (diag O + 2 upper O) K
  *
- * for D <- F'D F with F = (I - w_1 k_1') ... (I - w_16 k_16'), and du follows the same products.
+ * where below the diagonal W D W' + Psi / 2 is Y W', and c_t = O_tt is the adjoint of k'u: D goes
+ * to F'D F with F = (I - w_1 k_1') ... (I - w_16 k_16'), and du follows the same products.
  * With P and M the states in front of the span, sums over its earlier tokens,
  *
  *   dk_t = c_t z_t + (P + n_t) du_t - M de_t - sum_{s<t} w_s (z_s.du_t + e_s.de_t)
@@ -28,19 +28,17 @@
  *
  *   C_{t-1} = C_t + q dq' + k dk' + x w' - 2 D_{t-1} n_t     dla_t, dtheta_t: its trace, its turn
  *
- * So one kernel walks the covariance forward, one the mean forward beside its adjoint back, one D
- * back; before, between and after them kernels do all spans at once. The states of more than 128
- * rows, and heads that decay steeply, go the narrow way: one block for each, chunk by chunk, after
- * a walk that leaves states in front of spans of 128 tokens; there
+ * So one kernel walks the covariance forward and the mean behind it, one E back and D behind it, on
+ * different processors; before and after them kernels do all spans at once. The states of more
+ * than 128 rows, and heads that decay steeply, go the narrow way: one block for each, chunk by
+ * chunk, after a walk that leaves states in front of spans of 128 tokens; there
  *
  *   du_t = b_t + c_t k_t - sum_{s>t} (du_s (k_s.w_t) + k_s (du_s.w_t))
  *
  * and groups leave float32 parts of what they share, added in their order. */
 #include "kernels/cuda/bayes_back.cuh"
 #include "kernels/cuda/bayes_span_gather.cuh"
-#include "kernels/cuda/bayes_walk_adjoint.cuh"
-#include "kernels/cuda/bayes_walk_covariance.cuh"
-#include "kernels/cuda/bayes_walk_mean.cuh"
+#include "kernels/cuda/bayes_walks.cuh"
 #include "kernels/riccati_args.h"
 
 /* ---- walks ----------------------------------------------------------------------------------- */
@@ -382,22 +380,32 @@ struct layout {
     work narrow;
 };
 
+/* What all walks look at before anything else: zeros at first. */
+static void take_counts(layout *l, const mn_call &c, piecework *at) {
+    span_work *w = &l->spans;
+    w->columns = (int)(mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), SLICE) * SLICE);
+    w->slices = (int)mn_max(mn_ceil_div(w->columns, SLICE * SLICES), 1);
+    at->take(&w->steep, l->blocks, 2 + w->slices, 1);
+    if (!w->steep) return;
+    w->left = w->steep + l->blocks, w->back = w->left + l->blocks;
+}
+
 static void take_spans(layout *l, const mn_bayes_args *p, piecework *at) {
     const mn_call &c = p->call;
     span_work *w = &l->spans;
     const int64_t R = l->R, heads = l->heads, groups = heads * c.G, tokens = SPAN_TOKENS;
-    w->columns = (int)(mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), SLICE) * SLICE);
-    w->slices = (int)mn_ceil_div(w->columns, SLICE * SLICES);
     at->take(&w->k, heads, tokens, R), at->take(&w->q, heads, tokens, R);
     at->take(&w->phi, heads, tokens, R), at->take(&w->noise, heads, 2 * (SPAN_CHUNKS + 1), R);
     at->take(&w->h, groups, tokens, R), at->take(&w->w, groups, tokens, R);
     w->nk = w->h;
     at->take(&w->r2, groups, tokens, 1), at->take(&w->sigma, groups, tokens, 1);
+    at->take(&w->own, groups, tokens, 1);
     at->take(&w->eliminate, groups, SPAN_CHUNKS, SMALL);
     at->take(&w->reads, groups, SPAN_CHUNKS, SMALL);
     at->take(&w->theta, groups, SPAN_CHUNKS, SMALL);
-    w->P_each = mn_max(R, 2 * tokens) * R, w->E_each = mn_max(R * w->columns, 2 * tokens * tokens);
-    at->take(&w->P, groups, w->P_each, 1), at->take(&w->E, groups, w->E_each, 1);
+    w->P_each = mn_max(R, 2 * tokens) * R;
+    w->dw_each = mn_max((w->slices - 1) * tokens * R, 2 * tokens * tokens);
+    at->take(&w->P, groups, w->P_each, 1), at->take(&w->dw, groups, w->dw_each, 1);
     at->take(&w->M, groups, R, w->columns);
     at->take(&w->e, groups, tokens, w->columns), at->take(&w->de, groups, tokens, w->columns);
     at->take(&w->inside, groups, SPAN_CHUNKS, 2 * R);
@@ -425,8 +433,9 @@ static void take_narrow(layout *l, const mn_bayes_args *p, int nb, int nm, piece
 template <int R>
 constexpr size_t widest_room() {
     const size_t each[] = { sizeof(covariance_room<R>), sizeof(mean_room<R>),
-                            sizeof(source_room<R>), sizeof(adjoint_room<R>),
-                            sizeof(weights_room<R>) };
+                            sizeof(mean_back_room<R>), sizeof(adjoint_room<R>),
+                            sizeof(weights_room<R>),
+                            PRODUCT_STAGES * sizeof(product_stage<R>) };
     size_t most = 0;
     for (size_t bytes : each) most = bytes > most ? bytes : most;
     return most;
@@ -449,7 +458,7 @@ static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
     l->heads = mn_tile_slots(c, SPAN_TOKENS) * c.H;
     piecework both = { (char *)base, 0, true };
     both.take(&l->narrow.traces, l->blocks, 1, 1);
-    if (l->R) both.take(&l->spans.steep, l->blocks, 1, 1);
+    if (l->R) take_counts(l, c, &both);
     l->spans.traces = l->narrow.traces, l->narrow.steep = l->spans.steep;
     piecework one = both, other = both;
     if (l->R) take_spans(l, p, &one);
@@ -466,31 +475,26 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
     const span_work &w = l.spans;
     const unsigned blocks = (unsigned)l.blocks, heads = (unsigned)l.heads;
     const unsigned groups = heads * (unsigned)p->call.G;
-    const bool bf16 = p->call.dtype == MN_BF16;
-    int code = (int)cudaMemsetAsync(w.steep, heads == 0, l.blocks * sizeof *w.steep, on);
+    const size_t counts = (size_t)l.blocks * (2 + (size_t)w.slices) * sizeof *w.steep;
+    int code = (int)cudaMemsetAsync(w.steep, heads == 0, counts, on);
     if (code != cudaSuccess || heads == 0) return code;
     if (p->theta.data) span_prepare_kernel<T, true><<<heads, 512, 0, on>>>(*p, w, R);
     else span_prepare_kernel<T, false><<<heads, 512, 0, on>>>(*p, w, R);
-    code = mn_launch_with_room(covariance_walk_kernel<R>, blocks, 2 * R,
-                               sizeof(covariance_room<R>), on, *p, w, bf16);
-    if (code == cudaSuccess && w.slices > 0) {
-        code = mn_launch_with_room(mean_walks_kernel<T, R>, 2 * blocks * (unsigned)w.slices,
-                                   32 * MEAN_WARPS, sizeof(mean_room<R>), on, *p, w);
-    }
+    code = mn_launch_with_room(walks_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
+                               WALK_THREADS, widest_room<R>(), on, *p, w);
     if (code == cudaSuccess) {
-        code = mn_launch_with_room(span_sources_kernel<T, R>, groups, GATHER_THREADS,
-                                   sizeof(source_room<R>), on, *p, w);
-    }
-    if (code == cudaSuccess) {
-        code = mn_launch_with_room(adjoint_walk_kernel<T, R>, blocks, 2 * R,
-                                   sizeof(adjoint_room<R>), on, *p, w);
+        code = mn_launch_with_room(walks_back_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
+                                   WALK_THREADS, widest_room<R>(), on, *p, w);
     }
     if (code == cudaSuccess) {
         code = mn_launch_with_room(span_weights_kernel<T, R>, groups, GATHER_THREADS,
                                    sizeof(weights_room<R>), on, *p, w);
     }
+    if (code == cudaSuccess) {
+        code = mn_launch_with_room(span_products_kernel<T, R>, heads, GATHER_THREADS,
+                                   PRODUCT_STAGES * sizeof(product_stage<R>), on, *p, w);
+    }
     if (code != cudaSuccess) return code;
-    span_products_kernel<T, R><<<heads, GATHER_THREADS, 0, on>>>(*p, w);
     const size_t channels = (SPAN_TOKENS + SPAN_TOKENS * CHANNELS_LD) * sizeof(double);
     code = p->theta.data ? mn_launch_with_room(span_channels_kernel<T, R, true>, heads,
                                                GATHER_THREADS, channels, on, *p, w)

@@ -22,16 +22,19 @@ enum {
 /* Work space of spans. Panels are of a head of a span, or of a group of it. */
 struct span_work {
     int *steep;                               // of a head of a sequence
+    int *left;                                // chunks done by covariances' walks, for means
+    int *back;                                // the same of means' adjoints, of each slice
     double *k, *q, *phi;                      // panels of heads; k, q in the frame
     double *noise;                            // n at each chunk's start and the end: 5 x 2 x R
     double *nk;                               // panel: n_t kh_t; until h takes its place
-    double *h;                                // panel of groups: -beta / 2, H, du
+    double *h;                                // panel of groups: -b / 2, then du
     double *r2, *sigma;                       // tokens of groups
     double *w;                                // panel: z / sigma
-    double *eliminate, *reads, *theta;        // of chunks: Li, w_s.q_t (s <= t), Theta / 2
-    double *P, *M, *E;                        // states before spans, E behind them; M', E' have
-                                              // columns first. Later a head's first P has dk, dq, E
-                                              // the weights of tokens
+    double *own;                              // tokens of groups: Psi_tt / 2 + w_t.b_t / 2
+    double *eliminate, *reads, *theta;        // of chunks: L', w_s.q_t (s <= t), O
+    double *P, *M;                            // states before spans; M' has columns first. Later a
+                                              // head's first P has dk and dq
+    double *dw;                               // of slices but the last; later weights of tokens
     double *e, *de;                           // tokens x columns
     double *inside;                           // D behind chunks: diagonal, beside it: 2 x R
     double *totals;                           // of a head's chunks: C's trace and turn, 2 x K
@@ -39,7 +42,7 @@ struct span_work {
     float *local;                             // tokens x 2 K: C's growth within the chunk
     double *traces;                           // of D in front of sequences
     int columns, slices;                      // value columns of a group, rounded up; blocks of 64
-    int64_t P_each, E_each;                   // numbers of a group
+    int64_t P_each, dw_each;                  // numbers of a group
 };
 
 /* Panels in shared memory: rows as left factors, and as right ones with tokens summed over. */
@@ -149,13 +152,16 @@ __device__ static void zero(double (&c)[2][2]) {
     c[0][0] = c[0][1] = c[1][0] = c[1][1] = 0.0;
 }
 
-/* 1 / x of a normal number to its last bit or two: the quotient's care for others costs a call. */
-__device__ static double reciprocal(double x) {
-    double y;
-    asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(y) : "d"(x));
-#pragma unroll
-    for (int i = 0; i < 3; i++) y = fma(y, fma(-x, y, 1.0), y);
-    return y;
+/* -x and 2 x of a number that is zero or normal, by its bits: while one warp's products keep the
+ * units for doubles busy, sums and products of its neighbours' single numbers wait for hundreds of
+ * cycles each. Hence also sums that start from what would be added to them. */
+__device__ static double minus(double x) {
+    return __hiloint2double(__double2hiint(x) ^ (int)0x80000000, __double2loint(x));
+}
+
+__device__ static double twice(double x) {
+    const int high = __double2hiint(x);
+    return __hiloint2double(high & 0x7ff00000 ? high + 0x00100000 : high, __double2loint(x));
 }
 
 /* ---- copies that run beside the work --------------------------------------------------------- */
@@ -189,6 +195,55 @@ __device__ static void await_copies() {
     asm volatile("cp.async.wait_group 1;" ::: "memory");
 }
 
+/* ---- cotangents ------------------------------------------------------------------------------ */
+
+/* scale^2 dqvar of a token, or zero */
+template <typename T>
+__device__ static double weight_of(const mn_bayes_args &p, const mn_tile_span &tile,
+                                   const span_group &s, int t) {
+    const T *x = mn_row<T>(p.cot.qvar, tile.span.b, tile.span.t0 + tile.first + t, s.h);
+    if (!x || !p.q.data || t >= tile.n_rows) return 0.0;
+    return p.scale * p.scale * (double)mn_float(x[s.g]);
+}
+
+/* Channel-wise Phi'dgainvec of a token: of row r. */
+template <typename T>
+__device__ static double turned_gain(const mn_bayes_args &p, const mn_tile_span &tile,
+                                     const span_group &s, const double *phi, int t, int r,
+                                     int rows, bool turns) {
+    const T *x = mn_row<T>(p.cot.gainvec, tile.span.b, tile.span.t0 + tile.first + t, s.h);
+    if (!x || t >= tile.n_rows || r >= rows) return 0.0;
+    x += s.g * rows;
+    if (!turns) return phi[r] * (double)mn_float(x[r]);
+    const double other = (double)mn_float(x[r ^ 1]), mine = (double)mn_float(x[r]);
+    return r % 2 == 0 ? phi[r] * mine + phi[r + 1] * other : phi[r - 1] * mine - phi[r] * other;
+}
+
+/* Results in rows 16 mb .. of a matrix: use(element, row within the 16, column) */
+template <typename F>
+__device__ static void each_result(double (&c)[2][2], int column, F use) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        use(c[i / 2][i % 2], 8 * (i / 2) + lane / 4, column + 2 * (lane % 4) + i % 2);
+    }
+}
+
+/* ---- walks side by side ---------------------------------------------------------------------- */
+
+/* One thread says behind a barrier that all its block wrote before holds for `count` chunks. */
+__device__ static void say_left(int *to, int64_t count) {
+    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(to), "r"((int)count) : "memory");
+}
+
+/* One thread waits for that; its block sees it behind a barrier. `seen` is what it has seen so far:
+ * a look takes as long as a read of memory, and often shows more than is asked for. */
+__device__ static void await_left(int &seen, const int *from, int64_t count) {
+    while (seen < count) {
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(from) : "memory");
+    }
+}
+
 /* ---- preparing ------------------------------------------------------------------------------- */
 
 /* Sums of the chunks of a span, by channels. */
@@ -200,7 +255,7 @@ struct chunk_sums {
 /* (c, -s) for Phi^-1 = ((c, s), (-s, c)) of a channel: l2 times its square is the noise of a token,
  * rr in the real row, ii in the other, ri across. */
 __device__ static double2 noise_row(double2 phi) {
-    const double inverse = reciprocal(phi.x * phi.x + phi.y * phi.y);
+    const double inverse = mn_reciprocal(phi.x * phi.x + phi.y * phi.y);
     return make_double2(phi.x * inverse, -phi.y * inverse);
 }
 
@@ -250,19 +305,29 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0) return;
     const int c = threadIdx.x / 128, i = threadIdx.x % 128, K = (int)p.call.K;
-    const int64_t b = tile.span.b, t0 = tile.span.t0 + tile.first + c * CHUNK;
-    const int n_rows = i < K ? (int)min((int64_t)CHUNK, tile.n_rows - c * CHUNK) : 0;
+    const int64_t b = tile.span.b, t0 = tile.span.t0 + tile.first;
+    const int n_rows = i < K ? (int)tile.n_rows : 0, channel = min(i, K - 1);
+    const bool asks = p.q.data != NULL;
+    const mn_in &queries = asks ? p.q : p.k, &angles = TURNS ? p.theta : p.la;
     double2 phi[CHUNK];
     float l2[CHUNK], k[CHUNK], q[CHUNK];
     double level = 0.0, angle = 0.0;
 #pragma unroll
     for (int j = 0; j < CHUNK; j++) {
-        const bool there = j < n_rows;
-        phi[j].x = there ? (double)mn_float(mn_row<T>(p.la, b, t0 + j, h)[i]) : 0.0;
-        phi[j].y = TURNS && there ? (double)mn_float(mn_row<T>(p.theta, b, t0 + j, h)[i]) : 0.0;
-        l2[j] = there ? mn_float(*mn_row<T>(p.l2, b, t0 + j, h)) : 0.0f;
-        k[j] = there ? mn_float(mn_row<T>(p.k, b, t0 + j, h)[i]) : 0.0f;
-        q[j] = there ? mn_get(mn_row<T>(p.q, b, t0 + j, h), i) : 0.0f;
+        /* A load that a condition guards would wait for the one before. */
+        const int64_t t = t0 + min(c * CHUNK + j, (int)tile.n_rows - 1);
+        const float decay = mn_float(mn_row<T>(p.la, b, t, h)[channel]);
+        const float by = TURNS ? mn_float(mn_row<T>(angles, b, t, h)[channel]) : 0.0f;
+        l2[j] = mn_float(*mn_row<T>(p.l2, b, t, h));
+        k[j] = mn_float(mn_row<T>(p.k, b, t, h)[channel]);
+        q[j] = mn_float(mn_row<T>(queries, b, t, h)[channel]);
+        phi[j] = make_double2((double)decay, (double)by);
+    }
+#pragma unroll
+    for (int j = 0; j < CHUNK; j++) {
+        const bool there = c * CHUNK + j < n_rows;
+        if (!there) phi[j] = make_double2(0.0, 0.0), l2[j] = k[j] = 0.0f;
+        if (!there || !asks) q[j] = 0.0f;
         level += phi[j].x, angle += phi[j].y;
     }
     sums.level[c][i] = level, sums.angle[c][i] = angle;

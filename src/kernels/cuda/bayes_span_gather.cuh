@@ -1,5 +1,5 @@
-/* bayes_span_gather.cuh - what of the way back of the Bayesian Layer all spans do at once: what
- * drives the covariance's adjoint, and the gradients. Formulas are in bayes_backward.cu. */
+/* bayes_span_gather.cuh - what of the way back of the Bayesian Layer all spans do at once, once the
+ * walks are done: the gradients. Formulas are in bayes_backward.cu. */
 #ifndef MN_KERNELS_CUDA_BAYES_SPAN_GATHER_CUH
 #define MN_KERNELS_CUDA_BAYES_SPAN_GATHER_CUH
 
@@ -11,25 +11,16 @@ enum { TOKENS_LD = SPAN_TOKENS + 8, CHANNELS_LD = 129, GATHER_THREADS = 512 };
  * factor of 8 columns, taken from a tensor of type T whose rows may be absent. */
 template <typename T>
 struct token_rows {
-    const T *first;       // NULL: zeros
+    const T *first;       // NULL where `any` is false: zeros
     int64_t stride;       // of tokens
     int n_rows, count;    // tokens, columns
+    bool any;
     double scale;
 
+    /* A load that a condition guards would wait for the one before. */
     __device__ double at(int t, int j) const {
-        if (!first || t >= n_rows || j >= count) return 0.0;
-        return scale * (double)mn_float(first[t * stride + j]);
-    }
-
-    /* as left_rows and right_rows */
-    __device__ void left(double (&a)[4], int row, int column) const {
-        const int lane = threadIdx.x % 32, t = row + lane / 4, j = column + 2 * (lane % 4);
-        a[0] = at(t, j), a[1] = at(t + 8, j), a[2] = at(t, j + 1), a[3] = at(t + 8, j + 1);
-    }
-
-    __device__ void right(double (&b)[2], int row, int column) const {
-        const int lane = threadIdx.x % 32, t = row + lane / 4, j = column + 2 * (lane % 4);
-        b[0] = at(t, j), b[1] = at(t, j + 1);
+        const T x = first[min(t, n_rows - 1) * stride + min(j, count - 1)];
+        return t < n_rows && j < count ? scale * (double)mn_float(x) : 0.0;
     }
 };
 
@@ -38,43 +29,12 @@ template <typename T>
 __device__ static token_rows<T> outputs_of(const mn_bayes_args &p, const mn_tile_span &tile,
                                            const span_group &s) {
     const T *d_o = mn_row<T>(p.cot.o, tile.span.b, tile.span.t0 + tile.first, s.h);
-    return { d_o ? d_o + s.first : nullptr, p.cot.o.stride[1], (int)tile.n_rows, s.count,
+    const bool any = d_o && s.count > 0;
+    return { any ? d_o + s.first : nullptr, p.cot.o.stride[1], (int)tile.n_rows, s.count, any,
              (double)p.scale };
 }
 
-/* scale^2 dqvar of a token, or zero */
-template <typename T>
-__device__ static double weight_of(const mn_bayes_args &p, const mn_tile_span &tile,
-                                   const span_group &s, int t) {
-    const T *x = mn_row<T>(p.cot.qvar, tile.span.b, tile.span.t0 + tile.first + t, s.h);
-    if (!x || !p.q.data || t >= tile.n_rows) return 0.0;
-    return p.scale * p.scale * (double)mn_float(x[s.g]);
-}
-
-/* Channel-wise Phi'dgainvec of a token: of row r. */
-template <typename T>
-__device__ static double turned_gain(const mn_bayes_args &p, const mn_tile_span &tile,
-                                     const span_group &s, const double *phi, int t, int r,
-                                     int rows, bool turns) {
-    const T *x = mn_row<T>(p.cot.gainvec, tile.span.b, tile.span.t0 + tile.first + t, s.h);
-    if (!x || t >= tile.n_rows || r >= rows) return 0.0;
-    x += s.g * rows;
-    if (!turns) return phi[r] * (double)mn_float(x[r]);
-    const double other = (double)mn_float(x[r ^ 1]), mine = (double)mn_float(x[r]);
-    return r % 2 == 0 ? phi[r] * mine + phi[r + 1] * other : phi[r - 1] * mine - phi[r] * other;
-}
-
-/* Results in rows 16 mb .. of a matrix: use(element, row within the 16, column) */
-template <typename F>
-__device__ static void each_result(double (&c)[2][2], int column, F use) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        use(c[i / 2][i % 2], 8 * (i / 2) + lane / 4, column + 2 * (lane % 4) + i % 2);
-    }
-}
-
-/* ---- what drives D --------------------------------------------------------------------------- */
+/* ---- products between a span's tokens -------------------------------------------------------- */
 
 /* 64 columns of a panel of 64 tokens on their way into shared memory. */
 __device__ static void copy_slice_later(double *to, const double *from, int columns, int first) {
@@ -102,16 +62,15 @@ __device__ static void add_gram(double (&c)[2][2], const double *x, const double
     for (int i = 0; i < 4; i++) c[i / 2][i % 2] += more[i / 2][i % 2];
 }
 
-/* Half of a block of 16 x 16 tokens, of those that are not above the diagonal, or not below it. */
+/* Half of a block of 16 x 16 tokens, of those that are not above the diagonal. */
 struct weights_task {
     bool any;
     int row, column;    // tokens
 
-    __device__ weights_task(int i, bool later) {
+    __device__ weights_task(int i) {
         int a = 0, b = i / 2;
         while (b > a) a++, b -= a;
-        any = i < 20;
-        row = 16 * (later ? b : a), column = 16 * (later ? a : b) + 8 * (i % 2);
+        any = i < 20, row = 16 * a, column = 16 * b + 8 * (i % 2);
     }
 };
 
@@ -132,6 +91,9 @@ struct y_slice {
 
     __device__ void load(const token_rows<T> &y, int first) {
 #pragma unroll
+        for (int i = 0; i < EACH; i++) at[i] = 0.0;
+        if (!y.any) return;
+#pragma unroll
         for (int i = 0; i < EACH; i++) {
             const int j = threadIdx.x + i * GATHER_THREADS;
             at[i] = y.at(j / 64, first + j % 64);
@@ -146,236 +108,6 @@ struct y_slice {
         }
     }
 };
-
-/* Shared memory of span_sources_kernel; 64 value columns at a time. */
-template <int R>
-struct source_room {
-    union {
-        struct {
-            double e[SPAN_TOKENS * TOKENS_LD], other[SPAN_TOKENS * TOKENS_LD];    // de, then y
-        };
-        double q[SPAN_TOKENS * pitch<R>::right];
-    };
-    union {
-        double E[64 * pitch<R>::right];
-        double k[SPAN_TOKENS * pitch<R>::right];
-    };
-    union {
-        double weights[2][SPAN_TOKENS * TOKENS_LD];
-        double b[SPAN_TOKENS * pitch<R>::left];
-    };
-    double psi[SPAN_CHUNKS][16 * SMALL_LD];
-};
-
-/* c += e E' in this warp's chunk and columns, and in `later` and `reads` the weights of later
- * tokens in dw: e_t.de_s and e_t.y_s. All threads call. */
-template <typename T, int R>
-__device__ static void source_values(double (&c)[R / 32][2][2], double (&later)[2][2][2],
-                                     double (&reads)[2][2][2], source_room<R> &room,
-                                     const weights_task (&tasks)[2], const token_rows<T> &of_y,
-                                     const span_work &w, int64_t group) {
-    const int warp = threadIdx.x / 32, mb = warp % 4, column = warp / 4 * (R / 4);
-    const int columns = w.columns;
-    const double *e = w.e + group * SPAN_TOKENS * columns, *E = w.E + group * w.E_each;
-    const double *de = w.de + group * SPAN_TOKENS * columns;
-    for (int first = 0; first < columns; first += 64) {
-        const int width = min(64, columns - first);
-        y_slice<T> y;
-        copy_slice_later(room.e, e, columns, first);
-        copy_slice_later(room.other, de, columns, first);
-        copy_rows_later<R>(room.E, pitch<R>::right, E + (int64_t)first * R, width,
-                           GATHER_THREADS);
-        y.load(of_y, first);
-        await_all_copies();
-        add_slice(later[0], room.e, room.other, width, tasks[0]);
-        add_slice(later[1], room.e, room.other, width, tasks[1]);
-#pragma unroll 2
-        for (int i = 0; i < width; i += 8) {
-            double a[4], b[2];
-            left_rows(a, room.e + 16 * mb * TOKENS_LD, TOKENS_LD, i);
-#pragma unroll
-            for (int j = 0; j < R / 32; j++) {
-                right_columns(b, room.E + i * pitch<R>::right, pitch<R>::right, column + 8 * j);
-                mn_dmma_8(c[j], a, b);
-            }
-        }
-        __syncthreads();
-        y.store(room.other);
-        __syncthreads();
-        add_slice(reads[0], room.e, room.other, width, tasks[0]);
-        add_slice(reads[1], room.e, room.other, width, tasks[1]);
-        __syncthreads();
-    }
-}
-
-/* The weights into the room, and what they say of dw. All threads call. */
-template <int R>
-__device__ static void source_later(double (&c)[R / 32][2][2], double (&later)[2][2][2],
-                                    double (&reads)[2][2][2], source_room<R> &room,
-                                    const weights_task (&tasks)[2], const span_work &w,
-                                    int64_t head) {
-    constexpr int RIGHT = pitch<R>::right;
-    const int warp = threadIdx.x / 32, mb = warp % 4, column = warp / 4 * (R / 4);
-    copy_rows_later<R>(room.q, RIGHT, w.q + head * SPAN_TOKENS * R, SPAN_TOKENS, GATHER_THREADS);
-    copy_rows_later<R>(room.k, RIGHT, w.k + head * SPAN_TOKENS * R, SPAN_TOKENS, GATHER_THREADS);
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        if (!tasks[i].any) continue;
-        each_result(later[i], tasks[i].column, [&](double &x, int row, int s) {
-            x = s > tasks[i].row + row ? -x : 0.0;
-        });
-        each_result(reads[i], tasks[i].column, [&](double &x, int row, int s) {
-            if (s < tasks[i].row + row) x = 0.0;
-        });
-        const int at = tasks[i].row * TOKENS_LD;
-        put_rows(room.weights[0] + at, TOKENS_LD, tasks[i].column, reads[i]);
-        put_rows(room.weights[1] + at, TOKENS_LD, tasks[i].column, later[i]);
-    }
-    await_all_copies();
-#pragma unroll 2
-    for (int i = 16 * mb; i < SPAN_TOKENS; i += 8) {
-        double a[4], along[4], b[2];
-        left_rows(a, room.weights[0] + 16 * mb * TOKENS_LD, TOKENS_LD, i);
-        left_rows(along, room.weights[1] + 16 * mb * TOKENS_LD, TOKENS_LD, i);
-#pragma unroll
-        for (int j = 0; j < R / 32; j++) {
-            right_columns(b, room.q + i * RIGHT, RIGHT, column + 8 * j);
-            mn_dmma_8(c[j], a, b);
-            right_columns(b, room.k + i * RIGHT, RIGHT, column + 8 * j);
-            mn_dmma_8(c[j], along, b);
-        }
-    }
-    __syncthreads();
-}
-
-/* Psi of this warp's chunk and half of its columns, from those rows of b. */
-template <typename T, int R>
-__device__ static void source_psi(double *mine, const double *rows, const mn_bayes_args &p,
-                                  const span_work &w, const mn_tile_span &tile,
-                                  const span_group &s, int64_t group) {
-    const int warp = threadIdx.x / 32, mb = warp % 4, half = warp / 4;
-    const bool weighs = p.cot.qvar.data && p.q.data;
-    const double *z = w.w + group * SPAN_TOKENS * R;
-    const double *sigma = w.sigma + group * SPAN_TOKENS, *r2 = w.r2 + group * SPAN_TOKENS;
-    const double *reads = w.reads + (group * SPAN_CHUNKS + mb) * SMALL;
-    double psi[2][2];
-    zero(psi);
-#pragma unroll 4
-    for (int i = 0; i < R; i += 8) {
-        double a[4], b[2];
-        left_rows(a, z + 16 * mb * R, R, i);
-        right_rows(b, rows, pitch<R>::left, i);
-        mn_dmma_8(psi, a, b);
-    }
-    each_result(psi, 8 * half, [&](double &x, int row, int column) {
-        const int t = 16 * mb + row;
-        if (column > row) {
-            mine[row * SMALL_LD + column] = mine[column * SMALL_LD + row] = -x;
-        } else if (column == row) {
-            const int64_t when = tile.span.t0 + tile.first + t;
-            const bool there = t < tile.n_rows;
-            const T *dkvar = mn_row<T>(p.cot.kvar, tile.span.b, when, s.h);
-            const T *dgain = mn_row<T>(p.cot.gain, tile.span.b, when, s.h);
-            double own = there ? (double)mn_get(dkvar, s.g) : 0.0;
-            if (there) own += (double)mn_get(dgain, s.g) * r2[t] / (sigma[t] * sigma[t]);
-            for (int other = row; weighs && other < CHUNK; other++) {
-                const double read = reads[row * 16 + other];
-                own -= weight_of<T>(p, tile, s, 16 * mb + other) * read * read;
-            }
-            mine[row * SMALL_LD + column] = 2.0 * (own - x);
-        }
-    });
-}
-
-/* -beta / 2 into h and Theta / 2 of a group of a head of a span, as they are where D is zero; dv.
- * Warps 4 i + a have chunk a, a quarter of the columns each. */
-template <typename T, int R>
-__global__ void __launch_bounds__(GATHER_THREADS, 1)
-span_sources_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
-    extern __shared__ __align__(16) double doubles[];
-    source_room<R> &room = *(source_room<R> *)doubles;
-    constexpr int TILES = R / 32, LD = pitch<R>::left;
-    const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x / G, h = head % H;
-    const int64_t group = blockIdx.x;
-    const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
-    if (tile.n_rows == 0 || w.steep[tile.n * H + h]) return;
-    const span_group s = group_at(p, (tile.n * H + h) * G + group % G);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mb = warp % 4, half = warp / 4;
-    const bool turns = p.theta.data != NULL, weighs = p.cot.qvar.data && p.q.data;
-    const int rows = (int)p.call.K * (turns ? 2 : 1), columns = w.columns, first = half * (R / 4);
-    const double *q = w.q + head * SPAN_TOKENS * R, *phi = w.phi + head * SPAN_TOKENS * R;
-    const double *sigma = w.sigma + group * SPAN_TOKENS + 16 * mb;
-    double c[TILES][2][2], later[2][2][2], read[2][2][2];
-    zero(later[0]), zero(later[1]), zero(read[0]), zero(read[1]);
-#pragma unroll
-    for (int j = 0; j < TILES; j++) {
-        zero(c[j]);
-        if (!p.cot.gainvec.data) continue;
-        each_result(c[j], first + 8 * j, [&](double &x, int row, int r) {
-            const int t = 16 * mb + row;
-            x = turned_gain<T>(p, tile, s, phi + t * R, t, r, rows, turns);
-        });
-    }
-    if (columns > 0) {
-        const weights_task tasks[2] = { { warp, true }, { warp + GATHER_THREADS / 32, true } };
-        source_values<T, R>(c, later, read, room, tasks, outputs_of<T>(p, tile, s), w, group);
-        source_later<R>(c, later, read, room, tasks, w, head);
-    }
-    const int64_t chunk = group * SPAN_CHUNKS + mb;
-    const double *reads = w.reads + chunk * SMALL, *eliminate = w.eliminate + chunk * SMALL;
-    double left[8], b[4];
-    if (weighs) {
-        left_small(left, reads, 16);
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const double a = -2.0 * weight_of<T>(p, tile, s, 16 * mb + lane % 4 + 4 * i);
-            left[2 * i] *= a, left[2 * i + 1] *= a;
-        }
-    }
-    const double by[2] = { 1.0 / sigma[lane / 4], 1.0 / sigma[8 + lane / 4] };
-#pragma unroll
-    for (int j = 0; j < TILES; j++) {
-        each_result(c[j], 0, [&](double &x, int row, int) { x *= by[row / 8]; });
-        if (weighs) {
-            right_columns16(b, q + 16 * mb * R, R, first + 8 * j);
-            mn_dmma_16(c[j], left, b);
-        }
-        put_rows(room.b + 16 * mb * LD, LD, first + 8 * j, c[j]);
-    }
-    __syncthreads();
-    double *mine = room.psi[mb], half_theta[2][2];
-    if (half < 2) {
-        source_psi<T, R>(mine, room.b + (16 * mb + 8 * half) * LD, p, w, tile, s, group);
-    }
-    __syncthreads();
-    left_small(left, mine, SMALL_LD);
-    right_columns16(b, eliminate, 16, 8 * (half % 2));
-    zero(half_theta);
-    mn_dmma_16(half_theta, left, b);
-    __syncthreads();
-    if (half < 2) put_rows(mine, SMALL_LD, 8 * half, half_theta);
-    __syncthreads();
-    left_columns16(left, eliminate, 16, 0);
-    right_columns16(b, mine, SMALL_LD, 8 * (half % 2));
-    zero(half_theta);
-    mn_dmma_16(half_theta, left, b);
-    each_result(half_theta, 0, [&](double &x, int, int) { x *= 0.5; });
-    if (half < 2) put_rows(w.theta + chunk * SMALL, 16, 8 * half, half_theta);
-#pragma unroll
-    for (int j = 0; j < TILES; j++) {
-        right_columns16(b, room.b + 16 * mb * LD, LD, first + 8 * j);
-        zero(c[j]);
-        mn_dmma_16(c[j], left, b);
-        each_result(c[j], 0, [&](double &x, int, int) { x *= -0.5; });
-        put_rows(w.h + chunk * CHUNK * R, R, first + 8 * j, c[j]);
-    }
-    const double *de = w.de + group * SPAN_TOKENS * columns;
-    for (int i = threadIdx.x; p.grad.v.data && i < tile.n_rows * s.count; i += GATHER_THREADS) {
-        const int t = i / s.count, j = i % s.count;
-        T *dv = mn_row<T>(p.grad.v, tile.span.b, tile.span.t0 + tile.first + t, s.h);
-        mn_put(dv + s.first + j, (float)de[(int64_t)t * columns + j]);
-    }
-}
 
 /* ---- gradients ------------------------------------------------------------------------------- */
 
@@ -399,7 +131,7 @@ __device__ static gather_group<T> gather_group_at(const mn_bayes_args &p, const 
     of.theta = w.theta + group * SPAN_CHUNKS * SMALL;
     of.e = w.e + group * SPAN_TOKENS * w.columns, of.de = w.de + group * SPAN_TOKENS * w.columns;
     of.M = w.M + group * w.columns * R, of.P = w.P + group * w.P_each;
-    of.sigma = w.sigma + group * SPAN_TOKENS, of.weights = w.E + group * w.E_each;
+    of.sigma = w.sigma + group * SPAN_TOKENS, of.weights = w.dw + group * w.dw_each;
     of.y = outputs_of<T>(p, tile, of.s);
     return of;
 }
@@ -430,35 +162,6 @@ __device__ static void put_weights(double (&c)[2][2], const weights_task &task,
     put_rows(to + task.row * SPAN_TOKENS, SPAN_TOKENS, task.column, c);
 }
 
-/* du = -2 H + (diag O + 2 upper O) K in place of H, in the room and in memory. */
-template <typename T, int R>
-__device__ static void finish_du(weights_room<R> &room, const gather_group<T> &of,
-                                 const double *k) {
-    constexpr int TILES = R / 32, LD = pitch<R>::left;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mb = warp % 4;
-    const int first = warp / 4 * (R / 4);
-    double left[8], b[TILES][4];
-    left_small(left, of.theta + mb * SMALL, 16);
-#pragma unroll
-    for (int j = 0; j < TILES; j++) right_columns16(b[j], k + 16 * mb * R, R, first + 8 * j);
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        const int t = lane / 4 + i % 2 * 8, s = lane % 4 + i / 2 * 4;
-        left[i] *= s > t ? 2.0 : s == t ? 1.0 : 0.0;
-    }
-    await_all_copies();
-#pragma unroll
-    for (int j = 0; j < TILES; j++) {
-        double c[2][2];
-        get_rows(c, room.du + 16 * mb * LD, LD, first + 8 * j);
-        each_result(c, 0, [&](double &x, int, int) { x *= -2.0; });
-        mn_dmma_16(c, left, b[j]);
-        put_rows(room.du + 16 * mb * LD, LD, first + 8 * j, c);
-        put_rows(of.h + 16 * mb * R, R, first + 8 * j, c);
-    }
-    __syncthreads();
-}
-
 template <typename T>
 __device__ static void put_dr2(const mn_bayes_args &p, const mn_tile_span &tile,
                                const gather_group<T> &of, int t) {
@@ -471,7 +174,7 @@ __device__ static void put_dr2(const mn_bayes_args &p, const mn_tile_span &tile,
     if (dr2) mn_put(dr2 + of.s.g, (float)(c - (double)mn_get(dkvar, of.s.g) - gain));
 }
 
-/* du, what earlier tokens of the span weigh in dk and dq, and dr2: of a group of a head. */
+/* What earlier tokens of the span weigh in dk and dq, and dr2: of a group of a head. */
 template <typename T, int R>
 __global__ void __launch_bounds__(GATHER_THREADS, 1)
 span_weights_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
@@ -487,13 +190,13 @@ span_weights_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     const double *q = w.q + head * SPAN_TOKENS * R;
     copy_rows_later<R>(room.du, LD, of.h, SPAN_TOKENS, GATHER_THREADS);
     copy_rows_later<R>(room.z, LD, of.z, SPAN_TOKENS, GATHER_THREADS);
-    const weights_task tasks[2] = { { warp, false }, { warp + GATHER_THREADS / 32, false } };
+    const weights_task tasks[2] = { { warp }, { warp + GATHER_THREADS / 32 } };
     double along[2][2][2], reads[2][2][2];    // of dk and of dq
     zero(along[0]), zero(along[1]), zero(reads[0]), zero(reads[1]);
     if (columns > 0) copy_slice_later(room.e, of.e, columns, 0);
     if (columns > 0) copy_slice_later(room.other, of.de, columns, 0);
     if (threadIdx.x < tile.n_rows) put_dr2<T>(p, tile, of, threadIdx.x);
-    finish_du<T, R>(room, of, w.k + head * SPAN_TOKENS * R);
+    await_all_copies();
 #pragma unroll
     for (int i = 0; i < 2; i++) {
         if (!tasks[i].any) continue;
@@ -536,83 +239,209 @@ span_weights_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     }
 }
 
+/* ---- dk and dq ------------------------------------------------------------------------------- */
+
+/* Of a group they are three products that sum over rows of the state, value columns and earlier
+ * tokens; their factors flow through shared memory in slices of 16 of these. */
+enum { PRODUCT_STAGES = 5, SLICE_WIDTH = 16 };
+
+template <int R>
+struct product_stage {
+    double left[2][SPAN_TOKENS * SLICE_WIDTH];    // of dk and of dq, swizzled
+    double right[SLICE_WIDTH * (R + 2)];
+};
+
+/* Where column `column`, even, of a row of a slice's left factors is: neighbouring rows exchange
+ * halves, so that four lanes of each read all banks. */
+__device__ static int swizzled(int row, int column) {
+    return row * SLICE_WIDTH + ((column / 2) ^ (row % 2 * 4)) * 2;
+}
+
+/* As left_rows. */
+__device__ static void left_slice(double (&a)[4], const double *left, int row, int column) {
+    const int lane = threadIdx.x % 32;
+    const double *at = left + swizzled(row + lane / 4, column + 2 * (lane % 4));
+    const double2 upper = *(const double2 *)at;
+    const double2 lower = *(const double2 *)(at + 8 * SLICE_WIDTH);
+    a[0] = upper.x, a[1] = lower.x, a[2] = upper.y, a[3] = lower.y;
+}
+
+/* 16 columns of the rows of a span's tokens on their way. */
+__device__ static void copy_left_later(double *to, const double *from, int ld) {
+    for (int i = threadIdx.x; i < SPAN_TOKENS * SLICE_WIDTH / 2; i += GATHER_THREADS) {
+        const int t = i / (SLICE_WIDTH / 2), j = i % (SLICE_WIDTH / 2) * 2;
+        copy_later(to + swizzled(t, j), from + t * ld + j);
+    }
+}
+
+/* Counts slices of P (0), of M (1) and of w (2) of a head's group, then of the next one. */
+template <int R>
+struct product_count {
+    int g, kind, j, count;
+
+    __device__ product_count() : g(-1), kind(2), j(0), count(0) {}
+
+    /* Goes on to the next slice; false behind the last one. */
+    __device__ bool next(int columns, int groups) {
+        if (g == groups) return false;
+        if (++j < count) return true;
+        j = 0, kind = kind == 0 && columns > 0 ? 1 : kind < 2 ? 2 : 0;
+        count = (kind == 0 ? R : kind == 1 ? columns : (int)SPAN_TOKENS) / SLICE_WIDTH;
+        return kind > 0 || ++g < groups;
+    }
+};
+
+/* The factors of a slice. */
+template <typename T, int R>
+struct product_factors {
+    const double *left[2], *right;
+    token_rows<T> y;    // of M
+    int ld;
+
+    /* To those of `at`, which has gone on by one. */
+    __device__ void follow(const product_count<R> &at, const mn_bayes_args &p, const span_work &w,
+                           const mn_tile_span &tile, int64_t head) {
+        if (at.j > 0) {
+            left[0] += SLICE_WIDTH, left[1] += SLICE_WIDTH, right += SLICE_WIDTH * R;
+            return;
+        }
+        const int64_t H = p.call.H, G = p.call.G, group = head * G + at.g;
+        if (at.kind == 0) {
+            ld = R, right = w.P + group * w.P_each;
+            left[0] = w.h + group * SPAN_TOKENS * R, left[1] = w.q + head * SPAN_TOKENS * R;
+        } else if (at.kind == 1) {
+            ld = w.columns, right = w.M + group * w.columns * R;
+            left[0] = left[1] = w.de + group * SPAN_TOKENS * w.columns;
+            y = outputs_of<T>(p, tile, group_at(p, (tile.n * H + head % H) * G + at.g));
+        } else {
+            ld = SPAN_TOKENS, right = w.w + group * SPAN_TOKENS * R;
+            left[0] = w.dw + group * w.dw_each, left[1] = left[0] + SPAN_TOKENS * SPAN_TOKENS;
+        }
+    }
+};
+
+/* y of a slice of M, two numbers of each thread: loaded when its copies start, stored later. */
+template <typename T>
+struct product_y {
+    double x[2];
+    double *to;    // NULL: no such slice
+
+    __device__ void load(const token_rows<T> &y, double *left, int column) {
+        const int t = threadIdx.x / 8, j = threadIdx.x % 8 * 2;
+        to = left + swizzled(t, j), x[0] = x[1] = 0.0;
+        if (y.any) x[0] = y.at(t, column + j), x[1] = y.at(t, column + j + 1);
+    }
+
+    __device__ void store() {
+        if (to) *(double2 *)to = make_double2(x[0], x[1]);
+        to = nullptr;
+    }
+};
+
+template <typename T, int R>
+__device__ static void fetch_product(product_stage<R> &to, product_y<T> &y,
+                                     const product_factors<T, R> &from,
+                                     const product_count<R> &at, bool weighs) {
+    copy_left_later(to.left[0], from.left[0], from.ld);
+    if (at.kind == 1) y.load(from.y, to.left[1], at.j * SLICE_WIDTH);
+    else if (at.kind == 2 || weighs) copy_left_later(to.left[1], from.left[1], from.ld);
+    copy_rows_later<R>(to.right, R + 2, from.right, SLICE_WIDTH, GATHER_THREADS);
+}
+
 /* dk and dq of a head of a span in the frame, of all groups, but for the noise: states in front of
- * the span, then its earlier tokens. They take the place of the first group's P. */
+ * the span, then its earlier tokens. They take the place of the first group's P. Of two sets of
+ * warps one has chunks 0 and 3, the other 1 and 2, of which sums over earlier tokens ask alike. */
 template <typename T, int R>
 __global__ void __launch_bounds__(GATHER_THREADS, 1)
 span_products_kernel(const __grid_constant__ mn_bayes_args p,
                      const __grid_constant__ span_work w) {
-    constexpr int TILES = R / 32;
+    extern __shared__ __align__(16) double doubles[];
+    product_stage<R> *stages = (product_stage<R> *)doubles;
+    constexpr int TILES = R / 64;
     const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0 || w.steep[tile.n * H + head % H]) return;
     const bool weighs = p.cot.qvar.data && p.q.data;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, mb = warp % 4;
-    const int first = warp / 4 * (R / 4), columns = w.columns;
-    const double *q = w.q + (head * SPAN_TOKENS + 16 * mb) * R;
-    double dk[TILES][2][2], dq[TILES][2][2], a[4], along[4], b[2];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, outer = warp % 2 == 0;
+    const int column = warp / 2 * 8 * TILES;
+    double dk[2][TILES][2][2], dq[2][TILES][2][2], scales[2][2];
 #pragma unroll
-    for (int j = 0; j < TILES; j++) zero(dk[j]), zero(dq[j]);
-    for (int64_t g = 0; g < G; g++) {
-        const gather_group<T> of = gather_group_at<T, R>(p, w, tile, head, g);
-        const double *du = of.h + 16 * mb * R, *P = of.P + first * R;
-#pragma unroll 4
-        for (int i = 0; i < R; i += 8) {
-            left_rows(a, du, R, i);
+    for (int i = 0; i < 2 * TILES; i++) {
+        zero(dk[i / TILES][i % TILES]), zero(dq[i / TILES][i % TILES]);
+    }
+    product_y<T> y;
+    y.to = nullptr;
+    product_count<R> ahead, s;
+    product_factors<T, R> from;
+    const auto fetch = [&](product_stage<R> &to) {
+        if (ahead.next(w.columns, (int)G)) {
+            from.follow(ahead, p, w, tile, head);
+            fetch_product<T, R>(to, y, from, ahead, weighs);
+        }
+        close_copies();
+    };
+    for (int i = 0; i < PRODUCT_STAGES - 1; i++) {
+        fetch(stages[i]);
+        y.store();
+    }
+    int now = 0, then = PRODUCT_STAGES - 1;
+    while (s.next(w.columns, (int)G)) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(PRODUCT_STAGES - 2) : "memory");
+        __syncthreads();
+        y.store();
+        fetch(stages[then]);
+        const product_stage<R> &here = stages[now];
+        then = now, now = now + 1 < PRODUCT_STAGES ? now + 1 : 0;
+        if (weighs && s.kind == 0 && s.j == 0) {
+            const span_group of = { tile.n, head % H, s.g, 0, 0 };
 #pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                right_rows(b, P + 8 * j * R, R, i);
-                mn_dmma_8(dk[j], a, b);
+            for (int m = 0; m < 4; m++) {
+                const int chunk = outer ? m / 2 * 3 : 1 + m / 2;
+                const int t = chunk * CHUNK + lane / 4 + m % 2 * 8;
+                scales[m / 2][m % 2] = 2.0 * weight_of<T>(p, tile, of, t);
             }
         }
-        if (weighs) {
-            const double upper = 2.0 * weight_of<T>(p, tile, of.s, 16 * mb + lane / 4);
-            const double lower = 2.0 * weight_of<T>(p, tile, of.s, 16 * mb + 8 + lane / 4);
-            for (int i = 0; i < R; i += 8) {
-                left_rows(a, q, R, i);
-                a[0] *= upper, a[1] *= lower, a[2] *= upper, a[3] *= lower;
 #pragma unroll
-                for (int j = 0; j < TILES; j++) {
-                    right_rows(b, P + 8 * j * R, R, i);
-                    mn_dmma_8(dq[j], a, b);
+        for (int k = 0; k < SLICE_WIDTH; k += 8) {
+            double b[TILES][2], a[4];
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                right_columns(b[j], here.right + k * (R + 2), R + 2, column + 8 * j);
+            }
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                const int chunk = outer ? 3 * m : 1 + m;
+                if (s.kind == 2 && chunk < s.j) continue;
+                left_slice(a, here.left[0], chunk * CHUNK, k);
+#pragma unroll
+                for (int i = 0; i < 4; i++) a[i] = s.kind == 1 ? minus(a[i]) : a[i];
+#pragma unroll
+                for (int j = 0; j < TILES; j++) mn_dmma_8(dk[m][j], a, b[j]);
+                if (s.kind == 0 && !weighs) continue;
+                left_slice(a, here.left[1], chunk * CHUNK, k);
+                if (s.kind == 0) {
+                    a[0] *= scales[m][0], a[1] *= scales[m][1];
+                    a[2] *= scales[m][0], a[3] *= scales[m][1];
                 }
-            }
-        }
-        const double *de = of.de + 16 * mb * columns, *M = of.M + first;
-#pragma unroll 2
-        for (int i = 0; i < columns; i += 8) {
-            left_rows(a, de, columns, i);
-            of.y.left(along, 16 * mb, i);
 #pragma unroll
-            for (int j = 0; j < 4; j++) a[j] = -a[j];
-#pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                right_columns(b, M + (int64_t)i * R, R, 8 * j);
-                mn_dmma_8(dk[j], a, b);
-                mn_dmma_8(dq[j], along, b);
-            }
-        }
-        const double *weights = of.weights + 16 * mb * SPAN_TOKENS, *z = of.z + first;
-#pragma unroll 2
-        for (int i = 0; i < 16 * mb + 16; i += 8) {
-            left_rows(a, weights, SPAN_TOKENS, i);
-            left_rows(along, weights + SPAN_TOKENS * SPAN_TOKENS, SPAN_TOKENS, i);
-#pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                right_columns(b, z + i * R, R, 8 * j);
-                mn_dmma_8(dk[j], a, b);
-                mn_dmma_8(dq[j], along, b);
+                for (int j = 0; j < TILES; j++) mn_dmma_8(dq[m][j], a, b[j]);
             }
         }
     }
     __syncthreads();
-    double *to = w.P + head * G * w.P_each + 16 * mb * R;
+    double *to = w.P + head * G * w.P_each;
 #pragma unroll
-    for (int j = 0; j < TILES; j++) {
-        put_rows(to, R, first + 8 * j, dk[j]);
-        put_rows(to + SPAN_TOKENS * R, R, first + 8 * j, dq[j]);
+    for (int m = 0; m < 2; m++) {
+        double *rows = to + (outer ? 3 * m : 1 + m) * CHUNK * R;
+#pragma unroll
+        for (int j = 0; j < TILES; j++) {
+            put_rows(rows, R, column + 8 * j, dk[m][j]);
+            put_rows(rows + SPAN_TOKENS * R, R, column + 8 * j, dq[m][j]);
+        }
     }
 }
+
+/* ---- channels -------------------------------------------------------------------------------- */
 
 /* x_t w_t inside channel i, of all groups: its trace and its turn. */
 template <typename T, int R>
@@ -636,7 +465,7 @@ __device__ static void gain_inside(double &trace, double &turning, const mn_baye
 
 /* What a thread has of a token: its channel's rows, in complex numbers where channels turn. */
 struct channel_token {
-    double2 phi, k, q, du, dk, dq;
+    double2 phi, k, q, dk, dq;
     double l2;
 };
 
@@ -655,7 +484,8 @@ __device__ static void gather_channel(double *dl2, const double *weights, const 
                                       int c, int i) {
     constexpr int AHEAD = 4, STEP = TURNS ? 2 : 1;
     const int64_t G = p.call.G, h = head % p.call.H;
-    const int r = i * STEP, K = (int)p.call.K, count = (int)(tile.n_rows - c * CHUNK);
+    const int r = i * STEP, K = (int)p.call.K;
+    const int count = (int)(tile.n_rows - c * CHUNK);    // 0 or less: no token, all else holds
     const int64_t b = tile.span.b, t0 = tile.span.t0 + tile.first + c * CHUNK;
     const int64_t panel = (head * SPAN_TOKENS + c * CHUNK) * R + r;
     const double *dk = w.P + head * G * w.P_each + c * CHUNK * R + r, *dq = dk + SPAN_TOKENS * R;
@@ -664,9 +494,8 @@ __device__ static void gather_channel(double *dl2, const double *weights, const 
     noise_sums n[CHUNK], sum = { noise[r], noise[R + r], TURNS ? noise[r + 1] : 0.0 };
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
-        const T *l2 = mn_row<T>(p.l2, b, t0 + t, h);
-        sum.add(noise_row(pair_at<TURNS>(w.phi + panel + t * R)),
-                t < count ? (double)mn_float(*l2) : 0.0);
+        const float l2 = mn_float(*mn_row<T>(p.l2, b, t0 + min(t, count - 1), h));
+        sum.add(noise_row(pair_at<TURNS>(w.phi + panel + t * R)), t < count ? (double)l2 : 0.0);
         n[t] = sum;
     }
     double rr = 0.0, ri = 0.0, ii = 0.0;
@@ -674,6 +503,16 @@ __device__ static void gather_channel(double *dl2, const double *weights, const 
         const double *inside = w.inside + ((head * G + g) * SPAN_CHUNKS + c) * 2 * R;
         rr += inside[r];
         if (TURNS) ri += inside[R + r], ii += inside[r + 1];
+    }
+    double2 sums[CHUNK];    // du of all groups
+#pragma unroll
+    for (int t = 0; t < CHUNK; t++) sums[t] = make_double2(0.0, 0.0);
+    for (int64_t g = 0; g < G; g++) {
+#pragma unroll
+        for (int t = 0; t < CHUNK; t++) {
+            const double2 more = pair_at<TURNS>(du + (g * SPAN_TOKENS + t) * R);
+            sums[t].x += more.x, sums[t].y += more.y;
+        }
     }
     double trace = 0.0, turning = 0.0;
 #pragma unroll
@@ -686,18 +525,13 @@ __device__ static void gather_channel(double *dl2, const double *weights, const 
             x[j].k = pair_at<TURNS>(w.k + panel + t * R);
             x[j].q = pair_at<TURNS>(w.q + panel + t * R);
             x[j].dk = pair_at<TURNS>(dk + t * R), x[j].dq = pair_at<TURNS>(dq + t * R);
-            x[j].du = make_double2(0.0, 0.0);
-            for (int64_t g = 0; g < G; g++) {
-                const double2 more = pair_at<TURNS>(du + (g * SPAN_TOKENS + t) * R);
-                x[j].du.x += more.x, x[j].du.y += more.y;
-            }
-            x[j].l2 = t < count ? (double)mn_float(*mn_row<T>(p.l2, b, t0 + t, h)) : 0.0;
+            x[j].l2 = (double)mn_float(*mn_row<T>(p.l2, b, t0 + min(t, count - 1), h));
         }
 #pragma unroll
         for (int j = 0; j < AHEAD; j++) {
             const int t = last - j;
             if (t >= count) continue;
-            const double2 k = x[j].k, q = x[j].q, d = x[j].du, phi = x[j].phi;
+            const double2 k = x[j].k, q = x[j].q, d = sums[t], phi = x[j].phi;
             const double2 own = noise_row(phi);
             const double a = weights[c * CHUNK + t], l2 = x[j].l2;
             double2 gk = x[j].dk, gq = x[j].dq;
@@ -771,6 +605,7 @@ span_channels_kernel(const __grid_constant__ mn_bayes_args p,
 template <int R>
 __global__ void __launch_bounds__(128)
 span_totals_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
+    constexpr int AHEAD = 4;    // spans whose sums are loaded together
     const int64_t H = p.call.H, G = p.call.G, n = blockIdx.x / H, h = blockIdx.x % H;
     const int i = threadIdx.x, K = (int)p.call.K;
     if (i >= K || w.steep[n * H + h]) return;
@@ -787,17 +622,27 @@ span_totals_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constan
             trace += last[i];
         }
     }
-    double *totals = w.totals + i;
-    for (int64_t slot = slot0 + n_spans_of(span) - 1; slot >= slot0; slot--) {
-        double *at = totals + (slot * H + h) * SPAN_CHUNKS * 2 * K, grows[SPAN_CHUNKS][2];
+    double *totals = w.totals + i, grows[AHEAD][SPAN_CHUNKS][2];
+    const int64_t last = slot0 + n_spans_of(span) - 1;
+    for (int64_t slot = last; slot >= slot0; slot -= AHEAD) {
+        const auto place = [&](int j) {
+            return totals + (max(slot - j, slot0) * H + h) * SPAN_CHUNKS * 2 * K;
+        };
 #pragma unroll
-        for (int c = 0; c < SPAN_CHUNKS; c++) {
-            grows[c][0] = at[c * 2 * K], grows[c][1] = at[c * 2 * K + K];
+        for (int j = 0; j < AHEAD; j++) {
+#pragma unroll
+            for (int c = 0; c < SPAN_CHUNKS; c++) {
+                grows[j][c][0] = place(j)[c * 2 * K], grows[j][c][1] = place(j)[c * 2 * K + K];
+            }
         }
 #pragma unroll
-        for (int c = SPAN_CHUNKS - 1; c >= 0; c--) {
-            at[c * 2 * K] = trace, at[c * 2 * K + K] = turning;
-            trace += grows[c][0], turning += grows[c][1];
+        for (int j = 0; j < AHEAD; j++) {
+            if (slot - j < slot0) break;
+#pragma unroll
+            for (int c = SPAN_CHUNKS - 1; c >= 0; c--) {
+                place(j)[c * 2 * K] = trace, place(j)[c * 2 * K + K] = turning;
+                trace += grows[j][c][0], turning += grows[j][c][1];
+            }
         }
     }
 }
@@ -806,19 +651,32 @@ span_totals_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constan
 template <typename T>
 __global__ void __launch_bounds__(256)
 span_decay_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
+    constexpr int AHEAD = 8;    // numbers of a thread that are loaded together
     const int64_t H = p.call.H, slot = blockIdx.x / H, h = blockIdx.x % H;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, slot);
     if (tile.n_rows == 0 || w.steep[tile.n * H + h]) return;
-    const int K = (int)p.call.K;
-    for (int at = threadIdx.x; at < tile.n_rows * K; at += 256) {
-        const int t = at / K, i = at % K;
-        const int64_t when = tile.span.t0 + tile.first + t;
-        const double *behind = w.totals + (blockIdx.x * (int64_t)SPAN_CHUNKS + t / CHUNK) * 2 * K;
-        const float *local = w.local + (blockIdx.x * (int64_t)SPAN_TOKENS + t) * 2 * K;
-        T *dla = mn_row<T>(p.grad.la, tile.span.b, when, h);
-        T *dtheta = mn_row<T>(p.grad.theta, tile.span.b, when, h);
-        if (dla) mn_put(dla + i, (float)(behind[i] + (double)local[i]));
-        if (dtheta) mn_put(dtheta + i, (float)(behind[K + i] + (double)local[K + i]));
+    const int K = (int)p.call.K, count = (int)tile.n_rows * K;
+    const mn_out to[] = { p.grad.la, p.grad.theta };
+    const double *totals = w.totals + blockIdx.x * (int64_t)SPAN_CHUNKS * 2 * K;
+    const float *locals = w.local + blockIdx.x * (int64_t)SPAN_TOKENS * 2 * K;
+#pragma unroll
+    for (int which = 0; which < 2; which++) {
+        T *first = mn_row<T>(to[which], tile.span.b, tile.span.t0 + tile.first, h);
+        for (int base = threadIdx.x; first && base < count; base += AHEAD * 256) {
+            double behind[AHEAD];
+            float local[AHEAD];
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                const int at = min(base + 256 * j, count - 1), t = at / K, i = at % K + which * K;
+                behind[j] = totals[t / CHUNK * 2 * K + i], local[j] = locals[t * 2 * K + i];
+            }
+#pragma unroll
+            for (int j = 0; j < AHEAD; j++) {
+                const int at = base + 256 * j, t = at / K, i = at % K;
+                if (at >= count) break;
+                mn_put(first + t * to[which].stride[1] + i, (float)(behind[j] + (double)local[j]));
+            }
+        }
     }
 }
 

@@ -16,7 +16,8 @@ struct adjoint_stage {
 template <int R>
 struct adjoint_room {
     adjoint_stage<R> stage[STAGES];
-    double h[16 * pitch<R>::right], turned[16 * pitch<R>::right];
+    double h[16 * pitch<R>::right];
+    double turned[16 * pitch<R>::right];    // at first the chunk's -b / 2
     double parts[R / 16 * 16 * PARTS_LD];
     double S[16 * SMALL_LD];
 };
@@ -39,10 +40,20 @@ __device__ static void fetch_adjoint(adjoint_room<R> &room, const span_work &w,
     close_copies();
 }
 
-/* x = omega (16,16) times 16 columns of 16 rows */
+/* This warp's columns of -b / 2 of chunk c on their way into the room. */
+template <int R>
+__device__ static void fetch_b(adjoint_room<R> &room, const span_work &w, const walk_place &at,
+                               int64_t c) {
+    const double *from = w.h + at.own(c) * CHUNK * R;
+    for (int i = threadIdx.x % 32; i < CHUNK * CHUNK / 2; i += 32) {
+        const int t = i / (CHUNK / 2), j = threadIdx.x / 32 * CHUNK + i % (CHUNK / 2) * 2;
+        copy_later(room.turned + t * pitch<R>::right + j, from + t * R + j);
+    }
+}
+
+/* x += omega (16,16) times 16 columns of 16 rows */
 __device__ static void small_times_rows(double (&x)[2][2][2], const double (&omega)[2][2][2],
                                         const double *rows, int ld) {
-    zero(x[0]), zero(x[1]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         double a[4], b[2];
@@ -83,34 +94,78 @@ __device__ static void put_first(const strip<R> &D, double *sums, const mn_bayes
     *trace = sum;
 }
 
-/* H of all chunks from what the sources alone say of it, and Omega + Theta / 2; dP_0. */
+/* What is added to the diagonal of S that this thread sums, if any. */
+template <int R>
+__device__ static double own_ahead(const double *own) {
+    double x = 0.0;
+    for (int i = threadIdx.x; i < SMALL; i += 2 * R) {
+        if (i / 16 == i % 16) x = own[i % 16];
+    }
+    return x;
+}
+
+/* S from the shares of Y W', of which its lower half holds; all threads call, between barriers. */
+template <int R>
+__device__ static void add_lower(double *S, const double *parts, double own) {
+    for (int i = threadIdx.x; i < SMALL; i += 2 * R) {
+        const int t = max(i / 16, i % 16), s = min(i / 16, i % 16);
+        double x = t == s ? own : 0.0;
+#pragma unroll
+        for (int warp = 0; warp < R / 16; warp++) x += parts[(warp * 16 + t) * PARTS_LD + s];
+        S[i / 16 * SMALL_LD + i % 16] = x;
+    }
+}
+
+/* 16 columns of du = -2 H + (diag O + 2 upper O) K. */
+template <int R>
+__device__ static void put_du(double *to, double (&omega)[2][2][2], const double (&h)[2][2][2],
+                              const double *k) {
+    double du[2][2][2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        each_result(omega[half], 8 * half, [&](double &x, int t, int s) {
+            x = s > t ? twice(x) : s == t ? x : 0.0;
+        });
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        du[i / 4][i / 2 % 2][i % 2] = minus(twice(h[i / 4][i / 2 % 2][i % 2]));
+    }
+    small_times_rows(du, omega, k, pitch<R>::right);
+    put_rows(to, R, 0, du[0]), put_rows(to, R, 8, du[1]);
+}
+
+/* du of all chunks and O, from b of the mean's walk; dP_0. The first 2 R threads of a block. */
 template <typename T, int R>
-__global__ void __launch_bounds__(2 * R, 1)
-adjoint_walk_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
-    extern __shared__ __align__(16) double doubles[];
-    adjoint_room<R> &room = *(adjoint_room<R> *)doubles;
+__device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &p,
+                                    const span_work &w, int64_t block) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
-    const walk_place at = walk_place_at(p, blockIdx.x);
+    const walk_place at = walk_place_at(p, block);
     const span_group &s = at.s;
     const int64_t n_chunks = at.n_chunks;
     if (w.steep[s.n * at.H + s.h]) return;
     const bool turns = p.theta.data != NULL, weighs = p.cot.qvar.data && p.q.data;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int rows = (int)p.call.K * (turns ? 2 : 1), column = 16 * warp;
+    const int *told = w.back + (block + 1) * w.slices - 1;
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
     if (dP) dP += s.g * rows * rows;
     strip<R> D;
     fill_strip<R>(D, [&](int row, int other) { return symmetric_cotangent(dP, rows, row, other); });
     fetch_adjoint<R>(room, w, at, n_chunks - 1, weighs);
     fetch_adjoint<R>(room, w, at, n_chunks - 2, weighs);
-    await_copies();
+    int seen = 0;
+    if (threadIdx.x == 0) await_left(seen, told, min((int64_t)1, n_chunks));
     __syncthreads();
+    if (n_chunks > 0) fetch_b<R>(room, w, at, n_chunks - 1);
+    await_all_copies();
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
         const adjoint_stage<R> &here = room.stage[(n_chunks - 1 - c) % STAGES];
         double *h = w.h + at.own(c) * CHUNK * R, *theta = w.theta + at.own(c) * SMALL;
         double x[2][2][2], known[2][2][2], omega[2][2][2], left[8], b[4];
-        get_rows(known[0], h, R, column), get_rows(known[1], h, R, column + 8);
-        get_rows(omega[0], theta, 16, 0), get_rows(omega[1], theta, 16, 8);
+        double *turned = room.turned + column;
+        get_rows(x[0], turned, RIGHT, 0), get_rows(x[1], turned, RIGHT, 8);
+        const double psi = own_ahead<R>(w.own + at.own(c) * CHUNK);
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
             move_strip_columns<R>(D, here.phi, turns, true);
             move_strip_rows<R>(D, here.phi, turns, true);
@@ -121,48 +176,48 @@ adjoint_walk_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
         each_inside(own, [&](double &from, int row, int other) {
             inside[row == other ? row : R + row] = from;
         });
-        zero(x[0]), zero(x[1]);
         through_strip<R>(x, here.w, LEFT, D);
-        double *turned = room.turned + column;
+        gram_share<R>(room.parts, x, here.w, LEFT);
         put_rows(turned, RIGHT, 0, x[0]), put_rows(turned, RIGHT, 8, x[1]);
         __syncwarp();
         left_columns16(left, here.eliminate, SMALL_LD, 0);
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             right_columns16(b, turned, RIGHT, 8 * m);
+            zero(known[m]);
+            mn_dmma_16(known[m], left, b);
+            put_rows(room.h, RIGHT, column + 8 * m, known[m]);
+        }
+        if (threadIdx.x == 0) await_left(seen, told, min(n_chunks - c + 1, n_chunks));
+        __syncthreads();
+        fetch_adjoint<R>(room, w, at, c - 2, weighs);
+        add_lower<R>(room.S, room.parts, psi);
+        left_columns16(left, here.k, RIGHT, column);
+#pragma unroll
+        for (int i = 0; i < 8; i++) left[i] = minus(left[i]);
+        add_product<R>(D, left, room.h, RIGHT);
+        __syncthreads();
+        left_columns16(left, here.eliminate, SMALL_LD, 0);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            right_columns16(b, room.S, SMALL_LD, 8 * m);
             zero(x[m]);
             mn_dmma_16(x[m], left, b);
         }
-        gram_share<R>(room.parts, x, here.w, LEFT);
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            known[i / 4][i / 2 % 2][i % 2] += x[i / 4][i / 2 % 2][i % 2];
-        }
-        put_rows(room.h, RIGHT, column, known[0]), put_rows(room.h, RIGHT, column + 8, known[1]);
-        put_rows(h, R, column, known[0]), put_rows(h, R, column + 8, known[1]);
-        __syncthreads();
-        fetch_adjoint<R>(room, w, at, c - 2, weighs);
-        add_shares<R>(room.S, room.parts);
-        left_columns16(left, here.k, RIGHT, column);
-#pragma unroll
-        for (int i = 0; i < 8; i++) left[i] = -left[i];
-        add_product<R>(D, left, room.h, RIGHT);
-        __syncthreads();
-        left_small(left, room.S, SMALL_LD);
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            right_columns16(b, here.eliminate, SMALL_LD, 8 * m);
-            mn_dmma_16(omega[m], left, b);
-        }
+        zero(omega[0]), zero(omega[1]);
+        small_times_rows(omega, x, here.eliminate, SMALL_LD);
         if (warp == 0) put_rows(theta, 16, 0, omega[0]), put_rows(theta, 16, 8, omega[1]);
-        small_times_rows(x, omega, here.k + column, RIGHT);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            x[i / 4][i / 2 % 2][i % 2] -= known[i / 4][i / 2 % 2][i % 2];
+            x[i / 4][i / 2 % 2][i % 2] = minus(known[i / 4][i / 2 % 2][i % 2]);
         }
+        small_times_rows(x, omega, here.k + column, RIGHT);
         put_rows(turned, RIGHT, 0, x[0]), put_rows(turned, RIGHT, 8, x[1]);
         __syncwarp();
+        put_du<R>(h + column, omega, known, here.k + column);
         left_columns16(left, turned, RIGHT, 0);
+        __syncwarp();
+        if (c > 0) fetch_b<R>(room, w, at, c - 1);
         add_product<R>(D, left, here.k, RIGHT);
         if (weighs) {
             left_columns16(left, here.q, RIGHT, column);
@@ -176,10 +231,9 @@ adjoint_walk_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
             }
             add_product<R>(D, left, here.q, RIGHT);
         }
-        await_copies();
-        __syncthreads();
+        await_all_copies();
     }
-    put_first<R>(D, room.S, p, s, w.traces + blockIdx.x, rows);
+    put_first<R>(D, room.S, p, s, w.traces + block, rows);
 }
 
 #endif

@@ -11,8 +11,9 @@
 template <int R>
 struct covariance_room {
     double k[STAGES][16 * pitch<R>::left], q[STAGES][16 * pitch<R>::left];
+    double nk[STAGES][16 * pitch<R>::right];
     double phi[STAGES][R], noise[STAGES][2 * R];
-    double B[16 * pitch<R>::right], z[16 * pitch<R>::right];
+    double B[16 * pitch<R>::right], z[16 * pitch<R>::right];    // B becomes w
     double parts[R / 16 * 16 * PARTS_LD];
     double S[16 * SMALL_LD], eliminate[16 * SMALL_LD];
     double inverse[2][CHUNK], sigma[CHUNK];    // inverse of this chunk and of the one before
@@ -20,29 +21,37 @@ struct covariance_room {
 };
 
 /* S + diag r2 = G' diag(1/sigma) G by one warp: lane t has column t, lane 16 + t that of the unit
- * matrix, which becomes G'^-1. The rows of S come first. Lane t has r2_t. */
+ * matrix, which becomes G'^-1. The rows of S come first. Lane t has r2_t. Two pivots at a time:
+ * with a, b, c their (2,2), the reciprocals of a and of a c - b^2 do not wait for each other. */
 __device__ static void factorise(const double *S, double *eliminate, double *sigma,
                                  double *inverse, double r2) {
+    constexpr unsigned ALL = 0xffffffffu;
     const int lane = threadIdx.x % 32, t = lane % 16;
     const bool unit = lane >= 16;
-    double column[CHUNK];
+    double column[CHUNK], mine = 0.0, own = 0.0;
 #pragma unroll
     for (int i = 0; i < CHUNK; i++) {
         const double s = S[i <= t ? i * SMALL_LD + t : t * SMALL_LD + i];
         column[i] = unit ? (i == t ? 1.0 : 0.0) : s;
     }
-    double mine = 0.0, own = 0.0;
 #pragma unroll
-    for (int j = 0; j < CHUNK; j++) {
-        const double variance = fmax(__shfl_sync(0xffffffffu, column[j], j), 0.0);
-        const double total = __shfl_sync(0xffffffffu, r2, j) + variance;
-        const double one = reciprocal(total);
-        const double factor = column[j] * one;
-        if (lane == j) mine = total, own = one;
+    for (int j = 0; j < CHUNK; j += 2) {
+        const double b = __shfl_sync(ALL, column[j], j + 1);
+        const double c = __shfl_sync(ALL, column[j + 1], j + 1);
+        const double a = __shfl_sync(ALL, r2, j) + fmax(__shfl_sync(ALL, column[j], j), 0.0);
+        const double rest = fmax(fma(c, a, -(b * b)), 0.0);
+        const double both = fma(__shfl_sync(ALL, r2, j + 1), a, rest);
+        const double first = mn_reciprocal(a), second = a * mn_reciprocal(both);
+        const double by_first = column[j] * first;
+        column[j + 1] = fma(-b, by_first, column[j + 1]);
+        const double by_second = column[j + 1] * second;
+        if (lane == j) mine = a, own = first;
+        if (lane == j + 1) mine = both * first, own = second;
 #pragma unroll
-        for (int i = j + 1; i < CHUNK; i++) {
-            const double other = __shfl_sync(0xffffffffu, column[j], i);
-            column[i] = fma(-other, factor, column[i]);
+        for (int i = j + 2; i < CHUNK; i++) {
+            const double x = __shfl_sync(ALL, column[j], i);
+            const double y = __shfl_sync(ALL, column[j + 1], i);
+            column[i] = fma(-y, by_second, fma(-x, by_first, column[i]));
         }
     }
     if (!unit) sigma[t] = mine, inverse[t] = own;
@@ -155,21 +164,20 @@ __device__ static void fetch_covariance(covariance_room<R> &room, const span_wor
         const double *noise = w.noise + (at.head(c) * 5 + 4) * 2 * R;
         copy_rows_later<R>(room.k[stage], LEFT, w.k + from, CHUNK, THREADS);
         copy_rows_later<R>(room.q[stage], LEFT, w.q + from, CHUNK, THREADS);
+        copy_rows_later<R>(room.nk[stage], pitch<R>::right, w.nk + from, CHUNK, THREADS);
         copy_rows_later<R>(room.noise[stage], R, noise, 2, THREADS);
         copy_rows_later<R>(room.phi[stage], R, w.phi + at.last_token(c) * R, 1, THREADS);
     }
     close_copies();
 }
 
-/* z / sigma and what chunks need of each other, of a group of a head of a sequence. */
+/* z / sigma and what chunks need of each other, of a group of a head of a sequence: the first 2 R
+ * threads of a block. */
 template <int R>
-__global__ void __launch_bounds__(2 * R, 1)
-covariance_walk_kernel(const __grid_constant__ mn_bayes_args p,
-                       const __grid_constant__ span_work w, bool bf16) {
-    extern __shared__ __align__(16) double doubles[];
-    covariance_room<R> &room = *(covariance_room<R> *)doubles;
+__device__ static void walk_covariance(covariance_room<R> &room, const mn_bayes_args &p,
+                                       const span_work &w, int64_t block, bool bf16) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
-    const walk_place at = walk_place_at(p, blockIdx.x);
+    const walk_place at = walk_place_at(p, block);
     const span_group &s = at.s;
     if (w.steep[s.n * at.H + s.h]) return;
     const bool turns = p.theta.data != NULL, handed_in = p.P0.data != NULL;
@@ -182,24 +190,19 @@ covariance_walk_kernel(const __grid_constant__ mn_bayes_args p,
     __syncthreads();
     for (int64_t c = 0; c < at.n_chunks; c++) {
         const int stage = (int)(c % STAGES), now = (int)(c % 2);
-        const double *nk = w.nk + at.shared(c) * CHUNK * R;
         const double r2 = w.r2[at.own(c) * CHUNK + lane % 16];
-        double x[2][2][2], noisy[2][2][2];
-        get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
+        double x[2][2][2];
         for (bool again = false;; again = true) {
-            zero(x[0]), zero(x[1]);
+            get_rows(x[0], room.nk[stage], RIGHT, column);
+            get_rows(x[1], room.nk[stage], RIGHT, column + 8);
             through_strip<R>(x, room.k[stage], LEFT, P);
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                x[i / 4][i / 2 % 2][i % 2] += noisy[i / 4][i / 2 % 2][i % 2];
-            }
             gram_share<R>(room.parts, x, room.k[stage], LEFT);
             put_rows(room.B, RIGHT, column, x[0]), put_rows(room.B, RIGHT, column + 8, x[1]);
             __syncthreads();
             add_shares<R>(room.S, room.parts);
             __syncthreads();
             if (!handed_in || c > 0 || again) break;
-            if (!raise_strip<R>(P, room, nk, __shfl_sync(0xffffffffu, r2, 0), turns)) break;
+            if (!raise_strip<R>(P, room, room.nk[0], __shfl_sync(0xffffffffu, r2, 0), turns)) break;
         }
         if (c % SPAN_CHUNKS == 0) {
             double *to = w.P + at.group(c) * w.P_each + 16 * warp * R;
@@ -211,6 +214,8 @@ covariance_walk_kernel(const __grid_constant__ mn_bayes_args p,
         } else if (warp < 3 && c > 0) {
             put_reads<R>(w.reads + at.own(c - 1) * SMALL, room.z,
                          room.q[(c - 1) % STAGES], room.inverse[!now], warp - 1);
+        } else if (warp == R / 16 - 1 && lane == 0) {
+            say_left(w.left + block, c);
         }
         __syncthreads();
         fetch_covariance<R>(room, w, at, c + 2);
@@ -229,6 +234,7 @@ covariance_walk_kernel(const __grid_constant__ mn_bayes_args p,
                 x[m][t][0] *= inverse, x[m][t][1] *= inverse;
             }
             put_rows(w.w + at.own(c) * CHUNK * R, R, column + 8 * m, x[m]);
+            put_rows(room.B, RIGHT, column + 8 * m, x[m]);
         }
         for (int i = threadIdx.x; i < SMALL; i += 2 * R) {
             w.eliminate[at.own(c) * SMALL + i] = room.eliminate[i / 16 * SMALL_LD + i % 16];
@@ -238,12 +244,9 @@ covariance_walk_kernel(const __grid_constant__ mn_bayes_args p,
         }
         await_copies();
         __syncthreads();
-        left_columns16(left, room.z, RIGHT, column);
+        left_columns16(left, room.B, RIGHT, column);
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            const double inverse = -room.inverse[now][lane % 4 + 4 * i];
-            left[2 * i] *= inverse, left[2 * i + 1] *= inverse;
-        }
+        for (int i = 0; i < 8; i++) left[i] = minus(left[i]);
 #pragma unroll
         for (int j = 0; j < R / 8; j++) {
             double b[4];
@@ -261,6 +264,8 @@ covariance_walk_kernel(const __grid_constant__ mn_bayes_args p,
         move_strip_columns<R>(P, room.phi[stage], turns, false);
         move_strip_rows<R>(P, room.phi[stage], turns, false);
     }
+    __syncthreads();
+    if (threadIdx.x == 0) say_left(w.left + block, at.n_chunks);
     if (at.n_chunks > 0 && (warp == 1 || warp == 2)) {
         put_reads<R>(w.reads + at.own(at.n_chunks - 1) * SMALL, room.z,
                      room.q[(at.n_chunks - 1) % STAGES], room.inverse[(at.n_chunks - 1) % 2],
@@ -268,7 +273,7 @@ covariance_walk_kernel(const __grid_constant__ mn_bayes_args p,
     }
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
     if (dP) dP += s.g * rows * rows;
-    put_last<R>(w.last + (int64_t)blockIdx.x * (w.slices * SLICES + 1) * 2 * R, P,
+    put_last<R>(w.last + block * (w.slices * SLICES + 1) * 2 * R, P,
                 [&](int row, int other) { return symmetric_cotangent(dP, rows, row, other); });
 }
 

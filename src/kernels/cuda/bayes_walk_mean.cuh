@@ -1,13 +1,14 @@
-/* bayes_walk_mean.cuh - the mean of the Bayesian Layer forward and its adjoint back, by chunks of
- * 16 tokens: bayes_backward.cu. A block has 64 value columns of a group of a head of a sequence. */
+/* bayes_walk_mean.cuh - the mean of the Bayesian Layer forward by chunks of 16 tokens, as its way
+ * back needs it: bayes_backward.cu. A block has 64 value columns of a group of a head of a
+ * sequence. */
 #ifndef MN_KERNELS_CUDA_BAYES_WALK_MEAN_CUH
 #define MN_KERNELS_CUDA_BAYES_WALK_MEAN_CUH
 
 #include "kernels/cuda/bayes_strip.cuh"
 
-/* ---- the mean and its adjoint ---------------------------------------------------------------- */
+/* ---- the mean forward ------------------------------------------------------------------------ */
 
-/* Shared memory of one chunk on the way forward, and back. */
+/* Shared memory of one chunk. */
 template <int R>
 struct mean_stage {
     double k[16 * pitch<R>::left], w[16 * pitch<R>::right];
@@ -15,17 +16,8 @@ struct mean_stage {
 };
 
 template <int R>
-struct mean_back_stage {
-    double w[16 * pitch<R>::left], k[16 * pitch<R>::right], q[16 * pitch<R>::right];
-    double eliminate[16 * SMALL_LD], reads[16 * SMALL_LD], phi[R];
-};
-
-template <int R>
 struct mean_room {
-    union {
-        mean_stage<R> forward[STAGES];
-        mean_back_stage<R> back[STAGES];
-    };
+    mean_stage<R> stage[STAGES];
     double sums[MEAN_WARPS / 2][2][16 * SMALL_LD];    // of pairs of warps
     double turned[MEAN_WARPS][16 * SMALL_LD];         // of each warp: (16,16) to be read across
 };
@@ -53,30 +45,12 @@ template <int R>
 __device__ static void fetch_mean(mean_room<R> &room, const span_work &w, const walk_place &at,
                                   int64_t c) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right, THREADS = 32 * MEAN_WARPS;
-    mean_stage<R> &to = room.forward[c % STAGES];
+    mean_stage<R> &to = room.stage[c % STAGES];
     if (c < at.n_chunks) {
         copy_rows_later<R>(to.k, LEFT, w.k + at.shared(c) * CHUNK * R, CHUNK, THREADS);
         copy_rows_later<R>(to.w, RIGHT, w.w + at.own(c) * CHUNK * R, CHUNK, THREADS);
         copy_rows_later<16>(to.eliminate, SMALL_LD, w.eliminate + at.own(c) * SMALL, CHUNK,
                             THREADS);
-        copy_rows_later<R>(to.phi, R, w.phi + at.last_token(c) * R, 1, THREADS);
-    }
-    close_copies();
-}
-
-template <int R>
-__device__ static void fetch_mean_back(mean_room<R> &room, const span_work &w,
-                                       const walk_place &at, int64_t c) {
-    constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right, THREADS = 32 * MEAN_WARPS;
-    mean_back_stage<R> &to = room.back[(at.n_chunks - 1 - c) % STAGES];
-    if (c >= 0) {
-        const int64_t shared = at.shared(c) * CHUNK * R;
-        copy_rows_later<R>(to.k, RIGHT, w.k + shared, CHUNK, THREADS);
-        copy_rows_later<R>(to.q, RIGHT, w.q + shared, CHUNK, THREADS);
-        copy_rows_later<R>(to.w, LEFT, w.w + at.own(c) * CHUNK * R, CHUNK, THREADS);
-        copy_rows_later<16>(to.eliminate, SMALL_LD, w.eliminate + at.own(c) * SMALL, CHUNK,
-                            THREADS);
-        copy_rows_later<16>(to.reads, SMALL_LD, w.reads + at.own(c) * SMALL, CHUNK, THREADS);
         copy_rows_later<R>(to.phi, R, w.phi + at.last_token(c) * R, 1, THREADS);
     }
     close_copies();
@@ -192,33 +166,45 @@ __device__ static void mean_forward(mean_room<R> &room, const mn_bayes_args &p,
     constexpr int N = R / 2;
     strip<N> M;
     load_mean<N>(M, p.M0, p, a, rows);
+    const int *walked = w.left + block / w.slices;
+    int seen = 0;
+    if (threadIdx.x == 0) await_left(seen, walked, min((int64_t)2, a.at.n_chunks));
+    __syncthreads();
     fetch_mean<R>(room, w, a.at, 0), fetch_mean<R>(room, w, a.at, 1);
     for (int64_t c = 0; c < a.at.n_chunks; c++) {
         await_copies();
+        if (threadIdx.x == 0) await_left(seen, walked, min(c + 3, a.at.n_chunks));
         __syncthreads();
         fetch_mean<R>(room, w, a.at, c + 2);
         if (a.first >= w.columns) continue;
-        const mean_stage<R> &here = room.forward[c % STAGES];
+        const mean_stage<R> &here = room.stage[c % STAGES];
         if (c % SPAN_CHUNKS == 0) {
             put_mean<N>(w.M + (a.at.group(c) * w.columns + a.first) * R + a.base, R, M);
         }
-        double x[2][2][2], v[2][2][2];
+        double x[2][2][2];
         const T *from = mn_row<T>(p.v, a.at.span.b, a.at.span.t0 + c * CHUNK, a.at.s.h);
         from += a.at.s.first + a.first;
         const int left_over = (int)min((int64_t)CHUNK, a.at.span.length - c * CHUNK);
+        const bool takes = left_over > 0 && a.count > 0 && a.half == 0;
+        float raw[8] = {};    // guarded one by one, each load would wait for the one before
+        if (takes) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                const int t = 8 * (i / 2 % 2) + lane / 4, j = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+                const int64_t row = min(t, left_over - 1) * p.v.stride[1];
+                raw[i] = mn_float(from[row + min(j, a.count - 1)]);
+            }
+        }
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const int m = i / 4, t = 8 * (i / 2 % 2) + lane / 4, j = 8 * m + 2 * (lane % 4) + i % 2;
-            const bool there = j < a.count && t < left_over && a.half == 0;
-            v[m][i / 2 % 2][i % 2] =
-                there ? (double)mn_float(from[t * p.v.stride[1] + j]) : 0.0;
+            const int t = 8 * (i / 2 % 2) + lane / 4, j = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
+            const bool there = j < a.count && t < left_over;
+            x[i / 4][i / 2 % 2][i % 2] = there ? minus((double)raw[i]) : 0.0;
         }
-        zero(x[0]), zero(x[1]);
         through_strip<N>(x, here.k + a.base, pitch<R>::left, M);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            const int m = i / 4, t = i / 2 % 2;
-            x[m][t][i % 2] = v[m][t][i % 2] - x[m][t][i % 2];
+            x[i / 4][i / 2 % 2][i % 2] = minus(x[i / 4][i / 2 % 2][i % 2]);
         }
         double b[2][4], left[8];
         turn_sum(b, room.sums[warp / 2], warp / 2, a.half, x);
@@ -238,80 +224,6 @@ __device__ static void mean_forward(mean_room<R> &room, const mn_bayes_args &p,
         }
     }
     put_last_mean<R>(M, p, w, a, block, rows);
-}
-
-/* de_t, E behind spans, and dM_0. */
-template <typename T, int R>
-__device__ static void mean_backward(mean_room<R> &room, const mn_bayes_args &p,
-                                     const span_work &w, int64_t block) {
-    const mean_place a = mean_place_at<R>(p, w, block);
-    if (w.steep[a.at.s.n * a.at.H + a.at.s.h]) return;
-    const bool turns = p.theta.data != NULL;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int rows = (int)p.call.K * (turns ? 2 : 1);
-    constexpr int N = R / 2;
-    strip<N> E;
-    load_mean<N>(E, p.cot.M, p, a, rows);
-    fetch_mean_back<R>(room, w, a.at, a.at.n_chunks - 1);
-    fetch_mean_back<R>(room, w, a.at, a.at.n_chunks - 2);
-    for (int64_t c = a.at.n_chunks - 1; c >= 0; c--) {
-        await_copies();
-        __syncthreads();
-        fetch_mean_back<R>(room, w, a.at, c - 2);
-        if (a.first >= w.columns) continue;
-        const mean_back_stage<R> &here = room.back[(a.at.n_chunks - 1 - c) % STAGES];
-        double y[2][4];
-        const T *from = mn_row<T>(p.cot.o, a.at.span.b, a.at.span.t0 + c * CHUNK, a.at.s.h);
-        const int left_over = from ? (int)min((int64_t)CHUNK, a.at.span.length - c * CHUNK) : 0;
-        from += a.at.s.first + a.first;
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            const int m = i / 4, t = lane % 4 + i % 4 * 4, j = 8 * m + lane / 4;
-            const bool there = j < a.count && t < left_over;
-            y[m][i % 4] =
-                there ? p.scale * (double)mn_float(from[t * p.cot.o.stride[1] + j]) : 0.0;
-        }
-        if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
-            move_strip_columns<N>(E, here.phi + a.base, turns, true);
-            put_mean<N>(w.E + a.at.group(c) * w.E_each + a.first * R + a.base, R, E);
-        }
-        double x[2][2][2], b[2][4], left[8];
-        zero(x[0]), zero(x[1]);
-        through_strip<N>(x, here.w + a.base, pitch<R>::left, E);
-        left_small(left, here.reads, SMALL_LD);
-        if (a.half == 1) mn_dmma_16(x[0], left, y[0]), mn_dmma_16(x[1], left, y[1]);
-        turn_sum(b, room.sums[warp / 2], warp / 2, a.half, x);
-        left_columns16(left, here.eliminate, SMALL_LD, 0);
-#pragma unroll
-        for (int m = 0; m < 2; m++) {
-            zero(x[m]);
-            mn_dmma_16(x[m], left, b[m]);
-            double *to = w.de + a.at.own(c) * CHUNK * w.columns + a.first;
-            if (a.half == 0) put_rows(to, w.columns, 8 * m, x[m]);
-        }
-        left_turned(left, y, 1.0);
-        add_product<N>(E, left, here.q + a.base, pitch<R>::right);
-        turn(b, room.turned[warp], x);
-        left_turned(left, b, -1.0);
-        add_product<N>(E, left, here.k + a.base, pitch<R>::right);
-    }
-    float *dM = mn_row<float>(p.grad.M0, a.at.s.n, 0, a.at.s.h);
-    each_mean<N>(E, [&](double &x, int v, int row) {
-        row += a.base;
-        if (!dM || v >= a.count || row >= rows) return;
-        dM[(int64_t)row * p.call.V + a.at.s.first + a.first + v] = (float)x;
-    });
-}
-
-/* Half the blocks go forward, the others back: neither needs the other. */
-template <typename T, int R>
-__global__ void __launch_bounds__(32 * MEAN_WARPS, 1)
-mean_walks_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
-    extern __shared__ __align__(16) double doubles[];
-    mean_room<R> &room = *(mean_room<R> *)doubles;
-    const int64_t half = gridDim.x / 2, block = blockIdx.x;
-    if (block < half) mean_backward<T, R>(room, p, w, block);
-    else mean_forward<T, R>(room, p, w, block - half);
 }
 
 #endif

@@ -1,6 +1,6 @@
 /* curvature_forward.cu - curvature forward: the products of panels, and which calls go to those of
  * Hopper. */
-#include "kernels/cuda/curvature_group_there.cuh"
+#include "kernels/cuda/curvature_group_forward.cuh"
 #include "kernels/cuda/curvature_panel.cuh"
 
 template <typename T, int KP>
@@ -108,9 +108,12 @@ static int forward_of(const mn_curvature_args *p, float *states, cudaStream_t on
 template <int KP>
 static int group_of(const mn_curvature_args *p, float *states, cudaStream_t on) {
     const mn_curve_cut cut = mn_curve_group_cut(p);
-    const mn_curve_work w = { states, NULL, NULL, NULL };
+    mn_curve_maps maps = {};
+    if (!mn_curve_forward_map(&maps, p)) return forward_of<mn_bf16, KP>(p, states, on);
     const int code = mn_curve_add_up<mn_bf16, KP, false>(p, states, NULL, cut, on);
-    return code == cudaSuccess ? mn_curve_there<KP, false>(p, w, cut, on) : code;
+    if (code != cudaSuccess) return code;
+    return mn_curve_start(mn_curve_forward_kernel<KP>, MN_CURVE_FORWARD_THREADS,
+                          sizeof(mn_curve_forward_room<KP>), p->call, cut, on, *p, maps, states);
 }
 
 MN_CUDA_LAUNCH(curvature_forward) {

@@ -211,8 +211,11 @@ __device__ inline void mn_curve_put_square(unsigned char *to, unsigned char *low
 #pragma unroll
     for (int i = 0; i < 32; i += 2) {
         const int r = i % 4 / 2, t = row + 8 * r, column = i / 4 * 8 + lane % 4 * 2;
-        const float x = column > t ? 0.0f : sums[i] - mean[r];
-        const float y = column + 1 > t ? 0.0f : sums[i + 1] - mean[r];
+        float x = 0.0f, y = 0.0f;
+        if (i / 4 <= thread / 32 * 2 + 1) {    // the warp has something there
+            x = column > t ? 0.0f : sums[i] - mean[r];
+            y = column + 1 > t ? 0.0f : sums[i + 1] - mean[r];
+        }
         const uint32_t pair = mn_pair(x, y), byte = mn_tile_byte(64, t, column);
         *(uint32_t *)(to + byte) = pair;
         if (low) {

@@ -163,6 +163,7 @@ __device__ inline void mn_curve_means(float (&mean)[2], const float (&d)[36], co
         float sum = 0.0f;
 #pragma unroll
         for (int i = 2 * r; i < 32; i += i % 2 ? 3 : 1) {
+            if (i / 4 > thread / 32 * 2 + 1) continue;    // the warp has nothing there
             if (i / 4 * 8 + lane % 4 * 2 + i % 2 <= row + 8 * r) sum += d[i];
         }
         mean[r] = mn_quad_sum(sum + (d[32 + 2 * r] + d[33 + 2 * r])) * each[row + 8 * r];

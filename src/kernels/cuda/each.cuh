@@ -241,16 +241,23 @@ __device__ inline void mn_each_number(const mn_each<F> &e, mn_spot spot, int cou
     }
 }
 
-/* Packs that a thread has on their way at once: 32 bytes of each view. */
-template <mn_types TYPES>
+/* Packs that a thread has on their way at once: 32 bytes of each view, but 16 of many views, whose
+ * registers would leave few threads. */
+template <mn_types TYPES, typename F>
 __host__ __device__ constexpr int mn_packs_ahead() {
-    return TYPES == MN_NARROW ? 2 : 1;
+    return TYPES == MN_NARROW && F::INS + F::OUTS < 6 ? 2 : 1;
+}
+
+/* Blocks that a processor is to hold, least. */
+template <mn_types TYPES, typename F>
+__host__ __device__ constexpr int mn_blocks_beside() {
+    return TYPES == MN_NARROW && mn_packs_ahead<TYPES, F>() == 1 ? 4 : 1;
 }
 
 template <mn_types TYPES, typename F>
-__global__ void __launch_bounds__(MN_EACH_THREADS)
+__global__ void __launch_bounds__(MN_EACH_THREADS, mn_blocks_beside<TYPES, F>())
 mn_each_pack_kernel(const __grid_constant__ mn_each<F> e) {
-    constexpr int INS = F::INS, OUTS = F::OUTS, N = MN_PACK, AHEAD = mn_packs_ahead<TYPES>();
+    constexpr int INS = F::INS, OUTS = F::OUTS, N = MN_PACK, AHEAD = mn_packs_ahead<TYPES, F>();
     const uint32_t first = blockIdx.x * (MN_EACH_THREADS * AHEAD) + threadIdx.x;
     int64_t at[AHEAD][INS + OUTS];
     mn_raw raw[AHEAD][INS + OUTS];
@@ -302,7 +309,7 @@ mn_each_number_kernel(const __grid_constant__ mn_each<F> e) {
 
 template <mn_types TYPES, typename F>
 inline void mn_launch_packs(const mn_each<F> &e, cudaStream_t stream) {
-    const unsigned blocks = mn_blocks(e.walk.n_packs, MN_EACH_THREADS * mn_packs_ahead<TYPES>());
+    const unsigned blocks = mn_blocks(e.walk.n_packs, MN_EACH_THREADS * mn_packs_ahead<TYPES, F>());
     mn_each_pack_kernel<TYPES, F><<<blocks, MN_EACH_THREADS, 0, stream>>>(e);
 }
 

@@ -68,6 +68,17 @@ __device__ inline mn_memory_place mn_memory_here(const mn_memory &p, int64_t n_t
     return at;
 }
 
+/* A decay exp(g) as it travels: itself, or -|exp(g) - 1|, the sign bit set, when it is near 1. expf
+ * of a slow decay is off by the same rounding at every token of a head that has one decay, which
+ * grows with their number; by what it takes away, each cell is rounded on its own. */
+__device__ inline float mn_memory_decay(float g) {
+    return g > -0.5f && g <= 0.0f ? -fabsf(expm1f(g)) : expf(g);
+}
+
+__device__ inline float mn_memory_decayed(float x, float decay) {
+    return fmaf(x, decay, signbit(decay) ? x : 0.0f);
+}
+
 /* Reads tokens [t, t + count) of the sequence. All threads of the block call; those that still read
  * the group before must be done. */
 template <typename T, int R, int TOKENS>
@@ -87,7 +98,7 @@ __device__ void mn_memory_fetch(mn_memory_group<R, TOKENS> &to, const mn_memory 
         to.w[token][i] = inside ? write * mn_float(w[i]) : 0.0f;
         to.decay[token][i] = 1.0f;
         if (g && inside) {
-            to.decay[token][i] = expf(mn_float(g[p.decay == MN_DECAY_CHANNEL ? i : 0]));
+            to.decay[token][i] = mn_memory_decay(mn_get(g, p.decay == MN_DECAY_CHANNEL ? i : 0));
         }
     }
     for (int k = threadIdx.x; k < count * sizes::tile; k += sizes::threads) {
@@ -171,7 +182,9 @@ struct mn_memory_cells {
         for (int r = 0; r < R; r++) {
             const float decay = in.decay[token][lane + 32 * r];
 #pragma unroll
-            for (int c = 0; c < MN_MEMORY_COLUMNS; c++) at[r][c] *= decay;
+            for (int c = 0; c < MN_MEMORY_COLUMNS; c++) {
+                at[r][c] = mn_memory_decayed(at[r][c], decay);
+            }
         }
         float known[MN_MEMORY_COLUMNS] = {};
         if (ERASES) dot(known, in.e[token]);
@@ -282,13 +295,13 @@ __device__ void mn_memory_token_back(mn_memory_cells<R> &D, mn_memory_room<R> &r
         float to_q = 0.0f, to_w = 0.0f, to_e = 0.0f, to_g = 0.0f;
 #pragma unroll
         for (int c = 0; c < C; c++) {
-            const float decayed = decay * before.at[r][c];
+            const float decayed = mn_memory_decayed(before.at[r][c], decay);
             to_q = fmaf(fmaf(w, residual[c], decayed), cot[c], to_q);
             to_w = fmaf(D.at[r][c], residual[c], to_w);
             to_e = fmaf(-decayed, dr[c], to_e);
             D.at[r][c] = fmaf(-e, dr[c], D.at[r][c]);
             to_g = fmaf(D.at[r][c], decayed, to_g);
-            D.at[r][c] *= decay;
+            D.at[r][c] = mn_memory_decayed(D.at[r][c], decay);
         }
         room.sums[warp][MN_MEMORY_TO_Q][i] = to_q;
         room.sums[warp][MN_MEMORY_TO_W][i] = to_w;

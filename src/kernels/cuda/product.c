@@ -1,7 +1,8 @@
 /* product.c - matrix products through cuBLASLt, which is found when the program runs.
  *
  * The library counts columns first: our row-major c = a b is its c' = b' a'. The algorithm for a
- * shape is the first that its heuristics name; it is kept, and so are the descriptions. */
+ * shape is one of the first that its heuristics name, chosen by the shape alone and kept; so are
+ * the descriptions. */
 #include "kernels/product.h"
 
 #include <stdlib.h>
@@ -20,7 +21,7 @@
     CALL(cublasLtMatmulDescDestroy) CALL(cublasLtMatrixLayoutCreate)                               \
     CALL(cublasLtMatrixLayoutDestroy) CALL(cublasLtMatmulPreferenceCreate)                         \
     CALL(cublasLtMatmulPreferenceSetAttribute) CALL(cublasLtMatmulPreferenceDestroy)               \
-    CALL(cublasLtMatmulAlgoGetHeuristic)
+    CALL(cublasLtMatmulAlgoGetHeuristic) CALL(cublasLtMatmulAlgoConfigGetAttribute)
 
 #define NAME(name) #name
 #define EXPANDED(name) NAME(name)
@@ -85,6 +86,9 @@ bool mn_products_fast(mn_products *p) {
 /* ---- shapes ---------------------------------------------------------------------------------- */
 
 enum { MOST_ALIGN = 16, SPACE_ALIGN = 256, SPACE = MN_PRODUCT_SPACE - SPACE_ALIGN };
+
+/* Heuristics asked for; depth up to which the end of a tile counts, in results of many numbers. */
+enum { CHOICES = 8, MOST_SHORT = 4096, LEAST_NUMBERS = 1 << 24 };
 
 static int32_t alignment(const void *at) {
     const uintptr_t low = (uintptr_t)at & -(uintptr_t)at;
@@ -156,20 +160,44 @@ static bool set_preference(const library *lib, cublasLtMatmulPreference_t prefer
 #undef SET
 }
 
+/* Kernels whose two groups of warps work on a tile each, one ending its tile while the other
+ * multiplies. Others (options from 4 on) share a tile, which is larger and costs less to read. */
+static bool takes_turns(const library *lib, const cublasLtMatmulAlgo_t *algo) {
+    uint32_t option = 0;
+    size_t size;
+    return ok(lib->cublasLtMatmulAlgoConfigGetAttribute(
+               algo, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, &option, sizeof option, &size)) &&
+           option > 0 && option < 4;
+}
+
+/* Where sums are short the end of a tile counts. */
+static bool is_short(const shape *s) {
+    return s->dtype == MN_BF16 && s->K <= MOST_SHORT && s->M * s->N >= LEAST_NUMBERS;
+}
+
+static const cublasLtMatmulAlgo_t *best_of(const library *lib, const shape *s,
+                                           const cublasLtMatmulHeuristicResult_t *results, int n) {
+    for (int i = 0; i < n && is_short(s); i++) {
+        if (takes_turns(lib, &results[i].algo)) return &results[i].algo;
+    }
+    return &results[0].algo;
+}
+
 static bool choose(mn_products *p, chosen *c) {
     const library *lib = &p->lib;
     cublasLtMatmulPreference_t preference = NULL;
-    cublasLtMatmulHeuristicResult_t result;
+    cublasLtMatmulHeuristicResult_t results[CHOICES];
+    const int asked = is_short(&c->shape) ? CHOICES : 1;
     int found = 0;
     const bool there =
         make_desc(lib, c) && make_layouts(lib, c) &&
         ok(lib->cublasLtMatmulPreferenceCreate(&preference)) &&
         set_preference(lib, preference, &c->shape) &&
         ok(lib->cublasLtMatmulAlgoGetHeuristic(p->handle, c->desc, c->a, c->b, c->c, c->c,
-                                               preference, 1, &result, &found)) &&
+                                               preference, asked, results, &found)) &&
         found > 0;
     if (preference) lib->cublasLtMatmulPreferenceDestroy(preference);
-    if (there) c->algo = result.algo;
+    if (there) c->algo = *best_of(lib, &c->shape, results, found);
     return there;
 }
 

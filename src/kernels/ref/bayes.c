@@ -63,12 +63,30 @@ static void move_rows(double *X, int64_t n, const head *hd, int64_t t, bool back
     }
 }
 
+/* Square blocks, so that the columns read stay in the cache. */
+enum { BLOCK = 16 };
+
 static void transpose(double *X, int64_t R) {
-    for (int64_t i = 0; i < R; i++) {
-        for (int64_t j = 0; j < i; j++) {
-            const double x = X[i * R + j];
-            X[i * R + j] = X[j * R + i];
-            X[j * R + i] = x;
+    for (int64_t i0 = 0; i0 < R; i0 += BLOCK) {
+        for (int64_t j0 = 0; j0 <= i0; j0 += BLOCK) {
+            for (int64_t i = i0; i < mn_min(i0 + BLOCK, R); i++) {
+                for (int64_t j = j0; j < mn_min(j0 + BLOCK, i); j++) {
+                    const double x = X[i * R + j];
+                    X[i * R + j] = X[j * R + i];
+                    X[j * R + i] = x;
+                }
+            }
+        }
+    }
+}
+
+/* The triangle below the diagonal, above it too. */
+static void mirror(double *X, int64_t R) {
+    for (int64_t i0 = 0; i0 < R; i0 += BLOCK) {
+        for (int64_t j0 = 0; j0 <= i0; j0 += BLOCK) {
+            for (int64_t i = i0; i < mn_min(i0 + BLOCK, R); i++) {
+                for (int64_t j = j0; j < mn_min(j0 + BLOCK, i); j++) X[j * R + i] = X[i * R + j];
+            }
         }
     }
 }
@@ -164,8 +182,9 @@ static void update(double *P, double *M, double *u, double *work, const head *hd
     if (kvar) kvar[g] = (REAL)variance;
     for (int64_t r = 0; gainvec && r < R; r++) gainvec[g * R + r] = (REAL)(u[r] / s);
     for (int64_t i = 0; i < R; i++) {
-        for (int64_t j = 0; j <= i; j++) P[j * R + i] = P[i * R + j] -= u[i] * u[j] / s;
+        for (int64_t j = 0; j <= i; j++) P[i * R + j] -= u[i] * u[j] / s;
     }
+    mirror(P, R);
     if (q) times_real(work, P, q, hd);
     if (qvar) qvar[g] = (REAL)(q ? p->scale * p->scale * dot_real(q, work, hd) : 0.0);
     for (int64_t j = first_column(hd, g); j < first_column(hd, g + 1); j++) {
