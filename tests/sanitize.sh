@@ -16,7 +16,10 @@ logs=$(realpath "$2")
 golden=$(realpath "${3:-$(dirname "$0")/golden}")
 rm -f "$logs"/*.log "$logs"/*.state "$logs/jobs"
 
-# Lines "TOOL OPERATOR NUMBER COMMAND", slow tools first.
+# Lines "TOOL OPERATOR NUMBER COMMAND", what takes long first.
+for program in ${PROGRAMS:-}; do
+    echo "memcheck $(basename "$program") 0 $(realpath "$program")"
+done >"$logs/jobs"
 for tool in ${TOOLS:-racecheck memcheck}; do
     for dtype in f32 bf16; do
         for file in "$golden"/${ONLY:-*}.safetensors; do
@@ -29,9 +32,6 @@ for tool in ${TOOLS:-racecheck memcheck}; do
             { word = $1; files = files " " $2; n++ }
             END { put() }'
     done
-done >"$logs/jobs"
-for program in ${PROGRAMS:-}; do
-    echo "memcheck $(basename "$program") 0 $(realpath "$program")"
 done >>"$logs/jobs"
 
 # One line: its log, and its end in a word.

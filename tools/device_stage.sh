@@ -1,8 +1,10 @@
 #!/bin/sh
 # Stages a self-contained folder to run on another machine, one with a GPU say: the stripped program,
 # the shared libraries it needs besides the C library, the golden files, and `run`, which starts the
-# program with those libraries.
+# program with those libraries; the tests that are scripts come along.
 #   tools/device_stage.sh BUILD_DIR FOLDER       then there: FOLDER/run check --target cuda ...
+#   sh FOLDER/tests/cli/cuda.sh FOLDER/run FOLDER
+#   LD_LIBRARY_PATH=FOLDER/lib sh FOLDER/tests/sanitize.sh FOLDER/mneme LOGS
 # Configure with -DMN_OPENBLAS=OFF to leave out 40 MB that only a ceiling of `mneme bench` uses.
 set -eu
 [ $# = 2 ] || { echo "usage: tools/device_stage.sh BUILD_DIR FOLDER" >&2; exit 2; }
@@ -21,6 +23,11 @@ ldd "$build/mneme" | sed -n 's/.*=> \(\/[^ ]*\) .*/\1/p' | while read -r library
 done
 rm -rf "$folder/golden"
 cp -R "$source/tests/golden" "$folder/golden"
+mkdir -p "$folder/tests/cli/support"
+cp "$source/tests/cli/cuda.sh" "$folder/tests/cli/"
+cp "$source/tests/cli/support/expect.sh" "$folder/tests/cli/support/"
+cp "$source/tests/sanitize.sh" "$folder/tests/"
+ln -sfn ../golden "$folder/tests/golden"
 cat >"$folder/run" <<'END'
 #!/bin/sh
 here=$(cd "$(dirname "$0")" && pwd)

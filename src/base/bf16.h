@@ -20,4 +20,9 @@ static inline uint16_t mn_bf16_from_float(float x) {
     return (uint16_t)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
 }
 
+/* What is left of a number that is stored as bf16. */
+static inline float mn_bf16_round(double x) {
+    return mn_bf16_to_float(mn_bf16_from_float((float)x));
+}
+
 #endif

@@ -49,7 +49,10 @@ typedef struct inputs {
 static mn_tensor *key_of(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
                          const char *piece) {
     mn_tensor *k = mn_project_conv(f, x, weight, conv, MN_UNARY_SILU, piece);
-    return mn_unit(f, mn_tape_heads(f->tape, k, MN_OF(f, 'H')), 0, 1e-12);
+    mn_tape_lighter(f->tape, true);
+    k = mn_unit(f, mn_tape_heads(f->tape, k, MN_OF(f, 'H')), 0, 1e-12);
+    mn_tape_lighter(f->tape, false);
+    return k;
 }
 
 static mn_tensor *sigmoid_of(mn_forward *f, mn_tensor *x, const char *weight) {
@@ -96,13 +99,18 @@ static mn_tensor *step_of(mn_forward *f, mn_tensor *x) {
     return mn_tape_unary(f->tape, MN_UNARY_SOFTPLUS, dt);
 }
 
+/* sigmoid(b) by what a head and token has in common, of which there is little. */
 static mn_tensor *importance_gate(mn_forward *f, mn_tensor *x, mn_tensor *write) {
     mn_tape *tape = f->tape;
-    mn_tensor *b = sigmoid_of(f, mn_project(f, x, "b_rank_proj.weight", NULL), "b_proj.weight");
+    mn_tensor *b = mn_project(f, x, "b_rank_proj.weight", NULL);
     mn_tensor *size = mn_tape_unary(tape, MN_UNARY_SOFTPLUS,
                                     mn_use_as(f, "b_scale", MN_OF(f, 'H'), 1));
-    b = mn_tape_multiply(tape, per_head(f, b), size);
-    return mn_tape_multiply(tape, b, write);
+    size = mn_tape_multiply(tape, write, size);
+    mn_tape_lighter(tape, true);
+    b = per_head(f, sigmoid_of(f, b, "b_proj.weight"));
+    b = mn_tape_multiply(tape, b, size);
+    mn_tape_lighter(tape, false);
+    return b;
 }
 
 /* The memory without importance. */
@@ -129,7 +137,9 @@ static mn_tensor *run_code(mn_forward *f, mn_tensor *x, const inputs *in) {
     mn_tape *tape = f->tape;
     const int64_t H = MN_OF(f, 'H');
     mn_tensor *write = per_head(f, sigmoid_of(f, x, "bs_proj.weight"));
+    mn_tape_lighter(tape, true);
     mn_tensor *written = mn_tape_multiply(tape, in->v, write), *o;
+    mn_tape_lighter(tape, false);
     if (f->layer->config.metaplasticity) {
         mn_run run;
         mn_palimpsa_code_args *args = mn_run_start(&run, tape, MN_OP_palimpsa_code);
@@ -142,7 +152,11 @@ static mn_tensor *run_code(mn_forward *f, mn_tensor *x, const inputs *in) {
         o = run_plain(f, x, in, written);
     }
     if (!f->layer->config.use_residual) return o;
-    return mn_tape_add(tape, o, mn_tape_multiply(tape, in->v, mn_use_as(f, "D", H, 1)));
+    mn_tensor *skip = mn_use_as(f, "D", H, 1);
+    mn_tape_lighter(tape, true);
+    o = mn_tape_add(tape, o, mn_tape_multiply(tape, in->v, skip));
+    mn_tape_lighter(tape, false);
+    return o;
 }
 
 /* ---- as the paper gates it ------------------------------------------------------------------- */

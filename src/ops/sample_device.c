@@ -35,7 +35,7 @@ static bool is_input(const mn_sample_tensor *tensor) {
 
 static double rounded(double x, mn_dtype dtype) {
     if (dtype == MN_F64) return x;
-    return dtype == MN_F32 ? (float)x : mn_bf16_to_float(mn_bf16_from_float((float)x));
+    return dtype == MN_F32 ? (float)x : mn_bf16_round(x);
 }
 
 void mn_sample_round(mn_sample *sample, mn_dtype dtype) {

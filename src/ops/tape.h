@@ -272,6 +272,11 @@ mn_tensor *mn_tape_again(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void 
  * record. */
 void mn_tape_part(mn_tape *tape, bool light);
 
+/* Within such a part, until the next call: results of sums, products and functions of numbers, of
+ * projections (meant for those of few inputs) and of the operators that ops/light.def marks so, are
+ * light as well. What the part ends with must not be one of them. */
+void mn_tape_lighter(mn_tape *tape, bool lighter);
+
 /* Goes back from all losses and seeds. Afterwards the tape holds no tensor that may be used. */
 mn_status mn_tape_backward(mn_tape *tape);
 

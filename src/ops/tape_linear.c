@@ -118,6 +118,10 @@ static void forward(mn_tape *tape, const linear *l, const mn_tensor *onto) {
     mn_tape_let_go(tape, mark);
 }
 
+static void linear_again(mn_tape *tape, void *payload) {
+    forward(tape, payload, NULL);
+}
+
 /* Decoding on a device: its small steps are put together by other rules. */
 static bool is_few(const mn_tape *tape, const int64_t shape[4]) {
     return tape->device && shape[0] * shape[1] <= MN_TAPE_FEW;
@@ -143,12 +147,15 @@ static mn_tensor *make(mn_tape *tape, linear l, const int64_t shape[4], mn_tenso
     l.rows = shape[0] * shape[1];
     l.n_in = weight->shape[3];
     l.n_out = weight->shape[2];
-    l.y = mn_tape_new(tape, (int64_t[]){ shape[0], shape[1], 1, l.n_out });
+    const bool light = tape->lighter && !onto;
+    const int64_t made[4] = { shape[0], shape[1], 1, l.n_out };
+    l.y = mn_tape_result_of(tape, tape->dtype, made, light);
     if (!l.y) return NULL;
     const bool fused = onto && shares(tape, &l, onto);
     if (fused) l.y->slot = NULL;
     *kept = l;
     forward(tape, &l, fused ? onto : NULL);
+    if (light) mn_tape_make_again(tape, linear_again, kept);
     const bool wanted = wants_source(&l) || mn_wants(l.weight) || mn_wants(l.bias);
     mn_tape_record(tape, "a projection", back_linear, kept, wanted, &l.y, 1);
     if (fused) l.y->slot = onto->slot;

@@ -29,8 +29,8 @@ typedef struct mn_node {
     char scope[MN_TAPE_SCOPE];
 } mn_node;
 
-/* Memory for a light result of the part at hand. */
-void *mn_tape_light_bytes(mn_tape *tape, size_t bytes);
+/* Memory for a result: of its own or, for a light one, what parts share. */
+mn_tensor *mn_tape_result_of(mn_tape *tape, mn_dtype dtype, const int64_t shape[4], bool light);
 
 /* `make` makes light results of the part at hand once more, from its payload; called in the order
  * of the results. */
@@ -86,6 +86,7 @@ struct mn_tape {
     mn_spare *spare, *unused;    // free gradient memory; list cells without memory
     mn_part *part, *present;     // at hand; whose light results are in the shared memory
     mn_light *light;             // that memory
+    bool lighter;                // whether more results than usual are light
     size_t used, peak, work;     // bytes of data now and at most, and of operators' work space
     const int64_t *cu_seqlens;   // NULL: not packed
     const int64_t *borders;      // the same for kernels

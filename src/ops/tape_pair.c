@@ -60,18 +60,24 @@ static void back_pair(mn_tape *tape, void *payload) {
     sum_to_b(tape, p->kind == MN_PAIR_MULTIPLY ? p->a : NULL, p->b, &work.dy, work.shape);
 }
 
+static void pair_again(mn_tape *tape, void *payload) {
+    const pair *p = payload;
+    mn_pair_work work = work_of(tape, p);
+    work.y = mn_value(p->y);
+    mn_tape_do(tape, MN_WORK_PAIR, &work);
+}
+
 static mn_tensor *make(mn_tape *tape, mn_pair_kind kind, mn_tensor *a, mn_tensor *b, double scale,
                        double shift) {
     static const char *const names[] = { "a sum", "a product", "a scaling", "a bound" };
     mn_view fits;
     if (b && !repeated(tape, &fits, b, a->shape)) return NULL;
     pair *p = mn_tape_note(tape, sizeof *p);
-    mn_tensor *y = mn_tape_new_of(tape, a->dtype, a->shape);
+    mn_tensor *y = mn_tape_result_of(tape, a->dtype, a->shape, tape->lighter);
     if (!p || !y) return NULL;
     *p = (pair){ kind, a, b, y, scale, shift };
-    mn_pair_work work = work_of(tape, p);
-    work.y = mn_value(y);
-    mn_tape_do(tape, MN_WORK_PAIR, &work);
+    pair_again(tape, p);
+    if (tape->lighter) mn_tape_make_again(tape, pair_again, p);
     mn_tape_record(tape, names[kind], back_pair, p, mn_wants(a) || mn_wants(b), &y, 1);
     return y;
 }

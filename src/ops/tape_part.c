@@ -3,6 +3,7 @@
  *   forward     part 1 makes its results in the shared memory, part 2 in the same, ...
  *   backward    before the first node of part i goes back, what the part had there is made again,
  *               in its order, from what was kept; the last part's is there still */
+#include "base/dtype.h"
 #include "ops/tape_node.h"
 
 /* One result, or several of one operator, that can be made again. */
@@ -26,6 +27,7 @@ struct mn_light {
 
 void mn_tape_part(mn_tape *tape, bool light) {
     tape->part = NULL;
+    tape->lighter = false;
     if (!light || !mn_tape_records(tape) || mn_tape_dead(tape)) return;
     mn_part *part = mn_tape_note(tape, sizeof *part);
     if (!part) return;
@@ -34,8 +36,12 @@ void mn_tape_part(mn_tape *tape, bool light) {
     for (mn_light *at = tape->light; at; at = at->next) at->taken = false;
 }
 
+void mn_tape_lighter(mn_tape *tape, bool lighter) {
+    tape->lighter = lighter && tape->part;
+}
+
 /* The smallest free piece that is large enough, or a new one. */
-void *mn_tape_light_bytes(mn_tape *tape, size_t bytes) {
+static void *light_bytes(mn_tape *tape, size_t bytes) {
     mn_light *best = NULL;
     for (mn_light *at = tape->light; at; at = at->next) {
         const bool fits = !at->taken && at->bytes >= bytes;
@@ -50,6 +56,12 @@ void *mn_tape_light_bytes(mn_tape *tape, size_t bytes) {
     }
     best->taken = true;
     return best->memory;
+}
+
+mn_tensor *mn_tape_result_of(mn_tape *tape, mn_dtype dtype, const int64_t shape[4], bool light) {
+    if (!light) return mn_tape_new_of(tape, dtype, shape);
+    void *data = light_bytes(tape, (size_t)mn_count4(shape) * mn_dtype_bytes(dtype));
+    return data ? mn_tape_over(tape, data, dtype, shape, true) : NULL;
 }
 
 void mn_tape_make_again(mn_tape *tape, mn_back_fn make, void *payload) {

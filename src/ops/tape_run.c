@@ -167,22 +167,15 @@ static const mn_tensor *rows_like(const mn_run *run, const char *axes) {
     return NULL;
 }
 
-static bool is_light(mn_op_id op) {
+/* Whether results of the operator are light here. */
+static bool is_light(const mn_tape *tape, mn_op_id op) {
+    if (!tape->part) return false;
     switch (op) {
-#define LIGHT(name) case MN_OP_##name:
+#define LIGHT(name, more) case MN_OP_##name: return tape->lighter || !(more);
 #include "ops/light.def"
 #undef LIGHT
-        return true;
     default: return false;
     }
-}
-
-/* Memory for a result, which in a part may be what parts share. */
-static mn_tensor *result_of(mn_run *run, mn_dtype dtype, const int64_t shape[4]) {
-    mn_tape *tape = run->tape;
-    if (!tape->part || !is_light(run->op)) return mn_tape_new_of(tape, dtype, shape);
-    void *data = mn_tape_light_bytes(tape, (size_t)mn_count4(shape) * mn_dtype_bytes(dtype));
-    return data ? mn_tape_over(tape, data, dtype, shape, true) : NULL;
 }
 
 mn_tensor *mn_run_out(mn_run *run, const char *field) {
@@ -196,7 +189,7 @@ mn_tensor *mn_run_out(mn_run *run, const char *field) {
     if (like) memcpy(shape, like->shape, sizeof shape);
     else if (!shape_of(run, field, axes, shape)) return NULL;
     const mn_dtype dtype = mn_field_dtype(&run->fields[i], run->tape->dtype);
-    mn_tensor *y = result_of(run, dtype, shape);
+    mn_tensor *y = mn_tape_result_of(run->tape, dtype, shape, is_light(run->tape, run->op));
     if (!y) return NULL;
     if (run->fields[i].role == MN_ROLE_AUX) y->slot = NULL;
     run->bound[i] = y;
@@ -366,7 +359,7 @@ void mn_run_now(mn_run *run) {
         if (!kept) return;
         memcpy(kept, run, bytes);
         kept->call = (mn_call *)kept->args;
-        if (tape->part && is_light(run->op)) mn_tape_make_again(tape, run_again, kept);
+        if (is_light(tape, run->op)) mn_tape_make_again(tape, run_again, kept);
     }
     mn_tape_record(tape, mn_op_describe(run->op)->name, back_run, kept, wanted, made, n_made);
 }

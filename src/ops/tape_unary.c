@@ -24,14 +24,20 @@ static void back_unary(mn_tape *tape, void *payload) {
     mn_tape_do(tape, MN_WORK_UNARY, &work);
 }
 
+static void unary_again(mn_tape *tape, void *payload) {
+    const unary *u = payload;
+    mn_unary_work work = work_of(u);
+    work.y = mn_value(u->y);
+    mn_tape_do(tape, MN_WORK_UNARY, &work);
+}
+
 static mn_tensor *make(mn_tape *tape, mn_unary f, mn_tensor *x, mn_tensor *b) {
     unary *u = mn_tape_note(tape, sizeof *u);
-    mn_tensor *y = mn_tape_new_of(tape, x->dtype, x->shape);
+    mn_tensor *y = mn_tape_result_of(tape, x->dtype, x->shape, tape->lighter);
     if (!u || !y) return NULL;
     *u = (unary){ f, x, b, y };
-    mn_unary_work work = work_of(u);
-    work.y = mn_value(y);
-    mn_tape_do(tape, MN_WORK_UNARY, &work);
+    unary_again(tape, u);
+    if (tape->lighter) mn_tape_make_again(tape, unary_again, u);
     mn_tape_record(tape, mn_unary_name(f), back_unary, u, mn_wants(x) || mn_wants(b), &y, 1);
     return y;
 }

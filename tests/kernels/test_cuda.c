@@ -6,12 +6,12 @@
  * have twice of that (see mn_golden_compare_bf16): each number within 2 u of its scale, the largest
  * of its row or the rms of its tensor, and the rms of the error within 2 u / sqrt(3) of that of the
  * tensor. Where sums of many products lose more because kernels round what goes into the products,
- * the bound is twice what the same formula loses in float64 with rounded factors
- * (delta_rounded.h); where no such formula is written down, twice what rounding every input once
- * does, and for ccq_read what rounding between its parts does (op_rounded.h); for operators made of
- * more parts, that of the golden files (tests/golden/README.md): ten times what results of the
- * reference move when inputs move by u, and twenty times for gradients. Gradients that vanish by
- * structure are held to 2 u of the loss.
+ * the bound is twice what rounding every input once does or, if that is more, twice what the same
+ * formula loses in float64 with what passes between its parts rounded (op_rounded.h): three random
+ * roundings say little of a sum that all but cancels. For operators made of more parts it is that
+ * of the golden files (tests/golden/README.md): ten times what results of the reference move when
+ * inputs move by u, and twenty times for gradients. Gradients that vanish by structure are held to
+ * 2 u of the loss.
  *
  * test_cuda [OPERATOR [I/N]] runs one operator, and of its calls every Nth from the Ith on. The
  * reference takes most of the time: without I/N a process for each core takes its share, and what
@@ -26,7 +26,6 @@
 
 #include "base/util.h"
 #include "ops/sample_device.h"
-#include "support/delta_rounded.h"
 #include "support/op_error.h"
 
 static mn_context *gpu;    // NULL: none here
@@ -149,30 +148,6 @@ static void check_vanishes(const double *got, const mn_sample_tensor *tensor, do
           tensor->field->name, left);
 }
 
-/* What a kernel may lose in bf16 besides storing results: of each tensor, as root of the mean
- * square and at most. */
-static void measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS],
-                         const mn_sample *want, const op_case *c) {
-    mn_sample rounded;
-    op_case f64 = *c;
-    if (!delta_is_rounded(c)) {
-        op_measure_bf16(rms, worst, want, c);
-        return;
-    }
-    f64.dtype = MN_F64;
-    op_allocate(&rounded, &f64);
-    op_convert(&rounded, want);
-    delta_run_rounded(&rounded, &f64, true);
-    for (int i = 0; i < want->n_tensors; i++) {
-        const void *x = op_memory(&rounded.tensors[i], OP_COMPUTED);
-        const void *y = op_memory(&want->tensors[i], OP_COMPUTED);
-        if (!x || !y) continue;
-        const distance far = distance_of(x, y, want->tensors[i].count, want->tensors[i].count);
-        rms[i] = 2.0 * far.off, worst[i] = 2.0 * far.worst;
-    }
-    mn_sample_free(&rounded);
-}
-
 static void check_bf16(op_case c) {
     const double unit = 1.0 / 256.0;
     mn_sample got, want;
@@ -205,7 +180,7 @@ static void check_bf16(op_case c) {
             continue;
         }
         if (far.share <= 2.0 * unit && far.off <= most) continue;
-        if (!measured) measure_bf16(rms, worst, &want, &c);
+        if (!measured) op_measure_bf16(rms, worst, &want, &c);
         measured = true;
         const double times = !mn_op_rounds_between(c.op) ? 1.0 : input ? 20.0 : 10.0;
         CHECK(far.share <= 2.0 * unit || far.worst <= times * worst[i],
@@ -232,7 +207,7 @@ static const struct {
  * tile. */
 static const int64_t packing[] = { 0, 0, 1, 3, 3, 35, 67, 68, 132, 132 };
 
-/* Sequences of one, two and several of the chunks of 4096 tokens that moebius is parallel over. */
+/* Sequences up to and above the 4096 tokens from which on moebius is parallel over chunks. */
 static const int64_t long_packing[] = { 0, 4096, 4097, 4099, 12500 };
 
 static bool is_ours(void) {

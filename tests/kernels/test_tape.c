@@ -70,7 +70,7 @@ static double drawn[DRAWN];
 static double value_of(const program *p, int which, int64_t i) {
     const double x = drawn[(i + 7919 * which) % DRAWN];
     const double y = p->positive ? 0.5 + fabs(x) : x;
-    return p->dtype == MN_F64 ? y : mn_bf16_to_float(mn_bf16_from_float((float)y));
+    return p->dtype == MN_F64 ? y : mn_bf16_round(y);
 }
 
 static void put(void *to, mn_dtype dtype, int64_t i, double x) {

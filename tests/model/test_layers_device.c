@@ -71,7 +71,7 @@ static double *receive(void *there, int64_t n, mn_dtype dtype) {
 
 static void round_numbers(void *numbers, int64_t n) {
     double *x = numbers;
-    for (int64_t i = 0; i < n; i++) x[i] = mn_bf16_to_float(mn_bf16_from_float((float)x[i]));
+    for (int64_t i = 0; i < n; i++) x[i] = mn_bf16_round(x[i]);
 }
 
 /* ---- one layer there ------------------------------------------------------------------------- */

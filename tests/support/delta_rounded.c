@@ -46,7 +46,7 @@ typedef struct head {
 } head;
 
 static double low(const head *hd, double x) {
-    return hd->rounded ? mn_bf16_to_float(mn_bf16_from_float((float)x)) : x;
+    return hd->rounded ? mn_bf16_round(x) : x;
 }
 
 static const double *row(const mn_in *view, const chunk *c, int64_t t) {

@@ -1,5 +1,6 @@
-/* op_rounded.c - operators made of others in float64, rounding to bf16 between their parts. Only
- * ccq_read passes rows on: the cleaned query, its cotangent and the memory's gradient of k. */
+/* op_rounded.c - operators in float64, rounding to bf16 between their parts. Of those made of
+ * others only ccq_read passes rows on: the cleaned query, its cotangent and the memory's gradient
+ * of k. */
 #include "support/op_rounded.h"
 
 #include <stdlib.h>
@@ -7,12 +8,11 @@
 #include "base/bf16.h"
 #include "ops/sample_device.h"
 #include "support/check.h"
+#include "support/delta_rounded.h"
 #include "support/op_walk.h"
 
 static void round_all(double *x, int64_t count) {
-    for (int64_t i = 0; i < count; i++) {
-        x[i] = (double)mn_bf16_to_float(mn_bf16_from_float((float)x[i]));
-    }
+    for (int64_t i = 0; i < count; i++) x[i] = mn_bf16_round(x[i]);
 }
 
 /* Results and gradients, but for states, which stay wide. */
@@ -58,8 +58,7 @@ static void run_memory(mn_pass pass, const mn_ccq_read_args *p, mn_out qt, mn_ou
     else run(MN_OP_additive, pass, &sum, c);
 }
 
-bool op_run_rounded(mn_sample *sample, const op_case *c) {
-    if (sample->op != MN_OP_ccq_read) return false;
+static void run_ccq_read(mn_sample *sample, const op_case *c) {
     const mn_ccq_read_args *p = (const mn_ccq_read_args *)sample->args;
     const int64_t count = p->call.B * p->call.T * p->call.H * p->call.K;
     double *rows = calloc((size_t)(2 * count + 1), sizeof *rows);
@@ -81,7 +80,13 @@ bool op_run_rounded(mn_sample *sample, const op_case *c) {
     clean.grad.kk0 = p->grad.kk0, clean.grad.ks0 = p->grad.ks0;
     clean.adds_k = true;
     run(MN_OP_curvature, MN_BACKWARD, &clean, c);
-    round_results(sample);
     free(rows);
+}
+
+bool op_run_rounded(mn_sample *sample, const op_case *c) {
+    if (c->op == MN_OP_ccq_read) run_ccq_read(sample, c);
+    else if (delta_is_rounded(c)) delta_run_rounded(sample, c, true);
+    else return false;
+    round_results(sample);
     return true;
 }

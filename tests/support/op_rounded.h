@@ -1,12 +1,13 @@
-/* op_rounded.h - what bf16 costs an operator made of others, by the rule for bf16 itself: the same
- * formula in float64, its inputs, results and what passes between its parts rounded to bf16. */
+/* op_rounded.h - what bf16 costs an operator, by the rule for bf16 itself: the same formula in
+ * float64, its inputs, results and what passes between its parts rounded to bf16. Written down for
+ * ccq_read and for the delta rule over chunks (delta_rounded.h). */
 #ifndef TESTS_SUPPORT_OP_ROUNDED_H
 #define TESTS_SUPPORT_OP_ROUNDED_H
 
 #include "support/op_case.h"
 
 /* Evaluates `sample` (float64, inputs already rounded) that way, forward and back; false for an
- * operator whose parts hand nothing on in bf16, which is then left as it is. */
+ * operator that is not written down, which is then left as it is. */
 bool op_run_rounded(mn_sample *sample, const op_case *c);
 
 #endif

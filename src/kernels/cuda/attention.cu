@@ -1,5 +1,5 @@
 /* attention.cu - softmax attention and relu_attention (equations in ref/attention.c). */
-#include "kernels/cuda/attention_backward.cuh"
+#include "kernels/cuda/attention_once.cuh"
 #include "kernels/cuda/attention_step.cuh"
 
 static mn_reads softmax_reads(const void *args) {
@@ -42,11 +42,13 @@ static int step(const mn_reads &p, void *shared, void *stream) {
 }
 
 static bool plan_backward(mn_plan *plan, const mn_reads &p) {
+    if (mn_once_serves(p)) return mn_once_plan(plan, p);
     return mn_flash_serves_back(p) ? mn_flash_plan_back(plan, p) : mn_reads_plan(plan, p, true);
 }
 
 static int backward(const mn_reads &p, void *shared, void *stream) {
     if (!mn_flash_serves_back(p)) return mn_reads_any(p, true, shared, stream);
+    if (mn_once_serves(p)) return mn_once_backward(p, (float *)shared, (cudaStream_t)stream);
     return mn_flash_backward(p, (float *)shared, (cudaStream_t)stream);
 }
 

@@ -485,7 +485,7 @@ mn_back_queries_kernel(const __grid_constant__ mn_back k) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     mn_queries_room<D> &room = *(mn_queries_room<D> *)bytes;
     const mn_call &call = k.f.p.call;
-    const mn_flash_place at = mn_flash_find(k.f, call, call.H, MN_BACK_ROWS, true);
+    const mn_flash_place at = mn_flash_find(k.f, blockIdx.x, call, call.H, MN_BACK_ROWS, true);
     if (at.tile.n_rows == 0) return;
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
     const int n_tiles = (n_keys + room.step - 1) / room.step;
@@ -509,7 +509,7 @@ mn_back_keys_kernel(const __grid_constant__ mn_back k) {
     mn_call keys = k.f.p.call;
     keys.T = keys.L;
     const mn_flash_place at = [&] {
-        mn_flash_place place = mn_flash_find(k.f, keys, keys.J, MN_BACK_ROWS, false);
+        mn_flash_place place = mn_flash_find(k.f, blockIdx.x, keys, keys.J, MN_BACK_ROWS, false);
         place.before = mn_keys_before(k.f.p.call);
         return place;
     }();

@@ -34,9 +34,10 @@ struct mn_flash_place {
 
 /* `last_first` for queries, of which late ones see many keys; not for keys, which early ones are
  * seen by most. */
-__device__ inline mn_flash_place mn_flash_find(const mn_flash &f, const mn_call &call,
-                                               int64_t heads, int64_t rows, bool last_first) {
-    const int64_t all = call.cu_seqlens ? heads : heads * call.B, unit = blockIdx.x;
+__device__ inline mn_flash_place mn_flash_find(const mn_flash &f, int64_t unit,
+                                               const mn_call &call, int64_t heads, int64_t rows,
+                                               bool last_first) {
+    const int64_t all = call.cu_seqlens ? heads : heads * call.B;
     const int64_t first = unit / (f.section * f.tiles) * f.section;
     const int64_t in = unit % (f.section * f.tiles), count = min(f.section, all - first);
     const int64_t tile = last_first ? f.tiles - 1 - in / count : in / count;
@@ -139,6 +140,16 @@ __device__ inline void mn_flash_pack(uint32_t (&p)[32], const float (&z)[64]) {
     for (int i = 0; i < 32; i++) p[i] = mn_pair(z[2 * i], z[2 * i + 1]);
 }
 
+/* The two multiplying groups start products in turns, so that one makes weights while products of
+ * the other run: waits for the turn of group `half`; gives it to the other one, if that waits. */
+__device__ inline void mn_flash_turn(int half) {
+    asm volatile("bar.sync %0, 256;" ::"r"(3 + half) : "memory");
+}
+
+__device__ inline void mn_flash_pass(int half, bool waits) {
+    if (waits) asm volatile("bar.arrive %0, 256;" ::"r"(4 - half) : "memory");
+}
+
 /* A multiplying warp group, 64 queries of the block. */
 template <int D, bool softmax>
 __device__ inline void mn_flash_multiply(mn_flash_room<D> &room, const mn_flash_place &at,
@@ -158,6 +169,7 @@ __device__ inline void mn_flash_multiply(mn_flash_room<D> &room, const mn_flash_
     };
     const auto scores = [&](int n) {
         mn_barrier_wait(&room.k_there[n & 1], n >> 1 & 1);
+        if (n > 0) mn_flash_turn(half);
         mn_products_start();
         mn_scores_start<D, 128, 128>(z, q, mn_shared_at(room.k[n & 1]));
         mn_products_end();
@@ -168,6 +180,7 @@ __device__ inline void mn_flash_multiply(mn_flash_room<D> &room, const mn_flash_
         mn_read_start<128, D>(o, w, mn_shared_at(room.v[n & 1]), true);
         mn_products_end();
     };
+    mn_flash_pass(half, half == 1 && n_tiles > 1);    // the first group begins
     mn_barrier_wait(&room.q_there, 0);
     scores(0);
     mn_products_wait<0>();
@@ -177,6 +190,7 @@ __device__ inline void mn_flash_multiply(mn_flash_room<D> &room, const mn_flash_
     for (int n = 1; n < n_tiles; n++) {
         scores(n);
         read(n - 1);
+        mn_flash_pass(half, n + half < n_tiles);
         mn_products_wait<1>();
         if (thread % 32 == 0) mn_barrier_arrive(&room.k_free[n & 1]);
         weigh(n);
@@ -225,7 +239,8 @@ mn_flash_forward_kernel(const __grid_constant__ mn_flash f) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char bytes[];
     mn_flash_room<D> &room = *(mn_flash_room<D> *)bytes;
-    const mn_flash_place at = mn_flash_find(f, f.p.call, f.p.call.H, MN_FLASH_QUERIES, true);
+    const mn_flash_place at =
+        mn_flash_find(f, blockIdx.x, f.p.call, f.p.call.H, MN_FLASH_QUERIES, true);
     if (at.tile.n_rows == 0) return;
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
     const int n_tiles = (n_keys + MN_FLASH_KEYS - 1) / MN_FLASH_KEYS;

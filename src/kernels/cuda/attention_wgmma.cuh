@@ -151,13 +151,14 @@ __device__ inline void mn_keep(uint32_t (&a)[N]) {
     "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 
 /* d += a b over a depth of 16; d starts from 0 unless `more`. a: 64 rows, plain, in shared memory
- * or in registers; b: 64 or 128 rows plain, or columns when `turned`. */
-template <int turned>
+ * or in registers; b: 64 or 128 rows plain, or columns when `turned`; a likewise. */
+template <int turned, int a_turned = 0>
 __device__ inline void mn_product(float (&d)[32], uint64_t a, uint64_t b, int more) {
     asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %34, 0;\n\t"
                  "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MN_SUMS_64 "}, "
-                 "%32, %33, p, 1, 1, 0, %35;\n\t}"
-                 : MN_SUMS_64_OUT : "l"(a), "l"(b), "r"(more), "n"(turned));
+                 "%32, %33, p, 1, 1, %36, %35;\n\t}"
+                 : MN_SUMS_64_OUT
+                 : "l"(a), "l"(b), "r"(more), "n"(turned), "n"(a_turned));
 }
 
 template <int turned>

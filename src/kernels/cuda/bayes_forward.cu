@@ -14,6 +14,7 @@ static bool job_of(mn_walk_job *job, const mn_bayes_args *p) {
     job->step = p->theta.data ? 2 : 1;
     job->spreads = p->qvar.data && p->q.data;
     job->reads = job->spreads || (p->o.data && p->q.data);
+    job->blocks = mn_walk_blocks(job);
     return R <= MN_WALK_WIDEST && mn_walk_covariance_fits(job);
 }
 
@@ -28,21 +29,23 @@ static bool take(size_t *bytes, int64_t count, int64_t each) {
 static bool place_work(mn_walk_job *job, unsigned char *memory, size_t *bytes) {
     const mn_call &call = job->p.call;
     const int64_t places = mn_tile_slots(call, MN_WALK_CHUNK) * call.H, groups = places * call.G;
-    const int64_t chunk = MN_WALK_CHUNK, panel = chunk * job->rows;
+    const int64_t chunk = MN_WALK_CHUNK, panel = mn_walk_panel(job->rows);
+    const int64_t walks = mn_n_spans(call) * call.H * call.G;
     const struct {
         double **at;
         int64_t count, each;
     } parts[] = {
         { &job->work.keys, places, panel },
         { &job->work.queries, job->reads ? places : 0, panel },
-        { &job->work.noised, places, panel },
+        { &job->work.noised, places, mn_walk_noised(job->rows) },
         { &job->work.ends, places, 3 * job->rows },
         { &job->work.z, groups, panel },
-        { &job->work.undo, groups, chunk * chunk },
+        { &job->work.undo, groups, MN_WALK_UNDO },
         { &job->work.inverse, groups, chunk },
         { &job->work.variance, groups, chunk },
         { &job->work.spread, job->spreads ? groups : 0, MN_WALK_SUMS * chunk },
         { (double **)&job->work.steep, mn_ceil_div(places, 2), 1 },
+        { (double **)&job->work.done, walks, MN_WALK_BLOCKS / 2 },
     };
     bool ok = true;
     *bytes = 0;

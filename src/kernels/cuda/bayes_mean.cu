@@ -1,38 +1,40 @@
 /* bayes_mean.cu - means and what is read from them, chunk after chunk, from what the walk over
- * covariances has left; bayes_walk.cuh.
+ * covariances leaves; bayes_walk.cuh.
  *
- * A block has a slice of 32 value columns of a group. Of its eight warps each has 16 of these,
- * which are rows of Mh', and a quarter of the state's rows. Three barriers a chunk. */
+ * A block has a slice of 32 value columns of a group. Of its four warps each has 16 of these, which
+ * are rows of Mh', and half of the state's rows. Three barriers a chunk. It begins with the walk
+ * over covariances, beside a block of which it finds room on a processor, and follows it. */
+#include "kernels/cuda/after.cuh"
 #include "kernels/cuda/bayes_walk.cuh"
 
 enum {
-    WARPS = 8, THREADS = 32 * WARPS, SLICE = MN_WALK_SLICE, CHUNK = MN_WALK_CHUNK,
-    QUARTERS = 4,    // warps that share value columns
+    WARPS = 4, THREADS = 32 * WARPS, SLICE = MN_WALK_SLICE, CHUNK = MN_WALK_CHUNK,
+    HALVES = 2,                     // warps that share value columns
+    OWN = 256 / THREADS,            // numbers of a thread of 16 tokens by 16 columns
 };
 
-/* A chunk's inputs in shared memory. */
+/* What the covariance's walk leaves of a chunk. */
 template <int RP>
-struct alignas(16) inputs {
-    double keys[CHUNK][RP + 8], queries[CHUNK][RP + 8], z[CHUNK][RP + 2];
-    double ends[3][RP];
+struct alignas(16) writes {
+    double z[8][2 * RP + 2];
     double undo[CHUNK][CHUNK + 4];
-    double inverse[CHUNK];
+    double phi[RP], inverse[CHUNK];
 };
 
-/* Chunks of 256 rows leave no room for two of them. */
 template <int RP>
 struct alignas(16) room {
-    static constexpr int STAGES = RP < 256 ? 2 : 1;
-    inputs<RP> in[STAGES];
+    double keys[8][2 * RP + 2], queries[8][2 * RP + 2];
+    writes<RP> in[2];
     double parts[WARPS][2][256];        // kh Mh and qh Mh, by fragments
     double scores[WARPS][128];          // z qh', the same
     double e[SLICE][CHUNK + 4], o[SLICE][CHUNK + 4];    // v - kh Mh, qh Mh
     double weights[CHUNK][CHUNK + 2];   // z_s.qh_t / sigma_s
+    uint64_t arrived[2];                // keys and queries, writes
 };
 
 /* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. */
 struct scene {
-    int64_t n, h, g, place, group, t;    // group: place * G + g; t: the chunk's first token
+    int64_t walk, n, h, g, place, group, t;    // group: place * G + g; t: the chunk's first token
     int first, columns;                  // value columns
     int low, high;
     mn_span span;
@@ -40,39 +42,37 @@ struct scene {
 
 template <typename T, int RP>
 struct worker {
-    static constexpr int TILES = RP / 32;
+    static constexpr int TILES = RP / 16;
     double M[TILES][2][2];
-    int index, lane, value, quarter;    // own warp; first column of the slice; quarter of the rows
+    int index, lane, value, part;    // own warp; first column of the slice; half of the rows
 
     __device__ worker(void) {
         index = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
-        value = index / QUARTERS * 16, quarter = index % QUARTERS;
+        value = index / HALVES * 16, part = index % HALVES;
     }
 
-    __device__ int row(int b) const { return quarter * (RP / 4) + 8 * b; }
+    __device__ int row(int b) const { return part * (RP / 2) + 8 * b; }
+
+    /* Tokens of a left factor: 2 (l % 4) and eight more, then their neighbours. */
+    __device__ int token(int k) const { return 2 * (lane % 4) + k / 2 + 8 * (k % 2); }
 
     /* Parts of kh Mh, qh Mh and z qh' over these rows. */
-    __device__ void read(room<RP> &m, const inputs<RP> &in, bool reads) {
+    __device__ void read(room<RP> &m, const writes<RP> &in, bool reads) {
         double e[2][2][2] = {}, o[2][2][2] = {}, s[2][2] = {};
         const int j = lane / 4, pair = 2 * (lane % 4), half = value / 16;
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
-            const int r = row(b) + pair;
-            const double2 upper = *(const double2 *)&in.keys[j][r];
-            const double2 lower = *(const double2 *)&in.keys[8 + j][r];
-            const double k[4] = { upper.x, lower.x, upper.y, lower.y };
+            const int c = 2 * (row(b) + pair);
+            double k[4], q[4], z[4], right[2];
+            mn_walk_left(k, &m.keys[j][c]);
             mn_dmma_8(e[0], k, M[b][0]);
             mn_dmma_8(e[1], k, M[b][1]);
             if (!reads) continue;
-            const double2 above = *(const double2 *)&in.queries[j][r];
-            const double2 below = *(const double2 *)&in.queries[8 + j][r];
-            const double q[4] = { above.x, below.x, above.y, below.y };
+            mn_walk_left(q, &m.queries[j][c]);
             mn_dmma_8(o[0], q, M[b][0]);
             mn_dmma_8(o[1], q, M[b][1]);
-            const double2 early = *(const double2 *)&in.z[j][r];
-            const double2 late = *(const double2 *)&in.z[8 + j][r];
-            const double z[4] = { early.x, late.x, early.y, late.y };
-            const double right[2] = { half ? below.x : above.x, half ? below.y : above.y };
+            mn_walk_left(z, &in.z[j][c]);
+            mn_walk_right(right, &m.queries[j][c], half);
             mn_dmma_8(s, z, right);
         }
 #pragma unroll
@@ -88,46 +88,48 @@ struct worker {
     }
 
     /* The parts added up: e in front of the chunk's own writes, o, weights. */
-    __device__ void gather(room<RP> &m, const inputs<RP> &in, const float (&v)[2],
+    __device__ void gather(room<RP> &m, const writes<RP> &in, const unsigned (&v)[OWN][SLICE / 16],
                            bool reads) const {
-        const int i = (int)threadIdx.x, f = i / 64, l = i % 64 / 2;
-        const int token = 8 * (f % 2) + l / 4, column = 8 * (f / 2) + 2 * (l % 4) + i % 2;
 #pragma unroll
-        for (int block = 0; block < SLICE / 16; block++) {
-            double e = 0.0, o = 0.0;
+        for (int own = 0; own < OWN; own++) {
+            const int i = (int)threadIdx.x + own * THREADS, f = i / 64, l = i % 64 / 2;
+            const int token = 8 * (f % 2) + l / 4, column = 8 * (f / 2) + 2 * (l % 4) + i % 2;
 #pragma unroll
-            for (int w = 0; w < QUARTERS; w++) {
-                e += m.parts[block * QUARTERS + w][0][i];
-                if (reads) o += m.parts[block * QUARTERS + w][1][i];
+            for (int block = 0; block < SLICE / 16; block++) {
+                const double (*parts)[2][256] = m.parts + block * HALVES;
+                const double e = parts[0][0][i] + parts[1][0][i];
+                const unsigned bits = sizeof(T) == 2 ? v[own][block] << 16 : v[own][block];
+                m.e[16 * block + column][token] = (double)__uint_as_float(bits) - e;
+                if (reads) m.o[16 * block + column][token] = parts[0][1][i] + parts[1][1][i];
             }
-            m.e[16 * block + column][token] = (double)v[block] - e;
-            if (reads) m.o[16 * block + column][token] = o;
+            if (!reads) continue;
+            const int half = i / 128, g = i % 128, s = 8 * (g / 64) + g % 64 / 2 / 4;
+            const int t = 8 * half + 2 * (g % 64 / 2 % 4) + g % 2;
+            const double weight = m.scores[half * HALVES][g] + m.scores[half * HALVES + 1][g];
+            m.weights[s][t] = s <= t ? weight * in.inverse[s] : 0.0;
         }
-        if (!reads) return;
-        const int half = i / 128, g = i % 128, s = 8 * (g / 64) + g % 64 / 2 / 4;
-        const int t = 8 * half + 2 * (g % 64 / 2 % 4) + g % 2;
-        double weight = 0.0;
-#pragma unroll
-        for (int w = 0; w < QUARTERS; w++) weight += m.scores[half * QUARTERS + w][g];
-        m.weights[s][t] = s <= t ? weight * in.inverse[s] : 0.0;
     }
 
-    /* This thread's values of a chunk, as gather wants them. */
-    __device__ static void values(float (&v)[2], const mn_walk_job &job, const scene &s,
-                                  int64_t t) {
-        const int i = (int)threadIdx.x, f = i / 64, l = i % 64 / 2;
-        const int64_t token = t + 8 * (f % 2) + l / 4;
-        const int column = 8 * (f / 2) + 2 * (l % 4) + i % 2;
-        const T *row = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h);
+    /* This thread's values of a chunk, as gather wants them, as bits. Tokens behind the last one
+     * get its values. */
+    __device__ static void values(unsigned (&v)[OWN][SLICE / 16], const mn_walk_job &job,
+                                  const scene &s, int64_t t) {
 #pragma unroll
-        for (int block = 0; block < SLICE / 16; block++) {
-            const int j = 16 * block + column;
-            v[block] = token < s.span.length && j < s.columns ? mn_float(row[s.first + j]) : 0.0f;
+        for (int own = 0; own < OWN; own++) {
+            const int i = (int)threadIdx.x + own * THREADS, f = i / 64, l = i % 64 / 2;
+            const int64_t token = min(t + 8 * (f % 2) + l / 4, s.span.length - 1);
+            const int column = 8 * (f / 2) + 2 * (l % 4) + i % 2;
+            const T *row = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h) + s.first;
+#pragma unroll
+            for (int block = 0; block < SLICE / 16; block++) {
+                const T *at = row + min(16 * block + column, s.columns - 1);
+                v[own][block] = sizeof(T) == 2 ? *(const uint16_t *)at : *(const unsigned *)at;
+            }
         }
     }
 
     /* e behind the chunk's own writes, o, and M <- (M + z e' / sigma) Phi'. */
-    __device__ void write(const room<RP> &m, const inputs<RP> &in, const mn_walk_job &job,
+    __device__ void write(const room<RP> &m, const writes<RP> &in, const mn_walk_job &job,
                           const scene &s) {
         const int i = lane % 4, j = lane / 4;
         double e[2][2][2] = {}, left[8], plain[8];
@@ -145,21 +147,24 @@ struct worker {
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            const double scale = in.inverse[8 * (k / 2) + 2 * i + k % 2];
+            const double scale = in.inverse[token(k)];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
-                plain[2 * k + half] = e[k / 2][half][k % 2];
+                plain[2 * k + half] = e[k % 2][half][k / 2];
                 left[2 * k + half] = plain[2 * k + half] * scale;
             }
         }
-        if (job.p.o.data && quarter < 2) put(m, job, s, plain);
+        if (job.p.o.data) put(m, job, s, plain);
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
             double z[4];
 #pragma unroll
-            for (int k = 0; k < 4; k++) z[k] = in.z[8 * (k / 2) + 2 * i + k % 2][row(b) + j];
+            for (int k = 0; k < 4; k += 2) {
+                const double2 pair = *(const double2 *)&in.z[2 * i + k / 2][2 * (row(b) + j)];
+                z[k] = pair.x, z[k + 1] = pair.y;
+            }
             mn_dmma_16(M[b], left, z);
-            const double2 phi = *(const double2 *)&in.ends[0][row(b) + 2 * i];
+            const double2 phi = *(const double2 *)&in.phi[row(b) + 2 * i];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const double x = M[b][half][0], y = M[b][half][1];
@@ -170,10 +175,10 @@ struct worker {
         }
     }
 
-    /* o of half of the tokens, `quarter` says which; `e` is a left factor. */
+    /* o of half of the tokens, `part` says which; `e` is a left factor. */
     __device__ void put(const room<RP> &m, const mn_walk_job &job, const scene &s,
                         const double (&e)[8]) const {
-        const int i = lane % 4, j = lane / 4, token = 8 * quarter + 2 * i;
+        const int i = lane % 4, j = lane / 4, token = 8 * part + 2 * i;
         double c[2][2], b[4];
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -182,7 +187,7 @@ struct worker {
         }
 #pragma unroll
         for (int k = 0; k < 4; k++) {
-            b[k] = m.weights[8 * (k / 2) + 2 * i + k % 2][8 * quarter + j];
+            b[k] = m.weights[this->token(k)][8 * part + j];
         }
         mn_dmma_16(c, e, b);
 #pragma unroll
@@ -210,99 +215,139 @@ struct worker {
     }
 };
 
+/* Asks for keys and queries of the chunk at `place`, by one warp. */
 template <int RP>
-__device__ static void ask(inputs<RP> &in, const mn_walk_job &job, int64_t place, int64_t group) {
-    const int64_t at = place * CHUNK * RP;
-    const int i = (int)threadIdx.x;
+__device__ static void ask_keys(room<RP> &m, const mn_walk_job &job, int64_t place) {
+    constexpr int SIZE = mn_walk_panel(RP);
+    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[0], (job.reads ? 2 : 1) * SIZE);
+    __syncwarp();
+    mn_walk_fetch<SIZE>(m.keys[0], job.work.keys + place * SIZE, &m.arrived[0]);
+    if (!job.reads) return;
+    mn_walk_fetch<SIZE>(m.queries[0], job.work.queries + place * SIZE, &m.arrived[0]);
+}
+
+/* `chunk` is the sequence's first, second, ... at `place`. Its writes are asked for once all blocks
+ * of the covariance have said that they are there; `known` of them are already. By one warp. */
+template <int RP>
+__device__ static void ask_writes(room<RP> &m, int &known, const mn_walk_job &job, const scene &s,
+                                  int64_t place, int chunk) {
+    const int64_t group = place * job.p.call.G + s.g;
     const mn_walk_work &work = job.work;
-    mn_walk_fetch<CHUNK, RP, THREADS>(in.keys, work.keys + at, RP, i);
-    if (job.reads) mn_walk_fetch<CHUNK, RP, THREADS>(in.queries, work.queries + at, RP, i);
-    mn_walk_fetch<CHUNK, RP, THREADS>(in.z, work.z + group * CHUNK * RP, RP, i);
-    mn_walk_fetch<3, RP, THREADS>(in.ends, work.ends + place * 3 * RP, RP, i);
-    mn_walk_fetch<CHUNK, CHUNK, THREADS>(in.undo, work.undo + group * 256, CHUNK, i);
-    if (i < CHUNK / 2) mn_walk_copy(&in.inverse[2 * i], work.inverse + group * CHUNK + 2 * i);
-    mn_walk_copies_end();
+    constexpr int SIZE = mn_walk_panel(RP);
+    writes<RP> &in = m.in[chunk % 2];
+    const int *done = work.done + s.walk * MN_WALK_BLOCKS + (int)threadIdx.x % job.blocks;
+    while (known <= chunk) {    // alike in all lanes, of which each looks after one block
+        int there;
+        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(done) : "memory");
+        known = __reduce_min_sync(0xffffffffu, there);
+        mn_walk_before_copies();
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        mn_walk_expect(&m.arrived[1], SIZE + MN_WALK_UNDO + RP + CHUNK);
+    }
+    __syncwarp();
+    mn_walk_fetch<SIZE>(in.z[0], work.z + group * SIZE, &m.arrived[1]);
+    mn_walk_fetch<MN_WALK_UNDO>(in.undo[0], work.undo + group * MN_WALK_UNDO, &m.arrived[1]);
+    mn_walk_fetch<RP>(in.phi, work.ends + place * 3 * RP, &m.arrived[1]);
+    mn_walk_fetch<CHUNK>(in.inverse, work.inverse + group * CHUNK, &m.arrived[1]);
 }
 
 /* One token of a steep chunk, or what comes before the first one (-1). */
 template <int RP>
-__device__ static void fill_steep(inputs<RP> &in, const mn_walk_job &job, const scene &s,
-                                  int token) {
-    const int64_t at = s.place * CHUNK * RP;
+__device__ static void fill_steep(room<RP> &m, writes<RP> &in, const mn_walk_job &job,
+                                  const scene &s, int token) {
+    const double *keys = job.work.keys + s.place * mn_walk_panel(RP);
+    const double *queries = job.work.queries + s.place * mn_walk_panel(RP);
+    const double *z = job.work.z + s.group * mn_walk_panel(RP);
+#pragma unroll 1
     for (int e = threadIdx.x; e < CHUNK * RP; e += THREADS) {
         const int t = e / RP, r = e % RP;
-        in.keys[t][r] = t == token ? job.work.keys[at + e] : 0.0;
-        if (job.reads) in.queries[t][r] = t == token ? job.work.queries[at + e] : 0.0;
-        in.z[t][r] = t == token ? job.work.z[s.group * CHUNK * RP + e] : 0.0;
+        const int at = mn_walk_panel_at(t, r, RP);
+        m.keys[0][at] = t == token ? keys[at] : 0.0;
+        if (job.reads) m.queries[0][at] = t == token ? queries[at] : 0.0;
+        in.z[0][at] = t == token ? z[at] : 0.0;
     }
     const int t = (int)threadIdx.x;
     if (t < CHUNK) in.inverse[t] = t == token ? job.work.inverse[s.group * CHUNK + t] : 0.0;
-    mn_walk_steep_end<RP, THREADS>(in.ends, job.work.ends + s.place * 3 * RP,
-                                   job.work.noised + at, token, job.step, t);
+    mn_walk_steep_phi<RP, THREADS>(in.phi, job.work.noised + s.place * mn_walk_noised(RP), token,
+                                   job.step, t);
+    mn_walk_before_copies();
 }
 
+/* The sequence, head and slice of a block. */
 template <typename T, int RP>
-__global__ void __launch_bounds__(THREADS, 1)
-mean_kernel(const __grid_constant__ mn_walk_job job, int slices) {
+__device__ static void walk(const mn_walk_job &job, scene &s) {
     extern __shared__ __align__(16) unsigned char memory[];
     room<RP> &m = *(room<RP> *)memory;
-    constexpr int STAGES = room<RP>::STAGES;
     const mn_call &call = job.p.call;
-    scene s;
-    const int64_t walk = blockIdx.x / slices;
-    s.g = walk % call.G, s.h = walk / call.G % call.H, s.n = walk / call.G / call.H;
-    const mn_walk_columns columns = mn_walk_columns_of(call, s.g);
-    const int skipped = (int)(blockIdx.x % slices) * SLICE;
-    s.first = columns.first + skipped, s.columns = min(columns.count - skipped, (int)SLICE);
-    if (s.columns <= 0) return;
-    s.span = mn_span_at(call, s.n);
     const int64_t slot = mn_walk_slot(call, s.n), chunks = (s.span.length + CHUNK - 1) / CHUNK;
     worker<T, RP> mine;
     const float *given = mn_row<float>(job.p.M0, s.n, 0, s.h);
     mine.each(job, s, [&](double &x, int r, int column) {
         x = given ? (double)given[r * call.V + column] : 0.0;
     });
-    float v[2], next_v[2];
-    bool steep_next = chunks > 0 && job.work.steep[slot * call.H + s.h];
+    unsigned v[OWN][SLICE / 16], next_v[OWN][SLICE / 16];
+    int known = 0;    // chunks whose writes are there
     s.place = slot * call.H + s.h;
-    if (chunks > 0) ask(m.in[0], job, s.place, s.place * call.G + s.g);
-    mine.values(next_v, job, s, 0);
+    bool steep_next = chunks > 0 && job.work.steep[s.place];
+    if (chunks > 0) mine.values(next_v, job, s, 0);
+    const bool asks = threadIdx.x < 32;
+    if (threadIdx.x == 0) mn_walk_open(&m.arrived[0]), mn_walk_open(&m.arrived[1]);
+    __syncthreads();
+    if (asks && chunks > 0) {
+        mn_walk_before_copies();
+        ask_keys(m, job, s.place), ask_writes(m, known, job, s, s.place, 0);
+    }
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        inputs<RP> &in = m.in[chunk % STAGES];
+        writes<RP> &in = m.in[chunk % 2];
         const int64_t next = (slot + chunk + 1) * call.H + s.h;
-        const bool last = chunk + 1 == chunks;
+        const bool last = chunk + 1 == chunks, steep = steep_next;
         s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
         s.t = chunk * CHUNK;
-        const int count = (int)min((int64_t)CHUNK, s.span.length - s.t);
-        const bool steep = steep_next;
+        const int count = (int)min((int64_t)CHUNK, s.span.length - s.t), end = steep ? count : 1;
         steep_next = !last && job.work.steep[next];
-        v[0] = next_v[0], v[1] = next_v[1];
-        mn_walk_copies_wait<0>();
+#pragma unroll
+        for (int i = 0; i < OWN * SLICE / 16; i++) v[i % OWN][i / OWN] = next_v[i % OWN][i / OWN];
+        mn_walk_await(&m.arrived[0], (unsigned)chunk);
+        mn_walk_await(&m.arrived[1], (unsigned)chunk);
         __syncthreads();
-        if (STAGES == 2 && !last) ask(m.in[(chunk + 1) % STAGES], job, next, next * call.G + s.g);
         mine.values(next_v, job, s, s.t + CHUNK);
-        for (int token = steep ? -1 : 0; token < (steep ? count : 1); token++) {
+        for (int token = steep ? -1 : 0; token < end; token++) {
             s.low = 0, s.high = count;
             if (steep) {
                 s.low = max(token, 0), s.high = token + 1;
                 __syncthreads();
-                fill_steep(in, job, s, token);
+                fill_steep(m, in, job, s, token);
                 __syncthreads();
             }
             mine.read(m, in, job.reads);
             __syncthreads();
+            if (asks && token + 1 == end && !last) ask_keys(m, job, next);
             mine.gather(m, in, v, job.reads);
             __syncthreads();
             mine.write(m, in, job, s);
         }
-        if (STAGES == 1) {
-            __syncthreads();
-            if (!last) ask(m.in[0], job, next, next * call.G + s.g);
-        }
+        if (asks && !last) ask_writes(m, known, job, s, next, (int)chunk + 1);
     }
     float *mean = mn_row<float>(job.p.M, s.n, 0, s.h);
     if (!mean) return;
     mine.each(job, s, [&](double &x, int r, int column) { mean[r * call.V + column] = (float)x; });
+}
+
+template <typename T, int RP>
+__global__ void __maxnreg__((RP < 256 ? 152 : 255))
+mean_kernel(const __grid_constant__ mn_walk_job job, int slices) {
+    const mn_call &call = job.p.call;
+    scene s;
+    s.walk = blockIdx.x / slices;
+    s.g = s.walk % call.G, s.h = s.walk / call.G % call.H, s.n = s.walk / call.G / call.H;
+    const mn_walk_columns columns = mn_walk_columns_of(call, s.g);
+    const int skipped = (int)(blockIdx.x % slices) * SLICE;
+    s.first = columns.first + skipped, s.columns = min(columns.count - skipped, (int)SLICE);
+    s.span = mn_span_at(call, s.n);
+    if (s.columns > 0) walk<T, RP>(job, s);
+    mn_wait_for_before();
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
@@ -312,8 +357,11 @@ static int start(const mn_walk_job *job, cudaStream_t stream) {
     const mn_call &call = job->p.call;
     const int64_t columns = mn_ceil_div(call.V, call.G), slices = mn_ceil_div(columns, SLICE);
     const int64_t blocks = mn_n_spans(call) * call.H * call.G * slices;
-    return mn_launch_with_room(mean_kernel<T, RP>, dim3((unsigned)blocks), THREADS,
-                               sizeof(room<RP>), stream, *job, (int)slices);
+    const cudaError_t code = cudaFuncSetAttribute(
+        mean_kernel<T, RP>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(room<RP>));
+    if (code != cudaSuccess) return code;
+    return mn_launch_early(mean_kernel<T, RP>, dim3((unsigned)blocks), THREADS, sizeof(room<RP>),
+                           stream, *job, (int)slices);
 }
 
 template <typename T>

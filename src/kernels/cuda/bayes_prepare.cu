@@ -25,18 +25,38 @@ __device__ inline void put(double *to, double re, double im) {
     else *to = re;
 }
 
-/* A chunk of which every token's frame begins behind its A: `at` are the channel's first rows. */
+/* A channel's part of a panel, tokens [0, 8) being kept until those after them come. */
+template <int STEP>
+struct panel {
+    double *to;
+    double re[8], im[8];
+
+    __device__ void put(int t, double x, double y, int64_t rows) {
+        if (t < 8) {
+            re[t % 8] = x, im[t % 8] = y;
+            return;
+        }
+        double *at = to + mn_walk_panel_at(t % 8, 0, (int)rows);
+        *(double2 *)at = make_double2(re[t % 8], x);
+        if (STEP == 2) *(double2 *)(at + 2) = make_double2(im[t % 8], y);
+    }
+};
+
+/* A chunk of which every token's frame begins behind its A: `r` is the channel's first row. */
 template <int STEP>
 __device__ static void prepare_steep(const mn_walk_job &job, const channel &c, const float *l2,
                                      int64_t place, int r) {
-    const int64_t rows = job.rows, at = place * MN_WALK_CHUNK * rows + r;
+    const int64_t rows = job.rows, at = place * mn_walk_panel(job.rows) + 2 * r;
+    panel<STEP> keys = { job.work.keys + at }, queries = { job.work.queries + at };
+    double *noised = job.work.noised + place * mn_walk_noised(job.rows);
+#pragma unroll
     for (int t = 0; t < MN_WALK_CHUNK; t++) {
         const double size = exp((double)c.la[t]);
         double sine = 0.0, cosine = 1.0;
         if (STEP == 2) sincos((double)c.theta[t], &sine, &cosine);
-        put<STEP>(job.work.keys + at + t * rows, (double)c.k[t], 0.0);
-        if (job.reads) put<STEP>(job.work.queries + at + t * rows, (double)c.q[t], 0.0);
-        put<STEP>(job.work.noised + at + t * rows, size * cosine, size * sine);
+        keys.put(t, (double)c.k[t], 0.0, rows);
+        if (job.reads) queries.put(t, (double)c.q[t], 0.0, rows);
+        put<STEP>(noised + t * rows + r, size * cosine, size * sine);
     }
     double *ends = job.work.ends + place * 3 * rows;
     if (threadIdx.x < MN_WALK_CHUNK) ends[rows + threadIdx.x] = (double)l2[threadIdx.x];
@@ -45,16 +65,18 @@ __device__ static void prepare_steep(const mn_walk_job &job, const channel &c, c
 template <int STEP>
 __device__ static void prepare_chunk(const mn_walk_job &job, const channel &c, const float *l2,
                                      int64_t place, int r) {
-    const int64_t rows = job.rows, at = place * MN_WALK_CHUNK * rows + r;
+    const int64_t rows = job.rows, at = place * mn_walk_panel(job.rows) + 2 * r;
+    panel<STEP> keys = { job.work.keys + at }, queries = { job.work.queries + at };
+    double *noised = job.work.noised + place * mn_walk_noised(job.rows);
     mn_walk_frame<STEP> f;
 #pragma unroll
     for (int t = 0; t < MN_WALK_CHUNK; t++) {
         const double k = (double)c.k[t], q = (double)c.q[t];
         f.step(c.la[t], c.theta[t], l2[t]);
         const double x = f.re * k, y = -f.im * k;
-        put<STEP>(job.work.keys + at + t * rows, x, y);
-        if (job.reads) put<STEP>(job.work.queries + at + t * rows, f.re * q, -f.im * q);
-        put<STEP>(job.work.noised + at + t * rows, f.rr * x + f.ri * y, f.ri * x + f.ii * y);
+        keys.put(t, x, y, rows);
+        if (job.reads) queries.put(t, f.re * q, -f.im * q, rows);
+        put<STEP>(noised + mn_walk_noised_at(t, r), f.rr * x + f.ri * y, f.ri * x + f.ii * y);
     }
     double *ends = job.work.ends + place * 3 * rows + r;
     put<STEP>(ends, f.re, f.im);
@@ -72,6 +94,10 @@ prepare_kernel(const __grid_constant__ mn_walk_job job) {
     if (tile.n_rows == 0) return;
     __shared__ float l2[MN_WALK_CHUNK];
     const int i = threadIdx.x;
+    if (tile.first == 0 && i < MN_WALK_BLOCKS) {
+        const int64_t walk = (tile.n * call.H + h) * call.G;
+        for (int64_t g = 0; g < call.G; g++) job.work.done[(walk + g) * MN_WALK_BLOCKS + i] = 0;
+    }
     if (i < MN_WALK_CHUNK) {
         const int64_t when = tile.span.t0 + tile.first + i;
         l2[i] = i < tile.n_rows ? mn_float(*mn_row<T>(job.p.l2, tile.span.b, when, h)) : 0.0f;

@@ -17,15 +17,15 @@ __device__ static void frames(double (&re)[CHUNK], double (&im)[CHUNK], double (
                               const mn_walk_job &job, const scene &s, const float *l2, int i) {
     const mn_bayes_args &p = job.p;
     const int row = min(i, (int)p.call.K - 1) * STEP;
-    const double *q = job.work.queries + s.place * CHUNK * job.rows + row;
+    const double *q = job.work.queries + s.place * mn_walk_panel(job.rows);
     float la[CHUNK], theta[CHUNK];
     mn_walk_column<T>(la, p.la, p.call, s.tile, s.h, i);
     if (STEP == 2) mn_walk_column<T>(theta, p.theta, p.call, s.tile, s.h, i);
     mn_walk_frame<STEP> f;
 #pragma unroll
     for (int t = 0; t < CHUNK; t++) {
-        const double x = job.spreads ? q[t * job.rows] : 0.0;
-        const double y = job.spreads && STEP == 2 ? q[t * job.rows + 1] : 0.0;
+        const double *at = q + mn_walk_panel_at(t, row, job.rows);
+        const double x = job.spreads ? at[0] : 0.0, y = job.spreads && STEP == 2 ? at[2] : 0.0;
         if (!s.steep) f.step(la[t], theta[t], l2[t]);
         re[t] = f.re, im[t] = f.im;
         noise[t] = s.steep ? (double)l2[t] * x * x
@@ -43,14 +43,15 @@ __device__ static void put_gains(const mn_walk_job &job, const scene &s,
     T *out = mn_row<T>(p.gainvec, s.tile.span.b, when, s.h) + i * STEP;
     for (int64_t g = 0; g < p.call.G; g++) {
         const int64_t group = s.place * p.call.G + g;
-        const double *z = job.work.z + group * CHUNK * job.rows + i * STEP;
+        const double *z = job.work.z + group * mn_walk_panel(job.rows);
         const double *inverse = job.work.inverse + group * CHUNK;
         double x[CHUNK], y[CHUNK];
 #pragma unroll
         for (int t = 0; t < CHUNK; t++) {
             const int there = min(t, (int)s.tile.n_rows - 1);    // others may not be written
-            x[t] = z[there * job.rows] * inverse[there];
-            y[t] = STEP == 2 ? z[there * job.rows + 1] * inverse[there] : 0.0;
+            const double *at = z + mn_walk_panel_at(there, i * STEP, job.rows);
+            x[t] = at[0] * inverse[there];
+            y[t] = STEP == 2 ? at[2] * inverse[there] : 0.0;
         }
 #pragma unroll
         for (int t = 0; t < CHUNK; t++) {
@@ -68,18 +69,18 @@ __device__ static double taken(double (&parts)[MOST_WARPS][256], const mn_walk_j
                                const scene &s, int64_t group) {
     const int warp = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
     const int rows = job.rows;
-    const double *z = job.work.z + group * CHUNK * rows + lane / 4 * rows + 2 * (lane % 4);
-    const double *q = job.work.queries + s.place * CHUNK * rows + lane / 4 * rows + 2 * (lane % 4);
+    const int own = mn_walk_panel_at(lane / 4, 2 * (lane % 4), rows);
+    const double *z = job.work.z + group * mn_walk_panel(rows) + own;
+    const double *q = job.work.queries + s.place * mn_walk_panel(rows) + own;
     double c[2][2][2] = {};
 #pragma unroll 4
     for (int r = 8 * warp; r < rows; r += (int)blockDim.x / 4) {
-        const double2 upper = *(const double2 *)(z + r);
-        const double2 lower = *(const double2 *)(z + 8 * rows + r);
-        const double a[4] = { upper.x, lower.x, upper.y, lower.y };
+        double a[4];
+        mn_walk_left(a, z + 2 * r);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const double2 x = *(const double2 *)(q + 8 * half * rows + r);
-            const double b[2] = { x.x, x.y };
+            double b[2];
+            mn_walk_right(b, q + 2 * r, half);
             mn_dmma_8(c[half], a, b);
         }
     }
@@ -123,7 +124,7 @@ __device__ static void put_variances(double (&parts)[MOST_WARPS][256], const mn_
         if (!qvar) continue;
         double sum = noise - less;
         const double *spread = job.work.spread + group * MN_WALK_SUMS * CHUNK + t;
-        for (int part = 0; part * 64 < job.rows && job.spreads; part++) sum += spread[part * CHUNK];
+        for (int part = 0; part * 32 < job.rows && job.spreads; part++) sum += spread[part * CHUNK];
         mn_put(qvar + g, job.spreads ? (float)(p.scale * p.scale * sum) : 0.0f);
     }
 }

@@ -27,7 +27,7 @@ struct span_work {
     double *k, *q, *phi;                      // panels of heads; k, q in the frame
     double *noise;                            // n at each chunk's start and the end: 5 x 2 x R
     double *nk;                               // panel: n_t kh_t; until h takes its place
-    double *h;                                // panel of groups: -b / 2, then du
+    double *h;                                // panel of groups: b, then du
     double *r2, *sigma;                       // tokens of groups
     double *w;                                // panel: z / sigma
     double *own;                              // tokens of groups: Psi_tt / 2 + w_t.b_t / 2
@@ -152,16 +152,10 @@ __device__ static void zero(double (&c)[2][2]) {
     c[0][0] = c[0][1] = c[1][0] = c[1][1] = 0.0;
 }
 
-/* -x and 2 x of a number that is zero or normal, by its bits: while one warp's products keep the
- * units for doubles busy, sums and products of its neighbours' single numbers wait for hundreds of
- * cycles each. Hence also sums that start from what would be added to them. */
+/* -x by its bits: while one warp's products keep the units for doubles busy, sums and products of
+ * its neighbours' single numbers wait for hundreds of cycles each. */
 __device__ static double minus(double x) {
     return __hiloint2double(__double2hiint(x) ^ (int)0x80000000, __double2loint(x));
-}
-
-__device__ static double twice(double x) {
-    const int high = __double2hiint(x);
-    return __hiloint2double(high & 0x7ff00000 ? high + 0x00100000 : high, __double2loint(x));
 }
 
 /* ---- copies that run beside the work --------------------------------------------------------- */

@@ -348,6 +348,39 @@ __device__ static void fetch_product(product_stage<R> &to, product_y<T> &y,
     copy_rows_later<R>(to.right, R + 2, from.right, SLICE_WIDTH, GATHER_THREADS);
 }
 
+/* A slice's part of dk and, if BOTH, of dq: chunks 0 and 3, or the inner ones, of 8 * TILES columns
+ * of the state. Slice j of w has no part in chunks before its own. */
+template <int R, int KIND, bool BOTH>
+__device__ static void multiply_slice(double (&dk)[2][R / 64][2][2], double (&dq)[2][R / 64][2][2],
+                                      const product_stage<R> &here, const double (&scales)[2][2],
+                                      bool outer, int column, int j) {
+    constexpr int TILES = R / 64;
+#pragma unroll
+    for (int k = 0; k < SLICE_WIDTH; k += 8) {
+        double b[TILES][2], a[4];
+#pragma unroll
+        for (int i = 0; i < TILES; i++) {
+            right_columns(b[i], here.right + k * (R + 2), R + 2, column + 8 * i);
+        }
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const int chunk = outer ? 3 * m : 1 + m;
+            if (KIND == 2 && chunk < j) continue;
+            left_slice(a, here.left[0], chunk * CHUNK, k);
+#pragma unroll
+            for (int i = 0; i < 4 && KIND == 1; i++) a[i] = minus(a[i]);
+#pragma unroll
+            for (int i = 0; i < TILES; i++) mn_dmma_8(dk[m][i], a, b[i]);
+            if (!BOTH) continue;
+            left_slice(a, here.left[1], chunk * CHUNK, k);
+#pragma unroll
+            for (int i = 0; i < 4 && KIND == 0; i++) a[i] *= scales[m][i % 2];
+#pragma unroll
+            for (int i = 0; i < TILES; i++) mn_dmma_8(dq[m][i], a, b[i]);
+        }
+    }
+}
+
 /* dk and dq of a head of a span in the frame, of all groups, but for the noise: states in front of
  * the span, then its earlier tokens. They take the place of the first group's P. Of two sets of
  * warps one has chunks 0 and 3, the other 1 and 2, of which sums over earlier tokens ask alike. */
@@ -401,32 +434,10 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
                 scales[m / 2][m % 2] = 2.0 * weight_of<T>(p, tile, of, t);
             }
         }
-#pragma unroll
-        for (int k = 0; k < SLICE_WIDTH; k += 8) {
-            double b[TILES][2], a[4];
-#pragma unroll
-            for (int j = 0; j < TILES; j++) {
-                right_columns(b[j], here.right + k * (R + 2), R + 2, column + 8 * j);
-            }
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                const int chunk = outer ? 3 * m : 1 + m;
-                if (s.kind == 2 && chunk < s.j) continue;
-                left_slice(a, here.left[0], chunk * CHUNK, k);
-#pragma unroll
-                for (int i = 0; i < 4; i++) a[i] = s.kind == 1 ? minus(a[i]) : a[i];
-#pragma unroll
-                for (int j = 0; j < TILES; j++) mn_dmma_8(dk[m][j], a, b[j]);
-                if (s.kind == 0 && !weighs) continue;
-                left_slice(a, here.left[1], chunk * CHUNK, k);
-                if (s.kind == 0) {
-                    a[0] *= scales[m][0], a[1] *= scales[m][1];
-                    a[2] *= scales[m][0], a[3] *= scales[m][1];
-                }
-#pragma unroll
-                for (int j = 0; j < TILES; j++) mn_dmma_8(dq[m][j], a, b[j]);
-            }
-        }
+        if (s.kind == 1) multiply_slice<R, 1, true>(dk, dq, here, scales, outer, column, s.j);
+        else if (s.kind == 2) multiply_slice<R, 2, true>(dk, dq, here, scales, outer, column, s.j);
+        else if (weighs) multiply_slice<R, 0, true>(dk, dq, here, scales, outer, column, s.j);
+        else multiply_slice<R, 0, false>(dk, dq, here, scales, outer, column, s.j);
     }
     __syncthreads();
     double *to = w.P + head * G * w.P_each;

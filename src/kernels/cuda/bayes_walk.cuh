@@ -21,6 +21,9 @@
  *   mean         e, o, M: the same for slices of value columns
  *   results      gains and variances: all chunks at once
  *
+ * The mean begins as soon as all blocks of the covariance run, on processors that have room beside
+ * these, and follows them: a counter of each block says how many chunks it has left in memory.
+ *
  * P lies in tiles of 8 x 8, two numbers for each lane: row l / 4, columns 2 (l % 4) and the next,
  * as products leave it. The same numbers are the right factor of the next product, rows read as
  * columns, if the left one's columns are taken in the order 0 2 4 6 1 3 5 7. Mh' lies alike, value
@@ -33,26 +36,32 @@
 
 enum {
     MN_WALK_CHUNK = 16, MN_WALK_WIDEST = 256,
-    MN_WALK_SUMS = 4,    // parts of a sum over rows, at most
+    MN_WALK_SUMS = 8,       // parts of a sum over rows, 32 rows each, at most
+    MN_WALK_BLOCKS = 4,     // blocks of a covariance, at most
+    MN_WALK_UNDO = 16 * 20, // doubles of L^-1
     MN_WALK_SLICE = 32,     // value columns of a block
 };
 
 /* What the kernels leave to each other, in doubles; a chunk's place is its slot (mn_tile_slots)
- * times H plus the head. `rows` is R rounded up, with zeros beyond it. */
+ * times H plus the head. `rows` is R rounded up, with zeros beyond it. A panel is 16 tokens of so
+ * many numbers, those of tokens t and t + 8 side by side, as the registers of a left factor want
+ * them. Rows are as far apart as in shared memory, where lanes then meet in no bank. */
 struct mn_walk_work {
-    double *keys, *queries, *noised;    // (place, 16, rows): kh, qh, n kh; if steep, A for n kh
+    double *keys, *queries;             // (place) panels: kh, qh
+    double *noised;                     // (place, rows / 32, 16, 40): n kh; if steep, A (16, rows)
     double *ends;                       // (place, 3, rows): Phi, n (if steep l2), n inside pairs
-    double *z;                          // (place, G, 16, rows)
-    double *undo;                       // (place, G, 16, 16): L^-1
+    double *z;                          // (place, G) panels
+    double *undo;                       // (place, G, 16, 20): L^-1
     double *inverse, *variance;         // (place, G, 16): 1 / sigma, k'u
     double *spread;                     // (place, G, MN_WALK_SUMS, 16): qh'Ph qh in parts
     int *steep;                         // (place)
+    int *done;                          // (walk, MN_WALK_BLOCKS): chunks that the means may have
 };
 
 struct mn_walk_job {
     mn_bayes_args p;
     mn_walk_work work;
-    int rows, step;                     // rows of a channel
+    int rows, step, blocks;             // rows of a channel; blocks of a covariance
     bool reads, spreads;                // qh is wanted; qh'Ph qh is
 };
 
@@ -64,6 +73,7 @@ int mn_walk_results(const mn_walk_job *job, cudaStream_t stream);
 
 /* Whether the walk over covariances finds its room on the device in use. */
 bool mn_walk_covariance_fits(const mn_walk_job *job);
+int mn_walk_blocks(const mn_walk_job *job);
 
 /* ---- places ---------------------------------------------------------------------------------- */
 
@@ -71,6 +81,34 @@ bool mn_walk_covariance_fits(const mn_walk_job *job);
 __device__ inline int64_t mn_walk_slot(const mn_call &call, int64_t n) {
     if (call.cu_seqlens) return call.cu_seqlens[n] / MN_WALK_CHUNK + n;
     return n * ((call.T + MN_WALK_CHUNK - 1) / MN_WALK_CHUNK);
+}
+
+/* Doubles of a panel and of n kh, and where number r of token t lies in them. */
+__host__ __device__ constexpr int mn_walk_panel(int rows) {
+    return 8 * (2 * rows + 2);
+}
+
+__device__ inline int mn_walk_panel_at(int t, int r, int rows) {
+    return t % 8 * (2 * rows + 2) + 2 * r + t / 8;
+}
+
+__host__ __device__ constexpr int mn_walk_noised(int rows) {
+    return rows / 32 * 16 * 40;
+}
+
+__device__ inline int mn_walk_noised_at(int t, int r) {
+    return (r / 32 * 16 + t) * 40 + r % 32;
+}
+
+/* Columns c and c + 1 of a panel as a left factor, `at` being c in row lane / 4; as a right one
+ * with tokens [8 half, 8 half + 8) as its columns. */
+__device__ inline void mn_walk_left(double (&a)[4], const double *at) {
+    const double2 x = *(const double2 *)at, y = *(const double2 *)(at + 2);
+    a[0] = x.x, a[1] = x.y, a[2] = y.x, a[3] = y.y;
+}
+
+__device__ inline void mn_walk_right(double (&b)[2], const double *at, int half) {
+    b[0] = at[half], b[1] = at[2 + half];
 }
 
 /* Columns [first, first + count) are those j with floor(j G / V) = g. */
@@ -85,34 +123,69 @@ __device__ inline mn_walk_columns mn_walk_columns_of(const mn_call &call, int64_
 
 /* ---- copies ---------------------------------------------------------------------------------- */
 
-__device__ inline void mn_walk_copy(void *to, const void *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
-                     (unsigned)__cvta_generic_to_shared(to)),
-                 "l"(from)
+/* Numbers on their way from memory to shared memory, asked for by one warp. From 9.0 on a barrier
+ * counts their bytes, for all who wait for its turn; before it only the warp that asked knows when
+ * they are there, and a barrier of the block has to follow. */
+__device__ inline void mn_walk_open(uint64_t *arrived) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
+                 "fence.mbarrier_init.release.cluster;" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(arrived))
                  : "memory");
+#endif
 }
 
-__device__ inline void mn_walk_copies_end(void) {
-    asm volatile("cp.async.commit_group;" ::: "memory");
+/* `count` doubles are to come, by one thread. */
+__device__ inline void mn_walk_expect(uint64_t *arrived, int count) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(arrived)), "r"(8 * count)
+                 : "memory");
+#endif
 }
 
-/* Waits until all but the last N groups of this thread's copies are there. */
-template <int N>
-__device__ inline void mn_walk_copies_wait(void) {
-    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+/* What others have written lies in front of copies that follow. */
+__device__ inline void mn_walk_before_copies(void) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async;" ::: "memory");
+#endif
 }
 
-/* ROWS rows of WIDTH doubles, `from` rows being `stride` apart, by COUNT threads of which this is
- * number `i`. */
-template <int ROWS, int WIDTH, int COUNT, int PITCH>
-__device__ inline void mn_walk_fetch(double (&to)[ROWS][PITCH], const double *from, int64_t stride,
-                                     int i) {
-    constexpr int packs = WIDTH / 2;
-#pragma unroll 4
-    for (int at = i; at < ROWS * packs; at += COUNT) {
-        const int row = at / packs, pack = at % packs;
-        mn_walk_copy(&to[row][2 * pack], from + row * stride + 2 * pack);
+/* COUNT neighbours, an even number. */
+template <int COUNT>
+__device__ inline void mn_walk_fetch(double *to, const double *from, uint64_t *arrived) {
+    const int lane = (int)threadIdx.x % 32;
+    const unsigned there = (unsigned)__cvta_generic_to_shared(to);
+#if __CUDA_ARCH__ >= 900
+    if (lane > 0) return;
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(there), "l"(from), "n"(8 * COUNT),
+                 "r"((unsigned)__cvta_generic_to_shared(arrived))
+                 : "memory");
+#else
+    for (int at = 2 * lane; at < COUNT; at += 64) {
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there + 8 * at),
+                     "l"(from + at)
+                     : "memory");
     }
+#endif
+}
+
+/* Waits for the barrier's turn number `turn`; warps as a whole. */
+__device__ inline void mn_walk_await(uint64_t *arrived, unsigned turn) {
+#if __CUDA_ARCH__ >= 900
+    const unsigned at = (unsigned)__cvta_generic_to_shared(arrived);
+    unsigned there = 0;
+    while (!there) {
+        asm volatile("{\n\t.reg .pred there;\n\t"
+                     "mbarrier.try_wait.parity.shared::cta.b64 there, [%1], %2;\n\t"
+                     "selp.u32 %0, 1, 0, there;\n\t}" : "=r"(there) : "r"(at), "r"(turn & 1)
+                     : "memory");
+    }
+    __syncwarp();
+#else
+    asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
 }
 
 /* ---- frames ---------------------------------------------------------------------------------- */
@@ -179,15 +252,24 @@ __device__ inline void mn_walk_column(float (&x)[MN_WALK_CHUNK], const mn_in &vi
 
 /* ---- steep chunks ---------------------------------------------------------------------------- */
 
-/* Phi and n behind token `token` of a steep chunk, the next token's A being part of the frame's
- * end; token -1 is what comes before the first one. By COUNT threads. */
+/* Phi behind token `token` of a steep chunk, the next token's A being part of the frame's end;
+ * token -1 is what comes before the first one. By COUNT threads. */
+template <int ROWS, int COUNT>
+__device__ inline void mn_walk_steep_phi(double (&to)[ROWS], const double *steps, int token,
+                                         int step, int i) {
+    const bool last = token == MN_WALK_CHUNK - 1;
+    for (int r = i; r < ROWS; r += COUNT) {
+        to[r] = !last ? steps[(token + 1) * ROWS + r] : r % step == 0 ? 1.0 : 0.0;
+    }
+}
+
+/* Phi and n. */
 template <int ROWS, int COUNT>
 __device__ inline void mn_walk_steep_end(double (&to)[3][ROWS], const double *ends,
                                          const double *steps, int token, int step, int i) {
+    mn_walk_steep_phi<ROWS, COUNT>(to[0], steps, token, step, i);
     for (int r = i; r < ROWS; r += COUNT) {
-        const bool last = token == MN_WALK_CHUNK - 1, real = r % step == 0;
-        to[0][r] = last ? (real ? 1.0 : 0.0) : steps[(token + 1) * ROWS + r];
-        to[1][r] = token >= 0 && real ? ends[ROWS + token] : 0.0;
+        to[1][r] = token >= 0 && r % step == 0 ? ends[ROWS + token] : 0.0;
         to[2][r] = 0.0;
     }
 }

@@ -16,8 +16,7 @@ struct adjoint_stage {
 template <int R>
 struct adjoint_room {
     adjoint_stage<R> stage[STAGES];
-    double h[16 * pitch<R>::right];
-    double turned[16 * pitch<R>::right];    // at first the chunk's -b / 2
+    double h[16 * pitch<R>::right], turned[16 * pitch<R>::right];
     double parts[R / 16 * 16 * PARTS_LD];
     double S[16 * SMALL_LD];
 };
@@ -40,20 +39,10 @@ __device__ static void fetch_adjoint(adjoint_room<R> &room, const span_work &w,
     close_copies();
 }
 
-/* This warp's columns of -b / 2 of chunk c on their way into the room. */
-template <int R>
-__device__ static void fetch_b(adjoint_room<R> &room, const span_work &w, const walk_place &at,
-                               int64_t c) {
-    const double *from = w.h + at.own(c) * CHUNK * R;
-    for (int i = threadIdx.x % 32; i < CHUNK * CHUNK / 2; i += 32) {
-        const int t = i / (CHUNK / 2), j = threadIdx.x / 32 * CHUNK + i % (CHUNK / 2) * 2;
-        copy_later(room.turned + t * pitch<R>::right + j, from + t * R + j);
-    }
-}
-
-/* x += omega (16,16) times 16 columns of 16 rows */
+/* x = omega (16,16) times 16 columns of 16 rows */
 __device__ static void small_times_rows(double (&x)[2][2][2], const double (&omega)[2][2][2],
                                         const double *rows, int ld) {
+    zero(x[0]), zero(x[1]);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         double a[4], b[2];
@@ -124,15 +113,18 @@ __device__ static void put_du(double *to, double (&omega)[2][2][2], const double
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         each_result(omega[half], 8 * half, [&](double &x, int t, int s) {
-            x = s > t ? twice(x) : s == t ? x : 0.0;
+            x *= s > t ? 2.0 : s == t ? 1.0 : 0.0;
         });
     }
-#pragma unroll
-    for (int i = 0; i < 8; i++) {
-        du[i / 4][i / 2 % 2][i % 2] = minus(twice(h[i / 4][i / 2 % 2][i % 2]));
-    }
     small_times_rows(du, omega, k, pitch<R>::right);
-    put_rows(to, R, 0, du[0]), put_rows(to, R, 8, du[1]);
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            du[m][i / 2][i % 2] = fma(-2.0, h[m][i / 2][i % 2], du[m][i / 2][i % 2]);
+        }
+        put_rows(to, R, 8 * m, du[m]);
+    }
 }
 
 /* du of all chunks and O, from b of the mean's walk; dP_0. The first 2 R threads of a block. */
@@ -154,17 +146,15 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
     fill_strip<R>(D, [&](int row, int other) { return symmetric_cotangent(dP, rows, row, other); });
     fetch_adjoint<R>(room, w, at, n_chunks - 1, weighs);
     fetch_adjoint<R>(room, w, at, n_chunks - 2, weighs);
+    await_copies();
     int seen = 0;
     if (threadIdx.x == 0) await_left(seen, told, min((int64_t)1, n_chunks));
     __syncthreads();
-    if (n_chunks > 0) fetch_b<R>(room, w, at, n_chunks - 1);
-    await_all_copies();
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
         const adjoint_stage<R> &here = room.stage[(n_chunks - 1 - c) % STAGES];
         double *h = w.h + at.own(c) * CHUNK * R, *theta = w.theta + at.own(c) * SMALL;
         double x[2][2][2], known[2][2][2], omega[2][2][2], left[8], b[4];
-        double *turned = room.turned + column;
-        get_rows(x[0], turned, RIGHT, 0), get_rows(x[1], turned, RIGHT, 8);
+        get_rows(known[0], h, R, column), get_rows(known[1], h, R, column + 8);
         const double psi = own_ahead<R>(w.own + at.own(c) * CHUNK);
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
             move_strip_columns<R>(D, here.phi, turns, true);
@@ -176,8 +166,15 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
         each_inside(own, [&](double &from, int row, int other) {
             inside[row == other ? row : R + row] = from;
         });
+        zero(x[0]), zero(x[1]);
         through_strip<R>(x, here.w, LEFT, D);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            double &y = x[i / 4][i / 2 % 2][i % 2];
+            y = fma(-0.5, known[i / 4][i / 2 % 2][i % 2], y);
+        }
         gram_share<R>(room.parts, x, here.w, LEFT);
+        double *turned = room.turned + column;
         put_rows(turned, RIGHT, 0, x[0]), put_rows(turned, RIGHT, 8, x[1]);
         __syncwarp();
         left_columns16(left, here.eliminate, SMALL_LD, 0);
@@ -188,13 +185,12 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
             mn_dmma_16(known[m], left, b);
             put_rows(room.h, RIGHT, column + 8 * m, known[m]);
         }
-        if (threadIdx.x == 0) await_left(seen, told, min(n_chunks - c + 1, n_chunks));
         __syncthreads();
         fetch_adjoint<R>(room, w, at, c - 2, weighs);
         add_lower<R>(room.S, room.parts, psi);
         left_columns16(left, here.k, RIGHT, column);
 #pragma unroll
-        for (int i = 0; i < 8; i++) left[i] = minus(left[i]);
+        for (int i = 0; i < 8; i++) left[i] = -left[i];
         add_product<R>(D, left, room.h, RIGHT);
         __syncthreads();
         left_columns16(left, here.eliminate, SMALL_LD, 0);
@@ -204,20 +200,17 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
             zero(x[m]);
             mn_dmma_16(x[m], left, b);
         }
-        zero(omega[0]), zero(omega[1]);
         small_times_rows(omega, x, here.eliminate, SMALL_LD);
         if (warp == 0) put_rows(theta, 16, 0, omega[0]), put_rows(theta, 16, 8, omega[1]);
+        small_times_rows(x, omega, here.k + column, RIGHT);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            x[i / 4][i / 2 % 2][i % 2] = minus(known[i / 4][i / 2 % 2][i % 2]);
+            x[i / 4][i / 2 % 2][i % 2] -= known[i / 4][i / 2 % 2][i % 2];
         }
-        small_times_rows(x, omega, here.k + column, RIGHT);
         put_rows(turned, RIGHT, 0, x[0]), put_rows(turned, RIGHT, 8, x[1]);
         __syncwarp();
         put_du<R>(h + column, omega, known, here.k + column);
         left_columns16(left, turned, RIGHT, 0);
-        __syncwarp();
-        if (c > 0) fetch_b<R>(room, w, at, c - 1);
         add_product<R>(D, left, here.k, RIGHT);
         if (weighs) {
             left_columns16(left, here.q, RIGHT, column);
@@ -231,7 +224,9 @@ __device__ static void walk_adjoint(adjoint_room<R> &room, const mn_bayes_args &
             }
             add_product<R>(D, left, here.q, RIGHT);
         }
-        await_all_copies();
+        await_copies();
+        if (threadIdx.x == 0) await_left(seen, told, min(n_chunks - c + 1, n_chunks));
+        __syncthreads();
     }
     put_first<R>(D, room.S, p, s, w.traces + block, rows);
 }

@@ -11,9 +11,8 @@
 template <int R>
 struct covariance_room {
     double k[STAGES][16 * pitch<R>::left], q[STAGES][16 * pitch<R>::left];
-    double nk[STAGES][16 * pitch<R>::right];
     double phi[STAGES][R], noise[STAGES][2 * R];
-    double B[16 * pitch<R>::right], z[16 * pitch<R>::right];    // B becomes w
+    double B[16 * pitch<R>::right], z[16 * pitch<R>::right];
     double parts[R / 16 * 16 * PARTS_LD];
     double S[16 * SMALL_LD], eliminate[16 * SMALL_LD];
     double inverse[2][CHUNK], sigma[CHUNK];    // inverse of this chunk and of the one before
@@ -164,7 +163,6 @@ __device__ static void fetch_covariance(covariance_room<R> &room, const span_wor
         const double *noise = w.noise + (at.head(c) * 5 + 4) * 2 * R;
         copy_rows_later<R>(room.k[stage], LEFT, w.k + from, CHUNK, THREADS);
         copy_rows_later<R>(room.q[stage], LEFT, w.q + from, CHUNK, THREADS);
-        copy_rows_later<R>(room.nk[stage], pitch<R>::right, w.nk + from, CHUNK, THREADS);
         copy_rows_later<R>(room.noise[stage], R, noise, 2, THREADS);
         copy_rows_later<R>(room.phi[stage], R, w.phi + at.last_token(c) * R, 1, THREADS);
     }
@@ -190,19 +188,24 @@ __device__ static void walk_covariance(covariance_room<R> &room, const mn_bayes_
     __syncthreads();
     for (int64_t c = 0; c < at.n_chunks; c++) {
         const int stage = (int)(c % STAGES), now = (int)(c % 2);
+        const double *nk = w.nk + at.shared(c) * CHUNK * R;
         const double r2 = w.r2[at.own(c) * CHUNK + lane % 16];
-        double x[2][2][2];
+        double x[2][2][2], noisy[2][2][2];
+        get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
         for (bool again = false;; again = true) {
-            get_rows(x[0], room.nk[stage], RIGHT, column);
-            get_rows(x[1], room.nk[stage], RIGHT, column + 8);
+            zero(x[0]), zero(x[1]);
             through_strip<R>(x, room.k[stage], LEFT, P);
+#pragma unroll
+            for (int i = 0; i < 8; i++) {
+                x[i / 4][i / 2 % 2][i % 2] += noisy[i / 4][i / 2 % 2][i % 2];
+            }
             gram_share<R>(room.parts, x, room.k[stage], LEFT);
             put_rows(room.B, RIGHT, column, x[0]), put_rows(room.B, RIGHT, column + 8, x[1]);
             __syncthreads();
             add_shares<R>(room.S, room.parts);
             __syncthreads();
             if (!handed_in || c > 0 || again) break;
-            if (!raise_strip<R>(P, room, room.nk[0], __shfl_sync(0xffffffffu, r2, 0), turns)) break;
+            if (!raise_strip<R>(P, room, nk, __shfl_sync(0xffffffffu, r2, 0), turns)) break;
         }
         if (c % SPAN_CHUNKS == 0) {
             double *to = w.P + at.group(c) * w.P_each + 16 * warp * R;
@@ -234,7 +237,6 @@ __device__ static void walk_covariance(covariance_room<R> &room, const mn_bayes_
                 x[m][t][0] *= inverse, x[m][t][1] *= inverse;
             }
             put_rows(w.w + at.own(c) * CHUNK * R, R, column + 8 * m, x[m]);
-            put_rows(room.B, RIGHT, column + 8 * m, x[m]);
         }
         for (int i = threadIdx.x; i < SMALL; i += 2 * R) {
             w.eliminate[at.own(c) * SMALL + i] = room.eliminate[i / 16 * SMALL_LD + i % 16];
@@ -244,9 +246,12 @@ __device__ static void walk_covariance(covariance_room<R> &room, const mn_bayes_
         }
         await_copies();
         __syncthreads();
-        left_columns16(left, room.B, RIGHT, column);
+        left_columns16(left, room.z, RIGHT, column);
 #pragma unroll
-        for (int i = 0; i < 8; i++) left[i] = minus(left[i]);
+        for (int i = 0; i < 4; i++) {
+            const double inverse = -room.inverse[now][lane % 4 + 4 * i];
+            left[2 * i] *= inverse, left[2 * i + 1] *= inverse;
+        }
 #pragma unroll
         for (int j = 0; j < R / 8; j++) {
             double b[4];

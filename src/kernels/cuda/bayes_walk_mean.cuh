@@ -98,12 +98,18 @@ __device__ static void turn(double (&b)[2][4], double *room,
     right_columns16(b[1], room, SMALL_LD, 8);
 }
 
-/* The same of the sum over both warps that have the rows of a state. */
-__device__ static void turn_sum(double (&b)[2][4], double (*room)[16 * SMALL_LD],
-                                                int pair, int half, const double (&x)[2][2][2]) {
+/* The two warps that have the rows of a state. Those without value columns meet as well, so that
+ * all warps pass equally many barriers: what looks for races counts these. */
+__device__ static void meet_pair() {
+    asm volatile("bar.sync %0, 64;" ::"r"((int)threadIdx.x / 64 + 1) : "memory");
+}
+
+/* The same of the sum over both warps. */
+__device__ static void turn_sum(double (&b)[2][4], double (*room)[16 * SMALL_LD], int half,
+                                const double (&x)[2][2][2]) {
     double other[2][4];
     put_rows(room[half], SMALL_LD, 0, x[0]), put_rows(room[half], SMALL_LD, 8, x[1]);
-    asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
+    meet_pair();
 #pragma unroll
     for (int m = 0; m < 2; m++) {
         right_columns16(b[m], room[0], SMALL_LD, 8 * m);
@@ -176,12 +182,15 @@ __device__ static void mean_forward(mean_room<R> &room, const mn_bayes_args &p,
         if (threadIdx.x == 0) await_left(seen, walked, min(c + 3, a.at.n_chunks));
         __syncthreads();
         fetch_mean<R>(room, w, a.at, c + 2);
-        if (a.first >= w.columns) continue;
+        if (a.first >= w.columns) {
+            meet_pair();
+            continue;
+        }
         const mean_stage<R> &here = room.stage[c % STAGES];
         if (c % SPAN_CHUNKS == 0) {
             put_mean<N>(w.M + (a.at.group(c) * w.columns + a.first) * R + a.base, R, M);
         }
-        double x[2][2][2];
+        double x[2][2][2], v[2][2][2];
         const T *from = mn_row<T>(p.v, a.at.span.b, a.at.span.t0 + c * CHUNK, a.at.s.h);
         from += a.at.s.first + a.first;
         const int left_over = (int)min((int64_t)CHUNK, a.at.span.length - c * CHUNK);
@@ -199,15 +208,17 @@ __device__ static void mean_forward(mean_room<R> &room, const mn_bayes_args &p,
         for (int i = 0; i < 8; i++) {
             const int t = 8 * (i / 2 % 2) + lane / 4, j = 8 * (i / 4) + 2 * (lane % 4) + i % 2;
             const bool there = j < a.count && t < left_over;
-            x[i / 4][i / 2 % 2][i % 2] = there ? minus((double)raw[i]) : 0.0;
+            v[i / 4][i / 2 % 2][i % 2] = there ? (double)raw[i] : 0.0;
         }
+        zero(x[0]), zero(x[1]);
         through_strip<N>(x, here.k + a.base, pitch<R>::left, M);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
-            x[i / 4][i / 2 % 2][i % 2] = minus(x[i / 4][i / 2 % 2][i % 2]);
+            const int m = i / 4, t = i / 2 % 2;
+            x[m][t][i % 2] = v[m][t][i % 2] - x[m][t][i % 2];
         }
         double b[2][4], left[8];
-        turn_sum(b, room.sums[warp / 2], warp / 2, a.half, x);
+        turn_sum(b, room.sums[warp / 2], a.half, x);
         left_small(left, here.eliminate, SMALL_LD);
 #pragma unroll
         for (int m = 0; m < 2; m++) {

@@ -21,7 +21,7 @@ struct mean_back_room {
     double E[VALUES * pitch<R>::right];              // behind the chunk; value columns are its rows
     double de[16 * VALUES_LD], y[16 * VALUES_LD];    // rows of tokens
     double weights[2][16 * SMALL_LD];                // e_t.y_s for s >= t, -e_t.de_s for s > t
-    double shares[MEAN_WARPS][CHUNK];                // of -w_t.b_t / 2, by warps
+    double shares[MEAN_WARPS][CHUNK];                // of w_t.b_t, by warps
 };
 
 /* Chunk c on its way into the room; `width` value columns from `first` on. */
@@ -38,8 +38,8 @@ __device__ static void fetch_mean_back(mean_back_room<R> &room, const span_work 
     copy_rows_later<16>(to.eliminate, SMALL_LD, w.eliminate + own * SMALL, CHUNK, THREADS);
     copy_rows_later<16>(to.reads, SMALL_LD, w.reads + own * SMALL, CHUNK, THREADS);
     copy_rows_later<R>(to.phi, R, w.phi + at.last_token(c) * R, 1, THREADS);
-    const int t = threadIdx.x / 16;
-    for (int j = threadIdx.x % 16 * 2; j < width; j += 32) {
+    for (int i = threadIdx.x; i < CHUNK * width / 2; i += THREADS) {
+        const int t = i / (width / 2), j = i % (width / 2) * 2;
         copy_later(to.e + t * VALUES_LD + j, w.e + (own * CHUNK + t) * w.columns + first + j);
     }
 }
@@ -85,8 +85,8 @@ __device__ static double own_of(const mn_bayes_args &p, const span_work &w,
     return own;
 }
 
-/* This warp's part of -b / 2 from that of dw, 8 * TILES rows of the state from `column` on: into h,
- * and its share of -w_t.b_t / 2. */
+/* This warp's part of b from that of dw, 8 * TILES rows of the state from `column` on: into h, and
+ * its share of w_t.b_t. */
 template <typename T, int R, int TILES>
 __device__ static void put_b(double (&dw)[TILES][2][2], mean_back_room<R> &room,
                              const mean_back_stage<R> &here, const mn_bayes_args &p,
@@ -96,13 +96,13 @@ __device__ static void put_b(double (&dw)[TILES][2][2], mean_back_room<R> &room,
     const bool turns = p.theta.data != NULL;
     const int rows = (int)p.call.K * (turns ? 2 : 1);
     const double *phi = w.phi + at.shared(c) * CHUNK * R;
-    const double by[2] = { -0.5 * mn_reciprocal(sigma[0]), -0.5 * mn_reciprocal(sigma[1]) };
+    const double by[2] = { mn_reciprocal(sigma[0]), mn_reciprocal(sigma[1]) };
     double left[8], b[4], shares[2] = { 0.0, 0.0 };
     if (weighs) {
         left_small(left, here.reads, SMALL_LD);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const double a = weight_of<T>(p, tile, at.s, lane % 4 + 4 * i);
+            const double a = -2.0 * weight_of<T>(p, tile, at.s, lane % 4 + 4 * i);
             left[2 * i] *= a, left[2 * i + 1] *= a;
         }
     }
@@ -146,7 +146,7 @@ __device__ static void put_chunk_weights(mean_back_room<R> &room, const double *
         mn_dmma_8(c, a, b);
     }
     each_result(c, from, [&](double &x, int t, int s) {
-        x = later ? (s > t ? minus(x) : 0.0) : (s >= t ? x : 0.0);
+        x = later ? (s > t ? -x : 0.0) : (s >= t ? x : 0.0);
     });
     put_rows(room.weights[later], SMALL_LD, from, c);
 }
@@ -170,7 +170,7 @@ __device__ static void put_de(double (&x)[2][2][2], mean_back_room<R> &room,
     put_rows(panel, VALUES_LD, 8 - column, other);
     left_small(left, here.reads, SMALL_LD);
     mn_dmma_16(own, left, b);
-    asm volatile("bar.sync %0, 64;" ::"r"(pair + 1) : "memory");
+    meet_pair();
     get_rows(other, panel, VALUES_LD, column);
 #pragma unroll
     for (int i = 0; i < 4; i++) own[i / 2][i % 2] += other[i / 2][i % 2];
@@ -201,7 +201,7 @@ __device__ static void finish_own(const mean_back_room<R> &room, const span_work
     if (t >= CHUNK) return;
 #pragma unroll
     for (int i = 0; i < MEAN_WARPS; i++) sum += room.shares[i][t];
-    w.own[at.own(c) * CHUNK + t] = own + sum;
+    w.own[at.own(c) * CHUNK + t] = own - 0.5 * sum;
 }
 
 /* de_t, b_t and what is added to Psi's diagonal; dv and dM_0. */
@@ -225,20 +225,15 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
     strip<N> E;
     load_mean<N>(E, p.cot.M, p, a, rows);
     fetch_mean_back<R>(room, w, at, n_chunks - 1, first, width);
-    const T *d_o = mn_row<T>(p.cot.o, at.span.b, at.span.t0, at.s.h);
-    const auto load_outputs = [&](outputs_ahead<T> &to, int64_t c) {
-        const int n_rows = (int)min((int64_t)CHUNK, at.span.length - c * CHUNK);
-        to.load(d_o + at.s.first + a.first + c * CHUNK * p.cot.o.stride[1], p.cot.o.stride[1],
-                d_o && c >= 0 ? n_rows : 0, a.count);
-    };
-    outputs_ahead<T> ahead;
-    load_outputs(ahead, n_chunks - 1);
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
         await_all_copies();
         fetch_mean_back<R>(room, w, at, c - 1, first, width);
         const mean_back_stage<R> &here = room.stage[c & 1];
         const int left_over = (int)min((int64_t)CHUNK, at.span.length - c * CHUNK);
         const mn_tile_span tile = { at.s.n, c * CHUNK, left_over, at.span };
+        const T *d_o = mn_row<T>(p.cot.o, at.span.b, at.span.t0 + c * CHUNK, at.s.h);
+        outputs_ahead<T> ahead;
+        ahead.load(d_o + at.s.first + a.first, p.cot.o.stride[1], d_o ? left_over : 0, a.count);
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
             move_strip_columns<N>(E, here.phi + a.base, turns, true);
         }
@@ -252,18 +247,19 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
         if (has_values) {
             put_mean<N>(room.E + warp / 2 * SLICE * RIGHT + a.base, RIGHT, E);
             zero(x[0]), zero(x[1]);
-            ahead.put(y, (double)p.scale);
             through_strip<N>(x, here.w + a.base, LEFT, E);
+            ahead.put(y, (double)p.scale);
         }
-        if (closing && (c % SPAN_CHUNKS == SPAN_CHUNKS - 1 || w.slices > 1)) {
+        if (closing) {
             __syncwarp();
             if (lane == 0) say_left(w.back + block, n_chunks - 1 - c);
         }
         if (has_values) {
             put_de<T, R>(x, room, here, y, p, w, a, c);
+        } else {
+            meet_pair();
         }
         __syncthreads();
-        load_outputs(ahead, c - 1);
         if (warp < 4) put_chunk_weights<R>(room, here.e, width);
         if (last && threadIdx.x == 0) {
             for (int i = 0; i < slice; i++) {
@@ -288,7 +284,7 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
             add_product<N>(E, left, here.q + a.base, RIGHT);
             left_columns16(left, room.de + warp / 2 * SLICE, VALUES_LD, 0);
 #pragma unroll
-            for (int i = 0; i < 8; i++) left[i] = minus(left[i]);
+            for (int i = 0; i < 8; i++) left[i] = -left[i];
             add_product<N>(E, left, here.k + a.base, RIGHT);
         }
         __syncthreads();

@@ -1,5 +1,5 @@
-/* bulk.cuh - tiles of tokens that Hopper's copy engine brings by itself: a map of the tensor made
- * by the host, one thread that asks, a barrier that counts bytes.
+/* bulk.cuh - tiles of tokens that Hopper's copy engine brings, and takes away, by itself: a map of
+ * the tensor made by the host, one thread that asks, a barrier that counts bytes.
  *
  * A tile has rows of 64 columns, 128 bytes each, swizzled as attention_wgmma.cuh describes. What
  * lies beyond the tensor's sizes becomes zeros. */
@@ -38,7 +38,8 @@ inline mn_bulk_encode mn_bulk_encoder(void) {
 
 /* Maps tiles of `rows` tokens by 64 columns of a view (b, t, h, columns) in bf16, whose rows start
  * at 16 bytes; false where that cannot be done. */
-inline bool mn_bulk_map(CUtensorMap *map, const mn_in &view, const mn_call &call, int64_t columns,
+template <typename View>
+inline bool mn_bulk_map(CUtensorMap *map, const View &view, const mn_call &call, int64_t columns,
                         int rows) {
     static const mn_bulk_encode encode = mn_bulk_encoder();
     if (!encode || !view.data || call.T == 0) return false;
@@ -76,8 +77,18 @@ __device__ inline void mn_bulk_copy(void *to, const CUtensorMap &map, uint64_t *
                  "r"(column), "r"(h), "r"(t), "r"(b), "r"(mn_shared_at(barrier)) : "memory");
 }
 
-__device__ inline void mn_bulk_prefetch(const CUtensorMap &map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+/* The other way; what lies beyond the tensor's sizes is left out. Those who wrote the tile must
+ * have shown it (fence.proxy.async) before a barrier. */
+__device__ inline void mn_bulk_store(const CUtensorMap &map, const void *from, int column, int h,
+                                     int t, int b) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group "
+                 "[%0, {%2, %3, %4, %5}], [%1];\n\tcp.async.bulk.commit_group;" ::"l"(&map),
+                 "r"(mn_shared_at(from)), "r"(column), "r"(h), "r"(t), "r"(b) : "memory");
+}
+
+/* Waits until this thread's stores have read all tiles. */
+__device__ inline void mn_bulk_stores_read(void) {
+    asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 #endif

@@ -185,6 +185,14 @@ struct mn_cell_fetched {
     }
 };
 
+/* n neighbours, aligned for one access. */
+template <int n>
+__device__ __forceinline__ void mn_cell_read(float (&x)[n], const float *from) {
+    const mn_pack<float, n> pack = *(const mn_pack<float, n> *)from;
+#pragma unroll
+    for (int i = 0; i < n; i++) x[i] = pack.at[i];
+}
+
 /* at[t][group][order]: 16 numbers of slots at token t, number i ^ order in place i */
 template <typename Block>
 struct alignas(16) mn_cell_keys {
@@ -204,11 +212,19 @@ struct alignas(16) mn_cell_keys {
         }
     }
 
+    /* use(place) for all places of the number of a slot. */
+    template <typename F>
+    __device__ __forceinline__ void each_place(int t, int slot, F use) {
+#pragma unroll
+        for (int order = 0; order < 4; order++) {
+            use(&at[t][slot / MN_CELL_GROUP][order][slot % MN_CELL_GROUP ^ order]);
+        }
+    }
+
     /* Those of this thread's slots. */
     __device__ void get(float (&x)[4], int t) const {
         const float *from = at[t][Block::group()][Block::column_lane() % 4];
-        const float4 four = *(const float4 *)(from + 4 * Block::slot_lane());
-        x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
+        mn_cell_read(x, from + 4 * Block::slot_lane());
     }
 };
 
@@ -221,6 +237,11 @@ struct alignas(16) mn_cell_lines {
     __device__ void put(int t, int column, const float (&x)[n]) {
 #pragma unroll
         for (int i = 0; i < n; i++) at[column + i][t] = x[i];
+    }
+
+    template <typename F>
+    __device__ __forceinline__ void each_place(int t, int column, F use) {
+        use(&at[column][t]);
     }
 
     /* n tokens from t on, a multiple of n, of this thread's columns. */
@@ -404,8 +425,9 @@ inline void mn_cell_rooms(float *(&at)[n], float *shared, const int64_t (&counts
 enum { MN_CELL_ADDERS = 256 };
 
 /* Two tensors of `width` numbers in each row (b, t, h) from parts of n_rows such rows, the second
- * one's row behind the first one's. A warp takes a row and adds the parts in their order. */
-template <typename T>
+ * one's row behind the first one's. A warp takes a row and adds the parts in their order, EACH
+ * neighbours a lane, of which width is a multiple. */
+template <typename T, int EACH>
 __global__ void __launch_bounds__(MN_CELL_ADDERS)
 mn_cell_add_kernel(mn_out first, mn_out second, const float *parts, int64_t n_parts, int64_t n_rows,
                    int64_t tokens, int64_t heads, int64_t width) {
@@ -414,13 +436,15 @@ mn_cell_add_kernel(mn_out first, mn_out second, const float *parts, int64_t n_pa
     const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
     T *to_first = mn_row<T>(first, b, t, h), *to_second = mn_row<T>(second, b, t, h);
     const int64_t begin = to_first ? 0 : width, end = to_second ? 2 * width : width;
-    for (int64_t i = begin + threadIdx.x % 32; i < end; i += 32) {
+    for (int64_t i = begin + threadIdx.x % 32 * EACH; i < end; i += 32 * EACH) {
         const float *from = parts + row * 2 * width + i;
-        float sum = 0.0f;
-#pragma unroll 8
-        for (int64_t part = 0; part < n_parts; part++) sum += from[part * n_rows * 2 * width];
-        if (i < width) mn_put(to_first + i, sum);
-        else mn_put(to_second + i - width, sum);
+        float sums[EACH] = {};
+#pragma unroll 4
+        for (int64_t part = 0; part < n_parts; part++) {
+            mn_cell_add(sums, from + part * n_rows * 2 * width);
+        }
+        if (i < width) mn_cell_store(to_first + i, EACH, sums);
+        else mn_cell_store(to_second + i - width, EACH, sums);
     }
 }
 
@@ -431,9 +455,14 @@ inline int mn_cell_add_rows(const mn_out &first, const mn_out &second, const flo
                             cudaStream_t stream) {
     const int64_t n_rows = mn_cell_rows_of(call) * heads;
     if (n_rows == 0 || (!first.data && !second.data)) return cudaSuccess;
-    mn_cell_add_kernel<T>
-        <<<mn_blocks(n_rows, MN_CELL_ADDERS / 32), MN_CELL_ADDERS, 0, stream>>>(
+    const unsigned blocks = mn_blocks(n_rows, MN_CELL_ADDERS / 32);
+    if (width % 4 == 0) {
+        mn_cell_add_kernel<T, 4><<<blocks, MN_CELL_ADDERS, 0, stream>>>(
             first, second, parts, n_parts, n_rows, call->T, heads, width);
+    } else {
+        mn_cell_add_kernel<T, 1><<<blocks, MN_CELL_ADDERS, 0, stream>>>(
+            first, second, parts, n_parts, n_rows, call->T, heads, width);
+    }
     return mn_launched();
 }
 

@@ -3,19 +3,34 @@
  * Four lanes of a warp have a column, each a quarter of its rows in registers, so that a sum over
  * rows is a chain of multiply-adds and two exchanges; the lanes' rows lie in packs of four side by
  * side. Tokens come through shared memory eight at a time, the next eight on their way in registers
- * meanwhile, as they were stored: nothing waits for them until they are put. */
+ * meanwhile, as they were stored: nothing waits for them until they are put. Where columns are few,
+ * a walk is as long as its chain, and other warps of the block bring the tokens. */
 #ifndef MN_KERNELS_CUDA_COLUMNS_FORWARD_CUH
 #define MN_KERNELS_CUDA_COLUMNS_FORWARD_CUH
 
 #include "kernels/cuda/columns.cuh"
 
-template <int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
+/* WARPS of a block have its columns; FEEDERS more bring its tokens, or, where there are none, the
+ * same warps do. */
+template <int ROWS, int WARPS = MN_COLUMNS_TILE / 8, int FEEDERS = 0>
 struct mn_slab_sizes {
     static constexpr int columns = 1, warps = WARPS, threads = 32 * warps;
     static constexpr int tile = 8 * WARPS;              // columns of a block
     static constexpr int group = 8;                     // tokens
     static constexpr int rows = 4 * ROWS;
-    static constexpr int row_items = group * rows / threads, column_items = group * tile / threads;
+    static constexpr int feeders = FEEDERS ? 32 * FEEDERS : threads;    // threads that bring tokens
+    static constexpr int row_items = group * rows / feeders;
+    static constexpr int column_items = (group * tile + feeders - 1) / feeders;
+
+    /* This thread's place among those that bring tokens, and a barrier for them. */
+    __device__ static int feeder() {
+        return (int)threadIdx.x - (FEEDERS ? threads : 0);
+    }
+
+    __device__ static void await_feeders() {
+        if (FEEDERS) asm volatile("bar.sync 1, %0;" ::"n"(feeders) : "memory");
+        else __syncthreads();
+    }
 };
 
 template <int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
@@ -32,11 +47,11 @@ struct mn_slab_room {
     float f[sizes::group], of_token[sizes::group];
 };
 
-/* What this thread has of the next tokens: items threadIdx.x, + threads, ... of rows and columns.
+/* What this thread has of the next tokens: items feeder(), + feeders, ... of rows and columns.
  * `weight` is beta, or of a token w; zeros outside. */
-template <typename T, int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
+template <typename T, int ROWS, int WARPS = MN_COLUMNS_TILE / 8, int FEEDERS = 0>
 struct mn_slab_ahead {
-    using sizes = mn_slab_sizes<ROWS, WARPS>;
+    using sizes = mn_slab_sizes<ROWS, WARPS, FEEDERS>;
     T k[sizes::row_items], q[sizes::row_items];
     T v[sizes::column_items], beta[sizes::column_items];
     float f, weight;
@@ -48,7 +63,7 @@ struct mn_slab_ahead {
         const int64_t when = at.span.t0 + t, b = at.span.b, V = p.call.V;
 #pragma unroll
         for (int n = 0; n < sizes::row_items; n++) {
-            const int item = threadIdx.x + n * sizes::threads;
+            const int item = sizes::feeder() + n * sizes::feeders;
             const int token = item / sizes::rows, i = item % sizes::rows;
             const bool inside = token < count && i < p.call.K;
             k[n] = inside ? mn_row<T>(p.k, b, when + token, at.h)[i] : zero;
@@ -56,7 +71,7 @@ struct mn_slab_ahead {
         }
 #pragma unroll
         for (int n = 0; n < sizes::column_items; n++) {
-            const int item = threadIdx.x + n * sizes::threads;
+            const int item = sizes::feeder() + n * sizes::feeders;
             const int token = item / sizes::tile;
             const int64_t j = at.tile * sizes::tile + item % sizes::tile;
             const bool inside = token < count && j < V;
@@ -65,32 +80,33 @@ struct mn_slab_ahead {
             if (KIND == MN_COLUMNS_SUM) continue;
             beta[n] = inside ? mn_row<T>(p.beta, b, when + token, at.h)[j] : zero;
         }
-        if (KIND != MN_COLUMNS_SUM || (int)threadIdx.x >= count) return;
-        const int64_t row = mn_columns_row(p, at, t + threadIdx.x);
+        if (KIND != MN_COLUMNS_SUM || sizes::feeder() >= count) return;
+        const int64_t row = mn_columns_row(p, at, t + sizes::feeder());
         f = p.f[row], weight = p.w[row];
     }
 
-    /* The tokens to shared memory, with their weights. All threads call; a barrier follows. */
+    /* The tokens to shared memory, with their weights. All that bring tokens call; a barrier
+     * follows. */
     template <mn_columns_kind KIND>
     __device__ void put(mn_slab_room<ROWS, WARPS> &room) const {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const int lane = threadIdx.x % 32, warp = sizes::feeder() / 32;
 #pragma unroll
         for (int n = 0; n < sizes::row_items; n++) {
-            const int item = threadIdx.x + n * sizes::threads;
+            const int item = sizes::feeder() + n * sizes::feeders;
             room.k[0][item] = mn_float(k[n]), room.q[0][item] = mn_float(q[n]);
         }
 #pragma unroll
         for (int n = 0; n < sizes::column_items; n++) {
-            room.v[0][threadIdx.x + n * sizes::threads] = mn_float(v[n]);
+            const int item = sizes::feeder() + n * sizes::feeders;
+            if (item < sizes::group * sizes::tile) room.v[0][item] = mn_float(v[n]);
         }
         if (KIND == MN_COLUMNS_SUM) {
-            if (threadIdx.x < sizes::group) {
-                room.f[threadIdx.x] = f, room.of_token[threadIdx.x] = weight;
-            }
+            const int token = sizes::feeder();
+            if (token < sizes::group) room.f[token] = f, room.of_token[token] = weight;
             return;
         }
-        __syncthreads();
-        for (int token = warp; token < sizes::group; token += sizes::warps) {
+        sizes::await_feeders();
+        for (int token = warp; token < sizes::group; token += sizes::feeders / 32) {
             double norm = 0.0;
             for (int i = lane; i < sizes::rows; i += 32) {
                 norm += (double)room.k[token][i] * (double)room.k[token][i];
@@ -100,16 +116,17 @@ struct mn_slab_ahead {
             }
             if (lane == 0) room.norm[token] = norm;
         }
-        __syncthreads();
+        sizes::await_feeders();
 #pragma unroll
         for (int n = 0; n < sizes::row_items && KIND == MN_COLUMNS_CELL; n++) {
-            const int item = threadIdx.x + n * sizes::threads;
+            const int item = sizes::feeder() + n * sizes::feeders;
             const double norm = room.norm[item / sizes::rows], x = (double)mn_float(k[n]);
             room.x[0][item] = (float)(norm - x * x);
         }
 #pragma unroll
         for (int n = 0; n < sizes::column_items; n++) {
-            const int item = threadIdx.x + n * sizes::threads;
+            const int item = sizes::feeder() + n * sizes::feeders;
+            if (item >= sizes::group * sizes::tile) break;
             const float b = mn_float(beta[n]);
             const float u = 1.0f / (float)(1.0 + (double)b * room.norm[item / sizes::tile]);
             room.u[0][item] = u, room.w[0][item] = b * u;
@@ -251,14 +268,14 @@ struct mn_slab_cells {
     }
 };
 
-/* What the tokens of the group at t read, to memory. */
-template <typename T, int ROWS, int WARPS>
+/* What the tokens of the group at t read, to memory, by those that bring tokens. */
+template <typename T, int ROWS, int WARPS, int FEEDERS>
 __device__ inline void mn_slab_put(const mn_slab_room<ROWS, WARPS> &room, const mn_columns &p,
                                    const mn_columns_place &at, int64_t t, int count) {
-    using sizes = mn_slab_sizes<ROWS, WARPS>;
+    using sizes = mn_slab_sizes<ROWS, WARPS, FEEDERS>;
 #pragma unroll
     for (int n = 0; n < sizes::column_items; n++) {
-        const int item = threadIdx.x + n * sizes::threads, token = item / sizes::tile;
+        const int item = sizes::feeder() + n * sizes::feeders, token = item / sizes::tile;
         const int64_t j = at.tile * sizes::tile + item % sizes::tile;
         if (token >= count || j >= p.columns) continue;
         const float o = p.scale * room.o[0][item];
@@ -281,7 +298,9 @@ mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     for (int64_t t = 0; t < at.span.length; t += sizes::group) {
         const int count = (int)min((int64_t)sizes::group, at.span.length - t);
         __syncthreads();
-        if (p.reads && t > 0) mn_slab_put<T>(room, p, at, t - sizes::group, sizes::group);
+        if (p.reads && t > 0) {
+            mn_slab_put<T, ROWS, WARPS, 0>(room, p, at, t - sizes::group, sizes::group);
+        }
         ahead.template put<KIND>(room);
         __syncthreads();
         if (t + sizes::group < at.span.length) {
@@ -296,34 +315,104 @@ mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     }
     const int64_t t = (at.span.length - 1) / sizes::group * sizes::group;
     __syncthreads();
-    if (p.reads) mn_slab_put<T>(room, p, at, t, (int)(at.span.length - t));
+    if (p.reads) mn_slab_put<T, ROWS, WARPS, 0>(room, p, at, t, (int)(at.span.length - t));
     S.store(p, at, p.state, p.ones);
 }
 
-template <typename T, int ROWS, int WARPS, mn_columns_kind KIND>
-static int mn_slab_start(const mn_columns &p, cudaStream_t on) {
-    const int64_t tiles = mn_ceil_div(p.columns, mn_slab_sizes<ROWS, WARPS>::tile);
-    const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    mn_slab_kernel<T, ROWS, WARPS, KIND><<<(unsigned)blocks, 32 * WARPS, 0, on>>>(p, tiles);
-    return mn_launched();
+/* The tokens of a group. What four of them read is left together: it comes late, and a token behind
+ * it would wait for it. */
+template <mn_columns_kind KIND, int ROWS, int WARPS>
+__device__ inline void mn_slab_walk(mn_slab_cells<ROWS, WARPS> &S, mn_slab_room<ROWS, WARPS> &room,
+                                    int count) {
+    constexpr int EACH = 4;
+    float o[EACH][1], written[1];
+    int token = 0;
+#pragma unroll 1
+    for (; token + EACH <= count; token += EACH) {
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            S.template advance<KIND, true>(o[i], written, room, token + i);
+        }
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            if (threadIdx.x % 4 == 0) room.o[token + i][S.column(0)] = o[i][0];
+        }
+    }
+#pragma unroll 1
+    for (; token < count; token++) {
+        S.template advance<KIND, true>(o[0], written, room, token);
+        if (threadIdx.x % 4 == 0) room.o[token][S.column(0)] = o[0][0];
+    }
 }
 
-/* Few columns are spread over more processors; a column's result does not depend on it. */
+/* The same with FEEDERS warps that bring the next group and take away what the last one read while
+ * the others walk. */
+template <typename T, int ROWS, int WARPS, int FEEDERS, mn_columns_kind KIND>
+__global__ void __launch_bounds__(32 * (WARPS + FEEDERS), 1)
+mn_slab_fed_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
+    using sizes = mn_slab_sizes<ROWS, WARPS, FEEDERS>;
+    extern __shared__ float4 mn_slab_rooms[];
+    mn_slab_room<ROWS, WARPS> *const rooms = (mn_slab_room<ROWS, WARPS> *)mn_slab_rooms;
+    const mn_columns_place at = mn_columns_here(p, tiles);
+    const int64_t length = at.span.length;
+    const bool feeds = sizes::feeder() >= 0;
+    mn_slab_cells<ROWS, WARPS> S;
+    mn_slab_ahead<T, ROWS, WARPS, FEEDERS> ahead;
+    if (!feeds) S.load(p, at, p.state0, p.ones0);
+    if (feeds && length > 0) {
+        ahead.template fetch<KIND>(p, at, 0);
+        ahead.template put<KIND>(rooms[0]);
+        if (length > sizes::group) ahead.template fetch<KIND>(p, at, sizes::group);
+    }
+    int here = 0;
+    for (int64_t t = 0; t < length; t += sizes::group, here ^= 1) {
+        __syncthreads();
+        if (!feeds) {
+            mn_slab_walk<KIND>(S, rooms[here], (int)min((int64_t)sizes::group, length - t));
+            continue;
+        }
+        const int64_t last = t - sizes::group, next = t + sizes::group;
+        if (p.reads && t > 0) {
+            mn_slab_put<T, ROWS, WARPS, FEEDERS>(rooms[here ^ 1], p, at, last, sizes::group);
+        }
+        if (next < length) ahead.template put<KIND>(rooms[here ^ 1]);
+        if (next + sizes::group < length) {
+            ahead.template fetch<KIND>(p, at, next + sizes::group);
+        }
+    }
+    __syncthreads();
+    const int64_t t = (length - 1) / sizes::group * sizes::group;
+    if (feeds && p.reads) {
+        mn_slab_put<T, ROWS, WARPS, FEEDERS>(rooms[here ^ 1], p, at, t, (int)(length - t));
+    }
+    if (!feeds) S.store(p, at, p.state, p.ones);
+}
+
+/* Few columns are spread over more processors, with feeders; a column's result does not depend on
+ * it. */
 template <typename T, int ROWS, mn_columns_kind KIND>
-static int mn_slab_spread(const mn_columns &p, cudaStream_t on) {
-    const int64_t blocks = mn_ceil_div(p.columns, MN_COLUMNS_TILE) * p.call.H;
-    if (blocks * mn_n_spans(p.call) <= 64) return mn_slab_start<T, ROWS, 2, KIND>(p, on);
-    return mn_slab_start<T, ROWS, MN_COLUMNS_TILE / 8, KIND>(p, on);
+static int mn_slab_start(const mn_columns &p, cudaStream_t on) {
+    constexpr int MANY = MN_COLUMNS_TILE / 8, FEW = 2, FEEDERS = 8;
+    const int64_t heads = p.call.H * mn_n_spans(p.call);
+    const bool many = mn_ceil_div(p.columns, MN_COLUMNS_TILE) * heads > 64;
+    const int64_t tiles = mn_ceil_div(p.columns, 8 * (many ? MANY : FEW)), blocks = tiles * heads;
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    if (many) {
+        mn_slab_kernel<T, ROWS, MANY, KIND><<<(unsigned)blocks, 32 * MANY, 0, on>>>(p, tiles);
+        return mn_launched();
+    }
+    return mn_launch_with_room(mn_slab_fed_kernel<T, ROWS, FEW, FEEDERS, KIND>,
+                               dim3((unsigned)blocks), 32 * (FEW + FEEDERS),
+                               2 * sizeof(mn_slab_room<ROWS, FEW>), on, p, tiles);
 }
 
 template <typename T, mn_columns_kind KIND>
 static int mn_columns_forward(const mn_columns &p, cudaStream_t on) {
-    if (p.call.K <= 32) return mn_slab_spread<T, 8, KIND>(p, on);
-    if (p.call.K <= 64) return mn_slab_spread<T, 16, KIND>(p, on);
-    if (p.call.K <= 128) return mn_slab_spread<T, 32, KIND>(p, on);
-    if (p.call.K <= MN_COLUMNS_WIDEST) return mn_slab_spread<T, 64, KIND>(p, on);
+    if (p.call.K <= 32) return mn_slab_start<T, 8, KIND>(p, on);
+    if (p.call.K <= 64) return mn_slab_start<T, 16, KIND>(p, on);
+    if (p.call.K <= 128) return mn_slab_start<T, 32, KIND>(p, on);
+    if (p.call.K <= MN_COLUMNS_WIDEST) return mn_slab_start<T, 64, KIND>(p, on);
     return cudaErrorNotSupported;
 }
 

@@ -279,7 +279,7 @@ template <int KP>
 static int group_of(const mn_curvature_args *p, const mn_curve_work &w, cudaStream_t on) {
     const mn_curve_cut cut = mn_curve_group_cut(p);
     int code = mn_curve_add_up<mn_bf16, KP, false>(p, w.there, NULL, cut, on);
-    if (code == cudaSuccess) code = mn_curve_there<KP, true>(p, w, cut, on);
+    if (code == cudaSuccess) code = mn_curve_there<KP>(p, w, cut, on);
     if (code == cudaSuccess) {
         code = mn_curve_add_up<mn_bf16, KP, true>(p, w.back, w.means, cut, on);
     }

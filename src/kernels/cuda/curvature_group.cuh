@@ -1,7 +1,8 @@
-/* curvature_group.cuh - curvature on Hopper, for bf16 and keys of up to 128: what the walks there
- * (curvature_group_there.cuh) and back (curvature_group_back.cuh) share.
+/* curvature_group.cuh - curvature on Hopper, for bf16 and keys of up to 128: what its walks share,
+ * forward (curvature_group_forward.cuh) and going back, there (curvature_group_there.cuh) and back
+ * (curvature_group_back.cuh).
  *
- * A block has four warp groups that work on different chunks of 64 tokens at a time: one copies
+ * Warp groups of a block work on different chunks of 64 tokens at a time: going back one copies
  * tiles and keeps the running vector, one makes scores, one has 64 rows of the symmetric R (or G)
  * in its registers, reads and moves it, one makes results of what the third has read and stores
  * them. Everything the third one computes is turned, rows being columns of the result, so that its
@@ -18,6 +19,7 @@ enum {
     MN_CURVE_SQUARE = MN_CURVE_CHUNK * 128,     // bytes of a tile of 64 by 64
     MN_CURVE_GRAIN = 128,                       // tokens that segments have a multiple of
     MN_CURVE_READ_PITCH = 72,                   // of rows of what was read
+    MN_CURVE_ROWS = MN_CURVE_CHUNK + 8,         // of a tile of keys: behind them s
 };
 
 /* Least tokens of a segment: so many that the blocks of one long sequence fill a GPU. By sizes that
@@ -171,6 +173,40 @@ __device__ inline void mn_curve_square(float (&d)[32], const uint32_t (&a)[16], 
     const uint64_t at = mn_tile_seen(b, 16);
 #pragma unroll
     for (int step = 0; step < 4; step++) mn_product<0>(d, a + 4 * step, at + step * 2, 1);
+}
+
+/* d = a b' for 64 rows a and the 72 rows of a tile of keys. */
+template <int KP>
+__device__ inline void mn_curve_scores_start(float (&d)[36], uint32_t a, uint32_t b) {
+    const uint64_t at_a = mn_tile_seen(a, 16), at_b = mn_tile_seen(b, 16);
+#pragma unroll
+    for (int k = 0; k < KP; k += 16) {
+        const uint64_t left = at_a + (k / 64 * MN_CURVE_SQUARE / 16 + k % 64 / 8);
+        const uint64_t right = at_b + (k / 64 * MN_CURVE_ROWS * 8 + k % 64 / 8);
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %38, 0;\n\t"
+                     "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
+                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+                     "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                     "%32, %33, %34, %35}, %36, %37, p, 1, 1, 0, 0;\n\t}"
+                     : MN_SUMS(0), MN_SUMS(16), MN_FOUR_SUMS(32)
+                     : "l"(left), "l"(right), "r"((int)(k > 0)));
+    }
+}
+
+/* Sums of the rows of tril(X K'), with s.x, times 1 / n. */
+__device__ inline void mn_curve_means(float (&mean)[2], const float (&d)[36], const float *each) {
+    const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
+    const int row = thread / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int i = 2 * r; i < 32; i += i % 2 ? 3 : 1) {
+            if (i / 4 > thread / 32 * 2 + 1) continue;    // the warp has nothing there
+            if (i / 4 * 8 + lane % 4 * 2 + i % 2 <= row + 8 * r) sum += d[i];
+        }
+        mean[r] = mn_quad_sum(sum + (d[32 + 2 * r] + d[33 + 2 * r])) * each[row + 8 * r];
+    }
 }
 
 /* use(x, row, column) for a thread's sums of 64 rows. */

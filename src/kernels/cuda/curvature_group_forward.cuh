@@ -2,16 +2,16 @@
  *
  *   Y' = R Q' + K' tril(Q K' - m)'     qt = q - gamma / n (y - m s)     R <- R + K' K
  *
- * One warp asks the copy engine for tiles, four chunks ahead. A group of four makes scores and the
- * running vector; rows 64 and 65 of a tile of keys are s, rounded, and what that leaves, so that
- * scores bring s.q with them. A second group has 64 rows of the symmetric R in its registers,
- * reads, moves and stores: what it reads is turned, rows being columns of the result, as are the
- * rows of q that it takes from the tile. */
+ * Three groups of four warps. Of the first, one warp asks the copy engine for tiles, chunks ahead,
+ * one makes 1 / n and -gamma / n, and two keep s: rows 64 and 65 of a tile of keys are s, rounded,
+ * and what that leaves, so that scores bring s.q with them. The second group makes scores. The
+ * third has 64 rows of the symmetric R in its registers, reads, moves and stores: what it reads is
+ * turned, rows being columns of the result, as are the rows of q that it takes from the tile. */
 #ifndef MN_KERNELS_CUDA_CURVATURE_GROUP_FORWARD_CUH
 #define MN_KERNELS_CUDA_CURVATURE_GROUP_FORWARD_CUH
 
 #include "kernels/cuda/bulk.cuh"
-#include "kernels/cuda/curvature_group_there.cuh"
+#include "kernels/cuda/curvature_group.cuh"
 
 enum {
     MN_CURVE_AHEAD = 4,                              // chunks under way
@@ -22,8 +22,8 @@ template <int KP>
 struct alignas(1024) mn_curve_forward_stage {
     unsigned char k[KP / 64 * MN_CURVE_ROWS * 128];
     unsigned char q[KP / 64 * MN_CURVE_SQUARE];
-    float s[KP], factor[MN_CURVE_CHUNK], each[MN_CURVE_CHUNK];    // factor: -gamma / n
-    float mean[MN_CURVE_CHUNK];
+    float s[KP], each[MN_CURVE_CHUNK];    // each: 1 / n
+    float2 weight[MN_CURVE_CHUNK];        // -gamma / n and the mean
 };
 
 template <int KP>
@@ -31,16 +31,17 @@ struct mn_curve_forward_room {
     mn_curve_forward_stage<KP> stage[MN_CURVE_AHEAD];
     alignas(1024) unsigned char P[2][MN_CURVE_SQUARE];
     alignas(1024) unsigned char out[2][MN_CURVE_SQUARE];
-    uint64_t there[MN_CURVE_AHEAD], gone[MN_CURVE_AHEAD], scored[2], used[2];
+    uint64_t there[MN_CURVE_AHEAD], ready[MN_CURVE_AHEAD], gone[MN_CURVE_AHEAD];
+    uint64_t scored[2], used[2];
 };
 
 struct mn_curve_maps {
-    CUtensorMap q, k;
+    CUtensorMap q, k, qt;
 };
 
 #if MN_HAS_WGMMA
 
-/* ---- the warp that asks ---------------------------------------------------------------------- */
+/* ---- the group that brings ------------------------------------------------------------------- */
 
 /* One lane calls. */
 template <int KP>
@@ -61,26 +62,47 @@ __device__ inline void mn_curve_forward_ask(mn_curve_forward_room<KP> &room,
     }
 }
 
-/* ---- the group that makes scores ------------------------------------------------------------- */
-
-/* Keys behind the last token become zeros: they are those of another sequence. */
+/* A warp: numbers of tokens, their gammas asked for a chunk before. */
 template <int KP>
-__device__ inline void mn_curve_forward_end(unsigned char *k, int count) {
-    for (int n = threadIdx.x % MN_GROUP; n < (64 - count) * (KP / 8); n += MN_GROUP) {
-        const int row = count + n / (KP / 8), column = n % (KP / 8) * 8;
-        *(uint4 *)(k + mn_tile_byte(MN_CURVE_ROWS, row, column)) = make_uint4(0, 0, 0, 0);
+__device__ inline void mn_curve_forward_weigh(mn_curve_forward_room<KP> &room,
+                                              const mn_curvature_args &p,
+                                              const mn_curve_place &at) {
+    const int lane = threadIdx.x % 32, n_chunks = (at.s.rows + 63) / 64;
+    const int64_t seen = (int64_t)mn_curve_before(p, at.s.n) + at.s.first;
+    const mn_bf16 *gammas = mn_row<mn_bf16>(p.gamma, at.s.span.b, at.s.span.t0 + at.s.first, at.h);
+    const auto gamma_of = [&](int t) {
+        return t < at.s.rows ? gammas[t * p.gamma.stride[1]] : __float2bfloat16_rn(0.0f);
+    };
+    mn_bf16 gamma[2] = { gamma_of(lane), gamma_of(32 + lane) };
+    for (int c = 0; c < n_chunks; c++) {
+        const int slot = c % MN_CURVE_AHEAD;
+        const mn_bf16 next[2] = { gamma_of(64 * c + 64 + lane), gamma_of(64 * c + 96 + lane) };
+        mn_barrier_wait(&room.gone[slot], (c / MN_CURVE_AHEAD & 1) ^ 1);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int i = 32 * half + lane;
+            const float each = 1.0f / (float)(seen + 64 * c + i + 1);
+            room.stage[slot].each[i] = each;
+            room.stage[slot].weight[i].x = -__bfloat162float(gamma[half]) * each;
+            gamma[half] = next[half];
+        }
+        mn_curve_release(&room.ready[slot]);
     }
 }
 
-/* The running sum of keys by columns: a warp of the group has KP / 4 of them, a thread two of each
+/* The running sum of keys by columns: each of two warps has half of them, a thread two of each
  * eight, those of lane % 4; all lanes with the same have the same. */
 template <int KP>
 struct mn_curve_vector {
-    static constexpr int tiles = KP / 32;
+    static constexpr int tiles = KP / 16;
     float at[tiles][2];
 
+    __device__ static int first(void) {
+        return threadIdx.x / 32 % 2 * (KP / 2);
+    }
+
     __device__ static int column(int tile) {
-        return threadIdx.x % MN_GROUP / 32 * (KP / 4) + 8 * tile + threadIdx.x % 4 * 2;
+        return first() + 8 * tile + threadIdx.x % 4 * 2;
     }
 
     __device__ void load(const float *from, int64_t K) {
@@ -108,14 +130,14 @@ struct mn_curve_vector {
     /* += a tile's rows: ones times it. */
     __device__ void add(const unsigned char *k) {
         const unsigned ones[4] = { 0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u };
-        const int lane = threadIdx.x % 32, first = threadIdx.x % MN_GROUP / 32 * (KP / 4);
+        const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int tile = 0; tile < tiles; tile += 2) {
             float left[4] = {}, right[4] = {};
 #pragma unroll
             for (int step = 0; step < 4; step++) {
                 unsigned b[4];
-                const int row = 16 * step + lane % 16, j = first + 8 * tile + lane / 16 * 8;
+                const int row = 16 * step + lane % 16, j = first() + 8 * tile + lane / 16 * 8;
                 mn_matrices<true>(b, mn_curve_at(k, mn_tile_byte(MN_CURVE_ROWS, row, j)));
                 mn_tile_product(left, ones, b[0], b[1]);
                 mn_tile_product(right, ones, b[2], b[3]);
@@ -135,59 +157,73 @@ struct mn_curve_vector {
     }
 };
 
+/* Keys behind the last token become zeros, in a warp's own columns: they are those of another
+ * sequence. */
 template <int KP>
-__device__ inline void mn_curve_forward_scores(mn_curve_forward_room<KP> &room,
-                                               const mn_curvature_args &p,
-                                               const mn_curve_place &at, const float *vector) {
-    const int i = threadIdx.x % MN_GROUP, row = i / 32 * 16 + i % 32 / 4;
+__device__ inline void mn_curve_forward_end(unsigned char *k, int count) {
+    for (int n = threadIdx.x % 32; n < (64 - count) * (KP / 16); n += 32) {
+        const int row = count + n / (KP / 16);
+        const int column = mn_curve_vector<KP>::first() + n % (KP / 16) * 8;
+        *(uint4 *)(k + mn_tile_byte(MN_CURVE_ROWS, row, column)) = make_uint4(0, 0, 0, 0);
+    }
+    __syncwarp();
+}
+
+/* Two warps: s in front of each chunk. */
+template <int KP>
+__device__ inline void mn_curve_forward_add(mn_curve_forward_room<KP> &room,
+                                            const mn_curvature_args &p, const mn_curve_place &at,
+                                            const float *vector) {
     const int n_chunks = (at.s.rows + 63) / 64;
-    const int64_t seen = (int64_t)mn_curve_before(p, at.s.n) + at.s.first;
-    const mn_bf16 *gammas = mn_row<mn_bf16>(p.gamma, at.s.span.b, at.s.span.t0 + at.s.first, at.h);
-    const auto gamma_of = [&](int t) {
-        return i < MN_CURVE_CHUNK && t < at.s.rows ? gammas[t * p.gamma.stride[1]]
-                                                   : __float2bfloat16_rn(0.0f);
-    };
     mn_curve_vector<KP> s;
     s.load(vector, p.call.K);
-    mn_bf16 gamma = gamma_of(i);
-    for (int n = i; n < MN_CURVE_AHEAD * (KP / 64) * 48; n += MN_GROUP) {    // the rows behind s
-        unsigned char *k = room.stage[n / 48 / (KP / 64)].k;
+    for (int n = threadIdx.x % 64; n < MN_CURVE_AHEAD * (KP / 64) * 48; n += 64) {
+        unsigned char *k = room.stage[n / 48 / (KP / 64)].k;    // the rows behind s
         const int panel = n / 48 % (KP / 64);
         *(uint4 *)(k + (panel * MN_CURVE_ROWS + 66) * 128 + n % 48 * 16) = make_uint4(0, 0, 0, 0);
     }
     for (int c = 0; c < n_chunks; c++) {
-        mn_curve_forward_stage<KP> &in = room.stage[c % MN_CURVE_AHEAD];
-        const mn_bf16 gamma_next = gamma_of((c + 1) * 64 + i);
-        float d[36], mean[2];
-        mn_barrier_wait(&room.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
+        const int slot = c % MN_CURVE_AHEAD;
+        mn_curve_forward_stage<KP> &in = room.stage[slot];
+        mn_barrier_wait(&room.there[slot], c / MN_CURVE_AHEAD & 1);
         if (at.s.rows < c * 64 + 64) mn_curve_forward_end<KP>(in.k, at.s.rows - c * 64);
         s.put(in.k, in.s);
-        if (i < MN_CURVE_CHUNK) {
-            const float each = 1.0f / (float)(seen + c * 64 + i + 1);
-            in.each[i] = each;
-            in.factor[i] = -__bfloat162float(gamma) * each;
-        }
         mn_curve_see();
-        mn_curve_group_sync(1);
+        mn_curve_release(&room.ready[slot]);
+        s.add(in.k);
+        mn_curve_release(&room.gone[slot]);
+    }
+    float *last = at.s.last ? mn_row<float>(p.ks, at.s.n, 0, at.h) : NULL;
+    if (last) s.store(last, p.call.K, at.slice);
+}
+
+/* ---- the group that makes scores ------------------------------------------------------------- */
+
+template <int KP>
+__device__ inline void mn_curve_forward_scores(mn_curve_forward_room<KP> &room,
+                                               const mn_curve_place &at) {
+    const int i = threadIdx.x % MN_GROUP, row = i / 32 * 16 + i % 32 / 4;
+    const int n_chunks = (at.s.rows + 63) / 64;
+    for (int c = 0; c < n_chunks; c++) {
+        mn_curve_forward_stage<KP> &in = room.stage[c % MN_CURVE_AHEAD];
+        float d[36], mean[2];
+        mn_barrier_wait(&room.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
+        mn_barrier_wait(&room.ready[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
         mn_products_start();
         mn_curve_scores_start<KP>(d, mn_shared_at(in.q), mn_shared_at(in.k));
         mn_products_end();
-        s.add(in.k);
         mn_products_wait<0>();
         mn_curve_means(mean, d, in.each);
         mn_barrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
         mn_curve_put_square(room.P[c % 2], NULL, d, mean);
         if (i % 4 == 0) {
-            in.mean[row] = mean[0];
-            in.mean[row + 8] = mean[1];
+            in.weight[row].y = mean[0];
+            in.weight[row + 8].y = mean[1];
         }
         mn_curve_see();
         mn_barrier_arrive(&room.scored[c % 2]);
         mn_curve_release(&room.gone[c % MN_CURVE_AHEAD]);
-        gamma = gamma_next;
     }
-    float *last = at.s.last ? mn_row<float>(p.ks, at.s.n, 0, at.h) : NULL;
-    if (last) s.store(last, p.call.K, at.slice);
 }
 
 /* ---- the group that has R -------------------------------------------------------------------- */
@@ -201,15 +237,14 @@ __device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[
     const float s[2] = { in.s[column0 + own + lane / 4], in.s[column0 + own + lane / 4 + 8] };
 #pragma unroll
     for (int octet = 0; octet < 8; octet++) {
-        const float2 f = *(const float2 *)(in.factor + 8 * octet + lane % 4 * 2);
-        const float2 m = *(const float2 *)(in.mean + 8 * octet + lane % 4 * 2);
+        const float4 w = *(const float4 *)(in.weight + 8 * octet + lane % 4 * 2);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float left = fmaf(-m.x, s[r], Y[4 * octet + 2 * r]);
-            const float right = fmaf(-m.y, s[r], Y[4 * octet + 2 * r + 1]);
+            const float left = fmaf(-w.y, s[r], Y[4 * octet + 2 * r]);
+            const float right = fmaf(-w.w, s[r], Y[4 * octet + 2 * r + 1]);
             uint32_t &pair = x[2 * octet + r];
-            pair = mn_pair(fmaf(f.x, left, mn_curve_low(pair)),
-                           fmaf(f.y, right, mn_curve_high(pair)));
+            pair = mn_pair(fmaf(w.x, left, mn_curve_low(pair)),
+                           fmaf(w.z, right, mn_curve_high(pair)));
         }
     }
     const int row = lane % 8 + lane / 16 * 8, column = own + lane / 8 % 2 * 8;
@@ -222,13 +257,24 @@ __device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[
     }
 }
 
-/* A tile of results to memory: the group calls together. */
-__device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn_curve_place &at,
-                                            const unsigned char *tile, int c) {
+/* A tile of results to memory; where another sequence follows in it, row by row. The group calls
+ * together; its first thread has waited until older tiles were read. */
+__device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn_curve_maps &maps,
+                                            const mn_curve_place &at, const unsigned char *tile,
+                                            int c) {
     const int i = threadIdx.x % MN_GROUP, octet = i % 8, column = at.column0 + 8 * octet;
     const int count = column < p.call.K ? at.s.rows - c * 64 : 0;
-    mn_bf16 *to = mn_row<mn_bf16>(p.qt, at.s.span.b, at.s.span.t0 + at.s.first + c * 64, at.h);
+    const int64_t t = at.s.span.t0 + at.s.first + c * 64;
+    mn_bf16 *to = mn_row<mn_bf16>(p.qt, at.s.span.b, t, at.h);
+    mn_curve_see();
+    if (i == 0) mn_bulk_stores_read();
+    mn_curve_group_sync(2);
     if (!to) return;
+    if (!p.call.cu_seqlens || at.s.rows >= c * 64 + 64) {
+        if (i > 0) return;
+        mn_bulk_store(maps.qt, tile, at.column0, (int)at.h, (int)t, (int)at.s.span.b);
+        return;
+    }
 #pragma unroll
     for (int token = i / 8; token < MN_CURVE_CHUNK; token += MN_GROUP / 8) {
         const uint4 pack = *(const uint4 *)(tile + mn_tile_byte(64, token, 8 * octet));
@@ -238,8 +284,8 @@ __device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn
 
 template <int KP>
 __device__ inline void mn_curve_forward_read(mn_curve_forward_room<KP> &room,
-                                             const mn_curvature_args &p, const mn_curve_place &at,
-                                             const float *sums) {
+                                             const mn_curvature_args &p, const mn_curve_maps &maps,
+                                             const mn_curve_place &at, const float *sums) {
     const int n_chunks = (at.s.rows + 63) / 64, warp = threadIdx.x / 32 % 4;
     float R[KP / 2];
     mn_curve_load(R, mn_row<float>(p.kk0, at.s.n, 0, at.h), sums, 0.5f, p.call.K, at.column0);
@@ -265,11 +311,11 @@ __device__ inline void mn_curve_forward_read(mn_curve_forward_room<KP> &room,
         mn_products_wait<1>();
         mn_curve_release(&room.used[c % 2]);
         mn_curve_forward_result<KP>(room.out[c % 2], x, Y, in, at.column0);
-        mn_curve_group_sync(2);
-        mn_curve_forward_put(p, at, room.out[c % 2], c);
+        mn_curve_forward_put(p, maps, at, room.out[c % 2], c);
         mn_products_wait<0>();
         mn_curve_release(&room.gone[c % MN_CURVE_AHEAD]);
     }
+    if (threadIdx.x % MN_GROUP == 0) mn_bulk_stores_read();
     if (at.s.last) {
         mn_curve_store(mn_row<float>(p.kk, at.s.n, 0, at.h), R, 1.0f, p.call.K, at.column0);
     }
@@ -293,7 +339,8 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_CURVE_AHEAD; i++) {
             mn_barrier_open(&room.there[i], 1);
-            mn_barrier_open(&room.gone[i], 8);
+            mn_barrier_open(&room.ready[i], 3);
+            mn_barrier_open(&room.gone[i], 10);
         }
         for (int i = 0; i < 2; i++) {
             mn_barrier_open(&room.scored[i], MN_GROUP);
@@ -303,15 +350,19 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
     }
     __syncthreads();
     if (threadIdx.x < MN_GROUP) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
         if (threadIdx.x == 0) mn_curve_forward_ask<KP>(room, maps, at);
+        if (threadIdx.x / 32 == 1) mn_curve_forward_weigh<KP>(room, p, at);
+        if (threadIdx.x / 32 >= 2) {
+            mn_curve_forward_add<KP>(room, p, at,
+                                     sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
+        }
     } else if (threadIdx.x < 2 * MN_GROUP) {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 136;");
-        mn_curve_forward_scores<KP>(room, p, at,
-                                    sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+        mn_curve_forward_scores<KP>(room, at);
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
-        mn_curve_forward_read<KP>(room, p, at, sums);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+        mn_curve_forward_read<KP>(room, p, maps, at, sums);
     }
 #endif
 }
@@ -319,8 +370,10 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
 /* False: the tensors cannot be mapped. */
 inline bool mn_curve_forward_map(mn_curve_maps *maps, const mn_curvature_args *p) {
     if (p->call.T == 0) return true;
-    return mn_bulk_map(&maps->q, p->q, p->call, p->call.K, MN_CURVE_CHUNK) &&
-           mn_bulk_map(&maps->k, p->k, p->call, p->call.K, MN_CURVE_CHUNK);
+    const int64_t K = p->call.K;
+    return mn_bulk_map(&maps->q, p->q, p->call, K, MN_CURVE_CHUNK) &&
+           mn_bulk_map(&maps->k, p->k, p->call, K, MN_CURVE_CHUNK) &&
+           (!p->qt.data || mn_bulk_map(&maps->qt, p->qt, p->call, K, MN_CURVE_CHUNK));
 }
 
 #endif

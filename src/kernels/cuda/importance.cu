@@ -4,10 +4,10 @@
  *   I <- a I + (1 - a) ip + k^2 b      M <- a M + k v      mu = M / I
  *   o = scale sum_i q mu               ovar = scale^2 sum_i q^2 / I
  *
- * Calls in bf16 go over tensor cores (importance_mma.cuh), others and those with ovar cell by cell
- * (importance_cells.cuh). */
+ * Calls in bf16 go over tensor cores (importance_mma.cuh, importance_back.cuh), others and those
+ * with ovar cell by cell (importance_cells.cuh). */
+#include "kernels/cuda/importance_back.cuh"
 #include "kernels/cuda/importance_cells.cuh"
-#include "kernels/cuda/importance_mma.cuh"
 
 using namespace importance;
 
@@ -57,6 +57,11 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backwa
     const int64_t span = call->dtype == MN_BF16 ? (int64_t)TOKENS : (int64_t)by_cell::SPAN;
     int64_t rows, blocks, heads;
     for (int64_t &count : counts) count = 0;
+    if (call->dtype == MN_BF16 &&
+        (!mn_mul_i64(&counts[DECAYS], mn_tile_slots(*call, TOKENS), call->H) ||
+         !mn_mul_i64(&counts[DECAYS], counts[DECAYS], sizeof(by_mma::gates) / sizeof(float)))) {
+        return false;
+    }
     bool ok = mn_mul_i64(&rows, mn_cell_rows_of(call), 2 * call->H) &&
               mn_mul_i64(&blocks, groups, across);
     if (ok && groups > 1) {
@@ -94,40 +99,68 @@ static int launch(Kernel kernel, const mn_importance_args *p, cudaStream_t strea
                                stream, *p, given..., n_rows);
 }
 
+/* What decays make of all tiles. */
+static int find_gates(by_mma::gates **gates, const mn_importance_args *p, const room &to,
+                      cudaStream_t stream) {
+    const int64_t count = mn_tile_slots(p->call, TOKENS) * p->call.H;
+    *gates = (by_mma::gates *)to.at[DECAYS];
+    if (count == 0) return cudaSuccess;
+    by_mma::gates_kernel<<<mn_blocks(count, by_mma::GATES_PER_BLOCK),
+                           by_mma::GATES_PER_BLOCK * TOKENS, 0, stream>>>(*p, *gates);
+    return mn_launched();
+}
+
 template <typename T, typename Block, bool VARIANCE>
-static int read_cells(const mn_importance_args *p, float *sums, cudaStream_t stream) {
+static int read_cells(const mn_importance_args *p, const room &to, cudaStream_t stream) {
     if constexpr (sizeof(T) == sizeof(mn_bf16) && !VARIANCE) {
-        return launch<by_mma::forward_room<Block>>(by_mma::forward_kernel<Block>, p, stream, sums);
+        by_mma::gates *gates;
+        const int code = find_gates(&gates, p, to, stream);
+        if (code != cudaSuccess) return code;
+        return launch<by_mma::forward_room<Block>>(by_mma::forward_kernel<Block>, p, stream, gates,
+                                                   to.at[SUMS]);
     } else {
         return launch<by_cell::forward_room<Block>>(by_cell::forward_kernel<T, Block, VARIANCE>, p,
-                                                    stream, sums);
+                                                    stream, to.at[SUMS]);
     }
+}
+
+/* The parts of the work space. */
+static room rooms_of(const mn_importance_args *p, float *shared, bool backward) {
+    int64_t counts[N_ROOMS];
+    room to;
+    (void)measure(counts, &p->call, backward);    // went well when it was planned
+    mn_cell_rooms(to.at, shared, counts);
+    return to;
 }
 
 template <typename T, typename Block>
 static int forward(const mn_importance_args *p, float *shared, cudaStream_t stream) {
-    const int code = p->ovar.data ? read_cells<T, Block, true>(p, shared, stream) :
-                                    read_cells<T, Block, false>(p, shared, stream);
-    return code != cudaSuccess ? code : sum_groups<T>(p->o, p->ovar, shared, &p->call, stream);
+    const room to = rooms_of(p, shared, false);
+    const int code = p->ovar.data ? read_cells<T, Block, true>(p, to, stream) :
+                                    read_cells<T, Block, false>(p, to, stream);
+    return code != cudaSuccess ? code : sum_groups<T>(p->o, p->ovar, to.at[SUMS], &p->call, stream);
 }
 
 /* The states first, then the way back from them. */
 template <typename T, typename Block, bool SPREAD>
 static int go_back(const mn_importance_args *p, const room &to, cudaStream_t stream) {
     const dim3 blocks = blocks_of(&p->call);
-    constexpr bool products = sizeof(T) == sizeof(mn_bf16) && !SPREAD;
-    if constexpr (products) {
-        by_mma::states_kernel<Block>
-            <<<blocks, Block::THREADS, 0, stream>>>(*p, to.at[STATES]);
+    if constexpr (sizeof(T) == sizeof(mn_bf16) && !SPREAD) {
+        by_mma::gates *gates;
+        int code = find_gates(&gates, p, to, stream);
+        if (code == cudaSuccess) {
+            code = mn_launch_with_room(by_mma::states_kernel<Block>, blocks, Block::THREADS,
+                                       sizeof(by_mma::states_room<Block>), stream, *p, gates,
+                                       to.at[STATES]);
+        }
+        if (code != cudaSuccess) return code;
+        return launch<by_mma::backward_room<Block>>(by_mma::backward_kernel<Block>, p, stream,
+                                                    gates, to);
     } else {
         by_cell::states_kernel<T, Block>
             <<<blocks, Block::THREADS, 0, stream>>>(*p, to.at[STATES]);
-    }
-    const int code = mn_launched();
-    if (code != cudaSuccess) return code;
-    if constexpr (products) {
-        return launch<by_mma::backward_room<Block>>(by_mma::backward_kernel<Block>, p, stream, to);
-    } else {
+        const int code = mn_launched();
+        if (code != cudaSuccess) return code;
         return launch<by_cell::backward_room<Block, SPREAD>>(
             by_cell::backward_kernel<T, Block, SPREAD>, p, stream, to);
     }
@@ -155,10 +188,7 @@ static int add_parts(const mn_importance_args *p, const room &at, cudaStream_t s
 
 template <typename T, typename Block>
 static int backward(const mn_importance_args *p, float *shared, cudaStream_t stream) {
-    int64_t counts[N_ROOMS];
-    room at;
-    (void)measure(counts, &p->call, true);    // went well when it was planned
-    mn_cell_rooms(at.at, shared, counts);
+    const room at = rooms_of(p, shared, true);
     const int code = p->cot.ovar.data ? go_back<T, Block, true>(p, at, stream) :
                                         go_back<T, Block, false>(p, at, stream);
     return code != cudaSuccess ? code : add_parts<T>(p, at, stream);

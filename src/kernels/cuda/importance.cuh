@@ -22,9 +22,9 @@ enum {
  * outside of (K,V) may have, which it keeps from dividing by 0. */
 static __device__ const float least_importance = 1e-37f;
 
-/* The work space of a call, each part behind the other: parts of o, ovar or dv, db; states in front
- * of spans; parts of dk, dq; of dg; of dip. */
-enum { SUMS, STATES, KEY_PARTS, GATES, PRIORS, N_ROOMS };
+/* The work space of a call, each part behind the other: parts of o, ovar or dv, db; what decays
+ * make of tiles; states in front of spans; parts of dk, dq; of dg; of dip. */
+enum { SUMS, DECAYS, STATES, KEY_PARTS, GATES, PRIORS, N_ROOMS };
 
 struct room {
     float *at[N_ROOMS];

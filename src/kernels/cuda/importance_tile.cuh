@@ -1,5 +1,10 @@
 /* importance_tile.cuh - Palimpsa on tensor cores (see importance_mma.cuh): products, cells as their
- * results, and the numbers of a tile as their factors. */
+ * results, and the numbers of a tile as their factors.
+ *
+ * A warp has a group of 16 slots by a group of 16 columns. Row r of the lower or upper half of a
+ * product is neighbour 4 (r / 2) + r % 2 of its group, 2 more in the upper half; column n of the
+ * two tiles of a product likewise. What a lane has of a row is thus 4 neighbours, 2 of them a pair
+ * that is also a pair in memory. */
 #ifndef MN_KERNELS_CUDA_IMPORTANCE_TILE_CUH
 #define MN_KERNELS_CUDA_IMPORTANCE_TILE_CUH
 
@@ -12,6 +17,7 @@ enum {
     PAD = 8,
     LEAST_GATE = -104,    // of which exp is 0
     DEEPEST = 20,         // -log of the smallest A
+    PIECE = 8,            // numbers that one copy brings
 };
 
 __device__ inline int row_lane() {
@@ -22,10 +28,37 @@ __device__ inline int column_lane() {
     return threadIdx.x % 4;
 }
 
+/* Which neighbour of its group row_lane() is, in the lower (0) or upper (1) half. */
+__device__ inline int neighbour(int half) {
+    return row_lane() / 2 * 4 + 2 * half + row_lane() % 2;
+}
+
+/* x where what follows from it is not worth a register from one tile to the next: the compiler
+ * cannot tell that it stays the same. */
+__device__ __forceinline__ int again(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
+__device__ __forceinline__ int thread_again() {
+    return again(threadIdx.x);
+}
+
 /* Number of this warp along the columns of its block. */
 template <typename Block>
 __device__ int across() {
     return threadIdx.x / 32 / Block::GROUPS;
+}
+
+/* First slot and column of this warp in its block. */
+template <typename Block>
+__device__ int warp_slot() {
+    return Block::group() * GROUP;
+}
+
+template <typename Block>
+__device__ int warp_column() {
+    return across<Block>() * GROUP;
 }
 
 /* ---- products -------------------------------------------------------------------------------- */
@@ -54,22 +87,38 @@ __device__ __forceinline__ void add_product(float (&sum)[4], const unsigned (&a)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
 }
 
-/* = A B of depth 16 */
-__device__ __forceinline__ void put_product(float (&to)[4], const unsigned (&a)[4], uint2 b) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%10, %10, %10, %10};"
-        : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(0.0f));
-}
-
 __device__ __forceinline__ unsigned pair_of(float first, float second) {
     unsigned pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
     return pair;
 }
 
-__device__ __forceinline__ unsigned both(mn_bf16 x) {
-    return __bfloat16_as_ushort(x) * 0x10001u;
+__device__ __forceinline__ float first_of(unsigned pair) {
+    return __uint_as_float(pair << 16);
+}
+
+__device__ __forceinline__ float second_of(unsigned pair) {
+    return __uint_as_float(pair & 0xffff0000u);
+}
+
+/* x y for both numbers of a pair */
+__device__ __forceinline__ unsigned pair_times(unsigned x, unsigned y) {
+    unsigned z;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(z) : "r"(x), "r"(y), "r"(0x80008000u));
+    return z;
+}
+
+__device__ __forceinline__ uint2 pair_times(uint2 x, unsigned y) {
+    return make_uint2(pair_times(x.x, y), pair_times(x.y, y));
+}
+
+/* The first, and the second, number of a pair twice. */
+__device__ __forceinline__ unsigned first_twice(unsigned pair) {
+    return __byte_perm(pair, 0, 0x1010);
+}
+
+__device__ __forceinline__ unsigned second_twice(unsigned pair) {
+    return __byte_perm(pair, 0, 0x3232);
 }
 
 /* Two numbers of bf16 whose sum is x. */
@@ -110,19 +159,8 @@ struct cells {
         for (int i = 0; i < 8; i++) M[i / 4][i % 4] *= by, I[i / 4][i % 4] *= by;
     }
 
-    /* One token: `rows` has this lane's share of the factor along the rows of the product,
-     * `columns` that along the columns, as `tile` below keeps them. */
-    __device__ __forceinline__ void advance(uint2 rows, uint2 columns) {
-        const int kind = column_lane();
-        const uint2 mean = only(kind == 0, columns), weight = only(kind == 1 || kind == 2, columns);
-        add_shallow(M[0], rows, mean.x);
-        add_shallow(M[1], rows, mean.y);
-        add_shallow(I[0], rows, weight.x);
-        add_shallow(I[1], rows, weight.y);
-    }
-
     /* Four numbers for each thread of a block, SETS times. */
-    __device__ void load(const float *from, int64_t stride) {
+    __device__ void load(const float *from, int stride) {
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
             const float4 four = *(const float4 *)(from + set * stride);
@@ -131,7 +169,7 @@ struct cells {
         }
     }
 
-    __device__ void store(float *to, int64_t stride) const {
+    __device__ void store(float *to, int stride) const {
 #pragma unroll
         for (int set = 0; set < SETS; set++) {
             const float(&x)[4] = set < 2 ? M[set % 2] : I[set % 2];
@@ -140,13 +178,24 @@ struct cells {
     }
 };
 
+/* Where this block's state number `item` begins among those of all blocks: sets of four numbers for
+ * each thread, SET_STRIDE<Block> apart. */
+template <typename Block>
+constexpr int SET_STRIDE = 4 * Block::THREADS;
+
+template <typename Block>
+__device__ int64_t state_at(int64_t item) {
+    const int64_t blocks = gridDim.x * (int64_t)gridDim.z;
+    const int64_t block = blockIdx.z * (int64_t)gridDim.x + blockIdx.x;
+    return (item * blocks + block) * SETS * SET_STRIDE<Block>;
+}
+
 /* Where number i of tile n of this lane lies in (K,V); -1 outside. TURNED: rows are columns. */
 template <typename Block, bool TURNED>
 __device__ int64_t cell_at(const mn_call &call, int n, int i) {
-    const int row = 2 * row_lane() + i / 2, column = 4 * column_lane() + i % 2 * 2 + n;
-    const int64_t slot = Block::group() * GROUP + (TURNED ? column : row);
-    const int64_t s = Block::slot0() + slot;
-    const int64_t v = Block::column0() + across<Block>() * GROUP + (TURNED ? row : column);
+    const int row = neighbour(i / 2), column = 4 * column_lane() + 2 * n + i % 2;
+    const int64_t s = Block::slot0() + warp_slot<Block>() + (TURNED ? column : row);
+    const int64_t v = Block::column0() + warp_column<Block>() + (TURNED ? row : column);
     return s < call.K && v < call.V ? s * call.V + v : -1;
 }
 
@@ -164,70 +213,123 @@ __device__ void load_first(cells &c, const mn_importance_args &p, const place &a
     }
 }
 
-/* ---- the numbers of a tile ------------------------------------------------------------------- */
+/* ---- decays of a tile ------------------------------------------------------------------------ */
 
-/* What decays make of a tile: for each token a, what it leaves of the prior, 1 / A, and by what a
- * head multiplies all there is; A behind the last token. */
-struct gates {
-    float a[TOKENS], forget[TOKENS], over[TOKENS], step[TOKENS], rest;
-    unsigned heads;    // bit t: token t is one
+/* What decays make of a tile: for each token a, what it leaves of the prior, 1 / A, the logarithm
+ * of what heads up to it have taken out of A, by what a head multiplies all there is, and what is
+ * fresh in two parts; A behind the last token. They lie in work space for all tiles of a head. */
+struct alignas(16) gates {
+    float a[TOKENS], forget[TOKENS], over[TOKENS], base[TOKENS], step[TOKENS];
+    unsigned fresh[TOKENS];
+    float rest;
+    unsigned heads;        // bit t: token t is one
+    float early, whole;    // sums of what is fresh, of the first half and of all
 };
 
-/* The same on its way there, by every warp for itself: a lane has token lane % TOKENS. */
-struct gate {
-    float g, sum, base, base_before, over;
-    unsigned heads;
+enum { GATES_PER_BLOCK = 8 };    // half a warp for each
 
-    __device__ explicit gate(float log) {
-        const int t = threadIdx.x % TOKENS;
-        g = sum = log < LEAST_GATE ? LEAST_GATE : log;
+/* Heads among the tokens of half a warp, from the sums of their logarithms; base is the last head's
+ * sum or 0, `before` that of the token before. */
+__device__ __forceinline__ unsigned find_heads(float &base, float &before, float sum) {
+    const int t = threadIdx.x % TOKENS;
+    const int level = (int)(sum * (-1.0f / DEEPEST));
+    const int level_before = __shfl_up_sync(0xffffffffu, level, 1, TOKENS);
+    unsigned heads = __ballot_sync(0xffffffffu, level != (t > 0 ? level_before : 0));
+    heads = heads >> (threadIdx.x % 32 / TOKENS * TOKENS) & ((1u << TOKENS) - 1);
+    const unsigned past = heads & ((2u << t) - 1);
+    const float head = __shfl_sync(0xffffffffu, sum, past ? 31 - __clz(past) : 0, TOKENS);
+    base = past ? head : 0.0f;
+    before = __shfl_up_sync(0xffffffffu, base, 1, TOKENS);
+    if (t == 0) before = 0.0f;
+    return heads;
+}
+
+/* The gates of all tiles: those of head h in tile slot i are number i H + h. */
+static __global__ void __launch_bounds__(GATES_PER_BLOCK *TOKENS)
+gates_kernel(const __grid_constant__ mn_importance_args p, gates *all) {
+    const int t = threadIdx.x % TOKENS;
+    const int64_t count = mn_tile_slots(p.call, TOKENS) * p.call.H;
+    const int64_t item = blockIdx.x * (int64_t)GATES_PER_BLOCK + threadIdx.x / TOKENS;
+    const int64_t h = item % p.call.H;
+    mn_tile_span tile = {};
+    if (item < count) tile = mn_tile_at(p.call, TOKENS, item / p.call.H);
+    const bool exists = t < tile.n_rows;
+    float log = 0.0f, before;
+    if (exists) log = *mn_row<float>(p.g, tile.span.b, tile.span.t0 + tile.first + t, h);
+    log = log < LEAST_GATE ? LEAST_GATE : log;
+    float sum = log, base;
 #pragma unroll
-        for (int by = 1; by < TOKENS; by *= 2) {
-            const float before = __shfl_up_sync(0xffffffffu, sum, by, TOKENS);
-            if (t >= by) sum += before;
-        }
-        const int level = (int)(sum * (-1.0f / DEEPEST));
-        const int level_before = __shfl_up_sync(0xffffffffu, level, 1, TOKENS);
-        heads = __ballot_sync(0xffffffffu, level != (t > 0 ? level_before : 0));
-        heads &= (1u << TOKENS) - 1;
-        const unsigned past = heads & ((2u << t) - 1);
-        const float head = __shfl_sync(0xffffffffu, sum, past ? 31 - __clz(past) : 0, TOKENS);
-        base = past ? head : 0.0f;
-        base_before = __shfl_up_sync(0xffffffffu, base, 1, TOKENS);
-        over = expf(base - sum);
+    for (int by = 1; by < TOKENS; by *= 2) {
+        const float earlier = __shfl_up_sync(0xffffffffu, sum, by, TOKENS);
+        if (t >= by) sum += earlier;
     }
-
-    /* Four warps share the work. Returns whether this lane is to put what is fresh in its token. */
-    __device__ bool put(gates &to) const {
-        const int t = threadIdx.x % 32, warp = threadIdx.x / 32;
-        if (t >= TOKENS) return false;
-        if (warp == 0) to.a[t] = expf(g), to.over[t] = over;
-        if (warp == 1) to.forget[t] = -expm1f(g);
-        if (warp == 2) to.step[t] = expf(sum - (t > 0 ? base_before : 0.0f));
-        if (warp == 2 && t == TOKENS - 1) to.rest = expf(sum - base), to.heads = heads;
-        return warp == 3;
+    const unsigned heads = find_heads(base, before, sum);
+    const float forget = -expm1f(log), over = expf(base - sum);
+    const float fresh = exists ? fmaf(forget, *mn_row<float>(p.ip, 0, 0, h), least_importance) :
+                                 0.0f;
+    float so_far = fresh * over;
+#pragma unroll
+    for (int by = 1; by < TOKENS; by *= 2) {
+        const float earlier = __shfl_up_sync(0xffffffffu, so_far, by, TOKENS);
+        if (t >= by) so_far += earlier;
     }
-};
+    if (item >= count) return;
+    gates &to = all[item];
+    to.a[t] = expf(log), to.forget[t] = forget, to.over[t] = over;
+    to.base[t] = base, to.step[t] = expf(sum - before);
+    to.fresh[t] = split(fresh * over);
+    if (t == HALF - 1) to.early = so_far;
+    if (t == TOKENS - 1) to.rest = expf(sum - base), to.heads = heads, to.whole = so_far;
+}
 
-/* Factors of depth 8 for each token: N_KINDS rows of a number for each of COUNT slots or columns,
- * then two numbers for all of them. Lane kinds 0, 1, 3 take a row, 2 the last; forward has no third
- * row. Every word is a pair of bf16:
+/* ---- numbers of a tile ----------------------------------------------------------------------- */
+
+enum pass { STATES_PASS, FORWARD_PASS, BACKWARD_PASS };
+enum { KEY_FACTOR, WEIGHT_FACTOR, QUERY_FACTOR };    // of slots
+enum { VALUE_FACTOR, WRITE_FACTOR, COT_FACTOR };     // of columns
+
+/* Factors of depth 8 for each token: rows of a word for each of COUNT slots or columns, then a word
+ * for all of them, then zeros. Depths 0 and 1 take the first row, 2 and 3 the second, 4 and 5 the
+ * last word, 6 and 7 the third row, which only going back has:
  *
- *   slots     k / A    k^2 / A    scale q    (1 - a) ip / A    in two parts
- *   columns   v        b          do         1                 twice */
-template <int COUNT, int N_KINDS>
+ *   slots     k / A    k^2 / A    (1 - a) ip / A    scale q    in two parts
+ *   columns   v        b          1                 do         twice
+ *
+ * Words of four neighbours lie in the order 0, 2, 1, 3, so that a lane's two rows are together. */
+template <int COUNT, int N_ROWS>
 struct alignas(16) factors {
-    static constexpr int PITCH = COUNT + PAD;
+    static constexpr int PITCH = COUNT + PAD, LAST = N_ROWS * PITCH;
     struct alignas(16) {
-        unsigned at[N_KINDS * PITCH + PAD];
+        unsigned at[LAST + (N_ROWS - 1) * PAD];    // neighbours in time meet no bank twice
     } tokens[TOKENS];
 
-    /* Of 16 neighbours from `base` on, those of this lane: row_lane(), kind column_lane(). */
-    __device__ const unsigned *mine(int base) const {
-        const int kind = column_lane();
-        if (kind == 2) return tokens[0].at + N_KINDS * PITCH;
-        return tokens[0].at + (kind == 3 ? N_KINDS == 3 ? 2 : 0 : kind) * PITCH + base +
-               2 * row_lane();
+    __device__ const unsigned *row(int number, int base) const {
+        return tokens[0].at + number * PITCH + base + 2 * row_lane();
+    }
+
+    /* A lane's share of the rows of a product, of 16 neighbours from `base` on. */
+    __device__ const unsigned *rows(int base) const {
+        if (column_lane() < 2) return row(column_lane(), base);
+        return N_ROWS == 3 && column_lane() == 3 ? row(2, base) : tokens[0].at + LAST;
+    }
+
+    /* Of its columns, for M', for I' and for what is read. */
+    __device__ const unsigned *mean(int base) const {
+        return column_lane() == 0 ? row(0, base) : tokens[0].at + LAST + 2;
+    }
+
+    __device__ const unsigned *weight(int base) const {
+        return column_lane() == 1 ? row(1, base) : tokens[0].at + LAST + (column_lane() & 1) * 2 +
+                                                       (column_lane() == 0) * 2;
+    }
+
+    __device__ const unsigned *read(int base) const {
+        return column_lane() == 3 ? row(2, base) : tokens[0].at + LAST + 2;
+    }
+
+    /* Of four tokens, one for each depth. */
+    __device__ const unsigned *four(int number, int base) const {
+        return row(number, base) + column_lane() * (int)(sizeof(tokens[0]) / sizeof(unsigned));
     }
 
     __device__ static uint2 get(const unsigned *mine, int t) {
@@ -235,221 +337,227 @@ struct alignas(16) factors {
         return *(const uint2 *)(mine + t * record);
     }
 
-    template <int n>
-    __device__ void put(int t, int kind, int at, const unsigned (&x)[n]) {
-        mn_pack<unsigned, n> pack;
-#pragma unroll
-        for (int i = 0; i < n; i++) pack.at[i] = x[i];
-        *(mn_pack<unsigned, n> *)(tokens[t].at + kind * PITCH + at) = pack;
+    /* Four neighbours from `first` on. */
+    __device__ void put(int t, int number, int first, const unsigned (&x)[4]) {
+        *(uint4 *)(tokens[t].at + number * PITCH + first) = make_uint4(x[0], x[2], x[1], x[3]);
     }
 
     __device__ void put_last(int t, unsigned x) {
-        *(uint2 *)(tokens[t].at + N_KINDS * PITCH) = make_uint2(x, x);
-    }
-};
-
-/* Factors of depth 16, N_KINDS vectors for each token. Of four neighbours, numbers 0 and 2 share
- * a word, and 1 and 3. */
-template <int COUNT, int N_KINDS>
-struct alignas(16) vectors {
-    static constexpr int PITCH = COUNT + 2 * PAD;
-    mn_bf16 at[TOKENS][N_KINDS][PITCH];
-
-    __device__ static int place_of(int i) {
-        return i / 4 * 4 + i % 2 * 2 + i / 2 % 2;
+        *(uint2 *)(tokens[t].at + LAST) = make_uint2(x, x);
     }
 
-    /* What this lane needs of 16 neighbours from `base` on at token t + first. */
-    __device__ const mn_bf16 *mine(int base, int first, int kind) const {
-        return at[first][kind] + base + 4 * column_lane();
-    }
-
-    __device__ static uint2 get(const mn_bf16 *mine, int t) {
-        return *(const uint2 *)(mine + t * N_KINDS * PITCH);
-    }
-
-    template <int n>
-    __device__ void put(int t, int kind, int first, const mn_bf16 (&x)[n]) {
-        if constexpr (n == 4) {
-            const mn_pack<mn_bf16, 4> pack = { { x[0], x[2], x[1], x[3] } };
-            *(mn_pack<mn_bf16, 4> *)(at[t][kind] + first) = pack;
-        } else {
-#pragma unroll
-            for (int i = 0; i < n; i++) at[t][kind][place_of(first + i)] = x[i];
-        }
-    }
-
-    __device__ float number(int t, int kind, int i) const {
-        return mn_float(at[t][kind][place_of(i)]);
-    }
-};
-
-enum pass { STATES_PASS, FORWARD_PASS, BACKWARD_PASS };
-enum { K_FACTOR, WEIGHT_FACTOR, Q_FACTOR };
-enum { V_FACTOR, B_FACTOR, COT_FACTOR };
-enum { Q_VECTOR = 0, K_VECTOR = 0, SQUARE_VECTOR };
-enum { COT_VECTOR, V_VECTOR, B_VECTOR, ONES_VECTOR };
-
-/* COUNT numbers of each token of a tile on their way to shared memory, which they reach as they are
- * stored: each thread has neighbours of one token, and reads what it has copied itself. */
-template <int COUNT, int THREADS>
-struct copied {
-    typedef mn_cell_share<COUNT, THREADS> share;
-    static constexpr int EACH = share::EACH;
-    typedef mn_pack<mn_bf16, EACH> pack;
-    const mn_bf16 *from;    // this thread's first number in the sequence
-    int inside;             // how many there are from it on; EACH + 1: EACH, as one pack
-
-    /* Numbers base, base + 1, ... of head h of a sequence, of which the tensor has `count`. */
-    __device__ void open(const mn_in &view, const mn_span &span, int64_t h, int64_t base,
-                         int64_t count) {
-        const int64_t i = base + share::place();
-        inside = view.data ? (int)max(min(count - i, (int64_t)EACH), (int64_t)0) : 0;
-        from = (const mn_bf16 *)view.data + span.b * view.stride[0] +
-               (span.t0 + share::row()) * view.stride[1] + h * view.stride[2] + i;
-        const int64_t apart = view.stride[1] * (int64_t)sizeof(mn_bf16);
-        if (inside == EACH && ((uintptr_t)from | apart) % sizeof(pack) == 0) inside++;
-    }
-
-    __device__ __forceinline__ void copy(pack (&to)[THREADS], const mn_in &view,
-                                         const mn_cell_tile &tile) const {
-        pack &own = to[threadIdx.x];
-        const mn_bf16 *at = from + tile.first * view.stride[1];
-        if (inside > EACH && share::row() < tile.n_rows) {
-            asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(
-                             (unsigned)__cvta_generic_to_shared(&own)),
-                         "l"(at), "n"((int)sizeof(pack)) : "memory");
-            return;
-        }
-#pragma unroll
-        for (int n = 0; n < EACH; n++) {
-            own.at[n] = n < inside && share::row() < tile.n_rows ? at[n] : mn_bf16(0.0f);
+    __device__ void clear() {
+        if (threadIdx.x < TOKENS) {
+            *(uint2 *)(tokens[threadIdx.x].at + LAST + 2) = make_uint2(0, 0);
         }
     }
 };
 
 template <typename Block, pass PASS>
 struct tile {
-    static constexpr bool BACK = PASS == BACKWARD_PASS;
-    factors<Block::SLOTS, BACK ? 3 : 2> slots;
-    factors<Block::COLUMNS, BACK ? 3 : 2> columns;
-    vectors<Block::SLOTS, BACK ? 2 : 1> slot_vectors;
-    vectors<BACK ? Block::COLUMNS : 16, BACK ? 4 : 1> column_vectors;
-    gates g;
+    factors<Block::SLOTS, PASS == BACKWARD_PASS ? 3 : 2> slots;
+    factors<Block::COLUMNS, PASS == BACKWARD_PASS ? 3 : 2> columns;
+    float step[TOKENS], rest, early, whole;    // of its gates
+    unsigned heads;
 
     /* What does not change from tile to tile. */
     __device__ void open() {
-        const mn_bf16 one = __ushort_as_bfloat16(0x3f80);
-        if (threadIdx.x < TOKENS) columns.put_last(threadIdx.x, both(one));
-        if constexpr (BACK) {
-            for (int i = threadIdx.x; i < TOKENS * Block::COLUMNS; i += Block::THREADS) {
-                column_vectors.at[i / Block::COLUMNS][ONES_VECTOR][i % Block::COLUMNS] = one;
-            }
-        }
+        slots.clear();
+        columns.clear();
+        if (threadIdx.x < TOKENS) columns.put_last(threadIdx.x, 0x3f803f80u);
     }
 };
 
-/* A tile as it comes from memory. */
+/* COUNT numbers of each token of a tile as they come from memory. */
+template <int COUNT>
+struct alignas(16) rows_of {
+    static constexpr int PITCH = COUNT + 16;    // eight rows of 32 bytes meet no bank twice
+    mn_bf16 at[TOKENS][PITCH];
+
+    /* Four neighbours. */
+    __device__ __forceinline__ uint2 get(int t, int i) const {
+        return *(const uint2 *)&at[t][i];
+    }
+};
+
 template <typename Block, pass PASS>
 struct arrivals {
-    typedef typename copied<Block::SLOTS, Block::THREADS>::pack slots;
-    typedef typename copied<Block::COLUMNS, Block::THREADS>::pack columns;
-    slots k[Block::THREADS], q[PASS == STATES_PASS ? 1 : Block::THREADS];
-    columns v[Block::THREADS], b[Block::THREADS];
-    columns cot[PASS == BACKWARD_PASS ? Block::THREADS : 1];
+    static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
+    gates g;
+    rows_of<Block::SLOTS> k;
+    rows_of<READS ? Block::SLOTS : 0> q;
+    rows_of<Block::COLUMNS> v, b;
+    rows_of<BACK ? Block::COLUMNS : 0> cot;
 };
 
-/* Fetches tiles. */
-template <typename Block, pass PASS>
-struct fetched {
-    static constexpr bool BACK = PASS == BACKWARD_PASS;
-    typedef copied<Block::SLOTS, Block::THREADS> slots;
-    typedef copied<Block::COLUMNS, Block::THREADS> columns;
-    slots k, q;
-    columns v, b, cot;
-    float g;
-    int n_rows;
+__device__ __forceinline__ void copy_sixteen(void *to, const void *from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(to)),
+                 "l"(from) : "memory");
+}
 
-    __device__ void open(const mn_importance_args &p, const place &at) {
-        const int64_t s0 = Block::slot0(), v0 = Block::column0(), K = p.call.K, V = p.call.V;
-        k.open(p.k, at.span, at.h, s0, K);
-        if (PASS != STATES_PASS) q.open(p.q, at.span, at.h, s0, K);
-        v.open(p.v, at.span, at.h, v0, V);
-        b.open(p.b, at.span, at.h, v0, V);
-        if (BACK) cot.open(p.cot.o, at.span, at.h, v0, V);
+/* Rows of a tensor of which a block takes some columns. */
+struct alignas(16) stream {
+    const mn_bf16 *first;    // at the sequence's first token
+    int64_t apart;           // its tokens
+    int left;                // how many columns there are from the block's first on
+    bool packs;              // whether PIECE of them may be copied at once
+
+    __device__ void open(const mn_in &view, const place &at, int64_t base, int64_t count) {
+        const mn_bf16 *row = mn_row<mn_bf16>(view, at.span.b, at.span.t0, at.h);
+        first = row ? row + base : nullptr;
+        apart = view.stride[1];
+        left = row ? (int)min(count - base, (int64_t)1 << 30) : 0;
+        packs = ((uintptr_t)first | (uintptr_t)(apart * (int64_t)sizeof(mn_bf16))) % 16 == 0;
     }
 
-    __device__ __forceinline__ void fetch(arrivals<Block, PASS> &to, const mn_importance_args &p,
-                                          const place &at, const mn_cell_tile &from) {
-        k.copy(to.k, p.k, from);
-        if constexpr (PASS != STATES_PASS) q.copy(to.q, p.q, from);
-        v.copy(to.v, p.v, from);
-        b.copy(to.b, p.b, from);
-        if constexpr (BACK) cot.copy(to.cot, p.cot.o, from);
-        const int t = threadIdx.x % TOKENS;
-        n_rows = from.n_rows;
-        g = 0.0f;
-        if (t >= n_rows) return;
-        g = *mn_row<float>(p.g, from.span.b, from.span.t0 + from.first + t, at.h);
-    }
-
-    __device__ void put(tile<Block, PASS> &to, const arrivals<Block, PASS> &came, float ip,
-                        float scale) const {
-        asm volatile("cp.async.wait_all;" ::: "memory");
-        const gate own(g);
-        const int t = threadIdx.x % TOKENS, lane = slots::share::row() % TOKENS;
-        if (own.put(to.g)) {
-            const float fresh = t < n_rows ? fmaf(-expm1f(own.g), ip, least_importance) : 0.0f;
-            to.slots.put_last(t, split(fresh * own.over));
-        }
-        put_slots(to, came, __shfl_sync(0xffffffffu, own.over, lane, TOKENS), scale);
-        put_columns(to, came);
+    /* Piece `index` of the rows from token t0 on, of which there are n_rows. */
+    template <int COUNT>
+    __device__ __forceinline__ void copy(rows_of<COUNT> &to, int index, int t0, int n_rows) const {
+        const int t = index / (COUNT / PIECE), column = index % (COUNT / PIECE) * PIECE;
+        const int count = t < n_rows ? left - column : 0;
+        const mn_bf16 *from = first + (t0 + t) * apart + column;
+        mn_bf16 *own = &to.at[t][column];
+        if (packs && count >= PIECE) copy_sixteen(own, from);
+        else copy_some(own, from, count);
     }
 
 private:
-    __device__ void put_slots(tile<Block, PASS> &to, const arrivals<Block, PASS> &came, float over,
-                              float scale) const {
-        constexpr int n = slots::EACH;
-        const int t = slots::share::row(), first = slots::share::place();
-        const typename slots::pack keys = came.k[threadIdx.x];
-        const typename slots::pack queries = came.q[PASS == STATES_PASS ? 0 : threadIdx.x];
-        unsigned key[n], weight[n], query[n];
-        mn_bf16 squares[n];
-#pragma unroll
-        for (int i = 0; i < n; i++) {
-            const float x = mn_float(keys.at[i]);
-            key[i] = split(x * over);
-            weight[i] = split(x * x * over);
-            squares[i] = __float2bfloat16_rn(x * x);
-            if (BACK) query[i] = split(scale * mn_float(queries.at[i]));
-        }
-        to.slots.put(t, K_FACTOR, first, key);
-        to.slots.put(t, WEIGHT_FACTOR, first, weight);
-        if (PASS == FORWARD_PASS) to.slot_vectors.put(t, Q_VECTOR, first, queries.at);
-        if (!BACK) return;
-        to.slots.put(t, Q_FACTOR, first, query);
-        to.slot_vectors.put(t, K_VECTOR, first, keys.at);
-        to.slot_vectors.put(t, SQUARE_VECTOR, first, squares);
+    __device__ __noinline__ static void copy_some(mn_bf16 *to, const mn_bf16 *from, int count) {
+#pragma unroll 1
+        for (int n = 0; n < PIECE; n++) to[n] = n < count ? from[n] : mn_bf16(0.0f);
+    }
+};
+
+/* Where tiles come from, in shared memory: threads have no registers to spare for it. */
+struct sources {
+    stream k, q, v, b, cot;
+    const gates *decays;    // of the sequence's first tile
+    const float *states;    // in front of it, of the block's first thread
+    int64_t heads, between;    // tiles of gates, and of states
+};
+
+/* Fetches tiles, and makes their factors once copies have been waited for by the whole block. */
+template <typename Block, pass PASS>
+struct fetcher {
+    static constexpr bool BACK = PASS == BACKWARD_PASS;
+    static constexpr int SLOT_PIECES = Block::SLOTS * TOKENS / PIECE;
+    static constexpr int COLUMN_PIECES = Block::COLUMNS * TOKENS / PIECE;
+    static constexpr int SLOT_KINDS = PASS == STATES_PASS ? 1 : 2, COLUMN_KINDS = BACK ? 3 : 2;
+    static constexpr int PIECES = SLOT_KINDS * SLOT_PIECES + COLUMN_KINDS * COLUMN_PIECES;
+    typedef arrivals<Block, PASS> rooms;
+
+    /* By the first thread; the others see it behind the next barrier. */
+    __device__ static void open(sources &from, const mn_importance_args &p, const place &at,
+                                const gates *all) {
+        const int64_t s0 = Block::slot0(), v0 = Block::column0(), K = p.call.K, V = p.call.V;
+        if (threadIdx.x != 0) return;
+        from.k.open(p.k, at, s0, K);
+        from.v.open(p.v, at, v0, V);
+        from.b.open(p.b, at, v0, V);
+        if (PASS != STATES_PASS) from.q.open(p.q, at, s0, K);
+        if (BACK) from.cot.open(p.cot.o, at, v0, V);
+        from.heads = p.call.H;
+        from.decays = all + mn_cell_first_slot(p.call, at.n, TOKENS) * p.call.H + at.h;
     }
 
-    __device__ void put_columns(tile<Block, PASS> &to, const arrivals<Block, PASS> &came) const {
-        constexpr int n = columns::EACH;
-        const int t = columns::share::row(), first = columns::share::place();
-        const typename columns::pack values = came.v[threadIdx.x], writes = came.b[threadIdx.x];
-        const typename columns::pack cots = came.cot[BACK ? threadIdx.x : 0];
-        unsigned value[n], write[n], read[n];
-#pragma unroll
-        for (int i = 0; i < n; i++) {
-            value[i] = both(values.at[i]), write[i] = both(writes.at[i]);
-            if (BACK) read[i] = both(cots.at[i]);
+    /* Tile `index` of a sequence of `length` tokens; nothing behind its end. */
+    __device__ __forceinline__ static void fetch(rooms &to, const sources &from, int index,
+                                                 int length) {
+        const int t0 = index * TOKENS, n_rows = length - t0;
+        const int thread = own_thread();
+        if (n_rows <= 0) return;
+        const unsigned part = thread - (Block::THREADS - 32);    // the last warp has less to fetch
+        if (part < sizeof(gates) / 16) {
+            const gates *g = from.decays + index * from.heads;
+            copy_sixteen((char *)&to.g + part * 16, (const char *)g + part * 16);
         }
-        to.columns.put(t, V_FACTOR, first, value);
-        to.columns.put(t, B_FACTOR, first, write);
-        if (!BACK) return;
-        to.columns.put(t, COT_FACTOR, first, read);
-        to.column_vectors.put(t, COT_VECTOR, first, cots.at);
-        to.column_vectors.put(t, V_VECTOR, first, values.at);
-        to.column_vectors.put(t, B_VECTOR, first, writes.at);
+#pragma unroll
+        for (int n = 0; n < PIECES; n += Block::THREADS) {
+            int i = n + thread;
+            if (i < SLOT_PIECES) from.k.copy(to.k, i, t0, n_rows);
+            i -= SLOT_PIECES;
+            if constexpr (SLOT_KINDS > 1) {
+                if (i >= 0 && i < SLOT_PIECES) from.q.copy(to.q, i, t0, n_rows);
+                i -= SLOT_PIECES;
+            }
+            if (i >= 0 && i < COLUMN_PIECES) from.v.copy(to.v, i, t0, n_rows);
+            i -= COLUMN_PIECES;
+            if (i >= 0 && i < COLUMN_PIECES) from.b.copy(to.b, i, t0, n_rows);
+            i -= COLUMN_PIECES;
+            if constexpr (BACK) {
+                if (i >= 0 && i < COLUMN_PIECES) from.cot.copy(to.cot, i, t0, n_rows);
+            }
+        }
+    }
+
+    __device__ static void wait() {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+    }
+
+    /* The factors of a tile that has come. */
+    __device__ static void put(tile<Block, PASS> &to, const rooms &came, float scale) {
+        constexpr int ACROSS = Block::SLOTS / 4;    // a thread has 4 neighbours
+        const int thread = own_thread(), row = thread / ACROSS, slot = thread % ACROSS * 4;
+        if (row < TOKENS) put_slots(to, came, row, slot, scale);
+        constexpr int QUADS = Block::COLUMNS / 4 * TOKENS;
+#pragma unroll
+        for (int n = 0; n < COLUMN_KINDS * QUADS; n += Block::THREADS) {
+            const int i = n + thread, at = i % QUADS, column = at % (Block::COLUMNS / 4) * 4;
+            if (i >= COLUMN_KINDS * QUADS) break;
+            const int t = at / (Block::COLUMNS / 4);
+            if (i < QUADS) put_columns(to, came.v, VALUE_FACTOR, t, column);
+            else if (i < 2 * QUADS) put_columns(to, came.b, WRITE_FACTOR, t, column);
+            else if constexpr (BACK) put_columns(to, came.cot, COT_FACTOR, t, column);
+        }
+        if (thread < TOKENS) {
+            to.slots.put_last(thread, came.g.fresh[thread]);
+            to.step[thread] = came.g.step[thread];
+            to.rest = came.g.rest, to.heads = came.g.heads;
+            to.early = came.g.early, to.whole = came.g.whole;
+        }
+    }
+
+private:
+    /* Forward has registers to spare. */
+    __device__ __forceinline__ static int own_thread() {
+        return PASS == FORWARD_PASS ? (int)threadIdx.x : thread_again();
+    }
+
+    __device__ __forceinline__ static void put_slots(tile<Block, PASS> &to, const rooms &came,
+                                                     int t, int slot, float scale) {
+        float x[4];
+        numbers_of(x, came.k.get(t, slot));
+        const float over = came.g.over[t];
+        unsigned key[4], weight[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const float scaled = x[i] * over;
+            key[i] = split(scaled);
+            weight[i] = split(x[i] * scaled);
+        }
+        to.slots.put(t, KEY_FACTOR, slot, key);
+        to.slots.put(t, WEIGHT_FACTOR, slot, weight);
+        if constexpr (BACK) {
+            numbers_of(x, came.q.get(t, slot));
+#pragma unroll
+            for (int i = 0; i < 4; i++) key[i] = split(scale * x[i]);
+            to.slots.put(t, QUERY_FACTOR, slot, key);
+        }
+    }
+
+    __device__ __forceinline__ static void numbers_of(float (&x)[4], uint2 pairs) {
+        x[0] = first_of(pairs.x), x[1] = second_of(pairs.x);
+        x[2] = first_of(pairs.y), x[3] = second_of(pairs.y);
+    }
+
+    __device__ __forceinline__ static void put_columns(tile<Block, PASS> &to,
+                                                       const rows_of<Block::COLUMNS> &from,
+                                                       int number, int t, int column) {
+        const uint2 x = from.get(t, column);
+        const unsigned pairs[4] = { first_twice(x.x), second_twice(x.x), first_twice(x.y),
+                                    second_twice(x.y) };
+        to.columns.put(t, number, column, pairs);
     }
 };
 
@@ -459,30 +567,64 @@ template <typename Block, pass PASS, bool HEADS>
 struct walk {
     typedef decltype(tile<Block, PASS>::slots) slot_factors;
     typedef decltype(tile<Block, PASS>::columns) column_factors;
-    const gates &g;
-    const unsigned *slots, *columns;
+    static constexpr bool TURNED = PASS == FORWARD_PASS;
+    const tile<Block, PASS> &in;
+    const unsigned *rows, *mean, *weight, *read;
 
-    __device__ explicit walk(const tile<Block, PASS> &in) :
-        g(in.g), slots(in.slots.mine(Block::group() * GROUP)),
-        columns(in.columns.mine(across<Block>() * GROUP)) {}
-
-    /* At token t, going either way. */
-    __device__ __forceinline__ void head(cells &c, int t) const {
-        if (HEADS && g.heads >> t & 1) c.times(g.step[t]);
+    __device__ explicit walk(const tile<Block, PASS> &of) : in(of) {
+        const int warp = thread_again() / 32;
+        const int slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
+        rows = TURNED ? in.columns.rows(column) : in.slots.rows(slot);
+        mean = TURNED ? in.slots.mean(slot) : in.columns.mean(column);
+        weight = TURNED ? in.slots.weight(slot) : in.columns.weight(column);
+        if constexpr (PASS == BACKWARD_PASS) read = in.columns.read(column);
     }
 
-    __device__ __forceinline__ uint2 slot(int t) const {
-        return slot_factors::get(slots, t);
-    }
-
-    __device__ __forceinline__ uint2 column(int t) const {
-        return column_factors::get(columns, t);
-    }
-
+    /* Token t. */
     __device__ __forceinline__ void advance(cells &c, int t) const {
-        head(c, t);
-        if (PASS == FORWARD_PASS) c.advance(column(t), slot(t));
-        else c.advance(slot(t), column(t));
+        if (HEADS && in.heads >> t & 1) c.times(in.step[t]);
+        const uint2 of_rows = TURNED ? column_factors::get(rows, t) : slot_factors::get(rows, t);
+        const uint2 to_mean = TURNED ? slot_factors::get(mean, t) : column_factors::get(mean, t);
+        const uint2 to_weight = TURNED ? slot_factors::get(weight, t) :
+                                         column_factors::get(weight, t);
+        add_shallow(c.M[0], of_rows, to_mean.x);
+        add_shallow(c.M[1], of_rows, to_mean.y);
+        add_shallow(c.I[0], of_rows, to_weight.x);
+        add_shallow(c.I[1], of_rows, to_weight.y);
+    }
+
+    /* Tokens first .. first + count, none of which is to be read, by fours. */
+    __device__ __forceinline__ void pass(cells &c, int first, int count) const {
+        if (HEADS) {
+#pragma unroll
+            for (int t = first; t < first + count; t++) advance(c, t);
+            return;
+        }
+        const int warp = thread_again() / 32;
+        const int slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
+        const unsigned *keys = in.slots.four(KEY_FACTOR, slot);
+        const unsigned *weights = in.slots.four(WEIGHT_FACTOR, slot);
+        const unsigned *values = in.columns.four(VALUE_FACTOR, column);
+        const unsigned *writes = in.columns.four(WRITE_FACTOR, column);
+#pragma unroll
+        for (int t = first; t < first + count; t += 4) {
+            const uint2 key = slot_factors::get(keys, t), weight = slot_factors::get(weights, t);
+            const uint2 v = column_factors::get(values, t), b = column_factors::get(writes, t);
+            add_shallow(c.M[0], key, v.x);
+            add_shallow(c.M[1], key, v.y);
+            add_shallow(c.I[0], weight, b.x);
+            add_shallow(c.I[1], weight, b.y);
+        }
+        const float fresh = count == HALF ? in.early : in.whole;
+#pragma unroll
+        for (int i = 0; i < 8; i++) c.I[i / 4][i % 4] += fresh;
+    }
+
+    /* scale q do' of token t. */
+    __device__ __forceinline__ void pull(float (&to)[2][4], int t) const {
+        const uint2 of_rows = slot_factors::get(rows, t), cot = column_factors::get(read, t);
+        put_shallow(to[0], of_rows, cot.x);
+        put_shallow(to[1], of_rows, cot.y);
     }
 };
 

@@ -1,15 +1,17 @@
 /* mesa.cuh - the parts of mesa (see ref/mesa.c): work space, pairs of matrices, sums of chunks.
  *
  * A state is the pair (Hkk, Hkv) in rows of K + V numbers; so is its adjoint (A, B). Sequences are
- * cut into chunks of 64 tokens: what each chunk adds to the pair, all of them at once; a sum over
+ * cut into chunks of 32 tokens: what each chunk adds to the pair, all of them at once; a sum over
  * chunks in their order, which leaves the pair in front of each (behind each, for adjoints); then
- * all chunks at once again, token by token. */
+ * all chunks at once again. */
 #ifndef MN_KERNELS_CUDA_MESA_CUH
 #define MN_KERNELS_CUDA_MESA_CUH
 
+#include "kernels/cuda/after.cuh"
 #include "kernels/cuda/mesa_solve.cuh"
 
-enum { MN_MESA_CHUNK = 64, MN_MESA_PART = 16, MN_MESA_BLOCKS = 264 };
+enum { MN_MESA_CHUNK = 32, MN_MESA_PART = 4, MN_MESA_BLOCKS = 264 };
+enum { MN_MESA_ROWS = 16, MN_MESA_ADDERS = 128 };    // rows and threads of a block that sums
 
 /* Counts of floats; of doubles for `matrices`. */
 struct mn_mesa_extent {
@@ -48,50 +50,100 @@ __device__ inline float mn_mesa_log(const mn_mesa_args &p, int64_t b, int64_t t,
     return g < -1e5f ? -1e5f : g;
 }
 
-/* What a chunk adds to its pair at its end or, `backward`, to the adjoint at its front, where the
- * decay of its first token counts, too. A block has a chunk of a head. */
+/* The sum of log decays from the chunk's front to token u, for a warp; the last one's behind it. */
 template <typename T>
-__global__ void __launch_bounds__(MN_MESA_THREADS)
+__device__ inline double mn_mesa_levels(const mn_mesa_args &p, const mn_mesa_place &at, int u) {
+    const int64_t t = at.tile.span.t0 + at.tile.first + u;
+    double sum = u < at.tile.n_rows ? (double)mn_mesa_log<T>(p, at.tile.span.b, t, at.h) : 0.0;
+    for (int lanes = 1; lanes < MN_MESA_CHUNK; lanes *= 2) {
+        const double before = __shfl_up_sync(0xffffffffu, sum, lanes);
+        if (u >= lanes) sum += before;
+    }
+    return sum;
+}
+
+/* The weight of each token in the sums of its chunk, with the decays to the end or, `backward`,
+ * from the front on; and the decay of the whole chunk. */
+template <typename T>
+__device__ inline void mn_mesa_weigh(float *weight, float *fall, const mn_mesa_args &p,
+                                     const mn_mesa_place &at, bool backward) {
+    const int64_t b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
+    const int count = (int)at.tile.n_rows, u = threadIdx.x;
+    if (u >= MN_MESA_CHUNK) return;
+    const float beta = u < count ? mn_float(*mn_row<T>(p.beta, b, t0 + u, at.h)) : 0.0f;
+    const double G = mn_mesa_levels<T>(p, at, u);
+    const double end = __shfl_sync(0xffffffffu, G, MN_MESA_CHUNK - 1);
+    weight[u] = backward ? expf((float)G) : beta * expf((float)(end - G));
+    if (u == 0 && blockIdx.y == 0) *fall = expf((float)end);
+}
+
+/* Column j of what the chunk's tokens give the right: keys and values or, `backward`, y, with x in
+ * right[1], and cotangents. All loads at once; zeros behind the last token. */
+template <typename T>
+__device__ __forceinline__ void mn_mesa_column(float (&right)[2][MN_MESA_CHUNK],
+                                               const mn_mesa_args &p, const mn_mesa_work &w,
+                                               const mn_mesa_place &at, int64_t j, bool backward) {
+    const int64_t K = p.call.K, b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
+    if (backward && j < K) {
+        const int64_t stride = p.call.H * K, from = ((b * p.call.T + t0) * p.call.H + at.h) * K + j;
+#pragma unroll
+        for (int u = 0; u < MN_MESA_CHUNK; u++) {
+            right[0][u] = u < at.tile.n_rows ? w.y[from + u * stride] : 0.0f;
+            right[1][u] = u < at.tile.n_rows ? w.x[from + u * stride] : 0.0f;
+        }
+        return;
+    }
+    const mn_in &view = j < K ? p.k : backward ? p.cot.o : p.v;
+    const T *from = mn_row<T>(view, b, t0, at.h) + (j < K ? j : j - K);
+#pragma unroll
+    for (int u = 0; u < MN_MESA_CHUNK; u++) {
+        const bool there = u < at.tile.n_rows && view.data;
+        right[0][u] = there ? mn_float(from[u * view.stride[1]]) : 0.0f;
+    }
+}
+
+/* What a chunk adds to its pair at its end or, `backward`, to the adjoint at its front, where the
+ * decay of its first token counts, too. A block has 16 rows of a chunk of a head, a thread columns
+ * of them. */
+template <typename T>
+__global__ void __launch_bounds__(MN_MESA_ADDERS)
 mn_mesa_sums_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, bool backward) {
-    __shared__ float weight[MN_MESA_CHUNK];
+    __shared__ float weight[MN_MESA_CHUNK], left[2][MN_MESA_CHUNK][MN_MESA_ROWS];
     const mn_mesa_place at = mn_mesa_here(p.call, blockIdx.x);
-    const int64_t K = p.call.K, V = p.call.V, width = K + V;
+    const int64_t K = p.call.K, width = K + p.call.V, row0 = blockIdx.y * MN_MESA_ROWS;
     const int64_t b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
     const int count = (int)at.tile.n_rows;
+    mn_let_next_begin();
     if (count == 0) return;
-    if (threadIdx.x < count) {
-        const int u = threadIdx.x;
-        double sum = 0.0;
-        for (int s = backward ? 0 : u + 1; s < (backward ? u + 1 : count); s++) {
-            sum += (double)mn_mesa_log<T>(p, b, t0 + s, at.h);
-        }
-        const float beta = mn_float(*mn_row<T>(p.beta, b, t0 + u, at.h));
-        weight[u] = expf((float)sum) * (backward ? 1.0f : beta);
-        if (u == (backward ? count - 1 : 0)) {
-            sum += backward ? 0.0 : (double)mn_mesa_log<T>(p, b, t0, at.h);
-            w.falls[at.index] = expf((float)sum);
-        }
+    mn_mesa_weigh<T>(weight, &w.falls[at.index], p, at, backward);
+    for (int i = threadIdx.x; i < count * MN_MESA_ROWS; i += MN_MESA_ADDERS) {
+        const int u = i / MN_MESA_ROWS, row = i % MN_MESA_ROWS;
+        const int64_t channel = row0 + row, token = ((b * p.call.T + t0 + u) * p.call.H + at.h) * K;
+        const bool there = channel < K;
+        if (backward) left[1][u][row] = there ? w.y[token + channel] : 0.0f;
+        left[0][u][row] = !there ? 0.0f : backward ? w.x[token + channel]
+                          : mn_float(mn_row<T>(p.k, b, t0 + u, at.h)[channel]);
     }
     __syncthreads();
     float *to = (backward ? w.adjoints : w.pairs) + at.index * K * width;
-    for (int64_t cell = threadIdx.x; cell < K * width; cell += MN_MESA_THREADS) {
-        const int64_t i = cell / width, j = cell % width;
-        float sum = 0.0f;
-        for (int u = 0; u < count; u++) {
-            float product;
-            if (!backward) {
-                const T *k = mn_row<T>(p.k, b, t0 + u, at.h);
-                const T *right = j < K ? k + j : mn_row<T>(p.v, b, t0 + u, at.h) + (j - K);
-                product = mn_float(k[i]) * mn_float(*right);
-            } else {
-                const int64_t row = ((b * p.call.T + t0 + u) * p.call.H + at.h) * K;
-                const float x = w.x[row + i], y = w.y[row + i];
-                if (j < K) product = -0.5f * (x * w.y[row + j] + y * w.x[row + j]);
-                else product = x * mn_get(mn_row<T>(p.cot.o, b, t0 + u, at.h), j - K);
+    for (int64_t j = threadIdx.x; j < width; j += MN_MESA_ADDERS) {
+        float sum[MN_MESA_ROWS] = {}, right[2][MN_MESA_CHUNK];
+        mn_mesa_column<T>(right, p, w, at, j, backward);
+#pragma unroll
+        for (int u = 0; u < MN_MESA_CHUNK; u++) {
+            if (u >= count) break;
+            const float by = weight[u];
+#pragma unroll
+            for (int r = 0; r < MN_MESA_ROWS; r++) {
+                float product = left[0][u][r] * right[0][u];
+                if (backward && j < K) product = -0.5f * (product + left[1][u][r] * right[1][u]);
+                sum[r] = fmaf(by, product, sum[r]);
             }
-            sum = fmaf(weight[u], product, sum);
         }
-        to[cell] = sum;
+#pragma unroll
+        for (int r = 0; r < MN_MESA_ROWS; r++) {
+            if (row0 + r < K) to[(row0 + r) * width + j] = sum[r];
+        }
     }
 }
 
@@ -110,13 +162,18 @@ __device__ inline void mn_mesa_put(float *kk, float *kv, int64_t head, int64_t c
     if (j >= K && kv) kv[(head * K + i) * V + j - K] = x;
 }
 
+enum { MN_MESA_AHEAD = 8 };
+
 /* Sums over the chunks of a sequence, in place: afterwards a pair is the one in front of its chunk
- * or, backward, behind it. A thread has a number of the pair. */
+ * or, backward, behind it. A thread has a number of the pair, and loads several ahead of the
+ * sum. */
 static __global__ void __launch_bounds__(MN_MESA_THREADS)
 mn_mesa_carry_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, bool backward) {
     const int64_t K = p.call.K, V = p.call.V, size = K * (K + V), H = p.call.H;
     const int64_t cell = blockIdx.x * (int64_t)MN_MESA_THREADS + threadIdx.x;
     const int64_t n = blockIdx.y / H, h = blockIdx.y % H, head = blockIdx.y;
+    mn_let_next_begin();
+    mn_wait_for_before();
     if (cell >= size) return;
     const mn_span span = mn_span_at(p.call, n);
     const int64_t chunks = (span.length + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK;
@@ -126,12 +183,22 @@ mn_mesa_carry_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, boo
     const float *kk = (const float *)(backward ? p.cot.hkk.data : p.hkk0.data);
     const float *kv = (const float *)(backward ? p.cot.hkv.data : p.hkv0.data);
     float x = mn_mesa_given(kk, kv, head, cell, K, V);
-    for (int64_t i = 0; i < chunks; i++) {
-        const int64_t index = (slot0 + (backward ? chunks - 1 - i : i)) * H + h;
-        float *at = (backward ? w.adjoints : w.pairs) + index * size + cell;
-        const float added = *at;
-        *at = x;
-        x = fmaf(w.falls[index], x, added);
+    float *const cells = (backward ? w.adjoints : w.pairs) + cell;
+    for (int64_t i0 = 0; i0 < chunks; i0 += MN_MESA_AHEAD) {
+        int64_t index[MN_MESA_AHEAD];
+        float added[MN_MESA_AHEAD], fall[MN_MESA_AHEAD];
+#pragma unroll
+        for (int i = 0; i < MN_MESA_AHEAD; i++) {
+            const int64_t chunk = min(i0 + i, chunks - 1);
+            index[i] = (slot0 + (backward ? chunks - 1 - chunk : chunk)) * H + h;
+            added[i] = cells[index[i] * size], fall[i] = w.falls[index[i]];
+        }
+#pragma unroll
+        for (int i = 0; i < MN_MESA_AHEAD; i++) {
+            if (i0 + i >= chunks) break;
+            cells[index[i] * size] = x;
+            x = fmaf(fall[i], x, added[i]);
+        }
     }
     if (backward) {
         mn_mesa_put((float *)p.grad.hkk0.data, (float *)p.grad.hkv0.data, head, cell, K, V, x);

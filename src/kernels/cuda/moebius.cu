@@ -6,11 +6,12 @@
  *
  * A block has 32 channels and 16 slots of one chunk of a sequence; a thread keeps lam and eta of 4
  * slots of a channel. With more slots, blocks leave parts of the sums over slots, added up
- * afterwards. Backward, a first pass leaves the states in front of each tile of 16 tokens; the
- * second goes through the tiles from the last one on, makes the states of four tokens again in
+ * afterwards. Backward, a walk leaves the states in front of each tile of 16 tokens; the second
+ * pass goes through the tiles from the last one on, makes the states of four tokens again in
  * registers, and leaves dk and dq of its 32 channels as parts. */
 #include "kernels/cuda/moebius.cuh"
-#include "kernels/cuda/moebius_maps.cuh"
+#include "kernels/cuda/moebius_walk.cuh"
+#include "kernels/cuda/moebius_walk_back.cuh"
 
 using namespace moebius;
 
@@ -33,23 +34,29 @@ struct four {
     }
 };
 
-/* FULL: with yvar, or read from the prior. WHOLE: the tile has all of its tokens, and nothing
- * asks. */
-template <bool FULL, bool WHOLE>
-__device__ __forceinline__ static void tile_forward(state &c, const dynamics &dyn,
+/* Sums over slots at four tokens of a tile from t on. */
+template <bool FULL>
+__device__ __forceinline__ static void put_four(mn_cell_sums<block> &out, int t, float (&y)[4],
+                                                float (&yvar)[4]) {
+    const int at = t + block::slot_lane(), column = block::column(0);
+    out.at[0][0][at][column] = mn_cell_line_sums(y);
+    if (FULL) out.at[1][0][at][column] = mn_cell_line_sums(yvar);
+}
+
+/* A tile by lam and eta. FULL: with yvar, or read from the prior. */
+template <bool FULL>
+__device__ __forceinline__ static void forward_rows(state &c, const dynamics &dyn,
                                                     mn_cell_sums<block> &out,
                                                     const stage<2, 2> &in, int n_rows,
                                                     bool prior) {
-    four now, next;
-    now.load(in, 0);
-#pragma unroll(WHOLE ? TOKENS / 4 : 1)
+#pragma unroll 1
     for (int t = 0; t < TOKENS; t += 4) {
-        float y[4], yvar[4];
-        if (t + 4 < TOKENS) next.load(in, t + 4);
+        float y[4] = {}, yvar[4] = {};
+        four now;
+        now.load(in, t);
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            y[i] = yvar[i] = 0.0f;
-            if (!WHOLE && t + i >= n_rows) continue;
+            if (t + i >= n_rows) continue;
             dyn.advance(c, now.k[i], now.v[0][i], now.prec[0][i]);
 #pragma unroll
             for (int j = 0; j < SLOTS; j++) {
@@ -61,11 +68,66 @@ __device__ __forceinline__ static void tile_forward(state &c, const dynamics &dy
                 yvar[i] = fmaf(q * q, spread, yvar[i]);
             }
         }
-        const int at = t + block::slot_lane(), column = block::column(0);
-        out.at[0][0][at][column] = mn_cell_line_sums(y);
-        if (FULL) out.at[1][0][at][column] = mn_cell_line_sums(yvar);
+        put_four<FULL>(out, t, y, yvar);
+    }
+}
+
+/* Four tokens by rays; false where they do not hold. */
+template <bool FULL>
+__device__ __forceinline__ static bool forward_rays(state &c, float (&y)[4], float (&yvar)[4],
+                                                    const dynamics &dyn, const ray_edge &edge,
+                                                    const four &in, bool prior) {
+    bool sound = all_positive(in.prec[0]);
+    ray x[SLOTS];
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) x[j] = { c.lam[j], 1.0f, c.eta[j] };
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        y[i] = yvar[i] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            const float q = in.q[i][j];
+            x[j] = dyn.after(x[j], j, in.prec[0][i], in.k[i][j], in.v[0][i]);
+            const float by = mn_inverse(x[j].n);
+            y[i] = fmaf((FULL && prior ? q * dyn.a[j] : q) * x[j].e, by, y[i]);
+            if (!FULL) continue;
+            const float var = x[j].d * by;
+            yvar[i] = fmaf(q * q, prior ? fmaf(dyn.a2[j], var, dyn.p[j]) : var, yvar[i]);
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        const float by = mn_inverse(x[j].d);
+        sound = sound && edge.holds(c.lam[j], x[j].n);
+        c.lam[j] = x[j].n * by;
+        c.eta[j] = x[j].e * by;
+    }
+    return sound;
+}
+
+/* A whole tile by rays; false, and nothing done, where one of the warp's does not hold. */
+template <bool FULL>
+__device__ __forceinline__ static bool forward_tile(state &c, const dynamics &dyn,
+                                                    const ray_edge &edge,
+                                                    mn_cell_sums<block> &out,
+                                                    const stage<2, 2> &in, bool prior) {
+    state at = c;
+    four now, next;
+    bool sound = true;
+    now.load(in, 0);
+#pragma unroll
+    for (int t = 0; t < TOKENS; t += 4) {
+        float y[4], yvar[4];
+        if (t + 4 < TOKENS) next.load(in, t + 4);
+        sound = forward_rays<FULL>(at, y, yvar, dyn, edge, now, prior) && sound;
+        put_four<FULL>(out, t, y, yvar);
         now = next;
     }
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) sound = sound && isfinite(at.eta[j]);
+    if (!all_sound(sound)) return false;
+    c = at;
+    return true;
 }
 
 template <typename T, bool FULL>
@@ -75,25 +137,28 @@ forward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_row
     __shared__ stage<2, 2> in[2];
     __shared__ mn_cell_sums<block> out[2];
     const dynamics dyn(p);
+    const ray_edge edge = dyn.edge();
     for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
         const chunk at(p.call, slot);
         if (!at.exists) continue;
         state c;
         if (at.first == 0) load_cells(c, p.lam0, p.eta0, p.call, at.n, 1.0f);
         else c.load(to.starts, slot);
-        const auto put = [&](int64_t i) {
-            mn_cell_put_sums<T>(p.y, p.yvar, to.sums, p.call, mn_cell_tile_at(at.span, i), 0, 1,
-                                n_rows, out[i % 2]);
+        leaving<T> y, yvar;
+        y.open(p.y, to.sums, 0, p.call, at.span, at.first, n_rows);
+        if (FULL) yvar.open(p.yvar, to.sums, 1, p.call, at.span, at.first, n_rows);
+        const auto put = [&](int64_t i, int count) {
+            y.put(out[i % 2], 0, count, TOKENS);
+            if (FULL) yvar.put(out[i % 2], 1, count, TOKENS);
         };
         each_tile<T>(in, p, at, [&](int64_t i, const mn_cell_tile &tile, const stage<2, 2> &now) {
-            if (i > at.first_tile()) put(i - 1);
-            if (tile.n_rows == TOKENS) {
-                tile_forward<FULL, true>(c, dyn, out[i % 2], now, TOKENS, p.from_prior);
-            } else {
-                tile_forward<FULL, false>(c, dyn, out[i % 2], now, tile.n_rows, p.from_prior);
+            if (i > at.first_tile()) put(i - 1, TOKENS);
+            if (tile.n_rows < TOKENS ||
+                !forward_tile<FULL>(c, dyn, edge, out[i % 2], now, p.from_prior)) {
+                forward_rows<FULL>(c, dyn, out[i % 2], now, tile.n_rows, p.from_prior);
             }
         });
-        if (at.first < at.end) put(at.end_tile() - 1);
+        if (at.first < at.end) put(at.end_tile() - 1, (int)((at.end - 1) % TOKENS) + 1);
         __syncthreads();
         if (at.last()) store_cells(p.lam, p.eta, c, p.call, at.n);
     }
@@ -101,31 +166,22 @@ forward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_row
 
 /* ---- backward -------------------------------------------------------------------------------- */
 
-/* States in front of every tile. */
-template <typename T>
-__global__ void __launch_bounds__(block::THREADS, 4)
-states_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t count) {
-    __shared__ stage<1, 2> in[2];
-    const dynamics dyn(p);
-    for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
-        const chunk at(p.call, slot);
-        if (!at.exists) continue;
-        const int64_t set = mn_cell_first_slot(p.call, at.n, TOKENS);
-        state c;
-        if (at.first == 0) load_cells(c, p.lam0, p.eta0, p.call, at.n, 1.0f);
-        else c.load(to.starts, slot);
-        each_tile<T>(in, p, at, [&](int64_t i, const mn_cell_tile &tile, const stage<1, 2> &now) {
-            c.store(to.states, set + i);
-            advance_tile(c, dyn, now, tile.n_rows);
-        });
-    }
-}
-
 /* Adjoints of a thread's states and the sums over time. */
 struct adjoint {
     state d;
     float a[SLOTS], a2[SLOTS], p[SLOTS];
 };
+
+/* Adds a tile's sums over time to those of the chunk. */
+__device__ __forceinline__ static void add_sums(adjoint &to, const adjoint &from) {
+    to.d = from.d;
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        to.a[j] += from.a[j];
+        to.a2[j] += from.a2[j];
+        to.p[j] += from.p[j];
+    }
+}
 
 /* What one token says to its channel and its slots. */
 struct token_cots {
@@ -180,43 +236,159 @@ __device__ __forceinline__ static void token_backward(token_cots &to, adjoint &s
     to.v *= prec;
 }
 
+/* The states in front of a tile on their way. */
+struct state_ahead {
+    alignas(16) float at[2][block::THREADS][SLOTS];
+
+    __device__ __forceinline__ void begin(const float *sets, int64_t set) {
+        copy_there<SLOTS>(at[0][threadIdx.x], sets + block::own(2 * set), true);
+        copy_there<SLOTS>(at[1][threadIdx.x], sets + block::own(2 * set + 1), true);
+    }
+
+    __device__ __forceinline__ void get(state &c) const {
+        mn_cell_read(c.lam, at[0][threadIdx.x]);
+        mn_cell_read(c.eta, at[1][threadIdx.x]);
+    }
+};
+
 template <bool FULL>
 struct backward_room {
-    stage<2, FULL ? 4 : 3> in;
+    lines_of<FULL> in[2];
+    state_ahead first[2];
     mn_cell_sums<block> out;
     mn_cell_key_parts<block> keys;
     fours states;
 };
 
-/* Four tokens of a tile from t on. WHOLE as above. */
-template <bool FULL, bool WHOLE>
-__device__ __forceinline__ static void four_backward(adjoint &sum, const dynamics &dyn,
-                                                     backward_room<FULL> &r, int t, int n_rows,
+/* Leaves the sums over slots of dv and dprec at four tokens. */
+template <bool FULL>
+__device__ __forceinline__ static void put_lines(backward_room<FULL> &r, int t, float (&dv)[4],
+                                                 float (&dprec)[4]) {
+    put_four<true>(r.out, t, dv, dprec);
+}
+
+/* Four tokens of a tile from t on, by lam and eta. */
+template <bool FULL>
+__device__ __forceinline__ static void backward_four(adjoint &sum, const dynamics &dyn,
+                                                     backward_room<FULL> &r,
+                                                     const lines_of<FULL> &in, int t, int n_rows,
                                                      bool prior) {
     state c[5];
     float gy[1][4], gw[1][4] = {}, dv[4], dprec[4];
     four now;
-    now.load(r.in, t);
+    now.load(in, t);
     r.states.get(c[0], t);
-    r.in.lines[MEAN_COTS].get(gy, t);
-    if (FULL) r.in.lines[FULL ? SPREAD_COTS : 0].get(gw, t);
+    in.lines[MEAN_COTS].get(gy, t);
+    if (FULL) in.lines[FULL ? SPREAD_COTS : 0].get(gw, t);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         c[i + 1] = c[i];
-        if (WHOLE || t + i < n_rows) dyn.advance(c[i + 1], now.k[i], now.v[0][i], now.prec[0][i]);
+        if (t + i < n_rows) dyn.advance(c[i + 1], now.k[i], now.v[0][i], now.prec[0][i]);
     }
 #pragma unroll
     for (int i = 3; i >= 0; i--) {
         token_cots to = {};
-        if (WHOLE || t + i < n_rows) {
+        if (t + i < n_rows) {
             token_backward<FULL>(to, sum, dyn, c[i], c[i + 1], now, i, gy[0][i], gw[0][i], prior);
         }
         dv[i] = to.v, dprec[i] = to.prec;
         r.keys.put(t + i, mn_cell_key_sums(to.k, to.q));
     }
-    const int at = t + block::slot_lane(), column = block::column(0);
-    r.out.at[0][0][at][column] = mn_cell_line_sums(dv);
-    r.out.at[1][0][at][column] = mn_cell_line_sums(dprec);
+    put_lines(r, t, dv, dprec);
+}
+
+/* A tile by lam and eta, from the state in front of it. */
+template <bool FULL>
+__device__ __forceinline__ static void backward_rows(adjoint &sum, const dynamics &dyn,
+                                                     backward_room<FULL> &r,
+                                                     const lines_of<FULL> &in, const state &first,
+                                                     int n_rows, bool prior) {
+    r.states.fill(first, dyn, in, n_rows);
+#pragma unroll 1
+    for (int t = TOKENS - 4; t >= 0; t -= 4) {
+        backward_four<FULL>(sum, dyn, r, in, t, n_rows, prior);
+    }
+}
+
+/* What a read of the ray x from the prior says to q and the dynamics; to_q as read_back returns
+ * it. */
+__device__ __forceinline__ static float prior_cots(ray_cots &to, const ray &x, float to_q, float a,
+                                                   float a2, float p, float q, float gw) {
+    const float var = x.d * mn_inverse(x.n), gv = gw * q * q;
+    to.a = fmaf(q, to_q, to.a);
+    to.a2 = fmaf(gv, var, to.a2);
+    to.p += gv;
+    return fmaf(a, to_q, 2.0f * q * gw * fmaf(a2, var, p));
+}
+
+/* Four tokens of a tile from t on, by rays; false where they do not hold. */
+template <bool FULL>
+__device__ __forceinline__ static bool backward_rays(adjoint &sum, const dynamics &dyn,
+                                                     const ray_edge &edge,
+                                                     backward_room<FULL> &r,
+                                                     const lines_of<FULL> &in, int t, bool prior) {
+    state c;
+    rays x;
+    ray w[SLOTS];
+    float gy[1][4], gw[1][4] = {}, dv[4], dprec[4];
+    four now;
+    now.load(in, t);
+    r.states.get(c, t);
+    in.lines[MEAN_COTS].get(gy, t);
+    if (FULL) in.lines[FULL ? SPREAD_COTS : 0].get(gw, t);
+    const bool sound = x.walk(c, dyn, edge, now.k, now.v[0], now.prec[0]);
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        w[j] = pull_behind(x.last.lam[j], x.last.eta[j], x.by[j], sum.d.lam[j], sum.d.eta[j]);
+    }
+#pragma unroll
+    for (int i = 3; i >= 0; i--) {
+        const float v = now.v[0][i], prec = now.prec[0][i];
+        float to_k[SLOTS], to_q[SLOTS];
+        ray_cots to = {};
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            const ray &y = x.at[i + 1][j];
+            const float q = now.q[i][j], g = gw[0][i];
+            to.a = sum.a[j], to.a2 = sum.a2[j], to.p = sum.p[j];
+            to_q[j] = read_back<FULL>(w[j], mn_inverse(y.n), y.d, y.e, dyn.a[j], dyn.a2[j], q,
+                                      gy[0][i], g, prior);
+            if (FULL && prior) {
+                to_q[j] = prior_cots(to, y, to_q[j], dyn.a[j], dyn.a2[j], dyn.p[j], q, g);
+            } else if (FULL) {
+                to_q[j] = fmaf(2.0f * q * g, y.d * mn_inverse(y.n), to_q[j]);
+            }
+            pull_through(w[j], to, x.at[i][j], y, dyn.a[j], dyn.a2[j], dyn.p[j], prec,
+                         now.k[i][j], v);
+            sum.a[j] = to.a, sum.a2[j] = to.a2, sum.p[j] = to.p;
+            to_k[j] = to.k;
+        }
+        dv[i] = to.v, dprec[i] = to.prec;
+        r.keys.put(t + i, mn_cell_key_sums(to_k, to_q));
+    }
+    put_lines(r, t, dv, dprec);
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) sum.d.lam[j] = w[j].n, sum.d.eta[j] = w[j].e;
+    return sound;
+}
+
+/* A whole tile by rays; false, and nothing done, where one of the warp's does not hold. */
+template <bool FULL>
+__device__ __forceinline__ static bool backward_tile(adjoint &sum, const dynamics &dyn,
+                                                     const ray_edge &edge,
+                                                     backward_room<FULL> &r,
+                                                     const lines_of<FULL> &in, const state &first,
+                                                     bool prior) {
+    adjoint here = { sum.d, {}, {}, {} };
+    bool sound = true;
+    r.states.fill(first, dyn, in);
+#pragma unroll 1
+    for (int t = TOKENS - 4; t >= 0; t -= 4) {
+        sound = backward_rays<FULL>(here, dyn, edge, r, in, t, prior) && sound;
+    }
+    if (!all_sound(sound)) return false;
+    add_sums(sum, here);
+    return true;
 }
 
 /* What is left of a chunk after its first token. */
@@ -245,23 +417,14 @@ __device__ static void put_nothing(const mn_moebius_args &p, float *to, int64_t 
     }
 }
 
-/* Adds a tile's sums over time to those of the chunk. */
-__device__ __forceinline__ static void add_sums(adjoint &to, const adjoint &from) {
-    to.d = from.d;
-#pragma unroll
-    for (int j = 0; j < SLOTS; j++) {
-        to.a[j] += from.a[j];
-        to.a2[j] += from.a2[j];
-        to.p[j] += from.p[j];
-    }
-}
-
 template <typename T, bool FULL>
 __global__ void __launch_bounds__(block::THREADS, 2)
 backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
                 int64_t count) {
-    __shared__ backward_room<FULL> r;
+    extern __shared__ float4 room_here[];
+    backward_room<FULL> &r = *(backward_room<FULL> *)room_here;
     const dynamics dyn(p);
+    const ray_edge edge = dyn.edge();
     for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
         const chunk at(p.call, slot);
         if (!at.exists) {
@@ -270,42 +433,41 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_ro
         }
         const int64_t set = mn_cell_first_slot(p.call, at.n, TOKENS);
         adjoint sum = {};
-        state ahead;
         fetched<T, 2, FULL ? 4 : 3> next;
         if (at.last()) load_cells(sum.d, p.cot.lam, p.cot.eta, p.call, at.n, 0.0f);
         else sum.d.load(to.ends, slot);
         const int64_t last = at.end_tile() - 1;
+        leaving<T> dv, dprec;
+        dv.open(p.grad.v, to.sums, 0, p.call, at.span, last * TOKENS, n_rows);
+        dprec.open(p.grad.prec, to.sums, 1, p.call, at.span, last * TOKENS, n_rows);
         next.open(p, at.span);
+        next.move(p, last * TOKENS);
         if (at.first < at.end) {
-            next.fetch(p, mn_cell_tile_at(at.span, last));
-            ahead.load(to.states, set + last);
+            next.begin(r.in[last % 2], mn_cell_tile_at(at.span, last).n_rows);
+            r.first[last % 2].begin(to.states, set + last);
         }
         for (int64_t i = last; i >= at.first_tile() && at.first < at.end; i--) {
             const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
-            const state first = ahead;
-            next.put(r.in);
+            state first;
+            const lines_of<FULL> &in = r.in[i % 2];
+            next.finish(r.in[i % 2]);
+            r.first[i % 2].get(first);
             __syncthreads();
+            next.move(p, -(int64_t)TOKENS);
             if (i > at.first_tile()) {
-                next.fetch(p, mn_cell_tile_at(at.span, i - 1));
-                ahead.load(to.states, set + i - 1);
+                next.begin(r.in[(i - 1) % 2], TOKENS);
+                r.first[(i - 1) % 2].begin(to.states, set + i - 1);
             }
-            adjoint here = { sum.d, {}, {}, {} };
-            r.states.fill(first, dyn, r.in, tile.n_rows);
-            if (tile.n_rows == TOKENS) {
-#pragma unroll 1
-                for (int t = TOKENS - 4; t >= 0; t -= 4) {
-                    four_backward<FULL, true>(here, dyn, r, t, TOKENS, p.from_prior);
-                }
-            } else {
-#pragma unroll 1
-                for (int t = TOKENS - 4; t >= 0; t -= 4) {
-                    four_backward<FULL, false>(here, dyn, r, t, tile.n_rows, p.from_prior);
-                }
+            if (tile.n_rows < TOKENS ||
+                !backward_tile<FULL>(sum, dyn, edge, r, in, first, p.from_prior)) {
+                adjoint here = { sum.d, {}, {}, {} };
+                backward_rows<FULL>(here, dyn, r, in, first, tile.n_rows, p.from_prior);
+                add_sums(sum, here);
             }
-            add_sums(sum, here);
             __syncthreads();
             mn_cell_put_keys(to.keys, p.call, tile, 0, 1, n_rows, r.keys);
-            mn_cell_put_sums<T>(p.grad.v, p.grad.prec, to.sums, p.call, tile, 0, 1, n_rows, r.out);
+            dv.put(r.out, 0, tile.n_rows, -(int64_t)TOKENS);
+            dprec.put(r.out, 1, tile.n_rows, -(int64_t)TOKENS);
         }
         put_first(p, to.dynamics, sum, dyn, at, slot);
         __syncthreads();
@@ -329,7 +491,7 @@ static dim3 blocks_of(const mn_call *call) {
                 mn_blocks(call->K, block::SLOTS));
 }
 
-enum { N_ROOMS = 8 };
+enum { N_ROOMS = 6 };
 
 /* Numbers of each part of the work space, in the order of `room`. */
 static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backward) {
@@ -342,19 +504,17 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backwa
     if (ok && groups > 1) {
         ok = mn_mul_i64(&counts[0], rows, call->V) && mn_mul_i64(&counts[0], counts[0], groups);
     }
-    if (ok && chunked(*call)) {
-        ok = mn_mul_i64(&counts[1], set, MAP_SETS) && mn_mul_i64(&counts[1], counts[1], chunks) &&
-             mn_mul_i64(&counts[2], set, 2) && mn_mul_i64(&counts[2], counts[2], chunks);
+    int64_t borders = 0;
+    if (ok && chunked(*call)) ok = mn_mul_i64(&borders, set, chunks) && borders <= INT64_MAX / 8;
+    if (!backward || !ok) {
+        counts[1] = 2 * borders;
+        return ok;
     }
-    if (ok && chunked(*call) && backward) {
-        ok = mn_mul_i64(&counts[3], set, BACK_SETS) && mn_mul_i64(&counts[3], counts[3], chunks);
-        counts[4] = counts[2];
-    }
-    if (!backward || !ok) return ok;
-    return mn_mul_i64(&counts[5], set, 2) &&
-           mn_mul_i64(&counts[5], counts[5], mn_tile_slots(*call, TOKENS)) &&
-           mn_mul_i64(&counts[6], rows, call->K) && mn_mul_i64(&counts[6], counts[6], across) &&
-           mn_mul_i64(&cells, call->V, 2 * call->K) && mn_mul_i64(&counts[7], cells, chunks);
+    counts[2] = 2 * borders;
+    return mn_mul_i64(&counts[3], set, 2) &&
+           mn_mul_i64(&counts[3], counts[3], mn_tile_slots(*call, TOKENS)) &&
+           mn_mul_i64(&counts[4], rows, call->K) && mn_mul_i64(&counts[4], counts[4], across) &&
+           mn_mul_i64(&cells, call->V, 2 * call->K) && mn_mul_i64(&counts[5], cells, chunks);
 }
 
 static bool plan_room(mn_plan *plan, const mn_call *call, bool backward) {
@@ -367,7 +527,7 @@ static room room_at(float *shared, const mn_call *call, bool backward) {
     float *at[N_ROOMS];
     (void)measure(counts, call, backward);    // went well when it was planned
     mn_cell_rooms(at, shared, counts);
-    return { at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7] };
+    return { at[0], at[1], at[2], at[3], at[4], at[5] };
 }
 
 /* Sums over groups of slots, where there are several. */
@@ -379,38 +539,13 @@ static int sum_groups(const mn_out &first, const mn_out &second, const float *su
     return mn_cell_add_rows<T>(first, second, sums, groups, call, 1, call->V, stream);
 }
 
-/* The states in front of chunks. */
-template <typename T>
-static int find_starts(const mn_moebius_args *p, const room &to, cudaStream_t stream) {
-    if (!chunked(p->call)) return cudaSuccess;
-    dim3 blocks = blocks_of(&p->call);
-    maps_kernel<T><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_chunks(p->call));
-    const int code = mn_launched();
-    if (code != cudaSuccess) return code;
-    blocks.y = mn_blocks(mn_n_spans(p->call), 1, MOST_CHUNKS);
-    starts_kernel<T><<<blocks, block::THREADS, 0, stream>>>(*p, to);
-    return mn_launched();
-}
-
-/* The adjoints behind chunks; the states in front of tiles are there. */
-template <typename T>
-static int find_ends(const mn_moebius_args *p, const room &to, cudaStream_t stream) {
-    if (!chunked(p->call)) return cudaSuccess;
-    dim3 blocks = blocks_of(&p->call);
-    back_maps_kernel<T><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_chunks(p->call));
-    const int code = mn_launched();
-    if (code != cudaSuccess) return code;
-    blocks.y = mn_blocks(mn_n_spans(p->call), 1, MOST_CHUNKS);
-    ends_kernel<<<blocks, block::THREADS, 0, stream>>>(*p, to);
-    return mn_launched();
-}
-
 template <typename T>
 static int forward(const mn_moebius_args *p, float *shared, cudaStream_t stream) {
     const dim3 blocks = blocks_of(&p->call);
     const int64_t n_rows = mn_cell_rows_of(&p->call), count = n_chunks(p->call);
     const room to = room_at(shared, &p->call, false);
-    int code = find_starts<T>(p, to, stream);
+    int code = cudaSuccess;
+    if (chunked(p->call)) code = walk_states<T>(p, to.starts, CHUNK, LONG, stream);
     if (code != cudaSuccess) return code;
     if (p->yvar.data || p->from_prior) {
         forward_kernel<T, true><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
@@ -427,18 +562,17 @@ static int backward(const mn_moebius_args *p, float *shared, cudaStream_t stream
     const dim3 blocks = blocks_of(call);
     const int64_t n_rows = mn_cell_rows_of(call), count = n_chunks(*call);
     const room to = room_at(shared, call, true);
-    int code = find_starts<T>(p, to, stream);
-    if (code != cudaSuccess) return code;
-    states_kernel<T><<<blocks, block::THREADS, 0, stream>>>(*p, to, count);
-    code = mn_launched();
-    if (code == cudaSuccess) code = find_ends<T>(p, to, stream);
-    if (code != cudaSuccess) return code;
-    if (p->from_prior || p->cot.yvar.data) {
-        backward_kernel<T, true><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
-    } else {
-        backward_kernel<T, false><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
+    const bool full = p->from_prior || p->cot.yvar.data;
+    int code = walk_states<T>(p, to.states, TOKENS, 0, stream);
+    if (code == cudaSuccess && chunked(*call)) {
+        code = full ? walk_ends<T, true>(p, to.states, to.ends, stream)
+                    : walk_ends<T, false>(p, to.states, to.ends, stream);
     }
-    code = mn_launched();
+    if (code != cudaSuccess) return code;
+    code = full ? mn_launch_with_room(backward_kernel<T, true>, blocks, block::THREADS,
+                                      sizeof(backward_room<true>), stream, *p, to, n_rows, count)
+                : mn_launch_with_room(backward_kernel<T, false>, blocks, block::THREADS,
+                                      sizeof(backward_room<false>), stream, *p, to, n_rows, count);
     if (code == cudaSuccess) {
         code = sum_groups<T>(p->grad.v, p->grad.prec, to.sums, call, stream);
     }

@@ -1,43 +1,37 @@
 /* moebius.cuh - Kalman Linear Attention on GPUs, the parts that its kernels share: cells, the
  * numbers of a tile, chunks.
  *
- * A sequence longer than CHUNK tokens goes by chunks, so that time too fills the GPU: kernels of
- * moebius_maps.cuh find the state in front of each chunk (and the adjoint behind it) first. How a
- * sequence is cut depends on its own length alone. */
+ * Cells go by rays (moebius_ray.cuh), four tokens at a time; a warp for which one of its rays does
+ * not hold does the tile again by lam and eta, as it does tiles that are not whole.
+ *
+ * A sequence longer than LONG tokens goes by chunks of CHUNK, so that time too fills the GPU:
+ * moebius_walk.cuh finds the state in front of each chunk first, moebius_walk_back.cuh the adjoint
+ * behind it. How a sequence is cut depends on its own length alone. */
 #ifndef MN_KERNELS_CUDA_MOEBIUS_CUH
 #define MN_KERNELS_CUDA_MOEBIUS_CUH
 
 #include "kernels/cuda/cells.cuh"
+#include "kernels/cuda/moebius_ray.cuh"
 
 namespace moebius {
 
-enum { TOKENS = MN_CELL_TOKENS, SLOTS = MN_CELL_SLOTS, CHUNK = 4096, MOST_CHUNKS = 65535 };
+enum { TOKENS = MN_CELL_TOKENS, SLOTS = MN_CELL_SLOTS, LONG = 4096, CHUNK = 1024,
+       MOST_CHUNKS = 65535 };
 
 typedef mn_cell_block<1, 4, 1> block;
 
 static __device__ const float floor_at = 1e-12f;
 
-/* The work space of a call, each part behind the other. Sets of four numbers per thread lie as
- * block::own() says. */
+/* The work space of a call, each part behind the other. Sets of SLOTS numbers per thread lie
+ * as block::own() says. */
 struct room {
     float *sums;        // groups of slots x tokens x 2 x V: parts of y, yvar or dv, dprec
-    float *maps;        // chunks x MAP_SETS: what a chunk does to the state
-    float *starts;      // chunks x 2: the state in front of it
-    float *back_maps;   // chunks x BACK_SETS: what it does to the adjoint behind it
-    float *ends;        // chunks x 2: that adjoint
+    float *starts;      // chunks x 2: the state in front of each, forward
+    float *ends;        // chunks x 2: the adjoint behind each, going back
     float *states;      // tiles x 2: the state in front of each
     float *keys;        // blocks of channels x tokens x 2 x K: parts of dk, dq
     float *dynamics;    // chunks x 2 x V x K: parts of da, dp
 };
-
-__device__ inline void load_four(float (&x)[SLOTS], const float *from) {
-    const float4 four = *(const float4 *)from;
-    x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-}
-
-__device__ inline void store_four(float *to, const float (&x)[SLOTS]) {
-    *(float4 *)to = make_float4(x[0], x[1], x[2], x[3]);
-}
 
 /* ---- cells ----------------------------------------------------------------------------------- */
 
@@ -46,13 +40,13 @@ struct state {
     float lam[SLOTS], eta[SLOTS];
 
     __device__ void load(const float *sets, int64_t set) {
-        load_four(lam, sets + block::own(2 * set));
-        load_four(eta, sets + block::own(2 * set + 1));
+        mn_cell_read(lam, sets + block::own(2 * set));
+        mn_cell_read(eta, sets + block::own(2 * set + 1));
     }
 
     __device__ void store(float *sets, int64_t set) const {
-        store_four(sets + block::own(2 * set), lam);
-        store_four(sets + block::own(2 * set + 1), eta);
+        mn_store<SLOTS>(sets, block::own(2 * set), lam);
+        mn_store<SLOTS>(sets, block::own(2 * set + 1), eta);
     }
 };
 
@@ -62,7 +56,7 @@ __device__ inline int64_t place_of(const mn_call &call, int j) {
     return m < call.V && s < call.K ? m * call.K + s : -1;
 }
 
-/* Four cells of states (N,V,K): given ones, or `lam` and 0. */
+/* A thread's cells of states (N,V,K): given ones, or `lam` and 0. */
 __device__ inline void load_cells(state &to, const mn_in &lam, const mn_in &eta,
                                   const mn_call &call, int64_t n, float usual) {
     const float *from_lam = mn_row<float>(lam, n, 0, 0), *from_eta = mn_row<float>(eta, n, 0, 0);
@@ -108,7 +102,24 @@ struct dynamics {
             c.eta[j] = fmaf(a[j] * g, c.eta[j], pk * v);
         }
     }
+
+    __device__ __forceinline__ ray after(const ray &x, int j, float prec, float k, float v) const {
+        return ray_after(x, a[j], a2[j], p[j], prec * k, k, v);
+    }
+
+    __device__ ray_edge edge() const {
+        ray_edge e = ray_edge::of(a2[0], p[0], 4);
+#pragma unroll
+        for (int j = 1; j < SLOTS; j++) e = e.with(ray_edge::of(a2[j], p[j], 4));
+        return e;
+    }
 };
+
+/* Whether four precisions are all positive, by their signs. */
+__device__ __forceinline__ bool all_positive(const float (&prec)[4]) {
+    return (__float_as_int(prec[0]) | __float_as_int(prec[1]) | __float_as_int(prec[2]) |
+            __float_as_int(prec[3])) >= 0;
+}
 
 /* ---- the numbers of a tile ------------------------------------------------------------------- */
 
@@ -121,35 +132,144 @@ struct stage {
     mn_cell_lines<block> lines[N_LINES];
 };
 
+/* Those going back. FULL: with cotangents of yvar, or reads from the prior. */
+template <bool FULL>
+using lines_of = stage<2, FULL ? 4 : 3>;
+
+/* n numbers from memory to shared memory, or zeros, while the thread goes on. */
+template <int n>
+__device__ __forceinline__ void copy_there(float *to, const float *from, bool there) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from),
+                 "n"(n * sizeof(float)), "r"(there ? n * (int)sizeof(float) : 0) : "memory");
+}
+
+/* WIDTH numbers of each token on their way to shared memory: numbers place, place + ACROSS, ... of
+ * a token for each thread. Of float32 they go there by themselves; others wait in registers to be
+ * converted. */
+template <typename T, int WIDTH>
+struct on_the_way {
+    typedef mn_cell_share<WIDTH, block::THREADS> share;
+    const T *from;      // the thread's first number
+    int left;           // how many there are from it on
+    T x[share::EACH];   // of float32 nothing
+
+    __device__ static int place() {
+        return threadIdx.x % share::ACROSS;
+    }
+
+    __device__ void open(const mn_in &view, const mn_span &span, int64_t base, int64_t count) {
+        left = view.data ? (int)max(min(count - base, (int64_t)WIDTH) - place(), (int64_t)0) : 0;
+        from = (const T *)view.data + span.b * view.stride[0] +
+               (span.t0 + share::row()) * view.stride[1] + base + place();
+    }
+
+    /* On by so many tokens. */
+    __device__ __forceinline__ void move(const mn_in &view, int64_t n_tokens) {
+        from += n_tokens * view.stride[1];
+    }
+
+    template <typename Room>
+    __device__ __forceinline__ void begin(Room &to, int n_rows) {
+#pragma unroll
+        for (int n = 0; n < share::EACH; n++) {
+            const bool there = share::row() < n_rows && n * share::ACROSS < left;
+            const T *at = from + n * share::ACROSS;
+            if constexpr (sizeof(T) == sizeof(float)) {
+                to.each_place(share::row(), place() + n * share::ACROSS,
+                              [&](float *room) { copy_there<1>(room, at, there); });
+            } else {
+                x[n] = there ? *at : (T)0.0f;
+            }
+        }
+    }
+
+    template <typename Room>
+    __device__ __forceinline__ void finish(Room &to) const {
+#pragma unroll
+        for (int n = 0; n < share::EACH && sizeof(T) < sizeof(float); n++) {
+            to.each_place(share::row(), place() + n * share::ACROSS,
+                          [&](float *room) { *room = mn_float(x[n]); });
+        }
+    }
+};
+
 template <typename T, int N_KEYS, int N_LINES>
 struct fetched {
-    mn_cell_fetched<T, block::SLOTS, block::THREADS> keys[N_KEYS];
-    mn_cell_fetched<T, block::COLUMNS, block::THREADS> lines[N_LINES];
+    on_the_way<T, block::SLOTS> keys[N_KEYS];
+    on_the_way<T, block::COLUMNS> lines[N_LINES];
 
     __device__ void open(const mn_moebius_args &p, const mn_span &span) {
         const int64_t s0 = block::slot0(), m0 = block::column0(), K = p.call.K, V = p.call.V;
-        keys[KEYS].open(p.k, span, 0, s0, K);
-        if (N_KEYS > QUERIES) keys[N_KEYS - 1].open(p.q, span, 0, s0, K);
-        lines[VALUES].open(p.v, span, 0, m0, V);
-        lines[PRECISIONS].open(p.prec, span, 0, m0, V);
-        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].open(p.cot.y, span, 0, m0, V);
-        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].open(p.cot.yvar, span, 0, m0, V);
+        keys[KEYS].open(p.k, span, s0, K);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].open(p.q, span, s0, K);
+        lines[VALUES].open(p.v, span, m0, V);
+        lines[PRECISIONS].open(p.prec, span, m0, V);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].open(p.cot.y, span, m0, V);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].open(p.cot.yvar, span, m0, V);
     }
 
-    __device__ __forceinline__ void fetch(const mn_moebius_args &p, const mn_cell_tile &tile) {
-        keys[KEYS].fetch(p.k, tile);
-        if (N_KEYS > QUERIES) keys[N_KEYS - 1].fetch(p.q, tile);
-        lines[VALUES].fetch(p.v, tile);
-        lines[PRECISIONS].fetch(p.prec, tile);
-        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].fetch(p.cot.y, tile);
-        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].fetch(p.cot.yvar, tile);
+    /* On by so many tokens. */
+    __device__ __forceinline__ void move(const mn_moebius_args &p, int64_t n_tokens) {
+        keys[KEYS].move(p.k, n_tokens);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].move(p.q, n_tokens);
+        lines[VALUES].move(p.v, n_tokens);
+        lines[PRECISIONS].move(p.prec, n_tokens);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].move(p.cot.y, n_tokens);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].move(p.cot.yvar, n_tokens);
     }
 
-    __device__ void put(stage<N_KEYS, N_LINES> &to) const {
+    /* The tile of n_rows tokens from here on sets out for `to`, which no one uses. */
+    __device__ __forceinline__ void begin(stage<N_KEYS, N_LINES> &to, int n_rows) {
 #pragma unroll
-        for (int i = 0; i < N_KEYS; i++) keys[i].put(to.keys[i]);
+        for (int i = 0; i < N_KEYS; i++) keys[i].begin(to.keys[i], n_rows);
 #pragma unroll
-        for (int i = 0; i < N_LINES; i++) lines[i].put(to.lines[i]);
+        for (int i = 0; i < N_LINES; i++) lines[i].begin(to.lines[i], n_rows);
+    }
+
+    /* And has arrived, behind a barrier. */
+    __device__ __forceinline__ void finish(stage<N_KEYS, N_LINES> &to) const {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+        for (int i = 0; i < N_KEYS; i++) keys[i].finish(to.keys[i]);
+#pragma unroll
+        for (int i = 0; i < N_LINES; i++) lines[i].finish(to.lines[i]);
+    }
+};
+
+/* One kind of sums over slots on its way to memory, tile by tile: to its tensor or, where
+ * blockIdx.z counts blocks of slots, to this block's part of `parts`. */
+template <typename T>
+struct leaving {
+    typedef mn_cell_share<block::COLUMNS, block::THREADS> share;
+    T *to;          // the thread's first number; NULL: to `part`, or nowhere
+    float *part;
+    int64_t apart;
+    int left;       // how many there are from it on
+
+    __device__ void open(const mn_out &view, float *parts, int kind, const mn_call &call,
+                         const mn_span &span, int64_t first, int64_t n_rows) {
+        const int64_t m = block::column0() + share::place();
+        const int64_t t = span.t0 + first + share::row();
+        const bool split = gridDim.z > 1;
+        left = (int)max(min(call.V - m, (int64_t)share::EACH), (int64_t)0);
+        to = view.data && !split ? mn_row<T>(view, span.b, t, 0) + m : nullptr;
+        const int64_t row = blockIdx.z * n_rows + span.b * call.T + t;
+        part = split ? parts + (row * 2 + kind) * call.V + m : nullptr;
+        apart = split ? 2 * call.V : view.stride[1];
+    }
+
+    /* A tile's, and on by so many tokens. */
+    __device__ __forceinline__ void put(const mn_cell_sums<block> &sums, int kind, int n_rows,
+                                        int64_t n_tokens) {
+        float x[share::EACH];
+        if (share::row() < n_rows) {
+            mn_cell_read(x, &sums.at[kind][0][share::row()][share::place()]);
+            if (to) mn_cell_store(to, left, x);
+            else if (part) mn_cell_store(part, left, x);
+        }
+        if (to) to += n_tokens * apart;
+        if (part) part += n_tokens * apart;
     }
 };
 
@@ -190,18 +310,44 @@ __device__ __forceinline__ void advance_tile(state &c, const dynamics &dyn,
     }
 }
 
+/* What the states need of four tokens. */
+struct four_keys {
+    float k[4][SLOTS], v[1][4], prec[1][4];
+
+    template <int N_KEYS, int N_LINES>
+    __device__ __forceinline__ void load(const stage<N_KEYS, N_LINES> &in, int t) {
+        in.lines[VALUES].get(v, t);
+        in.lines[PRECISIONS].get(prec, t);
+#pragma unroll
+        for (int i = 0; i < 4; i++) in.keys[KEYS].get(k[i], t + i);
+    }
+};
+
+/* Four tokens by rays; whether that holds is not asked. */
+__device__ __forceinline__ void ray_four(state &c, const dynamics &dyn, const four_keys &in) {
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        ray x = { c.lam[j], 1.0f, c.eta[j] };
+#pragma unroll
+        for (int i = 0; i < 4; i++) x = dyn.after(x, j, in.prec[0][i], in.k[i][j], in.v[0][i]);
+        const float by = mn_inverse(x.d);
+        c.lam[j] = x.n * by;
+        c.eta[j] = x.e * by;
+    }
+}
+
 /* States in front of each four tokens of a tile, in shared memory. */
 struct fours {
-    float4 at[TOKENS / 4][2][block::THREADS];
+    alignas(16) float at[TOKENS / 4][2][block::THREADS][SLOTS];
 
     __device__ void put(int t, const state &c) {
-        store_four((float *)&at[t / 4][0][threadIdx.x], c.lam);
-        store_four((float *)&at[t / 4][1][threadIdx.x], c.eta);
+        mn_store<SLOTS>(at[t / 4][0][threadIdx.x], 0, c.lam);
+        mn_store<SLOTS>(at[t / 4][1][threadIdx.x], 0, c.eta);
     }
 
     __device__ void get(state &c, int t) const {
-        load_four(c.lam, (const float *)&at[t / 4][0][threadIdx.x]);
-        load_four(c.eta, (const float *)&at[t / 4][1][threadIdx.x]);
+        mn_cell_read(c.lam, at[t / 4][0][threadIdx.x]);
+        mn_cell_read(c.eta, at[t / 4][1][threadIdx.x]);
     }
 
     /* From the state in front of the tile. */
@@ -215,17 +361,83 @@ struct fours {
             put(t, c);
         }
     }
+
+    /* By rays, of a whole tile. */
+    template <int N_KEYS, int N_LINES>
+    __device__ __forceinline__ void fill(state c, const dynamics &dyn,
+                                         const stage<N_KEYS, N_LINES> &in) {
+        four_keys now, next;
+        now.load(in, 0);
+        put(0, c);
+#pragma unroll
+        for (int t = 4; t < TOKENS; t += 4) {
+            if (t + 4 < TOKENS) next.load(in, t);
+            ray_four(c, dyn, now);
+            put(t, c);
+            now = next;
+        }
+    }
 };
+
+/* A thread's four tokens by rays: the rays in front of and behind each, and the states behind the
+ * last. */
+struct rays {
+    ray at[5][SLOTS];
+    state last;
+    float by[SLOTS];
+
+    /* Whether they hold. */
+    __device__ __forceinline__ bool walk(const state &c, const dynamics &dyn, const ray_edge &edge,
+                                         const float (&k)[4][SLOTS], const float (&v)[4],
+                                         const float (&prec)[4]) {
+        bool sound = all_positive(prec);
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            at[0][j] = { c.lam[j], 1.0f, c.eta[j] };
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                at[i + 1][j] = dyn.after(at[i][j], j, prec[i], k[i][j], v[i]);
+            }
+            by[j] = mn_inverse(at[4][j].d);
+            last.lam[j] = at[4][j].n * by[j];
+            last.eta[j] = at[4][j].e * by[j];
+            sound = sound && edge.holds(c.lam[j], at[4][j].n) && isfinite(last.eta[j]);
+        }
+        return sound;
+    }
+};
+
+/* Adds to the adjoint w of a ray (n, d, e) what a read of it with q gives back, with cotangents gy
+ * and gw of y and yvar; by = 1 / n. FULL: with gw, or a read from the prior. Returns gy e / n. */
+template <bool FULL>
+__device__ __forceinline__ float read_back(ray &w, float by, float d, float e, float a, float a2,
+                                           float q, float gy, float gw, bool prior) {
+    const float gy_by = gy * by, to_q = gy_by * e;
+    const float read = FULL && prior ? q * a : q;
+    w.e = fmaf(read, gy_by, w.e);
+    w.n = fmaf(-(read * by), to_q, w.n);
+    if (FULL) {
+        const float gv = gw * q * q * (prior ? a2 : 1.0f) * by;
+        w.d += gv;
+        w.n = fmaf(-gv, d * by, w.n);
+    }
+    return to_q;
+}
+
+/* For all lanes of the warp. */
+__device__ __forceinline__ bool all_sound(bool sound) {
+    return __all_sync(0xffffffffu, sound);
+}
 
 /* ---- chunks ---------------------------------------------------------------------------------- */
 
-inline int64_t n_chunks(const mn_call &call) {
-    return !call.cu_seqlens && call.T == 0 ? call.B : mn_tile_slots(call, CHUNK);
+/* Whether there may be a sequence of several chunks. */
+__host__ __device__ inline bool chunked(const mn_call &call) {
+    return call.T > LONG;
 }
 
-/* Whether there may be a sequence of several chunks. */
-inline bool chunked(const mn_call &call) {
-    return call.T > CHUNK;
+inline int64_t n_chunks(const mn_call &call) {
+    return chunked(call) ? mn_tile_slots(call, CHUNK) : mn_n_spans(call);
 }
 
 /* Chunk number `slot`, tokens [first, end) of sequence n. A sequence without tokens has one; slots
@@ -236,13 +448,15 @@ struct chunk {
     bool exists;
 
     __device__ chunk(const mn_call &call, int64_t slot) {
-        if (!call.cu_seqlens && call.T == 0) {
-            n = slot, first = end = 0, span = mn_span_at(call, slot);
-        } else {
+        if (chunked(call)) {
             const mn_tile_span tile = mn_tile_at(call, CHUNK, slot);
             n = tile.n, first = tile.first, end = first + tile.n_rows, span = tile.span;
+        } else {
+            n = slot, first = 0, span = mn_span_at(call, slot), end = span.length;
         }
         exists = end > first || first == 0;
+        if (span.length > LONG) return;
+        exists = first == 0, end = span.length;
     }
 
     __device__ bool last() const {
@@ -265,11 +479,15 @@ __device__ __forceinline__ void each_tile(stage<N_KEYS, N_LINES> (&in)[2], const
     fetched<T, N_KEYS, N_LINES> next;
     const int64_t end = at.end_tile();
     next.open(p, at.span);
-    if (at.first_tile() < end) next.fetch(p, mn_cell_tile_at(at.span, at.first_tile()));
+    next.move(p, at.first);
+    if (at.first_tile() < end) {
+        next.begin(in[at.first_tile() % 2], mn_cell_tile_at(at.span, at.first_tile()).n_rows);
+    }
     for (int64_t i = at.first_tile(); i < end; i++) {
-        next.put(in[i % 2]);
+        next.finish(in[i % 2]);
         __syncthreads();
-        if (i + 1 < end) next.fetch(p, mn_cell_tile_at(at.span, i + 1));
+        next.move(p, TOKENS);
+        if (i + 1 < end) next.begin(in[(i + 1) % 2], mn_cell_tile_at(at.span, i + 1).n_rows);
         walk(i, mn_cell_tile_at(at.span, i), in[i % 2]);
     }
     __syncthreads();

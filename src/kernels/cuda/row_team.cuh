@@ -25,7 +25,8 @@ struct mn_team {
     static constexpr int N = N_, TEAM = TEAM_, PACKS = PACKS_;
     static constexpr int THREADS = TEAM_ > 32 ? TEAM_ : 128, per_block = THREADS / TEAM_;
     static constexpr int KEPT = TEAM_ * PACKS_ * N_;    // columns
-    typedef mn_pack<T_, N_> kept[PACKS_];
+    typedef typename mn_stored<T_, N_>::type stored;
+    typedef stored kept[PACKS_];
     typedef float floats[PACKS_][N_];
     int turn = 0;
 
@@ -90,8 +91,8 @@ struct mn_team {
     __device__ void keep(kept &out, const T *x, int64_t V) const {
 #pragma unroll
         for (int k = 0; k < PACKS; k++) {
-            if (x && column(k) < V) out[k] = *(const mn_pack<T, N> *)(x + column(k));
-            else out[k] = mn_pack<T, N>{};
+            if (x && column(k) < V) out[k] = *(const stored *)(x + column(k));
+            else out[k] = stored{};
         }
     }
 

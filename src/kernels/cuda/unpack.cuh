@@ -28,4 +28,24 @@ __device__ inline void mn_unpack_to(float (&out)[N], const mn_pack<mn_bf16, N> &
     }
 }
 
+/* A pack as it waits in registers. Eight bf16 would be eight numbers to the compiler, which takes
+ * them apart right behind their load, and so waits for memory there. */
+template <typename T, int N>
+struct mn_stored {
+    typedef mn_pack<T, N> type;
+};
+
+template <>
+struct mn_stored<mn_bf16, 8> {
+    typedef uint4 type;
+};
+
+__device__ inline void mn_unpack_to(float (&out)[8], const uint4 &pack) {
+    const uint32_t words[4] = { pack.x, pack.y, pack.z, pack.w };
+#pragma unroll
+    for (int j = 0; j < 8; j++) {
+        out[j] = __uint_as_float(j % 2 ? words[j / 2] & 0xffff0000u : words[j / 2] << 16);
+    }
+}
+
 #endif
