@@ -1,12 +1,11 @@
-/* few.h - works on a few rows, such as those of one token, as one program of a GPU.
+/* few.h - works on a few rows, such as those of one token, several in one launch of a GPU.
  *
  * On so few numbers a launch costs more than what it does, and steps that wait for each other more
- * than their arithmetic. A program is a list of stages that one kernel goes through, all processors
- * together: a barrier of the grid stands between two stages, and a processor asks for the weights
- * of the next one before it waits there. There are three kinds of stages: small works side by side,
- * each block of threads doing one chain of them; products of one input with several weights, which
- * may make their input by a small work first, and end with what follows from their columns alone;
- * and the recurrence of a matrix memory, which may make its queries and keys first.
+ * than their arithmetic. There are three kinds of launches: small works side by side, each block of
+ * threads doing one chain of them; products of one input with several weights, which may make their
+ * input by a small work first and add to their results last; and programs, for what is done again
+ * and again with the same memory, one kernel that goes through many stages: products of one row,
+ * with what follows from their columns, and the recurrence of a matrix memory.
  * ops/tape_delay.c chooses. */
 #ifndef MN_KERNELS_FEW_H
 #define MN_KERNELS_FEW_H
@@ -23,12 +22,13 @@ typedef enum mn_few_kind {
 
 enum {
     MN_FEW_VIEWS = 6,
-    MN_FEW_WORKS = 8,          // of a stage
-    MN_FEW_PRODUCTS = 8,       // of a stage
+    MN_FEW_WORKS = 16,         // of a launch
+    MN_FEW_PRODUCTS = 8,       // of a launch
     MN_FEW_ENDINGS = 12,       // of a stage
     MN_FEW_FRONTS = 2,         // that make queries and keys
     MN_FEW_DEEPEST = 8,        // rows of a product
     MN_FEW_NUMBERS = 1 << 13,  // of a small work, at most
+    MN_FEW_TOGETHER = 8,       // columns of a product that endings have at once
 };
 
 /* Operators as mneme.h has them, works as tape_work.h has them. `f` is the function, the kind of a
@@ -39,6 +39,7 @@ typedef struct mn_few {
     int f, order;
     int64_t shape[4];
     mn_view at[MN_FEW_VIEWS];
+    int64_t numbers[MN_FEW_VIEWS];    // from the first to the last of a view
     double scale, shift;
     const int32_t *index;
 } mn_few;
@@ -57,7 +58,8 @@ typedef struct mn_few_product {
 } mn_few_product;
 
 /* A small work that is done column by column as soon as a product's columns are there: a function,
- * a pair, a move or a convolution over as many numbers as the product has columns. Its inputs are
+ * a pair, a move or a convolution over as many numbers as the product has columns, or over one
+ * number for each of several groups of MN_FEW_TOGETHER columns or a multiple. Its inputs are
  * results of the stage's products and earlier endings, or were there before. */
 typedef struct mn_few_ending {
     int product;               // whose columns it goes by
@@ -65,7 +67,8 @@ typedef struct mn_few_ending {
 } mn_few_ending;
 
 /* All of `dtype`. Where `first` is there it makes a, (M,K) and contiguous, which is also stored.
- * `settled`: the weights are older than the program. Endings are of one row. */
+ * `settled`: the weights are older than the launches that this one may overlap with. Endings are of
+ * one row, and of programs only. */
 typedef struct mn_few_products {
     mn_dtype dtype;
     int64_t M, K, a_row;
@@ -77,9 +80,9 @@ typedef struct mn_few_products {
     mn_few_ending ending[MN_FEW_ENDINGS];
 } mn_few_products;
 
-/* S' = diag(exp g) S;  S = S' + beta w (v - S'^T e)';  o = scale S'q for one token, the state in
+/* S' = diag(exp g) S;  S = S' + beta w (v - S'^T e)';  o = scale S'^T q for one token, the state in
  * place. w absent: e; e absent: nothing is erased. `first`: norms that make q and e, whose rows
- * follow each other; or NULL. `settled`: the state is older than the program. */
+ * follow each other; or NULL. */
 typedef struct mn_few_memory {
     mn_call call;
     double scale;
@@ -87,36 +90,41 @@ typedef struct mn_few_memory {
     mn_in q, e, w, v, beta, g, state0;
     mn_out o, state;
     const mn_few *first[MN_FEW_FRONTS];
-    bool settled;
 } mn_few_memory;
 
-/* A stage as the kernel reads it. */
-enum { MN_FEW_STAGE_BYTES = 3584, MN_FEW_HEAD_BYTES = 256 };
-typedef struct mn_few_stage {
-    unsigned char at[MN_FEW_STAGE_BYTES];
-} mn_few_stage;
+/* What is to be launched as one kernel, stage by stage. */
+typedef struct mn_few_program mn_few_program;
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* Whether the machine in use runs programs. */
-bool mn_few_serves(void);
-
-/* Whether a stage can do that. Products: alone, and with the endings noted. */
+/* Whether such a launch can do the product. */
 bool mn_few_multiplies(const mn_product_work *work);
-int64_t mn_few_most_columns(void);    // of all products of a stage
-bool mn_few_ends(const mn_few_products *products);
-bool mn_few_remembers(const mn_few_memory *memory);
 
-/* Stages from what is asked for. */
-void mn_few_parts_stage(mn_few_stage *to, const mn_few_parts *parts);
-void mn_few_products_stage(mn_few_stage *to, const mn_few_products *products);
-void mn_few_memory_stage(mn_few_stage *to, const mn_few_memory *memory);
+/* Put work on `stream` and return 0 or a cudaError_t. */
+int mn_few_run(const mn_few_parts *parts, void *stream);
+int mn_few_multiply(const mn_few_products *products, void *stream);
 
-/* Puts a program on `stream` and returns 0 or a cudaError_t. `program`: the device's memory, a head
- * of MN_FEW_HEAD_BYTES that were zero when it was new, and the stages behind it. */
-int mn_few_launch(void *program, int n_stages, void *stream);
+/* Whether the machine in use runs programs. */
+bool mn_few_programs_serve(void);
+
+/* An empty program; NULL when memory is out. */
+mn_few_program *mn_few_program_create(void);
+void mn_few_program_destroy(mn_few_program *program);    // NULL accepted
+void mn_few_program_clear(mn_few_program *program);
+
+/* Adds a stage. False, and nothing changed, where no stage does that, or none behind what is there
+ * already: something is read or written that earlier stages write in another way. */
+bool mn_few_program_multiply(mn_few_program *program, const mn_few_products *products);
+bool mn_few_program_remember(mn_few_program *program, const mn_few_memory *memory);
+
+/* The program as its kernel reads it: its size, 0 where there is no stage; its bytes; and a launch
+ * of what was copied to the device's memory, `there`, which other launches may follow. Returns 0 or
+ * a cudaError_t. */
+size_t mn_few_program_bytes(const mn_few_program *program);
+void mn_few_program_write(const mn_few_program *program, void *to);
+int mn_few_program_launch(const mn_few_program *program, void *there, void *stream);
 
 #ifdef __cplusplus
 }

@@ -34,42 +34,57 @@ int mn_norm_adds_cuda(const mn_rms_norm_args *args, void *parts, void *stream) {
     return 1;
 }
 
-bool mn_few_serves(void) {
-    return false;
-}
-
 bool mn_few_multiplies(const mn_product_work *work) {
     (void)work;
     return false;
 }
 
-int64_t mn_few_most_columns(void) {
+int mn_few_run(const mn_few_parts *parts, void *stream) {
+    (void)parts, (void)stream;
+    return 1;
+}
+
+int mn_few_multiply(const mn_few_products *products, void *stream) {
+    (void)products, (void)stream;
+    return 1;
+}
+
+bool mn_few_programs_serve(void) {
+    return false;
+}
+
+mn_few_program *mn_few_program_create(void) {
+    return NULL;
+}
+
+void mn_few_program_destroy(mn_few_program *program) {
+    (void)program;
+}
+
+void mn_few_program_clear(mn_few_program *program) {
+    (void)program;
+}
+
+bool mn_few_program_multiply(mn_few_program *program, const mn_few_products *products) {
+    (void)program, (void)products;
+    return false;
+}
+
+bool mn_few_program_remember(mn_few_program *program, const mn_few_memory *memory) {
+    (void)program, (void)memory;
+    return false;
+}
+
+size_t mn_few_program_bytes(const mn_few_program *program) {
+    (void)program;
     return 0;
 }
 
-bool mn_few_ends(const mn_few_products *products) {
-    (void)products;
-    return false;
+void mn_few_program_write(const mn_few_program *program, void *to) {
+    (void)program, (void)to;
 }
 
-bool mn_few_remembers(const mn_few_memory *memory) {
-    (void)memory;
-    return false;
-}
-
-void mn_few_parts_stage(mn_few_stage *to, const mn_few_parts *parts) {
-    (void)to, (void)parts;
-}
-
-void mn_few_products_stage(mn_few_stage *to, const mn_few_products *products) {
-    (void)to, (void)products;
-}
-
-void mn_few_memory_stage(mn_few_stage *to, const mn_few_memory *memory) {
-    (void)to, (void)memory;
-}
-
-int mn_few_launch(void *program, int n_stages, void *stream) {
-    (void)program, (void)n_stages, (void)stream;
+int mn_few_program_launch(const mn_few_program *program, void *there, void *stream) {
+    (void)program, (void)there, (void)stream;
     return 1;
 }

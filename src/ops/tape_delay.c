@@ -1,19 +1,19 @@
 /* tape_delay.c - forward on few rows, such as one token: works wait until something is read, and
- * are then done as the stages of a program (kernels/few.h).
+ * are then done in few launches (kernels/few.h).
  *
  * A work depends on an earlier one if one of the two writes what the other touches. From those that
- * nothing holds back a stage is made of, in this order of preference:
+ * nothing holds back a launch is made of, in this order of preference:
  *
  *   products of the same input, with the small work that makes it in front of them (a norm, a
- *   gate), sums with what is there already (a residual), and what else follows from their columns
- *   alone (tape_ending.c)
- *   the recurrence of a memory, with the norms that make its queries and keys
+ *   gate), and sums with what is there already behind them (a residual)
+ *   the recurrence of a memory, with the norms that make its queries and keys, in programs
  *   small works, and what follows from them alone: what depends on each other is a part, parts
  *   are done side by side
+ *   whatever else it is, alone
  *
- * Other operators and products are launched by themselves, behind the program so far. Results lie
- * where they would without delay. What stages have written is noted: the rest is older than the
- * program, and may be asked for before it is needed. */
+ * On a tape of MN_TAPE_REPEATS the first two become stages of a program where they can, products
+ * with whatever else follows from their columns alone (tape_ending.c); any other launch ends the
+ * program in front of it. Results lie where they would without delay. */
 #include "ops/tape_delay.h"
 
 #include <stdlib.h>
@@ -40,7 +40,7 @@ static bool depends(const mn_delayed *later, const mn_delayed *earlier) {
 
 static bool delays(const mn_tape *tape) {
     return tape->device && (tape->modes & MN_TAPE_DELAY) && mn_tape_runs(tape) &&
-           !tape->cu_seqlens && mn_few_serves();
+           !tape->cu_seqlens;
 }
 
 /* Room for one more; NULL where nothing waits on this tape. */
@@ -48,6 +48,7 @@ static mn_delayed *next(mn_tape *tape) {
     if (!delays(tape)) return NULL;
     if (!tape->delay) tape->delay = calloc(1, sizeof *tape->delay);
     if (tape->delay && tape->delay->n == MN_DELAYED) mn_delay_stage(tape);
+    if (tape->delay && tape->delay->n == MN_DELAYED) mn_tape_flush(tape);
     return tape->delay ? &tape->delay->list[tape->delay->n] : NULL;
 }
 
@@ -103,56 +104,25 @@ bool mn_delay_op(mn_tape *tape, mn_op_id op, const void *args) {
 }
 
 void mn_delay_forget(mn_tape *tape) {
-    if (tape->delay) tape->delay->n = 0, tape->delay->n_stages = tape->delay->n_wrote = 0;
+    if (!tape->delay) return;
+    tape->delay->n = 0;
+    if (tape->delay->program) mn_few_program_clear(tape->delay->program);
 }
 
 void mn_delay_destroy(mn_delay *delay) {
     if (!delay) return;
-    free(delay->stages);
-    free(delay->wrote);
+    mn_few_program_destroy(delay->program);
     free(delay);
 }
 
 /* ---- the program ----------------------------------------------------------------------------- */
 
-static bool grow(void **list, int64_t *most, int64_t n, size_t item) {
-    if (n < *most) return true;
-    const int64_t more = mn_max(2 * *most, 32);
-    void *grown = realloc(*list, (size_t)more * item);
-    if (!grown) return false;
-    *list = grown;
-    *most = more;
-    return true;
-}
-
-/* Room for one more stage, which does the works of these bits; NULL when memory is out. */
-static mn_few_stage *new_stage(mn_tape *tape, uint64_t works) {
+/* The program that stages are for; NULL where none is made. */
+static mn_few_program *program_of(mn_tape *tape) {
     mn_delay *all = tape->delay;
-    bool there = grow((void **)&all->stages, &all->most_stages, all->n_stages,
-                      sizeof *all->stages);
-    for (int i = 0; i < all->n; i++) {
-        const mn_delayed *d = &all->list[i];
-        for (int k = 0; k < d->n_touched && (works & mn_bit(i)); k++) {
-            if (!d->touched[k].writes) continue;
-            there = there && grow((void **)&all->wrote, &all->most_wrote, all->n_wrote,
-                                  sizeof *all->wrote);
-            if (there) all->wrote[all->n_wrote++] = d->touched[k];
-        }
-    }
-    all->done |= works;
-    if (there) return &all->stages[all->n_stages++];
-    mn_tape_fail(tape, mn_fail(MN_ERR_MEMORY, "%s: no memory for a token's program",
-                               tape->scope));
-    return NULL;
-}
-
-/* Whether `bytes` from `data` on are as they were before the program. */
-static bool is_settled(const mn_delay *all, const void *data, size_t bytes) {
-    const uintptr_t begin = (uintptr_t)data;
-    for (int64_t i = 0; i < all->n_wrote; i++) {
-        if (begin < all->wrote[i].end && all->wrote[i].begin < begin + bytes) return false;
-    }
-    return true;
+    if (!(tape->modes & MN_TAPE_REPEATS) || !mn_few_programs_serve()) return NULL;
+    if (!all->program) all->program = mn_few_program_create();
+    return all->program;
 }
 
 static void check(mn_tape *tape, int code) {
@@ -161,19 +131,32 @@ static void check(mn_tape *tape, int code) {
 }
 
 static void launch_program(mn_tape *tape) {
-    mn_delay *all = tape->delay;
-    const int64_t n = all->n_stages;
-    all->n_stages = all->n_wrote = 0;
-    if (n == 0 || !mn_tape_runs(tape)) return;
-    const size_t bytes = MN_FEW_HEAD_BYTES + (size_t)n * sizeof *all->stages;    // they are there
-    unsigned char *program = mn_tape_note(tape, bytes);
-    if (!program) return;
-    memcpy(program + MN_FEW_HEAD_BYTES, all->stages, (size_t)n * sizeof *all->stages);
-    void *there = (void *)mn_tape_lend_once(tape, program, bytes);
-    if (there) check(tape, mn_few_launch(there, (int)n, tape->where));
+    mn_few_program *program = tape->delay->program;
+    const size_t bytes = program && mn_tape_runs(tape) ? mn_few_program_bytes(program) : 0;
+    void *notes = bytes > 0 ? mn_tape_note(tape, bytes) : NULL;
+    if (notes) {
+        mn_few_program_write(program, notes);
+        void *there = (void *)mn_tape_lend_once(tape, notes, bytes);
+        if (there) check(tape, mn_few_program_launch(program, there, tape->where));
+    }
+    if (program) mn_few_program_clear(program);
 }
 
-/* ---- stages ---------------------------------------------------------------------------------- */
+/* Adds products or a memory, the other being NULL; ends the program where that has to be. */
+static bool add_stage(mn_tape *tape, const mn_few_products *products, const mn_few_memory *memory) {
+    mn_few_program *program = program_of(tape);
+    for (int i = 0; program && i < 2; i++) {
+        if (products ? mn_few_program_multiply(program, products)
+                     : mn_few_program_remember(program, memory)) {
+            return true;
+        }
+        if (mn_few_program_bytes(program) == 0) break;
+        launch_program(tape);
+    }
+    return false;
+}
+
+/* ---- launches -------------------------------------------------------------------------------- */
 
 static bool waits(const mn_delay *all, int i) {
     return !(all->done & mn_bit(i));
@@ -261,32 +244,36 @@ static uint64_t add_sum(const mn_delay *all, mn_few_product *to, int product) {
 /* Product `first` and those that wait for nothing but the same input. */
 static void multiply(mn_tape *tape, mn_delay *all, int first, int maker) {
     const mn_product_work *lead = &all->list[first].of.product.work;
-    mn_few_products stage = { .dtype = lead->dtype, .M = lead->M, .K = lead->K, .a = lead->a,
-                              .a_row = lead->a_row, .settled = true };
+    mn_few_products launch = { .dtype = lead->dtype, .M = lead->M, .K = lead->K, .a = lead->a,
+                               .a_row = lead->a_row, .settled = true };
     int products[MN_FEW_PRODUCTS];
-    int64_t columns = 0;
     uint64_t done = maker >= 0 ? mn_bit(maker) : 0;
-    if (maker >= 0) stage.first = &all->list[maker].of.few;
-    for (int i = first; i < all->n && stage.n < MN_FEW_PRODUCTS; i++) {
+    if (maker >= 0) launch.first = &all->list[maker].of.few;
+    for (int i = first; i < all->n && launch.n < MN_FEW_PRODUCTS; i++) {
         if (!waits(all, i) || !is_product(all, i) || maker_of(all, i) != maker) continue;
         const mn_product_work *p = &all->list[i].of.product.work;
-        if (!same_input(lead, p) || columns + p->N > mn_few_most_columns()) continue;
-        columns += p->N;
-        products[stage.n] = i;
-        stage.of[stage.n++] = (mn_few_product){ .b = p->b, .bias = p->bias, .c = p->c, .N = p->N,
-                                                .b_row = p->b_row };
-        const size_t bytes = (size_t)((p->N - 1) * p->b_row + p->K) * mn_dtype_bytes(p->dtype);
-        stage.settled = stage.settled && is_settled(all, p->b, bytes);
+        if (!same_input(lead, p)) continue;
+        products[launch.n] = i;
+        launch.of[launch.n++] = (mn_few_product){ .b = p->b, .bias = p->bias, .c = p->c, .N = p->N,
+                                                  .b_row = p->b_row };
+        launch.settled = launch.settled && !mn_arena_holds(tape->data, p->b);
         done |= mn_bit(i);
     }
-    for (int k = 0; k < stage.n; k++) done |= add_sum(all, &stage.of[k], products[k]);
-    done |= mn_few_gather_endings(all, &stage, products, done);
-    mn_few_stage *to = new_stage(tape, done);
-    if (to) mn_few_products_stage(to, &stage);
+    for (int k = 0; k < launch.n; k++) done |= add_sum(all, &launch.of[k], products[k]);
+    const uint64_t ended = program_of(tape) ? mn_few_gather_endings(all, &launch, products, done)
+                                            : 0;
+    if (add_stage(tape, &launch, NULL)) {
+        all->done |= done | ended;
+        return;
+    }
+    launch_program(tape);
+    launch.n_endings = 0;
+    all->done |= done;
+    check(tape, mn_few_multiply(&launch, tape->where));
 }
 
-/* The memory that operator i is, as a stage; false where it is none, or something else than norms
- * of its queries and keys holds it back. */
+/* The memory that operator i is, as a stage of a program; false where it is none, or something else
+ * than norms of its queries and keys holds it back. */
 static bool remember(mn_tape *tape, mn_delay *all, int i) {
     const mn_delayed *d = &all->list[i];
     mn_few_memory memory;
@@ -305,12 +292,8 @@ static bool remember(mn_tape *tape, mn_delay *all, int i) {
         if (makes != memory.q.data && makes != memory.e.data) return false;
         memory.first[makes == memory.e.data] = &front->of.few;
     }
-    const mn_call *c = &memory.call;
-    const size_t bytes = (size_t)(c->B * c->H * c->K * c->V) * sizeof(float);    // it is there
-    memory.settled = is_settled(all, memory.state0.data, bytes);
-    if (!mn_few_remembers(&memory)) return false;
-    mn_few_stage *to = new_stage(tape, missing | mn_bit(i));
-    if (to) mn_few_memory_stage(to, &memory);
+    if (!add_stage(tape, NULL, &memory)) return false;
+    all->done |= missing | mn_bit(i);
     return true;
 }
 
@@ -359,8 +342,9 @@ static void run_parts(mn_tape *tape, mn_delay *all, uint64_t taken) {
         }
         if (n > first) launch.first[++launch.n_parts] = n;
     }
-    mn_few_stage *to = new_stage(tape, taken);
-    if (to) mn_few_parts_stage(to, &launch);
+    all->done |= taken;
+    launch_program(tape);
+    if (mn_tape_runs(tape)) check(tape, mn_few_run(&launch, tape->where));
 }
 
 static void run_alone(mn_tape *tape, mn_delay *all, int i) {
@@ -377,7 +361,7 @@ static void run_alone(mn_tape *tape, mn_delay *all, int i) {
     if (st != MN_OK) mn_tape_fail(tape, st);
 }
 
-/* One stage, or one launch. */
+/* One launch, or one stage. */
 static void step(mn_tape *tape, mn_delay *all) {
     for (int i = 0; i < all->n; i++) {
         if (!waits(all, i) || !is_product(all, i)) continue;
@@ -388,7 +372,7 @@ static void step(mn_tape *tape, mn_delay *all) {
         }
     }
     for (int i = 0; i < all->n; i++) {
-        if (waits(all, i) && remember(tape, all, i)) return;
+        if (waits(all, i) && program_of(tape) && remember(tape, all, i)) return;
     }
     uint64_t taken = gather(all, false);
     for (int i = 0; taken == 0 && i < all->n; i++) {
@@ -400,18 +384,53 @@ static void step(mn_tape *tape, mn_delay *all) {
     run_parts(tape, all, taken);
 }
 
-void mn_delay_stage(mn_tape *tape) {
+/* Whether nothing but small works waits. */
+static bool small_wait(const mn_delay *all) {
+    for (int i = 0; i < all->n; i++) {
+        if (waits(all, i) && !few_at(all, i)) return false;
+    }
+    return true;
+}
+
+/* Those that wait move to the front. */
+static void keep_waiting(mn_delay *all) {
+    int to[MN_DELAYED], n = 0;
+    for (int i = 0; i < all->n; i++) {
+        if (waits(all, i)) to[i] = n++;
+    }
+    for (int i = 0; i < all->n; i++) {
+        if (!waits(all, i)) continue;
+        uint64_t after = 0;
+        for (int k = 0; k < i; k++) {
+            if (waits(all, k) && (all->list[i].after & mn_bit(k))) after |= mn_bit(to[k]);
+        }
+        if (to[i] != i) all->list[to[i]] = all->list[i];
+        all->list[to[i]].after = after;
+    }
+    all->n = n;
+    all->done = 0;
+}
+
+/* `all_of_them`: also small works at the end, which something may make its input by. */
+static void stage(mn_tape *tape, bool all_of_them) {
     mn_delay *all = tape->delay;
     if (!all || all->n == 0) return;
     const mn_status st = mn_device_use(tape->device);
     if (st != MN_OK) mn_tape_fail(tape, st);
     const uint64_t every = all->n == MN_DELAYED ? ~UINT64_C(0) : mn_bit(all->n) - 1;
     all->done = 0;
-    while (all->done != every && mn_tape_runs(tape)) step(tape, all);
-    all->n = 0;
+    while (all->done != every && mn_tape_runs(tape) && (all_of_them || !small_wait(all))) {
+        step(tape, all);
+    }
+    if (mn_tape_runs(tape)) keep_waiting(all);
+    else all->n = 0;
+}
+
+void mn_delay_stage(mn_tape *tape) {
+    stage(tape, false);
 }
 
 void mn_tape_flush(mn_tape *tape) {
-    mn_delay_stage(tape);
+    stage(tape, true);
     if (tape->delay) launch_program(tape);
 }

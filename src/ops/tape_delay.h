@@ -34,14 +34,12 @@ typedef struct mn_delayed {
     mn_touch touched[MN_TOUCHED];
 } mn_delayed;
 
-/* What waits, what of it is done, and the stages that it has become so far. */
+/* What waits, what of it is done, and the program that has come of it and is to be launched. */
 struct mn_delay {
     mn_delayed list[MN_DELAYED];
     int n;
     uint64_t done;
-    mn_few_stage *stages;
-    mn_touch *wrote;           // by the stages
-    int64_t n_stages, most_stages, n_wrote, most_wrote;
+    mn_few_program *program;    // NULL until there is one
 };
 
 static inline uint64_t mn_bit(int i) {
@@ -82,7 +80,8 @@ bool mn_delay_op(mn_tape *tape, mn_op_id op, const void *args);
 void mn_delay_forget(mn_tape *tape);
 void mn_delay_destroy(mn_delay *delay);    // NULL accepted
 
-/* Makes stages of all that waits; mn_tape_flush also launches them. */
+/* Launches what waits, or makes it a part of the program, but for small works that something may
+ * still make its input by; mn_tape_flush launches everything. */
 void mn_delay_stage(mn_tape *tape);
 
 #endif

@@ -38,14 +38,24 @@ static bool is_single(const mn_view *view, const int64_t shape[4]) {
     return true;
 }
 
-/* Whether a work goes number by number over `count` of them. */
+/* Numbers of a product that one number of a view serves, whole strips of them; 0: another view. */
+static int64_t serves(const mn_view *view, const int64_t shape[4]) {
+    const bool heads = shape[0] * shape[1] == 1 && view->stride[3] == 0 &&
+                       (shape[2] == 1 || view->stride[2] == 1);
+    return heads && shape[3] % MN_FEW_TOGETHER == 0 ? shape[3] : 0;
+}
+
+/* Whether a work goes number by number over `count` of them, or over one number for each of as many
+ * groups of them. */
 static bool goes_by(const mn_few *f, int64_t count) {
     if (f->kind == MN_FEW_CONV) return f->shape[2] == 1 && f->shape[3] == count;
     const bool each = f->kind == MN_FEW_UNARY || f->kind == MN_FEW_PAIR || f->kind == MN_FEW_MOVE;
-    bool rows = each && mn_is_row(mn_few_result(f), f->shape, count);
+    const int64_t own = mn_count4(f->shape);
+    if (own < count && (own == 0 || count % (own * MN_FEW_TOGETHER) != 0)) return false;
+    bool rows = each && own <= count && mn_is_row(mn_few_result(f), f->shape, own);
     for (int i = 0; rows && i < mn_few_inputs_of(f->kind); i++) {
-        rows = !f->at[i].data || mn_is_row(&f->at[i], f->shape, count) ||
-               is_single(&f->at[i], f->shape);
+        rows = !f->at[i].data || mn_is_row(&f->at[i], f->shape, own) ||
+               is_single(&f->at[i], f->shape) || (own == count && serves(&f->at[i], f->shape) > 0);
     }
     return rows;
 }
@@ -65,6 +75,7 @@ static int product_of(const gathering *g, int i) {
         const void *from = f->at[k].data;
         const bool all_of_it = mn_is_row(&f->at[k], f->shape, mn_count4(f->shape)) ||
                                f->kind == MN_FEW_CONV;
+        const bool repeated = serves(&f->at[k], f->shape) > 0;
         for (int p = 0; from && p < launch->n; p++) {
             if (launch->of[p].c != from) continue;
             if (!all_of_it) return -2;
@@ -73,7 +84,8 @@ static int product_of(const gathering *g, int i) {
         for (int e = 0; from && e < launch->n_endings; e++) {
             if (mn_few_result(&launch->ending[e].work)->data != from) continue;
             const int product = launch->ending[e].product;
-            if (!all_of_it || (by_ending >= 0 && by_ending != product)) return -2;
+            if (!all_of_it && !repeated) return -2;
+            if (by_ending >= 0 && by_ending != product) return -2;
             by_ending = product;
         }
     }
@@ -140,7 +152,5 @@ uint64_t mn_few_gather_endings(mn_delay *all, mn_few_products *launch, const int
     for (int i = 0; i < all->n; i++) {
         if (!((all->done | taken | g.ended) & mn_bit(i))) end_with(&g, i);
     }
-    if (launch->n_endings == 0 || mn_few_ends(launch)) return g.ended;
-    launch->n_endings = 0;
-    return 0;
+    return g.ended;
 }

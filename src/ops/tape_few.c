@@ -33,10 +33,12 @@ static void touch(mn_delayed *d, const void *data, int64_t count, mn_dtype dtype
 }
 
 /* From the first number of a view to its last. */
-static void touch_view(mn_delayed *d, const mn_view *view, const int64_t shape[4], bool writes) {
+static int64_t touch_view(mn_delayed *d, const mn_view *view, const int64_t shape[4],
+                          bool writes) {
     int64_t count = 1;
     for (int i = 0; i < 4; i++) count += (shape[i] - 1) * view->stride[i];
     touch(d, view->data, count, view->dtype, writes);
+    return count;
 }
 
 void mn_touch_product(mn_delayed *d, const mn_product_work *p) {
@@ -86,7 +88,7 @@ static bool start(mn_delayed *d, mn_few_kind kind, const int64_t shape[4]) {
 
 static void view(mn_delayed *d, int i, const mn_view *at, bool writes) {
     d->of.few.at[i] = *at;
-    touch_view(d, at, d->of.few.shape, writes);
+    d->of.few.numbers[i] = touch_view(d, at, d->of.few.shape, writes);
 }
 
 static bool few_unary(mn_delayed *d, const mn_unary_work *w) {
@@ -166,6 +168,7 @@ static void flat(mn_delayed *d, int i, const void *data, int64_t count, mn_dtype
                  bool writes) {
     const int64_t shape[4] = { 1, 1, 1, count };
     d->of.few.at[i] = mn_flat_view((void *)data, dtype, shape);
+    d->of.few.numbers[i] = count;
     touch(d, data, count, dtype, writes);
 }
 

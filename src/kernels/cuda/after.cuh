@@ -22,6 +22,20 @@ __device__ inline void mn_wait_for_before(void) {
 #endif
 }
 
+/* Arguments to shared memory, all at once: from where they lie each first look at a line of them
+ * waits for the second cache, and these looks come one after the other. A barrier has to follow. */
+template <typename X>
+__device__ inline void mn_bring_arguments(X *to, const X &arguments) {
+    static_assert(sizeof(X) % 16 == 0 && alignof(X) == 16, "whole packs");
+    const char *from = (const char *)&arguments;
+    for (int i = threadIdx.x; i < (int)(sizeof(X) / 16); i += blockDim.x) {
+        uint4 pack;
+        asm("ld.v4.u32 {%0,%1,%2,%3}, [%4];"
+            : "=r"(pack.x), "=r"(pack.y), "=r"(pack.z), "=r"(pack.w) : "l"(from + i * 16));
+        ((uint4 *)to)[i] = pack;
+    }
+}
+
 template <typename... Arguments, typename... Given>
 inline int mn_launch_early(void (*kernel)(Arguments...), dim3 blocks, int threads, size_t room,
                            cudaStream_t stream, const Given &...given) {

@@ -1,23 +1,48 @@
-/* few_product.cu - c = a b' of a few rows, where the weight is a and c is turned.
+/* few_product.cu - c = a b' of a few rows with several weights in one launch (kernels/few.h).
  *
  * Such products read every weight once and do next to nothing with it: what counts is how many
- * bytes are on their way. A block takes strips of eight columns.
+ * bytes are on their way, and that they are before the numbers they wait for. A block takes strips
+ * of eight columns. It asks for the weights of its first strip before it waits for the launch in
+ * front, then makes or fetches its rows of a, each block for itself.
  *
  * bf16: warps share the strip's rows of weights in units of 32 numbers. A lane's 16 bytes are the
  * left factor of two products of tensor cores, whose eight lower rows stay zero; the numbers of a
  * unit are taken in the order in which the lanes have them, in both factors. float32: a warp has a
  * column. Sums are float32, of each warp in order, then over the warps. */
 #include "kernels/cuda/after.cuh"
+#include "kernels/cuda/few_work.cuh"
 #include "kernels/cuda/product_plain.h"
-#include "kernels/few.h"
 
 enum { COLUMNS = 8, UNIT = 32, PAD = 8, PROCESSORS = 132 };
 
-struct alignas(16) few_product {
-    int M, K, N, step;                       // step: from row to row of a in shared memory
-    int64_t a_row, b_row, c_row, c_column;   // numbers between rows, and columns of c
-    const void *a, *b, *bias;                // the bias belongs to rows of a
-    void *c;
+struct few_product {
+    const void *b, *bias, *plus;
+    void *c, *sum;
+    int64_t b_row, c_row, c_column;    // numbers between rows of a, and of b, in c
+    int N;
+    bool by_row;                       // the bias belongs to rows of a
+};
+
+struct alignas(16) few_products {
+    int M, K, step, n, has_first, settled;    // step: from row to row of a in shared memory
+    int64_t a_row;
+    const void *a;
+    int begins[MN_FEW_PRODUCTS + 1];          // strips in front of each product
+    few_product of[MN_FEW_PRODUCTS];
+    mn_few_job first;
+};
+
+/* A strip: which product, and its first column. */
+struct strip {
+    const few_product *of;
+    int column;
+
+    __device__ strip(const few_products &p, int at) {
+        int i = 0;
+        while (at >= p.begins[i + 1]) i++;
+        of = &p.of[i];
+        column = (at - p.begins[i]) * COLUMNS;
+    }
 };
 
 /* Sixteen bytes on their way to shared memory; zeros where `there` is false. */
@@ -50,14 +75,14 @@ struct multiplier<mn_bf16, WARPS, AHEAD> {
     static constexpr int PARTS = WARPS, NUMBERS = WARPS * AHEAD * UNIT;    // of K at once
     uint4 (*w)[32 * WARPS];
 
-    /* The numbers from `first` on of the weights of the strip from column `from` on. */
-    __device__ void load(const few_product &p, int from, int first) {
-        const int lane = threadIdx.x % 32, column = from + lane / 4;
-        const mn_bf16 *b = (const mn_bf16 *)p.b, *row = b + column * p.b_row;
+    /* The numbers from `first` on of the strip's weights. */
+    __device__ void load(const few_products &p, const strip &s, int first) {
+        const int lane = threadIdx.x % 32, column = s.column + lane / 4;
+        const mn_bf16 *b = (const mn_bf16 *)s.of->b, *row = b + column * s.of->b_row;
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             const int k = place(first, i);
-            const bool there = column < p.N && k < p.K;
+            const bool there = column < s.of->N && k < p.K;
             ask(&w[i][threadIdx.x], there ? row + k : b, there);
         }
     }
@@ -66,12 +91,13 @@ struct multiplier<mn_bf16, WARPS, AHEAD> {
         return first + (i * WARPS + threadIdx.x / 32) * UNIT + threadIdx.x % 4 * 8;
     }
 
-    __device__ void multiply(float *sums, const few_product &p, int from, const mn_bf16 *x) {
+    __device__ void multiply(float *sums, const few_products &p, const strip &s,
+                             const mn_bf16 *x) {
         const int lane = threadIdx.x % 32, row = lane / 4;
         float acc[2][4] = {};
 #pragma unroll 1
         for (int first = 0; first < p.K; first += NUMBERS) {
-            if (first > 0) load(p, from, first);
+            if (first > 0) load(p, s, first);
             wait_for_asked();
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
@@ -96,13 +122,13 @@ struct multiplier<float, WARPS, AHEAD> {
     static_assert(WARPS == COLUMNS, "a warp has a column");
     uint4 (*w)[32 * WARPS];
 
-    __device__ void load(const few_product &p, int from, int first) {
-        const int column = from + threadIdx.x / 32;
-        const float *b = (const float *)p.b, *row = b + column * p.b_row;
+    __device__ void load(const few_products &p, const strip &s, int first) {
+        const int column = s.column + threadIdx.x / 32;
+        const float *b = (const float *)s.of->b, *row = b + column * s.of->b_row;
 #pragma unroll
         for (int i = 0; i < AHEAD; i++) {
             const int k = place(first, i);
-            const bool there = column < p.N && k < p.K;
+            const bool there = column < s.of->N && k < p.K;
             ask(&w[i][threadIdx.x], there ? row + k : b, there);
         }
     }
@@ -111,11 +137,11 @@ struct multiplier<float, WARPS, AHEAD> {
         return first + i * 128 + threadIdx.x % 32 * 4;
     }
 
-    __device__ void multiply(float *sums, const few_product &p, int from, const float *x) {
+    __device__ void multiply(float *sums, const few_products &p, const strip &s, const float *x) {
         float sum[MN_FEW_DEEPEST] = {};
 #pragma unroll 1
         for (int first = 0; first < p.K; first += NUMBERS) {
-            if (first > 0) load(p, from, first);
+            if (first > 0) load(p, s, first);
             wait_for_asked();
 #pragma unroll
             for (int i = 0; i < AHEAD; i++) {
@@ -141,29 +167,63 @@ struct multiplier<float, WARPS, AHEAD> {
     }
 };
 
-/* Rows of a to shared memory. */
+/* Rows of a to shared memory: made by the first work, which block 0 stores as well, or fetched. */
 template <typename T>
-__device__ static void bring(T *x, const few_product &p) {
+__device__ static void bring(T *x, const few_products &p, float *room) {
     constexpr int N = 16 / (int)sizeof(T);
     const int packs = p.K / N;
+    if (p.has_first) {
+        mn_few_do(p.first, { (char *)x, p.K, p.step }, room);
+        if (blockIdx.x > 0) return;
+        __syncthreads();
+        T *a = (T *)p.a;
+        for (int i = threadIdx.x; i < p.M * p.K; i += blockDim.x) {
+            const int row = i / p.K;
+            a[i] = x[row * p.step + i - row * p.K];
+        }
+        return;
+    }
     for (int i = threadIdx.x; i < p.M * packs; i += blockDim.x) {
         const int row = i / packs, at = (i - row * packs) * N;
         *(uint4 *)(x + row * p.step + at) = *(const uint4 *)((const T *)p.a + row * p.a_row + at);
     }
 }
 
-/* Adds the parts of a thread's number of a strip up in order, and stores it. */
-template <typename T, int PARTS>
-__device__ static void finish(const few_product &p, int from, const float *sums) {
-    const int row = threadIdx.x / COLUMNS, column = from + threadIdx.x % COLUMNS;
-    if (row >= p.M || column >= p.N) return;
-    float all = 0.0f;
-#pragma unroll
-    for (int part = 0; part < PARTS; part++) {
-        all += sums[part * (MN_FEW_DEEPEST * COLUMNS) + threadIdx.x];
+/* What a thread adds to its number of a strip and where that goes; asked for before the sums are
+ * there. */
+template <typename T>
+struct ending {
+    T *c, *sum;
+    float bias, plus;
+
+    __device__ ending(const few_products &p, const strip &s) {
+        const int row = threadIdx.x / COLUMNS, column = s.column + threadIdx.x % COLUMNS;
+        c = sum = nullptr;
+        bias = plus = 0.0f;
+        if (row >= p.M || column >= s.of->N) return;
+        const int64_t at = row * s.of->c_row + column * s.of->c_column;
+        c = (T *)s.of->c + at;
+        bias = mn_get((const T *)s.of->bias, s.of->by_row ? row : column);
+        if (!s.of->sum) return;
+        sum = (T *)s.of->sum + at;
+        plus = mn_get((const T *)s.of->plus, at);
     }
-    mn_put((T *)p.c + row * p.c_row + column * p.c_column, all + mn_get((const T *)p.bias, row));
-}
+
+    /* Adds the parts up in order, and stores. */
+    template <int PARTS>
+    __device__ void finish(const float *sums) const {
+        if (!c) return;
+        float all = 0.0f;
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            all += sums[part * (MN_FEW_DEEPEST * COLUMNS) + threadIdx.x];
+        }
+        T rounded;
+        mn_put(&rounded, all + bias);
+        *c = rounded;
+        if (sum) mn_put(sum, mn_float(rounded) + plus);
+    }
+};
 
 /* Blocks that a processor holds: so many bytes of weights are on their way to it. */
 template <typename T, int WARPS, int AHEAD>
@@ -171,41 +231,47 @@ constexpr int resident = WARPS > 8 ? 2 : sizeof(T) == 2 && AHEAD <= 4 ? 5 : 4;
 
 template <typename T, int WARPS, int AHEAD>
 __global__ void __launch_bounds__(32 * WARPS, (resident<T, WARPS, AHEAD>))
-few_product_kernel(const __grid_constant__ few_product p) {
+few_product_kernel(const __grid_constant__ few_products given) {
     typedef multiplier<T, WARPS, AHEAD> way;
     extern __shared__ uint4 packs[];    // of weights, then the rows of a
-    __shared__ float sums[2][way::PARTS * MN_FEW_DEEPEST * COLUMNS];
+    __shared__ few_products p;
+    __shared__ float sums[2][way::PARTS * MN_FEW_DEEPEST * COLUMNS], room[32];
     T *x = (T *)(packs + AHEAD * 32 * WARPS);
     way m = { (uint4 (*)[32 * WARPS])packs };
-    const int step = gridDim.x * COLUMNS;
     mn_let_next_begin();
-    mn_wait_for_before();
-    m.load(p, blockIdx.x * COLUMNS, 0);
-    bring(x, p);
+    mn_bring_arguments(&p, given);
     __syncthreads();
-    for (int from = blockIdx.x * COLUMNS, turn = 0; from < p.N; from += step, turn = 1 - turn) {
-        m.multiply(sums[turn], p, from, x);
-        if (from + step < p.N) m.load(p, from + step, 0);
+    const int n_strips = p.begins[p.n];
+    if (p.settled) m.load(p, strip(p, blockIdx.x), 0);
+    if (p.has_first) mn_few_ask(p.first);
+    mn_wait_for_before();
+    if (!p.settled) m.load(p, strip(p, blockIdx.x), 0);
+    bring(x, p, room);
+    __syncthreads();
+    for (int at = blockIdx.x, turn = 0; at < n_strips; at += gridDim.x, turn = 1 - turn) {
+        const strip s(p, at);
+        const ending<T> end(p, s);
+        m.multiply(sums[turn], p, s, x);
+        if (at + (int)gridDim.x < n_strips) m.load(p, strip(p, at + gridDim.x), 0);
         __syncthreads();
-        finish<T, way::PARTS>(p, from, sums[turn]);
+        end.template finish<way::PARTS>(sums[turn]);
     }
 }
 
 template <typename T, int WARPS, int AHEAD>
-static int launch(const few_product &p, cudaStream_t stream) {
+static int launch(const few_products &p, cudaStream_t stream) {
     const size_t room = (size_t)AHEAD * 32 * WARPS * sizeof(uint4) +
                         (size_t)p.M * (size_t)p.step * sizeof(T);
-    void (*kernel)(few_product) = few_product_kernel<T, WARPS, AHEAD>;
+    void (*kernel)(few_products) = few_product_kernel<T, WARPS, AHEAD>;
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
     if (code != cudaSuccess) return code;
-    const int64_t strips = mn_ceil_div((int64_t)p.N, (int64_t)COLUMNS);
-    const unsigned blocks = mn_blocks(strips, 1, PROCESSORS * resident<T, WARPS, AHEAD>);
+    const unsigned blocks = mn_blocks(p.begins[p.n], 1, PROCESSORS * resident<T, WARPS, AHEAD>);
     return mn_launch_early(kernel, dim3(blocks), 32 * WARPS, room, stream, p);
 }
 
 /* By how a processor's lanes are used best for rows of that length. */
-static int launch_by_length(const few_product &p, mn_dtype dtype, cudaStream_t on) {
+static int launch_by_length(const few_products &p, mn_dtype dtype, cudaStream_t on) {
     if (dtype == MN_F32) return launch<float, 8, 8>(p, on);
     if (p.K <= 8 * 4 * UNIT) return launch<mn_bf16, 8, 4>(p, on);
     if (p.K <= 8 * 8 * UNIT) return launch<mn_bf16, 8, 8>(p, on);
@@ -222,15 +288,35 @@ static bool takes(const mn_product_work *w, int64_t few, int64_t many) {
            (uintptr_t)w->b % 16 == 0 && few * (w->K + PAD) <= most;
 }
 
+extern "C" bool mn_few_multiplies(const mn_product_work *w) {
+    return takes(w, w->M, w->N) && w->c_row == w->N;
+}
+
 extern "C" bool mn_few_columns_serve(const mn_product_work *w) {
     return takes(w, w->N, w->M);
 }
 
 /* c' = b a': the columns are the few rows. */
 extern "C" int mn_few_columns(const mn_product_work *w, void *stream) {
-    few_product p = {};
-    p.M = (int)w->N, p.N = (int)w->M, p.K = (int)w->K, p.step = p.K + PAD;
-    p.a = w->b, p.a_row = w->b_row, p.b = w->a, p.b_row = w->a_row, p.bias = w->bias;
-    p.c = w->c, p.c_row = 1, p.c_column = w->c_row;
+    few_products p = {};
+    p.M = (int)w->N, p.K = (int)w->K, p.step = p.K + PAD, p.n = 1;
+    p.a = w->b, p.a_row = w->b_row;
+    p.of[0] = { w->a, w->bias, NULL, w->c, NULL, w->a_row, 1, w->c_row, (int)w->M, true };
+    p.begins[1] = (int)mn_ceil_div(w->M, COLUMNS);
     return launch_by_length(p, w->dtype, (cudaStream_t)stream);
+}
+
+extern "C" int mn_few_multiply(const mn_few_products *given, void *stream) {
+    const cudaStream_t on = (cudaStream_t)stream;
+    few_products p = {};
+    p.M = (int)given->M, p.K = (int)given->K, p.step = (int)given->K + PAD, p.n = given->n;
+    p.a = given->a, p.a_row = given->a_row, p.settled = given->settled;
+    p.has_first = given->first != NULL;
+    if (given->first) p.first = mn_few_job_of(*given->first);
+    for (int i = 0; i < given->n; i++) {
+        const mn_few_product &g = given->of[i];
+        p.of[i] = { g.b, g.bias, g.plus, g.c, g.sum, g.b_row, g.N, 1, (int)g.N, false };
+        p.begins[i + 1] = p.begins[i] + (int)mn_ceil_div(g.N, COLUMNS);
+    }
+    return launch_by_length(p, given->dtype, on);
 }

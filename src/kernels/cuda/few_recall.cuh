@@ -2,222 +2,186 @@
  *
  *   S' = diag(exp g) S;  r = v - S'^T e;  S = S' + w r';  o = scale S'^T q + scale (q.w) r
  *
- * All that needs a sum over rows of the state is summed at once: S'^T e, S'^T q and q.w. A block
- * has eight columns of one memory, a thread four neighbours of them in every 128th row, which come
- * before the barrier in front of the stage. Each block normalises queries and keys for itself where
- * that is part of the stage. */
+ * All that needs a sum over rows of the state is summed at once: S'^T e, S'^T q, q.w and the
+ * squares of q and e. A block has eight columns of one memory, a thread eight rows of one of them.
+ * What norms of q and e divide by is a factor of the sums. */
 #ifndef MN_KERNELS_CUDA_FEW_RECALL_CUH
 #define MN_KERNELS_CUDA_FEW_RECALL_CUH
 
-#include "kernels/cuda/few_stage.cuh"
+#include "kernels/cuda/few_program.cuh"
 
-enum { MN_FEW_GROUPS = MN_FEW_THREADS / 2 };    // rows that the threads have at once
+#if __CUDA_ARCH__ >= 900
 
-/* Tile i: columns of head h of sequence n, and the state there. */
-struct mn_few_tile {
-    int n, h, column;
+/* A thread's eight rows of a vector. */
+struct mn_few_rows_of {
+    mn_few_four at[2];
 
-    __device__ mn_few_tile(const mn_few_memory_at &p, int i) {
-        const int tiles = p.V / MN_FEW_TILE;
-        h = i / tiles % p.H;
-        n = i / tiles / p.H;
-        column = i % tiles * MN_FEW_TILE + threadIdx.x % 2 * 4;
+    __device__ void ask(const mn_few_source &from, const char *program, int row) {
+        at[0].ask(from, program, row);
+        at[1].ask(from, program, row + 4);
     }
 
-    __device__ int64_t at(const mn_few_memory_at &p, int row) const {
-        return row * (int64_t)p.V + column;
+    __device__ bool there(const mn_few_source &from, unsigned run) const {
+        return at[0].there(from, run) && at[1].there(from, run);
+    }
+
+    __device__ void get(float (&x)[8], const mn_few_source &from) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint2 two = at[i].numbers(from);
+            x[4 * i] = mn_few_low(two.x), x[4 * i + 1] = mn_few_high(two.x);
+            x[4 * i + 2] = mn_few_low(two.y), x[4 * i + 3] = mn_few_high(two.y);
+        }
     }
 };
 
-__device__ inline int mn_few_tiles(const mn_few_memory_at &p) {
-    return p.V / MN_FEW_TILE * p.H * p.B;
-}
+/* All that a thread waits for. */
+struct mn_few_inputs_of {
+    mn_few_rows_of q, e, w, g;
+    mn_few_one v, beta, even;
 
-/* Asks the second cache for the block's first tile. */
-__device__ inline void mn_few_ask_state(const mn_few_memory_at &p) {
-    if ((int)blockIdx.x >= mn_few_tiles(p) || !p.state0.data) return;
-    const mn_few_tile tile(p, blockIdx.x);
-    const float *from = mn_row<float>(p.state0, tile.n, 0, tile.h);
-#pragma unroll 1
-    for (int row = threadIdx.x / 2; row < p.K; row += MN_FEW_GROUPS) {
-        if (threadIdx.x % 2 == 0) mn_few_ask_line(from + tile.at(p, row));
+    __device__ void ask(const mn_few_memory_note &m, const mn_few_place &place, int row,
+                        int column) {
+        bool there;
+        do {
+            q.ask(m.q, place.program, row);
+            e.ask(m.e, place.program, row);
+            if (m.has_w) w.ask(m.w, place.program, row);
+            if (m.by_channel) g.ask(m.g, place.program, row);
+            else if (m.has_g) even.ask(m.g, place.program, m.g.odd);
+            v.ask(m.v, place.program, column);
+            if (m.has_beta) beta.ask(m.beta, place.program, m.beta.odd);
+            there = q.there(m.q, place.run) && e.there(m.e, place.run);
+            there = there && v.there(m.v, place.run);
+            if (m.has_w) there = there && w.there(m.w, place.run);
+            if (m.by_channel) there = there && g.there(m.g, place.run);
+            else if (m.has_g) there = there && even.there(m.g, place.run);
+            if (m.has_beta) there = there && beta.there(m.beta, place.run);
+        } while (!there);
     }
-}
+};
 
-/* Asks for it, to where a thread's pieces of weights go otherwise. */
-__device__ inline void mn_few_begin_state(mn_few_block &room, const mn_few_memory_at &p) {
-    if ((int)blockIdx.x >= mn_few_tiles(p)) return;
-    const mn_few_tile tile(p, blockIdx.x);
-    const float *from = mn_row<float>(p.state0, tile.n, 0, tile.h);
-    uint4(*to)[MN_FEW_THREADS] = &room.ring[0][0];
-#pragma unroll 1
-    for (int i = 0; i < MN_FEW_DEEP; i++) {
-        const int row = threadIdx.x / 2 + i * MN_FEW_GROUPS;
-        if (from && row < p.K) mn_few_bring(&to[i][threadIdx.x], from + tile.at(p, row), true);
-    }
-}
-
-/* 1 / length; what is rounded to bf16 takes the hardware's approximate root. */
-template <typename T>
-__device__ inline float mn_few_unit(const mn_few_job &job, float squares) {
-    const bool root = job.kind == MN_FEW_L2_NORM && job.f == MN_FEW_ROOT;
-    return sizeof(T) == 2 && root ? rsqrtf(squares + job.scale) : mn_few_inverse(job, squares);
-}
-
-/* Rows of queries (0) or keys (1), normalised, to shared memory; a warp has a row. */
-template <typename T>
-__device__ inline void mn_few_fronts(T *rows, const mn_few_memory_at &p) {
-    constexpr int HALF = MN_FEW_WARPS / 2;
-    const int lane = threadIdx.x % 32, n_rows = p.B * p.H, front = threadIdx.x / 32 / HALF;
-    const mn_few_job &job = p.front[front];
-    if (!(p.fronts >> front & 1)) return;
-#pragma unroll 1
-    for (int row = threadIdx.x / 32 % HALF; row < n_rows; row += HALF) {
-        const bool weighted = job.kind != MN_FEW_L2_NORM;
-        const T *from = (const T *)job.side[0].data + row * p.K;
-        const T *weight = weighted ? (const T *)job.side[1].data : nullptr;
-        T *to = rows + (front * n_rows + row) * p.K;
-        T *out = (T *)job.side[weighted ? 2 : 1].data + row * p.K;
-        float sum = 0.0f;
-        for (int at = lane * 4; at < p.K; at += 128) {
-            float x[4];
-            mn_load<4>(x, from, at);
+/* Numbers by a norm's weights, of which the sum of squares is taken before. */
+template <typename FRONT>
+__device__ inline float mn_few_front(float (&x)[8], const FRONT &front, int row) {
+    float squares = 0.0f;
 #pragma unroll
-            for (int j = 0; j < 4; j++) sum = fmaf(x[j], x[j], sum);
-        }
-        const float r = mn_few_unit<T>(job, mn_warp_sum(sum));
-        for (int at = lane * 4; at < p.K; at += 128) {
-            float x[4], w[4];
-            mn_load<4>(x, from, at);
-            mn_load<4>(w, weight, at);
+    for (int j = 0; j < 8; j++) squares = fmaf(x[j], x[j], squares);
+    if (!front.there || !front.weight) return squares;
+    const uint4 raw = *(const uint4 *)(front.weight + row);
+    const uint32_t words[4] = { raw.x, raw.y, raw.z, raw.w };
 #pragma unroll
-            for (int j = 0; j < 4; j++) x[j] = weighted ? x[j] * r * w[j] : x[j] * r;
-            mn_store<4>(to, at, x);
-            if (blockIdx.x == 0) mn_store<4>(out, at, x);
-        }
+    for (int j = 0; j < 4; j++) {
+        x[2 * j] *= mn_few_low(words[j]);
+        x[2 * j + 1] *= mn_few_high(words[j]);
     }
+    return squares;
 }
 
-/* Sums over the rows of a column, of four neighbours: S'^T e, S'^T q; and q.w. In all threads. */
+/* 1 / length */
+template <typename FRONT>
+__device__ inline float mn_few_unit_length(const FRONT &front, float squares, int K) {
+    if (!front.there) return 1.0f;
+    if (!front.is_l2) return rsqrtf(squares / (float)K + front.epsilon);
+    if (front.root) return rsqrtf(squares + front.epsilon);
+    return 1.0f / fmaxf(sqrtf(squares), front.epsilon);
+}
+
+/* The row as others would find it. */
+__device__ inline void mn_few_keep_front(mn_bf16 *to, const float (&x)[8], float factor) {
+    uint4 y;
+    y.x = mn_few_two(x[0] * factor, x[1] * factor), y.y = mn_few_two(x[2] * factor, x[3] * factor);
+    y.z = mn_few_two(x[4] * factor, x[5] * factor), y.w = mn_few_two(x[6] * factor, x[7] * factor);
+    *(uint4 *)to = y;
+}
+
+/* Sums over all rows: of a column, S'^T e and S'^T q; q.w and squares of q and e. */
 struct mn_few_sums {
-    float at[9];
+    float e, q, qw, qq, ee;
 
-    __device__ void gather(float (*room)[2][9]) {
-        const int quad = threadIdx.x % 2, lane = threadIdx.x % 32;
+    __device__ void gather(mn_few_block &room, int half) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
-        for (int lanes = 16; lanes >= 2; lanes >>= 1) {
-#pragma unroll
-            for (int i = 0; i < 9; i++) at[i] += __shfl_xor_sync(0xffffffffu, at[i], lanes);
+        for (int lanes = 8; lanes < 32; lanes *= 2) {
+            e += __shfl_xor_sync(0xffffffffu, e, lanes);
+            q += __shfl_xor_sync(0xffffffffu, q, lanes);
+            qw += __shfl_xor_sync(0xffffffffu, qw, lanes);
+            qq += __shfl_xor_sync(0xffffffffu, qq, lanes);
+            ee += __shfl_xor_sync(0xffffffffu, ee, lanes);
         }
-        if (lane < 2) {
+        if (lane < MN_FEW_TILE) room.columns[half][warp][lane] = make_float2(e, q);
+        if (lane == 0) room.shared[half][warp] = make_float4(qw, qq, ee, 0.0f);
+        mn_few_meet();
+        e = q = qw = qq = ee = 0.0f;
 #pragma unroll
-            for (int i = 0; i < 9; i++) room[threadIdx.x / 32][quad][i] = at[i];
+        for (int i = 0; i < MN_FEW_WARPS; i++) {
+            const float2 two = room.columns[half][i][lane % MN_FEW_TILE];
+            const float4 three = room.shared[half][i];
+            e += two.x, q += two.y, qw += three.x, qq += three.y, ee += three.z;
         }
-        __syncthreads();
-        if (threadIdx.x < 18) {
-            const int of = threadIdx.x / 9, i = threadIdx.x % 9;
-            float sum = 0.0f;
-#pragma unroll
-            for (int warp = 0; warp < MN_FEW_WARPS; warp++) sum += room[warp][of][i];
-            room[MN_FEW_WARPS][of][i] = sum;
-        }
-        __syncthreads();
-#pragma unroll
-        for (int i = 0; i < 9; i++) at[i] = room[MN_FEW_WARPS][quad][i];
     }
 };
 
-/* What a tile reads beside queries and keys; not looked at before it is needed. */
-template <typename T>
-struct mn_few_fresh {
-    mn_pack<T, 4> v;
-    T beta, g;
-
-    __device__ mn_few_fresh(const mn_few_memory_at &p, const mn_few_tile &tile) {
-        const T *strength = mn_row<T>(p.beta, tile.n, 0, tile.h);
-        const T *decay = mn_row<T>(p.g, tile.n, 0, tile.h);
-        v = *(const mn_pack<T, 4> *)(mn_row<T>(p.v, tile.n, 0, tile.h) + tile.column);
-        if (strength) beta = *strength;
-        if (decay) g = *decay;
-    }
-};
-
-template <typename T>
-__device__ inline void mn_few_recall_tile(mn_few_block &room, const mn_few_memory_at &p,
-                                          int index, const mn_few_tile &tile,
-                                          const mn_few_fresh<T> &fresh, const T *rows) {
-    const int n = tile.n, h = tile.h, first = threadIdx.x / 2;
-    const float *from = mn_row<float>(p.state0, n, 0, h);
-    float *to = mn_row<float>(p.state, n, 0, h);
-    const int64_t made = (n * p.H + h) * (int64_t)p.K;
-    const T *q = p.fronts & 1 ? rows + made : mn_row<T>(p.q, n, 0, h);
-    const T *e = p.fronts & 2 ? rows + p.B * p.H * (int64_t)p.K + made : mn_row<T>(p.e, n, 0, h);
-    const T *w = p.w.data ? mn_row<T>(p.w, n, 0, h) : e, *g = mn_row<T>(p.g, n, 0, h);
-    const bool brought = p.settled && index == (int)blockIdx.x;
-    const uint4(*ring)[MN_FEW_THREADS] = &room.ring[0][0];
-    float S[MN_FEW_DEEP][4], write[MN_FEW_DEEP], residual[4];
+__device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_note &m,
+                                     mn_few_place &place) {
+    const int lane = threadIdx.x % 32, column = lane % MN_FEW_TILE;
+    const int row = threadIdx.x / 32 * 32 + lane / MN_FEW_TILE * 8;
+    const bool inside = row < m.K;
+    float S[8] = {}, q[8] = {}, e[8] = {}, w[8] = {}, decay[8];
+    float *state = m.state + row * (int64_t)m.V + column;
+    mn_few_inputs_of in;
     mn_few_sums sums = {};
-    const float strength = p.beta.data ? mn_float(fresh.beta) : 1.0f;
-    const float even = g ? expf(mn_float(fresh.g)) : 1.0f;    // unless it is by channels
 #pragma unroll
-    for (int r = 0; r < MN_FEW_DEEP; r++) {
-        const int i = first + MN_FEW_GROUPS * r;
-        if (r * MN_FEW_GROUPS >= p.K) continue;
-        const bool inside = i < p.K;
-        const float *state = inside ? from : nullptr;
-        if (brought && state) mn_load<4>(S[r], (const float *)&ring[r][threadIdx.x], 0);
-        else mn_load<4>(S[r], state, tile.at(p, i));
-        write[r] = inside ? strength * mn_float(w[i]) : 0.0f;
-        const float query = inside ? mn_float(q[i]) : 0.0f;
-        const float erase = inside && p.erases ? mn_float(e[i]) : 0.0f;
-        const bool own = p.decay == MN_DECAY_CHANNEL && inside && g;
-        const float decay = own ? expf(mn_float(g[i])) : even;
+    for (int j = 0; j < 8; j++) {
+        if (inside) S[j] = __ldcg(state + j * (int64_t)m.V);
+    }
+    float v = 0.0f, strength = 1.0f;
+    if (inside || threadIdx.x < MN_FEW_TILE) {
+        in.ask(m, place, inside ? row : 0, column);
+        v = in.v.number(m.v, column);
+        if (m.has_beta) strength = in.beta.number(m.beta, m.beta.odd);
+    }
+    __syncwarp();
+    if (inside) {
+        in.q.get(q, m.q);
+        in.e.get(e, m.e);
+        sums.qq = mn_few_front(q, m.front[0], row);
+        sums.ee = mn_few_front(e, m.front[1], row);
+        if (m.has_w) in.w.get(w, m.w);
+        if (m.by_channel) in.g.get(decay, m.g);
+        const float even = m.has_g && !m.by_channel ? expf(in.even.number(m.g, m.g.odd)) : 1.0f;
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            S[r][c] *= decay;
-            sums.at[c] = fmaf(erase, S[r][c], sums.at[c]);
-            sums.at[4 + c] = fmaf(query, S[r][c], sums.at[4 + c]);
+        for (int j = 0; j < 8; j++) {
+            if (!m.has_w) w[j] = e[j];
+            S[j] *= m.by_channel ? expf(decay[j]) : even;
+            sums.e = fmaf(e[j], S[j], sums.e);
+            sums.q = fmaf(q[j], S[j], sums.q);
+            sums.qw = fmaf(q[j], w[j], sums.qw);
         }
-        sums.at[8] = fmaf(query, write[r], sums.at[8]);
     }
-    sums.gather(room.gathered);
-#pragma unroll
-    for (int c = 0; c < 4; c++) residual[c] = mn_float(fresh.v.at[c]) - sums.at[c];
-    T *o = mn_row<T>(p.o, n, 0, h);
-    if (first == 0 && o) {
-        float out[4];
-#pragma unroll
-        for (int c = 0; c < 4; c++) {
-            out[c] = p.scale * fmaf(sums.at[8], residual[c], sums.at[4 + c]);
+    sums.gather(room, place.half);
+    const float by_q = mn_few_unit_length(m.front[0], sums.qq, m.K);
+    const float by_e = mn_few_unit_length(m.front[1], sums.ee, m.K);
+    const float by_w = strength * (m.has_w ? 1.0f : by_e);
+    const float residual = m.erases ? v - by_e * sums.e : v;
+    const float o = m.scale * fmaf(by_q * by_w * sums.qw, residual, by_q * sums.q);
+    if (threadIdx.x < 32) {
+        const uint32_t own = mn_few_bits(o), right = __shfl_down_sync(0xffffffffu, own, 1);
+        if (lane < MN_FEW_TILE && lane % 2 == 0 && m.o_words >= 0) {
+            mn_few_say((char *)place.program + m.o_words + lane * 4, own | right << 16, place.run);
         }
-        mn_store<4>(o, tile.column, out);
+        if (lane < MN_FEW_TILE) m.o[lane] = __float2bfloat16_rn(o);
     }
+    if (inside) {
+        const float write = by_w * residual;
 #pragma unroll
-    for (int r = 0; r < MN_FEW_DEEP; r++) {
-        const int i = first + MN_FEW_GROUPS * r;
-        if (i >= p.K || !to) continue;
-#pragma unroll
-        for (int c = 0; c < 4; c++) S[r][c] = fmaf(write[r], residual[c], S[r][c]);
-        mn_store<4>(to, tile.at(p, i), S[r]);
+        for (int j = 0; j < 8; j++) state[j * (int64_t)m.V] = fmaf(w[j], write, S[j]);
+        if (column == 0 && m.front[0].to) mn_few_keep_front(m.front[0].to + row, q, by_q);
+        if (column == 0 && m.front[1].to) mn_few_keep_front(m.front[1].to + row, e, by_e);
     }
+    place.half ^= 1;
 }
 
-template <typename T>
-__device__ __noinline__ void mn_few_memory_run(mn_few_block &room, const mn_few_memory_at &p) {
-    T *rows = (T *)room.rows;
-    if ((int)blockIdx.x >= mn_few_tiles(p)) return;
-    const mn_few_tile first(p, blockIdx.x);
-    const mn_few_fresh<T> fresh(p, first);
-    if (p.fronts) mn_few_fronts(rows, p);
-    if (p.fronts) __syncthreads();
-    mn_few_recall_tile(room, p, blockIdx.x, first, fresh, (const T *)rows);
-#pragma unroll 1
-    for (int i = blockIdx.x + gridDim.x; i < mn_few_tiles(p); i += gridDim.x) {
-        const mn_few_tile tile(p, i);
-        const mn_few_fresh<T> more(p, tile);
-        __syncthreads();
-        mn_few_recall_tile(room, p, i, tile, more, (const T *)rows);
-    }
-}
+#endif
 
 #endif

@@ -19,6 +19,7 @@ struct alignas(16) mn_few_job {
     bool packs, narrow;
     mn_walk walk;
     mn_side side[MN_FEW_VIEWS];
+    int lines[MN_FEW_VIEWS];    // of a cache, of each input
     const int32_t *index;
 };
 
@@ -237,6 +238,16 @@ __device__ inline void mn_few_conv(const mn_few_job &job) {
     else mn_few_conv_any(job);
 }
 
+/* Asks the second cache for the inputs, which a step has not touched since the last one. */
+__device__ inline void mn_few_ask(const mn_few_job &job) {
+#pragma unroll
+    for (int i = 0; i < MN_FEW_VIEWS; i++) {
+        for (int line = threadIdx.x; line < job.lines[i]; line += blockDim.x) {
+            asm volatile("prefetch.global.L2 [%0];" :: "l"(job.side[i].data + line * 128));
+        }
+    }
+}
+
 /* ---- all of them ----------------------------------------------------------------------------- */
 
 /* All threads of the block call; results are there after the next barrier. `room`: 32 floats. */
@@ -286,10 +297,13 @@ inline mn_few_job mn_few_job_of(const mn_few &work) {
     job.rows = (int)work.shape[2], job.width = (int)work.shape[3], job.taps = (int)work.shape[1];
     job.narrow = true;
     bool packs = job.width % MN_FEW_PACK == 0;
+    const int inputs = work.kind == MN_FEW_ROWS ? 0 : mn_few_inputs(work.kind);
     for (int i = 0; i < MN_FEW_VIEWS; i++) {
         job.side[i] = mn_side_of(work.at[i]);
         job.narrow &= !job.side[i].data || !job.side[i].wide;
         packs &= (uintptr_t)job.side[i].data % 16 == 0;
+        if (i >= inputs || !work.at[i].data) continue;
+        job.lines[i] = (int)mn_ceil_div(work.numbers[i] * (job.side[i].wide ? 4 : 2), 128);
     }
     if (work.kind <= MN_FEW_FILL) {
         mn_few_walk(&job, work.shape);
