@@ -92,7 +92,7 @@ static int product_of(const gathering *g, int i) {
     return by_ending >= 0 ? by_ending : by_product;
 }
 
-/* Whether the launch has a convolution of that product: there is one at most. */
+/* Whether the launch has a convolution of that product, which is then the only ending. */
 static bool convolves(const mn_few_products *launch, int product) {
     for (int i = 0; i < launch->n_endings; i++) {
         const mn_few_ending *e = &launch->ending[i];
@@ -101,12 +101,20 @@ static bool convolves(const mn_few_products *launch, int product) {
     return false;
 }
 
+static bool ends(const mn_few_products *launch, int product) {
+    bool any = false;
+    for (int i = 0; i < launch->n_endings; i++) any |= launch->ending[i].product == product;
+    return any;
+}
+
 static bool add(gathering *g, int i, int product) {
     mn_few_products *launch = g->launch;
     const mn_delayed *d = &g->all->list[i];
     if (launch->n_endings == MN_FEW_ENDINGS || product < 0) return false;
     if (!goes_by(&d->of.few, launch->of[product].N)) return false;
-    if (d->of.few.kind == MN_FEW_CONV && convolves(launch, product)) return false;
+    if (convolves(launch, product) || (d->of.few.kind == MN_FEW_CONV && ends(launch, product))) {
+        return false;
+    }
     launch->ending[launch->n_endings++] = (mn_few_ending){ product, d->of.few };
     g->ended |= mn_bit(i);
     return true;

@@ -5,14 +5,19 @@
  * note becomes further notes, which are stages of their own. Numbers that a later stage reads have
  * words behind all notes. Since no barrier stands between stages, nothing may be written that an
  * earlier stage reads from memory or writes itself: then the program has to end before. */
+#include <float.h>
 #include <stdlib.h>
 
 #include "kernels/cuda/few_program.cuh"
 #include "kernels/cuda/few_program.h"
 
 enum { MOST_RANGES = 16384, WORDS_ALIGNED = 128 };
+enum {
+    COPY_BYTES = (int)((offsetof(mn_few_note, copy) + sizeof(mn_few_copy_note) + 15) / 16 * 16)
+};
 
-/* Bytes that stages read or write; those written may have words. */
+/* Bytes that stages read or write. Those written may have words; those read have where they are
+ * copied to words first. */
 struct few_range {
     uintptr_t begin, end;
     bool writes, flagged, read;
@@ -29,6 +34,7 @@ struct few_list {
 struct mn_few_program {
     int n_stages, n_blocks, turn;    // turn: the block that has the next unit
     int64_t words;                   // bytes of all words
+    int64_t n_copies;                // pieces of what is copied to words first
     few_list *list;
     few_range *range;
     int64_t n_ranges, most_ranges;
@@ -86,9 +92,10 @@ struct few_touch {
     mn_few_program *p;
     few_range list[512];
     int n;
+    int64_t n_copies;
     bool fits;
 
-    explicit few_touch(mn_few_program *program) : p(program), n(0), fits(true) {}
+    explicit few_touch(mn_few_program *program) : p(program), n(0), n_copies(0), fits(true) {}
 
     void add(const few_range &range) {
         if (n == (int)(sizeof list / sizeof *list)) fits = false;
@@ -99,9 +106,7 @@ struct few_touch {
     void reads(const void *data, int64_t count, size_t item) {
         if (!data) return;
         const few_range range = range_of(data, (size_t)count * item, false);
-        for (int64_t i = 0; i < p->n_ranges; i++) {
-            if (p->range[i].writes && meet(range, p->range[i])) fits = false;
-        }
+        if (is_written(data, count * (int64_t)item)) fits = false;
         add(range);
     }
 
@@ -116,40 +121,57 @@ struct few_touch {
         add(range);
     }
 
+    bool is_written(const void *data, int64_t bytes) const {
+        const few_range range = range_of(data, (size_t)bytes, false);
+        for (int64_t i = 0; i < p->n_ranges; i++) {
+            if (p->range[i].writes && meet(range, p->range[i])) return true;
+        }
+        return false;
+    }
+
     /* Memory that a block reads before it writes the same itself. */
     void renews(const void *data, int64_t count, size_t item) {
         writes(data, count, item, false);
     }
 
-    /* Numbers of bf16, wherever they come from. `even`: numbers asked for at once. */
+    /* Numbers of bf16, wherever they come from. `even`: those asked for at once. */
     mn_few_source source(const void *data, int64_t count, int even) {
-        mn_few_source from = { (int64_t)(uintptr_t)data, 0, 1, 0 };
         const few_range range = range_of(data, (size_t)count * 2, false);
         few_range *home = NULL;
-        for (int64_t i = 0; i < p->n_ranges; i++) {
-            few_range &other = p->range[i];
-            if (!other.writes || !meet(range, other)) continue;
+        for (int64_t i = 0; i < p->n_ranges + n; i++) {
+            few_range &other = i < p->n_ranges ? p->range[i] : list[i - p->n_ranges];
+            const bool counts = other.writes || other.flagged;
+            if (!counts || !meet(range, other) || (i >= p->n_ranges && other.writes)) continue;
             const bool whole = other.begin <= range.begin && range.end <= other.end;
-            if (home || !whole || !other.flagged) fits = false;
-            home = &other;
+            if (whole && other.flagged) home = &other;
+            else if (other.writes) fits = false;
         }
         if (!home) {
-            fits = fits && range.begin % ((size_t)even * 2) == 0;
-            add(range);
-            return from;
+            fits = fits && range.begin % 2 == 0 && n < (int)(sizeof list / sizeof *list);
+            if (!fits) return {};
+            home = &list[n++];
+            *home = range;
+            home->flagged = true;
+            add_words(home);
+            n_copies += mn_ceil_div(count, (int64_t)MN_FEW_CHUNK);
         }
         const int64_t at = (int64_t)(range.begin - home->begin) / 2;
         fits = fits && at % even == 0;
         home->read = true;
-        from.at = home->words + at / 2 * 8;
-        from.flagged = 1, from.odd = (short)(at % 2);
-        return from;
+        return { home->words + (int)(at / 2 * 8), 1, (short)(at % 2) };
+    }
+
+    /* A place for words. What is not added at last leaves a gap. */
+    void add_words(few_range *range) {
+        range->words = (int)p->words;
+        const int64_t bytes = (int64_t)(range->end - range->begin) * 2;
+        p->words += (bytes + 16 + WORDS_ALIGNED - 1) / WORDS_ALIGNED * WORDS_ALIGNED;
     }
 
     /* Words of something written, or MN_FEW_NOWHERE, before it is known whether any are read. */
     int words(const void *data) const {
         for (int i = 0; i < n; i++) {
-            if (list[i].begin == (uintptr_t)data && list[i].flagged) return list[i].words;
+            if (list[i].writes && list[i].begin == (uintptr_t)data) return list[i].words;
         }
         return MN_FEW_NOWHERE;
     }
@@ -157,15 +179,13 @@ struct few_touch {
     /* Places for words; what has been touched is the program's. */
     bool place(void) {
         if (!fits || !grow((void **)&p->range, &p->most_ranges, p->n_ranges + n, sizeof *list) ||
-            p->n_ranges + n > MOST_RANGES) {
+            p->n_ranges + n > MOST_RANGES ||
+            p->n_copies + n_copies > MN_FEW_COPIES * p->n_blocks) {
             return false;
         }
+        p->n_copies += n_copies;
         for (int i = 0; i < n; i++) {
-            if (list[i].flagged) {
-                list[i].words = (int)p->words;
-                const int64_t bytes = (int64_t)(list[i].end - list[i].begin) * 2;
-                p->words += (bytes + 16 + WORDS_ALIGNED - 1) / WORDS_ALIGNED * WORDS_ALIGNED;
-            }
+            if (list[i].flagged && list[i].writes) add_words(&list[i]);
             p->range[p->n_ranges + i] = list[i];
         }
         p->n_ranges += n;
@@ -181,7 +201,7 @@ static bool row_of(mn_few_products_note *to, few_touch *touch, const mn_few_prod
     to->K = (int)given->K, to->chunks = (int)mn_ceil_div(given->K, MN_FEW_CHUNK);
     to->way = MN_FEW_AS_IT_IS;
     if (!first) {
-        to->x = touch->source(given->a, given->K, 4);
+        to->x = touch->source(given->a, given->K, 4).at;
         return true;
     }
     const bool gated = first->kind == MN_FEW_GATED_NORM;
@@ -208,8 +228,8 @@ static bool row_of(mn_few_products_note *to, few_touch *touch, const mn_few_prod
     to->wrap = shared ? (int)width - 1 : INT32_MAX;
     to->row = (mn_bf16 *)first->at[gated ? 3 : 2].data;
     touch->reads(to->weight, shared ? width : given->K, 2);
-    to->x = touch->source(first->at[0].data, given->K, 4);
-    if (gated) to->z = touch->source(first->at[1].data, given->K, 4);
+    to->x = touch->source(first->at[0].data, given->K, 4).at;
+    if (gated) to->z = touch->source(first->at[1].data, given->K, 4).at;
     touch->writes(to->row, given->K, 2, false);
     return true;
 }
@@ -291,7 +311,8 @@ static int form_of(const few_unit &unit, const mn_few_products *given) {
     if (unit.n_ends == 1 && only.kind == MN_FEW_CONV) {
         const bool whole = unit.n_products == 1 && only.shape[1] == MN_FEW_TAPS &&
                            value_of(unit, given, unit.ends[0], 0) == 0 &&
-                           (uintptr_t)only.at[1].data % 16 == 0 && only.at[4].dtype == MN_BF16;
+                           (uintptr_t)only.at[1].data % 16 == 0 && only.at[1].dtype == MN_BF16 &&
+                           only.at[4].dtype == MN_BF16;
         return whole ? MN_FEW_CONVOLVED : -1;
     }
     for (int i = 0; i < unit.n_ends; i++) {
@@ -308,28 +329,35 @@ static int64_t count_of(const int64_t shape[4]) {
     return shape[0] * shape[1] * shape[2] * shape[3];
 }
 
-/* Input k of a small work that goes by N columns: where it lies, and how many columns share a
- * number. */
-static mn_few_input input_of(const mn_few &work, int k, int64_t N) {
-    const mn_view &view = work.at[k];
-    mn_few_input in = {};
+/* How many of N columns share a number of input k of a small work. */
+static int columns_of(const mn_few &work, int k, int64_t N) {
     int64_t numbers = 1;
-    for (int i = 0; i < 4; i++) numbers *= view.stride[i] != 0 ? work.shape[i] : 1;
-    in.source.at = (int64_t)(uintptr_t)view.data, in.wide = view.dtype == MN_F32;
-    in.per = (int)(N / numbers);
-    return in;
+    for (int i = 0; i < 4; i++) numbers *= work.at[k].stride[i] != 0 ? work.shape[i] : 1;
+    return (int)(N / numbers);
 }
 
-static void touch_input(few_touch *touch, mn_few_input *in, int64_t N) {
-    const void *data = (const void *)(uintptr_t)in->source.at;
-    if (in->wide) touch->reads(data, N / in->per, 4);
-    else in->source = touch->source(data, N / in->per, in->per == 1 ? 2 : 1);
+/* What is older than the program is read ahead, while there is room for that; else, if it is of
+ * bf16, from words. */
+static void touch_input(few_touch *touch, mn_few_unit *to, mn_few_input *in, const void *data,
+                        bool wide, int64_t N) {
+    const int64_t count = N / in->per;
+    for (int i = 0; i < MN_FEW_EARLY && !touch->is_written(data, count * (wide ? 4 : 2)); i++) {
+        if (to->early[i]) continue;
+        touch->reads(data, count, wide ? 4 : 2);
+        to->early[i] = (const char *)data, to->early_wide[i] = wide;
+        to->early_step[i] = (unsigned char)(in->per > 1 ? 0 : wide ? 4 : 2);
+        to->early_per[i] = in->per;
+        in->from = 2 + MN_FEW_ENDINGS + i;
+        return;
+    }
+    touch->fits = touch->fits && !wide;
+    in->source = touch->source(data, count, in->per == 1 ? 2 : 1);
     in->source.step = in->per == 1;
 }
 
 /* A small work of a list, over all columns. */
-static mn_few_end end_of(few_touch *touch, const few_unit &unit, const mn_few_products *given,
-                         int ending) {
+static mn_few_end end_of(few_touch *touch, mn_few_unit *to, const few_unit &unit,
+                         const mn_few_products *given, int ending) {
     const mn_few &work = given->ending[ending].work;
     const int inputs = mn_few_inputs(work.kind);
     const int64_t N = given->of[unit.product[0]].N;
@@ -343,9 +371,10 @@ static mn_few_end end_of(few_touch *touch, const few_unit &unit, const mn_few_pr
     for (int k = 0; k < inputs && k < 2; k++) {
         if (!work.at[k].data) continue;
         end.n_inputs = k + 1;
-        end.in[k] = input_of(work, k, N);
-        end.in[k].from = (short)value_of(unit, given, ending, k);
-        if (end.in[k].from < 0) touch_input(touch, &end.in[k], N);
+        end.in[k].per = columns_of(work, k, N);
+        end.in[k].from = value_of(unit, given, ending, k);
+        if (end.in[k].from >= 0) continue;
+        touch_input(touch, to, &end.in[k], work.at[k].data, work.at[k].dtype == MN_F32, N);
     }
     end.per = (int)(N / own), end.to_words = MN_FEW_NOWHERE;
     end.to = (char *)work.at[inputs].data, end.wide = work.at[inputs].dtype == MN_F32;
@@ -361,13 +390,14 @@ static bool fill_unit(mn_few_unit *to, mn_few_end *ends, few_touch *touch, const
     const int64_t N = given->of[unit.product[0]].N;
     *to = {};
     to->form = (unsigned char)form, to->n_strips = (unsigned char)unit.n_products, to->N = (int)N;
-    to->to_words = to->c_words[0] = to->c_words[1] = MN_FEW_NOWHERE;
+    to->to_words = MN_FEW_NOWHERE;
     for (int i = 0; i < unit.n_products; i++) {
         const mn_few_product &product = given->of[unit.product[i]];
         to->c[i] = (mn_bf16 *)product.c, to->bias[i] = (const mn_bf16 *)product.bias;
-        touch->writes(product.c, N, 2, true);
+        touch->writes(product.c, N, 2, form == MN_FEW_STORED);
         touch->reads(product.bias, N, 2);
     }
+    if (form == MN_FEW_STORED) to->to = to->c[0], to->c[0] = NULL;
     if (form == MN_FEW_ADDED) {
         to->to = (mn_bf16 *)given->of[unit.product[0]].sum;
         to->plus = touch->source(given->of[unit.product[0]].plus, N, 2);
@@ -380,24 +410,28 @@ static bool fill_unit(mn_few_unit *to, mn_few_end *ends, few_touch *touch, const
         touch->writes(to->to, N, 2, true);
     } else if (form == MN_FEW_CONVOLVED) {
         const mn_few &work = given->ending[unit.ends[0]].work;
-        to->taps = (const char *)work.at[1].data, to->wide_taps = work.at[1].dtype == MN_F32;
-        to->taps_bias = (const char *)work.at[2].data, to->wide_bias = work.at[2].dtype == MN_F32;
+        to->taps = (const mn_bf16 *)work.at[1].data;
+        to->taps_bias = (const mn_bf16 *)work.at[2].data;
         to->tail0 = (const float *)work.at[3].data, to->to = (mn_bf16 *)work.at[4].data;
         to->tail = (float *)work.at[5].data, to->f = work.f != 0;
-        touch->reads(to->taps, N * MN_FEW_TAPS, to->wide_taps ? 4 : 2);
-        touch->reads(to->taps_bias, N, to->wide_bias ? 4 : 2);
+        touch->reads(to->taps, N * MN_FEW_TAPS, 2);
+        touch->reads(to->taps_bias, N, 2);
         if (to->tail0 != to->tail) touch->reads(to->tail0, N * (MN_FEW_TAPS - 1), 4);
         touch->renews(to->tail, N * (MN_FEW_TAPS - 1), 4);
         touch->writes(to->to, N, 2, true);
     }
     to->n_ends = (unsigned char)(form == MN_FEW_LISTED ? unit.n_ends : 0);
-    for (int i = 0; i < to->n_ends; i++) ends[i] = end_of(touch, unit, given, unit.ends[i]);
+    for (int i = 0; i < to->n_ends; i++) {
+        ends[i] = end_of(touch, to, unit, given, unit.ends[i]);
+    }
     return true;
 }
 
-/* From column `from` on. */
-static mn_few_source source_from(mn_few_source source, int from) {
-    if (source.step) source.at += source.flagged ? from * 4 : from * 2;
+/* From number `i` on, which may be the upper one of its word. */
+static mn_few_source source_from(mn_few_source source, int i) {
+    const int at = source.odd + i;
+    source.at += at / 2 * 8;
+    source.odd = (short)(at % 2);
     return source;
 }
 
@@ -406,24 +440,21 @@ static mn_few_unit unit_from(const mn_few_unit &all, int from) {
     u.n_rows = (unsigned char)mn_min(MN_FEW_COLUMNS, all.N - from);
     if (u.to_words >= 0) u.to_words += from * 4;
     for (int i = 0; i < 2; i++) {
-        if (u.c_words[i] >= 0) u.c_words[i] += from * 4;
         if (u.c[i]) u.c[i] += from;
         if (u.bias[i]) u.bias[i] += from;
     }
     if (u.to) u.to += from;
     u.plus = source_from(u.plus, from);
-    if (u.taps) u.taps += (int64_t)from * MN_FEW_TAPS * (u.wide_taps ? 4 : 2);
-    if (u.taps_bias) u.taps_bias += (int64_t)from * (u.wide_bias ? 4 : 2);
-    if (u.tail0) u.tail0 += from;
-    if (u.tail) u.tail += from;
+    if (u.form == MN_FEW_CONVOLVED) {
+        u.taps += (int64_t)from * MN_FEW_TAPS;
+        if (u.taps_bias) u.taps_bias += from;
+        if (u.tail0) u.tail0 += from;
+        if (u.tail) u.tail += from;
+    }
+    for (int i = 0; i < MN_FEW_EARLY && u.form == MN_FEW_LISTED; i++) {
+        if (u.early[i]) u.early[i] += (int64_t)(from / u.early_per[i]) * (u.early_wide[i] ? 4 : 2);
+    }
     return u;
-}
-
-/* To number i behind one that may be the upper one of its word. */
-static void move_word(mn_few_source *source, int i) {
-    const int at = source->odd + i;
-    source->at += at / 2 * 8;
-    source->odd = (short)(at % 2);
 }
 
 static mn_few_end end_from(const mn_few_end &all, int from) {
@@ -431,12 +462,7 @@ static mn_few_end end_from(const mn_few_end &all, int from) {
     if (e.to_words >= 0) e.to_words += from * 4;
     e.to += (int64_t)(from / e.per) * (e.wide ? 4 : 2);
     for (mn_few_input &in : e.in) {
-        if (in.from >= 0 || in.per == 0) continue;
-        const int at = from / in.per;
-        if (in.wide) in.source.at += (int64_t)at * 4;
-        else if (!in.source.flagged) in.source.at += (int64_t)at * 2;
-        else if (in.per == 1) in.source.at += (int64_t)at * 4;
-        else move_word(&in.source, at);
+        if (in.from < 0 && in.per > 0) in.source = source_from(in.source, from / in.per);
     }
     return e;
 }
@@ -573,7 +599,6 @@ extern "C" bool mn_few_program_multiply(mn_few_program *p, const mn_few_products
     for (int i = 0; i < stage.n_units; i++) {
         mn_few_unit *u = &stage.unit[i];
         u->to_words = u->to ? touch.words(u->to) : MN_FEW_NOWHERE;
-        for (int k = 0; k < u->n_strips; k++) u->c_words[k] = touch.words(u->c[k]);
         for (int k = 0; k < u->n_ends; k++) {
             stage.end[i][k].to_words = touch.words(stage.end[i][k].to);
         }
@@ -591,13 +616,11 @@ static bool packs(const mn_in &x) {
 
 /* Whether a norm makes the rows of `made`, one behind the other. */
 static bool is_front(const mn_few *front, const mn_in &made, const mn_call &c) {
-    const bool l2 = front->kind == MN_FEW_L2_NORM;
-    bool fits = (l2 || front->kind == MN_FEW_RMS_NORM) && front->shape[3] == c.K &&
+    bool fits = front->kind == MN_FEW_L2_NORM && front->shape[3] == c.K &&
                 front->shape[2] == c.H && (c.H == 1 || made.stride[2] == c.K) &&
-                front->at[l2 ? 1 : 2].data == made.data;
-    for (int i = 0; i < (l2 ? 2 : 3); i++) {
-        fits = fits && (!front->at[i].data || (front->at[i].dtype == MN_BF16 &&
-                                               (uintptr_t)front->at[i].data % 16 == 0));
+                front->at[1].data == made.data;
+    for (int i = 0; i < 2; i++) {
+        fits = fits && front->at[i].dtype == MN_BF16 && (uintptr_t)front->at[i].data % 16 == 0;
     }
     return fits;
 }
@@ -611,26 +634,22 @@ static mn_few_source head_of(few_touch *touch, const mn_in &x, const mn_few *fro
 
 static void fill_front(mn_few_memory_note *to, int i, const mn_few *front) {
     if (!front) return;
-    const bool l2 = front->kind == MN_FEW_L2_NORM;
-    to->front[i].there = 1, to->front[i].is_l2 = l2;
-    to->front[i].root = l2 && front->f == MN_FEW_ROOT;
-    to->front[i].epsilon = (float)front->scale;
-    to->front[i].weight = l2 ? NULL : (const mn_bf16 *)front->at[1].data;
-    to->front[i].to = (mn_bf16 *)front->at[l2 ? 1 : 2].data;
+    const bool root = front->f == MN_FEW_ROOT;
+    to->front[i] = { 1, root ? (float)front->scale : 0.0f,
+                     root ? FLT_MAX : 1.0f / (float)front->scale, (mn_bf16 *)front->at[1].data };
 }
 
 /* What all tiles of head h have in common. */
 static mn_few_memory_note head_note(few_touch *touch, const mn_few_memory *m, int64_t h) {
     const mn_call &c = m->call;
-    const mn_in &e = m->e.data ? m->e : m->w.data ? m->w : m->q;
+    const mn_in &e = m->e.data ? m->e : m->w;
     mn_few_memory_note to = {};
     to.K = (int)c.K, to.V = (int)c.V, to.scale = (float)m->scale;
-    to.erases = m->e.data != NULL, to.has_w = m->w.data != NULL && m->e.data != NULL;
+    to.erases = m->e.data != NULL;
     to.has_beta = m->beta.data != NULL, to.has_g = m->g.data != NULL;
     to.by_channel = to.has_g && m->decay == MN_DECAY_CHANNEL;
     to.q = head_of(touch, m->q, m->first[0], h, c.K);
     to.e = head_of(touch, e, m->e.data ? m->first[1] : NULL, h, c.K);
-    if (to.has_w) to.w = head_of(touch, m->w, NULL, h, c.K);
     if (to.has_g) {
         to.g = touch->source((const mn_bf16 *)m->g.data + h * m->g.stride[2],
                              to.by_channel ? c.K : 1, to.by_channel ? 4 : 1);
@@ -647,7 +666,7 @@ static bool recalls(const mn_few_memory *m) {
     bool serves = c.dtype == MN_BF16 && c.T == 1 && c.B == 1 && !c.cu_seqlens && c.H > 0 &&
                   c.K > 0 && c.K <= MN_FEW_RECALLED && c.K % 8 == 0 && c.V > 0 &&
                   c.V % MN_FEW_TILE == 0 && packs(m->q) && packs(m->v) && m->q.data && m->o.data &&
-                  (m->e.data || m->w.data) && m->state.data == m->state0.data &&
+                  !m->e.data != !m->w.data && m->state.data == m->state0.data &&
                   (c.H == 1 || m->o.stride[2] == c.V);
     if (m->e.data) serves = serves && packs(m->e);
     if (m->w.data) serves = serves && packs(m->w);
@@ -670,9 +689,7 @@ static bool touch_memory(few_touch *touch, mn_few_memory_note *heads, const mn_f
     }
     touch->writes(m->o.data, c.H * c.V, 2, true);
     for (int i = 0; i < MN_FEW_FRONTS; i++) {
-        if (!m->first[i]) continue;
-        touch->reads(heads[0].front[i].weight, c.K, 2);
-        touch->writes(heads[0].front[i].to, c.H * c.K, 2, false);
+        if (m->first[i]) touch->writes(heads[0].front[i].to, c.H * c.K, 2, false);
     }
     return touch->place();
 }
@@ -747,7 +764,7 @@ extern "C" void mn_few_program_destroy(mn_few_program *p) {
 extern "C" void mn_few_program_clear(mn_few_program *p) {
     for (int i = 0; i < p->n_blocks; i++) p->list[i].n = 0;
     p->n_stages = p->turn = 0;
-    p->n_ranges = p->words = 0;
+    p->n_ranges = p->words = p->n_copies = 0;
     p->failed = false;
 }
 
@@ -758,7 +775,7 @@ static int64_t notes_at(const mn_few_program *p) {
 
 static int64_t words_at(const mn_few_program *p) {
     int64_t bytes = notes_at(p);
-    for (int i = 0; i < p->n_blocks; i++) bytes += p->list[i].n;
+    for (int i = 0; i < p->n_blocks; i++) bytes += COPY_BYTES + p->list[i].n;
     return (bytes + 127) / 128 * 128;
 }
 
@@ -791,15 +808,15 @@ struct few_moving {
         else *at += (int)base;
     }
 
-    void source(mn_few_source *from) const {
-        if (from->flagged) from->at += base;
+    void source(int *at) const {
+        *at += (int)base;
     }
 
     void note(mn_few_note *note) const {
         if (note->kind == MN_FEW_RECALL) {
             mn_few_memory_note *m = &note->memory;
-            mn_few_source *of[] = { &m->q, &m->e, &m->w, &m->v, &m->beta, &m->g };
-            for (mn_few_source *from : of) source(from);
+            mn_few_source *of[] = { &m->q, &m->e, &m->v, &m->beta, &m->g };
+            for (mn_few_source *from : of) source(&from->at);
             words(&m->o_words);
         }
         if (note->kind != MN_FEW_MULTIPLY) return;
@@ -809,16 +826,32 @@ struct few_moving {
         source(&p->z);
         for (int i = 0; i < p->n_units; i++) {
             mn_few_unit *unit = &p->unit[i];
-            source(&unit->plus);
+            source(&unit->plus.at);
             words(&unit->to_words);
-            for (int &at : unit->c_words) words(&at);
             for (int k = 0; k < unit->n_ends; k++, end++) {
-                for (mn_few_input &in : end->in) source(&in.source);
+                for (mn_few_input &in : end->in) source(&in.source.at);
                 words(&end->to_words);
             }
         }
     }
 };
+
+/* A block's first note: blocks in turn copy what the program reads to words. */
+static void write_first(void *to, const mn_few_program *p, int block, int64_t base) {
+    mn_few_note *note = (mn_few_note *)to;
+    note->kind = MN_FEW_COPY, note->next_bytes = (int)p->list[block].first;
+    for (int64_t i = 0, turn = 0; i < p->n_ranges; i++) {
+        const few_range &range = p->range[i];
+        if (!range.flagged || range.writes) continue;
+        const int64_t count = (int64_t)(range.end - range.begin) / 2;
+        for (int64_t from = 0; from < count; from += MN_FEW_CHUNK, turn++) {
+            if (turn % p->n_blocks != block) continue;
+            note->copy.of[note->copy.n++] = { (const mn_bf16 *)range.begin + from,
+                                              (int)(base + range.words + from * 4),
+                                              (int)mn_min(count - from, MN_FEW_CHUNK) };
+        }
+    }
+}
 
 extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
     unsigned char *bytes = (unsigned char *)to, *read = list_read(p);
@@ -828,8 +861,10 @@ extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
     int64_t at = notes_at(p);
     for (int block = 0; block < p->n_blocks; block++) {
         const few_list &list = p->list[block];
+        starts[block] = { at, COPY_BYTES };
+        write_first(bytes + at, p, block, moving.base);
+        at += COPY_BYTES;
         memcpy(bytes + at, list.bytes, (size_t)list.n);
-        starts[block] = { at, list.first };
         int64_t next = list.first;
         for (int64_t i = 0; i < list.n;) {
             mn_few_note *note = (mn_few_note *)(bytes + at + i);
@@ -843,5 +878,5 @@ extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
 }
 
 extern "C" int mn_few_program_launch(const mn_few_program *p, void *there, void *stream) {
-    return mn_few_start_program(there, p->n_stages, stream);
+    return mn_few_start_program(there, 1 + p->n_stages, stream);
 }

@@ -17,67 +17,60 @@
 /* Four numbers of bf16 by four, gated or not; adds the squares of x up. */
 __device__ inline uint2 mn_few_weigh(float &squares, const mn_few_products_note &p, uint2 x,
                                      uint2 weight, uint2 gate) {
-    const uint32_t in[2] = { x.x, x.y }, by[2] = { weight.x, weight.y }, z[2] = { gate.x, gate.y };
-    uint32_t out[2];
+    float y[4] = { mn_few_low(x.x), mn_few_high(x.x), mn_few_low(x.y), mn_few_high(x.y) };
+    const float by[4] = { mn_few_low(weight.x), mn_few_high(weight.x), mn_few_low(weight.y),
+                          mn_few_high(weight.y) };
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
-        float low = mn_few_low(in[j]), high = mn_few_high(in[j]);
-        squares = fmaf(low, low, squares);
-        squares = fmaf(high, high, squares);
-        if (p.way == MN_FEW_GATED && p.sigmoid) {
-            low *= mn_sigmoid(mn_few_low(z[j]));
-            high *= mn_sigmoid(mn_few_high(z[j]));
-        } else if (p.way == MN_FEW_GATED) {
-            low *= mn_silu(mn_few_low(z[j])).value;
-            high *= mn_silu(mn_few_high(z[j])).value;
-        }
-        out[j] = mn_few_two(low * mn_few_low(by[j]), high * mn_few_high(by[j]));
+    for (int j = 0; j < 4; j++) {
+        squares = fmaf(y[j], y[j], squares);
+        y[j] *= by[j];
     }
-    return make_uint2(out[0], out[1]);
+    if (p.way == MN_FEW_GATED) {
+        const float z[4] = { mn_few_low(gate.x), mn_few_high(gate.x), mn_few_low(gate.y),
+                             mn_few_high(gate.y) };
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            y[j] *= mn_fn_sigmoid<true>(z[j]) * (p.sigmoid ? 1.0f : z[j]);
+        }
+    }
+    return make_uint2(mn_few_two(y[0], y[1]), mn_few_two(y[2], y[3]));
 }
 
 /* The warp's numbers to shared memory, zeros behind the last; returns the lane's sum of squares. */
 __device__ inline float mn_few_bring_row(mn_bf16 *row, const mn_few_products_note &p,
                                          const mn_few_place &place) {
     const int first = threadIdx.x / 32 * MN_FEW_SPAN + threadIdx.x % 32 * 4, K = p.K;
-    const bool gated = p.way == MN_FEW_GATED;
+    const bool gated = p.way == MN_FEW_GATED, norm = p.way != MN_FEW_AS_IT_IS;
+    const char *words = place.program + first * 4;
     mn_few_four x[MN_FEW_CHUNKS], z;
-    uint2 weight[MN_FEW_CHUNKS];
-#pragma unroll
-    for (int c = 0; c < MN_FEW_CHUNKS; c++) {
-        const int k = first + c * MN_FEW_CHUNK;
-        weight[c] = make_uint2(0x3f803f80u, 0x3f803f80u);
-        if (k < K && p.weight) weight[c] = *(const uint2 *)(p.weight + (k & p.wrap));
-    }
+    uint2 weight = make_uint2(0x3f803f80u, 0x3f803f80u);    // ones
+    if (p.weight && first < K) weight = *(const uint2 *)(p.weight + (first & p.wrap));
     bool there;
     do {
         there = true;
 #pragma unroll
         for (int c = 0; c < MN_FEW_CHUNKS; c++) {
-            const int k = first + c * MN_FEW_CHUNK;
-            if (k < K) x[c].ask(p.x, place.program, k);
+            if (first + c * MN_FEW_CHUNK < K) x[c].ask(words + p.x + c * (4 * MN_FEW_CHUNK));
         }
-        if (gated && first < K) z.ask(p.z, place.program, first);
+        if (gated && first < K) z.ask(words + p.z);
 #pragma unroll
         for (int c = 0; c < MN_FEW_CHUNKS; c++) {
-            const int k = first + c * MN_FEW_CHUNK;
-            if (k < K) there = there && x[c].there(p.x, place.run);
+            if (first + c * MN_FEW_CHUNK < K) there = there && x[c].there(place.run);
         }
-        if (gated && first < K) there = there && z.there(p.z, place.run);
+        if (gated && first < K) there = there && z.there(place.run);
     } while (!there);
     __syncwarp();
     float squares = 0.0f;
-#pragma unroll
-    for (int c = 0; c < MN_FEW_CHUNKS; c++) {
-        const int k = first + c * MN_FEW_CHUNK;
-        if (c >= p.chunks) continue;
-        uint2 y = make_uint2(0, 0);
-        if (k < K) {
-            y = x[c].numbers(p.x);
-            const uint2 gate = gated ? z.numbers(p.z) : y;
-            if (p.way != MN_FEW_AS_IT_IS) y = mn_few_weigh(squares, p, y, weight[c], gate);
+#pragma unroll 1
+    for (int k = first; k - first < K; k += MN_FEW_CHUNK) {
+        uint2 y = k < K ? x[0].numbers() : make_uint2(0, 0);
+        if (norm && k < K) {
+            if (k > first && p.weight) weight = *(const uint2 *)(p.weight + k);
+            y = mn_few_weigh(squares, p, y, weight, gated ? z.numbers() : y);
         }
         *(uint2 *)(row + k) = y;
+#pragma unroll
+        for (int c = 0; c + 1 < MN_FEW_CHUNKS; c++) x[c] = x[c + 1];
     }
     __syncwarp();
     return squares;
@@ -94,27 +87,15 @@ __device__ inline void mn_few_multiply_add(float (&acc)[4], uint32_t a0, uint32_
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-/* The warp's part of a chunk of two strips. Whole: all its numbers are there. */
-template <bool WHOLE>
-__device__ inline void mn_few_multiply_piece(float (&acc)[4][4], const unsigned char *one,
-                                             const unsigned char *two, const mn_bf16 *row,
-                                             int left) {
-    enum { UNITS = MN_FEW_SPAN / 32 };
-    const int lane = threadIdx.x % 32;
-    const int at = lane / 4 * MN_FEW_ROW + threadIdx.x / 32 * (2 * MN_FEW_SPAN) + lane % 4 * 16;
-    uint4 a[UNITS], b[UNITS];
+enum { MN_FEW_UNITS = MN_FEW_SPAN / 32 };
+
+/* A lane's part of the warp's 128 numbers of a row, of which `left` are there. */
+__device__ inline void mn_few_lane_part(uint4 (&x)[MN_FEW_UNITS], const void *row, int left) {
+    const int lane = threadIdx.x % 4;
 #pragma unroll
-    for (int i = 0; i < UNITS; i++) {
-        a[i] = b[i] = make_uint4(0, 0, 0, 0);
-        if (!WHOLE && i * 32 + lane % 4 * 8 >= left) continue;
-        a[i] = *(const uint4 *)(one + at + i * 64);
-        b[i] = *(const uint4 *)(two + at + i * 64);
-    }
-#pragma unroll
-    for (int i = 0; i < UNITS; i++) {
-        const uint4 x = *(const uint4 *)(row + i * 32 + lane % 4 * 8);
-        mn_few_multiply_add(acc[i % 2 * 2], a[i].x, b[i].x, a[i].y, b[i].y, x.x, x.y);
-        mn_few_multiply_add(acc[i % 2 * 2 + 1], a[i].z, b[i].z, a[i].w, b[i].w, x.z, x.w);
+    for (int i = 0; i < MN_FEW_UNITS; i++) {
+        x[i] = make_uint4(0, 0, 0, 0);
+        if (i * 32 + lane * 8 < left) x[i] = *((const uint4 *)row + i * 4 + lane);
     }
 }
 
@@ -122,6 +103,8 @@ __device__ inline void mn_few_multiply_piece(float (&acc)[4][4], const unsigned 
 __device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_products_note &p,
                                               mn_few_place &place) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n = p.n_strips, K = p.K;
+    const int at = lane / 4 * MN_FEW_ROW + warp * (2 * MN_FEW_SPAN);
+    uint4 x[MN_FEW_UNITS];
 #pragma unroll 1
     for (int first = 0; first < n; first += 2) {
         const bool two = first + 1 < n;
@@ -129,14 +112,23 @@ __device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_p
 #pragma unroll 1
         for (int from = warp * MN_FEW_SPAN, c = 0; c < p.chunks; c++, from += MN_FEW_CHUNK) {
             const int slot = place.slot, left = K - from;
+            uint4 a[MN_FEW_UNITS], b[MN_FEW_UNITS];
+            if (first == 0 || p.chunks > 1) mn_few_lane_part(x, room.row + from, left);
             mn_few_wait(&room.full[slot], place.turn);
+            mn_few_lane_part(a, room.ring[slot] + at, left);
             place.next_slot();
-            const int other = two ? place.slot : slot;
-            if (two) mn_few_wait(&room.full[other], place.turn);
-            if (two) place.next_slot();
-            const unsigned char *a = room.ring[slot], *b = room.ring[other];
-            if (left >= MN_FEW_SPAN) mn_few_multiply_piece<true>(acc, a, b, room.row + from, left);
-            else if (left > 0) mn_few_multiply_piece<false>(acc, a, b, room.row + from, left);
+            const int other = place.slot;
+            if (two) {
+                mn_few_wait(&room.full[other], place.turn);
+                place.next_slot();
+            }
+            mn_few_lane_part(b, room.ring[other] + at, two ? left : 0);
+#pragma unroll
+            for (int i = 0; i < MN_FEW_UNITS; i++) {
+                mn_few_multiply_add(acc[i % 2 * 2], a[i].x, b[i].x, a[i].y, b[i].y, x[i].x, x[i].y);
+                mn_few_multiply_add(acc[i % 2 * 2 + 1], a[i].z, b[i].z, a[i].w, b[i].w, x[i].z,
+                                    x[i].w);
+            }
             __syncwarp();
             if (lane == 0) mn_few_arrive(&room.empty[slot]);
             if (lane == 0 && two) mn_few_arrive(&room.empty[other]);
@@ -150,13 +142,15 @@ __device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_p
 
 /* ---- the stage ------------------------------------------------------------------------------- */
 
-/* The factor of the numbers of warp lane % 8. */
-__device__ inline float mn_few_factor(const float *squares, const mn_few_products_note &p) {
-    float sum = squares[threadIdx.x % MN_FEW_WARPS];
-    if (p.group > 1) sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    if (p.group > 2) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    if (p.group > 4) sum += __shfl_xor_sync(0xffffffffu, sum, 4);
-    return rsqrtf(fmaf(sum, p.inverse_width, p.epsilon));
+/* The factors of the numbers of warps 2 (lane % 4) and the next. */
+__device__ inline float2 mn_few_factors(const float *squares, const mn_few_products_note &p) {
+    const float2 two = *(const float2 *)(squares + threadIdx.x % 4 * 2);
+    float sum = two.x + two.y;
+    if (p.group > 2) sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    if (p.group > 4) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const float first = p.group > 1 ? sum : two.x, second = p.group > 1 ? sum : two.y;
+    return make_float2(rsqrtf(fmaf(first, p.inverse_width, p.epsilon)),
+                       rsqrtf(fmaf(second, p.inverse_width, p.epsilon)));
 }
 
 /* The sum of a column of a strip; `factor` of warps 2 (lane % 4) and the next. */
@@ -170,8 +164,9 @@ __device__ inline float mn_few_add_up(const float (*sums)[MN_FEW_WARPS + 2], flo
 
 /* The row as others would find it. */
 __device__ inline void mn_few_keep_row(const mn_few_block &room, const mn_few_products_note &p,
-                                       float factor) {
-    const float r = __shfl_sync(0xffffffffu, factor, threadIdx.x / 32);
+                                       float2 factors) {
+    const int warp = threadIdx.x / 32;
+    const float r = __shfl_sync(0xffffffffu, warp % 2 ? factors.y : factors.x, warp / 2);
 #pragma unroll 1
     for (int k = threadIdx.x * 4; k < p.K; k += MN_FEW_CHUNK) {
         const uint2 y = *(const uint2 *)(room.row + k);
@@ -194,21 +189,17 @@ __device__ inline void mn_few_multiply(mn_few_block &room, const mn_few_note &no
         if (lane == 0) room.squares[half][warp] = sum;
     }
     mn_few_meet();
-    float factor = 1.0f;
-    float2 two = { 1.0f, 1.0f };
-    if (norm) {
-        factor = mn_few_factor(room.squares[half], p);
-        two.x = __shfl_sync(0xffffffffu, factor, lane % 4 * 2);
-        two.y = __shfl_sync(0xffffffffu, factor, lane % 4 * 2 + 1);
-    }
+    float2 factors = { 1.0f, 1.0f };
+    if (norm) factors = mn_few_factors(room.squares[half], p);
     if (has) {
-        const float first = mn_few_add_up(room.sums[half][unit.strip[0]], two);
-        const float second = unit.n_strips > 1 ? mn_few_add_up(room.sums[half][unit.strip[1]], two)
-                                               : 0.0f;
+        const float first = mn_few_add_up(room.sums[half][unit.strip[0]], factors);
+        const float second = unit.n_strips > 1
+                                 ? mn_few_add_up(room.sums[half][unit.strip[1]], factors)
+                                 : 0.0f;
         finish.run(first, second, (const mn_few_end *)((const char *)&note + note.ends_at),
                    room.values[warp]);
     }
-    if (norm && p.row) mn_few_keep_row(room, p, factor);
+    if (norm && p.row) mn_few_keep_row(room, p, factors);
     place.half ^= 1;
 }
 

@@ -26,6 +26,23 @@ __device__ static void open_barriers(mn_few_block &room) {
     asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory");
 }
 
+/* Numbers from outside to words, four a thread. */
+__device__ static void copy(const mn_few_copy_note &p, const char *program, unsigned run) {
+#pragma unroll 1
+    for (int i = 0; i < p.n; i++) {
+        const int k = threadIdx.x * 4;
+        if (k >= p.of[i].count) continue;
+        const mn_bf16 *from = p.of[i].from + k;
+        char *word = (char *)program + p.of[i].words + k * 4;
+#pragma unroll 1
+        for (int j = 0; j < 4 && k + j < p.of[i].count; j += 2, word += 8) {
+            const bool two = k + j + 1 < p.of[i].count;
+            mn_few_say(word, mn_few_two(mn_float(from[j]), two ? mn_float(from[j + 1]) : 0.0f),
+                       run);
+        }
+    }
+}
+
 __device__ static void work(mn_few_block &room, const char *program, unsigned run, int n_stages) {
     mn_few_place place = {};
     place.run = run, place.program = program;
@@ -35,6 +52,7 @@ __device__ static void work(mn_few_block &room, const char *program, unsigned ru
         const mn_few_note &note = *(const mn_few_note *)room.note[place.note];
         if (note.kind == MN_FEW_MULTIPLY) mn_few_multiply(room, note, place);
         else if (note.kind == MN_FEW_RECALL) mn_few_recall(room, note.memory, place);
+        else if (note.kind == MN_FEW_COPY) copy(note.copy, program, run);
         __syncwarp();
         if (threadIdx.x % 32 == 0) mn_few_arrive(&room.note_empty[place.note]);
         place.next_note();

@@ -29,10 +29,12 @@ enum {
     MN_FEW_NOTE_BYTES = 2560,
     MN_FEW_RECALLED = 32 * MN_FEW_WARPS,             // rows of a memory, at most
     MN_FEW_TILE = 8,                                 // columns of a memory that a block has
+    MN_FEW_EARLY = 4,                                // numbers that a list reads ahead
+    MN_FEW_VALUES = 2 + MN_FEW_ENDINGS + MN_FEW_EARLY,
     MN_FEW_NOWHERE = -1,
 };
 
-enum mn_few_stage_kind { MN_FEW_REST, MN_FEW_MULTIPLY, MN_FEW_RECALL };
+enum mn_few_stage_kind { MN_FEW_REST, MN_FEW_COPY, MN_FEW_MULTIPLY, MN_FEW_RECALL };
 
 /* How the row of a product comes: as it is, normalised, normalised in groups and gated. */
 enum mn_few_way { MN_FEW_AS_IT_IS, MN_FEW_NORMALISED, MN_FEW_GATED };
@@ -41,11 +43,9 @@ enum mn_few_way { MN_FEW_AS_IT_IS, MN_FEW_NORMALISED, MN_FEW_GATED };
  * convolution of one token; a list of small works. */
 enum mn_few_form { MN_FEW_STORED, MN_FEW_ADDED, MN_FEW_FUNCTION, MN_FEW_CONVOLVED, MN_FEW_LISTED };
 
-/* Numbers of bf16 in memory, or, where `flagged`, words of this program, `at` bytes from its
- * beginning. */
+/* Words of the program, bytes from its beginning. What lies elsewhere is copied to words first. */
 struct mn_few_source {
-    int64_t at;
-    int flagged;
+    int at;
     short step, odd;      // step: 0 where one number serves all; odd: the upper one of a word
 };
 
@@ -54,28 +54,31 @@ struct mn_few_strip {
     int step, n_rows;     // bytes from row to row
 };
 
-/* From its first column on. Words: bytes from the beginning of the program, or MN_FEW_NOWHERE. */
+/* From its first column on. `to`: where the last result goes; its words are to_words bytes from the
+ * beginning of the program, or MN_FEW_NOWHERE. `c`: the products, unless the last result is one. */
 struct alignas(16) mn_few_unit {
     unsigned char form, n_strips, strip[2], n_rows, f, narrow, n_ends;
-    int first_end, to_words, c_words[2];
-    int N;                // of the product
-    mn_bf16 *c[2];
+    int first_end, to_words, N;          // N: of the product
+    unsigned char early_step[4], early_wide[4];
+    int early_per[4];                    // columns that a number serves
+    mn_bf16 *to, *c[2];
     const mn_bf16 *bias[2];
-    mn_bf16 *to;          // of form ADDED, FUNCTION, CONVOLVED
     mn_few_source plus;
-    const char *taps;
-    const char *taps_bias;
-    const float *tail0;
-    float *tail;
-    int wide_taps, wide_bias;
+    union {
+        struct {
+            const mn_bf16 *taps, *taps_bias;
+            const float *tail0;
+            float *tail;
+        };
+        const char *early[MN_FEW_EARLY];    // what a list reads; bytes from column to column
+    };
 };
 
-/* Input of a small work of a list: value `from` of the unit, or where that is -1, memory, of which
- * one number serves `per` columns. */
+/* Input of a small work of a list: value `from` of the unit (products, results, what was read
+ * early), or where that is -1, words, of which one number serves `per` columns. */
 struct mn_few_input {
     mn_few_source source;
-    short from, wide;
-    int per;
+    int from, per;
 };
 
 struct alignas(16) mn_few_end {
@@ -93,7 +96,7 @@ struct alignas(16) mn_few_products_note {
     int sigmoid;          // the gate
     int wrap;             // number k is weighted by number k & wrap
     float inverse_width, epsilon;
-    mn_few_source x, z;
+    int x, z;             // words of the row, and of its gate
     const mn_bf16 *weight;
     mn_bf16 *row;         // where the row, made, is stored; NULL: by another block, or not at all
     mn_few_strip strip[MN_FEW_STRIPS];
@@ -102,17 +105,26 @@ struct alignas(16) mn_few_products_note {
 
 /* A tile of a memory: eight columns of a head. */
 struct alignas(16) mn_few_memory_note {
-    int K, V, by_channel, erases, has_w, has_beta, has_g, o_words;
+    int K, V, by_channel, erases, has_beta, has_g, o_words;
     float scale;
     struct {
-        int there, is_l2, root;
-        float epsilon;
-        const mn_bf16 *weight;
-        mn_bf16 *to;      // where the row, made, is stored; or NULL
+        int there;
+        float plus, most;    // by 1 / sqrt(squares + plus), or `most` if that is less
+        mn_bf16 *to;         // where the row, made, is stored; or NULL
     } front[MN_FEW_FRONTS];
-    mn_few_source q, e, w, v, beta, g;
+    mn_few_source q, e, v, beta, g;
     float *state;
     mn_bf16 *o;
+};
+
+/* Numbers that are older than the program, to words. */
+enum { MN_FEW_COPIES = 16 };    // of a block
+struct alignas(16) mn_few_copy_note {
+    int n;
+    struct {
+        const mn_bf16 *from;
+        int words, count;       // up to MN_FEW_CHUNK
+    } of[MN_FEW_COPIES];
 };
 
 struct alignas(16) mn_few_note {
@@ -121,6 +133,7 @@ struct alignas(16) mn_few_note {
     union {
         mn_few_products_note products;
         mn_few_memory_note memory;
+        mn_few_copy_note copy;
     };
 };
 static_assert(sizeof(mn_few_note) + MN_FEW_ENDINGS * sizeof(mn_few_end) <= MN_FEW_NOTE_BYTES,
@@ -142,10 +155,10 @@ struct alignas(128) mn_few_block {
     alignas(16) unsigned char note[MN_FEW_NOTES][MN_FEW_NOTE_BYTES];
     alignas(16) mn_bf16 row[MN_FEW_CHUNKS * MN_FEW_CHUNK];
     alignas(16) float sums[2][MN_FEW_STRIPS][MN_FEW_COLUMNS][MN_FEW_WARPS + 2];
-    float squares[2][MN_FEW_WARPS];
+    alignas(16) float squares[2][MN_FEW_WARPS];
     alignas(16) float2 columns[2][MN_FEW_WARPS][MN_FEW_TILE];
     alignas(16) float4 shared[2][MN_FEW_WARPS];
-    float values[MN_FEW_WARPS][2 + MN_FEW_ENDINGS][MN_FEW_COLUMNS];
+    float values[MN_FEW_WARPS][MN_FEW_VALUES][MN_FEW_COLUMNS];
     uint64_t full[MN_FEW_SLOTS], empty[MN_FEW_SLOTS];
     uint64_t note_full[MN_FEW_NOTES], note_empty[MN_FEW_NOTES];
 };
@@ -214,52 +227,39 @@ __device__ inline void mn_few_say(char *word, uint32_t two, unsigned run) {
                  "l"((uint64_t)run << 32 | two) : "memory");
 }
 
-/* Four neighbours as they were found: a pack of bf16, or two words. */
+/* Four neighbours: two words, as they were found. */
 struct mn_few_four {
     uint64_t a, b;
 
-    /* From number i on, a multiple of four. Nothing waits for it here. */
-    __device__ void ask(const mn_few_source &from, const char *program, int i) {
-        const char *at = (from.flagged ? program : nullptr) + from.at;
-        at += (int64_t)i << (1 + from.flagged);
-        b = 0;
-        asm volatile("{\n\t.reg .pred words;\n\tsetp.ne.s32 words, %3, 0;\n"
-                     "\t@words ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];\n"
-                     "\t@!words ld.relaxed.gpu.global.u64 %0, [%2];\n\t}"
-                     : "=l"(a), "+l"(b) : "l"(at), "r"(from.flagged) : "memory");
+    /* Nothing waits for them here. */
+    __device__ void ask(const char *words) {
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                     : "=l"(a), "=l"(b) : "l"(words) : "memory");
     }
 
-    __device__ bool there(const mn_few_source &from, unsigned run) const {
-        return !from.flagged || ((uint32_t)(a >> 32) == run && (uint32_t)(b >> 32) == run);
+    __device__ bool there(unsigned run) const {
+        return (uint32_t)(a >> 32) == run && (uint32_t)(b >> 32) == run;
     }
 
-    __device__ uint2 numbers(const mn_few_source &from) const {
-        return make_uint2((uint32_t)a, from.flagged ? (uint32_t)b : (uint32_t)(a >> 32));
+    __device__ uint2 numbers(void) const {
+        return make_uint2((uint32_t)a, (uint32_t)b);
     }
 };
 
-/* Number i alone. */
+/* The word of one number. */
 struct mn_few_one {
     uint64_t a;
 
-    __device__ void ask(const mn_few_source &from, const char *program, int i) {
-        const char *at = from.flagged ? program + from.at + i / 2 * 8
-                                      : (const char *)from.at + (int64_t)i * 2;
-        asm volatile("{\n\t.reg .pred words;\n\t.reg .b16 one;\n\tsetp.ne.s32 words, %2, 0;\n"
-                     "\tmov.b16 one, 0;\n"
-                     "\t@words ld.relaxed.gpu.global.u64 %0, [%1];\n"
-                     "\t@!words ld.relaxed.gpu.global.b16 one, [%1];\n"
-                     "\t@!words cvt.u64.u16 %0, one;\n\t}"
-                     : "=l"(a) : "l"(at), "r"(from.flagged) : "memory");
+    __device__ void ask(const char *word) {
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(a) : "l"(word) : "memory");
     }
 
-    __device__ bool there(const mn_few_source &from, unsigned run) const {
-        return !from.flagged || (uint32_t)(a >> 32) == run;
+    __device__ bool there(unsigned run) const {
+        return (uint32_t)(a >> 32) == run;
     }
 
-    __device__ float number(const mn_few_source &from, int i) const {
-        const uint32_t two = (uint32_t)a;
-        return __uint_as_float(from.flagged && i % 2 ? two & 0xffff0000u : two << 16);
+    __device__ float number(int odd) const {
+        return __uint_as_float(odd ? (uint32_t)a & 0xffff0000u : (uint32_t)a << 16);
     }
 };
 

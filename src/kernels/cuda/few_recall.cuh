@@ -1,8 +1,8 @@
 /* few_recall.cuh - the recurrence of a matrix memory for one token as a stage (kernels/few.h).
  *
- *   S' = diag(exp g) S;  r = v - S'^T e;  S = S' + w r';  o = scale S'^T q + scale (q.w) r
+ *   S' = diag(exp g) S;  w = beta (v - S'^T e);  S = S' + e w';  o = scale S'^T q + scale (q.e) w
  *
- * All that needs a sum over rows of the state is summed at once: S'^T e, S'^T q, q.w and the
+ * All that needs a sum over rows of the state is summed at once: S'^T e, S'^T q, q.e and the
  * squares of q and e. A block has eight columns of one memory, a thread eight rows of one of them.
  * What norms of q and e divide by is a factor of the sums. */
 #ifndef MN_KERNELS_CUDA_FEW_RECALL_CUH
@@ -16,19 +16,19 @@
 struct mn_few_rows_of {
     mn_few_four at[2];
 
-    __device__ void ask(const mn_few_source &from, const char *program, int row) {
-        at[0].ask(from, program, row);
-        at[1].ask(from, program, row + 4);
+    __device__ void ask(const char *words) {
+        at[0].ask(words);
+        at[1].ask(words + 16);
     }
 
-    __device__ bool there(const mn_few_source &from, unsigned run) const {
-        return at[0].there(from, run) && at[1].there(from, run);
+    __device__ bool there(unsigned run) const {
+        return at[0].there(run) && at[1].there(run);
     }
 
-    __device__ void get(float (&x)[8], const mn_few_source &from) const {
+    __device__ void get(float (&x)[8]) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            const uint2 two = at[i].numbers(from);
+            const uint2 two = at[i].numbers();
             x[4 * i] = mn_few_low(two.x), x[4 * i + 1] = mn_few_high(two.x);
             x[4 * i + 2] = mn_few_low(two.y), x[4 * i + 3] = mn_few_high(two.y);
         }
@@ -37,54 +37,33 @@ struct mn_few_rows_of {
 
 /* All that a thread waits for. */
 struct mn_few_inputs_of {
-    mn_few_rows_of q, e, w, g;
+    mn_few_rows_of q, e, g;
     mn_few_one v, beta, even;
 
     __device__ void ask(const mn_few_memory_note &m, const mn_few_place &place, int row,
                         int column) {
+        const char *words = place.program + row * 4;
+        const unsigned run = place.run;
         bool there;
         do {
-            q.ask(m.q, place.program, row);
-            e.ask(m.e, place.program, row);
-            if (m.has_w) w.ask(m.w, place.program, row);
-            if (m.by_channel) g.ask(m.g, place.program, row);
-            else if (m.has_g) even.ask(m.g, place.program, m.g.odd);
-            v.ask(m.v, place.program, column);
-            if (m.has_beta) beta.ask(m.beta, place.program, m.beta.odd);
-            there = q.there(m.q, place.run) && e.there(m.e, place.run);
-            there = there && v.there(m.v, place.run);
-            if (m.has_w) there = there && w.there(m.w, place.run);
-            if (m.by_channel) there = there && g.there(m.g, place.run);
-            else if (m.has_g) there = there && even.there(m.g, place.run);
-            if (m.has_beta) there = there && beta.there(m.beta, place.run);
+            q.ask(words + m.q.at);
+            e.ask(words + m.e.at);
+            v.ask(place.program + m.v.at + column / 2 * 8);
+            if (m.by_channel) g.ask(words + m.g.at);
+            else if (m.has_g) even.ask(place.program + m.g.at);
+            if (m.has_beta) beta.ask(place.program + m.beta.at);
+            there = q.there(run) && e.there(run) && v.there(run);
+            if (m.by_channel) there = there && g.there(run);
+            else if (m.has_g) there = there && even.there(run);
+            if (m.has_beta) there = there && beta.there(run);
         } while (!there);
     }
 };
 
-/* Numbers by a norm's weights, of which the sum of squares is taken before. */
-template <typename FRONT>
-__device__ inline float mn_few_front(float (&x)[8], const FRONT &front, int row) {
-    float squares = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 8; j++) squares = fmaf(x[j], x[j], squares);
-    if (!front.there || !front.weight) return squares;
-    const uint4 raw = *(const uint4 *)(front.weight + row);
-    const uint32_t words[4] = { raw.x, raw.y, raw.z, raw.w };
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-        x[2 * j] *= mn_few_low(words[j]);
-        x[2 * j + 1] *= mn_few_high(words[j]);
-    }
-    return squares;
-}
-
 /* 1 / length */
 template <typename FRONT>
-__device__ inline float mn_few_unit_length(const FRONT &front, float squares, int K) {
-    if (!front.there) return 1.0f;
-    if (!front.is_l2) return rsqrtf(squares / (float)K + front.epsilon);
-    if (front.root) return rsqrtf(squares + front.epsilon);
-    return 1.0f / fmaxf(sqrtf(squares), front.epsilon);
+__device__ inline float mn_few_unit_length(const FRONT &front, float squares) {
+    return front.there ? fminf(rsqrtf(squares + front.plus), front.most) : 1.0f;
 }
 
 /* The row as others would find it. */
@@ -95,9 +74,9 @@ __device__ inline void mn_few_keep_front(mn_bf16 *to, const float (&x)[8], float
     *(uint4 *)to = y;
 }
 
-/* Sums over all rows: of a column, S'^T e and S'^T q; q.w and squares of q and e. */
+/* Sums over all rows: of a column, S'^T e and S'^T q; q.e and squares of q and e. */
 struct mn_few_sums {
-    float e, q, qw, qq, ee;
+    float e, q, qe, qq, ee;
 
     __device__ void gather(mn_few_block &room, int half) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -105,19 +84,19 @@ struct mn_few_sums {
         for (int lanes = 8; lanes < 32; lanes *= 2) {
             e += __shfl_xor_sync(0xffffffffu, e, lanes);
             q += __shfl_xor_sync(0xffffffffu, q, lanes);
-            qw += __shfl_xor_sync(0xffffffffu, qw, lanes);
+            qe += __shfl_xor_sync(0xffffffffu, qe, lanes);
             qq += __shfl_xor_sync(0xffffffffu, qq, lanes);
             ee += __shfl_xor_sync(0xffffffffu, ee, lanes);
         }
         if (lane < MN_FEW_TILE) room.columns[half][warp][lane] = make_float2(e, q);
-        if (lane == 0) room.shared[half][warp] = make_float4(qw, qq, ee, 0.0f);
+        if (lane == 0) room.shared[half][warp] = make_float4(qe, qq, ee, 0.0f);
         mn_few_meet();
-        e = q = qw = qq = ee = 0.0f;
+        e = q = qe = qq = ee = 0.0f;
 #pragma unroll
         for (int i = 0; i < MN_FEW_WARPS; i++) {
             const float2 two = room.columns[half][i][lane % MN_FEW_TILE];
             const float4 three = room.shared[half][i];
-            e += two.x, q += two.y, qw += three.x, qq += three.y, ee += three.z;
+            e += two.x, q += two.y, qe += three.x, qq += three.y, ee += three.z;
         }
     }
 };
@@ -127,44 +106,41 @@ __device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_not
     const int lane = threadIdx.x % 32, column = lane % MN_FEW_TILE;
     const int row = threadIdx.x / 32 * 32 + lane / MN_FEW_TILE * 8;
     const bool inside = row < m.K;
-    float S[8] = {}, q[8] = {}, e[8] = {}, w[8] = {}, decay[8];
+    float S[8] = {}, q[8] = {}, e[8] = {}, decay[8];
     float *state = m.state + row * (int64_t)m.V + column;
     mn_few_inputs_of in;
     mn_few_sums sums = {};
 #pragma unroll
     for (int j = 0; j < 8; j++) {
-        if (inside) S[j] = __ldcg(state + j * (int64_t)m.V);
+        if (inside) S[j] = __ldcg(state + j * m.V);
     }
     float v = 0.0f, strength = 1.0f;
     if (inside || threadIdx.x < MN_FEW_TILE) {
         in.ask(m, place, inside ? row : 0, column);
-        v = in.v.number(m.v, column);
-        if (m.has_beta) strength = in.beta.number(m.beta, m.beta.odd);
+        v = in.v.number(column % 2);
+        if (m.has_beta) strength = in.beta.number(m.beta.odd);
     }
     __syncwarp();
     if (inside) {
-        in.q.get(q, m.q);
-        in.e.get(e, m.e);
-        sums.qq = mn_few_front(q, m.front[0], row);
-        sums.ee = mn_few_front(e, m.front[1], row);
-        if (m.has_w) in.w.get(w, m.w);
-        if (m.by_channel) in.g.get(decay, m.g);
-        const float even = m.has_g && !m.by_channel ? expf(in.even.number(m.g, m.g.odd)) : 1.0f;
+        in.q.get(q);
+        in.e.get(e);
+        if (m.by_channel) in.g.get(decay);
+        const float even = m.has_g && !m.by_channel ? __expf(in.even.number(m.g.odd)) : 1.0f;
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            if (!m.has_w) w[j] = e[j];
-            S[j] *= m.by_channel ? expf(decay[j]) : even;
+            S[j] *= m.by_channel ? __expf(decay[j]) : even;
             sums.e = fmaf(e[j], S[j], sums.e);
             sums.q = fmaf(q[j], S[j], sums.q);
-            sums.qw = fmaf(q[j], w[j], sums.qw);
+            sums.qe = fmaf(q[j], e[j], sums.qe);
+            sums.qq = fmaf(q[j], q[j], sums.qq);
+            sums.ee = fmaf(e[j], e[j], sums.ee);
         }
     }
     sums.gather(room, place.half);
-    const float by_q = mn_few_unit_length(m.front[0], sums.qq, m.K);
-    const float by_e = mn_few_unit_length(m.front[1], sums.ee, m.K);
-    const float by_w = strength * (m.has_w ? 1.0f : by_e);
-    const float residual = m.erases ? v - by_e * sums.e : v;
-    const float o = m.scale * fmaf(by_q * by_w * sums.qw, residual, by_q * sums.q);
+    const float by_q = mn_few_unit_length(m.front[0], sums.qq);
+    const float by_e = mn_few_unit_length(m.front[1], sums.ee);
+    const float write = strength * by_e * (m.erases ? v - by_e * sums.e : v);
+    const float o = m.scale * by_q * fmaf(sums.qe, write, sums.q);
     if (threadIdx.x < 32) {
         const uint32_t own = mn_few_bits(o), right = __shfl_down_sync(0xffffffffu, own, 1);
         if (lane < MN_FEW_TILE && lane % 2 == 0 && m.o_words >= 0) {
@@ -173,9 +149,8 @@ __device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_not
         if (lane < MN_FEW_TILE) m.o[lane] = __float2bfloat16_rn(o);
     }
     if (inside) {
-        const float write = by_w * residual;
 #pragma unroll
-        for (int j = 0; j < 8; j++) state[j * (int64_t)m.V] = fmaf(w[j], write, S[j]);
+        for (int j = 0; j < 8; j++) state[j * m.V] = fmaf(e[j], write, S[j]);
         if (column == 0 && m.front[0].to) mn_few_keep_front(m.front[0].to + row, q, by_q);
         if (column == 0 && m.front[1].to) mn_few_keep_front(m.front[1].to + row, e, by_e);
     }
