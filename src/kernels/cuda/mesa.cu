@@ -88,7 +88,7 @@ template <typename T>
 __global__ void __launch_bounds__(MN_MESA_THREADS)
 solve_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t items, bool backward) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    constexpr int parts = MN_MESA_CHUNK / MN_MESA_PART;
+    constexpr int parts = MN_MESA_CHUNK / MN_MESA_WALK;
     mn_mesa_room &memory = *(mn_mesa_room *)bytes;
     const room r = room_at(bytes, p.call, w.rooms);
     const int64_t K = p.call.K, width = K + p.call.V;
@@ -96,8 +96,8 @@ solve_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t ite
     for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
         const int64_t chunk = item / parts;
         const mn_mesa_place at = mn_mesa_here(p.call, chunk / p.call.H, chunk % p.call.H);
-        const int first = (int)(item % parts) * MN_MESA_PART;
-        const int last = (int)min((int64_t)first + MN_MESA_PART, at.tile.n_rows);
+        const int first = (int)(item % parts) * MN_MESA_WALK;
+        const int last = (int)min((int64_t)first + MN_MESA_WALK, at.tile.n_rows);
         const int64_t b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
         float lam = 0.0f;
         if (first >= at.tile.n_rows) continue;
@@ -127,14 +127,14 @@ solve_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t ite
 template <typename T>
 __global__ void __launch_bounds__(MN_MESA_THREADS)
 lam_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t slots) {
-    constexpr int parts = MN_MESA_CHUNK / MN_MESA_PART;
+    const int parts = mn_mesa_parts(p.call), each = MN_MESA_CHUNK / parts;
     const int64_t h = blockIdx.x, i = threadIdx.x, K = p.call.K;
     T *to = mn_row<T>(p.grad.lam, 0, 0, h);
     float sum = 0.0f;
     if (i >= K) return;
     for (int64_t slot = 0; slot < slots; slot++) {
         const int64_t rows = mn_tile_at(p.call, MN_MESA_CHUNK, slot).n_rows;
-        for (int part = 0; part < parts && part * MN_MESA_PART < rows; part++) {
+        for (int part = 0; part < parts && part * each < rows; part++) {
             sum += w.lam[((slot * p.call.H + h) * parts + part) * K + i];
         }
     }
@@ -173,7 +173,7 @@ static bool size_of(size_t *size, const mn_call &c) {
 }
 
 static bool measure(mn_mesa_extent *to, const mn_call *c, bool backward) {
-    const size_t parts = MN_MESA_CHUNK / MN_MESA_PART;
+    const size_t parts = (size_t)mn_mesa_parts(*c);
     size_t size, heads, chunks;
     *to = {};
     to->slots = mn_tile_slots(*c, MN_MESA_CHUNK);
@@ -250,17 +250,20 @@ static int walk_of(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa
 template <int N, typename T>
 static int read_of(const mn_mesa_args *p, const mn_mesa_work &w, bool backward, int64_t parts,
                    cudaStream_t on) {
-    return mn_launch_early(backward ? mn_mesa_read_kernel<N, T, true>
-                                    : mn_mesa_read_kernel<N, T, false>,
-                           dim3((unsigned)parts, (unsigned)p->call.H), MN_MESA_READERS, 0, on, *p,
-                           w);
+    const auto kernel = backward ? mn_mesa_read_kernel<N, T, true>
+                                 : mn_mesa_read_kernel<N, T, false>;
+    const cudaError_t code = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(mn_mesa_tokens<N>));
+    if (code != cudaSuccess) return code;
+    return mn_launch_early(kernel, dim3((unsigned)parts, (unsigned)p->call.H), MN_MESA_READERS,
+                           sizeof(mn_mesa_tokens<N>), on, *p, w);
 }
 
 /* What tokens read. */
 template <typename T>
 static int read_any(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
                     bool backward, cudaStream_t on) {
-    const int64_t K = p->call.K, parts = e.slots * (MN_MESA_CHUNK / MN_MESA_PART);
+    const int64_t K = p->call.K, parts = e.slots * mn_mesa_parts(p->call);
     const int64_t items = parts * p->call.H;
     if (items == 0) return cudaSuccess;
     if (items > INT32_MAX || p->call.H > 65535) return cudaErrorNotSupported;

@@ -10,7 +10,9 @@
 #include "kernels/cuda/after.cuh"
 #include "kernels/cuda/mesa_solve.cuh"
 
-enum { MN_MESA_CHUNK = 32, MN_MESA_PART = 4, MN_MESA_BLOCKS = 264 };
+enum { MN_MESA_CHUNK = 32, MN_MESA_BLOCKS = 264 };
+enum { MN_MESA_NARROW = 128 };                      // the widest keys whose M is in registers
+enum { MN_MESA_PART = 16, MN_MESA_WALK = 4 };       // tokens of a block, with narrow keys and wide
 enum { MN_MESA_ROWS = 8, MN_MESA_ADDERS = 128 };    // rows and threads of a block that sums
 enum { MN_MESA_CARRIERS = 128 };                    // threads of one that carries
 
@@ -27,6 +29,11 @@ struct mn_mesa_layout {
         return { rows, pitch, rows * pitch };
     }
 };
+
+/* Blocks that read a chunk of a head. */
+__host__ __device__ inline int mn_mesa_parts(const mn_call &c) {
+    return MN_MESA_CHUNK / (c.K <= MN_MESA_NARROW ? MN_MESA_PART : MN_MESA_WALK);
+}
 
 /* Counts of floats; of doubles for `matrices`. */
 struct mn_mesa_extent {

@@ -12,8 +12,8 @@
 #include "kernels/cuda/mesa.cuh"
 #include "kernels/cuda/mesa_tiles.cuh"
 
-/* Threads, four teams of one warp or one of four; the widest keys. */
-enum { MN_MESA_READERS = 128, MN_MESA_NARROW = 128 };
+/* Threads: eight teams of one warp or two of four. Tokens whose o is made at once. */
+enum { MN_MESA_READERS = 256, MN_MESA_OUT = 8 };
 
 /* Keys of a chunk, and a row of zeros; as doubles, too, where each of four warps would turn them
  * into such. Rows lie so that four tokens' are in different banks. */
@@ -41,11 +41,11 @@ struct mn_mesa_keys<N, false> {
 /* The chunk's tokens, and what teams keep of each of theirs. */
 template <int N>
 struct mn_mesa_tokens : mn_mesa_keys<N> {
-    mn_mesa_shown<N> shown[4 / mn_mesa_matrix<N>::warps];
+    mn_mesa_shown<N> shown[8 / mn_mesa_matrix<N>::warps];
     alignas(16) float sides[MN_MESA_PART][2][8 * N];    // q and Hkv do, then x and y
     float weight[MN_MESA_PART][MN_MESA_CHUNK];          // of the tokens' values, or keys
     float fall[MN_MESA_PART];
-    float2 parts[4][MN_MESA_PART][32];                  // of o, by warps
+    float2 parts[4][MN_MESA_OUT][32];                   // of o, by quarters
 };
 
 /* A team and its token, which is token u of the chunk, number `mine` of the part and token t of
@@ -132,7 +132,7 @@ __device__ __forceinline__ void mn_mesa_gather(mn_mesa_matrix<N> &m, const mn_me
     const int row = me.lane / 4, pair = me.lane % 4;
     mn_mesa_begin<N, T>(m, p, me);
 #pragma unroll 1
-    for (int u0 = 0; u0 < me.count; u0 += 8) {    // tensor cores take eight tokens at a time
+    for (int u0 = 0; u0 <= me.u; u0 += 8) {    // tensor cores take eight tokens at a time
         const int u[2] = { u0 + pair, u0 + pair + 4 };
         const auto *even = room.row(u[0] <= me.u ? u[0] : MN_MESA_CHUNK) + row;
         const auto *odd = room.row(u[1] <= me.u ? u[1] : MN_MESA_CHUNK) + row;
@@ -166,7 +166,7 @@ __device__ inline void mn_mesa_cotangent(mn_mesa_tokens<N> &room, const mn_mesa_
     float *side = room.sides[me.mine][1], *weight = room.weight[me.mine];
     const T *cot = mn_row<T>(p.cot.o, me.b, me.t, me.at.h);
 #pragma unroll 4
-    for (int u0 = 0; u0 < me.count; u0 += me.warps) {
+    for (int u0 = 0; u0 <= me.u; u0 += me.warps) {
         const int u = min(u0 + me.rank / 32, me.u);
         const T *v = mn_row<T>(p.v, me.b, me.t0 + u, me.at.h);
         float sum = 0.0f;
@@ -186,7 +186,7 @@ __device__ inline void mn_mesa_cotangent(mn_mesa_tokens<N> &room, const mn_mesa_
     me.meet();
     for (int i = me.rank; i < 8 * N; i += me.team) {
         float sum = i < K ? side[i] : 0.0f;
-        for (int u = 0; u < me.count; u++) sum = fmaf(weight[u], room.keys[u][i], sum);
+        for (int u = 0; u <= me.u; u++) sum = fmaf(weight[u], room.keys[u][i], sum);
         side[i] = sum;
     }
     me.meet();
@@ -209,63 +209,67 @@ __device__ inline void mn_mesa_weigh_values(mn_mesa_tokens<N> &room, const mn_me
     room.weight[me.mine][me.lane] = me.write * ((with[0] + with[1]) + (with[2] + with[3]));
 }
 
-/* This warp's part of columns j and j + 1 of o of all the part's tokens: a quarter of the rows of
- * Hkv, and eight tokens' values. */
-template <int N, typename T>
-__device__ inline void mn_mesa_add_values(float (&sum)[MN_MESA_PART][2],
-                                          const mn_mesa_tokens<N> &room, const mn_mesa_args &p,
-                                          const mn_mesa_reader<N> &me, int64_t j) {
+/* Columns j and j + 1 of o of EACH tokens, from number `first` of the part on: what a quarter of
+ * the rows of Hkv and a quarter of the chunk's values give. */
+template <int N, int EACH, typename T>
+__device__ inline void mn_mesa_add_values(float (&sum)[EACH][2], const mn_mesa_tokens<N> &room,
+                                          const mn_mesa_args &p, const mn_mesa_reader<N> &me,
+                                          int first, int64_t j) {
     constexpr int rows = 8 * N / 4, tokens = MN_MESA_CHUNK / 4;
-    const int warp = threadIdx.x / 32, pitch = (int)me.lie.pitch;
-    const float *from = me.front + warp * rows * pitch + me.lie.rows + j;
+    const int quarter = threadIdx.x / 32 % 4, pitch = (int)me.lie.pitch;
+    const float *from = me.front + quarter * rows * pitch + me.lie.rows + j;
 #pragma unroll 16
     for (int i = 0; i < rows; i++) {
         const float2 h = *(const float2 *)(from + i * pitch);
 #pragma unroll
-        for (int n = 0; n < MN_MESA_PART; n++) {
-            const float x = room.sides[n][0][warp * rows + i];
+        for (int n = 0; n < EACH; n++) {
+            const float x = room.sides[first + n][0][quarter * rows + i];
             sum[n][0] = fmaf(x, h.x, sum[n][0]), sum[n][1] = fmaf(x, h.y, sum[n][1]);
         }
     }
 #pragma unroll
-    for (int n = 0; n < MN_MESA_PART; n++) sum[n][0] *= room.fall[n], sum[n][1] *= room.fall[n];
+    for (int n = 0; n < EACH; n++) {
+        sum[n][0] *= room.fall[first + n], sum[n][1] *= room.fall[first + n];
+    }
     const int64_t step = p.v.stride[1], next = j + 1 < p.call.V;
-    const T *v = mn_row<T>(p.v, me.b, me.t0 + warp * tokens, me.at.h) + j;
+    const T *v = mn_row<T>(p.v, me.b, me.t0 + quarter * tokens, me.at.h) + j;
 #pragma unroll
-    for (int u = 0; u < tokens; u++) {
-        if (warp * tokens + u >= me.count) break;
-        const float x = mn_float(v[u * step]), y = mn_float(v[u * step + next]);
+    for (int i = 0; i < tokens; i++) {
+        const int u = quarter * tokens + i;
+        if (u >= me.count) break;
+        const float x = mn_float(v[i * step]), y = mn_float(v[i * step + next]);
 #pragma unroll
-        for (int n = 0; n < MN_MESA_PART; n++) {    // a later token weighs nothing, but may be NaN
-            if (warp * tokens + u > me.first + n) continue;
-            const float by = room.weight[n][warp * tokens + u];
+        for (int n = 0; n < EACH; n++) {    // a later token weighs nothing, but may be NaN
+            if (u > me.first + first + n) continue;
+            const float by = room.weight[first + n][u];
             sum[n][0] = fmaf(by, x, sum[n][0]), sum[n][1] = fmaf(by, y, sum[n][1]);
         }
     }
 }
 
-/* o of the part's tokens. All threads of the block call. */
+/* o of tokens first, first + 1, ... of the part. All threads of the block call. */
 template <int N, typename T>
 __device__ inline void mn_mesa_output(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
-                                      const mn_mesa_reader<N> &me) {
-    const int n = threadIdx.x / 32;
-    T *o = mn_row<T>(p.o, me.b, me.t0 + me.first + n, me.at.h);
+                                      const mn_mesa_reader<N> &me, int first) {
+    constexpr int each = MN_MESA_OUT / 2;
+    const int warp = threadIdx.x / 32, half = warp / 4 * each;
+    T *o = mn_row<T>(p.o, me.b, me.t0 + me.first + first + warp, me.at.h);
     for (int64_t j0 = 0; j0 < p.call.V; j0 += 64) {
         const int64_t j = j0 + 2 * me.lane;
-        float sum[MN_MESA_PART][2] = {};
+        float sum[each][2] = {};
         __syncthreads();
-        if (j < p.call.V) mn_mesa_add_values<N, T>(sum, room, p, me, j);
+        if (j < p.call.V) mn_mesa_add_values<N, each, T>(sum, room, p, me, first + half, j);
 #pragma unroll
-        for (int i = 0; i < MN_MESA_PART; i++) {
-            room.parts[n][i][me.lane] = make_float2(sum[i][0], sum[i][1]);
+        for (int n = 0; n < each; n++) {
+            room.parts[warp % 4][half + n][me.lane] = make_float2(sum[n][0], sum[n][1]);
         }
         __syncthreads();
-        float2 all = room.parts[0][n][me.lane];
+        float2 all = room.parts[0][warp][me.lane];
 #pragma unroll
         for (int i = 1; i < 4; i++) {
-            all.x += room.parts[i][n][me.lane].x, all.y += room.parts[i][n][me.lane].y;
+            all.x += room.parts[i][warp][me.lane].x, all.y += room.parts[i][warp][me.lane].y;
         }
-        if (me.first + n >= me.count) continue;
+        if (me.first + first + warp >= me.count) continue;
         if (j < p.call.V) mn_put(o + j, all.x);
         if (j + 1 < p.call.V) mn_put(o + j + 1, all.y);
     }
@@ -304,10 +308,11 @@ __device__ __forceinline__ void mn_mesa_read(mn_mesa_tokens<N> &room, const mn_m
 
 /* A block has a part of a chunk of a head: blockIdx.x is the part, .y the head. */
 template <int N, typename T, bool BACK>
-__global__ void __launch_bounds__(MN_MESA_READERS, N >= 8 ? 2 : 4)
+__global__ void __launch_bounds__(MN_MESA_READERS, N >= 8 ? 1 : 2)
 mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
-    __shared__ mn_mesa_tokens<N> room;
-    constexpr int parts = MN_MESA_CHUNK / MN_MESA_PART, teams = 4 / mn_mesa_matrix<N>::warps;
+    extern __shared__ __align__(16) unsigned char read_bytes[];
+    mn_mesa_tokens<N> &room = *(mn_mesa_tokens<N> *)read_bytes;
+    constexpr int parts = MN_MESA_CHUNK / MN_MESA_PART, teams = 8 / mn_mesa_matrix<N>::warps;
     const int K = (int)p.call.K;
     mn_mesa_reader<N> me;
     me.at = mn_mesa_here(p.call, blockIdx.x / parts, blockIdx.y);
@@ -328,13 +333,15 @@ mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     __syncthreads();
     me.front = w.pairs + me.at.index * me.lie.size;
 #pragma unroll 1
-    for (int pass = 0; pass < MN_MESA_PART / teams; pass++) {
-        me.mine = pass * teams + threadIdx.x / me.team;
+    for (int from = 0; me.first + from < me.count; from += teams) {
+        me.mine = from + threadIdx.x / me.team;
         me.u = min(me.first + me.mine, me.count - 1), me.real = me.first + me.mine < me.count;
         mn_mesa_read<N, T, BACK>(room, p, w, me);
     }
     if constexpr (!BACK) {
-        mn_mesa_output<N, T>(room, p, me);
+        for (int from = 0; me.first + from < me.count; from += MN_MESA_OUT) {
+            mn_mesa_output<N, T>(room, p, me, from);
+        }
         return;
     }
     __syncthreads();

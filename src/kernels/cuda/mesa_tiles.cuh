@@ -10,7 +10,8 @@
  *
  * so that M = L D L' and nothing but tiles of eight is inverted. All in double: any data is solved
  * to the accuracy of its statistics. Warps of a team show each other column k of tiles, and then
- * sums, at one barrier for each k; what takes time is the chain of inverses. */
+ * sums, at one barrier for each k; what takes time is the chain of inverses. A block has eight
+ * warps, all of which call. */
 #ifndef MN_KERNELS_CUDA_MESA_TILES_CUH
 #define MN_KERNELS_CUDA_MESA_TILES_CUH
 
@@ -56,15 +57,18 @@ struct mn_mesa_shown<4> {};
 template <>
 struct mn_mesa_shown<2> {};
 
-/* A barrier of the team. */
+/* A barrier of the team; teams of several warps keep abreast of each other. */
 template <int WARPS>
 __device__ inline void mn_mesa_meet(void) {
-    if (WARPS == 1) {
-        __syncwarp();
-    } else {
-        asm volatile("bar.sync %0, %1;"
-                     :: "r"(1 + (int)threadIdx.x / (32 * WARPS)), "n"(32 * WARPS) : "memory");
-    }
+    if (WARPS == 1) __syncwarp();
+    else __syncthreads();
+}
+
+/* The two warps of a block of eight that share a scheduler wait for each other. Sums and products
+ * of doubles, of which inverses are chains, stand still for as long as the other warp has products
+ * of tiles to begin; side by side both warps' chains take the time of one. */
+__device__ inline void mn_mesa_abreast(void) {
+    asm volatile("bar.sync %0, 64;" :: "r"(1 + (int)threadIdx.x / 32 % 4) : "memory");
 }
 
 __device__ inline double mn_mesa_from(double x, int lane) {
@@ -199,6 +203,7 @@ __device__ __forceinline__ void mn_mesa_solve_warp(mn_mesa_matrix<N> &m, float *
             z[s][0] = mn_mesa_from(own, 8 * pair), z[s][1] = mn_mesa_from(own, 8 * pair + 4);
         }
         at.turn(d, z, k);
+        mn_mesa_abreast();
         d[0] = -d[0], d[1] = -d[1];
 #pragma unroll
         for (int slot = N / 2 - 1; slot >= 0; slot--) {    // from below: others need rows above
