@@ -225,7 +225,7 @@ static int carry(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_w
     const int64_t items = e.slots * c.H, heads = mn_n_spans(c) * c.H;
     if (items > INT32_MAX || heads > 65535) return cudaErrorNotSupported;
     if (items > 0) {
-        const dim3 blocks((unsigned)items, mn_blocks(lie.rows, MN_MESA_ROWS));
+        const dim3 blocks((unsigned)e.slots, mn_blocks(lie.rows, MN_MESA_ROWS), (unsigned)c.H);
         if (backward) mn_mesa_sums_kernel<T, true><<<blocks, MN_MESA_ADDERS, 0, on>>>(*p, w);
         else mn_mesa_sums_kernel<T, false><<<blocks, MN_MESA_ADDERS, 0, on>>>(*p, w);
     }

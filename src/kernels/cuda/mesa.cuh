@@ -122,21 +122,22 @@ __device__ __forceinline__ void mn_mesa_column(float (&right)[BACK ? 2 : 1][MN_M
     const T *from = mn_row<T>(view, b, t0, at.h) + (j < rows ? j : j - rows);
     const int64_t stride = view.stride[1];
 #pragma unroll
-    for (int u = 0; u < MN_MESA_CHUNK; u++) {
-        right[0][u] = u < count && real ? mn_float(from[u * stride]) : 0.0f;
+    for (int u = 0; u < MN_MESA_CHUNK; u++, from += stride) {
+        right[0][u] = u < count && real ? mn_float(*from) : 0.0f;
         right[BACK][u] = BACK ? 0.0f : right[0][u];
     }
 }
 
 /* What a chunk adds to its pair at its end or, BACK, to the adjoint at its front, where the decay
- * of its first token counts, too. A block has a few rows of a chunk of a head, a thread columns of
- * them. A pair's first matrix is symmetric to the last bit: the two keys meet before the weight. */
+ * of its first token counts, too. A block has a few rows (blockIdx.y) of a chunk (.x) of a head
+ * (.z), a thread columns of them. A pair's first matrix is symmetric to the last bit: the two keys
+ * meet before the weight. */
 template <typename T, bool BACK>
 __global__ void __launch_bounds__(MN_MESA_ADDERS)
 mn_mesa_sums_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     __shared__ float weight[MN_MESA_CHUNK];
     __shared__ alignas(16) float left[BACK ? 2 : 1][MN_MESA_CHUNK][MN_MESA_ROWS];
-    const mn_mesa_place at = mn_mesa_here(p.call, blockIdx.x / p.call.H, blockIdx.x % p.call.H);
+    const mn_mesa_place at = mn_mesa_here(p.call, blockIdx.x, blockIdx.z);
     const int64_t K = p.call.K, row0 = blockIdx.y * MN_MESA_ROWS;
     const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
     const int64_t b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;

@@ -12,8 +12,7 @@
 #include "kernels/cuda/mesa.cuh"
 #include "kernels/cuda/mesa_tiles.cuh"
 
-/* Threads: eight teams of one warp or two of four. Tokens whose o is made at once. */
-enum { MN_MESA_READERS = 256, MN_MESA_OUT = 8 };
+enum { MN_MESA_READERS = 256 };    // threads: eight teams of one warp or two of four
 
 /* Keys of a chunk, and a row of zeros; as doubles, too, where each of four warps would turn them
  * into such. Rows lie so that four tokens' are in different banks. */
@@ -42,10 +41,12 @@ struct mn_mesa_keys<N, false> {
 template <int N>
 struct mn_mesa_tokens : mn_mesa_keys<N> {
     mn_mesa_shown<N> shown[8 / mn_mesa_matrix<N>::warps];
+    alignas(16) float front[8 * N][8 * N + 8];          // Hkk
     alignas(16) float sides[MN_MESA_PART][2][8 * N];    // q and Hkv do, then x and y
+    float ridge[8 * N];                                 // lam, and ones from row K on
     float weight[MN_MESA_PART][MN_MESA_CHUNK];          // of the tokens' values, or keys
     float fall[MN_MESA_PART];
-    float2 parts[4][MN_MESA_OUT][32];                   // of o, by quarters
+    float2 parts[4][MN_MESA_PART][32];                  // of o, by quarters
 };
 
 /* A team and its token, which is token u of the chunk, number `mine` of the part and token t of
@@ -61,6 +62,7 @@ struct mn_mesa_reader {
     int64_t b, t, t0;      // t0: where the chunk begins
     int u, mine, rank, lane;
     int first, count;      // of the part; tokens up to its end
+    int reach;             // tokens up to the last one that the block's teams have at a time
     bool real;
     double level;          // of token `lane`: the sum of log decays
     float beta;            // of token `lane`
@@ -71,8 +73,8 @@ struct mn_mesa_reader {
     }
 };
 
-/* Keys of the chunk's tokens up to the part's end, and what they ask. Behind the last one it is
- * repeated. */
+/* Keys of the chunk's tokens up to the part's end, what those of the part ask, and the ridge. Behind
+ * the last token it is repeated. */
 template <int N, typename T>
 __device__ inline void mn_mesa_stage(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
                                      const mn_mesa_reader<N> &me) {
@@ -92,47 +94,56 @@ __device__ inline void mn_mesa_stage(mn_mesa_tokens<N> &room, const mn_mesa_args
         const float x = mn_float(q[min(n, me.count - me.first - 1) * q_step]);
         room.sides[n][0][channel] = there ? (float)p.scale * x : 0.0f;
     }
-    if (from == 0) room.put(MN_MESA_CHUNK, channel, 0.0f);
+    if (from > 0) return;
+    const T *lam = mn_row<T>(p.lam, 0, 0, me.at.h);
+    room.put(MN_MESA_CHUNK, channel, 0.0f);
+    room.ridge[channel] = there ? mn_float(lam[there ? channel : 0]) : 1.0f;
+}
+
+template <int N>
+__device__ inline void mn_mesa_stage_front(mn_mesa_tokens<N> &room, const mn_mesa_reader<N> &me) {
+#pragma unroll
+    for (int n = 0; n < 16 * N * N; n += MN_MESA_READERS) {
+        const int pack = n + (int)threadIdx.x, row = pack / (2 * N), j = pack % (2 * N) * 4;
+        if (pack >= 16 * N * N) break;
+        *(float4 *)&room.front[row][j] = *(const float4 *)(me.front + row * me.lie.pitch + j);
+    }
 }
 
 /* This warp's tiles of exp(G_t) Hkk + diag(lam), and of the identity from row K on. */
-template <int N, typename T>
-__device__ __forceinline__ void mn_mesa_begin(mn_mesa_matrix<N> &m, const mn_mesa_args &p,
+template <int N>
+__device__ __forceinline__ void mn_mesa_begin(mn_mesa_matrix<N> &m, const mn_mesa_tokens<N> &room,
                                               const mn_mesa_reader<N> &me) {
     typedef mn_mesa_matrix<N> matrix;
-    const int row = me.lane / 4, pair = me.lane % 4, K = (int)p.call.K, pitch = (int)me.lie.pitch;
-    const T *lam = mn_row<T>(p.lam, 0, 0, me.at.h);
-    const float *from = me.front + row * pitch + 2 * pair;
+    const int row = me.lane / 4, pair = me.lane % 4;
 #pragma unroll
     for (int slot = 0; slot < matrix::slots; slot++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int tile = 2 * matrix::pair(slot) + half, i = 8 * tile + row;
-            const double ridge = i < K ? (double)mn_float(lam[i]) : 1.0;
+            const double ridge = row / 2 == pair ? (double)room.ridge[i] : 0.0;
+            const double add[2] = { row % 2 ? 0.0 : ridge, row % 2 ? ridge : 0.0 };
 #pragma unroll
             for (int j = 0; j < matrix::columns(slot); j++) {
-                const float2 x = *(const float2 *)(from + 8 * tile * pitch + 8 * j);
+                const float2 x = *(const float2 *)&room.front[i][8 * j + 2 * pair];
                 double(&to)[2] = m.at[slot][j][half];
                 to[0] = (double)(me.fall * x.x), to[1] = (double)(me.fall * x.y);
                 if (matrix::warps == 1 && j != tile) continue;
-                if (j == tile && row / 2 == pair) {
-                    if (row % 2) to[1] += ridge;
-                    else to[0] += ridge;
-                }
+                if (j == tile) to[0] += add[0], to[1] += add[1];
             }
         }
     }
 }
 
 /* M of the token. */
-template <int N, typename T>
+template <int N>
 __device__ __forceinline__ void mn_mesa_gather(mn_mesa_matrix<N> &m, const mn_mesa_tokens<N> &room,
-                                               const mn_mesa_args &p, const mn_mesa_reader<N> &me) {
+                                               const mn_mesa_reader<N> &me) {
     constexpr int slots = mn_mesa_matrix<N>::slots;
     const int row = me.lane / 4, pair = me.lane % 4;
-    mn_mesa_begin<N, T>(m, p, me);
+    mn_mesa_begin<N>(m, room, me);
 #pragma unroll 1
-    for (int u0 = 0; u0 <= me.u; u0 += 8) {    // tensor cores take eight tokens at a time
+    for (int u0 = 0; u0 < me.reach; u0 += 8) {    // tensor cores take eight tokens at a time
         const int u[2] = { u0 + pair, u0 + pair + 4 };
         const auto *even = room.row(u[0] <= me.u ? u[0] : MN_MESA_CHUNK) + row;
         const auto *odd = room.row(u[1] <= me.u ? u[1] : MN_MESA_CHUNK) + row;
@@ -166,7 +177,7 @@ __device__ inline void mn_mesa_cotangent(mn_mesa_tokens<N> &room, const mn_mesa_
     float *side = room.sides[me.mine][1], *weight = room.weight[me.mine];
     const T *cot = mn_row<T>(p.cot.o, me.b, me.t, me.at.h);
 #pragma unroll 4
-    for (int u0 = 0; u0 <= me.u; u0 += me.warps) {
+    for (int u0 = 0; u0 < me.reach; u0 += me.warps) {
         const int u = min(u0 + me.rank / 32, me.u);
         const T *v = mn_row<T>(p.v, me.b, me.t0 + u, me.at.h);
         float sum = 0.0f;
@@ -186,7 +197,7 @@ __device__ inline void mn_mesa_cotangent(mn_mesa_tokens<N> &room, const mn_mesa_
     me.meet();
     for (int i = me.rank; i < 8 * N; i += me.team) {
         float sum = i < K ? side[i] : 0.0f;
-        for (int u = 0; u <= me.u; u++) sum = fmaf(weight[u], room.keys[u][i], sum);
+        for (int u = 0; u < me.reach; u++) sum = fmaf(weight[u], room.keys[u][i], sum);
         side[i] = sum;
     }
     me.meet();
@@ -247,31 +258,33 @@ __device__ inline void mn_mesa_add_values(float (&sum)[EACH][2], const mn_mesa_t
     }
 }
 
-/* o of tokens first, first + 1, ... of the part. All threads of the block call. */
+/* o of the part's tokens. All threads of the block call. */
 template <int N, typename T>
 __device__ inline void mn_mesa_output(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
-                                      const mn_mesa_reader<N> &me, int first) {
-    constexpr int each = MN_MESA_OUT / 2;
-    const int warp = threadIdx.x / 32, half = warp / 4 * each;
-    T *o = mn_row<T>(p.o, me.b, me.t0 + me.first + first + warp, me.at.h);
+                                      const mn_mesa_reader<N> &me) {
+    constexpr int each = MN_MESA_PART / 2, warps = MN_MESA_READERS / 32;
+    const int warp = threadIdx.x / 32, first = warp / 4 * each;
     for (int64_t j0 = 0; j0 < p.call.V; j0 += 64) {
         const int64_t j = j0 + 2 * me.lane;
         float sum[each][2] = {};
         __syncthreads();
-        if (j < p.call.V) mn_mesa_add_values<N, each, T>(sum, room, p, me, first + half, j);
+        if (j < p.call.V) mn_mesa_add_values<N, each, T>(sum, room, p, me, first, j);
 #pragma unroll
         for (int n = 0; n < each; n++) {
-            room.parts[warp % 4][half + n][me.lane] = make_float2(sum[n][0], sum[n][1]);
+            room.parts[warp % 4][first + n][me.lane] = make_float2(sum[n][0], sum[n][1]);
         }
         __syncthreads();
-        float2 all = room.parts[0][warp][me.lane];
 #pragma unroll
-        for (int i = 1; i < 4; i++) {
-            all.x += room.parts[i][warp][me.lane].x, all.y += room.parts[i][warp][me.lane].y;
+        for (int n = warp; n < MN_MESA_PART; n += warps) {
+            float2 all = room.parts[0][n][me.lane];
+#pragma unroll
+            for (int i = 1; i < 4; i++) {
+                all.x += room.parts[i][n][me.lane].x, all.y += room.parts[i][n][me.lane].y;
+            }
+            T *o = mn_row<T>(p.o, me.b, me.t0 + me.first + n, me.at.h);
+            if (me.first + n < me.count && j < p.call.V) mn_put(o + j, all.x);
+            if (me.first + n < me.count && j + 1 < p.call.V) mn_put(o + j + 1, all.y);
         }
-        if (me.first + first + warp >= me.count) continue;
-        if (j < p.call.V) mn_put(o + j, all.x);
-        if (j + 1 < p.call.V) mn_put(o + j + 1, all.y);
     }
 }
 
@@ -298,7 +311,7 @@ __device__ __forceinline__ void mn_mesa_read(mn_mesa_tokens<N> &room, const mn_m
     me.fall = expf((float)G);
     me.write = me.lane <= me.u ? me.beta * expf((float)(G - me.level)) : 0.0f;
     if constexpr (BACK) mn_mesa_cotangent<N, T>(room, p, me);
-    mn_mesa_gather<N, T>(m, room, p, me);
+    mn_mesa_gather<N>(m, room, me);
     if constexpr (me.warps == 1) mn_mesa_solve_warp<N, BACK ? 2 : 1>(m, sides, (int)p.call.K);
     else mn_mesa_solve_team<N, BACK ? 2 : 1>(m, sides, (int)p.call.K,
                                                 room.shown[threadIdx.x / me.team]);
@@ -330,18 +343,18 @@ mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     }
     mn_wait_for_before();    // inputs are there already, pairs only now
     if (!some) return;
-    __syncthreads();
     me.front = w.pairs + me.at.index * me.lie.size;
+    mn_mesa_stage_front<N>(room, me);
+    __syncthreads();
 #pragma unroll 1
     for (int from = 0; me.first + from < me.count; from += teams) {
         me.mine = from + threadIdx.x / me.team;
+        me.reach = min(me.first + from + teams, me.count);
         me.u = min(me.first + me.mine, me.count - 1), me.real = me.first + me.mine < me.count;
         mn_mesa_read<N, T, BACK>(room, p, w, me);
     }
     if constexpr (!BACK) {
-        for (int from = 0; me.first + from < me.count; from += MN_MESA_OUT) {
-            mn_mesa_output<N, T>(room, p, me, from);
-        }
+        mn_mesa_output<N, T>(room, p, me);
         return;
     }
     __syncthreads();

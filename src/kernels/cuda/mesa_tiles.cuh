@@ -128,12 +128,9 @@ struct mn_mesa_solver {
     }
 
     /* D_k^-1 z_k takes the place of what the row got. */
-    __device__ void turn(const double (&d)[2], const double (&z)[SIDES][2], int k) {
-#pragma unroll
-        for (int s = 0; s < SIDES; s++) {
-            const double x = mn_mesa_over(fma(d[0], z[s][0], d[1] * z[s][1]), 1, 2);
-            if (matrix::has(k)) v[matrix::slot_of(k)][k % 2][s] = x;
-        }
+    __device__ void turn(const double (&d)[2], const double (&z)[2], int k, int s) {
+        const double x = mn_mesa_over(fma(d[0], z[0], d[1] * z[1]), 1, 2);
+        if (matrix::has(k)) v[matrix::slot_of(k)][k % 2][s] = x;
     }
 
     /* A pair of rows loses what it has of column k; `d` is -D_k^-1, `column(j)` is C_jk. */
@@ -195,22 +192,32 @@ __device__ __forceinline__ void mn_mesa_solve_warp(mn_mesa_matrix<N> &m, float *
 #pragma unroll
     for (int k = 0; k < N; k++) {
         if (8 * k >= K) continue;
-        double d[2] = { m.at[k / 2][k][k % 2][0], m.at[k / 2][k][k % 2][1] }, z[SIDES][2];
-        mn_mesa_invert(d);
+        double(&tile)[2] = m.at[k / 2][k][k % 2];
+        mn_mesa_invert(tile);
+        mn_mesa_abreast();
+        double z[SIDES][2];
+        const double d[2] = { -tile[0], -tile[1] };
 #pragma unroll
         for (int s = 0; s < SIDES; s++) {
             const double own = at.own(b, k, s);
+            at.v[k / 2][k % 2][s] = own;
             z[s][0] = mn_mesa_from(own, 8 * pair), z[s][1] = mn_mesa_from(own, 8 * pair + 4);
         }
-        at.turn(d, z, k);
-        mn_mesa_abreast();
-        d[0] = -d[0], d[1] = -d[1];
 #pragma unroll
         for (int slot = N / 2 - 1; slot >= 0; slot--) {    // from below: others need rows above
             if (2 * slot + 1 <= k) continue;
             at.eliminate(m, slot, k, d, z, [&](int j) -> const double(&)[2] {
                 return m.at[j / 2][k][j % 2];
             });
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+#pragma unroll
+        for (int s = 0; s < SIDES && 8 * k < K; s++) {
+            const double own = at.v[k / 2][k % 2][s];
+            const double z[2] = { mn_mesa_from(own, 8 * pair), mn_mesa_from(own, 8 * pair + 4) };
+            at.turn(m.at[k / 2][k][k % 2], z, k, s);
         }
     }
     __syncwarp();    // all of b has been read
@@ -261,7 +268,8 @@ __device__ __forceinline__ void mn_mesa_solve_team(mn_mesa_matrix<N> &m, float *
         for (int s = 0; s < SIDES; s++) {
             z[s][0] = shown.z[k % 2][s][2 * pair], z[s][1] = shown.z[k % 2][s][2 * pair + 1];
         }
-        at.turn(d, z, k);
+#pragma unroll
+        for (int s = 0; s < SIDES; s++) at.turn(d, z[s], k, s);
         d[0] = -d[0], d[1] = -d[1];
 #pragma unroll
         for (int slot = 0; slot < matrix::slots; slot++) {
