@@ -73,8 +73,8 @@ struct mn_mesa_reader {
     }
 };
 
-/* Keys of the chunk's tokens up to the part's end, what those of the part ask, and the ridge. Behind
- * the last token it is repeated. */
+/* Keys of the chunk's tokens up to the part's end, what those of the part ask, and the ridge.
+ * Behind the last token it is repeated. */
 template <int N, typename T>
 __device__ inline void mn_mesa_stage(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
                                      const mn_mesa_reader<N> &me) {

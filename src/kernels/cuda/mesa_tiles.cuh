@@ -133,7 +133,10 @@ struct mn_mesa_solver {
         if (matrix::has(k)) v[matrix::slot_of(k)][k % 2][s] = x;
     }
 
-    /* A pair of rows loses what it has of column k; `d` is -D_k^-1, `column(j)` is C_jk. */
+    /* A pair of rows loses what it has of column k, of which -L_ik is left where i > k; `d` is
+     * -D_k^-1. Tensor cores take the left factor's numbers in another order than they leave sums, so
+     * a single warp, which has all rows, multiplies C_ik, in that order already, with -L_jk, its
+     * `column(j)`; a team, which has been shown column k as it was, -L_ik with C_jk. */
     template <typename Column>
     __device__ void eliminate(matrix &m, int slot, int k, const double (&d)[2],
                               const double (&z)[SIDES][2], Column column) {
@@ -144,12 +147,16 @@ struct mn_mesa_solver {
         mn_dmma_8(L, from, d);
         const double less[4] = { L[0][0], L[1][0], L[0][1], L[1][1] };
 #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (matrix::warps == 1 && 2 * slot + i <= k) continue;
+            c[i][0] = L[i][0], c[i][1] = L[i][1];
+        }
+#pragma unroll
         for (int j = k + 1; j < matrix::columns(slot); j++) {
-            mn_dmma_8(m.at[slot][j], less, column(j));
+            mn_dmma_8(m.at[slot][j], matrix::warps == 1 ? from : less, column(j));
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            c[i][0] = L[i][0], c[i][1] = L[i][1];
 #pragma unroll
             for (int s = 0; s < SIDES; s++) {
                 const double sum = fma(L[i][0], z[s][0], fma(L[i][1], z[s][1], v[slot][i][s]));
@@ -204,7 +211,7 @@ __device__ __forceinline__ void mn_mesa_solve_warp(mn_mesa_matrix<N> &m, float *
             z[s][0] = mn_mesa_from(own, 8 * pair), z[s][1] = mn_mesa_from(own, 8 * pair + 4);
         }
 #pragma unroll
-        for (int slot = N / 2 - 1; slot >= 0; slot--) {    // from below: others need rows above
+        for (int slot = 0; slot < N / 2; slot++) {    // from above: others need rows above
             if (2 * slot + 1 <= k) continue;
             at.eliminate(m, slot, k, d, z, [&](int j) -> const double(&)[2] {
                 return m.at[j / 2][k][j % 2];
