@@ -13,6 +13,7 @@
 #define MN_KERNELS_CUDA_MOEBIUS_WALK_CUH
 
 #include "kernels/cuda/moebius_map.cuh"
+#include "kernels/cuda/unpack.cuh"
 
 namespace moebius {
 
@@ -53,7 +54,7 @@ struct walk_stage {
 template <typename T, int N>
 struct walk_fetched {
     static constexpr int EACH = N * WALK_SIDE / WALK_THREADS, ACROSS = WALK_SIDE / EACH;
-    mn_pack<T, EACH> x;
+    typename mn_stored<T, EACH>::type x;
     const T *from;    // those of the next tile
     int64_t apart;
     int inside;       // how many of them there are; EACH + 1: EACH, as one pack
@@ -76,21 +77,25 @@ struct walk_fetched {
         x = {};
         if ((int64_t)(threadIdx.x / ACROSS) < left) {
             if (inside > EACH) {
-                x = *(const mn_pack<T, EACH> *)from;
+                x = *(decltype(&x))from;
             } else {
+                mn_pack<T, EACH> numbers = {};
 #pragma unroll
                 for (int n = 0; n < EACH; n++) {
-                    if (n < inside) x.at[n] = from[n];
+                    if (n < inside) numbers.at[n] = from[n];
                 }
+                memcpy(&x, &numbers, sizeof x);
             }
         }
         from += apart;
     }
 
     __device__ __forceinline__ void put(walk_lines<N> &to) const {
+        float numbers[EACH];
+        mn_unpack_to(numbers, x);
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
-            to.at[threadIdx.x % ACROSS * EACH + n][threadIdx.x / ACROSS] = mn_float(x.at[n]);
+            to.at[threadIdx.x % ACROSS * EACH + n][threadIdx.x / ACROSS] = numbers[n];
         }
     }
 };
