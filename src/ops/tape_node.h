@@ -57,6 +57,7 @@ typedef struct mn_lent {
     const char *what;        // "token", "target": ids within [least, below); NULL: any bytes
     int64_t least, below;
     bool fixed;              // a constant: the same whenever this step runs
+    bool once, there_already;    // the same whenever this recorded step runs, and uploaded
 } mn_lent;
 
 /* What a loss tells, and where the caller wants it. */
@@ -123,6 +124,10 @@ mn_status mn_tape_fetch(mn_tape *tape, void *to, const void *from, size_t bytes)
 
 /* mn_tape_lend for a constant, whose host memory need not outlive the call. */
 const void *mn_tape_lend_fixed(mn_tape *tape, const void *host, size_t bytes);
+
+/* mn_tape_lend for what differs from step to step, but not from launch to launch of a recorded one:
+ * mn_tape_feed uploads it the first time. `host` is a note of the step. */
+const void *mn_tape_lend_once(mn_tape *tape, const void *host, size_t bytes);
 
 /* mn_tape_lend for n ids, which are checked to lie within [least, below). `what` names one. */
 const int32_t *mn_tape_lend_ids(mn_tape *tape, const int32_t *ids, int64_t n, const char *what,
