@@ -250,12 +250,11 @@ struct token_pair {
         return sum;
     }
 
-    /* To those tokens whose factors f[i] are not zero. */
+    /* To those tokens whose factors f[i] are not zero. Products onto one sum, which wait for each
+     * other, have others between them. */
     __device__ __forceinline__ void put(chunk_sums &sums, const chunk_factors (&f)[2]) const {
         add_product(sums.value, X[0], make_uint2(f[0].v.x, f[1].v.x));
-        add_product(sums.value, X[1], make_uint2(f[0].v.y, f[1].v.y));
         add_product(sums.write, Y[0], make_uint2(f[0].b.x, f[1].b.x));
-        add_product(sums.write, Y[1], make_uint2(f[0].b.y, f[1].b.y));
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const unsigned x[4] = { turned(X[0][2 * i]), turned(X[1][2 * i]),
@@ -264,6 +263,10 @@ struct token_pair {
                                     turned(Y[0][2 * i + 1]), turned(Y[1][2 * i + 1]) };
             add_product(sums.dv, x, f[i].k);
             add_product(sums.db, y, f[i].square);
+            if (i == 0) {
+                add_product(sums.value, X[1], make_uint2(f[0].v.y, f[1].v.y));
+                add_product(sums.write, Y[1], make_uint2(f[0].b.y, f[1].b.y));
+            }
         }
     }
 
@@ -337,8 +340,8 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
             ones.x = pair_times(ones.x, twice_exp(base[first + t] - before));
             ones.y = pair_times(ones.y, twice_exp(base[first + t + 1] - before));
         }
-        two.put(sums, f);
         two.put(adj, ones);
+        two.put(sums, f);
     }
 }
 
