@@ -144,6 +144,8 @@ mn_mesa_sums_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     const int count = (int)at.tile.n_rows;
     mn_let_next_begin();
     if (count == 0) return;
+    float right[BACK ? 2 : 1][MN_MESA_CHUNK];
+    mn_mesa_column<T, BACK>(right, p, w, at, min((int64_t)threadIdx.x, lie.pitch - 1));
     mn_mesa_weigh<T>(weight, &w.falls[at.index], p, at, BACK);
 #pragma unroll
     for (int n = 0; n < MN_MESA_CHUNK * MN_MESA_ROWS / MN_MESA_ADDERS; n++) {
@@ -155,12 +157,12 @@ mn_mesa_sums_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
         left[0][u][row] = !there ? 0.0f : BACK ? w.x[token + channel]
                           : mn_float(mn_row<T>(p.k, b, t0 + u, at.h)[channel]);
     }
+    __syncthreads();
     float *to = (BACK ? w.adjoints : w.pairs) + at.index * lie.size + row0 * lie.pitch;
     for (int64_t j0 = 0; j0 < lie.pitch; j0 += MN_MESA_ADDERS) {
         const int64_t j = min(j0 + threadIdx.x, lie.pitch - 1);
-        float sum[MN_MESA_ROWS] = {}, right[BACK ? 2 : 1][MN_MESA_CHUNK];
-        mn_mesa_column<T, BACK>(right, p, w, at, j);
-        if (j0 == 0) __syncthreads();
+        float sum[MN_MESA_ROWS] = {};
+        if (j0 > 0) mn_mesa_column<T, BACK>(right, p, w, at, j);
 #pragma unroll
         for (int u = 0; u < MN_MESA_CHUNK; u++) {
             float x[BACK ? 2 : 1][MN_MESA_ROWS];

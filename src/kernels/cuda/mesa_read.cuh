@@ -229,6 +229,14 @@ __device__ inline void mn_mesa_add_values(float (&sum)[EACH][2], const mn_mesa_t
     constexpr int rows = 8 * N / 4, tokens = MN_MESA_CHUNK / 4;
     const int quarter = threadIdx.x / 32 % 4, pitch = (int)me.lie.pitch;
     const float *from = me.front + quarter * rows * pitch + me.lie.rows + j;
+    const int64_t next = j + 1 < p.call.V;
+    const T *v = mn_row<T>(p.v, me.b, me.t0, me.at.h) + j;
+    T values[tokens][2];
+#pragma unroll
+    for (int i = 0; i < tokens; i++) {
+        const int64_t u = min(quarter * tokens + i, me.count - 1) * p.v.stride[1];
+        values[i][0] = v[u], values[i][1] = v[u + next];
+    }
 #pragma unroll 16
     for (int i = 0; i < rows; i++) {
         const float2 h = *(const float2 *)(from + i * pitch);
@@ -242,13 +250,11 @@ __device__ inline void mn_mesa_add_values(float (&sum)[EACH][2], const mn_mesa_t
     for (int n = 0; n < EACH; n++) {
         sum[n][0] *= room.fall[first + n], sum[n][1] *= room.fall[first + n];
     }
-    const int64_t step = p.v.stride[1], next = j + 1 < p.call.V;
-    const T *v = mn_row<T>(p.v, me.b, me.t0 + quarter * tokens, me.at.h) + j;
 #pragma unroll
     for (int i = 0; i < tokens; i++) {
         const int u = quarter * tokens + i;
         if (u >= me.count) break;
-        const float x = mn_float(v[i * step]), y = mn_float(v[i * step + next]);
+        const float x = mn_float(values[i][0]), y = mn_float(values[i][1]);
 #pragma unroll
         for (int n = 0; n < EACH; n++) {    // a later token weighs nothing, but may be NaN
             if (u > me.first + first + n) continue;
