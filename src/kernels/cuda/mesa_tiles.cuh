@@ -45,8 +45,8 @@ struct mn_mesa_matrix {
     }
 };
 
-/* What 1 - X D may be, cell by cell, for X to come nearer to the inverse of D each time, and for the
- * next X to be good; that takes two rounds where D is no worse than most. */
+/* What 1 - X D may be, cell by cell, for X to come nearer to the inverse of D each time, and for
+ * the next X to be good; that takes two rounds where D is no worse than most. */
 static constexpr double MN_MESA_NEAR = 0.01, MN_MESA_THERE = 1e-7;
 enum { MN_MESA_ROUNDS = 6 };
 
@@ -192,7 +192,7 @@ struct mn_mesa_solver {
     }
 
     /* A pair of rows loses what it has of column k, of which -L_ik is left where i > k; `d` is
-     * -D_k^-1. Tensor cores take the left factor's numbers in another order than they leave sums, so
+     * -D_k^-1. Tensor cores take a left factor's numbers in another order than they leave sums, so
      * a single warp, which has all rows, multiplies C_ik, in that order already, with -L_jk, its
      * `column(j)`; a team, which has been shown column k as it was, -L_ik with C_jk. */
     template <typename Column>
