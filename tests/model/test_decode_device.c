@@ -38,6 +38,8 @@ static const char *const models[] = {
     "\"intermediate_size\": 704",
     "\"layers\": \"mlstm, gdn+ccq\", \"num_heads\": 3, \"head_dim\": 40, "
     "\"hidden_size\": 132, \"intermediate_size\": 88",
+    "\"layers\": \"bayes\", \"num_heads\": 2, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
 };
 
 /* Logits after N tokens, one by one or all at once. */
