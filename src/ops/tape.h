@@ -190,7 +190,7 @@ mn_tensor *mn_tape_linear_onto(mn_tape *tape, mn_tensor *onto, mn_tensor *x, mn_
 mn_tensor *mn_tape_gated_onto(mn_tape *tape, mn_tensor *onto, mn_unary f, mn_tensor *u,
                               mn_tensor *v, mn_tensor *weight);
 
-/* f(x), and f(x) b with b of the shape of x. */
+/* f(x), and f(x) b. Any axis of b may be 1: it then counts for all of that axis of x. */
 mn_tensor *mn_tape_unary(mn_tape *tape, mn_unary f, mn_tensor *x);
 mn_tensor *mn_tape_gate(mn_tape *tape, mn_unary f, mn_tensor *x, mn_tensor *b);
 
@@ -200,6 +200,9 @@ mn_tensor *mn_tape_affine(mn_tape *tape, mn_tensor *x, double scale, double shif
 /* a + b, a b. Any axis of b may be 1: it then counts for all of that axis of a. */
 mn_tensor *mn_tape_add(mn_tape *tape, mn_tensor *a, mn_tensor *b);
 mn_tensor *mn_tape_multiply(mn_tape *tape, mn_tensor *a, mn_tensor *b);
+
+/* a + b c, a and b of one shape; any axis of c may be 1. `a` itself is used for nothing else. */
+mn_tensor *mn_tape_add_scaled(mn_tape *tape, mn_tensor *a, mn_tensor *b, mn_tensor *c);
 
 /* x with axes of 1 repeated up to `shape`. */
 mn_tensor *mn_tape_spread(mn_tape *tape, mn_tensor *x, const int64_t shape[4]);

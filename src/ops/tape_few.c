@@ -101,7 +101,8 @@ static bool few_unary(mn_delayed *d, const mn_unary_work *w) {
 }
 
 static bool few_pair(mn_delayed *d, const mn_pair_work *w) {
-    if (!w->y.data || !start(d, MN_FEW_PAIR, w->shape)) return false;
+    if (!w->y.data || w->kind == MN_PAIR_SCALED) return false;
+    if (!start(d, MN_FEW_PAIR, w->shape)) return false;
     d->of.few.f = (int)w->kind;
     d->of.few.scale = w->scale;
     d->of.few.shift = w->shift;

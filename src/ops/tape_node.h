@@ -182,6 +182,15 @@ mn_view mn_grad_write(mn_tape *tape, mn_tensor *x, bool *add);
 /* Makes sure that memory for the gradient of x is there before scratch is taken. */
 bool mn_grad_place(mn_tape *tape, mn_tensor *x);
 
+/* The numbers of b, which may be NULL, over `shape`: an axis of 1 is repeated. False when shapes do
+ * not fit. */
+bool mn_repeated(mn_tape *tape, mn_view *view, const mn_tensor *b, const int64_t shape[4]);
+
+/* What a repeated b gets: the sum over what it was repeated along of dy, dy a or, given f, dy f(a),
+ * a and f not given being NULL. */
+void mn_sum_to(mn_tape *tape, const mn_unary *f, const mn_tensor *a, mn_tensor *b,
+               const mn_view *dy, const int64_t shape[4]);
+
 /* Adds `gradient`, in the shape of x, to the gradient of x, or makes it that. */
 void mn_grad_give(mn_tape *tape, mn_tensor *x, const mn_view *gradient);
 

@@ -8,7 +8,7 @@
 
 #include <cuda.h>
 
-#include "kernels/cuda/attention_wgmma.cuh"
+#include "kernels/cuda/hopper.cuh"
 
 /* ---- on the host ----------------------------------------------------------------------------- */
 
@@ -69,12 +69,28 @@ __device__ inline void mn_bulk_expect(uint64_t *barrier, int bytes) {
                  "r"(bytes) : "memory");
 }
 
+/* One lane of the warp, all of which call: asking in a branch of it needs no loop over lanes. */
+__device__ inline bool mn_bulk_elect(void) {
+    unsigned chosen;
+    asm volatile("{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\t"
+                 "selp.b32 %0, 1, 0, one;\n\t}" : "=r"(chosen));
+    return chosen != 0;
+}
+
 /* Asks for the tile at (column, h, t, b). */
 __device__ inline void mn_bulk_copy(void *to, const CUtensorMap &map, uint64_t *barrier, int column,
                                     int h, int t, int b) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(mn_shared_at(to)), "l"(&map),
                  "r"(column), "r"(h), "r"(t), "r"(b), "r"(mn_shared_at(barrier)) : "memory");
+}
+
+/* Asks for `bytes` as they lie, a multiple of 16 from an address that is one. */
+__device__ inline void mn_bulk_copy_plain(void *to, const void *from, int bytes,
+                                          uint64_t *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(mn_shared_at(to)), "l"(from), "r"(bytes),
+                 "r"(mn_shared_at(barrier)) : "memory");
 }
 
 /* The other way; what lies beyond the tensor's sizes is left out. Those who wrote the tile must
