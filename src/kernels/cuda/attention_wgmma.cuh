@@ -1,5 +1,5 @@
 /* attention_wgmma.cuh - what tiles of attention are made of on Hopper (sm_90a): tiles of bf16 in
- * shared memory, products by warp groups, barriers between those that copy and those that multiply.
+ * shared memory and products by warp groups.
  *
  * A tile has rows of up to 64 columns, 128 bytes each, in groups of eight rows whose 16-byte pieces
  * are exchanged (piece c of row r lies at c ^ r % 8); wider tiles are several of these, one after
@@ -13,33 +13,11 @@
 #ifndef MN_KERNELS_CUDA_ATTENTION_WGMMA_CUH
 #define MN_KERNELS_CUDA_ATTENTION_WGMMA_CUH
 
-#include "kernels/cuda/common.cuh"
-
-/* Machine code for sm_90a has these instructions; what is compiled for others is never launched. */
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define MN_HAS_WGMMA 1
-#else
-#define MN_HAS_WGMMA 0
-#endif
-
-/* Whether this device runs what was compiled for sm_90a. */
-inline bool mn_on_hopper(void) {
-    int device = 0, major = 0, minor = 0;
-    return cudaGetDevice(&device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
-               cudaSuccess &&
-           cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) ==
-               cudaSuccess &&
-           major == 9 && minor == 0;
-}
+#include "kernels/cuda/barrier.cuh"
 
 enum { MN_GROUP = 128 };    // threads of a warp group
 
 /* ---- shared memory --------------------------------------------------------------------------- */
-
-__device__ inline uint32_t mn_shared_at(const void *at) {
-    return (uint32_t)__cvta_generic_to_shared(at);
-}
 
 /* Bytes from a tile's start to element (row, column) of a tile of `rows` rows. */
 __device__ inline uint32_t mn_tile_byte(int rows, int row, int column) {
@@ -74,27 +52,6 @@ __device__ inline void mn_copy_tile(uint32_t to, const mn_bf16 *from, int64_t st
         mn_copy_16(to + mn_tile_byte(PANEL, row + r, piece * 8), inside ? at : from, inside);
         at += at_once * stride;
     }
-}
-
-/* ---- barriers -------------------------------------------------------------------------------- */
-
-__device__ inline void mn_barrier_open(uint64_t *barrier, int n_arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(mn_shared_at(barrier)),
-                 "r"(n_arrivals) : "memory");
-}
-
-__device__ inline void mn_barrier_arrive(uint64_t *barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(mn_shared_at(barrier)) : "memory");
-}
-
-/* Waits until the barrier's phase `phase` (0, 1, 0, ...) is over. */
-__device__ inline void mn_barrier_wait(uint64_t *barrier, int phase) {
-#if MN_HAS_WGMMA
-    asm volatile("{\n\t.reg .pred done;\n"
-                 "again:\n\t"
-                 "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
-                 "@!done bra again;\n\t}" ::"r"(mn_shared_at(barrier)), "r"(phase) : "memory");
-#endif
 }
 
 /* ---- products -------------------------------------------------------------------------------- */

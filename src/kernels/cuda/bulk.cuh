@@ -1,14 +1,14 @@
 /* bulk.cuh - tiles of tokens that Hopper's copy engine brings, and takes away, by itself: a map of
  * the tensor made by the host, one thread that asks, a barrier that counts bytes.
  *
- * A tile has rows of 64 columns, 128 bytes each, swizzled as attention_wgmma.cuh describes. What
- * lies beyond the tensor's sizes becomes zeros. */
+ * A tile has rows of 64 columns, 128 bytes each, swizzled: piece c of 16 bytes of row r lies at c ^
+ * r % 8. What lies beyond the tensor's sizes becomes zeros. */
 #ifndef MN_KERNELS_CUDA_BULK_CUH
 #define MN_KERNELS_CUDA_BULK_CUH
 
 #include <cuda.h>
 
-#include "kernels/cuda/attention_wgmma.cuh"
+#include "kernels/cuda/barrier.cuh"
 
 /* ---- on the host ----------------------------------------------------------------------------- */
 
@@ -75,6 +75,13 @@ __device__ inline void mn_bulk_copy(void *to, const CUtensorMap &map, uint64_t *
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%2, %3, %4, %5}], [%6];" ::"r"(mn_shared_at(to)), "l"(&map),
                  "r"(column), "r"(h), "r"(t), "r"(b), "r"(mn_shared_at(barrier)) : "memory");
+}
+
+/* Asks for `bytes` as they lie, a multiple of 16. */
+__device__ inline void mn_bulk_bytes(void *to, const void *from, int bytes, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(mn_shared_at(to)), "l"(from), "r"(bytes),
+                 "r"(mn_shared_at(barrier)) : "memory");
 }
 
 /* The other way; what lies beyond the tensor's sizes is left out. Those who wrote the tile must

@@ -165,7 +165,7 @@ __device__ inline void mn_curve_there_scores(mn_curve_there_room<KP> &room,
             if (thread % 4 || at.slice || c * 64 + row + 8 * r >= at.s.rows) continue;
             *(float2 *)(w.means + 2 * (first + 8 * r)) = make_float2(mean_q[r], mean[r]);
         }
-        mn_curve_release(&room.gone[c % stages]);
+        mn_barrier_release(&room.gone[c % stages]);
     }
 }
 
@@ -204,8 +204,8 @@ __device__ inline void mn_curve_there_read(mn_curve_there_room<KP> &room,
         room.Y[c % reads].put(Y);
         mn_barrier_arrive(&room.read[c % reads]);
         mn_products_wait<0>();
-        mn_curve_release(&room.gone[c % stages]);
-        mn_curve_release(&room.used[c % 2]);
+        mn_barrier_release(&room.gone[c % stages]);
+        mn_barrier_release(&room.used[c % 2]);
     }
 }
 
@@ -262,8 +262,8 @@ __device__ inline void mn_curve_there_store(mn_curve_there_room<KP> &room,
                 to && inside && column < p.call.K ? to + token * out.stride[1] + column : NULL,
                 inside ? parts + token : NULL, column, token);
         }
-        mn_curve_release(&room.gone[c % stages]);
-        mn_curve_release(&room.left[c % reads]);
+        mn_barrier_release(&room.gone[c % stages]);
+        mn_barrier_release(&room.left[c % reads]);
     }
 }
 

@@ -90,6 +90,11 @@ inline bool mn_delta_job_of(mn_delta_job *job, const mn_delta_args *p, void *sha
     return mn_delta_lay_out(&job->work, &bytes, p, shared, back);
 }
 
+/* Heads of all sequences. */
+inline int64_t mn_delta_heads(const mn_delta_job &job) {
+    return job.p.call.H * mn_n_spans(job.p.call);
+}
+
 /* Warps of a block of a walk over `columns`: few where there are few columns to spread over the
  * processors. Four work as a group, where the machine has groups. */
 inline int mn_delta_walkers(int64_t columns, int64_t heads) {
@@ -118,7 +123,7 @@ template <int KP>
 inline int mn_delta_walk(void (*by_warp)(mn_delta_job, int64_t),
                          void (*by_group)(mn_delta_job, int64_t), const mn_delta_job &job,
                          int64_t columns, cudaStream_t stream) {
-    const int64_t heads = job.p.call.H * mn_n_spans(job.p.call);
+    const int64_t heads = mn_delta_heads(job);
     const int warps = mn_delta_walkers(columns, heads);
     const int64_t n_slices = mn_ceil_div(columns, 16 * warps), blocks = n_slices * heads;
     if (blocks == 0) return cudaSuccess;

@@ -46,12 +46,12 @@ struct mn_walk_room {
     mn_walk_place place;    // here, as registers are short
 };
 
-/* Fills in the place. All threads of the block call. */
-__device__ inline void mn_walk_begin(mn_walk_place &at, const mn_delta_job &job,
-                                     int64_t n_slices) {
+/* Fills in the place; two of `walkers` threads have a column. All threads of the block call. */
+__device__ inline void mn_walk_begin(mn_walk_place &at, const mn_delta_job &job, int64_t n_slices,
+                                     int walkers) {
     const mn_call &call = job.p.call;
     if (threadIdx.x == 0) {
-        at.columns = ((int)blockDim.x - MN_DELTA_FETCHERS) / 2;
+        at.columns = walkers / 2;
         at.column0 = blockIdx.x % n_slices * at.columns;
         at.h = blockIdx.x / n_slices % call.H;
         at.n = blockIdx.x / n_slices / call.H;
@@ -167,6 +167,15 @@ struct mn_walk_state {
         each(call, place.column0, [&](float &x, int64_t i, bool inside) {
             if (inside) to[i] = x;
         });
+    }
+
+    /* By what all channels share. */
+    __device__ void decay(float fall) {
+#pragma unroll
+        for (int i = 0; i < KP / 8; i++) {
+#pragma unroll
+            for (int c = 0; c < 4; c++) at[i][c] *= fall;
+        }
     }
 
     template <bool CHANNEL>
@@ -343,7 +352,7 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job, int64_t n_slices)
     mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
     constexpr int backs = mn_walk_room<KP>::backs;
     const mn_delta_args &p = job.p;
-    mn_walk_begin(room.place, job, n_slices);
+    mn_walk_begin(room.place, job, n_slices, (int)blockDim.x - MN_DELTA_FETCHERS);
     const mn_walk_place &at = room.place;
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
     if (mn_walk_hand() >= 0) {
@@ -436,7 +445,7 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job, int64_t n_sl
     mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
     constexpr int backs = mn_walk_room<KP>::backs;
     const mn_delta_args &p = job.p;
-    mn_walk_begin(room.place, job, n_slices);
+    mn_walk_begin(room.place, job, n_slices, (int)blockDim.x - MN_DELTA_FETCHERS);
     const mn_walk_place &at = room.place;
     const bool same_keys = !CHANNEL && !p.w.data;
     const mn_in &w = same_keys ? p.e : p.w;

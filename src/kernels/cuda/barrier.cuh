@@ -1,0 +1,55 @@
+/* barrier.cuh - what Hopper has that others do not, and its barriers in shared memory: those who
+ * arrive need not wait, and those who wait need not arrive. A phase ends with its last arrival. */
+#ifndef MN_KERNELS_CUDA_BARRIER_CUH
+#define MN_KERNELS_CUDA_BARRIER_CUH
+
+#include "kernels/cuda/common.cuh"
+
+/* Machine code for sm_90a has these instructions; what is compiled for others is never launched. */
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define MN_HAS_WGMMA 1
+#else
+#define MN_HAS_WGMMA 0
+#endif
+
+/* Whether this device runs what was compiled for sm_90a. */
+inline bool mn_on_hopper(void) {
+    int device = 0, major = 0, minor = 0;
+    return cudaGetDevice(&device) == cudaSuccess &&
+           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
+               cudaSuccess &&
+           cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) ==
+               cudaSuccess &&
+           major == 9 && minor == 0;
+}
+
+__device__ inline uint32_t mn_shared_at(const void *at) {
+    return (uint32_t)__cvta_generic_to_shared(at);
+}
+
+__device__ inline void mn_barrier_open(uint64_t *barrier, int n_arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(mn_shared_at(barrier)),
+                 "r"(n_arrivals) : "memory");
+}
+
+__device__ inline void mn_barrier_arrive(uint64_t *barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(mn_shared_at(barrier)) : "memory");
+}
+
+/* Waits until the barrier's phase `phase` (0, 1, 0, ...) is over. */
+__device__ inline void mn_barrier_wait(uint64_t *barrier, int phase) {
+#if MN_HAS_WGMMA
+    asm volatile("{\n\t.reg .pred done;\n"
+                 "again:\n\t"
+                 "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
+                 "@!done bra again;\n\t}" ::"r"(mn_shared_at(barrier)), "r"(phase) : "memory");
+#endif
+}
+
+/* This warp has done with what lies behind the barrier. */
+__device__ inline void mn_barrier_release(uint64_t *barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mn_barrier_arrive(barrier);
+}
+
+#endif
