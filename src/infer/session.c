@@ -169,13 +169,21 @@ static mn_status keep_scores(mn_session *s, mn_tensor *hidden, const reading *in
     return MN_OK;
 }
 
+/* Whether the next token can be played: no layer goes by position, and nothing else is asked. */
+static bool repeats(const mn_session *s, const reading *in) {
+    bool same = s->context->device && in->count == 1 && !in->scores && !s->options.belief;
+    for (int i = 0; same && i < s->state.n_layers; i++) same = !s->state.layers[i].by_position;
+    return same;
+}
+
 static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
     float *fresh = s->options.belief && s->n_beliefs ? s->variance + s->n_beliefs * in->count
                                                      : NULL;
     mn_model_input input = { .tokens = in->tokens + at, .B = 1, .T = T, .state = &s->state,
                              .variance = fresh };
     if (T > 1) input.recompute = mn_pass_recompute(s->context);
-    mn_tape_start(s->tape, T == 1 && !in->scores ? MN_TAPE_DELAY : MN_TAPE_FORWARD);
+    const unsigned delay = MN_TAPE_DELAY | (repeats(s, in) ? MN_TAPE_REPEATS : 0);
+    mn_tape_start(s->tape, T == 1 && !in->scores ? delay : MN_TAPE_FORWARD);
     mn_tensor *hidden = mn_model_hidden(s->model, s->tape, &input);
     mn_status st = mn_tape_status(s->tape);
     if (st == MN_OK && in->scores) st = keep_scores(s, hidden, in, at, T);
@@ -195,13 +203,6 @@ static void forget_graph(mn_session *s) {
     s->steps = 0;
 }
 
-/* Whether the next token can be played: no layer goes by position, and nothing else is asked. */
-static bool repeats(const mn_session *s, const reading *in) {
-    bool same = s->context->device && in->count == 1 && !in->scores && !s->options.belief;
-    for (int i = 0; same && i < s->state.n_layers; i++) same = !s->state.layers[i].by_position;
-    return same;
-}
-
 static mn_status record(mn_session *s) {
     mn_device *device = s->context->device;
     const reading one = { .tokens = &s->token, .count = 1 };
@@ -218,14 +219,18 @@ static mn_status record(mn_session *s) {
     return st == MN_OK ? ended : st;
 }
 
-/* The second pass of one token is recorded; the first one has taken what memory it needs. */
+/* The third pass of one token is recorded. The first one may have begun without a state; the second
+ * one has taken what memory such a pass needs. */
 static mn_status step(mn_session *s, const reading *in) {
     if (!repeats(s, in)) {
         forget_graph(s);
         return pass(s, in, 0, 1);
     }
     mn_status st = MN_OK;
-    if (s->steps++ == 0) return pass(s, in, 0, 1);
+    if (s->steps < 2) {
+        s->steps++;
+        return pass(s, in, 0, 1);
+    }
     s->token = in->tokens[0];
     if (!s->graph) st = record(s);
     if (st == MN_OK) st = mn_tape_feed(s->tape);

@@ -48,3 +48,43 @@ int mn_few_multiply(const mn_few_products *products, void *stream) {
     (void)products, (void)stream;
     return 1;
 }
+
+bool mn_few_programs_serve(void) {
+    return false;
+}
+
+mn_few_program *mn_few_program_create(void) {
+    return NULL;
+}
+
+void mn_few_program_destroy(mn_few_program *program) {
+    (void)program;
+}
+
+void mn_few_program_clear(mn_few_program *program) {
+    (void)program;
+}
+
+bool mn_few_program_multiply(mn_few_program *program, const mn_few_products *products) {
+    (void)program, (void)products;
+    return false;
+}
+
+bool mn_few_program_remember(mn_few_program *program, const mn_few_memory *memory) {
+    (void)program, (void)memory;
+    return false;
+}
+
+size_t mn_few_program_bytes(const mn_few_program *program) {
+    (void)program;
+    return 0;
+}
+
+void mn_few_program_write(const mn_few_program *program, void *to) {
+    (void)program, (void)to;
+}
+
+int mn_few_program_launch(const mn_few_program *program, void *there, void *stream) {
+    (void)program, (void)there, (void)stream;
+    return 1;
+}

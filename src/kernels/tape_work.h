@@ -46,7 +46,8 @@ typedef struct mn_normal_work {
     uint64_t seed, stream;
 } mn_normal_work;
 
-/* y = f(x) [b] where y is there; dx (+)= f'(x) dy [b] and db (+)= f(x) dy where dy is. */
+/* y = f(x) [b] where y is there; dx (+)= f'(x) dy [b] and db (+)= f(x) dy where dy is. On GPUs
+ * strides of a repeated b may be 0. */
 typedef struct mn_unary_work {
     mn_unary f;
     int64_t shape[4];
@@ -59,23 +60,26 @@ typedef enum mn_pair_kind {
     MN_PAIR_MULTIPLY,    // a b
     MN_PAIR_AFFINE,      // scale a + shift
     MN_PAIR_AT_LEAST,    // max(a, shift)
+    MN_PAIR_SCALED,      // a + b c; of no gradients
 } mn_pair_kind;
 
 /* y of a and b; or, where y is absent, da and db from dy, each if it is there. */
 typedef struct mn_pair_work {
     mn_pair_kind kind;
-    int64_t shape[4];    // of a and y; strides of a repeated b are 0
-    mn_view a, b, y, dy, da, db;
+    int64_t shape[4];    // of a and y; strides of a repeated b or c are 0
+    mn_view a, b, c, y, dy, da, db;
     double scale, shift;
     bool add_a, add_b;
 } mn_pair_work;
 
 /* sum (+)= dy, or dy a where a is there, added up over the axes that are 1 in `kept` and not in
- * `shape`, in an order that depends on sizes alone. */
+ * `shape`, in an order that depends on sizes alone. On GPUs f(a) may take the place of a where the
+ * last axis is summed. */
 typedef struct mn_sum_work {
     int64_t shape[4], kept[4];
     mn_view a, dy, sum;    // strides of `sum` along its axes of 1 do not count
-    bool add;
+    bool add, shaped;      // shaped: by f
+    mn_unary f;
 } mn_sum_work;
 
 /* y = softmax(x) over X; or, where dx is there, dx (+)= y (dy - sum_j y_j dy_j). */

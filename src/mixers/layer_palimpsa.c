@@ -107,8 +107,8 @@ static mn_tensor *importance_gate(mn_forward *f, mn_tensor *x, mn_tensor *write)
                                     mn_use_as(f, "b_scale", MN_OF(f, 'H'), 1));
     size = mn_tape_multiply(tape, write, size);
     mn_tape_lighter(tape, true);
-    b = per_head(f, sigmoid_of(f, b, "b_proj.weight"));
-    b = mn_tape_multiply(tape, b, size);
+    b = per_head(f, mn_project(f, b, "b_proj.weight", NULL));
+    b = mn_tape_gate(tape, MN_UNARY_SIGMOID, b, size);
     mn_tape_lighter(tape, false);
     return b;
 }
@@ -154,7 +154,7 @@ static mn_tensor *run_code(mn_forward *f, mn_tensor *x, const inputs *in) {
     if (!f->layer->config.use_residual) return o;
     mn_tensor *skip = mn_use_as(f, "D", H, 1);
     mn_tape_lighter(tape, true);
-    o = mn_tape_add(tape, o, mn_tape_multiply(tape, in->v, skip));
+    o = mn_tape_add_scaled(tape, o, in->v, skip);
     mn_tape_lighter(tape, false);
     return o;
 }

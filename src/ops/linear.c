@@ -120,7 +120,7 @@ static mn_status weight_backward(mn_context *context, const mn_linear *p, const 
 
 static mn_status input_backward(mn_context *context, const mn_linear *p, const void *dy, void *dx,
                                 bool add) {
-    const mn_matmul_args product = { .dtype = p->dtype, .c_dtype = p->wide ? MN_F32 : p->dtype,
+    const mn_matmul_args product = { .dtype = p->dtype, .c_dtype = p->dtype,
                                      .c = dx, .a = dy, .b = p->weight, .M = p->n_rows,
                                      .N = p->n_in, .K = p->n_out, .accumulate = add };
     return dx ? mn_matmul(context, &product) : MN_OK;

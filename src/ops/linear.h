@@ -13,7 +13,6 @@ typedef struct mn_linear {
     const void *x;               // (n_rows, n_in)
     const void *weight, *bias;   // (n_out, n_in); (n_out) or NULL
     bool sigmoid;
-    bool wide;                   // dx is float32 where the type is bf16: a sum of many terms
 } mn_linear;
 
 /* On a context with a device the work is put on its stream, and only there it can fail. */

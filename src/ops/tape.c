@@ -56,7 +56,7 @@ void mn_tape_destroy(mn_tape *tape) {
         mn_device_free(tape->device, tape->lent[i].there);
     }
     free(tape->lent);
-    free(tape->delay);
+    mn_delay_destroy(tape->delay);
     mn_arena_destroy(tape->data);
     mn_arena_destroy(tape->notes);
     free(tape);
@@ -102,7 +102,7 @@ mn_tensor *mn_tape_fail(mn_tape *tape, mn_status status) {
 }
 
 void mn_tape_scope(mn_tape *tape, const char *format, ...) {
-    mn_tape_flush(tape);    // under the name of what asked for it
+    mn_delay_stage(tape);    // under the name of what asked for it
     va_list args;
     va_start(args, format);
     vsnprintf(tape->scope, sizeof tape->scope, format, args);
@@ -179,7 +179,7 @@ mn_tape_mark mn_tape_hold(const mn_tape *tape) {
 }
 
 void mn_tape_let_go(mn_tape *tape, mn_tape_mark mark) {
-    mn_tape_flush(tape);
+    mn_delay_stage(tape);
     mn_arena_release(tape->data, mark.mark);
     tape->used = mark.used;
 }

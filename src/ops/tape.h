@@ -52,6 +52,7 @@ typedef enum mn_tape_mode {
     MN_TAPE_CHECK = 2,         // looks for numbers that are not finite after each operation
     MN_TAPE_PLAN = 4,          // computes nothing and counts memory: mn_tape_bytes tells how much
     MN_TAPE_DELAY = 8,         // forward on a device: gathers work into few launches (tape_delay.c)
+    MN_TAPE_REPEATS = 16,      // the same step again and again: where it gathers, also programs
 } mn_tape_mode;
 
 /* `dtype` is that of activations: MN_F32, or MN_F64 on a CPU, or MN_BF16 on a device. The context
@@ -189,7 +190,7 @@ mn_tensor *mn_tape_linear_onto(mn_tape *tape, mn_tensor *onto, mn_tensor *x, mn_
 mn_tensor *mn_tape_gated_onto(mn_tape *tape, mn_tensor *onto, mn_unary f, mn_tensor *u,
                               mn_tensor *v, mn_tensor *weight);
 
-/* f(x), and f(x) b with b of the shape of x. */
+/* f(x), and f(x) b. Any axis of b may be 1: it then counts for all of that axis of x. */
 mn_tensor *mn_tape_unary(mn_tape *tape, mn_unary f, mn_tensor *x);
 mn_tensor *mn_tape_gate(mn_tape *tape, mn_unary f, mn_tensor *x, mn_tensor *b);
 
@@ -199,6 +200,9 @@ mn_tensor *mn_tape_affine(mn_tape *tape, mn_tensor *x, double scale, double shif
 /* a + b, a b. Any axis of b may be 1: it then counts for all of that axis of a. */
 mn_tensor *mn_tape_add(mn_tape *tape, mn_tensor *a, mn_tensor *b);
 mn_tensor *mn_tape_multiply(mn_tape *tape, mn_tensor *a, mn_tensor *b);
+
+/* a + b c, a and b of one shape; any axis of c may be 1. `a` itself is used for nothing else. */
+mn_tensor *mn_tape_add_scaled(mn_tape *tape, mn_tensor *a, mn_tensor *b, mn_tensor *c);
 
 /* x with axes of 1 repeated up to `shape`. */
 mn_tensor *mn_tape_spread(mn_tape *tape, mn_tensor *x, const int64_t shape[4]);

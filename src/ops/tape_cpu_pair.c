@@ -1,5 +1,5 @@
-/* tape_cpu_pair.c - a + b, a b, scale a + shift and max(a, low), and sums over axes, on the CPU's
- * threads. Sums are taken in double and in the order of the axes. */
+/* tape_cpu_pair.c - a + b, a b, scale a + shift, max(a, low), a + b c, and sums over axes, on the
+ * CPU's threads. Sums are taken in double and in the order of the axes. */
 #include "base/util.h"
 #include "ops/tape_cpu.h"
 
@@ -13,6 +13,7 @@ enum { ROWS = 8, COLUMNS = 64 };
         const int64_t n = w->shape[3], step = w->b.stride[3];                                      \
         const TYPE *a = row_##suffix(&w->a, w->shape, row);                                        \
         const TYPE *b = w->b.data ? row_##suffix(&w->b, w->shape, row) : a;                        \
+        const TYPE *c = w->c.data ? row_##suffix(&w->c, w->shape, row) : a;                        \
         TYPE *y = (TYPE *)row_##suffix(&w->y, w->shape, row);                                      \
         const TYPE scale = (TYPE)w->scale, shift = (TYPE)w->shift;                                 \
         switch (w->kind) {                                                                         \
@@ -29,6 +30,9 @@ enum { ROWS = 8, COLUMNS = 64 };
             break;                                                                                 \
         case MN_PAIR_AT_LEAST:                                                                     \
             for (int64_t i = 0; i < n; i++) y[i] = a[i] > shift ? a[i] : shift;                    \
+            break;                                                                                 \
+        case MN_PAIR_SCALED:                                                                       \
+            for (int64_t i = 0; i < n; i++) y[i] = a[i] + b[step * i] * c[w->c.stride[3] * i];     \
             break;                                                                                 \
         }                                                                                          \
     }                                                                                              \

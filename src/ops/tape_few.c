@@ -5,6 +5,7 @@
 #include "base/dtype.h"
 #include "base/util.h"
 #include "ops/tape_delay.h"
+#include "ops/validate.h"
 
 int mn_few_inputs_of(mn_few_kind kind) {
     static const int inputs[MN_FEW_KINDS] = {
@@ -100,7 +101,8 @@ static bool few_unary(mn_delayed *d, const mn_unary_work *w) {
 }
 
 static bool few_pair(mn_delayed *d, const mn_pair_work *w) {
-    if (!w->y.data || !start(d, MN_FEW_PAIR, w->shape)) return false;
+    if (!w->y.data || w->kind == MN_PAIR_SCALED) return false;
+    if (!start(d, MN_FEW_PAIR, w->shape)) return false;
     d->of.few.f = (int)w->kind;
     d->of.few.scale = w->scale;
     d->of.few.shift = w->shift;
@@ -231,4 +233,31 @@ bool mn_few_of_op(mn_delayed *d, mn_op_id op, const void *args) {
     case MN_OP_rms_norm_gated: return few_gated_norm(d, args);
     default: return false;
     }
+}
+
+/* The state has to stay in place: other calls take another kernel. */
+bool mn_few_memory_of(mn_few_memory *out, mn_op_id op, const void *given) {
+    _Alignas(16) unsigned char args[MN_MAX_ARGS_BYTES];
+    memcpy(args, given, mn_op_describe(op)->args_bytes);
+    if (op != MN_OP_delta && op != MN_OP_delta_net && op != MN_OP_additive) return false;
+    if (((const mn_call *)given)->T != 1 || mn_validate_sizes(op, args, false) != MN_OK) {
+        return false;
+    }
+    if (op == MN_OP_delta) {
+        const mn_delta_args *p = (const mn_delta_args *)args;
+        *out = (mn_few_memory){ .call = p->call, .scale = p->scale, .decay = p->decay, .q = p->q,
+                                .e = p->e, .w = p->w, .v = p->v, .beta = p->beta, .g = p->g,
+                                .state0 = p->state0, .o = p->o, .state = p->state };
+    } else if (op == MN_OP_delta_net) {
+        const mn_delta_net_args *p = (const mn_delta_net_args *)args;
+        *out = (mn_few_memory){ .call = p->call, .scale = p->scale, .decay = p->decay, .q = p->q,
+                                .e = p->k, .v = p->v, .beta = p->beta, .g = p->g,
+                                .state0 = p->state0, .o = p->o, .state = p->state };
+    } else {
+        const mn_additive_args *p = (const mn_additive_args *)args;
+        *out = (mn_few_memory){ .call = p->call, .scale = p->scale, .decay = p->decay, .q = p->q,
+                                .w = p->k, .v = p->v, .g = p->g, .state0 = p->state0, .o = p->o,
+                                .state = p->state };
+    }
+    return out->state0.data && out->state0.data == out->state.data;
 }

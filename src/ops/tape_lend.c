@@ -64,6 +64,7 @@ static const void *lend(mn_tape *tape, const mn_lent *what) {
     }
     if (st == MN_OK && !mn_device_captures(tape->device)) {
         st = mn_device_upload(tape->device, place->there, place->host, place->bytes);
+        place->there_already = true;
     }
     if (st == MN_OK) return place->there;
     mn_tape_fail(tape, st);
@@ -78,6 +79,10 @@ const void *mn_tape_lend_fixed(mn_tape *tape, const void *host, size_t bytes) {
     return lend(tape, &(mn_lent){ .host = host, .bytes = bytes, .fixed = true });
 }
 
+const void *mn_tape_lend_once(mn_tape *tape, const void *host, size_t bytes) {
+    return lend(tape, &(mn_lent){ .host = host, .bytes = bytes, .once = true });
+}
+
 const int32_t *mn_tape_lend_ids(mn_tape *tape, const int32_t *ids, int64_t n, const char *what,
                                 int64_t least, int64_t below) {
     return lend(tape, &(mn_lent){ .host = ids, .bytes = (size_t)n * sizeof *ids, .what = what,
@@ -87,11 +92,12 @@ const int32_t *mn_tape_lend_ids(mn_tape *tape, const int32_t *ids, int64_t n, co
 mn_status mn_tape_feed(mn_tape *tape) {
     mn_status st = MN_OK;
     for (int64_t i = 0; i < tape->n_lent && st == MN_OK; i++) {
-        const mn_lent *lent = &tape->lent[i];
-        if (lent->fixed) continue;
+        mn_lent *lent = &tape->lent[i];
+        if (lent->fixed || (lent->once && lent->there_already)) continue;
         st = check_ids(lent);
         if (st != MN_OK) break;
         st = mn_device_upload(tape->device, lent->there, lent->host, lent->bytes);
+        lent->there_already = st == MN_OK;
     }
     return st;
 }

@@ -57,6 +57,7 @@ typedef struct mn_lent {
     const char *what;        // "token", "target": ids within [least, below); NULL: any bytes
     int64_t least, below;
     bool fixed;              // a constant: the same whenever this step runs
+    bool once, there_already;    // the same whenever this recorded step runs, and uploaded
 } mn_lent;
 
 /* What a loss tells, and where the caller wants it. */
@@ -124,6 +125,10 @@ mn_status mn_tape_fetch(mn_tape *tape, void *to, const void *from, size_t bytes)
 /* mn_tape_lend for a constant, whose host memory need not outlive the call. */
 const void *mn_tape_lend_fixed(mn_tape *tape, const void *host, size_t bytes);
 
+/* mn_tape_lend for what differs from step to step, but not from launch to launch of a recorded one:
+ * mn_tape_feed uploads it the first time. `host` is a note of the step. */
+const void *mn_tape_lend_once(mn_tape *tape, const void *host, size_t bytes);
+
 /* mn_tape_lend for n ids, which are checked to lie within [least, below). `what` names one. */
 const int32_t *mn_tape_lend_ids(mn_tape *tape, const int32_t *ids, int64_t n, const char *what,
                                 int64_t least, int64_t below);
@@ -176,6 +181,15 @@ mn_view mn_grad_write(mn_tape *tape, mn_tensor *x, bool *add);
 
 /* Makes sure that memory for the gradient of x is there before scratch is taken. */
 bool mn_grad_place(mn_tape *tape, mn_tensor *x);
+
+/* The numbers of b, which may be NULL, over `shape`: an axis of 1 is repeated. False when shapes do
+ * not fit. */
+bool mn_repeated(mn_tape *tape, mn_view *view, const mn_tensor *b, const int64_t shape[4]);
+
+/* What a repeated b gets: the sum over what it was repeated along of dy, dy a or, given f, dy f(a),
+ * a and f not given being NULL. */
+void mn_sum_to(mn_tape *tape, const mn_unary *f, const mn_tensor *a, mn_tensor *b,
+               const mn_view *dy, const int64_t shape[4]);
 
 /* Adds `gradient`, in the shape of x, to the gradient of x, or makes it that. */
 void mn_grad_give(mn_tape *tape, mn_tensor *x, const mn_view *gradient);

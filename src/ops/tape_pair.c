@@ -1,8 +1,10 @@
-/* tape_pair.c - a + b, a b, scale a + shift, max(a, low), spreads and residuals on the tape.
+/* tape_pair.c - a + b, a b, scale a + shift, max(a, low), a + b c, spreads and residuals on the
+ * tape.
  *
  * An axis of b that is 1 counts for all of that axis of a; its gradient is the sum over it. */
 #include <string.h>
 
+#include "base/dtype.h"
 #include "ops/tape_node.h"
 
 typedef struct pair {
@@ -11,8 +13,7 @@ typedef struct pair {
     double scale, shift;
 } pair;
 
-/* The numbers of b over the shape of a: an axis of 1 is repeated. False when shapes do not fit. */
-static bool repeated(mn_tape *tape, mn_view *view, const mn_tensor *b, const int64_t shape[4]) {
+bool mn_repeated(mn_tape *tape, mn_view *view, const mn_tensor *b, const int64_t shape[4]) {
     *view = mn_value(b);
     for (int i = 0; b && i < 4; i++) {
         if (b->shape[i] == 1) view->stride[i] = 0;
@@ -32,14 +33,14 @@ static mn_pair_work work_of(mn_tape *tape, const pair *p) {
     mn_pair_work work = { .kind = p->kind, .a = mn_value(p->a), .scale = p->scale,
                           .shift = p->shift };
     memcpy(work.shape, p->y->shape, sizeof work.shape);
-    repeated(tape, &work.b, p->b, p->y->shape);
+    mn_repeated(tape, &work.b, p->b, p->y->shape);
     return work;
 }
 
-/* What a repeated b gets. */
-static void sum_to_b(mn_tape *tape, const mn_tensor *a, mn_tensor *b, const mn_view *dy,
-                     const int64_t shape[4]) {
-    mn_sum_work work = { .a = mn_value(a), .dy = *dy };
+void mn_sum_to(mn_tape *tape, const mn_unary *f, const mn_tensor *a, mn_tensor *b,
+               const mn_view *dy, const int64_t shape[4]) {
+    mn_sum_work work = { .a = mn_value(a), .dy = *dy, .shaped = f != NULL };
+    if (f) work.f = *f;
     memcpy(work.shape, shape, sizeof work.shape);
     memcpy(work.kept, b->shape, sizeof work.kept);
     work.sum = mn_grad_write(tape, b, &work.add);
@@ -57,7 +58,8 @@ static void back_pair(mn_tape *tape, void *payload) {
     if (whole && mn_wants(p->b)) work.db = mn_grad_write(tape, p->b, &work.add_b);
     if (work.da.data || work.db.data) mn_tape_do(tape, MN_WORK_PAIR, &work);
     if (!p->b || whole || !mn_wants(p->b)) return;
-    sum_to_b(tape, p->kind == MN_PAIR_MULTIPLY ? p->a : NULL, p->b, &work.dy, work.shape);
+    const mn_tensor *factor = p->kind == MN_PAIR_MULTIPLY ? p->a : NULL;
+    mn_sum_to(tape, NULL, factor, p->b, &work.dy, work.shape);
 }
 
 static void pair_again(mn_tape *tape, void *payload) {
@@ -71,7 +73,7 @@ static mn_tensor *make(mn_tape *tape, mn_pair_kind kind, mn_tensor *a, mn_tensor
                        double shift) {
     static const char *const names[] = { "a sum", "a product", "a scaling", "a bound" };
     mn_view fits;
-    if (b && !repeated(tape, &fits, b, a->shape)) return NULL;
+    if (b && !mn_repeated(tape, &fits, b, a->shape)) return NULL;
     pair *p = mn_tape_note(tape, sizeof *p);
     mn_tensor *y = mn_tape_result_of(tape, a->dtype, a->shape, tape->lighter);
     if (!p || !y) return NULL;
@@ -98,6 +100,52 @@ mn_tensor *mn_tape_at_least(mn_tape *tape, mn_tensor *x, double low) {
     return x && !mn_tape_dead(tape) ? make(tape, MN_PAIR_AT_LEAST, x, NULL, 0, low) : NULL;
 }
 
+/* ---- a + b c --------------------------------------------------------------------------------- */
+
+typedef struct scaled {
+    mn_tensor *a, *b, *c, *y;
+} scaled;
+
+static void scaled_again(mn_tape *tape, void *payload) {
+    const scaled *s = payload;
+    mn_pair_work work = { .kind = MN_PAIR_SCALED, .a = mn_value(s->a), .y = mn_value(s->y) };
+    memcpy(work.shape, s->y->shape, sizeof work.shape);
+    mn_repeated(tape, &work.b, s->b, work.shape);
+    mn_repeated(tape, &work.c, s->c, work.shape);
+    mn_tape_do(tape, MN_WORK_PAIR, &work);
+}
+
+/* The gradient of a is that of y: they share it. */
+static void back_scaled(mn_tape *tape, void *payload) {
+    const scaled *s = payload;
+    mn_pair_work work = { .kind = MN_PAIR_MULTIPLY, .dy = mn_grad_read(s->y) };
+    if (!work.dy.data) return;
+    memcpy(work.shape, s->y->shape, sizeof work.shape);
+    mn_repeated(tape, &work.b, s->c, work.shape);
+    if (mn_wants(s->b)) work.da = mn_grad_write(tape, s->b, &work.add_a);
+    if (work.da.data) mn_tape_do(tape, MN_WORK_PAIR, &work);
+    if (mn_wants(s->c)) mn_sum_to(tape, NULL, s->b, s->c, &work.dy, work.shape);
+}
+
+mn_tensor *mn_tape_add_scaled(mn_tape *tape, mn_tensor *a, mn_tensor *b, mn_tensor *c) {
+    if (!a || !b || !c || mn_tape_dead(tape)) return NULL;
+    const size_t bytes = (size_t)mn_count4(a->shape) * mn_dtype_bytes(a->dtype);
+    const bool shares = mn_tape_records(tape) && mn_wants(a) && !a->slot->kept &&
+                        a->slot->bytes == bytes && mn_is_contiguous(a) && same_shape(a, b);
+    if (!shares) return mn_tape_add(tape, a, mn_tape_multiply(tape, b, c));
+    mn_view fits;
+    if (!mn_repeated(tape, &fits, c, a->shape)) return NULL;
+    scaled *s = mn_tape_note(tape, sizeof *s);
+    mn_tensor *y = mn_tape_result_of(tape, a->dtype, a->shape, tape->lighter);
+    if (!s || !y) return NULL;
+    *s = (scaled){ a, b, c, y };
+    scaled_again(tape, s);
+    if (tape->lighter) mn_tape_make_again(tape, scaled_again, s);
+    mn_tape_record(tape, "a scaled sum", back_scaled, s, true, NULL, 0);
+    y->slot = a->slot;    // as both have the same numbers
+    return y;
+}
+
 /* ---- spread ---------------------------------------------------------------------------------- */
 
 typedef struct spread {
@@ -109,13 +157,13 @@ static void back_spread(mn_tape *tape, void *payload) {
     const mn_view dy = mn_grad_read(s->y);
     if (!dy.data || !mn_wants(s->x)) return;
     if (same_shape(s->x, s->y)) mn_grad_give(tape, s->x, &dy);
-    else sum_to_b(tape, NULL, s->x, &dy, s->y->shape);
+    else mn_sum_to(tape, NULL, NULL, s->x, &dy, s->y->shape);
 }
 
 mn_tensor *mn_tape_spread(mn_tape *tape, mn_tensor *x, const int64_t shape[4]) {
     if (!x || mn_tape_dead(tape)) return NULL;
     mn_move_work work = { .times = 1 };
-    if (!repeated(tape, &work.from, x, shape)) return NULL;
+    if (!mn_repeated(tape, &work.from, x, shape)) return NULL;
     spread *s = mn_tape_note(tape, sizeof *s);
     mn_tensor *y = mn_tape_new_of(tape, x->dtype, shape);
     if (!s || !y) return NULL;

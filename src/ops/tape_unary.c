@@ -1,4 +1,7 @@
-/* tape_unary.c - y = f(x) and y = f(x) b on the tape. */
+/* tape_unary.c - y = f(x) and y = f(x) b on the tape.
+ *
+ * One number of b may count for all of a row of x: going back, its gradient is the sum of f(x) dy
+ * over the row, for which f(x) is made again. */
 #include <string.h>
 
 #include "ops/tape_node.h"
@@ -8,25 +11,32 @@ typedef struct unary {
     mn_tensor *x, *b, *y;
 } unary;
 
-static mn_unary_work work_of(const unary *u) {
-    mn_unary_work work = { .f = u->f, .x = mn_value(u->x), .b = mn_value(u->b) };
+static mn_unary_work work_of(mn_tape *tape, const unary *u) {
+    mn_unary_work work = { .f = u->f, .x = mn_value(u->x) };
     memcpy(work.shape, u->x->shape, sizeof work.shape);
+    mn_repeated(tape, &work.b, u->b, work.shape);
     return work;
+}
+
+static bool same_shape(const mn_tensor *x, const mn_tensor *b) {
+    return memcmp(x->shape, b->shape, sizeof x->shape) == 0;
 }
 
 static void back_unary(mn_tape *tape, void *payload) {
     const unary *u = payload;
-    mn_unary_work work = work_of(u);
+    mn_unary_work work = work_of(tape, u);
     work.dy = mn_grad_read(u->y);
     if (!work.dy.data) return;
+    const bool whole = !u->b || same_shape(u->x, u->b);
     if (mn_wants(u->x)) work.dx = mn_grad_write(tape, u->x, &work.add_x);
-    if (mn_wants(u->b)) work.db = mn_grad_write(tape, u->b, &work.add_b);
-    mn_tape_do(tape, MN_WORK_UNARY, &work);
+    if (whole && mn_wants(u->b)) work.db = mn_grad_write(tape, u->b, &work.add_b);
+    if (work.dx.data || work.db.data) mn_tape_do(tape, MN_WORK_UNARY, &work);
+    if (!whole && mn_wants(u->b)) mn_sum_to(tape, &u->f, u->x, u->b, &work.dy, work.shape);
 }
 
 static void unary_again(mn_tape *tape, void *payload) {
     const unary *u = payload;
-    mn_unary_work work = work_of(u);
+    mn_unary_work work = work_of(tape, u);
     work.y = mn_value(u->y);
     mn_tape_do(tape, MN_WORK_UNARY, &work);
 }
@@ -44,12 +54,14 @@ static mn_tensor *make(mn_tape *tape, mn_unary f, mn_tensor *x, mn_tensor *b) {
 
 mn_tensor *mn_tape_gate(mn_tape *tape, mn_unary f, mn_tensor *x, mn_tensor *b) {
     if (!x || !b || mn_tape_dead(tape)) return NULL;
-    for (int i = 0; i < 4; i++) {
-        if (x->shape[i] == b->shape[i] && x != b) continue;
+    mn_view fits;
+    if (x == b || !mn_repeated(tape, &fits, b, x->shape)) {
         return mn_tape_fail(tape, mn_fail(MN_ERR_INTERNAL, "%s: a gate of another shape",
                                           tape->scope));
     }
-    return make(tape, f, x, b);
+    const bool rows = b->shape[3] == 1 && x->shape[3] > 1;
+    const bool at_once = same_shape(x, b) || (tape->device && mn_tape_records(tape) && rows);
+    return at_once ? make(tape, f, x, b) : mn_tape_multiply(tape, make(tape, f, x, NULL), b);
 }
 
 mn_tensor *mn_tape_unary(mn_tape *tape, mn_unary f, mn_tensor *x) {

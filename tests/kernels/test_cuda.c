@@ -31,7 +31,7 @@
 static mn_context *gpu;    // NULL: none here
 static int share, n_shares = 1, n_calls;    // calls share, share + n_shares, ... are ours
 
-enum { EXTREME = 1000000 };    // seeds from here on ask for extreme decays
+enum { EXTREME = 1000000 };    // seeds from here on ask for extreme inputs
 
 /* Forward and backward on the GPU, results and gradients into `got`. */
 static void run_there(mn_sample *got, const op_case *c, mn_dtype dtype) {
@@ -71,12 +71,39 @@ static bool fits_f32(const mn_sample *want) {
     return true;
 }
 
+/* Some numbers of an input, from `first` on. */
+static void set_each(mn_sample *sample, const char *name, int64_t first, int64_t apart,
+                     double value) {
+    for (int i = 0; i < sample->n_tensors; i++) {
+        const mn_sample_tensor *t = &sample->tensors[i];
+        if (strcmp(t->field->name, name) != 0 || !t->data) continue;
+        for (int64_t at = first; at < t->count; at += apart) {
+            mn_sample_set(sample, t->data, at, value);
+        }
+    }
+}
+
+/* Where `c` asks for extremes: log decays from none to -1e4 between the usual ones; filters that
+ * keep nothing, or tokens without precision. */
+static void spread_extremes(mn_sample *sample, const op_case *c) {
+    if (c->seed < EXTREME) return;
+    set_each(sample, "g", 3, 7, -1e4);
+    set_each(sample, "g", 5, 11, -20.0);
+    set_each(sample, "g", 1, 5, 0.0);
+    if (c->op != MN_OP_moebius) return;
+    set_each(sample, "a", 1, 3, 0.0);
+    set_each(sample, "prec", 5, 13, 0.0);
+    set_each(sample, "lam0", 4, 7, 0.0);
+}
+
 static void check_f32(op_case c) {
     op_tolerances tolerances;
     mn_sample got, again, want;
     c.dtype = MN_F32;
     op_open(&got, &c);
     op_open(&again, &c);
+    spread_extremes(&got, &c);
+    spread_extremes(&again, &c);
     c.dtype = MN_F64;
     op_allocate(&want, &c);
     op_convert(&want, &got);
@@ -127,19 +154,6 @@ static distance distance_of(const double *got, const double *want, int64_t count
     return far;
 }
 
-/* Log decays from none to -1e4 between the usual ones, where `c` asks for them. */
-static void spread_decays(mn_sample *sample, const op_case *c) {
-    for (int i = 0; i < sample->n_tensors && c->seed >= EXTREME; i++) {
-        const mn_sample_tensor *t = &sample->tensors[i];
-        if (strcmp(t->field->name, "g") != 0 || !t->data) continue;
-        for (int64_t at = 0; at < t->count; at++) {
-            if (at % 7 == 3) mn_sample_set(sample, t->data, at, -1e4);
-            if (at % 11 == 5) mn_sample_set(sample, t->data, at, -20.0);
-            if (at % 5 == 1) mn_sample_set(sample, t->data, at, 0.0);
-        }
-    }
-}
-
 /* `loss`: the norm of all products cotangent x result. */
 static void check_vanishes(const double *got, const mn_sample_tensor *tensor, double loss,
                            const op_case *c) {
@@ -156,8 +170,8 @@ static void check_bf16(op_case c) {
     c.dtype = MN_F64;
     op_open(&got, &c);
     op_open(&want, &c);
-    spread_decays(&got, &c);
-    spread_decays(&want, &c);
+    spread_extremes(&got, &c);
+    spread_extremes(&want, &c);
     mn_sample_round(&got, MN_BF16);
     mn_sample_round(&want, MN_BF16);
     op_run_both(op_context("ref", 4), &want, &c);
@@ -221,6 +235,8 @@ static void check_both(op_case c) {
 
 static void check_long(op_case c) {
     c.B = c.H = 1, c.K = 3, c.V = 5, c.T = 8200, c.seed = 8;
+    check_both(c);
+    c.seed = EXTREME + 8;
     check_both(c);
     c.cu_seqlens = long_packing, c.n_seqs = MN_COUNTOF(long_packing) - 1;
     c.T = long_packing[c.n_seqs];

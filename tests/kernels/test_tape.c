@@ -320,6 +320,27 @@ static mn_tensor *part_gate(mn_tape *tape, mn_tensor **in, const program *p) {
     return mn_tape_gate(tape, (mn_unary)p->kind, x, b);
 }
 
+static mn_tensor *gate_of(mn_tape *tape, mn_tensor **in, const program *p) {
+    return mn_tape_gate(tape, (mn_unary)(p->kind % MN_UNARY_COUNT), in[0], in[1]);
+}
+
+/* One number for a row, and all other ways in which axes of it may be 1. */
+static void repeated_gates(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    static const int64_t shapes[][4] = { { 2, 5, 3, 7 }, { 2, 130, 4, 16 }, { 3, 700, 1, 264 } };
+    for (size_t i = 0; i < MN_COUNTOF(shapes); i++) {
+        for (int ones = 1; ones < 16; ones++) {
+            input x = { { 0 }, false }, b = { { 0 }, false };
+            memcpy(x.shape, shapes[i], sizeof x.shape);
+            for (int k = 0; k < 4; k++) b.shape[k] = ones >> k & 1 ? 1 : x.shape[k];
+            const mn_unary f = ones % 2 ? MN_UNARY_SIGMOID : MN_UNARY_TANH;
+            check_program((program){ "repeated gate", gate_of, 1, 2, { x, b }, .kind = f });
+        }
+    }
+    check_done();
+}
+
 static void functions(void **state) {
     (void)state;
     if (!gpu) skip();
@@ -364,6 +385,13 @@ static mn_tensor *bound_of(mn_tape *tape, mn_tensor **in, const program *p) {
     return mn_tape_at_least(tape, in[0], -0.4);
 }
 
+/* The first input by way of a copy, which nothing else uses. */
+static mn_tensor *scaled_of(mn_tape *tape, mn_tensor **in, const program *p) {
+    (void)p;
+    mn_tensor *a = mn_tape_affine(tape, in[0], 0.5, 0.25);
+    return mn_tape_add_scaled(tape, a, in[1], in[2]);
+}
+
 static mn_tensor *spread_of(mn_tape *tape, mn_tensor **in, const program *p) {
     return mn_tape_add(tape, in[1], mn_tape_spread(tape, in[0], p->in[1].shape));
 }
@@ -383,6 +411,7 @@ static void pairs(void **state) {
             for (int k = 0; k < 4; k++) b.shape[k] = ones >> k & 1 ? 1 : a.shape[k];
             check_program((program){ "add", sum_of, 1, 2, { a, b }, .kind = ones });
             check_program((program){ "multiply", product_of, 1, 2, { a, b }, .kind = ones });
+            check_program((program){ "scaled", scaled_of, 1, 3, { a, a, b }, .kind = ones });
             check_program((program){ "spread", spread_of, 1, 2, { b, a }, .kind = ones });
         }
         input a = { { 0 }, false };
@@ -775,6 +804,7 @@ int main(void) {
     }
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(products),  cmocka_unit_test(functions),
+        cmocka_unit_test(repeated_gates),
         cmocka_unit_test(pairs),     cmocka_unit_test(moves),
         cmocka_unit_test(losses),    cmocka_unit_test(operators),
         cmocka_unit_test(recorded_steps), cmocka_unit_test(finds_what_is_not_finite),

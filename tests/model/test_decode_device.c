@@ -1,6 +1,6 @@
-/* test_decode_device.c - decoding on a GPU with the works of a token gathered (kernels/few.h):
- * token by token against all at once, in float32 and bf16, at widths for which strips and packs are
- * whole, and at others; the same bits twice. */
+/* test_decode_device.c - decoding on a GPU as one program a token (kernels/few.h): token by token
+ * against all at once, in float32 and bf16, at widths for which the program's strips, pieces and
+ * endings are whole, and at others; the same bits twice. */
 #include <math.h>
 #include <stdio.h>
 #include <string.h>

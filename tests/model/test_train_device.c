@@ -222,7 +222,7 @@ static double furthest(const float *a, const float *b) {
     return worst;
 }
 
-/* Tokens one by one, the third and later ones from a graph, against all of them at once; through a
+/* Tokens one by one, the fourth and later ones from a graph, against all of them at once; through a
  * file and a snapshot on the way. */
 static void sessions_decode(void **state) {
     (void)state;

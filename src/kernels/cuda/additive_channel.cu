@@ -20,10 +20,7 @@ static int launch_kernel(void (*kernel)(mn_walks), size_t bytes, const mn_walks 
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const dim3 grid((unsigned)blocks, 1, (unsigned)segments);
-    const cudaError_t code = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
-    if (code != cudaSuccess) return code;
-    return mn_launch_early(kernel, grid, MN_CHANNEL_THREADS, bytes, stream, *walks);
+    return mn_launch_with_room(kernel, grid, MN_CHANNEL_THREADS, bytes, stream, *walks);
 }
 
 template <int DEPTH>

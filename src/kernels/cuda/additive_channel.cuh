@@ -15,7 +15,6 @@
 
 #include "kernels/cuda/additive_scale.cuh"
 #include "kernels/cuda/additive_walk.cuh"
-#include "kernels/cuda/after.cuh"
 
 enum { MN_CHANNEL_WARPS = 8, MN_CHANNEL_THREADS = 32 * MN_CHANNEL_WARPS };
 
@@ -254,7 +253,6 @@ __global__ void __launch_bounds__(MN_CHANNEL_THREADS, 1)
 mn_keys_kernel(const __grid_constant__ mn_walks all) {
     constexpr int buffers = mn_channel_sizes<DEPTH>::buffers, kept = mn_channel_sizes<DEPTH>::kept;
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_wait_for_before();
     mn_keys_room<DEPTH> &room = *(mn_keys_room<DEPTH> *)bytes;
     const mn_walk &p = all.walk[0];
     const mn_walk_place at = mn_walk_here(all.call, p, MN_PARTS_CHUNK);
@@ -577,7 +575,6 @@ __global__ void __launch_bounds__(MN_CHANNEL_THREADS, 1)
 mn_values_kernel(const __grid_constant__ mn_walks all) {
     constexpr int buffers = mn_channel_sizes<DEPTH>::buffers, kept = mn_channel_sizes<DEPTH>::kept;
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_wait_for_before();
     mn_values_room<DEPTH> &room = *(mn_values_room<DEPTH> *)bytes;
     const mn_walk &p = all.walk[0];
     const mn_walk_place at = mn_walk_here(all.call, p, MN_PARTS_CHUNK);

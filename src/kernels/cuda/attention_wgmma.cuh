@@ -1,5 +1,5 @@
 /* attention_wgmma.cuh - what tiles of attention are made of on Hopper (sm_90a): tiles of bf16 in
- * shared memory and products by warp groups.
+ * shared memory, products by warp groups.
  *
  * A tile has rows of up to 64 columns, 128 bytes each, in groups of eight rows whose 16-byte pieces
  * are exchanged (piece c of row r lies at c ^ r % 8); wider tiles are several of these, one after
@@ -13,7 +13,7 @@
 #ifndef MN_KERNELS_CUDA_ATTENTION_WGMMA_CUH
 #define MN_KERNELS_CUDA_ATTENTION_WGMMA_CUH
 
-#include "kernels/cuda/barrier.cuh"
+#include "kernels/cuda/hopper.cuh"
 
 enum { MN_GROUP = 128 };    // threads of a warp group
 

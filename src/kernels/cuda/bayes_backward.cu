@@ -38,6 +38,7 @@
  * and groups leave float32 parts of what they share, added in their order. */
 #include "kernels/cuda/bayes_back.cuh"
 #include "kernels/cuda/bayes_span_gather.cuh"
+#include "kernels/cuda/bayes_span_products.cuh"
 #include "kernels/cuda/bayes_walks.cuh"
 #include "kernels/riccati_args.h"
 
@@ -404,7 +405,7 @@ static void take_spans(layout *l, const mn_bayes_args *p, piecework *at) {
     at->take(&w->reads, groups, SPAN_CHUNKS, SMALL);
     at->take(&w->theta, groups, SPAN_CHUNKS, SMALL);
     w->P_each = mn_max(R, 2 * tokens) * R;
-    w->dw_each = mn_max((w->slices - 1) * tokens * R, 2 * tokens * tokens);
+    w->dw_each = (w->slices - 1) * tokens * R;
     at->take(&w->P, groups, w->P_each, 1), at->take(&w->dw, groups, w->dw_each, 1);
     at->take(&w->M, groups, R, w->columns);
     at->take(&w->e, groups, tokens, w->columns), at->take(&w->de, groups, tokens, w->columns);
@@ -434,8 +435,7 @@ template <int R>
 constexpr size_t widest_room() {
     const size_t each[] = { sizeof(covariance_room<R>), sizeof(mean_room<R>),
                             sizeof(mean_back_room<R>), sizeof(adjoint_room<R>),
-                            sizeof(weights_room<R>),
-                            PRODUCT_STAGES * sizeof(product_stage<R>) };
+                            sizeof(product_room<R>) };
     size_t most = 0;
     for (size_t bytes : each) most = bytes > most ? bytes : most;
     return most;
@@ -474,7 +474,6 @@ template <typename T, int R>
 static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
     const span_work &w = l.spans;
     const unsigned blocks = (unsigned)l.blocks, heads = (unsigned)l.heads;
-    const unsigned groups = heads * (unsigned)p->call.G;
     const size_t counts = (size_t)l.blocks * (2 + (size_t)w.slices) * sizeof *w.steep;
     int code = (int)cudaMemsetAsync(w.steep, heads == 0, counts, on);
     if (code != cudaSuccess || heads == 0) return code;
@@ -487,20 +486,13 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
                                    WALK_THREADS, widest_room<R>(), on, *p, w);
     }
     if (code == cudaSuccess) {
-        code = mn_launch_with_room(span_weights_kernel<T, R>, groups, GATHER_THREADS,
-                                   sizeof(weights_room<R>), on, *p, w);
-    }
-    if (code == cudaSuccess) {
-        code = mn_launch_with_room(span_products_kernel<T, R>, heads, GATHER_THREADS,
-                                   PRODUCT_STAGES * sizeof(product_stage<R>), on, *p, w);
+        code = mn_launch_with_room(span_products_kernel<T, R>, heads, PRODUCT_THREADS,
+                                   sizeof(product_room<R>), on, *p, w);
     }
     if (code != cudaSuccess) return code;
-    const size_t channels = (SPAN_TOKENS + SPAN_TOKENS * CHANNELS_LD) * sizeof(double);
-    code = p->theta.data ? mn_launch_with_room(span_channels_kernel<T, R, true>, heads,
-                                               GATHER_THREADS, channels, on, *p, w)
-                         : mn_launch_with_room(span_channels_kernel<T, R, false>, heads,
-                                               GATHER_THREADS, channels, on, *p, w);
-    if (code != cudaSuccess) return code;
+    const unsigned chunks = heads * SPAN_CHUNKS;
+    if (p->theta.data) span_channels_kernel<T, R, true><<<chunks, CHANNEL_THREADS, 0, on>>>(*p, w);
+    else span_channels_kernel<T, R, false><<<chunks, CHANNEL_THREADS, 0, on>>>(*p, w);
     const unsigned n_heads = (unsigned)(mn_n_spans(p->call) * p->call.H);
     span_totals_kernel<R><<<n_heads, 128, 0, on>>>(*p, w);
     span_decay_kernel<T><<<heads, 256, 0, on>>>(*p, w);

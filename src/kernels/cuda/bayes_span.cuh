@@ -165,13 +165,23 @@ __device__ static void copy_later(double *to, const double *from) {
                      "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
 
-/* `count` rows of R numbers that lie one after the other; R is even. */
-template <int R>
-__device__ static void copy_rows_later(double *to, int ld, const double *from, int count,
-                                       int threads) {
-    for (int i = threadIdx.x; i < count * R / 2; i += threads) {
-        copy_later(to + i / (R / 2) * ld + i % (R / 2) * 2, from + 2 * i);
+__device__ static void copy_one_later(double *to, const double *from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::
+                     "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
+}
+
+/* COUNT rows of R numbers that lie one after the other, by the first THREADS threads of a block,
+ * which copy whole rows at a time: places follow from each other without arithmetic. */
+template <int R, int COUNT, int THREADS>
+__device__ static void copy_rows_later(double *to, int ld, const double *from) {
+    constexpr unsigned EACH = R / 2, PIECES = COUNT * EACH, ROWS = THREADS / EACH;
+    const unsigned thread = threadIdx.x;
+    to += thread / EACH * ld + thread % EACH * 2, from += 2 * thread;
+#pragma unroll
+    for (int i = 0; i < (int)(PIECES / THREADS); i++) {
+        copy_later(to + i * (int)ROWS * ld, from + 2 * i * THREADS);
     }
+    if (PIECES < THREADS && thread < PIECES) copy_later(to, from);
 }
 
 __device__ static void close_copies() {
@@ -248,7 +258,9 @@ struct chunk_sums {
 
 /* (c, -s) for Phi^-1 = ((c, s), (-s, c)) of a channel: l2 times its square is the noise of a token,
  * rr in the real row, ii in the other, ri across. */
+template <bool TURNS>
 __device__ static double2 noise_row(double2 phi) {
+    if (!TURNS) return make_double2(mn_reciprocal(phi.x), 0.0);
     const double inverse = mn_reciprocal(phi.x * phi.x + phi.y * phi.y);
     return make_double2(phi.x * inverse, -phi.y * inverse);
 }
@@ -256,8 +268,10 @@ __device__ static double2 noise_row(double2 phi) {
 struct noise_sums {
     double rr, ri, ii;
 
+    template <bool TURNS>
     __device__ void add(double2 row, double l2) {
-        rr += l2 * row.x * row.x, ri += l2 * row.x * row.y, ii += l2 * row.y * row.y;
+        rr += l2 * row.x * row.x;
+        if (TURNS) ri += l2 * row.x * row.y, ii += l2 * row.y * row.y;
     }
 
     /* where channels' diagonals and, R further on, their rests begin */
@@ -339,7 +353,7 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
             sincos(angle, &sine, &cosine);
             phi[j] = make_double2(size * cosine, size * sine);
         }
-        n.add(noise_row(phi[j]), (double)l2[j]);
+        n.add<TURNS>(noise_row<TURNS>(phi[j]), (double)l2[j]);
     }
     if (i < K && !(level > -150.0)) w.steep[tile.n * H + h] = 1;
     sums.rr[c][i] = n.rr, sums.ri[c][i] = n.ri, sums.ii[c][i] = n.ii;
@@ -357,7 +371,7 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     for (int j = 0; j < CHUNK; j++) {
         const int64_t at = (head * SPAN_TOKENS + c * CHUNK + j) * R + r;
         const double re = phi[j].x, im = phi[j].y, key = (double)k[j], query = (double)q[j];
-        n.add(noise_row(phi[j]), (double)l2[j]);
+        n.add<TURNS>(noise_row<TURNS>(phi[j]), (double)l2[j]);
         if (!TURNS) {
             w.phi[at] = re, w.k[at] = re * key, w.q[at] = re * query;
             w.nk[at] = n.rr * (re * key);

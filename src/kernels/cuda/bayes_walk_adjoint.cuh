@@ -29,12 +29,12 @@ __device__ static void fetch_adjoint(adjoint_room<R> &room, const span_work &w,
     adjoint_stage<R> &to = room.stage[(at.n_chunks - 1 - c) % STAGES];
     if (c >= 0) {
         const int64_t shared = at.shared(c) * CHUNK * R;
-        copy_rows_later<R>(to.w, LEFT, w.w + at.own(c) * CHUNK * R, CHUNK, THREADS);
-        copy_rows_later<R>(to.k, RIGHT, w.k + shared, CHUNK, THREADS);
-        if (weighs) copy_rows_later<R>(to.q, RIGHT, w.q + shared, CHUNK, THREADS);
-        copy_rows_later<16>(to.eliminate, SMALL_LD, w.eliminate + at.own(c) * SMALL, CHUNK,
-                            THREADS);
-        copy_rows_later<R>(to.phi, R, w.phi + at.last_token(c) * R, 1, THREADS);
+        copy_rows_later<R, CHUNK, THREADS>(to.w, LEFT, w.w + at.own(c) * CHUNK * R);
+        copy_rows_later<R, CHUNK, THREADS>(to.k, RIGHT, w.k + shared);
+        if (weighs) copy_rows_later<R, CHUNK, THREADS>(to.q, RIGHT, w.q + shared);
+        copy_rows_later<16, CHUNK, THREADS>(to.eliminate, SMALL_LD,
+                                            w.eliminate + at.own(c) * SMALL);
+        copy_rows_later<R, 1, THREADS>(to.phi, R, w.phi + at.last_token(c) * R);
     }
     close_copies();
 }

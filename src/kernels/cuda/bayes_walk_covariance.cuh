@@ -161,10 +161,10 @@ __device__ static void fetch_covariance(covariance_room<R> &room, const span_wor
     if (c < at.n_chunks) {
         const int64_t from = at.shared(c) * CHUNK * R;
         const double *noise = w.noise + (at.head(c) * 5 + 4) * 2 * R;
-        copy_rows_later<R>(room.k[stage], LEFT, w.k + from, CHUNK, THREADS);
-        copy_rows_later<R>(room.q[stage], LEFT, w.q + from, CHUNK, THREADS);
-        copy_rows_later<R>(room.noise[stage], R, noise, 2, THREADS);
-        copy_rows_later<R>(room.phi[stage], R, w.phi + at.last_token(c) * R, 1, THREADS);
+        copy_rows_later<R, CHUNK, THREADS>(room.k[stage], LEFT, w.k + from);
+        copy_rows_later<R, CHUNK, THREADS>(room.q[stage], LEFT, w.q + from);
+        copy_rows_later<R, 2, THREADS>(room.noise[stage], R, noise);
+        copy_rows_later<R, 1, THREADS>(room.phi[stage], R, w.phi + at.last_token(c) * R);
     }
     close_copies();
 }

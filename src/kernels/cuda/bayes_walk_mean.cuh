@@ -47,11 +47,11 @@ __device__ static void fetch_mean(mean_room<R> &room, const span_work &w, const 
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right, THREADS = 32 * MEAN_WARPS;
     mean_stage<R> &to = room.stage[c % STAGES];
     if (c < at.n_chunks) {
-        copy_rows_later<R>(to.k, LEFT, w.k + at.shared(c) * CHUNK * R, CHUNK, THREADS);
-        copy_rows_later<R>(to.w, RIGHT, w.w + at.own(c) * CHUNK * R, CHUNK, THREADS);
-        copy_rows_later<16>(to.eliminate, SMALL_LD, w.eliminate + at.own(c) * SMALL, CHUNK,
-                            THREADS);
-        copy_rows_later<R>(to.phi, R, w.phi + at.last_token(c) * R, 1, THREADS);
+        copy_rows_later<R, CHUNK, THREADS>(to.k, LEFT, w.k + at.shared(c) * CHUNK * R);
+        copy_rows_later<R, CHUNK, THREADS>(to.w, RIGHT, w.w + at.own(c) * CHUNK * R);
+        copy_rows_later<16, CHUNK, THREADS>(to.eliminate, SMALL_LD,
+                                            w.eliminate + at.own(c) * SMALL);
+        copy_rows_later<R, 1, THREADS>(to.phi, R, w.phi + at.last_token(c) * R);
     }
     close_copies();
 }

@@ -6,7 +6,10 @@
 
 #include "kernels/cuda/bayes_walk_mean.cuh"
 
-enum { VALUES = SLICE * SLICES, VALUES_LD = VALUES + 8 };
+enum {
+    VALUES = SLICE * SLICES, VALUES_LD = VALUES + 8,
+    E_ROWS = 2 * 32 * MEAN_WARPS / VALUES,    // of e that a block copies at a time
+};
 
 /* A chunk's inputs in shared memory. */
 template <int R>
@@ -32,39 +35,45 @@ __device__ static void fetch_mean_back(mean_back_room<R> &room, const span_work 
     mean_back_stage<R> &to = room.stage[c & 1];
     if (c < 0) return;
     const int64_t shared = at.shared(c) * CHUNK * R, own = at.own(c);
-    copy_rows_later<R>(to.k, RIGHT, w.k + shared, CHUNK, THREADS);
-    copy_rows_later<R>(to.q, RIGHT, w.q + shared, CHUNK, THREADS);
-    copy_rows_later<R>(to.w, LEFT, w.w + own * CHUNK * R, CHUNK, THREADS);
-    copy_rows_later<16>(to.eliminate, SMALL_LD, w.eliminate + own * SMALL, CHUNK, THREADS);
-    copy_rows_later<16>(to.reads, SMALL_LD, w.reads + own * SMALL, CHUNK, THREADS);
-    copy_rows_later<R>(to.phi, R, w.phi + at.last_token(c) * R, 1, THREADS);
-    for (int i = threadIdx.x; i < CHUNK * width / 2; i += THREADS) {
-        const int t = i / (width / 2), j = i % (width / 2) * 2;
-        copy_later(to.e + t * VALUES_LD + j, w.e + (own * CHUNK + t) * w.columns + first + j);
+    copy_rows_later<R, CHUNK, THREADS>(to.k, RIGHT, w.k + shared);
+    copy_rows_later<R, CHUNK, THREADS>(to.q, RIGHT, w.q + shared);
+    copy_rows_later<R, CHUNK, THREADS>(to.w, LEFT, w.w + own * CHUNK * R);
+    copy_rows_later<16, CHUNK, THREADS>(to.eliminate, SMALL_LD, w.eliminate + own * SMALL);
+    copy_rows_later<16, CHUNK, THREADS>(to.reads, SMALL_LD, w.reads + own * SMALL);
+    copy_rows_later<R, 1, THREADS>(to.phi, R, w.phi + at.last_token(c) * R);
+    const int t = (int)threadIdx.x / (VALUES / 2), j = (int)threadIdx.x % (VALUES / 2) * 2;
+    if (j >= width) return;
+    const double *e = w.e + (own * CHUNK + t) * w.columns + first + j;
+#pragma unroll
+    for (int i = 0; i < CHUNK / E_ROWS; i++) {
+        copy_later(to.e + (t + i * E_ROWS) * VALUES_LD + j, e + i * E_ROWS * w.columns);
     }
 }
 
-/* Rows of do of 16 value columns, times scale, as the right factor that sums over tokens. */
+/* Rows of do of 16 value columns, times scale, as the right factor that sums over tokens: at t =
+ * l % 4 + 4 i and column l / 4 of the two halves. What the guards say waits until it is used, for
+ * one that a load waits for would make it wait for the load before. */
 template <typename T>
 struct outputs_ahead {
-    float raw[8];
+    T raw[8];
 
     __device__ void load(const T *from, int64_t stride, int n_rows, int count) {
         const int lane = threadIdx.x % 32;
-#pragma unroll
-        for (int i = 0; i < 8; i++) raw[i] = 0.0f;
         if (n_rows <= 0 || count <= 0) return;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {    // guarded one by one, each would wait for the one before
-            const int t = lane % 4 + i % 4 * 4, j = 8 * (i / 4) + lane / 4;
-            const float x = mn_float(from[min(t, n_rows - 1) * stride + min(j, count - 1)]);
-            raw[i] = t < n_rows && j < count ? x : 0.0f;
+        for (int i = 0; i < 4; i++) {
+            const T *row = from + min(lane % 4 + 4 * i, n_rows - 1) * stride;
+            raw[i] = row[min(lane / 4, count - 1)], raw[4 + i] = row[min(8 + lane / 4, count - 1)];
         }
     }
 
-    __device__ void put(double (&y)[2][4], double scale) const {
+    __device__ void put(double (&y)[2][4], double scale, int n_rows, int count) const {
+        const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int i = 0; i < 8; i++) y[i / 4][i % 4] = scale * (double)raw[i];
+        for (int i = 0; i < 8; i++) {
+            const bool there = lane % 4 + i % 4 * 4 < n_rows && 8 * (i / 4) + lane / 4 < count;
+            y[i / 4][i % 4] = there ? scale * (double)mn_float(raw[i]) : 0.0;
+        }
     }
 };
 
@@ -233,7 +242,8 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
         const mn_tile_span tile = { at.s.n, c * CHUNK, left_over, at.span };
         const T *d_o = mn_row<T>(p.cot.o, at.span.b, at.span.t0 + c * CHUNK, at.s.h);
         outputs_ahead<T> ahead;
-        ahead.load(d_o + at.s.first + a.first, p.cot.o.stride[1], d_o ? left_over : 0, a.count);
+        const int n_outputs = d_o ? left_over : 0;
+        ahead.load(d_o + at.s.first + a.first, p.cot.o.stride[1], n_outputs, a.count);
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
             move_strip_columns<N>(E, here.phi + a.base, turns, true);
         }
@@ -248,7 +258,7 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
             put_mean<N>(room.E + warp / 2 * SLICE * RIGHT + a.base, RIGHT, E);
             zero(x[0]), zero(x[1]);
             through_strip<N>(x, here.w + a.base, LEFT, E);
-            ahead.put(y, (double)p.scale);
+            ahead.put(y, (double)p.scale, n_outputs, a.count);
         }
         if (closing) {
             __syncwarp();

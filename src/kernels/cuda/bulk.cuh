@@ -1,14 +1,14 @@
 /* bulk.cuh - tiles of tokens that Hopper's copy engine brings, and takes away, by itself: a map of
  * the tensor made by the host, one thread that asks, a barrier that counts bytes.
  *
- * A tile has rows of 64 columns, 128 bytes each, swizzled: piece c of 16 bytes of row r lies at c ^
- * r % 8. What lies beyond the tensor's sizes becomes zeros. */
+ * A tile has rows of 64 columns, 128 bytes each, swizzled as attention_wgmma.cuh describes. What
+ * lies beyond the tensor's sizes becomes zeros. */
 #ifndef MN_KERNELS_CUDA_BULK_CUH
 #define MN_KERNELS_CUDA_BULK_CUH
 
 #include <cuda.h>
 
-#include "kernels/cuda/barrier.cuh"
+#include "kernels/cuda/hopper.cuh"
 
 /* ---- on the host ----------------------------------------------------------------------------- */
 
@@ -69,6 +69,14 @@ __device__ inline void mn_bulk_expect(uint64_t *barrier, int bytes) {
                  "r"(bytes) : "memory");
 }
 
+/* One lane of the warp, all of which call: asking in a branch of it needs no loop over lanes. */
+__device__ inline bool mn_bulk_elect(void) {
+    unsigned chosen;
+    asm volatile("{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\t"
+                 "selp.b32 %0, 1, 0, one;\n\t}" : "=r"(chosen));
+    return chosen != 0;
+}
+
 /* Asks for the tile at (column, h, t, b). */
 __device__ inline void mn_bulk_copy(void *to, const CUtensorMap &map, uint64_t *barrier, int column,
                                     int h, int t, int b) {
@@ -77,8 +85,9 @@ __device__ inline void mn_bulk_copy(void *to, const CUtensorMap &map, uint64_t *
                  "r"(column), "r"(h), "r"(t), "r"(b), "r"(mn_shared_at(barrier)) : "memory");
 }
 
-/* Asks for `bytes` as they lie, a multiple of 16. */
-__device__ inline void mn_bulk_bytes(void *to, const void *from, int bytes, uint64_t *barrier) {
+/* Asks for `bytes` as they lie, a multiple of 16 from an address that is one. */
+__device__ inline void mn_bulk_copy_plain(void *to, const void *from, int bytes,
+                                          uint64_t *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1], %2, [%3];" ::"r"(mn_shared_at(to)), "l"(from), "r"(bytes),
                  "r"(mn_shared_at(barrier)) : "memory");

@@ -19,17 +19,19 @@ struct mn_slab_sizes {
     static constexpr int group = 8;                     // tokens
     static constexpr int rows = 4 * ROWS;
     static constexpr int feeders = FEEDERS ? 32 * FEEDERS : threads;    // threads that bring tokens
-    static constexpr int row_items = group * rows / feeders;
-    static constexpr int column_items = (group * tile + feeders - 1) / feeders;
+    static constexpr int row_items = rows / 32, column_items = (tile + 31) / 32;
 
-    /* This thread's place among those that bring tokens, and a barrier for them. */
+    /* This thread's place among those that bring tokens; the token that its warp brings. */
     __device__ static int feeder() {
         return (int)threadIdx.x - (FEEDERS ? threads : 0);
     }
+    __device__ static int token() {
+        return feeder() / 32;
+    }
 
-    __device__ static void await_feeders() {
-        if (FEEDERS) asm volatile("bar.sync 1, %0;" ::"n"(feeders) : "memory");
-        else __syncthreads();
+    /* Item n of the token's numbers. */
+    __device__ static int item(int n) {
+        return (int)threadIdx.x % 32 + 32 * n;
     }
 };
 
@@ -43,15 +45,15 @@ struct mn_slab_room {
     alignas(16) float w[sizes::group][sizes::tile];
     alignas(16) float u[sizes::group][sizes::tile];
     alignas(16) float o[sizes::group][sizes::tile];
-    double norm[sizes::group];
     float f[sizes::group], of_token[sizes::group];
 };
 
-/* What this thread has of the next tokens: items feeder(), + feeders, ... of rows and columns.
- * `weight` is beta, or of a token w; zeros outside. */
+/* What this thread has of a token of the next group: every 32nd of its rows and columns, zeros
+ * outside. `f` and `weight` are those of token feeder(). */
 template <typename T, int ROWS, int WARPS = MN_COLUMNS_TILE / 8, int FEEDERS = 0>
 struct mn_slab_ahead {
     using sizes = mn_slab_sizes<ROWS, WARPS, FEEDERS>;
+    static_assert(sizes::feeders == 32 * sizes::group, "a warp brings each token of a group");
     T k[sizes::row_items], q[sizes::row_items];
     T v[sizes::column_items], beta[sizes::column_items];
     float f, weight;
@@ -60,76 +62,68 @@ struct mn_slab_ahead {
     __device__ void fetch(const mn_columns &p, const mn_columns_place &at, int64_t t) {
         const T zero = (T)0.0f, one = (T)1.0f;
         const int count = (int)min((int64_t)sizes::group, at.span.length - t);
-        const int64_t when = at.span.t0 + t, b = at.span.b, V = p.call.V;
+        const int64_t when = at.span.t0 + t + sizes::token(), b = at.span.b, V = p.call.V;
+        const bool there = sizes::token() < count;
 #pragma unroll
         for (int n = 0; n < sizes::row_items; n++) {
-            const int item = sizes::feeder() + n * sizes::feeders;
-            const int token = item / sizes::rows, i = item % sizes::rows;
-            const bool inside = token < count && i < p.call.K;
-            k[n] = inside ? mn_row<T>(p.k, b, when + token, at.h)[i] : zero;
-            q[n] = inside && p.reads ? mn_row<T>(p.q, b, when + token, at.h)[i] : zero;
+            const int i = sizes::item(n);
+            const bool inside = there && i < p.call.K;
+            k[n] = inside ? mn_row<T>(p.k, b, when, at.h)[i] : zero;
+            q[n] = inside && p.reads ? mn_row<T>(p.q, b, when, at.h)[i] : zero;
         }
 #pragma unroll
         for (int n = 0; n < sizes::column_items; n++) {
-            const int item = sizes::feeder() + n * sizes::feeders;
-            const int token = item / sizes::tile;
-            const int64_t j = at.tile * sizes::tile + item % sizes::tile;
-            const bool inside = token < count && j < V;
-            v[n] = inside ? mn_row<T>(p.v, b, when + token, at.h)[j] : zero;
-            if (KIND == MN_COLUMNS_SUM && token < count && j == V && j < p.columns) v[n] = one;
+            const int64_t j = at.tile * sizes::tile + sizes::item(n);
+            const bool inside = there && sizes::item(n) < sizes::tile && j < V;
+            v[n] = inside ? mn_row<T>(p.v, b, when, at.h)[j] : zero;
+            if (KIND == MN_COLUMNS_SUM && there && j == V && j < p.columns) v[n] = one;
             if (KIND == MN_COLUMNS_SUM) continue;
-            beta[n] = inside ? mn_row<T>(p.beta, b, when + token, at.h)[j] : zero;
+            beta[n] = inside ? mn_row<T>(p.beta, b, when, at.h)[j] : zero;
         }
         if (KIND != MN_COLUMNS_SUM || sizes::feeder() >= count) return;
         const int64_t row = mn_columns_row(p, at, t + sizes::feeder());
         f = p.f[row], weight = p.w[row];
     }
 
+    /* |k|^2, which all lanes of the token's warp return. */
+    __device__ double norm() const {
+        double sum = 0.0;
+#pragma unroll
+        for (int n = 0; n < sizes::row_items; n++) {
+            sum += (double)mn_float(k[n]) * (double)mn_float(k[n]);
+        }
+        for (int lanes = 16; lanes > 0; lanes >>= 1) {
+            sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
+        }
+        return sum;
+    }
+
     /* The tokens to shared memory, with their weights. All that bring tokens call; a barrier
      * follows. */
     template <mn_columns_kind KIND>
     __device__ void put(mn_slab_room<ROWS, WARPS> &room) const {
-        const int lane = threadIdx.x % 32, warp = sizes::feeder() / 32;
+        const int token = sizes::token();
+        const double all = KIND == MN_COLUMNS_SUM ? 0.0 : norm();
 #pragma unroll
         for (int n = 0; n < sizes::row_items; n++) {
-            const int item = sizes::feeder() + n * sizes::feeders;
-            room.k[0][item] = mn_float(k[n]), room.q[0][item] = mn_float(q[n]);
+            const float x = mn_float(k[n]);
+            room.k[token][sizes::item(n)] = x;
+            room.q[token][sizes::item(n)] = mn_float(q[n]);
+            if (KIND != MN_COLUMNS_CELL) continue;
+            room.x[token][sizes::item(n)] = (float)(all - (double)x * (double)x);
         }
 #pragma unroll
         for (int n = 0; n < sizes::column_items; n++) {
-            const int item = sizes::feeder() + n * sizes::feeders;
-            if (item < sizes::group * sizes::tile) room.v[0][item] = mn_float(v[n]);
+            const int j = sizes::item(n);
+            if (j >= sizes::tile) break;
+            room.v[token][j] = mn_float(v[n]);
+            if (KIND == MN_COLUMNS_SUM) continue;
+            const float b = mn_float(beta[n]), u = 1.0f / (float)(1.0 + (double)b * all);
+            room.u[token][j] = u, room.w[token][j] = b * u;
         }
-        if (KIND == MN_COLUMNS_SUM) {
-            const int token = sizes::feeder();
-            if (token < sizes::group) room.f[token] = f, room.of_token[token] = weight;
-            return;
-        }
-        sizes::await_feeders();
-        for (int token = warp; token < sizes::group; token += sizes::feeders / 32) {
-            double norm = 0.0;
-            for (int i = lane; i < sizes::rows; i += 32) {
-                norm += (double)room.k[token][i] * (double)room.k[token][i];
-            }
-            for (int lanes = 16; lanes > 0; lanes >>= 1) {
-                norm += __shfl_xor_sync(0xffffffffu, norm, lanes);
-            }
-            if (lane == 0) room.norm[token] = norm;
-        }
-        sizes::await_feeders();
-#pragma unroll
-        for (int n = 0; n < sizes::row_items && KIND == MN_COLUMNS_CELL; n++) {
-            const int item = sizes::feeder() + n * sizes::feeders;
-            const double norm = room.norm[item / sizes::rows], x = (double)mn_float(k[n]);
-            room.x[0][item] = (float)(norm - x * x);
-        }
-#pragma unroll
-        for (int n = 0; n < sizes::column_items; n++) {
-            const int item = sizes::feeder() + n * sizes::feeders;
-            if (item >= sizes::group * sizes::tile) break;
-            const float b = mn_float(beta[n]);
-            const float u = 1.0f / (float)(1.0 + (double)b * room.norm[item / sizes::tile]);
-            room.u[0][item] = u, room.w[0][item] = b * u;
+        const int mine = sizes::feeder();
+        if (KIND == MN_COLUMNS_SUM && mine < sizes::group) {
+            room.f[mine] = f, room.of_token[mine] = weight;
         }
     }
 };
@@ -275,10 +269,10 @@ __device__ inline void mn_slab_put(const mn_slab_room<ROWS, WARPS> &room, const 
     using sizes = mn_slab_sizes<ROWS, WARPS, FEEDERS>;
 #pragma unroll
     for (int n = 0; n < sizes::column_items; n++) {
-        const int item = sizes::feeder() + n * sizes::feeders, token = item / sizes::tile;
-        const int64_t j = at.tile * sizes::tile + item % sizes::tile;
-        if (token >= count || j >= p.columns) continue;
-        const float o = p.scale * room.o[0][item];
+        const int token = sizes::token();
+        const int64_t j = at.tile * sizes::tile + sizes::item(n);
+        if (token >= count || sizes::item(n) >= sizes::tile || j >= p.columns) break;
+        const float o = p.scale * room.o[token][sizes::item(n)];
         T *out = mn_row<T>(p.out, at.span.b, at.span.t0 + t + token, at.h);
         if (p.o) p.o[mn_columns_row(p, at, t + token) * p.columns + j] = o;
         if (out && j < p.call.V) mn_put(out + j, o);

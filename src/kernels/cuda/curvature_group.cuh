@@ -86,13 +86,6 @@ __device__ inline void mn_curve_copies_end(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Shows products what other threads wrote to shared memory before a barrier that this one has
- * passed. Those who copy must not do it: the fence would wait for all copies that they have under
- * way. */
-__device__ inline void mn_curve_see(void) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 /* One warp group alone; the number of its barrier is that of the group, not 0. */
 __device__ inline void mn_curve_group_sync(int number) {
     asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");

@@ -167,7 +167,7 @@ __device__ inline void mn_curve_back_scores(mn_curve_back_room<KP> &room, int n_
         mn_curve_back_stage<KP> &in = room.stage[c % stages];
         float of_q[32], of_d[32];
         mn_barrier_wait(&room.there[c % stages], c / stages & 1);
-        mn_curve_see();
+        mn_shared_show();
         mn_products_start();
         mn_curve_back_product<KP>(of_q, mn_shared_at(in.q), mn_shared_at(in.k));
         mn_curve_back_product<KP>(of_d, mn_shared_at(in.d), mn_shared_at(in.k));
@@ -220,7 +220,7 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
         const float e[2] = { in.e[warp * 16 + lane / 4], in.e[warp * 16 + lane / 4 + 8] };
 #pragma unroll
         for (int i = 0; i < 32; i++) Y[i] = e[i % 4 / 2];
-        mn_curve_see();
+        mn_shared_show();
         mn_products_start();
         mn_curve_rows<KP, 64>(Y, a, mn_shared_at(in.k));
         mn_products_end();
@@ -229,7 +229,7 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
         mn_curve_weigh_tokens(d, in.factor);
         mn_curve_weigh_tokens(q, in.factor);
         mn_barrier_wait(&room.scored[c % 2], c / 2 & 1);
-        mn_curve_see();
+        mn_shared_show();
         mn_products_start();
         mn_curve_turned_square(Y, d, mn_shared_at(room.P[c % 2][0]));
         mn_curve_turned_square(Y, q, mn_shared_at(room.P[c % 2][1]));

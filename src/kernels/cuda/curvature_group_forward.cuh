@@ -193,10 +193,10 @@ __device__ inline void mn_curve_forward_add(mn_curve_forward_room<KP> &room,
         mn_barrier_wait(&room.there[slot], c / MN_CURVE_AHEAD & 1);
         if (at.s.rows < c * 64 + 64) mn_curve_forward_end<KP>(in.k, at.s.rows - c * 64);
         s.put(in.k, in.s);
-        mn_curve_see();
+        mn_shared_show();
         mn_barrier_release(&room.ready[slot]);
         s.add(in.k);
-        mn_curve_see();
+        mn_shared_show();
         mn_barrier_release(&room.gone[slot]);
     }
     float *last = at.s.last ? mn_row<float>(p.ks, at.s.n, 0, at.h) : NULL;
@@ -226,7 +226,7 @@ __device__ inline void mn_curve_forward_scores(mn_curve_forward_room<KP> &room,
             in.weight[row].y = mean[0];
             in.weight[row + 8].y = mean[1];
         }
-        mn_curve_see();
+        mn_shared_show();
         mn_barrier_arrive(&room.scored[c % 2]);
         mn_barrier_release(&room.gone[c % MN_CURVE_AHEAD]);
     }
@@ -272,7 +272,7 @@ __device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn
     const int count = column < p.call.K ? at.s.rows - c * 64 : 0;
     const int64_t t = at.s.span.t0 + at.s.first + c * 64;
     mn_bf16 *to = mn_row<mn_bf16>(p.qt, at.s.span.b, t, at.h);
-    mn_curve_see();
+    mn_shared_show();
     if (i == 0) mn_bulk_stores_read();
     mn_curve_group_sync(2);
     if (!to) return;

@@ -95,12 +95,18 @@ inline int64_t mn_delta_heads(const mn_delta_job &job) {
     return job.p.call.H * mn_n_spans(job.p.call);
 }
 
-/* Warps of a block of a walk over `columns`: few where there are few columns to spread over the
- * processors. Four work as a group, where the machine has groups. */
-inline int mn_delta_walkers(int64_t columns, int64_t heads) {
-    int warps = MN_DELTA_WALKERS;
-    while (warps > 1 && mn_ceil_div(columns, 16 * warps) * heads < 64) warps /= 2;
-    return warps;
+/* Strips of columns of a block of a walk: few where there are few columns to spread over the
+ * processors. Those of four are walked by groups, where the machine has groups. */
+inline int mn_delta_strips(int64_t columns, int64_t heads) {
+    int strips = MN_DELTA_STRIPS;
+    while (strips > 1 && mn_ceil_div(columns, 16 * strips) * heads < 64) strips /= 2;
+    return strips;
+}
+
+/* Teams of warps that share a strip: as registers ask where there are groups, and one for each
+ * panel of channels where processors have only a strip or two. */
+constexpr int mn_delta_teams(int KP, bool group) {
+    return group ? (KP <= 128 ? 1 : 2) : KP / 64;
 }
 
 template <int KP>
@@ -117,20 +123,65 @@ inline int mn_delta_prepare(const mn_delta_job &job, cudaStream_t stream) {
                                job);
 }
 
+/* Maps rows of keys for the copy engine: decayed ones of work space, or the tensor's own. */
+inline bool mn_delta_map_keys(CUtensorMap *map, const mn_delta_job &job, const mn_in &view,
+                              mn_delta_tensor tensor, const mn_bf16 *decayed, int64_t width) {
+    mn_call all = {};
+    if (!decayed) {
+        return job.packed[tensor] &&
+               mn_bulk_map(map, view, job.p.call, job.p.call.K, MN_DELTA_CHUNK);
+    }
+    all.B = all.H = 1;
+    all.T = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H * MN_DELTA_CHUNK;
+    const mn_in rows = { decayed, { all.T * width, width, width } };
+    return all.T <= INT32_MAX && mn_bulk_map(map, rows, all, width, MN_DELTA_CHUNK);
+}
+
+/* Maps for the walk forward, or the one back. */
+inline void mn_delta_map(mn_walk_maps *maps, const mn_delta_job &job, bool back) {
+    const mn_delta_args &p = job.p;
+    const mn_delta_work &work = job.work;
+    const int64_t K = mn_delta_wide_k(p.call.K);
+    const mn_in &w = p.w.data ? p.w : p.e, &values = back ? p.cot.o : p.v;
+    const bool packed = job.packed[back ? MN_DELTA_COT : MN_DELTA_V];
+    const auto key = [&](CUtensorMap *map, mn_delta_tensor tensor) {
+        return tensor == MN_DELTA_Q ? mn_delta_map_keys(map, job, p.q, tensor, work.q, K)
+               : tensor == MN_DELTA_E ? mn_delta_map_keys(map, job, p.e, tensor, work.e, K)
+                                      : mn_delta_map_keys(map, job, w, tensor, work.w, K);
+    };
+    *maps = {};
+    maps->serve =
+        mn_on_hopper() && packed &&
+        mn_bulk_map(&maps->values, values, p.call, p.call.V, MN_DELTA_CHUNK) &&
+        mn_delta_map_keys(&maps->T, job, p.e, MN_DELTA_E, work.T, MN_DELTA_CHUNK) &&
+        mn_delta_map_keys(&maps->P, job, p.e, MN_DELTA_E, work.P, MN_DELTA_CHUNK) &&
+        key(&maps->keys, back ? MN_DELTA_W : MN_DELTA_E) && key(&maps->first, MN_DELTA_Q) &&
+        key(&maps->second, back ? MN_DELTA_E : MN_DELTA_W);
+}
+
+typedef void (*mn_delta_walker)(mn_delta_job, mn_walk_maps, int64_t);
+
 /* A kernel that walks over `columns` value columns of all heads of all sequences, by warps or by
  * groups of four. */
 template <int KP>
-inline int mn_delta_walk(void (*by_warp)(mn_delta_job, int64_t),
-                         void (*by_group)(mn_delta_job, int64_t), const mn_delta_job &job,
-                         int64_t columns, cudaStream_t stream) {
+inline int mn_delta_walk(mn_delta_walker by_warp, mn_delta_walker by_group, const mn_delta_job &job,
+                         bool back, int64_t columns, cudaStream_t stream) {
     const int64_t heads = mn_delta_heads(job);
-    const int warps = mn_delta_walkers(columns, heads);
-    const int64_t n_slices = mn_ceil_div(columns, 16 * warps), blocks = n_slices * heads;
+    const int strips = mn_delta_strips(columns, heads);
+    const int64_t n_slices = mn_ceil_div(columns, 16 * strips), blocks = n_slices * heads;
+    const bool group = strips == MN_DELTA_STRIPS;
+    const int teams = mn_delta_teams(KP, group);
+    const size_t meeting = teams == 1   ? sizeof(mn_walk_meeting<1>)
+                           : teams == 2 ? sizeof(mn_walk_meeting<2>)
+                                        : sizeof(mn_walk_meeting<4>);
+    mn_walk_maps maps;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_with_room(warps == MN_DELTA_WALKERS ? by_group : by_warp,
-                               dim3((unsigned)blocks), 32 * warps + MN_DELTA_FETCHERS,
-                               sizeof(mn_walk_room<KP>), stream, job, n_slices);
+    mn_delta_map(&maps, job, back);
+    return mn_launch_with_room(group ? by_group : by_warp, dim3((unsigned)blocks),
+                               32 * strips * teams + MN_DELTA_FETCHERS,
+                               sizeof(mn_walk_room<KP>) + (size_t)strips * meeting, stream, job,
+                               maps, n_slices);
 }
 
 /* Returns function<KP> arguments for a key width. */

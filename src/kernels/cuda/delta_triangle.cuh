@@ -48,7 +48,7 @@ __device__ inline void mn_triangle_of(mn_triangle_room<KP> &room, const mn_delta
     if (warp == 0) mn_delta_sum_decays(room.levels, p, tile.span, h, tile.first, count);
     mn_copy_wait<0>();
     __syncthreads();
-    mn_unit_see<true>();
+    mn_shared_show();
     mn_group_scores<KP>(sum, mn_shared(room.e), mn_shared(room.e));
     __syncthreads();
     mn_delta_decay_scores(sum, room.levels, warp, false, [&](int t, int s, float x, float y) {
@@ -63,7 +63,7 @@ __device__ inline void mn_triangle_of(mn_triangle_room<KP> &room, const mn_delta
 template <int KP>
 __global__ void __launch_bounds__(MN_DELTA_SOLVERS, 8)
 mn_delta_triangle_kernel(const __grid_constant__ mn_delta_job job) {
-#if MN_GROUP_WORKS
+#if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char triangle_bytes[];
     mn_triangle_of<KP>(*(mn_triangle_room<KP> *)triangle_bytes, job);
     if (blockIdx.x == 0) mn_wait_for_before();

@@ -6,8 +6,9 @@
 #define MN_KERNELS_CUDA_DELTA_UNIT_CUH
 
 #include "kernels/cuda/delta_tile.cuh"
+#include "kernels/cuda/hopper.cuh"
 
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#if MN_HAS_WGMMA
 
 /* Where a product finds rows of a tile whose panels start at multiples of 1024 bytes. */
 __device__ __forceinline__ uint64_t mn_group_sees(unsigned address) {
@@ -42,9 +43,7 @@ __device__ __forceinline__ void mn_group_product(float (*y)[4], unsigned a, unsi
                  : "memory");
 }
 
-#define MN_GROUP_WORKS 1
 #else
-#define MN_GROUP_WORKS 0
 
 template <int TURNED>
 __device__ inline void mn_group_product(float (*)[4], const unsigned (&)[4], unsigned) {}
@@ -56,7 +55,7 @@ __device__ inline void mn_group_product(float (*)[4], unsigned, unsigned) {}
 /* Before products whose operands were just written. */
 template <bool GROUP>
 __device__ __forceinline__ void mn_unit_begin(void) {
-#if MN_GROUP_WORKS
+#if MN_HAS_WGMMA
     if (GROUP) asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory");
 #endif
 }
@@ -64,7 +63,7 @@ __device__ __forceinline__ void mn_unit_begin(void) {
 /* After the last product of several; other work may follow. */
 template <bool GROUP>
 __device__ __forceinline__ void mn_unit_send(void) {
-#if MN_GROUP_WORKS
+#if MN_HAS_WGMMA
     if (GROUP) asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
 #endif
 }
@@ -73,7 +72,7 @@ __device__ __forceinline__ void mn_unit_send(void) {
  * times. */
 template <bool GROUP, int LEFT = 0>
 __device__ __forceinline__ void mn_unit_wait(void) {
-#if MN_GROUP_WORKS
+#if MN_HAS_WGMMA
     if (GROUP) asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(LEFT) : "memory");
 #endif
 }
@@ -84,21 +83,12 @@ __device__ __forceinline__ void mn_unit_end(void) {
     mn_unit_wait<GROUP>();
 }
 
-/* Shows products what other threads wrote before a barrier that this one has passed. Those who
- * fetch must not do it: the fence would wait for all copies that they have under way. */
-template <bool GROUP>
-__device__ __forceinline__ void mn_unit_see(void) {
-#if MN_GROUP_WORKS
-    if (GROUP) asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
-#endif
-}
-
 /* y (64 columns) += a b': the tile's rows are columns, its columns from k on the depth. Columns of
  * b' before 16 * from are zero. */
 template <bool GROUP>
 __device__ __forceinline__ void mn_unit_rows(float (*y)[4], const unsigned (&a)[4], unsigned tile,
                                              int k, int from) {
-    if constexpr (GROUP && MN_GROUP_WORKS) {
+    if constexpr (GROUP && MN_HAS_WGMMA) {
         mn_group_product<0>(y, a, tile + k / 64 * 8192 + k % 64 * 2);
     } else {
 #pragma unroll
@@ -117,7 +107,7 @@ __device__ __forceinline__ void mn_unit_rows(float (*y)[4], const unsigned (&a)[
 template <bool GROUP>
 __device__ __forceinline__ void mn_unit_depth(float (*y)[4], const unsigned (&a)[4], unsigned tile,
                                               int k, int panel, int end) {
-    if constexpr (GROUP && MN_GROUP_WORKS) {
+    if constexpr (GROUP && MN_HAS_WGMMA) {
         mn_group_product<1>(y, a, tile + panel * 8192 + k * 128);
     } else {
 #pragma unroll

@@ -16,7 +16,7 @@
 #include "kernels/cuda/delta_walk.cuh"
 
 enum {
-    MN_APART_GROUP = 32 * MN_DELTA_WALKERS,    // threads
+    MN_APART_GROUP = 32 * MN_DELTA_STRIPS,    // threads
     MN_APART_THREADS = 2 * MN_APART_GROUP + MN_DELTA_FETCHERS,
     MN_APART_STAGES = 3,                       // chunks under way
 };
@@ -42,7 +42,20 @@ struct mn_apart_room {
     mn_walk_place place;
 };
 
-#if MN_GROUP_WORKS
+#if MN_HAS_WGMMA
+
+/* Fills in the place. One thread calls. */
+__device__ inline void mn_apart_begin(mn_walk_place &at, const mn_delta_job &job,
+                                      int64_t n_slices) {
+    const mn_call &call = job.p.call;
+    at.columns = 16 * MN_DELTA_STRIPS;
+    at.column0 = blockIdx.x % n_slices * at.columns;
+    at.h = blockIdx.x / n_slices % call.H;
+    at.n = blockIdx.x / n_slices / call.H;
+    at.span = mn_span_at(call, at.n);
+    at.first = mn_delta_first(call, at.n);
+    at.n_chunks = (int)((at.span.length + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
+}
 
 /* ---- the group that fetches ------------------------------------------------------------------ */
 
@@ -67,8 +80,8 @@ __device__ inline void mn_apart_ask(mn_apart_stage<KP> &to, uint64_t *there,
         mn_bulk_copy(to.queries + panel * square, maps.q, there, 64 * panel, h, t, b);
     }
     mn_bulk_copy(to.front.values, maps.v, there, (int)at.column0, h, t, b);
-    mn_bulk_bytes(to.front.T, job.work.T + index * MN_DELTA_SQUARE, square, there);
-    mn_bulk_bytes(&to.levels, job.work.levels + index, (int)sizeof(mn_delta_levels), there);
+    mn_bulk_copy_plain(to.front.T, job.work.T + index * MN_DELTA_SQUARE, square, there);
+    mn_bulk_copy_plain(&to.levels, job.work.levels + index, (int)sizeof(mn_delta_levels), there);
 }
 
 /* The same by all threads of the group, with zeros behind the sequence. */
@@ -79,8 +92,8 @@ __device__ __noinline__ void mn_apart_copy(mn_apart_stage<KP> &to, const mn_delt
     const mn_delta_args &p = job.p;
     const int hand = mn_walk_hand();
     const int64_t index = (at.first + chunk) * p.call.H + at.h;
-    mn_walk_fetch_keys<KP, false>(to.front.keys, job, p.e, MN_DELTA_E, nullptr, at, chunk);
-    mn_walk_fetch_keys<KP, false>(to.queries, job, p.q, MN_DELTA_Q, nullptr, at, chunk);
+    mn_walk_copy_keys<KP, false>(to.front.keys, job, p.e, true, nullptr, at, chunk);
+    mn_walk_copy_keys<KP, false>(to.queries, job, p.q, true, nullptr, at, chunk);
     mn_tile_fetch<64, hands>(to.front.values, p.v, true, at.span, at.h,
                              (int64_t)chunk * MN_DELTA_CHUNK, mn_walk_count(at, chunk), at.column0,
                              min(p.call.V, at.column0 + at.columns), hand);
@@ -88,6 +101,7 @@ __device__ __noinline__ void mn_apart_copy(mn_apart_stage<KP> &to, const mn_delt
     mn_copy_plain(&to.levels, job.work.levels + index, (int)sizeof(mn_delta_levels), hands, hand);
     mn_copy_commit();
     mn_copy_wait<0>();
+    mn_shared_show();
 }
 
 /* A tile of results to memory by a warp. */
@@ -152,13 +166,13 @@ __device__ inline void mn_apart_score(mn_apart_room<KP> &room, float scale) {
         mn_apart_stage<KP> &in = room.stage[slot];
         float sum[8][4] = {};
         mn_barrier_wait(&room.there[slot], chunk / MN_APART_STAGES & 1);
-        mn_unit_see<true>();
+        mn_shared_show();
         mn_group_scores<KP>(sum, mn_shared(in.queries), mn_shared(in.front.keys));
         mn_delta_decay_scores(sum, in.levels, block, true, [&](int t, int s, float x, float y) {
             *(unsigned *)(in.front.P + mn_tile_place(t, s / 8) + s % 8 * 2) =
                 mn_pair(scale * x, scale * y);
         });
-        mn_unit_see<true>();
+        mn_shared_show();
         mn_barrier_release(&room.scored[slot]);
         mn_barrier_release(&room.gone[slot]);
     }
@@ -180,11 +194,21 @@ __device__ inline void mn_apart_turn(unsigned char *tile, const float (&O)[8][4]
     }
 }
 
+/* Starts y += x square'. */
+__device__ inline void mn_apart_lower(float (&y)[8][4], const unsigned (&x)[4][4],
+                                      const unsigned char *square) {
+    mn_unit_begin<true>();
+#pragma unroll
+    for (int k = 0; k < 4; k++) mn_unit_rows<true>(y, x[k], mn_shared(square), 16 * k, 0);
+    mn_unit_send<true>();
+}
+
 template <int KP>
 __device__ inline void mn_apart_walk(mn_apart_room<KP> &room, const mn_delta_job &job) {
     const mn_delta_args &p = job.p;
     const mn_walk_place &at = room.place;
-    mn_walk_state<KP> S;
+    const int strip = threadIdx.x / 32;
+    mn_walk_state<KP, true, 1> S;
     S.load(p.state0, p.call, at);
     for (int chunk = 0; chunk < at.n_chunks; chunk++) {
         const int slot = chunk % MN_APART_STAGES, phase = chunk / MN_APART_STAGES & 1;
@@ -194,7 +218,7 @@ __device__ inline void mn_apart_walk(mn_apart_room<KP> &room, const mn_delta_job
 #pragma unroll
         for (int k = 0; k < KP / 16; k++) mn_left_of(a[k], S.at[2 * k], S.at[2 * k + 1]);
         mn_barrier_wait(&room.there[slot], phase);
-        mn_unit_see<true>();
+        mn_shared_show();
         mn_unit_begin<true>();
 #pragma unroll
         for (int k = 0; k < KP / 16; k++) {
@@ -206,13 +230,13 @@ __device__ inline void mn_apart_walk(mn_apart_room<KP> &room, const mn_delta_job
             mn_unit_rows<true>(O, a[k], mn_shared(in.queries), 16 * k, 0);
         }
         mn_unit_send<true>();
-        S.decay(in.levels.gamma[MN_DELTA_CHUNK - 1]);
+        const float fall = in.levels.gamma[MN_DELTA_CHUNK - 1];
+#pragma unroll
+        for (int i = 0; i < KP / 2; i++) S.at[i / 4][i % 4] *= fall;
         mn_unit_wait<true, 1>();
         mn_walk_scale(X, in.levels.gamma, 1.0f);
-        mn_walk_misses<KP, true>(x, X, in.front);
-        mn_unit_begin<true>();
-        mn_walk_lower<true>(R, x, mn_shared(in.front.T));
-        mn_unit_send<true>();
+        mn_walk_misses<KP, true>(x, X, in.front, strip, 0);
+        mn_apart_lower(R, x, in.front.T);
         mn_unit_wait<true, 1>();
         mn_walk_scale(O, in.levels.gamma, job.scale);
         mn_unit_wait<true>();
@@ -220,16 +244,14 @@ __device__ inline void mn_apart_walk(mn_apart_room<KP> &room, const mn_delta_job
         mn_walk_scale(R, in.levels.write, 1.0f);
         mn_walk_left(x, R);
         mn_barrier_wait(&room.scored[slot], phase);
-        mn_unit_begin<true>();
-        mn_walk_lower<true>(O, r, mn_shared(in.front.P));
-        mn_unit_send<true>();
-        S.template add<true>(x, mn_shared(in.front.keys));
+        mn_apart_lower(O, r, in.front.P);
+        S.add(x, in.front.keys);
         mn_unit_send<true>();
         mn_barrier_wait(&room.left[chunk % 2], (chunk / 2 & 1) ^ 1);
         mn_unit_wait<true, 1>();
         mn_apart_turn(room.out[chunk % 2], O);
         mn_unit_wait<true>();
-        mn_unit_see<true>();
+        mn_shared_show();
         mn_barrier_release(&room.made[chunk % 2]);
         mn_barrier_release(&room.gone[slot]);
     }
@@ -244,22 +266,23 @@ template <int KP>
 __global__ void __launch_bounds__(MN_APART_THREADS, 1)
 mn_delta_apart_kernel(const __grid_constant__ mn_delta_job job,
                       const __grid_constant__ mn_apart_maps maps, int64_t n_slices) {
-#if MN_GROUP_WORKS
+#if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char walk_bytes[];
     mn_apart_room<KP> &room = *(mn_apart_room<KP> *)walk_bytes;
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_APART_STAGES; i++) {
             mn_barrier_open(&room.there[i], MN_DELTA_FETCHERS / 32);
-            mn_barrier_open(&room.scored[i], MN_DELTA_WALKERS);
-            mn_barrier_open(&room.gone[i], 2 * MN_DELTA_WALKERS);
+            mn_barrier_open(&room.scored[i], MN_DELTA_STRIPS);
+            mn_barrier_open(&room.gone[i], 2 * MN_DELTA_STRIPS);
         }
         for (int i = 0; i < 2; i++) {
-            mn_barrier_open(&room.made[i], MN_DELTA_WALKERS);
+            mn_barrier_open(&room.made[i], MN_DELTA_STRIPS);
             mn_barrier_open(&room.left[i], 1);
         }
         mn_bulk_barriers_open();
+        mn_apart_begin(room.place, job, n_slices);
     }
-    mn_walk_begin(room.place, job, n_slices, MN_APART_GROUP);
+    __syncthreads();
     if (threadIdx.x < MN_APART_GROUP) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 240;");
         mn_apart_walk<KP>(room, job);
@@ -275,11 +298,11 @@ mn_delta_apart_kernel(const __grid_constant__ mn_delta_job job,
 
 /* Whether the kernel serves a call: where there are enough columns and heads for groups, and rows
  * that the copy engine can bring. Fills in the maps. */
-inline bool mn_delta_goes_apart(mn_apart_maps *maps, const mn_delta_job &job, int64_t walkers) {
+inline bool mn_delta_goes_apart(mn_apart_maps *maps, const mn_delta_job &job, int strips) {
     const mn_delta_args &p = job.p;
     const int64_t K = p.call.K, V = p.call.V;
     *maps = {};
-    return K <= 128 && p.decay != MN_DECAY_CHANNEL && !p.w.data && walkers == MN_DELTA_WALKERS &&
+    return K <= 128 && p.decay != MN_DECAY_CHANNEL && !p.w.data && strips == MN_DELTA_STRIPS &&
            job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] && job.packed[MN_DELTA_V] &&
            job.packed[MN_DELTA_O] && mn_on_hopper() &&
            mn_bulk_map(&maps->q, p.q, p.call, K, MN_DELTA_CHUNK) &&

@@ -5,7 +5,7 @@
 #include "kernels/cuda/common.cuh"
 #include "kernels/glue.h"
 
-enum { THREADS = 256, COLUMNS = 32, GROUPS = 32 };
+enum { THREADS = 256, COLUMNS = 32, GROUPS = 32, ADDERS = 1024, FEW_COLUMNS = 256 };
 
 __device__ static float sigmoid(float x) {
     const float e = expf(-fabsf(x)), s = 1.0f / (1.0f + e);
@@ -141,11 +141,39 @@ __global__ void glue_sum_kernel(const __grid_constant__ mn_glue p) {
     mn_put(mn_row<T>(p.x, 0, 0, h) + i, (float)sum);
 }
 
+/* Where columns are few a block has one of them: thread i adds tokens i, i + ADDERS, ... of each
+ * sequence, and threads are added by halves. */
+template <typename T, typename F>
+__global__ void __launch_bounds__(ADDERS) glue_sum_few_kernel(const __grid_constant__ mn_glue p) {
+    __shared__ double sums[ADDERS];
+    const int64_t h = blockIdx.x / p.width, i = blockIdx.x % p.width;
+    double sum = 0.0;
+    for (int64_t b = 0; b < p.B; b++) {
+#pragma unroll 4
+        for (int64_t t = threadIdx.x; t < p.T; t += ADDERS) {
+            sum += F::of((double)mn_get(mn_row<T>(p.a, b, t, h), i),
+                         (double)mn_get(mn_row<T>(p.b, b, t, h), i),
+                         (double)mn_get(mn_row<T>(p.c, b, t, h), i));
+        }
+    }
+    sums[threadIdx.x] = sum;
+    for (int half = ADDERS / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
+    }
+    if (threadIdx.x == 0) mn_put(mn_row<T>(p.x, 0, 0, h) + i, (float)sums[0]);
+}
+
 template <typename T, typename F>
 static int launch_sum(const mn_glue *p, cudaStream_t stream) {
     if (!p->x.data || p->H * p->width == 0) return cudaSuccess;
-    const dim3 threads(COLUMNS, GROUPS);
-    glue_sum_kernel<T, F><<<mn_blocks(p->H * p->width, COLUMNS), threads, 0, stream>>>(*p);
+    const int64_t columns = p->H * p->width;
+    if (columns <= FEW_COLUMNS) {
+        glue_sum_few_kernel<T, F><<<(unsigned)columns, ADDERS, 0, stream>>>(*p);
+    } else {
+        const dim3 threads(COLUMNS, GROUPS);
+        glue_sum_kernel<T, F><<<mn_blocks(columns, COLUMNS), threads, 0, stream>>>(*p);
+    }
     return mn_launched();
 }
 

@@ -23,8 +23,9 @@ enum {
 static __device__ const float least_importance = 1e-37f;
 
 /* The work space of a call, each part behind the other: parts of o, ovar or dv, db; what decays
- * make of tiles; states in front of spans; parts of dk, dq; of dg; of dip. */
-enum { SUMS, DECAYS, STATES, KEY_PARTS, GATES, PRIORS, N_ROOMS };
+ * make of tiles; states in front of spans; parts of dk, dq; of dg; of dip; of dg for each tile and
+ * for each sequence. */
+enum { SUMS, DECAYS, STATES, KEY_PARTS, GATES, PRIORS, ALONG, EDGES, N_ROOMS };
 
 struct room {
     float *at[N_ROOMS];

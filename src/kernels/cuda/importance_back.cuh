@@ -16,13 +16,7 @@
  * the sums of X and -Y by products with ones. A head between t and s is a factor for all that s
  * says to t.
  *
- * For dg,
- *
- *   S_t = a sum(D_t . M_{t-1} + C_t . I_{t-1})     dg = S_t - a ip sum C_t
- *   S_{t+1} = S_t + v'dv + b'db + (1 - a) ip sum C_t
- *
- * where S at the start of each tile is formed from its definition, and sum C_t, a number that
- * decays and gets -sum pull_s mu_s, in float32 throughout. It is also what ip in I adds to S. */
+ * What dg and dip are made of is left to importance_gates.cuh. */
 #ifndef MN_KERNELS_CUDA_IMPORTANCE_BACK_CUH
 #define MN_KERNELS_CUDA_IMPORTANCE_BACK_CUH
 
@@ -63,11 +57,34 @@ struct alignas(16) target {
     }
 };
 
+/* What a block of a head leaves for dg and dip (importance_gates.cuh): for each token v'dv + b'db
+ * and the sum of pull mu, for each tile what its warps have of S in front of it, and sums of C
+ * behind the last token and of what goes to the prior from the first state. */
+template <typename Block>
+struct parts_of {
+    float2 *gates, *edge;
+    float *along;
+    int64_t tiles_apart;
+
+    __device__ parts_of(const mn_importance_args &p, const room &to, const place &at,
+                        int64_t n_rows, int64_t n_blocks, int64_t block) {
+        const int64_t H = p.call.H, slot = mn_cell_first_slot(p.call, at.n, TOKENS);
+        const int64_t row = (at.span.b * p.call.T + at.span.t0) * H + at.h;
+        tiles_apart = H * n_blocks * Block::WARPS;
+        gates = (float2 *)to.at[GATES] + block * n_rows + row;
+        along = to.at[ALONG] + ((slot * H + at.h) * n_blocks + block) * Block::WARPS;
+        edge = (float2 *)to.at[EDGES] + (at.n * H + at.h) * n_blocks + block;
+    }
+};
+
 /* Where a block's gradients go: dk and dq as parts, dv and db too where blocks share the slots. */
 struct targets {
     target<float> dk, dq, dv_part, db_part;
     target<mn_bf16> dv, db;
-    float scale, ip;    // scale: of dq
+    float2 *gates;       // of the sequence's first token
+    float *along;        // of its first tile
+    int64_t tokens_apart, tiles_apart;
+    float scale, ip;     // scale: of dq
 
     /* By the first thread. */
     template <typename Block>
@@ -78,6 +95,10 @@ struct targets {
         float *keys = to.at[KEY_PARTS] + (blockIdx.x * n_rows + row) * 2 * K;
         float *lines = to.at[SUMS] + (blockIdx.z * n_rows + row) * 2 * V;
         if (threadIdx.x != 0) return;
+        const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
+                                    blockIdx.z * gridDim.x + blockIdx.x);
+        gates = parts.gates, tokens_apart = H;
+        along = parts.along, tiles_apart = parts.tiles_apart;
         scale = (float)p.scale, ip = at.ip;
         dk.open(keys, Block::slot0(), K, H * 2 * K);
         dq.open(keys + K, Block::slot0(), K, H * 2 * K);
@@ -93,21 +114,61 @@ struct targets {
     }
 };
 
-/* The two tiles that are at hand, and what warps tell each other of a chunk. */
+/* What warps tell each other of a chunk: sums over their slots or columns of dq and dk, of dv and
+ * -db, and lanes' sums of pull mu over cells, of token t those whose number is t more than a
+ * multiple of 4. */
+template <typename Block>
+struct alignas(16) chunk_room {
+    float keys[Block::ACROSS][2][HALF][Block::SLOTS + PAD];
+    float lines[Block::GROUPS][2][HALF][Block::COLUMNS + PAD];
+    float spread[Block::WARPS][HALF / 4][32];
+};
+
+/* Tile i, what has come for it and i - 1, and what warps told of it, or still of i + 1: that is
+ * added up at the beginning of tile i, and `added` counts the warps that have. */
 template <typename Block>
 struct backward_room {
-    static constexpr int ACROSS = WARPS / Block::GROUPS;
     tile<Block, BACKWARD_PASS> in;
     arrivals<Block, BACKWARD_PASS> came[2];
-    float4 states[2][SETS][Block::THREADS];                             // in front of them
-    alignas(16) float keys[ACROSS][2][HALF][Block::SLOTS + PAD];        // dq, dk
-    alignas(16) float lines[Block::GROUPS][2][HALF][Block::COLUMNS + PAD];    // dv, -db
-    float spread[2][WARPS][HALF][32];              // sums of pull mu over a lane's cells
-    float falls[TOKENS], spreads[TOKENS];          // of each token: v'dv + b'db, sum of pull mu
-    float along[WARPS], team[32];
-    sources from;
+    float4 states[2][SETS][Block::THREADS];     // in front of them
+    chunk_room<Block> chunk[2];
+    float team[32];
+    uint2 ones[32];    // a lane's identity() twice, in two registers
+    typename fetcher<Block, BACKWARD_PASS>::sources from;
     targets to;
+    uint64_t added;
 };
+
+/* ---- a barrier that warps pass before others have come ---------------------------------------- */
+
+__device__ __forceinline__ void open_barrier(uint64_t *barrier, int warps) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(barrier);
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(warps) : "memory");
+}
+
+/* This warp has come. */
+__device__ __forceinline__ void arrive_at(uint64_t *barrier) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(barrier);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) {
+        asm volatile("{\n\t.reg .b64 state;\n\t"
+                     "mbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(at) : "memory");
+    }
+}
+
+/* Until all have, for the phase'th time (0, 1, 0, ...). */
+__device__ __forceinline__ void wait_at(uint64_t *barrier, int phase) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(barrier);
+    unsigned done;
+    do {
+        asm volatile("{\n\t.reg .pred done;\n\t"
+                     "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n\t"
+                     "selp.u32 %0, 1, 0, done;\n\t}"
+                     : "=r"(done) : "r"(at), "r"(phase) : "memory");
+    } while (!done);
+}
+
+/* ---- chunks ----------------------------------------------------------------------------------- */
 
 /* The factors of a chunk's tokens, of which a lane has row_lane(), for products that sum over
  * columns (v, b) and slots (k and its square). */
@@ -128,6 +189,7 @@ struct chunk_factors {
 /* What a warp knows of a chunk: columns are tokens, rows slots or, of dv and db, columns. */
 struct chunk_sums {
     float dq[4], value[4], write[4], dv[4], db[4];
+    float spread[HALF / 4];    // sums of pull mu: of four tokens, lanes taking turns
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -136,10 +198,11 @@ struct chunk_sums {
         }
     }
 
-    /* The adjoints behind the chunk, as factors, to all of its tokens. */
-    __device__ __forceinline__ void add(const unsigned (&D)[4], const unsigned (&C)[4],
-                                        const chunk_factors &f) {
-        unsigned other[4];
+    /* The adjoints behind the chunk to all of its tokens. */
+    __device__ __forceinline__ void add(const cells &adj, const chunk_factors &f) {
+        unsigned D[4], C[4], other[4];
+        factor_of(D, adj.M[0], adj.M[1]);
+        factor_of(C, adj.I[0], adj.I[1]);
         add_product(value, D, f.v);
         add_product(write, C, f.b);
         turn(other, D);
@@ -166,8 +229,8 @@ struct token_pair {
             mu[n / 4][n % 4] = c.M[n / 4][n % 4] * over;
             sum = fmaf(pull[n / 4][n % 4], mu[n / 4][n % 4], sum);
         }
-        factor_of(pulls, pull);
-        factor_of(means, mu);
+        factor_of(pulls, pull[0], pull[1]);
+        factor_of(means, mu[0], mu[1]);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             X[n / 2][2 * i + n % 2] = pulls[n];
@@ -217,44 +280,47 @@ __device__ __forceinline__ unsigned identity() {
 }
 
 /* Tokens first .. first + HALF: their share of all gradients, and the adjoints in front of them
- * from those behind them. `adj` has D and -C, `c` the state in front. */
+ * from those behind them. `adj` has D and -C, `c` the state in front; `one`: ones of a product. */
 template <typename Block, bool HEADS>
 __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &c,
-                                           backward_room<Block> &r, int turn, int first,
-                                           const walk<Block, BACKWARD_PASS, HEADS> &along) {
-    const arrivals<Block, BACKWARD_PASS> &came = r.came[turn];
+                                           const arrivals<Block, BACKWARD_PASS> &came, int first,
+                                           uint2 one, const walk<Block, BACKWARD_PASS> &along) {
     const float *base = came.g.base;
     const int warp = thread_again() / 32;
-    const int slot = warp % Block::GROUPS * GROUP;
+    const int slot = warp % Block::GROUPS * GROUP + 4 * column_lane();
     const int column = warp / Block::GROUPS * GROUP + 4 * column_lane();
     const int own = first + row_lane();
-    const uint2 k = came.k.get(own, slot + 4 * column_lane());
-    const chunk_factors all = { came.v.get(own, column), came.b.get(own, column), k,
+    const uint2 k = came.slots[0].get(own, slot), v = came.columns[0].get(own, column);
+    const chunk_factors all = { v, came.columns[1].get(own, column), k,
                                 make_uint2(pair_times(k.x, k.x), pair_times(k.y, k.y)) };
-    const uint2 cot = came.cot.get(own, column);
-    float *spread = &r.spread[first / HALF][threadIdx.x / 32][0][threadIdx.x % 32];
+    const uint2 cot = came.columns[2].get(own, column);
     const float behind = HEADS ? base[first + HALF - 1] : 0.0f;
     const float before = HEADS && first > 0 ? base[first - 1] : 0.0f;
-    unsigned D[4], C[4];
-    factor_of(D, adj.M);
-    factor_of(C, adj.I);
     sums.clear();
-    sums.add(D, C, HEADS ? all.times(twice_exp(behind - base[own])) : all);
+    sums.add(adj, HEADS ? all.times(twice_exp(behind - base[own])) : all);
     if (HEADS) adj.times(expf(behind - before));
+    float spread[2];
 #pragma unroll
     for (int t = 0; t < HALF; t += 2) {
-        uint2 ones = make_uint2(identity(), identity());
+        uint2 ones = one;
         chunk_factors f[2];
         token_pair two;
+        float sum[2];
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int s = t + i, at = first + s;
             float reads[2][4];
-            along.advance(c, at);
+            along.template advance<HEADS>(c, at);
             along.pull(reads, at);
-            spread[32 * s] = two.read(sums, i, c, reads, only(row_lane() == s, cot));
+            sum[i] = two.read(sums, i, c, reads, only(row_lane() == s, cot));
             f[i] = all.where(row_lane() <= s);
             if (HEADS) f[i] = f[i].times(row_lane() <= s ? twice_exp(base[at] - base[own]) : 0);
+        }
+        mn_cell_halve<1>(sum, 1);
+        spread[t / 2 % 2] = sum[0];
+        if (t % 4 == 2) {
+            mn_cell_halve<1>(spread, 2);
+            sums.spread[t / 4] = spread[0];
         }
         if (HEADS) {
             ones.x = pair_times(ones.x, twice_exp(base[first + t] - before));
@@ -268,136 +334,99 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
 /* A warp's sums to shared memory. Tokens of a lane lie 4 slots or columns wide of each other's
  * banks, those of the upper half in what the lower leaves free. */
 template <typename Block>
-__device__ __forceinline__ void put_sums(backward_room<Block> &r, chunk_sums &sums, int turn,
-                                         int first) {
-    const int slot = warp_slot<Block>(), column = warp_column<Block>();
+__device__ __forceinline__ void put_sums(chunk_room<Block> &r, const chunk_sums &sums,
+                                         const arrivals<Block, BACKWARD_PASS> &came, int first) {
+    const int slot = Block::slot(), column = Block::column();
     const int flip = column_lane() & 2;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int t = 2 * column_lane() + i % 2, at = neighbour(i / 2);
-        const float k = mn_float(r.came[turn].k.at[first + t][slot + at]);
-        r.keys[across<Block>()][0][t][slot + (at ^ flip)] = sums.dq[i];
-        r.keys[across<Block>()][1][t][slot + (at ^ flip)] = fmaf(-2.0f * k, sums.write[i],
+        const float k = mn_float(came.slots[0].at[first + t][slot + at]);
+        r.keys[Block::across()][0][t][slot + (at ^ flip)] = sums.dq[i];
+        r.keys[Block::across()][1][t][slot + (at ^ flip)] = fmaf(-2.0f * k, sums.write[i],
                                                                  sums.value[i]);
         r.lines[Block::group()][0][t][column + (at ^ flip)] = sums.dv[i];
         r.lines[Block::group()][1][t][column + (at ^ flip)] = sums.db[i];
     }
+#pragma unroll
+    for (int i = 0; i < HALF / 4; i++) {
+        r.spread[threadIdx.x / 32][i][threadIdx.x % 32] = sums.spread[i];
+    }
 }
 
-/* dk and dq of a warp's token: its share of this block's sums over columns, as parts. */
+/* A lane's share of the gradients of one of its warp's tokens. */
 template <typename Block>
-__device__ __forceinline__ void put_keys(const backward_room<Block> &r, float over,
-                                         int64_t token) {
-    constexpr int EACH = Block::SLOTS / 32;
-    const int t = threadIdx.x / 32, flip = t / 2 & 2;
-    const int slot = threadIdx.x % 32 * EACH ^ flip;
-    float dk[EACH] = {}, dq[EACH] = {};
-#pragma unroll
-    for (int warp = 0; warp < backward_room<Block>::ACROSS; warp++) {
-        mn_cell_add(dq, &r.keys[warp][0][t][slot]);
-        mn_cell_add(dk, &r.keys[warp][1][t][slot]);
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) dk[i] *= over, dq[i] *= r.to.scale;
-    r.to.dk.put(dk, token);
-    r.to.dq.put(dq, token);
-}
+struct token_sums {
+    static constexpr int SLOTS = Block::SLOTS / 32, COLUMNS = Block::COLUMNS / 32;
+    float dk[SLOTS], dq[SLOTS], dv[COLUMNS], db[COLUMNS], fall, spread;
 
-/* dv and db likewise, sums over this block's slots; returns the lane's share of v'dv + b'db. */
-template <typename Block>
-__device__ __forceinline__ float put_lines(const backward_room<Block> &r, float over, int turn,
-                                           int row, int64_t token) {
-    constexpr int EACH = Block::COLUMNS / 32;
-    const int t = threadIdx.x / 32, flip = t / 2 & 2;
-    const int column = threadIdx.x % 32 * EACH;
-    float dv[EACH] = {}, db[EACH] = {}, fall = 0.0f;
+    /* From all warps' sums; `row`: of its tile. */
+    __device__ __forceinline__ void add(const chunk_room<Block> &r,
+                                        const arrivals<Block, BACKWARD_PASS> &came, int row,
+                                        float scale) {
+        const int t = row % HALF, lane = threadIdx.x % 32, flip = t / 2 & 2;
+        const int slot = lane * SLOTS ^ flip, column = lane * COLUMNS;
+        const float over = came.g.over[row];
+        *this = {};
 #pragma unroll
-    for (int group = 0; group < Block::GROUPS; group++) {
-        mn_cell_add(dv, &r.lines[group][0][t][column ^ flip]);
-        mn_cell_add(db, &r.lines[group][1][t][column ^ flip]);
-    }
-#pragma unroll
-    for (int i = 0; i < EACH; i++) {
-        dv[i] *= over, db[i] *= -over;
-        fall = fmaf(mn_float(r.came[turn].v.at[row][column + i]), dv[i], fall);
-        fall = fmaf(mn_float(r.came[turn].b.at[row][column + i]), db[i], fall);
-    }
-    if (gridDim.z > 1) {
-        r.to.dv_part.put(dv, token);
-        r.to.db_part.put(db, token);
-    } else {
-        r.to.dv.put(dv, token);
-        r.to.db.put(db, token);
-    }
-    return fall;
-}
-
-/* The gradients of a chunk, a token for each warp, from all warps' sums. */
-template <typename Block>
-__device__ __forceinline__ void put_chunk(backward_room<Block> &r, int length, int tile, int turn,
-                                          int first) {
-    static_assert(WARPS == HALF, "a warp for each token");
-    const int t = thread_again() / 32, lane = threadIdx.x % 32, row = first + t;
-    const int token = tile * TOKENS + row;
-    const float over = r.came[turn].g.over[row];
-    float spread = 0.0f, fall = 0.0f;
-    if (token < length) {
-#pragma unroll
-        for (int n = 0; n < WARPS; n += 2) {    // two lanes of every other warp
-            const float *from = r.spread[first / HALF][n + lane / 16][t];
-            const float2 two = ((const float2 *)from)[lane % 16];
-            spread += two.x + two.y;
+        for (int warp = 0; warp < Block::ACROSS; warp++) {
+            mn_cell_add(dq, &r.keys[warp][0][t][slot]);
+            mn_cell_add(dk, &r.keys[warp][1][t][slot]);
         }
-        put_keys(r, over, token);
-        fall = mn_warp_sum(put_lines(r, over, turn, row, token));
-        spread = mn_warp_sum(spread);
+#pragma unroll
+        for (int group = 0; group < Block::GROUPS; group++) {
+            mn_cell_add(dv, &r.lines[group][0][t][column ^ flip]);
+            mn_cell_add(db, &r.lines[group][1][t][column ^ flip]);
+        }
+#pragma unroll
+        for (int warp = 0; warp < Block::WARPS; warp += 4) {    // eight lanes of each have it
+            spread += r.spread[warp + lane / 8][t / 4][lane % 8 * 4 + t % 4];
+        }
+#pragma unroll
+        for (int i = 0; i < SLOTS; i++) dk[i] *= over, dq[i] *= scale;
+#pragma unroll
+        for (int i = 0; i < COLUMNS; i++) {
+            dv[i] *= over, db[i] *= -over;
+            fall = fmaf(mn_float(came.columns[0].at[row][column + i]), dv[i], fall);
+            fall = fmaf(mn_float(came.columns[1].at[row][column + i]), db[i], fall);
+        }
+        spread *= over;
     }
-    if (lane == 0) r.falls[row] = fall, r.spreads[row] = over * spread;
-}
 
-/* What the last warp keeps from tile to tile: sum C in front of the last one, times the decay of
- * its first token, and a lane's share of dip. */
-struct priors {
-    float behind, sum;
+    __device__ __forceinline__ void put(const targets &to, int64_t token) const {
+        to.dk.put(dk, token);
+        to.dq.put(dq, token);
+        if (gridDim.z > 1) {
+            to.dv_part.put(dv, token);
+            to.db_part.put(db, token);
+        } else {
+            to.dv.put(dv, token);
+            to.db.put(db, token);
+        }
+    }
 };
 
-/* dg of a tile as this block's part, by the last warp. */
+/* The gradients of a tile from all warps' sums, a token for each warp. */
 template <typename Block>
-__device__ __forceinline__ void put_gates(priors &prior, const backward_room<Block> &r,
-                                          const gates &g, float *parts, const mn_call &call,
-                                          const mn_cell_tile &tile, const place &at,
-                                          int64_t n_rows) {
-    const int t = threadIdx.x % TOKENS;
-    const int64_t block = blockIdx.z * (int64_t)gridDim.x + blockIdx.x;
-    /* sum C_t = -spread + a_{t+1} sum C_{t+1}: C is that sum, from t on, of C behind and of 1 */
-    float C = -r.spreads[t], keeps = t + 1 < TOKENS ? g.a[t + 1] : 1.0f;
-#pragma unroll
-    for (int by = 1; by < TOKENS; by *= 2) {
-        const float later = __shfl_down_sync(0xffffffffu, C, by, TOKENS);
-        const float more = __shfl_down_sync(0xffffffffu, keeps, by, TOKENS);
-        if (t + by < TOKENS) C = fmaf(keeps, later, C), keeps *= more;
+__device__ __forceinline__ void put_tile(backward_room<Block> &r,
+                                         const arrivals<Block, BACKWARD_PASS> &came, int n_rows,
+                                         int64_t first) {
+    static_assert(Block::WARPS == TOKENS, "a warp for each token");
+    const int row = thread_again() / 32;
+    token_sums<Block> sums;
+    sums.add(r.chunk[row / HALF], came, row, r.to.scale);
+    const float fall = mn_warp_sum(sums.fall), spread = mn_warp_sum(sums.spread);
+    if (row >= n_rows) return;
+    if (threadIdx.x % 32 == 0) {
+        r.to.gates[(first + row) * r.to.tokens_apart] = make_float2(fall, spread);
     }
-    C = fmaf(keeps, prior.behind, C);
-    prior.behind = __shfl_sync(0xffffffffu, g.a[0] * C, 0, TOKENS);
-    const float fall = fmaf(g.forget[t] * at.ip, C, r.falls[t]);
-    float sum = fall, start = at.ip * prior.behind;
-#pragma unroll
-    for (int by = 1; by < TOKENS; by *= 2) {
-        const float before = __shfl_up_sync(0xffffffffu, sum, by, TOKENS);
-        if (t >= by) sum += before;
-    }
-#pragma unroll
-    for (int warp = 0; warp < WARPS; warp++) start += r.along[warp];
-    if ((int)(threadIdx.x % 32) >= tile.n_rows) return;
-    const int64_t row = tile.row(call, t) * call.H + at.h;
-    parts[block * n_rows + row] = start + (sum - fall) - g.a[t] * at.ip * C;
-    prior.sum = fmaf(g.forget[t], C, prior.sum);
+    sums.put(r.to, first + row);
 }
 
 /* Adjoints of the last state, `c`: D and -C. */
 template <typename Block>
-__device__ void start_back(cells &adj, const cells &c, const mn_importance_args &p,
-                           const place &at) {
+__device__ void start_back(cells &adj, const cells &c,
+                           const mn_importance_args &p, const place &at) {
     const float *dmu = mn_row<float>(p.cot.mu, at.n, 0, at.h);
     const float *dimp = mn_row<float>(p.cot.imp, at.n, 0, at.h);
 #pragma unroll
@@ -413,7 +442,8 @@ __device__ void start_back(cells &adj, const cells &c, const mn_importance_args 
 
 /* Gradients of the first state; returns the part of dip of one that starts at the prior. */
 template <typename Block>
-__device__ float put_first(const cells &adj, const mn_importance_args &p, const place &at) {
+__device__ float put_first(const cells &adj, const mn_importance_args &p,
+                           const place &at) {
     const float *mu0 = mn_row<float>(p.mu0, at.n, 0, at.h);
     float *dmu0 = mn_row<float>(p.grad.mu0, at.n, 0, at.h), sum = 0.0f;
     float *dimp0 = mn_row<float>(p.grad.imp0, at.n, 0, at.h);
@@ -432,79 +462,88 @@ __device__ float put_first(const cells &adj, const mn_importance_args &p, const 
 
 /* S in front of the tile, from the state there and its adjoint, without sum C times ip: each warp's
  * part of it. */
-template <typename Block>
-__device__ __forceinline__ void put_along(backward_room<Block> &r, const cells &adj, const cells &c,
-                                          float ip) {
+__device__ __forceinline__ void put_along(const targets &to, const cells &adj, const cells &c,
+                                          int tile) {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         sum = fmaf(adj.M[i / 4][i % 4], c.M[i / 4][i % 4], sum);
-        sum = fmaf(-adj.I[i / 4][i % 4], c.I[i / 4][i % 4] - ip, sum);
+        sum = fmaf(-adj.I[i / 4][i % 4], c.I[i / 4][i % 4] - to.ip, sum);
     }
     sum = mn_warp_sum(sum);
-    if (threadIdx.x % 32 == 0) r.along[threadIdx.x / 32] = sum;
+    if (threadIdx.x % 32 == 0) to.along[tile * to.tiles_apart + threadIdx.x / 32] = sum;
 }
 
-/* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what it has
- * fetched itself. */
+/* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what
+ * it has fetched itself. */
 template <typename Block>
 __device__ __forceinline__ void fetch_state(float4 (&to)[SETS][Block::THREADS],
-                                            const sources &from, int tile) {
+                                            const typename fetcher<Block, BACKWARD_PASS>::sources
+                                                &from, int tile) {
     const int thread = thread_again();
     const float *at = from.states + tile * from.between + thread * 4;
 #pragma unroll
     for (int i = 0; i < SETS; i++) copy_sixteen(&to[i][thread], at + i * SET_STRIDE<Block>);
 }
 
-/* A tile back: `adj` from behind it to in front of it. The sums of its first chunk are left for the
- * next barrier to show. */
-template <typename Block, bool HEADS>
-__device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r,
-                                          const mn_importance_args &p, const place &at,
-                                          priors &prior, int tile, bool last) {
-    const int turn = again(tile) & 1;
-    const walk<Block, BACKWARD_PASS, HEADS> along(r.in);
-    const float *front = (const float *)&r.states[turn][0][threadIdx.x];
+/* The adjoints behind the last tile, from the state in front of it; returns this thread's part of
+ * sum C there. */
+template <typename Block>
+__device__ __forceinline__ float start_tile(cells &adj, cells end,
+                                            const tile<Block, BACKWARD_PASS> &in,
+                                            const mn_importance_args &p, const place &at) {
+    advance_tile<Block, BACKWARD_PASS>(end, in);
+    start_back<Block>(adj, end, p, at);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum -= adj.I[i / 4][i % 4];
+    return sum;
+}
+
+/* A tile back: `adj` from behind it to in front of it. */
+template <typename Block>
+__device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, int tile, int length,
+                                          int phase, const float *front,
+                                          const walk<Block, BACKWARD_PASS> &along) {
+    const arrivals<Block, BACKWARD_PASS> &came = r.came[tile & 1];
     cells c;
     c.load(front, SET_STRIDE<Block>);
-    if (last) {
-        cells end = c;
-        advance_tile<Block, BACKWARD_PASS, HEADS>(end, r.in);
-        start_back<Block>(adj, end, p, at);
-        float sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; i++) sum -= adj.I[i / 4][i % 4];
-        prior.behind = mn_team_sum<Block::THREADS>(sum, r.team);
-    }
     adj.times(r.in.rest);
     along.pass(c, 0, HALF);
-    chunk_sums sums;
 #pragma unroll 1
-    for (int first = HALF; first >= 0; first -= HALF) {
-        if (first == 0) c.load(front, SET_STRIDE<Block>);
-        chunk_back<Block, HEADS>(sums, adj, c, r, turn, first, along);
-        if (first == 0) __syncthreads();    // the other chunk's sums have been read
-        put_sums(r, sums, turn, first);
-        if (first == 0) break;
-        __syncthreads();
-        put_chunk(r, (int)at.span.length, tile, turn, first);
+    for (int chunk = 1; chunk >= 0; chunk--) {
+        chunk_sums sums;
+        const uint2 one = r.ones[threadIdx.x % 32];
+        if (chunk == 0) c.load(front, SET_STRIDE<Block>);
+        if (r.in.heads == 0) {
+            chunk_back<Block, false>(sums, adj, c, came, chunk * HALF, one, along);
+        } else {
+            chunk_back<Block, true>(sums, adj, c, came, chunk * HALF, one, along);
+        }
+        if (chunk == 1) wait_at(&r.added, phase);
+        put_sums<Block>(r.chunk[chunk], sums, came, chunk * HALF);
+        if (chunk == 1 && tile > 0) {
+            fetcher<Block, BACKWARD_PASS>::fetch(r.came[~tile & 1], r.from, tile - 1, length);
+        }
     }
     c.load(front, SET_STRIDE<Block>);
-    put_along(r, adj, c, r.to.ip);
+    put_along(r.to, adj, c, tile);
 }
 
 template <typename Block>
-__global__ void __launch_bounds__(Block::THREADS, 2)
+__global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
 backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, room to,
                 int64_t n_rows) {
+    typedef fetcher<Block, BACKWARD_PASS> next;
     extern __shared__ float4 shared[];
     backward_room<Block> &r = *(backward_room<Block> *)shared;
-    const int64_t blocks = gridDim.x * gridDim.z, block = blockIdx.z * gridDim.x + blockIdx.x;
+    int phase = 0;    // of r.added
     r.in.open();
+    if (threadIdx.x == 0) open_barrier(&r.added, Block::WARPS);
+    if (threadIdx.x < 32) r.ones[threadIdx.x] = make_uint2(identity(), identity());
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
         const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
-        typedef fetcher<Block, BACKWARD_PASS> next;
         next::open(r.from, p, at, decays);
         if (threadIdx.x == 0) {
             const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
@@ -513,8 +552,9 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
         }
         r.to.template open<Block>(p, to, at, n_rows);
         __syncthreads();
+        next::share(r.from, r.came[0]);
         cells adj;
-        priors prior = { 0.0f, 0.0f };
+        float behind = 0.0f;    // this thread's part of sum C behind the last token
         if (n_tiles > 0) {
             const int i = n_tiles - 1;
             next::fetch(r.came[i % 2], r.from, i, length);
@@ -525,34 +565,37 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
         }
         next::wait();
         __syncthreads();
+        if (n_tiles > 0) next::put(r.in, r.came[(n_tiles - 1) % 2], r.to.scale);
         for (int i = n_tiles - 1; i >= 0; i--) {
-            const int turn = i & 1;
-            const bool last = i == n_tiles - 1;
-            next::put(r.in, r.came[turn], r.to.scale);
             __syncthreads();
-            if (!last && threadIdx.x / 32 == WARPS - 1) {
-                put_gates(prior, r, r.came[!turn].g, to.at[GATES], p.call,
-                          mn_cell_tile_at(at.span, i + 1), at, n_rows);
-                __syncwarp();
+            if (i > 0) fetch_state<Block>(r.states[~i & 1], r.from, i - 1);
+            if (i + 1 < n_tiles) {
+                const int64_t first = (int64_t)(i + 1) * TOKENS;
+                put_tile(r, r.came[~i & 1], length - (int)first, first);
             }
-            if (i > 0) {
-                next::fetch(r.came[!turn], r.from, i - 1, length);
-                fetch_state<Block>(r.states[!turn], r.from, i - 1);
+            arrive_at(&r.added);
+            const float *front = (const float *)&r.states[again(i) & 1][0][thread_again()];
+            const walk<Block, BACKWARD_PASS> along(r.in);
+            if (i == n_tiles - 1) {
+                cells end;
+                end.load(front, SET_STRIDE<Block>);
+                behind = start_tile<Block>(adj, end, r.in, p, at);
             }
-            if (r.in.heads == 0) tile_back<Block, false>(adj, r, p, at, prior, i, last);
-            else tile_back<Block, true>(adj, r, p, at, prior, i, last);
+            tile_back<Block>(adj, r, i, length, phase, front, along);
+            phase ^= 1;
             next::wait();
             __syncthreads();
-            put_chunk(r, length, i, again(i) & 1, 0);
+            if (i > 0) next::put(r.in, r.came[~again(i) & 1], r.to.scale);
         }
+        if (n_tiles > 0) put_tile(r, r.came[0], length, 0);
         __syncthreads();
-        if (n_tiles > 0 && threadIdx.x / 32 == WARPS - 1) {
-            put_gates(prior, r, r.came[0].g, to.at[GATES], p.call, mn_cell_tile_at(at.span, 0), at,
-                      n_rows);
+        const float first = mn_team_sum<Block::THREADS>(put_first<Block>(adj, p, at), r.team);
+        behind = mn_team_sum<Block::THREADS>(behind, r.team);
+        if (threadIdx.x == 0) {
+            const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
+                                        blockIdx.z * gridDim.x + blockIdx.x);
+            *parts.edge = make_float2(behind, first);
         }
-        float sum = prior.sum + put_first<Block>(adj, p, at);
-        sum = mn_team_sum<Block::THREADS>(sum, r.team);
-        if (threadIdx.x == 0) to.at[PRIORS][(at.n * blocks + block) * p.call.H + at.h] = sum;
         __syncthreads();
     }
 }

@@ -25,32 +25,58 @@ struct forward_room {
     static constexpr int PITCH = Block::COLUMNS + 4;
     tile<Block, FORWARD_PASS> in[2];
     arrivals<Block, FORWARD_PASS> came[2];
-    sources from;
+    typename fetcher<Block, FORWARD_PASS>::sources from;
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
 };
 
-/* o of a tile, the sums over 16 slots of it. */
-template <typename Block, bool HEADS>
-__device__ __forceinline__ void tile_forward(cells &c, forward_room<Block> &r, int turn,
-                                             const uint2 (&queries)[2]) {
-    const walk<Block, FORWARD_PASS, HEADS> along(r.in[turn]);
-    const int column = warp_column<Block>();
+/* Forward, M' and I' are counted in 1 / FORWARD_UNIT, which leaves room above and below for the
+ * product of two I', each from LEAST_PAIRED on. */
+static constexpr float FORWARD_UNIT = 1.0f / 16384, LEAST_PAIRED = 1e-18f;
+
+/* mu of a group of cells. PAIRS: each reciprocal is that of a product of two, as they take longer
+ * than the products that gives back. */
+template <bool PAIRS>
+__device__ __forceinline__ void means_of(float (&mu)[4], const float (&M)[4], const float (&I)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; i += PAIRS ? 2 : 1) {
+        if (PAIRS) {
+            const float over = mn_inverse(I[i] * I[i + 1]);
+            mu[i] = M[i] * I[i + 1] * over;
+            mu[i + 1] = M[i + 1] * I[i] * over;
+        } else {
+            mu[i] = M[i] * mn_inverse(I[i]);
+        }
+    }
+}
+
+/* Whether reciprocals may be shared in a tile without heads: I' does not fall in it. */
+__device__ __forceinline__ bool may_pair(const cells &c) {
+    float least = c.I[0][0];
+#pragma unroll
+    for (int i = 1; i < 8; i++) least = fminf(least, c.I[i / 4][i % 4]);
+    return __all_sync(0xffffffffu, least >= LEAST_PAIRED);
+}
+
+/* o of a tile, the sums over a warp's 16 slots of it. PLAIN: it has no heads, and may_pair. */
+template <typename Block, bool PLAIN>
+__device__ __forceinline__ void tile_forward(cells &c, forward_room<Block> &r,
+                                             int turn, const uint2 (&queries)[2]) {
+    const walk<Block, FORWARD_PASS> along(r.in[turn]);
+    const int column = Block::column();
 #pragma unroll 1
     for (int first = 0; first < TOKENS; first += HALF) {
         const uint2 q = first == 0 ? queries[0] : queries[1];
         float sums[4] = {};
-        along.advance(c, first);
+        along.template advance<!PLAIN>(c, first);
 #pragma unroll
         for (int t = 0; t < HALF; t++) {    // the next token before this one is read
             const cells now = c;
-            if (t + 1 < HALF) along.advance(c, first + t + 1);
+            if (t + 1 < HALF) along.template advance<!PLAIN>(c, first + t + 1);
             float mu[2][4];
             unsigned factor[4];
 #pragma unroll
-            for (int i = 0; i < 8; i++) {
-                mu[i / 4][i % 4] = now.M[i / 4][i % 4] * mn_inverse(now.I[i / 4][i % 4]);
-            }
-            factor_of(factor, mu);
+            for (int i = 0; i < 2; i++) means_of<PLAIN>(mu[i], now.M[i], now.I[i]);
+            factor_of(factor, mu[0], mu[1]);
             add_product(sums, factor, only(row_lane() == t, q));
         }
 #pragma unroll
@@ -95,19 +121,20 @@ struct reader {
 };
 
 template <typename Block>
-__device__ void put_last_state(const cells &c, const mn_importance_args &p, const place &at) {
+__device__ void put_last_state(const cells &c, const mn_importance_args &p,
+                               const place &at) {
     float *mu = mn_row<float>(p.mu, at.n, 0, at.h), *imp = mn_row<float>(p.imp, at.n, 0, at.h);
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         const int64_t cell = cell_at<Block, true>(p.call, n / 4, n % 4);
         const float M = c.M[n / 4][n % 4], I = c.I[n / 4][n % 4];
         if (cell >= 0 && mu) mu[cell] = M / I;
-        if (cell >= 0 && imp) imp[cell] = I;
+        if (cell >= 0 && imp) imp[cell] = I * (1.0f / FORWARD_UNIT);
     }
 }
 
 template <typename Block>
-__global__ void __launch_bounds__(Block::THREADS, 2)
+__global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
 forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, float *sums,
                int64_t n_rows) {
     extern __shared__ float4 shared[];
@@ -122,22 +149,24 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
         next::open(r.from, p, at, decays);
         cells c;
         load_first<Block, true>(c, p, at);
+        c.times(FORWARD_UNIT);
         __syncthreads();
+        next::share(r.from, r.came[0]);
         next::fetch(r.came[0], r.from, 0, length);
         next::fetch(r.came[1], r.from, 1, length);
         next::wait();
         __syncthreads();
         for (int i = 0; i < n_tiles; i++) {    // what its one barrier orders has two rooms
-            const int turn = i % 2, slot = warp_slot<Block>() + 4 * column_lane();
+            const int turn = i % 2, slot = Block::slot() + 4 * column_lane();
             next::put(r.in[turn], r.came[turn], 1.0f);
-            const uint2 queries[2] = { r.came[turn].q.get(row_lane(), slot),
-                                       r.came[turn].q.get(row_lane() + HALF, slot) };
+            const uint2 q[2] = { r.came[turn].slots[1].get(row_lane(), slot),
+                                 r.came[turn].slots[1].get(row_lane() + HALF, slot) };
             next::wait();
             __syncthreads();
             next::fetch(r.came[turn], r.from, i + 2, length);
             if (i > 0) to.put(p, r, mn_cell_tile_at(at.span, i - 1), !turn);
-            if (r.in[turn].heads == 0) tile_forward<Block, false>(c, r, turn, queries);
-            else tile_forward<Block, true>(c, r, turn, queries);
+            if (r.in[turn].heads == 0 && may_pair(c)) tile_forward<Block, true>(c, r, turn, q);
+            else tile_forward<Block, false>(c, r, turn, q);
         }
         __syncthreads();
         if (n_tiles > 0) to.put(p, r, mn_cell_tile_at(at.span, n_tiles - 1), (n_tiles - 1) % 2);
@@ -148,9 +177,9 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
 
 /* ---- states ---------------------------------------------------------------------------------- */
 
-template <typename Block, pass PASS, bool HEADS>
+template <typename Block, pass PASS>
 __device__ __forceinline__ void advance_tile(cells &c, const tile<Block, PASS> &in) {
-    const walk<Block, PASS, HEADS> along(in);
+    const walk<Block, PASS> along(in);
     along.pass(c, 0, TOKENS);
     c.times(in.rest);
 }
@@ -159,12 +188,12 @@ template <typename Block>
 struct states_room {
     tile<Block, STATES_PASS> in[2];
     arrivals<Block, STATES_PASS> came[2];
-    sources from;
+    typename fetcher<Block, STATES_PASS>::sources from;
 };
 
 /* States in front of every tile, of which there are SETS sets for each head. */
 template <typename Block>
-__global__ void __launch_bounds__(Block::THREADS, 3)
+__global__ void __launch_bounds__(Block::THREADS, 2 * Block::PER_PROCESSOR)
 states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, float *states) {
     extern __shared__ float4 shared[];
     states_room<Block> &r = *(states_room<Block> *)shared;
@@ -181,6 +210,7 @@ states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
         cells c;
         load_first<Block, false>(c, p, at);
         __syncthreads();
+        next::share(r.from, r.came[0]);
         next::fetch(r.came[0], r.from, 0, length);
         next::fetch(r.came[1], r.from, 1, length);
         next::wait();
@@ -194,8 +224,7 @@ states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
             next::wait();
             __syncthreads();
             next::fetch(r.came[turn], r.from, i + 2, length);
-            if (r.in[turn].heads == 0) advance_tile<Block, STATES_PASS, false>(c, r.in[turn]);
-            else advance_tile<Block, STATES_PASS, true>(c, r.in[turn]);
+            advance_tile<Block, STATES_PASS>(c, r.in[turn]);
         }
         __syncthreads();
     }

@@ -44,22 +44,39 @@ __device__ __forceinline__ int thread_again() {
     return again(threadIdx.x);
 }
 
-/* Number of this warp along the columns of its block. */
-template <typename Block>
-__device__ int across() {
-    return threadIdx.x / 32 / Block::GROUPS;
-}
+/* A block: GROUPS of its warps lie along the slots, the others along the columns. */
+template <int GROUPS_, int WARPS_>
+struct block {
+    static constexpr int GROUPS = GROUPS_, WARPS = WARPS_, ACROSS = WARPS / GROUPS;
+    static constexpr int THREADS = 32 * WARPS, SLOTS = GROUP * GROUPS, COLUMNS = GROUP * ACROSS;
+    static constexpr int PER_PROCESSOR = 16 / WARPS;    // as registers go
 
-/* First slot and column of this warp in its block. */
-template <typename Block>
-__device__ int warp_slot() {
-    return Block::group() * GROUP;
-}
+    /* Its first slot and column. */
+    __device__ static int64_t slot0() {
+        return blockIdx.z * (int64_t)SLOTS;
+    }
 
-template <typename Block>
-__device__ int warp_column() {
-    return across<Block>() * GROUP;
-}
+    __device__ static int64_t column0() {
+        return blockIdx.x * (int64_t)COLUMNS;
+    }
+
+    /* Number of this warp along the slots and the columns, and the first it has of them. */
+    __device__ static int group() {
+        return threadIdx.x / 32 % GROUPS;
+    }
+
+    __device__ static int across() {
+        return threadIdx.x / 32 / GROUPS;
+    }
+
+    __device__ static int slot() {
+        return group() * GROUP;
+    }
+
+    __device__ static int column() {
+        return across() * GROUP;
+    }
+};
 
 /* ---- products -------------------------------------------------------------------------------- */
 
@@ -128,9 +145,10 @@ __device__ __forceinline__ unsigned split(float x) {
 }
 
 /* Two products' results as a factor of depth 16. */
-__device__ __forceinline__ void factor_of(unsigned (&to)[4], const float (&x)[2][4]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) to[i] = pair_of(x[i / 2][i % 2 * 2], x[i / 2][i % 2 * 2 + 1]);
+__device__ __forceinline__ void factor_of(unsigned (&to)[4], const float (&x)[4],
+                                          const float (&y)[4]) {
+    to[0] = pair_of(x[0], x[1]), to[1] = pair_of(x[2], x[3]);
+    to[2] = pair_of(y[0], y[1]), to[3] = pair_of(y[2], y[3]);
 }
 
 __device__ __forceinline__ unsigned turned(unsigned x) {
@@ -194,8 +212,8 @@ __device__ int64_t state_at(int64_t item) {
 template <typename Block, bool TURNED>
 __device__ int64_t cell_at(const mn_call &call, int n, int i) {
     const int row = neighbour(i / 2), column = 4 * column_lane() + 2 * n + i % 2;
-    const int64_t s = Block::slot0() + warp_slot<Block>() + (TURNED ? column : row);
-    const int64_t v = Block::column0() + warp_column<Block>() + (TURNED ? row : column);
+    const int64_t s = Block::slot0() + Block::slot() + (TURNED ? column : row);
+    const int64_t v = Block::column0() + Block::column() + (TURNED ? row : column);
     return s < call.K && v < call.V ? s * call.V + v : -1;
 }
 
@@ -244,9 +262,10 @@ __device__ __forceinline__ unsigned find_heads(float &base, float &before, float
     return heads;
 }
 
-/* The gates of all tiles: those of head h in tile slot i are number i H + h. */
+/* The gates of all tiles, where M' and I' are counted in 1 / unit: those of head h in tile slot i
+ * are number i H + h. */
 static __global__ void __launch_bounds__(GATES_PER_BLOCK *TOKENS)
-gates_kernel(const __grid_constant__ mn_importance_args p, gates *all) {
+gates_kernel(const __grid_constant__ mn_importance_args p, gates *all, float unit) {
     const int t = threadIdx.x % TOKENS;
     const int64_t count = mn_tile_slots(p.call, TOKENS) * p.call.H;
     const int64_t item = blockIdx.x * (int64_t)GATES_PER_BLOCK + threadIdx.x / TOKENS;
@@ -265,9 +284,10 @@ gates_kernel(const __grid_constant__ mn_importance_args p, gates *all) {
     }
     const unsigned heads = find_heads(base, before, sum);
     const float forget = -expm1f(log), over = expf(base - sum);
-    const float fresh = exists ? fmaf(forget, *mn_row<float>(p.ip, 0, 0, h), least_importance) :
+    const float fresh = exists ? over * fmaf(forget * unit, *mn_row<float>(p.ip, 0, 0, h),
+                                             least_importance) :
                                  0.0f;
-    float so_far = fresh * over;
+    float so_far = fresh;
 #pragma unroll
     for (int by = 1; by < TOKENS; by *= 2) {
         const float earlier = __shfl_up_sync(0xffffffffu, so_far, by, TOKENS);
@@ -275,9 +295,9 @@ gates_kernel(const __grid_constant__ mn_importance_args p, gates *all) {
     }
     if (item >= count) return;
     gates &to = all[item];
-    to.a[t] = expf(log), to.forget[t] = forget, to.over[t] = over;
+    to.a[t] = expf(log), to.forget[t] = forget, to.over[t] = over * unit;
     to.base[t] = base, to.step[t] = expf(sum - before);
-    to.fresh[t] = split(fresh * over);
+    to.fresh[t] = split(fresh);
     if (t == HALF - 1) to.early = so_far;
     if (t == TOKENS - 1) to.rest = expf(sum - base), to.heads = heads, to.whole = so_far;
 }
@@ -384,10 +404,8 @@ template <typename Block, pass PASS>
 struct arrivals {
     static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
     gates g;
-    rows_of<Block::SLOTS> k;
-    rows_of<READS ? Block::SLOTS : 0> q;
-    rows_of<Block::COLUMNS> v, b;
-    rows_of<BACK ? Block::COLUMNS : 0> cot;
+    rows_of<Block::SLOTS> slots[READS ? 2 : 1];        // k, q
+    rows_of<Block::COLUMNS> columns[BACK ? 3 : 2];    // v, b, do
 };
 
 __device__ __forceinline__ void copy_sixteen(void *to, const void *from) {
@@ -411,27 +429,36 @@ struct alignas(16) stream {
         packs = ((uintptr_t)first | (uintptr_t)(apart * (int64_t)sizeof(mn_bf16))) % 16 == 0;
     }
 
-    /* Piece `index` of the rows from token t0 on, of which there are n_rows. */
-    template <int COUNT>
-    __device__ __forceinline__ void copy(rows_of<COUNT> &to, int index, int t0, int n_rows) const {
-        const int t = index / (COUNT / PIECE), column = index % (COUNT / PIECE) * PIECE;
-        const int count = t < n_rows ? left - column : 0;
-        const mn_bf16 *from = first + (t0 + t) * apart + column;
-        mn_bf16 *own = &to.at[t][column];
-        if (packs && count >= PIECE) copy_sixteen(own, from);
-        else copy_some(own, from, count);
+    /* Whether PIECE numbers from `column` on may be copied at once. */
+    __device__ bool copies(int column) const {
+        return packs && left - column >= PIECE;
     }
 
-private:
-    __device__ __noinline__ static void copy_some(mn_bf16 *to, const mn_bf16 *from, int count) {
+    /* Those of `token` from `column` on that there are; zeros in place of others, and of all where
+     * `token` is none. */
+    __device__ __noinline__ void put(mn_bf16 *to, int token, bool exists, int column) const {
+        const mn_bf16 *row = first + token * apart + column;
 #pragma unroll 1
-        for (int n = 0; n < PIECE; n++) to[n] = n < count ? from[n] : mn_bf16(0.0f);
+        for (int n = 0; n < PIECE; n++) {
+            to[n] = exists && column + n < left ? row[n] : mn_bf16(0.0f);
+        }
     }
 };
 
+/* PIECE numbers that a thread brings for each tile: those of the first tile, and where they go. */
+struct alignas(16) piece {
+    const mn_bf16 *first;
+    unsigned short to, column;    // in bytes; in numbers
+    unsigned char row, kind;
+    bool whole;                   // copied at once
+};
+
 /* Where tiles come from, in shared memory: threads have no registers to spare for it. */
+template <int KINDS, int EACH, int THREADS>
 struct sources {
-    stream k, q, v, b, cot;
+    stream of[KINDS];
+    int64_t apart[KINDS];    // tiles of it
+    piece pieces[EACH][THREADS];
     const gates *decays;    // of the sequence's first tile
     const float *states;    // in front of it, of the block's first thread
     int64_t heads, between;    // tiles of gates, and of states
@@ -440,25 +467,53 @@ struct sources {
 /* Fetches tiles, and makes their factors once copies have been waited for by the whole block. */
 template <typename Block, pass PASS>
 struct fetcher {
-    static constexpr bool BACK = PASS == BACKWARD_PASS;
+    static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
     static constexpr int SLOT_PIECES = Block::SLOTS * TOKENS / PIECE;
     static constexpr int COLUMN_PIECES = Block::COLUMNS * TOKENS / PIECE;
-    static constexpr int SLOT_KINDS = PASS == STATES_PASS ? 1 : 2, COLUMN_KINDS = BACK ? 3 : 2;
+    static constexpr int SLOT_KINDS = READS ? 2 : 1, COLUMN_KINDS = BACK ? 3 : 2;
     static constexpr int PIECES = SLOT_KINDS * SLOT_PIECES + COLUMN_KINDS * COLUMN_PIECES;
+    static constexpr int EACH = (PIECES + Block::THREADS - 1) / Block::THREADS;
     typedef arrivals<Block, PASS> rooms;
+    typedef importance::by_mma::sources<SLOT_KINDS + COLUMN_KINDS, EACH, Block::THREADS> sources;
 
     /* By the first thread; the others see it behind the next barrier. */
     __device__ static void open(sources &from, const mn_importance_args &p, const place &at,
                                 const gates *all) {
         const int64_t s0 = Block::slot0(), v0 = Block::column0(), K = p.call.K, V = p.call.V;
         if (threadIdx.x != 0) return;
-        from.k.open(p.k, at, s0, K);
-        from.v.open(p.v, at, v0, V);
-        from.b.open(p.b, at, v0, V);
-        if (PASS != STATES_PASS) from.q.open(p.q, at, s0, K);
-        if (BACK) from.cot.open(p.cot.o, at, v0, V);
+        from.of[0].open(p.k, at, s0, K);
+        if (READS) from.of[1].open(p.q, at, s0, K);
+        from.of[SLOT_KINDS].open(p.v, at, v0, V);
+        from.of[SLOT_KINDS + 1].open(p.b, at, v0, V);
+        if (BACK) from.of[SLOT_KINDS + 2].open(p.cot.o, at, v0, V);
+        for (int i = 0; i < SLOT_KINDS + COLUMN_KINDS; i++) {
+            from.apart[i] = from.of[i].apart * TOKENS;
+        }
         from.heads = p.call.H;
         from.decays = all + mn_cell_first_slot(p.call, at.n, TOKENS) * p.call.H + at.h;
+    }
+
+    /* What this thread brings, once sources are open to all. */
+    __device__ static void share(sources &from, rooms &to) {
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {
+            int i = n * Block::THREADS + threadIdx.x;
+            piece &own = from.pieces[n][threadIdx.x];
+            own.row = TOKENS;    // none
+            if (i >= PIECES) continue;
+            const bool slots = i < SLOT_KINDS * SLOT_PIECES;
+            if (!slots) i -= SLOT_KINDS * SLOT_PIECES;
+            const int pieces = slots ? SLOT_PIECES : COLUMN_PIECES, across = pieces / TOKENS;
+            own.kind = i / pieces + (slots ? 0 : SLOT_KINDS);
+            own.row = i % pieces / across;
+            own.column = i % across * PIECE;
+            const mn_bf16 *room = slots ? to.slots[own.kind].at[own.row] :
+                                          to.columns[own.kind - SLOT_KINDS].at[own.row];
+            own.to = (unsigned short)((const char *)(room + own.column) - (const char *)&to);
+            const stream &of = from.of[own.kind];
+            own.whole = of.copies(own.column);
+            own.first = of.first + own.row * of.apart + own.column;
+        }
     }
 
     /* Tile `index` of a sequence of `length` tokens; nothing behind its end. */
@@ -473,20 +528,14 @@ struct fetcher {
             copy_sixteen((char *)&to.g + part * 16, (const char *)g + part * 16);
         }
 #pragma unroll
-        for (int n = 0; n < PIECES; n += Block::THREADS) {
-            int i = n + thread;
-            if (i < SLOT_PIECES) from.k.copy(to.k, i, t0, n_rows);
-            i -= SLOT_PIECES;
-            if constexpr (SLOT_KINDS > 1) {
-                if (i >= 0 && i < SLOT_PIECES) from.q.copy(to.q, i, t0, n_rows);
-                i -= SLOT_PIECES;
-            }
-            if (i >= 0 && i < COLUMN_PIECES) from.v.copy(to.v, i, t0, n_rows);
-            i -= COLUMN_PIECES;
-            if (i >= 0 && i < COLUMN_PIECES) from.b.copy(to.b, i, t0, n_rows);
-            i -= COLUMN_PIECES;
-            if constexpr (BACK) {
-                if (i >= 0 && i < COLUMN_PIECES) from.cot.copy(to.cot, i, t0, n_rows);
+        for (int n = 0; n < EACH; n++) {
+            const piece own = from.pieces[n][thread];
+            if (own.row >= TOKENS) continue;
+            char *room = (char *)&to + own.to;
+            if (own.whole && own.row < n_rows) {
+                copy_sixteen(room, own.first + index * from.apart[own.kind]);
+            } else {
+                from.of[own.kind].put((mn_bf16 *)room, t0 + own.row, own.row < n_rows, own.column);
             }
         }
     }
@@ -495,20 +544,24 @@ struct fetcher {
         asm volatile("cp.async.wait_all;" ::: "memory");
     }
 
-    /* The factors of a tile that has come. */
+    /* The factors of a tile that has come: a thread has 4 neighbours of a kind. */
     __device__ static void put(tile<Block, PASS> &to, const rooms &came, float scale) {
-        constexpr int ACROSS = Block::SLOTS / 4;    // a thread has 4 neighbours
-        const int thread = own_thread(), row = thread / ACROSS, slot = thread % ACROSS * 4;
-        if (row < TOKENS) put_slots(to, came, row, slot, scale);
-        constexpr int QUADS = Block::COLUMNS / 4 * TOKENS;
+        constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
+        const int thread = own_thread(), at = thread % SLOT_QUADS;
+        const int row = at / (Block::SLOTS / 4), slot = at % (Block::SLOTS / 4) * 4;
+        constexpr int SHARES = BACK && Block::THREADS >= 2 * SLOT_QUADS ? 2 : 1;
+        if (thread < SLOT_QUADS) put_keys(to, came, row, slot);
+        if constexpr (BACK) {
+            if (thread / SLOT_QUADS == SHARES - 1) put_queries(to, came, row, slot, scale);
+        }
 #pragma unroll
-        for (int n = 0; n < COLUMN_KINDS * QUADS; n += Block::THREADS) {
-            const int i = n + thread, at = i % QUADS, column = at % (Block::COLUMNS / 4) * 4;
-            if (i >= COLUMN_KINDS * QUADS) break;
-            const int t = at / (Block::COLUMNS / 4);
-            if (i < QUADS) put_columns(to, came.v, VALUE_FACTOR, t, column);
-            else if (i < 2 * QUADS) put_columns(to, came.b, WRITE_FACTOR, t, column);
-            else if constexpr (BACK) put_columns(to, came.cot, COT_FACTOR, t, column);
+        for (int n = 0; n < COLUMN_KINDS * QUADS; n += Block::THREADS) {    // last threads first
+            const int i = n + Block::THREADS - 1 - thread, own = i % QUADS;
+            const int t = own / (Block::COLUMNS / 4), column = own % (Block::COLUMNS / 4) * 4;
+            if (i >= COLUMN_KINDS * QUADS) continue;
+            if (i < QUADS) put_columns(to, came.columns[0], VALUE_FACTOR, t, column);
+            else if (i < 2 * QUADS) put_columns(to, came.columns[1], WRITE_FACTOR, t, column);
+            else if constexpr (BACK) put_columns(to, came.columns[2], COT_FACTOR, t, column);
         }
         if (thread < TOKENS) {
             to.slots.put_last(thread, came.g.fresh[thread]);
@@ -524,10 +577,10 @@ private:
         return PASS == FORWARD_PASS ? (int)threadIdx.x : thread_again();
     }
 
-    __device__ __forceinline__ static void put_slots(tile<Block, PASS> &to, const rooms &came,
-                                                     int t, int slot, float scale) {
+    __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, const rooms &came, int t,
+                                                    int slot) {
         float x[4];
-        numbers_of(x, came.k.get(t, slot));
+        numbers_of(x, came.slots[0].get(t, slot));
         const float over = came.g.over[t];
         unsigned key[4], weight[4];
 #pragma unroll
@@ -538,12 +591,16 @@ private:
         }
         to.slots.put(t, KEY_FACTOR, slot, key);
         to.slots.put(t, WEIGHT_FACTOR, slot, weight);
-        if constexpr (BACK) {
-            numbers_of(x, came.q.get(t, slot));
+    }
+
+    __device__ __forceinline__ static void put_queries(tile<Block, PASS> &to, const rooms &came,
+                                                       int t, int slot, float scale) {
+        float x[4];
+        unsigned query[4];
+        numbers_of(x, came.slots[1].get(t, slot));
 #pragma unroll
-            for (int i = 0; i < 4; i++) key[i] = split(scale * x[i]);
-            to.slots.put(t, QUERY_FACTOR, slot, key);
-        }
+        for (int i = 0; i < 4; i++) query[i] = split(scale * x[i]);
+        to.slots.put(t, QUERY_FACTOR, slot, query);
     }
 
     __device__ __forceinline__ static void numbers_of(float (&x)[4], uint2 pairs) {
@@ -563,7 +620,7 @@ private:
 
 /* A lane's way through the tokens of a tile. HEADS: some of them may be heads; tiles without any
  * have a way of their own, in which the compiler may mix tokens. */
-template <typename Block, pass PASS, bool HEADS>
+template <typename Block, pass PASS>
 struct walk {
     typedef decltype(tile<Block, PASS>::slots) slot_factors;
     typedef decltype(tile<Block, PASS>::columns) column_factors;
@@ -581,6 +638,7 @@ struct walk {
     }
 
     /* Token t. */
+    template <bool HEADS>
     __device__ __forceinline__ void advance(cells &c, int t) const {
         if (HEADS && in.heads >> t & 1) c.times(in.step[t]);
         const uint2 of_rows = TURNED ? column_factors::get(rows, t) : slot_factors::get(rows, t);
@@ -595,9 +653,9 @@ struct walk {
 
     /* Tokens first .. first + count, none of which is to be read, by fours. */
     __device__ __forceinline__ void pass(cells &c, int first, int count) const {
-        if (HEADS) {
-#pragma unroll
-            for (int t = first; t < first + count; t++) advance(c, t);
+        if (in.heads != 0) {
+#pragma unroll 1
+            for (int t = first; t < first + count; t++) advance<true>(c, t);
             return;
         }
         const int warp = thread_again() / 32;

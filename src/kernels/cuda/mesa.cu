@@ -24,7 +24,7 @@ __device__ static room room_at(unsigned char *bytes, const mn_call &c, float *ro
     room r;
     r.kv = take(K + V), r.b[0] = take(K), r.b[1] = take(K), r.cot = take(V);
     r.out = take(V), r.parts = take(MN_MESA_THREADS);
-    r.pair = rooms ? rooms + blockIdx.x * K * (K + V) : at;
+    r.pair = rooms ? rooms + blockIdx.x * mn_mesa_layout::of(c).size : at;
     return r;
 }
 
@@ -54,6 +54,8 @@ __device__ static float read_token(const room &r, const mn_mesa_args &p, const m
                                    mn_mesa_room &memory, const mn_mesa_work &w, int64_t t,
                                    bool backward) {
     const int64_t K = p.call.K, V = p.call.V, b = at.tile.span.b, thread = threadIdx.x;
+    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
+    const float *values = r.pair + lie.rows;
     const T *q = mn_row<T>(p.q, b, t, at.h), *cot = mn_row<T>(p.cot.o, b, t, at.h);
     if (thread < K) {
         r.b[0][thread] = (float)p.scale * mn_float(q[thread]);
@@ -62,14 +64,14 @@ __device__ static float read_token(const room &r, const mn_mesa_args &p, const m
     if (backward) {
         for (int64_t j = thread; j < V; j += MN_MESA_THREADS) r.cot[j] = mn_get(cot, j);
         __syncthreads();
-        mn_mesa_rows(r.b[1], r.pair + K, K + V, V, r.cot, K);
+        mn_mesa_rows(r.b[1], values, lie.pitch, V, r.cot, K);
     }
     __syncthreads();
-    mn_mesa_solve<T>({ r.b[0], r.b[1] }, r.pair, K + V, mn_row<T>(p.lam, 0, 0, at.h), K, memory,
+    mn_mesa_solve<T>({ r.b[0], r.b[1] }, r.pair, lie.pitch, mn_row<T>(p.lam, 0, 0, at.h), K, memory,
                      w.matrices + blockIdx.x * K * K);
     if (!backward) {
         T *o = mn_row<T>(p.o, b, t, at.h);
-        mn_mesa_columns(r.out, r.pair + K, K + V, V, r.b[0], K, r.parts);
+        mn_mesa_columns(r.out, values, lie.pitch, V, r.b[0], K, r.parts);
         for (int64_t j = thread; j < V; j += MN_MESA_THREADS) mn_put(o + j, r.out[j]);
         return 0.0f;
     }
@@ -86,19 +88,21 @@ template <typename T>
 __global__ void __launch_bounds__(MN_MESA_THREADS)
 solve_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t items, bool backward) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    constexpr int parts = MN_MESA_CHUNK / MN_MESA_PART;
+    constexpr int parts = MN_MESA_CHUNK / MN_MESA_WALK;
     mn_mesa_room &memory = *(mn_mesa_room *)bytes;
     const room r = room_at(bytes, p.call, w.rooms);
     const int64_t K = p.call.K, width = K + p.call.V;
+    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
     for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
-        const mn_mesa_place at = mn_mesa_here(p.call, item / parts);
-        const int first = (int)(item % parts) * MN_MESA_PART;
-        const int last = (int)min((int64_t)first + MN_MESA_PART, at.tile.n_rows);
+        const int64_t chunk = item / parts;
+        const mn_mesa_place at = mn_mesa_here(p.call, chunk / p.call.H, chunk % p.call.H);
+        const int first = (int)(item % parts) * MN_MESA_WALK;
+        const int last = (int)min((int64_t)first + MN_MESA_WALK, at.tile.n_rows);
         const int64_t b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
         float lam = 0.0f;
         if (first >= at.tile.n_rows) continue;
         __syncthreads();
-        load_pair(r.pair, w.pairs + at.index * K * width, K * width);
+        load_pair(r.pair, w.pairs + at.index * lie.size, lie.size);
         for (int u = 0; u < last; u++) {
             __syncthreads();
             load_token<T>(r, p, b, t0 + u, at.h);
@@ -108,7 +112,7 @@ solve_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t ite
             for (int64_t i = threadIdx.x / 32; i < K; i += MN_MESA_THREADS / 32) {
                 const float write = beta * r.kv[i];
                 for (int64_t j = threadIdx.x % 32; j < width; j += 32) {
-                    float &cell = r.pair[i * width + j];
+                    float &cell = r.pair[i * lie.pitch + (j < K ? j : j - K + lie.rows)];
                     cell = fmaf(write, r.kv[j], fall * cell);
                 }
             }
@@ -123,14 +127,14 @@ solve_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t ite
 template <typename T>
 __global__ void __launch_bounds__(MN_MESA_THREADS)
 lam_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t slots) {
-    constexpr int parts = MN_MESA_CHUNK / MN_MESA_PART;
+    const int parts = mn_mesa_parts(p.call), each = MN_MESA_CHUNK / parts;
     const int64_t h = blockIdx.x, i = threadIdx.x, K = p.call.K;
     T *to = mn_row<T>(p.grad.lam, 0, 0, h);
     float sum = 0.0f;
     if (i >= K) return;
     for (int64_t slot = 0; slot < slots; slot++) {
         const int64_t rows = mn_tile_at(p.call, MN_MESA_CHUNK, slot).n_rows;
-        for (int part = 0; part < parts && part * MN_MESA_PART < rows; part++) {
+        for (int part = 0; part < parts && part * each < rows; part++) {
             sum += w.lam[((slot * p.call.H + h) * parts + part) * K + i];
         }
     }
@@ -162,12 +166,18 @@ static bool measure_walk(mn_mesa_extent *to, const mn_call *c, size_t size) {
     return true;
 }
 
+/* Numbers of a pair as it lies in work space; false where they are too many. */
+static bool size_of(size_t *size, const mn_call &c) {
+    const mn_mesa_layout lie = mn_mesa_layout::of(c);
+    return mn_mul_size(size, (size_t)lie.rows, (size_t)lie.pitch) && *size <= INT32_MAX;
+}
+
 static bool measure(mn_mesa_extent *to, const mn_call *c, bool backward) {
-    const size_t parts = MN_MESA_CHUNK / MN_MESA_PART;
+    const size_t parts = (size_t)mn_mesa_parts(*c);
     size_t size, heads, chunks;
     *to = {};
     to->slots = mn_tile_slots(*c, MN_MESA_CHUNK);
-    const bool ok = mn_mul_size(&size, (size_t)c->K, (size_t)(c->K + c->V)) &&
+    const bool ok = size_of(&size, *c) &&
                     mn_mul_size(&heads, (size_t)mn_n_spans(*c), (size_t)c->H) &&
                     mn_mul_size(&chunks, (size_t)to->slots, (size_t)c->H) &&
                     mn_mul_size(&to->pairs, chunks, size) && mn_mul_size(&to->last, heads, size);
@@ -197,10 +207,12 @@ static mn_mesa_work work_in(void *shared, const mn_mesa_extent &e, bool backward
     w.matrices = (double *)shared;
     float *at = (float *)(w.matrices + e.matrices);
     const auto take = [&](size_t count) { float *from = at; at += count; return from; };
-    w.pairs = take(e.pairs), w.falls = take(e.falls), w.last = take(e.last);
+    w.pairs = take(e.pairs), w.last = take(e.last);    // first what is taken in packs
+    if (backward) w.adjoints = take(e.pairs);
     if (e.rooms > 0) w.rooms = take(e.rooms);
+    w.falls = take(e.falls);
     if (!backward) return w;
-    w.adjoints = take(e.pairs), w.x = take(e.tokens), w.y = take(e.tokens), w.lam = take(e.lam);
+    w.x = take(e.tokens), w.y = take(e.tokens), w.lam = take(e.lam);
     return w;
 }
 
@@ -209,16 +221,19 @@ template <typename T>
 static int carry(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
                  bool backward, cudaStream_t on) {
     const mn_call &c = p->call;
+    const mn_mesa_layout lie = mn_mesa_layout::of(c);
     const int64_t items = e.slots * c.H, heads = mn_n_spans(c) * c.H;
     if (items > INT32_MAX || heads > 65535) return cudaErrorNotSupported;
     if (items > 0) {
-        const dim3 blocks((unsigned)items, mn_blocks(c.K, MN_MESA_ROWS));
-        mn_mesa_sums_kernel<T><<<blocks, MN_MESA_ADDERS, 0, on>>>(*p, w, backward);
+        const dim3 blocks((unsigned)e.slots, mn_blocks(lie.rows, MN_MESA_ROWS), (unsigned)c.H);
+        if (backward) mn_mesa_sums_kernel<T, true><<<blocks, MN_MESA_ADDERS, 0, on>>>(*p, w);
+        else mn_mesa_sums_kernel<T, false><<<blocks, MN_MESA_ADDERS, 0, on>>>(*p, w);
     }
-    const dim3 grid(mn_blocks(c.K * (c.K + c.V), MN_MESA_THREADS), (unsigned)heads);
-    const int code = mn_launch_early(mn_mesa_carry_kernel, grid, MN_MESA_THREADS, 0, on, *p, w,
+    const dim3 packs(mn_blocks(lie.size, MN_MESA_PACK * MN_MESA_CARRIERS), (unsigned)heads);
+    const int code = mn_launch_early(mn_mesa_carry_kernel, packs, MN_MESA_CARRIERS, 0, on, *p, w,
                                      backward);
     if (code == cudaSuccess && !backward && (p->hkk.data || p->hkv.data)) {
+        const dim3 grid(mn_blocks(lie.size, MN_MESA_THREADS), (unsigned)heads);
         mn_mesa_put_kernel<<<grid, MN_MESA_THREADS, 0, on>>>(*p, w.last);
         return mn_launched();
     }
@@ -233,24 +248,29 @@ static int walk_of(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa
 }
 
 template <int N, typename T>
-static int read_of(const mn_mesa_args *p, const mn_mesa_work &w, bool backward, int64_t items,
+static int read_of(const mn_mesa_args *p, const mn_mesa_work &w, bool backward, int64_t parts,
                    cudaStream_t on) {
-    return mn_launch_early(backward ? mn_mesa_read_kernel<N, T, true>
-                                    : mn_mesa_read_kernel<N, T, false>,
-                           dim3((unsigned)items), MN_MESA_READERS, 0, on, *p, w);
+    const auto kernel = backward ? mn_mesa_read_kernel<N, T, true>
+                                 : mn_mesa_read_kernel<N, T, false>;
+    const cudaError_t code = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(mn_mesa_tokens<N>));
+    if (code != cudaSuccess) return code;
+    return mn_launch_early(kernel, dim3((unsigned)parts, (unsigned)p->call.H), MN_MESA_READERS,
+                           sizeof(mn_mesa_tokens<N>), on, *p, w);
 }
 
 /* What tokens read. */
 template <typename T>
 static int read_any(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
                     bool backward, cudaStream_t on) {
-    const int64_t K = p->call.K, items = e.slots * p->call.H * (MN_MESA_CHUNK / MN_MESA_PART);
+    const int64_t K = p->call.K, parts = e.slots * mn_mesa_parts(p->call);
+    const int64_t items = parts * p->call.H;
     if (items == 0) return cudaSuccess;
-    if (items > INT32_MAX) return cudaErrorNotSupported;
-    if (K <= 16) return read_of<2, T>(p, w, backward, items, on);
-    if (K <= 32) return read_of<4, T>(p, w, backward, items, on);
-    if (K <= 64) return read_of<8, T>(p, w, backward, items, on);
-    if (K <= MN_MESA_NARROW) return read_of<16, T>(p, w, backward, items, on);
+    if (items > INT32_MAX || p->call.H > 65535) return cudaErrorNotSupported;
+    if (K <= 16) return read_of<2, T>(p, w, backward, parts, on);
+    if (K <= 32) return read_of<4, T>(p, w, backward, parts, on);
+    if (K <= 64) return read_of<8, T>(p, w, backward, parts, on);
+    if (K <= MN_MESA_NARROW) return read_of<16, T>(p, w, backward, parts, on);
     return walk_of<T>(p, e, w, backward, items, on);
 }
 

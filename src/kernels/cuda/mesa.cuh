@@ -1,6 +1,6 @@
 /* mesa.cuh - the parts of mesa (see ref/mesa.c): work space, pairs of matrices, sums of chunks.
  *
- * A state is the pair (Hkk, Hkv) in rows of K + V numbers; so is its adjoint (A, B). Sequences are
+ * A state is the pair (Hkk, Hkv), row by row side by side; so is its adjoint (A, B). Sequences are
  * cut into chunks of 32 tokens: what each chunk adds to the pair, all of them at once; a sum over
  * chunks in their order, which leaves the pair in front of each (behind each, for adjoints); then
  * all chunks at once again. */
@@ -10,8 +10,30 @@
 #include "kernels/cuda/after.cuh"
 #include "kernels/cuda/mesa_solve.cuh"
 
-enum { MN_MESA_CHUNK = 32, MN_MESA_PART = 4, MN_MESA_BLOCKS = 264 };
-enum { MN_MESA_ROWS = 16, MN_MESA_ADDERS = 128 };    // rows and threads of a block that sums
+enum { MN_MESA_CHUNK = 32, MN_MESA_BLOCKS = 264 };
+enum { MN_MESA_NARROW = 128 };                      // the widest keys whose M is in registers
+enum { MN_MESA_PART = 16, MN_MESA_WALK = 4 };       // tokens of a block, with narrow keys and wide
+enum { MN_MESA_ROWS = 8, MN_MESA_ADDERS = 128 };    // rows and threads of a block that sums
+enum { MN_MESA_CARRIERS = 128 };                    // threads of one that carries
+
+/* How a pair lies in work space: `rows` rows of `rows` numbers of Hkk and those of Hkv, filled up
+ * with zeros so that what reads it whole needs no borders and takes numbers in packs. */
+struct mn_mesa_layout {
+    int64_t rows, pitch, size;
+
+    __host__ __device__ static mn_mesa_layout of(const mn_call &c) {
+        const int64_t K = c.K;
+        const int64_t rows = K <= 16 ? 16 : K <= 32 ? 32 : K <= 64 ? 64 : K <= 128 ? 128
+                                                                         : (K + 3) / 4 * 4;
+        const int64_t pitch = rows + (c.V + 3) / 4 * 4;
+        return { rows, pitch, rows * pitch };
+    }
+};
+
+/* Blocks that read a chunk of a head. */
+__host__ __device__ inline int mn_mesa_parts(const mn_call &c) {
+    return MN_MESA_CHUNK / (c.K <= MN_MESA_NARROW ? MN_MESA_PART : MN_MESA_WALK);
+}
 
 /* Counts of floats; of doubles for `matrices`. */
 struct mn_mesa_extent {
@@ -36,9 +58,9 @@ struct mn_mesa_place {
     mn_tile_span tile;
 };
 
-__device__ inline mn_mesa_place mn_mesa_here(const mn_call &call, int64_t item) {
+__device__ inline mn_mesa_place mn_mesa_here(const mn_call &call, int64_t slot, int64_t h) {
     mn_mesa_place at;
-    at.index = item, at.slot = item / call.H, at.h = item % call.H;
+    at.index = slot * call.H + h, at.slot = slot, at.h = h;
     at.tile = mn_tile_at(call, MN_MESA_CHUNK, at.slot);
     return at;
 }
@@ -77,104 +99,129 @@ __device__ inline void mn_mesa_weigh(float *weight, float *fall, const mn_mesa_a
     if (u == 0 && blockIdx.y == 0) *fall = expf((float)end);
 }
 
-/* Column j of what the chunk's tokens give the right: keys and values or, `backward`, y, with x in
+/* Column j of what the chunk's tokens give the right: keys and values or, BACK, y, with x in
  * right[1], and cotangents. All loads at once; zeros behind the last token. */
-template <typename T>
-__device__ __forceinline__ void mn_mesa_column(float (&right)[2][MN_MESA_CHUNK],
+template <typename T, bool BACK>
+__device__ __forceinline__ void mn_mesa_column(float (&right)[BACK ? 2 : 1][MN_MESA_CHUNK],
                                                const mn_mesa_args &p, const mn_mesa_work &w,
-                                               const mn_mesa_place &at, int64_t j, bool backward) {
-    const int64_t K = p.call.K, b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
-    if (backward && j < K) {
+                                               const mn_mesa_place &at, int64_t j) {
+    const int64_t K = p.call.K, rows = mn_mesa_layout::of(p.call).rows, b = at.tile.span.b;
+    const int64_t t0 = at.tile.span.t0 + at.tile.first;
+    const int count = (int)at.tile.n_rows;
+    if (BACK && j < K) {
         const int64_t stride = p.call.H * K, from = ((b * p.call.T + t0) * p.call.H + at.h) * K + j;
 #pragma unroll
         for (int u = 0; u < MN_MESA_CHUNK; u++) {
-            right[0][u] = u < at.tile.n_rows ? w.y[from + u * stride] : 0.0f;
-            right[1][u] = u < at.tile.n_rows ? w.x[from + u * stride] : 0.0f;
+            right[0][u] = u < count ? w.y[from + u * stride] : 0.0f;
+            right[BACK][u] = u < count ? w.x[from + u * stride] : 0.0f;
         }
         return;
     }
-    const mn_in &view = j < K ? p.k : backward ? p.cot.o : p.v;
-    const T *from = mn_row<T>(view, b, t0, at.h) + (j < K ? j : j - K);
+    const mn_in &view = j < rows ? p.k : BACK ? p.cot.o : p.v;
+    const bool real = view.data && (j < rows ? j < K && !BACK : j < rows + p.call.V);
+    const T *from = mn_row<T>(view, b, t0, at.h) + (j < rows ? j : j - rows);
+    const int64_t stride = view.stride[1];
 #pragma unroll
-    for (int u = 0; u < MN_MESA_CHUNK; u++) {
-        const bool there = u < at.tile.n_rows && view.data;
-        right[0][u] = there ? mn_float(from[u * view.stride[1]]) : 0.0f;
+    for (int u = 0; u < MN_MESA_CHUNK; u++, from += stride) {
+        right[0][u] = u < count && real ? mn_float(*from) : 0.0f;
+        right[BACK][u] = BACK ? 0.0f : right[0][u];
     }
 }
 
-/* What a chunk adds to its pair at its end or, `backward`, to the adjoint at its front, where the
- * decay of its first token counts, too. A block has 16 rows of a chunk of a head, a thread columns
- * of them. */
-template <typename T>
+/* What a chunk adds to its pair at its end or, BACK, to the adjoint at its front, where the decay
+ * of its first token counts, too. A block has a few rows (blockIdx.y) of a chunk (.x) of a head
+ * (.z), a thread columns of them. A pair's first matrix is symmetric to the last bit: the two keys
+ * meet before the weight. */
+template <typename T, bool BACK>
 __global__ void __launch_bounds__(MN_MESA_ADDERS)
-mn_mesa_sums_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, bool backward) {
-    __shared__ float weight[MN_MESA_CHUNK], left[2][MN_MESA_CHUNK][MN_MESA_ROWS];
-    const mn_mesa_place at = mn_mesa_here(p.call, blockIdx.x);
-    const int64_t K = p.call.K, width = K + p.call.V, row0 = blockIdx.y * MN_MESA_ROWS;
+mn_mesa_sums_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
+    __shared__ float weight[MN_MESA_CHUNK];
+    __shared__ alignas(16) float left[BACK ? 2 : 1][MN_MESA_CHUNK][MN_MESA_ROWS];
+    const mn_mesa_place at = mn_mesa_here(p.call, blockIdx.x, blockIdx.z);
+    const int64_t K = p.call.K, row0 = blockIdx.y * MN_MESA_ROWS;
+    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
     const int64_t b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
     const int count = (int)at.tile.n_rows;
     mn_let_next_begin();
     if (count == 0) return;
-    mn_mesa_weigh<T>(weight, &w.falls[at.index], p, at, backward);
-    for (int i = threadIdx.x; i < count * MN_MESA_ROWS; i += MN_MESA_ADDERS) {
+    mn_mesa_weigh<T>(weight, &w.falls[at.index], p, at, BACK);
+#pragma unroll
+    for (int n = 0; n < MN_MESA_CHUNK * MN_MESA_ROWS / MN_MESA_ADDERS; n++) {
+        const int i = threadIdx.x + n * MN_MESA_ADDERS;
         const int u = i / MN_MESA_ROWS, row = i % MN_MESA_ROWS;
         const int64_t channel = row0 + row, token = ((b * p.call.T + t0 + u) * p.call.H + at.h) * K;
-        const bool there = channel < K;
-        if (backward) left[1][u][row] = there ? w.y[token + channel] : 0.0f;
-        left[0][u][row] = !there ? 0.0f : backward ? w.x[token + channel]
+        const bool there = channel < K && u < count;
+        if (BACK) left[BACK][u][row] = there ? w.y[token + channel] : 0.0f;
+        left[0][u][row] = !there ? 0.0f : BACK ? w.x[token + channel]
                           : mn_float(mn_row<T>(p.k, b, t0 + u, at.h)[channel]);
     }
-    __syncthreads();
-    float *to = (backward ? w.adjoints : w.pairs) + at.index * K * width;
-    for (int64_t j = threadIdx.x; j < width; j += MN_MESA_ADDERS) {
-        float sum[MN_MESA_ROWS] = {}, right[2][MN_MESA_CHUNK];
-        mn_mesa_column<T>(right, p, w, at, j, backward);
+    float *to = (BACK ? w.adjoints : w.pairs) + at.index * lie.size + row0 * lie.pitch;
+    for (int64_t j0 = 0; j0 < lie.pitch; j0 += MN_MESA_ADDERS) {
+        const int64_t j = min(j0 + threadIdx.x, lie.pitch - 1);
+        float sum[MN_MESA_ROWS] = {}, right[BACK ? 2 : 1][MN_MESA_CHUNK];
+        mn_mesa_column<T, BACK>(right, p, w, at, j);
+        if (j0 == 0) __syncthreads();
 #pragma unroll
         for (int u = 0; u < MN_MESA_CHUNK; u++) {
-            if (u >= count) break;
-            const float by = weight[u];
+            float x[BACK ? 2 : 1][MN_MESA_ROWS];
+            const float by = BACK && j < K ? -0.5f * weight[u] : weight[u];
+#pragma unroll
+            for (int r = 0; r < MN_MESA_ROWS; r += 4) {
+                *(float4 *)&x[0][r] = *(const float4 *)&left[0][u][r];
+                if (BACK) *(float4 *)&x[BACK][r] = *(const float4 *)&left[BACK][u][r];
+            }
 #pragma unroll
             for (int r = 0; r < MN_MESA_ROWS; r++) {
-                float product = left[0][u][r] * right[0][u];
-                if (backward && j < K) product = -0.5f * (product + left[1][u][r] * right[1][u]);
+                float product = x[0][r] * right[0][u];
+                if (BACK && j < K) product += x[BACK][r] * right[BACK][u];
                 sum[r] = fmaf(by, product, sum[r]);
             }
         }
 #pragma unroll
         for (int r = 0; r < MN_MESA_ROWS; r++) {
-            if (row0 + r < K) to[(row0 + r) * width + j] = sum[r];
+            if (row0 + r < lie.rows) to[r * lie.pitch + j] = sum[r];
         }
     }
 }
 
-/* Number `cell` of a given pair: the symmetric part of the first matrix, and the second. */
-__device__ inline float mn_mesa_given(const float *kk, const float *kv, int64_t head, int64_t cell,
-                                      int64_t K, int64_t V) {
-    const int64_t i = cell / (K + V), j = cell % (K + V);
-    if (j >= K) return mn_get(kv, (head * K + i) * V + j - K);
-    return 0.5f * (mn_get(kk, (head * K + i) * K + j) + mn_get(kk, (head * K + j) * K + i));
+/* Where number `cell` of a pair is in its matrices: row i and column j of the first, or column v of
+ * the second; or neither. */
+struct mn_mesa_cell {
+    int64_t i, j, v;
+    bool in_kk, in_kv;
+};
+
+__device__ inline mn_mesa_cell mn_mesa_cell_at(const mn_call &c, int64_t cell) {
+    const mn_mesa_layout lie = mn_mesa_layout::of(c);
+    const int64_t i = (int)cell / (int)lie.pitch, j = (int)cell % (int)lie.pitch;
+    const int64_t v = j - lie.rows;
+    return { i, j, v, i < c.K && j < c.K, i < c.K && v >= 0 && v < c.V };
 }
 
-__device__ inline void mn_mesa_put(float *kk, float *kv, int64_t head, int64_t cell, int64_t K,
-                                   int64_t V, float x) {
-    const int64_t i = cell / (K + V), j = cell % (K + V);
-    if (j < K && kk) kk[(head * K + i) * K + j] = x;
-    if (j >= K && kv) kv[(head * K + i) * V + j - K] = x;
+/* Its number in a given pair: of the symmetric part of the first matrix, and of the second. */
+__device__ inline float mn_mesa_given(const float *kk, const float *kv, int64_t head,
+                                      const mn_mesa_cell &at, int64_t K, int64_t V) {
+    if (at.in_kv) return mn_get(kv, (head * K + at.i) * V + at.v);
+    if (!at.in_kk) return 0.0f;
+    return 0.5f * (mn_get(kk, (head * K + at.i) * K + at.j) +
+                   mn_get(kk, (head * K + at.j) * K + at.i));
 }
 
-enum { MN_MESA_AHEAD = 8 };
+__device__ inline void mn_mesa_put(float *kk, float *kv, int64_t head, const mn_mesa_cell &at,
+                                   int64_t K, int64_t V, float x) {
+    if (at.in_kk && kk) kk[(head * K + at.i) * K + at.j] = x;
+    if (at.in_kv && kv) kv[(head * K + at.i) * V + at.v] = x;
+}
+
+enum { MN_MESA_AHEAD = 8, MN_MESA_PACK = 4 };
 
 /* Sums over the chunks of a sequence, in place: afterwards a pair is the one in front of its chunk
- * or, backward, behind it. A thread has a number of the pair, and loads several ahead of the
- * sum. */
-static __global__ void __launch_bounds__(MN_MESA_THREADS)
+ * or, backward, behind it. A thread has a pack of the pair, and loads several ahead of the sum. */
+static __global__ void __launch_bounds__(MN_MESA_CARRIERS)
 mn_mesa_carry_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, bool backward) {
-    const int64_t K = p.call.K, V = p.call.V, size = K * (K + V), H = p.call.H;
-    const int64_t cell = blockIdx.x * (int64_t)MN_MESA_THREADS + threadIdx.x;
+    const int64_t K = p.call.K, V = p.call.V, size = mn_mesa_layout::of(p.call).size, H = p.call.H;
+    const int64_t cell = MN_MESA_PACK * (blockIdx.x * (int64_t)MN_MESA_CARRIERS + threadIdx.x);
     const int64_t n = blockIdx.y / H, h = blockIdx.y % H, head = blockIdx.y;
-    mn_let_next_begin();
-    mn_wait_for_before();
-    if (cell >= size) return;
     const mn_span span = mn_span_at(p.call, n);
     const int64_t chunks = (span.length + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK;
     const int64_t slot0 = p.call.cu_seqlens
@@ -182,39 +229,46 @@ mn_mesa_carry_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, boo
                               : n * ((p.call.T + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK);
     const float *kk = (const float *)(backward ? p.cot.hkk.data : p.hkk0.data);
     const float *kv = (const float *)(backward ? p.cot.hkv.data : p.hkv0.data);
-    float x = mn_mesa_given(kk, kv, head, cell, K, V);
+    float x[MN_MESA_PACK] = {};
+    for (int e = 0; e < MN_MESA_PACK && (kk || kv) && cell < size; e++) {
+        x[e] = mn_mesa_given(kk, kv, head, mn_mesa_cell_at(p.call, cell + e), K, V);
+    }
+    mn_let_next_begin();
+    mn_wait_for_before();
+    if (cell >= size) return;
     float *const cells = (backward ? w.adjoints : w.pairs) + cell;
     for (int64_t i0 = 0; i0 < chunks; i0 += MN_MESA_AHEAD) {
         int64_t index[MN_MESA_AHEAD];
-        float added[MN_MESA_AHEAD], fall[MN_MESA_AHEAD];
+        float added[MN_MESA_AHEAD][MN_MESA_PACK], fall[MN_MESA_AHEAD];
 #pragma unroll
         for (int i = 0; i < MN_MESA_AHEAD; i++) {
             const int64_t chunk = min(i0 + i, chunks - 1);
             index[i] = (slot0 + (backward ? chunks - 1 - chunk : chunk)) * H + h;
-            added[i] = cells[index[i] * size], fall[i] = w.falls[index[i]];
+            mn_load<MN_MESA_PACK>(added[i], cells, index[i] * size), fall[i] = w.falls[index[i]];
         }
 #pragma unroll
         for (int i = 0; i < MN_MESA_AHEAD; i++) {
             if (i0 + i >= chunks) break;
-            cells[index[i] * size] = x;
-            x = fmaf(fall[i], x, added[i]);
+            mn_store<MN_MESA_PACK>(cells, index[i] * size, x);
+#pragma unroll
+            for (int e = 0; e < MN_MESA_PACK; e++) x[e] = fmaf(fall[i], x[e], added[i][e]);
         }
     }
-    if (backward) {
-        mn_mesa_put((float *)p.grad.hkk0.data, (float *)p.grad.hkv0.data, head, cell, K, V, x);
-        return;
+    if (!backward) mn_store<MN_MESA_PACK>(w.last, head * size + cell, x);
+    for (int e = 0; e < MN_MESA_PACK && backward; e++) {
+        mn_mesa_put((float *)p.grad.hkk0.data, (float *)p.grad.hkv0.data, head,
+                    mn_mesa_cell_at(p.call, cell + e), K, V, x[e]);
     }
-    w.last[head * size + cell] = x;
 }
 
 /* The pairs at the end; in a kernel of its own, as they may lie where the first ones did. */
 static __global__ void __launch_bounds__(MN_MESA_THREADS)
 mn_mesa_put_kernel(const __grid_constant__ mn_mesa_args p, const float *last) {
-    const int64_t K = p.call.K, V = p.call.V, size = K * (K + V), head = blockIdx.y;
+    const int64_t size = mn_mesa_layout::of(p.call).size, head = blockIdx.y;
     const int64_t cell = blockIdx.x * (int64_t)MN_MESA_THREADS + threadIdx.x;
     if (cell >= size) return;
-    mn_mesa_put((float *)p.hkk.data, (float *)p.hkv.data, head, cell, K, V,
-                last[head * size + cell]);
+    mn_mesa_put((float *)p.hkk.data, (float *)p.hkv.data, head, mn_mesa_cell_at(p.call, cell),
+                p.call.K, p.call.V, last[head * size + cell]);
 }
 
 /* out[j] = sum over rows i < K of x_i P_ij, for `width` columns of rows of `pitch`. All threads

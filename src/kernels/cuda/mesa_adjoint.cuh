@@ -94,15 +94,15 @@ __device__ inline void mn_mesa_grade_pairs(mn_mesa_graders<N> &room, const mn_me
 template <int N>
 __device__ inline float mn_mesa_grade_keys(mn_mesa_grade<N> &sum, mn_mesa_graders<N> &room,
                                            const mn_mesa_args &p, const mn_mesa_grader &me) {
-    const int64_t K = p.call.K, width = K + p.call.V;
+    const int64_t K = p.call.K, pitch = mn_mesa_layout::of(p.call).pitch;
     float met = 0.0f;
     for (int64_t j0 = 0; j0 < K; j0 += 32) {
         __syncthreads();
         for (int i = threadIdx.x; i < 32 * 32 * N; i += MN_MESA_THREADS) {
             const int64_t j = j0 + i / (32 * N), channel = i % (32 * N);
             const bool there = j < K && channel < K;
-            const float cell = there ? me.adjoint[j * width + channel] : 0.0f;
-            if (there) met = fmaf(cell, me.behind[j * width + channel], met);
+            const float cell = there ? me.adjoint[j * pitch + channel] : 0.0f;
+            if (there) met = fmaf(cell, me.behind[j * pitch + channel], met);
             room.tile[i] = cell;
         }
         __syncthreads();
@@ -128,7 +128,8 @@ __device__ inline float mn_mesa_grade_keys(mn_mesa_grade<N> &sum, mn_mesa_grader
 template <int N, typename T>
 __device__ inline float mn_mesa_grade_columns(mn_mesa_graders<N> &room, const mn_mesa_args &p,
                                               const mn_mesa_grader &me, int64_t j0) {
-    const int64_t K = p.call.K, V = p.call.V, width = K + V, h = me.at.h;
+    const int64_t K = p.call.K, V = p.call.V, h = me.at.h;
+    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
     float met = 0.0f;
     for (int i = threadIdx.x; i < MN_MESA_CHUNK * 32; i += MN_MESA_THREADS) {
         const int u = i / 32, j = i % 32;
@@ -139,7 +140,8 @@ __device__ inline float mn_mesa_grade_columns(mn_mesa_graders<N> &room, const mn
         room.cot[u][j] = there ? mn_get(cot, j0 + j) : 0.0f;
     }
     for (int i = threadIdx.x; i < 32 * N * 32; i += MN_MESA_THREADS) {
-        const int64_t channel = i / 32, j = j0 + i % 32, cell_at = channel * width + K + j;
+        const int64_t channel = i / 32, j = j0 + i % 32;
+        const int64_t cell_at = channel * lie.pitch + lie.rows + j;
         const bool there = channel < K && j < V;
         const float cell = there ? me.adjoint[cell_at] : 0.0f;
         if (there) met = fmaf(cell, me.behind[cell_at], met);
@@ -265,9 +267,9 @@ mn_mesa_adjoint_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     extern __shared__ __align__(128) unsigned char grade_bytes[];
     mn_mesa_graders<N> &room = *(mn_mesa_graders<N> *)grade_bytes;
     mn_mesa_grader me;
-    me.at = mn_mesa_here(p.call, blockIdx.x);
+    me.at = mn_mesa_here(p.call, blockIdx.x / p.call.H, blockIdx.x % p.call.H);
     if (me.at.tile.n_rows == 0) return;
-    const int64_t size = p.call.K * (p.call.K + p.call.V);
+    const int64_t size = mn_mesa_layout::of(p.call).size;
     const bool last = me.at.tile.first + me.at.tile.n_rows == me.at.tile.span.length;
     me.adjoint = w.adjoints + me.at.index * size;
     me.behind = last ? w.last + (me.at.tile.n * p.call.H + me.at.h) * size

@@ -12,19 +12,41 @@
 #include "kernels/cuda/mesa.cuh"
 #include "kernels/cuda/mesa_tiles.cuh"
 
-/* Threads, four teams of one warp or one of four; the widest keys. */
-enum { MN_MESA_READERS = 128, MN_MESA_NARROW = 128 };
+enum { MN_MESA_READERS = 256 };    // threads: eight teams of one warp or two of four
+
+/* Keys of a chunk, and a row of zeros; as doubles, too, where each of four warps would turn them
+ * into such. Rows lie so that four tokens' are in different banks. */
+template <int N, bool WIDE = mn_mesa_matrix<N>::warps == 1>
+struct mn_mesa_keys {
+    static constexpr int pitch = 8 * N + 4;
+    alignas(16) float keys[MN_MESA_CHUNK + 1][pitch];
+    double wide[MN_MESA_CHUNK + 1][pitch];
+
+    __device__ void put(int u, int channel, float x) {
+        keys[u][channel] = x, wide[u][channel] = (double)x;
+    }
+    __device__ const double *row(int u) const { return wide[u]; }
+};
+
+template <int N>
+struct mn_mesa_keys<N, false> {
+    static constexpr int pitch = 8 * N + 8;
+    alignas(16) float keys[MN_MESA_CHUNK + 1][pitch];
+
+    __device__ void put(int u, int channel, float x) { keys[u][channel] = x; }
+    __device__ const float *row(int u) const { return keys[u]; }
+};
 
 /* The chunk's tokens, and what teams keep of each of theirs. */
 template <int N>
-struct mn_mesa_tokens {
-    static constexpr int pitch = 8 * N + 8;    // so that four tokens' keys are in different banks
-    mn_mesa_shown<N> shown[4 / mn_mesa_matrix<N>::warps];
-    double G[MN_MESA_CHUNK];
-    float keys[MN_MESA_CHUNK][pitch];
-    float beta[MN_MESA_CHUNK];
-    float sides[MN_MESA_PART][2][8 * N];          // q and Hkv do, then x and y
-    float weight[MN_MESA_PART][MN_MESA_CHUNK];    // of the tokens' values, or keys
+struct mn_mesa_tokens : mn_mesa_keys<N> {
+    mn_mesa_shown<N> shown[8 / mn_mesa_matrix<N>::warps];
+    alignas(16) float front[8 * N][8 * N + 8];          // Hkk
+    alignas(16) float sides[MN_MESA_PART][2][8 * N];    // q and Hkv do, then x and y
+    float ridge[8 * N];                                 // lam, and ones from row K on
+    float weight[MN_MESA_PART][MN_MESA_CHUNK];          // of the tokens' values, or keys
+    float fall[MN_MESA_PART];
+    float2 parts[4][MN_MESA_PART][32];                  // of o, by quarters
 };
 
 /* A team and its token, which is token u of the chunk, number `mine` of the part and token t of
@@ -35,11 +57,15 @@ template <int N>
 struct mn_mesa_reader {
     static constexpr int warps = mn_mesa_matrix<N>::warps, team = 32 * warps;
     mn_mesa_place at;
+    mn_mesa_layout lie;
     const float *front;    // the pair
     int64_t b, t, t0;      // t0: where the chunk begins
     int u, mine, rank, lane;
-    int count;             // tokens up to the part's end
+    int first, count;      // of the part; tokens up to its end
+    int reach;             // tokens up to the last one that the block's teams have at a time
     bool real;
+    double level;          // of token `lane`: the sum of log decays
+    float beta;            // of token `lane`
     float fall, write;     // exp(G_t), and W of token `lane`, zero behind t
 
     __device__ void meet(void) const {
@@ -47,77 +73,93 @@ struct mn_mesa_reader {
     }
 };
 
-/* Keys, decays and weights of the chunk's first `count` tokens; zeros behind them. */
+/* Keys of the chunk's tokens up to the part's end, what those of the part ask, and the ridge.
+ * Behind the last token it is repeated. */
 template <int N, typename T>
 __device__ inline void mn_mesa_stage(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
-                                     const mn_mesa_place &at, int count) {
-    const int64_t b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < MN_MESA_CHUNK * 8 * N; i += MN_MESA_READERS) {
-        const int u = i / (8 * N), channel = i % (8 * N);
-        const bool there = u < count && channel < p.call.K;
-        room.keys[u][channel] = there ? mn_float(mn_row<T>(p.k, b, t0 + u, at.h)[channel]) : 0.0f;
+                                     const mn_mesa_reader<N> &me) {
+    constexpr int each = MN_MESA_READERS / (8 * N);    // tokens at a time
+    const int channel = threadIdx.x % (8 * N), from = threadIdx.x / (8 * N);
+    const bool there = channel < p.call.K;
+    const T *k = mn_row<T>(p.k, me.b, me.t0, me.at.h) + (there ? channel : 0);
+    const T *q = mn_row<T>(p.q, me.b, me.t0 + me.first, me.at.h) + (there ? channel : 0);
+    const int64_t step = p.k.stride[1], q_step = p.q.stride[1];
+#pragma unroll
+    for (int n = from; n < MN_MESA_CHUNK; n += each) {
+        const float x = mn_float(k[min(n, me.count - 1) * step]);
+        room.put(n, channel, there ? x : 0.0f);
     }
-    if (threadIdx.x >= MN_MESA_CHUNK) return;
-    const int u = threadIdx.x;
-    room.G[u] = mn_mesa_levels<T>(p, at, u);
-    room.beta[u] = u < count ? mn_float(*mn_row<T>(p.beta, b, t0 + u, at.h)) : 0.0f;
+#pragma unroll
+    for (int n = from; n < MN_MESA_PART; n += each) {
+        const float x = mn_float(q[min(n, me.count - me.first - 1) * q_step]);
+        room.sides[n][0][channel] = there ? (float)p.scale * x : 0.0f;
+    }
+    if (from > 0) return;
+    const T *lam = mn_row<T>(p.lam, 0, 0, me.at.h);
+    room.put(MN_MESA_CHUNK, channel, 0.0f);
+    room.ridge[channel] = there ? mn_float(lam[there ? channel : 0]) : 1.0f;
+}
+
+template <int N>
+__device__ inline void mn_mesa_stage_front(mn_mesa_tokens<N> &room, const mn_mesa_reader<N> &me) {
+#pragma unroll
+    for (int n = 0; n < 16 * N * N; n += MN_MESA_READERS) {
+        const int pack = n + (int)threadIdx.x, row = pack / (2 * N), j = pack % (2 * N) * 4;
+        if (pack >= 16 * N * N) break;
+        *(float4 *)&room.front[row][j] = *(const float4 *)(me.front + row * me.lie.pitch + j);
+    }
 }
 
 /* This warp's tiles of exp(G_t) Hkk + diag(lam), and of the identity from row K on. */
-template <int N, typename T>
-__device__ __forceinline__ void mn_mesa_begin(mn_mesa_matrix<N> &m, const mn_mesa_args &p,
+template <int N>
+__device__ __forceinline__ void mn_mesa_begin(mn_mesa_matrix<N> &m, const mn_mesa_tokens<N> &room,
                                               const mn_mesa_reader<N> &me) {
-    const int row = me.lane / 4, pair = me.lane % 4, K = (int)p.call.K;
-    const int64_t width = p.call.K + p.call.V;
-    const T *lam = mn_row<T>(p.lam, 0, 0, me.at.h);
+    typedef mn_mesa_matrix<N> matrix;
+    const int row = me.lane / 4, pair = me.lane % 4;
 #pragma unroll
-    for (int slot = 0; slot < mn_mesa_matrix<N>::slots; slot++) {
+    for (int slot = 0; slot < matrix::slots; slot++) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            const int tile = 2 * mn_mesa_matrix<N>::pair(slot) + half, i = 8 * tile + row;
-            const float *from = me.front + min(i, K - 1) * width;
-            const double ridge = i < K ? (double)mn_float(lam[min(i, K - 1)]) : 1.0;
+            const int tile = 2 * matrix::pair(slot) + half, i = 8 * tile + row;
+            const double ridge = row / 2 == pair ? (double)room.ridge[i] : 0.0;
+            const double add[2] = { row % 2 ? 0.0 : ridge, row % 2 ? ridge : 0.0 };
 #pragma unroll
-            for (int j = 0; j < mn_mesa_matrix<N>::columns(slot); j++) {
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int column = 8 * j + 2 * pair + e;
-                    const float x = me.fall * from[min(column, K - 1)];
-                    double &to = m.at[slot][j][half][e];
-                    to = (double)(i < K && column < K ? x : 0.0f);
-                    if (mn_mesa_matrix<N>::warps > 1 || j == tile) to += i == column ? ridge : 0.0;
-                }
+            for (int j = 0; j < matrix::columns(slot); j++) {
+                const float2 x = *(const float2 *)&room.front[i][8 * j + 2 * pair];
+                double(&to)[2] = m.at[slot][j][half];
+                to[0] = (double)(me.fall * x.x), to[1] = (double)(me.fall * x.y);
+                if (matrix::warps == 1 && j != tile) continue;
+                if (j == tile) to[0] += add[0], to[1] += add[1];
             }
         }
     }
 }
 
 /* M of the token. */
-template <int N, typename T>
+template <int N>
 __device__ __forceinline__ void mn_mesa_gather(mn_mesa_matrix<N> &m, const mn_mesa_tokens<N> &room,
-                                               const mn_mesa_args &p, const mn_mesa_reader<N> &me) {
+                                               const mn_mesa_reader<N> &me) {
     constexpr int slots = mn_mesa_matrix<N>::slots;
     const int row = me.lane / 4, pair = me.lane % 4;
-    mn_mesa_begin<N, T>(m, p, me);
+    mn_mesa_begin<N>(m, room, me);
 #pragma unroll 1
-    for (int u0 = 0; u0 < me.count; u0 += 8) {    // tensor cores take eight tokens at a time
+    for (int u0 = 0; u0 < me.reach; u0 += 8) {    // tensor cores take eight tokens at a time
         const int u[2] = { u0 + pair, u0 + pair + 4 };
-        const auto key = [&](int tile, int e) {
-            return u[e] <= me.u ? (double)room.keys[u[e]][8 * tile + row] : 0.0;
-        };
+        const auto *even = room.row(u[0] <= me.u ? u[0] : MN_MESA_CHUNK) + row;
+        const auto *odd = room.row(u[1] <= me.u ? u[1] : MN_MESA_CHUNK) + row;
         double left[slots][4];
 #pragma unroll
         for (int c = 0; c < 4; c++) {
             const double weight = (double)__shfl_sync(0xffffffffu, me.write, u[c / 2]);
 #pragma unroll
             for (int slot = 0; slot < slots; slot++) {
-                left[slot][c] = weight * key(2 * mn_mesa_matrix<N>::pair(slot) + c % 2, c / 2);
+                const int tile = 2 * mn_mesa_matrix<N>::pair(slot) + c % 2;
+                left[slot][c] = weight * (double)(c < 2 ? even : odd)[8 * tile];
             }
         }
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            const double right[2] = { key(j, 0), key(j, 1) };
+            const double right[2] = { (double)even[8 * j], (double)odd[8 * j] };
 #pragma unroll
             for (int slot = 0; slot < slots; slot++) {
                 if (j >= mn_mesa_matrix<N>::columns(slot)) continue;
@@ -127,26 +169,15 @@ __device__ __forceinline__ void mn_mesa_gather(mn_mesa_matrix<N> &m, const mn_me
     }
 }
 
-/* The right side of x. */
-template <int N, typename T>
-__device__ inline void mn_mesa_query(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
-                                     const mn_mesa_reader<N> &me) {
-    const T *q = mn_row<T>(p.q, me.b, me.t, me.at.h);
-    for (int i = me.rank; i < 8 * N; i += me.team) {
-        room.sides[me.mine][0][i] = i < p.call.K ? (float)p.scale * mn_float(q[i]) : 0.0f;
-    }
-    me.meet();
-}
-
 /* The right side of y. */
 template <int N, typename T>
 __device__ inline void mn_mesa_cotangent(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
                                          const mn_mesa_reader<N> &me) {
-    const int64_t K = p.call.K, V = p.call.V, width = K + V;
+    const int64_t K = p.call.K, V = p.call.V;
     float *side = room.sides[me.mine][1], *weight = room.weight[me.mine];
     const T *cot = mn_row<T>(p.cot.o, me.b, me.t, me.at.h);
 #pragma unroll 4
-    for (int u0 = 0; u0 < me.count; u0 += me.warps) {
+    for (int u0 = 0; u0 < me.reach; u0 += me.warps) {
         const int u = min(u0 + me.rank / 32, me.u);
         const T *v = mn_row<T>(p.v, me.b, me.t0 + u, me.at.h);
         float sum = 0.0f;
@@ -157,7 +188,7 @@ __device__ inline void mn_mesa_cotangent(mn_mesa_tokens<N> &room, const mn_mesa_
 #pragma unroll 4
     for (int i0 = 0; i0 < (int)K; i0 += me.warps) {
         const int i = min(i0 + me.rank / 32, (int)K - 1);
-        const float *from = me.front + i * width + K;
+        const float *from = me.front + i * me.lie.pitch + me.lie.rows;
         float sum = 0.0f;
         for (int64_t j = me.lane; j < V; j += 32) sum = fmaf(from[j], mn_get(cot, j), sum);
         sum = mn_warp_sum(sum);
@@ -166,48 +197,94 @@ __device__ inline void mn_mesa_cotangent(mn_mesa_tokens<N> &room, const mn_mesa_
     me.meet();
     for (int i = me.rank; i < 8 * N; i += me.team) {
         float sum = i < K ? side[i] : 0.0f;
-        for (int u = 0; u < me.count; u++) sum = fmaf(weight[u], room.keys[u][i], sum);
+        for (int u = 0; u < me.reach; u++) sum = fmaf(weight[u], room.keys[u][i], sum);
         side[i] = sum;
     }
     me.meet();
 }
 
-/* o from x. */
+/* Weights of the tokens' values in o, from x. */
+template <int N>
+__device__ inline void mn_mesa_weigh_values(mn_mesa_tokens<N> &room, const mn_mesa_reader<N> &me) {
+    if (me.rank == 0) room.fall[me.mine] = me.fall;
+    if (me.rank >= 32) return;
+    const float *x = room.sides[me.mine][0];
+    const float *k = room.keys[me.lane <= me.u ? me.lane : MN_MESA_CHUNK];
+    float with[4] = {};
+#pragma unroll
+    for (int i = 0; i < 8 * N; i += 4) {
+        const float4 a = *(const float4 *)(x + i), b = *(const float4 *)(k + i);
+        with[0] = fmaf(a.x, b.x, with[0]), with[1] = fmaf(a.y, b.y, with[1]);
+        with[2] = fmaf(a.z, b.z, with[2]), with[3] = fmaf(a.w, b.w, with[3]);
+    }
+    room.weight[me.mine][me.lane] = me.write * ((with[0] + with[1]) + (with[2] + with[3]));
+}
+
+/* Columns j and j + 1 of o of EACH tokens, from number `first` of the part on: what a quarter of
+ * the rows of Hkv and a quarter of the chunk's values give. */
+template <int N, int EACH, typename T>
+__device__ inline void mn_mesa_add_values(float (&sum)[EACH][2], const mn_mesa_tokens<N> &room,
+                                          const mn_mesa_args &p, const mn_mesa_reader<N> &me,
+                                          int first, int64_t j) {
+    constexpr int rows = 8 * N / 4, tokens = MN_MESA_CHUNK / 4;
+    const int quarter = threadIdx.x / 32 % 4, pitch = (int)me.lie.pitch;
+    const float *from = me.front + quarter * rows * pitch + me.lie.rows + j;
+#pragma unroll 16
+    for (int i = 0; i < rows; i++) {
+        const float2 h = *(const float2 *)(from + i * pitch);
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {
+            const float x = room.sides[first + n][0][quarter * rows + i];
+            sum[n][0] = fmaf(x, h.x, sum[n][0]), sum[n][1] = fmaf(x, h.y, sum[n][1]);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+        sum[n][0] *= room.fall[first + n], sum[n][1] *= room.fall[first + n];
+    }
+    const int64_t step = p.v.stride[1], next = j + 1 < p.call.V;
+    const T *v = mn_row<T>(p.v, me.b, me.t0 + quarter * tokens, me.at.h) + j;
+#pragma unroll
+    for (int i = 0; i < tokens; i++) {
+        const int u = quarter * tokens + i;
+        if (u >= me.count) break;
+        const float x = mn_float(v[i * step]), y = mn_float(v[i * step + next]);
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {    // a later token weighs nothing, but may be NaN
+            if (u > me.first + first + n) continue;
+            const float by = room.weight[first + n][u];
+            sum[n][0] = fmaf(by, x, sum[n][0]), sum[n][1] = fmaf(by, y, sum[n][1]);
+        }
+    }
+}
+
+/* o of the part's tokens. All threads of the block call. */
 template <int N, typename T>
 __device__ inline void mn_mesa_output(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
                                       const mn_mesa_reader<N> &me) {
-    const int64_t K = p.call.K, V = p.call.V, width = K + V;
-    const float *x = room.sides[me.mine][0], *keys = room.keys[me.lane];
-    float *weight = room.weight[me.mine];
-    T *o = mn_row<T>(p.o, me.b, me.t, me.at.h);
-    if (me.rank < 32) {
-        float with = 0.0f;
-#pragma unroll 8
-        for (int n = 0; n < 8 * N; n++) {    // each lane begins at its own bank
-            const int i = (n + me.lane) % (8 * N);
-            with = fmaf(keys[i], x[i], with);
-        }
-        weight[me.lane] = me.lane <= me.u ? me.write * with : 0.0f;
-    }
-    me.meet();
-    for (int64_t j = me.rank; me.real && j < V; j += 2 * me.team) {    // and its second column
-        const int64_t at[2] = { j, min(j + me.team, V - 1) };
-        float sum[2] = {};
-#pragma unroll 8
-        for (int i = 0; i < (int)K; i++) {
-            const float *from = me.front + i * width + K;
+    constexpr int each = MN_MESA_PART / 2, warps = MN_MESA_READERS / 32;
+    const int warp = threadIdx.x / 32, first = warp / 4 * each;
+    for (int64_t j0 = 0; j0 < p.call.V; j0 += 64) {
+        const int64_t j = j0 + 2 * me.lane;
+        float sum[each][2] = {};
+        __syncthreads();
+        if (j < p.call.V) mn_mesa_add_values<N, each, T>(sum, room, p, me, first, j);
 #pragma unroll
-            for (int c = 0; c < 2; c++) sum[c] = fmaf(x[i], from[at[c]], sum[c]);
+        for (int n = 0; n < each; n++) {
+            room.parts[warp % 4][first + n][me.lane] = make_float2(sum[n][0], sum[n][1]);
         }
-        sum[0] *= me.fall, sum[1] *= me.fall;
-#pragma unroll 8
-        for (int u = 0; u < me.count; u++) {
-            const T *v = mn_row<T>(p.v, me.b, me.t0 + min(u, me.u), me.at.h);
+        __syncthreads();
 #pragma unroll
-            for (int c = 0; c < 2; c++) sum[c] = fmaf(weight[u], mn_float(v[at[c]]), sum[c]);
+        for (int n = warp; n < MN_MESA_PART; n += warps) {
+            float2 all = room.parts[0][n][me.lane];
+#pragma unroll
+            for (int i = 1; i < 4; i++) {
+                all.x += room.parts[i][n][me.lane].x, all.y += room.parts[i][n][me.lane].y;
+            }
+            T *o = mn_row<T>(p.o, me.b, me.t0 + me.first + n, me.at.h);
+            if (me.first + n < me.count && j < p.call.V) mn_put(o + j, all.x);
+            if (me.first + n < me.count && j + 1 < p.call.V) mn_put(o + j + 1, all.y);
         }
-        mn_put(o + j, sum[0]);
-        if (j + me.team < V) mn_put(o + j + me.team, sum[1]);
     }
 }
 
@@ -228,50 +305,65 @@ template <int N, typename T, bool BACK>
 __device__ __forceinline__ void mn_mesa_read(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
                                              const mn_mesa_work &w, mn_mesa_reader<N> &me) {
     mn_mesa_matrix<N> m;
-    const double G = room.G[me.u];
+    const double G = mn_mesa_from(me.level, me.u);
     float *sides = room.sides[me.mine][0];
     me.t = me.t0 + me.u;
     me.fall = expf((float)G);
-    me.write = me.lane <= me.u ? room.beta[me.lane] * expf((float)(G - room.G[me.lane])) : 0.0f;
-    mn_mesa_query<N, T>(room, p, me);
+    me.write = me.lane <= me.u ? me.beta * expf((float)(G - me.level)) : 0.0f;
     if constexpr (BACK) mn_mesa_cotangent<N, T>(room, p, me);
-    mn_mesa_gather<N, T>(m, room, p, me);
+    mn_mesa_gather<N>(m, room, me);
     if constexpr (me.warps == 1) mn_mesa_solve_warp<N, BACK ? 2 : 1>(m, sides, (int)p.call.K);
     else mn_mesa_solve_team<N, BACK ? 2 : 1>(m, sides, (int)p.call.K,
                                                 room.shown[threadIdx.x / me.team]);
     if constexpr (BACK) mn_mesa_leave<N, T>(room, p, w, me);
-    else mn_mesa_output<N, T>(room, p, me);
+    else mn_mesa_weigh_values<N>(room, me);
 }
 
-/* A block has a part of a chunk of a head. */
+/* A block has a part of a chunk of a head: blockIdx.x is the part, .y the head. */
 template <int N, typename T, bool BACK>
-__global__ void __launch_bounds__(MN_MESA_READERS, N >= 8 ? 2 : 4)
+__global__ void __launch_bounds__(MN_MESA_READERS, N >= 8 ? 1 : 2)
 mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
-    __shared__ mn_mesa_tokens<N> room;
-    constexpr int parts = MN_MESA_CHUNK / MN_MESA_PART, teams = 4 / mn_mesa_matrix<N>::warps;
-    const int64_t item = blockIdx.x, K = p.call.K;
-    const int first = (int)(item % parts) * MN_MESA_PART;
+    extern __shared__ __align__(16) unsigned char read_bytes[];
+    mn_mesa_tokens<N> &room = *(mn_mesa_tokens<N> *)read_bytes;
+    constexpr int parts = MN_MESA_CHUNK / MN_MESA_PART, teams = 8 / mn_mesa_matrix<N>::warps;
+    const int K = (int)p.call.K;
     mn_mesa_reader<N> me;
-    me.at = mn_mesa_here(p.call, item / parts);
-    const int count = (int)min((int64_t)first + MN_MESA_PART, me.at.tile.n_rows);
-    if (first < count) mn_mesa_stage<N, T>(room, p, me.at, count);
-    mn_wait_for_before();    // inputs are there already, pairs only now
-    if (first >= count) return;
-    __syncthreads();
+    me.at = mn_mesa_here(p.call, blockIdx.x / parts, blockIdx.y);
+    me.lie = mn_mesa_layout::of(p.call);
     me.rank = threadIdx.x % me.team, me.lane = threadIdx.x % 32;
     me.b = me.at.tile.span.b, me.t0 = me.at.tile.span.t0 + me.at.tile.first;
-    me.front = w.pairs + me.at.index * K * (K + p.call.V), me.count = count;
+    me.first = blockIdx.x % parts * MN_MESA_PART;
+    me.count = (int)min((int64_t)me.first + MN_MESA_PART, me.at.tile.n_rows);
+    const bool some = me.first < me.count;
+    if (some) {
+        mn_mesa_stage<N, T>(room, p, me);
+        me.beta = me.lane < me.count ? mn_float(*mn_row<T>(p.beta, me.b, me.t0 + me.lane, me.at.h))
+                                     : 0.0f;
+        me.level = mn_mesa_levels<T>(p, me.at, me.lane);
+    }
+    mn_wait_for_before();    // inputs are there already, pairs only now
+    if (!some) return;
+    me.front = w.pairs + me.at.index * me.lie.size;
+    mn_mesa_stage_front<N>(room, me);
+    __syncthreads();
 #pragma unroll 1
-    for (int pass = 0; pass < MN_MESA_PART / teams; pass++) {
-        me.mine = pass * teams + threadIdx.x / me.team;
-        me.u = min(first + me.mine, count - 1), me.real = first + me.mine < count;
+    for (int from = 0; me.first + from < me.count; from += teams) {
+        me.mine = from + threadIdx.x / me.team;
+        me.reach = min(me.first + from + teams, me.count);
+        me.u = min(me.first + me.mine, me.count - 1), me.real = me.first + me.mine < me.count;
         mn_mesa_read<N, T, BACK>(room, p, w, me);
     }
-    if (!BACK) return;
+    if constexpr (!BACK) {
+        mn_mesa_output<N, T>(room, p, me);
+        return;
+    }
     __syncthreads();
-    for (int i = threadIdx.x; i < (int)K; i += MN_MESA_READERS) {
+    const int64_t item = me.at.index * parts + me.first / MN_MESA_PART;
+    for (int i = threadIdx.x; i < K; i += MN_MESA_READERS) {
         float sum = 0.0f;
-        for (int n = 0; first + n < count; n++) sum -= room.sides[n][0][i] * room.sides[n][1][i];
+        for (int n = 0; me.first + n < me.count; n++) {
+            sum -= room.sides[n][0][i] * room.sides[n][1][i];
+        }
         w.lam[item * K + i] = sum;
     }
 }

@@ -10,7 +10,8 @@
  *
  * so that M = L D L' and nothing but tiles of eight is inverted. All in double: any data is solved
  * to the accuracy of its statistics. Warps of a team show each other column k of tiles, and then
- * sums, at one barrier for each k; what takes time is the chain of inverses. */
+ * sums, at one barrier for each k; what takes time is the chain of inverses. A block has eight
+ * warps, all of which call. */
 #ifndef MN_KERNELS_CUDA_MESA_TILES_CUH
 #define MN_KERNELS_CUDA_MESA_TILES_CUH
 
@@ -56,15 +57,18 @@ struct mn_mesa_shown<4> {};
 template <>
 struct mn_mesa_shown<2> {};
 
-/* A barrier of the team. */
+/* A barrier of the team; teams of several warps keep abreast of each other. */
 template <int WARPS>
 __device__ inline void mn_mesa_meet(void) {
-    if (WARPS == 1) {
-        __syncwarp();
-    } else {
-        asm volatile("bar.sync %0, %1;"
-                     :: "r"(1 + (int)threadIdx.x / (32 * WARPS)), "n"(32 * WARPS) : "memory");
-    }
+    if (WARPS == 1) __syncwarp();
+    else __syncthreads();
+}
+
+/* The two warps of a block of eight that share a scheduler wait for each other. Sums and products
+ * of doubles, of which inverses are chains, stand still for as long as the other warp has products
+ * of tiles to begin; side by side both warps' chains take the time of one. */
+__device__ inline void mn_mesa_abreast(void) {
+    asm volatile("bar.sync %0, 64;" :: "r"(1 + (int)threadIdx.x / 32 % 4) : "memory");
 }
 
 __device__ inline double mn_mesa_from(double x, int lane) {
@@ -124,15 +128,15 @@ struct mn_mesa_solver {
     }
 
     /* D_k^-1 z_k takes the place of what the row got. */
-    __device__ void turn(const double (&d)[2], const double (&z)[SIDES][2], int k) {
-#pragma unroll
-        for (int s = 0; s < SIDES; s++) {
-            const double x = mn_mesa_over(fma(d[0], z[s][0], d[1] * z[s][1]), 1, 2);
-            if (matrix::has(k)) v[matrix::slot_of(k)][k % 2][s] = x;
-        }
+    __device__ void turn(const double (&d)[2], const double (&z)[2], int k, int s) {
+        const double x = mn_mesa_over(fma(d[0], z[0], d[1] * z[1]), 1, 2);
+        if (matrix::has(k)) v[matrix::slot_of(k)][k % 2][s] = x;
     }
 
-    /* A pair of rows loses what it has of column k; `d` is -D_k^-1, `column(j)` is C_jk. */
+    /* A pair of rows loses what it has of column k, of which -L_ik is left where i > k; `d` is
+     * -D_k^-1. Tensor cores take the left factor's numbers in another order than they leave sums, so
+     * a single warp, which has all rows, multiplies C_ik, in that order already, with -L_jk, its
+     * `column(j)`; a team, which has been shown column k as it was, -L_ik with C_jk. */
     template <typename Column>
     __device__ void eliminate(matrix &m, int slot, int k, const double (&d)[2],
                               const double (&z)[SIDES][2], Column column) {
@@ -143,12 +147,16 @@ struct mn_mesa_solver {
         mn_dmma_8(L, from, d);
         const double less[4] = { L[0][0], L[1][0], L[0][1], L[1][1] };
 #pragma unroll
+        for (int i = 0; i < 2; i++) {
+            if (matrix::warps == 1 && 2 * slot + i <= k) continue;
+            c[i][0] = L[i][0], c[i][1] = L[i][1];
+        }
+#pragma unroll
         for (int j = k + 1; j < matrix::columns(slot); j++) {
-            mn_dmma_8(m.at[slot][j], less, column(j));
+            mn_dmma_8(m.at[slot][j], matrix::warps == 1 ? from : less, column(j));
         }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            c[i][0] = L[i][0], c[i][1] = L[i][1];
 #pragma unroll
             for (int s = 0; s < SIDES; s++) {
                 const double sum = fma(L[i][0], z[s][0], fma(L[i][1], z[s][1], v[slot][i][s]));
@@ -191,21 +199,32 @@ __device__ __forceinline__ void mn_mesa_solve_warp(mn_mesa_matrix<N> &m, float *
 #pragma unroll
     for (int k = 0; k < N; k++) {
         if (8 * k >= K) continue;
-        double d[2] = { m.at[k / 2][k][k % 2][0], m.at[k / 2][k][k % 2][1] }, z[SIDES][2];
-        mn_mesa_invert(d);
+        double(&tile)[2] = m.at[k / 2][k][k % 2];
+        mn_mesa_invert(tile);
+        mn_mesa_abreast();
+        double z[SIDES][2];
+        const double d[2] = { -tile[0], -tile[1] };
 #pragma unroll
         for (int s = 0; s < SIDES; s++) {
             const double own = at.own(b, k, s);
+            at.v[k / 2][k % 2][s] = own;
             z[s][0] = mn_mesa_from(own, 8 * pair), z[s][1] = mn_mesa_from(own, 8 * pair + 4);
         }
-        at.turn(d, z, k);
-        d[0] = -d[0], d[1] = -d[1];
 #pragma unroll
-        for (int slot = N / 2 - 1; slot >= 0; slot--) {    // from below: others need rows above
+        for (int slot = 0; slot < N / 2; slot++) {    // from above: others need rows above
             if (2 * slot + 1 <= k) continue;
             at.eliminate(m, slot, k, d, z, [&](int j) -> const double(&)[2] {
                 return m.at[j / 2][k][j % 2];
             });
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+#pragma unroll
+        for (int s = 0; s < SIDES && 8 * k < K; s++) {
+            const double own = at.v[k / 2][k % 2][s];
+            const double z[2] = { mn_mesa_from(own, 8 * pair), mn_mesa_from(own, 8 * pair + 4) };
+            at.turn(m.at[k / 2][k][k % 2], z, k, s);
         }
     }
     __syncwarp();    // all of b has been read
@@ -256,7 +275,8 @@ __device__ __forceinline__ void mn_mesa_solve_team(mn_mesa_matrix<N> &m, float *
         for (int s = 0; s < SIDES; s++) {
             z[s][0] = shown.z[k % 2][s][2 * pair], z[s][1] = shown.z[k % 2][s][2 * pair + 1];
         }
-        at.turn(d, z, k);
+#pragma unroll
+        for (int s = 0; s < SIDES; s++) at.turn(d, z[s], k, s);
         d[0] = -d[0], d[1] = -d[1];
 #pragma unroll
         for (int slot = 0; slot < matrix::slots; slot++) {

@@ -11,7 +11,6 @@
  * registers, and leaves dk and dq of its 32 channels as parts. */
 #include "kernels/cuda/moebius.cuh"
 #include "kernels/cuda/moebius_walk.cuh"
-#include "kernels/cuda/moebius_walk_back.cuh"
 
 using namespace moebius;
 
@@ -491,7 +490,7 @@ static dim3 blocks_of(const mn_call *call) {
                 mn_blocks(call->K, block::SLOTS));
 }
 
-enum { N_ROOMS = 6 };
+enum { N_ROOMS = 7 };
 
 /* Numbers of each part of the work space, in the order of `room`. */
 static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backward) {
@@ -505,12 +504,13 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backwa
         ok = mn_mul_i64(&counts[0], rows, call->V) && mn_mul_i64(&counts[0], counts[0], groups);
     }
     int64_t borders = 0;
-    if (ok && chunked(*call)) ok = mn_mul_i64(&borders, set, chunks) && borders <= INT64_MAX / 8;
+    if (ok && chunked(*call)) ok = mn_mul_i64(&borders, set, chunks) && borders <= INT64_MAX / 32;
     if (!backward || !ok) {
         counts[1] = 2 * borders;
         return ok;
     }
     counts[2] = 2 * borders;
+    counts[6] = MAP_NUMBERS * borders;
     return mn_mul_i64(&counts[3], set, 2) &&
            mn_mul_i64(&counts[3], counts[3], mn_tile_slots(*call, TOKENS)) &&
            mn_mul_i64(&counts[4], rows, call->K) && mn_mul_i64(&counts[4], counts[4], across) &&
@@ -527,7 +527,7 @@ static room room_at(float *shared, const mn_call *call, bool backward) {
     float *at[N_ROOMS];
     (void)measure(counts, call, backward);    // went well when it was planned
     mn_cell_rooms(at, shared, counts);
-    return { at[0], at[1], at[2], at[3], at[4], at[5] };
+    return { at[0], at[1], at[2], at[3], at[4], at[5], at[6] };
 }
 
 /* Sums over groups of slots, where there are several. */
@@ -563,11 +563,9 @@ static int backward(const mn_moebius_args *p, float *shared, cudaStream_t stream
     const int64_t n_rows = mn_cell_rows_of(call), count = n_chunks(*call);
     const room to = room_at(shared, call, true);
     const bool full = p->from_prior || p->cot.yvar.data;
-    int code = walk_states<T>(p, to.states, TOKENS, 0, stream);
-    if (code == cudaSuccess && chunked(*call)) {
-        code = full ? walk_ends<T, true>(p, to.states, to.ends, stream)
-                    : walk_ends<T, false>(p, to.states, to.ends, stream);
-    }
+    int code = !chunked(*call) ? walk_states<T>(p, to.states, TOKENS, 0, stream)
+               : full ? walk_maps<T, OF_FULL_MAPS>(p, to.states, to.maps, to.ends, stream)
+                      : walk_maps<T, OF_MAPS>(p, to.states, to.maps, to.ends, stream);
     if (code != cudaSuccess) return code;
     code = full ? mn_launch_with_room(backward_kernel<T, true>, blocks, block::THREADS,
                                       sizeof(backward_room<true>), stream, *p, to, n_rows, count)

@@ -5,8 +5,8 @@
  * not hold does the tile again by lam and eta, as it does tiles that are not whole.
  *
  * A sequence longer than LONG tokens goes by chunks of CHUNK, so that time too fills the GPU:
- * moebius_walk.cuh finds the state in front of each chunk first, moebius_walk_back.cuh the adjoint
- * behind it. How a sequence is cut depends on its own length alone. */
+ * moebius_walk.cuh finds the state in front of each chunk first and, going back, the adjoint behind
+ * it. How a sequence is cut depends on its own length alone. */
 #ifndef MN_KERNELS_CUDA_MOEBIUS_CUH
 #define MN_KERNELS_CUDA_MOEBIUS_CUH
 
@@ -31,6 +31,7 @@ struct room {
     float *states;      // tiles x 2: the state in front of each
     float *keys;        // blocks of channels x tokens x 2 x K: parts of dk, dq
     float *dynamics;    // chunks x 2 x V x K: parts of da, dp
+    float *maps;        // chunks x 5: what each says of adjoints (moebius_map.cuh)
 };
 
 /* ---- cells ----------------------------------------------------------------------------------- */

@@ -143,6 +143,16 @@ MN_CUDA_WORK(normal) {
 
 /* ---- pairs ----------------------------------------------------------------------------------- */
 
+struct add_scaled {
+    static constexpr int INS = 3, OUTS = 1;    // a, b, c; y
+
+    template <bool NARROW, int N>
+    __device__ void run(const float (&x)[4][N], float (&y)[1][N]) const {
+#pragma unroll
+        for (int j = 0; j < N; j++) y[0][j] = fmaf(x[1][j], x[2][j], x[0][j]);
+    }
+};
+
 struct pair_backward {
     static constexpr int INS = 3, OUTS = 2;    // a, b, dy; da, db
     mn_pair_kind kind;
@@ -184,6 +194,10 @@ MN_CUDA_WORK(pair) {
     const mn_pair_work *w = (const mn_pair_work *)work;
     (void)space;
     if (!w->y.data) return pair_back(*w, where);
+    if (w->kind == MN_PAIR_SCALED) {
+        return mn_run_each(add_scaled{}, w->shape, { &w->a, &w->b, &w->c }, { &w->y }, { false },
+                           where);
+    }
     const mn_pair_forward f = { w->kind, (float)w->scale, (float)w->shift };
     return mn_run_each(f, w->shape, { &w->a, &w->b }, { &w->y }, { false }, where);
 }

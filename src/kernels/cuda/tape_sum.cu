@@ -1,10 +1,10 @@
-/* tape_sum.cu - sums over axes of dy, or of dy a, for what was repeated along them.
+/* tape_sum.cu - sums over axes of dy, of dy a, or of dy f(a), for what was repeated along them.
  *
  * Axes that go on evenly and are alike, kept or summed, are one; at most two of each remain. Where
  * the last one is kept, a thread owns a pack of results and runs over what is summed; where the
  * last one is summed, a warp does, its lanes along that axis. Long sums are cut into parts, whose
  * sums wait in the work space and are added in their order. */
-#include "kernels/cuda/each.cuh"
+#include "kernels/cuda/each_forward.cuh"
 #include "kernels/cuda/parts.cuh"
 
 /* LEAST: terms of a thread in a part; LONGEST: of an axis that is cut into two. */
@@ -25,6 +25,7 @@ struct plan {
     int lanes;                                    // of a result, where a block has several rows
     mn_side a, dy, sum;
     bool rows, packs, teams, add;    // rows: the last axis is summed; teams: a block per result
+    mn_unary_forward f;
 };
 
 /* The merged axes, last first; false is returned in `kept` for those that are summed. */
@@ -89,6 +90,7 @@ static plan plan_of(const mn_sum_work *w) {
     p.sum = mn_side_of(w->sum);
     p.a.stride[3] = p.dy.stride[3] = 1;    // of a pack
     p.add = w->add;
+    p.f = { w->f, false };
     p.n_results = p.kept[0].n * p.kept[1].n;
     p.n_terms = p.summed[0].n * p.summed[1].n;
     p.kept1 = mn_divide_by(mn_max(p.kept[1].n, (int64_t)1));
@@ -130,8 +132,8 @@ __device__ static void put_part(const plan &p, const put_sum &put, float *parts,
     else parts[part * p.n_results + i] = x;
 }
 
-/* Adds N terms to N sums. */
-template <int N, mn_types TYPES>
+/* Adds N terms to N sums. SHAPED: of f(a). */
+template <int N, mn_types TYPES, bool SHAPED>
 __device__ static void take(const plan &p, float (&sum)[N], int64_t at_a, int64_t at_dy) {
     float a[MN_PACK], dy[MN_PACK];
     if (N == MN_PACK) {
@@ -143,6 +145,14 @@ __device__ static void take(const plan &p, float (&sum)[N], int64_t at_a, int64_
     } else {
         dy[0] = mn_side_get(p.dy, at_dy);
         a[0] = p.a.data ? mn_side_get(p.a, at_a) : 0.0f;
+    }
+    if constexpr (SHAPED) {
+        float x[3][N], y[1][N];
+#pragma unroll
+        for (int j = 0; j < N; j++) x[0][j] = a[j];
+        p.f.template run<TYPES == MN_NARROW>(x, y);
+#pragma unroll
+        for (int j = 0; j < N; j++) a[j] = y[0][j];
     }
 #pragma unroll
     for (int j = 0; j < N; j++) sum[j] = p.a.data ? fmaf(dy[j], a[j], sum[j]) : sum[j] + dy[j];
@@ -166,8 +176,8 @@ columns_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum p
         for (int64_t term = first + threadIdx.y; term < last; term += GROUPS) {
             const uint32_t r = mn_quotient((uint32_t)term, p.summed1);
             const uint32_t s = (uint32_t)term - r * p.summed1.d;
-            take<N, TYPES>(p, sum, a0 + r * p.summed[0].a + s * p.summed[1].a,
-                    dy0 + r * p.summed[0].dy + s * p.summed[1].dy);
+            take<N, TYPES, false>(p, sum, a0 + r * p.summed[0].a + s * p.summed[1].a,
+                                  dy0 + r * p.summed[0].dy + s * p.summed[1].dy);
         }
     }
 #pragma unroll
@@ -183,7 +193,7 @@ columns_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum p
 
 /* The last axis is summed: a team of lanes runs along it, and has a result of its own, or a block's
  * teams take the rows of one result in turn. */
-template <int N, mn_types TYPES>
+template <int N, mn_types TYPES, bool SHAPED>
 __global__ void __launch_bounds__(LANES * GROUPS)
 rows_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum put, float *parts) {
     __shared__ float room[GROUPS];
@@ -201,8 +211,8 @@ rows_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum put,
         const int step = p.teams ? n_teams : 1;
         for (int64_t r = first + (p.teams ? team : 0); r < last; r += step) {
             for (int64_t s = lane * N; s < p.summed[1].n; s += p.lanes * N) {
-                take<N, TYPES>(p, sum, a0 + r * p.summed[0].a + s * p.summed[1].a,
-                        dy0 + r * p.summed[0].dy + s * p.summed[1].dy);
+                take<N, TYPES, SHAPED>(p, sum, a0 + r * p.summed[0].a + s * p.summed[1].a,
+                                       dy0 + r * p.summed[0].dy + s * p.summed[1].dy);
             }
         }
     }
@@ -229,31 +239,35 @@ extern "C" size_t mn_work_sum_cuda_bytes(const void *work) {
 }
 
 template <int N, mn_types TYPES>
-static int launch(const plan &p, const put_sum &put, float *parts, cudaStream_t on) {
+static int launch(const plan &p, const put_sum &put, bool shaped, float *parts, cudaStream_t on) {
     const dim3 threads(LANES, GROUPS), blocks(mn_blocks(p.n_results, p.each), (unsigned)p.n_parts);
-    if (p.rows) rows_kernel<N, TYPES><<<blocks, threads, 0, on>>>(p, put, parts);
+    if (shaped) rows_kernel<N, TYPES, true><<<blocks, threads, 0, on>>>(p, put, parts);
+    else if (p.rows) rows_kernel<N, TYPES, false><<<blocks, threads, 0, on>>>(p, put, parts);
     else columns_kernel<N, TYPES><<<blocks, threads, 0, on>>>(p, put, parts);
     return mn_launched();
 }
 
-static int launch_any(const plan &p, const put_sum &put, float *parts, cudaStream_t on) {
+static int launch_any(const plan &p, const put_sum &put, bool shaped, float *parts,
+                      cudaStream_t on) {
     const mn_side sides[2] = { p.a, p.dy };
-    if (!p.packs) return launch<1, MN_MIXED>(p, put, parts, on);
+    if (!p.packs) return launch<1, MN_MIXED>(p, put, shaped, parts, on);
     switch (mn_types_of(sides)) {
-    case MN_NARROW: return launch<MN_PACK, MN_NARROW>(p, put, parts, on);
-    case MN_WIDE: return launch<MN_PACK, MN_WIDE>(p, put, parts, on);
-    default: return launch<MN_PACK, MN_MIXED>(p, put, parts, on);
+    case MN_NARROW: return launch<MN_PACK, MN_NARROW>(p, put, shaped, parts, on);
+    case MN_WIDE: return launch<MN_PACK, MN_WIDE>(p, put, shaped, parts, on);
+    default: return launch<MN_PACK, MN_MIXED>(p, put, shaped, parts, on);
     }
 }
 
 MN_CUDA_WORK(sum) {
     const cudaStream_t on = (cudaStream_t)where;
-    const plan p = plan_of((const mn_sum_work *)work);
+    const mn_sum_work *w = (const mn_sum_work *)work;
+    const plan p = plan_of(w);
     float *parts = (float *)space;
     const put_sum put = { p.kept[0], p.kept[1], p.kept1, p.sum, p.add };
     const int64_t most = (int64_t)1 << 31;
     if (p.n_results >= most || p.n_terms >= most) return cudaErrorInvalidConfiguration;
-    const int code = launch_any(p, put, parts, on);
+    if (w->shaped && p.n_results > 0 && !p.rows) return cudaErrorInvalidConfiguration;
+    const int code = launch_any(p, put, w->shaped, parts, on);
     if (code != cudaSuccess || p.n_parts == 1) return code;
     return mn_sum_parts_into(put, parts, p.n_parts, p.n_results, on);
 }

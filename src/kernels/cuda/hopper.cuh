@@ -1,7 +1,8 @@
-/* barrier.cuh - what Hopper has that others do not, and its barriers in shared memory: those who
- * arrive need not wait, and those who wait need not arrive. A phase ends with its last arrival. */
-#ifndef MN_KERNELS_CUDA_BARRIER_CUH
-#define MN_KERNELS_CUDA_BARRIER_CUH
+/* hopper.cuh - what code for Hopper (sm_90a) starts from: whether it is compiled for, whether the
+ * device is one, and barriers in shared memory between those that bring tiles and those that use
+ * them. */
+#ifndef MN_KERNELS_CUDA_HOPPER_CUH
+#define MN_KERNELS_CUDA_HOPPER_CUH
 
 #include "kernels/cuda/common.cuh"
 
@@ -27,6 +28,17 @@ __device__ inline uint32_t mn_shared_at(const void *at) {
     return (uint32_t)__cvta_generic_to_shared(at);
 }
 
+/* Shows products and the copy engine what this thread wrote to shared memory, or others did before
+ * a barrier that it has passed. Those who copy by themselves must not do it: it would wait for all
+ * copies that they have under way. */
+__device__ inline void mn_shared_show(void) {
+#if MN_HAS_WGMMA
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+/* ---- barriers -------------------------------------------------------------------------------- */
+
 __device__ inline void mn_barrier_open(uint64_t *barrier, int n_arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(mn_shared_at(barrier)),
                  "r"(n_arrivals) : "memory");
@@ -37,7 +49,7 @@ __device__ inline void mn_barrier_arrive(uint64_t *barrier) {
 }
 
 /* Waits until the barrier's phase `phase` (0, 1, 0, ...) is over. */
-__device__ inline void mn_barrier_wait(uint64_t *barrier, int phase) {
+__device__ inline void mn_barrier_wait(const uint64_t *barrier, int phase) {
 #if MN_HAS_WGMMA
     asm volatile("{\n\t.reg .pred done;\n"
                  "again:\n\t"

@@ -1,0 +1,85 @@
+/* few_feed.cuh - the warp of a block that brings notes and weights (kernels/few.h).
+ *
+ * It goes through all stages by itself, ahead of the others: what it brings is older than the
+ * program, so that it waits for nothing but room. Weights come in pieces, the eight rows of a strip
+ * by up to 1024 numbers, in the order in which they are multiplied: two strips side by side, chunk
+ * by chunk. Lane i asks for row i. */
+#ifndef MN_KERNELS_CUDA_FEW_FEED_CUH
+#define MN_KERNELS_CUDA_FEW_FEED_CUH
+
+#include "kernels/cuda/few_program.cuh"
+
+#if __CUDA_ARCH__ >= 900
+
+/* Asks for a note; returns how long the one behind it is, once it is there. */
+__device__ inline void mn_few_bring_note(mn_few_block &room, const mn_few_place &at,
+                                         const char *from, int bytes) {
+    mn_few_wait(&room.note_empty[at.note], at.note_turn ^ 1);
+    if (threadIdx.x % 32 > 0) return;
+    mn_few_expect(&room.note_full[at.note], bytes);
+    mn_few_bring(room.note[at.note], from, bytes, &room.note_full[at.note]);
+}
+
+__device__ inline void mn_few_bring_piece(mn_few_block &room, mn_few_place &at,
+                                          const mn_few_strip &strip, int chunk, int bytes) {
+    const int lane = threadIdx.x % 32;
+    mn_few_wait(&room.empty[at.slot], at.turn ^ 1);
+    if (lane == 0) mn_few_expect(&room.full[at.slot], strip.n_rows * bytes);
+    __syncwarp();
+    if (lane < strip.n_rows) {
+        mn_few_bring(room.ring[at.slot] + lane * MN_FEW_ROW,
+                     strip.rows + lane * (int64_t)strip.step + chunk * (2 * MN_FEW_CHUNK), bytes,
+                     &room.full[at.slot]);
+    }
+    at.next_slot();
+}
+
+__device__ inline void mn_few_bring_weights(mn_few_block &room, mn_few_place &at,
+                                            const mn_few_products_note &p) {
+    const int n = p.n_strips, K = p.K;
+#pragma unroll 1
+    for (int first = 0; first < n; first += 2) {
+#pragma unroll 1
+        for (int chunk = 0; chunk < p.chunks; chunk++) {
+            const int bytes = 2 * min((int)MN_FEW_CHUNK, K - chunk * MN_FEW_CHUNK);
+            mn_few_bring_piece(room, at, p.strip[first], chunk, bytes);
+            if (first + 1 < n) mn_few_bring_piece(room, at, p.strip[first + 1], chunk, bytes);
+        }
+    }
+}
+
+/* A state is too narrow for copies: the second cache is asked for its lines. */
+__device__ inline void mn_few_ask_state(const mn_few_memory_note &m) {
+#pragma unroll 1
+    for (int row = threadIdx.x % 32; row < m.K; row += 32) {
+        asm volatile("prefetch.global.L2 [%0];" :: "l"(m.state + row * (int64_t)m.V));
+    }
+}
+
+__device__ inline void mn_few_feed(mn_few_block &room, const char *program,
+                                   const mn_few_start &start, int n_stages) {
+    mn_few_place next = {}, at = {};    // the note asked for next; the one at work
+    const char *from = program + start.at;
+    int bytes = (int)start.bytes;
+    mn_few_bring_note(room, next, from, bytes);
+    next.next_note();
+#pragma unroll 1
+    for (int i = 0; i < n_stages; i++) {
+        mn_few_wait(&room.note_full[at.note], at.note_turn);
+        const mn_few_note &note = *(const mn_few_note *)room.note[at.note];
+        if (i + 1 < n_stages) {
+            from += bytes;
+            bytes = note.next_bytes;
+            mn_few_bring_note(room, next, from, bytes);
+            next.next_note();
+        }
+        if (note.kind == MN_FEW_MULTIPLY) mn_few_bring_weights(room, at, note.products);
+        else if (note.kind == MN_FEW_RECALL) mn_few_ask_state(note.memory);
+        __syncwarp();
+        at.next_note();
+    }
+}
+
+#endif
+
+#endif

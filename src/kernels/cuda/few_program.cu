@@ -1,0 +1,133 @@
+/* few_program.cu - a program (kernels/few.h): one kernel goes through all stages, a block for each
+ * processor.
+ *
+ * A block has one warp that brings notes and weights (few_feed.cuh), and eight that multiply. No
+ * barrier stands between stages: a block begins one as soon as the numbers that it reads are there
+ * (few_program.cuh), most often while its weights have come already. The launch is cooperative, so
+ * that all blocks are there at once. */
+#include "kernels/cuda/few_feed.cuh"
+#include "kernels/cuda/few_multiply.cuh"
+#include "kernels/cuda/few_program.h"
+#include "kernels/cuda/few_recall.cuh"
+
+enum { THREADS = MN_FEW_THREADS + 32 };
+
+#if __CUDA_ARCH__ >= 900
+
+__device__ static void open_barriers(mn_few_block &room) {
+    for (int i = 0; i < MN_FEW_SLOTS; i++) {
+        mn_few_open(&room.full[i], 1);
+        mn_few_open(&room.empty[i], MN_FEW_WARPS);
+    }
+    for (int i = 0; i < MN_FEW_NOTES; i++) {
+        mn_few_open(&room.note_full[i], 1);
+        mn_few_open(&room.note_empty[i], MN_FEW_WARPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory");
+}
+
+/* Numbers from outside to words, four a thread. */
+__device__ static void copy(const mn_few_copy_note &p, const char *program, unsigned run) {
+#pragma unroll 1
+    for (int i = 0; i < p.n; i++) {
+        const int k = threadIdx.x * 4;
+        if (k >= p.of[i].count) continue;
+        const mn_bf16 *from = p.of[i].from + k;
+        char *word = (char *)program + p.of[i].words + k * 4;
+#pragma unroll 1
+        for (int j = 0; j < 4 && k + j < p.of[i].count; j += 2, word += 8) {
+            const bool two = k + j + 1 < p.of[i].count;
+            mn_few_say(word, mn_few_two(mn_float(from[j]), two ? mn_float(from[j + 1]) : 0.0f),
+                       run);
+        }
+    }
+}
+
+__device__ static void work(mn_few_block &room, const char *program, unsigned run, int n_stages) {
+    mn_few_place place = {};
+    place.run = run, place.program = program;
+#pragma unroll 1
+    for (int i = 0; i < n_stages; i++) {
+        mn_few_wait(&room.note_full[place.note], place.note_turn);
+        const mn_few_note &note = *(const mn_few_note *)room.note[place.note];
+        if (note.kind == MN_FEW_MULTIPLY) mn_few_multiply(room, note, place);
+        else if (note.kind == MN_FEW_RECALL) mn_few_recall(room, note.memory, place);
+        else if (note.kind == MN_FEW_COPY) copy(note.copy, program, run);
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) mn_few_arrive(&room.note_empty[place.note]);
+        place.next_note();
+    }
+}
+
+/* The last block to leave counts the run. */
+__device__ static void leave(mn_few_head *head, unsigned run) {
+    __syncthreads();
+    if (threadIdx.x > 0 || atomicAdd(&head->left, 1u) + 1 < gridDim.x) return;
+    head->left = 0;
+    head->run = run;
+}
+
+#endif
+
+__global__ void __launch_bounds__(THREADS, 1)
+few_program_kernel(char *program, int n_stages) {
+#if __CUDA_ARCH__ >= 900
+    extern __shared__ __align__(128) unsigned char bytes[];
+    mn_few_block &room = *(mn_few_block *)bytes;
+    mn_few_head *head = (mn_few_head *)program;
+    const unsigned run = *(volatile unsigned *)&head->run + 1;
+    const mn_few_start start = ((const mn_few_start *)(head + 1))[blockIdx.x];
+    if (threadIdx.x == 0) open_barriers(room);
+    __syncthreads();
+    if (threadIdx.x >= MN_FEW_THREADS) mn_few_feed(room, program, start, n_stages);
+    else work(room, program, run, n_stages);
+    leave(head, run);
+#endif
+}
+
+/* Blocks of a program on a machine; 0: it runs none. */
+static int ask_blocks(int device) {
+    int bytes = 0, cooperates = 0, processors = 0, major = 0;
+    const bool known =
+        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
+            cudaSuccess &&
+        cudaDeviceGetAttribute(&cooperates, cudaDevAttrCooperativeLaunch, device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
+        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
+    if (!known) (void)cudaGetLastError();
+    const bool serves = known && cooperates && major >= 9 && bytes >= (int)sizeof(mn_few_block);
+    return serves ? processors : 0;
+}
+
+/* Of the machine in use, which is asked once: each token comes by often. */
+int mn_few_blocks(void) {
+    enum { KNOWN = 64 };
+    static int known[KNOWN];    // one more than the answer
+    int device = 0;
+    if (cudaGetDevice(&device) != cudaSuccess) {
+        (void)cudaGetLastError();
+        return 0;
+    }
+    if (device >= KNOWN) return ask_blocks(device);
+    int blocks = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
+    if (blocks == 0) {
+        blocks = ask_blocks(device) + 1;
+        __atomic_store_n(&known[device], blocks, __ATOMIC_RELAXED);
+    }
+    return blocks - 1;
+}
+
+int mn_few_start_program(void *program, int n_stages, void *stream) {
+    cudaError_t code = cudaFuncSetAttribute(few_program_kernel,
+                                            cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            (int)sizeof(mn_few_block));
+    if (code != cudaSuccess) return (int)code;
+    cudaLaunchAttribute together = {};
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
+    cudaLaunchConfig_t how = {};
+    how.gridDim = dim3((unsigned)mn_few_blocks()), how.blockDim = dim3(THREADS);
+    how.dynamicSmemBytes = sizeof(mn_few_block), how.stream = (cudaStream_t)stream;
+    how.attrs = &together, how.numAttrs = 1;
+    return (int)cudaLaunchKernelEx(&how, few_program_kernel, (char *)program, n_stages);
+}

@@ -1,0 +1,290 @@
+/* few_program.cuh - what the blocks of a program (kernels/few.h) are told, and the shared memory of
+ * one.
+ *
+ * A block reads one note for each stage, which the host has written for it (few_build.cu): the
+ * rows of weights it multiplies and what becomes of the sums. Columns of a product are cut into
+ * strips of eight; a unit is a strip, or two strips of the same columns of two products, with all
+ * that follows from them.
+ *
+ * Numbers that later stages read travel as flagged words: two of bf16 and the number of the run, in
+ * eight bytes that are written at once. Who reads them looks until the run is right: nothing else
+ * tells that they are there. */
+#ifndef MN_KERNELS_CUDA_FEW_PROGRAM_CUH
+#define MN_KERNELS_CUDA_FEW_PROGRAM_CUH
+
+#include "kernels/cuda/few_work.cuh"
+
+enum {
+    MN_FEW_WARPS = 8,                                // that multiply; one more brings weights
+    MN_FEW_THREADS = 32 * MN_FEW_WARPS,
+    MN_FEW_COLUMNS = MN_FEW_TOGETHER,                // of a strip
+    MN_FEW_SPAN = 128,                               // numbers of a chunk that a warp has
+    MN_FEW_CHUNK = MN_FEW_SPAN * MN_FEW_WARPS,       // numbers of a row in a piece
+    MN_FEW_CHUNKS = 4,
+    MN_FEW_ROW = 2 * MN_FEW_CHUNK + 64,              // bytes apart: other banks
+    MN_FEW_PIECE = MN_FEW_COLUMNS * MN_FEW_ROW,      // a strip's part of a chunk
+    MN_FEW_SLOTS = 11,                               // pieces on their way or not used yet
+    MN_FEW_STRIPS = 8,                               // of a block in a stage
+    MN_FEW_NOTES = 6,                                // stages ahead of which a block knows
+    MN_FEW_NOTE_BYTES = 2560,
+    MN_FEW_RECALLED = 32 * MN_FEW_WARPS,             // rows of a memory, at most
+    MN_FEW_TILE = 8,                                 // columns of a memory that a block has
+    MN_FEW_EARLY = 4,                                // numbers that a list reads ahead
+    MN_FEW_VALUES = 2 + MN_FEW_ENDINGS + MN_FEW_EARLY,
+    MN_FEW_NOWHERE = -1,
+};
+
+enum mn_few_stage_kind { MN_FEW_REST, MN_FEW_COPY, MN_FEW_MULTIPLY, MN_FEW_RECALL };
+
+/* How the row of a product comes: as it is, normalised, normalised in groups and gated. */
+enum mn_few_way { MN_FEW_AS_IT_IS, MN_FEW_NORMALISED, MN_FEW_GATED };
+
+/* What becomes of a unit's sums: stored; added to something as well; f(first) times second; a
+ * convolution of one token; a list of small works. */
+enum mn_few_form { MN_FEW_STORED, MN_FEW_ADDED, MN_FEW_FUNCTION, MN_FEW_CONVOLVED, MN_FEW_LISTED };
+
+/* Words of the program, bytes from its beginning. What lies elsewhere is copied to words first. */
+struct mn_few_source {
+    int at;
+    short step, odd;      // step: 0 where one number serves all; odd: the upper one of a word
+};
+
+struct mn_few_strip {
+    const char *rows;
+    int step, n_rows;     // bytes from row to row
+};
+
+/* From its first column on. `to`: where the last result goes; its words are to_words bytes from the
+ * beginning of the program, or MN_FEW_NOWHERE. `c`: the products, unless the last result is one. */
+struct alignas(16) mn_few_unit {
+    unsigned char form, n_strips, strip[2], n_rows, f, narrow, n_ends;
+    int first_end, to_words, N;          // N: of the product
+    unsigned char early_step[4], early_wide[4];
+    int early_per[4];                    // columns that a number serves
+    mn_bf16 *to, *c[2];
+    const mn_bf16 *bias[2];
+    mn_few_source plus;
+    union {
+        struct {
+            const mn_bf16 *taps, *taps_bias;
+            const float *tail0;
+            float *tail;
+        };
+        const char *early[MN_FEW_EARLY];    // what a list reads; bytes from column to column
+    };
+};
+
+/* Input of a small work of a list: value `from` of the unit (products, results, what was read
+ * early), or where that is -1, words, of which one number serves `per` columns. */
+struct mn_few_input {
+    mn_few_source source;
+    int from, per;
+};
+
+struct alignas(16) mn_few_end {
+    short kind, f, narrow, wide;
+    int per, to_words;    // columns of one result
+    float scale, shift;
+    char *to;
+    mn_few_input in[2];
+    int n_inputs;
+};
+
+struct alignas(16) mn_few_products_note {
+    int K, chunks, n_strips, n_units, way;
+    int group;            // warps whose numbers are normalised together
+    int sigmoid;          // the gate
+    int wrap;             // number k is weighted by number k & wrap
+    float inverse_width, epsilon;
+    int x, z;             // words of the row, and of its gate
+    const mn_bf16 *weight;
+    mn_bf16 *row;         // where the row, made, is stored; NULL: by another block, or not at all
+    mn_few_strip strip[MN_FEW_STRIPS];
+    mn_few_unit unit[MN_FEW_STRIPS];    // and behind the last that is there the ends
+};
+
+/* A tile of a memory: eight columns of a head. */
+struct alignas(16) mn_few_memory_note {
+    int K, V, by_channel, erases, has_beta, has_g, o_words;
+    float scale;
+    struct {
+        int there;
+        float plus, most;    // by 1 / sqrt(squares + plus), or `most` if that is less
+        mn_bf16 *to;         // where the row, made, is stored; or NULL
+    } front[MN_FEW_FRONTS];
+    mn_few_source q, e, v, beta, g;
+    float *state;
+    mn_bf16 *o;
+};
+
+/* Numbers that are older than the program, to words. */
+enum { MN_FEW_COPIES = 16 };    // of a block
+struct alignas(16) mn_few_copy_note {
+    int n;
+    struct {
+        const mn_bf16 *from;
+        int words, count;       // up to MN_FEW_CHUNK
+    } of[MN_FEW_COPIES];
+};
+
+struct alignas(16) mn_few_note {
+    int kind, next_bytes;    // of the note behind this one
+    int ends_at, pad;        // bytes from here to the ends
+    union {
+        mn_few_products_note products;
+        mn_few_memory_note memory;
+        mn_few_copy_note copy;
+    };
+};
+static_assert(sizeof(mn_few_note) + MN_FEW_ENDINGS * sizeof(mn_few_end) <= MN_FEW_NOTE_BYTES,
+              "a note");
+
+/* In front of a program. */
+struct mn_few_head {
+    alignas(128) unsigned run;     // how often it has run
+    alignas(128) unsigned left;    // blocks that have ended this time
+};
+
+/* Where a block's notes begin, from the program's beginning; and the bytes of the first. */
+struct mn_few_start {
+    int64_t at, bytes;
+};
+
+struct alignas(128) mn_few_block {
+    unsigned char ring[MN_FEW_SLOTS][MN_FEW_PIECE];
+    alignas(16) unsigned char note[MN_FEW_NOTES][MN_FEW_NOTE_BYTES];
+    alignas(16) mn_bf16 row[MN_FEW_CHUNKS * MN_FEW_CHUNK];
+    alignas(16) float sums[2][MN_FEW_STRIPS][MN_FEW_COLUMNS][MN_FEW_WARPS + 2];
+    alignas(16) float squares[2][MN_FEW_WARPS];
+    alignas(16) float2 columns[2][MN_FEW_WARPS][MN_FEW_TILE];
+    alignas(16) float4 shared[2][MN_FEW_WARPS];
+    float values[MN_FEW_WARPS][MN_FEW_VALUES][MN_FEW_COLUMNS];
+    uint64_t full[MN_FEW_SLOTS], empty[MN_FEW_SLOTS];
+    uint64_t note_full[MN_FEW_NOTES], note_empty[MN_FEW_NOTES];
+};
+
+/* Where a warp stands: in the ring of weights, in that of notes, in which half of what is there
+ * twice. */
+struct mn_few_place {
+    int slot, note, half;
+    unsigned turn, note_turn, run;
+    const char *program;
+
+    __device__ void next_slot(void) {
+        if (++slot == MN_FEW_SLOTS) slot = 0, turn ^= 1;
+    }
+
+    __device__ void next_note(void) {
+        if (++note == MN_FEW_NOTES) note = 0, note_turn ^= 1;
+    }
+};
+
+/* ---- barriers of shared memory --------------------------------------------------------------- */
+
+__device__ inline uint32_t mn_few_shared_at(const void *at) {
+    return (uint32_t)__cvta_generic_to_shared(at);
+}
+
+#if __CUDA_ARCH__ >= 900
+
+__device__ inline void mn_few_open(uint64_t *barrier, int count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(mn_few_shared_at(barrier)), "r"(count)
+                 : "memory");
+}
+
+__device__ inline void mn_few_wait(uint64_t *barrier, unsigned turn) {
+    asm volatile("{\n\t.reg .pred there;\n"
+                 "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
+                 "\t@!there bra again;\n\t}"
+                 ::"r"(mn_few_shared_at(barrier)), "r"(turn) : "memory");
+}
+
+__device__ inline void mn_few_arrive(uint64_t *barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(mn_few_shared_at(barrier)) : "memory");
+}
+
+/* Arrives at a barrier whose phase ends when `bytes` have come, too. */
+__device__ inline void mn_few_expect(uint64_t *barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
+                 ::"r"(mn_few_shared_at(barrier)), "r"(bytes) : "memory");
+}
+
+__device__ inline void mn_few_bring(void *to, const void *from, int bytes, uint64_t *barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+                 "[%0], [%1], %2, [%3];" ::"r"(mn_few_shared_at(to)), "l"(from), "r"(bytes),
+                 "r"(mn_few_shared_at(barrier)) : "memory");
+}
+
+/* All warps that multiply. */
+__device__ inline void mn_few_meet(void) {
+    asm volatile("bar.sync 1, %0;" ::"n"((int)MN_FEW_THREADS) : "memory");
+}
+
+/* ---- flagged words --------------------------------------------------------------------------- */
+
+__device__ inline void mn_few_say(char *word, uint32_t two, unsigned run) {
+    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word),
+                 "l"((uint64_t)run << 32 | two) : "memory");
+}
+
+/* Four neighbours: two words, as they were found. */
+struct mn_few_four {
+    uint64_t a, b;
+
+    /* Nothing waits for them here. */
+    __device__ void ask(const char *words) {
+        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
+                     : "=l"(a), "=l"(b) : "l"(words) : "memory");
+    }
+
+    __device__ bool there(unsigned run) const {
+        return (uint32_t)(a >> 32) == run && (uint32_t)(b >> 32) == run;
+    }
+
+    __device__ uint2 numbers(void) const {
+        return make_uint2((uint32_t)a, (uint32_t)b);
+    }
+};
+
+/* The word of one number. */
+struct mn_few_one {
+    uint64_t a;
+
+    __device__ void ask(const char *word) {
+        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(a) : "l"(word) : "memory");
+    }
+
+    __device__ bool there(unsigned run) const {
+        return (uint32_t)(a >> 32) == run;
+    }
+
+    __device__ float number(int odd) const {
+        return __uint_as_float(odd ? (uint32_t)a & 0xffff0000u : (uint32_t)a << 16);
+    }
+};
+
+#endif
+
+/* ---- numbers of bf16 ------------------------------------------------------------------------- */
+
+__device__ inline float mn_few_low(uint32_t two) {
+    return __uint_as_float(two << 16);
+}
+
+__device__ inline float mn_few_high(uint32_t two) {
+    return __uint_as_float(two & 0xffff0000u);
+}
+
+__device__ inline uint32_t mn_few_bits(float x) {
+    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
+}
+
+__device__ inline float mn_few_round(float x) {
+    return __bfloat162float(__float2bfloat16_rn(x));
+}
+
+__device__ inline uint32_t mn_few_two(float low, float high) {
+    return mn_few_bits(low) | mn_few_bits(high) << 16;
+}
+
+#endif

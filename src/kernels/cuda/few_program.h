@@ -1,0 +1,10 @@
+/* few_program.h - between a program's kernel (few_program.cu) and who writes it (few_build.cu). */
+#ifndef MN_KERNELS_CUDA_FEW_PROGRAM_H
+#define MN_KERNELS_CUDA_FEW_PROGRAM_H
+
+/* Blocks of a program on the machine in use; 0: it runs none. */
+int mn_few_blocks(void);
+
+int mn_few_start_program(void *program, int n_stages, void *stream);
+
+#endif
