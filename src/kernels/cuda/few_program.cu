@@ -30,11 +30,15 @@ __device__ static void open_barriers(mn_few_block &room) {
 __device__ static void copy(const mn_few_copy_note &p, const mn_few_place &place) {
 #pragma unroll 1
     for (int i = 0; i < p.n; i++) {
-        const int k = threadIdx.x * 2, count = p.of[i].count;
-        if (k >= count) continue;
-        const float low = mn_float(p.of[i].from[k]);
-        const float high = k + 1 < count ? mn_float(p.of[i].from[k + 1]) : 0.0f;
-        mn_few_say(place, p.of[i].words + k * 4, mn_few_two(low, high));
+        const mn_few_copy &c = p.of[i];
+        const int k = threadIdx.x * 2;
+        if (k >= c.count) continue;
+        const bool two = k + 1 < c.count;
+        const mn_bf16 *from = c.from + (c.index ? *c.index * c.row : 0) + k;
+        const mn_bf16 low = from[0], high = two ? from[1] : low;
+        mn_few_say(place, c.words + k * 4, mn_few_two(mn_float(low), mn_float(high)));
+        if (c.to) c.to[k] = low;
+        if (c.to && two) c.to[k + 1] = high;
     }
 }
 

@@ -121,14 +121,19 @@ struct alignas(16) mn_few_memory_note {
     mn_bf16 *o;
 };
 
-/* Numbers that are older than the program, to words. */
+/* Numbers that are older than the program, to words, and to memory where `to` is there. With an
+ * index, those of that row of a table. */
 enum { MN_FEW_COPIES = 16 };    // of a block
+struct mn_few_copy {
+    const mn_bf16 *from;
+    mn_bf16 *to;
+    const int32_t *index;
+    int64_t row;                // numbers from row to row
+    int words, count;           // up to MN_FEW_CHUNK
+};
 struct alignas(16) mn_few_copy_note {
     int n;
-    struct {
-        const mn_bf16 *from;
-        int words, count;       // up to MN_FEW_CHUNK
-    } of[MN_FEW_COPIES];
+    mn_few_copy of[MN_FEW_COPIES];
 };
 
 struct alignas(16) mn_few_note {
@@ -217,6 +222,17 @@ __device__ inline void mn_few_expect(uint64_t *barrier, int bytes) {
 __device__ inline void mn_few_bring(void *to, const void *from, int bytes, uint64_t *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1], %2, [%3];" ::"r"(mn_few_shared_at(to)), "l"(from), "r"(bytes),
+                 "r"(mn_few_shared_at(barrier)) : "memory");
+}
+
+/* What is not read again in this run: the second cache keeps the rest of the program instead. */
+__device__ inline void mn_few_bring_once(void *to, const void *from, int bytes,
+                                         uint64_t *barrier) {
+    asm volatile("{\n\t.reg .b64 once;\n"
+                 "\tcreatepolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+                 "\tcp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1], %2, [%3], once;\n\t}"
+                 ::"r"(mn_few_shared_at(to)), "l"(from), "r"(bytes),
                  "r"(mn_few_shared_at(barrier)) : "memory");
 }
 
