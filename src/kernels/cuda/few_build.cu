@@ -15,13 +15,13 @@ static bool row_of(mn_few_products_note *to, mn_few_touch *touch, const mn_few_p
     to->K = (int)given->K, to->chunks = (int)mn_ceil_div(given->K, MN_FEW_CHUNK);
     to->way = MN_FEW_AS_IT_IS;
     if (!first) {
-        to->x = touch->source(given->a, given->K, 2).at;
+        to->x = touch->source(given->a, given->K, 4).at;
         return true;
     }
     const bool gated = first->kind == MN_FEW_GATED_NORM;
     const int64_t width = first->shape[3], groups = given->K / (width > 0 ? width : 1);
     const int64_t warps = width / MN_FEW_SPAN;
-    const bool even = warps == 2 || warps == 4 || warps == 8 || warps == 16;
+    const bool even = warps == 1 || warps == 2 || warps == 4 || warps == 8;
     if (!gated && first->kind != MN_FEW_RMS_NORM) return false;
     if (gated && (first->order == MN_FEW_GATE_FIRST || given->K > MN_FEW_CHUNK)) return false;
     if (first->shape[2] * width != given->K) return false;
@@ -42,8 +42,8 @@ static bool row_of(mn_few_products_note *to, mn_few_touch *touch, const mn_few_p
     to->wrap = shared ? (int)width - 1 : INT32_MAX;
     to->row = (mn_bf16 *)first->at[gated ? 3 : 2].data;
     touch->reads(to->weight, shared ? width : given->K, 2);
-    to->x = touch->source(first->at[0].data, given->K, 2).at;
-    if (gated) to->z = touch->source(first->at[1].data, given->K, 2).at;
+    to->x = touch->source(first->at[0].data, given->K, 4).at;
+    if (gated) to->z = touch->source(first->at[1].data, given->K, 4).at;
     touch->writes(to->row, given->K, 2, false);
     return true;
 }
