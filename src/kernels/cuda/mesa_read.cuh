@@ -271,6 +271,17 @@ __device__ inline void mn_mesa_add_values(float (&sum)[EACH][2], const mn_mesa_t
     }
 }
 
+/* Hkv, which o asks for when x is there, to the first cache. */
+template <int N>
+__device__ inline void mn_mesa_announce(const mn_mesa_args &p, const mn_mesa_reader<N> &me) {
+    enum { LINE = 32 };    // numbers
+    const int lines = (int)((p.call.V + LINE - 1) / LINE);
+    for (int i = threadIdx.x; i < lines * (int)p.call.K; i += MN_MESA_READERS) {
+        const float *at = me.front + i / lines * me.lie.pitch + me.lie.rows + i % lines * LINE;
+        asm volatile("prefetch.global.L1 [%0];" :: "l"(at));
+    }
+}
+
 /* o of the part's tokens. All threads of the block call. */
 template <int N, typename T>
 __device__ inline void mn_mesa_output(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
@@ -349,15 +360,15 @@ mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     me.count = (int)min((int64_t)me.first + MN_MESA_PART, me.at.tile.n_rows);
     const bool some = me.first < me.count;
     if (some) {
+        const float2 token = mn_mesa_token<T>(p, me.at, me.lane);
         mn_mesa_stage<N, T>(room, p, me);
-        me.beta = me.lane < me.count ? mn_float(*mn_row<T>(p.beta, me.b, me.t0 + me.lane, me.at.h))
-                                     : 0.0f;
-        me.level = mn_mesa_levels<T>(p, me.at, me.lane);
+        me.beta = token.x, me.level = mn_mesa_levels(token.y, me.lane);
     }
     mn_wait_for_before();    // inputs are there already, pairs only now
     if (!some) return;
     me.front = w.pairs + me.at.index * me.lie.size;
     if constexpr (me.warps == 1) mn_mesa_stage_front<N>(room, me);
+    if constexpr (!BACK) mn_mesa_announce(p, me);
     __syncthreads();
 #pragma unroll 1
     for (int from = 0; me.first + from < me.count; from += teams) {
