@@ -477,8 +477,9 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
     const size_t counts = (size_t)l.blocks * (2 + (size_t)w.slices) * sizeof *w.steep;
     int code = (int)cudaMemsetAsync(w.steep, heads == 0, counts, on);
     if (code != cudaSuccess || heads == 0) return code;
-    if (p->theta.data) span_prepare_kernel<T, true><<<heads, 512, 0, on>>>(*p, w, R);
-    else span_prepare_kernel<T, false><<<heads, 512, 0, on>>>(*p, w, R);
+    const unsigned parts = heads * (unsigned)prepare_parts(p->call);
+    if (p->theta.data) span_prepare_kernel<T, true><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
+    else span_prepare_kernel<T, false><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
     code = mn_launch_with_room(walks_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
                                WALK_THREADS, widest_room<R>(), on, *p, w);
     if (code == cudaSuccess) {

@@ -115,6 +115,14 @@ __device__ static void right_columns16(double (&b)[4], const double *rows, int64
     for (int i = 0; i < 4; i++) b[i] = at[4 * i * ld];
 }
 
+/* 8 rows read as columns, summed over 16 columns in their order. */
+__device__ static void right_rows16(double (&b)[4], const double *rows, int ld) {
+    const int lane = threadIdx.x % 32;
+    const double *at = rows + lane / 4 * ld + lane % 4;
+#pragma unroll
+    for (int i = 0; i < 4; i++) b[i] = at[4 * i];
+}
+
 /* A (16,16) matrix as the left factor, in the natural order. */
 __device__ static void left_small(double (&a)[8], const double *matrix, int ld) {
     const int lane = threadIdx.x % 32;
@@ -250,10 +258,18 @@ __device__ static void await_left(int &seen, const int *from, int64_t count) {
 
 /* ---- preparing ------------------------------------------------------------------------------- */
 
+/* A block has so many channels, for two of them to share a processor. */
+enum { PREPARE_CHANNELS = 64, PREPARE_THREADS = SPAN_CHUNKS * PREPARE_CHANNELS };
+
+__host__ __device__ inline int prepare_parts(const mn_call &call) {
+    return 1 + ((int)call.K - 1) / PREPARE_CHANNELS;
+}
+
 /* Sums of the chunks of a span, by channels. */
 struct chunk_sums {
-    double level[SPAN_CHUNKS][128], angle[SPAN_CHUNKS][128];
-    double rr[SPAN_CHUNKS][128], ri[SPAN_CHUNKS][128], ii[SPAN_CHUNKS][128];
+    double level[SPAN_CHUNKS][PREPARE_CHANNELS], angle[SPAN_CHUNKS][PREPARE_CHANNELS];
+    double rr[SPAN_CHUNKS][PREPARE_CHANNELS], ri[SPAN_CHUNKS][PREPARE_CHANNELS];
+    double ii[SPAN_CHUNKS][PREPARE_CHANNELS];
 };
 
 /* (c, -s) for Phi^-1 = ((c, s), (-s, c)) of a channel: l2 times its square is the noise of a token,
@@ -288,15 +304,15 @@ __device__ static void prepare_rest(const mn_bayes_args &p, const span_work &w,
                                     const mn_tile_span &tile, int64_t head, int64_t h, int rows,
                                     int R) {
     const int64_t G = p.call.G;
-    for (int j = threadIdx.x; j < SPAN_TOKENS * (R - rows); j += 512) {
+    for (int j = threadIdx.x; j < SPAN_TOKENS * (R - rows); j += PREPARE_THREADS) {
         const int64_t at = (head * SPAN_TOKENS + j / (R - rows)) * R + rows + j % (R - rows);
         w.phi[at] = w.k[at] = w.q[at] = w.nk[at] = 0.0;
     }
     double *noise = w.noise + head * (SPAN_CHUNKS + 1) * 2 * R;
-    for (int j = threadIdx.x; j < 2 * (SPAN_CHUNKS + 1) * (R - rows); j += 512) {
+    for (int j = threadIdx.x; j < 2 * (SPAN_CHUNKS + 1) * (R - rows); j += PREPARE_THREADS) {
         noise[j / (R - rows) * R + rows + j % (R - rows)] = 0.0;
     }
-    for (int64_t j = threadIdx.x; j < SPAN_TOKENS * G; j += 512) {
+    for (int64_t j = threadIdx.x; j < SPAN_TOKENS * G; j += PREPARE_THREADS) {
         const int64_t g = j / SPAN_TOKENS, t = j % SPAN_TOKENS;
         const T *r2 = mn_row<T>(p.r2, tile.span.b, tile.span.t0 + tile.first + t, h);
         w.r2[(head * G + g) * SPAN_TOKENS + t] = t < tile.n_rows ? (double)mn_float(r2[g]) : 1.0;
@@ -305,14 +321,16 @@ __device__ static void prepare_rest(const mn_bayes_args &p, const span_work &w,
 
 /* Phi_t, kh, qh, n_t kh_t, n and r2 of a head of a span; one thread has one channel of a chunk. */
 template <typename T, bool TURNS>
-__global__ void __launch_bounds__(512, 1)
+__global__ void __launch_bounds__(PREPARE_THREADS, 2)
 span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w,
                     int R) {
     __shared__ chunk_sums sums;
-    const int64_t H = p.call.H, head = blockIdx.x, h = head % H;
+    const int64_t H = p.call.H, head = blockIdx.x / prepare_parts(p.call), h = head % H;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
     if (tile.n_rows == 0) return;
-    const int c = threadIdx.x / 128, i = threadIdx.x % 128, K = (int)p.call.K;
+    const int K = (int)p.call.K, part = (int)blockIdx.x % prepare_parts(p.call);
+    const int c = threadIdx.x / PREPARE_CHANNELS, own = threadIdx.x % PREPARE_CHANNELS;
+    const int i = part * PREPARE_CHANNELS + own;
     const int64_t b = tile.span.b, t0 = tile.span.t0 + tile.first;
     const int n_rows = i < K ? (int)tile.n_rows : 0, channel = min(i, K - 1);
     const bool asks = p.q.data != NULL;
@@ -338,10 +356,10 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
         if (!there || !asks) q[j] = 0.0f;
         level += phi[j].x, angle += phi[j].y;
     }
-    sums.level[c][i] = level, sums.angle[c][i] = angle;
+    sums.level[c][own] = level, sums.angle[c][own] = angle;
     __syncthreads();
     level = angle = 0.0;
-    for (int j = 0; j < c; j++) level += sums.level[j][i], angle += sums.angle[j][i];
+    for (int j = 0; j < c; j++) level += sums.level[j][own], angle += sums.angle[j][own];
     noise_sums n = { 0.0, 0.0, 0.0 };
 #pragma unroll
     for (int j = 0; j < CHUNK; j++) {
@@ -356,15 +374,15 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
         n.add<TURNS>(noise_row<TURNS>(phi[j]), (double)l2[j]);
     }
     if (i < K && !(level > -150.0)) w.steep[tile.n * H + h] = 1;
-    sums.rr[c][i] = n.rr, sums.ri[c][i] = n.ri, sums.ii[c][i] = n.ii;
+    sums.rr[c][own] = n.rr, sums.ri[c][own] = n.ri, sums.ii[c][own] = n.ii;
     __syncthreads();
     n.rr = n.ri = n.ii = 0.0;
     for (int j = 0; j < c; j++) {
-        n.rr += sums.rr[j][i], n.ri += sums.ri[j][i], n.ii += sums.ii[j][i];
+        n.rr += sums.rr[j][own], n.ri += sums.ri[j][own], n.ii += sums.ii[j][own];
     }
     const int r = i * (TURNS ? 2 : 1);
     double *noise = w.noise + head * (SPAN_CHUNKS + 1) * 2 * R + r;
-    prepare_rest<T>(p, w, tile, head, h, K * (TURNS ? 2 : 1), R);
+    if (part == 0) prepare_rest<T>(p, w, tile, head, h, K * (TURNS ? 2 : 1), R);
     if (i >= K) return;
     n.put<TURNS>(noise + c * 2 * R, R);
 #pragma unroll

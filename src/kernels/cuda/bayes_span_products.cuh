@@ -172,7 +172,15 @@ __device__ static void begin_group(product_room<R> &room, const mn_bayes_args &p
         const span_group s = group_at(p, g);
         at.first = s.first, at.count = s.count;
     }
-    const T *x = mn_row<T>(p.cot.qvar, at.b, at.t0 + min(t, at.n_rows - 1), at.h);
+    const int64_t when = at.t0 + min(t, at.n_rows - 1);
+    const T *y = mn_row<T>(p.cot.o, at.b, when, at.h);
+    if (y) {    // it is read without copies: what waits for it should not wait for memory
+        const span_group s = group_at(p, g);
+        for (int j = 0; j < s.count; j += 128 / (int)sizeof(T)) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(y + s.first + j));
+        }
+    }
+    const T *x = mn_row<T>(p.cot.qvar, at.b, when, at.h);
     if (x && p.q.data) room.twice[t] = 2.0 * p.scale * (double)mn_float(x[g]);
 }
 

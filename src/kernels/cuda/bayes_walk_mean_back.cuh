@@ -7,7 +7,7 @@
 #include "kernels/cuda/bayes_walk_mean.cuh"
 
 enum {
-    VALUES = SLICE * SLICES, VALUES_LD = VALUES + 8,
+    VALUES = SLICE * SLICES, VALUES_LD = VALUES + 4,
     E_ROWS = 2 * 32 * MEAN_WARPS / VALUES,    // of e that a block copies at a time
 };
 
@@ -148,11 +148,11 @@ __device__ static void put_chunk_weights(mean_back_room<R> &room, const double *
     const bool later = warp >= 2;
     double c[2][2];
     zero(c);
-    for (int i = 0; i < width; i += 8) {
-        double a[4], b[2];
-        left_rows(a, e, VALUES_LD, i);
-        right_rows(b, (later ? room.de : room.y) + from * VALUES_LD, VALUES_LD, i);
-        mn_dmma_8(c, a, b);
+    for (int i = 0; i < width; i += 16) {
+        double a[8], b[4];
+        left_small(a, e + i, VALUES_LD);
+        right_rows16(b, (later ? room.de : room.y) + from * VALUES_LD + i, VALUES_LD);
+        mn_dmma_16(c, a, b);
     }
     each_result(c, from, [&](double &x, int t, int s) {
         x = later ? (s > t ? -x : 0.0) : (s >= t ? x : 0.0);
@@ -161,10 +161,11 @@ __device__ static void put_chunk_weights(mean_back_room<R> &room, const double *
 }
 
 /* de of 16 value columns of a pair of warps, 8 by each, from what both halves of the state's rows
- * say: into the room, to memory and to dv. */
+ * say: into the room, to memory and to dv; and y from what was loaded ahead of n_outputs tokens. */
 template <typename T, int R>
 __device__ static void put_de(double (&x)[2][2][2], mean_back_room<R> &room,
-                              const mean_back_stage<R> &here, const double (&y)[2][4],
+                              const mean_back_stage<R> &here, double (&y)[2][4],
+                              const outputs_ahead<T> &ahead, int n_outputs,
                               const mn_bayes_args &p, const span_work &w, const mean_place &a,
                               int64_t c) {
     const int pair = threadIdx.x / 64, lane = threadIdx.x % 32, column = 8 * a.half;
@@ -173,16 +174,19 @@ __device__ static void put_de(double (&x)[2][2][2], mean_back_room<R> &room,
     for (int i = 0; i < 4; i++) {
         own[i / 2][i % 2] = a.half ? x[1][i / 2][i % 2] : x[0][i / 2][i % 2];
         other[i / 2][i % 2] = a.half ? x[0][i / 2][i % 2] : x[1][i / 2][i % 2];
+    }
+    put_rows(panel, VALUES_LD, 8 - column, other);
+    meet_pair();
+    get_rows(other, panel, VALUES_LD, column);
+    ahead.put(y, (double)p.scale, n_outputs, a.count);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        own[i / 2][i % 2] += other[i / 2][i % 2];
         b[i] = a.half ? y[1][i] : y[0][i];
         room.y[(lane % 4 + 4 * i) * VALUES_LD + pair * SLICE + column + lane / 4] = b[i];
     }
-    put_rows(panel, VALUES_LD, 8 - column, other);
     left_small(left, here.reads, SMALL_LD);
     mn_dmma_16(own, left, b);
-    meet_pair();
-    get_rows(other, panel, VALUES_LD, column);
-#pragma unroll
-    for (int i = 0; i < 4; i++) own[i / 2][i % 2] += other[i / 2][i % 2];
     put_rows(panel, VALUES_LD, column, own);
     __syncwarp();
     right_columns16(b, panel, VALUES_LD, column);
@@ -258,14 +262,13 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
             put_mean<N>(room.E + warp / 2 * SLICE * RIGHT + a.base, RIGHT, E);
             zero(x[0]), zero(x[1]);
             through_strip<N>(x, here.w + a.base, LEFT, E);
-            ahead.put(y, (double)p.scale, n_outputs, a.count);
         }
         if (closing) {
             __syncwarp();
             if (lane == 0) say_left(w.back + block, n_chunks - 1 - c);
         }
         if (has_values) {
-            put_de<T, R>(x, room, here, y, p, w, a, c);
+            put_de<T, R>(x, room, here, y, ahead, n_outputs, p, w, a, c);
         } else {
             meet_pair();
         }
@@ -279,14 +282,12 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
         }
 #pragma unroll
         for (int j = 0; j < TILES; j++) zero(dw[j]);
-#pragma unroll 2
-        for (int i = 0; i < width; i += 8) {
-            double from[4], with[2];
-            left_rows(from, here.e, VALUES_LD, i);
+        for (int i = 0; i < width; i += 16) {
+            left_small(left, here.e + i, VALUES_LD);
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
-                right_columns(with, room.E + i * RIGHT, RIGHT, column + 8 * j);
-                mn_dmma_8(dw[j], from, with);
+                right_columns16(b, room.E + i * RIGHT, RIGHT, column + 8 * j);
+                mn_dmma_16(dw[j], left, b);
             }
         }
         if (has_values) {
