@@ -127,7 +127,8 @@ solve_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t ite
 template <typename T>
 __global__ void __launch_bounds__(MN_MESA_THREADS)
 lam_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t slots) {
-    const int parts = mn_mesa_parts(p.call), each = MN_MESA_CHUNK / parts;
+    const int parts = mn_mesa_parts(p.call);
+    const int each = p.call.K <= MN_MESA_NARROW ? MN_MESA_PART / 2 : MN_MESA_WALK;    // begins at
     const int64_t h = blockIdx.x, i = threadIdx.x, K = p.call.K;
     T *to = mn_row<T>(p.grad.lam, 0, 0, h);
     float sum = 0.0f;

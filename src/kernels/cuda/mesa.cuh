@@ -73,11 +73,18 @@ __device__ inline float mn_mesa_log(const mn_mesa_args &p, int64_t b, int64_t t,
     return g < -1e5f ? -1e5f : g;
 }
 
-/* The sum of log decays from the chunk's front to token u, for a warp; the last one's behind it. */
+/* beta and the log decay of token u, zeros behind the last one. */
 template <typename T>
-__device__ inline double mn_mesa_levels(const mn_mesa_args &p, const mn_mesa_place &at, int u) {
-    const int64_t t = at.tile.span.t0 + at.tile.first + u;
-    double sum = u < at.tile.n_rows ? (double)mn_mesa_log<T>(p, at.tile.span.b, t, at.h) : 0.0;
+__device__ inline float2 mn_mesa_token(const mn_mesa_args &p, const mn_mesa_place &at, int u) {
+    const int64_t b = at.tile.span.b, t = at.tile.span.t0 + at.tile.first + u;
+    if (u >= at.tile.n_rows) return make_float2(0.0f, 0.0f);
+    return make_float2(mn_float(*mn_row<T>(p.beta, b, t, at.h)), mn_mesa_log<T>(p, b, t, at.h));
+}
+
+/* The sum of log decays from the chunk's front to token u, of which `g` is that of token u, for a
+ * warp; the last one's behind it. */
+__device__ inline double mn_mesa_levels(float g, int u) {
+    double sum = (double)g;
     for (int lanes = 1; lanes < MN_MESA_CHUNK; lanes *= 2) {
         const double before = __shfl_up_sync(0xffffffffu, sum, lanes);
         if (u >= lanes) sum += before;
@@ -87,16 +94,12 @@ __device__ inline double mn_mesa_levels(const mn_mesa_args &p, const mn_mesa_pla
 
 /* The weight of each token in the sums of its chunk, with the decays to the end or, `backward`,
  * from the front on; and the decay of the whole chunk. Thread u has token u. */
-template <typename T>
-__device__ inline void mn_mesa_weigh(float *weight, float *fall, const mn_mesa_args &p,
-                                     const mn_mesa_place &at, int u, bool backward) {
-    const int64_t b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
-    const int count = (int)at.tile.n_rows;
+__device__ inline void mn_mesa_weigh(float *weight, float *fall, float2 token, int u,
+                                     bool backward) {
     if (u >= MN_MESA_CHUNK) return;
-    const float beta = u < count ? mn_float(*mn_row<T>(p.beta, b, t0 + u, at.h)) : 0.0f;
-    const double G = mn_mesa_levels<T>(p, at, u);
+    const double G = mn_mesa_levels(token.y, u);
     const double end = __shfl_sync(0xffffffffu, G, MN_MESA_CHUNK - 1);
-    weight[u] = backward ? expf((float)G) : beta * expf((float)(end - G));
+    weight[u] = backward ? expf((float)G) : token.x * expf((float)(end - G));
     if (u == 0 && fall) *fall = expf((float)end);
 }
 
@@ -185,9 +188,10 @@ mn_mesa_sums_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
     mn_let_next_begin();
     if (at.tile.n_rows == 0) return;
+    const float2 token = mn_mesa_token<T>(p, at, threadIdx.x);    // first, as all wait for it
     float right[BACK ? 2 : 1][MN_MESA_CHUNK];
     mn_mesa_column<T, BACK>(right, p, w, at, min((int64_t)threadIdx.x, lie.pitch - 1));
-    mn_mesa_weigh<T>(weight, blockIdx.y == 0 ? &w.falls[at.index] : NULL, p, at, threadIdx.x, BACK);
+    mn_mesa_weigh(weight, blockIdx.y == 0 ? &w.falls[at.index] : NULL, token, threadIdx.x, BACK);
     mn_mesa_stage_left<T, BACK>(left, p, w, at, row0);
     __syncthreads();
     float *to = (BACK ? w.adjoints : w.pairs) + at.index * lie.size + row0 * lie.pitch;
@@ -268,9 +272,10 @@ mn_mesa_short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
         for (int64_t c0 = 0; c0 < chunks; c0 += MN_MESA_AT_ONCE) {
             const int64_t chunk = min(c0 + group, chunks - 1);
             const mn_mesa_place at = mn_mesa_here(p.call, slot0 + chunk, h);
+            const float2 token = mn_mesa_token<T>(p, at, thread);
             float right[1][MN_MESA_CHUNK], sum[MN_MESA_ROWS] = {};
             mn_mesa_column<T, false>(right, p, w, at, min(j, lie.pitch - 1));
-            mn_mesa_weigh<T>(weight[group], &fall[group], p, at, thread, false);
+            mn_mesa_weigh(weight[group], &fall[group], token, thread, false);
             mn_mesa_stage_left<T, false>(left[group], p, w, at, row0);
             __syncthreads();
             mn_mesa_add_tokens<false>(sum, left[group], right, weight[group], false);

@@ -58,8 +58,8 @@ __device__ inline void mn_mesa_grade_stage(mn_mesa_graders<N> &room, const mn_me
     }
     if (threadIdx.x >= MN_MESA_CHUNK) return;
     const int u = threadIdx.x;
-    room.G[u] = mn_mesa_levels<T>(p, me.at, u);
-    room.beta[u] = u < me.count ? mn_float(*mn_row<T>(p.beta, me.b, me.t0 + u, h)) : 0.0f;
+    const float2 token = mn_mesa_token<T>(p, me.at, u);
+    room.G[u] = mn_mesa_levels(token.y, u), room.beta[u] = token.x;
 }
 
 /* F_ts where s is a token of the chunk that is no earlier than t, else 0. */

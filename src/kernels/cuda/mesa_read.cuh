@@ -66,7 +66,7 @@ struct mn_mesa_reader {
     const float *front;    // the pair
     int64_t b, t, t0;      // t0: where the chunk begins
     int u, mine, rank, lane;
-    int first, count;      // of the part; tokens up to its end
+    int part, count;       // blocks of the chunk have parts; tokens of the chunk
     int reach;             // tokens up to the last one that the block's teams have at a time
     bool real;
     double level;          // of token `lane`: the sum of log decays
@@ -76,10 +76,17 @@ struct mn_mesa_reader {
     __device__ void meet(void) const {
         mn_mesa_meet<warps>();
     }
+
+    /* Token n of the part, in the chunk. Late tokens have more in front of them in the chunk, so
+     * that a part has eight of the first half and as many of the other, as far from its end. */
+    __device__ int token(int n) const {
+        constexpr int half = MN_MESA_PART / 2;
+        return n < half ? part * half + n : MN_MESA_CHUNK - (part + 2) * half + n;
+    }
 };
 
-/* Keys of the chunk's tokens up to the part's end, what those of the part ask, and the ridge.
- * Behind the last token it is repeated. */
+/* Keys of the chunk's tokens, what those of the part ask, and the ridge. Behind the last token it
+ * is repeated. */
 template <int N, typename T>
 __device__ inline void mn_mesa_stage(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
                                      const mn_mesa_reader<N> &me) {
@@ -87,7 +94,7 @@ __device__ inline void mn_mesa_stage(mn_mesa_tokens<N> &room, const mn_mesa_args
     const int channel = threadIdx.x % (8 * N), from = threadIdx.x / (8 * N);
     const bool there = channel < p.call.K;
     const T *k = mn_row<T>(p.k, me.b, me.t0, me.at.h) + (there ? channel : 0);
-    const T *q = mn_row<T>(p.q, me.b, me.t0 + me.first, me.at.h) + (there ? channel : 0);
+    const T *q = mn_row<T>(p.q, me.b, me.t0, me.at.h) + (there ? channel : 0);
     const int64_t step = p.k.stride[1], q_step = p.q.stride[1];
 #pragma unroll
     for (int n = from; n < MN_MESA_CHUNK; n += each) {
@@ -96,7 +103,7 @@ __device__ inline void mn_mesa_stage(mn_mesa_tokens<N> &room, const mn_mesa_args
     }
 #pragma unroll
     for (int n = from; n < MN_MESA_PART; n += each) {
-        const float x = mn_float(q[min(n, me.count - me.first - 1) * q_step]);
+        const float x = mn_float(q[min(me.token(n), me.count - 1) * q_step]);
         room.sides[n][0][channel] = there ? (float)p.scale * x : 0.0f;
     }
     if (from > 0) return;
@@ -264,10 +271,21 @@ __device__ inline void mn_mesa_add_values(float (&sum)[EACH][2], const mn_mesa_t
         const float x = mn_float(values[i][0]), y = mn_float(values[i][1]);
 #pragma unroll
         for (int n = 0; n < EACH; n++) {    // a later token weighs nothing, but may be NaN
-            if (u > me.first + first + n) continue;
+            if (u > me.token(first + n)) continue;
             const float by = room.weight[first + n][u];
             sum[n][0] = fmaf(by, x, sum[n][0]), sum[n][1] = fmaf(by, y, sum[n][1]);
         }
+    }
+}
+
+/* Hkv, which o asks for when x is there, to the first cache. */
+template <int N>
+__device__ inline void mn_mesa_announce(const mn_mesa_args &p, const mn_mesa_reader<N> &me) {
+    enum { LINE = 32 };    // numbers
+    const int lines = (int)((p.call.V + LINE - 1) / LINE);
+    for (int i = threadIdx.x; i < lines * (int)p.call.K; i += MN_MESA_READERS) {
+        const float *at = me.front + i / lines * me.lie.pitch + me.lie.rows + i % lines * LINE;
+        asm volatile("prefetch.global.L1 [%0];" :: "l"(at));
     }
 }
 
@@ -294,9 +312,10 @@ __device__ inline void mn_mesa_output(mn_mesa_tokens<N> &room, const mn_mesa_arg
             for (int i = 1; i < 4; i++) {
                 all.x += room.parts[i][n][me.lane].x, all.y += room.parts[i][n][me.lane].y;
             }
-            T *o = mn_row<T>(p.o, me.b, me.t0 + me.first + n, me.at.h);
-            if (me.first + n < me.count && j < p.call.V) mn_put(o + j, all.x);
-            if (me.first + n < me.count && j + 1 < p.call.V) mn_put(o + j + 1, all.y);
+            const int u = me.token(n);
+            T *o = mn_row<T>(p.o, me.b, me.t0 + u, me.at.h);
+            if (u < me.count && j < p.call.V) mn_put(o + j, all.x);
+            if (u < me.count && j + 1 < p.call.V) mn_put(o + j + 1, all.y);
         }
     }
 }
@@ -345,25 +364,24 @@ mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     me.lie = mn_mesa_layout::of(p.call);
     me.rank = threadIdx.x % me.team, me.lane = threadIdx.x % 32;
     me.b = me.at.tile.span.b, me.t0 = me.at.tile.span.t0 + me.at.tile.first;
-    me.first = blockIdx.x % parts * MN_MESA_PART;
-    me.count = (int)min((int64_t)me.first + MN_MESA_PART, me.at.tile.n_rows);
-    const bool some = me.first < me.count;
+    me.part = blockIdx.x % parts, me.count = (int)me.at.tile.n_rows;
+    const bool some = me.token(0) < me.count;
     if (some) {
+        const float2 token = mn_mesa_token<T>(p, me.at, me.lane);
         mn_mesa_stage<N, T>(room, p, me);
-        me.beta = me.lane < me.count ? mn_float(*mn_row<T>(p.beta, me.b, me.t0 + me.lane, me.at.h))
-                                     : 0.0f;
-        me.level = mn_mesa_levels<T>(p, me.at, me.lane);
+        me.beta = token.x, me.level = mn_mesa_levels(token.y, me.lane);
     }
     mn_wait_for_before();    // inputs are there already, pairs only now
     if (!some) return;
     me.front = w.pairs + me.at.index * me.lie.size;
     if constexpr (me.warps == 1) mn_mesa_stage_front<N>(room, me);
+    if constexpr (!BACK) mn_mesa_announce(p, me);
     __syncthreads();
 #pragma unroll 1
-    for (int from = 0; me.first + from < me.count; from += teams) {
+    for (int from = 0; from < MN_MESA_PART && me.token(from) < me.count; from += teams) {
         me.mine = from + threadIdx.x / me.team;
-        me.reach = min(me.first + from + teams, me.count);
-        me.u = min(me.first + me.mine, me.count - 1), me.real = me.first + me.mine < me.count;
+        me.reach = min(me.token(from) + teams, me.count);
+        me.u = min(me.token(me.mine), me.count - 1), me.real = me.token(me.mine) < me.count;
         mn_mesa_read<N, T, BACK>(room, p, w, me);
     }
     if constexpr (!BACK) {
@@ -371,10 +389,10 @@ mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
         return;
     }
     __syncthreads();
-    const int64_t item = me.at.index * parts + me.first / MN_MESA_PART;
+    const int64_t item = me.at.index * parts + me.part;
     for (int i = threadIdx.x; i < K; i += MN_MESA_READERS) {
         float sum = 0.0f;
-        for (int n = 0; me.first + n < me.count; n++) {
+        for (int n = 0; n < MN_MESA_PART && me.token(n) < me.count; n++) {
             sum -= room.sides[n][0][i] * room.sides[n][1][i];
         }
         w.lam[item * K + i] = sum;

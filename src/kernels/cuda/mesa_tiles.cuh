@@ -45,9 +45,10 @@ struct mn_mesa_matrix {
     }
 };
 
-/* What 1 - X D may be, cell by cell, for X to come nearer to the inverse of D each time, and for
- * the next X to be good; that takes two rounds where D is no worse than most. */
-static constexpr double MN_MESA_NEAR = 0.01, MN_MESA_THERE = 1e-7;
+/* What 1 - X D may be, cell by cell, for X to come nearer to the inverse of D each time; and for
+ * the next X to be off by the square of that, some 1e-10, where M's numbers are good for 6e-8. One
+ * or two rounds get there where D is no worse than most. */
+static constexpr double MN_MESA_NEAR = 0.01, MN_MESA_THERE = 4e-6;
 enum { MN_MESA_ROUNDS = 6 };
 
 /* What the warps of a team show each other, in turn with what they showed before. */
@@ -142,9 +143,12 @@ __device__ inline void mn_mesa_eliminate(R (&d)[2]) {
     }
 }
 
-/* Whether all cells of a tile are less than `bound`; NaN is not. */
+/* Whether all cells of a tile are less than `bound`, by the upper halves of the numbers, which are
+ * compared sooner than doubles; NaN is not. */
 __device__ inline bool mn_mesa_below(const double (&x)[2], double bound) {
-    return __all_sync(0xffffffffu, fabs(x[0]) < bound && fabs(x[1]) < bound);
+    const int most = __double2hiint(bound);
+    const int first = __double2hiint(x[0]) & 0x7fffffff, second = __double2hiint(x[1]) & 0x7fffffff;
+    return __all_sync(0xffffffffu, max(first, second) < most);
 }
 
 /* The same, as a chain of doubles is long: the inverse X in float32, then X <- X + (1 - X D) X on
@@ -159,12 +163,12 @@ __device__ inline void mn_mesa_invert(double (&d)[2]) {
 #pragma unroll 1
     for (int round = 0; round < MN_MESA_ROUNDS && near && !there; round++) {
         double off[2][2] = { { row == 2 * pair ? 1.0 : 0.0, row == 2 * pair + 1 ? 1.0 : 0.0 } };
-        const double left[4] = { -x[0], 0.0, -x[1], 0.0 };
-        mn_dmma_8(off, left, d);
+        const double left[4] = { x[0], 0.0, x[1], 0.0 }, less[2] = { -d[0], -d[1] };
+        mn_dmma_8(off, left, less);
         near = mn_mesa_below(off[0], MN_MESA_NEAR), there = mn_mesa_below(off[0], MN_MESA_THERE);
         double sum[2][2] = { { x[0], x[1] } };
         const double by[4] = { off[0][0], 0.0, off[0][1], 0.0 };
-        mn_dmma_8(sum, by, x);
+        mn_dmma_8(sum, by, x);    // asked before it is known, as it takes a while
         x[0] = sum[0][0], x[1] = sum[0][1];
     }
     if (near) d[0] = x[0], d[1] = x[1];
