@@ -11,7 +11,7 @@
 
 #if __CUDA_ARCH__ >= 900
 
-/* Asks for a note; returns how long the one behind it is, once it is there. */
+/* Asks for a note. */
 __device__ inline void mn_few_bring_note(mn_few_block &room, const mn_few_place &at,
                                          const char *from, int bytes) {
     mn_few_wait(&room.note_empty[at.note], at.note_turn ^ 1);

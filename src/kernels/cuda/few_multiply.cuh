@@ -180,7 +180,7 @@ struct mn_few_scale {
     }
 };
 
-/* The sum of a column of a strip; `factor` of warps 2 (lane % 4) and the next. */
+/* The sum of a column of a strip, in all four lanes. */
 __device__ inline float mn_few_add_up(const float (*sums)[MN_FEW_WARPS + 2], float2 factor) {
     const int lane = threadIdx.x % 32;
     const float2 parts = *(const float2 *)&sums[lane / 4][lane % 4 * 2];

@@ -49,7 +49,8 @@ static int64_t words_at(const mn_few_program *p) {
 }
 
 extern "C" size_t mn_few_program_bytes(const mn_few_program *p) {
-    if (p->n_stages + p->n_copies == 0 || p->failed) return 0;
+    if (p->failed) return sizeof(mn_few_head);    // the launch says so
+    if (p->n_stages + p->n_copies == 0) return 0;
     return (size_t)(words_at(p) + MN_FEW_ECHOES * p->words);
 }
 
@@ -118,8 +119,10 @@ static void write_first(void *to, const mn_few_program *p, int block, int64_t ba
 }
 
 extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
-    unsigned char *bytes = (unsigned char *)to, *read = list_read(p);
+    unsigned char *bytes = (unsigned char *)to;
     memset(bytes, 0, mn_few_program_bytes(p));
+    if (p->failed) return;
+    unsigned char *read = list_read(p);
     mn_few_start *starts = (mn_few_start *)(bytes + sizeof(mn_few_head));
     const few_moving moving = { read, words_at(p) };
     int64_t at = notes_at(p);
@@ -142,5 +145,6 @@ extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
 }
 
 extern "C" int mn_few_program_launch(const mn_few_program *p, void *there, void *stream) {
+    if (p->failed) return (int)cudaErrorMemoryAllocation;
     return mn_few_start_program(there, 1 + p->n_stages, (int)p->words, stream);
 }
