@@ -34,6 +34,12 @@ static const char *const models[] = {
     "\"intermediate_size\": 704",
     "\"layers\": \"gdn\", \"num_heads\": 1, \"head_dim\": 64, \"expand_v\": 1, "
     "\"hidden_size\": 60, \"intermediate_size\": 100",
+    "\"layers\": \"mlstm, gla+ccq\", \"num_heads\": 2, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
+    "\"layers\": \"mlstm, gdn+ccq\", \"num_heads\": 3, \"head_dim\": 40, "
+    "\"hidden_size\": 132, \"intermediate_size\": 88",
+    "\"layers\": \"bayes\", \"num_heads\": 2, \"hidden_size\": 256, "
+    "\"intermediate_size\": 704",
 };
 
 /* Logits after N tokens, one by one or all at once. */

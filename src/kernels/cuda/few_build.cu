@@ -201,13 +201,13 @@ static bool row_of(mn_few_products_note *to, few_touch *touch, const mn_few_prod
     to->K = (int)given->K, to->chunks = (int)mn_ceil_div(given->K, MN_FEW_CHUNK);
     to->way = MN_FEW_AS_IT_IS;
     if (!first) {
-        to->x = touch->source(given->a, given->K, 4).at;
+        to->x = touch->source(given->a, given->K, 2).at;
         return true;
     }
     const bool gated = first->kind == MN_FEW_GATED_NORM;
     const int64_t width = first->shape[3], groups = given->K / (width > 0 ? width : 1);
     const int64_t warps = width / MN_FEW_SPAN;
-    const bool even = warps == 1 || warps == 2 || warps == 4 || warps == 8;
+    const bool even = warps == 2 || warps == 4 || warps == 8 || warps == 16;
     if (!gated && first->kind != MN_FEW_RMS_NORM) return false;
     if (gated && (first->order == MN_FEW_GATE_FIRST || given->K > MN_FEW_CHUNK)) return false;
     if (first->shape[2] * width != given->K) return false;
@@ -228,8 +228,8 @@ static bool row_of(mn_few_products_note *to, few_touch *touch, const mn_few_prod
     to->wrap = shared ? (int)width - 1 : INT32_MAX;
     to->row = (mn_bf16 *)first->at[gated ? 3 : 2].data;
     touch->reads(to->weight, shared ? width : given->K, 2);
-    to->x = touch->source(first->at[0].data, given->K, 4).at;
-    if (gated) to->z = touch->source(first->at[1].data, given->K, 4).at;
+    to->x = touch->source(first->at[0].data, given->K, 2).at;
+    if (gated) to->z = touch->source(first->at[1].data, given->K, 2).at;
     touch->writes(to->row, given->K, 2, false);
     return true;
 }
@@ -526,26 +526,59 @@ static void put_unit(few_writing *w, const few_stage &stage, const mn_few_produc
     }
 }
 
-/* A block's notes: every n_blocks-th unit from `first` on. Returns how many notes that makes. */
-static int write_units(mn_few_program *p, int block, int first, const few_stage &stage,
-                       const mn_few_products *given, bool keeps) {
-    few_writing w = {};
-    int notes = 0, before = 0;
+/* A unit's columns from `from` on, and the block that has them. */
+struct few_columns {
+    int unit, from, block;
+};
+
+/* What a unit costs its block, in strips: a list takes long, and others wait for it. */
+static int cost_of(const mn_few_unit &unit) {
+    return unit.form == MN_FEW_LISTED ? unit.n_strips + 4 : unit.n_strips;
+}
+
+/* Gives all columns to blocks, those with lists first, each to one of those with least. Returns how
+ * many there are; NULL in `out` when memory is out. */
+static int share_out(few_columns **out, const few_stage &stage, int n_blocks, int turn) {
+    int total = 0, n = 0;
     for (int i = 0; i < stage.n_units; i++) {
-        const int count = (int)mn_ceil_div((int64_t)stage.unit[i].N, MN_FEW_COLUMNS);
-        int at = first - before;
-        while (at < 0) at += p->n_blocks;
-        at = at % p->n_blocks;
-        for (; at < count; at += p->n_blocks) {
-            if (w.note && !fits_in(w, stage.unit[i])) close_note(p, block, &w);
-            if (!w.note) {
-                if (!open_note(p, block, &w, stage)) return notes;
-                if (!keeps || notes > 0) w.note->products.row = NULL;
-                notes++;
+        total += (int)mn_ceil_div((int64_t)stage.unit[i].N, MN_FEW_COLUMNS);
+    }
+    few_columns *columns = (few_columns *)calloc((size_t)total, sizeof *columns);
+    int *cost = (int *)calloc((size_t)n_blocks, sizeof *cost);
+    *out = cost ? columns : NULL;
+    for (int lists = 1; lists >= 0 && columns && cost; lists--) {
+        for (int i = 0; i < stage.n_units; i++) {
+            if ((stage.unit[i].form == MN_FEW_LISTED) != lists) continue;
+            for (int from = 0; from < stage.unit[i].N; from += MN_FEW_COLUMNS) {
+                int least = turn;
+                for (int k = 1; k < n_blocks; k++) {
+                    const int block = (turn + k) % n_blocks;
+                    if (cost[block] < cost[least]) least = block;
+                }
+                columns[n++] = { i, from, least };
+                cost[least] += cost_of(stage.unit[i]);
             }
-            put_unit(&w, stage, given, i, at * MN_FEW_COLUMNS);
         }
-        before += count;
+    }
+    if (!*out) free(columns);
+    free(cost);
+    return total;
+}
+
+/* A block's notes. Returns how many that makes. */
+static int write_units(mn_few_program *p, int block, const few_columns *columns, int n,
+                       const few_stage &stage, const mn_few_products *given) {
+    few_writing w = {};
+    int notes = 0;
+    for (int i = 0; i < n; i++) {
+        if (columns[i].block != block) continue;
+        if (w.note && !fits_in(w, stage.unit[columns[i].unit])) close_note(p, block, &w);
+        if (!w.note) {
+            if (!open_note(p, block, &w, stage)) return notes;
+            if (block != columns[0].block || notes > 0) w.note->products.row = NULL;
+            notes++;
+        }
+        put_unit(&w, stage, given, columns[i].unit, columns[i].from);
     }
     close_note(p, block, &w);
     return notes;
@@ -557,25 +590,20 @@ static void rest(mn_few_program *p, int block) {
 }
 
 static void write_stage(mn_few_program *p, const few_stage &stage, const mn_few_products *given) {
-    int most = 0, total = 0;
-    for (int i = 0; i < stage.n_units; i++) {
-        total += (int)mn_ceil_div((int64_t)stage.unit[i].N, MN_FEW_COLUMNS);
-    }
-    int *notes = (int *)calloc((size_t)p->n_blocks, sizeof *notes);
-    if (!notes) {
-        p->failed = true;
-        return;
-    }
-    for (int block = 0; block < p->n_blocks; block++) {
-        const int first = (block - p->turn + p->n_blocks) % p->n_blocks;
-        notes[block] = write_units(p, block, first, stage, given, first == 0);
+    few_columns *columns;
+    const int n = share_out(&columns, stage, p->n_blocks, p->turn);
+    int *notes = (int *)calloc((size_t)p->n_blocks, sizeof *notes), most = 0;
+    p->failed = p->failed || !columns || !notes;
+    for (int block = 0; block < p->n_blocks && !p->failed; block++) {
+        notes[block] = write_units(p, block, columns, n, stage, given);
         most = notes[block] > most ? notes[block] : most;
     }
-    for (int block = 0; block < p->n_blocks; block++) {
+    for (int block = 0; block < p->n_blocks && !p->failed; block++) {
         for (int i = notes[block]; i < most; i++) rest(p, block);
     }
+    free(columns);
     free(notes);
-    p->turn = (p->turn + total) % p->n_blocks;
+    p->turn = (p->turn + n) % p->n_blocks;
     p->n_stages += most;
 }
 
@@ -780,7 +808,7 @@ static int64_t words_at(const mn_few_program *p) {
 }
 
 extern "C" size_t mn_few_program_bytes(const mn_few_program *p) {
-    return p->n_stages > 0 && !p->failed ? (size_t)(words_at(p) + p->words) : 0;
+    return p->n_stages > 0 && !p->failed ? (size_t)(words_at(p) + MN_FEW_ECHOES * p->words) : 0;
 }
 
 /* Which words are read: a byte for each WORDS_ALIGNED of them. */
@@ -878,5 +906,5 @@ extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
 }
 
 extern "C" int mn_few_program_launch(const mn_few_program *p, void *there, void *stream) {
-    return mn_few_start_program(there, 1 + p->n_stages, stream);
+    return mn_few_start_program(there, 1 + p->n_stages, (int)p->words, stream);
 }

@@ -1,7 +1,7 @@
 /* few_program.cu - a program (kernels/few.h): one kernel goes through all stages, a block for each
  * processor.
  *
- * A block has one warp that brings notes and weights (few_feed.cuh), and eight that multiply. No
+ * A block has one warp that brings notes and weights (few_feed.cuh), and sixteen that multiply. No
  * barrier stands between stages: a block begins one as soon as the numbers that it reads are there
  * (few_program.cuh), most often while its weights have come already. The launch is cooperative, so
  * that all blocks are there at once. */
@@ -26,33 +26,30 @@ __device__ static void open_barriers(mn_few_block &room) {
     asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory");
 }
 
-/* Numbers from outside to words, four a thread. */
-__device__ static void copy(const mn_few_copy_note &p, const char *program, unsigned run) {
+/* Numbers from outside to words, two a thread. */
+__device__ static void copy(const mn_few_copy_note &p, const mn_few_place &place) {
 #pragma unroll 1
     for (int i = 0; i < p.n; i++) {
-        const int k = threadIdx.x * 4;
-        if (k >= p.of[i].count) continue;
-        const mn_bf16 *from = p.of[i].from + k;
-        char *word = (char *)program + p.of[i].words + k * 4;
-#pragma unroll 1
-        for (int j = 0; j < 4 && k + j < p.of[i].count; j += 2, word += 8) {
-            const bool two = k + j + 1 < p.of[i].count;
-            mn_few_say(word, mn_few_two(mn_float(from[j]), two ? mn_float(from[j + 1]) : 0.0f),
-                       run);
-        }
+        const int k = threadIdx.x * 2, count = p.of[i].count;
+        if (k >= count) continue;
+        const float low = mn_float(p.of[i].from[k]);
+        const float high = k + 1 < count ? mn_float(p.of[i].from[k + 1]) : 0.0f;
+        mn_few_say(place, p.of[i].words + k * 4, mn_few_two(low, high));
     }
 }
 
-__device__ static void work(mn_few_block &room, const char *program, unsigned run, int n_stages) {
+__device__ static void work(mn_few_block &room, const char *program, unsigned run, int n_stages,
+                            int apart) {
     mn_few_place place = {};
-    place.run = run, place.program = program;
+    place.run = run, place.apart = apart;
+    place.back = (int)(blockIdx.x % MN_FEW_ECHOES) * apart, place.words = program + place.back;
 #pragma unroll 1
     for (int i = 0; i < n_stages; i++) {
         mn_few_wait(&room.note_full[place.note], place.note_turn);
         const mn_few_note &note = *(const mn_few_note *)room.note[place.note];
         if (note.kind == MN_FEW_MULTIPLY) mn_few_multiply(room, note, place);
         else if (note.kind == MN_FEW_RECALL) mn_few_recall(room, note.memory, place);
-        else if (note.kind == MN_FEW_COPY) copy(note.copy, program, run);
+        else if (note.kind == MN_FEW_COPY) copy(note.copy, place);
         __syncwarp();
         if (threadIdx.x % 32 == 0) mn_few_arrive(&room.note_empty[place.note]);
         place.next_note();
@@ -70,7 +67,7 @@ __device__ static void leave(mn_few_head *head, unsigned run) {
 #endif
 
 __global__ void __launch_bounds__(THREADS, 1)
-few_program_kernel(char *program, int n_stages) {
+few_program_kernel(char *program, int n_stages, int apart) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_few_block &room = *(mn_few_block *)bytes;
@@ -80,7 +77,7 @@ few_program_kernel(char *program, int n_stages) {
     if (threadIdx.x == 0) open_barriers(room);
     __syncthreads();
     if (threadIdx.x >= MN_FEW_THREADS) mn_few_feed(room, program, start, n_stages);
-    else work(room, program, run, n_stages);
+    else work(room, program, run, n_stages, apart);
     leave(head, run);
 #endif
 }
@@ -117,7 +114,7 @@ int mn_few_blocks(void) {
     return blocks - 1;
 }
 
-int mn_few_start_program(void *program, int n_stages, void *stream) {
+int mn_few_start_program(void *program, int n_stages, int apart, void *stream) {
     cudaError_t code = cudaFuncSetAttribute(few_program_kernel,
                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             (int)sizeof(mn_few_block));
@@ -129,5 +126,6 @@ int mn_few_start_program(void *program, int n_stages, void *stream) {
     how.gridDim = dim3((unsigned)mn_few_blocks()), how.blockDim = dim3(THREADS);
     how.dynamicSmemBytes = sizeof(mn_few_block), how.stream = (cudaStream_t)stream;
     how.attrs = &together, how.numAttrs = 1;
-    return (int)cudaLaunchKernelEx(&how, few_program_kernel, (char *)program, n_stages);
+    return (int)cudaLaunchKernelEx(&how, few_program_kernel, (char *)program, n_stages,
+                                   apart);
 }

@@ -15,10 +15,10 @@
 #include "kernels/cuda/few_work.cuh"
 
 enum {
-    MN_FEW_WARPS = 8,                                // that multiply; one more brings weights
+    MN_FEW_WARPS = 16,                               // that multiply; one more brings weights
     MN_FEW_THREADS = 32 * MN_FEW_WARPS,
     MN_FEW_COLUMNS = MN_FEW_TOGETHER,                // of a strip
-    MN_FEW_SPAN = 128,                               // numbers of a chunk that a warp has
+    MN_FEW_SPAN = 64,                                // numbers of a chunk that a warp has
     MN_FEW_CHUNK = MN_FEW_SPAN * MN_FEW_WARPS,       // numbers of a row in a piece
     MN_FEW_CHUNKS = 4,
     MN_FEW_ROW = 2 * MN_FEW_CHUNK + 64,              // bytes apart: other banks
@@ -27,11 +27,15 @@ enum {
     MN_FEW_STRIPS = 8,                               // of a block in a stage
     MN_FEW_NOTES = 6,                                // stages ahead of which a block knows
     MN_FEW_NOTE_BYTES = 2560,
-    MN_FEW_RECALLED = 32 * MN_FEW_WARPS,             // rows of a memory, at most
+    MN_FEW_RECALLED = 16 * MN_FEW_WARPS,             // rows of a memory, at most
     MN_FEW_TILE = 8,                                 // columns of a memory that a block has
     MN_FEW_EARLY = 4,                                // numbers that a list reads ahead
     MN_FEW_VALUES = 2 + MN_FEW_ENDINGS + MN_FEW_EARLY,
     MN_FEW_NOWHERE = -1,
+#ifndef FEW_ECHOES
+#define FEW_ECHOES 1
+#endif
+    MN_FEW_ECHOES = FEW_ECHOES,                      // places of a word, each read by some blocks
 };
 
 enum mn_few_stage_kind { MN_FEW_REST, MN_FEW_COPY, MN_FEW_MULTIPLY, MN_FEW_RECALL };
@@ -154,11 +158,11 @@ struct alignas(128) mn_few_block {
     unsigned char ring[MN_FEW_SLOTS][MN_FEW_PIECE];
     alignas(16) unsigned char note[MN_FEW_NOTES][MN_FEW_NOTE_BYTES];
     alignas(16) mn_bf16 row[MN_FEW_CHUNKS * MN_FEW_CHUNK];
-    alignas(16) float sums[2][MN_FEW_STRIPS][MN_FEW_COLUMNS][MN_FEW_WARPS + 2];
+    alignas(16) float sums[2][MN_FEW_STRIPS][MN_FEW_COLUMNS][MN_FEW_WARPS + 4];
     alignas(16) float squares[2][MN_FEW_WARPS];
     alignas(16) float2 columns[2][MN_FEW_WARPS][MN_FEW_TILE];
     alignas(16) float4 shared[2][MN_FEW_WARPS];
-    float values[MN_FEW_WARPS][MN_FEW_VALUES][MN_FEW_COLUMNS];
+    float values[MN_FEW_STRIPS][MN_FEW_VALUES][MN_FEW_COLUMNS];
     uint64_t full[MN_FEW_SLOTS], empty[MN_FEW_SLOTS];
     uint64_t note_full[MN_FEW_NOTES], note_empty[MN_FEW_NOTES];
 };
@@ -168,7 +172,8 @@ struct alignas(128) mn_few_block {
 struct mn_few_place {
     int slot, note, half;
     unsigned turn, note_turn, run;
-    const char *program;
+    const char *words;    // of the program, those that this block reads
+    int back, apart;      // from there to the first place of all words, and from place to place
 
     __device__ void next_slot(void) {
         if (++slot == MN_FEW_SLOTS) slot = 0, turn ^= 1;
@@ -222,9 +227,13 @@ __device__ inline void mn_few_meet(void) {
 
 /* ---- flagged words --------------------------------------------------------------------------- */
 
-__device__ inline void mn_few_say(char *word, uint32_t two, unsigned run) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(word),
-                 "l"((uint64_t)run << 32 | two) : "memory");
+__device__ inline void mn_few_say(const mn_few_place &place, int word, uint32_t two) {
+    const char *to = place.words - place.back + word;
+#pragma unroll
+    for (int i = 0; i < MN_FEW_ECHOES; i++, to += place.apart) {
+        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to),
+                     "l"((uint64_t)place.run << 32 | two) : "memory");
+    }
 }
 
 /* Four neighbours: two words, as they were found. */

@@ -3,7 +3,7 @@
  *   S' = diag(exp g) S;  w = beta (v - S'^T e);  S = S' + e w';  o = scale S'^T q + scale (q.e) w
  *
  * All that needs a sum over rows of the state is summed at once: S'^T e, S'^T q, q.e and the
- * squares of q and e. A block has eight columns of one memory, a thread eight rows of one of them.
+ * squares of q and e. A block has eight columns of one memory, a thread four rows of one of them.
  * What norms of q and e divide by is a factor of the sums. */
 #ifndef MN_KERNELS_CUDA_FEW_RECALL_CUH
 #define MN_KERNELS_CUDA_FEW_RECALL_CUH
@@ -12,46 +12,31 @@
 
 #if __CUDA_ARCH__ >= 900
 
-/* A thread's eight rows of a vector. */
-struct mn_few_rows_of {
-    mn_few_four at[2];
+enum { MN_FEW_DEEP = 4 };    // rows of a thread
 
-    __device__ void ask(const char *words) {
-        at[0].ask(words);
-        at[1].ask(words + 16);
-    }
-
-    __device__ bool there(unsigned run) const {
-        return at[0].there(run) && at[1].there(run);
-    }
-
-    __device__ void get(float (&x)[8]) const {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const uint2 two = at[i].numbers();
-            x[4 * i] = mn_few_low(two.x), x[4 * i + 1] = mn_few_high(two.x);
-            x[4 * i + 2] = mn_few_low(two.y), x[4 * i + 3] = mn_few_high(two.y);
-        }
-    }
-};
+__device__ inline void mn_few_get(float (&x)[MN_FEW_DEEP], const mn_few_four &from) {
+    const uint2 two = from.numbers();
+    x[0] = mn_few_low(two.x), x[1] = mn_few_high(two.x);
+    x[2] = mn_few_low(two.y), x[3] = mn_few_high(two.y);
+}
 
 /* All that a thread waits for. */
 struct mn_few_inputs_of {
-    mn_few_rows_of q, e, g;
+    mn_few_four q, e, g;
     mn_few_one v, beta, even;
 
     __device__ void ask(const mn_few_memory_note &m, const mn_few_place &place, int row,
                         int column) {
-        const char *words = place.program + row * 4;
+        const char *words = place.words + row * 4;
         const unsigned run = place.run;
         bool there;
         do {
             q.ask(words + m.q.at);
             e.ask(words + m.e.at);
-            v.ask(place.program + m.v.at + column / 2 * 8);
+            v.ask(place.words + m.v.at + column / 2 * 8);
             if (m.by_channel) g.ask(words + m.g.at);
-            else if (m.has_g) even.ask(place.program + m.g.at);
-            if (m.has_beta) beta.ask(place.program + m.beta.at);
+            else if (m.has_g) even.ask(place.words + m.g.at);
+            if (m.has_beta) beta.ask(place.words + m.beta.at);
             there = q.there(run) && e.there(run) && v.there(run);
             if (m.by_channel) there = there && g.there(run);
             else if (m.has_g) there = there && even.there(run);
@@ -67,51 +52,56 @@ __device__ inline float mn_few_unit_length(const FRONT &front, float squares) {
 }
 
 /* The row as others would find it. */
-__device__ inline void mn_few_keep_front(mn_bf16 *to, const float (&x)[8], float factor) {
-    uint4 y;
-    y.x = mn_few_two(x[0] * factor, x[1] * factor), y.y = mn_few_two(x[2] * factor, x[3] * factor);
-    y.z = mn_few_two(x[4] * factor, x[5] * factor), y.w = mn_few_two(x[6] * factor, x[7] * factor);
-    *(uint4 *)to = y;
+__device__ inline void mn_few_keep_front(mn_bf16 *to, const float (&x)[MN_FEW_DEEP], float factor) {
+    *(uint2 *)to = make_uint2(mn_few_two(x[0] * factor, x[1] * factor),
+                              mn_few_two(x[2] * factor, x[3] * factor));
 }
 
 /* Sums over all rows: of a column, S'^T e and S'^T q; q.e and squares of q and e. */
 struct mn_few_sums {
     float e, q, qe, qq, ee;
 
-    __device__ void gather(mn_few_block &room, int half) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-        for (int lanes = 8; lanes < 32; lanes *= 2) {
+    /* Of lanes of the same column. */
+    __device__ void add_lanes(void) {
+#pragma unroll 1
+        for (int lanes = MN_FEW_TILE; lanes < 32; lanes *= 2) {
             e += __shfl_xor_sync(0xffffffffu, e, lanes);
             q += __shfl_xor_sync(0xffffffffu, q, lanes);
             qe += __shfl_xor_sync(0xffffffffu, qe, lanes);
             qq += __shfl_xor_sync(0xffffffffu, qq, lanes);
             ee += __shfl_xor_sync(0xffffffffu, ee, lanes);
         }
+    }
+
+    __device__ void gather(mn_few_block &room, int half) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        add_lanes();
         if (lane < MN_FEW_TILE) room.columns[half][warp][lane] = make_float2(e, q);
         if (lane == 0) room.shared[half][warp] = make_float4(qe, qq, ee, 0.0f);
         mn_few_meet();
         e = q = qe = qq = ee = 0.0f;
 #pragma unroll
-        for (int i = 0; i < MN_FEW_WARPS; i++) {
-            const float2 two = room.columns[half][i][lane % MN_FEW_TILE];
-            const float4 three = room.shared[half][i];
+        for (int i = 0; i < MN_FEW_WARPS / 4; i++) {
+            const int part = lane / MN_FEW_TILE * (MN_FEW_WARPS / 4) + i;
+            const float2 two = room.columns[half][part][lane % MN_FEW_TILE];
+            const float4 three = room.shared[half][part];
             e += two.x, q += two.y, qe += three.x, qq += three.y, ee += three.z;
         }
+        add_lanes();
     }
 };
 
 __device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_note &m,
                                      mn_few_place &place) {
     const int lane = threadIdx.x % 32, column = lane % MN_FEW_TILE;
-    const int row = threadIdx.x / 32 * 32 + lane / MN_FEW_TILE * 8;
+    const int row = threadIdx.x / MN_FEW_TILE * MN_FEW_DEEP;
     const bool inside = row < m.K;
-    float S[8] = {}, q[8] = {}, e[8] = {}, decay[8];
+    float S[MN_FEW_DEEP] = {}, q[MN_FEW_DEEP] = {}, e[MN_FEW_DEEP] = {}, decay[MN_FEW_DEEP];
     float *state = m.state + row * (int64_t)m.V + column;
     mn_few_inputs_of in;
     mn_few_sums sums = {};
 #pragma unroll
-    for (int j = 0; j < 8; j++) {
+    for (int j = 0; j < MN_FEW_DEEP; j++) {
         if (inside) S[j] = __ldcg(state + j * m.V);
     }
     float v = 0.0f, strength = 1.0f;
@@ -122,12 +112,12 @@ __device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_not
     }
     __syncwarp();
     if (inside) {
-        in.q.get(q);
-        in.e.get(e);
-        if (m.by_channel) in.g.get(decay);
+        mn_few_get(q, in.q);
+        mn_few_get(e, in.e);
+        if (m.by_channel) mn_few_get(decay, in.g);
         const float even = m.has_g && !m.by_channel ? __expf(in.even.number(m.g.odd)) : 1.0f;
 #pragma unroll
-        for (int j = 0; j < 8; j++) {
+        for (int j = 0; j < MN_FEW_DEEP; j++) {
             S[j] *= m.by_channel ? __expf(decay[j]) : even;
             sums.e = fmaf(e[j], S[j], sums.e);
             sums.q = fmaf(q[j], S[j], sums.q);
@@ -144,13 +134,13 @@ __device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_not
     if (threadIdx.x < 32) {
         const uint32_t own = mn_few_bits(o), right = __shfl_down_sync(0xffffffffu, own, 1);
         if (lane < MN_FEW_TILE && lane % 2 == 0 && m.o_words >= 0) {
-            mn_few_say((char *)place.program + m.o_words + lane * 4, own | right << 16, place.run);
+            mn_few_say(place, m.o_words + lane * 4, own | right << 16);
         }
         if (lane < MN_FEW_TILE) m.o[lane] = __float2bfloat16_rn(o);
     }
     if (inside) {
 #pragma unroll
-        for (int j = 0; j < 8; j++) state[j * m.V] = fmaf(e[j], write, S[j]);
+        for (int j = 0; j < MN_FEW_DEEP; j++) state[j * m.V] = fmaf(e[j], write, S[j]);
         if (column == 0 && m.front[0].to) mn_few_keep_front(m.front[0].to + row, q, by_q);
         if (column == 0 && m.front[1].to) mn_few_keep_front(m.front[1].to + row, e, by_e);
     }

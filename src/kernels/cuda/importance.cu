@@ -34,8 +34,12 @@ struct put_priors {
 
 typedef mn_cell_block<4, WARPS, C> long_block;
 typedef mn_cell_block<2, WARPS, C> short_block;
-typedef by_mma::block<4, 16> read_block;    // of keys up to its SLOTS
-typedef by_mma::block<8, 16> tall_block;    // of longer ones
+/* Blocks that read: of keys up to SLOTS and of longer ones, each with half of the columns where
+ * there are few blocks. A number of o is the same sum in both. */
+typedef by_mma::block<4, 16> read_block;
+typedef by_mma::block<4, 8> slim_read_block;
+typedef by_mma::block<8, 16> tall_block;
+typedef by_mma::block<8, 8> slim_tall_block;
 typedef by_mma::block<4, 16> back_block;
 
 /* How a call is cut into blocks, and how many tokens lie between the states that are kept for going
@@ -58,14 +62,27 @@ static bool has_shared(size_t bytes) {
     return bytes <= (size_t)limit;
 }
 
+/* Whether blocks would leave half of the processors without one. */
+static bool are_few(const mn_call *call, const cuts &by) {
+    int device = 0, processors = 0;
+    (void)cudaGetDevice(&device);
+    (void)cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+    const int64_t across = mn_ceil_div(call->V, by.columns), down = mn_ceil_div(call->K, by.slots);
+    return 2 * across * down * mn_n_spans(*call) * call->H <= processors;
+}
+
 static cuts cuts_of(const mn_importance_args *p, bool backward) {
     const bool spread = backward ? p->cot.ovar.data != NULL : p->ovar.data != NULL;
     const size_t room = backward ? sizeof(by_mma::backward_room<back_block>) :
                                    sizeof(by_mma::forward_room<tall_block>);
     if (p->call.dtype == MN_BF16 && !spread && has_shared(room)) {
         if (backward) return cuts_into<back_block>(TOKENS, true);
-        if (p->call.K <= read_block::SLOTS) return cuts_into<read_block>(TOKENS, true);
-        return cuts_into<tall_block>(TOKENS, true);
+        const bool tall = p->call.K > read_block::SLOTS;
+        const cuts wide = tall ? cuts_into<tall_block>(TOKENS, true) :
+                                 cuts_into<read_block>(TOKENS, true);
+        if (!are_few(&p->call, wide)) return wide;
+        return tall ? cuts_into<slim_tall_block>(TOKENS, true) :
+                      cuts_into<slim_read_block>(TOKENS, true);
     }
     if (p->call.K <= SHORT_KEY) return cuts_into<short_block>(by_cell::SPAN, false);
     return cuts_into<long_block>(by_cell::SPAN, false);
@@ -146,13 +163,23 @@ static int find_gates(by_mma::gates **gates, const mn_importance_args *p, const 
 }
 
 template <typename Block>
-static int read_by_mma(const mn_importance_args *p, const room &to, const cuts &by,
-                       cudaStream_t stream) {
+static int read_into(const mn_importance_args *p, const room &to, const cuts &by,
+                     cudaStream_t stream) {
     by_mma::gates *gates;
     const int code = find_gates(&gates, p, to, by_mma::FORWARD_UNIT, stream);
     if (code != cudaSuccess) return code;
     return launch<by_mma::forward_room<Block>, Block>(by_mma::forward_kernel<Block>, p, by, stream,
                                                       gates, to.at[SUMS]);
+}
+
+static int read_by_mma(const mn_importance_args *p, const room &to, const cuts &by,
+                       cudaStream_t stream) {
+    if (by.slots == read_block::SLOTS) {
+        if (by.columns == read_block::COLUMNS) return read_into<read_block>(p, to, by, stream);
+        return read_into<slim_read_block>(p, to, by, stream);
+    }
+    if (by.columns == tall_block::COLUMNS) return read_into<tall_block>(p, to, by, stream);
+    return read_into<slim_tall_block>(p, to, by, stream);
 }
 
 template <typename T, typename Block>
@@ -180,9 +207,7 @@ static int forward(const mn_importance_args *p, float *shared, cudaStream_t stre
     const cuts by = cuts_of(p, false);
     const room to = rooms_of(p, by, shared, false);
     int code;
-    if (by.by_mma && by.slots == read_block::SLOTS) {
-        code = read_by_mma<read_block>(p, to, by, stream);
-    } else if (by.by_mma) code = read_by_mma<tall_block>(p, to, by, stream);
+    if (by.by_mma) code = read_by_mma(p, to, by, stream);
     else if (p->call.K <= SHORT_KEY) code = read_by_cell<T, short_block>(p, to, by, stream);
     else code = read_by_cell<T, long_block>(p, to, by, stream);
     if (code != cudaSuccess) return code;

@@ -139,7 +139,7 @@ struct backward_room {
     uint64_t added;
 };
 
-/* ---- a barrier that warps pass before others have come ---------------------------------------- */
+/* ---- a barrier that warps pass before others have come --------------------------------------- */
 
 __device__ __forceinline__ void open_barrier(uint64_t *barrier, int warps) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(barrier);
@@ -168,7 +168,7 @@ __device__ __forceinline__ void wait_at(uint64_t *barrier, int phase) {
     } while (!done);
 }
 
-/* ---- chunks ----------------------------------------------------------------------------------- */
+/* ---- chunks ---------------------------------------------------------------------------------- */
 
 /* The factors of a chunk's tokens, of which a lane has row_lane(), for products that sum over
  * columns (v, b) and slots (k and its square). */
@@ -190,11 +190,21 @@ struct chunk_factors {
 struct chunk_sums {
     float dq[4], value[4], write[4], dv[4], db[4];
     float spread[HALF / 4];    // sums of pull mu: of four tokens, lanes taking turns
+    mn_bf16 k[4];              // of what dq, value and write are for
 
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             dq[i] = value[i] = write[i] = dv[i] = db[i] = 0.0f;
+        }
+    }
+
+    /* k, before it is waited for; `first`: token, `slot`: of the warp. */
+    template <typename Keys>
+    __device__ __forceinline__ void fetch(const Keys &keys, int slot, int first) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            k[i] = keys.at[first + 2 * column_lane() + i % 2][slot + neighbour(i / 2)];
         }
     }
 
@@ -240,12 +250,11 @@ struct token_pair {
         return sum;
     }
 
-    /* To those tokens whose factors f[i] are not zero. */
+    /* To those tokens whose factors f[i] are not zero. Products onto one sum, which wait for each
+     * other, have others between them. */
     __device__ __forceinline__ void put(chunk_sums &sums, const chunk_factors (&f)[2]) const {
         add_product(sums.value, X[0], make_uint2(f[0].v.x, f[1].v.x));
-        add_product(sums.value, X[1], make_uint2(f[0].v.y, f[1].v.y));
         add_product(sums.write, Y[0], make_uint2(f[0].b.x, f[1].b.x));
-        add_product(sums.write, Y[1], make_uint2(f[0].b.y, f[1].b.y));
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const unsigned x[4] = { turned(X[0][2 * i]), turned(X[1][2 * i]),
@@ -254,6 +263,10 @@ struct token_pair {
                                     turned(Y[0][2 * i + 1]), turned(Y[1][2 * i + 1]) };
             add_product(sums.dv, x, f[i].k);
             add_product(sums.db, y, f[i].square);
+            if (i == 0) {
+                add_product(sums.value, X[1], make_uint2(f[0].v.y, f[1].v.y));
+                add_product(sums.write, Y[1], make_uint2(f[0].b.y, f[1].b.y));
+            }
         }
     }
 
@@ -302,6 +315,7 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
     float spread[2];
 #pragma unroll
     for (int t = 0; t < HALF; t += 2) {
+        if (t + 2 == HALF) sums.fetch(came.slots[0], slot - 4 * column_lane(), first);
         uint2 ones = one;
         chunk_factors f[2];
         token_pair two;
@@ -326,25 +340,23 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
             ones.x = pair_times(ones.x, twice_exp(base[first + t] - before));
             ones.y = pair_times(ones.y, twice_exp(base[first + t + 1] - before));
         }
-        two.put(sums, f);
         two.put(adj, ones);
+        two.put(sums, f);
     }
 }
 
 /* A warp's sums to shared memory. Tokens of a lane lie 4 slots or columns wide of each other's
  * banks, those of the upper half in what the lower leaves free. */
 template <typename Block>
-__device__ __forceinline__ void put_sums(chunk_room<Block> &r, const chunk_sums &sums,
-                                         const arrivals<Block, BACKWARD_PASS> &came, int first) {
+__device__ __forceinline__ void put_sums(chunk_room<Block> &r, const chunk_sums &sums) {
     const int slot = Block::slot(), column = Block::column();
     const int flip = column_lane() & 2;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const int t = 2 * column_lane() + i % 2, at = neighbour(i / 2);
-        const float k = mn_float(came.slots[0].at[first + t][slot + at]);
         r.keys[Block::across()][0][t][slot + (at ^ flip)] = sums.dq[i];
-        r.keys[Block::across()][1][t][slot + (at ^ flip)] = fmaf(-2.0f * k, sums.write[i],
-                                                                 sums.value[i]);
+        r.keys[Block::across()][1][t][slot + (at ^ flip)] = fmaf(-2.0f * mn_float(sums.k[i]),
+                                                                 sums.write[i], sums.value[i]);
         r.lines[Block::group()][0][t][column + (at ^ flip)] = sums.dv[i];
         r.lines[Block::group()][1][t][column + (at ^ flip)] = sums.db[i];
     }
@@ -521,7 +533,7 @@ __device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, i
             chunk_back<Block, true>(sums, adj, c, came, chunk * HALF, one, along);
         }
         if (chunk == 1) wait_at(&r.added, phase);
-        put_sums<Block>(r.chunk[chunk], sums, came, chunk * HALF);
+        put_sums<Block>(r.chunk[chunk], sums);
         if (chunk == 1 && tile > 0) {
             fetcher<Block, BACKWARD_PASS>::fetch(r.came[~tile & 1], r.from, tile - 1, length);
         }

@@ -29,9 +29,11 @@ struct forward_room {
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
 };
 
-/* Forward, M' and I' are counted in 1 / FORWARD_UNIT, which leaves room above and below for the
- * product of two I', each from LEAST_PAIRED on. */
-static constexpr float FORWARD_UNIT = 1.0f / 16384, LEAST_PAIRED = 1e-18f;
+/* Forward, M' and I' are counted in 1 / FORWARD_UNIT, so that A leaves as much room above as below.
+ * The product of two I' is a float32 of which there is an inverse where both lie within these
+ * bounds at the beginning of a tile: in it they grow, by no more than 1e18 unless k^2 b is above
+ * some 1e13. */
+static constexpr float FORWARD_UNIT = 1.0f / 16384, LEAST_PAIRED = 1e-18f, MOST_PAIRED = 1e18f;
 
 /* mu of a group of cells. PAIRS: each reciprocal is that of a product of two, as they take longer
  * than the products that gives back. */
@@ -49,12 +51,15 @@ __device__ __forceinline__ void means_of(float (&mu)[4], const float (&M)[4], co
     }
 }
 
-/* Whether reciprocals may be shared in a tile without heads: I' does not fall in it. */
+/* Whether reciprocals may be shared in a tile without heads. */
 __device__ __forceinline__ bool may_pair(const cells &c) {
-    float least = c.I[0][0];
+    float least = c.I[0][0], most = c.I[0][0];
 #pragma unroll
-    for (int i = 1; i < 8; i++) least = fminf(least, c.I[i / 4][i % 4]);
-    return __all_sync(0xffffffffu, least >= LEAST_PAIRED);
+    for (int i = 1; i < 8; i++) {
+        least = fminf(least, c.I[i / 4][i % 4]);
+        most = fmaxf(most, c.I[i / 4][i % 4]);
+    }
+    return __all_sync(0xffffffffu, least >= LEAST_PAIRED && most <= MOST_PAIRED);
 }
 
 /* o of a tile, the sums over a warp's 16 slots of it. PLAIN: it has no heads, and may_pair. */

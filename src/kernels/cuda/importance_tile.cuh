@@ -49,7 +49,7 @@ template <int GROUPS_, int WARPS_>
 struct block {
     static constexpr int GROUPS = GROUPS_, WARPS = WARPS_, ACROSS = WARPS / GROUPS;
     static constexpr int THREADS = 32 * WARPS, SLOTS = GROUP * GROUPS, COLUMNS = GROUP * ACROSS;
-    static constexpr int PER_PROCESSOR = 16 / WARPS;    // as registers go
+    static constexpr int PER_PROCESSOR = 16 / WARPS;    // as registers go forward and back
 
     /* Its first slot and column. */
     __device__ static int64_t slot0() {
@@ -471,6 +471,7 @@ struct fetcher {
     static constexpr int SLOT_PIECES = Block::SLOTS * TOKENS / PIECE;
     static constexpr int COLUMN_PIECES = Block::COLUMNS * TOKENS / PIECE;
     static constexpr int SLOT_KINDS = READS ? 2 : 1, COLUMN_KINDS = BACK ? 3 : 2;
+    static constexpr int SLOT_KINDS_MADE = BACK ? 2 : 1;    // into factors
     static constexpr int PIECES = SLOT_KINDS * SLOT_PIECES + COLUMN_KINDS * COLUMN_PIECES;
     static constexpr int EACH = (PIECES + Block::THREADS - 1) / Block::THREADS;
     typedef arrivals<Block, PASS> rooms;
@@ -547,12 +548,15 @@ struct fetcher {
     /* The factors of a tile that has come: a thread has 4 neighbours of a kind. */
     __device__ static void put(tile<Block, PASS> &to, const rooms &came, float scale) {
         constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
-        const int thread = own_thread(), at = thread % SLOT_QUADS;
-        const int row = at / (Block::SLOTS / 4), slot = at % (Block::SLOTS / 4) * 4;
-        constexpr int SHARES = BACK && Block::THREADS >= 2 * SLOT_QUADS ? 2 : 1;
-        if (thread < SLOT_QUADS) put_keys(to, came, row, slot);
-        if constexpr (BACK) {
-            if (thread / SLOT_QUADS == SHARES - 1) put_queries(to, came, row, slot, scale);
+        const int thread = own_thread();
+#pragma unroll
+        for (int n = 0; n < SLOT_KINDS_MADE * SLOT_QUADS; n += Block::THREADS) {
+            const int i = n + thread, at = i % SLOT_QUADS;
+            const int row = at / (Block::SLOTS / 4), slot = at % (Block::SLOTS / 4) * 4;
+            if (i < SLOT_QUADS) put_keys(to, came, row, slot);
+            else if constexpr (BACK) {
+                if (i < 2 * SLOT_QUADS) put_queries(to, came, row, slot, scale);
+            }
         }
 #pragma unroll
         for (int n = 0; n < COLUMN_KINDS * QUADS; n += Block::THREADS) {    // last threads first

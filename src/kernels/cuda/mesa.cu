@@ -216,24 +216,40 @@ static mn_mesa_work work_in(void *shared, const mn_mesa_extent &e, bool backward
     return w;
 }
 
-/* Sums of chunks and over them. */
+/* Sums of chunks, then over them. */
+template <typename T>
+static int carry_long(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
+                      bool backward, cudaStream_t on) {
+    const mn_call &c = p->call;
+    const mn_mesa_layout lie = mn_mesa_layout::of(c);
+    if (e.slots > 0) {
+        const dim3 blocks((unsigned)e.slots, mn_blocks(lie.rows, MN_MESA_ROWS), (unsigned)c.H);
+        if (backward) mn_mesa_sums_kernel<T, true><<<blocks, MN_MESA_ADDERS, 0, on>>>(*p, w);
+        else mn_mesa_sums_kernel<T, false><<<blocks, MN_MESA_ADDERS, 0, on>>>(*p, w);
+    }
+    const dim3 packs(mn_blocks(lie.size, MN_MESA_PACK * MN_MESA_CARRIERS),
+                     (unsigned)(mn_n_spans(c) * c.H));
+    return mn_launch_early(mn_mesa_carry_kernel, packs, MN_MESA_CARRIERS, 0, on, *p, w, backward);
+}
+
+/* Both, and what is wanted of the pairs at the end. */
 template <typename T>
 static int carry(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
                  bool backward, cudaStream_t on) {
     const mn_call &c = p->call;
     const mn_mesa_layout lie = mn_mesa_layout::of(c);
-    const int64_t items = e.slots * c.H, heads = mn_n_spans(c) * c.H;
-    if (items > INT32_MAX || heads > 65535) return cudaErrorNotSupported;
-    if (items > 0) {
-        const dim3 blocks((unsigned)e.slots, mn_blocks(lie.rows, MN_MESA_ROWS), (unsigned)c.H);
-        if (backward) mn_mesa_sums_kernel<T, true><<<blocks, MN_MESA_ADDERS, 0, on>>>(*p, w);
-        else mn_mesa_sums_kernel<T, false><<<blocks, MN_MESA_ADDERS, 0, on>>>(*p, w);
+    const int64_t n = mn_n_spans(c);
+    int code = cudaSuccess;
+    if (e.slots * c.H > INT32_MAX || n * c.H > 65535) return cudaErrorNotSupported;
+    if (backward || c.T > MN_MESA_SHORT || lie.rows % MN_MESA_ROWS != 0) {
+        code = carry_long<T>(p, e, w, backward, on);
+    } else {
+        const dim3 blocks((unsigned)n, mn_blocks(lie.rows, MN_MESA_ROWS), (unsigned)c.H);
+        mn_mesa_short_kernel<T><<<blocks, MN_MESA_AT_ONCE * MN_MESA_ADDERS, 0, on>>>(*p, w);
+        code = mn_launched();
     }
-    const dim3 packs(mn_blocks(lie.size, MN_MESA_PACK * MN_MESA_CARRIERS), (unsigned)heads);
-    const int code = mn_launch_early(mn_mesa_carry_kernel, packs, MN_MESA_CARRIERS, 0, on, *p, w,
-                                     backward);
     if (code == cudaSuccess && !backward && (p->hkk.data || p->hkv.data)) {
-        const dim3 grid(mn_blocks(lie.size, MN_MESA_THREADS), (unsigned)heads);
+        const dim3 grid(mn_blocks(lie.size, MN_MESA_THREADS), (unsigned)(n * c.H));
         mn_mesa_put_kernel<<<grid, MN_MESA_THREADS, 0, on>>>(*p, w.last);
         return mn_launched();
     }

@@ -15,6 +15,7 @@ enum { MN_MESA_NARROW = 128 };                      // the widest keys whose M i
 enum { MN_MESA_PART = 16, MN_MESA_WALK = 4 };       // tokens of a block, with narrow keys and wide
 enum { MN_MESA_ROWS = 8, MN_MESA_ADDERS = 128 };    // rows and threads of a block that sums
 enum { MN_MESA_CARRIERS = 128 };                    // threads of one that carries
+enum { MN_MESA_AT_ONCE = 4, MN_MESA_SHORT = 256 };  // chunks of one that does both; most tokens
 
 /* How a pair lies in work space: `rows` rows of `rows` numbers of Hkk and those of Hkv, filled up
  * with zeros so that what reads it whole needs no borders and takes numbers in packs. */
@@ -85,18 +86,18 @@ __device__ inline double mn_mesa_levels(const mn_mesa_args &p, const mn_mesa_pla
 }
 
 /* The weight of each token in the sums of its chunk, with the decays to the end or, `backward`,
- * from the front on; and the decay of the whole chunk. */
+ * from the front on; and the decay of the whole chunk. Thread u has token u. */
 template <typename T>
 __device__ inline void mn_mesa_weigh(float *weight, float *fall, const mn_mesa_args &p,
-                                     const mn_mesa_place &at, bool backward) {
+                                     const mn_mesa_place &at, int u, bool backward) {
     const int64_t b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
-    const int count = (int)at.tile.n_rows, u = threadIdx.x;
+    const int count = (int)at.tile.n_rows;
     if (u >= MN_MESA_CHUNK) return;
     const float beta = u < count ? mn_float(*mn_row<T>(p.beta, b, t0 + u, at.h)) : 0.0f;
     const double G = mn_mesa_levels<T>(p, at, u);
     const double end = __shfl_sync(0xffffffffu, G, MN_MESA_CHUNK - 1);
     weight[u] = backward ? expf((float)G) : beta * expf((float)(end - G));
-    if (u == 0 && blockIdx.y == 0) *fall = expf((float)end);
+    if (u == 0 && fall) *fall = expf((float)end);
 }
 
 /* Column j of what the chunk's tokens give the right: keys and values or, BACK, y, with x in
@@ -128,55 +129,73 @@ __device__ __forceinline__ void mn_mesa_column(float (&right)[BACK ? 2 : 1][MN_M
     }
 }
 
+/* Rows row0, row0 + 1, ... of what the tokens give the left: keys or, BACK, x and y. By
+ * MN_MESA_ADDERS threads. */
+template <typename T, bool BACK>
+__device__ inline void mn_mesa_stage_left(float (&left)[BACK ? 2 : 1][MN_MESA_CHUNK][MN_MESA_ROWS],
+                                          const mn_mesa_args &p, const mn_mesa_work &w,
+                                          const mn_mesa_place &at, int64_t row0) {
+    const int64_t K = p.call.K, b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
+#pragma unroll
+    for (int n = 0; n < MN_MESA_CHUNK * MN_MESA_ROWS / MN_MESA_ADDERS; n++) {
+        const int i = threadIdx.x % MN_MESA_ADDERS + n * MN_MESA_ADDERS;
+        const int u = i / MN_MESA_ROWS, row = i % MN_MESA_ROWS;
+        const int64_t channel = row0 + row, token = ((b * p.call.T + t0 + u) * p.call.H + at.h) * K;
+        const bool there = channel < K && u < at.tile.n_rows;
+        if (BACK) left[BACK][u][row] = there ? w.y[token + channel] : 0.0f;
+        left[0][u][row] = !there ? 0.0f : BACK ? w.x[token + channel]
+                          : mn_float(mn_row<T>(p.k, b, t0 + u, at.h)[channel]);
+    }
+}
+
+/* What all tokens give one column of the rows. A pair's first matrix is symmetric to the last bit:
+ * the two keys meet before the weight. `both`: the column has x and y. */
+template <bool BACK>
+__device__ inline void mn_mesa_add_tokens(
+    float (&sum)[MN_MESA_ROWS], const float (&left)[BACK ? 2 : 1][MN_MESA_CHUNK][MN_MESA_ROWS],
+    const float (&right)[BACK ? 2 : 1][MN_MESA_CHUNK], const float *weight, bool both) {
+#pragma unroll
+    for (int u = 0; u < MN_MESA_CHUNK; u++) {
+        float x[BACK ? 2 : 1][MN_MESA_ROWS];
+        const float by = BACK && both ? -0.5f * weight[u] : weight[u];
+#pragma unroll
+        for (int r = 0; r < MN_MESA_ROWS; r += 4) {
+            *(float4 *)&x[0][r] = *(const float4 *)&left[0][u][r];
+            if (BACK) *(float4 *)&x[BACK][r] = *(const float4 *)&left[BACK][u][r];
+        }
+#pragma unroll
+        for (int r = 0; r < MN_MESA_ROWS; r++) {
+            float product = x[0][r] * right[0][u];
+            if (BACK && both) product += x[BACK][r] * right[BACK][u];
+            sum[r] = fmaf(by, product, sum[r]);
+        }
+    }
+}
+
 /* What a chunk adds to its pair at its end or, BACK, to the adjoint at its front, where the decay
  * of its first token counts, too. A block has a few rows (blockIdx.y) of a chunk (.x) of a head
- * (.z), a thread columns of them. A pair's first matrix is symmetric to the last bit: the two keys
- * meet before the weight. */
+ * (.z), a thread columns of them. */
 template <typename T, bool BACK>
 __global__ void __launch_bounds__(MN_MESA_ADDERS)
 mn_mesa_sums_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     __shared__ float weight[MN_MESA_CHUNK];
     __shared__ alignas(16) float left[BACK ? 2 : 1][MN_MESA_CHUNK][MN_MESA_ROWS];
     const mn_mesa_place at = mn_mesa_here(p.call, blockIdx.x, blockIdx.z);
-    const int64_t K = p.call.K, row0 = blockIdx.y * MN_MESA_ROWS;
+    const int64_t row0 = blockIdx.y * MN_MESA_ROWS;
     const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
-    const int64_t b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
-    const int count = (int)at.tile.n_rows;
     mn_let_next_begin();
-    if (count == 0) return;
-    mn_mesa_weigh<T>(weight, &w.falls[at.index], p, at, BACK);
-#pragma unroll
-    for (int n = 0; n < MN_MESA_CHUNK * MN_MESA_ROWS / MN_MESA_ADDERS; n++) {
-        const int i = threadIdx.x + n * MN_MESA_ADDERS;
-        const int u = i / MN_MESA_ROWS, row = i % MN_MESA_ROWS;
-        const int64_t channel = row0 + row, token = ((b * p.call.T + t0 + u) * p.call.H + at.h) * K;
-        const bool there = channel < K && u < count;
-        if (BACK) left[BACK][u][row] = there ? w.y[token + channel] : 0.0f;
-        left[0][u][row] = !there ? 0.0f : BACK ? w.x[token + channel]
-                          : mn_float(mn_row<T>(p.k, b, t0 + u, at.h)[channel]);
-    }
+    if (at.tile.n_rows == 0) return;
+    float right[BACK ? 2 : 1][MN_MESA_CHUNK];
+    mn_mesa_column<T, BACK>(right, p, w, at, min((int64_t)threadIdx.x, lie.pitch - 1));
+    mn_mesa_weigh<T>(weight, blockIdx.y == 0 ? &w.falls[at.index] : NULL, p, at, threadIdx.x, BACK);
+    mn_mesa_stage_left<T, BACK>(left, p, w, at, row0);
+    __syncthreads();
     float *to = (BACK ? w.adjoints : w.pairs) + at.index * lie.size + row0 * lie.pitch;
     for (int64_t j0 = 0; j0 < lie.pitch; j0 += MN_MESA_ADDERS) {
         const int64_t j = min(j0 + threadIdx.x, lie.pitch - 1);
-        float sum[MN_MESA_ROWS] = {}, right[BACK ? 2 : 1][MN_MESA_CHUNK];
-        mn_mesa_column<T, BACK>(right, p, w, at, j);
-        if (j0 == 0) __syncthreads();
-#pragma unroll
-        for (int u = 0; u < MN_MESA_CHUNK; u++) {
-            float x[BACK ? 2 : 1][MN_MESA_ROWS];
-            const float by = BACK && j < K ? -0.5f * weight[u] : weight[u];
-#pragma unroll
-            for (int r = 0; r < MN_MESA_ROWS; r += 4) {
-                *(float4 *)&x[0][r] = *(const float4 *)&left[0][u][r];
-                if (BACK) *(float4 *)&x[BACK][r] = *(const float4 *)&left[BACK][u][r];
-            }
-#pragma unroll
-            for (int r = 0; r < MN_MESA_ROWS; r++) {
-                float product = x[0][r] * right[0][u];
-                if (BACK && j < K) product += x[BACK][r] * right[BACK][u];
-                sum[r] = fmaf(by, product, sum[r]);
-            }
-        }
+        float sum[MN_MESA_ROWS] = {};
+        if (j0 > 0) mn_mesa_column<T, BACK>(right, p, w, at, j);
+        mn_mesa_add_tokens<BACK>(sum, left, right, weight, j < p.call.K);
 #pragma unroll
         for (int r = 0; r < MN_MESA_ROWS; r++) {
             if (row0 + r < lie.rows) to[r * lie.pitch + j] = sum[r];
@@ -213,6 +232,69 @@ __device__ inline void mn_mesa_put(float *kk, float *kv, int64_t head, const mn_
     if (at.in_kv && kv) kv[(head * K + at.i) * V + at.v] = x;
 }
 
+/* The number of the first chunk of sequence n. */
+__device__ inline int64_t mn_mesa_slot(const mn_call &c, const mn_span &span, int64_t n) {
+    return c.cu_seqlens ? span.t0 / MN_MESA_CHUNK + n
+                        : n * ((c.T + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK);
+}
+
+/* Sums of chunks and over them in one, forward, where sequences are short: the pairs in front of
+ * chunks and behind the last one. A block has a few rows (blockIdx.y) of a head (.z) of a sequence
+ * (.x), and chunks in groups of threads; then each thread goes over chunks for a few numbers. */
+template <typename T>
+__global__ void __launch_bounds__(MN_MESA_AT_ONCE * MN_MESA_ADDERS)
+mn_mesa_short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
+    constexpr int threads = MN_MESA_AT_ONCE * MN_MESA_ADDERS;
+    constexpr int each = MN_MESA_ROWS * MN_MESA_ADDERS / threads;
+    __shared__ float weight[MN_MESA_AT_ONCE][MN_MESA_CHUNK], fall[MN_MESA_AT_ONCE];
+    __shared__ alignas(16) float left[MN_MESA_AT_ONCE][1][MN_MESA_CHUNK][MN_MESA_ROWS];
+    __shared__ float sums[MN_MESA_AT_ONCE][MN_MESA_ROWS][MN_MESA_ADDERS];
+    const int group = threadIdx.x / MN_MESA_ADDERS, thread = threadIdx.x % MN_MESA_ADDERS;
+    const int64_t n = blockIdx.x, h = blockIdx.z, head = n * p.call.H + h;
+    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
+    const mn_span span = mn_span_at(p.call, n);
+    const int64_t chunks = (span.length + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK;
+    const int64_t slot0 = mn_mesa_slot(p.call, span, n), row0 = blockIdx.y * MN_MESA_ROWS;
+    const float *kk = (const float *)p.hkk0.data, *kv = (const float *)p.hkv0.data;
+    mn_let_next_begin();
+    for (int64_t j0 = 0; j0 < lie.pitch; j0 += MN_MESA_ADDERS) {
+        const int64_t j = j0 + thread;    // also of this thread's numbers, in rows group, + 4, ...
+        float x[each] = {};
+        for (int i = 0; i < each && (kk || kv) && j < lie.pitch; i++) {
+            const int64_t row = row0 + group + i * MN_MESA_AT_ONCE;
+            x[i] = mn_mesa_given(kk, kv, head, mn_mesa_cell_at(p.call, row * lie.pitch + j),
+                                 p.call.K, p.call.V);
+        }
+        for (int64_t c0 = 0; c0 < chunks; c0 += MN_MESA_AT_ONCE) {
+            const int64_t chunk = min(c0 + group, chunks - 1);
+            const mn_mesa_place at = mn_mesa_here(p.call, slot0 + chunk, h);
+            float right[1][MN_MESA_CHUNK], sum[MN_MESA_ROWS] = {};
+            mn_mesa_column<T, false>(right, p, w, at, min(j, lie.pitch - 1));
+            mn_mesa_weigh<T>(weight[group], &fall[group], p, at, thread, false);
+            mn_mesa_stage_left<T, false>(left[group], p, w, at, row0);
+            __syncthreads();
+            mn_mesa_add_tokens<false>(sum, left[group], right, weight[group], false);
+#pragma unroll
+            for (int r = 0; r < MN_MESA_ROWS; r++) sums[group][r][thread] = sum[r];
+            __syncthreads();
+            for (int c = 0; c < MN_MESA_AT_ONCE && c0 + c < chunks; c++) {
+                float *to = w.pairs + ((slot0 + c0 + c) * p.call.H + h) * lie.size + j;
+#pragma unroll
+                for (int i = 0; i < each; i++) {
+                    const int row = group + i * MN_MESA_AT_ONCE;
+                    if (j < lie.pitch) to[(row0 + row) * lie.pitch] = x[i];
+                    x[i] = fmaf(fall[c], x[i], sums[c][row][thread]);
+                }
+            }
+            __syncthreads();
+        }
+        for (int i = 0; i < each && j < lie.pitch; i++) {
+            const int64_t row = row0 + group + i * MN_MESA_AT_ONCE;
+            w.last[head * lie.size + row * lie.pitch + j] = x[i];
+        }
+    }
+}
+
 enum { MN_MESA_AHEAD = 8, MN_MESA_PACK = 4 };
 
 /* Sums over the chunks of a sequence, in place: afterwards a pair is the one in front of its chunk
@@ -224,9 +306,7 @@ mn_mesa_carry_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, boo
     const int64_t n = blockIdx.y / H, h = blockIdx.y % H, head = blockIdx.y;
     const mn_span span = mn_span_at(p.call, n);
     const int64_t chunks = (span.length + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK;
-    const int64_t slot0 = p.call.cu_seqlens
-                              ? span.t0 / MN_MESA_CHUNK + n
-                              : n * ((p.call.T + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK);
+    const int64_t slot0 = mn_mesa_slot(p.call, span, n);
     const float *kk = (const float *)(backward ? p.cot.hkk.data : p.hkk0.data);
     const float *kv = (const float *)(backward ? p.cot.hkv.data : p.hkv0.data);
     float x[MN_MESA_PACK] = {};

@@ -14,14 +14,17 @@
 
 enum { MN_MESA_READERS = 256 };    // threads: eight teams of one warp or two of four
 
-/* Keys of a chunk, and a row of zeros; as doubles, too, where each of four warps would turn them
- * into such. Rows lie so that four tokens' are in different banks. */
+/* Keys of a chunk, and a row of zeros; as doubles, too, and with Hkk in front of them, where each
+ * of eight warps would fetch that and turn them into such. For teams of four there is no room on
+ * all machines. Rows lie so that four tokens' are in different banks. */
 template <int N, bool WIDE = mn_mesa_matrix<N>::warps == 1>
 struct mn_mesa_keys {
     static constexpr int pitch = 8 * N + 4;
     alignas(16) float keys[MN_MESA_CHUNK + 1][pitch];
     double wide[MN_MESA_CHUNK + 1][pitch];
+    alignas(16) float front[8 * N][8 * N + 8];
 
+    __device__ const float *front_row(int i, const float *, int64_t) const { return front[i]; }
     __device__ void put(int u, int channel, float x) {
         keys[u][channel] = x, wide[u][channel] = (double)x;
     }
@@ -33,6 +36,9 @@ struct mn_mesa_keys<N, false> {
     static constexpr int pitch = 8 * N + 8;
     alignas(16) float keys[MN_MESA_CHUNK + 1][pitch];
 
+    __device__ const float *front_row(int i, const float *from, int64_t pitch) const {
+        return from + i * pitch;
+    }
     __device__ void put(int u, int channel, float x) { keys[u][channel] = x; }
     __device__ const float *row(int u) const { return keys[u]; }
 };
@@ -41,7 +47,6 @@ struct mn_mesa_keys<N, false> {
 template <int N>
 struct mn_mesa_tokens : mn_mesa_keys<N> {
     mn_mesa_shown<N> shown[8 / mn_mesa_matrix<N>::warps];
-    alignas(16) float front[8 * N][8 * N + 8];          // Hkk
     alignas(16) float sides[MN_MESA_PART][2][8 * N];    // q and Hkv do, then x and y
     float ridge[8 * N];                                 // lam, and ones from row K on
     float weight[MN_MESA_PART][MN_MESA_CHUNK];          // of the tokens' values, or keys
@@ -100,6 +105,7 @@ __device__ inline void mn_mesa_stage(mn_mesa_tokens<N> &room, const mn_mesa_args
     room.ridge[channel] = there ? mn_float(lam[there ? channel : 0]) : 1.0f;
 }
 
+/* Hkk. */
 template <int N>
 __device__ inline void mn_mesa_stage_front(mn_mesa_tokens<N> &room, const mn_mesa_reader<N> &me) {
 #pragma unroll
@@ -122,10 +128,11 @@ __device__ __forceinline__ void mn_mesa_begin(mn_mesa_matrix<N> &m, const mn_mes
         for (int half = 0; half < 2; half++) {
             const int tile = 2 * matrix::pair(slot) + half, i = 8 * tile + row;
             const double ridge = row / 2 == pair ? (double)room.ridge[i] : 0.0;
+            const float *from = room.front_row(i, me.front, me.lie.pitch);
             const double add[2] = { row % 2 ? 0.0 : ridge, row % 2 ? ridge : 0.0 };
 #pragma unroll
             for (int j = 0; j < matrix::columns(slot); j++) {
-                const float2 x = *(const float2 *)&room.front[i][8 * j + 2 * pair];
+                const float2 x = *(const float2 *)(from + 8 * j + 2 * pair);
                 double(&to)[2] = m.at[slot][j][half];
                 to[0] = (double)(me.fall * x.x), to[1] = (double)(me.fall * x.y);
                 if (matrix::warps == 1 && j != tile) continue;
@@ -229,6 +236,14 @@ __device__ inline void mn_mesa_add_values(float (&sum)[EACH][2], const mn_mesa_t
     constexpr int rows = 8 * N / 4, tokens = MN_MESA_CHUNK / 4;
     const int quarter = threadIdx.x / 32 % 4, pitch = (int)me.lie.pitch;
     const float *from = me.front + quarter * rows * pitch + me.lie.rows + j;
+    const int64_t next = j + 1 < p.call.V;
+    const T *v = mn_row<T>(p.v, me.b, me.t0, me.at.h) + j;
+    T values[tokens][2];
+#pragma unroll
+    for (int i = 0; i < tokens; i++) {
+        const int64_t u = min(quarter * tokens + i, me.count - 1) * p.v.stride[1];
+        values[i][0] = v[u], values[i][1] = v[u + next];
+    }
 #pragma unroll 16
     for (int i = 0; i < rows; i++) {
         const float2 h = *(const float2 *)(from + i * pitch);
@@ -242,13 +257,11 @@ __device__ inline void mn_mesa_add_values(float (&sum)[EACH][2], const mn_mesa_t
     for (int n = 0; n < EACH; n++) {
         sum[n][0] *= room.fall[first + n], sum[n][1] *= room.fall[first + n];
     }
-    const int64_t step = p.v.stride[1], next = j + 1 < p.call.V;
-    const T *v = mn_row<T>(p.v, me.b, me.t0 + quarter * tokens, me.at.h) + j;
 #pragma unroll
     for (int i = 0; i < tokens; i++) {
         const int u = quarter * tokens + i;
         if (u >= me.count) break;
-        const float x = mn_float(v[i * step]), y = mn_float(v[i * step + next]);
+        const float x = mn_float(values[i][0]), y = mn_float(values[i][1]);
 #pragma unroll
         for (int n = 0; n < EACH; n++) {    // a later token weighs nothing, but may be NaN
             if (u > me.first + first + n) continue;
@@ -344,7 +357,7 @@ mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     mn_wait_for_before();    // inputs are there already, pairs only now
     if (!some) return;
     me.front = w.pairs + me.at.index * me.lie.size;
-    mn_mesa_stage_front<N>(room, me);
+    if constexpr (me.warps == 1) mn_mesa_stage_front<N>(room, me);
     __syncthreads();
 #pragma unroll 1
     for (int from = 0; me.first + from < me.count; from += teams) {

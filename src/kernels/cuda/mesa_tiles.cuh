@@ -45,6 +45,11 @@ struct mn_mesa_matrix {
     }
 };
 
+/* What 1 - X D may be, cell by cell, for X to come nearer to the inverse of D each time, and for
+ * the next X to be good; that takes two rounds where D is no worse than most. */
+static constexpr double MN_MESA_NEAR = 0.01, MN_MESA_THERE = 1e-7;
+enum { MN_MESA_ROUNDS = 6 };
+
 /* What the warps of a team show each other, in turn with what they showed before. */
 template <int N>
 struct mn_mesa_shown {
@@ -83,15 +88,39 @@ __device__ inline double mn_mesa_over(double x, int first, int last) {
     return x;
 }
 
+/* Sums over rows of a tile, to the rows: to row r that of column r. The two columns of a lane part
+ * on the way. */
+__device__ inline double mn_mesa_turned(const double (&x)[2]) {
+    const int row = threadIdx.x % 32 / 4;
+    const double give = row % 2 ? x[0] : x[1], own = row % 2 ? x[1] : x[0];
+    const double sum = mn_mesa_over(own + __shfl_xor_sync(0xffffffffu, give, 4), 8, 16);
+    return mn_mesa_from(sum, 4 * (row % 2) + row / 2);
+}
+
+__device__ inline float mn_mesa_from(float x, int lane) {
+    return __shfl_sync(0xffffffffu, x, lane);
+}
+
+__device__ inline float mn_mesa_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ inline double mn_mesa_reciprocal(double x) {
+    return mn_reciprocal(x);
+}
+
 /* D becomes its inverse: Gauss and Jordan's elimination in place, two rows S at a time, of which E
  * is the inverse of D_SS. A row outside loses D_rS E times the rows S, and keeps -D_rS E at S. */
-__device__ inline void mn_mesa_invert(double (&d)[2]) {
+template <typename R>
+__device__ inline void mn_mesa_eliminate(R (&d)[2]) {
     const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
 #pragma unroll 1
     for (int p = 0; p < 4; p++) {
-        const double a = mn_mesa_from(d[0], 9 * p), b = mn_mesa_from(d[1], 9 * p);
-        const double c = mn_mesa_from(d[1], 9 * p + 4);
-        double left[2], above[2][2];
+        const R a = mn_mesa_from(d[0], 9 * p), b = mn_mesa_from(d[1], 9 * p);
+        const R c = mn_mesa_from(d[1], 9 * p + 4);
+        R left[2], above[2][2];
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             left[e] = mn_mesa_from(d[e], 4 * row + p);
@@ -99,18 +128,47 @@ __device__ inline void mn_mesa_invert(double (&d)[2]) {
             above[1][e] = mn_mesa_from(d[e], 8 * p + 4 + pair);
         }
         const bool inside = row / 2 == p;    // a row of S takes E times the rows S
-        left[0] = inside ? (row % 2 ? 0.0 : 1.0) : -left[0];
-        left[1] = inside ? (row % 2 ? 1.0 : 0.0) : -left[1];
-        const double share = mn_reciprocal(fma(a, c, -b * b));
-        const double first = share * fma(left[0], c, -left[1] * b);
-        const double second = share * fma(left[1], a, -left[0] * b);
+        left[0] = inside ? (R)(row % 2 ? 0 : 1) : -left[0];
+        left[1] = inside ? (R)(row % 2 ? 1 : 0) : -left[1];
+        const R share = mn_mesa_reciprocal(fma(a, c, -b * b));
+        const R first = share * fma(left[0], c, -left[1] * b);
+        const R second = share * fma(left[1], a, -left[0] * b);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-            const double old = inside ? 0.0 : d[e];
-            const double other = fma(second, above[1][e], fma(first, above[0][e], old));
+            const R old = inside ? (R)0 : d[e];
+            const R other = fma(second, above[1][e], fma(first, above[0][e], old));
             d[e] = pair == p ? (e ? second : first) : other;
         }
     }
+}
+
+/* Whether all cells of a tile are less than `bound`; NaN is not. */
+__device__ inline bool mn_mesa_below(const double (&x)[2], double bound) {
+    return __all_sync(0xffffffffu, fabs(x[0]) < bound && fabs(x[1]) < bound);
+}
+
+/* The same, as a chain of doubles is long: the inverse X in float32, then X <- X + (1 - X D) X on
+ * tensor cores, each time the square of what was off before, until that is far less than what the
+ * numbers that D was made from are good for. Where float32 has no grip on D, all in double. */
+__device__ inline void mn_mesa_invert(double (&d)[2]) {
+    const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
+    float guess[2] = { (float)d[0], (float)d[1] };
+    mn_mesa_eliminate(guess);
+    double x[2] = { (double)guess[0], (double)guess[1] };
+    bool near = true, there = false;
+#pragma unroll 1
+    for (int round = 0; round < MN_MESA_ROUNDS && near && !there; round++) {
+        double off[2][2] = { { row == 2 * pair ? 1.0 : 0.0, row == 2 * pair + 1 ? 1.0 : 0.0 } };
+        const double left[4] = { -x[0], 0.0, -x[1], 0.0 };
+        mn_dmma_8(off, left, d);
+        near = mn_mesa_below(off[0], MN_MESA_NEAR), there = mn_mesa_below(off[0], MN_MESA_THERE);
+        double sum[2][2] = { { x[0], x[1] } };
+        const double by[4] = { off[0][0], 0.0, off[0][1], 0.0 };
+        mn_dmma_8(sum, by, x);
+        x[0] = sum[0][0], x[1] = sum[0][1];
+    }
+    if (near) d[0] = x[0], d[1] = x[1];
+    else mn_mesa_eliminate(d);
 }
 
 /* The parts that are the same for one warp and for more; -L_ik takes the place of C_ik. `v` are the
@@ -134,7 +192,7 @@ struct mn_mesa_solver {
     }
 
     /* A pair of rows loses what it has of column k, of which -L_ik is left where i > k; `d` is
-     * -D_k^-1. Tensor cores take the left factor's numbers in another order than they leave sums, so
+     * -D_k^-1. Tensor cores take a left factor's numbers in another order than they leave sums, so
      * a single warp, which has all rows, multiplies C_ik, in that order already, with -L_jk, its
      * `column(j)`; a team, which has been shown column k as it was, -L_ik with C_jk. */
     template <typename Column>
@@ -229,13 +287,21 @@ __device__ __forceinline__ void mn_mesa_solve_warp(mn_mesa_matrix<N> &m, float *
     }
     __syncwarp();    // all of b has been read
 #pragma unroll
-    for (int k = N - 1; k >= 0; k--) {
+    for (int s = 0; s < SIDES; s++) {
+        double given[N][2] = {};    // what x so far gives rows above, this lane's row of it
 #pragma unroll
-        for (int s = 0; s < SIDES && 8 * k < K; s++) {
-            double sum[2];
-            at.gather(sum, m, k, s);
-            const double even = mn_mesa_from(sum[0], row / 2), odd = mn_mesa_from(sum[1], row / 2);
-            at.put(b, row % 2 ? odd : even, k, s);
+        for (int k = N - 1; k >= 0; k--) {
+            if (8 * k >= K) continue;
+            double &x = at.v[k / 2][k % 2][s];
+            if (k < N - 1) x += mn_mesa_turned(given[k]);
+            if (pair == 0) b[s * 8 * N + 8 * k + row] = (float)x;
+#pragma unroll
+            for (int j = k - 1; j >= 0; j--) {
+#pragma unroll
+                for (int e = 0; e < 2; e++) {
+                    given[j][e] = fma(m.at[k / 2][j][k % 2][e], x, given[j][e]);
+                }
+            }
         }
     }
     __syncwarp();
