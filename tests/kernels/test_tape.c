@@ -324,7 +324,7 @@ static mn_tensor *gate_of(mn_tape *tape, mn_tensor **in, const program *p) {
     return mn_tape_gate(tape, (mn_unary)(p->kind % MN_UNARY_COUNT), in[0], in[1]);
 }
 
-/* One number for a row, and all other ways in which axes of it may be 1. */
+/* One number for a row, and all other ways in which axes of it may be 1: f(x), then its product. */
 static void repeated_gates(void **state) {
     (void)state;
     if (!gpu) skip();
@@ -335,7 +335,7 @@ static void repeated_gates(void **state) {
             memcpy(x.shape, shapes[i], sizeof x.shape);
             for (int k = 0; k < 4; k++) b.shape[k] = ones >> k & 1 ? 1 : x.shape[k];
             const mn_unary f = ones % 2 ? MN_UNARY_SIGMOID : MN_UNARY_TANH;
-            check_program((program){ "repeated gate", gate_of, 1, 2, { x, b }, .kind = f });
+            check_program((program){ "repeated gate", gate_of, 2, 2, { x, b }, .kind = f });
         }
     }
     check_done();
@@ -385,7 +385,8 @@ static mn_tensor *bound_of(mn_tape *tape, mn_tensor **in, const program *p) {
     return mn_tape_at_least(tape, in[0], -0.4);
 }
 
-/* The first input by way of a copy, which nothing else uses. */
+/* The first input by way of a copy, which nothing else uses; where gradients are not asked for, a
+ * product and a sum. */
 static mn_tensor *scaled_of(mn_tape *tape, mn_tensor **in, const program *p) {
     (void)p;
     mn_tensor *a = mn_tape_affine(tape, in[0], 0.5, 0.25);
@@ -411,7 +412,7 @@ static void pairs(void **state) {
             for (int k = 0; k < 4; k++) b.shape[k] = ones >> k & 1 ? 1 : a.shape[k];
             check_program((program){ "add", sum_of, 1, 2, { a, b }, .kind = ones });
             check_program((program){ "multiply", product_of, 1, 2, { a, b }, .kind = ones });
-            check_program((program){ "scaled", scaled_of, 1, 3, { a, a, b }, .kind = ones });
+            check_program((program){ "scaled", scaled_of, 3, 3, { a, a, b }, .kind = ones });
             check_program((program){ "spread", spread_of, 1, 2, { b, a }, .kind = ones });
         }
         input a = { { 0 }, false };
