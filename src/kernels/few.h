@@ -28,6 +28,7 @@ enum {
     MN_FEW_FRONTS = 2,         // that make queries and keys
     MN_FEW_DEEPEST = 8,        // rows of a product
     MN_FEW_NUMBERS = 1 << 13,  // of a small work, at most
+    MN_FEW_MOVED = 1 << 18,    // of a move that is to be a stage's ending
     MN_FEW_TOGETHER = 8,       // columns of a product that endings have at once
 };
 
@@ -118,6 +119,7 @@ void mn_few_program_clear(mn_few_program *program);
  * already: something is read or written that earlier stages write in another way. */
 bool mn_few_program_multiply(mn_few_program *program, const mn_few_products *products);
 bool mn_few_program_remember(mn_few_program *program, const mn_few_memory *memory);
+bool mn_few_program_pick(mn_few_program *program, const mn_few *row);    // one row of a table
 
 /* The program as its kernel reads it: its size, 0 where there is no stage; its bytes; and a launch
  * of what was copied to the device's memory, `there`, which other launches may follow. Returns 0 or

@@ -75,6 +75,11 @@ bool mn_few_program_remember(mn_few_program *program, const mn_few_memory *memor
     return false;
 }
 
+bool mn_few_program_pick(mn_few_program *program, const mn_few *row) {
+    (void)program, (void)row;
+    return false;
+}
+
 size_t mn_few_program_bytes(const mn_few_program *program) {
     (void)program;
     return 0;

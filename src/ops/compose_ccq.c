@@ -2,7 +2,8 @@
  * absent) or a delta-rule memory reads with it. What the memory writes does not change.
  *
  * Backward computes the cleaned query again, takes its cotangent from the memory and hands it to
- * curvature, which adds its gradient of the key to the memory's. */
+ * curvature, which adds its gradient of the key to the memory's. On a GPU a delta-rule memory's
+ * forward pass prepares its chunks beside curvature. */
 #include "base/status.h"
 #include "ops/compose.h"
 #include "ops/rows.h"
@@ -18,15 +19,15 @@ static mn_curvature_args contraction(const mn_ccq_read_args *p, mn_out qt) {
 static mn_status run_memory(mn_context *context, mn_pass pass, const mn_ccq_read_args *p, mn_out qt,
                             mn_out dqt) {
     if (p->beta.data) {
-        const mn_delta_net_args memory = {
-            .call = p->call, .scale = p->scale, .decay = p->decay,
-            .q = mn_as_input(qt), .k = p->k, .v = p->v, .beta = p->beta, .g = p->g,
+        const mn_delta_args memory = {
+            .call = p->call, .scale = p->scale, .decay = p->decay, .q_late = pass == MN_FORWARD,
+            .q = mn_as_input(qt), .e = p->k, .v = p->v, .beta = p->beta, .g = p->g,
             .state0 = p->state0, .o = p->o, .state = p->state,
             .cot = { p->cot.o, p->cot.state },
-            .grad = { .q = dqt, .k = p->grad.k, .v = p->grad.v, .beta = p->grad.beta,
+            .grad = { .q = dqt, .e = p->grad.k, .v = p->grad.v, .beta = p->grad.beta,
                       .g = p->grad.g, .state0 = p->grad.state0 },
         };
-        return mn_op_run(context, MN_OP_delta_net, pass, &memory);
+        return mn_op_run(context, MN_OP_delta, pass, &memory);
     }
     const mn_additive_args memory = {
         .call = p->call, .scale = p->scale, .decay = p->decay,
@@ -62,7 +63,7 @@ mn_status mn_compose_ccq_read(mn_context *context, mn_pass pass, const void *arg
         clean.kk = p->kk;
         clean.ks = p->ks;
     }
-    mn_status st = mn_op_run(context, MN_OP_curvature, MN_FORWARD, &clean);
+    mn_status st = mn_op_run_beside(context, MN_OP_curvature, MN_FORWARD, &clean);
     if (st == MN_OK) st = run_memory(context, pass, p, qt, back ? dqt : (mn_out){ 0 });
     if (st != MN_OK || !back) return st;
     clean.cot.qt = mn_as_input(dqt);

@@ -64,7 +64,8 @@ static void add(mn_tape *tape, mn_delayed *d) {
 bool mn_delay_work(mn_tape *tape, mn_work_id id, const void *work) {
     mn_delayed *d = next(tape);
     if (!d) return false;
-    if (mn_few_of_work(d, id, work)) {
+    const bool repeats = tape->modes & MN_TAPE_REPEATS;    // then logits end a stage
+    if (mn_few_of_work(d, id, work, repeats ? MN_FEW_MOVED : 0)) {
         add(tape, d);
         return true;
     }
@@ -297,6 +298,18 @@ static bool remember(mn_tape *tape, mn_delay *all, int i) {
     return true;
 }
 
+/* Small work i as a row of a table that the program begins with; false where it is something else,
+ * or the program has begun. */
+static bool pick(mn_tape *tape, mn_delay *all, int i) {
+    const mn_delayed *d = few_at(all, i);
+    mn_few_program *program = program_of(tape);
+    if (!d || d->of.few.kind != MN_FEW_ROWS || !program || !ready(all, i, all->done)) return false;
+    if (mn_few_program_bytes(program) > 0) return false;
+    if (!mn_few_program_pick(program, &d->of.few)) return false;
+    all->done |= mn_bit(i);
+    return true;
+}
+
 /* Whether small work i is left to the product whose input it makes. */
 static bool is_left(const mn_delay *all, int i) {
     for (int k = i + 1; k < all->n; k++) {
@@ -373,6 +386,9 @@ static void step(mn_tape *tape, mn_delay *all) {
     }
     for (int i = 0; i < all->n; i++) {
         if (waits(all, i) && program_of(tape) && remember(tape, all, i)) return;
+    }
+    for (int i = 0; i < all->n; i++) {
+        if (pick(tape, all, i)) return;
     }
     uint64_t taken = gather(all, false);
     for (int i = 0; taken == 0 && i < all->n; i++) {

@@ -47,8 +47,8 @@ static inline uint64_t mn_bit(int i) {
 }
 
 /* tape_few.c: what a work or an operator is as a work on few rows, and what it touches; false where
- * it is none. */
-bool mn_few_of_work(mn_delayed *out, mn_work_id id, const void *work);
+ * it is none. `most_moved`: numbers that are still few where they are only moved. */
+bool mn_few_of_work(mn_delayed *out, mn_work_id id, const void *work, int64_t most_moved);
 bool mn_few_of_op(mn_delayed *out, mn_op_id op, const void *args);
 
 /* What any operator touches; false where that is too much to note. */

@@ -113,9 +113,12 @@ static bool few_pair(mn_delayed *d, const mn_pair_work *w) {
 }
 
 /* Copies of heads are an axis of their own, along which `from` stands still. */
-static bool few_move(mn_delayed *d, const mn_move_work *w) {
+/* `most`: numbers, where something may end with them. */
+static bool few_move(mn_delayed *d, const mn_move_work *w, int64_t most) {
     const int64_t *n = w->shape;
-    if (w->folds || w->add || !start(d, MN_FEW_MOVE, n)) return false;
+    if (w->folds || w->add) return false;
+    const bool few = start(d, MN_FEW_MOVE, n);
+    if (!few && (w->times > 1 || mn_count4(n) > most)) return false;
     mn_view to = w->to, from = w->from;
     if (w->times > 1) {
         if (n[0] * n[1] != 1) return false;
@@ -145,17 +148,17 @@ static bool few_rows(mn_delayed *d, const mn_rows_work *w) {
     d->of.few.index = w->index;
     d->of.few.at[0] = w->table;
     d->of.few.at[1] = w->rows;
-    touch_view(d, &w->table, w->shape, false);
+    d->of.few.numbers[0] = touch_view(d, &w->table, w->shape, false);
     touch(d, w->index, w->n, MN_F32, false);    // as wide as an index
     touch(d, w->rows.data, w->n * w->shape[3], w->rows.dtype, true);
     return true;
 }
 
-bool mn_few_of_work(mn_delayed *d, mn_work_id id, const void *work) {
+bool mn_few_of_work(mn_delayed *d, mn_work_id id, const void *work, int64_t most_moved) {
     switch (id) {
     case MN_WORK_UNARY: return few_unary(d, work);
     case MN_WORK_PAIR: return few_pair(d, work);
-    case MN_WORK_MOVE: return few_move(d, work);
+    case MN_WORK_MOVE: return few_move(d, work, most_moved);
     case MN_WORK_FILL: return few_fill(d, work);
     case MN_WORK_ROWS: return few_rows(d, work);
     default: return false;

@@ -285,8 +285,8 @@ static void kernels_match_reference(mn_op_id op) {
         c.cu_seqlens = NULL, c.n_seqs = 0, c.B = 2, c.T = 150, c.K = 72, c.V = 40;
         c.seed = EXTREME + (uint64_t)f;
         if (c.decay >= MN_DECAY_TOKEN && is_ours()) check_bf16(c);
-        c.B = 4, c.H = 16, c.T = 70, c.V = 64, c.seed = 12;    // warps work in groups from here on
-        for (c.K = 40; c.K <= 200 && op == MN_OP_delta; c.K += 80) {
+        c.B = 4, c.H = 16, c.T = 330, c.V = 64, c.seed = 12;    // warps work in groups from here on
+        for (c.K = 40; c.K <= 200 && (op == MN_OP_delta || op == MN_OP_ccq_read); c.K += 80) {
             if (is_ours()) check_bf16(c);
         }
         if (!op_has_state(op) || op_is_keyed(op)) continue;

@@ -3,7 +3,8 @@
  * A kernel launched by mn_launch_early gets its blocks as soon as every block of the launch before
  * has said mn_let_next_begin or ended. What it does up to mn_wait_for_before may only read what is
  * older than all launches that may still be at work; behind it, all of them have ended. Every
- * thread of such a kernel waits, so that a launch that has ended tells that those before it have.
+ * thread of such a kernel waits, or one block does at its end, so that a launch that has ended
+ * tells that those before it have.
  * Machines before 9.0 have none of this: there a launch begins when the one before has ended. */
 #ifndef MN_KERNELS_CUDA_AFTER_CUH
 #define MN_KERNELS_CUDA_AFTER_CUH

@@ -2,15 +2,20 @@
  * covariances leaves; bayes_walk.cuh.
  *
  * A block has a slice of 32 value columns of a group. Of its four warps each has 16 of these, which
- * are rows of Mh', and half of the state's rows. Three barriers a chunk. It begins with the walk
- * over covariances, beside a block of which it finds room on a processor, and follows it. */
+ * are rows of Mh', and half of the state's rows:
+ *
+ *   E = kh Mh - v    O = qh Mh    W = qh z'    e' = - E'L^-T / sigma    o = O + W e    Mh' + e'z
+ *
+ * What two warps have of a sum is exchanged once, between two barriers of which one is the next
+ * chunk's. A block begins with the walk over covariances, beside a block of which it finds room on
+ * a processor, and follows it. */
 #include "kernels/cuda/after.cuh"
 #include "kernels/cuda/bayes_walk.cuh"
 
 enum {
     WARPS = 4, THREADS = 32 * WARPS, SLICE = MN_WALK_SLICE, CHUNK = MN_WALK_CHUNK,
     HALVES = 2,                     // warps that share value columns
-    OWN = 256 / THREADS,            // numbers of a thread of 16 tokens by 16 columns
+    KEYS = 0, WRITES = 1,           // the warps that ask for them
 };
 
 /* What the covariance's walk leaves of a chunk. */
@@ -21,14 +26,17 @@ struct alignas(16) writes {
     double phi[RP], inverse[CHUNK];
 };
 
+/* What warps have of sums: E' by values and tokens; by fragments, pairs of numbers of each lane,
+ * O of eight value columns that the other warp reads, and W of eight s. */
+struct alignas(16) shares {
+    double e[WARPS][16][CHUNK + 4], o[WARPS][2][64], w[WARPS][2][64];
+};
+
 template <int RP>
 struct alignas(16) room {
     double keys[8][2 * RP + 2], queries[8][2 * RP + 2];
     writes<RP> in[2];
-    double parts[WARPS][2][256];        // kh Mh and qh Mh, by fragments
-    double scores[WARPS][128];          // z qh', the same
-    double e[SLICE][CHUNK + 4], o[SLICE][CHUNK + 4];    // v - kh Mh, qh Mh
-    double weights[CHUNK][CHUNK + 2];   // z_s.qh_t / sigma_s
+    shares share[2];                    // of steps in turn
     uint64_t arrived[2];                // keys and queries, writes
 };
 
@@ -37,6 +45,7 @@ struct scene {
     int64_t walk, n, h, g, place, group, t;    // group: place * G + g; t: the chunk's first token
     int first, columns;                  // value columns
     int low, high;
+    unsigned step;                       // a chunk, or a token of a steep one
     mn_span span;
 };
 
@@ -53,149 +62,183 @@ struct worker {
 
     __device__ int row(int b) const { return part * (RP / 2) + 8 * b; }
 
-    /* Tokens of a left factor: 2 (l % 4) and eight more, then their neighbours. */
-    __device__ int token(int k) const { return 2 * (lane % 4) + k / 2 + 8 * (k % 2); }
+    __device__ void put_share(double (&to)[64], const double (&x)[2]) const {
+        *(double2 *)&to[2 * lane] = make_double2(x[0], x[1]);
+    }
 
-    /* Parts of kh Mh, qh Mh and z qh' over these rows. */
-    __device__ void read(room<RP> &m, const writes<RP> &in, bool reads) {
-        double e[2][2][2] = {}, o[2][2][2] = {}, s[2][2] = {};
-        const int j = lane / 4, pair = 2 * (lane % 4), half = value / 16;
+    __device__ void add_share(double (&x)[2], const double (&from)[64]) const {
+        const double2 pair = *(const double2 *)&from[2 * lane];
+        x[0] += pair.x, x[1] += pair.y;
+    }
+
+    /* Parts of E, which begins with - v, and O over these rows, left for the others; `own` has O of
+     * the value columns that this warp reads. */
+    __device__ void read(double (&own)[2][2], double (&e)[2][2][2], room<RP> &m, shares &share,
+                         bool reads) const {
+        const int j = lane / 4, pair = 2 * (lane % 4);
+        double o[2][2][2] = {};
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
-            const int c = 2 * (row(b) + pair);
-            double k[4], q[4], z[4], right[2];
-            mn_walk_left(k, &m.keys[j][c]);
-            mn_dmma_8(e[0], k, M[b][0]);
-            mn_dmma_8(e[1], k, M[b][1]);
+            double a[4];
+            mn_walk_left(a, &m.keys[j][2 * (row(b) + pair)]);
+            mn_dmma_8(e[0], a, M[b][0]);
+            mn_dmma_8(e[1], a, M[b][1]);
             if (!reads) continue;
-            mn_walk_left(q, &m.queries[j][c]);
-            mn_dmma_8(o[0], q, M[b][0]);
-            mn_dmma_8(o[1], q, M[b][1]);
-            mn_walk_left(z, &in.z[j][c]);
-            mn_walk_right(right, &m.queries[j][c], half);
-            mn_dmma_8(s, z, right);
+            mn_walk_left(a, &m.queries[j][2 * (row(b) + pair)]);
+            mn_dmma_8(o[0], a, M[b][0]);
+            mn_dmma_8(o[1], a, M[b][1]);
         }
 #pragma unroll
-        for (int f = 0; f < 4; f++) {
-            const double (&x)[2] = e[f / 2][f % 2], (&y)[2] = o[f / 2][f % 2];
-            *(double2 *)&m.parts[index][0][64 * f + 2 * lane] = make_double2(x[0], x[1]);
-            if (reads) *(double2 *)&m.parts[index][1][64 * f + 2 * lane] = make_double2(y[0], y[1]);
+        for (int x = 0; x < 8; x++) {
+            share.e[index][8 * (x / 4) + pair + x % 2][8 * (x / 2 % 2) + j] =
+                e[x / 4][x / 2 % 2][x % 2];
         }
 #pragma unroll
         for (int f = 0; f < 2 && reads; f++) {
-            *(double2 *)&m.scores[index][64 * f + 2 * lane] = make_double2(s[f][0], s[f][1]);
-        }
-    }
-
-    /* The parts added up: e in front of the chunk's own writes, o, weights. */
-    __device__ void gather(room<RP> &m, const writes<RP> &in, const unsigned (&v)[OWN][SLICE / 16],
-                           bool reads) const {
+            double others[2];
 #pragma unroll
-        for (int own = 0; own < OWN; own++) {
-            const int i = (int)threadIdx.x + own * THREADS, f = i / 64, l = i % 64 / 2;
-            const int token = 8 * (f % 2) + l / 4, column = 8 * (f / 2) + 2 * (l % 4) + i % 2;
-#pragma unroll
-            for (int block = 0; block < SLICE / 16; block++) {
-                const double (*parts)[2][256] = m.parts + block * HALVES;
-                const double e = parts[0][0][i] + parts[1][0][i];
-                const unsigned bits = sizeof(T) == 2 ? v[own][block] << 16 : v[own][block];
-                m.e[16 * block + column][token] = (double)__uint_as_float(bits) - e;
-                if (reads) m.o[16 * block + column][token] = parts[0][1][i] + parts[1][1][i];
+            for (int i = 0; i < 2; i++) {
+                others[i] = part ? o[0][f][i] : o[1][f][i];
+                own[f][i] = part ? o[1][f][i] : o[0][f][i];
             }
-            if (!reads) continue;
-            const int half = i / 128, g = i % 128, s = 8 * (g / 64) + g % 64 / 2 / 4;
-            const int t = 8 * half + 2 * (g % 64 / 2 % 4) + g % 2;
-            const double weight = m.scores[half * HALVES][g] + m.scores[half * HALVES + 1][g];
-            m.weights[s][t] = s <= t ? weight * in.inverse[s] : 0.0;
+            put_share(share.o[index][f], others);
         }
     }
 
-    /* This thread's values of a chunk, as gather wants them, as bits. Tokens behind the last one
-     * get its values. */
-    __device__ static void values(unsigned (&v)[OWN][SLICE / 16], const mn_walk_job &job,
-                                  const scene &s, int64_t t) {
+    /* Its part of W: s in the half that this warp's value columns say. */
+    __device__ void weigh(const room<RP> &m, const writes<RP> &in, shares &share) const {
+        double w[2][2][2] = {};
+        const int j = lane / 4, pair = 2 * (lane % 4), half = value / 16;
 #pragma unroll
-        for (int own = 0; own < OWN; own++) {
-            const int i = (int)threadIdx.x + own * THREADS, f = i / 64, l = i % 64 / 2;
-            const int64_t token = min(t + 8 * (f % 2) + l / 4, s.span.length - 1);
-            const int column = 8 * (f / 2) + 2 * (l % 4) + i % 2;
-            const T *row = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h) + s.first;
+        for (int b = 0; b < TILES; b++) {
+            double a[4], z[2];
+            mn_walk_left(a, &m.queries[j][2 * (row(b) + pair)]);
+            mn_walk_right(z, &in.z[j][2 * (row(b) + pair)], half);
+            mn_dmma_8(w[b % 2], a, z);
+        }
 #pragma unroll
-            for (int block = 0; block < SLICE / 16; block++) {
-                const T *at = row + min(16 * block + column, s.columns - 1);
-                v[own][block] = sizeof(T) == 2 ? *(const uint16_t *)at : *(const unsigned *)at;
-            }
+        for (int f = 0; f < 2; f++) {
+            const double both[2] = { w[0][f][0] + w[1][f][0], w[0][f][1] + w[1][f][1] };
+            put_share(share.w[index][f], both);
         }
     }
 
-    /* e behind the chunk's own writes, o, and M <- (M + z e' / sigma) Phi'. */
-    __device__ void write(const room<RP> &m, const writes<RP> &in, const mn_walk_job &job,
-                          const scene &s) {
-        const int i = lane % 4, j = lane / 4;
-        double e[2][2][2] = {}, left[8], plain[8];
+    /* Column x of the four that this lane has of E and O, x / 2 being the block. */
+    __device__ int column(int x) const { return value + 8 * (x / 2) + 2 * (lane % 4) + x % 2; }
+
+    /* Its values of the chunk that begins at token t, as bits: the first eight tokens for one of
+     * the warps that share them, the others for the other one. Tokens behind the last one get its
+     * values. Columns are hidden from the compiler, which has no registers to keep addresses in. */
+    __device__ void values(unsigned (&v)[4], const mn_walk_job &job, const scene &s,
+                           int64_t t) const {
+        int own = column(0);
+        asm volatile("" : "+r"(own));
+        const int64_t token = min(t + 8 * part + lane / 4, s.span.length - 1);
+        const T *from = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h) + s.first;
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            left[2 * k] = m.e[value + j][4 * k + i];
-            left[2 * k + 1] = m.e[value + 8 + j][4 * k + i];
+        for (int x = 0; x < 4; x++) {
+            const T *at = from + min(own + 8 * (x / 2) + x % 2, s.columns - 1);
+            v[x] = sizeof(T) == 2 ? *(const uint16_t *)at : *(const unsigned *)at;
+        }
+    }
+
+    /* - v where this warp has it, zeros elsewhere. */
+    __device__ void begin(double (&e)[2][2][2], const unsigned (&v)[4]) const {
+#pragma unroll
+        for (int x = 0; x < 4; x++) {
+            const double less = -(double)__uint_as_float(sizeof(T) == 2 ? v[x] << 16 : v[x]);
+            e[x / 2][0][x % 2] = part ? 0.0 : less;
+            e[x / 2][1][x % 2] = part ? less : 0.0;
+        }
+    }
+
+    /* e' / sigma from E's parts: rows are values, e[half] has tokens [8 half, 8 half + 8). */
+    __device__ void solve(double (&e)[2][2][2], const writes<RP> &in, const shares &share) const {
+        const int i = 2 * (lane % 4), j = lane / 4;
+        double a[8];
+#pragma unroll
+        for (int f = 0; f < 4; f++) {    // rows 8 (f % 2) on, tokens 8 (f / 2) on
+            const double2 mine =
+                *(const double2 *)&share.e[index][8 * (f % 2) + j][8 * (f / 2) + i];
+            const double2 other =
+                *(const double2 *)&share.e[index ^ 1][8 * (f % 2) + j][8 * (f / 2) + i];
+            double *to = &a[4 * (f / 2) + f % 2];
+            to[0] = mine.x + other.x, to[2] = mine.y + other.y;
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            double b[4];
-#pragma unroll
-            for (int k = 0; k < 4; k++) b[k] = in.undo[8 * half + j][4 * k + i];
-            mn_dmma_16(e[half], left, b);
+            const double2 low = *(const double2 *)&in.undo[8 * half + j][i];
+            const double2 high = *(const double2 *)&in.undo[8 * half + j][8 + i];
+            const double b[4] = { low.x, low.y, high.x, high.y };
+            e[half][0][0] = e[half][0][1] = e[half][1][0] = e[half][1][1] = 0.0;
+            mn_dmma_16(e[half], a, b);
         }
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            const double scale = in.inverse[token(k)];
+        for (int half = 0; half < 2; half++) {
+            const double2 scale = *(const double2 *)&in.inverse[8 * half + i];
 #pragma unroll
-            for (int half = 0; half < 2; half++) {
-                plain[2 * k + half] = e[k % 2][half][k / 2];
-                left[2 * k + half] = plain[2 * k + half] * scale;
-            }
+            for (int m = 0; m < 2; m++) e[half][m][0] *= -scale.x, e[half][m][1] *= -scale.y;
         }
-        if (job.p.o.data) put(m, job, s, plain);
+    }
+
+    /* M <- (M + z e' / sigma) Phi' */
+    __device__ void write(const writes<RP> &in, const double (&e)[2][2][2], bool turns) {
+        const int i = lane % 4, j = lane / 4;
+        double a[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++) a[k] = e[k / 4][k % 2][k / 2 % 2];
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
-            double z[4];
+            const double2 one = *(const double2 *)&in.z[2 * i][2 * (row(b) + j)];
+            const double2 two = *(const double2 *)&in.z[2 * i + 1][2 * (row(b) + j)];
+            const double z[4] = { one.x, two.x, one.y, two.y };
+            mn_dmma_16(M[b], a, z);
+        }
 #pragma unroll
-            for (int k = 0; k < 4; k += 2) {
-                const double2 pair = *(const double2 *)&in.z[2 * i + k / 2][2 * (row(b) + j)];
-                z[k] = pair.x, z[k + 1] = pair.y;
-            }
-            mn_dmma_16(M[b], left, z);
+        for (int b = 0; b < TILES; b++) {
             const double2 phi = *(const double2 *)&in.phi[row(b) + 2 * i];
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const double x = M[b][half][0], y = M[b][half][1];
-                const bool turns = job.step == 2;
                 M[b][half][0] = turns ? phi.x * x - phi.y * y : phi.x * x;
                 M[b][half][1] = turns ? phi.y * x + phi.x * y : phi.y * y;
             }
         }
     }
 
-    /* o of half of the tokens, `part` says which; `e` is a left factor. */
-    __device__ void put(const room<RP> &m, const mn_walk_job &job, const scene &s,
-                        const double (&e)[8]) const {
-        const int i = lane % 4, j = lane / 4, token = 8 * part + 2 * i;
-        double c[2][2], b[4];
+    /* o of eight value columns, `part` says which of two blocks. */
+    __device__ void put(double (&c)[2][2], const double (&e)[2][2][2], const shares &share,
+                        const mn_walk_job &job, const scene &s) const {
+        const int pair = 2 * (lane % 4), j = lane / 4;
+        double a[8], b[4];
 #pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const double2 o = *(const double2 *)&m.o[value + 8 * half + j][token];
-            c[half][0] = o.x, c[half][1] = o.y;
+        for (int m = 0; m < 2; m++) add_share(c[m], share.o[index ^ 1][m]);
+#pragma unroll
+        for (int f = 0; f < 4; f++) {    // tokens t 8 (f % 2) on, s 8 (f / 2) on
+            double w[2] = { 0.0, 0.0 };
+            add_share(w, share.w[HALVES * (f / 2)][f % 2]);
+            add_share(w, share.w[HALVES * (f / 2) + 1][f % 2]);
+#pragma unroll
+            for (int x = 0; x < 2; x++) {
+                const bool before = 8 * (f / 2) + pair + x <= 8 * (f % 2) + j;
+                a[4 * (f / 2) + f % 2 + 2 * x] = before ? w[x] : 0.0;
+            }
         }
 #pragma unroll
-        for (int k = 0; k < 4; k++) {
-            b[k] = m.weights[this->token(k)][8 * part + j];
-        }
-        mn_dmma_16(c, e, b);
+        for (int x = 0; x < 4; x++) b[x] = part ? e[x / 2][1][x % 2] : e[x / 2][0][x % 2];
+        mn_dmma_16(c, a, b);
+        int own = column(0);
+        asm volatile("" : "+r"(own));
 #pragma unroll
-        for (int x = 0; x < 4; x++) {
-            const int t = token + x % 2, column = value + 8 * (x / 2) + j;
-            if (t < s.low || t >= s.high || column >= s.columns) continue;
-            T *out = mn_row<T>(job.p.o, s.span.b, s.span.t0 + s.t + t, s.h);
-            mn_put(out + s.first + column, (float)(job.p.scale * c[x / 2][x % 2]));
+        for (int m = 0; m < 2; m++) {
+            const int t = 8 * m + j;
+            T *out = mn_row<T>(job.p.o, s.span.b, s.span.t0 + s.t + t, s.h) + s.first;
+#pragma unroll
+            for (int x = 0; x < 2; x++) {
+                const int at = own + x + 8 * part;
+                if (t < s.low || t >= s.high || at >= s.columns) continue;
+                mn_put(out + at, (float)(job.p.scale * c[m][x]));
+            }
         }
     }
 
@@ -217,21 +260,21 @@ struct worker {
 
 /* Asks for keys and queries of the chunk at `place`, by one warp. */
 template <int RP>
-__device__ static void ask_keys(room<RP> &m, const mn_walk_job &job, int64_t place) {
+__device__ static void ask_keys(room<RP> &m, const mn_walk_job &job, unsigned place) {
     constexpr int SIZE = mn_walk_panel(RP);
     if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[0], (job.reads ? 2 : 1) * SIZE);
     __syncwarp();
-    mn_walk_fetch<SIZE>(m.keys[0], job.work.keys + place * SIZE, &m.arrived[0]);
+    mn_walk_fetch<SIZE>(m.keys[0], job.work.keys + (uint64_t)place * SIZE, &m.arrived[0]);
     if (!job.reads) return;
-    mn_walk_fetch<SIZE>(m.queries[0], job.work.queries + place * SIZE, &m.arrived[0]);
+    mn_walk_fetch<SIZE>(m.queries[0], job.work.queries + (uint64_t)place * SIZE, &m.arrived[0]);
 }
 
 /* `chunk` is the sequence's first, second, ... at `place`. Its writes are asked for once all blocks
  * of the covariance have said that they are there; `known` of them are already. By one warp. */
 template <int RP>
 __device__ static void ask_writes(room<RP> &m, int &known, const mn_walk_job &job, const scene &s,
-                                  int64_t place, int chunk) {
-    const int64_t group = place * job.p.call.G + s.g;
+                                  unsigned place, int chunk) {
+    const uint64_t group = place * (unsigned)job.p.call.G + (unsigned)s.g;
     const mn_walk_work &work = job.work;
     constexpr int SIZE = mn_walk_panel(RP);
     writes<RP> &in = m.in[chunk % 2];
@@ -249,7 +292,7 @@ __device__ static void ask_writes(room<RP> &m, int &known, const mn_walk_job &jo
     __syncwarp();
     mn_walk_fetch<SIZE>(in.z[0], work.z + group * SIZE, &m.arrived[1]);
     mn_walk_fetch<MN_WALK_UNDO>(in.undo[0], work.undo + group * MN_WALK_UNDO, &m.arrived[1]);
-    mn_walk_fetch<RP>(in.phi, work.ends + place * 3 * RP, &m.arrived[1]);
+    mn_walk_fetch<RP>(in.phi, work.ends + (uint64_t)place * (3 * RP), &m.arrived[1]);
     mn_walk_fetch<CHUNK>(in.inverse, work.inverse + group * CHUNK, &m.arrived[1]);
 }
 
@@ -275,6 +318,14 @@ __device__ static void fill_steep(room<RP> &m, writes<RP> &in, const mn_walk_job
     mn_walk_before_copies();
 }
 
+/* Copies that one of the block's warps has asked for are there. */
+__device__ static void await_copies(uint64_t *arrived, unsigned turn) {
+    mn_walk_await(arrived, turn);
+#if __CUDA_ARCH__ < 900
+    __syncthreads();
+#endif
+}
+
 /* The sequence, head and slice of a block. */
 template <typename T, int RP>
 __device__ static void walk(const mn_walk_job &job, scene &s) {
@@ -287,17 +338,17 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
     mine.each(job, s, [&](double &x, int r, int column) {
         x = given ? (double)given[r * call.V + column] : 0.0;
     });
-    unsigned v[OWN][SLICE / 16], next_v[OWN][SLICE / 16];
+    unsigned v[4];
     int known = 0;    // chunks whose writes are there
-    s.place = slot * call.H + s.h;
+    s.place = slot * call.H + s.h, s.step = 0;
     bool steep_next = chunks > 0 && job.work.steep[s.place];
-    if (chunks > 0) mine.values(next_v, job, s, 0);
-    const bool asks = threadIdx.x < 32;
+    if (chunks > 0) mine.values(v, job, s, 0);
     if (threadIdx.x == 0) mn_walk_open(&m.arrived[0]), mn_walk_open(&m.arrived[1]);
     __syncthreads();
-    if (asks && chunks > 0) {
+    if (chunks > 0) {
         mn_walk_before_copies();
-        ask_keys(m, job, s.place), ask_writes(m, known, job, s, s.place, 0);
+        if (mine.index == KEYS) ask_keys(m, job, (unsigned)s.place);
+        if (mine.index == WRITES) ask_writes(m, known, job, s, (unsigned)s.place, 0);
     }
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         writes<RP> &in = m.in[chunk % 2];
@@ -307,36 +358,46 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
         s.t = chunk * CHUNK;
         const int count = (int)min((int64_t)CHUNK, s.span.length - s.t), end = steep ? count : 1;
         steep_next = !last && job.work.steep[next];
-#pragma unroll
-        for (int i = 0; i < OWN * SLICE / 16; i++) v[i % OWN][i / OWN] = next_v[i % OWN][i / OWN];
-        mn_walk_await(&m.arrived[0], (unsigned)chunk);
-        mn_walk_await(&m.arrived[1], (unsigned)chunk);
-        __syncthreads();
-        mine.values(next_v, job, s, s.t + CHUNK);
-        for (int token = steep ? -1 : 0; token < end; token++) {
+        await_copies(&m.arrived[0], (unsigned)chunk);
+        bool asked = last;
+        for (int token = steep ? -1 : 0; token < end; token++, s.step++) {
+            const bool ends = token + 1 == end;
+            shares &share = m.share[s.step % 2];
+            double e[2][2][2], o[2][2];
             s.low = 0, s.high = count;
             if (steep) {
                 s.low = max(token, 0), s.high = token + 1;
+                if (token < 0) await_copies(&m.arrived[1], (unsigned)chunk);
                 __syncthreads();
                 fill_steep(m, in, job, s, token);
                 __syncthreads();
             }
-            mine.read(m, in, job.reads);
+            mine.begin(e, v);
+            mine.read(o, e, m, share, job.reads);
+            if (!steep) await_copies(&m.arrived[1], (unsigned)chunk);
+            if (job.reads) mine.weigh(m, in, share);
             __syncthreads();
-            if (asks && token + 1 == end && !last) ask_keys(m, job, next);
-            mine.gather(m, in, v, job.reads);
-            __syncthreads();
-            mine.write(m, in, job, s);
+            if (ends) mine.values(v, job, s, s.t + CHUNK);
+            if (mine.index == KEYS && ends && !last) ask_keys(m, job, (unsigned)next);
+            if (mine.index == WRITES && ends && !asked && known > chunk + 1) {
+                ask_writes(m, known, job, s, (unsigned)next, (int)chunk + 1), asked = true;
+            }
+            mine.solve(e, in, share);
+            if (job.p.o.data && job.reads) mine.put(o, e, share, job, s);
+            mine.write(in, e, job.step == 2);
         }
-        if (asks && !last) ask_writes(m, known, job, s, next, (int)chunk + 1);
+        if (mine.index == WRITES && !asked) {
+            ask_writes(m, known, job, s, (unsigned)next, (int)chunk + 1);
+        }
     }
     float *mean = mn_row<float>(job.p.M, s.n, 0, s.h);
     if (!mean) return;
     mine.each(job, s, [&](double &x, int r, int column) { mean[r * call.V + column] = (float)x; });
 }
 
-template <typename T, int RP>
-__global__ void __maxnreg__((RP < 256 ? 152 : 255))
+/* REGISTERS: what two blocks of a covariance leave, or all there are. */
+template <typename T, int RP, int REGISTERS>
+__global__ void __maxnreg__(REGISTERS)
 mean_kernel(const __grid_constant__ mn_walk_job job, int slices) {
     const mn_call &call = job.p.call;
     scene s;
@@ -352,22 +413,24 @@ mean_kernel(const __grid_constant__ mn_walk_job job, int slices) {
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-template <typename T, int RP>
+template <typename T, int RP, int REGISTERS = (RP < 128 ? 168 : 255)>
 static int start(const mn_walk_job *job, cudaStream_t stream) {
     const mn_call &call = job->p.call;
     const int64_t columns = mn_ceil_div(call.V, call.G), slices = mn_ceil_div(columns, SLICE);
     const int64_t blocks = mn_n_spans(call) * call.H * call.G * slices;
+    const auto kernel = mean_kernel<T, RP, REGISTERS>;
     const cudaError_t code = cudaFuncSetAttribute(
-        mean_kernel<T, RP>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(room<RP>));
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(room<RP>));
     if (code != cudaSuccess) return code;
-    return mn_launch_early(mean_kernel<T, RP>, dim3((unsigned)blocks), THREADS, sizeof(room<RP>),
-                           stream, *job, (int)slices);
+    return mn_launch_early(kernel, dim3((unsigned)blocks), THREADS, sizeof(room<RP>), stream, *job,
+                           (int)slices);
 }
 
 template <typename T>
 static int mean(const mn_walk_job *job, cudaStream_t stream) {
     if (job->rows == 32) return start<T, 32>(job, stream);
     if (job->rows == 64) return start<T, 64>(job, stream);
+    if (job->rows == 128 && job->blocks == 2) return start<T, 128, 152>(job, stream);
     if (job->rows == 128) return start<T, 128>(job, stream);
     return start<T, 256>(job, stream);
 }

@@ -142,7 +142,6 @@ __device__ inline void mn_pivot(mn_pivot_room &room, double (*undo)[PITCH]) {
     const int lane = (int)threadIdx.x % 32, t = lane % 16;
     double a[MN_PIVOT_HALF][MN_PIVOT_HALF], x[MN_PIVOT_HALF], y[MN_PIVOT_HALF];
     mn_pivot_column(x, room, 0);
-    mn_pivot_column(y, room, MN_PIVOT_HALF);
 #pragma unroll 1
     for (int first = 0;; first = MN_PIVOT_HALF) {
         mn_pivot_load(a, &room.square[first][first]);
@@ -153,6 +152,7 @@ __device__ inline void mn_pivot(mn_pivot_room &room, double (*undo)[PITCH]) {
         }
         if (first > 0) return;
         __syncwarp();
+        mn_pivot_column(y, room, MN_PIVOT_HALF);    // not before: it would not stay in registers
 #pragma unroll
         for (int i = 0; i < MN_PIVOT_HALF; i++) {
 #pragma unroll

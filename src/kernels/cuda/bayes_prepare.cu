@@ -1,4 +1,5 @@
 /* bayes_prepare.cu - what keys, queries and decays determine of each chunk; bayes_walk.cuh. */
+#include "kernels/cuda/after.cuh"
 #include "kernels/cuda/bayes_walk.cuh"
 
 /* One channel of a chunk as it was given. */
@@ -88,6 +89,7 @@ __device__ static void prepare_chunk(const mn_walk_job &job, const channel &c, c
 template <typename T, int STEP>
 __global__ void __launch_bounds__(MN_WALK_WIDEST, 2)
 prepare_kernel(const __grid_constant__ mn_walk_job job) {
+    mn_let_next_begin();
     const mn_call &call = job.p.call;
     const int64_t place = blockIdx.x, h = place % call.H;
     const mn_tile_span tile = mn_tile_at(call, MN_WALK_CHUNK, place / call.H);

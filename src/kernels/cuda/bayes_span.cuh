@@ -34,7 +34,7 @@ struct span_work {
     double *eliminate, *reads, *theta;        // of chunks: L', w_s.q_t (s <= t), O
     double *P, *M;                            // states before spans; M' has columns first. Later a
                                               // head's first P has dk and dq
-    double *dw;                               // of slices but the last; later weights of tokens
+    double *dw;                               // of slices but the last
     double *e, *de;                           // tokens x columns
     double *inside;                           // D behind chunks: diagonal, beside it: 2 x R
     double *totals;                           // of a head's chunks: C's trace and turn, 2 x K
@@ -178,12 +178,20 @@ __device__ static void copy_one_later(double *to, const double *from) {
                      "r"((uint32_t)__cvta_generic_to_shared(to)), "l"(from) : "memory");
 }
 
+/* This thread's number, anew at each call: what follows from it is worked out where it is wanted.
+ * Otherwise loops keep it in local memory, reads of which wait behind copies. */
+__device__ static unsigned fresh_thread() {
+    unsigned thread = threadIdx.x;
+    asm volatile("" : "+r"(thread));
+    return thread;
+}
+
 /* COUNT rows of R numbers that lie one after the other, by the first THREADS threads of a block,
  * which copy whole rows at a time: places follow from each other without arithmetic. */
 template <int R, int COUNT, int THREADS>
 __device__ static void copy_rows_later(double *to, int ld, const double *from) {
     constexpr unsigned EACH = R / 2, PIECES = COUNT * EACH, ROWS = THREADS / EACH;
-    const unsigned thread = threadIdx.x;
+    const unsigned thread = fresh_thread();
     to += thread / EACH * ld + thread % EACH * 2, from += 2 * thread;
 #pragma unroll
     for (int i = 0; i < (int)(PIECES / THREADS); i++) {

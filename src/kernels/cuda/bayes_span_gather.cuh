@@ -1,5 +1,5 @@
-/* bayes_span_gather.cuh - what of the way back of the Bayesian Layer all spans do at once, once the
- * walks are done: the gradients. Formulas are in bayes_backward.cu. */
+/* bayes_span_gather.cuh - gradients of the Bayesian Layer from dk and dq in the frame, all spans at
+ * once. Formulas are in bayes_backward.cu. */
 #ifndef MN_KERNELS_CUDA_BAYES_SPAN_GATHER_CUH
 #define MN_KERNELS_CUDA_BAYES_SPAN_GATHER_CUH
 

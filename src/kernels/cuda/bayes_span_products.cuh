@@ -9,8 +9,9 @@
  *   (t, s) in dk: -z_s.du_t - e_s.de_t for s < t, c_t sigma_t for s = t
  *          in dq: e_s.y_t - 2 a_t z_s.q_t for s <= t
  *
- * Single sums and products of doubles wait long for others' products of tiles (see minus), so that
- * dq is kept without the factor `scale` of y, and tiles are scaled as products with a diagonal. */
+ * Tiles have rows of the state, or earlier tokens, as rows and tokens as columns: then both factors
+ * come from shared memory as registers of a product want them, with no moves in between. dq is kept
+ * without the factor `scale` of y. */
 #ifndef MN_KERNELS_CUDA_BAYES_SPAN_PRODUCTS_CUH
 #define MN_KERNELS_CUDA_BAYES_SPAN_PRODUCTS_CUH
 
@@ -108,12 +109,9 @@ struct product_count {
     }
 };
 
-/* This thread's number among those that copy, anew at each call: what follows from it is worked out
- * where it is wanted and takes no registers in between. */
+/* This thread's number among those that copy. */
 __device__ static int copy_thread() {
-    int thread = threadIdx.x - (PRODUCT_THREADS - COPY_THREADS);
-    asm volatile("" : "+r"(thread));
-    return thread;
+    return (int)fresh_thread() - (PRODUCT_THREADS - COPY_THREADS);
 }
 
 /* Two numbers in each of COPIES rows of do, without `scale`: what a thread has of a slice, loaded

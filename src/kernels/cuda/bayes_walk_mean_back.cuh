@@ -41,7 +41,8 @@ __device__ static void fetch_mean_back(mean_back_room<R> &room, const span_work 
     copy_rows_later<16, CHUNK, THREADS>(to.eliminate, SMALL_LD, w.eliminate + own * SMALL);
     copy_rows_later<16, CHUNK, THREADS>(to.reads, SMALL_LD, w.reads + own * SMALL);
     copy_rows_later<R, 1, THREADS>(to.phi, R, w.phi + at.last_token(c) * R);
-    const int t = (int)threadIdx.x / (VALUES / 2), j = (int)threadIdx.x % (VALUES / 2) * 2;
+    const int thread = (int)fresh_thread();
+    const int t = thread / (VALUES / 2), j = thread % (VALUES / 2) * 2;
     if (j >= width) return;
     const double *e = w.e + (own * CHUNK + t) * w.columns + first + j;
 #pragma unroll
@@ -50,24 +51,43 @@ __device__ static void fetch_mean_back(mean_back_room<R> &room, const span_work 
     }
 }
 
-/* Rows of do of 16 value columns, times scale, as the right factor that sums over tokens: at t =
- * l % 4 + 4 i and column l / 4 of the two halves. What the guards say waits until it is used, for
- * one that a load waits for would make it wait for the load before. */
+/* Rows of do of 16 value columns of a chunk: a chunk ahead they are asked for, so that they are
+ * near when they are read; kept that long they would drive others out of registers. */
 template <typename T>
-struct outputs_ahead {
-    T raw[8];
+struct chunk_outputs {
+    const T *rows;    // NULL: zeros
+    int64_t stride;
+    int n_rows, count;
 
-    __device__ void load(const T *from, int64_t stride, int n_rows, int count) {
+    __device__ chunk_outputs(const mn_bayes_args &p, const mean_place &a, int64_t c) {
+        rows = mn_row<T>(p.cot.o, a.at.span.b, a.at.span.t0 + c * CHUNK, a.at.s.h);
+        stride = p.cot.o.stride[1], count = a.count;
+        n_rows = (int)min((int64_t)CHUNK, a.at.span.length - c * CHUNK);
+        if (n_rows <= 0 || count <= 0) rows = nullptr;
+        if (rows) rows += a.at.s.first + a.first;
+    }
+
+    __device__ void ask() const {
+        const int t = threadIdx.x % 32;
+        if (rows && t < n_rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(rows + t * stride));
+    }
+
+    /* At t = l % 4 + 4 i and column l / 4 of the two halves. A load that a guard waits for would
+     * make it wait for the load before. */
+    __device__ void load(T (&raw)[8]) const {
         const int lane = threadIdx.x % 32;
-        if (n_rows <= 0 || count <= 0) return;
+#pragma unroll
+        for (int i = 0; i < 8; i++) raw[i] = T();
+        if (!rows) return;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const T *row = from + min(lane % 4 + 4 * i, n_rows - 1) * stride;
+            const T *row = rows + min(lane % 4 + 4 * i, n_rows - 1) * stride;
             raw[i] = row[min(lane / 4, count - 1)], raw[4 + i] = row[min(8 + lane / 4, count - 1)];
         }
     }
 
-    __device__ void put(double (&y)[2][4], double scale, int n_rows, int count) const {
+    /* Times scale, as the right factor that sums over tokens. */
+    __device__ void put(double (&y)[2][4], const T (&raw)[8], double scale) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -161,11 +181,10 @@ __device__ static void put_chunk_weights(mean_back_room<R> &room, const double *
 }
 
 /* de of 16 value columns of a pair of warps, 8 by each, from what both halves of the state's rows
- * say: into the room, to memory and to dv; and y from what was loaded ahead of n_outputs tokens. */
+ * say: into the room, to memory and to dv; and y. */
 template <typename T, int R>
 __device__ static void put_de(double (&x)[2][2][2], mean_back_room<R> &room,
                               const mean_back_stage<R> &here, double (&y)[2][4],
-                              const outputs_ahead<T> &ahead, int n_outputs,
                               const mn_bayes_args &p, const span_work &w, const mean_place &a,
                               int64_t c) {
     const int pair = threadIdx.x / 64, lane = threadIdx.x % 32, column = 8 * a.half;
@@ -176,9 +195,12 @@ __device__ static void put_de(double (&x)[2][2][2], mean_back_room<R> &room,
         other[i / 2][i % 2] = a.half ? x[0][i / 2][i % 2] : x[1][i / 2][i % 2];
     }
     put_rows(panel, VALUES_LD, 8 - column, other);
+    const chunk_outputs<T> outputs(p, a, c);
+    T raw[8];
+    outputs.load(raw);
     meet_pair();
     get_rows(other, panel, VALUES_LD, column);
-    ahead.put(y, (double)p.scale, n_outputs, a.count);
+    outputs.put(y, raw, (double)p.scale);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         own[i / 2][i % 2] += other[i / 2][i % 2];
@@ -244,10 +266,7 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
         const mean_back_stage<R> &here = room.stage[c & 1];
         const int left_over = (int)min((int64_t)CHUNK, at.span.length - c * CHUNK);
         const mn_tile_span tile = { at.s.n, c * CHUNK, left_over, at.span };
-        const T *d_o = mn_row<T>(p.cot.o, at.span.b, at.span.t0 + c * CHUNK, at.s.h);
-        outputs_ahead<T> ahead;
-        const int n_outputs = d_o ? left_over : 0;
-        ahead.load(d_o + at.s.first + a.first, p.cot.o.stride[1], n_outputs, a.count);
+        if (a.half == 0 && c > 0) chunk_outputs<T>(p, a, c - 1).ask();
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
             move_strip_columns<N>(E, here.phi + a.base, turns, true);
         }
@@ -268,7 +287,7 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
             if (lane == 0) say_left(w.back + block, n_chunks - 1 - c);
         }
         if (has_values) {
-            put_de<T, R>(x, room, here, y, ahead, n_outputs, p, w, a, c);
+            put_de<T, R>(x, room, here, y, p, w, a, c);
         } else {
             meet_pair();
         }

@@ -112,6 +112,10 @@ static int group_of(const mn_curvature_args *p, float *states, cudaStream_t on) 
     if (!mn_curve_forward_map(&maps, p)) return forward_of<mn_bf16, KP>(p, states, on);
     const int code = mn_curve_add_up<mn_bf16, KP, false>(p, states, NULL, cut, on);
     if (code != cudaSuccess) return code;
+    const cudaError_t room = cudaFuncSetAttribute(    // so that what is next finds room beside it
+        mn_curve_forward_kernel<KP>, cudaFuncAttributePreferredSharedMemoryCarveout,
+        cudaSharedmemCarveoutMaxShared);
+    if (room != cudaSuccess) return room;
     return mn_curve_start(mn_curve_forward_kernel<KP>, MN_CURVE_FORWARD_THREADS,
                           sizeof(mn_curve_forward_room<KP>), p->call, cut, on, *p, maps, states);
 }

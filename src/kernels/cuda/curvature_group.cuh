@@ -86,22 +86,9 @@ __device__ inline void mn_curve_copies_end(void) {
     asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-/* Shows products what other threads wrote to shared memory before a barrier that this one has
- * passed. Those who copy must not do it: the fence would wait for all copies that they have under
- * way. */
-__device__ inline void mn_curve_see(void) {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 /* One warp group alone; the number of its barrier is that of the group, not 0. */
 __device__ inline void mn_curve_group_sync(int number) {
     asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
-}
-
-/* This warp has done with what lies behind the barrier. */
-__device__ inline void mn_curve_release(uint64_t *barrier) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mn_barrier_arrive(barrier);
 }
 
 __device__ inline float mn_curve_low(uint32_t pair) {
@@ -196,16 +183,17 @@ __device__ inline void mn_curve_scores_start(float (&d)[36], uint32_t a, uint32_
 /* Sums of the rows of tril(X K'), with s.x, times 1 / n. */
 __device__ inline void mn_curve_means(float (&mean)[2], const float (&d)[36], const float *each) {
     const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
-    const int row = thread / 32 * 16 + lane / 4;
+    const int row = thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-        float sum = 0.0f;
+        const int last = row + 8 * r - column;    // of the columns, counted from the thread's own
+        float even = d[32 + 2 * r], odd = d[33 + 2 * r];
 #pragma unroll
-        for (int i = 2 * r; i < 32; i += i % 2 ? 3 : 1) {
-            if (i / 4 > thread / 32 * 2 + 1) continue;    // the warp has nothing there
-            if (i / 4 * 8 + lane % 4 * 2 + i % 2 <= row + 8 * r) sum += d[i];
+        for (int octet = 0; octet < 8; octet++) {
+            if (8 * octet <= last) even += d[4 * octet + 2 * r];
+            if (8 * octet + 1 <= last) odd += d[4 * octet + 2 * r + 1];
         }
-        mean[r] = mn_quad_sum(sum + (d[32 + 2 * r] + d[33 + 2 * r])) * each[row + 8 * r];
+        mean[r] = mn_quad_sum(even + odd) * each[row + 8 * r];
     }
 }
 

@@ -167,7 +167,7 @@ __device__ inline void mn_curve_back_scores(mn_curve_back_room<KP> &room, int n_
         mn_curve_back_stage<KP> &in = room.stage[c % stages];
         float of_q[32], of_d[32];
         mn_barrier_wait(&room.there[c % stages], c / stages & 1);
-        mn_curve_see();
+        mn_shared_show();
         mn_products_start();
         mn_curve_back_product<KP>(of_q, mn_shared_at(in.q), mn_shared_at(in.k));
         mn_curve_back_product<KP>(of_d, mn_shared_at(in.d), mn_shared_at(in.k));
@@ -179,7 +179,7 @@ __device__ inline void mn_curve_back_scores(mn_curve_back_room<KP> &room, int n_
         const float mean_d[2] = { in.mean[1][row], in.mean[1][row + 8] };
         mn_curve_put_square(room.P[c % 2][1], NULL, of_d, mean_d);
         mn_barrier_arrive(&room.scored[c % 2]);
-        mn_curve_release(&room.gone[c % stages]);
+        mn_barrier_release(&room.gone[c % stages]);
     }
 }
 
@@ -220,7 +220,7 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
         const float e[2] = { in.e[warp * 16 + lane / 4], in.e[warp * 16 + lane / 4 + 8] };
 #pragma unroll
         for (int i = 0; i < 32; i++) Y[i] = e[i % 4 / 2];
-        mn_curve_see();
+        mn_shared_show();
         mn_products_start();
         mn_curve_rows<KP, 64>(Y, a, mn_shared_at(in.k));
         mn_products_end();
@@ -229,7 +229,7 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
         mn_curve_weigh_tokens(d, in.factor);
         mn_curve_weigh_tokens(q, in.factor);
         mn_barrier_wait(&room.scored[c % 2], c / 2 & 1);
-        mn_curve_see();
+        mn_shared_show();
         mn_products_start();
         mn_curve_turned_square(Y, d, mn_shared_at(room.P[c % 2][0]));
         mn_curve_turned_square(Y, q, mn_shared_at(room.P[c % 2][1]));
@@ -242,8 +242,8 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
         room.Y[c % 2].put(Y);
         mn_barrier_arrive(&room.read[c % 2]);
         mn_products_wait<0>();
-        mn_curve_release(&room.gone[c % stages]);
-        mn_curve_release(&room.used[c % 2]);
+        mn_barrier_release(&room.gone[c % stages]);
+        mn_barrier_release(&room.used[c % 2]);
     }
     if (at.s.first > 0) return;
     mn_curve_store(mn_row<float>(p.grad.kk0, at.s.n, 0, at.h), G, 0.5f, p.call.K, at.column0);
@@ -280,7 +280,7 @@ __device__ inline void mn_curve_back_store(mn_curve_back_room<KP> &room,
             for (int j = 0; j < 8; j++) x[j] += y[j];
             *(uint4 *)(to + token * p.grad.k.stride[1] + column) = mn_curve_pack_octet(x);
         }
-        mn_curve_release(&room.left[c % 2]);
+        mn_barrier_release(&room.left[c % 2]);
     }
 }
 

@@ -10,6 +10,7 @@
 #ifndef MN_KERNELS_CUDA_CURVATURE_GROUP_FORWARD_CUH
 #define MN_KERNELS_CUDA_CURVATURE_GROUP_FORWARD_CUH
 
+#include "kernels/cuda/after.cuh"
 #include "kernels/cuda/bulk.cuh"
 #include "kernels/cuda/curvature_group.cuh"
 
@@ -86,73 +87,77 @@ __device__ inline void mn_curve_forward_weigh(mn_curve_forward_room<KP> &room,
             room.stage[slot].weight[i].x = -__bfloat162float(gamma[half]) * each;
             gamma[half] = next[half];
         }
-        mn_curve_release(&room.ready[slot]);
+        mn_barrier_release(&room.ready[slot]);
     }
 }
 
-/* The running sum of keys by columns: each of two warps has half of them, a thread two of each
- * eight, those of lane % 4; all lanes with the same have the same. */
+/* The running sum of keys by columns: each of two warps has half of them, a lane two of eight, and
+ * those of the same eight share out the rows of a tile. */
 template <int KP>
 struct mn_curve_vector {
-    static constexpr int tiles = KP / 16;
-    float at[tiles][2];
+    static constexpr int octets = KP / 16, teams = 32 / octets;
+    float at[2];
 
     __device__ static int first(void) {
         return threadIdx.x / 32 % 2 * (KP / 2);
     }
 
-    __device__ static int column(int tile) {
-        return first() + 8 * tile + threadIdx.x % 4 * 2;
+    __device__ static int column(void) {
+        const int lane = threadIdx.x % 32;
+        return first() + lane % octets * 8 + lane / octets % 4 * 2;
     }
 
     __device__ void load(const float *from, int64_t K) {
 #pragma unroll
-        for (int i = 0; i < 2 * tiles; i++) {
-            const int j = column(i / 2) + i % 2;
-            at[i / 2][i % 2] = j < K ? mn_get(from, j) : 0.0f;
-        }
+        for (int i = 0; i < 2; i++) at[i] = column() + i < K ? mn_get(from, column() + i) : 0.0f;
     }
 
     /* Rows 64 and 65 of a tile of keys, and floats. */
     __device__ void put(unsigned char *k, float *to) const {
-        if (threadIdx.x % 32 >= 4) return;
-#pragma unroll
-        for (int tile = 0; tile < tiles; tile++) {
-            const float x = at[tile][0], y = at[tile][1];
-            const uint32_t pair = mn_pair(x, y);
-            *(uint32_t *)(k + mn_tile_byte(MN_CURVE_ROWS, 64, column(tile))) = pair;
-            *(uint32_t *)(k + mn_tile_byte(MN_CURVE_ROWS, 65, column(tile))) =
-                mn_pair(x - mn_curve_low(pair), y - mn_curve_high(pair));
-            *(float2 *)(to + column(tile)) = make_float2(x, y);
-        }
+        const uint32_t pair = mn_pair(at[0], at[1]);
+        *(uint32_t *)(k + mn_tile_byte(MN_CURVE_ROWS, 64, column())) = pair;
+        *(uint32_t *)(k + mn_tile_byte(MN_CURVE_ROWS, 65, column())) =
+            mn_pair(at[0] - mn_curve_low(pair), at[1] - mn_curve_high(pair));
+        *(float2 *)(to + column()) = make_float2(at[0], at[1]);
     }
 
-    /* += a tile's rows: ones times it. */
+    /* += a tile's rows. */
     __device__ void add(const unsigned char *k) {
-        const unsigned ones[4] = { 0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u };
-        const int lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32, team = lane / octets;
+        float x[8] = {};
 #pragma unroll
-        for (int tile = 0; tile < tiles; tile += 2) {
-            float left[4] = {}, right[4] = {};
+        for (int i = 0; i < MN_CURVE_CHUNK / teams; i++) {
+            float y[8];
+            const int j = first() + lane % octets * 8;
+            mn_curve_unpack(
+                y, *(const uint4 *)(k + mn_tile_byte(MN_CURVE_ROWS, i * teams + team, j)));
 #pragma unroll
-            for (int step = 0; step < 4; step++) {
-                unsigned b[4];
-                const int row = 16 * step + lane % 16, j = first() + 8 * tile + lane / 16 * 8;
-                mn_matrices<true>(b, mn_curve_at(k, mn_tile_byte(MN_CURVE_ROWS, row, j)));
-                mn_tile_product(left, ones, b[0], b[1]);
-                mn_tile_product(right, ones, b[2], b[3]);
+            for (int c = 0; c < 8; c++) x[c] += y[c];
+        }
+#pragma unroll
+        for (int kept = 4; kept > 1; kept /= 2) {    // of the columns, those that are its own
+            const bool upper = team & kept / 2;
+#pragma unroll
+            for (int c = 0; c < kept; c++) {
+                const float give = upper ? x[c] : x[c + kept];
+                x[c] = (upper ? x[c + kept] : x[c]) +
+                       __shfl_xor_sync(0xffffffffu, give, octets * kept / 2);
             }
-            at[tile][0] += left[0], at[tile][1] += left[1];
-            at[tile + 1][0] += right[0], at[tile + 1][1] += right[1];
+        }
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            if (teams == 8) x[c] += __shfl_xor_sync(0xffffffffu, x[c], 16);
+            at[c] += x[c];
         }
     }
 
     __device__ void store(float *to, int64_t K, int slice) const {
 #pragma unroll
-        for (int i = 0; i < 2 * tiles; i++) {
-            const int j = column(i / 2) + i % 2;
-            const bool own = threadIdx.x % 32 < 4 && j < K && j / MN_CURVE_SLICE == slice;
-            if (own) to[j] = at[i / 2][i % 2];
+        for (int i = 0; i < 2; i++) {
+            const int j = column() + i;
+            if (threadIdx.x % 32 < 4 * octets && j < K && j / MN_CURVE_SLICE == slice) {
+                to[j] = at[i];
+            }
         }
     }
 };
@@ -188,10 +193,11 @@ __device__ inline void mn_curve_forward_add(mn_curve_forward_room<KP> &room,
         mn_barrier_wait(&room.there[slot], c / MN_CURVE_AHEAD & 1);
         if (at.s.rows < c * 64 + 64) mn_curve_forward_end<KP>(in.k, at.s.rows - c * 64);
         s.put(in.k, in.s);
-        mn_curve_see();
-        mn_curve_release(&room.ready[slot]);
+        mn_shared_show();
+        mn_barrier_release(&room.ready[slot]);
         s.add(in.k);
-        mn_curve_release(&room.gone[slot]);
+        mn_shared_show();
+        mn_barrier_release(&room.gone[slot]);
     }
     float *last = at.s.last ? mn_row<float>(p.ks, at.s.n, 0, at.h) : NULL;
     if (last) s.store(last, p.call.K, at.slice);
@@ -220,9 +226,9 @@ __device__ inline void mn_curve_forward_scores(mn_curve_forward_room<KP> &room,
             in.weight[row].y = mean[0];
             in.weight[row + 8].y = mean[1];
         }
-        mn_curve_see();
+        mn_shared_show();
         mn_barrier_arrive(&room.scored[c % 2]);
-        mn_curve_release(&room.gone[c % MN_CURVE_AHEAD]);
+        mn_barrier_release(&room.gone[c % MN_CURVE_AHEAD]);
     }
 }
 
@@ -266,7 +272,7 @@ __device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn
     const int count = column < p.call.K ? at.s.rows - c * 64 : 0;
     const int64_t t = at.s.span.t0 + at.s.first + c * 64;
     mn_bf16 *to = mn_row<mn_bf16>(p.qt, at.s.span.b, t, at.h);
-    mn_curve_see();
+    mn_shared_show();
     if (i == 0) mn_bulk_stores_read();
     mn_curve_group_sync(2);
     if (!to) return;
@@ -309,11 +315,11 @@ __device__ inline void mn_curve_forward_read(mn_curve_forward_room<KP> &room,
         mn_products_end();
         mn_curve_left<64>(x, in.q, at.column0 + warp * 16);
         mn_products_wait<1>();
-        mn_curve_release(&room.used[c % 2]);
+        mn_barrier_release(&room.used[c % 2]);
         mn_curve_forward_result<KP>(room.out[c % 2], x, Y, in, at.column0);
         mn_curve_forward_put(p, maps, at, room.out[c % 2], c);
         mn_products_wait<0>();
-        mn_curve_release(&room.gone[c % MN_CURVE_AHEAD]);
+        mn_barrier_release(&room.gone[c % MN_CURVE_AHEAD]);
     }
     if (threadIdx.x % MN_GROUP == 0) mn_bulk_stores_read();
     if (at.s.last) {
@@ -332,6 +338,7 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
     extern __shared__ __align__(1024) unsigned char curve_bytes[];
     mn_curve_forward_room<KP> &room = *(mn_curve_forward_room<KP> *)curve_bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
+    mn_let_next_begin();
     if (!at.s.there) return;
     const int64_t K = p.call.K;
     const float *sums =

@@ -142,7 +142,7 @@ __device__ inline void mn_curve_there_scores(mn_curve_there_room<KP> &room,
         mn_curve_there_stage<KP> &in = room.stage[c % stages];
         float d[36], of_q[36], mean[2], mean_q[2];
         mn_barrier_wait(&room.there[c % stages], c / stages & 1);
-        mn_curve_see();
+        mn_shared_show();
         mn_products_start();
         mn_curve_scores_start<KP>(d, mn_shared_at(in.x), mn_shared_at(in.k));
         mn_products_end();
@@ -165,7 +165,7 @@ __device__ inline void mn_curve_there_scores(mn_curve_there_room<KP> &room,
             if (thread % 4 || at.slice || c * 64 + row + 8 * r >= at.s.rows) continue;
             *(float2 *)(w.means + 2 * (first + 8 * r)) = make_float2(mean_q[r], mean[r]);
         }
-        mn_curve_release(&room.gone[c % stages]);
+        mn_barrier_release(&room.gone[c % stages]);
     }
 }
 
@@ -190,7 +190,7 @@ __device__ inline void mn_curve_there_read(mn_curve_there_room<KP> &room,
         mn_barrier_wait(&room.there[c % stages], c / stages & 1);
         mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
         mn_barrier_wait(&room.scored[c % 2], c / 2 & 1);
-        mn_curve_see();
+        mn_shared_show();
         mn_products_start();
         mn_curve_rows<KP, 64>(Y, a, mn_shared_at(in.x));
         mn_curve_rows<KP, 64>(Y, low, mn_shared_at(in.x));
@@ -204,8 +204,8 @@ __device__ inline void mn_curve_there_read(mn_curve_there_room<KP> &room,
         room.Y[c % reads].put(Y);
         mn_barrier_arrive(&room.read[c % reads]);
         mn_products_wait<0>();
-        mn_curve_release(&room.gone[c % stages]);
-        mn_curve_release(&room.used[c % 2]);
+        mn_barrier_release(&room.gone[c % stages]);
+        mn_barrier_release(&room.used[c % 2]);
     }
 }
 
@@ -262,8 +262,8 @@ __device__ inline void mn_curve_there_store(mn_curve_there_room<KP> &room,
                 to && inside && column < p.call.K ? to + token * out.stride[1] + column : NULL,
                 inside ? parts + token : NULL, column, token);
         }
-        mn_curve_release(&room.gone[c % stages]);
-        mn_curve_release(&room.left[c % reads]);
+        mn_barrier_release(&room.gone[c % stages]);
+        mn_barrier_release(&room.left[c % reads]);
     }
 }
 

@@ -1,5 +1,6 @@
 /* delta_forward.cu - delta over chunks: squares of all chunks, then the walk. */
 #include "kernels/cuda/delta_job.cuh"
+#include "kernels/cuda/delta_walk_group.cuh"
 
 template <int KP, bool CHANNEL, bool GROUP>
 static constexpr auto walk = mn_delta_walk_kernel<KP, CHANNEL, false, GROUP,
@@ -7,9 +8,16 @@ static constexpr auto walk = mn_delta_walk_kernel<KP, CHANNEL, false, GROUP,
 
 template <int KP>
 static int forward(const mn_delta_job &job, cudaStream_t stream) {
+    const int64_t V = job.p.call.V;
+    if constexpr (KP <= 128) {
+        mn_apart_maps maps;
+        if (mn_delta_goes_apart(&maps, job, mn_delta_strips(V, mn_delta_heads(job)))) {
+            const int code = mn_delta_triangles<KP>(job, job.p.q_late, stream);
+            return code == cudaSuccess ? mn_delta_apart<KP>(job, maps, stream) : code;
+        }
+    }
     const int code = mn_delta_prepare<KP>(job, stream);
     if (code != cudaSuccess) return code;
-    const int64_t V = job.p.call.V;
     if (job.p.decay == MN_DECAY_CHANNEL) {
         return mn_delta_walk<KP>(walk<KP, true, false>, walk<KP, true, true>, job, false, V,
                                  stream);

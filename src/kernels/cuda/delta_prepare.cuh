@@ -18,8 +18,17 @@ enum {
     MN_DELTA_PREPARERS = 256,
 };
 
+/* Blocks of 16 x 16 of A, and of T: those on the diagonal apart, others where A has no rows. */
 struct mn_delta_solver {
-    float A[MN_DELTA_CHUNK][MN_DELTA_LD], T[MN_DELTA_CHUNK][MN_DELTA_LD];
+    float A[MN_DELTA_CHUNK][MN_DELTA_LD], diagonal[16][MN_DELTA_LD];
+
+    __device__ const float *a(int I, int J) const {
+        return &A[16 * I][16 * J];
+    }
+
+    __device__ float *t(int I, int J) {
+        return I == J ? &diagonal[0][16 * I] : &A[16 * J][16 * I];
+    }
 };
 
 __device__ inline void mn_delta_leave_levels(mn_delta_levels *to, const mn_delta_levels &levels) {
@@ -52,17 +61,19 @@ struct mn_delta_keys {
 
 /* Block `block` of the diagonal; lane j has column j. */
 __device__ inline void mn_delta_solve_diagonal(mn_delta_solver &room, int block) {
-    const int j = threadIdx.x % 32, first = block * 16;
+    const int j = threadIdx.x % 32;
+    const float *A = room.a(block, block);
+    float *T = room.t(block, block), x[16];
     if (j >= 16) return;
-    float x[16];
 #pragma unroll
     for (int i = 0; i < 16; i++) {
         float sum = i == j ? 1.0f : 0.0f;
 #pragma unroll
-        for (int m = 0; m < i; m++) sum = fmaf(-room.A[first + i][first + m], x[m], sum);
+        for (int m = 0; m < i; m++) sum = fmaf(-A[i * MN_DELTA_LD + m], x[m], sum);
         x[i] = sum;
-        room.T[first + i][first + j] = sum;
     }
+#pragma unroll
+    for (int i = 0; i < 16; i++) T[i * MN_DELTA_LD + j] = x[i];
 }
 
 __device__ inline unsigned mn_tf32(float x) {
@@ -105,19 +116,21 @@ __device__ inline void mn_delta_block_put(float *to, const float (&sum)[2][4], f
 /* The blocks below the diagonal in block column J, by one warp. */
 __device__ inline void mn_delta_solve_column(mn_delta_solver &room, int J) {
     for (int I = J + 1; I < 4; I++) {
-        float *to = &room.T[16 * I][16 * J];
+        float *to = room.t(I, J);
         float sum[2][4] = {}, whole[2][4] = {};
         for (int M = J; M < I; M++) {
-            mn_delta_block_product(sum, &room.A[16 * I][16 * M], &room.T[16 * M][16 * J]);
+            mn_delta_block_product(sum, room.a(I, M), room.t(M, J));
         }
         mn_delta_block_put(to, sum, 1.0f);
-        mn_delta_block_product(whole, &room.T[16 * I][16 * I], to);
+        mn_delta_block_product(whole, room.t(I, I), to);
         __syncwarp();
         mn_delta_block_put(to, whole, -1.0f);
     }
 }
 
-/* T from A, and both to work space; `A` there may be NULL. All threads of the block call. */
+/* T from A, and both to work space; `A` there may be NULL. T there has rows, or lies as a tile.
+ * All THREADS of the block call. */
+template <int THREADS, bool TILE>
 __device__ inline void mn_delta_invert(mn_delta_solver &room, mn_bf16 *T, mn_bf16 *A) {
     const int warp = threadIdx.x / 32;
     __syncthreads();
@@ -125,12 +138,13 @@ __device__ inline void mn_delta_invert(mn_delta_solver &room, mn_bf16 *T, mn_bf1
     __syncthreads();
     if (warp < 3) mn_delta_solve_column(room, warp);
     __syncthreads();
-    for (int k = threadIdx.x; k < MN_DELTA_SQUARE / 8; k += MN_DELTA_PREPARERS) {
+    for (int k = threadIdx.x; k < MN_DELTA_SQUARE / 8; k += THREADS) {
         const int row = k / 8, column = k % 8 * 8;
+        const float *from = room.t(row / 16, column / 16) + row % 16 * MN_DELTA_LD + column % 16;
         float x[8];
 #pragma unroll
-        for (int j = 0; j < 8; j++) x[j] = column + j <= row ? room.T[row][column + j] : 0.0f;
-        mn_store<8>(T, k * 8, x);
+        for (int j = 0; j < 8; j++) x[j] = column + j <= row ? from[j] : 0.0f;
+        mn_store<8>(T, TILE ? mn_tile_place(row, k % 8) / 2 : k * 8, x);
         if (!A) continue;
 #pragma unroll
         for (int j = 0; j < 8; j++) x[j] = column + j < row ? room.A[row][column + j] : 0.0f;
@@ -144,20 +158,33 @@ __device__ inline void mn_delta_invert(mn_delta_solver &room, mn_bf16 *T, mn_bf1
 __device__ inline void mn_delta_sum_decays(mn_delta_levels &levels, const mn_delta_args &p,
                                            const mn_span &span, int64_t h, int64_t t, int count) {
     const int lane = threadIdx.x % 32;
-    double before = 0.0;
-    for (int half = 0; half < MN_DELTA_CHUNK; half += 32) {
-        const int token = half + lane;
-        const int64_t when = span.t0 + t + token;
-        const mn_bf16 *g = token < count ? mn_row<mn_bf16>(p.g, span.b, when, h) : nullptr;
-        const mn_bf16 *beta = token < count ? mn_row<mn_bf16>(p.beta, span.b, when, h) : nullptr;
-        double sum = g ? (double)mn_float(*g) : 0.0;
-        for (int step = 1; step < 32; step <<= 1) {
-            const double other = __shfl_up_sync(0xffffffffu, sum, step);
-            if (lane >= step) sum += other;
+    mn_bf16 g[2] = {}, beta[2] = {};
+    double sum[2], before = 0.0;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {    // all are asked for before one is looked at
+        const int64_t when = span.t0 + t + min(32 * half + lane, count - 1);
+        if (p.g.data) g[half] = *mn_row<mn_bf16>(p.g, span.b, when, h);
+        if (p.beta.data) beta[half] = *mn_row<mn_bf16>(p.beta, span.b, when, h);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = 32 * half + lane;
+        const bool inside = token < count;
+        sum[half] = inside && p.g.data ? (double)mn_float(g[half]) : 0.0;
+        levels.beta[token] = !inside ? 0.0f : p.beta.data ? mn_float(beta[half]) : 1.0f;
+    }
+#pragma unroll
+    for (int step = 1; step < 32; step <<= 1) {
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const double other = __shfl_up_sync(0xffffffffu, sum[half], step);
+            if (lane >= step) sum[half] += other;
         }
-        levels.G[token] = before + sum;
-        levels.beta[token] = beta ? mn_float(*beta) : token < count ? 1.0f : 0.0f;
-        before += __shfl_sync(0xffffffffu, sum, 31);
+    }
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        levels.G[32 * half + lane] = before + sum[half];
+        before += __shfl_sync(0xffffffffu, sum[half], 31);
     }
     __syncwarp();
     for (int token = lane; token < MN_DELTA_CHUNK; token += 32) {
@@ -174,10 +201,70 @@ __device__ inline void mn_delta_clear_above(mn_bf16 *P) {
     }
 }
 
+/* put(t, s, x, y) for pairs of neighbours among a warp's sums, which are scores of 16 rows: with
+ * their decays, and zero behind the diagonal, or on it unless it is `reached`. In front of the
+ * rows' own block a decay is what a write keeps until there, by what a row keeps from there:
+ * neither is more than one. */
+template <typename F>
+__device__ inline void mn_delta_decay_scores(const float (&sum)[8][4],
+                                             const mn_delta_levels &levels, int block, bool reached,
+                                             F put) {
+    const int lane = threadIdx.x % 32, row = block * 16 + lane / 4, column = lane % 4 * 2;
+    const double start = block > 0 ? levels.G[block * 16 - 1] : 0.0;
+    float until[2], since[2], own[2][4], fall[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const double G = levels.G[row + 8 * half];
+        const int s = 32 * half + lane;
+        since[half] = expf((float)(G - start));
+        until[half] = expf((float)(start - levels.G[s])) * levels.beta[s];    // used in front
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const double other = levels.G[block * 16 + 8 * (i / 2) + column + i % 2];
+            fall[i / 2][2 * half + i % 2] = expf((float)(G - other));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) asm volatile("" : "+f"(fall[i / 4][i % 4]));    // all at once
+#pragma unroll
+    for (int n = 0; n < 8; n++) {
+        if (n / 2 > block) break;
+        if (n / 2 == block) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) own[n % 2][i] = sum[n][i];
+            continue;
+        }
+        const float x = __shfl_sync(0xffffffffu, until[n / 4], n % 4 * 8 + column);
+        const float y = __shfl_sync(0xffffffffu, until[n / 4], n % 4 * 8 + column + 1);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            put(row + 8 * half, 8 * n + column, sum[n][2 * half] * x * since[half],
+                sum[n][2 * half + 1] * y * since[half]);
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < 2; n++) {
+        const int s = block * 16 + 8 * n + column;
+        const float beta[2] = { levels.beta[s], levels.beta[s + 1] };
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int t = row + 8 * half;
+            float x[2];
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const bool inside = s + i < t || (s + i == t && reached);
+                const float score = own[n][2 * half + i] * fall[n][2 * half + i] * beta[i];
+                x[i] = inside ? score : 0.0f;
+            }
+            put(t, s, x[0], x[1]);
+        }
+    }
+}
+
 /* Rows of A by warps 0 to 3, of P by warps 4 to 7. */
 template <int KP>
 __device__ void mn_delta_scores(mn_delta_keys<KP> &room, unsigned w, mn_bf16 *P, float scale) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = warp % 4;
+    const int warp = threadIdx.x / 32, block = warp % 4;
     const unsigned left = mn_shared(warp < 4 ? room.e : room.q);
     float sum[8][4] = {};
     for (int k = 0; k < KP; k += 16) {
@@ -192,30 +279,15 @@ __device__ void mn_delta_scores(mn_delta_keys<KP> &room, unsigned w, mn_bf16 *P,
         }
     }
     __syncthreads();
-#pragma unroll
-    for (int n = 0; n < 8; n++) {
-        if (n / 2 > block) break;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const int t = block * 16 + lane / 4 + half * 8, s = n * 8 + lane % 4 * 2;
-            float x[2];
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                const bool inside = s + i < t || (s + i == t && warp >= 4);
-                const float fall = expf((float)(room.levels.G[t] - room.levels.G[s + i]));
-                x[i] = inside ? sum[n][2 * half + i] * fall * room.levels.beta[s + i] : 0.0f;
-            }
-            if (warp < 4) {
-                *(float2 *)&room.solver.A[t][s] = make_float2(x[0], x[1]);
-            } else {
-                *(unsigned *)(P + t * MN_DELTA_CHUNK + s) = mn_pair(scale * x[0], scale * x[1]);
-            }
-        }
-    }
+    const auto put = [&](int t, int s, float x, float y) {
+        if (warp < 4) *(float2 *)&room.solver.A[t][s] = make_float2(x, y);
+        else *(unsigned *)(P + t * MN_DELTA_CHUNK + s) = mn_pair(scale * x, scale * y);
+    };
+    mn_delta_decay_scores(sum, room.levels, block, warp >= 4, put);
 }
 
 template <int KP>
-__global__ void __launch_bounds__(MN_DELTA_PREPARERS)
+__global__ void __launch_bounds__(MN_DELTA_PREPARERS, 4)
 mn_delta_prepare_kernel(const __grid_constant__ mn_delta_job job) {
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_delta_keys<KP> &room = *(mn_delta_keys<KP> *)bytes;
@@ -240,8 +312,9 @@ mn_delta_prepare_kernel(const __grid_constant__ mn_delta_job job) {
     mn_delta_clear_above(job.work.P + index * MN_DELTA_SQUARE);
     mn_delta_scores<KP>(room, mn_shared(p.w.data ? room.w : room.e),
                         job.work.P + index * MN_DELTA_SQUARE, job.scale);
-    mn_delta_invert(room.solver, job.work.T + index * MN_DELTA_SQUARE,
-                    job.work.A ? job.work.A + index * MN_DELTA_SQUARE : nullptr);
+    mn_delta_invert<MN_DELTA_PREPARERS, false>(
+        room.solver, job.work.T + index * MN_DELTA_SQUARE,
+        job.work.A ? job.work.A + index * MN_DELTA_SQUARE : nullptr);
     mn_delta_leave_levels(job.work.levels + index, room.levels);
 }
 

@@ -293,8 +293,9 @@ mn_delta_prepare_channel_kernel(const __grid_constant__ mn_delta_job job) {
     mn_channel_scores<KP>(A, P, room, w);
     mn_delta_clear_above(job.work.P + index * MN_DELTA_SQUARE);
     mn_channel_join<KP>(room, A, P, job.work.P + index * MN_DELTA_SQUARE, job.scale);
-    mn_delta_invert(*(mn_delta_solver *)room.A, job.work.T + index * MN_DELTA_SQUARE,
-                    job.work.A ? job.work.A + index * MN_DELTA_SQUARE : nullptr);
+    mn_delta_invert<MN_DELTA_PREPARERS, false>(
+        *(mn_delta_solver *)room.A, job.work.T + index * MN_DELTA_SQUARE,
+        job.work.A ? job.work.A + index * MN_DELTA_SQUARE : nullptr);
     if (threadIdx.x < MN_DELTA_CHUNK) {
         job.work.levels[index].beta[threadIdx.x] = room.tokens.beta[threadIdx.x];
     }

@@ -10,33 +10,45 @@
 
 #if MN_HAS_WGMMA
 
-/* y += a b, b at `address` in a tile whose panels start at multiples of 1024 bytes. TURNED: the
- * tile's rows are the depth. */
+/* Where a product finds rows of a tile whose panels start at multiples of 1024 bytes. */
+__device__ __forceinline__ uint64_t mn_group_sees(unsigned address) {
+    return (address & 0x3ffffu) >> 4 | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
+}
+
+#define MN_GROUP_SUMS                                                                              \
+    "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "       \
+    "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+#define MN_GROUP_EIGHT(i)                                                                          \
+    "+f"(y[i][0]), "+f"(y[i][1]), "+f"(y[i][2]), "+f"(y[i][3]), "+f"(y[(i) + 1][0]),               \
+        "+f"(y[(i) + 1][1]), "+f"(y[(i) + 1][2]), "+f"(y[(i) + 1][3])
+
+/* y += a b, b at `address` in a tile. TURNED: the tile's rows are the depth. */
 template <int TURNED>
 __device__ __forceinline__ void mn_group_product(float (*y)[4], const unsigned (&a)[4],
                                                  unsigned address) {
-    const uint64_t where = (address & 0x3ffffu) >> 4 | (uint64_t)1 << 16 | (uint64_t)64 << 32 |
-                           (uint64_t)1 << 62;
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
-        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;\n"
-        : "+f"(y[0][0]), "+f"(y[0][1]), "+f"(y[0][2]), "+f"(y[0][3]), "+f"(y[1][0]),
-          "+f"(y[1][1]), "+f"(y[1][2]), "+f"(y[1][3]), "+f"(y[2][0]), "+f"(y[2][1]),
-          "+f"(y[2][2]), "+f"(y[2][3]), "+f"(y[3][0]), "+f"(y[3][1]), "+f"(y[3][2]),
-          "+f"(y[3][3]), "+f"(y[4][0]), "+f"(y[4][1]), "+f"(y[4][2]), "+f"(y[4][3]),
-          "+f"(y[5][0]), "+f"(y[5][1]), "+f"(y[5][2]), "+f"(y[5][3]), "+f"(y[6][0]),
-          "+f"(y[6][1]), "+f"(y[6][2]), "+f"(y[6][3]), "+f"(y[7][0]), "+f"(y[7][1]),
-          "+f"(y[7][2]), "+f"(y[7][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(where), "n"(TURNED)
-        : "memory");
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_GROUP_SUMS
+                 "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;\n"
+                 : MN_GROUP_EIGHT(0), MN_GROUP_EIGHT(2), MN_GROUP_EIGHT(4), MN_GROUP_EIGHT(6)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(mn_group_sees(address)),
+                   "n"(TURNED)
+                 : "memory");
+}
+
+/* y += a b', 64 rows each of two tiles, 16 deep. */
+__device__ __forceinline__ void mn_group_product(float (*y)[4], unsigned a, unsigned b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_GROUP_SUMS
+                 "%32, %33, 1, 1, 1, 0, 0;\n"
+                 : MN_GROUP_EIGHT(0), MN_GROUP_EIGHT(2), MN_GROUP_EIGHT(4), MN_GROUP_EIGHT(6)
+                 : "l"(mn_group_sees(a)), "l"(mn_group_sees(b))
+                 : "memory");
 }
 
 #else
 
 template <int TURNED>
 __device__ inline void mn_group_product(float (*)[4], const unsigned (&)[4], unsigned) {}
+
+__device__ inline void mn_group_product(float (*)[4], unsigned, unsigned) {}
 
 #endif
 
@@ -56,11 +68,12 @@ __device__ __forceinline__ void mn_unit_send(void) {
 #endif
 }
 
-/* Before sums are read, or operands of products written over. */
-template <bool GROUP>
+/* Before sums are read, or operands of products written over, but for what was sent last, LEFT
+ * times. */
+template <bool GROUP, int LEFT = 0>
 __device__ __forceinline__ void mn_unit_wait(void) {
 #if MN_HAS_WGMMA
-    if (GROUP) asm volatile("wgmma.wait_group.sync.aligned 0;\n" ::: "memory");
+    if (GROUP) asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(LEFT) : "memory");
 #endif
 }
 

@@ -1,213 +1,27 @@
-/* few_build.cu - writes programs (kernels/few.h): what each block does in each stage, as a note
+/* few_build.cu - adds stages to programs (kernels/few.h): what each block does in each, as a note
  * that it finds in its own list.
  *
- * Units of a stage, and tiles of a memory, go round the blocks; what a block cannot take in one
- * note becomes further notes, which are stages of their own. Numbers that a later stage reads have
- * words behind all notes. Since no barrier stands between stages, nothing may be written that an
- * earlier stage reads from memory or writes itself: then the program has to end before. */
+ * Units of a stage, and tiles of a memory, are shared out among blocks; what a block cannot take in
+ * one note becomes further notes, which are stages of their own. */
 #include <float.h>
-#include <stdlib.h>
 
-#include "kernels/cuda/few_program.cuh"
-#include "kernels/cuda/few_program.h"
-
-enum { MOST_RANGES = 16384, WORDS_ALIGNED = 128 };
-enum {
-    COPY_BYTES = (int)((offsetof(mn_few_note, copy) + sizeof(mn_few_copy_note) + 15) / 16 * 16)
-};
-
-/* Bytes that stages read or write. Those written may have words; those read have where they are
- * copied to words first. */
-struct few_range {
-    uintptr_t begin, end;
-    bool writes, flagged, read;
-    int words;                  // bytes from the first word
-};
-
-/* A block's notes. */
-struct few_list {
-    unsigned char *bytes;
-    int64_t n, most, last;      // where the last note begins
-    int64_t first;              // bytes of the first
-};
-
-struct mn_few_program {
-    int n_stages, n_blocks, turn;    // turn: the block that has the next unit
-    int64_t words;                   // bytes of all words
-    int64_t n_copies;                // pieces of what is copied to words first
-    few_list *list;
-    few_range *range;
-    int64_t n_ranges, most_ranges;
-    bool failed;                     // memory was out
-};
-
-/* ---- lists ----------------------------------------------------------------------------------- */
-
-static bool grow(void **list, int64_t *most, int64_t n, size_t item) {
-    if (n <= *most) return true;
-    const int64_t more = n > 2 * *most ? n : 2 * *most;
-    void *grown = realloc(*list, (size_t)more * item);
-    if (!grown) return false;
-    *list = grown;
-    *most = more;
-    return true;
-}
-
-/* A zeroed note at the end of a block's list; its bytes are set when it is complete. */
-static mn_few_note *add_note(mn_few_program *p, int block) {
-    few_list *list = &p->list[block];
-    if (!grow((void **)&list->bytes, &list->most, list->n + MN_FEW_NOTE_BYTES, 1)) {
-        p->failed = true;
-        return NULL;
-    }
-    mn_few_note *note = (mn_few_note *)(list->bytes + list->n);
-    memset(note, 0, MN_FEW_NOTE_BYTES);
-    return note;
-}
-
-static void end_note(mn_few_program *p, int block, int bytes) {
-    few_list *list = &p->list[block];
-    bytes = (bytes + 15) / 16 * 16;
-    if (list->n == 0) list->first = bytes;
-    else ((mn_few_note *)(list->bytes + list->last))->next_bytes = bytes;
-    list->last = list->n;
-    list->n += bytes;
-}
-
-static few_range range_of(const void *data, size_t bytes, bool writes) {
-    few_range range = {};
-    range.begin = (uintptr_t)data, range.end = range.begin + bytes;
-    range.writes = writes, range.words = MN_FEW_NOWHERE;
-    return range;
-}
-
-static bool meet(const few_range &a, const few_range &b) {
-    return a.begin < b.end && b.begin < a.end;
-}
-
-/* ---- what a stage touches -------------------------------------------------------------------- */
-
-/* What one stage touches, gathered before it is added. */
-struct few_touch {
-    mn_few_program *p;
-    few_range list[512];
-    int n;
-    int64_t n_copies;
-    bool fits;
-
-    explicit few_touch(mn_few_program *program) : p(program), n(0), n_copies(0), fits(true) {}
-
-    void add(const few_range &range) {
-        if (n == (int)(sizeof list / sizeof *list)) fits = false;
-        else list[n++] = range;
-    }
-
-    /* Numbers that must be older than the program. */
-    void reads(const void *data, int64_t count, size_t item) {
-        if (!data) return;
-        const few_range range = range_of(data, (size_t)count * item, false);
-        if (is_written(data, count * (int64_t)item)) fits = false;
-        add(range);
-    }
-
-    /* Results, which others may read as words where they are `flagged`. */
-    void writes(const void *data, int64_t count, size_t item, bool flagged) {
-        if (!data) return;
-        few_range range = range_of(data, (size_t)count * item, true);
-        for (int64_t i = 0; i < p->n_ranges; i++) {
-            if (meet(range, p->range[i])) fits = false;
-        }
-        range.flagged = flagged;
-        add(range);
-    }
-
-    bool is_written(const void *data, int64_t bytes) const {
-        const few_range range = range_of(data, (size_t)bytes, false);
-        for (int64_t i = 0; i < p->n_ranges; i++) {
-            if (p->range[i].writes && meet(range, p->range[i])) return true;
-        }
-        return false;
-    }
-
-    /* Memory that a block reads before it writes the same itself. */
-    void renews(const void *data, int64_t count, size_t item) {
-        writes(data, count, item, false);
-    }
-
-    /* Numbers of bf16, wherever they come from. `even`: those asked for at once. */
-    mn_few_source source(const void *data, int64_t count, int even) {
-        const few_range range = range_of(data, (size_t)count * 2, false);
-        few_range *home = NULL;
-        for (int64_t i = 0; i < p->n_ranges + n; i++) {
-            few_range &other = i < p->n_ranges ? p->range[i] : list[i - p->n_ranges];
-            const bool counts = other.writes || other.flagged;
-            if (!counts || !meet(range, other) || (i >= p->n_ranges && other.writes)) continue;
-            const bool whole = other.begin <= range.begin && range.end <= other.end;
-            if (whole && other.flagged) home = &other;
-            else if (other.writes) fits = false;
-        }
-        if (!home) {
-            fits = fits && range.begin % 2 == 0 && n < (int)(sizeof list / sizeof *list);
-            if (!fits) return {};
-            home = &list[n++];
-            *home = range;
-            home->flagged = true;
-            add_words(home);
-            n_copies += mn_ceil_div(count, (int64_t)MN_FEW_CHUNK);
-        }
-        const int64_t at = (int64_t)(range.begin - home->begin) / 2;
-        fits = fits && at % even == 0;
-        home->read = true;
-        return { home->words + (int)(at / 2 * 8), 1, (short)(at % 2) };
-    }
-
-    /* A place for words. What is not added at last leaves a gap. */
-    void add_words(few_range *range) {
-        range->words = (int)p->words;
-        const int64_t bytes = (int64_t)(range->end - range->begin) * 2;
-        p->words += (bytes + 16 + WORDS_ALIGNED - 1) / WORDS_ALIGNED * WORDS_ALIGNED;
-    }
-
-    /* Words of something written, or MN_FEW_NOWHERE, before it is known whether any are read. */
-    int words(const void *data) const {
-        for (int i = 0; i < n; i++) {
-            if (list[i].writes && list[i].begin == (uintptr_t)data) return list[i].words;
-        }
-        return MN_FEW_NOWHERE;
-    }
-
-    /* Places for words; what has been touched is the program's. */
-    bool place(void) {
-        if (!fits || !grow((void **)&p->range, &p->most_ranges, p->n_ranges + n, sizeof *list) ||
-            p->n_ranges + n > MOST_RANGES ||
-            p->n_copies + n_copies > MN_FEW_COPIES * p->n_blocks) {
-            return false;
-        }
-        p->n_copies += n_copies;
-        for (int i = 0; i < n; i++) {
-            if (list[i].flagged && list[i].writes) add_words(&list[i]);
-            p->range[p->n_ranges + i] = list[i];
-        }
-        p->n_ranges += n;
-        return true;
-    }
-};
+#include "kernels/cuda/few_touch.cuh"
 
 /* ---- products -------------------------------------------------------------------------------- */
 
 /* How the row comes; false where no stage can make it. */
-static bool row_of(mn_few_products_note *to, few_touch *touch, const mn_few_products *given) {
+static bool row_of(mn_few_products_note *to, mn_few_touch *touch, const mn_few_products *given) {
     const mn_few *first = given->first;
     to->K = (int)given->K, to->chunks = (int)mn_ceil_div(given->K, MN_FEW_CHUNK);
     to->way = MN_FEW_AS_IT_IS;
     if (!first) {
-        to->x = touch->source(given->a, given->K, 2).at;
+        to->x = touch->source(given->a, given->K, 4).at;
         return true;
     }
     const bool gated = first->kind == MN_FEW_GATED_NORM;
     const int64_t width = first->shape[3], groups = given->K / (width > 0 ? width : 1);
     const int64_t warps = width / MN_FEW_SPAN;
-    const bool even = warps == 2 || warps == 4 || warps == 8 || warps == 16;
+    const bool even = warps == 1 || warps == 2 || warps == 4 || warps == 8;
     if (!gated && first->kind != MN_FEW_RMS_NORM) return false;
     if (gated && (first->order == MN_FEW_GATE_FIRST || given->K > MN_FEW_CHUNK)) return false;
     if (first->shape[2] * width != given->K) return false;
@@ -228,8 +42,8 @@ static bool row_of(mn_few_products_note *to, few_touch *touch, const mn_few_prod
     to->wrap = shared ? (int)width - 1 : INT32_MAX;
     to->row = (mn_bf16 *)first->at[gated ? 3 : 2].data;
     touch->reads(to->weight, shared ? width : given->K, 2);
-    to->x = touch->source(first->at[0].data, given->K, 2).at;
-    if (gated) to->z = touch->source(first->at[1].data, given->K, 2).at;
+    to->x = touch->source(first->at[0].data, given->K, 4).at;
+    if (gated) to->z = touch->source(first->at[1].data, given->K, 4).at;
     touch->writes(to->row, given->K, 2, false);
     return true;
 }
@@ -338,7 +152,7 @@ static int columns_of(const mn_few &work, int k, int64_t N) {
 
 /* What is older than the program is read ahead, while there is room for that; else, if it is of
  * bf16, from words. */
-static void touch_input(few_touch *touch, mn_few_unit *to, mn_few_input *in, const void *data,
+static void touch_input(mn_few_touch *touch, mn_few_unit *to, mn_few_input *in, const void *data,
                         bool wide, int64_t N) {
     const int64_t count = N / in->per;
     for (int i = 0; i < MN_FEW_EARLY && !touch->is_written(data, count * (wide ? 4 : 2)); i++) {
@@ -356,7 +170,7 @@ static void touch_input(few_touch *touch, mn_few_unit *to, mn_few_input *in, con
 }
 
 /* A small work of a list, over all columns. */
-static mn_few_end end_of(few_touch *touch, mn_few_unit *to, const few_unit &unit,
+static mn_few_end end_of(mn_few_touch *touch, mn_few_unit *to, const few_unit &unit,
                          const mn_few_products *given, int ending) {
     const mn_few &work = given->ending[ending].work;
     const int inputs = mn_few_inputs(work.kind);
@@ -383,7 +197,7 @@ static mn_few_end end_of(few_touch *touch, mn_few_unit *to, const few_unit &unit
 }
 
 /* A unit of all columns, and its ends. */
-static bool fill_unit(mn_few_unit *to, mn_few_end *ends, few_touch *touch, const few_unit &unit,
+static bool fill_unit(mn_few_unit *to, mn_few_end *ends, mn_few_touch *touch, const few_unit &unit,
                       const mn_few_products *given) {
     const int form = form_of(unit, given);
     if (form < 0) return false;
@@ -490,12 +304,12 @@ static void close_note(mn_few_program *p, int block, few_writing *w) {
                       (size_t)q.n_units * sizeof *q.unit;
     w->note->ends_at = (int)at;
     memcpy((char *)w->note + at, w->ends, (size_t)w->n_ends * sizeof *w->ends);
-    end_note(p, block, (int)(at + (size_t)w->n_ends * sizeof *w->ends));
+    mn_few_end_note(p, block, (int)(at + (size_t)w->n_ends * sizeof *w->ends));
     w->note = NULL;
 }
 
 static bool open_note(mn_few_program *p, int block, few_writing *w, const few_stage &stage) {
-    w->note = add_note(p, block);
+    w->note = mn_few_add_note(p, block);
     w->n_ends = 0;
     if (!w->note) return false;
     w->note->kind = MN_FEW_MULTIPLY;
@@ -585,8 +399,8 @@ static int write_units(mn_few_program *p, int block, const few_columns *columns,
 }
 
 static void rest(mn_few_program *p, int block) {
-    mn_few_note *note = add_note(p, block);
-    if (note) end_note(p, block, offsetof(mn_few_note, products));
+    mn_few_note *note = mn_few_add_note(p, block);
+    if (note) mn_few_end_note(p, block, offsetof(mn_few_note, products));
 }
 
 static void write_stage(mn_few_program *p, const few_stage &stage, const mn_few_products *given) {
@@ -611,7 +425,7 @@ extern "C" bool mn_few_program_multiply(mn_few_program *p, const mn_few_products
     if (given->dtype != MN_BF16 || given->M != 1 || p->failed) return false;
     if (given->K % 8 != 0 || given->K > MN_FEW_CHUNKS * MN_FEW_CHUNK) return false;
     few_stage stage = {};
-    few_touch touch(p);
+    mn_few_touch touch(p);
     bool fits = row_of(&stage.head, &touch, given) &&
                 gather_units(stage.units, &stage.n_units, given);
     for (int i = 0; i < given->n && fits; i++) {
@@ -654,7 +468,7 @@ static bool is_front(const mn_few *front, const mn_in &made, const mn_call &c) {
 }
 
 /* A vector of a head, or what a norm makes it of. */
-static mn_few_source head_of(few_touch *touch, const mn_in &x, const mn_few *front, int64_t h,
+static mn_few_source head_of(mn_few_touch *touch, const mn_in &x, const mn_few *front, int64_t h,
                              int64_t K) {
     if (!front) return touch->source((const mn_bf16 *)x.data + h * x.stride[2], K, 4);
     return touch->source((const mn_bf16 *)front->at[0].data + h * K, K, 4);
@@ -668,7 +482,7 @@ static void fill_front(mn_few_memory_note *to, int i, const mn_few *front) {
 }
 
 /* What all tiles of head h have in common. */
-static mn_few_memory_note head_note(few_touch *touch, const mn_few_memory *m, int64_t h) {
+static mn_few_memory_note head_note(mn_few_touch *touch, const mn_few_memory *m, int64_t h) {
     const mn_call &c = m->call;
     const mn_in &e = m->e.data ? m->e : m->w;
     mn_few_memory_note to = {};
@@ -707,7 +521,7 @@ static bool recalls(const mn_few_memory *m) {
 }
 
 /* What all of a memory touches; heads[h] becomes what the tiles of head h have in common. */
-static bool touch_memory(few_touch *touch, mn_few_memory_note *heads, const mn_few_memory *m) {
+static bool touch_memory(mn_few_touch *touch, mn_few_memory_note *heads, const mn_few_memory *m) {
     const mn_call &c = m->call;
     for (int64_t h = 0; h < c.H && touch->fits; h++) {
         heads[h] = head_note(touch, m, h);
@@ -725,7 +539,7 @@ static bool touch_memory(few_touch *touch, mn_few_memory_note *heads, const mn_f
 /* Columns from `column` on of head h, whose results begin at o, and their words at o_words. */
 static void write_tile(mn_few_program *p, int block, const mn_few_memory_note &head, mn_bf16 *o,
                        int o_words, int64_t h, int64_t column) {
-    mn_few_note *note = add_note(p, block);
+    mn_few_note *note = mn_few_add_note(p, block);
     if (!note) return;
     mn_few_memory_note *to = &note->memory;
     const int64_t first = h * head.V + column;
@@ -738,13 +552,13 @@ static void write_tile(mn_few_program *p, int block, const mn_few_memory_note &h
         if (to->front[i].to) to->front[i].to += h * head.K;
         if (column > 0) to->front[i].to = NULL;
     }
-    end_note(p, block, (int)(offsetof(mn_few_note, memory) + sizeof *to));
+    mn_few_end_note(p, block, (int)(offsetof(mn_few_note, memory) + sizeof *to));
 }
 
 extern "C" bool mn_few_program_remember(mn_few_program *p, const mn_few_memory *m) {
     if (p->failed || !recalls(m)) return false;
     const int64_t tiles = m->call.V / MN_FEW_TILE, all = tiles * m->call.H;
-    few_touch touch(p);
+    mn_few_touch touch(p);
     mn_few_memory_note *heads = (mn_few_memory_note *)calloc((size_t)m->call.H, sizeof *heads);
     if (!heads || !touch_memory(&touch, heads, m)) {
         free(heads);
@@ -765,146 +579,24 @@ extern "C" bool mn_few_program_remember(mn_few_program *p, const mn_few_memory *
     return true;
 }
 
-/* ---- programs -------------------------------------------------------------------------------- */
+/* ---- rows of tables -------------------------------------------------------------------------- */
 
-extern "C" bool mn_few_programs_serve(void) {
-    return mn_few_blocks() > 0;
-}
-
-extern "C" mn_few_program *mn_few_program_create(void) {
-    mn_few_program *p = (mn_few_program *)calloc(1, sizeof *p);
-    if (!p) return NULL;
-    p->n_blocks = mn_few_blocks();
-    p->list = (few_list *)calloc((size_t)p->n_blocks, sizeof *p->list);
-    if (p->list) return p;
-    free(p);
-    return NULL;
-}
-
-extern "C" void mn_few_program_destroy(mn_few_program *p) {
-    if (!p) return;
-    for (int i = 0; i < p->n_blocks; i++) free(p->list[i].bytes);
-    free(p->list);
-    free(p->range);
-    free(p);
-}
-
-extern "C" void mn_few_program_clear(mn_few_program *p) {
-    for (int i = 0; i < p->n_blocks; i++) p->list[i].n = 0;
-    p->n_stages = p->turn = 0;
-    p->n_ranges = p->words = p->n_copies = 0;
-    p->failed = false;
-}
-
-static int64_t notes_at(const mn_few_program *p) {
-    const int64_t starts = p->n_blocks * (int64_t)sizeof(mn_few_start);
-    return ((int64_t)sizeof(mn_few_head) + starts + 127) / 128 * 128;
-}
-
-static int64_t words_at(const mn_few_program *p) {
-    int64_t bytes = notes_at(p);
-    for (int i = 0; i < p->n_blocks; i++) bytes += COPY_BYTES + p->list[i].n;
-    return (bytes + 127) / 128 * 128;
-}
-
-extern "C" size_t mn_few_program_bytes(const mn_few_program *p) {
-    return p->n_stages > 0 && !p->failed ? (size_t)(words_at(p) + MN_FEW_ECHOES * p->words) : 0;
-}
-
-/* Which words are read: a byte for each WORDS_ALIGNED of them. */
-static unsigned char *list_read(const mn_few_program *p) {
-    unsigned char *read = (unsigned char *)calloc((size_t)(p->words / WORDS_ALIGNED + 1), 1);
-    for (int64_t i = 0; i < p->n_ranges && read; i++) {
-        const few_range &range = p->range[i];
-        if (!range.flagged || !range.read) continue;
-        const int64_t bytes = (int64_t)(range.end - range.begin) * 2;
-        for (int64_t at = 0; at < bytes; at += WORDS_ALIGNED) {
-            read[(range.words + at) / WORDS_ALIGNED] = 1;
-        }
-    }
-    return read;
-}
-
-/* Words from the beginning of the program, and only where somebody reads them. */
-struct few_moving {
-    const unsigned char *read;
-    int64_t base;
-
-    void words(int *at) const {
-        if (*at < 0) return;
-        if (read && !read[*at / WORDS_ALIGNED]) *at = MN_FEW_NOWHERE;
-        else *at += (int)base;
-    }
-
-    void source(int *at) const {
-        *at += (int)base;
-    }
-
-    void note(mn_few_note *note) const {
-        if (note->kind == MN_FEW_RECALL) {
-            mn_few_memory_note *m = &note->memory;
-            mn_few_source *of[] = { &m->q, &m->e, &m->v, &m->beta, &m->g };
-            for (mn_few_source *from : of) source(&from->at);
-            words(&m->o_words);
-        }
-        if (note->kind != MN_FEW_MULTIPLY) return;
-        mn_few_products_note *p = &note->products;
-        mn_few_end *end = (mn_few_end *)((char *)note + note->ends_at);
-        source(&p->x);
-        source(&p->z);
-        for (int i = 0; i < p->n_units; i++) {
-            mn_few_unit *unit = &p->unit[i];
-            source(&unit->plus.at);
-            words(&unit->to_words);
-            for (int k = 0; k < unit->n_ends; k++, end++) {
-                for (mn_few_input &in : end->in) source(&in.source.at);
-                words(&end->to_words);
-            }
-        }
-    }
-};
-
-/* A block's first note: blocks in turn copy what the program reads to words. */
-static void write_first(void *to, const mn_few_program *p, int block, int64_t base) {
-    mn_few_note *note = (mn_few_note *)to;
-    note->kind = MN_FEW_COPY, note->next_bytes = (int)p->list[block].first;
-    for (int64_t i = 0, turn = 0; i < p->n_ranges; i++) {
-        const few_range &range = p->range[i];
-        if (!range.flagged || range.writes) continue;
-        const int64_t count = (int64_t)(range.end - range.begin) / 2;
-        for (int64_t from = 0; from < count; from += MN_FEW_CHUNK, turn++) {
-            if (turn % p->n_blocks != block) continue;
-            note->copy.of[note->copy.n++] = { (const mn_bf16 *)range.begin + from,
-                                              (int)(base + range.words + from * 4),
-                                              (int)mn_min(count - from, MN_FEW_CHUNK) };
-        }
-    }
-}
-
-extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
-    unsigned char *bytes = (unsigned char *)to, *read = list_read(p);
-    memset(bytes, 0, mn_few_program_bytes(p));
-    mn_few_start *starts = (mn_few_start *)(bytes + sizeof(mn_few_head));
-    const few_moving moving = { read, words_at(p) };
-    int64_t at = notes_at(p);
-    for (int block = 0; block < p->n_blocks; block++) {
-        const few_list &list = p->list[block];
-        starts[block] = { at, COPY_BYTES };
-        write_first(bytes + at, p, block, moving.base);
-        at += COPY_BYTES;
-        memcpy(bytes + at, list.bytes, (size_t)list.n);
-        int64_t next = list.first;
-        for (int64_t i = 0; i < list.n;) {
-            mn_few_note *note = (mn_few_note *)(bytes + at + i);
-            moving.note(note);
-            i += next;
-            next = note->next_bytes;
-        }
-        at += list.n;
-    }
-    free(read);
-}
-
-extern "C" int mn_few_program_launch(const mn_few_program *p, void *there, void *stream) {
-    return mn_few_start_program(there, 1 + p->n_stages, (int)p->words, stream);
+/* The first stage does it: table and index are older than the program. */
+extern "C" bool mn_few_program_pick(mn_few_program *p, const mn_few *rows) {
+    const mn_view &table = rows->at[0], &to = rows->at[1];
+    const int64_t width = rows->shape[3];
+    mn_few_touch touch(p);
+    const bool fits = !p->failed && rows->kind == MN_FEW_ROWS && rows->shape[2] == 1 &&
+                      table.dtype == MN_BF16 && to.dtype == MN_BF16 && width < (1 << 24) &&
+                      rows->numbers[0] < INT64_MAX;
+    if (!fits) return false;
+    touch.reads(table.data, rows->numbers[0], 2);
+    touch.reads(rows->index, 1, 4);
+    touch.writes(to.data, width, 2, true);
+    if (!touch.fits) return false;
+    mn_few_range *made = &touch.list[touch.n - 1];
+    touch.add_words(made);
+    touch.copies({ (const mn_bf16 *)table.data, (mn_bf16 *)to.data, rows->index, width,
+                   made->words, (int)width });
+    return touch.place();
 }

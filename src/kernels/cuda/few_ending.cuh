@@ -62,11 +62,28 @@ __device__ inline float mn_few_result_of(const mn_few_end &e, float a, float b) 
     return a;
 }
 
-/* One after the other; a lane has its column of all of them. values: of the unit. */
+/* What a list reads ahead of column `column`. */
+__device__ inline uintptr_t mn_few_early_at(const mn_few_unit &u, int i, int column) {
+    return (uintptr_t)u.early[i] + column * u.early_step[i];
+}
+
+/* One after the other, from the unit's products x and y and the words that hold what was read
+ * ahead; a lane has its column of all of them. values: of the unit. */
 __device__ __noinline__ void mn_few_list(const mn_few_unit &u, const mn_few_end *ends,
-                                         mn_few_place place, float (*values)[MN_FEW_COLUMNS]) {
+                                         mn_few_place place, float (*values)[MN_FEW_COLUMNS],
+                                         float x, float y, uint4 early) {
     const int column = threadIdx.x % 32 / 4;
     const bool there = column < u.n_rows, mine = there && threadIdx.x % 4 == 0;
+    const uint32_t held[MN_FEW_EARLY] = { early.x, early.y, early.z, early.w };
+    values[0][column] = x, values[1][column] = y;
+#pragma unroll
+    for (int i = 0; i < MN_FEW_EARLY; i++) {
+        const bool high = mn_few_early_at(u, i, column) & 2;
+        const float narrow = high ? mn_few_high(held[i]) : mn_few_low(held[i]);
+        values[2 + MN_FEW_ENDINGS + i][column] =
+            u.early_wide[i] ? __uint_as_float(held[i]) : narrow;
+    }
+    __syncwarp();
 #pragma unroll 1
     for (int i = 0; i < u.n_ends; i++) {
         const mn_few_end &e = ends[u.first_end + i];
@@ -74,13 +91,13 @@ __device__ __noinline__ void mn_few_list(const mn_few_unit &u, const mn_few_end 
         if (there) a = mn_few_input_of(e.in[0], place, values);
         if (there && e.n_inputs > 1) b = mn_few_input_of(e.in[1], place, values);
         __syncwarp();
-        float y = mn_few_result_of(e, a, b);
+        float z = mn_few_result_of(e, a, b);
         __syncwarp();
-        if (!e.wide) y = mn_few_round(y);
-        values[2 + i][column] = y;
+        if (!e.wide) z = mn_few_round(z);
+        values[2 + i][column] = z;
         const bool stores = mine && (e.per == 1 || column == 0);
-        if (!e.wide) mn_few_deliver(place, stores, (mn_bf16 *)e.to, e.to_words, y);
-        else if (stores) ((float *)e.to)[column] = y;
+        if (!e.wide) mn_few_deliver(place, stores, (mn_bf16 *)e.to, e.to_words, z);
+        else if (stores) ((float *)e.to)[column] = z;
         __syncwarp();
     }
 }
@@ -151,31 +168,14 @@ struct mn_few_finish {
         u.tail[2 * u.N + column] = x;
     }
 
-    __device__ uintptr_t early_at(int i) const {
-        return (uintptr_t)u.early[i] + column * u.early_step[i];
-    }
-
     /* The words of memory that what a list reads lies in. */
     __device__ void ask_early(void) {
 #pragma unroll
         for (int i = 0; i < MN_FEW_EARLY; i++) {
-            if (u.early[i]) held[i] = *(const uint32_t *)(early_at(i) & ~(uintptr_t)3);
+            held[i] = 0;
+            const uintptr_t at = mn_few_early_at(u, i, column);
+            if (u.early[i]) held[i] = *(const uint32_t *)(at & ~(uintptr_t)3);
         }
-    }
-
-    __device__ void list(float x, float y, const mn_few_end *ends,
-                         float (*values)[MN_FEW_COLUMNS]) const {
-        values[0][column] = x, values[1][column] = y;
-#pragma unroll
-        for (int i = 0; i < MN_FEW_EARLY; i++) {
-            if (column >= u.n_rows || !u.early[i]) continue;
-            const bool high = early_at(i) & 2;
-            const float narrow = high ? mn_few_high(held[i]) : mn_few_low(held[i]);
-            values[2 + MN_FEW_ENDINGS + i][column] =
-                u.early_wide[i] ? __uint_as_float(held[i]) : narrow;
-        }
-        __syncwarp();
-        mn_few_list(u, ends, place, values);
     }
 
     /* From the sums, complete in all four lanes. */
@@ -190,7 +190,8 @@ struct mn_few_finish {
         } else if (form == MN_FEW_FUNCTION) {
             result = mn_few_function<true>(u.f, x) * y;
         } else if (form == MN_FEW_LISTED) {
-            list(x, y, ends, values);
+            const uint4 early = make_uint4(held[0], held[1], held[2], held[3]);
+            mn_few_list(u, ends, place, values, x, y, early);
         }
         if (form != MN_FEW_LISTED) {
             mn_few_deliver(place, mine, u.to, words, mn_few_round(result));

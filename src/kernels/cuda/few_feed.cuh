@@ -11,7 +11,7 @@
 
 #if __CUDA_ARCH__ >= 900
 
-/* Asks for a note; returns how long the one behind it is, once it is there. */
+/* Asks for a note. */
 __device__ inline void mn_few_bring_note(mn_few_block &room, const mn_few_place &at,
                                          const char *from, int bytes) {
     mn_few_wait(&room.note_empty[at.note], at.note_turn ^ 1);
@@ -27,9 +27,8 @@ __device__ inline void mn_few_bring_piece(mn_few_block &room, mn_few_place &at,
     if (lane == 0) mn_few_expect(&room.full[at.slot], strip.n_rows * bytes);
     __syncwarp();
     if (lane < strip.n_rows) {
-        mn_few_bring(room.ring[at.slot] + lane * MN_FEW_ROW,
-                     strip.rows + lane * (int64_t)strip.step + chunk * (2 * MN_FEW_CHUNK), bytes,
-                     &room.full[at.slot]);
+        const char *from = strip.rows + lane * (int64_t)strip.step + chunk * (2 * MN_FEW_CHUNK);
+        mn_few_bring_once(room.ring[at.slot] + lane * MN_FEW_ROW, from, bytes, &room.full[at.slot]);
     }
     at.next_slot();
 }
@@ -48,12 +47,24 @@ __device__ inline void mn_few_bring_weights(mn_few_block &room, mn_few_place &at
     }
 }
 
+__device__ inline void mn_few_ask_line(const void *at) {
+    asm volatile("prefetch.global.L2 [%0];" :: "l"(at));
+}
+
 /* A state is too narrow for copies: the second cache is asked for its lines. */
 __device__ inline void mn_few_ask_state(const mn_few_memory_note &m) {
 #pragma unroll 1
     for (int row = threadIdx.x % 32; row < m.K; row += 32) {
-        asm volatile("prefetch.global.L2 [%0];" :: "l"(m.state + row * (int64_t)m.V));
+        mn_few_ask_line(m.state + row * (int64_t)m.V);
     }
+}
+
+/* Lines of K words that others will write: who looks at one that the second cache does not have
+ * waits for memory first. Each block asks for a part. */
+__device__ inline void mn_few_ask_words(const char *words, int K) {
+    enum { LINE = 128, SHARE = 8 };
+    const int line = threadIdx.x % 32 * SHARE + blockIdx.x % SHARE;
+    if (line * LINE < K * 4) mn_few_ask_line(words + line * LINE);
 }
 
 __device__ inline void mn_few_feed(mn_few_block &room, const char *program,
@@ -73,8 +84,14 @@ __device__ inline void mn_few_feed(mn_few_block &room, const char *program,
             mn_few_bring_note(room, next, from, bytes);
             next.next_note();
         }
-        if (note.kind == MN_FEW_MULTIPLY) mn_few_bring_weights(room, at, note.products);
-        else if (note.kind == MN_FEW_RECALL) mn_few_ask_state(note.memory);
+        if (note.kind == MN_FEW_MULTIPLY) {
+            mn_few_ask_words(program + note.products.x, note.products.K);
+            mn_few_bring_weights(room, at, note.products);
+        } else if (note.kind == MN_FEW_RECALL) {
+            mn_few_ask_words(program + note.memory.q.at, note.memory.K);
+            mn_few_ask_words(program + note.memory.e.at, note.memory.K);
+            mn_few_ask_state(note.memory);
+        }
         __syncwarp();
         at.next_note();
     }

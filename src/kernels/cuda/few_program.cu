@@ -1,7 +1,7 @@
 /* few_program.cu - a program (kernels/few.h): one kernel goes through all stages, a block for each
  * processor.
  *
- * A block has one warp that brings notes and weights (few_feed.cuh), and sixteen that multiply. No
+ * A block has one warp that brings notes and weights (few_feed.cuh), and eight that multiply. No
  * barrier stands between stages: a block begins one as soon as the numbers that it reads are there
  * (few_program.cuh), most often while its weights have come already. The launch is cooperative, so
  * that all blocks are there at once. */
@@ -26,15 +26,20 @@ __device__ static void open_barriers(mn_few_block &room) {
     asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory");
 }
 
-/* Numbers from outside to words, two a thread. */
+/* Numbers from outside to words, two a thread at a time. */
 __device__ static void copy(const mn_few_copy_note &p, const mn_few_place &place) {
 #pragma unroll 1
     for (int i = 0; i < p.n; i++) {
-        const int k = threadIdx.x * 2, count = p.of[i].count;
-        if (k >= count) continue;
-        const float low = mn_float(p.of[i].from[k]);
-        const float high = k + 1 < count ? mn_float(p.of[i].from[k + 1]) : 0.0f;
-        mn_few_say(place, p.of[i].words + k * 4, mn_few_two(low, high));
+        const mn_few_copy &c = p.of[i];
+        const mn_bf16 *from = c.from + (c.index ? *c.index * c.row : 0);
+#pragma unroll 1
+        for (int k = threadIdx.x * 2; k < c.count; k += 2 * MN_FEW_THREADS) {
+            const bool two = k + 1 < c.count;
+            const mn_bf16 low = from[k], high = two ? from[k + 1] : low;
+            mn_few_say(place, c.words + k * 4, mn_few_two(mn_float(low), mn_float(high)));
+            if (c.to) c.to[k] = low;
+            if (c.to && two) c.to[k + 1] = high;
+        }
     }
 }
 

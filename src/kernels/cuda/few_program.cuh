@@ -15,10 +15,10 @@
 #include "kernels/cuda/few_work.cuh"
 
 enum {
-    MN_FEW_WARPS = 16,                               // that multiply; one more brings weights
+    MN_FEW_WARPS = 8,                                // that multiply; one more brings weights
     MN_FEW_THREADS = 32 * MN_FEW_WARPS,
     MN_FEW_COLUMNS = MN_FEW_TOGETHER,                // of a strip
-    MN_FEW_SPAN = 64,                                // numbers of a chunk that a warp has
+    MN_FEW_SPAN = 128,                               // numbers of a chunk that a warp has
     MN_FEW_CHUNK = MN_FEW_SPAN * MN_FEW_WARPS,       // numbers of a row in a piece
     MN_FEW_CHUNKS = 4,
     MN_FEW_ROW = 2 * MN_FEW_CHUNK + 64,              // bytes apart: other banks
@@ -27,15 +27,12 @@ enum {
     MN_FEW_STRIPS = 8,                               // of a block in a stage
     MN_FEW_NOTES = 6,                                // stages ahead of which a block knows
     MN_FEW_NOTE_BYTES = 2560,
-    MN_FEW_RECALLED = 16 * MN_FEW_WARPS,             // rows of a memory, at most
+    MN_FEW_RECALLED = 32 * MN_FEW_WARPS,             // rows of a memory, at most
     MN_FEW_TILE = 8,                                 // columns of a memory that a block has
     MN_FEW_EARLY = 4,                                // numbers that a list reads ahead
     MN_FEW_VALUES = 2 + MN_FEW_ENDINGS + MN_FEW_EARLY,
     MN_FEW_NOWHERE = -1,
-#ifndef FEW_ECHOES
-#define FEW_ECHOES 1
-#endif
-    MN_FEW_ECHOES = FEW_ECHOES,                      // places of a word, each read by some blocks
+    MN_FEW_ECHOES = 1,                               // places of a word, each read by some blocks
 };
 
 enum mn_few_stage_kind { MN_FEW_REST, MN_FEW_COPY, MN_FEW_MULTIPLY, MN_FEW_RECALL };
@@ -121,14 +118,19 @@ struct alignas(16) mn_few_memory_note {
     mn_bf16 *o;
 };
 
-/* Numbers that are older than the program, to words. */
+/* Numbers that are older than the program, to words, and to memory where `to` is there. With an
+ * index, those of that row of a table. */
 enum { MN_FEW_COPIES = 16 };    // of a block
+struct mn_few_copy {
+    const mn_bf16 *from;
+    mn_bf16 *to;
+    const int32_t *index;
+    int64_t row;                // numbers from row to row
+    int words, count;           // up to MN_FEW_CHUNK
+};
 struct alignas(16) mn_few_copy_note {
     int n;
-    struct {
-        const mn_bf16 *from;
-        int words, count;       // up to MN_FEW_CHUNK
-    } of[MN_FEW_COPIES];
+    mn_few_copy of[MN_FEW_COPIES];
 };
 
 struct alignas(16) mn_few_note {
@@ -158,7 +160,7 @@ struct alignas(128) mn_few_block {
     unsigned char ring[MN_FEW_SLOTS][MN_FEW_PIECE];
     alignas(16) unsigned char note[MN_FEW_NOTES][MN_FEW_NOTE_BYTES];
     alignas(16) mn_bf16 row[MN_FEW_CHUNKS * MN_FEW_CHUNK];
-    alignas(16) float sums[2][MN_FEW_STRIPS][MN_FEW_COLUMNS][MN_FEW_WARPS + 4];
+    alignas(16) float sums[2][MN_FEW_STRIPS][MN_FEW_COLUMNS][MN_FEW_WARPS + 2];
     alignas(16) float squares[2][MN_FEW_WARPS];
     alignas(16) float2 columns[2][MN_FEW_WARPS][MN_FEW_TILE];
     alignas(16) float4 shared[2][MN_FEW_WARPS];
@@ -217,6 +219,17 @@ __device__ inline void mn_few_expect(uint64_t *barrier, int bytes) {
 __device__ inline void mn_few_bring(void *to, const void *from, int bytes, uint64_t *barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
                  "[%0], [%1], %2, [%3];" ::"r"(mn_few_shared_at(to)), "l"(from), "r"(bytes),
+                 "r"(mn_few_shared_at(barrier)) : "memory");
+}
+
+/* What is not read again in this run: the second cache keeps the rest of the program instead. */
+__device__ inline void mn_few_bring_once(void *to, const void *from, int bytes,
+                                         uint64_t *barrier) {
+    asm volatile("{\n\t.reg .b64 once;\n"
+                 "\tcreatepolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
+                 "\tcp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 ".L2::cache_hint [%0], [%1], %2, [%3], once;\n\t}"
+                 ::"r"(mn_few_shared_at(to)), "l"(from), "r"(bytes),
                  "r"(mn_few_shared_at(barrier)) : "memory");
 }
 

@@ -3,7 +3,7 @@
  *   S' = diag(exp g) S;  w = beta (v - S'^T e);  S = S' + e w';  o = scale S'^T q + scale (q.e) w
  *
  * All that needs a sum over rows of the state is summed at once: S'^T e, S'^T q, q.e and the
- * squares of q and e. A block has eight columns of one memory, a thread four rows of one of them.
+ * squares of q and e. A block has eight columns of one memory, a thread eight rows of one of them.
  * What norms of q and e divide by is a factor of the sums. */
 #ifndef MN_KERNELS_CUDA_FEW_RECALL_CUH
 #define MN_KERNELS_CUDA_FEW_RECALL_CUH
@@ -12,17 +12,32 @@
 
 #if __CUDA_ARCH__ >= 900
 
-enum { MN_FEW_DEEP = 4 };    // rows of a thread
+/* A thread's eight rows of a vector. */
+struct mn_few_rows_of {
+    mn_few_four at[2];
 
-__device__ inline void mn_few_get(float (&x)[MN_FEW_DEEP], const mn_few_four &from) {
-    const uint2 two = from.numbers();
-    x[0] = mn_few_low(two.x), x[1] = mn_few_high(two.x);
-    x[2] = mn_few_low(two.y), x[3] = mn_few_high(two.y);
-}
+    __device__ void ask(const char *words) {
+        at[0].ask(words);
+        at[1].ask(words + 16);
+    }
+
+    __device__ bool there(unsigned run) const {
+        return at[0].there(run) && at[1].there(run);
+    }
+
+    __device__ void get(float (&x)[8]) const {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const uint2 two = at[i].numbers();
+            x[4 * i] = mn_few_low(two.x), x[4 * i + 1] = mn_few_high(two.x);
+            x[4 * i + 2] = mn_few_low(two.y), x[4 * i + 3] = mn_few_high(two.y);
+        }
+    }
+};
 
 /* All that a thread waits for. */
 struct mn_few_inputs_of {
-    mn_few_four q, e, g;
+    mn_few_rows_of q, e, g;
     mn_few_one v, beta, even;
 
     __device__ void ask(const mn_few_memory_note &m, const mn_few_place &place, int row,
@@ -52,56 +67,51 @@ __device__ inline float mn_few_unit_length(const FRONT &front, float squares) {
 }
 
 /* The row as others would find it. */
-__device__ inline void mn_few_keep_front(mn_bf16 *to, const float (&x)[MN_FEW_DEEP], float factor) {
-    *(uint2 *)to = make_uint2(mn_few_two(x[0] * factor, x[1] * factor),
-                              mn_few_two(x[2] * factor, x[3] * factor));
+__device__ inline void mn_few_keep_front(mn_bf16 *to, const float (&x)[8], float factor) {
+    uint4 y;
+    y.x = mn_few_two(x[0] * factor, x[1] * factor), y.y = mn_few_two(x[2] * factor, x[3] * factor);
+    y.z = mn_few_two(x[4] * factor, x[5] * factor), y.w = mn_few_two(x[6] * factor, x[7] * factor);
+    *(uint4 *)to = y;
 }
 
 /* Sums over all rows: of a column, S'^T e and S'^T q; q.e and squares of q and e. */
 struct mn_few_sums {
     float e, q, qe, qq, ee;
 
-    /* Of lanes of the same column. */
-    __device__ void add_lanes(void) {
-#pragma unroll 1
-        for (int lanes = MN_FEW_TILE; lanes < 32; lanes *= 2) {
+    __device__ void gather(mn_few_block &room, int half) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+        for (int lanes = 8; lanes < 32; lanes *= 2) {
             e += __shfl_xor_sync(0xffffffffu, e, lanes);
             q += __shfl_xor_sync(0xffffffffu, q, lanes);
             qe += __shfl_xor_sync(0xffffffffu, qe, lanes);
             qq += __shfl_xor_sync(0xffffffffu, qq, lanes);
             ee += __shfl_xor_sync(0xffffffffu, ee, lanes);
         }
-    }
-
-    __device__ void gather(mn_few_block &room, int half) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        add_lanes();
         if (lane < MN_FEW_TILE) room.columns[half][warp][lane] = make_float2(e, q);
         if (lane == 0) room.shared[half][warp] = make_float4(qe, qq, ee, 0.0f);
         mn_few_meet();
         e = q = qe = qq = ee = 0.0f;
 #pragma unroll
-        for (int i = 0; i < MN_FEW_WARPS / 4; i++) {
-            const int part = lane / MN_FEW_TILE * (MN_FEW_WARPS / 4) + i;
-            const float2 two = room.columns[half][part][lane % MN_FEW_TILE];
-            const float4 three = room.shared[half][part];
+        for (int i = 0; i < MN_FEW_WARPS; i++) {
+            const float2 two = room.columns[half][i][lane % MN_FEW_TILE];
+            const float4 three = room.shared[half][i];
             e += two.x, q += two.y, qe += three.x, qq += three.y, ee += three.z;
         }
-        add_lanes();
     }
 };
 
 __device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_note &m,
                                      mn_few_place &place) {
     const int lane = threadIdx.x % 32, column = lane % MN_FEW_TILE;
-    const int row = threadIdx.x / MN_FEW_TILE * MN_FEW_DEEP;
+    const int row = threadIdx.x / 32 * 32 + lane / MN_FEW_TILE * 8;
     const bool inside = row < m.K;
-    float S[MN_FEW_DEEP] = {}, q[MN_FEW_DEEP] = {}, e[MN_FEW_DEEP] = {}, decay[MN_FEW_DEEP];
+    float S[8] = {}, q[8] = {}, e[8] = {}, decay[8];
     float *state = m.state + row * (int64_t)m.V + column;
     mn_few_inputs_of in;
     mn_few_sums sums = {};
 #pragma unroll
-    for (int j = 0; j < MN_FEW_DEEP; j++) {
+    for (int j = 0; j < 8; j++) {
         if (inside) S[j] = __ldcg(state + j * m.V);
     }
     float v = 0.0f, strength = 1.0f;
@@ -112,12 +122,12 @@ __device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_not
     }
     __syncwarp();
     if (inside) {
-        mn_few_get(q, in.q);
-        mn_few_get(e, in.e);
-        if (m.by_channel) mn_few_get(decay, in.g);
+        in.q.get(q);
+        in.e.get(e);
+        if (m.by_channel) in.g.get(decay);
         const float even = m.has_g && !m.by_channel ? __expf(in.even.number(m.g.odd)) : 1.0f;
 #pragma unroll
-        for (int j = 0; j < MN_FEW_DEEP; j++) {
+        for (int j = 0; j < 8; j++) {
             S[j] *= m.by_channel ? __expf(decay[j]) : even;
             sums.e = fmaf(e[j], S[j], sums.e);
             sums.q = fmaf(q[j], S[j], sums.q);
@@ -126,11 +136,14 @@ __device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_not
             sums.ee = fmaf(e[j], e[j], sums.ee);
         }
     }
+    const auto front_q = m.front[0], front_e = m.front[1];
+    const float scale = m.scale;
+    const bool erases = m.erases;
     sums.gather(room, place.half);
-    const float by_q = mn_few_unit_length(m.front[0], sums.qq);
-    const float by_e = mn_few_unit_length(m.front[1], sums.ee);
-    const float write = strength * by_e * (m.erases ? v - by_e * sums.e : v);
-    const float o = m.scale * by_q * fmaf(sums.qe, write, sums.q);
+    const float by_q = mn_few_unit_length(front_q, sums.qq);
+    const float by_e = mn_few_unit_length(front_e, sums.ee);
+    const float write = strength * by_e * (erases ? v - by_e * sums.e : v);
+    const float o = scale * by_q * fmaf(sums.qe, write, sums.q);
     if (threadIdx.x < 32) {
         const uint32_t own = mn_few_bits(o), right = __shfl_down_sync(0xffffffffu, own, 1);
         if (lane < MN_FEW_TILE && lane % 2 == 0 && m.o_words >= 0) {
@@ -140,9 +153,9 @@ __device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_not
     }
     if (inside) {
 #pragma unroll
-        for (int j = 0; j < MN_FEW_DEEP; j++) state[j * m.V] = fmaf(e[j], write, S[j]);
-        if (column == 0 && m.front[0].to) mn_few_keep_front(m.front[0].to + row, q, by_q);
-        if (column == 0 && m.front[1].to) mn_few_keep_front(m.front[1].to + row, e, by_e);
+        for (int j = 0; j < 8; j++) state[j * m.V] = fmaf(e[j], write, S[j]);
+        if (column == 0 && front_q.to) mn_few_keep_front(front_q.to + row, q, by_q);
+        if (column == 0 && front_e.to) mn_few_keep_front(front_e.to + row, e, by_e);
     }
     place.half ^= 1;
 }

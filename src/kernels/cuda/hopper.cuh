@@ -28,6 +28,15 @@ __device__ inline uint32_t mn_shared_at(const void *at) {
     return (uint32_t)__cvta_generic_to_shared(at);
 }
 
+/* Shows products and the copy engine what this thread wrote to shared memory, or others did before
+ * a barrier that it has passed. Those who copy by themselves must not do it: it would wait for all
+ * copies that they have under way. */
+__device__ inline void mn_shared_show(void) {
+#if MN_HAS_WGMMA
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 /* ---- barriers -------------------------------------------------------------------------------- */
 
 __device__ inline void mn_barrier_open(uint64_t *barrier, int n_arrivals) {
@@ -47,6 +56,12 @@ __device__ inline void mn_barrier_wait(const uint64_t *barrier, int phase) {
                  "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
                  "@!done bra again;\n\t}" ::"r"(mn_shared_at(barrier)), "r"(phase) : "memory");
 #endif
+}
+
+/* This warp has done with what lies behind the barrier. */
+__device__ inline void mn_barrier_release(uint64_t *barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mn_barrier_arrive(barrier);
 }
 
 #endif

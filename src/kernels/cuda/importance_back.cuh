@@ -125,7 +125,7 @@ struct alignas(16) chunk_room {
 };
 
 /* Tile i, what has come for it and i - 1, and what warps told of it, or still of i + 1: that is
- * added up at the beginning of tile i, and `added` counts the warps that have. */
+ * added up at the beginning of tile i, and `added` counts the threads that have. */
 template <typename Block>
 struct backward_room {
     tile<Block, BACKWARD_PASS> in;
@@ -141,19 +141,16 @@ struct backward_room {
 
 /* ---- a barrier that warps pass before others have come --------------------------------------- */
 
-__device__ __forceinline__ void open_barrier(uint64_t *barrier, int warps) {
+__device__ __forceinline__ void open_barrier(uint64_t *barrier, int threads) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(barrier);
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(warps) : "memory");
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(threads) : "memory");
 }
 
-/* This warp has come. */
+/* This thread has come: each does, so that tools see what is ordered. */
 __device__ __forceinline__ void arrive_at(uint64_t *barrier) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(barrier);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) {
-        asm volatile("{\n\t.reg .b64 state;\n\t"
-                     "mbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(at) : "memory");
-    }
+    asm volatile("{\n\t.reg .b64 state;\n\t"
+                 "mbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(at) : "memory");
 }
 
 /* Until all have, for the phase'th time (0, 1, 0, ...). */
@@ -551,7 +548,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
     backward_room<Block> &r = *(backward_room<Block> *)shared;
     int phase = 0;    // of r.added
     r.in.open();
-    if (threadIdx.x == 0) open_barrier(&r.added, Block::WARPS);
+    if (threadIdx.x == 0) open_barrier(&r.added, Block::THREADS);
     if (threadIdx.x < 32) r.ones[threadIdx.x] = make_uint2(identity(), identity());
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);

@@ -90,11 +90,13 @@ walk_gates_kernel(const __grid_constant__ mn_importance_args p, const gates *dec
     for (int end = n_tiles; end > 0; end -= WALKED) {
         const int first = max(end - WALKED, 0);
         for (int from = first; from < end; from += AT_ONCE) {
-            const int tile = min(from + (int)threadIdx.x / TOKENS, end - 1);
+            const int wanted = from + (int)threadIdx.x / TOKENS, tile = min(wanted, end - 1);
             const gates &g = along.decays[tile * along.heads];
             float keeps;
             const float C = along.local(keeps, along.token(tile).y, g);
-            if (t == 0) r.keeps[tile - first] = g.a[0] * keeps, r.share[tile - first] = g.a[0] * C;
+            if (t > 0 || wanted >= end) continue;
+            r.keeps[tile - first] = g.a[0] * keeps;
+            r.share[tile - first] = g.a[0] * C;
         }
         __syncthreads();
         if (threadIdx.x == 0) {

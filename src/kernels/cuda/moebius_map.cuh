@@ -74,10 +74,15 @@ struct ray_map {
     float f, s, r, mean;
     float to_lam, to_eta;
 
-    /* In front of the first token, where the ray is x and lam and eta are given. */
-    __device__ __forceinline__ static ray_map from(const ray &x, float lam, float eta) {
-        const float by = mn_inverse(lam), mean = eta * by;
-        return { x.d, by, -mean, mean, 0.0f, 0.0f };
+    /* In front of the first token, where the ray is x. */
+    __device__ __forceinline__ static ray_map from(const ray &x) {
+        const float by = mn_inverse(x.n), mean = x.e * by;
+        return { x.d, x.d * by, -mean, mean, 0.0f, 0.0f };
+    }
+
+    /* Of no tokens, whatever x may be. */
+    __device__ __forceinline__ static ray_map none(const ray &x) {
+        return { x.d, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f };
     }
 
     /* One token more, behind which the ray is x; g is what its read says. */
