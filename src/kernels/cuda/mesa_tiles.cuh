@@ -8,10 +8,9 @@
  *   L_ik = C_ik D_k^-1       C_ij -= L_ik C_jk'      z_i -= L_ik z_k         i >= j > k
  *   x_k = D_k^-1 z_k - sum over i > k of L_ik'x_i
  *
- * so that M = L D L' and nothing but tiles of eight is inverted. All in double: any data is solved
- * to the accuracy of its statistics. Warps of a team show each other column k of tiles, and then
- * sums, at one barrier for each k; what takes time is the chain of inverses. A block has eight
- * warps, all of which call. */
+ * so that M = L D L' and nothing but tiles of eight is inverted. All in double, but for the first
+ * guess of an inverse: any data is solved to the accuracy of its statistics. Warps of a team show
+ * each other column k of tiles, and then sums, at one barrier of the block for each k. */
 #ifndef MN_KERNELS_CUDA_MESA_TILES_CUH
 #define MN_KERNELS_CUDA_MESA_TILES_CUH
 
@@ -63,18 +62,11 @@ struct mn_mesa_shown<4> {};
 template <>
 struct mn_mesa_shown<2> {};
 
-/* A barrier of the team; teams of several warps keep abreast of each other. */
+/* A barrier of the team; where teams have several warps, of the block, whose teams do the same. */
 template <int WARPS>
 __device__ inline void mn_mesa_meet(void) {
     if (WARPS == 1) __syncwarp();
     else __syncthreads();
-}
-
-/* The two warps of a block of eight that share a scheduler wait for each other. Sums and products
- * of doubles, of which inverses are chains, stand still for as long as the other warp has products
- * of tiles to begin; side by side both warps' chains take the time of one. */
-__device__ inline void mn_mesa_abreast(void) {
-    asm volatile("bar.sync %0, 64;" :: "r"(1 + (int)threadIdx.x / 32 % 4) : "memory");
 }
 
 __device__ inline double mn_mesa_from(double x, int lane) {
@@ -263,7 +255,6 @@ __device__ __forceinline__ void mn_mesa_solve_warp(mn_mesa_matrix<N> &m, float *
         if (8 * k >= K) continue;
         double(&tile)[2] = m.at[k / 2][k][k % 2];
         mn_mesa_invert(tile);
-        mn_mesa_abreast();
         double z[SIDES][2];
         const double d[2] = { -tile[0], -tile[1] };
 #pragma unroll
