@@ -42,7 +42,7 @@ __device__ inline float mn_few_input_of(const mn_few_input &in, const mn_few_pla
     if (in.from >= 0) return values[in.from][column];
     mn_few_one x;
     do {
-        x.ask(place.program + in.source.at + i / 2 * 8);
+        x.ask(place.words + in.source.at + i / 2 * 8);
     } while (!x.there(place.run));
     return x.number(i % 2);
 }
@@ -131,7 +131,7 @@ struct mn_few_finish {
     /* The word of what is added. */
     __device__ void ask_plus(void) {
         mn_few_one word;
-        word.ask(place.program + u.plus.at + column / 2 * 8);
+        word.ask(place.words + u.plus.at + column / 2 * 8);
         held[0] = (uint32_t)word.a, held[1] = (uint32_t)(word.a >> 32);
     }
 

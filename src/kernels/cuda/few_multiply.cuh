@@ -40,7 +40,7 @@ __device__ inline float mn_few_bring_row(mn_bf16 *row, const mn_few_products_not
                                          const mn_few_place &place) {
     const int first = threadIdx.x / 32 * MN_FEW_SPAN + threadIdx.x % 32 * 4, K = p.K;
     const bool gated = p.way == MN_FEW_GATED, norm = p.way != MN_FEW_AS_IT_IS;
-    const char *words = place.program + first * 4;
+    const char *words = place.words + first * 4;
     mn_few_four x[MN_FEW_CHUNKS], z;
     uint2 weight = make_uint2(0x3f803f80u, 0x3f803f80u);    // ones
     if (p.weight && first < K) weight = *(const uint2 *)(p.weight + (first & p.wrap));

@@ -43,9 +43,11 @@ __device__ static void copy(const mn_few_copy_note &p, const mn_few_place &place
     }
 }
 
-__device__ static void work(mn_few_block &room, const char *program, unsigned run, int n_stages) {
+__device__ static void work(mn_few_block &room, const char *program, unsigned run, int n_stages,
+                            int apart) {
     mn_few_place place = {};
-    place.run = run, place.program = program;
+    place.run = run, place.apart = apart;
+    place.back = (int)(blockIdx.x % MN_FEW_ECHOES) * apart, place.words = program + place.back;
 #pragma unroll 1
     for (int i = 0; i < n_stages; i++) {
         mn_few_wait(&room.note_full[place.note], place.note_turn);
@@ -70,7 +72,7 @@ __device__ static void leave(mn_few_head *head, unsigned run) {
 #endif
 
 __global__ void __launch_bounds__(THREADS, 1)
-few_program_kernel(char *program, int n_stages) {
+few_program_kernel(char *program, int n_stages, int apart) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_few_block &room = *(mn_few_block *)bytes;
@@ -80,7 +82,7 @@ few_program_kernel(char *program, int n_stages) {
     if (threadIdx.x == 0) open_barriers(room);
     __syncthreads();
     if (threadIdx.x >= MN_FEW_THREADS) mn_few_feed(room, program, start, n_stages);
-    else work(room, program, run, n_stages);
+    else work(room, program, run, n_stages, apart);
     leave(head, run);
 #endif
 }
@@ -117,7 +119,7 @@ int mn_few_blocks(void) {
     return blocks - 1;
 }
 
-int mn_few_start_program(void *program, int n_stages, void *stream) {
+int mn_few_start_program(void *program, int n_stages, int apart, void *stream) {
     cudaError_t code = cudaFuncSetAttribute(few_program_kernel,
                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             (int)sizeof(mn_few_block));
@@ -129,5 +131,6 @@ int mn_few_start_program(void *program, int n_stages, void *stream) {
     how.gridDim = dim3((unsigned)mn_few_blocks()), how.blockDim = dim3(THREADS);
     how.dynamicSmemBytes = sizeof(mn_few_block), how.stream = (cudaStream_t)stream;
     how.attrs = &together, how.numAttrs = 1;
-    return (int)cudaLaunchKernelEx(&how, few_program_kernel, (char *)program, n_stages);
+    return (int)cudaLaunchKernelEx(&how, few_program_kernel, (char *)program, n_stages,
+                                   apart);
 }

@@ -32,6 +32,7 @@ enum {
     MN_FEW_EARLY = 4,                                // numbers that a list reads ahead
     MN_FEW_VALUES = 2 + MN_FEW_ENDINGS + MN_FEW_EARLY,
     MN_FEW_NOWHERE = -1,
+    MN_FEW_ECHOES = 1,                               // places of a word, each read by some blocks
 };
 
 enum mn_few_stage_kind { MN_FEW_REST, MN_FEW_COPY, MN_FEW_MULTIPLY, MN_FEW_RECALL };
@@ -173,7 +174,8 @@ struct alignas(128) mn_few_block {
 struct mn_few_place {
     int slot, note, half;
     unsigned turn, note_turn, run;
-    const char *program;
+    const char *words;    // of the program, those that this block reads
+    int back, apart;      // from there to the first place of all words, and from place to place
 
     __device__ void next_slot(void) {
         if (++slot == MN_FEW_SLOTS) slot = 0, turn ^= 1;
@@ -239,8 +241,12 @@ __device__ inline void mn_few_meet(void) {
 /* ---- flagged words --------------------------------------------------------------------------- */
 
 __device__ inline void mn_few_say(const mn_few_place &place, int word, uint32_t two) {
-    asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(place.program + word),
-                 "l"((uint64_t)place.run << 32 | two) : "memory");
+    const char *to = place.words - place.back + word;
+#pragma unroll
+    for (int i = 0; i < MN_FEW_ECHOES; i++, to += place.apart) {
+        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to),
+                     "l"((uint64_t)place.run << 32 | two) : "memory");
+    }
 }
 
 /* Four neighbours: two words, as they were found. */

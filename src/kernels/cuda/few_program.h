@@ -5,6 +5,7 @@
 /* Blocks of a program on the machine in use; 0: it runs none. */
 int mn_few_blocks(void);
 
-int mn_few_start_program(void *program, int n_stages, void *stream);
+/* `apart`: bytes from one place of a word to the next. */
+int mn_few_start_program(void *program, int n_stages, int apart, void *stream);
 
 #endif

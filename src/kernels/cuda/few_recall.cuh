@@ -42,16 +42,16 @@ struct mn_few_inputs_of {
 
     __device__ void ask(const mn_few_memory_note &m, const mn_few_place &place, int row,
                         int column) {
-        const char *words = place.program + row * 4;
+        const char *words = place.words + row * 4;
         const unsigned run = place.run;
         bool there;
         do {
             q.ask(words + m.q.at);
             e.ask(words + m.e.at);
-            v.ask(place.program + m.v.at + column / 2 * 8);
+            v.ask(place.words + m.v.at + column / 2 * 8);
             if (m.by_channel) g.ask(words + m.g.at);
-            else if (m.has_g) even.ask(place.program + m.g.at);
-            if (m.has_beta) beta.ask(place.program + m.beta.at);
+            else if (m.has_g) even.ask(place.words + m.g.at);
+            if (m.has_beta) beta.ask(place.words + m.beta.at);
             there = q.there(run) && e.there(run) && v.there(run);
             if (m.by_channel) there = there && g.there(run);
             else if (m.has_g) there = there && even.there(run);

@@ -51,7 +51,7 @@ static int64_t words_at(const mn_few_program *p) {
 extern "C" size_t mn_few_program_bytes(const mn_few_program *p) {
     if (p->failed) return sizeof(mn_few_head);    // the launch says so
     if (p->n_stages + p->n_copies == 0) return 0;
-    return (size_t)(words_at(p) + p->words);
+    return (size_t)(words_at(p) + MN_FEW_ECHOES * p->words);
 }
 
 /* Which words are read: a byte for each MN_FEW_WORDS_ALIGNED of them. */
@@ -146,5 +146,5 @@ extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
 
 extern "C" int mn_few_program_launch(const mn_few_program *p, void *there, void *stream) {
     if (p->failed) return (int)cudaErrorMemoryAllocation;
-    return mn_few_start_program(there, 1 + p->n_stages, stream);
+    return mn_few_start_program(there, 1 + p->n_stages, (int)p->words, stream);
 }
