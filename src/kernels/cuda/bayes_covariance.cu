@@ -46,7 +46,6 @@ struct alignas(16) room {
     double raise[of::WORKERS][2], raises[of::ALL / 4][2];
     double undo[MN_WALK_CHUNK][MN_WALK_CHUNK + 4];
     mn_pivot_room token;
-    uint64_t steep[2];                               // whether the next chunk is, in turn
     uint64_t told[2];                                // barriers: sums, panel of other blocks
     uint64_t arrived[2];                             // keys and the like, queries
     double queries[8][2 * RP + 2];                   // last: only where they are wanted
@@ -569,14 +568,13 @@ __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene
 
 /* Tokens [s.low, s.high) of the chunk in the room, after which `chunks` are done (0: not yet), and
  * the one at `next` (-1: none) asked for. `first`: the first ones behind a P_0 that was handed in.
- * `there`: workers have B. They go on to that of the chunk at `next`, and say so, if that is not
- * steep. `r2` is the pivot's, of lane's token. */
+ * `there`: workers have B; `ahead`: they go on to that of the chunk at `next`. `r2` is the pivot's,
+ * of lane's token. */
 template <bool PIVOT, int RP, int CL>
-__device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
+__device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
                                const mn_walk_job &job, double r2, int64_t next, int chunks,
-                               bool first, bool there) {
+                               bool first, bool there, bool ahead) {
     using of = sizes<RP, CL>;
-    bool ahead = false;
     for (bool again = false;; again = true) {
         if (PIVOT) {
             if (mine.lane < MN_WALK_CHUNK) m.token.r2[mine.lane] = r2;
@@ -614,12 +612,10 @@ __device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
         meet<2, of::THREADS>();
         await<CL>(&m.told[1], s.turns[1]);
         if (threadIdx.x == 0) expect<CL>(&m.told[1], of::PANEL_BYTES);
-        ahead = next >= 0 && !m.steep[s.chunk % 2];
         if (ahead) mine.template write<true>(m);
         else mine.template write<false>(m);
     }
     s.turns[1]++;
-    return ahead;
 }
 
 /* Parts of qh'Ph qh, by four workers each: 32 rows. */
@@ -660,9 +656,9 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
         ask(m, job, s.place, 0, s.rank), ask_queries(m, job, s.place);
         mn_walk_await(&m.arrived[0], 0);
     }
-    bool steep_next = chunks > 0 && job.work.steep[s.place], there = false;
     __syncthreads();
     tell<CL>(), hear<CL>();
+    bool steep_next = chunks > 0 && job.work.steep[s.place], there = false;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         const bool steep = steep_next, last = chunk + 1 == chunks;
         const int64_t next = last ? -1 : (slot + chunk + 1) * call.H + s.h;
@@ -672,9 +668,7 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
         s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
         s.chunk = (unsigned)chunk, s.buffer = chunk % 2;
         if (PIVOT) r2_next = noise_at(job, s, t + MN_WALK_CHUNK + mine.lane % 16);
-        /* A worker has no register to wait for it in. */
-        if (PIVOT) steep_next = !last && job.work.steep[next];
-        if (PIVOT && mine.lane == 0) m.steep[chunk % 2] = steep_next;
+        steep_next = !last && job.work.steep[next];
         for (int token = steep ? -1 : 0; token < end; token++) {
             const bool first = job.p.P0.data && chunk == 0 && token == 0, ends = token + 1 == end;
             s.low = 0, s.high = MN_WALK_CHUNK;    // zeros behind the last token
@@ -684,11 +678,12 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
                 __syncthreads();
                 fill_steep(m, job, s, token);
             }
-            there = advance<PIVOT>(mine, m, s, job, !steep || mine.lane % 16 == token ? r2 : 1.0,
-                                   ends ? next : -1, ends ? (int)chunk + 1 : 0, first, there);
+            const bool ahead = ends && !last && !steep_next;
+            advance<PIVOT>(mine, m, s, job, !steep || mine.lane % 16 == token ? r2 : 1.0,
+                           ends ? next : -1, ends ? (int)chunk + 1 : 0, first, there, ahead);
+            there = ahead;
             if (!PIVOT) put_spread(m, s, job);
         }
-        if (!PIVOT) steep_next = !there;
     }
     if (!PIVOT) mine.store(job, s);
 }
