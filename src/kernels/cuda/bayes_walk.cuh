@@ -31,6 +31,7 @@
 #ifndef MN_KERNELS_CUDA_BAYES_WALK_CUH
 #define MN_KERNELS_CUDA_BAYES_WALK_CUH
 
+#include "kernels/cuda/bulk.cuh"
 #include "kernels/cuda/common.cuh"
 #include "kernels/cuda/dmma.cuh"
 
@@ -128,19 +129,15 @@ __device__ inline mn_walk_columns mn_walk_columns_of(const mn_call &call, int64_
  * they are there, and a barrier of the block has to follow. */
 __device__ inline void mn_walk_open(uint64_t *arrived) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;\n\t"
-                 "fence.mbarrier_init.release.cluster;" ::"r"(
-                     (unsigned)__cvta_generic_to_shared(arrived))
-                 : "memory");
+    mn_barrier_open(arrived, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
 }
 
 /* `count` doubles are to come, by one thread. */
 __device__ inline void mn_walk_expect(uint64_t *arrived, int count) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     (unsigned)__cvta_generic_to_shared(arrived)), "r"(8 * count)
-                 : "memory");
+    mn_bulk_expect(arrived, 8 * count);
 #endif
 }
 
@@ -155,14 +152,10 @@ __device__ inline void mn_walk_before_copies(void) {
 template <int COUNT>
 __device__ inline void mn_walk_fetch(double *to, const double *from, uint64_t *arrived) {
     const int lane = (int)threadIdx.x % 32;
-    const unsigned there = (unsigned)__cvta_generic_to_shared(to);
 #if __CUDA_ARCH__ >= 900
-    if (lane > 0) return;
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1], %2, [%3];" ::"r"(there), "l"(from), "n"(8 * COUNT),
-                 "r"((unsigned)__cvta_generic_to_shared(arrived))
-                 : "memory");
+    if (lane == 0) mn_bulk_copy_plain(to, from, 8 * COUNT, arrived);
 #else
+    const uint32_t there = mn_shared_at(to);
     for (int at = 2 * lane; at < COUNT; at += 64) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there + 8 * at),
                      "l"(from + at)

@@ -54,9 +54,9 @@ inline bool mn_bulk_map(CUtensorMap *map, const View &view, const mn_call &call,
                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-/* ---- on the device --------------------------------------------------------------------------- */
+/* ---- on the device, from 9.0 on -------------------------------------------------------------- */
 
-#if MN_HAS_WGMMA
+#if __CUDA_ARCH__ >= 900
 
 /* Shows barriers just opened to the copy engine; a barrier of the block has to follow. */
 __device__ inline void mn_bulk_barriers_open(void) {

@@ -14,17 +14,17 @@
 /* Asks for a note. */
 __device__ inline void mn_few_bring_note(mn_few_block &room, const mn_few_place &at,
                                          const char *from, int bytes) {
-    mn_few_wait(&room.note_empty[at.note], at.note_turn ^ 1);
+    mn_barrier_wait(&room.note_empty[at.note], at.note_turn ^ 1);
     if (threadIdx.x % 32 > 0) return;
-    mn_few_expect(&room.note_full[at.note], bytes);
-    mn_few_bring(room.note[at.note], from, bytes, &room.note_full[at.note]);
+    mn_bulk_expect(&room.note_full[at.note], bytes);
+    mn_bulk_copy_plain(room.note[at.note], from, bytes, &room.note_full[at.note]);
 }
 
 __device__ inline void mn_few_bring_piece(mn_few_block &room, mn_few_place &at,
                                           const mn_few_strip &strip, int chunk, int bytes) {
     const int lane = threadIdx.x % 32;
-    mn_few_wait(&room.empty[at.slot], at.turn ^ 1);
-    if (lane == 0) mn_few_expect(&room.full[at.slot], strip.n_rows * bytes);
+    mn_barrier_wait(&room.empty[at.slot], at.turn ^ 1);
+    if (lane == 0) mn_bulk_expect(&room.full[at.slot], strip.n_rows * bytes);
     __syncwarp();
     if (lane < strip.n_rows) {
         const char *from = strip.rows + lane * (int64_t)strip.step + chunk * (2 * MN_FEW_CHUNK);
@@ -76,7 +76,7 @@ __device__ inline void mn_few_feed(mn_few_block &room, const char *program,
     next.next_note();
 #pragma unroll 1
     for (int i = 0; i < n_stages; i++) {
-        mn_few_wait(&room.note_full[at.note], at.note_turn);
+        mn_barrier_wait(&room.note_full[at.note], at.note_turn);
         const mn_few_note &note = *(const mn_few_note *)room.note[at.note];
         if (i + 1 < n_stages) {
             from += bytes;

@@ -132,12 +132,12 @@ __device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_p
             const int slot = place.slot, left = K - from;
             uint4 a[MN_FEW_UNITS], b[MN_FEW_UNITS];
             if (first == 0 || chunks > 1) mn_few_lane_row(x, room.row + from, left);
-            mn_few_wait(&room.full[slot], place.turn);
+            mn_barrier_wait(&room.full[slot], place.turn);
             place.next_slot();
             mn_few_lane_part(a, room.ring[slot] + at, left);
             const int other = place.slot;
             if (two) {
-                mn_few_wait(&room.full[other], place.turn);
+                mn_barrier_wait(&room.full[other], place.turn);
                 place.next_slot();
                 mn_few_lane_part(b, room.ring[other] + at, left);
             }
@@ -150,8 +150,8 @@ __device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_p
                 }
             }
             __syncwarp();
-            if (lane == 0) mn_few_arrive(&room.empty[slot]);
-            if (lane == 0 && two) mn_few_arrive(&room.empty[other]);
+            if (lane == 0) mn_barrier_arrive(&room.empty[slot]);
+            if (lane == 0 && two) mn_barrier_arrive(&room.empty[other]);
         }
         if (lane % 4 > 0) continue;
         enum { STRIP = MN_FEW_COLUMNS * (MN_FEW_WARPS + 2) };

@@ -16,14 +16,14 @@ enum { THREADS = MN_FEW_THREADS + 32 };
 
 __device__ static void open_barriers(mn_few_block &room) {
     for (int i = 0; i < MN_FEW_SLOTS; i++) {
-        mn_few_open(&room.full[i], 1);
-        mn_few_open(&room.empty[i], MN_FEW_WARPS);
+        mn_barrier_open(&room.full[i], 1);
+        mn_barrier_open(&room.empty[i], MN_FEW_WARPS);
     }
     for (int i = 0; i < MN_FEW_NOTES; i++) {
-        mn_few_open(&room.note_full[i], 1);
-        mn_few_open(&room.note_empty[i], MN_FEW_WARPS);
+        mn_barrier_open(&room.note_full[i], 1);
+        mn_barrier_open(&room.note_empty[i], MN_FEW_WARPS);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;\n\tfence.proxy.async;" ::: "memory");
+    mn_bulk_barriers_open();
 }
 
 /* Numbers from outside to words, two a thread at a time. */
@@ -50,13 +50,13 @@ __device__ static void work(mn_few_block &room, const char *program, unsigned ru
     place.back = (int)(blockIdx.x % MN_FEW_ECHOES) * apart, place.words = program + place.back;
 #pragma unroll 1
     for (int i = 0; i < n_stages; i++) {
-        mn_few_wait(&room.note_full[place.note], place.note_turn);
+        mn_barrier_wait(&room.note_full[place.note], place.note_turn);
         const mn_few_note &note = *(const mn_few_note *)room.note[place.note];
         if (note.kind == MN_FEW_MULTIPLY) mn_few_multiply(room, note, place);
         else if (note.kind == MN_FEW_RECALL) mn_few_recall(room, note.memory, place);
         else if (note.kind == MN_FEW_COPY) copy(note.copy, place);
         __syncwarp();
-        if (threadIdx.x % 32 == 0) mn_few_arrive(&room.note_empty[place.note]);
+        if (threadIdx.x % 32 == 0) mn_barrier_arrive(&room.note_empty[place.note]);
         place.next_note();
     }
 }

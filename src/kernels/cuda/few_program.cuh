@@ -12,6 +12,7 @@
 #ifndef MN_KERNELS_CUDA_FEW_PROGRAM_CUH
 #define MN_KERNELS_CUDA_FEW_PROGRAM_CUH
 
+#include "kernels/cuda/bulk.cuh"
 #include "kernels/cuda/few_work.cuh"
 
 enum {
@@ -186,41 +187,7 @@ struct mn_few_place {
     }
 };
 
-/* ---- barriers of shared memory --------------------------------------------------------------- */
-
-__device__ inline uint32_t mn_few_shared_at(const void *at) {
-    return (uint32_t)__cvta_generic_to_shared(at);
-}
-
 #if __CUDA_ARCH__ >= 900
-
-__device__ inline void mn_few_open(uint64_t *barrier, int count) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(mn_few_shared_at(barrier)), "r"(count)
-                 : "memory");
-}
-
-__device__ inline void mn_few_wait(uint64_t *barrier, unsigned turn) {
-    asm volatile("{\n\t.reg .pred there;\n"
-                 "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 there, [%0], %1;\n"
-                 "\t@!there bra again;\n\t}"
-                 ::"r"(mn_few_shared_at(barrier)), "r"(turn) : "memory");
-}
-
-__device__ inline void mn_few_arrive(uint64_t *barrier) {
-    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(mn_few_shared_at(barrier)) : "memory");
-}
-
-/* Arrives at a barrier whose phase ends when `bytes` have come, too. */
-__device__ inline void mn_few_expect(uint64_t *barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;"
-                 ::"r"(mn_few_shared_at(barrier)), "r"(bytes) : "memory");
-}
-
-__device__ inline void mn_few_bring(void *to, const void *from, int bytes, uint64_t *barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
-                 "[%0], [%1], %2, [%3];" ::"r"(mn_few_shared_at(to)), "l"(from), "r"(bytes),
-                 "r"(mn_few_shared_at(barrier)) : "memory");
-}
 
 /* What is not read again in this run: the second cache keeps the rest of the program instead. */
 __device__ inline void mn_few_bring_once(void *to, const void *from, int bytes,
@@ -229,8 +196,8 @@ __device__ inline void mn_few_bring_once(void *to, const void *from, int bytes,
                  "\tcreatepolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
                  "\tcp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                  ".L2::cache_hint [%0], [%1], %2, [%3], once;\n\t}"
-                 ::"r"(mn_few_shared_at(to)), "l"(from), "r"(bytes),
-                 "r"(mn_few_shared_at(barrier)) : "memory");
+                 ::"r"(mn_shared_at(to)), "l"(from), "r"(bytes),
+                 "r"(mn_shared_at(barrier)) : "memory");
 }
 
 /* All warps that multiply. */

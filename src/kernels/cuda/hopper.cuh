@@ -1,6 +1,6 @@
 /* hopper.cuh - what code for Hopper (sm_90a) starts from: whether it is compiled for, whether the
- * device is one, and barriers in shared memory between those that bring tiles and those that use
- * them. */
+ * device is one, and barriers in shared memory between those that bring something and those that
+ * use it, which all machines from 9.0 on have. */
 #ifndef MN_KERNELS_CUDA_HOPPER_CUH
 #define MN_KERNELS_CUDA_HOPPER_CUH
 
@@ -50,7 +50,7 @@ __device__ inline void mn_barrier_arrive(uint64_t *barrier) {
 
 /* Waits until the barrier's phase `phase` (0, 1, 0, ...) is over. */
 __device__ inline void mn_barrier_wait(const uint64_t *barrier, int phase) {
-#if MN_HAS_WGMMA
+#if __CUDA_ARCH__ >= 900
     asm volatile("{\n\t.reg .pred done;\n"
                  "again:\n\t"
                  "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"

@@ -20,6 +20,7 @@
 #ifndef MN_KERNELS_CUDA_IMPORTANCE_BACK_CUH
 #define MN_KERNELS_CUDA_IMPORTANCE_BACK_CUH
 
+#include "kernels/cuda/hopper.cuh"
 #include "kernels/cuda/importance_mma.cuh"
 
 namespace importance::by_mma {
@@ -141,19 +142,8 @@ struct backward_room {
 
 /* ---- a barrier that warps pass before others have come --------------------------------------- */
 
-__device__ __forceinline__ void open_barrier(uint64_t *barrier, int threads) {
-    const unsigned at = (unsigned)__cvta_generic_to_shared(barrier);
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(at), "r"(threads) : "memory");
-}
-
-/* This thread has come: each does, so that tools see what is ordered. */
-__device__ __forceinline__ void arrive_at(uint64_t *barrier) {
-    const unsigned at = (unsigned)__cvta_generic_to_shared(barrier);
-    asm volatile("{\n\t.reg .b64 state;\n\t"
-                 "mbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(at) : "memory");
-}
-
-/* Until all have, for the phase'th time (0, 1, 0, ...). */
+/* Until all threads have arrived (each does, so that tools see what is ordered), for the phase'th
+ * time (0, 1, 0, ...); on machines before 9.0, too, which mn_barrier_wait does not serve. */
 __device__ __forceinline__ void wait_at(uint64_t *barrier, int phase) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(barrier);
     unsigned done;
@@ -548,7 +538,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
     backward_room<Block> &r = *(backward_room<Block> *)shared;
     int phase = 0;    // of r.added
     r.in.open();
-    if (threadIdx.x == 0) open_barrier(&r.added, Block::THREADS);
+    if (threadIdx.x == 0) mn_barrier_open(&r.added, Block::THREADS);
     if (threadIdx.x < 32) r.ones[threadIdx.x] = make_uint2(identity(), identity());
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
@@ -582,7 +572,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
                 const int64_t first = (int64_t)(i + 1) * TOKENS;
                 put_tile(r, r.came[~i & 1], length - (int)first, first);
             }
-            arrive_at(&r.added);
+            mn_barrier_arrive(&r.added);
             const float *front = (const float *)&r.states[again(i) & 1][0][thread_again()];
             const walk<Block, BACKWARD_PASS> along(r.in);
             if (i == n_tiles - 1) {
