@@ -255,7 +255,7 @@ typedef struct mn_delta_args {
     mn_call call;                         // B T H K V
     double scale;
     int decay;
-    int q_late;                           // the launch just before makes q, and all else is older
+    const struct mn_curvature_args *query;    // NULL; on a GPU, T > 1: makes q on the way
     mn_in q, e, w, v, beta, g, state0;    // e, w (B,T,H,K); beta (B,T,H)
     mn_out o, state;
     struct { mn_in o, state; } cot;

@@ -3,7 +3,7 @@
  *
  * Backward computes the cleaned query again, takes its cotangent from the memory and hands it to
  * curvature, which adds its gradient of the key to the memory's. On a GPU a delta-rule memory's
- * forward pass prepares its chunks beside curvature. */
+ * forward pass goes on beside curvature. */
 #include "base/status.h"
 #include "ops/compose.h"
 #include "ops/rows.h"
@@ -15,12 +15,13 @@ static mn_curvature_args contraction(const mn_ccq_read_args *p, mn_out qt) {
     };
 }
 
-/* The memory behind the read, reading qt; dqt is the gradient of its query. */
-static mn_status run_memory(mn_context *context, mn_pass pass, const mn_ccq_read_args *p, mn_out qt,
-                            mn_out dqt) {
+/* The memory behind the read, reading qt, which `query` makes on the way unless it is NULL; dqt is
+ * the gradient of its query. */
+static mn_status run_memory(mn_context *context, mn_pass pass, const mn_ccq_read_args *p,
+                            const mn_curvature_args *query, mn_out qt, mn_out dqt) {
     if (p->beta.data) {
         const mn_delta_args memory = {
-            .call = p->call, .scale = p->scale, .decay = p->decay, .q_late = pass == MN_FORWARD,
+            .call = p->call, .scale = p->scale, .decay = p->decay, .query = query,
             .q = mn_as_input(qt), .e = p->k, .v = p->v, .beta = p->beta, .g = p->g,
             .state0 = p->state0, .o = p->o, .state = p->state,
             .cot = { p->cot.o, p->cot.state },
@@ -63,8 +64,11 @@ mn_status mn_compose_ccq_read(mn_context *context, mn_pass pass, const void *arg
         clean.kk = p->kk;
         clean.ks = p->ks;
     }
-    mn_status st = mn_op_run_beside(context, MN_OP_curvature, MN_FORWARD, &clean);
-    if (st == MN_OK) st = run_memory(context, pass, p, qt, back ? dqt : (mn_out){ 0 });
+    const bool together = context->device && !back && p->beta.data && c->T > 1;
+    mn_status st = together ? MN_OK : mn_op_run(context, MN_OP_curvature, MN_FORWARD, &clean);
+    if (st == MN_OK) {
+        st = run_memory(context, pass, p, together ? &clean : NULL, qt, back ? dqt : (mn_out){ 0 });
+    }
     if (st != MN_OK || !back) return st;
     clean.cot.qt = mn_as_input(dqt);
     clean.cot.kk = p->cot.kk;

@@ -195,8 +195,7 @@ static mn_status launch_kernel(mn_context *context, const mn_kernel *kernel, mn_
 }
 
 /* Values in tensors are not checked: that would read the device's memory back at each call. */
-static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, void *args,
-                               bool keeps) {
+static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, void *args) {
     const mn_op_info *info = mn_op_describe(op);
     if (((const mn_call *)args)->dtype == MN_F64) {
         return mn_fail(MN_ERR_UNSUPPORTED, "%s: f64 is for the CPU; GPUs run f32 and bf16",
@@ -214,18 +213,17 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     const mn_mark mark = mn_work_mark(context);
     st = kernel ? launch_kernel(context, kernel, op, args)
                 : composition_of[op](context, pass, args);
-    if (!keeps) mn_work_release(context, mark);
+    mn_work_release(context, mark);
     return st;
 }
 
-static mn_status run(mn_context *context, mn_op_id op, mn_pass pass, const void *args,
-                     bool keeps) {
+mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
     const mn_op_info *info = mn_op_describe(op);
     if (!context) return mn_fail(MN_ERR_ARGUMENT, "%s: context is NULL", info->name);
     if (!args) return mn_fail(MN_ERR_ARGUMENT, "%s: args is NULL", info->name);
     _Alignas(16) unsigned char copy[MN_MAX_ARGS_BYTES];
     memcpy(copy, args, info->args_bytes);
-    if (context->device) return run_on_device(context, op, pass, copy, keeps);
+    if (context->device) return run_on_device(context, op, pass, copy);
     if (((const mn_call *)args)->dtype == MN_BF16) {
         return mn_fail(MN_ERR_UNSUPPORTED, "%s: bf16 runs on GPUs only; use f32 on the CPU",
                        info->name);
@@ -243,14 +241,6 @@ static mn_status run(mn_context *context, mn_op_id op, mn_pass pass, const void 
     }
     mn_arena_release(context->arena, mark);
     return st;
-}
-
-mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
-    return run(context, op, pass, args, false);
-}
-
-mn_status mn_op_run_beside(mn_context *context, mn_op_id op, mn_pass pass, const void *args) {
-    return run(context, op, pass, args, true);
 }
 
 /* Walks through the operator with threads that rest and an arena that counts. */

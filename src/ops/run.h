@@ -8,10 +8,6 @@
 /* `args` is the op's argument struct as a caller filled it; MN_FORWARD or MN_BACKWARD. */
 mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *args);
 
-/* The same for a part of a composition beside which the next part may start on a device: its work
- * space goes back with that of the composition. */
-mn_status mn_op_run_beside(mn_context *context, mn_op_id op, mn_pass pass, const void *args);
-
 /* Bytes of work space such a call takes, without running it; pointers of `args` are only compared
  * with NULL. */
 mn_status mn_op_workspace(mn_context *context, mn_op_id op, mn_pass pass, const void *args,

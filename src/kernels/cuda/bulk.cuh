@@ -107,6 +107,11 @@ __device__ inline void mn_bulk_stores_read(void) {
     asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
+/* Waits until all of them are in memory. */
+__device__ inline void mn_bulk_stores_done(void) {
+    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 #endif
 
 #endif

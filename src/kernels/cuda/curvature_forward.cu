@@ -105,19 +105,40 @@ static int forward_of(const mn_curvature_args *p, float *states, cudaStream_t on
                           sizeof(forward_room<T, KP>), p->call, cut, on, *p, states);
 }
 
+/* Starts the kernel that has SLICES slices of a head in a block. `early`: blocks of the launch in
+ * front may still be at work. */
+template <int KP, int SLICES>
+static int start_group(const mn_curve_beside &job, bool early, cudaStream_t on) {
+    const mn_curvature_args &p = job.p;
+    const auto kernel = mn_curve_forward_kernel<KP, SLICES>;
+    const size_t room = sizeof(mn_curve_forward_room<KP, SLICES>);
+    mn_curve_cut cut = mn_curve_group_cut(&p);
+    cut.slices /= SLICES;
+    const int64_t blocks = mn_curve_slots(p.call, cut.segment) * p.call.H * cut.slices;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                            (int)room);
+    if (code == cudaSuccess) {    // so that what is next finds room beside it
+        code = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared);
+    }
+    if (code != cudaSuccess) return code;
+    const int threads = (2 + SLICES) * MN_GROUP;
+    if (early) {
+        return mn_launch_early(kernel, dim3((unsigned)blocks), threads, room, on, p, job.maps,
+                               (const float *)job.states, job.ready, cut);
+    }
+    kernel<<<(unsigned)blocks, threads, room, on>>>(p, job.maps, job.states, job.ready, cut);
+    return mn_launched();
+}
+
 template <int KP>
 static int group_of(const mn_curvature_args *p, float *states, cudaStream_t on) {
-    const mn_curve_cut cut = mn_curve_group_cut(p);
-    mn_curve_maps maps = {};
-    if (!mn_curve_forward_map(&maps, p)) return forward_of<mn_bf16, KP>(p, states, on);
-    const int code = mn_curve_add_up<mn_bf16, KP, false>(p, states, NULL, cut, on);
-    if (code != cudaSuccess) return code;
-    const cudaError_t room = cudaFuncSetAttribute(    // so that what is next finds room beside it
-        mn_curve_forward_kernel<KP>, cudaFuncAttributePreferredSharedMemoryCarveout,
-        cudaSharedmemCarveoutMaxShared);
-    if (room != cudaSuccess) return room;
-    return mn_curve_start(mn_curve_forward_kernel<KP>, MN_CURVE_FORWARD_THREADS,
-                          sizeof(mn_curve_forward_room<KP>), p->call, cut, on, *p, maps, states);
+    mn_curve_beside job = {};
+    job.p = *p, job.states = states;
+    if (!mn_curve_forward_map(&job.maps, p)) return forward_of<mn_bf16, KP>(p, states, on);
+    const int code = mn_curve_beside_sums(job, on);
+    return code == cudaSuccess ? start_group<KP, 1>(job, false, on) : code;
 }
 
 MN_CUDA_LAUNCH(curvature_forward) {
@@ -132,4 +153,60 @@ MN_CUDA_LAUNCH(curvature_forward) {
     }
     if (c.dtype == MN_BF16) MN_CURVE_BY_WIDTH(forward_of, mn_bf16, c.K, (p, states, on));
     MN_CURVE_BY_WIDTH(forward_of, float, c.K, (p, states, on));
+}
+
+/* ---- beside a walk --------------------------------------------------------------------------- */
+
+/* Numbers that tell how far segments are. */
+static int64_t count_told(const mn_curvature_args *p) {
+    const mn_curve_cut cut = mn_curve_group_cut(p);
+    return mn_curve_slots(p->call, cut.segment) * p->call.H * cut.slices;
+}
+
+static bool beside_layout(size_t *states, size_t *all, const mn_curvature_args *p) {
+    mn_plan plan = {};
+    size_t told;
+    if (!mn_curvature_forward_cuda_plan(p, &plan) ||
+        !mn_add_size(states, plan.shared_bytes, 255) ||
+        !mn_mul_size(&told, (size_t)count_told(p), sizeof(int)) ||
+        !mn_add_size(&told, told, 255)) {
+        return false;
+    }
+    *states = *states / 256 * 256;
+    return mn_add_size(all, *states, told / 256 * 256);
+}
+
+bool mn_curve_beside_plan(size_t *bytes, const mn_curvature_args *p) {
+    size_t states;
+    return beside_layout(&states, bytes, p);
+}
+
+bool mn_curve_beside_of(mn_curve_beside *to, const mn_curvature_args *p, void *shared) {
+    size_t states, all;
+    *to = {};
+    if (p->call.T == 0 || !p->qt.data || !mn_curve_group_serves(p) ||
+        !mn_curve_forward_map(&to->maps, p) || !beside_layout(&states, &all, p)) {
+        return false;
+    }
+    const mn_curve_cut cut = mn_curve_group_cut(p);
+    to->p = *p;
+    to->states = (float *)shared;
+    to->ready = { (int *)((char *)shared + states), cut.segment, cut.slices };
+    return true;
+}
+
+int mn_curve_beside_sums(const mn_curve_beside &job, cudaStream_t on) {
+    const mn_curve_cut cut = mn_curve_group_cut(&job.p);
+    return job.p.call.K <= 64
+               ? mn_curve_add_up<mn_bf16, 64, false>(&job.p, job.states, NULL, cut, on)
+               : mn_curve_add_up<mn_bf16, 128, false>(&job.p, job.states, NULL, cut, on);
+}
+
+int mn_curve_beside_launch(const mn_curve_beside &job, bool wide, cudaStream_t on) {
+    if (job.p.call.K <= 64) return start_group<64, 1>(job, true, on);
+    return wide ? start_group<128, 2>(job, true, on) : start_group<128, 1>(job, true, on);
+}
+
+int64_t mn_curve_beside_blocks(const mn_curve_beside &job, bool wide) {
+    return wide ? count_told(&job.p) / job.ready.slices : count_told(&job.p);
 }

@@ -1,6 +1,7 @@
 /* delta.cu - S' = diag(exp g) S;  S = S' + beta w (v - S'^T e)';  o = scale S'q (see ref/delta.c).
  * bf16 goes over chunks (delta_chunk.h) unless memories are narrow; the rest, and decode steps, are
  * the recurrence of memory.cuh. */
+#include "kernels/cuda/curvature_ready.cuh"
 #include "kernels/cuda/delta_chunk.h"
 #include "kernels/cuda/memory_step.cuh"
 
@@ -17,13 +18,22 @@ static mn_memory memory_of(const mn_delta_args *p) {
 
 MN_CUDA_PLAN(delta_forward) {
     const mn_delta_args *p = (const mn_delta_args *)args;
-    return mn_delta_chunks(p) ? mn_delta_chunk_forward_plan(plan, p) : true;
+    if (mn_delta_chunks(p)) return mn_delta_chunk_forward_plan(plan, p);
+    return !p->query || mn_curvature_forward_cuda_plan(p->query, plan);
 }
 
+/* What makes the queries has the call's borders, which are on the device now. */
 MN_CUDA_LAUNCH(delta_forward) {
-    const mn_delta_args *p = (const mn_delta_args *)args;
-    if (mn_delta_chunks(p)) return mn_delta_chunk_forward(p, shared, stream);
-    return mn_memory_forward<true>(memory_of(p), stream);
+    mn_delta_args p = *(const mn_delta_args *)args;
+    mn_curvature_args query;
+    if (p.query) {
+        query = *p.query;
+        query.call = p.call;
+        p.query = &query;
+    }
+    if (mn_delta_chunks(&p)) return mn_delta_chunk_forward(&p, shared, stream);
+    const int code = p.query ? mn_curvature_forward_cuda(p.query, shared, stream) : cudaSuccess;
+    return code == cudaSuccess ? mn_memory_forward<true>(memory_of(&p), stream) : code;
 }
 
 MN_CUDA_PLAN(delta_step) {

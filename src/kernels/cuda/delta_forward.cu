@@ -1,4 +1,5 @@
-/* delta_forward.cu - delta over chunks: squares of all chunks, then the walk. */
+/* delta_forward.cu - delta over chunks: squares of all chunks, then the walk; and what makes its
+ * queries, where that is curvature, which the walk then follows. */
 #include "kernels/cuda/delta_job.cuh"
 #include "kernels/cuda/delta_walk_group.cuh"
 
@@ -6,17 +7,57 @@ template <int KP, bool CHANNEL, bool GROUP>
 static constexpr auto walk = mn_delta_walk_kernel<KP, CHANNEL, false, GROUP,
                                                   mn_delta_teams(KP, GROUP)>;
 
+static int n_processors(void) {
+    int device = 0, count = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+        (void)cudaGetLastError();
+    }
+    return count;
+}
+
+/* The walk beside the curvature that makes its queries. Where blocks of both do not all find a
+ * processor they are as wide as can be, which takes less work in all. */
 template <int KP>
-static int forward(const mn_delta_job &job, cudaStream_t stream) {
+static int follow(const mn_delta_job &job, const mn_apart_maps &maps, const mn_curve_beside &query,
+                  cudaStream_t stream) {
+    const mn_call &call = job.p.call;
+    const bool wide = mn_curve_beside_blocks(query, false) + mn_apart_blocks(call, 1) >
+                      n_processors();
+    int code = mn_curve_beside_sums(query, stream);
+    if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, false, stream);
+    if (code == cudaSuccess) code = mn_curve_beside_launch(query, wide, stream);
+    if (code != cudaSuccess) return code;
+    return wide && call.V > 64 ? mn_delta_apart<KP, 2>(job, maps, query.ready, stream)
+                               : mn_delta_apart<KP, 1>(job, maps, query.ready, stream);
+}
+
+template <int KP>
+static int apart(const mn_delta_job &job, const mn_apart_maps &maps, void *query_work,
+                 cudaStream_t stream) {
+    const mn_curvature_args *query = job.p.query;
+    mn_curve_beside beside;
+    int code = cudaSuccess;
+    if (query && mn_curve_beside_of(&beside, query, query_work)) {
+        return follow<KP>(job, maps, beside, stream);
+    }
+    if (query) code = mn_curvature_forward_cuda(query, query_work, stream);
+    if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, query != nullptr, stream);
+    return code == cudaSuccess ? mn_delta_apart<KP, 1>(job, maps, {}, stream) : code;
+}
+
+template <int KP>
+static int forward(const mn_delta_job &job, void *query_work, cudaStream_t stream) {
     const int64_t V = job.p.call.V;
     if constexpr (KP <= 128) {
         mn_apart_maps maps;
         if (mn_delta_goes_apart(&maps, job, mn_delta_strips(V, mn_delta_heads(job)))) {
-            const int code = mn_delta_triangles<KP>(job, job.p.q_late, stream);
-            return code == cudaSuccess ? mn_delta_apart<KP>(job, maps, stream) : code;
+            return apart<KP>(job, maps, query_work, stream);
         }
     }
-    const int code = mn_delta_prepare<KP>(job, stream);
+    int code = cudaSuccess;
+    if (job.p.query) code = mn_curvature_forward_cuda(job.p.query, query_work, stream);
+    if (code == cudaSuccess) code = mn_delta_prepare<KP>(job, stream);
     if (code != cudaSuccess) return code;
     if (job.p.decay == MN_DECAY_CHANNEL) {
         return mn_delta_walk<KP>(walk<KP, true, false>, walk<KP, true, true>, job, false, V,
@@ -46,11 +87,19 @@ bool mn_delta_chunks(const mn_delta_args *p) {
 
 bool mn_delta_chunk_forward_plan(mn_plan *plan, const mn_delta_args *p) {
     mn_delta_work work;
-    return mn_delta_lay_out(&work, &plan->shared_bytes, p, nullptr, false);
+    size_t own, query = 0;
+    return mn_delta_lay_out(&work, &own, p, nullptr, false) &&
+           (!p->query || mn_curve_beside_plan(&query, p->query)) &&
+           mn_add_size(&plan->shared_bytes, own, query);
 }
 
 int mn_delta_chunk_forward(const mn_delta_args *p, void *shared, void *stream) {
     mn_delta_job job;
-    if (!mn_delta_job_of(&job, p, shared, false)) return cudaErrorNotSupported;
-    MN_DELTA_BY_WIDTH(forward, p->call.K, (job, (cudaStream_t)stream));
+    mn_delta_work work;
+    size_t own;
+    if (!mn_delta_job_of(&job, p, shared, false) ||
+        !mn_delta_lay_out(&work, &own, p, nullptr, false)) {
+        return cudaErrorNotSupported;
+    }
+    MN_DELTA_BY_WIDTH(forward, p->call.K, (job, (char *)shared + own, (cudaStream_t)stream));
 }

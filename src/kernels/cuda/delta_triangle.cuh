@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(MN_DELTA_SOLVERS, 8)
 mn_delta_triangle_kernel(const __grid_constant__ mn_delta_job job) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char triangle_bytes[];
+    mn_let_next_begin();
     mn_triangle_of<KP>(*(mn_triangle_room<KP> *)triangle_bytes, job);
     if (blockIdx.x == 0) mn_wait_for_before();
 #endif

@@ -384,14 +384,13 @@ __device__ inline void mn_walk_share(X (&mine)[N / TEAMS][4], const X (&x)[N][4]
 /* ---- forward --------------------------------------------------------------------------------- */
 
 /* X of tokens from 8 * first on as left operands, from Ed S, (16 values, 8 N tokens). */
-template <int KP, bool CHANNEL, int N>
+template <int N>
 __device__ inline void mn_walk_misses(unsigned (&x)[N / 2][4], float (&X)[N][4],
-                                      const mn_walk_front<KP> &front, int strip, int first) {
-    if (!CHANNEL) mn_walk_scale(X, front.gamma + 8 * first, 1.0f);
+                                      const unsigned char *values, int strip, int first) {
 #pragma unroll
     for (int k = 0; k < N / 2; k++) {
         unsigned v[4];
-        mn_left_turned(v, mn_shared(front.values), strip * 16, 8 * first + 16 * k);
+        mn_left_turned(v, mn_shared(values), strip * 16, 8 * first + 16 * k);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             float(&to)[4] = X[2 * k + half];
@@ -445,14 +444,16 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job,
         S.read(X, front.keys, KEEP ? records.at(job.work.S, chunk, KP) : nullptr,
                meeting.scratch(team));
         if constexpr (TEAMS == 1) {
-            mn_walk_misses<KP, CHANNEL>(x, X, front, strip, 0);
+            if (!CHANNEL) mn_walk_scale(X, front.gamma, 1.0f);
+            mn_walk_misses(x, X, front.values, strip, 0);
         } else {
             float own[tiles][4];
             mn_walk_meet<TEAMS>(strip);    // all have taken what was given last
             mn_walk_give<TEAMS>(meeting, X, team);
             mn_walk_meet<TEAMS>(strip);
             mn_walk_take<TEAMS>(own, X, meeting, team);
-            mn_walk_misses<KP, CHANNEL>(mine, own, front, strip, team * tiles);
+            if (!CHANNEL) mn_walk_scale(own, front.gamma + 8 * team * tiles, 1.0f);
+            mn_walk_misses(mine, own, front.values, strip, team * tiles);
             mn_walk_gather<TEAMS>(x, mine, meeting, strip, team);
         }
         mn_walk_lower<GROUP>(R, x, mn_shared(front.T), 0);
