@@ -141,22 +141,24 @@ static void widen_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS],
     }
 }
 
-void op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], const mn_sample *want,
-                     const op_case *c) {
+bool op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], const mn_sample *want,
+                     const op_case *c, int step) {
     mn_sample moved;
     op_case f64 = *c;
     f64.dtype = MN_F64;
+    if (step > N_TRIALS) return false;
     op_allocate(&moved, &f64);
     op_convert(&moved, want);
-    for (int i = 0; i < want->n_tensors; i++) rms[i] = worst[i] = 0.0;
-    for (uint64_t trial = 1; trial <= N_TRIALS; trial++) {
-        nudge(&moved, want, trial, 0x1p-9);
+    bool runs = true;
+    if (step == 0) {
+        runs = op_run_rounded(&moved, &f64);
+    } else {
+        nudge(&moved, want, (uint64_t)step, 0x1p-9);
         op_run_both(op_context("ref", N_THREADS), &moved, &f64);
-        widen_bf16(rms, worst, &moved, want);
     }
-    op_convert(&moved, want);
-    if (op_run_rounded(&moved, &f64)) widen_bf16(rms, worst, &moved, want);
+    if (runs) widen_bf16(rms, worst, &moved, want);
     mn_sample_free(&moved);
+    return true;
 }
 
 /* How far tensor i lies from the reference, and what is allowed. */

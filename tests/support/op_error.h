@@ -41,12 +41,13 @@ void op_widen(op_tolerances *out, const mn_sample *want, const op_case *c);
 /* Whether op_compare would find every result and gradient close. */
 bool op_agrees(const mn_sample *got, const mn_sample *want, const op_tolerances *tolerances);
 
-/* How far results and gradients in bf16 may lie from float64, besides what storing them costs:
- * twice as far as they move when every input of `want` (float64, run both ways, inputs rounded)
- * moves by half a unit of bf16, or when what passes between the parts of an operator made of others
- * is rounded (op_rounded.h). */
-void op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], const mn_sample *want,
-                     const op_case *c);
+/* Widens how far results and gradients in bf16 may lie from float64, besides what storing them
+ * costs: to twice as far as they move when what passes between the parts of an operator made of
+ * others is rounded (op_rounded.h; step 0), or when every input of `want` (float64, run both ways,
+ * inputs rounded) moves by half a unit of bf16 (further steps). False when there is no such step:
+ * who is close after fewer needs no more. */
+bool op_measure_bf16(double rms[MN_MAX_FIELDS], double worst[MN_MAX_FIELDS], const mn_sample *want,
+                     const op_case *c, int step);
 
 /* Checks every result and gradient of `got` against `want`. */
 void op_compare(const char *target, const mn_sample *got, const mn_sample *want,

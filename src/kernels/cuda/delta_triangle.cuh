@@ -22,14 +22,21 @@ struct mn_triangle_room {
     alignas(16) mn_delta_levels levels;
 };
 
+/* Where a chunk's falls are kept, for scores of its queries: where P would be that others make. */
+__device__ inline float4 *mn_triangle_falls(const mn_delta_job &job, int64_t index) {
+    static_assert(MN_DELTA_SQUARE * sizeof(mn_bf16) >= 3 * MN_DELTA_SOLVERS * sizeof(float4),
+                  "P has room for falls");
+    return (float4 *)(job.work.P + index * MN_DELTA_SQUARE);
+}
+
 /* Rows of tile `left` with those of tile `right`, 64 each, by four warps: a warp has 16 of them. */
 template <int KP>
 __device__ inline void mn_group_scores(float (&sum)[8][4], unsigned left, unsigned right) {
     mn_unit_begin<true>();
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
-        const unsigned at = k / 64 * 8192 + k % 64 * 2;
-        mn_group_product(sum, left + at, right + at);
+        const unsigned at = k / 64 * 512 + k % 64 / 8;
+        mn_group_product(sum, mn_group_sees(left) + at, mn_group_sees(right) + at, k > 0);
     }
     mn_unit_end<true>();
 }
@@ -40,7 +47,7 @@ __device__ inline void mn_triangle_of(mn_triangle_room<KP> &room, const mn_delta
     const int64_t h = blockIdx.x % p.call.H, slot = blockIdx.x / p.call.H, index = blockIdx.x;
     const mn_tile_span tile = mn_tile_at(p.call, MN_DELTA_CHUNK, slot);
     const int count = (int)tile.n_rows, warp = threadIdx.x / 32;
-    float sum[8][4] = {};
+    float sum[8][4];
     if (count == 0) return;
     mn_tile_fetch<KP, MN_DELTA_SOLVERS>(room.e, p.e, job.packed[MN_DELTA_E], tile.span, h,
                                         tile.first, count, 0, p.call.K, threadIdx.x);
@@ -51,9 +58,13 @@ __device__ inline void mn_triangle_of(mn_triangle_room<KP> &room, const mn_delta
     mn_shared_show();
     mn_group_scores<KP>(sum, mn_shared(room.e), mn_shared(room.e));
     __syncthreads();
-    mn_delta_decay_scores(sum, room.levels, warp, false, [&](int t, int s, float x, float y) {
+    mn_delta_falls falls;
+    falls.make(room.levels, warp);
+    falls.put(mn_triangle_falls(job, index));
+    const auto put = [&](int t, int s, float x, float y) {
         *(float2 *)&room.solver.A[t][s] = make_float2(x, y);
-    });
+    };
+    mn_delta_decay_scores(sum, falls, room.levels, warp, false, put);
     mn_delta_leave_levels(job.work.levels + index, room.levels);
     mn_delta_invert<MN_DELTA_SOLVERS, true>(room.solver, job.work.T + index * MN_DELTA_SQUARE,
                                             nullptr);

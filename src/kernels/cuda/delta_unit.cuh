@@ -10,10 +10,14 @@
 
 #if MN_HAS_WGMMA
 
-/* Where a product finds rows of a tile whose panels start at multiples of 1024 bytes. */
-__device__ __forceinline__ uint64_t mn_group_sees(unsigned address) {
-    return (address & 0x3ffffu) >> 4 | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
+/* Where a product finds rows of a tile whose panels start at multiples of 1024 bytes, in units of
+ * 16 bytes, so that one addition reaches other places of the tile; and the other half of what a
+ * product is told. */
+__device__ __forceinline__ unsigned mn_group_sees(unsigned address) {
+    return (address & 0x3ffffu) >> 4 | 1u << 16;
 }
+
+enum { MN_GROUP_TILE = 1 << 30 | 64 };
 
 #define MN_GROUP_SUMS                                                                              \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "       \
@@ -22,33 +26,42 @@ __device__ __forceinline__ uint64_t mn_group_sees(unsigned address) {
     "+f"(y[i][0]), "+f"(y[i][1]), "+f"(y[i][2]), "+f"(y[i][3]), "+f"(y[(i) + 1][0]),               \
         "+f"(y[(i) + 1][1]), "+f"(y[(i) + 1][2]), "+f"(y[(i) + 1][3])
 
-/* y += a b, b at `address` in a tile. TURNED: the tile's rows are the depth. */
+/* y += a b, b at `place` (mn_group_sees). TURNED: the tile's rows are the depth. y starts from 0
+ * unless `more`. */
 template <int TURNED>
 __device__ __forceinline__ void mn_group_product(float (*y)[4], const unsigned (&a)[4],
-                                                 unsigned address) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_GROUP_SUMS
-                 "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;\n"
+                                                 unsigned place, int more) {
+    asm volatile("{\n\t.reg .pred p;\n\t.reg .b64 b;\n\tsetp.ne.b32 p, %38, 0;\n\t"
+                 "mov.b64 b, {%36, %37};\n\t"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_GROUP_SUMS
+                 "{%32, %33, %34, %35}, b, p, 1, 1, %39;\n\t}"
                  : MN_GROUP_EIGHT(0), MN_GROUP_EIGHT(2), MN_GROUP_EIGHT(4), MN_GROUP_EIGHT(6)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(mn_group_sees(address)),
-                   "n"(TURNED)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(place), "r"(MN_GROUP_TILE),
+                   "r"(more), "n"(TURNED)
                  : "memory");
 }
 
 /* y += a b', 64 rows each of two tiles, 16 deep. */
-__device__ __forceinline__ void mn_group_product(float (*y)[4], unsigned a, unsigned b) {
-    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_GROUP_SUMS
-                 "%32, %33, 1, 1, 1, 0, 0;\n"
+__device__ __forceinline__ void mn_group_product(float (*y)[4], unsigned a, unsigned b, int more) {
+    asm volatile("{\n\t.reg .pred p;\n\t.reg .b64 a, b;\n\tsetp.ne.b32 p, %35, 0;\n\t"
+                 "mov.b64 a, {%32, %34};\n\tmov.b64 b, {%33, %34};\n\t"
+                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_GROUP_SUMS
+                 "a, b, p, 1, 1, 0, 0;\n\t}"
                  : MN_GROUP_EIGHT(0), MN_GROUP_EIGHT(2), MN_GROUP_EIGHT(4), MN_GROUP_EIGHT(6)
-                 : "l"(mn_group_sees(a)), "l"(mn_group_sees(b))
+                 : "r"(a), "r"(b), "r"(MN_GROUP_TILE), "r"(more)
                  : "memory");
 }
 
 #else
 
-template <int TURNED>
-__device__ inline void mn_group_product(float (*)[4], const unsigned (&)[4], unsigned) {}
+__device__ __forceinline__ unsigned mn_group_sees(unsigned address) {
+    return address;
+}
 
-__device__ inline void mn_group_product(float (*)[4], unsigned, unsigned) {}
+template <int TURNED>
+__device__ inline void mn_group_product(float (*)[4], const unsigned (&)[4], unsigned, int) {}
+
+__device__ inline void mn_group_product(float (*)[4], unsigned, unsigned, int) {}
 
 #endif
 
@@ -84,12 +97,12 @@ __device__ __forceinline__ void mn_unit_end(void) {
 }
 
 /* y (64 columns) += a b': the tile's rows are columns, its columns from k on the depth. Columns of
- * b' before 16 * from are zero. */
+ * b' before 16 * from are zero. A group's sums start from 0 unless there is `more`. */
 template <bool GROUP>
 __device__ __forceinline__ void mn_unit_rows(float (*y)[4], const unsigned (&a)[4], unsigned tile,
-                                             int k, int from) {
+                                             int k, int from, int more = 1) {
     if constexpr (GROUP && MN_HAS_WGMMA) {
-        mn_group_product<0>(y, a, tile + k / 64 * 8192 + k % 64 * 2);
+        mn_group_product<0>(y, a, mn_group_sees(tile) + (k / 64 * 512 + k % 64 / 8), more);
     } else {
 #pragma unroll
         for (int n = 0; n < 4; n++) {
@@ -108,7 +121,7 @@ template <bool GROUP>
 __device__ __forceinline__ void mn_unit_depth(float (*y)[4], const unsigned (&a)[4], unsigned tile,
                                               int k, int panel, int end) {
     if constexpr (GROUP && MN_HAS_WGMMA) {
-        mn_group_product<1>(y, a, tile + panel * 8192 + k * 128);
+        mn_group_product<1>(y, a, mn_group_sees(tile) + (panel * 512 + k * 8), 1);
     } else {
 #pragma unroll
         for (int n = 0; n < 4; n++) {

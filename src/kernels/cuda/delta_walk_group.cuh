@@ -166,23 +166,30 @@ __device__ inline void mn_apart_fetch(mn_apart_room<KP, GROUPS> &room, const mn_
 
 /* A warp has 16 rows of P. */
 template <int KP, int GROUPS>
-__device__ inline void mn_apart_score(mn_apart_room<KP, GROUPS> &room, float scale) {
+__device__ inline void mn_apart_score(mn_apart_room<KP, GROUPS> &room, const mn_delta_job &job) {
+    const float4 *kept = mn_triangle_falls(job, room.place.first * job.p.call.H + room.place.h);
+    const int64_t step = job.p.call.H * MN_DELTA_SQUARE * sizeof(mn_bf16) / sizeof(float4);
+    const int n_chunks = room.place.n_chunks;
     const int lane = threadIdx.x % 32, block = threadIdx.x / 32 % 4;
     for (int i = 0; i < MN_APART_STAGES; i++) {    // what is above the diagonal stays zero
         uint4 *rows = (uint4 *)(room.stage[i].P + block * 16 * 128);
         for (int k = lane; k < 16 * 8; k += 32) rows[k] = make_uint4(0, 0, 0, 0);
     }
-    for (int chunk = 0; chunk < room.place.n_chunks; chunk++) {
+    for (int chunk = 0; chunk < n_chunks; chunk++) {
         const int slot = chunk % MN_APART_STAGES;
         mn_apart_stage<KP, GROUPS> &in = room.stage[slot];
-        float sum[8][4] = {};
+        float sum[8][4];
+        mn_delta_falls falls;
+        if (chunk > 0) falls.get(kept);
         mn_barrier_wait(&room.there[slot], chunk / MN_APART_STAGES & 1);
-        mn_shared_show();
+        if (chunk == 0) falls.get(kept);    // all are there when the first chunk is
+        kept += step;
+        falls.times(job.scale);
         mn_group_scores<KP>(sum, mn_shared(in.queries), mn_shared(in.keys));
-        mn_delta_decay_scores(sum, room.levels[slot], block, true,
+        mn_delta_decay_scores(sum, falls, room.levels[slot], block, true,
                               [&](int t, int s, float x, float y) {
                                   *(unsigned *)(in.P + mn_tile_place(t, s / 8) + s % 8 * 2) =
-                                      mn_pair(scale * x, scale * y);
+                                      mn_pair(x, y);
                               });
         mn_shared_show();
         mn_barrier_release(&room.scored[slot]);
@@ -206,12 +213,15 @@ __device__ inline void mn_apart_turn(unsigned char *tile, const float (&O)[8][4]
     }
 }
 
-/* Starts y += x square'. */
+/* Starts y += x square', or y = x square'. */
+template <bool MORE>
 __device__ inline void mn_apart_lower(float (&y)[8][4], const unsigned (&x)[4][4],
                                       const unsigned char *square) {
     mn_unit_begin<true>();
 #pragma unroll
-    for (int k = 0; k < 4; k++) mn_unit_rows<true>(y, x[k], mn_shared(square), 16 * k, 0);
+    for (int k = 0; k < 4; k++) {
+        mn_unit_rows<true>(y, x[k], mn_shared(square), 16 * k, 0, MORE || k > 0);
+    }
     mn_unit_send<true>();
 }
 
@@ -233,21 +243,20 @@ __device__ inline void mn_apart_walk(mn_apart_room<KP, GROUPS> &room, const mn_d
         mn_apart_stage<KP, GROUPS> &in = room.stage[slot];
         const mn_delta_levels &levels = room.levels[slot];
         unsigned char *out = room.out[group][chunk % outs];
-        float X[8][4] = {}, O[8][4] = {};
+        float X[8][4], R[8][4], O[8][4];
         unsigned a[KP / 16][4], x[4][4], r[4][4];
 #pragma unroll
         for (int k = 0; k < KP / 16; k++) mn_left_of(a[k], S.at[2 * k], S.at[2 * k + 1]);
         mn_barrier_wait(&room.there[slot], phase);
-        mn_shared_show();
         mn_unit_begin<true>();
 #pragma unroll
         for (int k = 0; k < KP / 16; k++) {
-            mn_unit_rows<true>(X, a[k], mn_shared(in.keys), 16 * k, 0);
+            mn_unit_rows<true>(X, a[k], mn_shared(in.keys), 16 * k, 0, k > 0);
         }
         mn_unit_send<true>();
 #pragma unroll
         for (int k = 0; k < KP / 16; k++) {
-            mn_unit_rows<true>(O, a[k], mn_shared(in.queries), 16 * k, 0);
+            mn_unit_rows<true>(O, a[k], mn_shared(in.queries), 16 * k, 0, k > 0);
         }
         mn_unit_send<true>();
         const float fall = levels.gamma[MN_DELTA_CHUNK - 1];
@@ -257,8 +266,7 @@ __device__ inline void mn_apart_walk(mn_apart_room<KP, GROUPS> &room, const mn_d
         mn_walk_scale(X, levels.gamma, 1.0f);
         mn_walk_misses(x, X, in.values[group], strip, 0);
         if (GROUPS > 1) mn_unit_wait<true>();    // few registers: what S is read with goes first
-        float R[8][4] = {};
-        mn_apart_lower(R, x, in.T);
+        mn_apart_lower<false>(R, x, in.T);
         mn_unit_wait<true, 1>();
         mn_walk_scale(O, levels.gamma, job.scale);
         mn_unit_wait<true>();
@@ -266,7 +274,7 @@ __device__ inline void mn_apart_walk(mn_apart_room<KP, GROUPS> &room, const mn_d
         mn_walk_scale(R, levels.write, 1.0f);
         mn_walk_left(x, R);
         mn_barrier_wait(&room.scored[slot], phase);
-        mn_apart_lower(O, r, in.P);
+        mn_apart_lower<true>(O, r, in.P);
         S.add(x, in.keys);
         mn_unit_send<true>();
         mn_barrier_wait(&room.left[group][chunk % outs], (chunk / outs & 1) ^ 1);
@@ -316,7 +324,7 @@ mn_delta_apart_kernel(const __grid_constant__ mn_delta_job job,
     } else if (group == GROUPS) {
         if (GROUPS == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 144;");
         else asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
-        mn_apart_score(room, job.scale);
+        mn_apart_score(room, job);
     } else {
         if (GROUPS == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 120;");
         else asm volatile("setmaxnreg.dec.sync.aligned.u32 48;");
