@@ -2,12 +2,19 @@
  *
  * The library counts columns first: our row-major c = a b is its c' = b' a'. The algorithm for a
  * shape is one of the first that its heuristics name, chosen by the shape alone and kept; so are
- * the descriptions. */
+ * the descriptions.
+ *
+ * Rows of c are tokens unless a is transposed, and what a token gets must not depend on how many
+ * others there are. So these products are asked for without sums in parts that are added later,
+ * and as if there were at least LEAST_ROWS: for fewer the library has kernels that add in an order
+ * of their own, while those that work by tiles of c add along K in the same order whatever the
+ * tile. */
 #include "kernels/product.h"
 
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/util.h"
 #include "kernels/cuda/product_plain.h"
 
 #if MN_HAVE_CUBLASLT_H
@@ -55,12 +62,17 @@ typedef struct shape {
     int32_t a_transposed, b_transposed, adds, biased;
 } shape;
 
+/* Of our b, a and c: factors change places. */
+typedef struct layouts {
+    cublasLtMatrixLayout_t a, b, c;
+} layouts;
+
 typedef struct chosen {
     struct chosen *next;
     shape shape;
     bool plain;    // the library has no algorithm for it
     cublasLtMatmulDesc_t desc;
-    cublasLtMatrixLayout_t a, b, c;
+    layouts of;
     cublasLtMatmulAlgo_t algo;
 } chosen;
 
@@ -89,6 +101,13 @@ enum { MOST_ALIGN = 16, SPACE_ALIGN = 256, SPACE = MN_PRODUCT_SPACE - SPACE_ALIG
 
 /* Heuristics asked for; depth up to which the end of a tile counts, in results of many numbers. */
 enum { CHOICES = 8, MOST_SHORT = 4096, LEAST_NUMBERS = 1 << 24 };
+
+/* Below it the library may have kernels for few rows. */
+enum { LEAST_ROWS = 256 };
+
+static bool rows_are_tokens(const shape *s) {
+    return !s->a_transposed;
+}
 
 static int32_t alignment(const void *at) {
     const uintptr_t low = (uintptr_t)at & -(uintptr_t)at;
@@ -138,25 +157,33 @@ static bool make_layout(const library *lib, cublasLtMatrixLayout_t *out, int32_t
                                               row));
 }
 
-static bool make_layouts(const library *lib, chosen *c) {
-    const shape *s = &c->shape;
-    return make_layout(lib, &c->a, s->dtype, s->b_transposed ? s->K : s->N,
+/* Of `s` with M rows. */
+static bool make_layouts(const library *lib, layouts *l, const shape *s, int64_t M) {
+    return make_layout(lib, &l->a, s->dtype, s->b_transposed ? s->K : s->N,
                        s->b_transposed ? s->N : s->K, s->b_row) &&
-           make_layout(lib, &c->b, s->dtype, s->a_transposed ? s->M : s->K,
-                       s->a_transposed ? s->K : s->M, s->a_row) &&
-           make_layout(lib, &c->c, s->c_dtype, s->N, s->M, s->c_row);
+           make_layout(lib, &l->b, s->dtype, s->a_transposed ? M : s->K,
+                       s->a_transposed ? s->K : M, s->a_row) &&
+           make_layout(lib, &l->c, s->c_dtype, s->N, M, s->c_row);
+}
+
+static void forget_layouts(const library *lib, layouts *l) {
+    if (l->a) lib->cublasLtMatrixLayoutDestroy(l->a);
+    if (l->b) lib->cublasLtMatrixLayoutDestroy(l->b);
+    if (l->c) lib->cublasLtMatrixLayoutDestroy(l->c);
 }
 
 static bool set_preference(const library *lib, cublasLtMatmulPreference_t preference,
                            const shape *s) {
     const uint64_t space = SPACE;
     const uint32_t a = (uint32_t)s->align_b, b = (uint32_t)s->align_a, c = (uint32_t)s->align_c;
+    const uint32_t whole = CUBLASLT_REDUCTION_SCHEME_NONE;
 #define SET(attribute, value)                                                                      \
     ok(lib->cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_##attribute,     \
                                                  &(value), sizeof(value)))
     return SET(MAX_WORKSPACE_BYTES, space) && SET(MIN_ALIGNMENT_A_BYTES, a) &&
            SET(MIN_ALIGNMENT_B_BYTES, b) && SET(MIN_ALIGNMENT_C_BYTES, c) &&
-           SET(MIN_ALIGNMENT_D_BYTES, c);
+           SET(MIN_ALIGNMENT_D_BYTES, c) &&
+           (!rows_are_tokens(s) || SET(REDUCTION_SCHEME_MASK, whole));
 #undef SET
 }
 
@@ -185,19 +212,23 @@ static const cublasLtMatmulAlgo_t *best_of(const library *lib, const shape *s,
 
 static bool choose(mn_products *p, chosen *c) {
     const library *lib = &p->lib;
+    const shape *s = &c->shape;
+    const int64_t M = rows_are_tokens(s) ? mn_max(s->M, LEAST_ROWS) : s->M;
     cublasLtMatmulPreference_t preference = NULL;
     cublasLtMatmulHeuristicResult_t results[CHOICES];
-    const int asked = is_short(&c->shape) ? CHOICES : 1;
+    layouts asked = { 0 };
+    const int wanted = is_short(s) ? CHOICES : 1;
     int found = 0;
     const bool there =
-        make_desc(lib, c) && make_layouts(lib, c) &&
-        ok(lib->cublasLtMatmulPreferenceCreate(&preference)) &&
-        set_preference(lib, preference, &c->shape) &&
-        ok(lib->cublasLtMatmulAlgoGetHeuristic(p->handle, c->desc, c->a, c->b, c->c, c->c,
-                                               preference, asked, results, &found)) &&
+        make_desc(lib, c) && make_layouts(lib, &c->of, s, s->M) &&
+        make_layouts(lib, &asked, s, M) && ok(lib->cublasLtMatmulPreferenceCreate(&preference)) &&
+        set_preference(lib, preference, s) &&
+        ok(lib->cublasLtMatmulAlgoGetHeuristic(p->handle, c->desc, asked.a, asked.b, asked.c,
+                                               asked.c, preference, wanted, results, &found)) &&
         found > 0;
     if (preference) lib->cublasLtMatmulPreferenceDestroy(preference);
-    if (there) c->algo = *best_of(lib, &c->shape, results, found);
+    forget_layouts(lib, &asked);
+    if (there) c->algo = *best_of(lib, s, results, found);
     return there;
 }
 
@@ -233,13 +264,13 @@ static int run_fast(mn_products *p, const chosen *c, const mn_product_work *w, v
     }
     const void *onto = w->onto ? w->onto : w->c;
     const cublasStatus_t status = lib->cublasLtMatmul(
-        p->handle, c->desc, &one, w->b, c->a, w->a, c->b, &beta, onto, c->c, w->c, c->c, &c->algo,
-        aligned_space(space), SPACE, stream);
+        p->handle, c->desc, &one, w->b, c->of.a, w->a, c->of.b, &beta, onto, c->of.c, w->c, c->of.c,
+        &c->algo, aligned_space(space), SPACE, stream);
     return ok(status) ? 0 : cudaErrorLaunchFailure;
 }
 
 int mn_products_run(mn_products *p, const mn_product_work *work, void *space, void *stream) {
-    if (mn_product_few_serves(work)) return mn_product_few(work, stream);
+    if (work->step && mn_product_few_serves(work)) return mn_product_few(work, stream);
     if (mn_few_columns_serve(work)) return mn_few_columns(work, stream);
     const chosen *c = work->K > 0 && mn_products_fast(p) ? find(p, work) : NULL;
     if (!c || c->plain) return mn_product_plain(work, stream);
@@ -251,9 +282,7 @@ mn_products *mn_products_create(void) {
 }
 
 static void forget(const library *lib, chosen *c) {
-    if (c->a) lib->cublasLtMatrixLayoutDestroy(c->a);
-    if (c->b) lib->cublasLtMatrixLayoutDestroy(c->b);
-    if (c->c) lib->cublasLtMatrixLayoutDestroy(c->c);
+    forget_layouts(lib, &c->of);
     if (c->desc) lib->cublasLtMatmulDescDestroy(c->desc);
     free(c);
 }
@@ -292,7 +321,7 @@ bool mn_products_fast(mn_products *products) {
 
 int mn_products_run(mn_products *products, const mn_product_work *work, void *space, void *stream) {
     (void)products, (void)space;
-    if (mn_product_few_serves(work)) return mn_product_few(work, stream);
+    if (work->step && mn_product_few_serves(work)) return mn_product_few(work, stream);
     if (mn_few_columns_serve(work)) return mn_few_columns(work, stream);
     return mn_product_plain(work, stream);
 }
