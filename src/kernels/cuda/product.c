@@ -8,7 +8,8 @@
  * others there are. So these products are asked for without sums in parts that are added later,
  * and as if there were at least LEAST_ROWS: for fewer the library has kernels that add in an order
  * of their own, while those that work by tiles of c add along K in the same order whatever the
- * tile. */
+ * tile. That was seen of kernels for rows of whole packs of 16 bytes; other rows have the one that
+ * is best for ODD_ROWS, however many they are. */
 #include "kernels/product.h"
 
 #include <stdlib.h>
@@ -102,11 +103,23 @@ enum { MOST_ALIGN = 16, SPACE_ALIGN = 256, SPACE = MN_PRODUCT_SPACE - SPACE_ALIG
 /* Heuristics asked for; depth up to which the end of a tile counts, in results of many numbers. */
 enum { CHOICES = 8, MOST_SHORT = 4096, LEAST_NUMBERS = 1 << 24 };
 
-/* Below it the library may have kernels for few rows. */
-enum { LEAST_ROWS = 256 };
+enum { LEAST_ROWS = 256, ODD_ROWS = 4096 };
 
 static bool rows_are_tokens(const shape *s) {
     return !s->a_transposed;
+}
+
+static bool has_packs(const shape *s) {
+    const int64_t a = MOST_ALIGN / (s->dtype == MN_BF16 ? 2 : 4);
+    const int64_t c = MOST_ALIGN / (s->c_dtype == MN_BF16 ? 2 : 4);
+    return s->a_row % a == 0 && s->b_row % a == 0 && s->c_row % c == 0 &&
+           s->align_a == MOST_ALIGN && s->align_b == MOST_ALIGN && s->align_c == MOST_ALIGN;
+}
+
+/* The rows that an algorithm is asked for. */
+static int64_t rows_asked(const shape *s) {
+    if (!rows_are_tokens(s)) return s->M;
+    return has_packs(s) ? mn_max(s->M, LEAST_ROWS) : ODD_ROWS;
 }
 
 static int32_t alignment(const void *at) {
@@ -199,11 +212,25 @@ static bool takes_turns(const library *lib, const cublasLtMatmulAlgo_t *algo) {
 
 /* Where sums are short the end of a tile counts. */
 static bool is_short(const shape *s) {
-    return s->dtype == MN_BF16 && s->K <= MOST_SHORT && s->M * s->N >= LEAST_NUMBERS;
+    return s->dtype == MN_BF16 && has_packs(s) && s->K <= MOST_SHORT &&
+           s->M * s->N >= LEAST_NUMBERS;
+}
+
+/* Without sums in parts the first may be one with few large tiles for rows of float32, which leaves
+ * most processors without work: the first whose tiles fill a tenth of them, or who fills most. */
+static const cublasLtMatmulAlgo_t *most_spread(const cublasLtMatmulHeuristicResult_t *results,
+                                               int n) {
+    const float enough = 0.1f;
+    int best = 0;
+    for (int i = 0; i < n && results[best].wavesCount < enough; i++) {
+        if (results[i].wavesCount >= results[best].wavesCount) best = i;
+    }
+    return &results[best].algo;
 }
 
 static const cublasLtMatmulAlgo_t *best_of(const library *lib, const shape *s,
                                            const cublasLtMatmulHeuristicResult_t *results, int n) {
+    if (s->dtype == MN_F32 && rows_are_tokens(s)) return most_spread(results, n);
     for (int i = 0; i < n && is_short(s); i++) {
         if (takes_turns(lib, &results[i].algo)) return &results[i].algo;
     }
@@ -213,15 +240,15 @@ static const cublasLtMatmulAlgo_t *best_of(const library *lib, const shape *s,
 static bool choose(mn_products *p, chosen *c) {
     const library *lib = &p->lib;
     const shape *s = &c->shape;
-    const int64_t M = rows_are_tokens(s) ? mn_max(s->M, LEAST_ROWS) : s->M;
     cublasLtMatmulPreference_t preference = NULL;
     cublasLtMatmulHeuristicResult_t results[CHOICES];
     layouts asked = { 0 };
-    const int wanted = is_short(s) ? CHOICES : 1;
+    const int wanted = is_short(s) || s->dtype == MN_F32 ? CHOICES : 1;
     int found = 0;
     const bool there =
         make_desc(lib, c) && make_layouts(lib, &c->of, s, s->M) &&
-        make_layouts(lib, &asked, s, M) && ok(lib->cublasLtMatmulPreferenceCreate(&preference)) &&
+        make_layouts(lib, &asked, s, rows_asked(s)) &&
+        ok(lib->cublasLtMatmulPreferenceCreate(&preference)) &&
         set_preference(lib, preference, s) &&
         ok(lib->cublasLtMatmulAlgoGetHeuristic(p->handle, c->desc, asked.a, asked.b, asked.c,
                                                asked.c, preference, wanted, results, &found)) &&
