@@ -98,9 +98,14 @@ static void set_option(mn_layer_config *config, const option *o, double value) {
     else *(double *)at = value;
 }
 
+static int64_t whole_option(const mn_layer_config *config, const option *o) {
+    return *(const int64_t *)((const char *)config + o->offset);
+}
+
+/* To compare: the largest whole numbers are rounded. */
 static double get_option(const mn_layer_config *config, const option *o) {
     const void *at = (const char *)config + o->offset;
-    return o->choices ? (double)*(const int64_t *)at : *(const double *)at;
+    return o->choices ? (double)whole_option(config, o) : *(const double *)at;
 }
 
 void mn_layer_defaults(mn_layer_config *config, mn_layer_kind kind) {
@@ -181,13 +186,14 @@ mn_status mn_layer_config_read(mn_layer_config *config, mn_layer_kind kind, cons
 }
 
 /* A number that is 0 where 0 stands for nothing given is null, as other software writes it. */
-static json_t *option_json(const option *o, double value, double standard) {
+static json_t *option_json(const option *o, const mn_layer_config *config, double standard) {
+    const double value = get_option(config, o);
     const bool number = !o->choices || !o->choices[0];
     if (number && value == 0.0 && standard == 0.0) return json_null();
     if (!o->choices) return mn_json_real(value);
     if (strcmp(o->choices, "bool") == 0) return json_boolean(value != 0.0);
     const bool rank = strcmp(o->choices, "rank") == 0;
-    if (!o->choices[0] || (rank && value > 0.0)) return json_integer((json_int_t)value);
+    if (!o->choices[0] || (rank && value > 0.0)) return json_integer(whole_option(config, o));
     const char *at = rank ? "full,conv,dt" : o->choices;
     for (int i = 0; i < (int)fabs(value); i++) at += strcspn(at, ",") + 1;
     if (value == 0.0 && standard == 0.0 && strncmp(at, "none,", 5) == 0) return json_null();
@@ -198,7 +204,7 @@ mn_status mn_layer_config_write(json_t *object, const mn_layer_config *config, m
     for (size_t i = 0; i < MN_COUNTOF(takes); i++) {
         if (takes[i].kind != kind) continue;
         const option *o = option_named(takes[i].option);
-        json_t *value = option_json(o, get_option(config, o), takes[i].value);
+        json_t *value = option_json(o, config, takes[i].value);
         if (json_object_set_new(object, o->name, value) != 0) {
             return mn_fail(MN_ERR_MEMORY, "no memory for the options of a layer");
         }
@@ -280,14 +286,16 @@ static mn_status add_param(mn_layer *layer, const char *name, const char *shape,
     return read_shape(info, shape, &layer->sizes);
 }
 
-/* Options that the kind does not take are 0, whatever a family shares with others. */
+/* Options that the kind does not take are 0, whatever a family shares with others. Whole and real
+ * ones are of one size. */
+_Static_assert(sizeof(int64_t) == sizeof(double), "options are copied as they are");
 static void keep_taken(mn_layer_config *config, mn_layer_kind kind) {
     const mn_layer_config all = *config;
     memset(config, 0, sizeof *config);
     for (size_t i = 0; i < MN_COUNTOF(takes); i++) {
         if (takes[i].kind != kind) continue;
-        const option *o = option_named(takes[i].option);
-        set_option(config, o, get_option(&all, o));
+        const size_t at = option_named(takes[i].option)->offset;
+        memcpy((char *)config + at, (const char *)&all + at, sizeof(double));
     }
 }
 

@@ -52,7 +52,10 @@ static void check_model(const mn_json *root) {
     REQUIRE(mn_json_parse(&back, text, n, "again", MN_JSON_STANDARD) == MN_OK);
     REQUIRE(mn_model_config_read(&again, &back) == MN_OK);
     REQUIRE(again.n_layers == c.n_layers && again.hidden_size == c.hidden_size);
-    for (int i = 0; i < c.n_layers; i++) REQUIRE(strcmp(again.names[i], c.names[i]) == 0);
+    for (int i = 0; i < c.n_layers; i++) {
+        REQUIRE(strcmp(again.names[i], c.names[i]) == 0);
+        REQUIRE(again.options[i].num_heads == c.options[i].num_heads);
+    }
     mn_model_config_free(&again);
     mn_json_free(&back);
     free(text);
