@@ -73,21 +73,26 @@ struct mn_walk_maps {
     bool serve;    // otherwise threads copy
 };
 
+/* The place of a block of `columns` columns. One thread calls. */
+__device__ inline void mn_walk_find(mn_walk_place &at, const mn_delta_job &job, int64_t n_slices,
+                                    int columns) {
+    const mn_call &call = job.p.call;
+    at.columns = columns;
+    at.column0 = blockIdx.x % n_slices * at.columns;
+    at.h = blockIdx.x / n_slices % call.H;
+    at.n = blockIdx.x / n_slices / call.H;
+    at.span = mn_span_at(call, at.n);
+    at.first = mn_delta_first(call, at.n);
+    at.n_chunks = (int)((at.span.length + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
+}
+
 /* Fills in the place. All threads of the block call. */
 template <int KP, int TEAMS>
 __device__ inline void mn_walk_begin(mn_walk_room<KP> &room, const mn_delta_job &job,
                                      int64_t n_slices) {
-    const mn_call &call = job.p.call;
-    mn_walk_place &at = room.place;
     if (threadIdx.x == 0) {
         const int multiply = (int)blockDim.x - MN_DELTA_FETCHERS;
-        at.columns = multiply / 2 / TEAMS;
-        at.column0 = blockIdx.x % n_slices * at.columns;
-        at.h = blockIdx.x / n_slices % call.H;
-        at.n = blockIdx.x / n_slices / call.H;
-        at.span = mn_span_at(call, at.n);
-        at.first = mn_delta_first(call, at.n);
-        at.n_chunks = (int)((at.span.length + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
+        mn_walk_find(room.place, job, n_slices, multiply / 2 / TEAMS);
 #if MN_HAS_WGMMA
         for (int i = 0; i < 2; i++) {
             mn_barrier_open(&room.gates.front[i], 1);

@@ -44,19 +44,6 @@ struct mn_apart_room {
 
 #if MN_HAS_WGMMA
 
-/* Fills in the place. One thread calls. */
-__device__ inline void mn_apart_begin(mn_walk_place &at, const mn_delta_job &job,
-                                      int64_t n_slices) {
-    const mn_call &call = job.p.call;
-    at.columns = 16 * MN_DELTA_STRIPS;
-    at.column0 = blockIdx.x % n_slices * at.columns;
-    at.h = blockIdx.x / n_slices % call.H;
-    at.n = blockIdx.x / n_slices / call.H;
-    at.span = mn_span_at(call, at.n);
-    at.first = mn_delta_first(call, at.n);
-    at.n_chunks = (int)((at.span.length + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
-}
-
 /* ---- the group that fetches ------------------------------------------------------------------ */
 
 /* Whether a chunk's tiles hold tokens of its sequence alone, and zeros. */
@@ -280,7 +267,7 @@ mn_delta_apart_kernel(const __grid_constant__ mn_delta_job job,
             mn_barrier_open(&room.left[i], 1);
         }
         mn_bulk_barriers_open();
-        mn_apart_begin(room.place, job, n_slices);
+        mn_walk_find(room.place, job, n_slices, 16 * MN_DELTA_STRIPS);
     }
     __syncthreads();
     if (threadIdx.x < MN_APART_GROUP) {
