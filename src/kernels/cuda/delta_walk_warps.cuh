@@ -11,7 +11,7 @@
 
 #include "kernels/cuda/delta_walk.cuh"
 
-enum { MN_WALK_FEW = 2 };    // most strips of a block
+enum { MN_WALK_FEW = MN_DELTA_STRIPS / 2 };    // most strips of a block
 
 /* Sizes for keys of KP channels. */
 template <int KP>
@@ -24,13 +24,14 @@ struct mn_walk_sizes {
     static constexpr int threads = 32 * MN_WALK_FEW * teams + MN_DELTA_FETCHERS;
 };
 
-/* Where the teams of a strip meet, at the end of the room: the state of every other chunk and what
- * each makes of its tokens, as left operands, and where each turns results. */
+/* Where the teams of a strip meet, at the end of the room: the state, and what each makes of its
+ * tokens, as left operands, and where each turns results. Each meets the others twice a chunk,
+ * behind what it shows; so what is shown has been seen when it is written over. */
 template <int KP>
 struct alignas(16) mn_walk_table {
     static constexpr int scratch_bytes = 4096 / mn_walk_sizes<KP>::teams;
 
-    uint4 state[2][KP / 16][32];
+    uint4 state[KP / 16][32];
     uint4 operands[4][32];
     unsigned char scratch[mn_walk_sizes<KP>::teams][scratch_bytes];
 };
@@ -176,7 +177,7 @@ mn_delta_walk_warps_kernel(const __grid_constant__ mn_delta_job job,
         mn_walk_sums<KP> X = {}, O = {};
         float R[8][4] = {}, own[tiles][4];
         unsigned state[KP / 16][4], panel[4][4], x[4][4], r[4][4], mine[steps][4];
-        mn_walk_panels<KP>(state, panel, S, table.state[chunk % 2], strip, team);
+        mn_walk_panels<KP>(state, panel, S, table.state, strip, team);
         mn_walk_wait_front(room, chunk);
         X.read(state, front.keys, team);
         if (KEEP) {
@@ -246,7 +247,7 @@ mn_delta_walk_back_warps_kernel(const __grid_constant__ mn_delta_job job,
         mn_walk_sums<KP> dR = {};
         float dX[8][4] = {}, own[tiles][4];
         unsigned state[KP / 16][4], panel[4][4], x[4][4], cot[4][4], mine[steps][4];
-        mn_walk_panels<KP>(state, panel, D, table.state[turn % 2], strip, team);
+        mn_walk_panels<KP>(state, panel, D, table.state, strip, team);
         mn_walk_wait_front(room, turn);
         dR.read(state, front.keys, team);
         mn_walk_stash<scratch_bytes>(records.at(job.work.D, chunk, KP) + 64 * team, KP, panel,
