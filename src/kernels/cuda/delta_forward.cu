@@ -7,7 +7,7 @@ static int forward(const mn_delta_job &job, cudaStream_t stream) {
     const int64_t V = job.p.call.V;
     if constexpr (KP <= 128) {
         mn_apart_maps maps;
-        if (mn_delta_goes_apart(&maps, job, mn_delta_strips(V, mn_delta_heads(job)))) {
+        if (mn_delta_goes_apart(&maps, job)) {
             const int code = mn_delta_triangles<KP>(job, job.p.q_late, stream);
             return code == cudaSuccess ? mn_delta_apart<KP>(job, maps, stream) : code;
         }
