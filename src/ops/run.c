@@ -78,10 +78,6 @@ bool mn_op_rounds_between(mn_op_id op) {
     return op == MN_OP_hyper_layer;
 }
 
-bool mn_op_has_products(mn_op_id op) {
-    return parts_of[op] & MN_PART_PRODUCTS;
-}
-
 static const void *data_at(const void *args, const mn_field *field) {
     return ((const mn_in *)((const char *)args + field->offset))->data;
 }

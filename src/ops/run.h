@@ -25,10 +25,6 @@ bool mn_op_has_cuda(mn_op_id op, mn_pass pass);
  * input moves by one rounding. */
 bool mn_op_rounds_between(mn_op_id op);
 
-/* Whether products of whole layers are parts of the operator: on a GPU their bits depend on how
- * many rows a call has. */
-bool mn_op_has_products(mn_op_id op);
-
 /* The kernel that would serve this call, for tables; NULL for a composed op. */
 const mn_kernel *mn_op_kernel(const mn_context *context, mn_op_id op, mn_pass pass, mn_dtype dtype);
 

@@ -92,11 +92,6 @@ static void packed_is_separate(mn_op_id op) {
         return;
     }
     if (!mn_op_has_cuda(op, MN_FORWARD) || !op_has_time(op)) return;
-    if (mn_op_has_products(op)) {
-        printf("# left out: bits of products depend on how many rows there are\n");
-        skip();
-        return;
-    }
     const int n_forms = op_forms(op, forms);
     for (int f = 0; f < n_forms; f++) {
         if (op_is_refused(gpu, forms[f])) continue;
