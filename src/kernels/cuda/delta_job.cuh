@@ -90,11 +90,6 @@ inline bool mn_delta_job_of(mn_delta_job *job, const mn_delta_args *p, void *sha
     return mn_delta_lay_out(&job->work, &bytes, p, shared, back);
 }
 
-/* Heads of all sequences. */
-inline int64_t mn_delta_heads(const mn_delta_job &job) {
-    return job.p.call.H * mn_n_spans(job.p.call);
-}
-
 /* Strips of columns of a block of a walk: few where there are few columns to spread over the
  * processors. Those of four are walked by groups, fewer by warps, which give the same bits. */
 inline int mn_delta_strips(int64_t columns, int64_t heads) {
@@ -162,7 +157,7 @@ inline int mn_delta_walk(mn_delta_walker by_group, mn_delta_walker by_warps,
                          const mn_delta_job &job, bool back, int64_t columns,
                          cudaStream_t stream) {
     constexpr int teams = mn_walk_teams<KP>, warps = mn_walk_sizes<KP>::teams;
-    const int64_t heads = mn_delta_heads(job);
+    const int64_t heads = job.p.call.H * mn_n_spans(job.p.call);
     const int strips = mn_delta_strips(columns, heads);
     const int64_t n_slices = mn_ceil_div(columns, 16 * strips), blocks = n_slices * heads;
     const bool group = strips == MN_DELTA_STRIPS;
