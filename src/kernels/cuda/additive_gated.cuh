@@ -31,6 +31,7 @@ struct mn_gated_job {
 
 /* ---- products of a group --------------------------------------------------------------------- */
 
+/* Where a product finds rows of a tile; `n` bytes further on, n / 16 is added. */
 __device__ inline uint64_t mn_gated_sees(uint32_t address) {
     return (address & 0x3ffffu) >> 4 | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
 }
@@ -54,23 +55,23 @@ __device__ inline void mn_gated_wait(void) {
         "+f"(y[(i) + 1][1]), "+f"(y[(i) + 1][2]), "+f"(y[(i) + 1][3])
 
 /* y (32 columns) += a b' for 16 columns of a tile, whose rows are those of b */
-__device__ inline void mn_gated_rows(float (*y)[4], const uint32_t (&a)[4], uint32_t b) {
+__device__ inline void mn_gated_rows(float (*y)[4], const uint32_t (&a)[4], uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
                  "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
                  : MN_GATED_EIGHT(0), MN_GATED_EIGHT(2)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(mn_gated_sees(b))
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
                  : "memory");
 }
 
 /* y (64 columns) += a b for 16 rows of a tile */
-__device__ inline void mn_gated_depth(float (*y)[4], const uint32_t (&a)[4], uint32_t b) {
+__device__ inline void mn_gated_depth(float (*y)[4], const uint32_t (&a)[4], uint64_t b) {
     asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
                  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
                  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
                  "{%32, %33, %34, %35}, %36, 1, 1, 1, 1;"
                  : MN_GATED_EIGHT(0), MN_GATED_EIGHT(2), MN_GATED_EIGHT(4), MN_GATED_EIGHT(6)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(mn_gated_sees(b))
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
                  : "memory");
 }
 
@@ -239,7 +240,8 @@ __device__ inline void mn_gated_walk(mn_gated_room<KP> &room, const mn_gated_job
     for (int n = 0; n < turns; n++) {
         const int slot = n % MN_GATED_STAGES, phase = n / MN_GATED_STAGES & 1;
         mn_gated_stage<KP> &in = room.stage[slot];
-        const uint32_t k = mn_shared_at(in.k), v = mn_shared_at(in.v);
+        const uint32_t v = mn_shared_at(in.v);
+        const uint64_t k = mn_gated_sees(mn_shared_at(in.k));
         uint32_t a[KP / 16][4], z[2][4];
         float O[4][4] = {};
         if (!GATHERS) M.left(a);
@@ -251,19 +253,21 @@ __device__ inline void mn_gated_walk(mn_gated_room<KP> &room, const mn_gated_job
         if (GATHERS && threadIdx.x < KP) fall *= in.falls()[threadIdx.x];
         mn_gated_begin();
         if (!GATHERS) {
-            const uint32_t q = mn_shared_at(in.q), P = mn_shared_at(in.scores());
+            const uint64_t q = mn_gated_sees(mn_shared_at(in.q));
+            const uint64_t P = mn_gated_sees(mn_shared_at(in.scores()));
 #pragma unroll
             for (int i = 0; i < KP / 16; i++) {
-                mn_gated_rows(O, a[i], q + i / 4 * MN_GATED_PANEL + i % 4 * 32);
+                mn_gated_rows(O, a[i], q + (i / 4 * MN_GATED_PANEL + i % 4 * 32) / 16);
             }
             mn_gated_rows(O, z[0], P);
-            mn_gated_rows(O, z[1], P + 32);
+            mn_gated_rows(O, z[1], P + 32 / 16);
             mn_gated_send();
         }
 #pragma unroll
         for (int panel = 0; panel < KP / 64; panel++) {
-            mn_gated_depth(M.at + 8 * panel, z[0], k + panel * MN_GATED_PANEL);
-            mn_gated_depth(M.at + 8 * panel, z[1], k + panel * MN_GATED_PANEL + MN_GATED_ROWS);
+            const uint64_t rows = k + panel * MN_GATED_PANEL / 16;
+            mn_gated_depth(M.at + 8 * panel, z[0], rows);
+            mn_gated_depth(M.at + 8 * panel, z[1], rows + MN_GATED_ROWS / 16);
         }
         mn_gated_send();
         if (!GATHERS) {

@@ -78,24 +78,34 @@ __device__ inline void mn_gated_put(uint32_t at, uint32_t r0, uint32_t r1) {
                  "r"(r1) : "memory");
 }
 
+/* The same number, which the compiler then keeps in a register instead of making it again and again
+ * where it is used. */
+__device__ inline uint32_t mn_gated_kept(uint32_t x) {
+    return __shfl_sync(0xffffffffu, x, threadIdx.x % 32);
+}
+
 /* The triangle of ones times log2 e as a left operand: its upper right quarter is zero. */
 struct mn_gated_triangle {
-    uint32_t low[3], high[3];    // upper left, lower left, lower right; log2 e = high + low
+    uint32_t low[4], high[4];    // log2 e = high + low
 
     __device__ mn_gated_triangle() {
         const uint32_t rest = 0xbb2c, most = 0x3fb9;    // -0.0026245, 1.4453125
         const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
         const uint32_t mask = (column <= row ? 0xffffu : 0) | (column < row ? 0xffff0000u : 0);
-        low[1] = rest << 16 | rest, high[1] = most << 16 | most;
-        low[0] = low[2] = low[1] & mask, high[0] = high[2] = high[1] & mask;
+        low[1] = rest << 16 | rest, high[1] = most << 16 | most, low[2] = high[2] = 0;
+        low[0] = low[3] = low[1] & mask, high[0] = high[3] = high[1] & mask;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (i != 2) low[i] = mn_gated_kept(low[i]), high[i] = mn_gated_kept(high[i]);
+        }
     }
 
-    __device__ static void multiply(float (&e)[4], const uint32_t (&a)[3], uint32_t b0,
+    __device__ static void multiply(float (&e)[4], const uint32_t (&a)[4], uint32_t b0,
                                     uint32_t b1, const float (&c)[4]) {
         asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, "
                      "{%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
                      : "=f"(e[0]), "=f"(e[1]), "=f"(e[2]), "=f"(e[3])
-                     : "r"(a[0]), "r"(a[1]), "r"(0), "r"(a[2]), "r"(b0), "r"(b1), "f"(c[0]),
+                     : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(c[0]),
                        "f"(c[1]), "f"(c[2]), "f"(c[3]));
     }
 
@@ -110,10 +120,14 @@ struct mn_gated_triangle {
     }
 };
 
-/* Factors of 16 tokens and 16 channels: number 4 tile + i is of channel 8 tile + lane % 4 * 2 +
- * i % 2, token lane / 4 + i / 2 * 8; `whole`, of two channels in each tile, is the last token's. */
+/* Numbers of 16 tokens and 16 channels: number i of eight channels n is of channel 8 n + lane % 4 * 2
+ * + i % 2, token lane / 4 + i / 2 * 8. */
+typedef float mn_gated_numbers[2][4];
+
+/* Sums of decays, their factors, and that of the last token of two channels in each eight. */
 struct mn_gated_factors {
-    float e[2][4], up[2][4], down[2][4], to_end[2][4], whole[2][2];
+    mn_gated_numbers e, up;
+    float whole[2][2];
 
     __device__ static int last(void) {
         return 28 + threadIdx.x % 4;
@@ -126,13 +140,9 @@ struct mn_gated_factors {
         for (int n = 0; n < 2; n++) {
             triangle.sum(e[n], g[2 * n], g[2 * n + 1]);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                up[n][i] = mn_exp2(e[n][i]), down[n][i] = mn_exp2(-e[n][i]);
-            }
+            for (int i = 0; i < 4; i++) up[n][i] = mn_exp2(e[n][i]);
             whole[n][0] = __shfl_sync(0xffffffffu, up[n][2], last());
             whole[n][1] = __shfl_sync(0xffffffffu, up[n][3], last());
-#pragma unroll
-            for (int i = 0; i < 4; i++) to_end[n][i] = down[n][i] * whole[n][i % 2];
         }
     }
 
@@ -143,22 +153,59 @@ struct mn_gated_factors {
     __device__ bool has_deep(void) const {
         return is_deep(fminf(fminf(whole[0][0], whole[0][1]), fminf(whole[1][0], whole[1][1])));
     }
+};
 
-    /* Adds the scores that `down` cannot make, and makes what else it cannot. */
-    __device__ void mend(float (&P)[2][4], const uint32_t (&q)[4], const uint32_t (&k)[4]) {
+/* y = x times factors */
+__device__ inline void mn_gated_times(mn_gated_numbers &y, const uint32_t (&x)[4],
+                                      const mn_gated_numbers &factor) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        y[i / 2][i % 2 * 2] = mn_low(x[i]) * factor[i / 2][i % 2 * 2];
+        y[i / 2][i % 2 * 2 + 1] = mn_high(x[i]) * factor[i / 2][i % 2 * 2 + 1];
+    }
+}
+
+/* x <- x times what its channel falls */
+__device__ inline void mn_gated_lower(mn_gated_numbers &x, const float (&fall)[2][2]) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) x[i / 4][i % 4] *= fall[i / 4][i % 2];
+}
+
+/* Keys of a part: with what has fallen before them taken back, for scores inside the part, and
+ * lowered to the part's end. */
+struct mn_gated_keys {
+    mn_gated_numbers inside, to_end;
+
+    __device__ void make(const mn_gated_factors &f, const uint32_t (&k)[4]) {
+        mn_gated_numbers down;
+#pragma unroll
+        for (int i = 0; i < 8; i++) down[i / 4][i % 4] = mn_exp2(-f.e[i / 4][i % 4]);
+        mn_gated_times(inside, k, down);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            to_end[i / 4][i % 4] = inside[i / 4][i % 4] * f.whole[i / 4][i % 2];
+        }
+    }
+
+    /* Channels that fall too deep: keys to the end once more, and their scores one by one. */
+    __device__ void mend(float (&P)[2][4], const mn_gated_factors &f, const uint32_t (&q)[4],
+                         const uint32_t (&k)[4]) {
         const int lane = threadIdx.x % 32;
         unsigned deep[2][2];
 #pragma unroll
         for (int n = 0; n < 2; n++) {
 #pragma unroll
             for (int j = 0; j < 2; j++) {
-                const bool mine = is_deep(whole[n][j]);
-                const float end = __shfl_sync(0xffffffffu, e[n][2 + j], last());
+                const bool mine = f.is_deep(f.whole[n][j]);
+                const float end = __shfl_sync(0xffffffffu, f.e[n][2 + j], f.last());
                 deep[n][j] = __ballot_sync(0xffffffffu, mine);
                 if (!mine) continue;
 #pragma unroll
-                for (int i = j; i < 4; i += 2) {
-                    down[n][i] = 0.0f, to_end[n][i] = mn_exp2(end - e[n][i]);
+                for (int i = 0; i < 2; i++) {
+                    const uint32_t pair = k[2 * n + i];
+                    inside[n][2 * i + j] = 0.0f;
+                    to_end[n][2 * i + j] = (j ? mn_high(pair) : mn_low(pair)) *
+                                           mn_exp2(end - f.e[n][2 * i + j]);
                 }
             }
         }
@@ -173,8 +220,8 @@ struct mn_gated_factors {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const uint32_t x = right ? q[2 + i] : q[i], y = right ? k[2 + i] : k[i];
-                const float low = right ? e[1][2 * i] : e[0][2 * i];
-                const float high = right ? e[1][2 * i + 1] : e[0][2 * i + 1];
+                const float low = right ? f.e[1][2 * i] : f.e[0][2 * i];
+                const float high = right ? f.e[1][2 * i + 1] : f.e[0][2 * i + 1];
                 level[i] = odd ? high : low;
                 read[i] = odd ? mn_high(x) : mn_low(x), write[i] = odd ? mn_high(y) : mn_low(y);
             }
@@ -194,25 +241,6 @@ struct mn_gated_factors {
     }
 };
 
-/* x times factors, as numbers and rounded. */
-__device__ inline void mn_gated_times(float (&y)[2][4], const uint32_t (&x)[4],
-                                      const float (&factor)[2][4]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        y[i / 2][i % 2 * 2] = mn_low(x[i]) * factor[i / 2][i % 2 * 2];
-        y[i / 2][i % 2 * 2 + 1] = mn_high(x[i]) * factor[i / 2][i % 2 * 2 + 1];
-    }
-}
-
-__device__ inline void mn_gated_fall(uint32_t (&y)[4], const float (&x)[2][4],
-                                     const float (&fall)[2][2]) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-        y[i] = mn_pair(x[i / 2][i % 2 * 2] * fall[i / 2][0],
-                       x[i / 2][i % 2 * 2 + 1] * fall[i / 2][1]);
-    }
-}
-
 /* P += x y' for 16 tokens each, 16 channels deep. */
 __device__ inline void mn_gated_score(float (&P)[2][4], const uint32_t (&x)[4],
                                       const uint32_t (&y)[4]) {
@@ -231,45 +259,46 @@ __device__ inline void mn_gated_channels(mn_gated_scores &P, float (&fall)[2][2]
                                          const mn_gated_triangle &triangle, uint32_t q, uint32_t k,
                                          uint32_t g) {
     mn_gated_factors f[2];
-    uint32_t x[2][4], y[2][4], rounded[4], keys[4];
-    float product[2][4];
+    mn_gated_keys keys[2];
+    uint32_t x[2][4], y[2][4], right[4];
 #pragma unroll
     for (int part = 0; part < 2; part++) {
         f[part].make(triangle, g + part * MN_GATED_ROWS);
-        if (!GATHERS) mn_gated_matrices<false>(x[part], q + part * MN_GATED_ROWS);
         mn_gated_matrices<false>(y[part], k + part * MN_GATED_ROWS);
+        keys[part].make(f[part], y[part]);
+        if (!GATHERS) mn_gated_matrices<false>(x[part], q + part * MN_GATED_ROWS);
     }
     if (__any_sync(0xffffffffu, f[0].has_deep() || f[1].has_deep())) {
 #pragma unroll
         for (int part = 0; part < 2; part++) {
-            f[part].mend(P.own[part], GATHERS ? y[part] : x[part], y[part]);
+            keys[part].mend(P.own[part], f[part], GATHERS ? y[part] : x[part], y[part]);
         }
     }
-    mn_gated_times(product, y[0], f[0].to_end);
-    mn_left_of(keys, product[0], product[1]);    // to the end of the first part
-    mn_gated_fall(rounded, product, f[1].whole);
-    mn_gated_put(k, rounded);
-    mn_gated_times(product, y[1], f[1].to_end);
-    mn_left_of(rounded, product[0], product[1]);
-    mn_gated_put(k + MN_GATED_ROWS, rounded);
-#pragma unroll
-    for (int i = 0; i < 4; i++) fall[i / 2][i % 2] = f[0].whole[i / 2][i % 2] *
-                                                     f[1].whole[i / 2][i % 2];
 #pragma unroll
     for (int part = 0; part < (GATHERS ? 0 : 2); part++) {
-        uint32_t queries[4];
-        mn_gated_times(product, x[part], f[part].up);
-        mn_left_of(queries, product[0], product[1]);
-        if (part == 0) {
-            mn_gated_put(q, queries);
-        } else {
-            mn_gated_score(P.across, queries, keys);
-            mn_gated_fall(rounded, product, f[0].whole);
-            mn_gated_put(q + MN_GATED_ROWS, rounded);
+        mn_gated_numbers queries;
+        uint32_t left[4];
+        mn_gated_times(queries, x[part], f[part].up);
+        mn_left_of(left, queries[0], queries[1]);
+        mn_left_of(right, keys[part].inside[0], keys[part].inside[1]);
+        mn_gated_score(P.own[part], left, right);
+        if (part == 1) {
+            mn_left_of(right, keys[0].to_end[0], keys[0].to_end[1]);
+            mn_gated_score(P.across, left, right);
+            mn_gated_lower(queries, f[0].whole);
+            mn_left_of(left, queries[0], queries[1]);
         }
-        mn_gated_times(product, y[part], f[part].down);
-        mn_left_of(rounded, product[0], product[1]);
-        mn_gated_score(P.own[part], queries, rounded);
+        mn_gated_put(q + part * MN_GATED_ROWS, left);
+    }
+    mn_gated_lower(keys[0].to_end, f[1].whole);
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+        mn_left_of(right, keys[part].to_end[0], keys[part].to_end[1]);
+        mn_gated_put(k + part * MN_GATED_ROWS, right);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        fall[i / 2][i % 2] = f[0].whole[i / 2][i % 2] * f[1].whole[i / 2][i % 2];
     }
 }
 
@@ -343,6 +372,7 @@ __device__ inline void mn_gated_scale(mn_gated_room<KP> &room) {
     const int turns = (int)(room.place.end - room.place.turn);
     const int64_t left = room.place.span.length - room.place.turn * MN_GATED_CHUNK;
     const mn_gated_triangle triangle;
+    const uint32_t first = mn_gated_kept(mn_shared_at(&room) + mn_gated_place(lane % 16, lane / 16));
     for (int n = pair; n < turns; n += MN_GATED_PAIRS) {
         const int slot = n % MN_GATED_STAGES;
         mn_gated_stage<KP> &in = room.stage[slot];
@@ -355,11 +385,9 @@ __device__ inline void mn_gated_scale(mn_gated_room<KP> &room) {
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
             const int k = half * steps + step;
-            const uint32_t at = (mn_gated_place(lane % 16, lane / 16) ^ k % 4 * 32) +
-                                k / 4 * MN_GATED_PANEL;
+            const uint32_t q = (first + slot * (int)sizeof(in) ^ k % 4 * 32) + k / 4 * MN_GATED_PANEL;
             float fall[2][2];
-            mn_gated_channels<GATHERS>(P, fall, triangle, mn_shared_at(in.q) + at,
-                                       mn_shared_at(in.k) + at, mn_shared_at(in.g) + at);
+            mn_gated_channels<GATHERS>(P, fall, triangle, q, q + sizeof(in.q), q + 2 * sizeof(in.q));
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 if (lane / 4 == step) falls[i / 2][i % 2] = fall[i / 2][i % 2];
