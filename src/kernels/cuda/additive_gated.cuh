@@ -1,10 +1,11 @@
-/* additive_gated.cuh - forward walks with decays per channel on Hopper, for bf16 and keys of up to
+/* additive_gated.cuh - walks of keys with decays per channel on Hopper, for bf16 and keys of up to
  * 128: what additive_channel.cuh computes, by groups of warps that work on different chunks of 32
- * tokens, two parts of 16.
+ * tokens.
  *
- *   O = scale (Q~ M + P V)      M <- fall M + K~'V
- *   Q~ = q to the chunk's start     K~ = k to its end      P: scores of the chunk's own tokens
+ *   o    O = scale (Q~ M + P V)       M <- fall M + K~'V
+ *   dv   O = scale (K~ M + P'V)       M <- fall M + Q~'V     in reverse, V the gradient of o
  *
+ * Q~ are queries lowered from the chunk's start, K~ keys to its end, P scores of its own tokens.
  * One warp asks the copy engine for tiles, chunks ahead, and one for results to be stored. Eight
  * warps scale (additive_gated_scale.cuh): queries and keys become Q~ and K~ in their places, scores
  * and falls take that of the decays. A group of four warps has M, turned, in its registers; results
@@ -78,37 +79,37 @@ __device__ inline void mn_gated_depth(float (*y)[4], const uint32_t (&a)[4], uin
 /* ---- warps that fetch and store -------------------------------------------------------------- */
 
 /* A warp. */
-template <int KP, bool GATHERS>
+template <int KP>
 __device__ inline void mn_gated_ask(mn_gated_room<KP> &room, const mn_gated_job &job) {
     const mn_walk_place &at = room.place;
     const int turns = (int)(at.end - at.turn), h = (int)at.h, b = (int)at.span.b;
-    const int t0 = (int)(at.span.t0 + at.turn * MN_GATED_CHUNK), column0 = (int)at.column0;
+    const int column0 = (int)at.column0;
 #pragma unroll 1
     for (int n = 0; n < turns; n++) {
-        const int slot = n % MN_GATED_STAGES, t = t0 + n * MN_GATED_CHUNK;
+        const int slot = n % MN_GATED_STAGES;
+        const int t = (int)(at.span.t0 + mn_gated_start(at, job.walk.reverse, n));
         mn_gated_stage<KP> &to = room.stage[slot];
         uint64_t *there = &room.there[slot];
         mn_barrier_wait(&room.gone[slot], (n / MN_GATED_STAGES & 1) ^ 1);
         if (!mn_bulk_elect()) continue;
-        mn_bulk_expect(there, ((GATHERS ? 2 : 3) * (KP / 64) + 1) * MN_GATED_PANEL);
+        mn_bulk_expect(there, (3 * (KP / 64) + 1) * MN_GATED_PANEL);
 #pragma unroll
         for (int panel = 0; panel < KP / 64; panel++) {
             const int at_panel = panel * MN_GATED_PANEL;
             mn_bulk_copy(to.g + at_panel, job.g, there, 64 * panel, h, t, b);
             mn_bulk_copy(to.k + at_panel, job.k, there, 64 * panel, h, t, b);
-            if (!GATHERS) mn_bulk_copy(to.q + at_panel, job.q, there, 64 * panel, h, t, b);
+            mn_bulk_copy(to.q + at_panel, job.q, there, 64 * panel, h, t, b);
         }
         mn_bulk_copy(to.v, job.v, there, column0, h, t, b);
     }
 }
 
-/* Results of a chunk with which one of several packed sequences ends. */
+/* Results of a chunk with which one of several packed sequences ends; a warp calls. */
 __device__ inline void mn_gated_put_rows(const mn_gated_job &job, const mn_walk_place &at,
                                          const unsigned char *tile, int64_t t, int count) {
     const int lane = threadIdx.x % 32, octet = lane % 8;
     const int64_t j = at.column0 + 8 * octet;
-    if (j >= job.walk.width) return;
-    for (int row = lane / 8; row < count; row += 4) {
+    for (int row = lane / 8; j < job.walk.width && row < count; row += 4) {
         mn_bf16 *to = mn_row<mn_bf16>(job.walk.out, at.span.b, at.span.t0 + t + row, at.h) + j;
         *(uint4 *)to = *(const uint4 *)(tile + mn_gated_place(row, octet));
     }
@@ -120,13 +121,14 @@ __device__ inline void mn_gated_store(mn_gated_room<KP> &room, const mn_gated_jo
     const mn_walk_place &at = room.place;
     const int turns = (int)(at.end - at.turn), lane = threadIdx.x % 32;
     for (int n = 0; n <= turns; n++) {
-        const int64_t t = (at.turn + n) * MN_GATED_CHUNK;
-        const int count = (int)min((int64_t)MN_GATED_CHUNK, at.span.length - t);
         if (n < turns) {
+            const int64_t t = mn_gated_start(at, job.walk.reverse, n);
+            const int count = mn_gated_count(at, t);
             const unsigned char *tile = room.stage[n % MN_GATED_STAGES].v;
             mn_barrier_wait(&room.done[n % MN_GATED_STAGES], n / MN_GATED_STAGES & 1);
             if (job.call.cu_seqlens && count < MN_GATED_CHUNK) {
                 mn_gated_put_rows(job, at, tile, t, count);
+                __syncwarp();
             } else if (lane == 0) {
                 mn_bulk_store(job.out, tile, (int)at.column0, (int)at.h, (int)(at.span.t0 + t),
                               (int)at.span.b);
@@ -241,7 +243,8 @@ __device__ inline void mn_gated_walk(mn_gated_room<KP> &room, const mn_gated_job
         const int slot = n % MN_GATED_STAGES, phase = n / MN_GATED_STAGES & 1;
         mn_gated_stage<KP> &in = room.stage[slot];
         const uint32_t v = mn_shared_at(in.v);
-        const uint64_t k = mn_gated_sees(mn_shared_at(in.k));
+        const uint64_t read = mn_gated_sees(mn_shared_at(p.reverse ? in.k : in.q));
+        const uint64_t write = mn_gated_sees(mn_shared_at(p.reverse ? in.q : in.k));
         uint32_t a[KP / 16][4], z[2][4];
         float O[4][4] = {};
         if (!GATHERS) M.left(a);
@@ -253,11 +256,10 @@ __device__ inline void mn_gated_walk(mn_gated_room<KP> &room, const mn_gated_job
         if (GATHERS && threadIdx.x < KP) fall *= in.falls()[threadIdx.x];
         mn_gated_begin();
         if (!GATHERS) {
-            const uint64_t q = mn_gated_sees(mn_shared_at(in.q));
             const uint64_t P = mn_gated_sees(mn_shared_at(in.scores()));
 #pragma unroll
             for (int i = 0; i < KP / 16; i++) {
-                mn_gated_rows(O, a[i], q + (i / 4 * MN_GATED_PANEL + i % 4 * 32) / 16);
+                mn_gated_rows(O, a[i], read + (i / 4 * MN_GATED_PANEL + i % 4 * 32) / 16);
             }
             mn_gated_rows(O, z[0], P);
             mn_gated_rows(O, z[1], P + 32 / 16);
@@ -265,7 +267,7 @@ __device__ inline void mn_gated_walk(mn_gated_room<KP> &room, const mn_gated_job
         }
 #pragma unroll
         for (int panel = 0; panel < KP / 64; panel++) {
-            const uint64_t rows = k + panel * MN_GATED_PANEL / 16;
+            const uint64_t rows = write + panel * MN_GATED_PANEL / 16;
             mn_gated_depth(M.at + 8 * panel, z[0], rows);
             mn_gated_depth(M.at + 8 * panel, z[1], rows + MN_GATED_ROWS / 16);
         }
@@ -308,11 +310,11 @@ mn_gated_kernel(const __grid_constant__ mn_gated_job job) {
         mn_gated_walk<KP, GATHERS>(room, job);
     } else if (threadIdx.x < MN_GATED_GROUP + MN_GATED_SCALERS) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
-        mn_gated_scale<KP, GATHERS>(room);
+        mn_gated_scale<KP, GATHERS>(room, job.walk.reverse);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int warp = threadIdx.x / 32 % 4;
-        if (warp == 0) mn_gated_ask<KP, GATHERS>(room, job);
+        if (warp == 0) mn_gated_ask<KP>(room, job);
         if (warp == 1 && !GATHERS) mn_gated_store<KP>(room, job);
     }
 #endif
@@ -323,11 +325,12 @@ mn_gated_kernel(const __grid_constant__ mn_gated_job job) {
 inline bool mn_gated_serves(mn_gated_job *job, const mn_walks *walks) {
     const mn_walk &p = walks->walk[0];
     const mn_call &call = walks->call;
+    const mn_in &q = p.reverse ? p.y : p.x, &k = p.reverse ? p.x : p.y;
     job->call = call, job->walk = p;
-    return !p.reverse && p.duty == MN_WALK_PLAIN && p.state_column == 1 && p.depth <= 128 &&
+    return p.duty == MN_WALK_PLAIN && p.state_column == 1 && p.depth <= 128 &&
            p.depth % 8 == 0 && p.width % 8 == 0 && mn_on_hopper() &&
-           mn_bulk_map(&job->q, p.x, call, p.depth, MN_GATED_CHUNK) &&
-           mn_bulk_map(&job->k, p.y, call, p.depth, MN_GATED_CHUNK) &&
+           mn_bulk_map(&job->q, q, call, p.depth, MN_GATED_CHUNK) &&
+           mn_bulk_map(&job->k, k, call, p.depth, MN_GATED_CHUNK) &&
            mn_bulk_map(&job->v, p.z, call, p.width, MN_GATED_CHUNK) &&
            mn_bulk_map(&job->g, walks->g, call, p.depth, MN_GATED_CHUNK) &&
            mn_bulk_map(&job->out, p.out, call, p.width, MN_GATED_CHUNK);

@@ -54,6 +54,16 @@ struct mn_gated_room {
     mn_walk_place place;
 };
 
+/* The first token of a turn's chunk, from the sequence's start. */
+__device__ inline int64_t mn_gated_start(const mn_walk_place &at, bool reverse, int turn) {
+    const int64_t n = at.turn + turn;
+    return (reverse ? at.n_chunks - 1 - n : n) * MN_GATED_CHUNK;
+}
+
+__device__ inline int mn_gated_count(const mn_walk_place &at, int64_t t) {
+    return (int)min((int64_t)MN_GATED_CHUNK, at.span.length - t);
+}
+
 /* Four matrices of 8 x 8, of which each lane points at a row. */
 template <bool TURNED>
 __device__ inline void mn_gated_matrices(uint32_t (&r)[4], uint32_t at) {
@@ -68,14 +78,26 @@ __device__ inline void mn_gated_matrices(uint32_t (&r)[4], uint32_t at) {
 
 #if MN_HAS_WGMMA
 
+template <bool TURNED = false>
 __device__ inline void mn_gated_put(uint32_t at, const uint32_t (&r)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
-                 "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+    if (TURNED) {
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                         at), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+    } else {
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(at),
+                     "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
+    }
 }
 
+template <bool TURNED = false>
 __device__ inline void mn_gated_put(uint32_t at, uint32_t r0, uint32_t r1) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(r0),
-                 "r"(r1) : "memory");
+    if (TURNED) {
+        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at),
+                     "r"(r0), "r"(r1) : "memory");
+    } else {
+        asm volatile("stmatrix.sync.aligned.m8n8.x2.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(r0),
+                     "r"(r1) : "memory");
+    }
 }
 
 /* The same number, which the compiler then keeps in a register instead of making it again and again
@@ -120,8 +142,8 @@ struct mn_gated_triangle {
     }
 };
 
-/* Numbers of 16 tokens and 16 channels: number i of eight channels n is of channel 8 n + lane % 4 * 2
- * + i % 2, token lane / 4 + i / 2 * 8. */
+/* Numbers of 16 tokens and 16 channels: number i of eight channels n is of token
+ * lane / 4 + i / 2 * 8 and channel 8 n + lane % 4 * 2 + i % 2. */
 typedef float mn_gated_numbers[2][4];
 
 /* Sums of decays, their factors, and that of the last token of two channels in each eight. */
@@ -254,7 +276,7 @@ struct mn_gated_scores {
 };
 
 /* 16 channels of a chunk, whose tiles lie at q, k and g; their falls over the chunk. */
-template <bool GATHERS>
+template <bool SCORES>
 __device__ inline void mn_gated_channels(mn_gated_scores &P, float (&fall)[2][2],
                                          const mn_gated_triangle &triangle, uint32_t q, uint32_t k,
                                          uint32_t g) {
@@ -266,25 +288,25 @@ __device__ inline void mn_gated_channels(mn_gated_scores &P, float (&fall)[2][2]
         f[part].make(triangle, g + part * MN_GATED_ROWS);
         mn_gated_matrices<false>(y[part], k + part * MN_GATED_ROWS);
         keys[part].make(f[part], y[part]);
-        if (!GATHERS) mn_gated_matrices<false>(x[part], q + part * MN_GATED_ROWS);
+        mn_gated_matrices<false>(x[part], q + part * MN_GATED_ROWS);
     }
     if (__any_sync(0xffffffffu, f[0].has_deep() || f[1].has_deep())) {
 #pragma unroll
         for (int part = 0; part < 2; part++) {
-            keys[part].mend(P.own[part], f[part], GATHERS ? y[part] : x[part], y[part]);
+            keys[part].mend(P.own[part], f[part], x[part], y[part]);
         }
     }
 #pragma unroll
-    for (int part = 0; part < (GATHERS ? 0 : 2); part++) {
+    for (int part = 0; part < 2; part++) {
         mn_gated_numbers queries;
         uint32_t left[4];
         mn_gated_times(queries, x[part], f[part].up);
         mn_left_of(left, queries[0], queries[1]);
         mn_left_of(right, keys[part].inside[0], keys[part].inside[1]);
-        mn_gated_score(P.own[part], left, right);
+        if (SCORES) mn_gated_score(P.own[part], left, right);
         if (part == 1) {
             mn_left_of(right, keys[0].to_end[0], keys[0].to_end[1]);
-            mn_gated_score(P.across, left, right);
+            if (SCORES) mn_gated_score(P.across, left, right);
             mn_gated_lower(queries, f[0].whole);
             mn_left_of(left, queries[0], queries[1]);
         }
@@ -302,18 +324,21 @@ __device__ inline void mn_gated_channels(mn_gated_scores &P, float (&fall)[2][2]
     }
 }
 
-/* Tokens behind a sequence's last become zeros, in a warp's own octets of decays and keys; the
+/* Tokens behind a sequence's last become zeros, in a warp's own octets of rows of q, k and g; the
  * first warp of a pair has the values. */
 template <int KP>
 __device__ inline void mn_gated_end(mn_gated_stage<KP> &in, int count, int half) {
     constexpr int octets = KP / 16;
     const uint4 zeros = make_uint4(0, 0, 0, 0);
     const int left = MN_GATED_CHUNK - count;
+#pragma unroll 1
     for (int i = threadIdx.x % 32; i < left * octets; i += 32) {
         const int row = count + i / octets, octet = half * octets + i % octets;
         const uint32_t at = octet / 8 * MN_GATED_PANEL + mn_gated_place(row, octet);
-        *(uint4 *)(in.k + at) = zeros, *(uint4 *)(in.g + at) = zeros;
+        *(uint4 *)(in.q + at) = zeros, *(uint4 *)(in.k + at) = zeros;
+        *(uint4 *)(in.g + at) = zeros;
     }
+#pragma unroll 1
     for (int i = threadIdx.x % 32; half == 0 && i < left * 8; i += 32) {
         *(uint4 *)(in.v + mn_gated_place(count + i / 8, i % 8)) = zeros;
     }
@@ -325,10 +350,10 @@ __device__ inline void mn_gated_pair_sync(int pair) {
 }
 
 /* The two warps of a pair add up their scores; each has the rest of one part, and eight columns of
- * what lies across. */
+ * what lies across. Against time they are turned. */
 template <int KP>
 __device__ inline void mn_gated_join(mn_gated_stage<KP> &in, mn_gated_scores &P, int half,
-                                     int pair) {
+                                     int pair, bool reverse) {
     const int lane = threadIdx.x % 32;
     const uint32_t tile = mn_shared_at(in.scores());
     float sum[3][4];
@@ -356,38 +381,47 @@ __device__ inline void mn_gated_join(mn_gated_stage<KP> &in, mn_gated_scores &P,
     }
     uint32_t own[4];
     mn_left_of(own, sum[0], sum[1]);
-    mn_gated_put(tile + half * MN_GATED_ROWS + mn_gated_place(lane % 16, 2 * half + lane / 16),
-                 own);
-    mn_gated_put(tile + MN_GATED_ROWS + mn_gated_place(lane % 16, half),
-                 mn_pair(sum[2][0], sum[2][1]), mn_pair(sum[2][2], sum[2][3]));
-    mn_gated_put(tile + mn_gated_place(lane % 16, 2 + half), 0, 0);
+    const uint32_t across[2] = { mn_pair(sum[2][0], sum[2][1]), mn_pair(sum[2][2], sum[2][3]) };
+    const uint32_t corner = tile + half * MN_GATED_ROWS;    // part by part: rows; octets 2 half
+    if (reverse) {
+        const int down = lane % 8 + lane / 16 * 8, along = lane / 8 % 2;
+        mn_gated_put<true>(corner + mn_gated_place(down, 2 * half + along), own);
+        mn_gated_put<true>(tile + mn_gated_place(8 * half + lane % 8, 2 + along), across[0],
+                           across[1]);
+        mn_gated_put(tile + MN_GATED_ROWS + mn_gated_place(lane % 16, half), 0, 0);
+    } else {
+        mn_gated_put(corner + mn_gated_place(lane % 16, 2 * half + lane / 16), own);
+        mn_gated_put(tile + MN_GATED_ROWS + mn_gated_place(lane % 16, half), across[0], across[1]);
+        mn_gated_put(tile + mn_gated_place(lane % 16, 2 + half), 0, 0);
+    }
 }
 
 /* What the warps that scale do. */
 template <int KP, bool GATHERS>
-__device__ inline void mn_gated_scale(mn_gated_room<KP> &room) {
+__device__ inline void mn_gated_scale(mn_gated_room<KP> &room, bool reverse) {
     constexpr int steps = KP / 32;    // of 16 channels, of a warp
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % (2 * MN_GATED_PAIRS);
     const int pair = warp % MN_GATED_PAIRS, half = warp / MN_GATED_PAIRS;
     const int turns = (int)(room.place.end - room.place.turn);
-    const int64_t left = room.place.span.length - room.place.turn * MN_GATED_CHUNK;
     const mn_gated_triangle triangle;
-    const uint32_t first = mn_gated_kept(mn_shared_at(&room) + mn_gated_place(lane % 16, lane / 16));
+    const uint32_t first =
+        mn_gated_kept(mn_shared_at(&room) + mn_gated_place(lane % 16, lane / 16));
     for (int n = pair; n < turns; n += MN_GATED_PAIRS) {
         const int slot = n % MN_GATED_STAGES;
         mn_gated_stage<KP> &in = room.stage[slot];
         mn_gated_scores P = {};
         float falls[2][2];
         mn_barrier_wait(&room.there[slot], n / MN_GATED_STAGES & 1);
-        if (left < (n + 1) * MN_GATED_CHUNK) {
-            mn_gated_end<KP>(in, (int)(left - n * MN_GATED_CHUNK), half);
-        }
+        const int count = mn_gated_count(room.place, mn_gated_start(room.place, reverse, n));
+        if (count < MN_GATED_CHUNK) mn_gated_end<KP>(in, count, half);
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
             const int k = half * steps + step;
-            const uint32_t q = (first + slot * (int)sizeof(in) ^ k % 4 * 32) + k / 4 * MN_GATED_PANEL;
+            const uint32_t q =
+                ((first + slot * (int)sizeof(in)) ^ k % 4 * 32) + k / 4 * MN_GATED_PANEL;
             float fall[2][2];
-            mn_gated_channels<GATHERS>(P, fall, triangle, q, q + sizeof(in.q), q + 2 * sizeof(in.q));
+            mn_gated_channels<!GATHERS>(P, fall, triangle, q, q + (int)sizeof(in.q),
+                                        q + 2 * (int)sizeof(in.q));
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 if (lane / 4 == step) falls[i / 2][i % 2] = fall[i / 2][i % 2];
@@ -399,7 +433,7 @@ __device__ inline void mn_gated_scale(mn_gated_room<KP> &room) {
             *(float2 *)to = make_float2(falls[0][0], falls[0][1]);
             *(float2 *)(to + 8) = make_float2(falls[1][0], falls[1][1]);
         }
-        if (!GATHERS) mn_gated_join<KP>(in, P, half, pair);
+        if (!GATHERS) mn_gated_join<KP>(in, P, half, pair, reverse);
         mn_shared_show();
         mn_barrier_release(&room.made[slot]);
     }
