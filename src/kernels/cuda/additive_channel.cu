@@ -1,7 +1,6 @@
-/* additive_channel.cu - launches of additive_channel.cuh and additive_gated.cuh. */
+/* additive_channel.cu - launches of additive_channel.cuh. */
 #include "kernels/cuda/additive.cuh"
 #include "kernels/cuda/additive_channel.cuh"
-#include "kernels/cuda/additive_gated.cuh"
 
 template <int DEPTH>
 static bool fits(void) {
@@ -38,10 +37,9 @@ static int launch_of(const mn_walks *walks, int64_t segments, bool of_values,
 int mn_additive_channel_launch(const mn_walks *walks, int64_t segments, bool of_values,
                                cudaStream_t stream) {
     const int depth = mn_additive_depth(walks->walk[0].depth);
-    mn_gated_job job;
-    if (!of_values && mn_gated_serves(&job, walks)) {
-        return depth == 64 ? mn_gated_launch<64>(job, segments, stream)
-                           : mn_gated_launch<128>(job, segments, stream);
+    if (!of_values) {
+        const int code = mn_additive_gated_launch(walks, segments, stream);
+        if (code != cudaErrorNotSupported) return code;
     }
     if (depth == 64) return launch_of<64>(walks, segments, of_values, stream);
     if (depth == 128) return launch_of<128>(walks, segments, of_values, stream);

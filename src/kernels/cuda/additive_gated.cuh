@@ -203,6 +203,17 @@ struct mn_gated_state {
         for (int k = 0; k < KP / 16; k++) mn_left_of(a[k], at[2 * k], at[2 * k + 1]);
     }
 
+    /* In bf16, as matrices of 8 x 8. */
+    __device__ void keep(mn_bf16 *to) const {
+        uint32_t *pairs = (uint32_t *)to + threadIdx.x % 32;
+#pragma unroll
+        for (int k = 0; k < KP / 4; k++) {
+            const int rows = threadIdx.x / 32 * 2 + k % 2;
+            pairs[(rows * (KP / 8) + k / 2) * 32] =
+                mn_pair(at[k / 2][k % 2 * 2], at[k / 2][k % 2 * 2 + 1]);
+        }
+    }
+
     __device__ void lower(const float *falls) {
 #pragma unroll
         for (int k = 0; k < KP / 8; k++) {
@@ -226,13 +237,26 @@ __device__ inline void mn_gated_turn(uint32_t tile, float (&O)[4][4], float scal
     for (int k = 0; k < 2; k++) {
         uint32_t x[4];
         mn_left_of(x, O[2 * k], O[2 * k + 1]);
-        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         mn_gated_turned(tile, 16 * k)),
-                     "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
+        mn_gated_put<true>(mn_gated_turned(tile, 16 * k), x);
     }
 }
 
-template <int KP, bool GATHERS>
+/* Where a state is kept in front of a chunk: once in 64 tokens, NULL elsewhere. Against time that
+ * is behind them. */
+template <int KP>
+__device__ inline mn_bf16 *mn_gated_kept_at(const mn_gated_job &job, const mn_walk_place &at,
+                                            int turn) {
+    const int64_t chunk = mn_gated_start(at, job.walk.reverse, turn) / MN_GATED_CHUNK;
+    const bool first = job.walk.reverse ? chunk % 2 == 1 || chunk == at.n_chunks - 1
+                                        : chunk % 2 == 0;
+    if (!job.walk.kept || job.walk.gathers || !first) return NULL;
+    const int64_t slot = mn_walk_first_slot(job.call, at.n, 2 * MN_GATED_CHUNK) + chunk / 2;
+    return job.walk.kept +
+           ((slot * job.call.H + at.h) * at.n_slices + at.slice) * (MN_WALK_WIDTH * KP);
+}
+
+/* READS: leaves results; otherwise only what becomes of the state. */
+template <int KP, bool READS>
 __device__ inline void mn_gated_walk(mn_gated_room<KP> &room, const mn_gated_job &job) {
     const mn_walk &p = job.walk;
     const int turns = (int)(room.place.end - room.place.turn);
@@ -247,15 +271,17 @@ __device__ inline void mn_gated_walk(mn_gated_room<KP> &room, const mn_gated_job
         const uint64_t write = mn_gated_sees(mn_shared_at(p.reverse ? in.q : in.k));
         uint32_t a[KP / 16][4], z[2][4];
         float O[4][4] = {};
-        if (!GATHERS) M.left(a);
+        mn_bf16 *kept = mn_gated_kept_at<KP>(job, room.place, n);
+        if (kept) M.keep(kept);
+        if (READS) M.left(a);
         mn_barrier_wait(&room.there[slot], phase);
         mn_barrier_wait(&room.made[slot], phase);
         mn_gated_matrices<true>(z[0], mn_gated_turned(v, 0));
         mn_gated_matrices<true>(z[1], mn_gated_turned(v, 16));
         M.lower(in.falls());
-        if (GATHERS && threadIdx.x < KP) fall *= in.falls()[threadIdx.x];
+        if (!READS && threadIdx.x < KP) fall *= in.falls()[threadIdx.x];
         mn_gated_begin();
-        if (!GATHERS) {
+        if (READS) {
             const uint64_t P = mn_gated_sees(mn_shared_at(in.scores()));
 #pragma unroll
             for (int i = 0; i < KP / 16; i++) {
@@ -272,13 +298,13 @@ __device__ inline void mn_gated_walk(mn_gated_room<KP> &room, const mn_gated_job
             mn_gated_depth(M.at + 8 * panel, z[1], rows + MN_GATED_ROWS / 16);
         }
         mn_gated_send();
-        if (!GATHERS) {
+        if (READS) {
             mn_gated_wait<1>();
             mn_gated_turn(v, O, p.scale);
             mn_shared_show();
         }
         mn_gated_wait<0>();
-        mn_barrier_release(GATHERS ? &room.gone[slot] : &room.done[slot]);
+        mn_barrier_release(READS ? &room.done[slot] : &room.gone[slot]);
     }
     M.end(p, room.place, fall);
 }
@@ -287,7 +313,7 @@ __device__ inline void mn_gated_walk(mn_gated_room<KP> &room, const mn_gated_job
 
 /* ---- the kernel ------------------------------------------------------------------------------ */
 
-template <int KP, bool GATHERS>
+template <int KP, bool READS>
 __global__ void __launch_bounds__(MN_GATED_THREADS, 1)
 mn_gated_kernel(const __grid_constant__ mn_gated_job job) {
 #if MN_HAS_WGMMA
@@ -298,7 +324,7 @@ mn_gated_kernel(const __grid_constant__ mn_gated_job job) {
             mn_barrier_open(&room.there[i], 1);
             mn_barrier_open(&room.made[i], 2);
             mn_barrier_open(&room.done[i], MN_GATED_GROUP / 32);
-            mn_barrier_open(&room.gone[i], GATHERS ? MN_GATED_GROUP / 32 : 1);
+            mn_barrier_open(&room.gone[i], READS ? 1 : MN_GATED_GROUP / 32);
         }
         mn_bulk_barriers_open();
         room.place = mn_walk_here(job.call, job.walk, MN_GATED_CHUNK);
@@ -307,15 +333,15 @@ mn_gated_kernel(const __grid_constant__ mn_gated_job job) {
     if (room.place.idle) return;
     if (threadIdx.x < MN_GATED_GROUP) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 168;");
-        mn_gated_walk<KP, GATHERS>(room, job);
+        mn_gated_walk<KP, READS>(room, job);
     } else if (threadIdx.x < MN_GATED_GROUP + MN_GATED_SCALERS) {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 152;");
-        mn_gated_scale<KP, GATHERS>(room, job.walk.reverse);
+        mn_gated_scale<KP, READS>(room, job.walk.reverse);
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int warp = threadIdx.x / 32 % 4;
         if (warp == 0) mn_gated_ask<KP>(room, job);
-        if (warp == 1 && !GATHERS) mn_gated_store<KP>(room, job);
+        if (warp == 1 && READS) mn_gated_store<KP>(room, job);
     }
 #endif
 }
@@ -333,18 +359,8 @@ inline bool mn_gated_serves(mn_gated_job *job, const mn_walks *walks) {
            mn_bulk_map(&job->k, k, call, p.depth, MN_GATED_CHUNK) &&
            mn_bulk_map(&job->v, p.z, call, p.width, MN_GATED_CHUNK) &&
            mn_bulk_map(&job->g, walks->g, call, p.depth, MN_GATED_CHUNK) &&
-           mn_bulk_map(&job->out, p.out, call, p.width, MN_GATED_CHUNK);
-}
-
-template <int KP>
-inline int mn_gated_launch(const mn_gated_job &job, int64_t segments, cudaStream_t stream) {
-    const int64_t blocks = mn_walk_slices(job.walk) * job.call.H * mn_n_spans(job.call);
-    if (blocks == 0) return cudaSuccess;
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    const dim3 grid((unsigned)blocks, 1, (unsigned)segments);
-    return mn_launch_with_room(job.walk.gathers ? mn_gated_kernel<KP, true>
-                                                : mn_gated_kernel<KP, false>,
-                               grid, MN_GATED_THREADS, sizeof(mn_gated_room<KP>), stream, job);
+           (p.out.data ? mn_bulk_map(&job->out, p.out, call, p.width, MN_GATED_CHUNK)
+                       : p.kept != NULL);
 }
 
 #endif

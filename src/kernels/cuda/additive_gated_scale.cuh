@@ -397,7 +397,7 @@ __device__ inline void mn_gated_join(mn_gated_stage<KP> &in, mn_gated_scores &P,
 }
 
 /* What the warps that scale do. */
-template <int KP, bool GATHERS>
+template <int KP, bool READS>
 __device__ inline void mn_gated_scale(mn_gated_room<KP> &room, bool reverse) {
     constexpr int steps = KP / 32;    // of 16 channels, of a warp
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % (2 * MN_GATED_PAIRS);
@@ -420,7 +420,7 @@ __device__ inline void mn_gated_scale(mn_gated_room<KP> &room, bool reverse) {
             const uint32_t q =
                 ((first + slot * (int)sizeof(in)) ^ k % 4 * 32) + k / 4 * MN_GATED_PANEL;
             float fall[2][2];
-            mn_gated_channels<!GATHERS>(P, fall, triangle, q, q + (int)sizeof(in.q),
+            mn_gated_channels<READS>(P, fall, triangle, q, q + (int)sizeof(in.q),
                                         q + 2 * (int)sizeof(in.q));
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -433,7 +433,7 @@ __device__ inline void mn_gated_scale(mn_gated_room<KP> &room, bool reverse) {
             *(float2 *)to = make_float2(falls[0][0], falls[0][1]);
             *(float2 *)(to + 8) = make_float2(falls[1][0], falls[1][1]);
         }
-        if (!GATHERS) mn_gated_join<KP>(in, P, half, pair, reverse);
+        if (READS) mn_gated_join<KP>(in, P, half, pair, reverse);
         mn_shared_show();
         mn_barrier_release(&room.made[slot]);
     }
