@@ -288,23 +288,32 @@ __device__ inline void mn_gated_store_part(const mn_gated_part &o, const mn_out 
 
 /* ---- a block --------------------------------------------------------------------------------- */
 
-/* What the state adds to dg: sums over this part's rows of q and what they read from S. */
+/* What the state adds to dg: sums over this part's rows of q~ and what they read from S. */
 __device__ inline void mn_gated_sum_read(float (*sums)[MN_WALK_WIDTH], const mn_gated_part &o,
-                                         const mn_gated_levels &levels, const uint32_t (&q)[4][4],
-                                         const float (*falls)[MN_WALK_WIDTH]) {
+                                         uint32_t q, const float (*falls)[MN_WALK_WIDTH]) {
     const int lane = threadIdx.x % 32, part = threadIdx.x / 32;
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        const int n = i / 2, j = i % 2;
-        const uint32_t low = q[n / 2][n % 2 * 2], high = q[n / 2][n % 2 * 2 + 1];
-        float sum = o[n][j] * mn_exp2(levels.e[n][j]) * (j ? mn_high(low) : mn_low(low));
-        sum = fmaf(o[n][2 + j] * mn_exp2(levels.e[n][2 + j]), j ? mn_high(high) : mn_low(high),
-                   sum);
+    for (int k = 0; k < 4; k++) {
+        uint32_t x[4];
+        mn_gated_matrices<false>(x, mn_gated_down(q, 16 * part) ^ k * 32);
 #pragma unroll
-        for (int by = 4; by < 32; by <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, by);
-        const int channel = 8 * n + lane % 4 * 2 + j;
-        for (int before = 0; before < part; before++) sum *= falls[before][channel];
-        if (lane < 4) sums[part][channel] = sum;
+        for (int n = 0; n < 2; n++) {
+            const float(&y)[4] = o[2 * k + n];
+            const int channel = 16 * k + 8 * n + lane % 4 * 2;
+            float2 sum;
+            sum.x = fmaf(y[0], mn_low(x[2 * n]), y[2] * mn_low(x[2 * n + 1]));
+            sum.y = fmaf(y[1], mn_high(x[2 * n]), y[3] * mn_high(x[2 * n + 1]));
+#pragma unroll
+            for (int by = 4; by < 32; by <<= 1) {
+                sum.x += __shfl_xor_sync(0xffffffffu, sum.x, by);
+                sum.y += __shfl_xor_sync(0xffffffffu, sum.y, by);
+            }
+            for (int before = 0; before < part; before++) {
+                const float2 fall = *(const float2 *)&falls[before][channel];
+                sum.x *= fall.x, sum.y *= fall.y;
+            }
+            if (lane < 4) *(float2 *)&sums[part][channel] = sum;
+        }
     }
 }
 
@@ -332,23 +341,33 @@ __device__ inline void mn_gated_sum_met(float (*sums)[MN_WALK_WIDTH], const unsi
 }
 
 /* o <- scale (o 2^e + inside 2^l), where l and e differ if channels fall too deep; dk has -l, and
- * E - e for e. terms -= or += what belongs to the rows times that. */
+ * E - e for e. terms -= or += the rows of x times that: of the rounded rows that products had, x at
+ * `far` and at `near`, so that what one token reads from another is the same number in both. */
 template <bool OF_KEYS>
 __device__ inline void mn_gated_finish(mn_gated_part &o, const mn_gated_part &inside,
                                        mn_gated_part &terms, const mn_gated_levels &levels,
-                                       const uint32_t (&x)[4][4], const unsigned char *g,
+                                       uint32_t far, uint32_t near, const unsigned char *g,
                                        float scale) {
+    const int part = threadIdx.x / 32;
     mn_gated_part l;
     levels.inside(l, g);
 #pragma unroll
-    for (int i = 0; i < 32; i++) {
-        const int n = i / 4, c = i % 4;
-        const uint32_t pair = x[n / 2][n % 2 * 2 + c / 2];
-        const float beside = c % 2 ? mn_high(pair) : mn_low(pair), e = levels.e[n][c];
-        const float far = mn_exp2(OF_KEYS ? levels.end[n][c % 2] - e : e);
-        const float near = mn_exp2(OF_KEYS ? -l[n][c] : l[n][c]);
-        o[n][c] = scale * fmaf(inside[n][c], near, o[n][c] * far);
-        terms[n][c] = fmaf(OF_KEYS ? beside : -beside, o[n][c], terms[n][c]);
+    for (int k = 0; k < 4; k++) {
+        uint32_t x[4], y[4];
+        mn_gated_matrices<false>(x, mn_gated_down(far, 16 * part) ^ k * 32);
+        mn_gated_matrices<false>(y, mn_gated_down(near, 16 * part) ^ k * 32);
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const int n = 2 * k + i / 4, c = i % 4;
+            const float e = levels.e[n][c];
+            const float up = mn_exp2(OF_KEYS ? levels.end[n][c % 2] - e : e);
+            const float up_inside = mn_exp2(OF_KEYS ? -l[n][c] : l[n][c]);
+            const float wide = c % 2 ? mn_high(x[i / 2]) : mn_low(x[i / 2]);
+            const float close = c % 2 ? mn_high(y[i / 2]) : mn_low(y[i / 2]);
+            const float term = fmaf(o[n][c], wide, inside[n][c] * close);
+            terms[n][c] = fmaf(OF_KEYS ? scale : -scale, term, terms[n][c]);
+            o[n][c] = scale * fmaf(inside[n][c], up_inside, o[n][c] * up);
+        }
     }
 }
 
@@ -366,7 +385,6 @@ __device__ inline void mn_gated_mask(float (&P)[2][4], bool earlier) {
 template <int VP>
 __device__ inline void mn_gated_derive_queries(mn_gated_gradient_room<VP> &room,
                                                mn_gated_part &terms, const mn_gated_levels &levels,
-                                               const uint32_t (&q)[4][4],
                                                const mn_gated_gradient &p, const mn_tile_span &at,
                                                int64_t h, int slice) {
     const int part = threadIdx.x / 32;
@@ -375,7 +393,7 @@ __device__ inline void mn_gated_derive_queries(mn_gated_gradient_room<VP> &room,
     float P[2][4];
     mn_gated_left<VP>(a, mn_shared_at(room.cot), part);
     mn_gated_read<VP>(o, a, mn_shared_at(room.S));
-    mn_gated_sum_read(room.read, o, levels, q, room.fall);
+    mn_gated_sum_read(room.read, o, mn_shared_at(room.q), room.fall);
 #pragma unroll 1
     for (int from = 0; from < part; from++) {
         mn_gated_part_falls(o, room.fall[from]);
@@ -385,7 +403,8 @@ __device__ inline void mn_gated_derive_queries(mn_gated_gradient_room<VP> &room,
     mn_gated_meet<VP>(P, a, mn_shared_at(room.v), part);
     mn_gated_mask(P, false);
     mn_gated_add(inside, P, mn_shared_at(room.k_inside), part);
-    mn_gated_finish<false>(o, inside, terms, levels, q, room.g, p.scale);
+    mn_gated_finish<false>(o, inside, terms, levels, mn_shared_at(room.q),
+                           mn_shared_at(room.q_inside), room.g, p.scale);
     mn_gated_store_part(o, p.dq, at, h, slice, p.call.K);
 }
 
@@ -393,8 +412,8 @@ __device__ inline void mn_gated_derive_queries(mn_gated_gradient_room<VP> &room,
 template <int VP>
 __device__ inline void mn_gated_derive_keys(mn_gated_gradient_room<VP> &room, mn_gated_part &terms,
                                             const mn_gated_levels &levels,
-                                            const uint32_t (&k)[4][4], const mn_gated_gradient &p,
-                                            const mn_tile_span &at, int64_t h, int slice) {
+                                            const mn_gated_gradient &p, const mn_tile_span &at,
+                                            int64_t h, int slice) {
     const int part = threadIdx.x / 32;
     mn_gated_part o, inside = {};
     uint32_t a[VP / 16][4];
@@ -410,7 +429,8 @@ __device__ inline void mn_gated_derive_keys(mn_gated_gradient_room<VP> &room, mn
     mn_gated_meet<VP>(P, a, mn_shared_at(room.cot), part);
     mn_gated_mask(P, true);
     mn_gated_add(inside, P, mn_shared_at(room.q_inside), part);
-    mn_gated_finish<true>(o, inside, terms, levels, k, room.g, p.scale);
+    mn_gated_finish<true>(o, inside, terms, levels, mn_shared_at(room.k),
+                          mn_shared_at(room.k_inside), room.g, p.scale);
     mn_gated_store_part(o, p.dk, at, h, slice, p.call.K);
 }
 
@@ -506,8 +526,8 @@ mn_gated_gradient_kernel(const __grid_constant__ mn_gated_gradient p, int n_slic
     }
     __syncthreads();
     mn_gated_sum_met<VP>(room.met, room.S, room.N);
-    mn_gated_derive_queries<VP>(room, terms, levels, q, p, at, h, slice);
-    mn_gated_derive_keys<VP>(room, terms, levels, k, p, at, h, slice);
+    mn_gated_derive_queries<VP>(room, terms, levels, p, at, h, slice);
+    mn_gated_derive_keys<VP>(room, terms, levels, p, at, h, slice);
     mn_gated_derive_decays<VP>(room, terms, p, at, h, slice);
 #endif
 }
