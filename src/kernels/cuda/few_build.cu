@@ -115,6 +115,10 @@ static int value_of(const few_unit &unit, const mn_few_products *given, int endi
     return -1;
 }
 
+static int64_t count_of(const int64_t shape[4]) {
+    return shape[0] * shape[1] * shape[2] * shape[3];
+}
+
 /* The unit's form; -1: there is none. */
 static int form_of(const few_unit &unit, const mn_few_products *given) {
     bool adds = false;
@@ -132,15 +136,18 @@ static int form_of(const few_unit &unit, const mn_few_products *given) {
     for (int i = 0; i < unit.n_ends; i++) {
         if (given->ending[unit.ends[i]].work.kind > MN_FEW_MOVE) return -1;
     }
-    const bool function = unit.n_ends == 1 && unit.n_products == 2 && only.kind == MN_FEW_UNARY &&
+    if (unit.n_ends == 1 && unit.n_products == 1 && only.kind == MN_FEW_MOVE &&
+        value_of(unit, given, unit.ends[0], 0) == 0 && only.at[1].dtype == MN_F32 &&
+        count_of(only.shape) == given->of[unit.product[0]].N) {
+        return MN_FEW_WIDENED;
+    }
+    const bool times = unit.n_products == 2 && value_of(unit, given, unit.ends[0], 1) == 1;
+    const bool function = unit.n_ends == 1 && only.kind == MN_FEW_UNARY &&
+                          (times || (unit.n_products == 1 && !only.at[1].data)) &&
                           value_of(unit, given, unit.ends[0], 0) == 0 &&
-                          value_of(unit, given, unit.ends[0], 1) == 1 &&
-                          only.at[2].dtype == MN_BF16;
+                          only.at[2].dtype == MN_BF16 &&
+                          count_of(only.shape) == given->of[unit.product[0]].N;
     return function ? MN_FEW_FUNCTION : MN_FEW_LISTED;
-}
-
-static int64_t count_of(const int64_t shape[4]) {
-    return shape[0] * shape[1] * shape[2] * shape[3];
 }
 
 /* How many of N columns share a number of input k of a small work. */
@@ -196,6 +203,25 @@ static mn_few_end end_of(mn_few_touch *touch, mn_few_unit *to, const few_unit &u
     return end;
 }
 
+/* Whether an end is made from values a and b of its unit, in either order; b: -1 where it has one
+ * input. */
+static bool makes(const mn_few_end &e, int kind, int f, int a, int b) {
+    const int x = e.in[0].from, y = e.n_inputs > 1 ? e.in[1].from : -1;
+    return e.kind == kind && e.f == f && ((x == a && y == b) || (x == b && y == a));
+}
+
+/* Whether a list is x + dt, softplus of it, -exp(A), the product of the latter two. */
+static bool decays(const mn_few_unit &unit, const mn_few_end *ends) {
+    enum { SUM = 2, EARLY = 2 + MN_FEW_ENDINGS };
+    return unit.n_ends == 4 && unit.n_strips == 1 &&
+           makes(ends[0], MN_FEW_PAIR, MN_PAIR_ADD, 0, EARLY) &&
+           makes(ends[1], MN_FEW_UNARY, MN_UNARY_SOFTPLUS, SUM, -1) &&
+           makes(ends[2], MN_FEW_UNARY, MN_UNARY_NEG_EXP, EARLY + 1, -1) &&
+           makes(ends[3], MN_FEW_PAIR, MN_PAIR_MULTIPLY, SUM + 1, SUM + 2) &&
+           ends[0].per == 1 && ends[1].per == 1 && ends[3].per == 1 &&
+           !ends[0].wide && !ends[1].wide && !ends[3].wide;
+}
+
 /* A unit of all columns, and its ends. */
 static bool fill_unit(mn_few_unit *to, mn_few_end *ends, mn_few_touch *touch, const few_unit &unit,
                       const mn_few_products *given) {
@@ -222,6 +248,9 @@ static bool fill_unit(mn_few_unit *to, mn_few_end *ends, mn_few_touch *touch, co
         const mn_few &work = given->ending[unit.ends[0]].work;
         to->to = (mn_bf16 *)work.at[2].data, to->f = (unsigned char)work.f, to->narrow = 1;
         touch->writes(to->to, N, 2, true);
+    } else if (form == MN_FEW_WIDENED) {
+        to->to = (mn_bf16 *)given->ending[unit.ends[0]].work.at[1].data;
+        touch->writes(to->to, N, 4, false);
     } else if (form == MN_FEW_CONVOLVED) {
         const mn_few &work = given->ending[unit.ends[0]].work;
         to->taps = (const mn_bf16 *)work.at[1].data;
@@ -237,6 +266,10 @@ static bool fill_unit(mn_few_unit *to, mn_few_end *ends, mn_few_touch *touch, co
     to->n_ends = (unsigned char)(form == MN_FEW_LISTED ? unit.n_ends : 0);
     for (int i = 0; i < to->n_ends; i++) {
         ends[i] = end_of(touch, to, unit, given, unit.ends[i]);
+    }
+    if (form == MN_FEW_LISTED && decays(*to, ends)) {
+        to->form = MN_FEW_DECAYED, to->f = ends[2].wide != 0;
+        to->to = (mn_bf16 *)ends[to->n_ends - 1].to;
     }
     return true;
 }
@@ -257,7 +290,7 @@ static mn_few_unit unit_from(const mn_few_unit &all, int from) {
         if (u.c[i]) u.c[i] += from;
         if (u.bias[i]) u.bias[i] += from;
     }
-    if (u.to) u.to += from;
+    if (u.to) u.to += u.form == MN_FEW_WIDENED ? 2 * from : from;    // as if of bf16
     u.plus = source_from(u.plus, from);
     if (u.form == MN_FEW_CONVOLVED) {
         u.taps += (int64_t)from * MN_FEW_TAPS;
@@ -265,7 +298,7 @@ static mn_few_unit unit_from(const mn_few_unit &all, int from) {
         if (u.tail0) u.tail0 += from;
         if (u.tail) u.tail += from;
     }
-    for (int i = 0; i < MN_FEW_EARLY && u.form == MN_FEW_LISTED; i++) {
+    for (int i = 0; i < MN_FEW_EARLY && u.form >= MN_FEW_DECAYED; i++) {
         if (u.early[i]) u.early[i] += (int64_t)(from / u.early_per[i]) * (u.early_wide[i] ? 4 : 2);
     }
     return u;
@@ -445,6 +478,7 @@ extern "C" bool mn_few_program_multiply(mn_few_program *p, const mn_few_products
             stage.end[i][k].to_words = touch.words(stage.end[i][k].to);
         }
     }
+    p->ragged = p->ragged || given->K % MN_FEW_SPAN != 0;
     write_stage(p, stage, given);
     return true;
 }

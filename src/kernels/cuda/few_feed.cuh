@@ -2,8 +2,8 @@
  *
  * It goes through all stages by itself, ahead of the others: what it brings is older than the
  * program, so that it waits for nothing but room. Weights come in pieces, the eight rows of a strip
- * by up to 1024 numbers, in the order in which they are multiplied: two strips side by side, chunk
- * by chunk. Lane i asks for row i. */
+ * by up to 1024 numbers, in the order in which they are multiplied: strip by strip, chunk by chunk.
+ * Lane i asks for row i. */
 #ifndef MN_KERNELS_CUDA_FEW_FEED_CUH
 #define MN_KERNELS_CUDA_FEW_FEED_CUH
 
@@ -37,12 +37,11 @@ __device__ inline void mn_few_bring_weights(mn_few_block &room, mn_few_place &at
                                             const mn_few_products_note &p) {
     const int n = p.n_strips, K = p.K;
 #pragma unroll 1
-    for (int first = 0; first < n; first += 2) {
+    for (int i = 0; i < n; i++) {
 #pragma unroll 1
         for (int chunk = 0; chunk < p.chunks; chunk++) {
             const int bytes = 2 * min((int)MN_FEW_CHUNK, K - chunk * MN_FEW_CHUNK);
-            mn_few_bring_piece(room, at, p.strip[first], chunk, bytes);
-            if (first + 1 < n) mn_few_bring_piece(room, at, p.strip[first + 1], chunk, bytes);
+            mn_few_bring_piece(room, at, p.strip[i], chunk, bytes);
         }
     }
 }

@@ -26,6 +26,17 @@ __device__ static void open_barriers(mn_few_block &room) {
     mn_bulk_barriers_open();
 }
 
+/* What is multiplied by the zeros behind a row must be numbers. */
+__device__ static void clear(mn_few_block &room, int ragged) {
+    uint4 *const zeros = (uint4 *)room.zeros, *const ring = (uint4 *)room.ring;
+    if (threadIdx.x < sizeof room.zeros / 16) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    if (!ragged) return;
+    for (int i = threadIdx.x; i < (int)(sizeof room.ring / 16); i += blockDim.x) {
+        ring[i] = make_uint4(0, 0, 0, 0);
+    }
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
 /* Numbers from outside to words, two a thread at a time. */
 __device__ static void copy(const mn_few_copy_note &p, const mn_few_place &place) {
 #pragma unroll 1
@@ -72,7 +83,7 @@ __device__ static void leave(mn_few_head *head, unsigned run) {
 #endif
 
 __global__ void __launch_bounds__(THREADS, 1)
-few_program_kernel(char *program, int n_stages, int apart) {
+few_program_kernel(char *program, int n_stages, int apart, int ragged) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_few_block &room = *(mn_few_block *)bytes;
@@ -80,6 +91,7 @@ few_program_kernel(char *program, int n_stages, int apart) {
     const unsigned run = *(volatile unsigned *)&head->run + 1;
     const mn_few_start start = ((const mn_few_start *)(head + 1))[blockIdx.x];
     if (threadIdx.x == 0) open_barriers(room);
+    clear(room, ragged);
     __syncthreads();
     if (threadIdx.x >= MN_FEW_THREADS) mn_few_feed(room, program, start, n_stages);
     else work(room, program, run, n_stages, apart);
@@ -119,7 +131,7 @@ int mn_few_blocks(void) {
     return blocks - 1;
 }
 
-int mn_few_start_program(void *program, int n_stages, int apart, void *stream) {
+int mn_few_start_program(void *program, int n_stages, int apart, bool ragged, void *stream) {
     cudaError_t code = cudaFuncSetAttribute(few_program_kernel,
                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             (int)sizeof(mn_few_block));
@@ -131,6 +143,6 @@ int mn_few_start_program(void *program, int n_stages, int apart, void *stream) {
     how.gridDim = dim3((unsigned)mn_few_blocks()), how.blockDim = dim3(THREADS);
     how.dynamicSmemBytes = sizeof(mn_few_block), how.stream = (cudaStream_t)stream;
     how.attrs = &together, how.numAttrs = 1;
-    return (int)cudaLaunchKernelEx(&how, few_program_kernel, (char *)program, n_stages,
-                                   apart);
+    return (int)cudaLaunchKernelEx(&how, few_program_kernel, (char *)program, n_stages, apart,
+                                   (int)ragged);
 }

@@ -41,9 +41,18 @@ enum mn_few_stage_kind { MN_FEW_REST, MN_FEW_COPY, MN_FEW_MULTIPLY, MN_FEW_RECAL
 /* How the row of a product comes: as it is, normalised, normalised in groups and gated. */
 enum mn_few_way { MN_FEW_AS_IT_IS, MN_FEW_NORMALISED, MN_FEW_GATED };
 
-/* What becomes of a unit's sums: stored; added to something as well; f(first) times second; a
- * convolution of one token; a list of small works. */
-enum mn_few_form { MN_FEW_STORED, MN_FEW_ADDED, MN_FEW_FUNCTION, MN_FEW_CONVOLVED, MN_FEW_LISTED };
+/* What becomes of a unit's sums: stored; added to something as well; f(first), times second if there
+ * is one; a convolution of one token; stored in float32 as well; -exp(A) softplus(x + dt), of which
+ * the list is kept; a list of small works. */
+enum mn_few_form {
+    MN_FEW_STORED,
+    MN_FEW_ADDED,
+    MN_FEW_FUNCTION,
+    MN_FEW_CONVOLVED,
+    MN_FEW_WIDENED,
+    MN_FEW_DECAYED,
+    MN_FEW_LISTED
+};
 
 /* Words of the program, bytes from its beginning. What lies elsewhere is copied to words first. */
 struct mn_few_source {
@@ -161,6 +170,7 @@ struct alignas(128) mn_few_block {
     unsigned char ring[MN_FEW_SLOTS][MN_FEW_PIECE];
     alignas(16) unsigned char note[MN_FEW_NOTES][MN_FEW_NOTE_BYTES];
     alignas(16) mn_bf16 row[MN_FEW_CHUNKS * MN_FEW_CHUNK];
+    alignas(16) unsigned char zeros[2 * MN_FEW_SPAN];
     alignas(16) float sums[2][MN_FEW_STRIPS][MN_FEW_COLUMNS][MN_FEW_WARPS + 2];
     alignas(16) float squares[2][MN_FEW_WARPS];
     alignas(16) float2 columns[2][MN_FEW_WARPS][MN_FEW_TILE];
@@ -220,14 +230,20 @@ __device__ inline void mn_few_say(const mn_few_place &place, int word, uint32_t 
 struct mn_few_four {
     uint64_t a, b;
 
+    /* As if they had been found, whatever they are. */
+    __device__ void none(unsigned run) {
+        a = b = (uint64_t)run << 32;
+    }
+
     /* Nothing waits for them here. */
     __device__ void ask(const char *words) {
         asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
                      : "=l"(a), "=l"(b) : "l"(words) : "memory");
     }
 
-    __device__ bool there(unsigned run) const {
-        return (uint32_t)(a >> 32) == run && (uint32_t)(b >> 32) == run;
+    /* 0: both are there. */
+    __device__ uint32_t missing(unsigned run) const {
+        return ((uint32_t)(a >> 32) ^ run) | ((uint32_t)(b >> 32) ^ run);
     }
 
     __device__ uint2 numbers(void) const {
@@ -243,8 +259,12 @@ struct mn_few_one {
         asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(a) : "l"(word) : "memory");
     }
 
-    __device__ bool there(unsigned run) const {
-        return (uint32_t)(a >> 32) == run;
+    __device__ void none(unsigned run) {
+        a = (uint64_t)run << 32;
+    }
+
+    __device__ uint32_t missing(unsigned run) const {
+        return (uint32_t)(a >> 32) ^ run;
     }
 
     __device__ float number(int odd) const {
@@ -268,12 +288,28 @@ __device__ inline uint32_t mn_few_bits(float x) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
 
-__device__ inline float mn_few_round(float x) {
-    return __bfloat162float(__float2bfloat16_rn(x));
+__device__ inline uint32_t mn_few_two(float low, float high) {
+    uint32_t two;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+    return two;
 }
 
-__device__ inline uint32_t mn_few_two(float low, float high) {
-    return mn_few_bits(low) | mn_few_bits(high) << 16;
+__device__ inline float mn_few_round(float x) {
+    return mn_few_low(mn_few_two(x, 0.0f));
+}
+
+/* Two instructions: off by |x| 2^-24 of itself; below the smallest normal float 0. */
+__device__ inline float mn_few_exp(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
+    return y;
+}
+
+/* One instruction: off by 2^-22 of itself. */
+__device__ inline float mn_few_rsqrt(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 #endif

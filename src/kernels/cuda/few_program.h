@@ -5,7 +5,8 @@
 /* Blocks of a program on the machine in use; 0: it runs none. */
 int mn_few_blocks(void);
 
-/* `apart`: bytes from one place of a word to the next. */
-int mn_few_start_program(void *program, int n_stages, int apart, void *stream);
+/* `apart`: bytes from one place of a word to the next; `ragged`: a row's last numbers are fewer than
+ * what a warp has. */
+int mn_few_start_program(void *program, int n_stages, int apart, bool ragged, void *stream);
 
 #endif

@@ -34,7 +34,7 @@ extern "C" void mn_few_program_clear(mn_few_program *p) {
     for (int i = 0; i < p->n_blocks; i++) p->list[i].n = 0;
     p->n_stages = p->turn = 0;
     p->n_ranges = p->words = p->n_copies = 0;
-    p->failed = false;
+    p->failed = p->ragged = false;
 }
 
 static int64_t notes_at(const mn_few_program *p) {
@@ -146,5 +146,5 @@ extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
 
 extern "C" int mn_few_program_launch(const mn_few_program *p, void *there, void *stream) {
     if (p->failed) return (int)cudaErrorMemoryAllocation;
-    return mn_few_start_program(there, 1 + p->n_stages, (int)p->words, stream);
+    return mn_few_start_program(there, 1 + p->n_stages, (int)p->words, p->ragged, stream);
 }
