@@ -12,7 +12,7 @@
 /* How the row comes; false where no stage can make it. */
 static bool row_of(mn_few_products_note *to, mn_few_touch *touch, const mn_few_products *given) {
     const mn_few *first = given->first;
-    to->K = (int)given->K, to->chunks = (int)mn_ceil_div(given->K, MN_FEW_CHUNK);
+    to->K = (int)given->K, to->chunks = (unsigned char)mn_ceil_div(given->K, MN_FEW_CHUNK);
     to->way = MN_FEW_AS_IT_IS;
     if (!first) {
         to->x = touch->source(given->a, given->K, 4).at;
@@ -35,7 +35,7 @@ static bool row_of(mn_few_products_note *to, mn_few_touch *touch, const mn_few_p
     if (gated && !first->at[1].data) return false;
     const bool shared = groups > 1 && (!gated || first->shape[1] == 1);    // weights of all groups
     to->way = gated ? MN_FEW_GATED : MN_FEW_NORMALISED;
-    to->group = groups > 1 ? (int)warps : MN_FEW_WARPS;
+    to->group = (unsigned char)(groups > 1 ? (int)warps : (int)MN_FEW_WARPS);
     to->sigmoid = gated && first->f == MN_FEW_SIGMOID;
     to->inverse_width = 1.0f / (float)width, to->epsilon = (float)first->scale;
     to->weight = (const mn_bf16 *)first->at[gated ? 2 : 1].data;
@@ -277,7 +277,7 @@ static bool fill_unit(mn_few_unit *to, mn_few_end *ends, mn_few_touch *touch, co
 /* From number `i` on, which may be the upper one of its word. */
 static mn_few_source source_from(mn_few_source source, int i) {
     const int at = source.odd + i;
-    source.at += at / 2 * 8;
+    source.at += at / 2 * 4;
     source.odd = (short)(at % 2);
     return source;
 }
@@ -285,7 +285,7 @@ static mn_few_source source_from(mn_few_source source, int i) {
 static mn_few_unit unit_from(const mn_few_unit &all, int from) {
     mn_few_unit u = all;
     u.n_rows = (unsigned char)mn_min(MN_FEW_COLUMNS, all.N - from);
-    if (u.to_words >= 0) u.to_words += from * 4;
+    if (u.to_words >= 0) u.to_words += from * 2;
     for (int i = 0; i < 2; i++) {
         if (u.c[i]) u.c[i] += from;
         if (u.bias[i]) u.bias[i] += from;
@@ -306,7 +306,7 @@ static mn_few_unit unit_from(const mn_few_unit &all, int from) {
 
 static mn_few_end end_from(const mn_few_end &all, int from) {
     mn_few_end e = all;
-    if (e.to_words >= 0) e.to_words += from * 4;
+    if (e.to_words >= 0) e.to_words += from * 2;
     e.to += (int64_t)(from / e.per) * (e.wide ? 4 : 2);
     for (mn_few_input &in : e.in) {
         if (in.from < 0 && in.per > 0) in.source = source_from(in.source, from / in.per);
@@ -504,8 +504,8 @@ static bool is_front(const mn_few *front, const mn_in &made, const mn_call &c) {
 /* A vector of a head, or what a norm makes it of. */
 static mn_few_source head_of(mn_few_touch *touch, const mn_in &x, const mn_few *front, int64_t h,
                              int64_t K) {
-    if (!front) return touch->source((const mn_bf16 *)x.data + h * x.stride[2], K, 4);
-    return touch->source((const mn_bf16 *)front->at[0].data + h * K, K, 4);
+    if (!front) return touch->source((const mn_bf16 *)x.data + h * x.stride[2], K, 8);
+    return touch->source((const mn_bf16 *)front->at[0].data + h * K, K, 8);
 }
 
 static void fill_front(mn_few_memory_note *to, int i, const mn_few *front) {
@@ -528,7 +528,7 @@ static mn_few_memory_note head_note(mn_few_touch *touch, const mn_few_memory *m,
     to.e = head_of(touch, e, m->e.data ? m->first[1] : NULL, h, c.K);
     if (to.has_g) {
         to.g = touch->source((const mn_bf16 *)m->g.data + h * m->g.stride[2],
-                             to.by_channel ? c.K : 1, to.by_channel ? 4 : 1);
+                             to.by_channel ? c.K : 1, to.by_channel ? 8 : 1);
     }
     if (to.has_beta) {
         to.beta = touch->source((const mn_bf16 *)m->beta.data + h * m->beta.stride[2], 1, 1);
@@ -580,7 +580,7 @@ static void write_tile(mn_few_program *p, int block, const mn_few_memory_note &h
     note->kind = MN_FEW_RECALL;
     *to = head;
     to->v = source_from(head.v, (int)column);
-    to->o = o + first, to->o_words = o_words + (int)first * 4;
+    to->o = o + first, to->o_words = o_words + (int)first * 2;
     to->state += column;
     for (int i = 0; i < MN_FEW_FRONTS; i++) {
         if (to->front[i].to) to->front[i].to += h * head.K;

@@ -61,13 +61,13 @@ __device__ inline void mn_few_ask_state(const mn_few_memory_note &m) {
 /* Lines of K words that others will write: who looks at one that the second cache does not have
  * waits for memory first. Each block asks for a part. */
 __device__ inline void mn_few_ask_words(const char *words, int K) {
-    enum { LINE = 128, SHARE = 8 };
+    enum { LINE = 128, SHARE = 4 };
     const int line = threadIdx.x % 32 * SHARE + blockIdx.x % SHARE;
-    if (line * LINE < K * 4) mn_few_ask_line(words + line * LINE);
+    if (line * LINE < K * 2) mn_few_ask_line(words + line * LINE);
 }
 
 __device__ inline void mn_few_feed(mn_few_block &room, const char *program,
-                                   const mn_few_start &start, int n_stages) {
+                                   const mn_few_start &start, int words, int n_stages) {
     mn_few_place next = {}, at = {};    // the note asked for next; the one at work
     const char *from = program + start.at;
     int bytes = (int)start.bytes;
@@ -84,11 +84,11 @@ __device__ inline void mn_few_feed(mn_few_block &room, const char *program,
             next.next_note();
         }
         if (note.kind == MN_FEW_MULTIPLY) {
-            mn_few_ask_words(program + note.products.x, note.products.K);
+            mn_few_ask_words(program + words + note.products.x, note.products.K);
             mn_few_bring_weights(room, at, note.products);
         } else if (note.kind == MN_FEW_RECALL) {
-            mn_few_ask_words(program + note.memory.q.at, note.memory.K);
-            mn_few_ask_words(program + note.memory.e.at, note.memory.K);
+            mn_few_ask_words(program + words + note.memory.q.at, note.memory.K);
+            mn_few_ask_words(program + words + note.memory.e.at, note.memory.K);
             mn_few_ask_state(note.memory);
         }
         __syncwarp();

@@ -14,20 +14,24 @@
 
 /* What a stage needs of its note once the row is there: looked up before. */
 struct mn_few_way_of {
-    int K, chunks, group, wrap;
+    int K, chunks, group, n_strips, n_units, wrap;
     bool norm, gated, sigmoid;
     float inverse_width, epsilon;
 
     __device__ explicit mn_few_way_of(const mn_few_products_note &p) {
-        K = p.K, chunks = p.chunks, group = p.group, wrap = p.wrap;
-        norm = p.way != MN_FEW_AS_IT_IS, gated = p.way == MN_FEW_GATED, sigmoid = p.sigmoid;
-        inverse_width = p.inverse_width, epsilon = p.epsilon;
+        const unsigned how = mn_few_even(*(const unsigned *)&p.way);
+        const unsigned many = mn_few_even(*(const unsigned *)&p.n_strips);
+        K = (int)mn_few_even((unsigned)p.K);
+        norm = (how & 255) != MN_FEW_AS_IT_IS, gated = (how & 255) == MN_FEW_GATED;
+        chunks = how >> 8 & 255, group = how >> 16 & 255, sigmoid = how >> 24;
+        n_strips = many & 255, n_units = many >> 8 & 255;
+        wrap = p.wrap, inverse_width = p.inverse_width, epsilon = p.epsilon;
     }
 };
 
 /* ---- weights --------------------------------------------------------------------------------- */
 
-enum { MN_FEW_PARTS = MN_FEW_SPAN / 32, MN_FEW_HELD = 4 };
+enum { MN_FEW_PARTS = MN_FEW_SPAN / 32, MN_FEW_HELD = 6 };
 
 /* A lane's part of a warp's 128 numbers of the eight rows of a piece: row lane / 4, and of each 32
  * numbers eight. */
@@ -94,38 +98,38 @@ __device__ inline uint2 mn_few_weigh(float &squares, const mn_few_way_of &way, u
 __device__ inline float mn_few_bring_row(mn_few_block &room, const mn_few_products_note &p,
                                          const mn_few_way_of &way, const mn_few_place &place) {
     const int first = threadIdx.x * 4, K = way.K;
-    const char *words = place.words + first * 4 + p.x, *gates = place.words + first * 4 + p.z;
+    const char *words = place.words + first * 2 + p.x, *gates = place.words + first * 2 + p.z;
     const mn_bf16 *weights = p.weight;
     uint32_t *row = mn_few_row_words(room);
     mn_few_four x[MN_FEW_CHUNKS], z;
     uint2 weight = make_uint2(0x3f803f80u, 0x3f803f80u);    // ones
     if (weights && first < K) weight = *(const uint2 *)(weights + (first & way.wrap));
 #pragma unroll
-    for (int c = 0; c < MN_FEW_CHUNKS; c++) x[c].none(place.run);
-    z.none(place.run);
-    uint32_t missing;
+    for (int c = 0; c < MN_FEW_CHUNKS; c++) x[c].none();
+    z.none();
+    bool missing;
     do {
 #pragma unroll
         for (int c = 0; c < MN_FEW_CHUNKS; c++) {
-            if (first + c * MN_FEW_CHUNK < K) x[c].ask(words + c * (4 * MN_FEW_CHUNK));
+            if (first + c * MN_FEW_CHUNK < K) x[c].ask(words + c * (2 * MN_FEW_CHUNK));
         }
         if (way.gated && first < K) z.ask(gates);
-        missing = z.missing(place.run);
+        missing = z.missing();
 #pragma unroll
-        for (int c = 0; c < MN_FEW_CHUNKS; c++) missing |= x[c].missing(place.run);
-    } while (missing);
-    __syncwarp();
+        for (int c = 0; c < MN_FEW_CHUNKS; c++) missing = missing || x[c].missing();
+    } while (__any_sync(0xffffffffu, missing));
     float squares = 0.0f;
+    int chunk = 0;
 #pragma unroll 1
     for (int k = first;;) {
-        uint2 y = k < K ? x[0].numbers() : make_uint2(0, 0);
-        if (way.norm && k < K) {
-            if (k > first && weights) weight = *(const uint2 *)(weights + k);
+        uint2 y = x[0].numbers();    // zeros behind the last
+        if (way.norm) {
+            if (k > first && weights && k < K) weight = *(const uint2 *)(weights + k);
             y = mn_few_weigh(squares, way, y, weight, way.gated ? z.numbers() : y);
         }
         row[0] = y.x, row[MN_FEW_SECOND] = y.y;
         k += MN_FEW_CHUNK, row += MN_FEW_NEXT_CHUNK;
-        if (k - first >= K) break;
+        if (++chunk == way.chunks) break;
 #pragma unroll
         for (int c = 0; c + 1 < MN_FEW_CHUNKS; c++) x[c] = x[c + 1];
     }
@@ -206,12 +210,12 @@ struct mn_few_progress {
         }
     }
 
-    /* Strips behind the last have room too. */
-    __device__ void store(const float (&acc)[MN_FEW_HELD][4]) {
+    __device__ void store(const float (&acc)[MN_FEW_HELD][4], int left) {
         enum { STRIP = MN_FEW_COLUMNS * (MN_FEW_WARPS + 2) };
-        if (threadIdx.x % 4 == 0) {
+        const int n = threadIdx.x % 4 == 0 ? left : 0;
 #pragma unroll
-            for (int i = 0; i < MN_FEW_HELD; i++) to[i * STRIP] = mn_few_sum_of(acc[i]);
+        for (int i = 0; i < MN_FEW_HELD; i++) {
+            if (i < n) to[i * STRIP] = mn_few_sum_of(acc[i]);
         }
         to += MN_FEW_HELD * STRIP;
     }
@@ -241,7 +245,7 @@ __device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_p
     int taken = 0;
     bool fresh = true;
 #pragma unroll 1
-    for (int left = p.n_strips * chunks; left > 0; left -= MN_FEW_HELD) {
+    for (int left = way.n_strips * chunks; left > 0; left -= MN_FEW_HELD) {
         mn_few_piece piece[MN_FEW_HELD];
         float acc[MN_FEW_HELD][4] = {}, squares = 0.0f;
 #pragma unroll
@@ -256,7 +260,7 @@ __device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_p
         if (chunks == 1) at.multiply(room, piece, acc);
         else at.multiply(room, piece, acc, chunks);
         if (fresh && way.norm) mn_few_keep_squares(room, place, squares);
-        if (chunks == 1) at.store(acc);
+        if (chunks == 1) at.store(acc, left);
         else at.store(acc, chunks, left);
         fresh = false;
     }
@@ -264,43 +268,65 @@ __device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_p
 
 /* ---- the stage ------------------------------------------------------------------------------- */
 
-/* The factors of the numbers of warps 2 (lane % 4) and the next, from their squares. */
-__device__ inline float2 mn_few_factors(const mn_few_way_of &way, float2 two) {
-    float sum = two.x + two.y;
-    if (way.group > 2) sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    if (way.group > 4) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-    const float first = way.group > 1 ? sum : two.x, second = way.group > 1 ? sum : two.y;
-    return make_float2(mn_few_rsqrt(fmaf(first, way.inverse_width, way.epsilon)),
-                       mn_few_rsqrt(fmaf(second, way.inverse_width, way.epsilon)));
-}
-
-/* The sum of a column of a strip, in all four lanes. */
-__device__ inline float mn_few_add_up(float2 parts, float2 factor) {
-    float sum = fmaf(parts.x, factor.x, parts.y * factor.y);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
-}
-
 /* Where a lane finds what warps 2 (lane % 4) and the next have made: looked up before the block
  * meets. */
 struct mn_few_found {
-    int sums[2], squares;    // bytes of the block's room
+    uint32_t sums[2], squares;    // in shared memory
 
     __device__ mn_few_found(const mn_few_block &room, int half, int one, int other) {
         const int lane = threadIdx.x % 32, column = lane / 4, warp = lane % 4 * 2;
-        sums[0] = bytes(room, &room.sums[half][one][column][warp]);
-        sums[1] = bytes(room, &room.sums[half][other][column][warp]);
-        squares = bytes(room, &room.squares[half][warp]);
+        sums[0] = place(&room.sums[half][one][column][warp]);
+        sums[1] = place(&room.sums[half][other][column][warp]);
+        squares = place(&room.squares[half][warp]);
     }
 
-    __device__ static int bytes(const mn_few_block &room, const float *at) {
-        int from = (int)((const char *)at - (const char *)&room);
-        asm volatile("" : "+r"(from));    // here and now
-        return from;
+    __device__ static uint32_t place(const float *at) {
+        uint32_t place = mn_shared_at(at);
+        asm volatile("" : "+r"(place));    // here and now
+        return place;
     }
 
-    __device__ static float2 get(const mn_few_block &room, int from) {
-        return *(const float2 *)((const char *)&room + from);
+    __device__ static float2 get(uint32_t place) {
+        float2 two;
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two.x), "=f"(two.y) : "r"(place));
+        return two;
+    }
+};
+
+/* Sums of a unit's two strips, of which lanes have parts: of a column, in all four lanes. Norms of
+ * the row, or of groups of it, divide by the root of a mean of squares. */
+struct mn_few_added {
+    float first, second;
+    float2 factors;              // of the numbers of warps 2 (lane % 4) and the next
+
+    __device__ static float add_up(float2 parts, float2 factor) {
+        float sum = fmaf(parts.x, factor.x, parts.y * factor.y);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+    }
+
+    __device__ void factors_of(const mn_few_way_of &way, float2 two) {
+        const float two_warps = two.x + two.y;
+        const float four = two_warps + __shfl_xor_sync(0xffffffffu, two_warps, 1);
+        const float all = four + __shfl_xor_sync(0xffffffffu, four, 2);
+        const float sum = way.group > 4 ? all : way.group > 2 ? four : two_warps;
+        const float one = way.group > 1 ? sum : two.x, other = way.group > 1 ? sum : two.y;
+        factors.x = mn_few_rsqrt(fmaf(one, way.inverse_width, way.epsilon));
+        factors.y = mn_few_rsqrt(fmaf(other, way.inverse_width, way.epsilon));
+    }
+
+    /* One norm for all: its factor is not waited for. */
+    __device__ mn_few_added(const mn_few_way_of &way, const mn_few_found &found) {
+        const float2 one = found.get(found.sums[0]), other = found.get(found.sums[1]);
+        const float2 squares = found.get(found.squares), plain = { 1.0f, 1.0f };
+        if (way.norm && way.group > 4) {
+            factors_of(way, squares);
+            first = add_up(one, plain) * factors.x, second = add_up(other, plain) * factors.x;
+        } else {
+            factors = plain;
+            if (way.norm) factors_of(way, squares);
+            first = add_up(one, factors), second = add_up(other, factors);
+        }
     }
 };
 
@@ -322,24 +348,22 @@ __device__ inline void mn_few_multiply(mn_few_block &room, const mn_few_note &no
                                        mn_few_place &place) {
     const mn_few_products_note &p = note.products;
     const int warp = threadIdx.x / 32, half = place.half;
-    const bool has = warp < p.n_units;
-    const mn_few_unit &unit = p.unit[has ? warp : 0];
     const mn_few_way_of way(p);
-    const bool two = unit.n_strips > 1;
-    const mn_few_found found(room, half, unit.strip[0], unit.strip[two]);
-    mn_few_finish finish(unit, place, has);
+    const bool has = mn_few_even(warp < way.n_units) != 0;
+    const mn_few_unit &unit = p.unit[has ? warp : 0];
+    const mn_few_kind_of kind(unit);
+    const bool two = kind.n_strips() > 1;
+    const mn_few_found found(room, half, kind.strip(0), kind.strip(two));
+    mn_few_finish finish(unit, kind, place, has);
     mn_few_multiply_strips(room, p, way, place);
+    if (has) finish.settle();
     mn_few_meet();
-    const float2 one = found.get(room, found.sums[0]), other = found.get(room, found.sums[1]);
-    float2 factors = { 1.0f, 1.0f };
-    if (way.norm) factors = mn_few_factors(way, found.get(room, found.squares));
+    const mn_few_added sums(way, found);
     if (has) {
-        const float first = mn_few_add_up(one, factors);
-        const float second = two ? mn_few_add_up(other, factors) : 1.0f;
         const mn_few_end *ends = (const mn_few_end *)((const char *)&note + note.ends_at);
-        finish.run(first, second, ends + unit.first_end, room.values[warp]);
+        finish.run(sums.first, two ? sums.second : 1.0f, ends + unit.first_end, room.values[warp]);
     }
-    if (way.norm && p.row) mn_few_keep_row(room, p, factors);
+    if (way.norm && p.row) mn_few_keep_row(room, p, sums.factors);
     place.half ^= 1;
 }
 

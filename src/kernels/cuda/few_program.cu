@@ -47,18 +47,16 @@ __device__ static void copy(const mn_few_copy_note &p, const mn_few_place &place
         for (int k = threadIdx.x * 2; k < c.count; k += 2 * MN_FEW_THREADS) {
             const bool two = k + 1 < c.count;
             const mn_bf16 low = from[k], high = two ? from[k + 1] : low;
-            mn_few_say(place, c.words + k * 4, mn_few_two(mn_float(low), mn_float(high)));
+            mn_few_say(place, c.words + k * 2, mn_few_two(mn_float(low), mn_float(high)));
             if (c.to) c.to[k] = low;
             if (c.to && two) c.to[k + 1] = high;
         }
     }
 }
 
-__device__ static void work(mn_few_block &room, const char *program, unsigned run, int n_stages,
-                            int apart) {
+__device__ static void work(mn_few_block &room, const char *words, int n_stages) {
     mn_few_place place = {};
-    place.run = run, place.apart = apart;
-    place.back = (int)(blockIdx.x % MN_FEW_ECHOES) * apart, place.words = program + place.back;
+    place.words = words;
 #pragma unroll 1
     for (int i = 0; i < n_stages; i++) {
         mn_barrier_wait(&room.note_full[place.note], place.note_turn);
@@ -69,6 +67,14 @@ __device__ static void work(mn_few_block &room, const char *program, unsigned ru
         __syncwarp();
         if (threadIdx.x % 32 == 0) mn_barrier_arrive(&room.note_empty[place.note]);
         place.next_note();
+    }
+}
+
+/* The words of the next run, which have been read in the last one. */
+__device__ static void forget(char *words, int bytes) {
+    for (int i = (blockIdx.x * THREADS + threadIdx.x) * 16; i < bytes; i += gridDim.x * THREADS * 16) {
+        *(uint4 *)(words + i) = make_uint4(MN_FEW_UNSAID, MN_FEW_UNSAID, MN_FEW_UNSAID,
+                                           MN_FEW_UNSAID);
     }
 }
 
@@ -83,7 +89,7 @@ __device__ static void leave(mn_few_head *head, unsigned run) {
 #endif
 
 __global__ void __launch_bounds__(THREADS, 1)
-few_program_kernel(char *program, int n_stages, int apart, int ragged) {
+few_program_kernel(char *program, int n_stages, int words_at, int words, int ragged) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_few_block &room = *(mn_few_block *)bytes;
@@ -93,8 +99,10 @@ few_program_kernel(char *program, int n_stages, int apart, int ragged) {
     if (threadIdx.x == 0) open_barriers(room);
     clear(room, ragged);
     __syncthreads();
-    if (threadIdx.x >= MN_FEW_THREADS) mn_few_feed(room, program, start, n_stages);
-    else work(room, program, run, n_stages, apart);
+    const int now = (int)(run % MN_FEW_SETS) * words;
+    forget(program + words_at + (words - now), words);
+    if (threadIdx.x >= MN_FEW_THREADS) mn_few_feed(room, program, start, now, n_stages);
+    else work(room, program + now, n_stages);
     leave(head, run);
 #endif
 }
@@ -131,7 +139,7 @@ int mn_few_blocks(void) {
     return blocks - 1;
 }
 
-int mn_few_start_program(void *program, int n_stages, int apart, bool ragged, void *stream) {
+int mn_few_start_program(const mn_few_started *given, void *program, void *stream) {
     cudaError_t code = cudaFuncSetAttribute(few_program_kernel,
                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             (int)sizeof(mn_few_block));
@@ -143,6 +151,6 @@ int mn_few_start_program(void *program, int n_stages, int apart, bool ragged, vo
     how.gridDim = dim3((unsigned)mn_few_blocks()), how.blockDim = dim3(THREADS);
     how.dynamicSmemBytes = sizeof(mn_few_block), how.stream = (cudaStream_t)stream;
     how.attrs = &together, how.numAttrs = 1;
-    return (int)cudaLaunchKernelEx(&how, few_program_kernel, (char *)program, n_stages, apart,
-                                   (int)ragged);
+    return (int)cudaLaunchKernelEx(&how, few_program_kernel, (char *)program, given->n_stages,
+                                   given->words_at, given->words, given->ragged);
 }

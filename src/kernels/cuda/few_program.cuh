@@ -6,9 +6,9 @@
  * strips of eight; a unit is a strip, or two strips of the same columns of two products, with all
  * that follows from them.
  *
- * Numbers that later stages read travel as flagged words: two of bf16 and the number of the run, in
- * eight bytes that are written at once. Who reads them looks until the run is right: nothing else
- * tells that they are there. */
+ * Numbers that later stages read travel as words: two of bf16, written at once. Who reads them looks
+ * until they are no longer MN_FEW_UNSAID, which no two numbers are: nothing else tells that they are
+ * there. There are two sets of words; a run makes those of the next one unsaid. */
 #ifndef MN_KERNELS_CUDA_FEW_PROGRAM_CUH
 #define MN_KERNELS_CUDA_FEW_PROGRAM_CUH
 
@@ -33,8 +33,10 @@ enum {
     MN_FEW_EARLY = 4,                                // numbers that a list reads ahead
     MN_FEW_VALUES = 2 + MN_FEW_ENDINGS + MN_FEW_EARLY,
     MN_FEW_NOWHERE = -1,
-    MN_FEW_ECHOES = 1,                               // places of a word, each read by some blocks
+    MN_FEW_SETS = 2,                                 // of words: of this run, and of the next
 };
+
+static const uint32_t MN_FEW_UNSAID = 0xffffffffu;    // numbers that are none are 0x7fff here
 
 enum mn_few_stage_kind { MN_FEW_REST, MN_FEW_COPY, MN_FEW_MULTIPLY, MN_FEW_RECALL };
 
@@ -102,9 +104,11 @@ struct alignas(16) mn_few_end {
 };
 
 struct alignas(16) mn_few_products_note {
-    int K, chunks, n_strips, n_units, way;
-    int group;            // warps whose numbers are normalised together
-    int sigmoid;          // the gate
+    int K;
+    unsigned char way, chunks;
+    unsigned char group;               // warps whose numbers are normalised together
+    unsigned char sigmoid;             // the gate
+    unsigned char n_strips, n_units, none[2];
     int wrap;             // number k is weighted by number k & wrap
     float inverse_width, epsilon;
     int x, z;             // words of the row, and of its gate
@@ -184,9 +188,8 @@ struct alignas(128) mn_few_block {
  * twice. */
 struct mn_few_place {
     int slot, note, half;
-    unsigned turn, note_turn, run;
-    const char *words;    // of the program, those that this block reads
-    int back, apart;      // from there to the first place of all words, and from place to place
+    unsigned turn, note_turn;
+    const char *words;    // from here notes count bytes to words
 
     __device__ void next_slot(void) {
         if (++slot == MN_FEW_SLOTS) slot = 0, turn ^= 1;
@@ -210,65 +213,65 @@ __device__ inline void mn_few_bring_once(void *to, const void *from, int bytes,
                  "r"(mn_shared_at(barrier)) : "memory");
 }
 
+/* What all lanes of a warp have: known to be the same, so that branches by it are one way for all. */
+__device__ inline unsigned mn_few_even(unsigned x) {
+    return __reduce_or_sync(0xffffffffu, x);
+}
+
 /* All warps that multiply. */
 __device__ inline void mn_few_meet(void) {
     asm volatile("bar.sync 1, %0;" ::"n"((int)MN_FEW_THREADS) : "memory");
 }
 
-/* ---- flagged words --------------------------------------------------------------------------- */
+/* ---- words ----------------------------------------------------------------------------------- */
 
 __device__ inline void mn_few_say(const mn_few_place &place, int word, uint32_t two) {
-    const char *to = place.words - place.back + word;
-#pragma unroll
-    for (int i = 0; i < MN_FEW_ECHOES; i++, to += place.apart) {
-        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to),
-                     "l"((uint64_t)place.run << 32 | two) : "memory");
-    }
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place.words + word), "r"(two)
+                 : "memory");
 }
 
 /* Four neighbours: two words, as they were found. */
 struct mn_few_four {
-    uint64_t a, b;
+    uint32_t a, b;
 
     /* As if they had been found, whatever they are. */
-    __device__ void none(unsigned run) {
-        a = b = (uint64_t)run << 32;
+    __device__ void none(void) {
+        a = b = 0;
     }
 
     /* Nothing waits for them here. */
     __device__ void ask(const char *words) {
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-                     : "=l"(a), "=l"(b) : "l"(words) : "memory");
+        asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(a), "=r"(b) : "l"(words) : "memory");
     }
 
-    /* 0: both are there. */
-    __device__ uint32_t missing(unsigned run) const {
-        return ((uint32_t)(a >> 32) ^ run) | ((uint32_t)(b >> 32) ^ run);
+    __device__ bool missing(void) const {
+        return a == MN_FEW_UNSAID || b == MN_FEW_UNSAID;
     }
 
     __device__ uint2 numbers(void) const {
-        return make_uint2((uint32_t)a, (uint32_t)b);
+        return make_uint2(a, b);
     }
 };
 
 /* The word of one number. */
 struct mn_few_one {
-    uint64_t a;
+    uint32_t a;
+
+    __device__ void none(void) {
+        a = 0;
+    }
 
     __device__ void ask(const char *word) {
-        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(a) : "l"(word) : "memory");
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(a) : "l"(word) : "memory");
     }
 
-    __device__ void none(unsigned run) {
-        a = (uint64_t)run << 32;
-    }
-
-    __device__ uint32_t missing(unsigned run) const {
-        return (uint32_t)(a >> 32) ^ run;
+    __device__ bool missing(void) const {
+        return a == MN_FEW_UNSAID;
     }
 
     __device__ float number(int odd) const {
-        return __uint_as_float(odd ? (uint32_t)a & 0xffff0000u : (uint32_t)a << 16);
+        return __uint_as_float(odd ? a & 0xffff0000u : a << 16);
     }
 };
 

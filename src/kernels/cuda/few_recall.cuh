@@ -17,17 +17,18 @@ struct mn_few_rows_of {
     mn_few_four at[2];
 
     __device__ void ask(const char *words) {
-        at[0].ask(words);
-        at[1].ask(words + 16);
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(at[0].a), "=r"(at[0].b), "=r"(at[1].a), "=r"(at[1].b) : "l"(words)
+                     : "memory");
     }
 
-    __device__ void none(unsigned run) {
-        at[0].none(run);
-        at[1].none(run);
+    __device__ void none(void) {
+        at[0].none();
+        at[1].none();
     }
 
-    __device__ uint32_t missing(unsigned run) const {
-        return at[0].missing(run) | at[1].missing(run);
+    __device__ bool missing(void) const {
+        return at[0].missing() || at[1].missing();
     }
 
     __device__ void get(float (&x)[8]) const {
@@ -46,25 +47,24 @@ struct mn_few_inputs_of {
     mn_few_one v, beta, even;
 
     /* As if all had been found. */
-    __device__ void none(unsigned run) {
-        q.none(run);
-        e.none(run);
-        g.none(run);
-        v.none(run);
-        beta.none(run);
-        even.none(run);
+    __device__ void none(void) {
+        q.none();
+        e.none();
+        g.none();
+        v.none();
+        beta.none();
+        even.none();
     }
 
     __device__ void ask(const mn_few_memory_note &m, const mn_few_place &place, int row,
                         int column) {
-        const char *words = place.words + row * 4;
+        const char *words = place.words + row * 2;
         const char *const at_q = words + m.q.at, *const at_e = words + m.e.at;
         const char *const at_g = (m.by_channel ? words : place.words) + m.g.at;
-        const char *const at_v = place.words + m.v.at + column / 2 * 8;
+        const char *const at_v = place.words + m.v.at + column / 2 * 4;
         const char *const at_beta = place.words + m.beta.at;
         const bool channels = m.by_channel, evenly = m.has_g && !m.by_channel, with = m.has_beta;
-        const unsigned run = place.run;
-        uint32_t missing;
+        bool missing;
         do {
             q.ask(at_q);
             e.ask(at_e);
@@ -72,8 +72,8 @@ struct mn_few_inputs_of {
             if (channels) g.ask(at_g);
             if (evenly) even.ask(at_g);
             if (with) beta.ask(at_beta);
-            missing = q.missing(run) | e.missing(run) | v.missing(run);
-            missing |= g.missing(run) | even.missing(run) | beta.missing(run);
+            missing = q.missing() || e.missing() || v.missing();
+            missing = missing || g.missing() || even.missing() || beta.missing();
         } while (missing);
     }
 };
@@ -127,7 +127,7 @@ __device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_not
     float S[8] = {}, q[8] = {}, e[8] = {}, decay[8];
     float *state = m.state + row * (int64_t)m.V + column;
     mn_few_inputs_of in;
-    in.none(place.run);
+    in.none();
     mn_few_sums sums = {};
 #pragma unroll
     for (int j = 0; j < 8; j++) {
@@ -174,7 +174,7 @@ __device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_not
     if (threadIdx.x < 32) {
         const uint32_t two = mn_few_two(o, __shfl_down_sync(0xffffffffu, o, 1));
         if (lane < MN_FEW_TILE && lane % 2 == 0 && o_words >= 0) {
-            mn_few_say(place, o_words + lane * 4, two);
+            mn_few_say(place, o_words + lane * 2, two);
         }
         if (lane < MN_FEW_TILE) m.o[lane] = __float2bfloat16_rn(o);
     }

@@ -51,7 +51,7 @@ static int64_t words_at(const mn_few_program *p) {
 extern "C" size_t mn_few_program_bytes(const mn_few_program *p) {
     if (p->failed) return sizeof(mn_few_head);    // the launch says so
     if (p->n_stages + p->n_copies == 0) return 0;
-    return (size_t)(words_at(p) + MN_FEW_ECHOES * p->words);
+    return (size_t)(words_at(p) + MN_FEW_SETS * p->words);
 }
 
 /* Which words are read: a byte for each MN_FEW_WORDS_ALIGNED of them. */
@@ -60,7 +60,7 @@ static unsigned char *list_read(const mn_few_program *p) {
     for (int64_t i = 0; i < p->n_ranges && read; i++) {
         const mn_few_range &range = p->range[i];
         if (!range.flagged || !range.read) continue;
-        const int64_t bytes = (int64_t)(range.end - range.begin) * 2;
+        const int64_t bytes = (int64_t)(range.end - range.begin);
         for (int64_t at = 0; at < bytes; at += MN_FEW_WORDS_ALIGNED) {
             read[(range.words + at) / MN_FEW_WORDS_ALIGNED] = 1;
         }
@@ -122,6 +122,7 @@ extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
     unsigned char *bytes = (unsigned char *)to;
     memset(bytes, 0, mn_few_program_bytes(p));
     if (p->failed) return;
+    memset(bytes + words_at(p), MN_FEW_UNSAID & 0xff, (size_t)(MN_FEW_SETS * p->words));
     unsigned char *read = list_read(p);
     mn_few_start *starts = (mn_few_start *)(bytes + sizeof(mn_few_head));
     const few_moving moving = { read, words_at(p) };
@@ -146,5 +147,6 @@ extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
 
 extern "C" int mn_few_program_launch(const mn_few_program *p, void *there, void *stream) {
     if (p->failed) return (int)cudaErrorMemoryAllocation;
-    return mn_few_start_program(there, 1 + p->n_stages, (int)p->words, p->ragged, stream);
+    const mn_few_started given = { 1 + p->n_stages, (int)words_at(p), (int)p->words, p->ragged };
+    return mn_few_start_program(&given, there, stream);
 }
