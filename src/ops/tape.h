@@ -52,8 +52,8 @@ typedef enum mn_tape_mode {
     MN_TAPE_CHECK = 2,         // looks for numbers that are not finite after each operation
     MN_TAPE_PLAN = 4,          // computes nothing and counts memory: mn_tape_bytes tells how much
     MN_TAPE_DELAY = 8,         // forward on a device: gathers work into few launches (tape_delay.c)
-    MN_TAPE_REPEATS = 16,      // the same step again and again: where it gathers, also programs; ids
-                               // are in memory of mn_device_host_allocate
+    MN_TAPE_REPEATS = 16,      // the same step again and again: where it gathers, also programs;
+                               // ids are in memory of mn_device_host_allocate
 } mn_tape_mode;
 
 /* `dtype` is that of activations: MN_F32, or MN_F64 on a CPU, or MN_BF16 on a device. The context
@@ -119,8 +119,8 @@ const void *mn_tape_told(const mn_tape *tape);
 /* Waits, and copies the numbers of x, in the order of its axes, to host memory as float32. */
 mn_status mn_tape_read(mn_tape *tape, const mn_tensor *x, float *out);
 
-/* The same without waiting, to memory of mn_device_host_allocate, which the device writes by itself:
- * part of a step that may be recorded. */
+/* The same without waiting, to memory of mn_device_host_allocate: part of a step on a device that
+ * may be recorded. */
 mn_status mn_tape_send(mn_tape *tape, mn_tensor *x, float *out);
 
 /* ---- leaves ---------------------------------------------------------------------------------- */

@@ -254,8 +254,8 @@ struct mn_few_finish {
         }
     }
 
-    /* From the sums, complete in all four lanes; the second is 1 where there is none. `ends`: of the
-     * unit. No branches on the way to most words. */
+    /* From the sums, complete in all four lanes; the second is 1 where there is none. `ends`: of
+     * the unit. No branches on the way to most words. */
     __device__ void run(float first, float second, const mn_few_end *ends,
                         float (*values)[MN_FEW_COLUMNS]) {
         const bool silu = f == MN_UNARY_SILU, convolved = form == MN_FEW_CONVOLVED;

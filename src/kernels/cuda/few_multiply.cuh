@@ -3,8 +3,8 @@
  * A warp has 128 numbers of each chunk of 1024, of the row and of all weights. While it waits for
  * the row it takes its part of the weights to registers; it makes its numbers of the row itself, as
  * soon as they are there, and its sums for all strips; then the block meets, once, and a warp adds
- * up the eight sums of each column of a unit. What a norm divides by is a factor of the sums: nothing
- * waits for it. */
+ * up the eight sums of each column of a unit. What a norm divides by is a factor of the sums:
+ * nothing waits for it. */
 #ifndef MN_KERNELS_CUDA_FEW_MULTIPLY_CUH
 #define MN_KERNELS_CUDA_FEW_MULTIPLY_CUH
 

@@ -72,10 +72,9 @@ __device__ static void work(mn_few_block &room, const char *words, int n_stages)
 
 /* The words of the next run, which have been read in the last one. */
 __device__ static void forget(char *words, int bytes) {
-    for (int i = (blockIdx.x * THREADS + threadIdx.x) * 16; i < bytes; i += gridDim.x * THREADS * 16) {
-        *(uint4 *)(words + i) = make_uint4(MN_FEW_UNSAID, MN_FEW_UNSAID, MN_FEW_UNSAID,
-                                           MN_FEW_UNSAID);
-    }
+    const uint4 unsaid = { MN_FEW_UNSAID, MN_FEW_UNSAID, MN_FEW_UNSAID, MN_FEW_UNSAID };
+    const int first = (int)(blockIdx.x * THREADS + threadIdx.x), step = (int)gridDim.x * THREADS;
+    for (int i = first; i < bytes / 16; i += step) ((uint4 *)words)[i] = unsaid;
 }
 
 /* The last block to leave counts the run. */

@@ -6,9 +6,9 @@
  * strips of eight; a unit is a strip, or two strips of the same columns of two products, with all
  * that follows from them.
  *
- * Numbers that later stages read travel as words: two of bf16, written at once. Who reads them looks
- * until they are no longer MN_FEW_UNSAID, which no two numbers are: nothing else tells that they are
- * there. There are two sets of words; a run makes those of the next one unsaid. */
+ * Numbers that later stages read travel as words: two of bf16, written at once. Who reads them
+ * looks until they are no longer MN_FEW_UNSAID, which no two numbers are: nothing else tells that
+ * they are there. There are two sets of words; a run makes those of the next one unsaid. */
 #ifndef MN_KERNELS_CUDA_FEW_PROGRAM_CUH
 #define MN_KERNELS_CUDA_FEW_PROGRAM_CUH
 
@@ -43,9 +43,9 @@ enum mn_few_stage_kind { MN_FEW_REST, MN_FEW_COPY, MN_FEW_MULTIPLY, MN_FEW_RECAL
 /* How the row of a product comes: as it is, normalised, normalised in groups and gated. */
 enum mn_few_way { MN_FEW_AS_IT_IS, MN_FEW_NORMALISED, MN_FEW_GATED };
 
-/* What becomes of a unit's sums: stored; added to something as well; f(first), times second if there
- * is one; a convolution of one token; stored in float32 as well; -exp(A) softplus(x + dt), of which
- * the list is kept; a list of small works. */
+/* What becomes of a unit's sums: stored; added to something as well; f(first), times second if
+ * there is one; a convolution of one token; stored in float32 as well; -exp(A) softplus(x + dt), of
+ * which the list is kept; a list of small works. */
 enum mn_few_form {
     MN_FEW_STORED,
     MN_FEW_ADDED,
@@ -213,7 +213,7 @@ __device__ inline void mn_few_bring_once(void *to, const void *from, int bytes,
                  "r"(mn_shared_at(barrier)) : "memory");
 }
 
-/* What all lanes of a warp have: known to be the same, so that branches by it are one way for all. */
+/* What all lanes of a warp have: known to be the same, so that branches by it go one way. */
 __device__ inline unsigned mn_few_even(unsigned x) {
     return __reduce_or_sync(0xffffffffu, x);
 }
