@@ -276,16 +276,15 @@ static bool fill_unit(mn_few_unit *to, mn_few_end *ends, mn_few_touch *touch, co
 
 /* From number `i` on, which may be the upper one of its word. */
 static mn_few_source source_from(mn_few_source source, int i) {
-    const int at = source.odd + i;
-    source.at += at / 2 * 4;
-    source.odd = (short)(at % 2);
+    source.at = mn_few_word_from(source.at, (unsigned)(source.odd + i));
+    source.odd = (short)((source.odd + i) % 2);
     return source;
 }
 
 static mn_few_unit unit_from(const mn_few_unit &all, int from) {
     mn_few_unit u = all;
     u.n_rows = (unsigned char)mn_min(MN_FEW_COLUMNS, all.N - from);
-    if (u.to_words >= 0) u.to_words += from * 2;
+    if (u.to_words >= 0) u.to_words = mn_few_word_from(u.to_words, (unsigned)from);
     for (int i = 0; i < 2; i++) {
         if (u.c[i]) u.c[i] += from;
         if (u.bias[i]) u.bias[i] += from;
@@ -306,7 +305,7 @@ static mn_few_unit unit_from(const mn_few_unit &all, int from) {
 
 static mn_few_end end_from(const mn_few_end &all, int from) {
     mn_few_end e = all;
-    if (e.to_words >= 0) e.to_words += from * 2;
+    if (e.to_words >= 0) e.to_words = mn_few_word_from(e.to_words, (unsigned)from);
     e.to += (int64_t)(from / e.per) * (e.wide ? 4 : 2);
     for (mn_few_input &in : e.in) {
         if (in.from < 0 && in.per > 0) in.source = source_from(in.source, from / in.per);
@@ -580,7 +579,7 @@ static void write_tile(mn_few_program *p, int block, const mn_few_memory_note &h
     note->kind = MN_FEW_RECALL;
     *to = head;
     to->v = source_from(head.v, (int)column);
-    to->o = o + first, to->o_words = o_words + (int)first * 2;
+    to->o = o + first, to->o_words = mn_few_word_from(o_words, (unsigned)first);
     to->state += column;
     for (int i = 0; i < MN_FEW_FRONTS; i++) {
         if (to->front[i].to) to->front[i].to += h * head.K;

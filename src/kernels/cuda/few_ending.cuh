@@ -41,7 +41,7 @@ __device__ inline float mn_few_input_of(const mn_few_input &in, const mn_few_pla
     if (in.from >= 0) return values[in.from][column];
     mn_few_one x;
     do {
-        x.ask(place.words + in.source.at + i / 2 * 4);
+        x.ask(place.words + mn_few_word_from(in.source.at, i));
     } while (x.missing());
     return x.number(i % 2);
 }
@@ -167,7 +167,7 @@ struct mn_few_finish {
     __device__ void ask_plus(void) {
         mn_few_one word;
         word.none();
-        if (there) word.ask(place.words + u.plus.at + column / 2 * 4);
+        if (there) word.ask(place.words + mn_few_word_from(u.plus.at, column));
         held[0] = word.a;
     }
 

@@ -58,12 +58,15 @@ __device__ inline void mn_few_ask_state(const mn_few_memory_note &m) {
     }
 }
 
+enum { MN_FEW_SHARE = 8 };
+
 /* Lines of K words that others will write: who looks at one that the second cache does not have
  * waits for memory first. Each block asks for a part. */
 __device__ inline void mn_few_ask_words(const char *words, int K) {
-    enum { LINE = 128, SHARE = 4 };
-    const int line = threadIdx.x % 32 * SHARE + blockIdx.x % SHARE;
-    if (line * LINE < K * 2) mn_few_ask_line(words + line * LINE);
+    for (int i = threadIdx.x % 32 * MN_FEW_SHARE + blockIdx.x % MN_FEW_SHARE;
+         i * MN_FEW_OF_LINE < K; i += 32 * MN_FEW_SHARE) {
+        mn_few_ask_line(words + i * MN_FEW_LINE);
+    }
 }
 
 __device__ inline void mn_few_feed(mn_few_block &room, const char *program,

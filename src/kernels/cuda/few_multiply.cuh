@@ -98,7 +98,8 @@ __device__ inline uint2 mn_few_weigh(float &squares, const mn_few_way_of &way, u
 __device__ inline float mn_few_bring_row(mn_few_block &room, const mn_few_products_note &p,
                                          const mn_few_way_of &way, const mn_few_place &place) {
     const int first = threadIdx.x * 4, K = way.K;
-    const char *words = place.words + first * 2 + p.x, *gates = place.words + first * 2 + p.z;
+    const char *words = place.words + mn_few_word_from(p.x, first);
+    const char *gates = place.words + mn_few_word_from(p.z, first);
     const mn_bf16 *weights = p.weight;
     uint32_t *row = mn_few_row_words(room);
     mn_few_four x[MN_FEW_CHUNKS], z;
@@ -111,7 +112,7 @@ __device__ inline float mn_few_bring_row(mn_few_block &room, const mn_few_produc
     do {
 #pragma unroll
         for (int c = 0; c < MN_FEW_CHUNKS; c++) {
-            if (first + c * MN_FEW_CHUNK < K) x[c].ask(words + c * (2 * MN_FEW_CHUNK));
+            if (first + c * MN_FEW_CHUNK < K) x[c].ask(words + c * (MN_FEW_CHUNK / MN_FEW_OF_LINE * MN_FEW_LINE));
         }
         if (way.gated && first < K) z.ask(gates);
         missing = z.missing();

@@ -47,7 +47,7 @@ __device__ static void copy(const mn_few_copy_note &p, const mn_few_place &place
         for (int k = threadIdx.x * 2; k < c.count; k += 2 * MN_FEW_THREADS) {
             const bool two = k + 1 < c.count;
             const mn_bf16 low = from[k], high = two ? from[k + 1] : low;
-            mn_few_say(place, c.words + k * 2, mn_few_two(mn_float(low), mn_float(high)));
+            mn_few_say(place, c.words + mn_few_word(k), mn_few_two(mn_float(low), mn_float(high)));
             if (c.to) c.to[k] = low;
             if (c.to && two) c.to[k + 1] = high;
         }

@@ -38,6 +38,21 @@ enum {
 
 static const uint32_t MN_FEW_UNSAID = 0xffffffffu;    // numbers that are none are 0x7fff here
 
+/* Words are spread: the second cache serves a line to one reader after the other, and all blocks look
+ * for the same words. 16 numbers are at the beginning of each line. */
+enum { MN_FEW_LINE = 128, MN_FEW_OF_LINE = 16 };
+
+/* Bytes from the first word, which begins a line, to that of number i. */
+__host__ __device__ inline int mn_few_word(unsigned i) {
+    return (int)(i / MN_FEW_OF_LINE * MN_FEW_LINE + i % MN_FEW_OF_LINE / 2 * 4);
+}
+
+/* The same from the word of another number, at `at`. */
+__host__ __device__ inline int mn_few_word_from(int at, unsigned i) {
+    const unsigned before = (unsigned)at % MN_FEW_LINE / 2;
+    return at - (int)before * 2 + mn_few_word(before + i);
+}
+
 enum mn_few_stage_kind { MN_FEW_REST, MN_FEW_COPY, MN_FEW_MULTIPLY, MN_FEW_RECALL };
 
 /* How the row of a product comes: as it is, normalised, normalised in groups and gated. */

@@ -58,10 +58,10 @@ struct mn_few_inputs_of {
 
     __device__ void ask(const mn_few_memory_note &m, const mn_few_place &place, int row,
                         int column) {
-        const char *words = place.words + row * 2;
-        const char *const at_q = words + m.q.at, *const at_e = words + m.e.at;
-        const char *const at_g = (m.by_channel ? words : place.words) + m.g.at;
-        const char *const at_v = place.words + m.v.at + column / 2 * 4;
+        const char *const at_q = place.words + mn_few_word_from(m.q.at, row);
+        const char *const at_e = place.words + mn_few_word_from(m.e.at, row);
+        const char *const at_g = place.words + mn_few_word_from(m.g.at, m.by_channel ? row : 0);
+        const char *const at_v = place.words + mn_few_word_from(m.v.at, column);
         const char *const at_beta = place.words + m.beta.at;
         const bool channels = m.by_channel, evenly = m.has_g && !m.by_channel, with = m.has_beta;
         bool missing;

@@ -54,15 +54,15 @@ extern "C" size_t mn_few_program_bytes(const mn_few_program *p) {
     return (size_t)(words_at(p) + MN_FEW_SETS * p->words);
 }
 
-/* Which words are read: a byte for each MN_FEW_WORDS_ALIGNED of them. */
+/* Which words are read: a byte for each line of them. */
 static unsigned char *list_read(const mn_few_program *p) {
-    unsigned char *read = (unsigned char *)calloc((size_t)(p->words / MN_FEW_WORDS_ALIGNED + 1), 1);
+    unsigned char *read = (unsigned char *)calloc((size_t)(p->words / MN_FEW_LINE + 1), 1);
     for (int64_t i = 0; i < p->n_ranges && read; i++) {
         const mn_few_range &range = p->range[i];
         if (!range.flagged || !range.read) continue;
-        const int64_t bytes = (int64_t)(range.end - range.begin);
-        for (int64_t at = 0; at < bytes; at += MN_FEW_WORDS_ALIGNED) {
-            read[(range.words + at) / MN_FEW_WORDS_ALIGNED] = 1;
+        const int64_t numbers = (int64_t)(range.end - range.begin) / 2;
+        for (int64_t k = 0; k < numbers; k += MN_FEW_OF_LINE) {
+            read[(range.words + mn_few_word((unsigned)k)) / MN_FEW_LINE] = 1;
         }
     }
     return read;
@@ -75,7 +75,7 @@ struct few_moving {
 
     void words(int *at) const {
         if (*at < 0) return;
-        if (read && !read[*at / MN_FEW_WORDS_ALIGNED]) *at = MN_FEW_NOWHERE;
+        if (read && !read[*at / MN_FEW_LINE]) *at = MN_FEW_NOWHERE;
         else *at += (int)base;
     }
 
