@@ -1,9 +1,12 @@
-/* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c) by the
- * recurrences of columns.cuh. Backward, a kernel after them has one token and head for each warp:
+/* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c):
+ * longhorn_column in bf16 over chunks (longhorn_chunk.cu), except for decode steps and keys of more
+ * than 128 channels; all else by the recurrences of columns.cuh. Backward, a kernel after these has
+ * one token and head for each warp:
  *
  *   u_j = 1 / (1 + beta_j |k|^2)     w_j = beta_j u_j
  *   dbeta_j = y_j u_j^2              dk_i -= 2 k_i sum_j w_j^2 y_j */
 #include "kernels/cuda/columns_backward.cuh"
+#include "kernels/cuda/longhorn_chunk.h"
 
 enum { ROWS = 8 };    // of a block
 
@@ -99,26 +102,53 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
     return mn_launched();
 }
 
+static bool goes_by_chunks(const mn_call *c, mn_columns_kind kind) {
+    return kind == MN_COLUMNS_COLUMN && c->dtype == MN_BF16 && c->K <= MN_LONGHORN_CHUNK_WIDEST;
+}
+
+template <mn_columns_kind KIND>
+static int forward_any(const mn_longhorn_diag_args *p, void *stream) {
+    const cudaStream_t on = (cudaStream_t)stream;
+    return p->call.dtype == MN_BF16 ? forward<mn_bf16, KIND>(p, on) : forward<float, KIND>(p, on);
+}
+
+template <mn_columns_kind KIND>
+static int backward_any(const mn_longhorn_diag_args *p, void *shared, void *stream) {
+    const cudaStream_t on = (cudaStream_t)stream;
+    return p->call.dtype == MN_BF16 ? backward<mn_bf16, KIND>(p, (float *)shared, on)
+                                    : backward<float, KIND>(p, (float *)shared, on);
+}
+
 #define LONGHORN(name, KIND)                                                                       \
     MN_CUDA_PLAN(name##_forward) {                                                                 \
-        (void)args, (void)plan;                                                                    \
-        return true;                                                                               \
+        const mn_call *c = (const mn_call *)args;                                                  \
+        return goes_by_chunks(c, KIND) ? mn_longhorn_chunk_plan(plan, c, false) : true;            \
     }                                                                                              \
     MN_CUDA_PLAN(name##_backward) {                                                                \
-        return backward_plan((const mn_call *)args, plan);                                         \
+        const mn_call *c = (const mn_call *)args;                                                  \
+        return goes_by_chunks(c, KIND) ? mn_longhorn_chunk_plan(plan, c, true)                     \
+                                       : backward_plan(c, plan);                                   \
     }                                                                                              \
     MN_CUDA_LAUNCH(name##_forward) {                                                               \
         const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;                      \
-        const cudaStream_t on = (cudaStream_t)stream;                                              \
-        (void)shared;                                                                              \
-        return p->call.dtype == MN_BF16 ? forward<mn_bf16, KIND>(p, on)                            \
-                                        : forward<float, KIND>(p, on);                             \
+        return goes_by_chunks(&p->call, KIND) ? mn_longhorn_chunk_forward(p, shared, stream)       \
+                                              : forward_any<KIND>(p, stream);                      \
     }                                                                                              \
     MN_CUDA_LAUNCH(name##_backward) {                                                              \
         const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;                      \
-        const cudaStream_t on = (cudaStream_t)stream;                                              \
-        return p->call.dtype == MN_BF16 ? backward<mn_bf16, KIND>(p, (float *)shared, on)          \
-                                        : backward<float, KIND>(p, (float *)shared, on);           \
+        return goes_by_chunks(&p->call, KIND) ? mn_longhorn_chunk_backward(p, shared, stream)      \
+                                              : backward_any<KIND>(p, shared, stream);             \
     }
 LONGHORN(longhorn_diag, MN_COLUMNS_CELL)
 LONGHORN(longhorn_column, MN_COLUMNS_COLUMN)
+
+/* One token, the state in place: bound by memory, and exact in the state. */
+MN_CUDA_PLAN(longhorn_column_step) {
+    (void)args, (void)plan;
+    return true;
+}
+
+MN_CUDA_LAUNCH(longhorn_column_step) {
+    (void)shared;
+    return forward_any<MN_COLUMNS_COLUMN>((const mn_longhorn_column_args *)args, stream);
+}
