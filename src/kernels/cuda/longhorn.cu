@@ -1,6 +1,6 @@
 /* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c):
- * longhorn_column in bf16 over chunks (longhorn_chunk.cu), except for decode steps and keys of more
- * than 128 channels; all else by the recurrences of columns.cuh, longhorn_diag back by those of
+ * longhorn_column in bf16 over chunks (longhorn_chunk.cu) where memories are neither narrow nor wide,
+ * except for decode steps; all else by the recurrences of columns.cuh, longhorn_diag back by those of
  * longhorn_diag_back.cuh where keys are not wider. Backward, a kernel after these has one token and
  * head for each warp:
  *
@@ -111,7 +111,7 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
 }
 
 static bool goes_by_chunks(const mn_call *c, mn_columns_kind kind) {
-    return kind == MN_COLUMNS_COLUMN && c->dtype == MN_BF16 && c->K <= MN_LONGHORN_CHUNK_WIDEST;
+    return kind == MN_COLUMNS_COLUMN && mn_longhorn_chunks(c);
 }
 
 template <mn_columns_kind KIND>

@@ -471,6 +471,15 @@ static int backward(const mn_longhorn_job &job, cudaStream_t on) {
                                sizeof(key_room<KP>), on, keys_job(job));
 }
 
+/* Narrow memories would lose more than twice what storing in bf16 does, as for delta. */
+bool mn_longhorn_chunks(const mn_call *call) {
+    int device = 0, room = 0;
+    (void)cudaGetDevice(&device);
+    (void)cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return call->dtype == MN_BF16 && call->K >= 32 && call->K <= 128 && call->V > 32 &&
+           room >= (int)sizeof(back_room<128>);
+}
+
 bool mn_longhorn_chunk_plan(mn_plan *plan, const mn_call *call, bool back) {
     mn_longhorn_work work;
     return lay_out(&work, &plan->shared_bytes, *call, nullptr, back);

@@ -5,9 +5,8 @@
  *   D += scale q do'      dq = scale (state behind) do      y_j = sum_i D k (v - k S)
  *   dv_j = w sum_i D k    dk_i = sum_j w D (v - 2 k S)      D <- c D
  *
- * Nothing of a cell waits for another one, so that threads have blocks of cells: four columns, and
- * every 64th of four rows; 16 lanes have the rows of four columns. Sums over columns are mostly
- * within a thread then, and what is read of a token serves four columns.
+ * Nothing of a cell waits for another one, so that threads have blocks of cells as forward: sums over
+ * columns are mostly within a thread then, and what is read of a token serves four columns.
  *
  * The state in front of every 64 tokens is kept on a first way through, inside such a span that of
  * every 8 tokens, and of four tokens at a time each one's, in shared memory; the state behind a
@@ -20,74 +19,6 @@
 enum { MN_DIAG_WIDEST = 128, MN_DIAG_WARPS = MN_COLUMNS_TILE / 8 };
 enum { MN_DIAG_THREADS = 32 * MN_DIAG_WARPS, MN_DIAG_STASH = 4 };    // tokens
 
-/* R rows of four columns. */
-template <int R>
-struct mn_diag_cells {
-    float at[R][4];
-
-    __device__ static int first_row(int m) { return 4 * (threadIdx.x % 16 + 16 * m); }
-    __device__ static int first_column() { return threadIdx.x / 16 * 4; }
-
-    template <typename F>
-    __device__ void each(const mn_columns &p, const mn_columns_place &place, F use) {
-        const int64_t head = place.n * p.call.H + place.h;
-        const int64_t j0 = place.tile * MN_COLUMNS_TILE + first_column();
-#pragma unroll
-        for (int r = 0; r < R; r++) {
-            const int64_t i = first_row(r / 4) + r % 4;
-#pragma unroll
-            for (int c = 0; c < 4; c++) {
-                use(at[r][c], (head * p.call.K + i) * p.call.V + j0 + c,
-                    i < p.call.K && j0 + c < p.call.V);
-            }
-        }
-    }
-    __device__ void load(const mn_columns &p, const mn_columns_place &place, const float *from) {
-        each(p, place, [&](float &x, int64_t cell, bool inside) {
-            x = from && inside ? from[cell] : 0.0f;
-        });
-    }
-    __device__ void store(const mn_columns &p, const mn_columns_place &place, float *to) {
-        each(p, place, [&](float &x, int64_t cell, bool inside) {
-            if (to && inside) to[cell] = x;
-        });
-    }
-
-    /* To memory and back, by the same thread. */
-    __device__ void keep(float *room) const {
-#pragma unroll
-        for (int r = 0; r < R; r++) mn_store<4>(room, (r * MN_DIAG_THREADS + threadIdx.x) * 4, at[r]);
-    }
-    __device__ void recall(const float *room) {
-#pragma unroll
-        for (int r = 0; r < R; r++) mn_load<4>(at[r], room, (r * MN_DIAG_THREADS + threadIdx.x) * 4);
-    }
-
-    /* One token. */
-    __device__ void advance(const mn_slab_room<4 * R> &in, int token) {
-        float w[4], u[4], v[4];
-        mn_load<4>(w, in.w[token], first_column());
-        mn_load<4>(u, in.u[token], first_column());
-        mn_load<4>(v, in.v[token], first_column());
-#pragma unroll
-        for (int c = 0; c < 4; c++) v[c] *= w[c];
-#pragma unroll
-        for (int m = 0; m < R / 4; m++) {
-            float k[4], x[4];
-            mn_load<4>(k, in.k[token], first_row(m));
-            mn_load<4>(x, in.x[token], first_row(m));
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    float &cell = at[4 * m + i][c];
-                    cell = fmaf(k[i], v[c], cell * fmaf(w[c], x[i], u[c]));
-                }
-            }
-        }
-    }
-};
-
 template <int R>
 struct mn_diag_room {
     static constexpr int cells = 4 * R * MN_DIAG_THREADS;    // of a state
@@ -98,7 +29,7 @@ struct mn_diag_room {
 
 /* Walks tokens [t0, t1) with S and keeps the state in front of every `every` of them. */
 template <typename T, int R>
-__device__ static void mn_diag_replay(mn_diag_cells<R> &S, float *kept, int64_t stride, int every,
+__device__ static void mn_diag_replay(mn_block_cells<4 * R> &S, float *kept, int64_t stride, int every,
                                       mn_diag_room<R> &room, const mn_columns &p,
                                       const mn_columns_place &at, int64_t t0, int64_t t1) {
     constexpr int group = mn_slab_sizes<4 * R>::group;
@@ -113,26 +44,18 @@ __device__ static void mn_diag_replay(mn_diag_cells<R> &S, float *kept, int64_t 
         __syncthreads();
         if (t + group < t1) ahead.template fetch<MN_COLUMNS_CELL>(p, at, t + group);
 #pragma unroll 1
-        for (int token = 0; token < count; token++) S.advance(room.tokens.in, token);
-    }
-}
-
-/* Of 2 HALF sums lanes that lie LANES apart add up HALF each: the upper lane the later ones. */
-template <int HALF, int LANES, int N>
-__device__ inline void mn_diag_share(float (&x)[N]) {
-    const bool upper = threadIdx.x & LANES;
-#pragma unroll
-    for (int i = 0; i < HALF; i++) {
-        const float give = upper ? x[i] : x[i + HALF], own = upper ? x[i + HALF] : x[i];
-        x[i] = own + __shfl_xor_sync(0xffffffffu, give, LANES);
+        for (int token = 0; token < count; token++) {
+            float none[4];
+            S.template advance<MN_COLUMNS_CELL, false>(none, room.tokens.in, token);
+        }
     }
 }
 
 /* Sums over this warp's columns, to its row of the room. */
 template <int R>
 __device__ inline void mn_diag_leave(float *sums, float (&x)[R]) {
-    typedef mn_diag_cells<R> cells;
-    mn_diag_share<R / 2, 16>(x);
+    typedef mn_block_cells<4 * R> cells;
+    mn_lanes_share<R / 2, 16>(x);
     const int half = threadIdx.x % 32 / 16;
     if (R == 8) {
         mn_pack<float, 4> pack = { { x[0], x[1], x[2], x[3] } };
@@ -145,10 +68,10 @@ __device__ inline void mn_diag_leave(float *sums, float (&x)[R]) {
 /* Gradients of token number `token` of the group; S is the state behind it and becomes the one in
  * front. */
 template <typename T, int R>
-__device__ __forceinline__ void mn_diag_token_back(mn_diag_cells<R> &D, mn_diag_cells<R> &S,
+__device__ __forceinline__ void mn_diag_token_back(mn_block_cells<4 * R> &D, mn_block_cells<4 * R> &S,
                                                    mn_diag_room<R> &room, const mn_columns &p,
                                                    const mn_columns_place &at, int64_t t, int token) {
-    typedef mn_diag_cells<R> cells;
+    typedef mn_block_cells<4 * R> cells;
     const mn_slab_room<4 * R> &in = room.tokens.in;
     const float *before = room.before[token % MN_DIAG_STASH];
     float w[4], u[4], v[4], cot[4], to_q[R], to_k[R], sums[8] = {};    // D k, then y
@@ -184,9 +107,9 @@ __device__ __forceinline__ void mn_diag_token_back(mn_diag_cells<R> &D, mn_diag_
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     mn_diag_leave<R>(room.sums[token % MN_DIAG_STASH][0][warp], to_q);
     mn_diag_leave<R>(room.sums[token % MN_DIAG_STASH][1][warp], to_k);
-    mn_diag_share<4, 8>(sums);    // lanes 0 to 7 of 16 have D k, others y
-    mn_diag_share<2, 4>(sums);
-    mn_diag_share<1, 2>(sums);
+    mn_lanes_share<4, 8>(sums);    // lanes 0 to 7 of 16 have D k, others y
+    mn_lanes_share<2, 4>(sums);
+    mn_lanes_share<1, 2>(sums);
     const float sum = sums[0] + __shfl_xor_sync(0xffffffffu, sums[0], 1);
     const int column = cells::first_column() + lane % 8 / 2;
     const int64_t j = at.tile * MN_COLUMNS_TILE + column;
@@ -218,7 +141,7 @@ __device__ static void mn_diag_add_warps(const mn_diag_room<R> &room, const mn_c
 
 /* Gradients of the group of `count` tokens at t, from the state in front of it and D behind it. */
 template <typename T, int R>
-__device__ static void mn_diag_group_back(mn_diag_cells<R> &D, const float *front,
+__device__ static void mn_diag_group_back(mn_block_cells<4 * R> &D, const float *front,
                                           mn_diag_room<R> &room, const mn_columns &p,
                                           const mn_columns_place &at, int64_t t, int count) {
     mn_slab_bring<T, 4 * R, MN_COLUMNS_CELL>(room.tokens, p, at, t, count);
@@ -226,12 +149,13 @@ __device__ static void mn_diag_group_back(mn_diag_cells<R> &D, const float *fron
     for (int first = (count - 1) / MN_DIAG_STASH * MN_DIAG_STASH; first >= 0;
          first -= MN_DIAG_STASH) {
         const int last = min(first + MN_DIAG_STASH, count);
-        mn_diag_cells<R> S;
+        mn_block_cells<4 * R> S;
         S.recall(front);
 #pragma unroll 1
         for (int token = 0; token < last; token++) {
             if (token >= first) S.keep(room.before[token - first]);
-            S.advance(room.tokens.in, token);
+            float none[4];
+            S.template advance<MN_COLUMNS_CELL, false>(none, room.tokens.in, token);
         }
 #pragma unroll 1
         for (int token = last - 1; token >= first; token--) {
@@ -257,10 +181,10 @@ mn_diag_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
                               : at.n * ((p.call.T + MN_COLUMNS_SPAN - 1) / MN_COLUMNS_SPAN);
     float *spans = p.spans + slot0 * stride + (at.h * tiles + at.tile) * room_of::cells;
     float *fronts = p.tokens + at.block * groups * room_of::cells;
-    mn_diag_cells<R> D, S;
-    S.load(p, at, p.state0);
+    mn_block_cells<4 * R> D, S;
+    S.load(p, at, p.state0, NULL);
     mn_diag_replay<T, R>(S, spans, stride, MN_COLUMNS_SPAN, room, p, at, 0, length);
-    D.load(p, at, p.cot_state);
+    D.load(p, at, p.cot_state, NULL);
 #pragma unroll 1
     for (int64_t i = (length + MN_COLUMNS_SPAN - 1) / MN_COLUMNS_SPAN - 1; i >= 0; i--) {
         const int64_t t0 = i * MN_COLUMNS_SPAN, t1 = min(t0 + MN_COLUMNS_SPAN, length);
@@ -273,7 +197,7 @@ mn_diag_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
                                      (int)min((int64_t)group, t1 - t));
         }
     }
-    D.store(p, at, p.dstate0);
+    D.store(p, at, p.dstate0, NULL);
 }
 
 /* Work space as of columns_backward.cuh, for at least 64 rows. */

@@ -1,13 +1,14 @@
-/* mesa_once.cu - mesa forward by one launch, for keys of at most 64 channels: short sequences, and
- * single tokens that decode. Results are those of mesa.cu to the last bit.
+/* mesa_once.cu - mesa forward by one kernel, for keys of at most 64 channels: few short sequences,
+ * and single tokens that decode. Results are those of mesa.cu to the last bit.
  *
- * Short sequences, up to four chunks: a cluster of blocks has a head of a sequence, two blocks for
- * each chunk. Each sums a few rows of the pair over all chunks and leaves them in work space; when
- * all have, each reads its half of a chunk from there. Inputs are on their way meanwhile, and no
- * block waits for a launch to end.
+ * Short sequences, up to four chunks: a head of a sequence has two blocks for each chunk. Each sums
+ * a few rows of the pair over all chunks, leaves them in work space and says so; when all have, each
+ * reads its half of a chunk from there. Inputs are on their way meanwhile, and no block waits for a
+ * launch to end. As blocks wait for each other, there are no more of them than processors, each of
+ * which has room for one. (Clusters of eight would need no counters, but fourteen of them at most
+ * fit on an H200, where sixteen heads want sixteen: 0.073 ms instead of half of that.)
  *
  * Single tokens: a block has a head of a sequence. One warp solves and the others write the pair. */
-#include "kernels/cuda/hopper.cuh"
 #include "kernels/cuda/mesa_read.cuh"
 
 enum { ONCE_CHUNKS = 4, ONCE_PARTS = MN_MESA_CHUNK / MN_MESA_PART, ONCE_WIDEST = 64 };
@@ -21,11 +22,26 @@ struct short_room {
     mn_mesa_short_room<ONCE_GROUPS> sums;
 };
 
-__device__ static void meet_cluster(void) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\t"
-                 "barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
+/* Nobody has said anything yet. */
+__global__ void __launch_bounds__(256) hush_kernel(unsigned *told, int64_t count) {
+    mn_wait_for_before();
+    mn_let_next_begin();
+    for (int64_t i = threadIdx.x; i < count; i += 256) told[i] = 0;
+}
+
+/* Says that this block has left its rows, and waits until `all` blocks have. */
+__device__ static void meet_blocks(unsigned *told, unsigned all) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        unsigned count;
+        __threadfence();
+        atomicAdd(told, 1u);
+        do {
+            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(told) : "memory");
+        } while (count < all);
+        __threadfence();
+    }
+    __syncthreads();
 }
 
 /* The pair at the end, of the rows that this block summed. All first ones have been read. */
@@ -45,7 +61,7 @@ __device__ static void put_last(const mn_mesa_args &p, const float *last, int64_
 /* blockIdx.x / `ranks` is the sequence, .y the head. */
 template <int N, typename T>
 __global__ void __launch_bounds__(MN_MESA_READERS, 1)
-short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int ranks) {
+short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, unsigned *told, int ranks) {
     extern __shared__ __align__(16) unsigned char short_bytes[];
     short_room<N> &room = *(short_room<N> *)short_bytes;
     const int rank = (int)(blockIdx.x % ranks);
@@ -59,8 +75,6 @@ short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int ranks) 
     at.slot = mn_mesa_slot(p.call, at.tile.span, n) + rank / ONCE_PARTS;
     at.index = at.slot * p.call.H + h;
     me.take(p, at, rank % ONCE_PARTS);
-    mn_let_next_begin();
-    mn_wait_for_before();
     const bool some = me.token(0) < me.count;
     mn_mesa_brought<N, T> brought;
     float2 token = {};
@@ -72,13 +86,15 @@ short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int ranks) 
         mn_mesa_carry_rows<T>(room.sums, p, w, n, h, row0);
     }
     if (some) brought.put(room.tokens, p);
-    meet_cluster();
+    mn_let_next_begin();
+    mn_wait_for_before();    // counters are clear; what is older was there before they were
+    meet_blocks(told + mn_mesa_slot(p.call, at.tile.span, n) * p.call.H + h, (unsigned)ranks);
     put_last(p, w.last, n * p.call.H + h, me.lie, rank, ranks);
     if (!some) return;
     me.beta = token.x, me.level = mn_mesa_levels(token.y, me.lane);
     me.front = w.pairs + at.index * me.lie.size;
     mn_mesa_stage_front<N>(room.tokens, me);
-    mn_mesa_announce(p, me);
+    mn_mesa_announce<N, T>(p, me);
     __syncthreads();
     mn_mesa_read_part<N, T, false>(room.tokens, p, w, me);
 }
@@ -211,9 +227,16 @@ step_kernel(const __grid_constant__ mn_mesa_args p) {
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-/* Blocks of a cluster: two for each chunk. */
+/* Blocks of a head of a sequence: two for each chunk. */
 static int ranks_of(const mn_call &c) {
     return ONCE_PARTS * (int)mn_ceil_div(c.T, MN_MESA_CHUNK);
+}
+
+static int attribute(cudaDeviceAttr which) {
+    int device = 0, value = 0;
+    (void)cudaGetDevice(&device);
+    (void)cudaDeviceGetAttribute(&value, which, device);
+    return value;
 }
 
 template <int N>
@@ -223,32 +246,28 @@ static size_t step_bytes_of(const mn_call &c) {
 
 bool mn_mesa_once_serves(const mn_mesa_args *p) {
     const mn_call &c = p->call;
-    const int64_t n = mn_n_spans(c);
-    if (!p->o.data || c.K > ONCE_WIDEST || c.T < 1 || c.T > ONCE_CHUNKS * MN_MESA_CHUNK ||
-        c.H > 65535 || n * c.H > INT32_MAX || n * 2 * ONCE_CHUNKS > INT32_MAX || !mn_on_hopper()) {
-        return false;
-    }
-    return c.T > 1 || (c.V <= 4096 && step_bytes_of<ONCE_WIDEST / 8>(c) <= 227 * 1024);
+    const int64_t n = mn_n_spans(c), room = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    if (!p->o.data || c.K > ONCE_WIDEST || c.T < 1 || n * c.H > INT32_MAX) return false;
+    if (c.T == 1) return c.V <= 4096 && (int64_t)step_bytes_of<ONCE_WIDEST / 8>(c) <= room;
+    return c.T <= ONCE_CHUNKS * MN_MESA_CHUNK && (int64_t)sizeof(short_room<8>) <= room &&
+           n * c.H * ranks_of(c) <= attribute(cudaDevAttrMultiProcessorCount);
 }
 
 template <int N, typename T>
 static int start_short(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on) {
-    const int ranks = ranks_of(p->call);
+    const mn_call &c = p->call;
+    const int ranks = ranks_of(c);
     const auto kernel = short_kernel<N, T>;
-    const cudaError_t code = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(short_room<N>));
+    unsigned *told = (unsigned *)w.falls;    // of no use else here
+    int code = (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                         (int)sizeof(short_room<N>));
+    if (code == cudaSuccess) {
+        code = mn_launch_early(hush_kernel, dim3(1), 256, 0, on, told,
+                               mn_tile_slots(c, MN_MESA_CHUNK) * c.H);
+    }
     if (code != cudaSuccess) return code;
-    cudaLaunchAttribute with[2] = {};
-    with[0].id = cudaLaunchAttributeClusterDimension;
-    with[0].val.clusterDim.x = (unsigned)ranks;
-    with[0].val.clusterDim.y = with[0].val.clusterDim.z = 1;
-    with[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    with[1].val.programmaticStreamSerializationAllowed = 1;
-    cudaLaunchConfig_t how = {};
-    how.gridDim = dim3((unsigned)(mn_n_spans(p->call) * ranks), (unsigned)p->call.H);
-    how.blockDim = dim3(MN_MESA_READERS), how.dynamicSmemBytes = sizeof(short_room<N>);
-    how.stream = on, how.attrs = with, how.numAttrs = 2;
-    return (int)cudaLaunchKernelEx(&how, kernel, *p, w, ranks);
+    return mn_launch_early(kernel, dim3((unsigned)(mn_n_spans(c) * ranks), (unsigned)c.H),
+                           MN_MESA_READERS, sizeof(short_room<N>), on, *p, w, told, ranks);
 }
 
 template <int N, typename T>

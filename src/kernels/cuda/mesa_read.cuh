@@ -302,13 +302,19 @@ __device__ inline void mn_mesa_add_values(float (&sum)[EACH][2], const mn_mesa_t
     }
 }
 
-/* Hkv, which o asks for when x is there, to the first cache. */
-template <int N>
+/* Hkv and values, which o asks for when x is there, to the first cache. */
+template <int N, typename T>
 __device__ inline void mn_mesa_announce(const mn_mesa_args &p, const mn_mesa_reader<N> &me) {
-    enum { LINE = 32 };    // numbers
+    enum { LINE = 32, VALUES = 128 / (int)sizeof(T) };    // numbers
     const int lines = (int)((p.call.V + LINE - 1) / LINE);
+    const int value_lines = (int)((p.call.V + VALUES - 1) / VALUES);
     for (int i = threadIdx.x; i < lines * (int)p.call.K; i += MN_MESA_READERS) {
         const float *at = me.front + i / lines * me.lie.pitch + me.lie.rows + i % lines * LINE;
+        asm volatile("prefetch.global.L1 [%0];" :: "l"(at));
+    }
+    for (int i = threadIdx.x; i < value_lines * me.count; i += MN_MESA_READERS) {
+        const T *at = mn_row<T>(p.v, me.b, me.t0 + i / value_lines, me.at.h) +
+                      i % value_lines * VALUES;
         asm volatile("prefetch.global.L1 [%0];" :: "l"(at));
     }
 }
@@ -424,7 +430,7 @@ mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     if (!some) return;
     me.front = w.pairs + me.at.index * me.lie.size;
     if constexpr (me.warps == 1) mn_mesa_stage_front<N>(room, me);
-    if constexpr (!BACK) mn_mesa_announce(p, me);
+    if constexpr (!BACK) mn_mesa_announce<N, T>(p, me);
     __syncthreads();
     mn_mesa_read_part<N, T, BACK>(room, p, w, me);
 }
