@@ -1,12 +1,13 @@
 /* columns_forward.cuh - the recurrences of columns.cuh forward.
  *
- * A warp has eight columns. Where a token writes what it finds missing in them (COLUMN), or sums
- * come from outside (SUM), four lanes have a column, each a quarter of its rows in registers, so
- * that a sum over rows is a chain of multiply-adds and two exchanges; the lanes' rows lie in packs of
- * four side by side. CELL waits for no sum: sixteen lanes have four columns, so that what is read of
- * a token serves four cells. Tokens come through shared memory eight at a time, the next eight on their way in registers
- * meanwhile, as they were stored: nothing waits for them until they are put. Where columns are few,
- * a walk is as long as its chain, and other warps of the block bring the tokens. */
+ * A warp has eight columns. Where a token writes what it finds missing in them (COLUMN), or has
+ * one more column of ones (SUM), four lanes have a column, each a quarter of its rows in
+ * registers, so that a sum over rows is a chain of multiply-adds and two exchanges; the lanes'
+ * rows lie in packs of four side by side. CELL waits for no sum: sixteen lanes have four columns,
+ * so that what is read of a token serves four cells. Tokens come through shared memory eight at a
+ * time, the next eight on their way in registers meanwhile, as they were stored: nothing waits for
+ * them until they are put. Where columns are few, a walk is as long as its chain, and other warps
+ * of the block bring the tokens. */
 #ifndef MN_KERNELS_CUDA_COLUMNS_FORWARD_CUH
 #define MN_KERNELS_CUDA_COLUMNS_FORWARD_CUH
 
@@ -488,7 +489,8 @@ mn_slab_fed_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     for (int64_t t = 0; t < length; t += sizes::group, here ^= 1) {
         __syncthreads();
         if (!feeds) {
-            mn_slab_walk<KIND, ROWS, WARPS>(S, rooms[here], (int)min((int64_t)sizes::group, length - t));
+            mn_slab_walk<KIND, ROWS, WARPS>(S, rooms[here],
+                                            (int)min((int64_t)sizes::group, length - t));
             continue;
         }
         const int64_t last = t - sizes::group, next = t + sizes::group;

@@ -1,8 +1,8 @@
 /* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c):
- * longhorn_column in bf16 over chunks (longhorn_chunk.cu) where memories are neither narrow nor wide,
- * except for decode steps; all else by the recurrences of columns.cuh, longhorn_diag back by those of
- * longhorn_diag_back.cuh where keys are not wider. Backward, a kernel after these has one token and
- * head for each warp:
+ * longhorn_column in bf16 over chunks (longhorn_chunk.cu) where memories are neither narrow nor
+ * wide, except for decode steps; all else by the recurrences of columns.cuh, longhorn_diag back by
+ * longhorn_diag_back.cuh where keys have at most 128 channels. Backward, a kernel after these has
+ * one token and head for each warp:
  *
  *   u_j = 1 / (1 + beta_j |k|^2)     w_j = beta_j u_j
  *   dbeta_j = y_j u_j^2              dk_i -= 2 k_i sum_j w_j^2 y_j */
@@ -135,7 +135,7 @@ static int backward_any(const mn_longhorn_diag_args *p, void *shared, void *stre
     MN_CUDA_PLAN(name##_backward) {                                                                \
         const mn_call *c = (const mn_call *)args;                                                  \
         return goes_by_chunks(c, KIND) ? mn_longhorn_chunk_plan(plan, c, true)                     \
-                                       : backward_plan(c, KIND, plan);                                   \
+                                       : backward_plan(c, KIND, plan);                             \
     }                                                                                              \
     MN_CUDA_LAUNCH(name##_forward) {                                                               \
         const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;                      \

@@ -3,8 +3,8 @@
  * left for later instead of o; the walk back; dq and dk, all chunks at once:
  *
  *   dq_t = scale S do_t + sum over s <= t of scale (do_t.e_s) k_s             x_t = w_t y_t
- *   dk_t = D e_t - S x_t + sum over u >= t of scale (do_u.e_t) q_u - sum over s <= t of (x_t.e_s) k_s
- *          - sum over u >= t of (x_u.e_t) k_u
+ *   dk_t = D e_t - S x_t + sum over u >= t of scale (do_u.e_t) q_u
+ *          - sum over s <= t of (x_t.e_s) k_s - sum over u >= t of (x_u.e_t) k_u
  *
  * where S is in front of the chunk and D behind it. What |k|^2 does through the gains is there: it
  * is -2 k_t (x_t.e_t), and both last sums have s = t. */
@@ -46,8 +46,8 @@ __device__ static void fetch_ahead(ahead_stage<KP> &to, const mn_longhorn_job &j
                              at.column0, V, hand);
     mn_tile_fetch<64, hands>(to.beta, p.beta, job.packed[MN_LONGHORN_BETA], at.span, at.h, t, count,
                              at.column0, V, hand);
-    mn_copy_plain(&to.record, job.work.ahead + at.index(p.call, chunk), (int)sizeof to.record, hands,
-                  hand);
+    mn_copy_plain(&to.record, job.work.ahead + at.index(p.call, chunk), (int)sizeof to.record,
+                  hands, hand);
 }
 
 /* A block of tokens. */
@@ -239,7 +239,8 @@ back_kernel(const __grid_constant__ mn_longhorn_job job) {
         mn_longhorn_keep<MN_DELTA_CHUNK>(job.work.dr + index * job.wide_v * MN_DELTA_CHUNK, room.dr,
                                          at);
         mn_longhorn_put(p.grad.v, job.packed[MN_LONGHORN_DV], room.dv, at, p.call.V, chunk);
-        mn_longhorn_put(p.grad.beta, job.packed[MN_LONGHORN_DBETA], room.dbeta, at, p.call.V, chunk);
+        mn_longhorn_put(p.grad.beta, job.packed[MN_LONGHORN_DBETA], room.dbeta, at, p.call.V,
+                        chunk);
         __syncthreads();
     }
     D.store(p.call, at, (float *)p.grad.state0.data);
@@ -263,8 +264,8 @@ struct key_room {
 };
 
 /* Two neighbours of a square, rounded, and what is left of them. */
-__device__ static void put_split(unsigned char (&to)[2][mn_tile_bytes<64>()], unsigned place, float x,
-                                 float y) {
+__device__ static void put_split(unsigned char (&to)[2][mn_tile_bytes<64>()], unsigned place,
+                                 float x, float y) {
     const unsigned first = mn_pair(x, y);
     *(unsigned *)(to[0] + place) = first;
     *(unsigned *)(to[1] + place) = mn_pair(x - mn_low(first), y - mn_high(first));
@@ -399,7 +400,8 @@ static bool comes_packed(const View &view, int64_t width) {
     return whole;
 }
 
-static bool job_of(mn_longhorn_job *job, const mn_longhorn_column_args *p, void *shared, bool back) {
+static bool job_of(mn_longhorn_job *job, const mn_longhorn_column_args *p, void *shared,
+                   bool back) {
     const int64_t K = p->call.K, V = p->call.V;
     size_t bytes;
     *job = {};

@@ -1,5 +1,5 @@
-/* longhorn_chunk.cuh - longhorn_column in bf16 over chunks (see ref/longhorn_column.c). With e = w r
- * what a token writes, S the state in front of a block of tokens and D its adjoint behind it,
+/* longhorn_chunk.cuh - longhorn_column in bf16 over chunks (see ref/longhorn_column.c). With e = w
+ * r what a token writes, S the state in front of a block of tokens and D its adjoint behind it,
  *
  *   r_t = v_t - S'k_t - sum over s < t of (k_t.k_s) e_s           o_t = scale S'q_t + sum over
  *   S += sum of k_t e_t'                                    s <= t of (scale q_t.k_s) e_s
@@ -116,10 +116,10 @@ mn_longhorn_prepare_kernel(const __grid_constant__ mn_longhorn_job job) {
     const mn_tile_span tile = mn_tile_at(call, MN_DELTA_CHUNK, slot);
     const int count = (int)tile.n_rows, row0 = threadIdx.x / 32 * MN_LONGHORN_BLOCK;
     if (count == 0) return;
-    mn_tile_fetch<KP, MN_LONGHORN_PREPARERS>(room.k, job.p.k, job.packed[MN_LONGHORN_K], tile.span, h,
-                                             tile.first, count, 0, call.K, threadIdx.x);
-    mn_tile_fetch<KP, MN_LONGHORN_PREPARERS>(room.q, job.p.q, job.packed[MN_LONGHORN_Q], tile.span, h,
-                                             tile.first, count, 0, call.K, threadIdx.x);
+    mn_tile_fetch<KP, MN_LONGHORN_PREPARERS>(room.k, job.p.k, job.packed[MN_LONGHORN_K], tile.span,
+                                             h, tile.first, count, 0, call.K, threadIdx.x);
+    mn_tile_fetch<KP, MN_LONGHORN_PREPARERS>(room.q, job.p.q, job.packed[MN_LONGHORN_Q], tile.span,
+                                             h, tile.first, count, 0, call.K, threadIdx.x);
     mn_copy_commit();
     mn_copy_wait<0>();
     __syncthreads();
@@ -300,7 +300,8 @@ __device__ inline void mn_longhorn_solve(mn_longhorn_cells &x, const mn_longhorn
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             const float one = w[m][first] * x[m][first];
-            const float two = w[m][second] * fmaf(-a[2 * second + (BACK ? 1 : 0)], one, x[m][second]);
+            const float owed = a[2 * second + (BACK ? 1 : 0)];
+            const float two = w[m][second] * fmaf(-owed, one, x[m][second]);
             const float from_one = __shfl_sync(0xffffffffu, one, turn % 4, 4);
             const float from_two = __shfl_sync(0xffffffffu, two, turn % 4, 4);
 #pragma unroll

@@ -1,12 +1,12 @@
 /* longhorn_diag_back.cuh - gradients of longhorn_diag, for keys of at most 128 channels (see
- * columns.cuh, CELL). With c = u + w x, S the state in front of a token and D the adjoint of the one
- * behind it,
+ * columns.cuh, CELL). With c = u + w x, S the state in front of a token and D the adjoint of the
+ * one behind it,
  *
  *   D += scale q do'      dq = scale (state behind) do      y_j = sum_i D k (v - k S)
  *   dv_j = w sum_i D k    dk_i = sum_j w D (v - 2 k S)      D <- c D
  *
- * Nothing of a cell waits for another one, so that threads have blocks of cells as forward: sums over
- * columns are mostly within a thread then, and what is read of a token serves four columns.
+ * Nothing of a cell waits for another one, so that threads have blocks of cells as forward: sums
+ * over columns are mostly within a thread then, and what is read of a token serves four columns.
  *
  * The state in front of every 64 tokens is kept on a first way through, inside such a span that of
  * every 8 tokens, and of four tokens at a time each one's, in shared memory; the state behind a
@@ -29,8 +29,8 @@ struct mn_diag_room {
 
 /* Walks tokens [t0, t1) with S and keeps the state in front of every `every` of them. */
 template <typename T, int R>
-__device__ static void mn_diag_replay(mn_block_cells<4 * R> &S, float *kept, int64_t stride, int every,
-                                      mn_diag_room<R> &room, const mn_columns &p,
+__device__ static void mn_diag_replay(mn_block_cells<4 * R> &S, float *kept, int64_t stride,
+                                      int every, mn_diag_room<R> &room, const mn_columns &p,
                                       const mn_columns_place &at, int64_t t0, int64_t t1) {
     constexpr int group = mn_slab_sizes<4 * R>::group;
     mn_slab_ahead<T, 4 * R> ahead;
@@ -68,9 +68,10 @@ __device__ inline void mn_diag_leave(float *sums, float (&x)[R]) {
 /* Gradients of token number `token` of the group; S is the state behind it and becomes the one in
  * front. */
 template <typename T, int R>
-__device__ __forceinline__ void mn_diag_token_back(mn_block_cells<4 * R> &D, mn_block_cells<4 * R> &S,
-                                                   mn_diag_room<R> &room, const mn_columns &p,
-                                                   const mn_columns_place &at, int64_t t, int token) {
+__device__ __forceinline__ void mn_diag_token_back(mn_block_cells<4 * R> &D,
+                                                   mn_block_cells<4 * R> &S, mn_diag_room<R> &room,
+                                                   const mn_columns &p, const mn_columns_place &at,
+                                                   int64_t t, int token) {
     typedef mn_block_cells<4 * R> cells;
     const mn_slab_room<4 * R> &in = room.tokens.in;
     const float *before = room.before[token % MN_DIAG_STASH];

@@ -1,14 +1,15 @@
 /* mesa_once.cu - mesa forward by one kernel, for keys of at most 64 channels: few short sequences,
  * and single tokens that decode. Results are those of mesa.cu to the last bit.
  *
- * Short sequences, up to four chunks: a head of a sequence has two blocks for each chunk. Each sums
- * a few rows of the pair over all chunks, leaves them in work space and says so; when all have, each
- * reads its half of a chunk from there. Inputs are on their way meanwhile, and no block waits for a
- * launch to end. As blocks wait for each other, there are no more of them than processors, each of
- * which has room for one. (Clusters of eight would need no counters, but fourteen of them at most
- * fit on an H200, where sixteen heads want sixteen: 0.073 ms instead of half of that.)
+ * Short sequences, up to four chunks: a head of a sequence has two blocks for each chunk. Each
+ * sums a few rows of the pair over all chunks, leaves them in work space and says so; when all
+ * have, each reads its half of a chunk from there. Inputs are on their way meanwhile, and no block
+ * waits for a launch to end. As blocks wait for each other, there are no more of them than
+ * processors, each of which has room for one. (Clusters of eight would need no counters, but
+ * fourteen of them at most fit on an H200, where sixteen heads want sixteen: 0.073 ms instead of
+ * half of that.)
  *
- * Single tokens: a block has a head of a sequence. One warp solves and the others write the pair. */
+ * Single tokens: a block has a head of a sequence. One warp solves, the others write the pair. */
 #include "kernels/cuda/mesa_read.cuh"
 
 enum { ONCE_CHUNKS = 4, ONCE_PARTS = MN_MESA_CHUNK / MN_MESA_PART, ONCE_WIDEST = 64 };
@@ -37,7 +38,8 @@ __device__ static void meet_blocks(unsigned *told, unsigned all) {
         __threadfence();
         atomicAdd(told, 1u);
         do {
-            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(told) : "memory");
+            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
+                         : "=r"(count) : "l"(told) : "memory");
         } while (count < all);
         __threadfence();
     }
