@@ -50,43 +50,75 @@ __device__ static void fetch_ahead(ahead_stage<KP> &to, const mn_longhorn_job &j
                   hands, hand);
 }
 
-/* A block of tokens. */
+/* A block of tokens, of which `found` has what they find in the state without the last block's
+ * writes, `last`. Both become those of this block and the next. */
 template <int KP, bool KEEPS>
-__device__ __forceinline__ void step_ahead(mn_longhorn_state<KP> &S, ahead_room<KP> &room,
+__device__ __forceinline__ void step_ahead(mn_longhorn_state<KP> &S, float (&found)[2][2][4],
+                                           unsigned (&last)[4], ahead_room<KP> &room,
                                            const ahead_stage<KP> &stage, int column, int block,
                                            float scale) {
+    constexpr int parts = KP / 16;
     const int token0 = MN_LONGHORN_BLOCK * block;
-    const unsigned k = mn_shared(stage.k);
-    float found[2][2][4] = {}, o[2][4] = {};
-    unsigned v[4], beta[4], left[4];
+    const int before = max(token0 - MN_LONGHORN_BLOCK, 0);
+    const int next = min(token0 + MN_LONGHORN_BLOCK, MN_DELTA_CHUNK - MN_LONGHORN_BLOCK);
+    const unsigned k = mn_shared(stage.k), q = mn_shared(stage.q);
+    float o[2][4] = {}, written[2][4] = {}, ahead[2][2][4] = {};
+    unsigned v[4], beta[4];
     mn_longhorn_cells r, e, w, u;
+    mn_longhorn_multiply(written, last, stage.record.across[block][threadIdx.x % 32]);
     mn_left_turned(v, mn_shared(stage.v), column, token0);
     mn_left_turned(beta, mn_shared(stage.beta), column, token0);
-    S.template find<!KEEPS>(found, o, k, mn_shared(stage.q), token0);
     mn_longhorn_gains(w, u, beta, stage.record.norm + token0);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int m = i / 4, n = i % 4 / 2, c = 2 * m + i % 2;
         const float value = i % 2 ? mn_high(v[2 * n + m]) : mn_low(v[2 * n + m]);
-        r[m][i % 4] = value - (found[0][n][c] + found[1][n][c]);
+        r[m][i % 4] = value - (found[0][n][c] + found[1][n][c]) - written[n][c];
     }
-    mn_longhorn_solve<false>(r, w, stage.record.below[block]);
+    const auto look_up = [&](int c) {
+        S.find(ahead[c % 2], c, k, next);
+        if (!KEEPS) S.find(o, c, q, token0);
+    };
+    mn_longhorn_solve<false>(r, w, stage.record.below[block], [&](int step) {
+        if (step < parts) S.take(last, step, k, before);
+        if (step > 0 && step <= parts) look_up(step - 1);
+    });
+    if (parts == 8) look_up(7);
 #pragma unroll
     for (int i = 0; i < 8; i++) e[i / 4][i % 4] = w[i / 4][i % 4] * r[i / 4][i % 4];
-    mn_longhorn_left(left, e);
-    S.take(left, k, token0);
+    mn_longhorn_left(last, e);
+#pragma unroll
+    for (int i = 0; i < 16; i++) found[i / 8][i / 4 % 2][i % 4] = ahead[i / 8][i / 4 % 2][i % 4];
+    unsigned out[4];
     if constexpr (KEEPS) {
-        unsigned rest[4];
-        mn_longhorn_left(rest, r);
-        mn_longhorn_lay(room.o, left, column, token0);
-        mn_longhorn_lay(room.r, rest, column, token0);
+        mn_longhorn_left(out, r);
+        mn_longhorn_lay(room.o, last, column, token0);
+        mn_longhorn_lay(room.r, out, column, token0);
     } else {
 #pragma unroll
         for (int c = 0; c < 8; c++) o[c / 4][c % 4] *= scale;
-        mn_longhorn_add_pairs(o, left, stage.record.pairs[block]);
-        mn_left_of(left, o[0], o[1]);
-        mn_longhorn_lay_turned(room.o, left, column, token0);
+        mn_longhorn_multiply(o, last, stage.record.pairs[block][threadIdx.x % 32]);
+        mn_left_of(out, o[0], o[1]);
+        mn_longhorn_lay_turned(room.o, out, column, token0);
     }
+}
+
+/* A chunk, of which `blocks` have tokens. */
+template <int KP, bool KEEPS>
+__device__ __forceinline__ void walk_ahead(mn_longhorn_state<KP> &S, ahead_room<KP> &room,
+                                           const ahead_stage<KP> &stage, int column, int blocks,
+                                           float scale) {
+    const unsigned k = mn_shared(stage.k);
+    float found[2][2][4] = {};
+    unsigned last[4] = {};
+#pragma unroll
+    for (int c = 0; c < KP / 16; c++) S.find(found[c % 2], c, k, 0);
+#pragma unroll 1
+    for (int block = 0; block < blocks; block++) {
+        step_ahead<KP, KEEPS>(S, found, last, room, stage, column, block, scale);
+    }
+#pragma unroll
+    for (int c = 0; c < KP / 16; c++) S.take(last, c, k, MN_LONGHORN_BLOCK * (blocks - 1));
 }
 
 /* A block has 64 value columns of a head of a sequence, a warp sixteen of them. */
@@ -114,10 +146,7 @@ ahead_kernel(const __grid_constant__ mn_longhorn_job job) {
         mn_copy_wait<1>();
         __syncthreads();
         if (KEEPS) S.keep(job.work.S + index * job.wide_v * KP, room.S, at);
-#pragma unroll 1
-        for (int block = 0; block < blocks; block++) {
-            step_ahead<KP, KEEPS>(S, room, stage, at.column, block, job.scale);
-        }
+        walk_ahead<KP, KEEPS>(S, room, stage, at.column, blocks, job.scale);
         __syncwarp();
         if (KEEPS) {
             const int64_t record = index * job.wide_v * MN_DELTA_CHUNK;
@@ -168,31 +197,39 @@ __device__ static void fetch_back(back_stage<KP> &to, const mn_longhorn_job &job
     mn_copy_plain(&to.record, job.work.back + index, (int)sizeof to.record, hands, hand);
 }
 
-/* A block of tokens. */
+/* A block of tokens, of which `found` has what they find in the adjoint without what the block
+ * behind wrote, -`last`. Both become those of this block and the one in front. */
 template <int KP>
-__device__ __forceinline__ void step_back(mn_longhorn_state<KP> &D, back_room<KP> &room,
+__device__ __forceinline__ void step_back(mn_longhorn_state<KP> &D, float (&found)[2][2][4],
+                                          unsigned (&last)[4], back_room<KP> &room,
                                           const back_stage<KP> &stage, int column, int block,
                                           float scale) {
+    constexpr int parts = KP / 16;
     const int token0 = MN_LONGHORN_BLOCK * block;
+    const int behind = min(token0 + MN_LONGHORN_BLOCK, MN_DELTA_CHUNK - MN_LONGHORN_BLOCK);
+    const int next = max(token0 - MN_LONGHORN_BLOCK, 0);
     const unsigned k = mn_shared(stage.k), q = mn_shared(stage.q);
-    float found[2][2][4] = {}, none[2][4];
-    unsigned cot[4], beta[4], rest[4], left[4];
+    float written[2][4] = {}, ahead[2][2][4] = {};
+    unsigned cot[4], beta[4], rest[4], out[4];
     mn_longhorn_cells y, w, u, x;
+    mn_longhorn_multiply(written, last, stage.record.across[block][threadIdx.x % 32]);
     mn_left_turned(cot, mn_shared(stage.cot), column, token0);
     mn_left_turned(beta, mn_shared(stage.beta), column, token0);
     mn_left(rest, mn_shared(stage.r), column, token0);
-    mn_longhorn_add_pairs(found[0], cot, stage.record.pairs[block]);
-    D.template find<false>(found, none, k, q, token0);
+    mn_longhorn_multiply(found[0], cot, stage.record.pairs[block][threadIdx.x % 32]);
     mn_longhorn_gains(w, u, beta, stage.record.norm + token0);
+#pragma unroll
+    for (int i = 0; i < 4; i++) cot[i] = mn_pair(scale * mn_low(cot[i]), scale * mn_high(cot[i]));
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int m = i / 4, n = i % 4 / 2, c = 2 * m + i % 2;
-        y[m][i % 4] = found[0][n][c] + found[1][n][c];
+        y[m][i % 4] = found[0][n][c] + found[1][n][c] + written[n][c];
     }
-    mn_longhorn_solve<true>(y, w, stage.record.below[block]);
-#pragma unroll
-    for (int i = 0; i < 4; i++) cot[i] = mn_pair(scale * mn_low(cot[i]), scale * mn_high(cot[i]));
-    D.take(cot, q, token0);
+    mn_longhorn_solve<true>(y, w, stage.record.below[block], [&](int step) {
+        if (step < parts) D.take(last, step, k, behind), D.take(cot, step, q, token0);
+        if (step > 0 && step <= parts) D.find(ahead[step % 2], step - 1, k, next);
+    });
+    if (parts == 8) D.find(ahead[0], 7, k, next);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
         const int m = i / 4, n = i % 4 / 2;
@@ -200,14 +237,33 @@ __device__ __forceinline__ void step_back(mn_longhorn_state<KP> &D, back_room<KP
         x[m][i % 4] = w[m][i % 4] * y[m][i % 4];
         y[m][i % 4] *= r * u[m][i % 4] * u[m][i % 4];
     }
-    mn_longhorn_left(left, x);
-    mn_longhorn_lay(room.dr, left, column, token0);
-    mn_longhorn_lay_turned(room.dv, left, column, token0);
 #pragma unroll
-    for (int i = 0; i < 4; i++) left[i] ^= 0x80008000u;
-    D.take(left, k, token0);
-    mn_longhorn_left(left, y);
-    mn_longhorn_lay_turned(room.dbeta, left, column, token0);
+    for (int i = 0; i < 16; i++) found[i / 8][i / 4 % 2][i % 4] = ahead[i / 8][i / 4 % 2][i % 4];
+    mn_longhorn_left(last, x);
+    mn_longhorn_lay(room.dr, last, column, token0);
+    mn_longhorn_lay_turned(room.dv, last, column, token0);
+    mn_longhorn_left(out, y);
+    mn_longhorn_lay_turned(room.dbeta, out, column, token0);
+#pragma unroll
+    for (int i = 0; i < 4; i++) last[i] ^= 0x80008000u;
+}
+
+template <int KP>
+__device__ __forceinline__ void walk_back(mn_longhorn_state<KP> &D, back_room<KP> &room,
+                                          const back_stage<KP> &stage, int column, float scale) {
+    const unsigned k = mn_shared(stage.k);
+    float found[2][2][4] = {};
+    unsigned last[4] = {};
+#pragma unroll
+    for (int c = 0; c < KP / 16; c++) {
+        D.find(found[c % 2], c, k, MN_DELTA_CHUNK - MN_LONGHORN_BLOCK);
+    }
+#pragma unroll 1
+    for (int block = MN_LONGHORN_BLOCKS - 1; block >= 0; block--) {
+        step_back<KP>(D, found, last, room, stage, column, block, scale);
+    }
+#pragma unroll
+    for (int c = 0; c < KP / 16; c++) D.take(last, c, k, 0);
 }
 
 template <int KP>
@@ -231,10 +287,7 @@ back_kernel(const __grid_constant__ mn_longhorn_job job) {
         mn_copy_wait<1>();
         __syncthreads();
         D.keep(job.work.D + index * job.wide_v * KP, room.D, at);
-#pragma unroll 1
-        for (int block = MN_LONGHORN_BLOCKS - 1; block >= 0; block--) {
-            step_back<KP>(D, room, stage, at.column, block, job.scale);
-        }
+        walk_back<KP>(D, room, stage, at.column, job.scale);
         __syncwarp();
         mn_longhorn_keep<MN_DELTA_CHUNK>(job.work.dr + index * job.wide_v * MN_DELTA_CHUNK, room.dr,
                                          at);
@@ -248,32 +301,11 @@ back_kernel(const __grid_constant__ mn_longhorn_job job) {
 
 /* ---- dq and dk ------------------------------------------------------------------------------- */
 
-/* Products of what tokens say and write, scaled, with their signs, zero where s > t; and what
- * rounding them leaves, as their errors would not average out over channels. */
-struct alignas(128) key_squares {
-    unsigned char P[2][mn_tile_bytes<64>()], A[2][mn_tile_bytes<64>()];
-};
-
+/* Products of what tokens say and write as delta_gradient.cuh wants them for what passes between
+ * tokens: scaled, with their signs, zero where s > t. */
 template <int KT>
-struct key_room {
-    union {
-        mn_grade_stage<KT> stage[2];
-        key_squares squares;
-    };
-    mn_grade_keys<KT> keys;
-};
-
-/* Two neighbours of a square, rounded, and what is left of them. */
-__device__ static void put_split(unsigned char (&to)[2][mn_tile_bytes<64>()], unsigned place,
-                                 float x, float y) {
-    const unsigned first = mn_pair(x, y);
-    *(unsigned *)(to[0] + place) = first;
-    *(unsigned *)(to[1] + place) = mn_pair(x - mn_low(first), y - mn_high(first));
-}
-
-template <int KT>
-__device__ static void leave_squares(key_squares &to, const mn_grade_tile<KT> &sum, float scale,
-                                     const mn_grade_place &at) {
+__device__ static void leave_squares(mn_grade_squares &to, const mn_grade_tile<KT> &sum,
+                                     float scale, const mn_grade_place &at) {
     const int lane = threadIdx.x % 32;
     if (at.quarter > at.block) return;
 #pragma unroll
@@ -281,49 +313,13 @@ __device__ static void leave_squares(key_squares &to, const mn_grade_tile<KT> &s
         const int n = i / 2, c = i % 2 * 2;
         const int t = at.block * 16 + lane / 4 + 8 * (i % 2);
         const int s = at.quarter * 16 + n * 8 + lane % 4 * 2;
-        const unsigned place = mn_tile_place(t, s / 8) + lane % 4 * 4;
         const bool first = s <= t, second = s < t;
-        put_split(to.P, place, first ? scale * sum.P[n][c] : 0.0f,
-                  second ? scale * sum.P[n][c + 1] : 0.0f);
-        put_split(to.A, place, first ? -sum.A[n][c] : 0.0f, second ? -sum.A[n][c + 1] : 0.0f);
-    }
-}
-
-/* Adds what passes inside the chunk. */
-template <int KT>
-__device__ static void add_inside(mn_grade_tile<KT> &sum, const key_room<KT> &room,
-                                  const mn_grade_place &at) {
-    const unsigned q = mn_shared(room.keys.q), k = mn_shared(room.keys.e);
-    const int row0 = 16 * at.block, channel0 = at.quarter * (KT / 4);
-#pragma unroll 1
-    for (int part = 0; part < 2; part++) {
-        const unsigned P = mn_shared(room.squares.P[part]), A = mn_shared(room.squares.A[part]);
-        unsigned p[4], a[4], b[4];
-        for (int from = 0; from <= row0; from += 16) {
-            mn_left(p, P, row0, from);
-            mn_left(a, A, row0, from);
-#pragma unroll
-            for (int n = 0; n < mn_grade_tile<KT>::N; n += 2) {
-                mn_right_turned(b, k, from, channel0 + 8 * n);
-                mn_product(sum.q[n], p, b[0], b[1]);
-                mn_product(sum.q[n + 1], p, b[2], b[3]);
-                mn_product(sum.e[n], a, b[0], b[1]);
-                mn_product(sum.e[n + 1], a, b[2], b[3]);
-            }
-        }
-        for (int from = row0; from < MN_DELTA_CHUNK; from += 16) {
-            mn_left_turned(p, P, row0, from);
-            mn_left_turned(a, A, row0, from);
-#pragma unroll
-            for (int n = 0; n < mn_grade_tile<KT>::N; n += 2) {
-                mn_right_turned(b, q, from, channel0 + 8 * n);
-                mn_product(sum.w[n], p, b[0], b[1]);
-                mn_product(sum.w[n + 1], p, b[2], b[3]);
-                mn_right_turned(b, k, from, channel0 + 8 * n);
-                mn_product(sum.w[n], a, b[0], b[1]);
-                mn_product(sum.w[n + 1], a, b[2], b[3]);
-            }
-        }
+        const unsigned P = mn_pair(first ? scale * sum.P[n][c] : 0.0f,
+                                   second ? scale * sum.P[n][c + 1] : 0.0f);
+        const unsigned A = mn_pair(first ? -sum.A[n][c] : 0.0f, second ? -sum.A[n][c + 1] : 0.0f);
+        const unsigned place = mn_tile_place(t, s / 8) + lane % 4 * 4;
+        *(unsigned *)(to.P + place) = *(unsigned *)(to.P_beta + place) = P;
+        *(unsigned *)(to.A + place) = *(unsigned *)(to.A_beta + place) = A;
     }
 }
 
@@ -332,7 +328,7 @@ template <int KT>
 __global__ void __launch_bounds__(MN_DELTA_GRADERS)
 keys_kernel(const __grid_constant__ mn_delta_job job) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    key_room<KT> &room = *(key_room<KT> *)bytes;
+    mn_grade_room<KT> &room = *(mn_grade_room<KT> *)bytes;
     const mn_grade_place at = mn_grade_here(job, KT, KT);
     const int64_t K = job.p.call.K;
     if (at.count == 0) return;
@@ -345,7 +341,7 @@ keys_kernel(const __grid_constant__ mn_delta_job job) {
         sum.q[c / 4][c % 4] *= job.scale, sum.e[c / 4][c % 4] *= -1.0f;
     }
     __syncthreads();
-    add_inside<KT>(sum, room, at);
+    mn_grade_inside<KT>(room, sum, mn_shared(room.keys.e), at);
 #pragma unroll
     for (int c = 0; c < 4 * mn_grade_tile<KT>::N; c++) {
         sum.e[c / 4][c % 4] += sum.w[c / 4][c % 4];
@@ -470,7 +466,7 @@ static int backward(const mn_longhorn_job &job, cudaStream_t on) {
     if (code == cudaSuccess) code = walk(back_kernel<KP>, sizeof(back_room<KP>), job, on);
     if (code != cudaSuccess || records == 0) return code;
     return mn_launch_with_room(keys_kernel<KP>, dim3((unsigned)records), MN_DELTA_GRADERS,
-                               sizeof(key_room<KP>), on, keys_job(job));
+                               sizeof(mn_grade_room<KP>), on, keys_job(job));
 }
 
 /* Narrow memories would lose more than twice what storing in bf16 does, as for delta. */

@@ -15,7 +15,8 @@
  *   columns l / 4 + 8 m      tokens and channels 8 n + 2 (l % 4) + i      at [n][2 m + i]
  *
  * so that what a walk makes of a block of tokens is a left factor as it stands, and warps share
- * nothing but tokens. These come in chunks of 64 by the numbering of delta_tile.cuh. dq and dk are
+ * nothing but tokens. Within a chunk a block is looked up in the state that lacks the block just
+ * solved, which `across` makes up for: states take and give while the next block is solved. These come in chunks of 64 by the numbering of delta_tile.cuh. dq and dk are
  * those of delta (delta_gradient.cuh) without decays. */
 #ifndef MN_KERNELS_CUDA_LONGHORN_CHUNK_CUH
 #define MN_KERNELS_CUDA_LONGHORN_CHUNK_CUH
@@ -32,12 +33,12 @@ enum {
 /* Products of the keys of each block with each other, and with queries. `below` has for pair i of
  * tokens that others wait for and lane p of a quad what its four tokens take from either: forward
  * k_t.k_s of s in the pair, zero unless s < t; back of t in it. `pairs` are right factors of scale
- * q_t.k_s, forward with depth s and columns t, back with depth t and columns s, and what rounding
- * them leaves: all columns share their errors, which would not average out. */
+ * q_t.k_s, forward with depth s and columns t, back with depth t and columns s; `across` those of
+ * keys with the block that was solved before, which is the depth. */
 struct alignas(16) mn_longhorn_record {
     float norm[MN_DELTA_CHUNK];    // |k|^2
     float below[MN_LONGHORN_BLOCKS][8][4][8];
-    uint4 pairs[MN_LONGHORN_BLOCKS][2][32];
+    uint4 pairs[MN_LONGHORN_BLOCKS][32], across[MN_LONGHORN_BLOCKS][32];
 };
 
 /* Records of chunks and heads. States and what tokens leave for later are transposed as those of
@@ -67,11 +68,31 @@ struct alignas(128) mn_longhorn_keys {
     unsigned char k[mn_tile_bytes<KP>()], q[mn_tile_bytes<KP>()];
 };
 
-/* A warp's block of the record: of products of keys `kk` and of queries and keys `qk`, whose rows
- * are t, or with BACK s. */
+/* Sums of 16 x 16 as a right factor whose columns are their rows. */
+__device__ inline uint4 mn_longhorn_right(const float (&x)[2][4]) {
+    return make_uint4(mn_pair(x[0][0], x[0][1]), mn_pair(x[1][0], x[1][1]),
+                      mn_pair(x[0][2], x[0][3]), mn_pair(x[1][2], x[1][3]));
+}
+
+/* sums += left times two right factors of eight columns */
+__device__ inline void mn_longhorn_multiply(float (&sums)[2][4], const unsigned (&left)[4],
+                                            const unsigned (&right)[4]) {
+    mn_product(sums[0], left, right[0], right[1]);
+    mn_product(sums[1], left, right[2], right[3]);
+}
+
+__device__ inline void mn_longhorn_multiply(float (&sums)[2][4], const unsigned (&left)[4],
+                                            const uint4 &right) {
+    mn_product(sums[0], left, right.x, right.y);
+    mn_product(sums[1], left, right.z, right.w);
+}
+
+/* A warp's block of the record: of products of keys `kk`, of queries and keys `qk` and of keys with
+ * the block before, whose rows are t, or with BACK s. */
 template <bool BACK>
 __device__ inline void mn_longhorn_leave_record(mn_longhorn_record &to, const float (&kk)[2][4],
-                                                const float (&qk)[2][4], float scale) {
+                                                const float (&qk)[2][4],
+                                                const float (&across)[2][4], float scale) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float pair[2][4];
 #pragma unroll
@@ -92,17 +113,8 @@ __device__ inline void mn_longhorn_leave_record(mn_longhorn_record &to, const fl
             *(float2 *)(at + 2 * (row / 8 * 2 + row % 2)) = make_float2(take[0], take[1]);
         }
     }
-#pragma unroll
-    for (int part = 0; part < 2; part++) {
-        unsigned x[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++) {    // of tile i / 2 of columns, half i % 2 of the depth
-            float(&from)[4] = pair[i % 2];
-            x[i] = mn_pair(from[i / 2 * 2], from[i / 2 * 2 + 1]);
-            from[i / 2 * 2] -= mn_low(x[i]), from[i / 2 * 2 + 1] -= mn_high(x[i]);
-        }
-        to.pairs[warp][part][lane] = make_uint4(x[0], x[1], x[2], x[3]);
-    }
+    to.pairs[warp][lane] = mn_longhorn_right(pair);
+    to.across[warp][lane] = mn_longhorn_right(across);
 }
 
 /* A block has a chunk of a head, a warp a block of its tokens. */
@@ -124,24 +136,27 @@ mn_longhorn_prepare_kernel(const __grid_constant__ mn_longhorn_job job) {
     mn_copy_wait<0>();
     __syncthreads();
     const unsigned k = mn_shared(room.k), q = mn_shared(room.q);
-    float kk[2][4] = {}, qk[2][4] = {}, kq[2][4] = {};
+    const int before = max(row0 - MN_LONGHORN_BLOCK, 0);    // the first and last block have none:
+    const int behind = min(row0 + MN_LONGHORN_BLOCK, MN_DELTA_CHUNK - MN_LONGHORN_BLOCK);    // any
+    float kk[2][4] = {}, qk[2][4] = {}, kq[2][4] = {}, ahead[2][4] = {}, back[2][4] = {};
 #pragma unroll
     for (int c = 0; c < KP; c += 16) {
         unsigned keys[4], queries[4], right[4];
         mn_left(keys, k, row0, c);
         mn_left(queries, q, row0, c);
         mn_right(right, k, c, row0);
-        mn_product(kk[0], keys, right[0], right[1]);
-        mn_product(kk[1], keys, right[2], right[3]);
-        mn_product(qk[0], queries, right[0], right[1]);
-        mn_product(qk[1], queries, right[2], right[3]);
+        mn_longhorn_multiply(kk, keys, right);
+        mn_longhorn_multiply(qk, queries, right);
+        mn_right(right, k, c, before);
+        mn_longhorn_multiply(ahead, keys, right);
         if (!BACK) continue;
+        mn_right(right, k, c, behind);
+        mn_longhorn_multiply(back, keys, right);
         mn_right(right, q, c, row0);
-        mn_product(kq[0], keys, right[0], right[1]);
-        mn_product(kq[1], keys, right[2], right[3]);
+        mn_longhorn_multiply(kq, keys, right);
     }
-    mn_longhorn_leave_record<false>(job.work.ahead[blockIdx.x], kk, qk, job.scale);
-    if (BACK) mn_longhorn_leave_record<true>(job.work.back[blockIdx.x], kk, kq, job.scale);
+    mn_longhorn_leave_record<false>(job.work.ahead[blockIdx.x], kk, qk, ahead, job.scale);
+    if (BACK) mn_longhorn_leave_record<true>(job.work.back[blockIdx.x], kk, kq, back, job.scale);
 }
 
 /* ---- what both walks share ------------------------------------------------------------------- */
@@ -232,34 +247,20 @@ struct mn_longhorn_state {
         mn_longhorn_keep<KP>(record, tile, place);
     }
 
-    /* What a block of tokens, rows of a tile of keys, finds in it, in sums[0] + sums[1]; and what
-     * queries do, if there are any. */
-    template <bool ASKS>
-    __device__ void find(float (&keys)[2][2][4], float (&queries)[2][4], unsigned k, unsigned q,
-                         int token0) const {
-#pragma unroll
-        for (int c = 0; c < KP / 16; c++) {
-            unsigned left[4], right[4];
-            mn_left_of(left, at[2 * c], at[2 * c + 1]);
-            mn_right(right, k, 16 * c, token0);
-            mn_product(keys[c % 2][0], left, right[0], right[1]);
-            mn_product(keys[c % 2][1], left, right[2], right[3]);
-            if (!ASKS) continue;
-            mn_right(right, q, 16 * c, token0);
-            mn_product(queries[0], left, right[0], right[1]);
-            mn_product(queries[1], left, right[2], right[3]);
-        }
+    /* Adds what a block of tokens, rows of a tile of keys, finds in 16 channels. */
+    __device__ void find(float (&sums)[2][4], int c, unsigned tile, int token0) const {
+        unsigned left[4], right[4];
+        mn_left_of(left, at[2 * c], at[2 * c + 1]);
+        mn_right(right, tile, 16 * c, token0);
+        mn_longhorn_multiply(sums, left, right);
     }
 
-    /* Takes columns x of a block of tokens times the rows of a tile. */
-    __device__ void take(const unsigned (&x)[4], unsigned tile, int token0) {
-#pragma unroll
-        for (int c = 0; c < KP / 16; c++) {
-            unsigned right[4];
-            mn_right_turned(right, tile, token0, 16 * c);
-            mn_product(at[2 * c], x, right[0], right[1]);
-            mn_product(at[2 * c + 1], x, right[2], right[3]);
-        }
+    /* 16 channels take columns x of a block of tokens times the rows of a tile. */
+    __device__ void take(const unsigned (&x)[4], int c, unsigned tile, int token0) {
+        unsigned right[4];
+        mn_right_turned(right, tile, token0, 16 * c);
+        mn_product(at[2 * c], x, right[0], right[1]);
+        mn_product(at[2 * c + 1], x, right[2], right[3]);
     }
 };
 
@@ -285,31 +286,34 @@ __device__ inline void mn_longhorn_gains(mn_longhorn_cells &w, mn_longhorn_cells
 
 /* Solves what the tokens of a block owe each other: x becomes the residuals r from what they would
  * be without, or BACK y. Pairs of tokens in their order, or against it: the lane that has a pair
- * solves it, and its quad takes w x of both. */
-template <bool BACK>
-__device__ inline void mn_longhorn_solve(mn_longhorn_cells &x, const mn_longhorn_cells &w,
-                                         const float (&below)[8][4][8]) {
-    const int mine = threadIdx.x % 4;
+ * solves it, and its quad takes w x of both. That is one chain of exchanges; beside(0) to beside(7)
+ * are done meanwhile. */
+template <bool BACK, typename F>
+__device__ __forceinline__ void mn_longhorn_solve(mn_longhorn_cells &x, const mn_longhorn_cells &w,
+                                                  const float (&below)[8][4][8], F beside) {
+    const int lane = threadIdx.x % 4;
 #pragma unroll
     for (int step = 0; step < 8; step++) {
         const int turn = BACK ? 7 - step : step, half = turn / 4;
         const int first = 2 * half + (BACK ? 1 : 0), second = 2 * half + (BACK ? 0 : 1);
         float a[8];
-        *(float4 *)&a[4] = *(const float4 *)&below[turn][mine][4];
-        *(float4 *)&a[0] = *(const float4 *)&below[turn][mine][0];
+        *(float4 *)&a[4] = *(const float4 *)&below[turn][lane][4];
+        *(float4 *)&a[0] = *(const float4 *)&below[turn][lane][0];
+        float from[2][2];    // of both tokens, in both columns
 #pragma unroll
         for (int m = 0; m < 2; m++) {
-            const float one = w[m][first] * x[m][first];
-            const float owed = a[2 * second + (BACK ? 1 : 0)];
+            const float one = w[m][first] * x[m][first], owed = a[2 * second + (BACK ? 1 : 0)];
             const float two = w[m][second] * fmaf(-owed, one, x[m][second]);
-            const float from_one = __shfl_sync(0xffffffffu, one, turn % 4, 4);
-            const float from_two = __shfl_sync(0xffffffffu, two, turn % 4, 4);
+            from[m][0] = __shfl_sync(0xffffffffu, one, turn % 4, 4);
+            from[m][1] = __shfl_sync(0xffffffffu, two, turn % 4, 4);
+        }
+        beside(step);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                if (BACK ? i / 2 > half : i / 2 < half) continue;
-                x[m][i] = fmaf(-a[2 * i + (BACK ? 1 : 0)], from_one, x[m][i]);
-                x[m][i] = fmaf(-a[2 * i + (BACK ? 0 : 1)], from_two, x[m][i]);
-            }
+        for (int i = 0; i < 8; i++) {
+            float &mine = x[i / 4][i % 4];
+            if (BACK ? i % 4 / 2 > half : i % 4 / 2 < half) continue;
+            mine = fmaf(-a[2 * (i % 4) + (BACK ? 1 : 0)], from[i / 4][0], mine);
+            mine = fmaf(-a[2 * (i % 4) + (BACK ? 0 : 1)], from[i / 4][1], mine);
         }
     }
 }
@@ -319,17 +323,6 @@ __device__ inline void mn_longhorn_left(unsigned (&to)[4], const mn_longhorn_cel
 #pragma unroll
     for (int m = 0; m < 2; m++) {
         to[m] = mn_pair(x[m][0], x[m][1]), to[2 + m] = mn_pair(x[m][2], x[m][3]);
-    }
-}
-
-/* sums += x times the block's pairs. */
-__device__ inline void mn_longhorn_add_pairs(float (&sums)[2][4], const unsigned (&x)[4],
-                                             const uint4 (&pairs)[2][32]) {
-#pragma unroll
-    for (int part = 0; part < 2; part++) {
-        const uint4 right = pairs[part][threadIdx.x % 32];
-        mn_product(sums[0], x, right.x, right.y);
-        mn_product(sums[1], x, right.z, right.w);
     }
 }
 
