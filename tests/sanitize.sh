@@ -8,6 +8,10 @@
 #   JOBS      processes at a time (one per core); each takes up to three files of an operator
 #   EACH      seconds after which a process is ended, and called unfinished (600)
 #   PROGRAMS  test programs to run under memcheck besides: "build/test_tape build/test_cuda"
+# racecheck finds what is none in curvature's kernels (mn_curve_*): a warp that has written or read
+# shared memory meets (__syncwarp) before one of its lanes arrives at an mbarrier for all, and the
+# tool counts such an arrival for that lane alone. All pairs that it names are of this kind, which
+# tests/race_probe.cu shows alone.
 set -eu
 [ $# -ge 2 ] || { sed -n '2,10s/^# *//p' "$0" >&2; exit 2; }
 mneme=$(realpath "$1")

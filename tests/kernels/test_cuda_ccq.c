@@ -1,7 +1,7 @@
 /* test_cuda_ccq.c - on a GPU ccq_read over a delta-rule memory, whose walk follows curvature while
  * that is at work, gives the bits of curvature and then delta_net, again and again. Sizes lie where
- * kernels choose: blocks of one slice and of two, sequences of several segments, packed ones.
- * Skipped without a GPU. */
+ * kernels choose: blocks that all find a processor and more of them, sequences of several segments,
+ * packed ones. Each is tried with a few forms of the operator. Skipped without a GPU. */
 #include <stdio.h>
 #include <string.h>
 
@@ -14,7 +14,7 @@
 
 static mn_context *gpu;    // NULL: none here
 
-enum { MOST_SEQUENCES = 17, TIMES = 4 };
+enum { MOST_SEQUENCES = 9, TIMES = 2 };
 
 /* `n` packed sequences whose lengths go through a list, or without one a batch of B. */
 static const struct {
@@ -22,14 +22,14 @@ static const struct {
     int n_seqs, n_lengths;
     int64_t lengths[9];
 } sizes[] = {
-    { 4, 260, 16, 128, 128, 0, 0, { 0 } },
-    { 1, 300, 32, 128, 128, 0, 0, { 0 } },
+    { 4, 70, 16, 128, 128, 0, 0, { 0 } },
+    { 1, 330, 32, 128, 128, 0, 0, { 0 } },
     { 4, 200, 16, 64, 64, 0, 0, { 0 } },
-    { 5, 131, 16, 72, 136, 0, 0, { 0 } },
-    { 8, 1100, 4, 128, 128, 0, 0, { 0 } },
-    { 2, 2, 16, 96, 256, 0, 0, { 0 } },
-    { 1, 0, 4, 128, 128, 17, 9, { 1100, 1, 64, 1030, 0, 128, 100, 63, 1024 } },
-    { 1, 0, 16, 48, 64, 9, 4, { 65, 130, 3, 192 } },
+    { 2, 131, 8, 72, 136, 0, 0, { 0 } },
+    { 1, 2200, 4, 128, 128, 0, 0, { 0 } },
+    { 2, 2, 8, 96, 256, 0, 0, { 0 } },
+    { 1, 0, 2, 128, 128, 9, 9, { 1100, 1, 64, 530, 0, 128, 100, 63, 1024 } },
+    { 1, 0, 4, 48, 64, 9, 4, { 65, 130, 3, 192 } },
 };
 
 /* Curvature and the memory one after the other, results to where those of `args` go. */
@@ -64,7 +64,8 @@ static void check_case(op_case c) {
     mn_device_sample *there = NULL, *apart = NULL, *between = NULL;
     op_case curvature = c;
     curvature.op = MN_OP_curvature, curvature.fields = 0, curvature.decay = 0;
-    op_open(&got, &c);
+    op_allocate(&got, &c);
+    mn_sample_draw_repeated(&got, c.seed);
     op_allocate(&want, &c);
     op_allocate(&spare, &curvature);
     mn_status st = mn_device_sample_create(&there, gpu, &got, MN_BF16);
@@ -117,9 +118,9 @@ static void is_its_parts(mn_op_id op) {
         if (sizes[i].n_seqs > 0) {
             c.cu_seqlens = cu_seqlens, c.n_seqs = sizes[i].n_seqs, c.T = cu_seqlens[c.n_seqs];
         }
-        for (int f = 0; f < n_forms; f++) {
+        for (int f = 0, which = i; f < n_forms; f++) {
             c.decay = forms[f].decay, c.fields = forms[f].fields;
-            if (has_field(&c, "beta")) check_case(c);
+            if (has_field(&c, "beta") && which++ % 2 == 0) check_case(c);
         }
     }
 }

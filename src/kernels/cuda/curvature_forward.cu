@@ -105,31 +105,26 @@ static int forward_of(const mn_curvature_args *p, float *states, cudaStream_t on
                           sizeof(forward_room<T, KP>), p->call, cut, on, *p, states);
 }
 
-/* Starts the kernel that has SLICES slices of a head in a block. `early`: blocks of the launch in
- * front may still be at work. */
-template <int KP, int SLICES>
+/* `early`: blocks of the launch in front may still be at work. */
+template <int KP>
 static int start_group(const mn_curve_beside &job, bool early, cudaStream_t on) {
     const mn_curvature_args &p = job.p;
-    const auto kernel = mn_curve_forward_kernel<KP, SLICES>;
-    const size_t room = sizeof(mn_curve_forward_room<KP, SLICES>);
-    mn_curve_cut cut = mn_curve_group_cut(&p);
-    cut.slices /= SLICES;
-    const int64_t blocks = mn_curve_slots(p.call, cut.segment) * p.call.H * cut.slices;
-    if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    cudaError_t code = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                            (int)room);
-    if (code == cudaSuccess) {    // so that what is next finds room beside it
-        code = cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                    cudaSharedmemCarveoutMaxShared);
-    }
+    const auto kernel = mn_curve_forward_kernel<KP>;
+    const size_t room = sizeof(mn_curve_forward_room<KP>);
+    const mn_curve_cut cut = mn_curve_group_cut(&p);
+    const cudaError_t code = cudaFuncSetAttribute(    // so that what is next finds room beside it
+        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (code != cudaSuccess) return code;
-    const int threads = (2 + SLICES) * MN_GROUP;
-    if (early) {
-        return mn_launch_early(kernel, dim3((unsigned)blocks), threads, room, on, p, job.maps,
-                               (const float *)job.states, job.ready, cut);
+    if (!early) {
+        return mn_curve_start(kernel, MN_CURVE_FORWARD_THREADS, room, p.call, cut, on, p, job.maps,
+                              (const float *)job.states, job.ready);
     }
-    kernel<<<(unsigned)blocks, threads, room, on>>>(p, job.maps, job.states, job.ready, cut);
-    return mn_launched();
+    const cudaError_t limit = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
+    if (limit != cudaSuccess) return limit;
+    return mn_launch_early(kernel, dim3((unsigned)mn_curve_beside_blocks(job)),
+                           MN_CURVE_FORWARD_THREADS, room, on, p, job.maps,
+                           (const float *)job.states, job.ready, cut);
 }
 
 template <int KP>
@@ -138,7 +133,7 @@ static int group_of(const mn_curvature_args *p, float *states, cudaStream_t on) 
     job.p = *p, job.states = states;
     if (!mn_curve_forward_map(&job.maps, p)) return forward_of<mn_bf16, KP>(p, states, on);
     const int code = mn_curve_beside_sums(job, on);
-    return code == cudaSuccess ? start_group<KP, 1>(job, false, on) : code;
+    return code == cudaSuccess ? start_group<KP>(job, false, on) : code;
 }
 
 MN_CUDA_LAUNCH(curvature_forward) {
@@ -157,7 +152,7 @@ MN_CUDA_LAUNCH(curvature_forward) {
 
 /* ---- beside a walk --------------------------------------------------------------------------- */
 
-/* Numbers that tell how far segments are. */
+/* Numbers that tell how far segments are: one for each block. */
 static int64_t count_told(const mn_curvature_args *p) {
     const mn_curve_cut cut = mn_curve_group_cut(p);
     return mn_curve_slots(p->call, cut.segment) * p->call.H * cut.slices;
@@ -202,11 +197,10 @@ int mn_curve_beside_sums(const mn_curve_beside &job, cudaStream_t on) {
                : mn_curve_add_up<mn_bf16, 128, false>(&job.p, job.states, NULL, cut, on);
 }
 
-int mn_curve_beside_launch(const mn_curve_beside &job, bool wide, cudaStream_t on) {
-    if (job.p.call.K <= 64) return start_group<64, 1>(job, true, on);
-    return wide ? start_group<128, 2>(job, true, on) : start_group<128, 1>(job, true, on);
+int mn_curve_beside_launch(const mn_curve_beside &job, cudaStream_t on) {
+    return job.p.call.K <= 64 ? start_group<64>(job, true, on) : start_group<128>(job, true, on);
 }
 
-int64_t mn_curve_beside_blocks(const mn_curve_beside &job, bool wide) {
-    return wide ? count_told(&job.p) / job.ready.slices : count_told(&job.p);
+int64_t mn_curve_beside_blocks(const mn_curve_beside &job) {
+    return count_told(&job.p);
 }

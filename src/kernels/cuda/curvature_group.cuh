@@ -137,13 +137,15 @@ __device__ inline void mn_curve_pack_rest(uint32_t (&a)[N / 2], const float (&x)
 /* Places in tiles are told apart in units of 16 bytes, which one addition to the tile's own place
  * reaches.
  *
- * d += a b' over KP columns of tile `b` of PANEL rows, of which the first 64 count. */
+ * d += a b' over KP columns of tile `b` of PANEL rows, of which the first 64 count; d starts from 0
+ * unless there is `more`. */
 template <int KP, int PANEL>
-__device__ inline void mn_curve_rows(float (&d)[32], const uint32_t (&a)[KP / 4], uint32_t b) {
+__device__ inline void mn_curve_rows(float (&d)[32], const uint32_t (&a)[KP / 4], uint32_t b,
+                                     bool more = true) {
     const uint64_t at = mn_tile_seen(b, 16);
 #pragma unroll
     for (int k = 0; k < KP; k += 16) {
-        mn_product<0>(d, a + k / 4, at + (k / 64 * PANEL * 8 + k % 64 / 8), 1);
+        mn_product<0>(d, a + k / 4, at + (k / 64 * PANEL * 8 + k % 64 / 8), more || k > 0);
     }
 }
 

@@ -2,13 +2,11 @@
  *
  *   Y' = R Q' + K' tril(Q K' - m)'     qt = q - gamma / n (y - m s)     R <- R + K' K
  *
- * Groups of four warps. Of the first, one warp asks the copy engine for tiles, chunks ahead, one
- * makes 1 / n and -gamma / n, and two keep s: rows 64 and 65 of a tile of keys are s, rounded, and
- * what that leaves, so that scores bring s.q with them. The second group makes scores. The third
- * has 64 rows of the symmetric R in its registers, reads, moves and stores: what it reads is
- * turned, rows being columns of the result, as are the rows of q that it takes from the tile. A
- * block has one slice of R, or a group for each of two: that is less work for a processor than two
- * blocks are, which make the same scores, but takes longer for a head. */
+ * Three groups of four warps. Of the first, one warp asks the copy engine for tiles, chunks ahead,
+ * one makes 1 / n and -gamma / n, and two keep s: rows 64 and 65 of a tile of keys are s, rounded,
+ * and what that leaves, so that scores bring s.q with them. The second group makes scores. The
+ * third has 64 rows of the symmetric R in its registers, reads, moves and stores: what it reads is
+ * turned, rows being columns of the result, as are the rows of q that it takes from the tile. */
 #ifndef MN_KERNELS_CUDA_CURVATURE_GROUP_FORWARD_CUH
 #define MN_KERNELS_CUDA_CURVATURE_GROUP_FORWARD_CUH
 
@@ -16,7 +14,8 @@
 #include "kernels/cuda/curvature_ready.cuh"
 
 enum {
-    MN_CURVE_AHEAD = 4,    // chunks under way
+    MN_CURVE_AHEAD = 4,                              // chunks under way
+    MN_CURVE_FORWARD_THREADS = 3 * MN_GROUP,
 };
 
 template <int KP>
@@ -27,11 +26,11 @@ struct alignas(1024) mn_curve_forward_stage {
     float2 weight[MN_CURVE_CHUNK];        // -gamma / n and the mean
 };
 
-template <int KP, int SLICES>
+template <int KP>
 struct mn_curve_forward_room {
     mn_curve_forward_stage<KP> stage[MN_CURVE_AHEAD];
     alignas(1024) unsigned char P[2][MN_CURVE_SQUARE];
-    alignas(1024) unsigned char out[SLICES][2][MN_CURVE_SQUARE];
+    alignas(1024) unsigned char out[2][MN_CURVE_SQUARE];
     uint64_t there[MN_CURVE_AHEAD], ready[MN_CURVE_AHEAD], gone[MN_CURVE_AHEAD];
     uint64_t scored[2], used[2];
 };
@@ -41,8 +40,8 @@ struct mn_curve_forward_room {
 /* ---- the group that brings ------------------------------------------------------------------- */
 
 /* One lane calls. */
-template <int KP, int SLICES>
-__device__ inline void mn_curve_forward_ask(mn_curve_forward_room<KP, SLICES> &room,
+template <int KP>
+__device__ inline void mn_curve_forward_ask(mn_curve_forward_room<KP> &room,
                                             const mn_curve_maps &maps, const mn_curve_place &at) {
     const int n_chunks = (at.s.rows + 63) / 64, h = (int)at.h, b = (int)at.s.span.b;
     for (int c = 0; c < n_chunks; c++) {
@@ -60,8 +59,8 @@ __device__ inline void mn_curve_forward_ask(mn_curve_forward_room<KP, SLICES> &r
 }
 
 /* A warp: numbers of tokens, their gammas asked for a chunk before. */
-template <int KP, int SLICES>
-__device__ inline void mn_curve_forward_weigh(mn_curve_forward_room<KP, SLICES> &room,
+template <int KP>
+__device__ inline void mn_curve_forward_weigh(mn_curve_forward_room<KP> &room,
                                               const mn_curvature_args &p,
                                               const mn_curve_place &at) {
     const int lane = threadIdx.x % 32, n_chunks = (at.s.rows + 63) / 64;
@@ -147,13 +146,13 @@ struct mn_curve_vector {
         }
     }
 
-    /* Columns of a slice; below zero: of all. */
     __device__ void store(float *to, int64_t K, int slice) const {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int j = column() + i;
-            const bool own = slice < 0 || j / MN_CURVE_SLICE == slice;
-            if (threadIdx.x % 32 < 4 * octets && j < K && own) to[j] = at[i];
+            if (threadIdx.x % 32 < 4 * octets && j < K && j / MN_CURVE_SLICE == slice) {
+                to[j] = at[i];
+            }
         }
     }
 };
@@ -171,8 +170,8 @@ __device__ inline void mn_curve_forward_end(unsigned char *k, int count) {
 }
 
 /* Two warps: s in front of each chunk. */
-template <int KP, int SLICES>
-__device__ inline void mn_curve_forward_add(mn_curve_forward_room<KP, SLICES> &room,
+template <int KP>
+__device__ inline void mn_curve_forward_add(mn_curve_forward_room<KP> &room,
                                             const mn_curvature_args &p, const mn_curve_place &at,
                                             const float *vector) {
     const int n_chunks = (at.s.rows + 63) / 64;
@@ -196,13 +195,13 @@ __device__ inline void mn_curve_forward_add(mn_curve_forward_room<KP, SLICES> &r
         mn_barrier_release(&room.gone[slot]);
     }
     float *last = at.s.last ? mn_row<float>(p.ks, at.s.n, 0, at.h) : NULL;
-    if (last) s.store(last, p.call.K, SLICES > 1 ? -1 : at.slice);
+    if (last) s.store(last, p.call.K, at.slice);
 }
 
 /* ---- the group that makes scores ------------------------------------------------------------- */
 
-template <int KP, int SLICES>
-__device__ inline void mn_curve_forward_scores(mn_curve_forward_room<KP, SLICES> &room,
+template <int KP>
+__device__ inline void mn_curve_forward_scores(mn_curve_forward_room<KP> &room,
                                                const mn_curve_place &at) {
     const int i = threadIdx.x % MN_GROUP, row = i / 32 * 16 + i % 32 / 4;
     const int n_chunks = (at.s.rows + 63) / 64;
@@ -259,20 +258,20 @@ __device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[
     }
 }
 
-/* A tile of results to memory; where another sequence follows in it, row by row. The group `number`
- * calls together. Its first thread waits until older tiles were read, or are in memory where
- * `told` is to hear of them. */
+/* A tile of results to memory; where another sequence follows in it, row by row. The group calls
+ * together. Its first thread waits until older tiles were read, or are in memory where `told` is to
+ * hear of them. */
 __device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn_curve_maps &maps,
                                             const mn_curve_place &at, const unsigned char *tile,
-                                            int c, int number, int *told) {
+                                            int c, int *told) {
     const int i = threadIdx.x % MN_GROUP, octet = i % 8, column = at.column0 + 8 * octet;
     const int count = column < p.call.K ? at.s.rows - c * 64 : 0;
     const int64_t t = at.s.span.t0 + at.s.first + c * 64;
     mn_bf16 *to = mn_row<mn_bf16>(p.qt, at.s.span.b, t, at.h);
     mn_shared_show();
-    if (i == 0 && told) mn_bulk_stores_done();
     if (i == 0 && !told) mn_bulk_stores_read();
-    mn_curve_group_sync(number);
+    if (i == 0 && told) mn_bulk_stores_done();
+    mn_curve_group_sync(2);
     if (i == 0 && told && c > 0) mn_curve_tell(told, c);
     if (!to) return;
     if (!p.call.cu_seqlens || at.s.rows >= c * 64 + 64) {
@@ -288,37 +287,33 @@ __device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn
 }
 
 /* Behind the last tile. */
-__device__ inline void mn_curve_forward_stored(int n_chunks, int number, int *told) {
+__device__ inline void mn_curve_forward_stored(int n_chunks, int *told) {
     const bool first = threadIdx.x % MN_GROUP == 0;
-    if (!told) {
-        if (first) mn_bulk_stores_read();
-        return;
-    }
+    if (first && !told) mn_bulk_stores_read();
+    if (!told) return;
     if (first) mn_bulk_stores_done();
-    mn_curve_group_sync(number);
-    if (first && n_chunks > 0) mn_curve_tell(told, n_chunks);
+    mn_curve_group_sync(2);
+    if (!first || n_chunks == 0) return;
+    __threadfence();    // threads may have stored the last one
+    mn_curve_tell(told, n_chunks);
 }
 
-/* Slice `slice` of the block. */
-template <int KP, int SLICES>
-__device__ inline void mn_curve_forward_read(mn_curve_forward_room<KP, SLICES> &room,
+template <int KP>
+__device__ inline void mn_curve_forward_read(mn_curve_forward_room<KP> &room,
                                              const mn_curvature_args &p, const mn_curve_maps &maps,
                                              const mn_curve_place &at, const float *sums,
-                                             int slice, int *told) {
-    const int n_chunks = (at.s.rows + 63) / 64, warp = threadIdx.x / 32 % 4, number = 2 + slice;
+                                             int *told) {
+    const int n_chunks = (at.s.rows + 63) / 64, warp = threadIdx.x / 32 % 4;
     float R[KP / 2];
     mn_curve_load(R, mn_row<float>(p.kk0, at.s.n, 0, at.h), sums, 0.5f, p.call.K, at.column0);
     for (int c = 0; c < n_chunks; c++) {
         mn_curve_forward_stage<KP> &in = room.stage[c % MN_CURVE_AHEAD];
-        unsigned char *out = room.out[slice][c % 2];
         uint32_t a[KP / 4], k[16], x[16];
         float Y[32];
-#pragma unroll
-        for (int i = 0; i < 32; i++) Y[i] = 0.0f;
         mn_curve_pack(a, R);
         mn_barrier_wait(&room.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
         mn_products_start();
-        mn_curve_rows<KP, 64>(Y, a, mn_shared_at(in.q));
+        mn_curve_rows<KP, 64>(Y, a, mn_shared_at(in.q), false);
         mn_products_end();
         mn_barrier_wait(&room.scored[c % 2], c / 2 & 1);
         mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
@@ -327,16 +322,15 @@ __device__ inline void mn_curve_forward_read(mn_curve_forward_room<KP, SLICES> &
         mn_products_end();
         mn_curve_depth<MN_CURVE_ROWS>(R, k, mn_shared_at(in.k));
         mn_products_end();
-        if (SLICES == 1) mn_curve_left<64>(x, in.q, at.column0 + warp * 16);
+        mn_curve_left<64>(x, in.q, at.column0 + warp * 16);
         mn_products_wait<1>();
-        if (SLICES > 1) mn_curve_left<64>(x, in.q, at.column0 + warp * 16);    // few registers
         mn_barrier_release(&room.used[c % 2]);
-        mn_curve_forward_result<KP>(out, x, Y, in, at.column0);
-        mn_curve_forward_put(p, maps, at, out, c, number, told);
+        mn_curve_forward_result<KP>(room.out[c % 2], x, Y, in, at.column0);
+        mn_curve_forward_put(p, maps, at, room.out[c % 2], c, told);
         mn_products_wait<0>();
         mn_barrier_release(&room.gone[c % MN_CURVE_AHEAD]);
     }
-    mn_curve_forward_stored(n_chunks, number, told);
+    mn_curve_forward_stored(n_chunks, told);
     if (at.s.last) {
         mn_curve_store(mn_row<float>(p.kk, at.s.n, 0, at.h), R, 1.0f, p.call.K, at.column0);
     }
@@ -345,20 +339,21 @@ __device__ inline void mn_curve_forward_read(mn_curve_forward_room<KP, SLICES> &
 #endif
 
 /* `ready` is for a walk beside this, if any. */
-template <int KP, int SLICES>
+template <int KP>
 __global__ void __launch_bounds__(MN_CURVE_GROUPS, 1)
 mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
                         const __grid_constant__ mn_curve_maps maps, const float *states,
                         mn_curve_ready ready, mn_curve_cut cut) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char curve_bytes[];
-    mn_curve_forward_room<KP, SLICES> &room = *(mn_curve_forward_room<KP, SLICES> *)curve_bytes;
-    mn_curve_place at = mn_curve_place_of(p.call, cut);
-    int *told = ready.chunks;
-    if (told) told += (at.s.slot * p.call.H + at.h) * ready.slices + at.slice;
+    mn_curve_forward_room<KP> &room = *(mn_curve_forward_room<KP> *)curve_bytes;
+    const mn_curve_place at = mn_curve_place_of(p.call, cut);
+    int *told = ready.chunks ? ready.chunks + blockIdx.x : NULL;
     if (threadIdx.x == 0) {
-        for (int slice = 0; told && slice < SLICES; slice++) told[slice] = 0;
-        if (told) __threadfence();
+        if (told) {
+            *told = 0;
+            __threadfence();
+        }
         mn_let_next_begin();
     }
     if (!at.s.there) return;
@@ -369,34 +364,29 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
         for (int i = 0; i < MN_CURVE_AHEAD; i++) {
             mn_barrier_open(&room.there[i], 1);
             mn_barrier_open(&room.ready[i], 3);
-            mn_barrier_open(&room.gone[i], 6 + 4 * SLICES);
+            mn_barrier_open(&room.gone[i], 10);
         }
         for (int i = 0; i < 2; i++) {
             mn_barrier_open(&room.scored[i], MN_GROUP);
-            mn_barrier_open(&room.used[i], 4 * SLICES);
+            mn_barrier_open(&room.used[i], 4);
         }
         mn_bulk_barriers_open();
     }
     __syncthreads();
     if (threadIdx.x < MN_GROUP) {
-        if (SLICES == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
-        else asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-        if (threadIdx.x == 0) mn_curve_forward_ask(room, maps, at);
-        if (threadIdx.x / 32 == 1) mn_curve_forward_weigh(room, p, at);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
+        if (threadIdx.x == 0) mn_curve_forward_ask<KP>(room, maps, at);
+        if (threadIdx.x / 32 == 1) mn_curve_forward_weigh<KP>(room, p, at);
         if (threadIdx.x / 32 >= 2) {
-            mn_curve_forward_add(room, p, at,
-                                 sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
+            mn_curve_forward_add<KP>(room, p, at,
+                                     sums ? sums + K * K : mn_row<float>(p.ks0, at.s.n, 0, at.h));
         }
     } else if (threadIdx.x < 2 * MN_GROUP) {
-        if (SLICES == 1) asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
-        else asm volatile("setmaxnreg.dec.sync.aligned.u32 88;");
-        mn_curve_forward_scores(room, at);
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+        mn_curve_forward_scores<KP>(room, at);
     } else {
-        if (SLICES == 1) asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
-        else asm volatile("setmaxnreg.inc.sync.aligned.u32 184;");
-        const int slice = SLICES > 1 ? threadIdx.x / MN_GROUP - 2 : 0;
-        at.column0 += slice * MN_CURVE_SLICE;
-        mn_curve_forward_read(room, p, maps, at, sums, slice, told ? told + slice : NULL);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 208;");
+        mn_curve_forward_read<KP>(room, p, maps, at, sums, told);
     }
 #endif
 }

@@ -24,10 +24,11 @@ struct mn_curve_ready {
 
 /* ---- on the device --------------------------------------------------------------------------- */
 
-/* One thread calls, behind all that wrote the chunks. */
+/* One thread calls, when its stores by the copy engine are done: these are in memory then, so that
+ * no fence, which takes a thousand clocks, has to follow. Stores by threads need one in front. */
 __device__ inline void mn_curve_tell(int *chunks, int count) {
     if (count == 1) mn_wait_for_before();
-    asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(chunks), "r"(count) : "memory");
+    asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(chunks), "r"(count) : "memory");
 }
 
 __device__ inline int mn_curve_told(const int *chunks) {
@@ -91,11 +92,10 @@ bool mn_curve_beside_of(mn_curve_beside *to, const mn_curvature_args *p, void *s
 /* What segments of long sequences start from; before what is launched in front of curvature. */
 int mn_curve_beside_sums(const mn_curve_beside &job, cudaStream_t on);
 
-/* Curvature itself, as soon as blocks of the launch in front leave room. `wide`: a block has all
- * slices of a head, which are less work together. */
-int mn_curve_beside_launch(const mn_curve_beside &job, bool wide, cudaStream_t on);
+/* Curvature itself, as soon as blocks of the launch in front leave room. */
+int mn_curve_beside_launch(const mn_curve_beside &job, cudaStream_t on);
 
 /* The blocks that this takes. */
-int64_t mn_curve_beside_blocks(const mn_curve_beside &job, bool wide);
+int64_t mn_curve_beside_blocks(const mn_curve_beside &job);
 
 #endif

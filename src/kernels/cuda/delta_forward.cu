@@ -3,10 +3,6 @@
 #include "kernels/cuda/delta_job.cuh"
 #include "kernels/cuda/delta_walk_group.cuh"
 
-template <int KP, bool CHANNEL, bool GROUP>
-static constexpr auto walk = mn_delta_walk_kernel<KP, CHANNEL, false, GROUP,
-                                                  mn_delta_teams(KP, GROUP)>;
-
 static int n_processors(void) {
     int device = 0, count = 0;
     if (cudaGetDevice(&device) != cudaSuccess ||
@@ -16,34 +12,31 @@ static int n_processors(void) {
     return count;
 }
 
-/* The walk beside the curvature that makes its queries. Where blocks of both do not all find a
- * processor they are as wide as can be, which takes less work in all. */
+/* The walk beside the curvature that makes its queries, a chunk or two behind. */
 template <int KP>
 static int follow(const mn_delta_job &job, const mn_apart_maps &maps, const mn_curve_beside &query,
                   cudaStream_t stream) {
-    const mn_call &call = job.p.call;
-    const bool wide = mn_curve_beside_blocks(query, false) + mn_apart_blocks(call, 1) >
-                      n_processors();
     int code = mn_curve_beside_sums(query, stream);
-    if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, false, stream);
-    if (code == cudaSuccess) code = mn_curve_beside_launch(query, wide, stream);
-    if (code != cudaSuccess) return code;
-    return wide && call.V > 64 ? mn_delta_apart<KP, 2>(job, maps, query.ready, stream)
-                               : mn_delta_apart<KP, 1>(job, maps, query.ready, stream);
+    if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, maps.e, false, stream);
+    if (code == cudaSuccess) code = mn_curve_beside_launch(query, stream);
+    return code == cudaSuccess ? mn_delta_apart_follow<KP>(job, maps, query.ready, stream) : code;
 }
 
+/* Where all blocks of curvature and of the walk find a processor, the walk follows; else T is
+ * prepared beside curvature. The bits are the same. */
 template <int KP>
 static int apart(const mn_delta_job &job, const mn_apart_maps &maps, void *query_work,
                  cudaStream_t stream) {
     const mn_curvature_args *query = job.p.query;
     mn_curve_beside beside;
     int code = cudaSuccess;
-    if (query && mn_curve_beside_of(&beside, query, query_work)) {
+    if (query && mn_curve_beside_of(&beside, query, query_work) &&
+        mn_curve_beside_blocks(beside) + mn_apart_blocks(job.p.call) <= n_processors()) {
         return follow<KP>(job, maps, beside, stream);
     }
     if (query) code = mn_curvature_forward_cuda(query, query_work, stream);
-    if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, query != nullptr, stream);
-    return code == cudaSuccess ? mn_delta_apart<KP, 1>(job, maps, {}, stream) : code;
+    if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, maps.e, query != nullptr, stream);
+    return code == cudaSuccess ? mn_delta_apart<KP>(job, maps, stream) : code;
 }
 
 template <int KP>
@@ -51,7 +44,7 @@ static int forward(const mn_delta_job &job, void *query_work, cudaStream_t strea
     const int64_t V = job.p.call.V;
     if constexpr (KP <= 128) {
         mn_apart_maps maps;
-        if (mn_delta_goes_apart(&maps, job, mn_delta_strips(V, mn_delta_heads(job)))) {
+        if (mn_delta_goes_apart(&maps, job)) {
             return apart<KP>(job, maps, query_work, stream);
         }
     }
@@ -60,10 +53,12 @@ static int forward(const mn_delta_job &job, void *query_work, cudaStream_t strea
     if (code == cudaSuccess) code = mn_delta_prepare<KP>(job, stream);
     if (code != cudaSuccess) return code;
     if (job.p.decay == MN_DECAY_CHANNEL) {
-        return mn_delta_walk<KP>(walk<KP, true, false>, walk<KP, true, true>, job, false, V,
+        return mn_delta_walk<KP>(mn_delta_walk_kernel<KP, true, false>,
+                                 mn_delta_walk_warps_kernel<KP, true, false>, job, false, V,
                                  stream);
     }
-    return mn_delta_walk<KP>(walk<KP, false, false>, walk<KP, false, true>, job, false, V, stream);
+    return mn_delta_walk<KP>(mn_delta_walk_kernel<KP, false, false>,
+                             mn_delta_walk_warps_kernel<KP, false, false>, job, false, V, stream);
 }
 
 /* Whether a block gets as much shared memory as the widest kernels take. Where there is no GPU to

@@ -141,9 +141,12 @@ __device__ inline void mn_delta_invert(mn_delta_solver &room, mn_bf16 *T, mn_bf1
     for (int k = threadIdx.x; k < MN_DELTA_SQUARE / 8; k += THREADS) {
         const int row = k / 8, column = k % 8 * 8;
         const float *from = room.t(row / 16, column / 16) + row % 16 * MN_DELTA_LD + column % 16;
-        float x[8];
+        float x[8] = {};
+        if (column / 16 <= row / 16) mn_load<8>(x, from, 0);
+        if (column / 16 == row / 16) {
 #pragma unroll
-        for (int j = 0; j < 8; j++) x[j] = column + j <= row ? from[j] : 0.0f;
+            for (int j = 0; j < 8; j++) x[j] = column + j <= row ? x[j] : 0.0f;
+        }
         mn_store<8>(T, TILE ? mn_tile_place(row, k % 8) / 2 : k * 8, x);
         if (!A) continue;
 #pragma unroll
@@ -201,70 +204,31 @@ __device__ inline void mn_delta_clear_above(mn_bf16 *P) {
     }
 }
 
-/* What a warp's scores, which are of 16 rows, fall by. In front of the rows' own block that is what
- * a write keeps until there, times beta, by what a row keeps from there: neither is more than one,
- * times beta. A lane has the first of two of the tokens, and all of its numbers in the block. */
-struct mn_delta_falls {
-    float until[2], since[2], fall[2][4];
-
-    __device__ void make(const mn_delta_levels &levels, int block) {
-        const int lane = threadIdx.x % 32, row = block * 16 + lane / 4, column = lane % 4 * 2;
-        const double start = block > 0 ? levels.G[block * 16 - 1] : 0.0;
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const double G = levels.G[row + 8 * half];
-            const int s = 32 * half + lane;
-            since[half] = expf((float)(G - start));
-            until[half] = expf((float)(start - levels.G[s])) * levels.beta[s];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const double other = levels.G[block * 16 + 8 * (i / 2) + column + i % 2];
-                fall[i / 2][2 * half + i % 2] = expf((float)(G - other));
-            }
-        }
-#pragma unroll
-        for (int i = 0; i < 8; i++) asm volatile("" : "+f"(fall[i / 4][i % 4]));    // all at once
-    }
-
-    /* As scores that are `scale` times as large fall. */
-    __device__ void times(float scale) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) since[i] *= scale;
-#pragma unroll
-        for (int i = 0; i < 8; i++) fall[i / 4][i % 4] *= scale;
-    }
-
-    /* Three packs for each of 128 threads, and back. */
-    __device__ void put(float4 *to) const {
-        to += threadIdx.x % 128;
-        to[0] = make_float4(until[0], until[1], since[0], since[1]);
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            to[128 * (n + 1)] = make_float4(fall[n][0], fall[n][1], fall[n][2], fall[n][3]);
-        }
-    }
-
-    __device__ void get(const float4 *from) {
-        float4 x[3];
-#pragma unroll
-        for (int n = 0; n < 3; n++) x[n] = __ldcg(from + 128 * n + threadIdx.x % 128);
-        until[0] = x[0].x, until[1] = x[0].y, since[0] = x[0].z, since[1] = x[0].w;
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            fall[n][0] = x[n + 1].x, fall[n][1] = x[n + 1].y;
-            fall[n][2] = x[n + 1].z, fall[n][3] = x[n + 1].w;
-        }
-    }
-};
-
-/* put(t, s, x, y) for pairs of neighbours among a warp's sums: lowered, and zero behind the
- * diagonal, or on it unless it is `reached`. */
+/* put(t, s, x, y) for pairs of neighbours among a warp's sums, which are scores of 16 rows: with
+ * their decays, and zero behind the diagonal, or on it unless it is `reached`. In front of the
+ * rows' own block a decay is what a write keeps until there, by what a row keeps from there:
+ * neither is more than one. */
 template <typename F>
-__device__ inline void mn_delta_decay_scores(const float (&sum)[8][4], const mn_delta_falls &f,
+__device__ inline void mn_delta_decay_scores(const float (&sum)[8][4],
                                              const mn_delta_levels &levels, int block, bool reached,
                                              F put) {
     const int lane = threadIdx.x % 32, row = block * 16 + lane / 4, column = lane % 4 * 2;
-    float own[2][4];
+    const double start = block > 0 ? levels.G[block * 16 - 1] : 0.0;
+    float until[2], since[2], own[2][4], fall[2][4];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const double G = levels.G[row + 8 * half];
+        const int s = 32 * half + lane;
+        since[half] = expf((float)(G - start));
+        until[half] = expf((float)(start - levels.G[s])) * levels.beta[s];    // used in front
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const double other = levels.G[block * 16 + 8 * (i / 2) + column + i % 2];
+            fall[i / 2][2 * half + i % 2] = expf((float)(G - other));
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) asm volatile("" : "+f"(fall[i / 4][i % 4]));    // all at once
 #pragma unroll
     for (int n = 0; n < 8; n++) {
         if (n / 2 > block) break;
@@ -273,12 +237,12 @@ __device__ inline void mn_delta_decay_scores(const float (&sum)[8][4], const mn_
             for (int i = 0; i < 4; i++) own[n % 2][i] = sum[n][i];
             continue;
         }
-        const float x = __shfl_sync(0xffffffffu, f.until[n / 4], n % 4 * 8 + column);
-        const float y = __shfl_sync(0xffffffffu, f.until[n / 4], n % 4 * 8 + column + 1);
+        const float x = __shfl_sync(0xffffffffu, until[n / 4], n % 4 * 8 + column);
+        const float y = __shfl_sync(0xffffffffu, until[n / 4], n % 4 * 8 + column + 1);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-            put(row + 8 * half, 8 * n + column, sum[n][2 * half] * x * f.since[half],
-                sum[n][2 * half + 1] * y * f.since[half]);
+            put(row + 8 * half, 8 * n + column, sum[n][2 * half] * x * since[half],
+                sum[n][2 * half + 1] * y * since[half]);
         }
     }
 #pragma unroll
@@ -292,7 +256,7 @@ __device__ inline void mn_delta_decay_scores(const float (&sum)[8][4], const mn_
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const bool inside = s + i < t || (s + i == t && reached);
-                const float score = own[n][2 * half + i] * f.fall[n][2 * half + i] * beta[i];
+                const float score = own[n][2 * half + i] * fall[n][2 * half + i] * beta[i];
                 x[i] = inside ? score : 0.0f;
             }
             put(t, s, x[0], x[1]);
@@ -322,9 +286,7 @@ __device__ void mn_delta_scores(mn_delta_keys<KP> &room, unsigned w, mn_bf16 *P,
         if (warp < 4) *(float2 *)&room.solver.A[t][s] = make_float2(x, y);
         else *(unsigned *)(P + t * MN_DELTA_CHUNK + s) = mn_pair(scale * x, scale * y);
     };
-    mn_delta_falls falls;
-    falls.make(room.levels, block);
-    mn_delta_decay_scores(sum, falls, room.levels, block, warp >= 4, put);
+    mn_delta_decay_scores(sum, room.levels, block, warp >= 4, put);
 }
 
 template <int KP>

@@ -10,14 +10,10 @@
 
 #if MN_HAS_WGMMA
 
-/* Where a product finds rows of a tile whose panels start at multiples of 1024 bytes, in units of
- * 16 bytes, so that one addition reaches other places of the tile; and the other half of what a
- * product is told. */
-__device__ __forceinline__ unsigned mn_group_sees(unsigned address) {
-    return (address & 0x3ffffu) >> 4 | 1u << 16;
+/* Where a product finds rows of a tile whose panels start at multiples of 1024 bytes. */
+__device__ __forceinline__ uint64_t mn_group_sees(unsigned address) {
+    return (address & 0x3ffffu) >> 4 | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
 }
-
-enum { MN_GROUP_TILE = 1 << 30 | 64 };
 
 #define MN_GROUP_SUMS                                                                              \
     "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "       \
@@ -26,42 +22,33 @@ enum { MN_GROUP_TILE = 1 << 30 | 64 };
     "+f"(y[i][0]), "+f"(y[i][1]), "+f"(y[i][2]), "+f"(y[i][3]), "+f"(y[(i) + 1][0]),               \
         "+f"(y[(i) + 1][1]), "+f"(y[(i) + 1][2]), "+f"(y[(i) + 1][3])
 
-/* y += a b, b at `place` (mn_group_sees). TURNED: the tile's rows are the depth. y starts from 0
- * unless `more`. */
+/* y += a b, b at `address` in a tile. TURNED: the tile's rows are the depth. */
 template <int TURNED>
 __device__ __forceinline__ void mn_group_product(float (*y)[4], const unsigned (&a)[4],
-                                                 unsigned place, int more) {
-    asm volatile("{\n\t.reg .pred p;\n\t.reg .b64 b;\n\tsetp.ne.b32 p, %38, 0;\n\t"
-                 "mov.b64 b, {%36, %37};\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_GROUP_SUMS
-                 "{%32, %33, %34, %35}, b, p, 1, 1, %39;\n\t}"
+                                                 unsigned address) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_GROUP_SUMS
+                 "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;\n"
                  : MN_GROUP_EIGHT(0), MN_GROUP_EIGHT(2), MN_GROUP_EIGHT(4), MN_GROUP_EIGHT(6)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(place), "r"(MN_GROUP_TILE),
-                   "r"(more), "n"(TURNED)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(mn_group_sees(address)),
+                   "n"(TURNED)
                  : "memory");
 }
 
 /* y += a b', 64 rows each of two tiles, 16 deep. */
-__device__ __forceinline__ void mn_group_product(float (*y)[4], unsigned a, unsigned b, int more) {
-    asm volatile("{\n\t.reg .pred p;\n\t.reg .b64 a, b;\n\tsetp.ne.b32 p, %35, 0;\n\t"
-                 "mov.b64 a, {%32, %34};\n\tmov.b64 b, {%33, %34};\n\t"
-                 "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_GROUP_SUMS
-                 "a, b, p, 1, 1, 0, 0;\n\t}"
+__device__ __forceinline__ void mn_group_product(float (*y)[4], unsigned a, unsigned b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 " MN_GROUP_SUMS
+                 "%32, %33, 1, 1, 1, 0, 0;\n"
                  : MN_GROUP_EIGHT(0), MN_GROUP_EIGHT(2), MN_GROUP_EIGHT(4), MN_GROUP_EIGHT(6)
-                 : "r"(a), "r"(b), "r"(MN_GROUP_TILE), "r"(more)
+                 : "l"(mn_group_sees(a)), "l"(mn_group_sees(b))
                  : "memory");
 }
 
 #else
 
-__device__ __forceinline__ unsigned mn_group_sees(unsigned address) {
-    return address;
-}
-
 template <int TURNED>
-__device__ inline void mn_group_product(float (*)[4], const unsigned (&)[4], unsigned, int) {}
+__device__ inline void mn_group_product(float (*)[4], const unsigned (&)[4], unsigned) {}
 
-__device__ inline void mn_group_product(float (*)[4], unsigned, unsigned, int) {}
+__device__ inline void mn_group_product(float (*)[4], unsigned, unsigned) {}
 
 #endif
 
@@ -97,12 +84,12 @@ __device__ __forceinline__ void mn_unit_end(void) {
 }
 
 /* y (64 columns) += a b': the tile's rows are columns, its columns from k on the depth. Columns of
- * b' before 16 * from are zero. A group's sums start from 0 unless there is `more`. */
+ * b' before 16 * from are zero. */
 template <bool GROUP>
 __device__ __forceinline__ void mn_unit_rows(float (*y)[4], const unsigned (&a)[4], unsigned tile,
-                                             int k, int from, int more = 1) {
+                                             int k, int from) {
     if constexpr (GROUP && MN_HAS_WGMMA) {
-        mn_group_product<0>(y, a, mn_group_sees(tile) + (k / 64 * 512 + k % 64 / 8), more);
+        mn_group_product<0>(y, a, tile + k / 64 * 8192 + k % 64 * 2);
     } else {
 #pragma unroll
         for (int n = 0; n < 4; n++) {
@@ -121,7 +108,7 @@ template <bool GROUP>
 __device__ __forceinline__ void mn_unit_depth(float (*y)[4], const unsigned (&a)[4], unsigned tile,
                                               int k, int panel, int end) {
     if constexpr (GROUP && MN_HAS_WGMMA) {
-        mn_group_product<1>(y, a, mn_group_sees(tile) + (panel * 512 + k * 8), 1);
+        mn_group_product<1>(y, a, tile + panel * 8192 + k * 128);
     } else {
 #pragma unroll
         for (int n = 0; n < 4; n++) {
