@@ -43,7 +43,7 @@ struct alignas(16) target {
         packed = even && between == apart ? left & ~1 : 0;
     }
 
-    /* A lane's neighbours at token t, of those that there are. */
+    /* A lane's neighbours at token t; zeros where there are none. */
     template <int EACH>
     __device__ __forceinline__ void get(float (&x)[EACH], unsigned t) const {
         const int i = thread_again() % 32 * EACH;
@@ -53,6 +53,7 @@ struct alignas(16) target {
         }
     }
 
+    /* The same, of those that there are. */
     template <int EACH>
     __device__ __forceinline__ void put(const float (&x)[EACH], unsigned t) const {
         static_assert(EACH <= 2, "one pack");
