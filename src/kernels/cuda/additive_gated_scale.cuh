@@ -276,7 +276,6 @@ struct mn_gated_scores {
 };
 
 /* 16 channels of a chunk, whose tiles lie at q, k and g; their falls over the chunk. */
-template <bool SCORES>
 __device__ inline void mn_gated_channels(mn_gated_scores &P, float (&fall)[2][2],
                                          const mn_gated_triangle &triangle, uint32_t q, uint32_t k,
                                          uint32_t g) {
@@ -303,10 +302,10 @@ __device__ inline void mn_gated_channels(mn_gated_scores &P, float (&fall)[2][2]
         mn_gated_times(queries, x[part], f[part].up);
         mn_left_of(left, queries[0], queries[1]);
         mn_left_of(right, keys[part].inside[0], keys[part].inside[1]);
-        if (SCORES) mn_gated_score(P.own[part], left, right);
+        mn_gated_score(P.own[part], left, right);
         if (part == 1) {
             mn_left_of(right, keys[0].to_end[0], keys[0].to_end[1]);
-            if (SCORES) mn_gated_score(P.across, left, right);
+            mn_gated_score(P.across, left, right);
             mn_gated_lower(queries, f[0].whole);
             mn_left_of(left, queries[0], queries[1]);
         }
@@ -317,6 +316,42 @@ __device__ inline void mn_gated_channels(mn_gated_scores &P, float (&fall)[2][2]
     for (int part = 0; part < 2; part++) {
         mn_left_of(right, keys[part].to_end[0], keys[part].to_end[1]);
         mn_gated_put(k + part * MN_GATED_ROWS, right);
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        fall[i / 2][i % 2] = f[0].whole[i / 2][i % 2] * f[1].whole[i / 2][i % 2];
+    }
+}
+
+/* The same where only states are wanted: keys, or queries against time. */
+__device__ inline void mn_gated_writes(float (&fall)[2][2], const mn_gated_triangle &triangle,
+                                       uint32_t q, uint32_t k, uint32_t g, bool reverse) {
+    mn_gated_factors f[2];
+    uint32_t x[2][4], y[4];
+    const uint32_t at = reverse ? q : k;
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+        f[part].make(triangle, g + part * MN_GATED_ROWS);
+        mn_gated_matrices<false>(x[part], at + part * MN_GATED_ROWS);
+    }
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+        mn_gated_numbers factor, rows;
+        float end[2][2];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            end[i / 2][i % 2] =
+                __shfl_sync(0xffffffffu, f[part].e[i / 2][2 + i % 2], f[part].last());
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float left = mn_exp2(end[i / 4][i % 2] - f[part].e[i / 4][i % 4]);
+            factor[i / 4][i % 4] = reverse ? f[part].up[i / 4][i % 4] : left;
+        }
+        mn_gated_times(rows, x[part], factor);
+        if (reverse == (part == 1)) mn_gated_lower(rows, f[1 - part].whole);
+        mn_left_of(y, rows[0], rows[1]);
+        mn_gated_put(at + part * MN_GATED_ROWS, y);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -420,8 +455,9 @@ __device__ inline void mn_gated_scale(mn_gated_room<KP> &room, bool reverse) {
             const uint32_t q =
                 ((first + slot * (int)sizeof(in)) ^ k % 4 * 32) + k / 4 * MN_GATED_PANEL;
             float fall[2][2];
-            mn_gated_channels<READS>(P, fall, triangle, q, q + (int)sizeof(in.q),
-                                        q + 2 * (int)sizeof(in.q));
+            const uint32_t keys = q + (int)sizeof(in.q), g = keys + (int)sizeof(in.q);
+            if (READS) mn_gated_channels(P, fall, triangle, q, keys, g);
+            else mn_gated_writes(fall, triangle, q, keys, g, reverse);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 if (lane / 4 == step) falls[i / 2][i % 2] = fall[i / 2][i % 2];
