@@ -204,13 +204,13 @@ struct mn_gated_state {
         for (int k = 0; k < KP / 16; k++) mn_left_of(a[k], at[2 * k], at[2 * k + 1]);
     }
 
-    /* In bf16, as matrices of 8 x 8. */
-    __device__ void keep(mn_bf16 *to) const {
-        uint32_t *pairs = (uint32_t *)to + threadIdx.x % 32;
+    /* In bf16, as matrices of 8 x 8: for each 64 channels, `apart` numbers from the next, eight
+     * such side by side for each eight rows. */
+    __device__ void keep(mn_bf16 *to, int64_t apart) const {
+        uint32_t *pairs = (uint32_t *)to + threadIdx.x / 32 * 512 + threadIdx.x % 32;
 #pragma unroll
         for (int k = 0; k < KP / 4; k++) {
-            const int rows = threadIdx.x / 32 * 2 + k % 2;
-            pairs[(rows * (KP / 8) + k / 2) * 32] =
+            pairs[k / 16 * (apart / 2) + k % 2 * 256 + k / 2 % 8 * 32] =
                 mn_pair(at[k / 2][k % 2 * 2], at[k / 2][k % 2 * 2 + 1]);
         }
     }
@@ -254,7 +254,8 @@ __device__ inline mn_bf16 *mn_gated_kept_at(const mn_gated_job &job, const mn_wa
     if (!first) return NULL;
     const int64_t slot = mn_walk_first_slot(job.call, at.n, 2 * MN_GATED_CHUNK) + chunk / 2;
     return job.walk.kept +
-           ((slot * job.call.H + at.h) * at.n_slices + at.slice) * (MN_WALK_WIDTH * KP);
+           ((slot * job.call.H + at.h) * at.n_slices * KP + at.slice * MN_WALK_WIDTH) *
+               MN_WALK_WIDTH;
 }
 
 /* READS: leaves results; otherwise only what becomes of the state. */
@@ -274,7 +275,7 @@ __device__ inline void mn_gated_walk(mn_gated_room<KP> &room, const mn_gated_job
         uint32_t a[KP / 16][4], z[2][4];
         float O[4][4] = {};
         mn_bf16 *kept = mn_gated_kept_at<KP>(job, room.place, n);
-        if (kept) M.keep(kept);
+        if (kept) M.keep(kept, room.place.n_slices * (MN_WALK_WIDTH * MN_WALK_WIDTH));
         if (READS) M.left(a);
         mn_barrier_wait(&room.there[slot], phase);
         mn_barrier_wait(&room.made[slot], phase);

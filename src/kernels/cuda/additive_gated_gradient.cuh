@@ -15,6 +15,7 @@
 #define MN_KERNELS_CUDA_ADDITIVE_GATED_GRADIENT_CUH
 
 #include "kernels/cuda/additive_gated_scale.cuh"
+#include "kernels/cuda/bulk.cuh"
 
 enum {
     MN_GATED_SPAN = MN_PARTS_CHUNK,           // tokens between states
@@ -25,7 +26,7 @@ enum {
 
 struct mn_gated_gradient {
     mn_call call;
-    mn_in q, k, v, g, cot;
+    CUtensorMap q, k, v, g, cot;
     mn_out dq, dk, dg;
     const mn_bf16 *S, *N;
     float scale;
@@ -33,15 +34,16 @@ struct mn_gated_gradient {
 
 /* States as they were kept: eight rows of 64 channels by eight columns each. */
 template <int VP>
-struct alignas(128) mn_gated_gradient_room {
+struct alignas(1024) mn_gated_gradient_room {
     unsigned char cot[VP / 64 * MN_GATED_TILE], v[VP / 64 * MN_GATED_TILE];
     unsigned char q[MN_GATED_TILE], k[MN_GATED_TILE], g[MN_GATED_TILE];
     unsigned char q_inside[MN_GATED_TILE], k_inside[MN_GATED_TILE];
     unsigned char S[VP * 128], N[VP * 128];
     alignas(16) float fall[MN_PARTS][MN_WALK_WIDTH];
     alignas(16) float read[MN_PARTS][MN_WALK_WIDTH];    // S do_t q~_t of parts
-    alignas(16) float met[2 * MN_PARTS][MN_WALK_WIDTH];    // S with N
+    alignas(16) float met[MN_WALK_WIDTH];               // S with N
     alignas(16) float sums[2 * MN_PARTS][MN_WALK_WIDTH];    // terms of halves of parts
+    uint64_t front, back;                                   // what is scaled has come, the rest
 
     /* Of queries, or of keys, where tiles were that have been read. */
     __device__ float *terms(int of_keys) {
@@ -51,52 +53,36 @@ struct alignas(128) mn_gated_gradient_room {
 
 #if MN_HAS_WGMMA
 
-__device__ inline void mn_gated_fetch_octet(void *to, const void *from, bool inside) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(mn_shared_at(to)), "l"(from),
-                 "r"(inside ? 16 : 0) : "memory");
-}
-
-/* 64 tokens of 64 columns of a view; zeros beyond. */
-__device__ inline void mn_gated_fetch(unsigned char *tile, const mn_in &view,
-                                      const mn_tile_span &at, int64_t h, int64_t column0,
-                                      int64_t columns) {
-    const int row0 = threadIdx.x / 8, octet = threadIdx.x % 8;
-    const int64_t j = column0 + 8 * octet;
-    const mn_bf16 *from =
-        mn_row<mn_bf16>(view, at.span.b, at.span.t0 + at.first + row0, h) + j;
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int row = row0 + 32 * i;
-        const bool inside = row < at.n_rows && j < columns;
-        mn_gated_fetch_octet(tile + mn_gated_place(row, octet),
-                             inside ? (const void *)(from + 32 * i * view.stride[1]) : view.data,
-                             inside);
-    }
-}
-
-/* What is scaled comes first. */
+/* One thread asks for all tiles. */
 template <int VP>
 __device__ inline void mn_gated_fetch_all(mn_gated_gradient_room<VP> &room,
                                           const mn_gated_gradient &p, const mn_tile_span &at,
-                                          int64_t slot, int64_t h, int slice) {
-    const int64_t K = p.call.K, V = p.call.V, wide = (K + 63) / 64 * 64;
-    mn_gated_fetch(room.g, p.g, at, h, 64 * slice, K);
-    mn_gated_fetch(room.k, p.k, at, h, 64 * slice, K);
-    mn_gated_fetch(room.q, p.q, at, h, 64 * slice, K);
-    mn_copies_end();
-#pragma unroll
+                                          int64_t slot, int h, int slice, int n_slices) {
+    const int t = (int)(at.span.t0 + at.first), b = (int)at.span.b;
+    const int64_t state = ((slot * p.call.H + h) * n_slices + slice) * (VP * MN_WALK_WIDTH);
+    mn_bulk_expect(&room.front, 3 * MN_GATED_TILE);
+    mn_bulk_copy(room.g, p.g, &room.front, 64 * slice, h, t, b);
+    mn_bulk_copy(room.q, p.q, &room.front, 64 * slice, h, t, b);
+    mn_bulk_copy(room.k, p.k, &room.front, 64 * slice, h, t, b);
+    mn_bulk_expect(&room.back, 2 * (VP / 64) * MN_GATED_TILE + 2 * VP * 128);
+    mn_bulk_copy_plain(room.S, p.S + state, VP * 128, &room.back);
+    mn_bulk_copy_plain(room.N, p.N + state, VP * 128, &room.back);
     for (int panel = 0; panel < VP / 64; panel++) {
-        mn_gated_fetch(room.cot + panel * MN_GATED_TILE, p.cot, at, h, 64 * panel, V);
-        mn_gated_fetch(room.v + panel * MN_GATED_TILE, p.v, at, h, 64 * panel, V);
+        const int at_panel = panel * MN_GATED_TILE;
+        mn_bulk_copy(room.cot + at_panel, p.cot, &room.back, 64 * panel, h, t, b);
+        mn_bulk_copy(room.v + at_panel, p.v, &room.back, 64 * panel, h, t, b);
     }
-    const int64_t first = ((slot * p.call.H + h) * VP * wide + slice * 512) + threadIdx.x % 64 * 8;
-#pragma unroll
-    for (int rows = threadIdx.x / 64; rows < VP / 8; rows += MN_GATED_DERIVERS / 64) {
-        const int to = rows * 1024 + threadIdx.x % 64 * 16;    // rows of eight: 1024 bytes
-        mn_gated_fetch_octet(room.S + to, p.S + first + rows * 8 * wide, true);
-        mn_gated_fetch_octet(room.N + to, p.N + first + rows * 8 * wide, true);
+}
+
+/* Where one of several packed sequences ends, tokens of the next become zeros: `tiles` of 64 rows.
+ * All threads of the block call. */
+__device__ inline void mn_gated_end_tiles(unsigned char *first, int tiles, int n_rows) {
+    const int each = (MN_GATED_SPAN - n_rows) * 8;
+    for (int i = threadIdx.x; i < tiles * each; i += MN_GATED_DERIVERS) {
+        *(uint4 *)(first + i / each * MN_GATED_TILE + n_rows * 128 + i % each * 16) =
+            make_uint4(0, 0, 0, 0);
     }
-    mn_copies_end();
+    __syncthreads();
 }
 
 /* ---- levels ---------------------------------------------------------------------------------- */
@@ -321,28 +307,24 @@ __device__ inline void mn_gated_sum_read(float (*sums)[MN_WALK_WIDTH], const mn_
     }
 }
 
-/* Sums of products of S and N over an eighth of the rows. */
+/* Sums of products of S and N: a warp has eight channels. */
 template <int VP>
-__device__ inline void mn_gated_sum_met(float (*sums)[MN_WALK_WIDTH], const unsigned char *S,
+__device__ inline void mn_gated_sum_met(float *sums, const unsigned char *S,
                                         const unsigned char *N) {
-    constexpr int each = VP / 8 / (2 * MN_PARTS);    // eights of rows of a warp
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    float2 sum = {};
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-        float2 sum = {};
-#pragma unroll
-        for (int rows = 0; rows < each; rows++) {
-            const int at = ((warp * each + rows) * 8 + n) * 128 + lane * 4;
-            const uint32_t x = *(const uint32_t *)(S + at), y = *(const uint32_t *)(N + at);
-            sum.x = fmaf(mn_low(x), mn_low(y), sum.x), sum.y = fmaf(mn_high(x), mn_high(y), sum.y);
-        }
-#pragma unroll
-        for (int by = 4; by < 32; by <<= 1) {
-            sum.x += __shfl_xor_sync(0xffffffffu, sum.x, by);
-            sum.y += __shfl_xor_sync(0xffffffffu, sum.y, by);
-        }
-        if (lane < 4) *(float2 *)&sums[warp][8 * n + lane * 2] = sum;
+    for (int rows = 0; rows < VP / 8; rows++) {
+        const int at = (rows * 8 + warp) * 128 + lane * 4;
+        const uint32_t x = *(const uint32_t *)(S + at), y = *(const uint32_t *)(N + at);
+        sum.x = fmaf(mn_low(x), mn_low(y), sum.x), sum.y = fmaf(mn_high(x), mn_high(y), sum.y);
     }
+#pragma unroll
+    for (int by = 4; by < 32; by <<= 1) {
+        sum.x += __shfl_xor_sync(0xffffffffu, sum.x, by);
+        sum.y += __shfl_xor_sync(0xffffffffu, sum.y, by);
+    }
+    if (lane < 4) *(float2 *)(sums + 8 * warp + lane * 2) = sum;
 }
 
 /* o <- scale (o 2^e + inside 2^l), where l and e differ if channels fall too deep; dk has -l, and
@@ -468,11 +450,11 @@ __device__ inline void mn_gated_derive_decays(mn_gated_gradient_room<VP> &room,
     }
     *(float2 *)&room.sums[warp][j] = sum;
     __syncthreads();
-    float2 read = {}, met = {}, before = {}, fall = { 1.0f, 1.0f };
+    const float2 met = *(const float2 *)&room.met[j];
+    float2 read = {}, before = {}, fall = { 1.0f, 1.0f };
 #pragma unroll
     for (int i = 0; i < 2 * MN_PARTS; i++) {
-        const float2 y = *(const float2 *)&room.met[i][j], z = *(const float2 *)&room.sums[i][j];
-        met.x += y.x, met.y += y.y;
+        const float2 z = *(const float2 *)&room.sums[i][j];
         if (i < warp) before.x += z.x, before.y += z.y;
     }
 #pragma unroll
@@ -484,14 +466,13 @@ __device__ inline void mn_gated_derive_decays(mn_gated_gradient_room<VP> &room,
     }
     sum.x = fmaf(p.scale, fmaf(fall.x, met.x, read.x), before.x);
     sum.y = fmaf(p.scale, fmaf(fall.y, met.y, read.y), before.y);
+    const int row0 = warp * each, left = (int)at.n_rows - row0;
+    mn_bf16 *to = mn_row<mn_bf16>(p.dg, at.span.b, at.span.t0 + at.first + row0, h) + channel;
     if (channel >= p.call.K) return;
 #pragma unroll
     for (int u = 0; u < each; u++) {
-        const int64_t row = warp * each + u;
-        if (row >= at.n_rows) break;
-        mn_bf16 *to = mn_row<mn_bf16>(p.dg, at.span.b, at.span.t0 + at.first + row, h) + channel;
-        *(uint32_t *)to = mn_pair(sum.x, sum.y);
-        sum.x += term[u].x, sum.y += term[u].y;
+        if (u < left) *(uint32_t *)to = mn_pair(sum.x, sum.y);
+        sum.x += term[u].x, sum.y += term[u].y, to += p.dg.stride[1];
     }
 }
 
@@ -515,12 +496,14 @@ __device__ inline void mn_gated_scale_part(unsigned char *far, unsigned char *ne
         }
         mn_gated_raise(y, x, level);
         mn_gated_put(at ^ k * 32, y);
-        levels.inside(level, k, g);
+        if (of_keys || levels.any) {    // otherwise they are the same
+            levels.inside(level, k, g);
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            level[i / 4][i % 4] = of_keys ? -level[i / 4][i % 4] : level[i / 4][i % 4];
+            for (int i = 0; i < 8; i++) {
+                level[i / 4][i % 4] = of_keys ? -level[i / 4][i % 4] : level[i / 4][i % 4];
+            }
+            mn_gated_raise(y, x, level);
         }
-        mn_gated_raise(y, x, level);
         mn_gated_put(beside ^ k * 32, y);
     }
 }
@@ -531,7 +514,7 @@ template <int VP>
 __global__ void __launch_bounds__(MN_GATED_DERIVERS, 2)
 mn_gated_gradient_kernel(const __grid_constant__ mn_gated_gradient p, unsigned n_slices) {
 #if MN_HAS_WGMMA
-    extern __shared__ __align__(128) unsigned char gradient_bytes[];
+    extern __shared__ __align__(1024) unsigned char gradient_bytes[];
     mn_gated_gradient_room<VP> &room = *(mn_gated_gradient_room<VP> *)gradient_bytes;
     const int slice = (int)(blockIdx.x % n_slices);
     const int part = mn_gated_my_part(), lane = threadIdx.x % 32;
@@ -540,20 +523,30 @@ mn_gated_gradient_kernel(const __grid_constant__ mn_gated_gradient p, unsigned n
     const mn_tile_span at = mn_tile_at(p.call, MN_GATED_SPAN, slot);
     const bool of_keys = threadIdx.x >= MN_GATED_DERIVERS / 2;
     if (at.n_rows == 0) return;
-    mn_gated_fetch_all<VP>(room, p, at, slot, h, slice);
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    const bool ends = p.call.cu_seqlens && at.n_rows < MN_GATED_SPAN;
+    if (threadIdx.x == 0) {
+        mn_barrier_open(&room.front, 1);
+        mn_barrier_open(&room.back, 1);
+        mn_bulk_barriers_open();
+        mn_gated_fetch_all<VP>(room, p, at, slot, (int)h, slice, (int)n_slices);
+    }
     __syncthreads();
+    mn_barrier_wait(&room.front, 0);
+    if (ends) mn_gated_end_tiles(room.q, 3, (int)at.n_rows);
     mn_gated_levels levels;
     mn_gated_part terms;
     levels.make(mn_gated_down(mn_shared_at(room.g), 16 * part));
     mn_gated_scale_part(of_keys ? room.k : room.q, of_keys ? room.k_inside : room.q_inside, levels,
                         room.g, of_keys);
+    if (!of_keys) {
 #pragma unroll
-    for (int n = 0; n < 8; n++) {
-        const float2 fall = make_float2(mn_exp2(levels.end(n, 0)), mn_exp2(levels.end(n, 1)));
-        if (!of_keys && lane < 4) *(float2 *)&room.fall[part][8 * n + 2 * lane] = fall;
+        for (int n = 0; n < 8; n++) {
+            const float2 fall = make_float2(mn_exp2(levels.end(n, 0)), mn_exp2(levels.end(n, 1)));
+            if (lane < 4) *(float2 *)&room.fall[part][8 * n + 2 * lane] = fall;
+        }
     }
-    mn_copies_wait();
+    mn_barrier_wait(&room.back, 0);
+    if (ends) mn_gated_end_tiles(room.cot, 2 * (VP / 64), (int)at.n_rows);
     __syncthreads();
     mn_gated_sum_met<VP>(room.met, room.S, room.N);
     if (of_keys) mn_gated_derive_keys<VP>(room, terms, levels, p, at, h, slice);
