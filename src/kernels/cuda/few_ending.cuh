@@ -42,7 +42,7 @@ __device__ inline float mn_few_input_of(const mn_few_input &in, const mn_few_pla
     mn_few_one x;
     do {
         x.ask(place.words + mn_few_word_from(in.source.at, i));
-    } while (x.missing());
+    } while (x.most() == MN_FEW_UNSAID);
     return x.number(i % 2);
 }
 

@@ -45,22 +45,37 @@ struct mn_few_piece {
             asm("" : "=r"(part[i].x), "=r"(part[i].y), "=r"(part[i].z), "=r"(part[i].w));
         }
     }
-
-    /* The next one of the ring; zeros, where the warp's numbers are behind the last of the row. */
-    __device__ void take(mn_few_block &room, mn_few_place &place, bool there) {
-        const int lane = threadIdx.x % 32, slot = place.slot;
-        const unsigned char *from = room.zeros;
-        if (there) {
-            from = room.ring[slot] + lane / 4 * MN_FEW_ROW + threadIdx.x / 32 * (2 * MN_FEW_SPAN);
-        }
-        mn_barrier_wait(&room.full[slot], place.turn);
-#pragma unroll
-        for (int i = 0; i < MN_FEW_PARTS; i++) part[i] = *((const uint4 *)from + i * 4 + lane % 4);
-        __syncwarp();
-        if (lane == 0) mn_barrier_arrive(&room.empty[slot]);
-        place.next_slot();
-    }
 };
+
+/* The next `n` pieces of the ring, or as many as there is room for. Lane i waits for piece i, and
+ * says that it has been read. `chunk`: of the first one; where the last chunk of a row has none of
+ * the warp's numbers, `whole` is false, and it is zeros. */
+__device__ inline void mn_few_take(mn_few_piece (&piece)[MN_FEW_HELD], mn_few_block &room,
+                                   mn_few_place &place, int n, const mn_few_way_of &way, int chunk,
+                                   bool whole) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const bool mine = lane < min(n, (int)MN_FEW_HELD);
+    const int own = place.slot + lane, over = own >= MN_FEW_SLOTS;
+    const int slot = mine ? own - over * MN_FEW_SLOTS : place.slot;
+    const unsigned turn = mine ? place.turn ^ over : place.turn;
+    const int at = lane / 4 * MN_FEW_ROW + warp * (2 * MN_FEW_SPAN) + lane % 4 * 16;
+    mn_barrier_wait(&room.full[slot], turn);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < MN_FEW_HELD; i++) {
+        if (i >= n) break;
+        const int next = place.slot + i, there = next >= MN_FEW_SLOTS ? next - MN_FEW_SLOTS : next;
+        const unsigned char *from = room.ring[there] + at;
+        chunk = chunk + 1 == way.chunks ? 0 : chunk + 1;
+        if (!whole && chunk == 0) from = room.zeros + lane % 4 * 16;
+#pragma unroll
+        for (int k = 0; k < MN_FEW_PARTS; k++) piece[i].part[k] = *((const uint4 *)from + k * 4);
+    }
+    __syncwarp();
+    if (mine) mn_barrier_arrive(&room.empty[slot]);
+    place.slot += min(n, (int)MN_FEW_HELD);
+    if (place.slot >= MN_FEW_SLOTS) place.slot -= MN_FEW_SLOTS, place.turn ^= 1;
+}
 
 /* ---- the row --------------------------------------------------------------------------------- */
 
@@ -94,45 +109,66 @@ __device__ inline uint2 mn_few_weigh(float &squares, const mn_few_way_of &way, u
     return make_uint2(mn_few_two(y[0], y[1]), mn_few_two(y[2], y[3]));
 }
 
-/* The warp's numbers to shared memory, zeros behind the last; returns the lane's sum of squares. */
-__device__ inline float mn_few_bring_row(mn_few_block &room, const mn_few_products_note &p,
-                                         const mn_few_way_of &way, const mn_few_place &place) {
-    const int first = threadIdx.x * 4, K = way.K;
-    const char *words = place.words + mn_few_word_from(p.x, first);
-    const char *gates = place.words + mn_few_word_from(p.z, first);
-    const mn_bf16 *weights = p.weight;
-    uint32_t *row = mn_few_row_words(room);
+/* A lane's words of a row, of its gate, and what it is weighted by, as they are found: asked for
+ * before anything else is done. */
+struct mn_few_look {
     mn_few_four x[MN_FEW_CHUNKS], z;
-    uint2 weight = make_uint2(0x3f803f80u, 0x3f803f80u);    // ones
-    if (weights && first < K) weight = *(const uint2 *)(weights + (first & way.wrap));
+    uint2 weight;
+    const char *words, *gates;
+
+    __device__ mn_few_look(const mn_few_products_note &p, const mn_few_place &place) {
+        const int first = threadIdx.x * 4, K = p.K;
+        const mn_bf16 *weights = p.weight;
+        words = place.words + mn_few_word_from(p.x, (unsigned)first);
+        gates = place.words + mn_few_word_from(p.z, (unsigned)first);
 #pragma unroll
-    for (int c = 0; c < MN_FEW_CHUNKS; c++) x[c].none();
-    z.none();
-    bool missing;
-    do {
+        for (int c = 0; c < MN_FEW_CHUNKS; c++) x[c].none();
+        z.none();
+        weight = make_uint2(0x3f803f80u, 0x3f803f80u);    // ones
+        ask(K, p.way == MN_FEW_GATED);
+        if (weights && first < K) weight = *(const uint2 *)(weights + (first & p.wrap));
+    }
+
+    __device__ void ask(int K, bool gated) {
+        const int first = threadIdx.x * 4;
 #pragma unroll
         for (int c = 0; c < MN_FEW_CHUNKS; c++) {
-            if (first + c * MN_FEW_CHUNK < K) x[c].ask(words + c * (MN_FEW_CHUNK / MN_FEW_OF_LINE * MN_FEW_LINE));
+            if (first + c * MN_FEW_CHUNK < K) {
+                x[c].ask(words + c * (MN_FEW_CHUNK / MN_FEW_OF_LINE * MN_FEW_LINE));
+            }
         }
-        if (way.gated && first < K) z.ask(gates);
-        missing = z.missing();
+        if (gated && first < K) z.ask(gates);
+    }
+
+    __device__ bool missing(void) const {
+        uint32_t most = z.most();
 #pragma unroll
-        for (int c = 0; c < MN_FEW_CHUNKS; c++) missing = missing || x[c].missing();
-    } while (__any_sync(0xffffffffu, missing));
+        for (int c = 0; c < MN_FEW_CHUNKS; c++) most = max(most, x[c].most());
+        return most == MN_FEW_UNSAID;
+    }
+};
+
+/* The warp's numbers to shared memory, zeros behind the last; returns the lane's sum of squares. */
+__device__ inline float mn_few_bring_row(mn_few_block &room, const mn_few_products_note &p,
+                                         const mn_few_way_of &way, mn_few_look &look) {
+    const int first = threadIdx.x * 4, K = way.K;
+    const mn_bf16 *weights = p.weight;
+    uint32_t *row = mn_few_row_words(room);
+    while (__any_sync(0xffffffffu, look.missing())) look.ask(K, way.gated);
     float squares = 0.0f;
     int chunk = 0;
 #pragma unroll 1
     for (int k = first;;) {
-        uint2 y = x[0].numbers();    // zeros behind the last
+        uint2 y = look.x[0].numbers();    // zeros behind the last
         if (way.norm) {
-            if (k > first && weights && k < K) weight = *(const uint2 *)(weights + k);
-            y = mn_few_weigh(squares, way, y, weight, way.gated ? z.numbers() : y);
+            if (k > first && weights && k < K) look.weight = *(const uint2 *)(weights + k);
+            y = mn_few_weigh(squares, way, y, look.weight, look.z.numbers());
         }
         row[0] = y.x, row[MN_FEW_SECOND] = y.y;
         k += MN_FEW_CHUNK, row += MN_FEW_NEXT_CHUNK;
         if (++chunk == way.chunks) break;
 #pragma unroll
-        for (int c = 0; c + 1 < MN_FEW_CHUNKS; c++) x[c] = x[c + 1];
+        for (int c = 0; c + 1 < MN_FEW_CHUNKS; c++) look.x[c] = look.x[c + 1];
     }
     __syncwarp();
     return squares;
@@ -239,11 +275,11 @@ struct mn_few_progress {
 /* All strips, chunk by chunk, some pieces at a time, of which the first ones are taken before the
  * row is there; the warp's sums and squares to shared memory. */
 __device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_products_note &p,
-                                              const mn_few_way_of &way, mn_few_place &place) {
+                                              const mn_few_way_of &way, mn_few_place &place,
+                                              mn_few_look &look) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunks = way.chunks;
     const bool whole = warp * MN_FEW_SPAN < way.K - (chunks - 1) * MN_FEW_CHUNK;
     mn_few_progress at = { 0, 0.0f, &room.sums[place.half][0][lane / 4][warp] };
-    int taken = 0;
     bool fresh = true;
 #pragma unroll 1
     for (int left = way.n_strips * chunks; left > 0; left -= MN_FEW_HELD) {
@@ -251,13 +287,8 @@ __device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_p
         float acc[MN_FEW_HELD][4] = {}, squares = 0.0f;
 #pragma unroll
         for (int i = 0; i < MN_FEW_HELD; i++) piece[i].forget();
-#pragma unroll
-        for (int i = 0; i < MN_FEW_HELD; i++) {
-            if (i >= left) break;
-            taken = taken + 1 == chunks ? 0 : taken + 1;
-            piece[i].take(room, place, whole || taken > 0);
-        }
-        if (fresh) squares = mn_few_bring_row(room, p, way, place);
+        mn_few_take(piece, room, place, left, way, at.chunk, whole);
+        if (fresh) squares = mn_few_bring_row(room, p, way, look);
         if (chunks == 1) at.multiply(room, piece, acc);
         else at.multiply(room, piece, acc, chunks);
         if (fresh && way.norm) mn_few_keep_squares(room, place, squares);
@@ -349,6 +380,7 @@ __device__ inline void mn_few_multiply(mn_few_block &room, const mn_few_note &no
                                        mn_few_place &place) {
     const mn_few_products_note &p = note.products;
     const int warp = threadIdx.x / 32, half = place.half;
+    mn_few_look look(p, place);
     const mn_few_way_of way(p);
     const bool has = mn_few_even(warp < way.n_units) != 0;
     const mn_few_unit &unit = p.unit[has ? warp : 0];
@@ -356,7 +388,7 @@ __device__ inline void mn_few_multiply(mn_few_block &room, const mn_few_note &no
     const bool two = kind.n_strips() > 1;
     const mn_few_found found(room, half, kind.strip(0), kind.strip(two));
     mn_few_finish finish(unit, kind, place, has);
-    mn_few_multiply_strips(room, p, way, place);
+    mn_few_multiply_strips(room, p, way, place, look);
     if (has) finish.settle();
     mn_few_meet();
     const mn_few_added sums(way, found);

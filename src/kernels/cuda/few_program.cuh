@@ -260,8 +260,9 @@ struct mn_few_four {
                      : "=r"(a), "=r"(b) : "l"(words) : "memory");
     }
 
-    __device__ bool missing(void) const {
-        return a == MN_FEW_UNSAID || b == MN_FEW_UNSAID;
+    /* MN_FEW_UNSAID: one of them is not there. */
+    __device__ uint32_t most(void) const {
+        return max(a, b);
     }
 
     __device__ uint2 numbers(void) const {
@@ -281,8 +282,8 @@ struct mn_few_one {
         asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(a) : "l"(word) : "memory");
     }
 
-    __device__ bool missing(void) const {
-        return a == MN_FEW_UNSAID;
+    __device__ uint32_t most(void) const {
+        return a;
     }
 
     __device__ float number(int odd) const {
