@@ -26,25 +26,13 @@
 
 #include "base/util.h"
 #include "ops/sample_device.h"
+#include "support/op_device.h"
 #include "support/op_error.h"
 
 static mn_context *gpu;    // NULL: none here
 static int share, n_shares = 1, n_calls;    // calls share, share + n_shares, ... are ours
 
 enum { EXTREME = 1000000 };    // seeds from here on ask for extreme inputs
-
-/* Forward and backward on the GPU, results and gradients into `got`. */
-static void run_there(mn_sample *got, const op_case *c, mn_dtype dtype) {
-    mn_device_sample *there = NULL;
-    mn_status st = mn_device_sample_create(&there, gpu, got, dtype);
-    if (st == MN_OK) st = mn_op_run(gpu, c->op, MN_FORWARD, mn_device_sample_args(there));
-    if (st == MN_OK && mn_op_has_cuda(c->op, MN_BACKWARD)) {
-        st = mn_op_run(gpu, c->op, MN_BACKWARD, mn_device_sample_args(there));
-    }
-    if (st == MN_OK) st = mn_device_sample_fetch(there, got);
-    mn_device_sample_free(there);
-    if (st != MN_OK) check_fatal("%s: %s", op_case_text(c), mn_last_error());
-}
 
 /* The same numbers bit by bit, wherever something is computed. */
 static void check_same(const mn_sample *a, const mn_sample *b, const op_case *c) {
@@ -109,8 +97,8 @@ static void check_f32(op_case c) {
     op_convert(&want, &got);
     op_reference(&tolerances, &want, &c);
     c.dtype = MN_F32;
-    run_there(&got, &c, MN_F32);
-    run_there(&again, &c, MN_F32);
+    op_run_there(gpu, &got, &c, MN_F32);
+    op_run_there(gpu, &again, &c, MN_F32);
     if (fits_f32(&want) && !op_agrees(&got, &want, &tolerances)) {
         op_widen(&tolerances, &want, &c);
         op_compare("cuda", &got, &want, &tolerances, &c);
@@ -175,7 +163,7 @@ static void check_bf16(op_case c) {
     mn_sample_round(&got, MN_BF16);
     mn_sample_round(&want, MN_BF16);
     op_run_both(op_context("ref", 4), &want, &c);
-    run_there(&got, &c, MN_BF16);
+    op_run_there(gpu, &got, &c, MN_BF16);
     for (int i = 0; i < want.n_tensors && fits_f32(&want); i++) {
         const mn_sample_tensor *tensor = &want.tensors[i];
         const void *x = op_memory(&got.tensors[i], OP_COMPUTED);
@@ -243,20 +231,6 @@ static void check_long(op_case c) {
     check_both(c);
 }
 
-/* Whether kernels refuse this form of the operator, as they do a layout of hyper. */
-static bool is_refused(op_case c) {
-    mn_sample sample;
-    mn_device_sample *there = NULL;
-    c.dtype = MN_F32, c.T = 1, c.K = c.V = 8, c.B = c.H = 2, c.seed = 1;
-    op_open(&sample, &c);
-    mn_status st = mn_device_sample_create(&there, gpu, &sample, MN_F32);
-    if (st == MN_OK) st = mn_op_run(gpu, c.op, MN_FORWARD, mn_device_sample_args(there));
-    mn_device_sample_free(there);
-    mn_sample_free(&sample);
-    if (st == MN_ERR_UNSUPPORTED) printf("# left out: %s\n", mn_last_error());
-    return st == MN_ERR_UNSUPPORTED;
-}
-
 static void kernels_match_reference(mn_op_id op) {
     if (!gpu) {
         skip();
@@ -267,7 +241,7 @@ static void kernels_match_reference(mn_op_id op) {
     const int n_forms = op_forms(op, forms);
     n_calls = 0;
     for (int f = 0; f < n_forms; f++) {
-        if (is_refused(forms[f])) continue;
+        if (op_is_refused(gpu, forms[f])) continue;
         for (size_t i = 0; i < MN_COUNTOF(lengths) * 2; i++) {
             const size_t w = (i + (size_t)f) % MN_COUNTOF(widths);
             op_case c = forms[f];

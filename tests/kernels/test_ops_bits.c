@@ -1,7 +1,8 @@
 /* test_ops_bits.c - what must be equal bit for bit, on every target:
  *
- *   packed sequences and the same sequences one by one; any number of threads; strided and
- *   contiguous views; an unchanged past after the future was changed. */
+ *   packed sequences, or rows of a batch, and the same sequences one by one; any number of
+ *   threads; strided and contiguous views; an unchanged past after the future was changed. */
+#include "support/op_bits.h"
 #include "support/op_walk.h"
 
 #include <math.h>
@@ -15,63 +16,17 @@ static size_t bytes_of(const mn_sample *s, int64_t count) {
     return (size_t)count * mn_dtype_bytes(((const mn_call *)s->args)->dtype);
 }
 
-/* What the tensors of one sample must agree in. */
-typedef bool filter_fn(const mn_sample *s, const mn_sample_tensor *t);
-
-static bool everything(const mn_sample *s, const mn_sample_tensor *t) {
-    (void)s, (void)t;
-    return true;
-}
-
-/* Results and gradients of single tokens and of single states, not those shared by all. */
-static bool per_sequence(const mn_sample *s, const mn_sample_tensor *t) {
-    op_tokens tokens;
-    return t->axes[0] == 'N' || op_token_layout(&tokens, s, t);
-}
-
-static void check_same(const char *what, const char *target, const mn_sample *a, const mn_sample *b,
-                       filter_fn *wanted, const op_case *c) {
-    for (int i = 0; i < a->n_tensors; i++) {
-        const mn_sample_tensor *t = &a->tensors[i];
-        const void *x = op_memory(t, OP_COMPUTED), *y = op_memory(&b->tensors[i], OP_COMPUTED);
-        if (!x || !y || !wanted(a, t)) continue;
-        const bool input = t->field->role <= MN_ROLE_RAW;
-        CHECK(memcmp(x, y, bytes_of(a, t->count)) == 0, "%s, %s: %s%s differs, %s", what, target,
-              input ? "d" : "", t->field->name, op_case_text(c));
-    }
-}
-
 /* ---- packed and separate ------------------------------------------------------------------- */
 
-/* Runs sequence n of `packed` alone and puts what it gives where it belongs in `joined`. */
-static void run_alone(mn_context *context, mn_sample *joined, const mn_sample *packed,
-                      const op_case *c, int64_t n) {
-    mn_sample one;
-    op_case alone = *c;
-    const int64_t t0 = c->cu_seqlens[n], length = c->cu_seqlens[n + 1] - t0;
-    alone.cu_seqlens = NULL;
-    alone.n_seqs = 0;
-    alone.T = length;
-    op_allocate(&one, &alone);
-    op_copy_shared(&one, packed, OP_GIVEN);
-    op_copy_states(&one, 0, packed, n, 1, OP_GIVEN);
-    op_copy_tokens(&one, 0, packed, t0, length, OP_GIVEN);
-    op_run_both(context, &one, &alone);
-    op_copy_tokens(joined, t0, &one, 0, length, OP_COMPUTED);
-    op_copy_states(joined, n, &one, 0, 1, OP_COMPUTED);
-    mn_sample_free(&one);
+static void run_here(void *context, mn_sample *sample, const op_case *c) {
+    op_run_both(context, sample, c);
 }
 
 static void packed_is_separate(const op_target *target, const op_case *c) {
-    mn_context *context = op_context(target->name, 2);
-    mn_sample packed, joined;
+    mn_sample packed;
     op_open(&packed, c);
-    op_allocate(&joined, c);
-    op_run_both(context, &packed, c);
-    for (int64_t n = 0; n < c->n_seqs; n++) run_alone(context, &joined, &packed, c, n);
-    check_same("packed and separate", target->name, &packed, &joined, per_sequence, c);
+    op_check_packed(target->name, &packed, c, run_here, op_context(target->name, 2));
     mn_sample_free(&packed);
-    mn_sample_free(&joined);
 }
 
 /* ---- threads, views, batches ---------------------------------------------------------------- */
@@ -87,7 +42,7 @@ static void threads_do_not_show(const op_target *target, const op_case *c) {
         what[6] = (char)('0' + counts[i]);
         op_open(&more, c);
         op_run_both(op_context(target->name, counts[i]), &more, c);
-        check_same(what, target->name, &one, &more, everything, c);
+        op_check_same(what, target->name, &one, &more, op_bits_everything, c);
         mn_sample_free(&more);
     }
     mn_sample_free(&one);
@@ -175,7 +130,7 @@ static void views_do_not_show(const op_target *target, const op_case *c) {
     interleave(&rows, &strided, true, c);
     op_run_both(context, &strided, c);
     interleave(&rows, &strided, false, c);
-    check_same("contiguous and strided", target->name, &plain, &strided, everything, c);
+    op_check_same("contiguous and strided", target->name, &plain, &strided, op_bits_everything, c);
     free(rows.memory);
     mn_sample_free(&plain);
     mn_sample_free(&strided);
@@ -235,6 +190,7 @@ static void check_form(const op_target *target, op_case c, int f) {
     c.B = 3, c.T = 70 + f % 3;
     threads_do_not_show(target, &c);
     if (!op_has_time(c.op)) return;
+    packed_is_separate(target, &c);
     views_do_not_show(target, &c);
     future_does_not_show(target, &c, 64);
     future_does_not_show(target, &c, 37);
