@@ -38,8 +38,8 @@ enum {
 
 static const uint32_t MN_FEW_UNSAID = 0xffffffffu;    // numbers that are none are 0x7fff here
 
-/* Words are spread: the second cache serves a line to one reader after the other, and all blocks look
- * for the same words. 16 numbers are at the beginning of each line. */
+/* Words are spread: the second cache serves a line to one reader after the other, and all blocks
+ * look for the same words. 16 numbers are at the beginning of each line. */
 enum { MN_FEW_LINE = 128, MN_FEW_OF_LINE = 16 };
 
 /* Bytes from the first word, which begins a line, to that of number i. */
@@ -147,8 +147,8 @@ struct alignas(16) mn_few_memory_note {
     mn_bf16 *o;
 };
 
-/* Numbers that are older than the program, to words, and to memory where `to` is there. With an
- * index, those of that row of a table. */
+/* Numbers that are older than the program, to words, and to memory where `to` is there. Those of
+ * the program's row of a table, where `row` is not 0. */
 enum { MN_FEW_COPIES = 16 };    // of a block
 struct mn_few_copy {
     const mn_bf16 *from;
@@ -177,6 +177,8 @@ static_assert(sizeof(mn_few_note) + MN_FEW_ENDINGS * sizeof(mn_few_end) <= MN_FE
 /* In front of a program. */
 struct mn_few_head {
     alignas(128) unsigned run;     // how often it has run
+    int n_picking;                 // blocks, the first ones, that copy rows of a table
+    const int32_t *index;          // of which this one
     alignas(128) unsigned left;    // blocks that have ended this time
 };
 
@@ -231,6 +233,19 @@ __device__ inline void mn_few_bring_once(void *to, const void *from, int bytes,
 /* What all lanes of a warp have: known to be the same, so that branches by it go one way. */
 __device__ inline unsigned mn_few_even(unsigned x) {
     return __reduce_or_sync(0xffffffffu, x);
+}
+
+/* A place in shared memory that is worked out here, and not where it is used. */
+__device__ inline uint32_t mn_few_here(uint32_t place) {
+    asm volatile("" : "+r"(place));
+    return place;
+}
+
+__device__ inline uint2 mn_few_find(uint32_t place) {
+    uint2 two;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(two.x), "=r"(two.y) : "r"(place)
+                 : "memory");
+    return two;
 }
 
 /* All warps that multiply. */
@@ -301,10 +316,6 @@ __device__ inline float mn_few_low(uint32_t two) {
 
 __device__ inline float mn_few_high(uint32_t two) {
     return __uint_as_float(two & 0xffff0000u);
-}
-
-__device__ inline uint32_t mn_few_bits(float x) {
-    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
 
 __device__ inline uint32_t mn_few_two(float low, float high) {
