@@ -48,11 +48,9 @@ struct mn_few_piece {
 };
 
 /* The next `n` pieces of the ring, or as many as there is room for. Lane i waits for piece i, and
- * says that it has been read. `chunk`: of the first one; where the last chunk of a row has none of
- * the warp's numbers, `whole` is false, and it is zeros. */
+ * says that it has been read. Behind the last number of a row lies any other one. */
 __device__ inline void mn_few_take(mn_few_piece (&piece)[MN_FEW_HELD], mn_few_block &room,
-                                   mn_few_place &place, int n, const mn_few_way_of &way, int chunk,
-                                   bool whole) {
+                                   mn_few_place &place, int n) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const bool mine = lane < min(n, (int)MN_FEW_HELD);
     const int own = place.slot + lane, over = own >= MN_FEW_SLOTS;
@@ -66,8 +64,6 @@ __device__ inline void mn_few_take(mn_few_piece (&piece)[MN_FEW_HELD], mn_few_bl
         if (i >= n) break;
         const int next = place.slot + i, there = next >= MN_FEW_SLOTS ? next - MN_FEW_SLOTS : next;
         const unsigned char *from = room.ring[there] + at;
-        chunk = chunk + 1 == way.chunks ? 0 : chunk + 1;
-        if (!whole && chunk == 0) from = room.zeros + lane % 4 * 16;
 #pragma unroll
         for (int k = 0; k < MN_FEW_PARTS; k++) piece[i].part[k] = *((const uint4 *)from + k * 4);
     }
@@ -129,8 +125,7 @@ struct mn_few_look {
     __device__ mn_few_look(const mn_few_products_note &p, const mn_few_place &place) {
         const int first = threadIdx.x * 4, K = p.K;
         const mn_bf16 *weights = p.weight;
-        at = mn_few_word_from(p.x, (unsigned)first);
-        gate_at = mn_few_word_from(p.z, (unsigned)first);
+        at = p.x + mn_few_word((unsigned)first), gate_at = p.z + mn_few_word((unsigned)first);
 #pragma unroll
         for (int c = 0; c < MN_FEW_CHUNKS; c++) x[c].none();
         z.none();
@@ -166,7 +161,9 @@ __device__ inline float mn_few_bring_row(mn_few_block &room, const mn_few_produc
     const int first = threadIdx.x * 4, K = way.K;
     const mn_bf16 *const weights = p.weight;
     const uint32_t row = mn_few_here(mn_few_row_words(room));
-    while (__any_sync(0xffffffffu, look.missing())) look.ask(place, K, way.gated);
+    while (__builtin_expect(__any_sync(0xffffffffu, look.missing()), 0)) {
+        look.ask(place, K, way.gated);
+    }
     float squares = 0.0f;
     uint2 y = look.x[0].numbers();    // zeros behind the last
     if (way.norm) {
@@ -319,7 +316,6 @@ __device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_p
                                               const mn_few_way_of &way, mn_few_place &place,
                                               mn_few_look &look) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunks = way.chunks;
-    const bool whole = warp * MN_FEW_SPAN < way.K - (chunks - 1) * MN_FEW_CHUNK;
     mn_few_progress at = { mn_few_here(mn_few_lane_row::place(room)), 0, 0.0f,
                            &room.sums[place.half][0][lane / 4][warp] };
     float squares = 0.0f;
@@ -330,7 +326,7 @@ __device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_p
         float acc[MN_FEW_HELD][4] = {};
 #pragma unroll
         for (int i = 0; i < MN_FEW_HELD; i++) piece[i].forget();
-        mn_few_take(piece, room, place, left, way, at.chunk, whole);
+        mn_few_take(piece, room, place, left);
         if (fresh) squares = mn_few_bring_row(room, p, way, place, look);
         at.multiply(piece, acc, chunks, left, squares, &room.squares[place.half][warp]);
         if (chunks == 1) at.store(acc, left);
@@ -430,7 +426,7 @@ __device__ inline void mn_few_multiply(mn_few_block &room, const mn_few_note &no
         const mn_few_end *ends = (const mn_few_end *)((const char *)&note + note.ends_at);
         finish.run(sums.first, two ? sums.second : 1.0f, ends + unit.first_end, room.values[warp]);
     }
-    if (way.norm && p.row) mn_few_keep_row(room, p, sums.factors);
+    if (__builtin_expect(way.norm && p.row, 0)) mn_few_keep_row(room, p, sums.factors);
     place.half ^= 1;
 }
 

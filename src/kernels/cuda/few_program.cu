@@ -27,12 +27,10 @@ __device__ static void open_barriers(mn_few_block &room) {
 }
 
 /* What is multiplied by the zeros behind a row must be numbers. */
-__device__ static void clear(mn_few_block &room, int ragged) {
-    uint4 *const zeros = (uint4 *)room.zeros, *const ring = (uint4 *)room.ring;
-    if (threadIdx.x < sizeof room.zeros / 16) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
-    if (!ragged) return;
-    for (int i = threadIdx.x; i < (int)(sizeof room.ring / 16); i += blockDim.x) {
-        ring[i] = make_uint4(0, 0, 0, 0);
+__device__ static void clear(mn_few_block &room) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (int)(sizeof room.ring / 16); i += THREADS) {
+        ((uint4 *)room.ring)[i] = make_uint4(0, 0, 0, 0);
     }
     asm volatile("fence.proxy.async;" ::: "memory");
 }
@@ -110,7 +108,7 @@ few_program_kernel(char *program, int n_stages, int words_at, int words, int rag
     const unsigned run = *(volatile unsigned *)&head->run + 1;
     const mn_few_start start = ((const mn_few_start *)(head + 1))[blockIdx.x];
     if (threadIdx.x == 0) open_barriers(room);
-    clear(room, ragged);
+    if (ragged) clear(room);
     __syncthreads();
     int row = 0;    // far away: asked for first
     if ((int)blockIdx.x < head->n_picking) row = *(const volatile int32_t *)head->index;

@@ -85,7 +85,9 @@ struct mn_few_strip {
 /* From its first column on. `to`: where the last result goes; its words are to_words bytes from the
  * beginning of the program, or MN_FEW_NOWHERE. `c`: the products, unless the last result is one. */
 struct alignas(16) mn_few_unit {
-    unsigned char form, n_strips, strip[2], n_rows, f, narrow, n_ends;
+    unsigned char form, n_strips, strip[2], n_rows, f;
+    bool biased : 1, keeps : 1;          // some bias; some product is stored as well
+    unsigned char n_ends;
     int first_end, to_words, N;          // N: of the product
     unsigned char early_step[4], early_wide[4];
     int early_per[4];                    // columns that a number serves
@@ -191,7 +193,6 @@ struct alignas(128) mn_few_block {
     unsigned char ring[MN_FEW_SLOTS][MN_FEW_PIECE];
     alignas(16) unsigned char note[MN_FEW_NOTES][MN_FEW_NOTE_BYTES];
     alignas(16) mn_bf16 row[MN_FEW_CHUNKS * MN_FEW_CHUNK];
-    alignas(16) unsigned char zeros[2 * MN_FEW_SPAN];
     alignas(16) float sums[2][MN_FEW_STRIPS][MN_FEW_COLUMNS][MN_FEW_WARPS + 2];
     alignas(16) float squares[2][MN_FEW_WARPS];
     alignas(16) float2 columns[2][MN_FEW_WARPS][MN_FEW_TILE];
