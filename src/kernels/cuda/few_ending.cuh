@@ -249,7 +249,7 @@ struct mn_few_finish {
     }
 
     /* What few units have; a list delivers by itself. */
-    __device__ __forceinline__ void run_rare(float x, float y, const mn_few_end *ends,
+    __device__ void run_rare(float x, float y, const mn_few_end *ends,
                              float (*values)[MN_FEW_COLUMNS]) const {
         if (form == MN_FEW_WIDENED) {
             if (mine) ((float *)u.to)[column] = x;

@@ -14,7 +14,7 @@
 
 /* What a stage needs of its note once the row is there: looked up before. */
 struct mn_few_way_of {
-    int K, chunks, group, n_strips, n_units, wrap;
+    int K, chunks, group, n_strips, n_units;
     bool norm, gated, sigmoid;
     float inverse_width, epsilon;
 
@@ -25,7 +25,7 @@ struct mn_few_way_of {
         norm = (how & 255) != MN_FEW_AS_IT_IS, gated = (how & 255) == MN_FEW_GATED;
         chunks = how >> 8 & 255, group = how >> 16 & 255, sigmoid = how >> 24;
         n_strips = many & 255, n_units = many >> 8 & 255;
-        wrap = p.wrap, inverse_width = p.inverse_width, epsilon = p.epsilon;
+        inverse_width = p.inverse_width, epsilon = p.epsilon;
     }
 };
 
