@@ -13,15 +13,121 @@
 #include "kernels/cuda/mesa_read.cuh"
 
 enum { ONCE_CHUNKS = 4, ONCE_PARTS = MN_MESA_CHUNK / MN_MESA_PART, ONCE_WIDEST = 64 };
-enum { ONCE_GROUPS = MN_MESA_READERS / MN_MESA_ADDERS };    // chunks that a block sums at a time
+enum { ONCE_GROUP = MN_MESA_READERS / ONCE_CHUNKS, ONCE_WIDTH = 2 * ONCE_GROUP };    // threads
 
 /* ---- short sequences ------------------------------------------------------------------------- */
+
+/* Room to sum a few rows of all chunks. */
+struct sums_room {
+    float weight[ONCE_CHUNKS][MN_MESA_CHUNK], fall[ONCE_CHUNKS];
+    alignas(16) float left[ONCE_CHUNKS][MN_MESA_CHUNK][MN_MESA_ROWS];
+    alignas(16) float sums[ONCE_CHUNKS][MN_MESA_ROWS][ONCE_WIDTH];
+};
 
 template <int N>
 struct short_room {
     mn_mesa_tokens<N> tokens;
-    mn_mesa_short_room<ONCE_GROUPS> sums;
+    sums_room sums;
 };
+
+/* Columns j and j + 1 of the chunk's keys or values, all on their way; zeros outside. */
+template <typename T>
+__device__ static void fetch_columns(T (&right)[MN_MESA_CHUNK][2], const mn_mesa_args &p,
+                                     const mn_mesa_place &at, const mn_mesa_layout &lie,
+                                     int64_t j) {
+    const bool keys = j < lie.rows;
+    const int64_t column = keys ? j : j - lie.rows, width = keys ? p.call.K : p.call.V;
+    const mn_in &view = keys ? p.k : p.v;
+    const T *from = mn_row<T>(view, at.tile.span.b, at.tile.span.t0 + at.tile.first, at.h) + column;
+    const int64_t step = view.stride[1];
+    const int count = column < width ? (int)at.tile.n_rows : 0;
+    const bool both = column + 1 < width;
+    if (both && (uintptr_t)from % (2 * sizeof(T)) == 0 && step % 2 == 0) {
+#pragma unroll
+        for (int u = 0; u < MN_MESA_CHUNK; u++) {
+            mn_pack<T, 2> pack = {};
+            if (u < count) pack = *(const mn_pack<T, 2> *)(from + u * step);
+            right[u][0] = pack.at[0], right[u][1] = pack.at[1];
+        }
+        return;
+    }
+#pragma unroll
+    for (int u = 0; u < MN_MESA_CHUNK; u++) {
+        right[u][0] = u < count ? from[u * step] : (T)0.0f;
+        right[u][1] = u < count && both ? from[u * step + 1] : (T)0.0f;
+    }
+}
+
+/* What mn_mesa_short_kernel does, of all chunks at once: a group of threads has a chunk, a thread
+ * two columns of it, then a few numbers over all chunks. */
+template <typename T>
+__device__ static void carry_rows(sums_room &room, const mn_mesa_args &p, const mn_mesa_work &w,
+                                  int64_t n, int64_t h, int64_t row0) {
+    constexpr int apart = MN_MESA_READERS / ONCE_WIDTH, each = MN_MESA_ROWS / apart;
+    const int group = threadIdx.x / ONCE_GROUP, thread = threadIdx.x % ONCE_GROUP;
+    const int64_t head = n * p.call.H + h, K = p.call.K;
+    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
+    const mn_span span = mn_span_at(p.call, n);
+    const int chunks = (int)((span.length + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK);
+    const float *kk = (const float *)p.hkk0.data, *kv = (const float *)p.hkv0.data;
+    const int64_t index0 = mn_mesa_slot(p.call, span, n) * p.call.H + h;
+    mn_mesa_place at;
+    at.h = h, at.tile.n = n, at.tile.span = span, at.tile.first = group * MN_MESA_CHUNK;
+    at.tile.n_rows = max(min((int64_t)MN_MESA_CHUNK, span.length - at.tile.first), (int64_t)0);
+    const float2 token = mn_mesa_token<T>(p, at, thread);    // first, as all wait for it
+    const int64_t t0 = span.t0 + at.tile.first;
+#pragma unroll 1
+    for (int64_t j0 = 0; j0 < lie.pitch; j0 += ONCE_WIDTH) {
+        const int64_t mine = j0 + threadIdx.x % ONCE_WIDTH;
+        float x[each] = {}, sum[MN_MESA_ROWS][2] = {};
+        T right[MN_MESA_CHUNK][2];
+        fetch_columns<T>(right, p, at, lie, j0 + 2 * thread);
+        for (int i = 0; i < each && (kk || kv) && mine < lie.pitch; i++) {
+            const int64_t row = row0 + threadIdx.x / ONCE_WIDTH + i * apart;
+            x[i] = mn_mesa_given(kk, kv, head, mn_mesa_cell_at(p.call, row * lie.pitch + mine), K,
+                                 p.call.V);
+        }
+        if (j0 == 0) {
+            mn_mesa_weigh(room.weight[group], &room.fall[group], token, thread, false);
+#pragma unroll
+            for (int i = thread; i < MN_MESA_CHUNK * MN_MESA_ROWS; i += ONCE_GROUP) {
+                const int u = i / MN_MESA_ROWS, row = i % MN_MESA_ROWS;
+                const bool there = row0 + row < K && u < at.tile.n_rows;
+                const T *k = mn_row<T>(p.k, span.b, t0 + u, h) + row0 + row;
+                room.left[group][u][row] = there ? mn_float(*k) : 0.0f;
+            }
+        }
+        __syncthreads();
+#pragma unroll
+        for (int u = 0; u < MN_MESA_CHUNK; u++) {
+            float left[MN_MESA_ROWS];
+            const float by = room.weight[group][u];
+            *(float4 *)&left[0] = *(const float4 *)&room.left[group][u][0];
+            *(float4 *)&left[4] = *(const float4 *)&room.left[group][u][4];
+#pragma unroll
+            for (int r = 0; r < 2 * MN_MESA_ROWS; r++) {    // as mn_mesa_add_tokens
+                const float product = left[r / 2] * mn_float(right[u][r % 2]);
+                sum[r / 2][r % 2] = fmaf(by, product, sum[r / 2][r % 2]);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < MN_MESA_ROWS; r++) {
+            *(float2 *)&room.sums[group][r][2 * thread] = make_float2(sum[r][0], sum[r][1]);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < each && mine < lie.pitch; i++) {
+            const int row = (int)threadIdx.x / ONCE_WIDTH + i * apart;
+            const int64_t cell = (row0 + row) * lie.pitch + mine;
+            for (int c = 0; c < chunks; c++) {
+                w.pairs[(index0 + c * p.call.H) * lie.size + cell] = x[i];
+                x[i] = fmaf(room.fall[c], x[i], room.sums[c][row][threadIdx.x % ONCE_WIDTH]);
+            }
+            w.last[head * lie.size + cell] = x[i];
+        }
+        __syncthreads();
+    }
+}
 
 /* Nobody has said anything yet. */
 __global__ void __launch_bounds__(256) hush_kernel(unsigned *told, int64_t count) {
@@ -85,7 +191,7 @@ short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, unsigned *t
         brought.fetch(p, me);
     }
     for (int64_t row0 = rank * MN_MESA_ROWS; row0 < me.lie.rows; row0 += ranks * MN_MESA_ROWS) {
-        mn_mesa_carry_rows<T>(room.sums, p, w, n, h, row0);
+        carry_rows<T>(room.sums, p, w, n, h, row0);
     }
     if (some) brought.put(room.tokens, p);
     mn_let_next_begin();
