@@ -78,14 +78,13 @@ static int finish(const mn_delta_job &job, int64_t records, int n_parts, cudaStr
 /* Both walks. */
 template <int KP, bool CHANNEL>
 static int walk(const mn_delta_job &job, cudaStream_t stream) {
-    constexpr int few = mn_delta_teams(KP, false), many = mn_delta_teams(KP, true);
-    const int code = mn_delta_walk<KP>(mn_delta_walk_kernel<KP, CHANNEL, true, false, few>,
-                                       mn_delta_walk_kernel<KP, CHANNEL, true, true, many>, job,
-                                       false, job.wide_v, stream);
+    const int code = mn_delta_walk<KP>(mn_delta_walk_kernel<KP, CHANNEL, true>,
+                                       mn_delta_walk_warps_kernel<KP, CHANNEL, true>, job, false,
+                                       job.wide_v, stream);
     if (code != cudaSuccess) return code;
-    return mn_delta_walk<KP>(mn_delta_walk_back_kernel<KP, CHANNEL, false, few>,
-                             mn_delta_walk_back_kernel<KP, CHANNEL, true, many>, job, true,
-                             job.wide_v, stream);
+    return mn_delta_walk<KP>(mn_delta_walk_back_kernel<KP, CHANNEL>,
+                             mn_delta_walk_back_warps_kernel<KP, CHANNEL>, job, true, job.wide_v,
+                             stream);
 }
 
 template <int KP>
