@@ -32,9 +32,12 @@ struct mn_slab_sizes {
         return feeder() / 32;
     }
 
-    /* Item n of the token's numbers. */
-    __device__ static int item(int n) {
-        return (int)threadIdx.x % 32 + 32 * n;
+    /* The first of this thread's rows and columns of a token, which are neighbours. */
+    __device__ static int row() {
+        return (int)threadIdx.x % 32 * row_items;
+    }
+    __device__ static int column() {
+        return (int)threadIdx.x % 32 * column_items;
     }
 };
 
@@ -51,41 +54,52 @@ struct mn_slab_room {
     float f[sizes::group], of_token[sizes::group];
 };
 
-/* What this thread has of a token of the next group: every 32nd of its rows and columns, zeros
- * outside. `f` and `weight` are those of token feeder(). */
+/* Some neighbours of a row, from number i on; zeros from `width` on. `whole`: they are all there or
+ * none, and come by one access. */
+template <int N, typename T>
+__device__ inline mn_pack<T, N> mn_columns_few(const T *row, int64_t i, int64_t width, bool whole) {
+    mn_pack<T, N> pack = {};
+    if (whole && i < width) return *(const mn_pack<T, N> *)(row + i);
+#pragma unroll
+    for (int n = 0; n < N; n++) {
+        if (i + n < width) pack.at[n] = row[i + n];
+    }
+    return pack;
+}
+
+/* What this thread has of a token of the next group: a few rows and columns, zeros outside. `f` and
+ * `weight` are those of token feeder(). */
 template <typename T, int ROWS, int WARPS = MN_COLUMNS_TILE / 8, int FEEDERS = 0>
 struct mn_slab_ahead {
     using sizes = mn_slab_sizes<ROWS, WARPS, FEEDERS>;
     static_assert(sizes::feeders == 32 * sizes::group, "a warp brings each token of a group");
-    T k[sizes::row_items], q[sizes::row_items];
-    T v[sizes::column_items], beta[sizes::column_items];
+    mn_pack<T, sizes::row_items> k, q;
+    mn_pack<T, sizes::column_items> v, beta;
     float f, weight;
 
     template <mn_columns_kind KIND>
     __device__ void fetch(const mn_columns &p, const mn_columns_place &at, int64_t t) {
-        const T zero = (T)0.0f, one = (T)1.0f;
+        constexpr int rows = sizes::row_items, columns = sizes::column_items;
         const int count = (int)min((int64_t)sizes::group, at.span.length - t);
         const int64_t when = at.span.t0 + t + sizes::token(), b = at.span.b, V = p.call.V;
-        const bool there = sizes::token() < count;
+        const int64_t j = at.tile * sizes::tile + sizes::column();
+        const bool there = sizes::token() < count, mine = there && sizes::column() < sizes::tile;
+        const int64_t K = there ? p.call.K : 0, width = mine ? V : 0;
+        k = mn_columns_few<rows>(mn_row<T>(p.k, b, when, at.h), sizes::row(), K, p.whole);
+        q = mn_columns_few<rows>(mn_row<T>(p.q, b, when, at.h), sizes::row(), p.reads ? K : 0,
+                                 p.whole);
+        v = mn_columns_few<columns>(mn_row<T>(p.v, b, when, at.h), j, width, p.whole);
+        if constexpr (KIND != MN_COLUMNS_SUM) {
+            beta = mn_columns_few<columns>(mn_row<T>(p.beta, b, when, at.h), j, width, p.whole);
+        } else {
 #pragma unroll
-        for (int n = 0; n < sizes::row_items; n++) {
-            const int i = sizes::item(n);
-            const bool inside = there && i < p.call.K;
-            k[n] = inside ? mn_row<T>(p.k, b, when, at.h)[i] : zero;
-            q[n] = inside && p.reads ? mn_row<T>(p.q, b, when, at.h)[i] : zero;
+            for (int n = 0; n < columns; n++) {
+                if (mine && j + n == V && j + n < p.columns) v.at[n] = (T)1.0f;
+            }
+            if (sizes::feeder() >= count) return;
+            const int64_t row = mn_columns_row(p, at, t + sizes::feeder());
+            f = p.f[row], weight = p.w[row];
         }
-#pragma unroll
-        for (int n = 0; n < sizes::column_items; n++) {
-            const int64_t j = at.tile * sizes::tile + sizes::item(n);
-            const bool inside = there && sizes::item(n) < sizes::tile && j < V;
-            v[n] = inside ? mn_row<T>(p.v, b, when, at.h)[j] : zero;
-            if (KIND == MN_COLUMNS_SUM && there && j == V && j < p.columns) v[n] = one;
-            if (KIND == MN_COLUMNS_SUM) continue;
-            beta[n] = inside ? mn_row<T>(p.beta, b, when, at.h)[j] : zero;
-        }
-        if (KIND != MN_COLUMNS_SUM || sizes::feeder() >= count) return;
-        const int64_t row = mn_columns_row(p, at, t + sizes::feeder());
-        f = p.f[row], weight = p.w[row];
     }
 
     /* |k|^2, which all lanes of the token's warp return. */
@@ -93,7 +107,7 @@ struct mn_slab_ahead {
         double sum = 0.0;
 #pragma unroll
         for (int n = 0; n < sizes::row_items; n++) {
-            sum += (double)mn_float(k[n]) * (double)mn_float(k[n]);
+            sum += (double)mn_float(k.at[n]) * (double)mn_float(k.at[n]);
         }
         for (int lanes = 16; lanes > 0; lanes >>= 1) {
             sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
@@ -105,24 +119,28 @@ struct mn_slab_ahead {
      * follows. */
     template <mn_columns_kind KIND>
     __device__ void put(mn_slab_room<ROWS, WARPS> &room) const {
-        const int token = sizes::token();
+        constexpr int rows = sizes::row_items, columns = sizes::column_items;
+        const int token = sizes::token(), i = sizes::row(), j = sizes::column();
         const double all = KIND == MN_COLUMNS_SUM ? 0.0 : norm();
+        float keys[rows], queries[rows], x[rows], values[columns], w[columns], u[columns];
 #pragma unroll
-        for (int n = 0; n < sizes::row_items; n++) {
-            const float x = mn_float(k[n]);
-            room.k[token][sizes::item(n)] = x;
-            room.q[token][sizes::item(n)] = mn_float(q[n]);
-            if (KIND != MN_COLUMNS_CELL) continue;
-            room.x[token][sizes::item(n)] = (float)(all - (double)x * (double)x);
+        for (int n = 0; n < rows; n++) {
+            keys[n] = mn_float(k.at[n]), queries[n] = mn_float(q.at[n]);
+            x[n] = (float)(all - (double)keys[n] * (double)keys[n]);
         }
+        mn_store<rows>(room.k[token], i, keys);
+        mn_store<rows>(room.q[token], i, queries);
+        if (KIND == MN_COLUMNS_CELL) mn_store<rows>(room.x[token], i, x);
 #pragma unroll
-        for (int n = 0; n < sizes::column_items; n++) {
-            const int j = sizes::item(n);
-            if (j >= sizes::tile) break;
-            room.v[token][j] = mn_float(v[n]);
-            if (KIND == MN_COLUMNS_SUM) continue;
-            const float b = mn_float(beta[n]), u = 1.0f / (float)(1.0 + (double)b * all);
-            room.u[token][j] = u, room.w[token][j] = b * u;
+        for (int n = 0; n < columns; n++) {
+            const float b = KIND == MN_COLUMNS_SUM ? 0.0f : mn_float(beta.at[n]);
+            values[n] = mn_float(v.at[n]);
+            u[n] = 1.0f / (float)(1.0 + (double)b * all), w[n] = b * u[n];
+        }
+        if (j < sizes::tile) {
+            mn_store<columns>(room.v[token], j, values);
+            if (KIND != MN_COLUMNS_SUM) mn_store<columns>(room.u[token], j, u);
+            if (KIND != MN_COLUMNS_SUM) mn_store<columns>(room.w[token], j, w);
         }
         const int mine = sizes::feeder();
         if (KIND == MN_COLUMNS_SUM && mine < sizes::group) {
@@ -396,14 +414,16 @@ template <typename T, int ROWS, int WARPS, int FEEDERS>
 __device__ inline void mn_slab_put(const mn_slab_room<ROWS, WARPS> &room, const mn_columns &p,
                                    const mn_columns_place &at, int64_t t, int count) {
     using sizes = mn_slab_sizes<ROWS, WARPS, FEEDERS>;
+    const int token = sizes::token();
+    if (token >= count || sizes::column() >= sizes::tile) return;
+    T *out = mn_row<T>(p.out, at.span.b, at.span.t0 + t + token, at.h);
+    const int64_t row = mn_columns_row(p, at, t + token) * p.columns;
 #pragma unroll
     for (int n = 0; n < sizes::column_items; n++) {
-        const int token = sizes::token();
-        const int64_t j = at.tile * sizes::tile + sizes::item(n);
-        if (token >= count || sizes::item(n) >= sizes::tile || j >= p.columns) break;
-        const float o = p.scale * room.o[token][sizes::item(n)];
-        T *out = mn_row<T>(p.out, at.span.b, at.span.t0 + t + token, at.h);
-        if (p.o) p.o[mn_columns_row(p, at, t + token) * p.columns + j] = o;
+        const int64_t j = at.tile * sizes::tile + sizes::column() + n;
+        if (j >= p.columns) break;
+        const float o = p.scale * room.o[token][sizes::column() + n];
+        if (p.o) p.o[row + j] = o;
         if (out && j < p.call.V) mn_put(out + j, o);
     }
 }
@@ -510,6 +530,18 @@ mn_slab_fed_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     if (!feeds) S.store(p, at, p.state, p.ones);
 }
 
+/* Whether a thread's rows and columns of tokens are neighbours that come by one access each. */
+template <typename T>
+static bool mn_columns_are_whole(const mn_columns &p, int rows) {
+    const auto fits = [](const mn_in &view, int64_t width, int each) {
+        bool whole = (uintptr_t)view.data % mn_min(each * sizeof(T), 16) == 0 && width % each == 0;
+        for (int axis = 0; axis < 3; axis++) whole = whole && view.stride[axis] % each == 0;
+        return whole;
+    };
+    return fits(p.k, p.call.K, rows) && fits(p.q, p.call.K, rows) && fits(p.v, p.call.V, 2) &&
+           fits(p.beta, p.call.V, 2);
+}
+
 /* Few columns are spread over more processors, with feeders; a column's result does not depend on
  * it. */
 template <typename T, int ROWS, mn_columns_kind KIND>
@@ -530,7 +562,8 @@ static int mn_slab_start(const mn_columns &p, cudaStream_t on) {
 }
 
 template <typename T, mn_columns_kind KIND>
-static int mn_columns_forward(const mn_columns &p, cudaStream_t on) {
+static int mn_columns_forward(mn_columns p, cudaStream_t on) {
+    p.whole = mn_columns_are_whole<T>(p, mn_columns_rows(p.call) / 32);
     if (p.call.K <= 32) return mn_slab_start<T, 8, KIND>(p, on);
     if (p.call.K <= 64) return mn_slab_start<T, 16, KIND>(p, on);
     if (p.call.K <= 128) return mn_slab_start<T, 32, KIND>(p, on);

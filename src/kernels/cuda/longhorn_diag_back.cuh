@@ -227,7 +227,8 @@ static int mn_diag_start(const mn_columns &p, cudaStream_t on) {
 }
 
 template <typename T>
-static int mn_diag_backward(const mn_columns &p, cudaStream_t on) {
+static int mn_diag_backward(mn_columns p, cudaStream_t on) {
+    p.whole = mn_columns_are_whole<T>(p, p.call.K <= 64 ? 2 : 4);
     return p.call.K <= 64 ? mn_diag_start<T, 4>(p, on) : mn_diag_start<T, 8>(p, on);
 }
 
