@@ -196,9 +196,12 @@ struct mn_slab_cells {
         });
     }
 
-    /* What a token read to the columns of a row. */
-    __device__ static void leave(float *row, const float (&o)[C]) {
-        if (threadIdx.x % 4 == 0) row[column(0)] = o[0];
+    /* What four tokens read to the columns of their rows. */
+    __device__ static void leave(float (*rows)[sizes::tile], const float (&o)[4][C]) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (threadIdx.x % 4 == 0) rows[i][column(0)] = o[i][0];
+        }
     }
 
     __device__ static float over_lanes(float x) {
@@ -390,13 +393,16 @@ struct mn_block_cells {
         }
     }
 
-    /* Sums of the parts to the columns of a row. */
-    __device__ static void leave(float *row, float (&o)[4]) {
-        mn_lanes_share<2, 8>(o);
-        mn_lanes_share<1, 4>(o);
-        o[0] += __shfl_xor_sync(0xffffffffu, o[0], 2);
-        o[0] += __shfl_xor_sync(0xffffffffu, o[0], 1);
-        if (threadIdx.x % 4 == 0) row[first_column() + threadIdx.x % 16 / 4] = o[0];
+    /* Sums of the parts of four tokens to the columns of their rows: each lane ends with one. */
+    __device__ static void leave(float (*rows)[sizes::tile], float (&o)[4][4]) {
+        float x[16];
+#pragma unroll
+        for (int i = 0; i < 16; i++) x[i] = o[i / 4][i % 4];
+        mn_lanes_share<8, 8>(x);
+        mn_lanes_share<4, 4>(x);
+        mn_lanes_share<2, 2>(x);
+        mn_lanes_share<1, 1>(x);
+        rows[threadIdx.x % 16 / 4][first_column() + threadIdx.x % 4] = x[0];
     }
 };
 
@@ -428,14 +434,31 @@ __device__ inline void mn_slab_put(const mn_slab_room<ROWS, WARPS> &room, const 
     }
 }
 
+/* `count` tokens of a group, four at a time. What they read is left together: it comes late, and a
+ * token behind it would wait for it. Behind the last token there are zeros, which change nothing of
+ * CELL. */
+template <mn_columns_kind KIND, int ROWS, int WARPS, typename Cells>
+__device__ inline void mn_slab_walk(Cells &S, mn_slab_room<ROWS, WARPS> &room, int count) {
+    constexpr int EACH = 4;
+#pragma unroll 1
+    for (int token = 0; token < count; token += EACH) {
+        float o[EACH][sizeof S.at[0] / sizeof(float)] = {};
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            if (KIND != MN_COLUMNS_CELL && token + i >= count) break;
+            S.template advance<KIND, true>(o[i], room, token + i);
+        }
+        Cells::leave(room.o + token, o);
+    }
+}
+
 template <typename T, int ROWS, int WARPS, mn_columns_kind KIND>
 __global__ void __launch_bounds__(32 * WARPS)
 mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     using sizes = mn_slab_sizes<ROWS, WARPS>;
     __shared__ mn_slab_room<ROWS, WARPS> room;
     const mn_columns_place at = mn_columns_here(p, tiles);
-    typedef typename mn_cells_of<KIND, ROWS, WARPS>::type cells;
-    cells S;
+    typename mn_cells_of<KIND, ROWS, WARPS>::type S;
     mn_slab_ahead<T, ROWS, WARPS> ahead;
     S.load(p, at, p.state0, p.ones0);
     if (at.span.length > 0) ahead.template fetch<KIND>(p, at, 0);
@@ -450,40 +473,12 @@ mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
         if (t + sizes::group < at.span.length) {
             ahead.template fetch<KIND>(p, at, t + sizes::group);
         }
-#pragma unroll 2
-        for (int token = 0; token < count; token++) {
-            float o[sizeof S.at[0] / sizeof(float)];
-            S.template advance<KIND, true>(o, room, token);
-            cells::leave(room.o[token], o);
-        }
+        mn_slab_walk<KIND, ROWS, WARPS>(S, room, count);
     }
     const int64_t t = (at.span.length - 1) / sizes::group * sizes::group;
     __syncthreads();
     if (p.reads) mn_slab_put<T, ROWS, WARPS, 0>(room, p, at, t, (int)(at.span.length - t));
     S.store(p, at, p.state, p.ones);
-}
-
-/* The tokens of a group. What four of them read is left together: it comes late, and a token behind
- * it would wait for it. */
-template <mn_columns_kind KIND, int ROWS, int WARPS, typename Cells>
-__device__ inline void mn_slab_walk(Cells &S, mn_slab_room<ROWS, WARPS> &room, int count) {
-    constexpr int EACH = 4;
-    float o[EACH][sizeof S.at[0] / sizeof(float)];
-    int token = 0;
-#pragma unroll 1
-    for (; token + EACH <= count; token += EACH) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            S.template advance<KIND, true>(o[i], room, token + i);
-        }
-#pragma unroll
-        for (int i = 0; i < EACH; i++) Cells::leave(room.o[token + i], o[i]);
-    }
-#pragma unroll 1
-    for (; token < count; token++) {
-        S.template advance<KIND, true>(o[0], room, token);
-        Cells::leave(room.o[token], o[0]);
-    }
 }
 
 /* The same with FEEDERS warps that bring the next group and take away what the last one read while
