@@ -54,18 +54,49 @@ struct mn_slab_room {
     float f[sizes::group], of_token[sizes::group];
 };
 
-/* Some neighbours of a row, from number i on; zeros from `width` on. `whole`: they are all there or
- * none, and come by one access. */
+/* A few neighbours of a row as they were stored: they stay in the words that they came in until
+ * they are used, as taking them apart would wait for them. */
 template <int N, typename T>
-__device__ inline mn_pack<T, N> mn_columns_few(const T *row, int64_t i, int64_t width, bool whole) {
-    mn_pack<T, N> pack = {};
-    if (whole && i < width) return *(const mn_pack<T, N> *)(row + i);
+struct mn_columns_few {
+    static constexpr int bytes = N * (int)sizeof(T), words = bytes < 4 ? 1 : bytes / 4;
+    uint32_t word[words];
+
+    /* From number i on; zeros from `width` on. `whole`: all are there or none, and come by one
+     * access. */
+    __device__ void fetch(const T *row, int64_t i, int64_t width, bool whole) {
 #pragma unroll
-    for (int n = 0; n < N; n++) {
-        if (i + n < width) pack.at[n] = row[i + n];
+        for (int n = 0; n < words; n++) word[n] = 0;
+        if (i >= width) return;
+        if (whole) {
+            if constexpr (bytes == 2) {
+                word[0] = *(const uint16_t *)(row + i);
+            } else {
+                constexpr int each = words < 4 ? words : 4;
+#pragma unroll
+                for (int n = 0; n < words; n += each) {
+                    const mn_pack<uint32_t, each> pack =
+                        *((const mn_pack<uint32_t, each> *)(row + i) + n / each);
+#pragma unroll
+                    for (int c = 0; c < each; c++) word[n + c] = pack.at[c];
+                }
+            }
+            return;
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            if (i + n < width) set(n, row[i + n]);
+        }
     }
-    return pack;
-}
+
+    __device__ void set(int n, float x) { word[n] = __float_as_uint(x); }
+    __device__ void set(int n, mn_bf16 x) {
+        word[n / 2] |= (uint32_t)__bfloat16_as_ushort(x) << (n % 2 ? 16 : 0);
+    }
+    __device__ float at(int n) const {
+        if (sizeof(T) == 4) return __uint_as_float(word[n]);
+        return __uint_as_float(n % 2 ? word[n / 2] & 0xffff0000u : word[n / 2] << 16);
+    }
+};
 
 /* What this thread has of a token of the next group: a few rows and columns, zeros outside. `f` and
  * `weight` are those of token feeder(). */
@@ -73,28 +104,27 @@ template <typename T, int ROWS, int WARPS = MN_COLUMNS_TILE / 8, int FEEDERS = 0
 struct mn_slab_ahead {
     using sizes = mn_slab_sizes<ROWS, WARPS, FEEDERS>;
     static_assert(sizes::feeders == 32 * sizes::group, "a warp brings each token of a group");
-    mn_pack<T, sizes::row_items> k, q;
-    mn_pack<T, sizes::column_items> v, beta;
+    mn_columns_few<sizes::row_items, T> k, q;
+    mn_columns_few<sizes::column_items, T> v, beta;
     float f, weight;
 
     template <mn_columns_kind KIND>
     __device__ void fetch(const mn_columns &p, const mn_columns_place &at, int64_t t) {
-        constexpr int rows = sizes::row_items, columns = sizes::column_items;
+        constexpr int columns = sizes::column_items;
         const int count = (int)min((int64_t)sizes::group, at.span.length - t);
         const int64_t when = at.span.t0 + t + sizes::token(), b = at.span.b, V = p.call.V;
         const int64_t j = at.tile * sizes::tile + sizes::column();
         const bool there = sizes::token() < count, mine = there && sizes::column() < sizes::tile;
         const int64_t K = there ? p.call.K : 0, width = mine ? V : 0;
-        k = mn_columns_few<rows>(mn_row<T>(p.k, b, when, at.h), sizes::row(), K, p.whole);
-        q = mn_columns_few<rows>(mn_row<T>(p.q, b, when, at.h), sizes::row(), p.reads ? K : 0,
-                                 p.whole);
-        v = mn_columns_few<columns>(mn_row<T>(p.v, b, when, at.h), j, width, p.whole);
+        k.fetch(mn_row<T>(p.k, b, when, at.h), sizes::row(), K, p.whole);
+        q.fetch(mn_row<T>(p.q, b, when, at.h), sizes::row(), p.reads ? K : 0, p.whole);
+        v.fetch(mn_row<T>(p.v, b, when, at.h), j, width, p.whole);
         if constexpr (KIND != MN_COLUMNS_SUM) {
-            beta = mn_columns_few<columns>(mn_row<T>(p.beta, b, when, at.h), j, width, p.whole);
+            beta.fetch(mn_row<T>(p.beta, b, when, at.h), j, width, p.whole);
         } else {
 #pragma unroll
             for (int n = 0; n < columns; n++) {
-                if (mine && j + n == V && j + n < p.columns) v.at[n] = (T)1.0f;
+                if (mine && j + n == V && j + n < p.columns) v.set(n, (T)1.0f);
             }
             if (sizes::feeder() >= count) return;
             const int64_t row = mn_columns_row(p, at, t + sizes::feeder());
@@ -107,7 +137,7 @@ struct mn_slab_ahead {
         double sum = 0.0;
 #pragma unroll
         for (int n = 0; n < sizes::row_items; n++) {
-            sum += (double)mn_float(k.at[n]) * (double)mn_float(k.at[n]);
+            sum += (double)k.at(n) * (double)k.at(n);
         }
         for (int lanes = 16; lanes > 0; lanes >>= 1) {
             sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
@@ -125,7 +155,7 @@ struct mn_slab_ahead {
         float keys[rows], queries[rows], x[rows], values[columns], w[columns], u[columns];
 #pragma unroll
         for (int n = 0; n < rows; n++) {
-            keys[n] = mn_float(k.at[n]), queries[n] = mn_float(q.at[n]);
+            keys[n] = k.at(n), queries[n] = q.at(n);
             x[n] = (float)(all - (double)keys[n] * (double)keys[n]);
         }
         mn_store<rows>(room.k[token], i, keys);
@@ -133,8 +163,8 @@ struct mn_slab_ahead {
         if (KIND == MN_COLUMNS_CELL) mn_store<rows>(room.x[token], i, x);
 #pragma unroll
         for (int n = 0; n < columns; n++) {
-            const float b = KIND == MN_COLUMNS_SUM ? 0.0f : mn_float(beta.at[n]);
-            values[n] = mn_float(v.at[n]);
+            const float b = KIND == MN_COLUMNS_SUM ? 0.0f : beta.at(n);
+            values[n] = v.at(n);
             u[n] = 1.0f / (float)(1.0 + (double)b * all), w[n] = b * u[n];
         }
         if (j < sizes::tile) {
@@ -534,7 +564,7 @@ static bool mn_columns_are_whole(const mn_columns &p, int rows) {
         return whole;
     };
     return fits(p.k, p.call.K, rows) && fits(p.q, p.call.K, rows) && fits(p.v, p.call.V, 2) &&
-           fits(p.beta, p.call.V, 2);
+           fits(p.beta, p.call.V, 2) && fits(p.cot_o, p.call.V, 2);
 }
 
 /* Few columns are spread over more processors, with feeders; a column's result does not depend on
