@@ -5,9 +5,8 @@
  * sums a few rows of the pair over all chunks, leaves them in work space and says so; when all
  * have, each reads its half of a chunk from there. Inputs are on their way meanwhile, and no block
  * waits for a launch to end. As blocks wait for each other, there are no more of them than
- * processors, each of which has room for one. (Clusters of eight would need no counters, but
- * fourteen of them at most fit on an H200, where sixteen heads want sixteen: 0.073 ms instead of
- * half of that.)
+ * processors, each of which has room for one. (Clusters of eight would need no counters, but the
+ * sixteen of as many heads do not run at a time on an H200: 0.073 ms instead of 0.0375.)
  *
  * Single tokens: a block has a head of a sequence. One warp solves, the others write the pair. */
 #include "kernels/cuda/mesa_read.cuh"
