@@ -51,24 +51,44 @@ static void run_on_gpu(void *dtype, mn_sample *sample, const op_case *c) {
     op_run_there(gpu, sample, c, *(mn_dtype *)dtype);
 }
 
-/* Draws once: samples of float32 are held in float32, those of bf16 in float64, rounded. */
-static void check_case(op_case c) {
-    mn_sample packed, drawn;
+/* Numbers for `to` from a sample of the same sizes that has all of its tensors; false if not. */
+static bool take_numbers(mn_sample *to, mn_sample *from) {
+    for (int i = 0; i < to->n_tensors; i++) {
+        const mn_sample_tensor *t = &to->tensors[i];
+        void *out = op_memory(t, OP_GIVEN);
+        if (!out) continue;
+        const mn_sample_tensor *other = mn_sample_find(from, t->field->name);
+        const void *in = other ? op_memory(other, OP_GIVEN) : NULL;
+        if (!in || other->count != t->count) return false;
+        memcpy(out, in, (size_t)t->count * sizeof(double));
+    }
+    return true;
+}
+
+/* Numbers drawn for one form serve the next ones that need no others. Samples of float32 are held
+ * in float32, those of bf16 in float64, rounded. */
+static void check_case(op_case c, mn_sample *drawn) {
+    mn_sample packed, rounded;
     mn_dtype dtype = MN_F32;
     op_case plain = c;
     c.dtype = MN_F64, plain.dtype = MN_F32;
-    op_open(&drawn, &c);
+    op_allocate(&rounded, &c);
+    if (!take_numbers(&rounded, drawn)) {
+        mn_sample_free(drawn);
+        op_open(drawn, &c);
+        if (!take_numbers(&rounded, drawn)) check_fatal("%s: no numbers", op_case_text(&c));
+    }
     op_allocate(&packed, &plain);
-    op_convert(&packed, &drawn);
+    op_convert(&packed, &rounded);
     op_check_packed("cuda f32", &packed, &plain, run_on_gpu, &dtype);
     mn_sample_free(&packed);
     dtype = MN_BF16;
-    mn_sample_round(&drawn, MN_BF16);
-    op_check_packed("cuda bf16", &drawn, &c, run_on_gpu, &dtype);
-    mn_sample_free(&drawn);
+    mn_sample_round(&rounded, MN_BF16);
+    op_check_packed("cuda bf16", &rounded, &c, run_on_gpu, &dtype);
+    mn_sample_free(&rounded);
 }
 
-static void check_packing(op_case c, const packing *p) {
+static void check_packing(op_case c, const packing *p, mn_sample *drawn) {
     int64_t cu_seqlens[MOST_SEQUENCES + 1] = { 0 };
     c.H = p->H, c.K = p->K, c.V = p->V, c.seed = (uint64_t)(p - packings) + 1;
     if (p->n_lengths == 0) {
@@ -80,7 +100,7 @@ static void check_packing(op_case c, const packing *p) {
         c.B = 1, c.T = cu_seqlens[p->n], c.block = c.T;
         c.cu_seqlens = cu_seqlens, c.n_seqs = p->n;
     }
-    check_case(c);
+    check_case(c, drawn);
 }
 
 /* ---- the walk -------------------------------------------------------------------------------- */
@@ -92,12 +112,16 @@ static void packed_is_separate(mn_op_id op) {
         return;
     }
     if (!mn_op_has_cuda(op, MN_FORWARD) || !op_has_time(op)) return;
+    bool refused[OP_MAX_FORMS];
     const int n_forms = op_forms(op, forms);
-    for (int f = 0; f < n_forms; f++) {
-        if (op_is_refused(gpu, forms[f])) continue;
-        for (int i = 0; i < (int)MN_COUNTOF(packings); i++) {
-            if (chosen < 0 || i == chosen) check_packing(forms[f], &packings[i]);
+    for (int f = 0; f < n_forms; f++) refused[f] = op_is_refused(gpu, forms[f]);
+    for (int i = 0; i < (int)MN_COUNTOF(packings); i++) {
+        mn_sample drawn = { 0 };
+        if (chosen >= 0 && i != chosen) continue;
+        for (int f = 0; f < n_forms; f++) {
+            if (!refused[f]) check_packing(forms[f], &packings[i], &drawn);
         }
+        mn_sample_free(&drawn);
     }
 }
 

@@ -48,9 +48,15 @@ int mn_additive_gated_backward(const mn_additive_args *p, const mn_walks *there,
         return cudaErrorNotSupported;
     }
     mn_gated_gradient job = {};
-    job.call = p->call, job.q = p->q, job.k = p->k, job.v = p->v, job.g = p->g;
-    job.cot = p->cot.o, job.dq = p->grad.q, job.dk = p->grad.k, job.dg = dg;
+    job.call = p->call, job.dq = p->grad.q, job.dk = p->grad.k, job.dg = dg;
     job.S = to_end.walk.kept, job.N = to_start.walk.kept, job.scale = (float)p->scale;
+    if (!mn_bulk_map(&job.q, p->q, p->call, p->call.K, MN_GATED_SPAN) ||
+        !mn_bulk_map(&job.k, p->k, p->call, p->call.K, MN_GATED_SPAN) ||
+        !mn_bulk_map(&job.g, p->g, p->call, p->call.K, MN_GATED_SPAN) ||
+        !mn_bulk_map(&job.v, p->v, p->call, p->call.V, MN_GATED_SPAN) ||
+        !mn_bulk_map(&job.cot, p->cot.o, p->call, p->call.V, MN_GATED_SPAN)) {
+        return cudaErrorNotSupported;
+    }
     int code = launch_both(&to_end, segments, stream);
     if (code == cudaSuccess) code = launch_both(&to_start, segments, stream);
     if (code != cudaSuccess) return code;

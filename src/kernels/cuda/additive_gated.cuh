@@ -79,11 +79,12 @@ __device__ inline void mn_gated_depth(float (*y)[4], const uint32_t (&a)[4], uin
 /* ---- warps that fetch and store -------------------------------------------------------------- */
 
 /* A warp. */
-template <int KP>
+template <int KP, bool READS>
 __device__ inline void mn_gated_ask(mn_gated_room<KP> &room, const mn_gated_job &job) {
     const mn_walk_place &at = room.place;
     const int turns = (int)(at.end - at.turn), h = (int)at.h, b = (int)at.span.b;
     const int column0 = (int)at.column0;
+    const bool has_q = READS || job.walk.reverse, has_k = READS || !job.walk.reverse;
 #pragma unroll 1
     for (int n = 0; n < turns; n++) {
         const int slot = n % MN_GATED_STAGES;
@@ -92,13 +93,13 @@ __device__ inline void mn_gated_ask(mn_gated_room<KP> &room, const mn_gated_job 
         uint64_t *there = &room.there[slot];
         mn_barrier_wait(&room.gone[slot], (n / MN_GATED_STAGES & 1) ^ 1);
         if (!mn_bulk_elect()) continue;
-        mn_bulk_expect(there, (3 * (KP / 64) + 1) * MN_GATED_PANEL);
+        mn_bulk_expect(there, ((1 + has_q + has_k) * (KP / 64) + 1) * MN_GATED_PANEL);
 #pragma unroll
         for (int panel = 0; panel < KP / 64; panel++) {
             const int at_panel = panel * MN_GATED_PANEL;
             mn_bulk_copy(to.g + at_panel, job.g, there, 64 * panel, h, t, b);
-            mn_bulk_copy(to.k + at_panel, job.k, there, 64 * panel, h, t, b);
-            mn_bulk_copy(to.q + at_panel, job.q, there, 64 * panel, h, t, b);
+            if (has_k) mn_bulk_copy(to.k + at_panel, job.k, there, 64 * panel, h, t, b);
+            if (has_q) mn_bulk_copy(to.q + at_panel, job.q, there, 64 * panel, h, t, b);
         }
         mn_bulk_copy(to.v, job.v, there, column0, h, t, b);
     }
@@ -203,13 +204,13 @@ struct mn_gated_state {
         for (int k = 0; k < KP / 16; k++) mn_left_of(a[k], at[2 * k], at[2 * k + 1]);
     }
 
-    /* In bf16, as matrices of 8 x 8. */
-    __device__ void keep(mn_bf16 *to) const {
-        uint32_t *pairs = (uint32_t *)to + threadIdx.x % 32;
+    /* In bf16, as matrices of 8 x 8: for each 64 channels, `apart` numbers from the next, eight
+     * such side by side for each eight rows. */
+    __device__ void keep(mn_bf16 *to, int64_t apart) const {
+        uint32_t *pairs = (uint32_t *)to + threadIdx.x / 32 * 512 + threadIdx.x % 32;
 #pragma unroll
         for (int k = 0; k < KP / 4; k++) {
-            const int rows = threadIdx.x / 32 * 2 + k % 2;
-            pairs[(rows * (KP / 8) + k / 2) * 32] =
+            pairs[k / 16 * (apart / 2) + k % 2 * 256 + k / 2 % 8 * 32] =
                 mn_pair(at[k / 2][k % 2 * 2], at[k / 2][k % 2 * 2 + 1]);
         }
     }
@@ -246,13 +247,15 @@ __device__ inline void mn_gated_turn(uint32_t tile, float (&O)[4][4], float scal
 template <int KP>
 __device__ inline mn_bf16 *mn_gated_kept_at(const mn_gated_job &job, const mn_walk_place &at,
                                             int turn) {
+    if (!job.walk.kept || job.walk.gathers) return NULL;
     const int64_t chunk = mn_gated_start(at, job.walk.reverse, turn) / MN_GATED_CHUNK;
     const bool first = job.walk.reverse ? chunk % 2 == 1 || chunk == at.n_chunks - 1
                                         : chunk % 2 == 0;
-    if (!job.walk.kept || job.walk.gathers || !first) return NULL;
+    if (!first) return NULL;
     const int64_t slot = mn_walk_first_slot(job.call, at.n, 2 * MN_GATED_CHUNK) + chunk / 2;
     return job.walk.kept +
-           ((slot * job.call.H + at.h) * at.n_slices + at.slice) * (MN_WALK_WIDTH * KP);
+           ((slot * job.call.H + at.h) * at.n_slices * KP + at.slice * MN_WALK_WIDTH) *
+               MN_WALK_WIDTH;
 }
 
 /* READS: leaves results; otherwise only what becomes of the state. */
@@ -272,7 +275,7 @@ __device__ inline void mn_gated_walk(mn_gated_room<KP> &room, const mn_gated_job
         uint32_t a[KP / 16][4], z[2][4];
         float O[4][4] = {};
         mn_bf16 *kept = mn_gated_kept_at<KP>(job, room.place, n);
-        if (kept) M.keep(kept);
+        if (kept) M.keep(kept, room.place.n_slices * (MN_WALK_WIDTH * MN_WALK_WIDTH));
         if (READS) M.left(a);
         mn_barrier_wait(&room.there[slot], phase);
         mn_barrier_wait(&room.made[slot], phase);
@@ -340,7 +343,7 @@ mn_gated_kernel(const __grid_constant__ mn_gated_job job) {
     } else {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         const int warp = threadIdx.x / 32 % 4;
-        if (warp == 0) mn_gated_ask<KP>(room, job);
+        if (warp == 0) mn_gated_ask<KP, READS>(room, job);
         if (warp == 1 && READS) mn_gated_store<KP>(room, job);
     }
 #endif

@@ -5,14 +5,14 @@
  * what the channel falls over the two parts,
  *
  *   P inside a part     (q_t 2^(e_t)) . (k_s 2^(-e_s))
- *   P across            (q_t 2^(e_t)) . (k_s 2^(-e_s) f_0)
+ *   P across            (q_t 2^(e_t) f_0) . (k_s 2^(-e_s))
  *   Q~                  q_t 2^(e_t), in the second part times f_0
  *   K~                  k_s 2^(-e_s) times the part's fall, in the first part times f_1 too
  *
  * Sums are products of tensor cores with a triangle of log2 e, as two bf16 numbers, and so come
  * where the factors of q and k lie: nothing but tiles passes through shared memory. Where a channel
- * falls by more than 2^100 in a part, 2^(-e_s) would overflow: such a channel's scores inside the
- * part are added up one by one, from differences of e, and its other factors are made likewise. */
+ * falls by more than 2^100 in a part, 2^(-e_s) would overflow: scores of such a channel's keys are
+ * added up one by one, from differences of e, and K~ is made of those too. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_GATED_SCALE_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_GATED_SCALE_CUH
 
@@ -187,75 +187,88 @@ __device__ inline void mn_gated_times(mn_gated_numbers &y, const uint32_t (&x)[4
     }
 }
 
-/* x <- x times what its channel falls */
-__device__ inline void mn_gated_lower(mn_gated_numbers &x, const float (&fall)[2][2]) {
+/* x times what its channel falls */
+__device__ inline void mn_gated_lower(mn_gated_numbers &y, const mn_gated_numbers &x,
+                                      const float (&fall)[2][2]) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) x[i / 4][i % 4] *= fall[i / 4][i % 2];
+    for (int i = 0; i < 8; i++) y[i / 4][i % 4] = x[i / 4][i % 4] * fall[i / 4][i % 2];
 }
 
-/* Keys of a part: with what has fallen before them taken back, for scores inside the part, and
- * lowered to the part's end. */
+/* Keys of a part: with what has fallen before them taken back, and lowered to the chunk's end. */
 struct mn_gated_keys {
     mn_gated_numbers inside, to_end;
 
-    __device__ void make(const mn_gated_factors &f, const uint32_t (&k)[4]) {
+    /* `fall`: from the part's start to the chunk's end */
+    __device__ void make(const mn_gated_factors &f, const uint32_t (&k)[4],
+                         const float (&fall)[2][2]) {
         mn_gated_numbers down;
 #pragma unroll
         for (int i = 0; i < 8; i++) down[i / 4][i % 4] = mn_exp2(-f.e[i / 4][i % 4]);
         mn_gated_times(inside, k, down);
+        mn_gated_lower(to_end, inside, fall);
+    }
+};
+
+/* ---- channels that fall too deep ------------------------------------------------------------- */
+
+/* Which of them do, by lanes, and how far their tokens are from the part's end. */
+struct mn_gated_deep {
+    unsigned mask[2][2];
+    mn_gated_numbers left;
+
+    /* Their keys are made once more: none inside; `after` is the fall behind the part. */
+    __device__ void mend(mn_gated_keys &keys, const mn_gated_factors &f, const uint32_t (&k)[4],
+                         const float (&after)[2][2]) {
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            to_end[i / 4][i % 4] = inside[i / 4][i % 4] * f.whole[i / 4][i % 2];
+        for (int i = 0; i < 4; i++) {
+            const int n = i / 2, j = i % 2;
+            const bool mine = f.is_deep(f.whole[n][j]);
+            const float end = __shfl_sync(0xffffffffu, f.e[n][2 + j], f.last());
+            mask[n][j] = __ballot_sync(0xffffffffu, mine);
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint32_t pair = k[2 * n + half];
+                const int at = 2 * half + j;
+                left[n][at] = f.e[n][at] - end;
+                if (!mine) continue;
+                keys.inside[n][at] = 0.0f;
+                keys.to_end[n][at] =
+                    (j ? mn_high(pair) : mn_low(pair)) * mn_exp2(-left[n][at]) * after[n][j];
+            }
         }
     }
 
-    /* Channels that fall too deep: keys to the end once more, and their scores one by one. */
-    __device__ void mend(float (&P)[2][4], const mn_gated_factors &f, const uint32_t (&q)[4],
-                         const uint32_t (&k)[4]) {
+    /* P += their scores one by one: q_t k_s 2^(row_t - column_s). */
+    __device__ void add(float (&P)[2][4], const uint32_t (&q)[4], const mn_gated_numbers &rows,
+                        const uint32_t (&k)[4], const mn_gated_numbers &columns) const {
         const int lane = threadIdx.x % 32;
-        unsigned deep[2][2];
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-                const bool mine = f.is_deep(f.whole[n][j]);
-                const float end = __shfl_sync(0xffffffffu, f.e[n][2 + j], f.last());
-                deep[n][j] = __ballot_sync(0xffffffffu, mine);
-                if (!mine) continue;
-#pragma unroll
-                for (int i = 0; i < 2; i++) {
-                    const uint32_t pair = k[2 * n + i];
-                    inside[n][2 * i + j] = 0.0f;
-                    to_end[n][2 * i + j] = (j ? mn_high(pair) : mn_low(pair)) *
-                                           mn_exp2(end - f.e[n][2 * i + j]);
-                }
-            }
-        }
 #pragma unroll 1
         for (int channel = 0; channel < 16; channel++) {
             const bool right = channel >= 8, odd = channel % 2;
             const int from = channel % 8 / 2;
-            const unsigned first = odd ? deep[0][1] : deep[0][0];
-            const unsigned second = odd ? deep[1][1] : deep[1][0], mask = right ? second : first;
-            if (!(mask >> from & 1)) continue;
-            float level[2], read[2], write[2];
+            const unsigned first = odd ? mask[0][1] : mask[0][0];
+            const unsigned second = odd ? mask[1][1] : mask[1][0];
+            if (!((right ? second : first) >> from & 1)) continue;
+            float row[2], column[2], read[2], write[2];
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const uint32_t x = right ? q[2 + i] : q[i], y = right ? k[2 + i] : k[i];
-                const float low = right ? f.e[1][2 * i] : f.e[0][2 * i];
-                const float high = right ? f.e[1][2 * i + 1] : f.e[0][2 * i + 1];
-                level[i] = odd ? high : low;
+                const int low = 2 * i, high = low + 1;
+                row[i] = right ? (odd ? rows[1][high] : rows[1][low])
+                               : (odd ? rows[0][high] : rows[0][low]);
+                column[i] = right ? (odd ? columns[1][high] : columns[1][low])
+                                  : (odd ? columns[0][high] : columns[0][low]);
                 read[i] = odd ? mn_high(x) : mn_low(x), write[i] = odd ? mn_high(y) : mn_low(y);
             }
 #pragma unroll
             for (int i = 0; i < 4; i++) {    // row half i / 2, one of two columns
-                const int row = (lane & ~3) + from, column = (lane % 4 * 2 + i % 2) * 4 + from;
-                const float t = __shfl_sync(0xffffffffu, level[i / 2], row);
-                const float x = __shfl_sync(0xffffffffu, read[i / 2], row);
+                const int t_at = (lane & ~3) + from, s_at = (lane % 4 * 2 + i % 2) * 4 + from;
+                const float t = __shfl_sync(0xffffffffu, row[i / 2], t_at);
+                const float x = __shfl_sync(0xffffffffu, read[i / 2], t_at);
 #pragma unroll
                 for (int n = 0; n < 2; n++) {
-                    const float s = __shfl_sync(0xffffffffu, level[n], column);
-                    const float y = __shfl_sync(0xffffffffu, write[n], column);
+                    const float s = __shfl_sync(0xffffffffu, column[n], s_at);
+                    const float y = __shfl_sync(0xffffffffu, write[n], s_at);
                     P[n][i] = fmaf(x * y, mn_exp2(t - s), P[n][i]);
                 }
             }
@@ -275,48 +288,88 @@ struct mn_gated_scores {
     float own[2][2][4], across[2][4];
 };
 
+/* Channels that fall too deep, in either part. */
+__device__ inline void mn_gated_mend(mn_gated_scores &P, mn_gated_keys (&keys)[2],
+                                     const mn_gated_factors (&f)[2], const uint32_t (&q)[2][4],
+                                     const uint32_t (&k)[2][4]) {
+    const float one[2][2] = { { 1.0f, 1.0f }, { 1.0f, 1.0f } };
+    mn_gated_deep deep;
+    deep.mend(keys[1], f[1], k[1], one);
+    deep.add(P.own[1], q[1], f[1].e, k[1], f[1].e);
+    deep.mend(keys[0], f[0], k[0], f[1].whole);
+    deep.add(P.own[0], q[0], f[0].e, k[0], f[0].e);
+    deep.add(P.across, q[1], f[1].e, k[0], deep.left);
+}
+
 /* 16 channels of a chunk, whose tiles lie at q, k and g; their falls over the chunk. */
-template <bool SCORES>
 __device__ inline void mn_gated_channels(mn_gated_scores &P, float (&fall)[2][2],
                                          const mn_gated_triangle &triangle, uint32_t q, uint32_t k,
                                          uint32_t g) {
     mn_gated_factors f[2];
     mn_gated_keys keys[2];
-    uint32_t x[2][4], y[2][4], right[4];
+    uint32_t x[2][4], y[2][4], left[4], right[2][4];
 #pragma unroll
     for (int part = 0; part < 2; part++) {
         f[part].make(triangle, g + part * MN_GATED_ROWS);
         mn_gated_matrices<false>(y[part], k + part * MN_GATED_ROWS);
-        keys[part].make(f[part], y[part]);
         mn_gated_matrices<false>(x[part], q + part * MN_GATED_ROWS);
     }
-    if (__any_sync(0xffffffffu, f[0].has_deep() || f[1].has_deep())) {
 #pragma unroll
-        for (int part = 0; part < 2; part++) {
-            keys[part].mend(P.own[part], f[part], x[part], y[part]);
-        }
+    for (int i = 0; i < 4; i++) {
+        fall[i / 2][i % 2] = f[0].whole[i / 2][i % 2] * f[1].whole[i / 2][i % 2];
+    }
+    keys[0].make(f[0], y[0], fall);
+    keys[1].make(f[1], y[1], f[1].whole);
+    if (__any_sync(0xffffffffu, f[0].has_deep() || f[1].has_deep())) {
+        mn_gated_mend(P, keys, f, x, y);
     }
 #pragma unroll
     for (int part = 0; part < 2; part++) {
         mn_gated_numbers queries;
-        uint32_t left[4];
         mn_gated_times(queries, x[part], f[part].up);
         mn_left_of(left, queries[0], queries[1]);
-        mn_left_of(right, keys[part].inside[0], keys[part].inside[1]);
-        if (SCORES) mn_gated_score(P.own[part], left, right);
+        mn_left_of(right[part], keys[part].inside[0], keys[part].inside[1]);
+        mn_gated_score(P.own[part], left, right[part]);
         if (part == 1) {
-            mn_left_of(right, keys[0].to_end[0], keys[0].to_end[1]);
-            if (SCORES) mn_gated_score(P.across, left, right);
-            mn_gated_lower(queries, f[0].whole);
+            mn_gated_lower(queries, queries, f[0].whole);
             mn_left_of(left, queries[0], queries[1]);
+            mn_gated_score(P.across, left, right[0]);
         }
         mn_gated_put(q + part * MN_GATED_ROWS, left);
+        mn_left_of(left, keys[part].to_end[0], keys[part].to_end[1]);
+        mn_gated_put(k + part * MN_GATED_ROWS, left);
     }
-    mn_gated_lower(keys[0].to_end, f[1].whole);
+}
+
+/* The same where only states are wanted: keys, or queries against time. */
+__device__ inline void mn_gated_writes(float (&fall)[2][2], const mn_gated_triangle &triangle,
+                                       uint32_t q, uint32_t k, uint32_t g, bool reverse) {
+    mn_gated_factors f[2];
+    uint32_t x[2][4], y[4];
+    const uint32_t at = reverse ? q : k;
 #pragma unroll
     for (int part = 0; part < 2; part++) {
-        mn_left_of(right, keys[part].to_end[0], keys[part].to_end[1]);
-        mn_gated_put(k + part * MN_GATED_ROWS, right);
+        f[part].make(triangle, g + part * MN_GATED_ROWS);
+        mn_gated_matrices<false>(x[part], at + part * MN_GATED_ROWS);
+    }
+#pragma unroll
+    for (int part = 0; part < 2; part++) {
+        mn_gated_numbers factor, rows;
+        float end[2][2];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            end[i / 2][i % 2] =
+                __shfl_sync(0xffffffffu, f[part].e[i / 2][2 + i % 2], f[part].last());
+        }
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const float left = mn_exp2(end[i / 4][i % 2] - f[part].e[i / 4][i % 4]);
+            factor[i / 4][i % 4] = reverse ? f[part].up[i / 4][i % 4] : left;
+        }
+        mn_gated_times(rows, x[part], factor);
+        if (reverse == (part == 1)) mn_gated_lower(rows, rows, f[1 - part].whole);
+        mn_left_of(y, rows[0], rows[1]);
+        mn_gated_put(at + part * MN_GATED_ROWS, y);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -403,6 +456,9 @@ __device__ inline void mn_gated_scale(mn_gated_room<KP> &room, bool reverse) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % (2 * MN_GATED_PAIRS);
     const int pair = warp % MN_GATED_PAIRS, half = warp / MN_GATED_PAIRS;
     const int turns = (int)(room.place.end - room.place.turn);
+    const int last = (int)room.place.n_chunks - 1, turn = (int)room.place.turn;
+    const int ending = reverse ? -turn : last - turn;    // when the sequence's last chunk comes
+    const int count = (int)room.place.span.length - last * MN_GATED_CHUNK;    // its tokens
     const mn_gated_triangle triangle;
     const uint32_t first =
         mn_gated_kept(mn_shared_at(&room) + mn_gated_place(lane % 16, lane / 16));
@@ -412,16 +468,16 @@ __device__ inline void mn_gated_scale(mn_gated_room<KP> &room, bool reverse) {
         mn_gated_scores P = {};
         float falls[2][2];
         mn_barrier_wait(&room.there[slot], n / MN_GATED_STAGES & 1);
-        const int count = mn_gated_count(room.place, mn_gated_start(room.place, reverse, n));
-        if (count < MN_GATED_CHUNK) mn_gated_end<KP>(in, count, half);
+        if (n == ending && count < MN_GATED_CHUNK) mn_gated_end<KP>(in, count, half);
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
             const int k = half * steps + step;
             const uint32_t q =
                 ((first + slot * (int)sizeof(in)) ^ k % 4 * 32) + k / 4 * MN_GATED_PANEL;
             float fall[2][2];
-            mn_gated_channels<READS>(P, fall, triangle, q, q + (int)sizeof(in.q),
-                                        q + 2 * (int)sizeof(in.q));
+            const uint32_t keys = q + (int)sizeof(in.q), g = keys + (int)sizeof(in.q);
+            if (READS) mn_gated_channels(P, fall, triangle, q, keys, g);
+            else mn_gated_writes(fall, triangle, q, keys, g, reverse);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 if (lane / 4 == step) falls[i / 2][i % 2] = fall[i / 2][i % 2];

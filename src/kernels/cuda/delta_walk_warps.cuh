@@ -60,6 +60,11 @@ struct mn_walk_sums {
 
     float at[parts][tiles][4];
 
+    __device__ void add(int part, int n, const unsigned (&a)[4], const unsigned (&b)[4]) {
+        mn_product(at[part][2 * n], a, b[0], b[1]);
+        mn_product(at[part][2 * n + 1], a, b[2], b[3]);
+    }
+
     /* += state rows', for a tile of rows of keys. */
     __device__ void read(const unsigned (&state)[KP / 16][4], const unsigned char *tile,
                          int team) {
@@ -126,11 +131,6 @@ struct mn_walk_sums {
                 for (int part = 1; part < parts; part++) sums[n][i] += at[part][n][i];
             }
         }
-    }
-
-    __device__ void add(int part, int n, const unsigned (&a)[4], const unsigned (&b)[4]) {
-        mn_product(at[part][2 * n], a, b[0], b[1]);
-        mn_product(at[part][2 * n + 1], a, b[2], b[3]);
     }
 };
 

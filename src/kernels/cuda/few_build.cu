@@ -15,7 +15,7 @@ static bool row_of(mn_few_products_note *to, mn_few_touch *touch, const mn_few_p
     to->K = (int)given->K, to->chunks = (unsigned char)mn_ceil_div(given->K, MN_FEW_CHUNK);
     to->way = MN_FEW_AS_IT_IS;
     if (!first) {
-        to->x = touch->source(given->a, given->K, 4).at;
+        to->x = touch->source(given->a, given->K, MN_FEW_OF_LINE).at;
         return true;
     }
     const bool gated = first->kind == MN_FEW_GATED_NORM;
@@ -42,8 +42,8 @@ static bool row_of(mn_few_products_note *to, mn_few_touch *touch, const mn_few_p
     to->wrap = shared ? (int)width - 1 : INT32_MAX;
     to->row = (mn_bf16 *)first->at[gated ? 3 : 2].data;
     touch->reads(to->weight, shared ? width : given->K, 2);
-    to->x = touch->source(first->at[0].data, given->K, 4).at;
-    if (gated) to->z = touch->source(first->at[1].data, given->K, 4).at;
+    to->x = touch->source(first->at[0].data, given->K, MN_FEW_OF_LINE).at;
+    if (gated) to->z = touch->source(first->at[1].data, given->K, MN_FEW_OF_LINE).at;
     touch->writes(to->row, given->K, 2, false);
     return true;
 }
@@ -237,16 +237,18 @@ static bool fill_unit(mn_few_unit *to, mn_few_end *ends, mn_few_touch *touch, co
         touch->writes(product.c, N, 2, form == MN_FEW_STORED);
         touch->reads(product.bias, N, 2);
     }
+    to->biased = to->bias[0] || to->bias[1];
     if (form == MN_FEW_STORED) to->to = to->c[0], to->c[0] = NULL;
+    to->keeps = to->c[0] || to->c[1];
     if (form == MN_FEW_ADDED) {
         to->to = (mn_bf16 *)given->of[unit.product[0]].sum;
-        to->plus = touch->source(given->of[unit.product[0]].plus, N, 2);
+        to->plus = touch->source(given->of[unit.product[0]].plus, N, MN_FEW_COLUMNS);
         touch->writes(to->to, N, 2, true);
         return unit.n_products == 1;
     }
     if (form == MN_FEW_FUNCTION) {
         const mn_few &work = given->ending[unit.ends[0]].work;
-        to->to = (mn_bf16 *)work.at[2].data, to->f = (unsigned char)work.f, to->narrow = 1;
+        to->to = (mn_bf16 *)work.at[2].data, to->f = (unsigned char)work.f;
         touch->writes(to->to, N, 2, true);
     } else if (form == MN_FEW_WIDENED) {
         to->to = (mn_bf16 *)given->ending[unit.ends[0]].work.at[1].data;
@@ -477,7 +479,7 @@ extern "C" bool mn_few_program_multiply(mn_few_program *p, const mn_few_products
             stage.end[i][k].to_words = touch.words(stage.end[i][k].to);
         }
     }
-    p->ragged = p->ragged || given->K % MN_FEW_SPAN != 0;
+    p->ragged = p->ragged || given->K % MN_FEW_CHUNK != 0;
     write_stage(p, stage, given);
     return true;
 }

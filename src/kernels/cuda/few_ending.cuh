@@ -42,7 +42,7 @@ __device__ inline float mn_few_input_of(const mn_few_input &in, const mn_few_pla
     mn_few_one x;
     do {
         x.ask(place.words + mn_few_word_from(in.source.at, i));
-    } while (x.missing());
+    } while (x.most() == MN_FEW_UNSAID);
     return x.number(i % 2);
 }
 
@@ -134,6 +134,14 @@ struct mn_few_kind_of {
     __device__ int f(void) const {
         return second >> 8 & 255;
     }
+
+    __device__ bool biased(void) const {
+        return second >> 16 & 1;
+    }
+
+    __device__ bool keeps(void) const {
+        return second >> 17 & 1;
+    }
 };
 
 struct mn_few_finish {
@@ -141,6 +149,7 @@ struct mn_few_finish {
     const mn_few_place &place;
     int column, form, f, words;
     bool there, mine;        // a column that is there, and its first lane
+    bool keeps;              // products
     float bias[2];
     uint32_t held[6];        // as it was found: what is added; tail, taps, bias; what a list reads
 
@@ -151,31 +160,32 @@ struct mn_few_finish {
         column = threadIdx.x % 32 / 4;
         there = has && column < kind.n_rows();
         mine = there && threadIdx.x % 4 == 0;
-        form = kind.form(), f = kind.f(), words = u.to_words;
+        form = kind.form(), f = kind.f(), words = u.to_words, keeps = kind.keeps();
         bias[0] = bias[1] = 0.0f;
 #pragma unroll
         for (int i = 0; i < 6; i++) asm("" : "=r"(held[i]));    // any numbers
         if (!has) return;
-        if (there && u.bias[0]) bias[0] = mn_float(u.bias[0][column]);
-        if (there && u.bias[1]) bias[1] = mn_float(u.bias[1][column]);
         if (form == MN_FEW_ADDED) ask_plus();
         if (form == MN_FEW_CONVOLVED && there) ask_taps();
-        if (form >= MN_FEW_DECAYED && there) ask_early();
+        if (__builtin_expect(form >= MN_FEW_DECAYED, 0) && there) ask_early();
+        if (__builtin_expect(kind.biased(), 0) && there) {
+            if (u.bias[0]) bias[0] = mn_float(u.bias[0][column]);
+            if (u.bias[1]) bias[1] = mn_float(u.bias[1][column]);
+        }
     }
 
     /* The word of what is added. */
     __device__ void ask_plus(void) {
         mn_few_one word;
         word.none();
-        if (there) word.ask(place.words + mn_few_word_from(u.plus.at, column));
+        if (there) word.ask(place.words + u.plus.at + column / 2 * 4);
         held[0] = word.a;
     }
 
     /* Before the sums are there. */
     __device__ void settle(void) {
-        while (form == MN_FEW_ADDED && __any_sync(0xffffffffu, held[0] == MN_FEW_UNSAID)) {
-            ask_plus();
-        }
+        if (form != MN_FEW_ADDED) return;
+        while (__builtin_expect(__any_sync(0xffffffffu, held[0] == MN_FEW_UNSAID), 0)) ask_plus();
     }
 
     __device__ float add(float x) const {
@@ -202,10 +212,12 @@ struct mn_few_finish {
     }
 
     __device__ void keep_tail(float x) const {
+        float *const tail = u.tail + column;
+        const int N = u.N;
         if (!mine || !u.tail) return;
-        u.tail[column] = __uint_as_float(held[1]);
-        u.tail[u.N + column] = __uint_as_float(held[2]);
-        u.tail[2 * u.N + column] = x;
+        tail[0] = __uint_as_float(held[1]);
+        tail[N] = __uint_as_float(held[2]);
+        tail[2 * N] = x;
     }
 
     /* The words of memory that what a list reads lies in. */
@@ -237,7 +249,7 @@ struct mn_few_finish {
     }
 
     /* What few units have; a list delivers by itself. */
-    __device__ __forceinline__ void run_rare(float x, float y, const mn_few_end *ends,
+    __device__ void run_rare(float x, float y, const mn_few_end *ends,
                              float (*values)[MN_FEW_COLUMNS]) const {
         if (form == MN_FEW_WIDENED) {
             if (mine) ((float *)u.to)[column] = x;
@@ -262,7 +274,7 @@ struct mn_few_finish {
         const bool rare = form >= MN_FEW_WIDENED ||
                           (form == MN_FEW_FUNCTION && !silu && f != MN_UNARY_SIGMOID);
         const float x = mn_few_round(first + bias[0]), y = mn_few_round(second + bias[1]);
-        if (rare) {
+        if (__builtin_expect(rare, 0)) {
             run_rare(x, y, ends, values);
         } else {
             const float sum = convolve(x), added = add(x), at = convolved ? sum : x;
@@ -273,8 +285,10 @@ struct mn_few_finish {
             mn_few_deliver(place, mine, u.to, words, result);
             if (convolved) keep_tail(x);
         }
-        if (mine && u.c[0]) u.c[0][column] = __float2bfloat16_rn(x);
-        if (mine && u.c[1]) u.c[1][column] = __float2bfloat16_rn(y);
+        if (!keeps) return;
+        mn_bf16 *const one = u.c[0], *const other = u.c[1];
+        if (mine && one) one[column] = __float2bfloat16_rn(x);
+        if (mine && other) other[column] = __float2bfloat16_rn(y);
     }
 };
 

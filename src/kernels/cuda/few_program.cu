@@ -27,22 +27,20 @@ __device__ static void open_barriers(mn_few_block &room) {
 }
 
 /* What is multiplied by the zeros behind a row must be numbers. */
-__device__ static void clear(mn_few_block &room, int ragged) {
-    uint4 *const zeros = (uint4 *)room.zeros, *const ring = (uint4 *)room.ring;
-    if (threadIdx.x < sizeof room.zeros / 16) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
-    if (!ragged) return;
-    for (int i = threadIdx.x; i < (int)(sizeof room.ring / 16); i += blockDim.x) {
-        ring[i] = make_uint4(0, 0, 0, 0);
+__device__ static void clear(mn_few_block &room) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < (int)(sizeof room.ring / 16); i += THREADS) {
+        ((uint4 *)room.ring)[i] = make_uint4(0, 0, 0, 0);
     }
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-/* Numbers from outside to words, two a thread at a time. */
-__device__ static void copy(const mn_few_copy_note &p, const mn_few_place &place) {
+/* Numbers from outside to words, two a thread at a time; of row `row` of a table. */
+__device__ static void copy(const mn_few_copy_note &p, const mn_few_place &place, int row) {
 #pragma unroll 1
     for (int i = 0; i < p.n; i++) {
         const mn_few_copy &c = p.of[i];
-        const mn_bf16 *from = c.from + (c.index ? *c.index * c.row : 0);
+        const mn_bf16 *from = c.from + row * c.row;
 #pragma unroll 1
         for (int k = threadIdx.x * 2; k < c.count; k += 2 * MN_FEW_THREADS) {
             const bool two = k + 1 < c.count;
@@ -54,27 +52,41 @@ __device__ static void copy(const mn_few_copy_note &p, const mn_few_place &place
     }
 }
 
-__device__ static void work(mn_few_block &room, const char *words, int n_stages) {
-    mn_few_place place = {};
-    place.words = words;
+/* The words of the next run, which have been read in the last one; while the first ones of this run
+ * are on their way. */
+__device__ static void forget(char *words, int bytes) {
+    const uint4 unsaid = { MN_FEW_UNSAID, MN_FEW_UNSAID, MN_FEW_UNSAID, MN_FEW_UNSAID };
+    const int first = (int)(blockIdx.x * MN_FEW_THREADS + threadIdx.x);
 #pragma unroll 1
-    for (int i = 0; i < n_stages; i++) {
-        mn_barrier_wait(&room.note_full[place.note], place.note_turn);
-        const mn_few_note &note = *(const mn_few_note *)room.note[place.note];
-        if (note.kind == MN_FEW_MULTIPLY) mn_few_multiply(room, note, place);
-        else if (note.kind == MN_FEW_RECALL) mn_few_recall(room, note.memory, place);
-        else if (note.kind == MN_FEW_COPY) copy(note.copy, place);
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) mn_barrier_arrive(&room.note_empty[place.note]);
-        place.next_note();
+    for (int i = first; i < bytes / 16; i += (int)gridDim.x * MN_FEW_THREADS) {
+        ((uint4 *)words)[i] = unsaid;
     }
 }
 
-/* The words of the next run, which have been read in the last one. */
-__device__ static void forget(char *words, int bytes) {
-    const uint4 unsaid = { MN_FEW_UNSAID, MN_FEW_UNSAID, MN_FEW_UNSAID, MN_FEW_UNSAID };
-    const int first = (int)(blockIdx.x * THREADS + threadIdx.x), step = (int)gridDim.x * THREADS;
-    for (int i = first; i < bytes / 16; i += step) ((uint4 *)words)[i] = unsaid;
+/* Waits for the next note; and says that it has been done. */
+__device__ static const mn_few_note &begin(const mn_few_block &room, const mn_few_place &place) {
+    mn_barrier_wait(&room.note_full[place.note], place.note_turn);
+    return *(const mn_few_note *)room.note[place.note];
+}
+
+__device__ static void end(mn_few_block &room, mn_few_place &place) {
+    mn_barrier_release(&room.note_empty[place.note]);
+    place.next_note();
+}
+
+/* All stages; the first one copies. `row`: of a table, the program's. */
+__device__ static void work(mn_few_block &room, const char *words, int row, int n_stages) {
+    mn_few_place place = {};
+    place.words = words;
+    copy(begin(room, place).copy, place, row);
+    end(room, place);
+#pragma unroll 1
+    for (int i = 1; i < n_stages; i++) {
+        const mn_few_note &note = begin(room, place);
+        if (note.kind == MN_FEW_MULTIPLY) mn_few_multiply(room, note, place);
+        else if (note.kind == MN_FEW_RECALL) mn_few_recall(room, note.memory, place);
+        end(room, place);
+    }
 }
 
 /* The last block to leave counts the run. */
@@ -96,12 +108,16 @@ few_program_kernel(char *program, int n_stages, int words_at, int words, int rag
     const unsigned run = *(volatile unsigned *)&head->run + 1;
     const mn_few_start start = ((const mn_few_start *)(head + 1))[blockIdx.x];
     if (threadIdx.x == 0) open_barriers(room);
-    clear(room, ragged);
+    if (ragged) clear(room);
     __syncthreads();
+    int row = 0;    // far away: asked for first
+    if ((int)blockIdx.x < head->n_picking) row = *(const volatile int32_t *)head->index;
     const int now = (int)(run % MN_FEW_SETS) * words;
-    forget(program + words_at + (words - now), words);
     if (threadIdx.x >= MN_FEW_THREADS) mn_few_feed(room, program, start, now, n_stages);
-    else work(room, program + now, n_stages);
+    else {
+        forget(program + words_at + (words - now), words);
+        work(room, program + now, row, n_stages);
+    }
     leave(head, run);
 #endif
 }

@@ -38,8 +38,8 @@ enum {
 
 static const uint32_t MN_FEW_UNSAID = 0xffffffffu;    // numbers that are none are 0x7fff here
 
-/* Words are spread: the second cache serves a line to one reader after the other, and all blocks look
- * for the same words. 16 numbers are at the beginning of each line. */
+/* Words are spread: the second cache serves a line to one reader after the other, and all blocks
+ * look for the same words. 16 numbers are at the beginning of each line. */
 enum { MN_FEW_LINE = 128, MN_FEW_OF_LINE = 16 };
 
 /* Bytes from the first word, which begins a line, to that of number i. */
@@ -85,7 +85,9 @@ struct mn_few_strip {
 /* From its first column on. `to`: where the last result goes; its words are to_words bytes from the
  * beginning of the program, or MN_FEW_NOWHERE. `c`: the products, unless the last result is one. */
 struct alignas(16) mn_few_unit {
-    unsigned char form, n_strips, strip[2], n_rows, f, narrow, n_ends;
+    unsigned char form, n_strips, strip[2], n_rows, f;
+    bool biased : 1, keeps : 1;          // some bias; some product is stored as well
+    unsigned char n_ends;
     int first_end, to_words, N;          // N: of the product
     unsigned char early_step[4], early_wide[4];
     int early_per[4];                    // columns that a number serves
@@ -147,8 +149,8 @@ struct alignas(16) mn_few_memory_note {
     mn_bf16 *o;
 };
 
-/* Numbers that are older than the program, to words, and to memory where `to` is there. With an
- * index, those of that row of a table. */
+/* Numbers that are older than the program, to words, and to memory where `to` is there. Those of
+ * the program's row of a table, where `row` is not 0. */
 enum { MN_FEW_COPIES = 16 };    // of a block
 struct mn_few_copy {
     const mn_bf16 *from;
@@ -177,6 +179,8 @@ static_assert(sizeof(mn_few_note) + MN_FEW_ENDINGS * sizeof(mn_few_end) <= MN_FE
 /* In front of a program. */
 struct mn_few_head {
     alignas(128) unsigned run;     // how often it has run
+    int n_picking;                 // blocks, the first ones, that copy rows of a table
+    const int32_t *index;          // of which this one
     alignas(128) unsigned left;    // blocks that have ended this time
 };
 
@@ -189,7 +193,6 @@ struct alignas(128) mn_few_block {
     unsigned char ring[MN_FEW_SLOTS][MN_FEW_PIECE];
     alignas(16) unsigned char note[MN_FEW_NOTES][MN_FEW_NOTE_BYTES];
     alignas(16) mn_bf16 row[MN_FEW_CHUNKS * MN_FEW_CHUNK];
-    alignas(16) unsigned char zeros[2 * MN_FEW_SPAN];
     alignas(16) float sums[2][MN_FEW_STRIPS][MN_FEW_COLUMNS][MN_FEW_WARPS + 2];
     alignas(16) float squares[2][MN_FEW_WARPS];
     alignas(16) float2 columns[2][MN_FEW_WARPS][MN_FEW_TILE];
@@ -233,6 +236,19 @@ __device__ inline unsigned mn_few_even(unsigned x) {
     return __reduce_or_sync(0xffffffffu, x);
 }
 
+/* A place in shared memory that is worked out here, and not where it is used. */
+__device__ inline uint32_t mn_few_here(uint32_t place) {
+    asm volatile("" : "+r"(place));
+    return place;
+}
+
+__device__ inline uint2 mn_few_find(uint32_t place) {
+    uint2 two;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(two.x), "=r"(two.y) : "r"(place)
+                 : "memory");
+    return two;
+}
+
 /* All warps that multiply. */
 __device__ inline void mn_few_meet(void) {
     asm volatile("bar.sync 1, %0;" ::"n"((int)MN_FEW_THREADS) : "memory");
@@ -260,8 +276,9 @@ struct mn_few_four {
                      : "=r"(a), "=r"(b) : "l"(words) : "memory");
     }
 
-    __device__ bool missing(void) const {
-        return a == MN_FEW_UNSAID || b == MN_FEW_UNSAID;
+    /* MN_FEW_UNSAID: one of them is not there. */
+    __device__ uint32_t most(void) const {
+        return max(a, b);
     }
 
     __device__ uint2 numbers(void) const {
@@ -281,8 +298,8 @@ struct mn_few_one {
         asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(a) : "l"(word) : "memory");
     }
 
-    __device__ bool missing(void) const {
-        return a == MN_FEW_UNSAID;
+    __device__ uint32_t most(void) const {
+        return a;
     }
 
     __device__ float number(int odd) const {
@@ -300,10 +317,6 @@ __device__ inline float mn_few_low(uint32_t two) {
 
 __device__ inline float mn_few_high(uint32_t two) {
     return __uint_as_float(two & 0xffff0000u);
-}
-
-__device__ inline uint32_t mn_few_bits(float x) {
-    return __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
 
 __device__ inline uint32_t mn_few_two(float low, float high) {

@@ -9,7 +9,7 @@ int mn_few_blocks(void);
 typedef struct mn_few_started {
     int n_stages;
     int words_at, words;    // where words begin, and how many bytes of them a run has
-    int ragged;             // a row's last numbers are fewer than what a warp has
+    int ragged;             // a row's last chunk is not whole
 } mn_few_started;
 
 int mn_few_start_program(const mn_few_started *given, void *program, void *stream);

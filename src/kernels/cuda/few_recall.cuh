@@ -27,8 +27,8 @@ struct mn_few_rows_of {
         at[1].none();
     }
 
-    __device__ bool missing(void) const {
-        return at[0].missing() || at[1].missing();
+    __device__ uint32_t most(void) const {
+        return max(at[0].most(), at[1].most());
     }
 
     __device__ void get(float (&x)[8]) const {
@@ -64,7 +64,7 @@ struct mn_few_inputs_of {
         const char *const at_v = place.words + mn_few_word_from(m.v.at, column);
         const char *const at_beta = place.words + m.beta.at;
         const bool channels = m.by_channel, evenly = m.has_g && !m.by_channel, with = m.has_beta;
-        bool missing;
+        uint32_t most;
         do {
             q.ask(at_q);
             e.ask(at_e);
@@ -72,9 +72,9 @@ struct mn_few_inputs_of {
             if (channels) g.ask(at_g);
             if (evenly) even.ask(at_g);
             if (with) beta.ask(at_beta);
-            missing = q.missing() || e.missing() || v.missing();
-            missing = missing || g.missing() || even.missing() || beta.missing();
-        } while (missing);
+            most = max(max(q.most(), e.most()), max(g.most(), v.most()));
+            most = max(most, max(even.most(), beta.most()));
+        } while (most == MN_FEW_UNSAID);
     }
 };
 

@@ -36,7 +36,7 @@ struct mn_few_program {
     mn_few_range *range;
     int64_t n_ranges, most_ranges;
     bool failed;                     // memory was out
-    bool ragged;                     // the last warp's numbers of a row are not all there
+    bool ragged;                     // a row's last chunk is not whole
 };
 
 /* ---- lists ----------------------------------------------------------------------------------- */

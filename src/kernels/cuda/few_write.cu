@@ -124,6 +124,12 @@ extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
     if (p->failed) return;
     memset(bytes + words_at(p), MN_FEW_UNSAID & 0xff, (size_t)(MN_FEW_SETS * p->words));
     unsigned char *read = list_read(p);
+    mn_few_head *head = (mn_few_head *)bytes;
+    for (int64_t i = 0; i < p->n_copies; i++) {
+        if (!p->copy[i].index) continue;
+        head->index = p->copy[i].index;
+        head->n_picking = (int)mn_min(i + 1, p->n_blocks);
+    }
     mn_few_start *starts = (mn_few_start *)(bytes + sizeof(mn_few_head));
     const few_moving moving = { read, words_at(p) };
     int64_t at = notes_at(p);

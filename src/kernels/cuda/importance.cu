@@ -43,15 +43,16 @@ typedef by_mma::block<8, 8> slim_tall_block;
 typedef by_mma::block<4, 16> back_block;
 
 /* How a call is cut into blocks, and how many tokens lie between the states that are kept for going
- * back. */
+ * back. `slices`: blocks along the columns go back one after the other, each adding to what those
+ * before it have of dk and dq: the same sums. */
 struct cuts {
     int64_t slots, columns, span;
-    bool by_mma;
+    bool by_mma, slices;
 };
 
 template <typename Block>
 static cuts cuts_into(int64_t span, bool by_mma) {
-    return { Block::SLOTS, Block::COLUMNS, span, by_mma };
+    return { Block::SLOTS, Block::COLUMNS, span, by_mma, false };
 }
 
 /* Whether a block may have so much shared memory. */
@@ -62,13 +63,32 @@ static bool has_shared(size_t bytes) {
     return bytes <= (size_t)limit;
 }
 
-/* Whether blocks would leave half of the processors without one. */
-static bool are_few(const mn_call *call, const cuts &by) {
+static int64_t count_processors(void) {
     int device = 0, processors = 0;
     (void)cudaGetDevice(&device);
     (void)cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-    const int64_t across = mn_ceil_div(call->V, by.columns), down = mn_ceil_div(call->K, by.slots);
-    return 2 * across * down * mn_n_spans(*call) * call->H <= processors;
+    return processors > 0 ? processors : 1;
+}
+
+/* Blocks that share the columns of all heads, and those along the columns. */
+static int64_t count_down(const mn_call *call, const cuts &by) {
+    return mn_ceil_div(call->K, by.slots) * mn_n_spans(*call) * call->H;
+}
+
+static int64_t count_across(const mn_call *call, const cuts &by) {
+    return mn_ceil_div(call->V, by.columns);
+}
+
+/* Whether blocks would leave half of the processors without one. */
+static bool are_few(const mn_call *call, const cuts &by) {
+    return 2 * count_across(call, by) * count_down(call, by) <= count_processors();
+}
+
+/* Whether slices, a block on each processor, take no longer than all blocks at once. */
+static bool may_slice(const mn_call *call, const cuts &by) {
+    const int64_t processors = count_processors(), down = count_down(call, by);
+    const int64_t across = count_across(call, by);
+    return across * mn_ceil_div(down, processors) == mn_ceil_div(across * down, processors);
 }
 
 static cuts cuts_of(const mn_importance_args *p, bool backward) {
@@ -76,7 +96,11 @@ static cuts cuts_of(const mn_importance_args *p, bool backward) {
     const size_t room = backward ? sizeof(by_mma::backward_room<back_block>) :
                                    sizeof(by_mma::forward_room<tall_block>);
     if (p->call.dtype == MN_BF16 && !spread && has_shared(room)) {
-        if (backward) return cuts_into<back_block>(TOKENS, true);
+        if (backward) {
+            cuts by = cuts_into<back_block>(TOKENS, true);
+            by.slices = may_slice(&p->call, by);
+            return by;
+        }
         const bool tall = p->call.K > read_block::SLOTS;
         const cuts wide = tall ? cuts_into<tall_block>(TOKENS, true) :
                                  cuts_into<read_block>(TOKENS, true);
@@ -125,7 +149,7 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_importance_args *p, con
            mn_mul_i64(&counts[STATES], heads, 2 * by.slots * by.columns) &&
            mn_mul_i64(&counts[STATES], counts[STATES], mn_tile_slots(*call, by.span)) &&
            mn_mul_i64(&counts[KEY_PARTS], rows, call->K) &&
-           mn_mul_i64(&counts[KEY_PARTS], counts[KEY_PARTS], across) &&
+           mn_mul_i64(&counts[KEY_PARTS], counts[KEY_PARTS], by.slices ? 1 : across) &&
            mn_mul_i64(&counts[GATES], rows, blocks) &&
            mn_mul_i64(&counts[PRIORS], heads, mn_n_spans(*call));
 }
@@ -224,13 +248,16 @@ static int back_by_mma(const mn_importance_args *p, const room &to, const cuts &
                                    back_block::THREADS, sizeof(by_mma::states_room<back_block>),
                                    stream, *p, gates, to.at[STATES]);
     }
-    if (code == cudaSuccess) {
+    const dim3 blocks = blocks_of(&p->call, by);
+    int slice = by.slices ? 0 : -1;
+    do {
+        if (code != cudaSuccess) return code;
         code = launch<by_mma::backward_room<back_block>, back_block>(
-            by_mma::backward_kernel<back_block>, p, by, stream, gates, to);
-    }
+            by_mma::backward_kernel<back_block>, p, by, stream, gates, to, slice);
+        slice++;
+    } while (by.slices && slice < (int)blocks.x);
     const int64_t items = mn_n_spans(p->call) * p->call.H;
     if (code != cudaSuccess || items == 0) return code;
-    const dim3 blocks = blocks_of(&p->call, by);
     by_mma::walk_gates_kernel<back_block><<<(unsigned)items, by_mma::WALKERS, 0, stream>>>(
         *p, gates, to, to.at[PRIORS], blocks.x * blocks.z, mn_cell_rows_of(&p->call) * p->call.H);
     return mn_launched();
@@ -262,7 +289,7 @@ static int add_parts(const mn_importance_args *p, const room &at, const cuts &by
     const int64_t n_rows = mn_cell_rows_of(call) * call->H;
     const dim3 blocks = blocks_of(call, by);
     int code = sum_groups<T>(p->grad.v, p->grad.b, at.at[SUMS], call, by, stream);
-    if (code == cudaSuccess) {
+    if (code == cudaSuccess && !by.slices) {
         code = mn_cell_add_rows<T>(p->grad.k, p->grad.q, at.at[KEY_PARTS], blocks.x, call, call->H,
                                    call->K, stream);
     }

@@ -43,7 +43,17 @@ struct alignas(16) target {
         packed = even && between == apart ? left & ~1 : 0;
     }
 
-    /* A lane's neighbours at token t. */
+    /* A lane's neighbours at token t; zeros where there are none. */
+    template <int EACH>
+    __device__ __forceinline__ void get(float (&x)[EACH], unsigned t) const {
+        const int i = thread_again() % 32 * EACH;
+#pragma unroll
+        for (int n = 0; n < EACH; n++) {
+            x[n] = i + n < left ? mn_float(first[t * stride + i + n]) : 0.0f;
+        }
+    }
+
+    /* The same, of those that there are. */
     template <int EACH>
     __device__ __forceinline__ void put(const float (&x)[EACH], unsigned t) const {
         static_assert(EACH <= 2, "one pack");
@@ -79,10 +89,14 @@ struct parts_of {
     }
 };
 
-/* Where a block's gradients go: dk and dq as parts, dv and db too where blocks share the slots. */
+/* Where a block's gradients go: dk and dq as parts, dv and db too where blocks share the slots.
+ *
+ * Where the columns are slices that go one after the other, there is one part of dk and dq, the sum
+ * of the slices so far, and the last one puts the gradients. */
 struct targets {
-    target<float> dk, dq, dv_part, db_part;
-    target<mn_bf16> dv, db;
+    target<float> dk_part, dq_part, dv_part, db_part;
+    target<mn_bf16> dk, dq, dv, db;
+    bool adds, ends;     // to the slices before it; is the last one
     float2 *gates;       // of the sequence's first token
     float *along;        // of its first tile
     unsigned tokens_apart, tiles_apart;
@@ -90,11 +104,11 @@ struct targets {
 
     /* By the first thread. */
     template <typename Block>
-    __device__ void open(const mn_importance_args &p, const room &to, const place &at,
+    __device__ void open(const mn_importance_args &p, const room &to, const place &at, int slice,
                          int64_t n_rows) {
         const int64_t K = p.call.K, V = p.call.V, H = p.call.H, token = at.span.t0;
         const int64_t row = (at.span.b * p.call.T + token) * H + at.h;
-        float *keys = to.at[KEY_PARTS] + (blockIdx.x * n_rows + row) * 2 * K;
+        float *keys = to.at[KEY_PARTS] + ((slice < 0 ? blockIdx.x * n_rows : 0) + row) * 2 * K;
         float *lines = to.at[SUMS] + (blockIdx.z * n_rows + row) * 2 * V;
         if (threadIdx.x != 0) return;
         const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
@@ -102,8 +116,13 @@ struct targets {
         gates = parts.gates, tokens_apart = (unsigned)H;
         along = parts.along, tiles_apart = (unsigned)parts.tiles_apart;
         scale = (float)p.scale, ip = at.ip;
-        dk.open(keys, Block::slot0(), K, H * 2 * K);
-        dq.open(keys + K, Block::slot0(), K, H * 2 * K);
+        adds = slice > 0, ends = slice == (int)gridDim.x - 1;
+        dk_part.open(keys, Block::slot0(), K, H * 2 * K);
+        dq_part.open(keys + K, Block::slot0(), K, H * 2 * K);
+        dk.open(mn_row<mn_bf16>(p.grad.k, at.span.b, token, at.h), Block::slot0(), K,
+                p.grad.k.stride[1]);
+        dq.open(mn_row<mn_bf16>(p.grad.q, at.span.b, token, at.h), Block::slot0(), K,
+                p.grad.q.stride[1]);
         if (gridDim.z > 1) {
             dv_part.open(lines, Block::column0(), V, H * 2 * V);
             db_part.open(lines + V, Block::column0(), V, H * 2 * V);
@@ -187,7 +206,7 @@ struct chunk_sums {
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            dq[i] = value[i] = write[i] = dv[i] = db[i] = 0.0f;
+            value[i] = write[i] = dv[i] = db[i] = 0.0f;
         }
     }
 
@@ -219,8 +238,9 @@ struct chunk_sums {
 struct token_pair {
     unsigned X[2][4], Y[2][4];
 
-    /* Token i, whose state is `c`; its dq, where `cot` is not zero. Returns the sum of pull mu. */
-    __device__ __forceinline__ float read(chunk_sums &sums, int i, const cells &c,
+    /* Token i, number t of its chunk, whose state is `c`; of the products of its means with do of
+     * all tokens, its own is dq. Returns the sum of pull mu. */
+    __device__ __forceinline__ float read(chunk_sums &sums, int i, int t, const cells &c,
                                           const float (&reads)[2][4], uint2 cot) {
         float pull[2][4], mu[2][4], sum = 0.0f;
         unsigned pulls[4], means[4];
@@ -238,7 +258,7 @@ struct token_pair {
             X[n / 2][2 * i + n % 2] = pulls[n];
             Y[n / 2][2 * i + n % 2] = pair_times(pulls[n], means[n]);
         }
-        add_product(sums.dq, means, cot);
+        put_column(sums.dq, means, cot, t);
         return sum;
     }
 
@@ -318,9 +338,7 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
             float reads[2][4];
             along.template advance<HEADS>(c, at);
             along.pull(reads, at);
-            sum[i] = two.read(sums, i, c, reads, only(row_lane() == s, cot));
-            f[i] = all.where(row_lane() <= s);
-            if (HEADS) f[i] = f[i].times(row_lane() <= s ? twice_exp(base[at] - base[own]) : 0);
+            sum[i] = two.read(sums, i, t + i, c, reads, cot);
         }
         mn_cell_halve<1>(sum, 1);
         spread[t / 2 % 2] = sum[0];
@@ -333,6 +351,12 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
             ones.y = pair_times(ones.y, twice_exp(base[first + t + 1] - before));
         }
         two.put(adj, ones);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int s = t + i, at = first + s;
+            f[i] = all.where(row_lane() <= s);
+            if (HEADS) f[i] = f[i].times(row_lane() <= s ? twice_exp(base[at] - base[own]) : 0);
+        }
         two.put(sums, f);
     }
 }
@@ -341,21 +365,20 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
  * banks, those of the upper half in what the lower leaves free. */
 template <typename Block>
 __device__ __forceinline__ void put_sums(chunk_room<Block> &r, const chunk_sums &sums) {
-    const int slot = Block::slot(), column = Block::column();
-    const int flip = column_lane() & 2;
+    const unsigned thread = thread_again(), group = thread / 32 % Block::GROUPS;
+    const unsigned across = thread / 32 / Block::GROUPS, lane = thread % 32;
+    const unsigned flip = lane & 2, own = lane / 8 * 4 + lane / 4 % 2;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int t = 2 * column_lane() + i % 2, at = neighbour(i / 2);
-        r.keys[Block::across()][0][t][slot + (at ^ flip)] = sums.dq[i];
-        r.keys[Block::across()][1][t][slot + (at ^ flip)] = fmaf(-2.0f * mn_float(sums.k[i]),
-                                                                 sums.write[i], sums.value[i]);
-        r.lines[Block::group()][0][t][column + (at ^ flip)] = sums.dv[i];
-        r.lines[Block::group()][1][t][column + (at ^ flip)] = sums.db[i];
+        const unsigned t = lane % 4 * 2 + i % 2, at = own + (2 * (i / 2) ^ flip);
+        r.keys[across][0][t][group * GROUP + at] = sums.dq[i];
+        r.keys[across][1][t][group * GROUP + at] = fmaf(-2.0f * mn_float(sums.k[i]),
+                                                        sums.write[i], sums.value[i]);
+        r.lines[group][0][t][across * GROUP + at] = sums.dv[i];
+        r.lines[group][1][t][across * GROUP + at] = sums.db[i];
     }
 #pragma unroll
-    for (int i = 0; i < HALF / 4; i++) {
-        r.spread[threadIdx.x / 32][i][threadIdx.x % 32] = sums.spread[i];
-    }
+    for (int i = 0; i < HALF / 4; i++) r.spread[thread / 32][i][lane] = sums.spread[i];
 }
 
 /* A lane's share of the gradients of one of its warp's tokens. */
@@ -398,8 +421,13 @@ struct token_sums {
     }
 
     __device__ __forceinline__ void put(const targets &to, unsigned token) const {
-        to.dk.put(dk, token);
-        to.dq.put(dq, token);
+        if (to.ends) {
+            to.dk.put(dk, token);
+            to.dq.put(dq, token);
+        } else {
+            to.dk_part.put(dk, token);
+            to.dq_part.put(dq, token);
+        }
         if (gridDim.z > 1) {
             to.dv_part.put(dv, token);
             to.db_part.put(db, token);
@@ -418,11 +446,25 @@ __device__ __forceinline__ void put_tile(backward_room<Block> &r,
     static_assert(Block::WARPS == TOKENS, "a warp for each token");
     const int row = thread_again() / 32;
     token_sums<Block> sums;
+    float dk[sums.SLOTS] = {}, dq[sums.SLOTS] = {};    // of the slices before
+    if (r.to.adds && row < n_rows) {
+        r.to.dk_part.get(dk, first + row);
+        r.to.dq_part.get(dq, first + row);
+    }
     sums.add(r.chunk[row / HALF], came, row, r.to.scale);
-    const float fall = mn_warp_sum(sums.fall), spread = mn_warp_sum(sums.spread);
+    float both[2] = { sums.fall, sums.spread };    // lanes of the lower half, and of the upper one
+    mn_cell_halve<1>(both, 16);
+#pragma unroll
+    for (int by = 8; by > 0; by /= 2) both[0] += __shfl_xor_sync(0xffffffffu, both[0], by);
     if (row >= n_rows) return;
-    if (threadIdx.x % 32 == 0) {
-        r.to.gates[(uint64_t)(unsigned)(first + row) * r.to.tokens_apart] = make_float2(fall, spread);
+#pragma unroll
+    for (int i = 0; i < sums.SLOTS; i++) {
+        sums.dk[i] = 0.0f + dk[i] + sums.dk[i];
+        sums.dq[i] = 0.0f + dq[i] + sums.dq[i];
+    }
+    if (threadIdx.x % 16 == 0) {
+        float2 *to = r.to.gates + (uint64_t)(unsigned)(first + row) * r.to.tokens_apart;
+        ((float *)to)[threadIdx.x / 16 % 2] = both[0];
     }
     sums.put(r.to, first + row);
 }
@@ -536,11 +578,13 @@ __device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, i
     put_along(r.to, adj, c, tile);
 }
 
+/* slice: which block along the columns goes now, or all at once (-1). */
 template <typename Block>
 __global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
 backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, room to,
-                int64_t n_rows) {
+                int slice, int64_t n_rows) {
     typedef fetcher<Block, BACKWARD_PASS> next;
+    if (slice >= 0 && blockIdx.x != slice) return;
     extern __shared__ float4 shared[];
     backward_room<Block> &r = *(backward_room<Block> *)shared;
     int phase = 0;    // of r.added
@@ -556,7 +600,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
             r.from.states = to.at[STATES] + state_at<Block>(slot * p.call.H + at.h);
             r.from.between = (unsigned)(p.call.H * gridDim.x * gridDim.z);
         }
-        r.to.template open<Block>(p, to, at, n_rows);
+        r.to.template open<Block>(p, to, at, slice, n_rows);
         __syncthreads();
         next::share(r.from, r.came[0]);
         cells adj;

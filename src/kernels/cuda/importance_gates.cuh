@@ -33,6 +33,7 @@ struct gate_walk {
         float2 sum = { 0.0f, 0.0f };
         const int t = tile * TOKENS + threadIdx.x % TOKENS;
         if (t >= length) return sum;
+#pragma unroll 4
         for (int64_t block = 0; block < n_blocks; block++) {
             const float2 part = parts.gates[block * n_rows + t * heads];
             sum.x += part.x, sum.y += part.y;
@@ -45,6 +46,7 @@ struct gate_walk {
         static_assert(Block::WARPS == TOKENS, "a lane for each warp");
         const float *from = parts.along + tile * parts.tiles_apart + threadIdx.x % TOKENS;
         float sum = 0.0f;
+#pragma unroll 4
         for (int64_t block = 0; block < n_blocks; block++) sum += from[block * Block::WARPS];
 #pragma unroll
         for (int by = 1; by < TOKENS; by *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, by);

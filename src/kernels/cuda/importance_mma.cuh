@@ -71,7 +71,7 @@ __device__ __forceinline__ void tile_forward(cells &c, forward_room<Block> &r,
 #pragma unroll 1
     for (int first = 0; first < TOKENS; first += HALF) {
         const uint2 q = first == 0 ? queries[0] : queries[1];
-        float sums[4] = {};
+        float sums[4];
         along.template advance<!PLAIN>(c, first);
 #pragma unroll
         for (int t = 0; t < HALF; t++) {    // the next token before this one is read
@@ -82,7 +82,7 @@ __device__ __forceinline__ void tile_forward(cells &c, forward_room<Block> &r,
 #pragma unroll
             for (int i = 0; i < 2; i++) means_of<PLAIN>(mu[i], now.M[i], now.I[i]);
             factor_of(factor, mu[0], mu[1]);
-            add_product(sums, factor, only(row_lane() == t, q));
+            put_column(sums, factor, q, t);
         }
 #pragma unroll
         for (int i = 0; i < 4; i++) {

@@ -104,6 +104,18 @@ __device__ __forceinline__ void add_product(float (&sum)[4], const unsigned (&a)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y));
 }
 
+/* Column t of A B of depth 16, to those lanes of `to` that have it: a product that adds to nothing
+ * reads fewer registers than one onto a sum, of which B would have zeros in all other columns. */
+__device__ __forceinline__ void put_column(float (&to)[4], const unsigned (&a)[4], uint2 b, int t) {
+    float all[4];
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(all[0]), "=f"(all[1]), "=f"(all[2]), "=f"(all[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "f"(0.0f));
+    if (column_lane() != t / 2) return;
+    to[t % 2] = all[t % 2], to[2 + t % 2] = all[2 + t % 2];
+}
+
 __device__ __forceinline__ unsigned pair_of(float first, float second) {
     unsigned pair;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
