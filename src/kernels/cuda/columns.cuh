@@ -44,7 +44,13 @@ struct mn_columns {
     float *dstate0, *dones0;
     float *spans, *tokens;       // states
     int stash;                   // states that shared memory has room for
+    bool whole;                  // whether neighbours of a token's numbers come by one access
 };
+
+/* Rows that threads have between them. */
+__host__ __device__ inline int mn_columns_rows(const mn_call &c) {
+    return c.K <= 32 ? 32 : c.K <= 64 ? 64 : c.K <= 128 ? 128 : 256;
+}
 
 struct mn_columns_place {
     int64_t n, h, tile, block;

@@ -345,7 +345,7 @@ struct mn_columns_extent {
 };
 
 inline bool mn_columns_measure(mn_columns_extent *to, const mn_call &c, int64_t columns) {
-    const int64_t rows = c.K <= 32 ? 32 : c.K <= 64 ? 64 : c.K <= 128 ? 128 : 256;
+    const int64_t rows = mn_columns_rows(c);
     const size_t tiles = (size_t)mn_columns_tiles(columns);
     const size_t cells = (size_t)(rows * MN_COLUMNS_TILE);
     size_t heads;
@@ -379,7 +379,8 @@ static int mn_slab_start_back(mn_columns p, cudaStream_t on) {
 }
 
 template <typename T, mn_columns_kind KIND>
-static int mn_columns_backward(const mn_columns &p, cudaStream_t on) {
+static int mn_columns_backward(mn_columns p, cudaStream_t on) {
+    p.whole = mn_columns_are_whole<T>(p, mn_columns_rows(p.call) / 32);
     if (p.call.K <= 32) return mn_slab_start_back<T, 8, KIND>(p, on);
     if (p.call.K <= 64) return mn_slab_start_back<T, 16, KIND>(p, on);
     if (p.call.K <= 128) return mn_slab_start_back<T, 32, KIND>(p, on);

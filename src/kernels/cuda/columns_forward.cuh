@@ -32,9 +32,12 @@ struct mn_slab_sizes {
         return feeder() / 32;
     }
 
-    /* Item n of the token's numbers. */
-    __device__ static int item(int n) {
-        return (int)threadIdx.x % 32 + 32 * n;
+    /* The first of this thread's rows and columns of a token, which are neighbours. */
+    __device__ static int row() {
+        return (int)threadIdx.x % 32 * row_items;
+    }
+    __device__ static int column() {
+        return (int)threadIdx.x % 32 * column_items;
     }
 };
 
@@ -51,41 +54,82 @@ struct mn_slab_room {
     float f[sizes::group], of_token[sizes::group];
 };
 
-/* What this thread has of a token of the next group: every 32nd of its rows and columns, zeros
- * outside. `f` and `weight` are those of token feeder(). */
+/* A few neighbours of a row as they were stored: they stay in the words that they came in until
+ * they are used, as taking them apart would wait for them. */
+template <int N, typename T>
+struct mn_columns_few {
+    static constexpr int bytes = N * (int)sizeof(T), words = bytes < 4 ? 1 : bytes / 4;
+    uint32_t word[words];
+
+    /* From number i on; zeros from `width` on. `whole`: all are there or none, and come by one
+     * access. */
+    __device__ void fetch(const T *row, int64_t i, int64_t width, bool whole) {
+#pragma unroll
+        for (int n = 0; n < words; n++) word[n] = 0;
+        if (i >= width) return;
+        if (whole) {
+            if constexpr (bytes == 2) {
+                word[0] = *(const uint16_t *)(row + i);
+            } else {
+                constexpr int each = words < 4 ? words : 4;
+#pragma unroll
+                for (int n = 0; n < words; n += each) {
+                    const mn_pack<uint32_t, each> pack =
+                        *((const mn_pack<uint32_t, each> *)(row + i) + n / each);
+#pragma unroll
+                    for (int c = 0; c < each; c++) word[n + c] = pack.at[c];
+                }
+            }
+            return;
+        }
+#pragma unroll
+        for (int n = 0; n < N; n++) {
+            if (i + n < width) set(n, row[i + n]);
+        }
+    }
+
+    __device__ void set(int n, float x) { word[n] = __float_as_uint(x); }
+    __device__ void set(int n, mn_bf16 x) {
+        word[n / 2] |= (uint32_t)__bfloat16_as_ushort(x) << (n % 2 ? 16 : 0);
+    }
+    __device__ float at(int n) const {
+        if (sizeof(T) == 4) return __uint_as_float(word[n]);
+        return __uint_as_float(n % 2 ? word[n / 2] & 0xffff0000u : word[n / 2] << 16);
+    }
+};
+
+/* What this thread has of a token of the next group: a few rows and columns, zeros outside. `f` and
+ * `weight` are those of token feeder(). */
 template <typename T, int ROWS, int WARPS = MN_COLUMNS_TILE / 8, int FEEDERS = 0>
 struct mn_slab_ahead {
     using sizes = mn_slab_sizes<ROWS, WARPS, FEEDERS>;
     static_assert(sizes::feeders == 32 * sizes::group, "a warp brings each token of a group");
-    T k[sizes::row_items], q[sizes::row_items];
-    T v[sizes::column_items], beta[sizes::column_items];
+    mn_columns_few<sizes::row_items, T> k, q;
+    mn_columns_few<sizes::column_items, T> v, beta;
     float f, weight;
 
     template <mn_columns_kind KIND>
     __device__ void fetch(const mn_columns &p, const mn_columns_place &at, int64_t t) {
-        const T zero = (T)0.0f, one = (T)1.0f;
+        constexpr int columns = sizes::column_items;
         const int count = (int)min((int64_t)sizes::group, at.span.length - t);
         const int64_t when = at.span.t0 + t + sizes::token(), b = at.span.b, V = p.call.V;
-        const bool there = sizes::token() < count;
+        const int64_t j = at.tile * sizes::tile + sizes::column();
+        const bool there = sizes::token() < count, mine = there && sizes::column() < sizes::tile;
+        const int64_t K = there ? p.call.K : 0, width = mine ? V : 0;
+        k.fetch(mn_row<T>(p.k, b, when, at.h), sizes::row(), K, p.whole);
+        q.fetch(mn_row<T>(p.q, b, when, at.h), sizes::row(), p.reads ? K : 0, p.whole);
+        v.fetch(mn_row<T>(p.v, b, when, at.h), j, width, p.whole);
+        if constexpr (KIND != MN_COLUMNS_SUM) {
+            beta.fetch(mn_row<T>(p.beta, b, when, at.h), j, width, p.whole);
+        } else {
 #pragma unroll
-        for (int n = 0; n < sizes::row_items; n++) {
-            const int i = sizes::item(n);
-            const bool inside = there && i < p.call.K;
-            k[n] = inside ? mn_row<T>(p.k, b, when, at.h)[i] : zero;
-            q[n] = inside && p.reads ? mn_row<T>(p.q, b, when, at.h)[i] : zero;
+            for (int n = 0; n < columns; n++) {
+                if (mine && j + n == V && j + n < p.columns) v.set(n, (T)1.0f);
+            }
+            if (sizes::feeder() >= count) return;
+            const int64_t row = mn_columns_row(p, at, t + sizes::feeder());
+            f = p.f[row], weight = p.w[row];
         }
-#pragma unroll
-        for (int n = 0; n < sizes::column_items; n++) {
-            const int64_t j = at.tile * sizes::tile + sizes::item(n);
-            const bool inside = there && sizes::item(n) < sizes::tile && j < V;
-            v[n] = inside ? mn_row<T>(p.v, b, when, at.h)[j] : zero;
-            if (KIND == MN_COLUMNS_SUM && there && j == V && j < p.columns) v[n] = one;
-            if (KIND == MN_COLUMNS_SUM) continue;
-            beta[n] = inside ? mn_row<T>(p.beta, b, when, at.h)[j] : zero;
-        }
-        if (KIND != MN_COLUMNS_SUM || sizes::feeder() >= count) return;
-        const int64_t row = mn_columns_row(p, at, t + sizes::feeder());
-        f = p.f[row], weight = p.w[row];
     }
 
     /* |k|^2, which all lanes of the token's warp return. */
@@ -93,7 +137,7 @@ struct mn_slab_ahead {
         double sum = 0.0;
 #pragma unroll
         for (int n = 0; n < sizes::row_items; n++) {
-            sum += (double)mn_float(k[n]) * (double)mn_float(k[n]);
+            sum += (double)k.at(n) * (double)k.at(n);
         }
         for (int lanes = 16; lanes > 0; lanes >>= 1) {
             sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
@@ -105,24 +149,28 @@ struct mn_slab_ahead {
      * follows. */
     template <mn_columns_kind KIND>
     __device__ void put(mn_slab_room<ROWS, WARPS> &room) const {
-        const int token = sizes::token();
+        constexpr int rows = sizes::row_items, columns = sizes::column_items;
+        const int token = sizes::token(), i = sizes::row(), j = sizes::column();
         const double all = KIND == MN_COLUMNS_SUM ? 0.0 : norm();
+        float keys[rows], queries[rows], x[rows], values[columns], w[columns], u[columns];
 #pragma unroll
-        for (int n = 0; n < sizes::row_items; n++) {
-            const float x = mn_float(k[n]);
-            room.k[token][sizes::item(n)] = x;
-            room.q[token][sizes::item(n)] = mn_float(q[n]);
-            if (KIND != MN_COLUMNS_CELL) continue;
-            room.x[token][sizes::item(n)] = (float)(all - (double)x * (double)x);
+        for (int n = 0; n < rows; n++) {
+            keys[n] = k.at(n), queries[n] = q.at(n);
+            x[n] = (float)(all - (double)keys[n] * (double)keys[n]);
         }
+        mn_store<rows>(room.k[token], i, keys);
+        mn_store<rows>(room.q[token], i, queries);
+        if (KIND == MN_COLUMNS_CELL) mn_store<rows>(room.x[token], i, x);
 #pragma unroll
-        for (int n = 0; n < sizes::column_items; n++) {
-            const int j = sizes::item(n);
-            if (j >= sizes::tile) break;
-            room.v[token][j] = mn_float(v[n]);
-            if (KIND == MN_COLUMNS_SUM) continue;
-            const float b = mn_float(beta[n]), u = 1.0f / (float)(1.0 + (double)b * all);
-            room.u[token][j] = u, room.w[token][j] = b * u;
+        for (int n = 0; n < columns; n++) {
+            const float b = KIND == MN_COLUMNS_SUM ? 0.0f : beta.at(n);
+            values[n] = v.at(n);
+            u[n] = 1.0f / (float)(1.0 + (double)b * all), w[n] = b * u[n];
+        }
+        if (j < sizes::tile) {
+            mn_store<columns>(room.v[token], j, values);
+            if (KIND != MN_COLUMNS_SUM) mn_store<columns>(room.u[token], j, u);
+            if (KIND != MN_COLUMNS_SUM) mn_store<columns>(room.w[token], j, w);
         }
         const int mine = sizes::feeder();
         if (KIND == MN_COLUMNS_SUM && mine < sizes::group) {
@@ -178,9 +226,12 @@ struct mn_slab_cells {
         });
     }
 
-    /* What a token read to the columns of a row. */
-    __device__ static void leave(float *row, const float (&o)[C]) {
-        if (threadIdx.x % 4 == 0) row[column(0)] = o[0];
+    /* What four tokens read to the columns of their rows. */
+    __device__ static void leave(float (*rows)[sizes::tile], const float (&o)[4][C]) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            if (threadIdx.x % 4 == 0) rows[i][column(0)] = o[i][0];
+        }
     }
 
     __device__ static float over_lanes(float x) {
@@ -372,13 +423,16 @@ struct mn_block_cells {
         }
     }
 
-    /* Sums of the parts to the columns of a row. */
-    __device__ static void leave(float *row, float (&o)[4]) {
-        mn_lanes_share<2, 8>(o);
-        mn_lanes_share<1, 4>(o);
-        o[0] += __shfl_xor_sync(0xffffffffu, o[0], 2);
-        o[0] += __shfl_xor_sync(0xffffffffu, o[0], 1);
-        if (threadIdx.x % 4 == 0) row[first_column() + threadIdx.x % 16 / 4] = o[0];
+    /* Sums of the parts of four tokens to the columns of their rows: each lane ends with one. */
+    __device__ static void leave(float (*rows)[sizes::tile], float (&o)[4][4]) {
+        float x[16];
+#pragma unroll
+        for (int i = 0; i < 16; i++) x[i] = o[i / 4][i % 4];
+        mn_lanes_share<8, 8>(x);
+        mn_lanes_share<4, 4>(x);
+        mn_lanes_share<2, 2>(x);
+        mn_lanes_share<1, 1>(x);
+        rows[threadIdx.x % 16 / 4][first_column() + threadIdx.x % 4] = x[0];
     }
 };
 
@@ -396,15 +450,35 @@ template <typename T, int ROWS, int WARPS, int FEEDERS>
 __device__ inline void mn_slab_put(const mn_slab_room<ROWS, WARPS> &room, const mn_columns &p,
                                    const mn_columns_place &at, int64_t t, int count) {
     using sizes = mn_slab_sizes<ROWS, WARPS, FEEDERS>;
+    const int token = sizes::token();
+    if (token >= count || sizes::column() >= sizes::tile) return;
+    T *out = mn_row<T>(p.out, at.span.b, at.span.t0 + t + token, at.h);
+    const int64_t row = mn_columns_row(p, at, t + token) * p.columns;
 #pragma unroll
     for (int n = 0; n < sizes::column_items; n++) {
-        const int token = sizes::token();
-        const int64_t j = at.tile * sizes::tile + sizes::item(n);
-        if (token >= count || sizes::item(n) >= sizes::tile || j >= p.columns) break;
-        const float o = p.scale * room.o[token][sizes::item(n)];
-        T *out = mn_row<T>(p.out, at.span.b, at.span.t0 + t + token, at.h);
-        if (p.o) p.o[mn_columns_row(p, at, t + token) * p.columns + j] = o;
+        const int64_t j = at.tile * sizes::tile + sizes::column() + n;
+        if (j >= p.columns) break;
+        const float o = p.scale * room.o[token][sizes::column() + n];
+        if (p.o) p.o[row + j] = o;
         if (out && j < p.call.V) mn_put(out + j, o);
+    }
+}
+
+/* `count` tokens of a group, four at a time. What they read is left together: it comes late, and a
+ * token behind it would wait for it. Behind the last token there are zeros, which change nothing of
+ * CELL. */
+template <mn_columns_kind KIND, int ROWS, int WARPS, typename Cells>
+__device__ inline void mn_slab_walk(Cells &S, mn_slab_room<ROWS, WARPS> &room, int count) {
+    constexpr int EACH = 4;
+#pragma unroll 1
+    for (int token = 0; token < count; token += EACH) {
+        float o[EACH][sizeof S.at[0] / sizeof(float)] = {};
+#pragma unroll
+        for (int i = 0; i < EACH; i++) {
+            if (KIND != MN_COLUMNS_CELL && token + i >= count) break;
+            S.template advance<KIND, true>(o[i], room, token + i);
+        }
+        Cells::leave(room.o + token, o);
     }
 }
 
@@ -414,8 +488,7 @@ mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     using sizes = mn_slab_sizes<ROWS, WARPS>;
     __shared__ mn_slab_room<ROWS, WARPS> room;
     const mn_columns_place at = mn_columns_here(p, tiles);
-    typedef typename mn_cells_of<KIND, ROWS, WARPS>::type cells;
-    cells S;
+    typename mn_cells_of<KIND, ROWS, WARPS>::type S;
     mn_slab_ahead<T, ROWS, WARPS> ahead;
     S.load(p, at, p.state0, p.ones0);
     if (at.span.length > 0) ahead.template fetch<KIND>(p, at, 0);
@@ -430,40 +503,12 @@ mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
         if (t + sizes::group < at.span.length) {
             ahead.template fetch<KIND>(p, at, t + sizes::group);
         }
-#pragma unroll 2
-        for (int token = 0; token < count; token++) {
-            float o[sizeof S.at[0] / sizeof(float)];
-            S.template advance<KIND, true>(o, room, token);
-            cells::leave(room.o[token], o);
-        }
+        mn_slab_walk<KIND, ROWS, WARPS>(S, room, count);
     }
     const int64_t t = (at.span.length - 1) / sizes::group * sizes::group;
     __syncthreads();
     if (p.reads) mn_slab_put<T, ROWS, WARPS, 0>(room, p, at, t, (int)(at.span.length - t));
     S.store(p, at, p.state, p.ones);
-}
-
-/* The tokens of a group. What four of them read is left together: it comes late, and a token behind
- * it would wait for it. */
-template <mn_columns_kind KIND, int ROWS, int WARPS, typename Cells>
-__device__ inline void mn_slab_walk(Cells &S, mn_slab_room<ROWS, WARPS> &room, int count) {
-    constexpr int EACH = 4;
-    float o[EACH][sizeof S.at[0] / sizeof(float)];
-    int token = 0;
-#pragma unroll 1
-    for (; token + EACH <= count; token += EACH) {
-#pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            S.template advance<KIND, true>(o[i], room, token + i);
-        }
-#pragma unroll
-        for (int i = 0; i < EACH; i++) Cells::leave(room.o[token + i], o[i]);
-    }
-#pragma unroll 1
-    for (; token < count; token++) {
-        S.template advance<KIND, true>(o[0], room, token);
-        Cells::leave(room.o[token], o[0]);
-    }
 }
 
 /* The same with FEEDERS warps that bring the next group and take away what the last one read while
@@ -510,6 +555,18 @@ mn_slab_fed_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     if (!feeds) S.store(p, at, p.state, p.ones);
 }
 
+/* Whether a thread's rows and columns of tokens are neighbours that come by one access each. */
+template <typename T>
+static bool mn_columns_are_whole(const mn_columns &p, int rows) {
+    const auto fits = [](const mn_in &view, int64_t width, int each) {
+        bool whole = (uintptr_t)view.data % mn_min(each * sizeof(T), 16) == 0 && width % each == 0;
+        for (int axis = 0; axis < 3; axis++) whole = whole && view.stride[axis] % each == 0;
+        return whole;
+    };
+    return fits(p.k, p.call.K, rows) && fits(p.q, p.call.K, rows) && fits(p.v, p.call.V, 2) &&
+           fits(p.beta, p.call.V, 2) && fits(p.cot_o, p.call.V, 2);
+}
+
 /* Few columns are spread over more processors, with feeders; a column's result does not depend on
  * it. */
 template <typename T, int ROWS, mn_columns_kind KIND>
@@ -530,7 +587,8 @@ static int mn_slab_start(const mn_columns &p, cudaStream_t on) {
 }
 
 template <typename T, mn_columns_kind KIND>
-static int mn_columns_forward(const mn_columns &p, cudaStream_t on) {
+static int mn_columns_forward(mn_columns p, cudaStream_t on) {
+    p.whole = mn_columns_are_whole<T>(p, mn_columns_rows(p.call) / 32);
     if (p.call.K <= 32) return mn_slab_start<T, 8, KIND>(p, on);
     if (p.call.K <= 64) return mn_slab_start<T, 16, KIND>(p, on);
     if (p.call.K <= 128) return mn_slab_start<T, 32, KIND>(p, on);

@@ -16,8 +16,9 @@
  *
  * so that what a walk makes of a block of tokens is a left factor as it stands, and warps share
  * nothing but tokens. Within a chunk a block is looked up in the state that lacks the block just
- * solved, which `across` makes up for: states take and give while the next block is solved. These come in chunks of 64 by the numbering of delta_tile.cuh. dq and dk are
- * those of delta (delta_gradient.cuh) without decays. */
+ * solved, which `across` makes up for: states take and give while the next block is solved. These
+ * come in chunks of 64 by the numbering of delta_tile.cuh. dq and dk are those of delta
+ * (delta_gradient.cuh) without decays. */
 #ifndef MN_KERNELS_CUDA_LONGHORN_CHUNK_CUH
 #define MN_KERNELS_CUDA_LONGHORN_CHUNK_CUH
 

@@ -140,12 +140,36 @@ __device__ static void mn_diag_add_warps(const mn_diag_room<R> &room, const mn_c
     }
 }
 
-/* Gradients of the group of `count` tokens at t, from the state in front of it and D behind it. */
+/* A group of tokens and their cotangents on their way: a warp brings a token. */
+template <typename T, int R>
+struct mn_diag_ahead {
+    using sizes = mn_slab_sizes<4 * R>;
+    mn_slab_ahead<T, 4 * R> tokens;
+    mn_columns_few<sizes::column_items, T> cot;
+
+    __device__ void fetch(const mn_columns &p, const mn_columns_place &at, int64_t t, int64_t end) {
+        const int64_t when = t + sizes::token(), j = at.tile * sizes::tile + sizes::column();
+        const T *row = mn_row<T>(p.cot_o, at.span.b, at.span.t0 + when, at.h);
+        tokens.template fetch<MN_COLUMNS_CELL>(p, at, t);
+        cot.fetch(row, j, row && when < end ? p.call.V : 0, p.whole);
+    }
+
+    /* All threads call, between barriers. */
+    __device__ void put(mn_diag_room<R> &room) const {
+        float x[sizes::column_items];
+#pragma unroll
+        for (int n = 0; n < sizes::column_items; n++) x[n] = cot.at(n);
+        tokens.template put<MN_COLUMNS_CELL>(room.tokens.in);
+        mn_store<sizes::column_items>(room.tokens.cot[sizes::token()], sizes::column(), x);
+    }
+};
+
+/* Gradients of the group of `count` tokens at t, which are in the room, from the state in front of
+ * it and D behind it. */
 template <typename T, int R>
 __device__ static void mn_diag_group_back(mn_block_cells<4 * R> &D, const float *front,
                                           mn_diag_room<R> &room, const mn_columns &p,
                                           const mn_columns_place &at, int64_t t, int count) {
-    mn_slab_bring<T, 4 * R, MN_COLUMNS_CELL>(room.tokens, p, at, t, count);
 #pragma unroll 1
     for (int first = (count - 1) / MN_DIAG_STASH * MN_DIAG_STASH; first >= 0;
          first -= MN_DIAG_STASH) {
@@ -154,8 +178,8 @@ __device__ static void mn_diag_group_back(mn_block_cells<4 * R> &D, const float 
         S.recall(front);
 #pragma unroll 1
         for (int token = 0; token < last; token++) {
-            if (token >= first) S.keep(room.before[token - first]);
             float none[4];
+            if (token >= first) S.keep(room.before[token - first]);
             S.template advance<MN_COLUMNS_CELL, false>(none, room.tokens.in, token);
         }
 #pragma unroll 1
@@ -191,9 +215,16 @@ mn_diag_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
         const int64_t t0 = i * MN_COLUMNS_SPAN, t1 = min(t0 + MN_COLUMNS_SPAN, length);
         S.recall(spans + i * stride);
         mn_diag_replay<T, R>(S, fronts, room_of::cells, group, room, p, at, t0, t1);
+        mn_diag_ahead<T, R> ahead;
+        const int64_t groups_here = (t1 - t0 + group - 1) / group;
+        ahead.fetch(p, at, t0 + (groups_here - 1) * group, length);
 #pragma unroll 1
-        for (int64_t g = (t1 - t0 - 1) / group; g >= 0; g--) {
+        for (int64_t g = groups_here - 1; g >= 0; g--) {
             const int64_t t = t0 + g * group;
+            __syncthreads();
+            ahead.put(room);
+            __syncthreads();
+            if (g > 0) ahead.fetch(p, at, t - group, length);
             mn_diag_group_back<T, R>(D, fronts + g * room_of::cells, room, p, at, t,
                                      (int)min((int64_t)group, t1 - t));
         }
@@ -227,7 +258,8 @@ static int mn_diag_start(const mn_columns &p, cudaStream_t on) {
 }
 
 template <typename T>
-static int mn_diag_backward(const mn_columns &p, cudaStream_t on) {
+static int mn_diag_backward(mn_columns p, cudaStream_t on) {
+    p.whole = mn_columns_are_whole<T>(p, p.call.K <= 64 ? 2 : 4);
     return p.call.K <= 64 ? mn_diag_start<T, 4>(p, on) : mn_diag_start<T, 8>(p, on);
 }
 

@@ -57,6 +57,11 @@ struct mn_mesa_work {
 bool mn_mesa_once_serves(const mn_mesa_args *p);
 int mn_mesa_once(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on);
 
+/* Short sequences and single tokens, forward, by one kernel (mesa_once.cu): whether it serves a
+ * call here. */
+bool mn_mesa_once_serves(const mn_mesa_args *p);
+int mn_mesa_once(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on);
+
 /* One chunk of one head. */
 struct mn_mesa_place {
     int64_t slot, h, index;    // index: of the pair

@@ -5,23 +5,136 @@
  * sums a few rows of the pair over all chunks, leaves them in work space and says so; when all
  * have, each reads its half of a chunk from there. Inputs are on their way meanwhile, and no block
  * waits for a launch to end. As blocks wait for each other, there are no more of them than
- * processors, each of which has room for one. (Clusters of eight would need no counters, but
- * fourteen of them at most fit on an H200, where sixteen heads want sixteen: 0.073 ms instead of
- * half of that.)
+ * processors, each of which has room for one. (Clusters of eight would need no counters, but the
+ * sixteen of as many heads do not run at a time on an H200: 0.073 ms instead of 0.0375.)
  *
  * Single tokens: a block has a head of a sequence. One warp solves, the others write the pair. */
 #include "kernels/cuda/mesa_read.cuh"
 
 enum { ONCE_CHUNKS = 4, ONCE_PARTS = MN_MESA_CHUNK / MN_MESA_PART, ONCE_WIDEST = 64 };
-enum { ONCE_GROUPS = MN_MESA_READERS / MN_MESA_ADDERS };    // chunks that a block sums at a time
+enum { ONCE_GROUP = MN_MESA_READERS / ONCE_CHUNKS, ONCE_WIDTH = 2 * ONCE_GROUP };    // threads
 
 /* ---- short sequences ------------------------------------------------------------------------- */
 
-template <int N>
+enum { ONCE_TOKENS = ONCE_CHUNKS * MN_MESA_CHUNK, ONCE_VALUES = 128 };    // most value columns
+
+/* Room to sum a few rows of all chunks: keys and values of all tokens, side by side. */
+template <int N, typename T>
+struct sums_room {
+    static constexpr int pitch = 8 * N + ONCE_VALUES + 8;
+    alignas(16) T tokens[ONCE_TOKENS][pitch];
+    alignas(16) float sums[ONCE_CHUNKS][MN_MESA_ROWS][ONCE_WIDTH];
+    float weight[ONCE_CHUNKS][MN_MESA_CHUNK], fall[ONCE_CHUNKS];
+};
+
+template <int N, typename T>
 struct short_room {
     mn_mesa_tokens<N> tokens;
-    mn_mesa_short_room<ONCE_GROUPS> sums;
+    sums_room<N, T> sums;
 };
+
+/* 64 columns, or COLUMNS, of all tokens to rows of `to`, on their way: zeros outside. */
+template <int COLUMNS, typename T>
+__device__ static void fetch_columns(T *to, int pitch, const mn_in &view, const mn_span &span,
+                                     int64_t h, int64_t first, int64_t width) {
+    constexpr int each = 16 / (int)sizeof(T), packs = COLUMNS / each;
+    bool whole = (uintptr_t)view.data % 16 == 0 && width % each == 0;
+    for (int axis = 0; axis < 3; axis++) whole = whole && view.stride[axis] % each == 0;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < ONCE_TOKENS * packs; i += MN_MESA_READERS) {
+        const int t = i / packs, j = i % packs * each;
+        const bool inside = t < span.length && first + j < width;
+        const T *from = inside ? mn_row<T>(view, span.b, span.t0 + t, h) + first + j
+                               : (const T *)view.data;
+        T *place = to + t * pitch + j;
+        if (whole) {
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                         ::"r"((unsigned)__cvta_generic_to_shared(place)), "l"(from),
+                         "r"(inside ? 16 : 0) : "memory");
+            continue;
+        }
+        for (int n = 0; n < each; n++) {
+            place[n] = inside && first + j + n < width ? from[n] : (T)0.0f;
+        }
+    }
+}
+
+/* What mn_mesa_short_kernel does, of all chunks at once: a group of threads has a chunk, a thread
+ * two columns of it, then a few numbers over all chunks. Few instructions, as all of them are new
+ * to the processor. */
+template <int N, typename T>
+__device__ static void carry_rows(sums_room<N, T> &room, const mn_mesa_args &p,
+                                  const mn_mesa_work &w, int64_t n, int64_t h, int64_t row0) {
+    constexpr int apart = MN_MESA_READERS / ONCE_WIDTH, each = MN_MESA_ROWS / apart;
+    const int group = threadIdx.x / ONCE_GROUP, thread = threadIdx.x % ONCE_GROUP;
+    const int64_t head = n * p.call.H + h;
+    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
+    const mn_span span = mn_span_at(p.call, n);
+    const int chunks = (int)((span.length + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK);
+    const float *kk = (const float *)p.hkk0.data, *kv = (const float *)p.hkv0.data;
+    const int64_t index0 = mn_mesa_slot(p.call, span, n) * p.call.H + h;
+    const T(*tokens)[sums_room<N, T>::pitch] = room.tokens + group * MN_MESA_CHUNK;
+#pragma unroll 1
+    for (int64_t j0 = 0; j0 < lie.pitch; j0 += ONCE_WIDTH) {
+        const int64_t mine = j0 + threadIdx.x % ONCE_WIDTH;
+        const int column = (int)j0 + 2 * thread;
+        float x[each] = {}, sum[MN_MESA_ROWS][2] = {};
+        for (int i = 0; i < each && (kk || kv) && mine < lie.pitch; i++) {
+            const int64_t row = row0 + threadIdx.x / ONCE_WIDTH + i * apart;
+            x[i] = mn_mesa_given(kk, kv, head, mn_mesa_cell_at(p.call, row * lie.pitch + mine),
+                                 p.call.K, p.call.V);
+        }
+#pragma unroll 4
+        for (int u = 0; u < MN_MESA_CHUNK; u++) {
+            float left[MN_MESA_ROWS];
+            const float by = room.weight[group][u];
+            mn_load<MN_MESA_ROWS>(left, tokens[u], row0);
+            const float right[2] = { mn_float(tokens[u][column]), mn_float(tokens[u][column + 1]) };
+#pragma unroll
+            for (int r = 0; r < 2 * MN_MESA_ROWS; r++) {    // as mn_mesa_add_tokens
+                const float product = left[r / 2] * right[r % 2];
+                sum[r / 2][r % 2] = fmaf(by, product, sum[r / 2][r % 2]);
+            }
+        }
+#pragma unroll
+        for (int r = 0; r < MN_MESA_ROWS; r++) {
+            *(float2 *)&room.sums[group][r][2 * thread] = make_float2(sum[r][0], sum[r][1]);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < each && mine < lie.pitch; i++) {
+            const int row = (int)threadIdx.x / ONCE_WIDTH + i * apart;
+            const int64_t cell = (row0 + row) * lie.pitch + mine;
+#pragma unroll 1
+            for (int c = 0; c < chunks; c++) {
+                w.pairs[(index0 + c * p.call.H) * lie.size + cell] = x[i];
+                x[i] = fmaf(room.fall[c], x[i], room.sums[c][row][threadIdx.x % ONCE_WIDTH]);
+            }
+            w.last[head * lie.size + cell] = x[i];
+        }
+        __syncthreads();
+    }
+}
+
+/* Tokens and their weights for carry_rows. A barrier at the end. */
+template <int N, typename T>
+__device__ static void bring_tokens(sums_room<N, T> &room, const mn_mesa_args &p, int64_t n,
+                                    int64_t h) {
+    const int group = threadIdx.x / ONCE_GROUP, thread = threadIdx.x % ONCE_GROUP;
+    const mn_span span = mn_span_at(p.call, n);
+    mn_mesa_place at;
+    at.h = h, at.tile.n = n, at.tile.span = span, at.tile.first = group * MN_MESA_CHUNK;
+    at.tile.n_rows = max(min((int64_t)MN_MESA_CHUNK, span.length - at.tile.first), (int64_t)0);
+    const float2 token = mn_mesa_token<T>(p, at, thread);
+    fetch_columns<8 * N>(room.tokens[0], room.pitch, p.k, span, h, 0, p.call.K);
+    for (int64_t v0 = 0; v0 < p.call.V; v0 += 64) {
+        fetch_columns<64>(room.tokens[0] + 8 * N + v0, room.pitch, p.v, span, h, v0, p.call.V);
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    mn_mesa_weigh(room.weight[group], &room.fall[group], token, thread, false);
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncthreads();
+}
 
 /* Nobody has said anything yet. */
 __global__ void __launch_bounds__(256) hush_kernel(unsigned *told, int64_t count) {
@@ -65,7 +178,7 @@ template <int N, typename T>
 __global__ void __launch_bounds__(MN_MESA_READERS, 1)
 short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, unsigned *told, int ranks) {
     extern __shared__ __align__(16) unsigned char short_bytes[];
-    short_room<N> &room = *(short_room<N> *)short_bytes;
+    short_room<N, T> &room = *(short_room<N, T> *)short_bytes;
     const int rank = (int)(blockIdx.x % ranks);
     const int64_t n = blockIdx.x / ranks, h = blockIdx.y;
     mn_mesa_reader<N> me;
@@ -84,8 +197,9 @@ short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, unsigned *t
         token = mn_mesa_token<T>(p, at, me.lane);
         brought.fetch(p, me);
     }
+    bring_tokens<N, T>(room.sums, p, n, h);
     for (int64_t row0 = rank * MN_MESA_ROWS; row0 < me.lie.rows; row0 += ranks * MN_MESA_ROWS) {
-        mn_mesa_carry_rows<T>(room.sums, p, w, n, h, row0);
+        carry_rows<N, T>(room.sums, p, w, n, h, row0);
     }
     if (some) brought.put(room.tokens, p);
     mn_let_next_begin();
@@ -251,7 +365,8 @@ bool mn_mesa_once_serves(const mn_mesa_args *p) {
     const int64_t n = mn_n_spans(c), room = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
     if (!p->o.data || c.K > ONCE_WIDEST || c.T < 1 || n * c.H > INT32_MAX) return false;
     if (c.T == 1) return c.V <= 4096 && (int64_t)step_bytes_of<ONCE_WIDEST / 8>(c) <= room;
-    return c.T <= ONCE_CHUNKS * MN_MESA_CHUNK && (int64_t)sizeof(short_room<8>) <= room &&
+    return c.T <= ONCE_TOKENS && c.V <= ONCE_VALUES &&
+           (int64_t)sizeof(short_room<8, float>) <= room &&
            n * c.H * ranks_of(c) <= attribute(cudaDevAttrMultiProcessorCount);
 }
 
@@ -262,14 +377,14 @@ static int start_short(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_
     const auto kernel = short_kernel<N, T>;
     unsigned *told = (unsigned *)w.falls;    // of no use else here
     int code = (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         (int)sizeof(short_room<N>));
+                                         (int)sizeof(short_room<N, T>));
     if (code == cudaSuccess) {
         code = mn_launch_early(hush_kernel, dim3(1), 256, 0, on, told,
                                mn_tile_slots(c, MN_MESA_CHUNK) * c.H);
     }
     if (code != cudaSuccess) return code;
     return mn_launch_early(kernel, dim3((unsigned)(mn_n_spans(c) * ranks), (unsigned)c.H),
-                           MN_MESA_READERS, sizeof(short_room<N>), on, *p, w, told, ranks);
+                           MN_MESA_READERS, sizeof(short_room<N, T>), on, *p, w, told, ranks);
 }
 
 template <int N, typename T>
