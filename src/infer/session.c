@@ -33,8 +33,9 @@ struct mn_session {
     mn_device_graph *graph;     // NULL: none yet
     int steps;                  // passes of one token since the last one of several
     bool recording;
-    int32_t token;              // that the graph reads
-    float *logits;              // that it writes, of n_logits
+    int32_t *token;             // that the graph reads, and logits that it writes, of n_logits: in
+    float *logits;              // host memory that the device reaches by itself
+    bool played;                // the last logits are those of the graph
 };
 
 struct mn_snapshot {
@@ -119,7 +120,10 @@ void mn_session_destroy(mn_session *session) {
     if (!session) return;
     mn_device_graph_destroy(session->graph);
     mn_model_state_free(&session->state);
-    if (session->logits) mn_device_host_free(session->context->device, session->logits);
+    if (session->context->device) {
+        mn_device_host_free(session->context->device, session->logits);
+        mn_device_host_free(session->context->device, session->token);
+    }
     mn_tape_destroy(session->tape);
     mn_sampler_destroy(session->sampler);
     free(session->variance);
@@ -188,6 +192,7 @@ static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
     mn_status st = mn_tape_status(s->tape);
     if (st == MN_OK && in->scores) st = keep_scores(s, hidden, in, at, T);
     if (st == MN_OK && at + T == in->count) st = keep_logits(s, hidden, T);
+    s->played = false;
     for (int i = 0; fresh && st == MN_OK && i < s->n_beliefs; i++) {
         memcpy(s->variance + i * in->count + at, fresh + i * T, (size_t)T * sizeof *fresh);
     }
@@ -205,7 +210,7 @@ static void forget_graph(mn_session *s) {
 
 static mn_status record(mn_session *s) {
     mn_device *device = s->context->device;
-    const reading one = { .tokens = &s->token, .count = 1 };
+    const reading one = { .tokens = s->token, .count = 1 };
     const size_t bytes = (size_t)s->state.n_logits * sizeof *s->logits;
     mn_status st = MN_OK;
     if (!s->logits) st = mn_device_host_allocate(device, (void **)&s->logits, bytes);
@@ -219,6 +224,16 @@ static mn_status record(mn_session *s) {
     return st == MN_OK ? ended : st;
 }
 
+/* A token to where the device reads it. */
+static mn_status place_token(mn_session *s, int32_t token) {
+    mn_status st = MN_OK;
+    if (!s->token) {
+        st = mn_device_host_allocate(s->context->device, (void **)&s->token, sizeof *s->token);
+    }
+    if (st == MN_OK) *s->token = token;
+    return st;
+}
+
 /* The third pass of one token is recorded. The first one may have begun without a state; the second
  * one has taken what memory such a pass needs. */
 static mn_status step(mn_session *s, const reading *in) {
@@ -226,18 +241,18 @@ static mn_status step(mn_session *s, const reading *in) {
         forget_graph(s);
         return pass(s, in, 0, 1);
     }
-    mn_status st = MN_OK;
-    if (s->steps < 2) {
+    mn_status st = place_token(s, in->tokens[0]);
+    if (st == MN_OK && s->steps < 2) {
+        const reading one = { .tokens = s->token, .count = 1 };
         s->steps++;
-        return pass(s, in, 0, 1);
+        return pass(s, &one, 0, 1);
     }
-    s->token = in->tokens[0];
-    if (!s->graph) st = record(s);
+    if (st == MN_OK && !s->graph) st = record(s);
     if (st == MN_OK) st = mn_tape_feed(s->tape);
     if (st == MN_OK) st = mn_device_graph_launch(s->graph);
     if (st == MN_OK) st = mn_device_synchronize(s->context->device);
     if (st != MN_OK) return st;
-    memcpy(s->state.logits, s->logits, (size_t)s->state.n_logits * sizeof *s->logits);
+    s->played = true;
     s->state.position++;
     return MN_OK;
 }
@@ -311,6 +326,11 @@ mn_status mn_session_step(mn_session *session, int32_t token) {
     return mn_session_feed(session, &token, 1);
 }
 
+/* NULL before the first token. */
+static const float *newest_logits(const mn_session *s) {
+    return s->played ? s->logits : s->state.logits;
+}
+
 /* log softmax(logits)[token] */
 static double log_probability(const float *logits, int64_t n, int32_t token) {
     double top = -INFINITY, sum = 0.0;
@@ -328,9 +348,8 @@ mn_status mn_session_score(mn_session *session, const int32_t *tokens, int64_t c
     in.targets = malloc((size_t)chunk * sizeof *in.targets);
     in.nll = malloc((size_t)chunk * sizeof *in.nll);
     const mn_model_state *state = &session->state;
-    log_probabilities[0] = state->logits ? log_probability(state->logits, state->n_logits,
-                                                           tokens[0])
-                                         : 0.0;
+    const float *logits = newest_logits(session);
+    log_probabilities[0] = logits ? log_probability(logits, state->n_logits, tokens[0]) : 0.0;
     st = in.targets && in.nll ? read_tokens(session, &in, chunk)
                               : mn_fail(MN_ERR_MEMORY, "no memory to score %" PRId64 " tokens",
                                         count);
@@ -342,7 +361,7 @@ mn_status mn_session_score(mn_session *session, const int32_t *tokens, int64_t c
 /* ---- what there is to see -------------------------------------------------------------------- */
 
 const float *mn_session_logits(const mn_session *session) {
-    return session->broken ? NULL : session->state.logits;
+    return session->broken ? NULL : newest_logits(session);
 }
 
 int64_t mn_session_position(const mn_session *session) {
@@ -401,13 +420,17 @@ static void take_state(mn_session *s, mn_model_state *state) {
     mn_model_state_free(&s->state);
     s->state = *state;
     s->n_variance = 0;
-    s->broken = false;
+    s->broken = s->played = false;
 }
 
+/* Whether the state may be copied; the last logits are in it then. */
 static mn_status check_whole(const mn_session *s) {
-    if (!s->broken) return MN_OK;
-    return mn_fail(MN_ERR_ARGUMENT, "the session failed in the middle of a feed: what it remembers "
-                   "is not to be kept");
+    if (s->broken) {
+        return mn_fail(MN_ERR_ARGUMENT, "the session failed in the middle of a feed: what it "
+                       "remembers is not to be kept");
+    }
+    if (s->played) memcpy(s->state.logits, s->logits, (size_t)s->state.n_logits * sizeof(float));
+    return MN_OK;
 }
 
 mn_status mn_session_reset(mn_session *session) {

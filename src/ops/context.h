@@ -19,6 +19,7 @@ struct mn_context {
     mn_arena *arena;
     mn_target_id target;
     bool plans;                  // operators compute nothing and take memory from a counting arena
+    bool steps;                  // a token is decoded: products of few rows as fast as they can be
     mn_kernel_table f32, f64;
     mn_device *device;       // NULL: operators run on the CPU
     mn_kernel_table cuda;    // with a device: its kernels, for f32 and bf16

@@ -390,7 +390,8 @@ mn_status mn_matmul(mn_context *context, const mn_matmul_args *args) {
     if (p.M == 0 || p.N == 0) return MN_OK;
     if (context->plans) return count_work(context, &p);
     if (context->device) {
-        const mn_product_work work = mn_matmul_work_of(&p);
+        mn_product_work work = mn_matmul_work_of(&p);
+        work.step = context->steps;
         return mn_matmul_run(context, &work);
     }
     run_on_cpu(context, &p);

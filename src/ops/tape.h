@@ -52,7 +52,8 @@ typedef enum mn_tape_mode {
     MN_TAPE_CHECK = 2,         // looks for numbers that are not finite after each operation
     MN_TAPE_PLAN = 4,          // computes nothing and counts memory: mn_tape_bytes tells how much
     MN_TAPE_DELAY = 8,         // forward on a device: gathers work into few launches (tape_delay.c)
-    MN_TAPE_REPEATS = 16,      // the same step again and again: where it gathers, also programs
+    MN_TAPE_REPEATS = 16,      // the same step again and again: where it gathers, also programs;
+                               // ids are in memory of mn_device_host_allocate
 } mn_tape_mode;
 
 /* `dtype` is that of activations: MN_F32, or MN_F64 on a CPU, or MN_BF16 on a device. The context

@@ -78,6 +78,7 @@ bool mn_delay_product(mn_tape *tape, const mn_matmul_args *p) {
     if (!d) return false;
     *d = (mn_delayed){ .kind = MN_DELAYED_PRODUCT };
     d->of.product.work = mn_matmul_work_of(p);
+    d->of.product.work.step = true;
     d->of.product.fits = mn_few_multiplies(&d->of.product.work);
     mn_touch_product(d, &d->of.product.work);
     add(tape, d);
@@ -366,7 +367,9 @@ static void run_alone(mn_tape *tape, mn_delay *all, int i) {
     launch_program(tape);
     if (!mn_tape_runs(tape)) return;
     if (d->kind == MN_DELAYED_OP) {
+        tape->context->steps = true;
         const mn_status st = mn_op_run(tape->context, d->of.op.id, MN_FORWARD, d->of.op.args);
+        tape->context->steps = false;
         if (st != MN_OK) mn_tape_fail(tape, st);
         return;
     }

@@ -85,8 +85,12 @@ const void *mn_tape_lend_once(mn_tape *tape, const void *host, size_t bytes) {
 
 const int32_t *mn_tape_lend_ids(mn_tape *tape, const int32_t *ids, int64_t n, const char *what,
                                 int64_t least, int64_t below) {
-    return lend(tape, &(mn_lent){ .host = ids, .bytes = (size_t)n * sizeof *ids, .what = what,
-                                  .least = least, .below = below });
+    const mn_lent lent = { .host = ids, .bytes = (size_t)n * sizeof *ids, .what = what,
+                           .least = least, .below = below };
+    if (!tape->device || !(tape->modes & MN_TAPE_REPEATS)) return lend(tape, &lent);
+    const mn_status st = check_ids(&lent);
+    if (st != MN_OK) mn_tape_fail(tape, st);
+    return st == MN_OK ? ids : NULL;
 }
 
 mn_status mn_tape_feed(mn_tape *tape) {
@@ -153,9 +157,11 @@ mn_status mn_tape_read(mn_tape *tape, const mn_tensor *x, float *out) {
 }
 
 mn_status mn_tape_send(mn_tape *tape, mn_tensor *x, float *out) {
-    mn_tensor *wide = mn_tape_cast(tape, x, MN_F32);
+    if (!x || mn_tape_status(tape) != MN_OK) return mn_tape_status(tape);
+    mn_move_work work = { .to = mn_flat_view(out, MN_F32, x->shape), .from = mn_value(x),
+                          .times = 1 };
+    memcpy(work.shape, x->shape, sizeof work.shape);
+    mn_tape_do(tape, MN_WORK_MOVE, &work);
     mn_tape_flush(tape);
-    if (!wide || mn_tape_status(tape) != MN_OK) return mn_tape_status(tape);
-    const size_t bytes = (size_t)mn_count4(wide->shape) * sizeof *out;
-    return mn_device_send_back(tape->device, out, wide->data, bytes);
+    return mn_tape_status(tape);
 }

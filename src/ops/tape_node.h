@@ -129,7 +129,8 @@ const void *mn_tape_lend_fixed(mn_tape *tape, const void *host, size_t bytes);
  * mn_tape_feed uploads it the first time. `host` is a note of the step. */
 const void *mn_tape_lend_once(mn_tape *tape, const void *host, size_t bytes);
 
-/* mn_tape_lend for n ids, which are checked to lie within [least, below). `what` names one. */
+/* mn_tape_lend for n ids, which are checked to lie within [least, below). `what` names one. On a
+ * tape of MN_TAPE_REPEATS the device reads them where they are, whenever the step runs. */
 const int32_t *mn_tape_lend_ids(mn_tape *tape, const int32_t *ids, int64_t n, const char *what,
                                 int64_t least, int64_t below);
 

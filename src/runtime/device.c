@@ -193,10 +193,6 @@ void mn_device_host_free(mn_device *device, void *data) {
     if (data && mn_device_use(device) == MN_OK) mn_backend_host_free(data);
 }
 
-mn_status mn_device_send_back(mn_device *device, void *to, const void *from, size_t bytes) {
-    return copy(device, to, from, bytes, MN_FROM_DEVICE);
-}
-
 mn_status mn_device_copy(mn_device *device, void *to, const void *from, size_t bytes) {
     return copy(device, to, from, bytes, MN_ON_DEVICE);
 }

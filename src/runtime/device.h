@@ -74,11 +74,10 @@ mn_status mn_device_copy(mn_device *device, void *to, const void *from, size_t b
 mn_status mn_device_copy_rows(mn_device *device, void *to, size_t to_step, const void *from,
                               size_t from_step, size_t bytes, int64_t rows);
 
-/* Host memory that the device writes to by itself, and a copy to it that nothing waits for: it can
- * be recorded. */
+/* Host memory that kernels reach at the same address: what they wrote there is there once the
+ * device has been waited for. */
 mn_status mn_device_host_allocate(mn_device *device, void **out, size_t bytes);
 void mn_device_host_free(mn_device *device, void *data);    // NULL accepted
-mn_status mn_device_send_back(mn_device *device, void *to, const void *from, size_t bytes);
 
 /* Every byte becomes `value`. */
 mn_status mn_device_fill(mn_device *device, void *to, unsigned char value, size_t bytes);

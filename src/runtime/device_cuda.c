@@ -113,7 +113,7 @@ void mn_backend_free(void *data) {
 
 mn_status mn_backend_host_allocate(void **out, size_t bytes) {
     *out = NULL;
-    return translate(cudaHostAlloc(out, bytes, cudaHostAllocDefault), "host memory for copies");
+    return translate(cudaHostAlloc(out, bytes, cudaHostAllocMapped), "host memory for copies");
 }
 
 void mn_backend_host_free(void *data) {

@@ -1,11 +1,12 @@
 /* test_cuda_bits.c - packed sequences and the same one by one have the same bits on a GPU, in
  * float32 and in bf16, forward and back: how kernels share work out must not depend on the
  * sequences beside. Packings lie on both sides of where kernels choose: a call of many sequences
- * fills the GPU and one of them does not, a long call is made of short sequences. Skipped without a
- * GPU.
+ * fills the GPU and one of them does not, a long call is made of short sequences. The same holds
+ * for the rows of a batch. Skipped without a GPU.
  *
- * test_cuda_bits [OPERATOR] */
+ * test_cuda_bits [OPERATOR [PACKING]]    the number of one, from 0 */
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include "base/util.h"
@@ -19,7 +20,8 @@ static mn_context *gpu;    // NULL: none here
 
 enum { MOST_SEQUENCES = 48 };
 
-/* `n` sequences whose lengths go through a list. */
+/* `n` sequences whose lengths go through a list, or without one rows of a batch, as long as the
+ * first. */
 typedef struct packing {
     const char *about;
     int n, H, K, V;
@@ -31,9 +33,17 @@ static const packing packings[] = {
     { "none, one, a few tokens", 9, 3, 16, 40, { 0, 1, 2, 0, 32, 33, 1, 65 }, 8 },
     { "many short ones", 40, 4, 64, 64, { 17, 64, 130, 65, 3 }, 5 },
     { "many, wide", 24, 4, 128, 128, { 96, 200, 64 }, 3 },
-    { "wide memories", 16, 4, 256, 256, { 130, 70 }, 2 },
+    { "wide memories", 8, 4, 256, 256, { 130, 70 }, 2 },
     { "a long call of short ones", 10, 1, 8, 32, { 900, 1, 500 }, 3 },
+    { "a long one among short ones", 3, 1, 8, 32, { 300, 4200, 1 }, 3 },
+    { "many heads", 3, 16, 128, 128, { 70, 5, 129 }, 3 },
+    { "many heads, wide memories", 3, 8, 256, 256, { 66, 1, 0 }, 3 },
+    { "rows that fill no packs", 24, 3, 44, 76, { 70, 33, 1, 64 }, 4 },
+    { "a batch", 20, 2, 128, 128, { 130 }, 0 },
+    { "a batch, wide memories", 8, 2, 256, 256, { 67 }, 0 },
 };
+
+static int chosen = -1;    // packing; -1: all
 
 /* ---- calls ----------------------------------------------------------------------------------- */
 
@@ -41,25 +51,36 @@ static void run_on_gpu(void *dtype, mn_sample *sample, const op_case *c) {
     op_run_there(gpu, sample, c, *(mn_dtype *)dtype);
 }
 
-/* float32 samples are held in float32; those of bf16 in float64, rounded. */
-static void check_type(op_case c, mn_dtype dtype) {
-    mn_sample packed;
-    c.dtype = dtype == MN_F32 ? MN_F32 : MN_F64;
-    op_open(&packed, &c);
-    if (dtype == MN_BF16) mn_sample_round(&packed, MN_BF16);
-    op_check_packed(dtype == MN_F32 ? "cuda f32" : "cuda bf16", &packed, &c, run_on_gpu, &dtype);
+/* Draws once: samples of float32 are held in float32, those of bf16 in float64, rounded. */
+static void check_case(op_case c) {
+    mn_sample packed, drawn;
+    mn_dtype dtype = MN_F32;
+    op_case plain = c;
+    c.dtype = MN_F64, plain.dtype = MN_F32;
+    op_open(&drawn, &c);
+    op_allocate(&packed, &plain);
+    op_convert(&packed, &drawn);
+    op_check_packed("cuda f32", &packed, &plain, run_on_gpu, &dtype);
     mn_sample_free(&packed);
+    dtype = MN_BF16;
+    mn_sample_round(&drawn, MN_BF16);
+    op_check_packed("cuda bf16", &drawn, &c, run_on_gpu, &dtype);
+    mn_sample_free(&drawn);
 }
 
 static void check_packing(op_case c, const packing *p) {
     int64_t cu_seqlens[MOST_SEQUENCES + 1] = { 0 };
-    for (int i = 0; i < p->n; i++) {
-        cu_seqlens[i + 1] = cu_seqlens[i] + p->lengths[i % p->n_lengths];
+    c.H = p->H, c.K = p->K, c.V = p->V, c.seed = (uint64_t)(p - packings) + 1;
+    if (p->n_lengths == 0) {
+        c.B = p->n, c.T = p->lengths[0];
+    } else {
+        for (int i = 0; i < p->n; i++) {
+            cu_seqlens[i + 1] = cu_seqlens[i] + p->lengths[i % p->n_lengths];
+        }
+        c.B = 1, c.T = cu_seqlens[p->n], c.block = c.T;
+        c.cu_seqlens = cu_seqlens, c.n_seqs = p->n;
     }
-    c.B = 1, c.H = p->H, c.K = p->K, c.V = p->V, c.T = cu_seqlens[p->n], c.block = c.T;
-    c.cu_seqlens = cu_seqlens, c.n_seqs = p->n, c.seed = (uint64_t)(p - packings) + 1;
-    check_type(c, MN_F32);
-    check_type(c, MN_BF16);
+    check_case(c);
 }
 
 /* ---- the walk -------------------------------------------------------------------------------- */
@@ -74,12 +95,15 @@ static void packed_is_separate(mn_op_id op) {
     const int n_forms = op_forms(op, forms);
     for (int f = 0; f < n_forms; f++) {
         if (op_is_refused(gpu, forms[f])) continue;
-        for (size_t i = 0; i < MN_COUNTOF(packings); i++) check_packing(forms[f], &packings[i]);
+        for (int i = 0; i < (int)MN_COUNTOF(packings); i++) {
+            if (chosen < 0 || i == chosen) check_packing(forms[f], &packings[i]);
+        }
     }
 }
 
 int main(int argc, char **argv) {
     const mn_context_options options = { .n_threads = 1, .device = "cuda" };
+    if (argc > 2) chosen = atoi(argv[2]);
     if (mn_context_create(&gpu, &options) != MN_OK) printf("skipped: %s\n", mn_last_error());
     const int failed = op_walk("packed is separate on a GPU", packed_is_separate, argc, argv);
     mn_context_destroy(gpu);

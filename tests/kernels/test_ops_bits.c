@@ -1,7 +1,7 @@
 /* test_ops_bits.c - what must be equal bit for bit, on every target:
  *
- *   packed sequences and the same sequences one by one; any number of threads; strided and
- *   contiguous views; an unchanged past after the future was changed. */
+ *   packed sequences, or rows of a batch, and the same sequences one by one; any number of
+ *   threads; strided and contiguous views; an unchanged past after the future was changed. */
 #include "support/op_bits.h"
 #include "support/op_walk.h"
 
@@ -190,6 +190,7 @@ static void check_form(const op_target *target, op_case c, int f) {
     c.B = 3, c.T = 70 + f % 3;
     threads_do_not_show(target, &c);
     if (!op_has_time(c.op)) return;
+    packed_is_separate(target, &c);
     views_do_not_show(target, &c);
     future_does_not_show(target, &c, 64);
     future_does_not_show(target, &c, 37);

@@ -32,21 +32,39 @@ void op_check_same(const char *what, const char *target, const mn_sample *a, con
     }
 }
 
+/* Tokens of sequence n of `all`, to a sample of it alone. */
+static void take_sequence(mn_sample *one, const mn_sample *all, const op_case *c, int64_t n) {
+    if (!c->cu_seqlens) {
+        op_copy_rows(one, 0, all, n, OP_GIVEN);
+    } else {
+        const int64_t t0 = c->cu_seqlens[n];
+        op_copy_tokens(one, 0, all, t0, c->cu_seqlens[n + 1] - t0, OP_GIVEN);
+    }
+}
+
+static void put_sequence(mn_sample *all, const mn_sample *one, const op_case *c, int64_t n) {
+    if (!c->cu_seqlens) {
+        op_copy_rows(all, n, one, 0, OP_COMPUTED);
+    } else {
+        const int64_t t0 = c->cu_seqlens[n];
+        op_copy_tokens(all, t0, one, 0, c->cu_seqlens[n + 1] - t0, OP_COMPUTED);
+    }
+}
+
 /* Runs sequence n of `packed` alone and puts what it gives where it belongs in `joined`. */
 static void run_alone(mn_sample *joined, const mn_sample *packed, const op_case *c, int64_t n,
                       op_bits_run *run, void *how) {
     mn_sample one;
     op_case alone = *c;
-    const int64_t t0 = c->cu_seqlens[n], length = c->cu_seqlens[n + 1] - t0;
+    if (c->cu_seqlens) alone.T = c->cu_seqlens[n + 1] - c->cu_seqlens[n];
     alone.cu_seqlens = NULL;
-    alone.n_seqs = 0;
-    alone.T = length;
+    alone.n_seqs = 0, alone.B = 1;
     op_allocate(&one, &alone);
     op_copy_shared(&one, packed, OP_GIVEN);
     op_copy_states(&one, 0, packed, n, 1, OP_GIVEN);
-    op_copy_tokens(&one, 0, packed, t0, length, OP_GIVEN);
+    take_sequence(&one, packed, c, n);
     run(how, &one, &alone);
-    op_copy_tokens(joined, t0, &one, 0, length, OP_COMPUTED);
+    put_sequence(joined, &one, c, n);
     op_copy_states(joined, n, &one, 0, 1, OP_COMPUTED);
     mn_sample_free(&one);
 }
@@ -56,7 +74,8 @@ void op_check_packed(const char *target, mn_sample *packed, const op_case *c, op
     mn_sample joined;
     op_allocate(&joined, c);
     run(how, packed, c);
-    for (int64_t n = 0; n < c->n_seqs; n++) run_alone(&joined, packed, c, n, run, how);
+    const int64_t n_seqs = c->cu_seqlens ? c->n_seqs : c->B;
+    for (int64_t n = 0; n < n_seqs; n++) run_alone(&joined, packed, c, n, run, how);
     op_check_same("packed and separate", target, packed, &joined, op_bits_per_sequence, c);
     mn_sample_free(&joined);
 }

@@ -17,7 +17,8 @@ void op_check_same(const char *what, const char *target, const mn_sample *a, con
 /* Runs an opened sample, forward and back where that is there. */
 typedef void op_bits_run(void *how, mn_sample *sample, const op_case *c);
 
-/* A packed call of `packed`, which is opened and has not run, against its sequences one by one. */
+/* A call of several sequences, packed or the rows of a batch, against its sequences one by one;
+ * `packed` is opened and has not run. */
 void op_check_packed(const char *target, mn_sample *packed, const op_case *c, op_bits_run *run,
                      void *how);
 

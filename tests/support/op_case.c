@@ -273,6 +273,26 @@ void op_copy_tokens(mn_sample *dst, int64_t to, const mn_sample *src, int64_t fr
     }
 }
 
+void op_copy_rows(mn_sample *dst, int64_t to, const mn_sample *src, int64_t from, op_side side) {
+    const mn_call *call = (const mn_call *)src->args, *dst_call = (const mn_call *)dst->args;
+    for (int i = 0; i < src->n_tensors; i++) {
+        op_tokens tokens;
+        const mn_sample_tensor *t = &src->tensors[i];
+        if (!op_token_layout(&tokens, src, t)) continue;
+        char *out = op_memory(&dst->tensors[i], side);
+        const char *in = op_memory(t, side);
+        bool ok = true;
+        int64_t outer = 1;
+        if (!in || !out) continue;
+        for (const char *c = t->axes; *c != 'B'; c++) outer *= mn_axis_size(call, *c, &ok);
+        const size_t row = (size_t)(t->count / outer / call->B) * element_bytes(src);
+        for (int64_t o = 0; o < outer; o++) {
+            memcpy(out + (size_t)(o * dst_call->B + to) * row,
+                   in + (size_t)(o * call->B + from) * row, row);
+        }
+    }
+}
+
 static int64_t state_rows(const mn_sample *sample) {
     const mn_call *call = (const mn_call *)sample->args;
     return call->cu_seqlens ? call->n_seqs : call->B;

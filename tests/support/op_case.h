@@ -64,6 +64,9 @@ void *op_memory(const mn_sample_tensor *tensor, op_side side);
 void op_copy_tokens(mn_sample *dst, int64_t to, const mn_sample *src, int64_t from, int64_t count,
                     op_side side);
 
+/* The same for all tokens of row `from` of a batch, which become row `to`. */
+void op_copy_rows(mn_sample *dst, int64_t to, const mn_sample *src, int64_t from, op_side side);
+
 /* The same for tensors with one row per sequence (axis N), and for all that have neither axis. */
 void op_copy_states(mn_sample *dst, int64_t to, const mn_sample *src, int64_t from, int64_t count,
                     op_side side);

@@ -212,6 +212,54 @@ static void cut_walks(mn_walks *walks, int count, const mn_additive_args *p,
     }
 }
 
+/* ---- gradients from kept states (additive_gated.cu) ------------------------------------------ */
+
+/* Whether all gradients are wanted that they have. */
+static bool goes_gated(const mn_additive_args *p) {
+    return p->decay == MN_DECAY_CHANNEL && p->call.K <= 128 && p->call.V <= 128 &&
+           p->grad.q.data && p->grad.k.data && p->grad.v.data && p->grad.g.data;
+}
+
+/* Numbers of a kept state of all chunks: two are kept. */
+static bool measure_kept(size_t *count, const mn_additive_args *p) {
+    return mn_mul_size(count, (size_t)mn_tile_slots(p->call, 64), (size_t)p->call.H) &&
+           mn_mul_size(count, *count, (size_t)mn_additive_depth(p->call.K)) &&
+           mn_mul_size(count, *count, (size_t)mn_additive_depth(p->call.V));
+}
+
+static bool plan_gated(mn_plan *plan, const mn_additive_args *p, const mn_additive_extent *extent) {
+    size_t kept, floats, bytes;
+    const bool ok = measure_kept(&kept, p) && mn_mul_size(&kept, kept, 2 * sizeof(mn_bf16)) &&
+                    mn_add_size(&floats, extent->sums, extent->falls) &&
+                    mn_mul_size(&floats, floats, 2 * sizeof(float)) &&
+                    mn_add_size(&bytes, kept, floats);
+    if (ok && bytes > plan->shared_bytes) plan->shared_bytes = bytes;
+    return ok;
+}
+
+static int launch_gated(const mn_additive_args *p, const mn_additive_extent *extent, void *shared,
+                        cudaStream_t stream) {
+    mn_walks there, back;
+    size_t kept;
+    if (!goes_gated(p) || !measure_kept(&kept, p)) return cudaErrorNotSupported;
+    (void)forward_walks(&there, p);
+    back = there;
+    back.walk[0] = walk_of(p, p->k, p->q, p->cot.o, p->grad.v, false, true);
+    back.walk[0].state = p->grad.state0;
+    mn_walk *walks[2] = { &there.walk[0], &back.walk[0] };
+    float *sums = (float *)((mn_bf16 *)shared + 2 * kept);
+    there.walk[0].out = {}, there.walk[0].state = {};
+    for (int i = 0; i < 2; i++) {
+        walks[i]->segment = segment_of(p);
+        walks[i]->kept = (mn_bf16 *)shared + i * kept;
+        walks[i]->sums = sums + i * extent->sums;
+        walks[i]->falls = sums + 2 * extent->sums + i * extent->falls;
+    }
+    return mn_additive_gated_backward(p, &there, &back, extent->segments, stream);
+}
+
+/* ---- calls ----------------------------------------------------------------------------------- */
+
 MN_CUDA_PLAN(additive_forward) {
     const mn_additive_args *p = (const mn_additive_args *)args;
     mn_additive_extent extent = {};
@@ -246,7 +294,8 @@ MN_CUDA_PLAN(additive_backward) {
     if (!goes_over_chunks(p, true)) return mn_memory_backward_plan(plan, p->call);
     mn_additive_extent extent = {};
     return measure_segments(&extent, p) && measure_decay(&extent, p) &&
-           plan_bytes(plan, &extent, MN_WALK_MOST);
+           plan_bytes(plan, &extent, MN_WALK_MOST) &&
+           (!goes_gated(p) || plan_gated(plan, p, &extent));
 }
 
 MN_CUDA_LAUNCH(additive_backward) {
@@ -255,6 +304,8 @@ MN_CUDA_LAUNCH(additive_backward) {
     if (!goes_over_chunks(p, true)) return mn_memory_backward<false>(memory_of(p), shared, stream);
     mn_additive_extent extent = {};
     if (!measure_segments(&extent, p) || !measure_decay(&extent, p)) return cudaErrorNotSupported;
+    int code = launch_gated(p, &extent, shared, on);
+    if (code != cudaErrorNotSupported) return code;
     const mn_additive_work work = place(&extent, MN_WALK_MOST, shared);
     mn_walks walks;
     const int n = backward_walks(&walks, p);
@@ -263,7 +314,7 @@ MN_CUDA_LAUNCH(additive_backward) {
         return launch_walks(p, &walks, 0, n, extent.segments, on);
     }
     equip(&walks, n, &work);
-    int code = launch_walks(p, &walks, 0, n - 1, extent.segments, on);
+    code = launch_walks(p, &walks, 0, n - 1, extent.segments, on);
     if (code == cudaSuccess) code = launch_walks(p, &walks, n - 1, n, extent.segments, on);
     if (code != cudaSuccess || p->decay == MN_DECAY_CHANNEL) return code;
     return mn_additive_token_decay(p, &extent, &work, on);

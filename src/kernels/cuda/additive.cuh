@@ -1,8 +1,8 @@
 /* additive.cuh - the parts of additive: which calls go over chunks on tensor cores, and how.
  *
  * bf16 calls of usual head sizes do: additive_token.cu has decays that a head's channels share, or
- * none, additive_channel.cu decays per channel. Everything else, and decoding, is the recurrence of
- * memory.cuh. */
+ * none, additive_channel.cu decays per channel, and additive_gated.cu these on Hopper. Everything
+ * else, and decoding, is the recurrence of memory.cuh. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_CUH
 
@@ -39,6 +39,13 @@ int mn_additive_token_launch(const mn_walks *walks, int count, int64_t segments,
                              cudaStream_t stream);
 int mn_additive_channel_launch(const mn_walks *walks, int64_t segments, bool of_values,
                                cudaStream_t stream);
+/* The same on Hopper by additive_gated.cuh, and with it all gradients for decays per channel: the
+ * walks `there` and `back` leave the states they keep. cudaErrorNotSupported if these do not serve
+ * the call; nothing has been launched then. */
+int mn_additive_gated_launch(const mn_walks *walks, int64_t segments, cudaStream_t stream);
+int mn_additive_gated_backward(const mn_additive_args *p, const mn_walks *there,
+                               const mn_walks *back, int64_t segments, cudaStream_t stream);
+
 int mn_additive_token_decay(const mn_additive_args *p, const mn_additive_extent *extent,
                             const mn_additive_work *work, cudaStream_t stream);
 

@@ -37,6 +37,10 @@ static int launch_of(const mn_walks *walks, int64_t segments, bool of_values,
 int mn_additive_channel_launch(const mn_walks *walks, int64_t segments, bool of_values,
                                cudaStream_t stream) {
     const int depth = mn_additive_depth(walks->walk[0].depth);
+    if (!of_values) {
+        const int code = mn_additive_gated_launch(walks, segments, stream);
+        if (code != cudaErrorNotSupported) return code;
+    }
     if (depth == 64) return launch_of<64>(walks, segments, of_values, stream);
     if (depth == 128) return launch_of<128>(walks, segments, of_values, stream);
     return launch_of<256>(walks, segments, of_values, stream);

@@ -448,6 +448,36 @@ mn_cell_add_kernel(mn_out first, mn_out second, const float *parts, int64_t n_pa
     }
 }
 
+/* The same for two parts, EACH neighbours of both tensors at once: loads on their way are what it
+ * lives on. */
+template <typename T, int EACH>
+__global__ void __launch_bounds__(MN_CELL_ADDERS)
+mn_cell_add_two_kernel(mn_out first, mn_out second, const float *parts, int64_t n_rows,
+                       int64_t tokens, int64_t heads, int64_t width) {
+    const int64_t row = (blockIdx.x * (int64_t)MN_CELL_ADDERS + threadIdx.x) / 32;
+    if (row >= n_rows) return;
+    const int64_t token = row / heads, b = token / tokens, t = token % tokens, h = row % heads;
+    T *const to[2] = { mn_row<T>(first, b, t, h), mn_row<T>(second, b, t, h) };
+    const float *from = parts + row * 2 * width;
+    for (int64_t i = threadIdx.x % 32 * EACH; i < width; i += 32 * EACH) {
+        float x[2][2][EACH];
+#pragma unroll
+        for (int part = 0; part < 2; part++) {
+#pragma unroll
+            for (int n = 0; n < 2; n++) {
+                if (to[n]) mn_load<EACH>(x[n][part], from + (part * n_rows * 2 + n) * width, i);
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            if (!to[n]) continue;
+#pragma unroll
+            for (int j = 0; j < EACH; j++) x[n][0][j] = 0.0f + x[n][0][j] + x[n][1][j];
+            mn_cell_store(to[n] + i, EACH, x[n][0]);
+        }
+    }
+}
+
 /* Adds the parts of mn_cell_put_sums or mn_cell_put_keys. */
 template <typename T>
 inline int mn_cell_add_rows(const mn_out &first, const mn_out &second, const float *parts,
@@ -456,7 +486,10 @@ inline int mn_cell_add_rows(const mn_out &first, const mn_out &second, const flo
     const int64_t n_rows = mn_cell_rows_of(call) * heads;
     if (n_rows == 0 || (!first.data && !second.data)) return cudaSuccess;
     const unsigned blocks = mn_blocks(n_rows, MN_CELL_ADDERS / 32);
-    if (width % 4 == 0) {
+    if (width % 4 == 0 && n_parts == 2) {
+        mn_cell_add_two_kernel<T, 4><<<blocks, MN_CELL_ADDERS, 0, stream>>>(
+            first, second, parts, n_rows, call->T, heads, width);
+    } else if (width % 4 == 0) {
         mn_cell_add_kernel<T, 4><<<blocks, MN_CELL_ADDERS, 0, stream>>>(
             first, second, parts, n_parts, n_rows, call->T, heads, width);
     } else {

@@ -1,10 +1,13 @@
 /* columns_forward.cuh - the recurrences of columns.cuh forward.
  *
- * Four lanes of a warp have a column, each a quarter of its rows in registers, so that a sum over
- * rows is a chain of multiply-adds and two exchanges; the lanes' rows lie in packs of four side by
- * side. Tokens come through shared memory eight at a time, the next eight on their way in registers
- * meanwhile, as they were stored: nothing waits for them until they are put. Where columns are few,
- * a walk is as long as its chain, and other warps of the block bring the tokens. */
+ * A warp has eight columns. Where a token writes what it finds missing in them (COLUMN), or has
+ * one more column of ones (SUM), four lanes have a column, each a quarter of its rows in
+ * registers, so that a sum over rows is a chain of multiply-adds and two exchanges; the lanes'
+ * rows lie in packs of four side by side. CELL waits for no sum: sixteen lanes have four columns,
+ * so that what is read of a token serves four cells. Tokens come through shared memory eight at a
+ * time, the next eight on their way in registers meanwhile, as they were stored: nothing waits for
+ * them until they are put. Where columns are few, a walk is as long as its chain, and other warps
+ * of the block bring the tokens. */
 #ifndef MN_KERNELS_CUDA_COLUMNS_FORWARD_CUH
 #define MN_KERNELS_CUDA_COLUMNS_FORWARD_CUH
 
@@ -175,6 +178,11 @@ struct mn_slab_cells {
         });
     }
 
+    /* What a token read to the columns of a row. */
+    __device__ static void leave(float *row, const float (&o)[C]) {
+        if (threadIdx.x % 4 == 0) row[column(0)] = o[0];
+    }
+
     __device__ static float over_lanes(float x) {
         x += __shfl_xor_sync(0xffffffffu, x, 1);
         return x + __shfl_xor_sync(0xffffffffu, x, 2);
@@ -213,6 +221,12 @@ struct mn_slab_cells {
         for (int r = 0; r < ROWS; r++) {
             mn_load<C>(at[r], room, (r * sizes::threads + (int)threadIdx.x) * C);
         }
+    }
+
+    template <mn_columns_kind KIND, bool READS>
+    __device__ void advance(float (&o)[C], const mn_slab_room<ROWS, WARPS> &in, int token) {
+        float written[C];
+        advance<KIND, READS>(o, written, in, token);
     }
 
     /* One token, which writes w v; for COLUMN v is what k'S leaves of it. Where READS, o becomes
@@ -262,6 +276,121 @@ struct mn_slab_cells {
     }
 };
 
+/* Of 2 HALF sums lanes that lie LANES apart add up HALF each: the upper lane the later ones. */
+template <int HALF, int LANES, int N>
+__device__ inline void mn_lanes_share(float (&x)[N]) {
+    const bool upper = threadIdx.x & LANES;
+#pragma unroll
+    for (int i = 0; i < HALF; i++) {
+        const float give = upper ? x[i] : x[i + HALF], own = upper ? x[i + HALF] : x[i];
+        x[i] = own + __shfl_xor_sync(0xffffffffu, give, LANES);
+    }
+}
+
+/* The cells of a thread for CELL: R rows of four columns, the rows in packs. */
+template <int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
+struct mn_block_cells {
+    using sizes = mn_slab_sizes<ROWS, WARPS>;
+    static constexpr int R = ROWS / 4, P = R < 4 ? R : 4;
+    float at[R][4];
+
+    __device__ static int first_row(int m) {
+        return P * (threadIdx.x % 16 + 16 * m);
+    }
+    __device__ static int first_column() {
+        return threadIdx.x / 16 * 4;
+    }
+
+    template <typename F>
+    __device__ void each(const mn_columns &p, const mn_columns_place &place, F use) {
+        const int64_t head = place.n * p.call.H + place.h;
+        const int64_t j0 = place.tile * sizes::tile + first_column();
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            const int64_t i = first_row(r / P) + r % P;
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                use(at[r][c], (head * p.call.K + i) * p.call.V + j0 + c,
+                    i < p.call.K && j0 + c < p.call.V);
+            }
+        }
+    }
+
+    __device__ void load(const mn_columns &p, const mn_columns_place &place, const float *state,
+                         const float *) {
+        each(p, place, [&](float &x, int64_t cell, bool inside) {
+            x = state && inside ? state[cell] : 0.0f;
+        });
+    }
+
+    __device__ void store(const mn_columns &p, const mn_columns_place &place, float *state,
+                          float *) {
+        each(p, place, [&](float &x, int64_t cell, bool inside) {
+            if (state && inside) state[cell] = x;
+        });
+    }
+
+    /* To memory and back, by the same thread. */
+    __device__ void keep(float *room) const {
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            mn_store<4>(room, (r * sizes::threads + (int)threadIdx.x) * 4, at[r]);
+        }
+    }
+
+    __device__ void recall(const float *room) {
+#pragma unroll
+        for (int r = 0; r < R; r++) {
+            mn_load<4>(at[r], room, (r * sizes::threads + (int)threadIdx.x) * 4);
+        }
+    }
+
+    /* One token. Where READS, o becomes this thread's part of S'q. */
+    template <mn_columns_kind KIND, bool READS>
+    __device__ void advance(float (&o)[4], const mn_slab_room<ROWS, WARPS> &in, int token) {
+        float w[4], u[4], write[4];
+        mn_load<4>(w, in.w[token], first_column());
+        mn_load<4>(u, in.u[token], first_column());
+        mn_load<4>(write, in.v[token], first_column());
+#pragma unroll
+        for (int c = 0; c < 4; c++) write[c] *= w[c], o[c] = 0.0f;
+#pragma unroll
+        for (int m = 0; m < R / P; m++) {
+            float k[P], q[P], x[P];
+            mn_load<P>(k, in.k[token], first_row(m));
+            if (READS) mn_load<P>(q, in.q[token], first_row(m));
+            mn_load<P>(x, in.x[token], first_row(m));
+#pragma unroll
+            for (int i = 0; i < P; i++) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    float &cell = at[P * m + i][c];
+                    cell = fmaf(k[i], write[c], cell * fmaf(w[c], x[i], u[c]));
+                    if (READS) o[c] = fmaf(q[i], cell, o[c]);
+                }
+            }
+        }
+    }
+
+    /* Sums of the parts to the columns of a row. */
+    __device__ static void leave(float *row, float (&o)[4]) {
+        mn_lanes_share<2, 8>(o);
+        mn_lanes_share<1, 4>(o);
+        o[0] += __shfl_xor_sync(0xffffffffu, o[0], 2);
+        o[0] += __shfl_xor_sync(0xffffffffu, o[0], 1);
+        if (threadIdx.x % 4 == 0) row[first_column() + threadIdx.x % 16 / 4] = o[0];
+    }
+};
+
+template <mn_columns_kind KIND, int ROWS, int WARPS>
+struct mn_cells_of {
+    typedef mn_slab_cells<ROWS, WARPS> type;
+};
+template <int ROWS, int WARPS>
+struct mn_cells_of<MN_COLUMNS_CELL, ROWS, WARPS> {
+    typedef mn_block_cells<ROWS, WARPS> type;
+};
+
 /* What the tokens of the group at t read, to memory, by those that bring tokens. */
 template <typename T, int ROWS, int WARPS, int FEEDERS>
 __device__ inline void mn_slab_put(const mn_slab_room<ROWS, WARPS> &room, const mn_columns &p,
@@ -285,7 +414,8 @@ mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     using sizes = mn_slab_sizes<ROWS, WARPS>;
     __shared__ mn_slab_room<ROWS, WARPS> room;
     const mn_columns_place at = mn_columns_here(p, tiles);
-    mn_slab_cells<ROWS, WARPS> S;
+    typedef typename mn_cells_of<KIND, ROWS, WARPS>::type cells;
+    cells S;
     mn_slab_ahead<T, ROWS, WARPS> ahead;
     S.load(p, at, p.state0, p.ones0);
     if (at.span.length > 0) ahead.template fetch<KIND>(p, at, 0);
@@ -302,9 +432,9 @@ mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
         }
 #pragma unroll 2
         for (int token = 0; token < count; token++) {
-            float o[sizes::columns], written[sizes::columns];
-            S.template advance<KIND, true>(o, written, room, token);
-            if (threadIdx.x % 4 == 0) room.o[token][S.column(0)] = o[0];
+            float o[sizeof S.at[0] / sizeof(float)];
+            S.template advance<KIND, true>(o, room, token);
+            cells::leave(room.o[token], o);
         }
     }
     const int64_t t = (at.span.length - 1) / sizes::group * sizes::group;
@@ -315,27 +445,24 @@ mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
 
 /* The tokens of a group. What four of them read is left together: it comes late, and a token behind
  * it would wait for it. */
-template <mn_columns_kind KIND, int ROWS, int WARPS>
-__device__ inline void mn_slab_walk(mn_slab_cells<ROWS, WARPS> &S, mn_slab_room<ROWS, WARPS> &room,
-                                    int count) {
+template <mn_columns_kind KIND, int ROWS, int WARPS, typename Cells>
+__device__ inline void mn_slab_walk(Cells &S, mn_slab_room<ROWS, WARPS> &room, int count) {
     constexpr int EACH = 4;
-    float o[EACH][1], written[1];
+    float o[EACH][sizeof S.at[0] / sizeof(float)];
     int token = 0;
 #pragma unroll 1
     for (; token + EACH <= count; token += EACH) {
 #pragma unroll
         for (int i = 0; i < EACH; i++) {
-            S.template advance<KIND, true>(o[i], written, room, token + i);
+            S.template advance<KIND, true>(o[i], room, token + i);
         }
 #pragma unroll
-        for (int i = 0; i < EACH; i++) {
-            if (threadIdx.x % 4 == 0) room.o[token + i][S.column(0)] = o[i][0];
-        }
+        for (int i = 0; i < EACH; i++) Cells::leave(room.o[token + i], o[i]);
     }
 #pragma unroll 1
     for (; token < count; token++) {
-        S.template advance<KIND, true>(o[0], written, room, token);
-        if (threadIdx.x % 4 == 0) room.o[token][S.column(0)] = o[0][0];
+        S.template advance<KIND, true>(o[0], room, token);
+        Cells::leave(room.o[token], o[0]);
     }
 }
 
@@ -350,7 +477,7 @@ mn_slab_fed_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     const mn_columns_place at = mn_columns_here(p, tiles);
     const int64_t length = at.span.length;
     const bool feeds = sizes::feeder() >= 0;
-    mn_slab_cells<ROWS, WARPS> S;
+    typename mn_cells_of<KIND, ROWS, WARPS>::type S;
     mn_slab_ahead<T, ROWS, WARPS, FEEDERS> ahead;
     if (!feeds) S.load(p, at, p.state0, p.ones0);
     if (feeds && length > 0) {
@@ -362,7 +489,8 @@ mn_slab_fed_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     for (int64_t t = 0; t < length; t += sizes::group, here ^= 1) {
         __syncthreads();
         if (!feeds) {
-            mn_slab_walk<KIND>(S, rooms[here], (int)min((int64_t)sizes::group, length - t));
+            mn_slab_walk<KIND, ROWS, WARPS>(S, rooms[here],
+                                            (int)min((int64_t)sizes::group, length - t));
             continue;
         }
         const int64_t last = t - sizes::group, next = t + sizes::group;

@@ -4,6 +4,64 @@
 #include "kernels/cuda/delta_gradient_channel.cuh"
 #include "kernels/cuda/delta_job.cuh"
 
+/* ---- the second step ------------------------------------------------------------------------- */
+
+/* Gradients of beta, and of a decay per token or head, from the parts of a chunk: one thread for
+ * each token. `whole` takes the chunk's sum for a decay per head. */
+__global__ void __launch_bounds__(MN_DELTA_CHUNK)
+mn_delta_finish_kernel(const __grid_constant__ mn_delta_job job, int n_parts) {
+    __shared__ float sums[2][MN_DELTA_CHUNK];
+    const mn_delta_args &p = job.p;
+    const mn_delta_part *parts = (const mn_delta_part *)job.work.parts;
+    const int64_t h = blockIdx.x % p.call.H, slot = blockIdx.x / p.call.H;
+    const mn_tile_span tile = mn_tile_at(p.call, MN_DELTA_CHUNK, slot);
+    const int t = threadIdx.x;
+    float G = 0.0f, beta = 0.0f, end = 0.0f;
+    for (int i = 0; i < n_parts && tile.n_rows > 0; i++) {
+        const mn_delta_part &part = parts[gridDim.x * (int64_t)i + blockIdx.x];
+        G += part.G[t];
+        beta += part.beta[t];
+        end += part.end;
+    }
+    int now = 0;
+    sums[0][t] = G;
+    __syncthreads();
+    for (int step = 1; step < MN_DELTA_CHUNK; step <<= 1, now ^= 1) {    // sums from t to the end
+        sums[now ^ 1][t] = sums[now][t] + (t + step < MN_DELTA_CHUNK ? sums[now][t + step] : 0.0f);
+        __syncthreads();
+    }
+    const float dg = sums[now][t] + end;
+    __syncthreads();
+    sums[0][t] = t < tile.n_rows ? dg : 0.0f;
+    __syncthreads();
+    if (t == 0 && job.work.whole) {
+        float sum = 0.0f;
+        for (int i = 0; i < MN_DELTA_CHUNK; i++) sum += sums[0][i];
+        job.work.whole[blockIdx.x] = sum;
+    }
+    if (t >= tile.n_rows) return;
+    const int64_t when = tile.span.t0 + tile.first + t;
+    mn_bf16 *to_beta = mn_row<mn_bf16>(p.grad.beta, tile.span.b, when, h);
+    if (to_beta) mn_put(to_beta, beta);
+    if (p.decay != MN_DECAY_TOKEN || !p.grad.g.data) return;
+    mn_put(mn_row<mn_bf16>(p.grad.g, tile.span.b, when, h), dg);
+}
+
+/* A decay per head: the sum over its chunks, each thread's in their order, then the threads'. */
+__global__ void __launch_bounds__(256)
+mn_delta_head_kernel(const __grid_constant__ mn_delta_job job, int64_t slots) {
+    __shared__ float room[32];
+    const int64_t h = blockIdx.x;
+    float sum = 0.0f;
+    for (int64_t slot = threadIdx.x; slot < slots; slot += 256) {
+        sum += job.work.whole[slot * job.p.call.H + h];
+    }
+    sum = mn_team_sum<256>(sum, room);
+    if (threadIdx.x == 0) mn_put(mn_row<mn_bf16>(job.p.grad.g, 0, 0, h), sum);
+}
+
+/* ---- launches -------------------------------------------------------------------------------- */
+
 /* The gradient of a decay per head is there without tokens too, and is zero then. */
 static int finish(const mn_delta_job &job, int64_t records, int n_parts, cudaStream_t stream) {
     const mn_delta_args &p = job.p;
@@ -20,14 +78,13 @@ static int finish(const mn_delta_job &job, int64_t records, int n_parts, cudaStr
 /* Both walks. */
 template <int KP, bool CHANNEL>
 static int walk(const mn_delta_job &job, cudaStream_t stream) {
-    constexpr int few = mn_delta_teams(KP, false), many = mn_delta_teams(KP, true);
-    const int code = mn_delta_walk<KP>(mn_delta_walk_kernel<KP, CHANNEL, true, false, few>,
-                                       mn_delta_walk_kernel<KP, CHANNEL, true, true, many>, job,
-                                       false, job.wide_v, stream);
+    const int code = mn_delta_walk<KP>(mn_delta_walk_kernel<KP, CHANNEL, true>,
+                                       mn_delta_walk_warps_kernel<KP, CHANNEL, true>, job, false,
+                                       job.wide_v, stream);
     if (code != cudaSuccess) return code;
-    return mn_delta_walk<KP>(mn_delta_walk_back_kernel<KP, CHANNEL, false, few>,
-                             mn_delta_walk_back_kernel<KP, CHANNEL, true, many>, job, true,
-                             job.wide_v, stream);
+    return mn_delta_walk<KP>(mn_delta_walk_back_kernel<KP, CHANNEL>,
+                             mn_delta_walk_back_warps_kernel<KP, CHANNEL>, job, true, job.wide_v,
+                             stream);
 }
 
 template <int KP>

@@ -2,16 +2,12 @@
 #include "kernels/cuda/delta_job.cuh"
 #include "kernels/cuda/delta_walk_group.cuh"
 
-template <int KP, bool CHANNEL, bool GROUP>
-static constexpr auto walk = mn_delta_walk_kernel<KP, CHANNEL, false, GROUP,
-                                                  mn_delta_teams(KP, GROUP)>;
-
 template <int KP>
 static int forward(const mn_delta_job &job, cudaStream_t stream) {
     const int64_t V = job.p.call.V;
     if constexpr (KP <= 128) {
         mn_apart_maps maps;
-        if (mn_delta_goes_apart(&maps, job, mn_delta_strips(V, mn_delta_heads(job)))) {
+        if (mn_delta_goes_apart(&maps, job)) {
             const int code = mn_delta_triangles<KP>(job, job.p.q_late, stream);
             return code == cudaSuccess ? mn_delta_apart<KP>(job, maps, stream) : code;
         }
@@ -19,10 +15,12 @@ static int forward(const mn_delta_job &job, cudaStream_t stream) {
     const int code = mn_delta_prepare<KP>(job, stream);
     if (code != cudaSuccess) return code;
     if (job.p.decay == MN_DECAY_CHANNEL) {
-        return mn_delta_walk<KP>(walk<KP, true, false>, walk<KP, true, true>, job, false, V,
+        return mn_delta_walk<KP>(mn_delta_walk_kernel<KP, true, false>,
+                                 mn_delta_walk_warps_kernel<KP, true, false>, job, false, V,
                                  stream);
     }
-    return mn_delta_walk<KP>(walk<KP, false, false>, walk<KP, false, true>, job, false, V, stream);
+    return mn_delta_walk<KP>(mn_delta_walk_kernel<KP, false, false>,
+                             mn_delta_walk_warps_kernel<KP, false, false>, job, false, V, stream);
 }
 
 /* Whether a block gets as much shared memory as the widest kernels take. Where there is no GPU to

@@ -6,7 +6,7 @@
 #include "kernels/cuda/delta_chunk.h"
 #include "kernels/cuda/delta_prepare.cuh"
 #include "kernels/cuda/delta_prepare_channel.cuh"
-#include "kernels/cuda/delta_walk.cuh"
+#include "kernels/cuda/delta_walk_warps.cuh"
 
 inline int64_t mn_delta_wide_k(int64_t K) {
     return K <= 64 ? 64 : K <= 128 ? 128 : 256;
@@ -90,23 +90,12 @@ inline bool mn_delta_job_of(mn_delta_job *job, const mn_delta_args *p, void *sha
     return mn_delta_lay_out(&job->work, &bytes, p, shared, back);
 }
 
-/* Heads of all sequences. */
-inline int64_t mn_delta_heads(const mn_delta_job &job) {
-    return job.p.call.H * mn_n_spans(job.p.call);
-}
-
 /* Strips of columns of a block of a walk: few where there are few columns to spread over the
- * processors. Those of four are walked by groups, where the machine has groups. */
+ * processors. Those of four are walked by groups, fewer by warps, which give the same bits. */
 inline int mn_delta_strips(int64_t columns, int64_t heads) {
     int strips = MN_DELTA_STRIPS;
     while (strips > 1 && mn_ceil_div(columns, 16 * strips) * heads < 64) strips /= 2;
     return strips;
-}
-
-/* Teams of warps that share a strip: as registers ask where there are groups, and one for each
- * panel of channels where processors have only a strip or two. */
-constexpr int mn_delta_teams(int KP, bool group) {
-    return group ? (KP <= 128 ? 1 : 2) : KP / 64;
 }
 
 template <int KP>
@@ -161,25 +150,24 @@ inline void mn_delta_map(mn_walk_maps *maps, const mn_delta_job &job, bool back)
 
 typedef void (*mn_delta_walker)(mn_delta_job, mn_walk_maps, int64_t);
 
-/* A kernel that walks over `columns` value columns of all heads of all sequences, by warps or by
- * groups of four. */
+/* A kernel that walks over `columns` value columns of all heads of all sequences, by groups of
+ * warps or by warps. */
 template <int KP>
-inline int mn_delta_walk(mn_delta_walker by_warp, mn_delta_walker by_group, const mn_delta_job &job,
-                         bool back, int64_t columns, cudaStream_t stream) {
-    const int64_t heads = mn_delta_heads(job);
+inline int mn_delta_walk(mn_delta_walker by_group, mn_delta_walker by_warps,
+                         const mn_delta_job &job, bool back, int64_t columns,
+                         cudaStream_t stream) {
+    constexpr int teams = mn_walk_teams<KP>, warps = mn_walk_sizes<KP>::teams;
+    const int64_t heads = job.p.call.H * mn_n_spans(job.p.call);
     const int strips = mn_delta_strips(columns, heads);
     const int64_t n_slices = mn_ceil_div(columns, 16 * strips), blocks = n_slices * heads;
     const bool group = strips == MN_DELTA_STRIPS;
-    const int teams = mn_delta_teams(KP, group);
-    const size_t meeting = teams == 1   ? sizeof(mn_walk_meeting<1>)
-                           : teams == 2 ? sizeof(mn_walk_meeting<2>)
-                                        : sizeof(mn_walk_meeting<4>);
+    const size_t meeting = group ? sizeof(mn_walk_meeting<teams>) : sizeof(mn_walk_table<KP>);
     mn_walk_maps maps;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     mn_delta_map(&maps, job, back);
-    return mn_launch_with_room(group ? by_group : by_warp, dim3((unsigned)blocks),
-                               32 * strips * teams + MN_DELTA_FETCHERS,
+    return mn_launch_with_room(group ? by_group : by_warps, dim3((unsigned)blocks),
+                               32 * strips * (group ? teams : warps) + MN_DELTA_FETCHERS,
                                sizeof(mn_walk_room<KP>) + (size_t)strips * meeting, stream, job,
                                maps, n_slices);
 }

@@ -12,9 +12,13 @@
  * them. Where channels share the decay, keys come as they are and the decays are applied to the
  * sums.
  *
- * Where K is 256, or columns are few for so many processors, several warps share a strip: each team
- * of warps has K / TEAMS of the channels. Sums over channels then meet in shared memory, where each
- * team adds up those of its share of the tokens; what is a product of tokens alone all compute. */
+ * Here four warps with a strip each multiply as a group; delta_walk_warps.cuh has the walks where
+ * there are few columns for so many processors. Which of them serve depends on the other sequences
+ * of a call, and sums are made in one order by both: over channels one after the other, and where
+ * K is 256 over each half of them first. There two groups, teams, share the strips, as the states
+ * ask for the registers of both: each has a half of the channels. Its sums and those of the other
+ * meet in shared memory, where each team adds up those of its share of the tokens; what is a
+ * product of tokens alone both compute. */
 #ifndef MN_KERNELS_CUDA_DELTA_WALK_CUH
 #define MN_KERNELS_CUDA_DELTA_WALK_CUH
 
@@ -50,16 +54,19 @@ struct mn_walk_role {
     }
 };
 
-/* Most threads of a block. */
-constexpr int mn_walk_threads(bool group, int teams) {
-    return 32 * teams * (group ? MN_DELTA_STRIPS : MN_DELTA_STRIPS / 2) + MN_DELTA_FETCHERS;
+/* Teams of groups, and so parts of the channels that are summed up apart. */
+template <int KP>
+constexpr int mn_walk_teams = KP <= 128 ? 1 : 2;
+
+constexpr int mn_walk_threads(int teams) {
+    return 32 * MN_DELTA_STRIPS * teams + MN_DELTA_FETCHERS;
 }
 
 /* Two groups that multiply take registers from the one that fetches. */
-template <bool GROUP, int TEAMS, bool FETCHES>
+template <int TEAMS, bool FETCHES>
 __device__ __forceinline__ void mn_walk_registers(void) {
 #if MN_HAS_WGMMA
-    if (!GROUP || TEAMS == 1) return;
+    if (TEAMS == 1) return;
     if (FETCHES) asm volatile("setmaxnreg.dec.sync.aligned.u32 88;\n");
     else asm volatile("setmaxnreg.inc.sync.aligned.u32 208;\n");
 #endif
@@ -319,6 +326,24 @@ __device__ inline void mn_walk_meet(int strip) {
     asm volatile("barrier.sync %0, %1;\n" ::"r"(1 + strip), "n"(32 * TEAMS) : "memory");
 }
 
+/* Left operands for the other teams of a strip, and from them. */
+template <int N>
+__device__ inline void mn_walk_show(uint4 (*room)[32], const unsigned (&x)[N][4]) {
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        room[k][threadIdx.x % 32] = make_uint4(x[k][0], x[k][1], x[k][2], x[k][3]);
+    }
+}
+
+template <int N>
+__device__ inline void mn_walk_see(unsigned (&x)[N][4], const uint4 (*room)[32]) {
+#pragma unroll
+    for (int k = 0; k < N; k++) {
+        const uint4 from = room[k][threadIdx.x % 32];
+        x[k][0] = from.x, x[k][1] = from.y, x[k][2] = from.z, x[k][3] = from.w;
+    }
+}
+
 /* Sums over this team's channels for the tokens of the others. */
 template <int TEAMS>
 __device__ inline void mn_walk_give(mn_walk_meeting<TEAMS> &room, const float (&sums)[8][4],
@@ -353,20 +378,11 @@ __device__ inline void mn_walk_take(float (&mine)[8 / TEAMS][4], const float (&s
 /* Operands of all tokens from those of each team's own. */
 template <int TEAMS>
 __device__ inline void mn_walk_gather(unsigned (&x)[4][4], const unsigned (&own)[4 / TEAMS][4],
-                                      mn_walk_meeting<TEAMS> &room, int strip, int team) {
+                                      uint4 (&room)[4][32], int strip, int team) {
     constexpr int steps = 4 / TEAMS;
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int k = 0; k < steps; k++) {
-        room.operands[team * steps + k][lane] = make_uint4(own[k][0], own[k][1], own[k][2],
-                                                           own[k][3]);
-    }
+    mn_walk_show(room + team * steps, own);
     mn_walk_meet<TEAMS>(strip);
-#pragma unroll
-    for (int k = 0; k < 4; k++) {
-        const uint4 from = room.operands[k][lane];
-        x[k][0] = from.x, x[k][1] = from.y, x[k][2] = from.z, x[k][3] = from.w;
-    }
+    mn_walk_see(x, room);
 }
 
 /* This team's share of what all have. */
@@ -402,12 +418,26 @@ __device__ inline void mn_walk_misses(unsigned (&x)[N / 2][4], float (&X)[N][4],
     mn_walk_left(x, X);
 }
 
+/* What the fetching warps do. KEEP: as below. */
+template <int KP, bool CHANNEL, bool KEEP>
+__device__ inline void mn_walk_fetch_there(mn_walk_room<KP> &room, const mn_delta_job &job,
+                                           const mn_walk_maps &maps, bool same_keys) {
+    const mn_delta_args &p = job.p;
+    const mn_walk_source from = {
+        p.e, p.v, p.q, p.w, job.work.e, job.work.q, job.work.w, job.packed[MN_DELTA_E],
+        job.packed[MN_DELTA_V], job.packed[MN_DELTA_Q], job.packed[MN_DELTA_W], !KEEP,
+        !same_keys,
+    };
+    mn_walk_fetch<KP, CHANNEL>(room, job, maps, from, [](int n) { return n; });
+}
+
 /* KEEP: states in front of chunks and residuals go to work space, and there are no outputs. */
-template <int KP, bool CHANNEL, bool KEEP, bool GROUP, int TEAMS>
-__global__ void __launch_bounds__(mn_walk_threads(GROUP, TEAMS), 1)
+template <int KP, bool CHANNEL, bool KEEP>
+__global__ void __launch_bounds__(mn_walk_threads(mn_walk_teams<KP>), 1)
 mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job,
                      const __grid_constant__ mn_walk_maps maps, int64_t n_slices) {
     extern __shared__ __align__(1024) unsigned char walk_bytes[];
+    constexpr int TEAMS = mn_walk_teams<KP>;
     mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
     const mn_delta_args &p = job.p;
     mn_walk_begin<KP, TEAMS>(room, job, n_slices);
@@ -415,27 +445,22 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job,
     const bool same_keys = !CHANNEL && !p.w.data;    // writes where it erases
     const bool ahead = mn_walk_room<KP>::backs == 2 || same_keys;
     if (mn_walk_hand() >= 0) {
-        mn_walk_registers<GROUP, TEAMS, true>();
-        const mn_walk_source from = {
-            p.e, p.v, p.q, p.w, job.work.e, job.work.q, job.work.w, job.packed[MN_DELTA_E],
-            job.packed[MN_DELTA_V], job.packed[MN_DELTA_Q], job.packed[MN_DELTA_W], !KEEP,
-            !same_keys,
-        };
-        mn_walk_fetch<KP, CHANNEL>(room, job, maps, from, [](int n) { return n; });
+        mn_walk_registers<TEAMS, true>();
+        mn_walk_fetch_there<KP, CHANNEL, KEEP>(room, job, maps, same_keys);
         return;
     }
-    mn_walk_registers<GROUP, TEAMS, false>();
+    mn_walk_registers<TEAMS, false>();
     constexpr int steps = 4 / TEAMS, tiles = 8 / TEAMS;    // of a team's tokens
     constexpr int scratch_bytes = mn_walk_meeting<TEAMS>::scratch_bytes;
-    const int strip = mn_walk_role<GROUP, TEAMS>::strip();
-    const int team = mn_walk_role<GROUP, TEAMS>::team();
+    const int strip = mn_walk_role<true, TEAMS>::strip();
+    const int team = mn_walk_role<true, TEAMS>::team();
     mn_walk_meeting<TEAMS> &meeting =
         ((mn_walk_meeting<TEAMS> *)(walk_bytes + sizeof(mn_walk_room<KP>)))[strip];
     const mn_walk_results results(p.o, job.packed[MN_DELTA_O], at, p.call.V, strip,
                                   team * tiles * 8);
     const mn_walk_records records(job, at, strip);
     const int n_chunks = at.n_chunks;
-    mn_walk_state<KP, GROUP, TEAMS> S;
+    mn_walk_state<KP, true, TEAMS> S;
     S.load(p.state0, p.call, at);
     for (int chunk = 0; chunk < n_chunks; chunk++) {
         mn_walk_front<KP> &front = room.front(chunk);
@@ -453,9 +478,9 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job,
             mn_walk_meet<TEAMS>(strip);
             mn_walk_take<TEAMS>(own, X, meeting, team);
             mn_walk_misses<KP, CHANNEL>(mine, own, front, strip, team * tiles);
-            mn_walk_gather<TEAMS>(x, mine, meeting, strip, team);
+            mn_walk_gather<TEAMS>(x, mine, meeting.operands, strip, team);
         }
-        mn_walk_lower<GROUP>(R, x, mn_shared(front.T), 0);
+        mn_walk_lower<true>(R, x, mn_shared(front.T), 0);
         mn_walk_left(r, R);
         mn_walk_share<TEAMS>(mine, r, team);
         if (!CHANNEL) mn_walk_scale(R, front.write, 1.0f);
@@ -468,21 +493,21 @@ mn_delta_walk_kernel(const __grid_constant__ mn_delta_job job,
         } else {
             S.read(O, room.first(chunk, same_keys), nullptr, nullptr);
             if (!CHANNEL) mn_walk_scale(O, front.gamma, job.scale);
-            mn_walk_lower<GROUP>(O, mine, mn_shared(front.P), team * steps);
+            mn_walk_lower<true>(O, mine, mn_shared(front.P), team * steps);
         }
         const bool puts = !KEEP && results.to;
         if (puts && TEAMS > 1) mn_walk_give<TEAMS>(meeting, O, team);
         S.template decay<CHANNEL>(front);
-        mn_unit_begin<GROUP>();
+        mn_unit_begin<true>();
         S.add(x, same_keys ? front.keys : room.second(chunk));
-        mn_unit_send<GROUP>();
+        mn_unit_send<true>();
         if (puts) {
             float own[tiles][4];
             if (TEAMS > 1) mn_walk_meet<TEAMS>(strip);
             mn_walk_take<TEAMS>(own, O, meeting, team);
             results.put(chunk, own, meeting.scratch(team));
         }
-        mn_unit_wait<GROUP>();
+        mn_unit_wait<true>();
         mn_walk_done(room, chunk);
     }
     if (!KEEP) S.store(p.state, p.call, at);
@@ -508,41 +533,49 @@ __device__ inline void mn_walk_cotangent(unsigned (&x)[N][4], unsigned tile, int
     }
 }
 
-template <int KP, bool CHANNEL, bool GROUP, int TEAMS>
-__global__ void __launch_bounds__(mn_walk_threads(GROUP, TEAMS), 1)
+/* What the fetching warps do. */
+template <int KP, bool CHANNEL>
+__device__ inline void mn_walk_fetch_back(mn_walk_room<KP> &room, const mn_delta_job &job,
+                                          const mn_walk_maps &maps, bool same_keys) {
+    const mn_delta_args &p = job.p;
+    const mn_walk_source from = {
+        same_keys ? p.e : p.w, p.cot.o, p.q, p.e, job.work.w, job.work.q, job.work.e,
+        job.packed[MN_DELTA_W], job.packed[MN_DELTA_COT], job.packed[MN_DELTA_Q],
+        job.packed[MN_DELTA_E], true, !same_keys,
+    };
+    const int last = room.place.n_chunks - 1;
+    mn_walk_fetch<KP, CHANNEL>(room, job, maps, from, [=](int n) { return last - n; });
+}
+
+template <int KP, bool CHANNEL>
+__global__ void __launch_bounds__(mn_walk_threads(mn_walk_teams<KP>), 1)
 mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job,
                           const __grid_constant__ mn_walk_maps maps, int64_t n_slices) {
     extern __shared__ __align__(1024) unsigned char walk_bytes[];
+    constexpr int TEAMS = mn_walk_teams<KP>;
     mn_walk_room<KP> &room = *(mn_walk_room<KP> *)walk_bytes;
     const mn_delta_args &p = job.p;
     mn_walk_begin<KP, TEAMS>(room, job, n_slices);
     const mn_walk_place &at = room.place;
     const bool same_keys = !CHANNEL && !p.w.data;
     const bool ahead = mn_walk_room<KP>::backs == 2 || same_keys;
-    const mn_in &w = same_keys ? p.e : p.w;
     if (mn_walk_hand() >= 0) {
-        mn_walk_registers<GROUP, TEAMS, true>();
-        const mn_walk_source from = {
-            w, p.cot.o, p.q, p.e, job.work.w, job.work.q, job.work.e, job.packed[MN_DELTA_W],
-            job.packed[MN_DELTA_COT], job.packed[MN_DELTA_Q], job.packed[MN_DELTA_E], true,
-            !same_keys,
-        };
-        const int last = at.n_chunks - 1;
-        mn_walk_fetch<KP, CHANNEL>(room, job, maps, from, [=](int n) { return last - n; });
+        mn_walk_registers<TEAMS, true>();
+        mn_walk_fetch_back<KP, CHANNEL>(room, job, maps, same_keys);
         return;
     }
-    mn_walk_registers<GROUP, TEAMS, false>();
+    mn_walk_registers<TEAMS, false>();
     constexpr int steps = 4 / TEAMS, tiles = 8 / TEAMS;
     constexpr int scratch_bytes = mn_walk_meeting<TEAMS>::scratch_bytes;
-    const int strip = mn_walk_role<GROUP, TEAMS>::strip();
-    const int team = mn_walk_role<GROUP, TEAMS>::team();
+    const int strip = mn_walk_role<true, TEAMS>::strip();
+    const int team = mn_walk_role<true, TEAMS>::team();
     mn_walk_meeting<TEAMS> &meeting =
         ((mn_walk_meeting<TEAMS> *)(walk_bytes + sizeof(mn_walk_room<KP>)))[strip];
     const mn_walk_results results(p.grad.v, job.packed[MN_DELTA_DV], at, p.call.V, strip,
                                   team * tiles * 8);
     const mn_walk_records records(job, at, strip);
     const int n_chunks = at.n_chunks;
-    mn_walk_state<KP, GROUP, TEAMS> D;
+    mn_walk_state<KP, true, TEAMS> D;
     D.load(p.cot.state, p.call, at);
     for (int turn = 0; turn < n_chunks; turn++) {
         const int chunk = n_chunks - 1 - turn;
@@ -554,7 +587,7 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job,
         D.read(dR, front.keys, records.at(job.work.D, chunk, KP), meeting.scratch(team));
         if (!CHANNEL) mn_walk_scale(dR, front.write, 1.0f);
         mn_walk_cotangent(mine, mn_shared(front.values), strip, team * steps, nullptr, 1.0f);
-        mn_walk_upper<GROUP>(dR, mine, mn_shared(front.P), team * steps);
+        mn_walk_upper<true>(dR, mine, mn_shared(front.P), team * steps);
         if (TEAMS > 1) {
             mn_walk_meet<TEAMS>(strip);
             mn_walk_give<TEAMS>(meeting, dR, team);
@@ -567,9 +600,9 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job,
             mn_walk_meet<TEAMS>(strip);
             mn_walk_take<TEAMS>(own, dR, meeting, team);
             mn_walk_left(mine, own);
-            mn_walk_gather<TEAMS>(x, mine, meeting, strip, team);
+            mn_walk_gather<TEAMS>(x, mine, meeting.operands, strip, team);
         }
-        mn_walk_upper<GROUP>(dX, x, mn_shared(front.T), 0);
+        mn_walk_upper<true>(dX, x, mn_shared(front.T), 0);
         mn_walk_left(x, dX);
         mn_walk_share<TEAMS>(mine, x, team);
         mn_walk_stash<scratch_bytes>(records.at(job.work.dX, chunk, MN_DELTA_CHUNK) +
@@ -589,10 +622,10 @@ mn_delta_walk_back_kernel(const __grid_constant__ mn_delta_job job,
         }
         if (!CHANNEL) mn_walk_scale(dX, front.gamma, 1.0f);
         mn_walk_left(x, dX);
-        mn_unit_begin<GROUP>();
+        mn_unit_begin<true>();
         D.add(cot, room.first(turn, same_keys));
         D.add(x, same_keys ? front.keys : room.second(turn));
-        mn_unit_end<GROUP>();
+        mn_unit_end<true>();
         mn_walk_done(room, turn);
     }
     D.store(p.grad.state0, p.call, at);

@@ -283,16 +283,16 @@ mn_delta_apart_kernel(const __grid_constant__ mn_delta_job job,
 #endif
 }
 
-/* Whether the kernel serves a call: where there are enough columns and heads for groups, and rows
- * that the copy engine can bring. Fills in the maps. */
-inline bool mn_delta_goes_apart(mn_apart_maps *maps, const mn_delta_job &job, int strips) {
+/* Whether the kernel serves a call: where there are rows that the copy engine can bring. Fills in
+ * the maps. Few columns and heads leave processors without a block, and still it ends before
+ * blocks of fewer strips would. */
+inline bool mn_delta_goes_apart(mn_apart_maps *maps, const mn_delta_job &job) {
     const mn_delta_args &p = job.p;
     const int64_t K = p.call.K, V = p.call.V;
     *maps = {};
-    return K <= 128 && p.decay != MN_DECAY_CHANNEL && !p.w.data && strips == MN_DELTA_STRIPS &&
-           job.packed[MN_DELTA_Q] && job.packed[MN_DELTA_E] && job.packed[MN_DELTA_V] &&
-           job.packed[MN_DELTA_O] && mn_on_hopper() &&
-           mn_bulk_map(&maps->q, p.q, p.call, K, MN_DELTA_CHUNK) &&
+    return K <= 128 && p.decay != MN_DECAY_CHANNEL && !p.w.data && job.packed[MN_DELTA_Q] &&
+           job.packed[MN_DELTA_E] && job.packed[MN_DELTA_V] && job.packed[MN_DELTA_O] &&
+           mn_on_hopper() && mn_bulk_map(&maps->q, p.q, p.call, K, MN_DELTA_CHUNK) &&
            mn_bulk_map(&maps->e, p.e, p.call, K, MN_DELTA_CHUNK) &&
            mn_bulk_map(&maps->v, p.v, p.call, V, MN_DELTA_CHUNK) &&
            (!p.o.data || mn_bulk_map(&maps->o, p.o, p.call, V, MN_DELTA_CHUNK));

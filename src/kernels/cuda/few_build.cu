@@ -12,7 +12,7 @@
 /* How the row comes; false where no stage can make it. */
 static bool row_of(mn_few_products_note *to, mn_few_touch *touch, const mn_few_products *given) {
     const mn_few *first = given->first;
-    to->K = (int)given->K, to->chunks = (int)mn_ceil_div(given->K, MN_FEW_CHUNK);
+    to->K = (int)given->K, to->chunks = (unsigned char)mn_ceil_div(given->K, MN_FEW_CHUNK);
     to->way = MN_FEW_AS_IT_IS;
     if (!first) {
         to->x = touch->source(given->a, given->K, 4).at;
@@ -35,7 +35,7 @@ static bool row_of(mn_few_products_note *to, mn_few_touch *touch, const mn_few_p
     if (gated && !first->at[1].data) return false;
     const bool shared = groups > 1 && (!gated || first->shape[1] == 1);    // weights of all groups
     to->way = gated ? MN_FEW_GATED : MN_FEW_NORMALISED;
-    to->group = groups > 1 ? (int)warps : MN_FEW_WARPS;
+    to->group = (unsigned char)(groups > 1 ? (int)warps : (int)MN_FEW_WARPS);
     to->sigmoid = gated && first->f == MN_FEW_SIGMOID;
     to->inverse_width = 1.0f / (float)width, to->epsilon = (float)first->scale;
     to->weight = (const mn_bf16 *)first->at[gated ? 2 : 1].data;
@@ -115,6 +115,10 @@ static int value_of(const few_unit &unit, const mn_few_products *given, int endi
     return -1;
 }
 
+static int64_t count_of(const int64_t shape[4]) {
+    return shape[0] * shape[1] * shape[2] * shape[3];
+}
+
 /* The unit's form; -1: there is none. */
 static int form_of(const few_unit &unit, const mn_few_products *given) {
     bool adds = false;
@@ -132,15 +136,18 @@ static int form_of(const few_unit &unit, const mn_few_products *given) {
     for (int i = 0; i < unit.n_ends; i++) {
         if (given->ending[unit.ends[i]].work.kind > MN_FEW_MOVE) return -1;
     }
-    const bool function = unit.n_ends == 1 && unit.n_products == 2 && only.kind == MN_FEW_UNARY &&
+    if (unit.n_ends == 1 && unit.n_products == 1 && only.kind == MN_FEW_MOVE &&
+        value_of(unit, given, unit.ends[0], 0) == 0 && only.at[1].dtype == MN_F32 &&
+        count_of(only.shape) == given->of[unit.product[0]].N) {
+        return MN_FEW_WIDENED;
+    }
+    const bool times = unit.n_products == 2 && value_of(unit, given, unit.ends[0], 1) == 1;
+    const bool function = unit.n_ends == 1 && only.kind == MN_FEW_UNARY &&
+                          (times || (unit.n_products == 1 && !only.at[1].data)) &&
                           value_of(unit, given, unit.ends[0], 0) == 0 &&
-                          value_of(unit, given, unit.ends[0], 1) == 1 &&
-                          only.at[2].dtype == MN_BF16;
+                          only.at[2].dtype == MN_BF16 &&
+                          count_of(only.shape) == given->of[unit.product[0]].N;
     return function ? MN_FEW_FUNCTION : MN_FEW_LISTED;
-}
-
-static int64_t count_of(const int64_t shape[4]) {
-    return shape[0] * shape[1] * shape[2] * shape[3];
 }
 
 /* How many of N columns share a number of input k of a small work. */
@@ -196,6 +203,25 @@ static mn_few_end end_of(mn_few_touch *touch, mn_few_unit *to, const few_unit &u
     return end;
 }
 
+/* Whether an end is made from values a and b of its unit, in either order; b: -1 where it has one
+ * input. */
+static bool makes(const mn_few_end &e, int kind, int f, int a, int b) {
+    const int x = e.in[0].from, y = e.n_inputs > 1 ? e.in[1].from : -1;
+    return e.kind == kind && e.f == f && ((x == a && y == b) || (x == b && y == a));
+}
+
+/* Whether a list is x + dt, softplus of it, -exp(A), the product of the latter two. */
+static bool decays(const mn_few_unit &unit, const mn_few_end *ends) {
+    enum { SUM = 2, EARLY = 2 + MN_FEW_ENDINGS };
+    return unit.n_ends == 4 && unit.n_strips == 1 &&
+           makes(ends[0], MN_FEW_PAIR, MN_PAIR_ADD, 0, EARLY) &&
+           makes(ends[1], MN_FEW_UNARY, MN_UNARY_SOFTPLUS, SUM, -1) &&
+           makes(ends[2], MN_FEW_UNARY, MN_UNARY_NEG_EXP, EARLY + 1, -1) &&
+           makes(ends[3], MN_FEW_PAIR, MN_PAIR_MULTIPLY, SUM + 1, SUM + 2) &&
+           ends[0].per == 1 && ends[1].per == 1 && ends[3].per == 1 &&
+           !ends[0].wide && !ends[1].wide && !ends[3].wide;
+}
+
 /* A unit of all columns, and its ends. */
 static bool fill_unit(mn_few_unit *to, mn_few_end *ends, mn_few_touch *touch, const few_unit &unit,
                       const mn_few_products *given) {
@@ -222,6 +248,9 @@ static bool fill_unit(mn_few_unit *to, mn_few_end *ends, mn_few_touch *touch, co
         const mn_few &work = given->ending[unit.ends[0]].work;
         to->to = (mn_bf16 *)work.at[2].data, to->f = (unsigned char)work.f, to->narrow = 1;
         touch->writes(to->to, N, 2, true);
+    } else if (form == MN_FEW_WIDENED) {
+        to->to = (mn_bf16 *)given->ending[unit.ends[0]].work.at[1].data;
+        touch->writes(to->to, N, 4, false);
     } else if (form == MN_FEW_CONVOLVED) {
         const mn_few &work = given->ending[unit.ends[0]].work;
         to->taps = (const mn_bf16 *)work.at[1].data;
@@ -238,26 +267,29 @@ static bool fill_unit(mn_few_unit *to, mn_few_end *ends, mn_few_touch *touch, co
     for (int i = 0; i < to->n_ends; i++) {
         ends[i] = end_of(touch, to, unit, given, unit.ends[i]);
     }
+    if (form == MN_FEW_LISTED && decays(*to, ends)) {
+        to->form = MN_FEW_DECAYED, to->f = ends[2].wide != 0;
+        to->to = (mn_bf16 *)ends[to->n_ends - 1].to;
+    }
     return true;
 }
 
 /* From number `i` on, which may be the upper one of its word. */
 static mn_few_source source_from(mn_few_source source, int i) {
-    const int at = source.odd + i;
-    source.at += at / 2 * 8;
-    source.odd = (short)(at % 2);
+    source.at = mn_few_word_from(source.at, (unsigned)(source.odd + i));
+    source.odd = (short)((source.odd + i) % 2);
     return source;
 }
 
 static mn_few_unit unit_from(const mn_few_unit &all, int from) {
     mn_few_unit u = all;
     u.n_rows = (unsigned char)mn_min(MN_FEW_COLUMNS, all.N - from);
-    if (u.to_words >= 0) u.to_words += from * 4;
+    if (u.to_words >= 0) u.to_words = mn_few_word_from(u.to_words, (unsigned)from);
     for (int i = 0; i < 2; i++) {
         if (u.c[i]) u.c[i] += from;
         if (u.bias[i]) u.bias[i] += from;
     }
-    if (u.to) u.to += from;
+    if (u.to) u.to += u.form == MN_FEW_WIDENED ? 2 * from : from;    // as if of bf16
     u.plus = source_from(u.plus, from);
     if (u.form == MN_FEW_CONVOLVED) {
         u.taps += (int64_t)from * MN_FEW_TAPS;
@@ -265,7 +297,7 @@ static mn_few_unit unit_from(const mn_few_unit &all, int from) {
         if (u.tail0) u.tail0 += from;
         if (u.tail) u.tail += from;
     }
-    for (int i = 0; i < MN_FEW_EARLY && u.form == MN_FEW_LISTED; i++) {
+    for (int i = 0; i < MN_FEW_EARLY && u.form >= MN_FEW_DECAYED; i++) {
         if (u.early[i]) u.early[i] += (int64_t)(from / u.early_per[i]) * (u.early_wide[i] ? 4 : 2);
     }
     return u;
@@ -273,7 +305,7 @@ static mn_few_unit unit_from(const mn_few_unit &all, int from) {
 
 static mn_few_end end_from(const mn_few_end &all, int from) {
     mn_few_end e = all;
-    if (e.to_words >= 0) e.to_words += from * 4;
+    if (e.to_words >= 0) e.to_words = mn_few_word_from(e.to_words, (unsigned)from);
     e.to += (int64_t)(from / e.per) * (e.wide ? 4 : 2);
     for (mn_few_input &in : e.in) {
         if (in.from < 0 && in.per > 0) in.source = source_from(in.source, from / in.per);
@@ -445,6 +477,7 @@ extern "C" bool mn_few_program_multiply(mn_few_program *p, const mn_few_products
             stage.end[i][k].to_words = touch.words(stage.end[i][k].to);
         }
     }
+    p->ragged = p->ragged || given->K % MN_FEW_SPAN != 0;
     write_stage(p, stage, given);
     return true;
 }
@@ -470,8 +503,8 @@ static bool is_front(const mn_few *front, const mn_in &made, const mn_call &c) {
 /* A vector of a head, or what a norm makes it of. */
 static mn_few_source head_of(mn_few_touch *touch, const mn_in &x, const mn_few *front, int64_t h,
                              int64_t K) {
-    if (!front) return touch->source((const mn_bf16 *)x.data + h * x.stride[2], K, 4);
-    return touch->source((const mn_bf16 *)front->at[0].data + h * K, K, 4);
+    if (!front) return touch->source((const mn_bf16 *)x.data + h * x.stride[2], K, 8);
+    return touch->source((const mn_bf16 *)front->at[0].data + h * K, K, 8);
 }
 
 static void fill_front(mn_few_memory_note *to, int i, const mn_few *front) {
@@ -494,7 +527,7 @@ static mn_few_memory_note head_note(mn_few_touch *touch, const mn_few_memory *m,
     to.e = head_of(touch, e, m->e.data ? m->first[1] : NULL, h, c.K);
     if (to.has_g) {
         to.g = touch->source((const mn_bf16 *)m->g.data + h * m->g.stride[2],
-                             to.by_channel ? c.K : 1, to.by_channel ? 4 : 1);
+                             to.by_channel ? c.K : 1, to.by_channel ? 8 : 1);
     }
     if (to.has_beta) {
         to.beta = touch->source((const mn_bf16 *)m->beta.data + h * m->beta.stride[2], 1, 1);
@@ -546,7 +579,7 @@ static void write_tile(mn_few_program *p, int block, const mn_few_memory_note &h
     note->kind = MN_FEW_RECALL;
     *to = head;
     to->v = source_from(head.v, (int)column);
-    to->o = o + first, to->o_words = o_words + (int)first * 4;
+    to->o = o + first, to->o_words = mn_few_word_from(o_words, (unsigned)first);
     to->state += column;
     for (int i = 0; i < MN_FEW_FRONTS; i++) {
         if (to->front[i].to) to->front[i].to += h * head.K;

@@ -2,8 +2,8 @@
  *
  * It goes through all stages by itself, ahead of the others: what it brings is older than the
  * program, so that it waits for nothing but room. Weights come in pieces, the eight rows of a strip
- * by up to 1024 numbers, in the order in which they are multiplied: two strips side by side, chunk
- * by chunk. Lane i asks for row i. */
+ * by up to 1024 numbers, in the order in which they are multiplied: strip by strip, chunk by chunk.
+ * Lane i asks for row i. */
 #ifndef MN_KERNELS_CUDA_FEW_FEED_CUH
 #define MN_KERNELS_CUDA_FEW_FEED_CUH
 
@@ -37,12 +37,11 @@ __device__ inline void mn_few_bring_weights(mn_few_block &room, mn_few_place &at
                                             const mn_few_products_note &p) {
     const int n = p.n_strips, K = p.K;
 #pragma unroll 1
-    for (int first = 0; first < n; first += 2) {
+    for (int i = 0; i < n; i++) {
 #pragma unroll 1
         for (int chunk = 0; chunk < p.chunks; chunk++) {
             const int bytes = 2 * min((int)MN_FEW_CHUNK, K - chunk * MN_FEW_CHUNK);
-            mn_few_bring_piece(room, at, p.strip[first], chunk, bytes);
-            if (first + 1 < n) mn_few_bring_piece(room, at, p.strip[first + 1], chunk, bytes);
+            mn_few_bring_piece(room, at, p.strip[i], chunk, bytes);
         }
     }
 }
@@ -59,16 +58,19 @@ __device__ inline void mn_few_ask_state(const mn_few_memory_note &m) {
     }
 }
 
+enum { MN_FEW_SHARE = 8 };
+
 /* Lines of K words that others will write: who looks at one that the second cache does not have
  * waits for memory first. Each block asks for a part. */
 __device__ inline void mn_few_ask_words(const char *words, int K) {
-    enum { LINE = 128, SHARE = 8 };
-    const int line = threadIdx.x % 32 * SHARE + blockIdx.x % SHARE;
-    if (line * LINE < K * 4) mn_few_ask_line(words + line * LINE);
+    for (int i = threadIdx.x % 32 * MN_FEW_SHARE + blockIdx.x % MN_FEW_SHARE;
+         i * MN_FEW_OF_LINE < K; i += 32 * MN_FEW_SHARE) {
+        mn_few_ask_line(words + i * MN_FEW_LINE);
+    }
 }
 
 __device__ inline void mn_few_feed(mn_few_block &room, const char *program,
-                                   const mn_few_start &start, int n_stages) {
+                                   const mn_few_start &start, int words, int n_stages) {
     mn_few_place next = {}, at = {};    // the note asked for next; the one at work
     const char *from = program + start.at;
     int bytes = (int)start.bytes;
@@ -85,11 +87,11 @@ __device__ inline void mn_few_feed(mn_few_block &room, const char *program,
             next.next_note();
         }
         if (note.kind == MN_FEW_MULTIPLY) {
-            mn_few_ask_words(program + note.products.x, note.products.K);
+            mn_few_ask_words(program + words + note.products.x, note.products.K);
             mn_few_bring_weights(room, at, note.products);
         } else if (note.kind == MN_FEW_RECALL) {
-            mn_few_ask_words(program + note.memory.q.at, note.memory.K);
-            mn_few_ask_words(program + note.memory.e.at, note.memory.K);
+            mn_few_ask_words(program + words + note.memory.q.at, note.memory.K);
+            mn_few_ask_words(program + words + note.memory.e.at, note.memory.K);
             mn_few_ask_state(note.memory);
         }
         __syncwarp();

@@ -1,9 +1,10 @@
 /* few_multiply.cuh - products of one row with several weights as a stage (kernels/few.h).
  *
- * A warp has 128 numbers of each chunk of 1024, of the row and of all weights: it makes them
- * itself, as soon as they are there, and its sums for all strips; then the block meets, once, and a
- * warp adds up the eight sums of each column of a unit. What a norm divides by is a factor of the
- * sums: nothing waits for it. */
+ * A warp has 128 numbers of each chunk of 1024, of the row and of all weights. While it waits for
+ * the row it takes its part of the weights to registers; it makes its numbers of the row itself, as
+ * soon as they are there, and its sums for all strips; then the block meets, once, and a warp adds
+ * up the eight sums of each column of a unit. What a norm divides by is a factor of the sums:
+ * nothing waits for it. */
 #ifndef MN_KERNELS_CUDA_FEW_MULTIPLY_CUH
 #define MN_KERNELS_CUDA_FEW_MULTIPLY_CUH
 
@@ -11,10 +12,68 @@
 
 #if __CUDA_ARCH__ >= 900
 
+/* What a stage needs of its note once the row is there: looked up before. */
+struct mn_few_way_of {
+    int K, chunks, group, n_strips, n_units, wrap;
+    bool norm, gated, sigmoid;
+    float inverse_width, epsilon;
+
+    __device__ explicit mn_few_way_of(const mn_few_products_note &p) {
+        const unsigned how = mn_few_even(*(const unsigned *)&p.way);
+        const unsigned many = mn_few_even(*(const unsigned *)&p.n_strips);
+        K = (int)mn_few_even((unsigned)p.K);
+        norm = (how & 255) != MN_FEW_AS_IT_IS, gated = (how & 255) == MN_FEW_GATED;
+        chunks = how >> 8 & 255, group = how >> 16 & 255, sigmoid = how >> 24;
+        n_strips = many & 255, n_units = many >> 8 & 255;
+        wrap = p.wrap, inverse_width = p.inverse_width, epsilon = p.epsilon;
+    }
+};
+
+/* ---- weights --------------------------------------------------------------------------------- */
+
+enum { MN_FEW_PARTS = MN_FEW_SPAN / 32, MN_FEW_HELD = 6 };
+
+/* A lane's part of a warp's 128 numbers of the eight rows of a piece: row lane / 4, and of each 32
+ * numbers eight. */
+struct mn_few_piece {
+    uint4 part[MN_FEW_PARTS];
+
+    /* Any numbers: what may stay unset would be carried from stage to stage. */
+    __device__ void forget(void) {
+#pragma unroll
+        for (int i = 0; i < MN_FEW_PARTS; i++) {
+            asm("" : "=r"(part[i].x), "=r"(part[i].y), "=r"(part[i].z), "=r"(part[i].w));
+        }
+    }
+
+    /* The next one of the ring; zeros, where the warp's numbers are behind the last of the row. */
+    __device__ void take(mn_few_block &room, mn_few_place &place, bool there) {
+        const int lane = threadIdx.x % 32, slot = place.slot;
+        const unsigned char *from = room.zeros;
+        if (there) {
+            from = room.ring[slot] + lane / 4 * MN_FEW_ROW + threadIdx.x / 32 * (2 * MN_FEW_SPAN);
+        }
+        mn_barrier_wait(&room.full[slot], place.turn);
+#pragma unroll
+        for (int i = 0; i < MN_FEW_PARTS; i++) part[i] = *((const uint4 *)from + i * 4 + lane % 4);
+        __syncwarp();
+        if (lane == 0) mn_barrier_arrive(&room.empty[slot]);
+        place.next_slot();
+    }
+};
+
 /* ---- the row --------------------------------------------------------------------------------- */
 
+/* Where a lane's two words of a chunk of the row lie: of four words, which one lane multiplies by,
+ * the first and the third are neighbours, and the others. */
+enum { MN_FEW_SECOND = 2, MN_FEW_NEXT_CHUNK = MN_FEW_CHUNK / 2 };
+
+__device__ inline uint32_t *mn_few_row_words(mn_few_block &room) {
+    return (uint32_t *)room.row + threadIdx.x / 2 * 4 + threadIdx.x % 2;
+}
+
 /* Four numbers of bf16 by four, gated or not; adds the squares of x up. */
-__device__ inline uint2 mn_few_weigh(float &squares, const mn_few_products_note &p, uint2 x,
+__device__ inline uint2 mn_few_weigh(float &squares, const mn_few_way_of &way, uint2 x,
                                      uint2 weight, uint2 gate) {
     float y[4] = { mn_few_low(x.x), mn_few_high(x.x), mn_few_low(x.y), mn_few_high(x.y) };
     const float by[4] = { mn_few_low(weight.x), mn_few_high(weight.x), mn_few_low(weight.y),
@@ -24,50 +83,54 @@ __device__ inline uint2 mn_few_weigh(float &squares, const mn_few_products_note 
         squares = fmaf(y[j], y[j], squares);
         y[j] *= by[j];
     }
-    if (p.way == MN_FEW_GATED) {
+    if (way.gated) {
         const float z[4] = { mn_few_low(gate.x), mn_few_high(gate.x), mn_few_low(gate.y),
                              mn_few_high(gate.y) };
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            y[j] *= mn_fn_sigmoid<true>(z[j]) * (p.sigmoid ? 1.0f : z[j]);
+            y[j] *= mn_sigmoid(z[j]) * (way.sigmoid ? 1.0f : z[j]);
         }
     }
     return make_uint2(mn_few_two(y[0], y[1]), mn_few_two(y[2], y[3]));
 }
 
 /* The warp's numbers to shared memory, zeros behind the last; returns the lane's sum of squares. */
-__device__ inline float mn_few_bring_row(mn_bf16 *row, const mn_few_products_note &p,
-                                         const mn_few_place &place) {
-    const int first = threadIdx.x / 32 * MN_FEW_SPAN + threadIdx.x % 32 * 4, K = p.K;
-    const bool gated = p.way == MN_FEW_GATED, norm = p.way != MN_FEW_AS_IT_IS;
-    const char *words = place.words + first * 4;
+__device__ inline float mn_few_bring_row(mn_few_block &room, const mn_few_products_note &p,
+                                         const mn_few_way_of &way, const mn_few_place &place) {
+    const int first = threadIdx.x * 4, K = way.K;
+    const char *words = place.words + mn_few_word_from(p.x, first);
+    const char *gates = place.words + mn_few_word_from(p.z, first);
+    const mn_bf16 *weights = p.weight;
+    uint32_t *row = mn_few_row_words(room);
     mn_few_four x[MN_FEW_CHUNKS], z;
     uint2 weight = make_uint2(0x3f803f80u, 0x3f803f80u);    // ones
-    if (p.weight && first < K) weight = *(const uint2 *)(p.weight + (first & p.wrap));
-    bool there;
+    if (weights && first < K) weight = *(const uint2 *)(weights + (first & way.wrap));
+#pragma unroll
+    for (int c = 0; c < MN_FEW_CHUNKS; c++) x[c].none();
+    z.none();
+    bool missing;
     do {
-        there = true;
 #pragma unroll
         for (int c = 0; c < MN_FEW_CHUNKS; c++) {
-            if (first + c * MN_FEW_CHUNK < K) x[c].ask(words + p.x + c * (4 * MN_FEW_CHUNK));
+            if (first + c * MN_FEW_CHUNK < K) x[c].ask(words + c * (MN_FEW_CHUNK / MN_FEW_OF_LINE * MN_FEW_LINE));
         }
-        if (gated && first < K) z.ask(words + p.z);
+        if (way.gated && first < K) z.ask(gates);
+        missing = z.missing();
 #pragma unroll
-        for (int c = 0; c < MN_FEW_CHUNKS; c++) {
-            if (first + c * MN_FEW_CHUNK < K) there = there && x[c].there(place.run);
-        }
-        if (gated && first < K) there = there && z.there(place.run);
-    } while (!there);
-    __syncwarp();
+        for (int c = 0; c < MN_FEW_CHUNKS; c++) missing = missing || x[c].missing();
+    } while (__any_sync(0xffffffffu, missing));
     float squares = 0.0f;
+    int chunk = 0;
 #pragma unroll 1
-    for (int k = first; k - first < K; k += MN_FEW_CHUNK) {
-        uint2 y = k < K ? x[0].numbers() : make_uint2(0, 0);
-        if (norm && k < K) {
-            if (k > first && p.weight) weight = *(const uint2 *)(p.weight + k);
-            y = mn_few_weigh(squares, p, y, weight, gated ? z.numbers() : y);
+    for (int k = first;;) {
+        uint2 y = x[0].numbers();    // zeros behind the last
+        if (way.norm) {
+            if (k > first && weights && k < K) weight = *(const uint2 *)(weights + k);
+            y = mn_few_weigh(squares, way, y, weight, way.gated ? z.numbers() : y);
         }
-        *(uint2 *)(row + k) = y;
+        row[0] = y.x, row[MN_FEW_SECOND] = y.y;
+        k += MN_FEW_CHUNK, row += MN_FEW_NEXT_CHUNK;
+        if (++chunk == way.chunks) break;
 #pragma unroll
         for (int c = 0; c + 1 < MN_FEW_CHUNKS; c++) x[c] = x[c + 1];
     }
@@ -76,8 +139,6 @@ __device__ inline float mn_few_bring_row(mn_bf16 *row, const mn_few_products_not
 }
 
 /* ---- products -------------------------------------------------------------------------------- */
-
-enum { MN_FEW_UNITS = MN_FEW_SPAN / 32 };
 
 /* acc (16,8) += a b. A lane's four words of a row of weights are the left factor as they come: two
  * count as of row lane / 4, two as of row lane / 4 + 8. Even columns of b have the numbers that
@@ -90,143 +151,220 @@ __device__ inline void mn_few_multiply_add(float (&acc)[4], const uint4 &a, cons
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
 }
 
-/* A lane's part of the warp's 128 numbers of a row, of which `left` are there. */
-__device__ inline void mn_few_lane_part(uint4 (&x)[MN_FEW_UNITS], const void *row, int left) {
-    const int lane = threadIdx.x % 4;
-    if (left >= MN_FEW_SPAN) {
+/* A lane's part of the warp's 128 numbers of a chunk of the row, as a right factor. */
+struct mn_few_lane_row {
+    uint2 part[MN_FEW_PARTS];
+
+    __device__ void get(const mn_few_block &room, int chunk) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        const uint2 *row = (const uint2 *)(room.row + chunk * MN_FEW_CHUNK + warp * MN_FEW_SPAN);
 #pragma unroll
-        for (int i = 0; i < MN_FEW_UNITS; i++) x[i] = *((const uint4 *)row + i * 4 + lane);
-        return;
+        for (int i = 0; i < MN_FEW_PARTS; i++) part[i] = row[i * 8 + lane % 4 * 2 + lane / 4 % 2];
     }
-#pragma unroll
-    for (int i = 0; i < MN_FEW_UNITS; i++) {
-        x[i] = make_uint4(0, 0, 0, 0);
-        if (i * 32 + lane * 8 < left) x[i] = *((const uint4 *)row + i * 4 + lane);
-    }
+};
+
+/* Four lanes have the same. */
+__device__ inline float mn_few_sum_of(const float (&acc)[4]) {
+    return acc[0] + acc[3];
 }
 
-/* The same of the row that is multiplied, as a right factor. */
-__device__ inline void mn_few_lane_row(uint2 (&x)[MN_FEW_UNITS], const void *row, int left) {
-    uint4 all[MN_FEW_UNITS];
-    mn_few_lane_part(all, row, left);
-    const bool odd = threadIdx.x & 4;
-#pragma unroll
-    for (int i = 0; i < MN_FEW_UNITS; i++) {
-        x[i] = make_uint2(odd ? all[i].y : all[i].x, odd ? all[i].w : all[i].z);
-    }
+__device__ inline void mn_few_keep_squares(mn_few_block &room, const mn_few_place &place,
+                                           float squares) {
+    const float sum = mn_warp_sum(squares);
+    if (threadIdx.x % 32 == 0) room.squares[place.half][threadIdx.x / 32] = sum;
 }
 
-/* All strips, two at a time; the warp's sums to shared memory. */
-__device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_products_note &p,
-                                              mn_few_place &place) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n = p.n_strips, K = p.K;
-    const int at = lane / 4 * MN_FEW_ROW + warp * (2 * MN_FEW_SPAN), chunks = p.chunks;
-    float *sums = &room.sums[place.half][0][lane / 4][warp];
-    uint2 x[MN_FEW_UNITS];
-#pragma unroll 1
-    for (int first = 0; first < n; first += 2) {
-        const bool two = first + 1 < n;
-        float acc[2][2][4] = {};
-#pragma unroll 1
-        for (int from = warp * MN_FEW_SPAN, c = 0; c < chunks; c++, from += MN_FEW_CHUNK) {
-            const int slot = place.slot, left = K - from;
-            uint4 a[MN_FEW_UNITS], b[MN_FEW_UNITS];
-            if (first == 0 || chunks > 1) mn_few_lane_row(x, room.row + from, left);
-            mn_barrier_wait(&room.full[slot], place.turn);
-            place.next_slot();
-            mn_few_lane_part(a, room.ring[slot] + at, left);
-            const int other = place.slot;
-            if (two) {
-                mn_barrier_wait(&room.full[other], place.turn);
-                place.next_slot();
-                mn_few_lane_part(b, room.ring[other] + at, left);
-            }
+/* Where a stage's products stand: the chunk of the next piece, and a strip's sum up to there. */
+struct mn_few_progress {
+    int chunk;
+    float sum, *to;
+
+    /* A strip is a chunk. */
+    __device__ void multiply(const mn_few_block &room, const mn_few_piece (&piece)[MN_FEW_HELD],
+                             float (&acc)[MN_FEW_HELD][4]) const {
+        mn_few_lane_row x;
+        x.get(room, 0);
 #pragma unroll
-            for (int i = 0; i < MN_FEW_UNITS; i++) mn_few_multiply_add(acc[0][i % 2], a[i], x[i]);
-            if (two) {
+        for (int k = 0; k < MN_FEW_PARTS; k++) {
 #pragma unroll
-                for (int i = 0; i < MN_FEW_UNITS; i++) {
-                    mn_few_multiply_add(acc[1][i % 2], b[i], x[i]);
-                }
+            for (int i = 0; i < MN_FEW_HELD; i++) {
+                mn_few_multiply_add(acc[i], piece[i].part[k], x.part[k]);
             }
-            __syncwarp();
-            if (lane == 0) mn_barrier_arrive(&room.empty[slot]);
-            if (lane == 0 && two) mn_barrier_arrive(&room.empty[other]);
         }
-        if (lane % 4 > 0) continue;
+    }
+
+    __device__ void multiply(const mn_few_block &room, const mn_few_piece (&piece)[MN_FEW_HELD],
+                             float (&acc)[MN_FEW_HELD][4], int chunks) const {
+        mn_few_lane_row x[MN_FEW_HELD];
+        int at = chunk;
+#pragma unroll
+        for (int i = 0; i < MN_FEW_HELD; i++) {
+            x[i].get(room, at);
+            at = at + 1 == chunks ? 0 : at + 1;
+        }
+#pragma unroll
+        for (int k = 0; k < MN_FEW_PARTS; k++) {
+#pragma unroll
+            for (int i = 0; i < MN_FEW_HELD; i++) {
+                mn_few_multiply_add(acc[i], piece[i].part[k], x[i].part[k]);
+            }
+        }
+    }
+
+    __device__ void store(const float (&acc)[MN_FEW_HELD][4], int left) {
         enum { STRIP = MN_FEW_COLUMNS * (MN_FEW_WARPS + 2) };
-        sums[first * STRIP] = (acc[0][0][0] + acc[0][0][3]) + (acc[0][1][0] + acc[0][1][3]);
-        if (!two) continue;
-        sums[(first + 1) * STRIP] = (acc[1][0][0] + acc[1][0][3]) + (acc[1][1][0] + acc[1][1][3]);
+        const int n = threadIdx.x % 4 == 0 ? left : 0;
+#pragma unroll
+        for (int i = 0; i < MN_FEW_HELD; i++) {
+            if (i < n) to[i * STRIP] = mn_few_sum_of(acc[i]);
+        }
+        to += MN_FEW_HELD * STRIP;
+    }
+
+    __device__ void store(const float (&acc)[MN_FEW_HELD][4], int chunks, int left) {
+        enum { STRIP = MN_FEW_COLUMNS * (MN_FEW_WARPS + 2) };
+#pragma unroll
+        for (int i = 0; i < MN_FEW_HELD; i++) {
+            if (i >= left) break;
+            sum += mn_few_sum_of(acc[i]);
+            chunk = chunk + 1 == chunks ? 0 : chunk + 1;
+            if (chunk > 0) continue;
+            if (threadIdx.x % 4 == 0) *to = sum;
+            to += STRIP;
+            sum = 0.0f;
+        }
+    }
+};
+
+/* All strips, chunk by chunk, some pieces at a time, of which the first ones are taken before the
+ * row is there; the warp's sums and squares to shared memory. */
+__device__ inline void mn_few_multiply_strips(mn_few_block &room, const mn_few_products_note &p,
+                                              const mn_few_way_of &way, mn_few_place &place) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunks = way.chunks;
+    const bool whole = warp * MN_FEW_SPAN < way.K - (chunks - 1) * MN_FEW_CHUNK;
+    mn_few_progress at = { 0, 0.0f, &room.sums[place.half][0][lane / 4][warp] };
+    int taken = 0;
+    bool fresh = true;
+#pragma unroll 1
+    for (int left = way.n_strips * chunks; left > 0; left -= MN_FEW_HELD) {
+        mn_few_piece piece[MN_FEW_HELD];
+        float acc[MN_FEW_HELD][4] = {}, squares = 0.0f;
+#pragma unroll
+        for (int i = 0; i < MN_FEW_HELD; i++) piece[i].forget();
+#pragma unroll
+        for (int i = 0; i < MN_FEW_HELD; i++) {
+            if (i >= left) break;
+            taken = taken + 1 == chunks ? 0 : taken + 1;
+            piece[i].take(room, place, whole || taken > 0);
+        }
+        if (fresh) squares = mn_few_bring_row(room, p, way, place);
+        if (chunks == 1) at.multiply(room, piece, acc);
+        else at.multiply(room, piece, acc, chunks);
+        if (fresh && way.norm) mn_few_keep_squares(room, place, squares);
+        if (chunks == 1) at.store(acc, left);
+        else at.store(acc, chunks, left);
+        fresh = false;
     }
 }
 
 /* ---- the stage ------------------------------------------------------------------------------- */
 
-/* How sums are scaled: looked up before the block meets. */
-struct mn_few_scale {
-    int group;
-    float inverse_width, epsilon;
+/* Where a lane finds what warps 2 (lane % 4) and the next have made: looked up before the block
+ * meets. */
+struct mn_few_found {
+    uint32_t sums[2], squares;    // in shared memory
 
-    /* The factors of the numbers of warps 2 (lane % 4) and the next. */
-    __device__ float2 factors(const float *squares) const {
-        const float2 two = *(const float2 *)(squares + threadIdx.x % 4 * 2);
-        float sum = two.x + two.y;
-        if (group > 2) sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        if (group > 4) sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        const float first = group > 1 ? sum : two.x, second = group > 1 ? sum : two.y;
-        return make_float2(rsqrtf(fmaf(first, inverse_width, epsilon)),
-                           rsqrtf(fmaf(second, inverse_width, epsilon)));
+    __device__ mn_few_found(const mn_few_block &room, int half, int one, int other) {
+        const int lane = threadIdx.x % 32, column = lane / 4, warp = lane % 4 * 2;
+        sums[0] = place(&room.sums[half][one][column][warp]);
+        sums[1] = place(&room.sums[half][other][column][warp]);
+        squares = place(&room.squares[half][warp]);
+    }
+
+    __device__ static uint32_t place(const float *at) {
+        uint32_t place = mn_shared_at(at);
+        asm volatile("" : "+r"(place));    // here and now
+        return place;
+    }
+
+    __device__ static float2 get(uint32_t place) {
+        float2 two;
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two.x), "=f"(two.y) : "r"(place));
+        return two;
     }
 };
 
-/* The sum of a column of a strip, in all four lanes. */
-__device__ inline float mn_few_add_up(const float (*sums)[MN_FEW_WARPS + 2], float2 factor) {
-    const int lane = threadIdx.x % 32;
-    const float2 parts = *(const float2 *)&sums[lane / 4][lane % 4 * 2];
-    float sum = fmaf(parts.x, factor.x, parts.y * factor.y);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
-}
+/* Sums of a unit's two strips, of which lanes have parts: of a column, in all four lanes. Norms of
+ * the row, or of groups of it, divide by the root of a mean of squares. */
+struct mn_few_added {
+    float first, second;
+    float2 factors;              // of the numbers of warps 2 (lane % 4) and the next
+
+    __device__ static float add_up(float2 parts, float2 factor) {
+        float sum = fmaf(parts.x, factor.x, parts.y * factor.y);
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+    }
+
+    __device__ void factors_of(const mn_few_way_of &way, float2 two) {
+        const float two_warps = two.x + two.y;
+        const float four = two_warps + __shfl_xor_sync(0xffffffffu, two_warps, 1);
+        const float all = four + __shfl_xor_sync(0xffffffffu, four, 2);
+        const float sum = way.group > 4 ? all : way.group > 2 ? four : two_warps;
+        const float one = way.group > 1 ? sum : two.x, other = way.group > 1 ? sum : two.y;
+        factors.x = mn_few_rsqrt(fmaf(one, way.inverse_width, way.epsilon));
+        factors.y = mn_few_rsqrt(fmaf(other, way.inverse_width, way.epsilon));
+    }
+
+    /* One norm for all: its factor is not waited for. */
+    __device__ mn_few_added(const mn_few_way_of &way, const mn_few_found &found) {
+        const float2 one = found.get(found.sums[0]), other = found.get(found.sums[1]);
+        const float2 squares = found.get(found.squares), plain = { 1.0f, 1.0f };
+        if (way.norm && way.group > 4) {
+            factors_of(way, squares);
+            first = add_up(one, plain) * factors.x, second = add_up(other, plain) * factors.x;
+        } else {
+            factors = plain;
+            if (way.norm) factors_of(way, squares);
+            first = add_up(one, factors), second = add_up(other, factors);
+        }
+    }
+};
 
 /* The row as others would find it. */
-__device__ inline void mn_few_keep_row(const mn_few_block &room, const mn_few_products_note &p,
+__device__ inline void mn_few_keep_row(mn_few_block &room, const mn_few_products_note &p,
                                        float2 factors) {
     const int warp = threadIdx.x / 32;
+    const uint32_t *row = mn_few_row_words(room);
     const float r = __shfl_sync(0xffffffffu, warp % 2 ? factors.y : factors.x, warp / 2);
 #pragma unroll 1
-    for (int k = threadIdx.x * 4; k < p.K; k += MN_FEW_CHUNK) {
-        const uint2 y = *(const uint2 *)(room.row + k);
-        *(uint2 *)(p.row + k) = make_uint2(mn_few_two(mn_few_low(y.x) * r, mn_few_high(y.x) * r),
-                                           mn_few_two(mn_few_low(y.y) * r, mn_few_high(y.y) * r));
+    for (int k = threadIdx.x * 4; k < p.K; k += MN_FEW_CHUNK, row += MN_FEW_NEXT_CHUNK) {
+        const uint32_t one = row[0], two = row[MN_FEW_SECOND];
+        *(uint2 *)(p.row + k) = make_uint2(mn_few_two(mn_few_low(one) * r, mn_few_high(one) * r),
+                                           mn_few_two(mn_few_low(two) * r, mn_few_high(two) * r));
     }
 }
 
 __device__ inline void mn_few_multiply(mn_few_block &room, const mn_few_note &note,
                                        mn_few_place &place) {
     const mn_few_products_note &p = note.products;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = place.half;
-    const bool has = warp < p.n_units, norm = p.way != MN_FEW_AS_IT_IS;
+    const int warp = threadIdx.x / 32, half = place.half;
+    const mn_few_way_of way(p);
+    const bool has = mn_few_even(warp < way.n_units) != 0;
     const mn_few_unit &unit = p.unit[has ? warp : 0];
-    mn_few_finish finish(unit, place, has);
-    const float squares = mn_few_bring_row(room.row, p, place);
-    if (norm) {
-        const float sum = mn_warp_sum(squares);
-        if (lane == 0) room.squares[half][warp] = sum;
-    }
-    const mn_few_scale scale = { p.group, p.inverse_width, p.epsilon };
-    const int one = unit.strip[0], other = unit.n_strips > 1 ? unit.strip[1] : MN_FEW_NOWHERE;
-    mn_few_multiply_strips(room, p, place);
+    const mn_few_kind_of kind(unit);
+    const bool two = kind.n_strips() > 1;
+    const mn_few_found found(room, half, kind.strip(0), kind.strip(two));
+    mn_few_finish finish(unit, kind, place, has);
+    mn_few_multiply_strips(room, p, way, place);
+    if (has) finish.settle();
     mn_few_meet();
-    float2 factors = { 1.0f, 1.0f };
-    if (norm) factors = scale.factors(room.squares[half]);
+    const mn_few_added sums(way, found);
     if (has) {
-        const float first = mn_few_add_up(room.sums[half][one], factors);
-        const float second = other >= 0 ? mn_few_add_up(room.sums[half][other], factors) : 0.0f;
-        finish.run(first, second, (const mn_few_end *)((const char *)&note + note.ends_at),
-                   room.values[warp]);
+        const mn_few_end *ends = (const mn_few_end *)((const char *)&note + note.ends_at);
+        finish.run(sums.first, two ? sums.second : 1.0f, ends + unit.first_end, room.values[warp]);
     }
-    if (norm && p.row) mn_few_keep_row(room, p, factors);
+    if (way.norm && p.row) mn_few_keep_row(room, p, sums.factors);
     place.half ^= 1;
 }
 

@@ -26,6 +26,17 @@ __device__ static void open_barriers(mn_few_block &room) {
     mn_bulk_barriers_open();
 }
 
+/* What is multiplied by the zeros behind a row must be numbers. */
+__device__ static void clear(mn_few_block &room, int ragged) {
+    uint4 *const zeros = (uint4 *)room.zeros, *const ring = (uint4 *)room.ring;
+    if (threadIdx.x < sizeof room.zeros / 16) zeros[threadIdx.x] = make_uint4(0, 0, 0, 0);
+    if (!ragged) return;
+    for (int i = threadIdx.x; i < (int)(sizeof room.ring / 16); i += blockDim.x) {
+        ring[i] = make_uint4(0, 0, 0, 0);
+    }
+    asm volatile("fence.proxy.async;" ::: "memory");
+}
+
 /* Numbers from outside to words, two a thread at a time. */
 __device__ static void copy(const mn_few_copy_note &p, const mn_few_place &place) {
 #pragma unroll 1
@@ -36,18 +47,16 @@ __device__ static void copy(const mn_few_copy_note &p, const mn_few_place &place
         for (int k = threadIdx.x * 2; k < c.count; k += 2 * MN_FEW_THREADS) {
             const bool two = k + 1 < c.count;
             const mn_bf16 low = from[k], high = two ? from[k + 1] : low;
-            mn_few_say(place, c.words + k * 4, mn_few_two(mn_float(low), mn_float(high)));
+            mn_few_say(place, c.words + mn_few_word(k), mn_few_two(mn_float(low), mn_float(high)));
             if (c.to) c.to[k] = low;
             if (c.to && two) c.to[k + 1] = high;
         }
     }
 }
 
-__device__ static void work(mn_few_block &room, const char *program, unsigned run, int n_stages,
-                            int apart) {
+__device__ static void work(mn_few_block &room, const char *words, int n_stages) {
     mn_few_place place = {};
-    place.run = run, place.apart = apart;
-    place.back = (int)(blockIdx.x % MN_FEW_ECHOES) * apart, place.words = program + place.back;
+    place.words = words;
 #pragma unroll 1
     for (int i = 0; i < n_stages; i++) {
         mn_barrier_wait(&room.note_full[place.note], place.note_turn);
@@ -61,6 +70,13 @@ __device__ static void work(mn_few_block &room, const char *program, unsigned ru
     }
 }
 
+/* The words of the next run, which have been read in the last one. */
+__device__ static void forget(char *words, int bytes) {
+    const uint4 unsaid = { MN_FEW_UNSAID, MN_FEW_UNSAID, MN_FEW_UNSAID, MN_FEW_UNSAID };
+    const int first = (int)(blockIdx.x * THREADS + threadIdx.x), step = (int)gridDim.x * THREADS;
+    for (int i = first; i < bytes / 16; i += step) ((uint4 *)words)[i] = unsaid;
+}
+
 /* The last block to leave counts the run. */
 __device__ static void leave(mn_few_head *head, unsigned run) {
     __syncthreads();
@@ -72,7 +88,7 @@ __device__ static void leave(mn_few_head *head, unsigned run) {
 #endif
 
 __global__ void __launch_bounds__(THREADS, 1)
-few_program_kernel(char *program, int n_stages, int apart) {
+few_program_kernel(char *program, int n_stages, int words_at, int words, int ragged) {
 #if __CUDA_ARCH__ >= 900
     extern __shared__ __align__(128) unsigned char bytes[];
     mn_few_block &room = *(mn_few_block *)bytes;
@@ -80,9 +96,12 @@ few_program_kernel(char *program, int n_stages, int apart) {
     const unsigned run = *(volatile unsigned *)&head->run + 1;
     const mn_few_start start = ((const mn_few_start *)(head + 1))[blockIdx.x];
     if (threadIdx.x == 0) open_barriers(room);
+    clear(room, ragged);
     __syncthreads();
-    if (threadIdx.x >= MN_FEW_THREADS) mn_few_feed(room, program, start, n_stages);
-    else work(room, program, run, n_stages, apart);
+    const int now = (int)(run % MN_FEW_SETS) * words;
+    forget(program + words_at + (words - now), words);
+    if (threadIdx.x >= MN_FEW_THREADS) mn_few_feed(room, program, start, now, n_stages);
+    else work(room, program + now, n_stages);
     leave(head, run);
 #endif
 }
@@ -119,7 +138,7 @@ int mn_few_blocks(void) {
     return blocks - 1;
 }
 
-int mn_few_start_program(void *program, int n_stages, int apart, void *stream) {
+int mn_few_start_program(const mn_few_started *given, void *program, void *stream) {
     cudaError_t code = cudaFuncSetAttribute(few_program_kernel,
                                             cudaFuncAttributeMaxDynamicSharedMemorySize,
                                             (int)sizeof(mn_few_block));
@@ -131,6 +150,6 @@ int mn_few_start_program(void *program, int n_stages, int apart, void *stream) {
     how.gridDim = dim3((unsigned)mn_few_blocks()), how.blockDim = dim3(THREADS);
     how.dynamicSmemBytes = sizeof(mn_few_block), how.stream = (cudaStream_t)stream;
     how.attrs = &together, how.numAttrs = 1;
-    return (int)cudaLaunchKernelEx(&how, few_program_kernel, (char *)program, n_stages,
-                                   apart);
+    return (int)cudaLaunchKernelEx(&how, few_program_kernel, (char *)program, given->n_stages,
+                                   given->words_at, given->words, given->ragged);
 }

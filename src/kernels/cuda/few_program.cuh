@@ -6,9 +6,9 @@
  * strips of eight; a unit is a strip, or two strips of the same columns of two products, with all
  * that follows from them.
  *
- * Numbers that later stages read travel as flagged words: two of bf16 and the number of the run, in
- * eight bytes that are written at once. Who reads them looks until the run is right: nothing else
- * tells that they are there. */
+ * Numbers that later stages read travel as words: two of bf16, written at once. Who reads them
+ * looks until they are no longer MN_FEW_UNSAID, which no two numbers are: nothing else tells that
+ * they are there. There are two sets of words; a run makes those of the next one unsaid. */
 #ifndef MN_KERNELS_CUDA_FEW_PROGRAM_CUH
 #define MN_KERNELS_CUDA_FEW_PROGRAM_CUH
 
@@ -33,17 +33,43 @@ enum {
     MN_FEW_EARLY = 4,                                // numbers that a list reads ahead
     MN_FEW_VALUES = 2 + MN_FEW_ENDINGS + MN_FEW_EARLY,
     MN_FEW_NOWHERE = -1,
-    MN_FEW_ECHOES = 1,                               // places of a word, each read by some blocks
+    MN_FEW_SETS = 2,                                 // of words: of this run, and of the next
 };
+
+static const uint32_t MN_FEW_UNSAID = 0xffffffffu;    // numbers that are none are 0x7fff here
+
+/* Words are spread: the second cache serves a line to one reader after the other, and all blocks look
+ * for the same words. 16 numbers are at the beginning of each line. */
+enum { MN_FEW_LINE = 128, MN_FEW_OF_LINE = 16 };
+
+/* Bytes from the first word, which begins a line, to that of number i. */
+__host__ __device__ inline int mn_few_word(unsigned i) {
+    return (int)(i / MN_FEW_OF_LINE * MN_FEW_LINE + i % MN_FEW_OF_LINE / 2 * 4);
+}
+
+/* The same from the word of another number, at `at`. */
+__host__ __device__ inline int mn_few_word_from(int at, unsigned i) {
+    const unsigned before = (unsigned)at % MN_FEW_LINE / 2;
+    return at - (int)before * 2 + mn_few_word(before + i);
+}
 
 enum mn_few_stage_kind { MN_FEW_REST, MN_FEW_COPY, MN_FEW_MULTIPLY, MN_FEW_RECALL };
 
 /* How the row of a product comes: as it is, normalised, normalised in groups and gated. */
 enum mn_few_way { MN_FEW_AS_IT_IS, MN_FEW_NORMALISED, MN_FEW_GATED };
 
-/* What becomes of a unit's sums: stored; added to something as well; f(first) times second; a
- * convolution of one token; a list of small works. */
-enum mn_few_form { MN_FEW_STORED, MN_FEW_ADDED, MN_FEW_FUNCTION, MN_FEW_CONVOLVED, MN_FEW_LISTED };
+/* What becomes of a unit's sums: stored; added to something as well; f(first), times second if
+ * there is one; a convolution of one token; stored in float32 as well; -exp(A) softplus(x + dt), of
+ * which the list is kept; a list of small works. */
+enum mn_few_form {
+    MN_FEW_STORED,
+    MN_FEW_ADDED,
+    MN_FEW_FUNCTION,
+    MN_FEW_CONVOLVED,
+    MN_FEW_WIDENED,
+    MN_FEW_DECAYED,
+    MN_FEW_LISTED
+};
 
 /* Words of the program, bytes from its beginning. What lies elsewhere is copied to words first. */
 struct mn_few_source {
@@ -93,9 +119,11 @@ struct alignas(16) mn_few_end {
 };
 
 struct alignas(16) mn_few_products_note {
-    int K, chunks, n_strips, n_units, way;
-    int group;            // warps whose numbers are normalised together
-    int sigmoid;          // the gate
+    int K;
+    unsigned char way, chunks;
+    unsigned char group;               // warps whose numbers are normalised together
+    unsigned char sigmoid;             // the gate
+    unsigned char n_strips, n_units, none[2];
     int wrap;             // number k is weighted by number k & wrap
     float inverse_width, epsilon;
     int x, z;             // words of the row, and of its gate
@@ -161,6 +189,7 @@ struct alignas(128) mn_few_block {
     unsigned char ring[MN_FEW_SLOTS][MN_FEW_PIECE];
     alignas(16) unsigned char note[MN_FEW_NOTES][MN_FEW_NOTE_BYTES];
     alignas(16) mn_bf16 row[MN_FEW_CHUNKS * MN_FEW_CHUNK];
+    alignas(16) unsigned char zeros[2 * MN_FEW_SPAN];
     alignas(16) float sums[2][MN_FEW_STRIPS][MN_FEW_COLUMNS][MN_FEW_WARPS + 2];
     alignas(16) float squares[2][MN_FEW_WARPS];
     alignas(16) float2 columns[2][MN_FEW_WARPS][MN_FEW_TILE];
@@ -174,9 +203,8 @@ struct alignas(128) mn_few_block {
  * twice. */
 struct mn_few_place {
     int slot, note, half;
-    unsigned turn, note_turn, run;
-    const char *words;    // of the program, those that this block reads
-    int back, apart;      // from there to the first place of all words, and from place to place
+    unsigned turn, note_turn;
+    const char *words;    // from here notes count bytes to words
 
     __device__ void next_slot(void) {
         if (++slot == MN_FEW_SLOTS) slot = 0, turn ^= 1;
@@ -200,55 +228,65 @@ __device__ inline void mn_few_bring_once(void *to, const void *from, int bytes,
                  "r"(mn_shared_at(barrier)) : "memory");
 }
 
+/* What all lanes of a warp have: known to be the same, so that branches by it go one way. */
+__device__ inline unsigned mn_few_even(unsigned x) {
+    return __reduce_or_sync(0xffffffffu, x);
+}
+
 /* All warps that multiply. */
 __device__ inline void mn_few_meet(void) {
     asm volatile("bar.sync 1, %0;" ::"n"((int)MN_FEW_THREADS) : "memory");
 }
 
-/* ---- flagged words --------------------------------------------------------------------------- */
+/* ---- words ----------------------------------------------------------------------------------- */
 
 __device__ inline void mn_few_say(const mn_few_place &place, int word, uint32_t two) {
-    const char *to = place.words - place.back + word;
-#pragma unroll
-    for (int i = 0; i < MN_FEW_ECHOES; i++, to += place.apart) {
-        asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to),
-                     "l"((uint64_t)place.run << 32 | two) : "memory");
-    }
+    asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(place.words + word), "r"(two)
+                 : "memory");
 }
 
 /* Four neighbours: two words, as they were found. */
 struct mn_few_four {
-    uint64_t a, b;
+    uint32_t a, b;
+
+    /* As if they had been found, whatever they are. */
+    __device__ void none(void) {
+        a = b = 0;
+    }
 
     /* Nothing waits for them here. */
     __device__ void ask(const char *words) {
-        asm volatile("ld.relaxed.gpu.global.v2.u64 {%0, %1}, [%2];"
-                     : "=l"(a), "=l"(b) : "l"(words) : "memory");
+        asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+                     : "=r"(a), "=r"(b) : "l"(words) : "memory");
     }
 
-    __device__ bool there(unsigned run) const {
-        return (uint32_t)(a >> 32) == run && (uint32_t)(b >> 32) == run;
+    __device__ bool missing(void) const {
+        return a == MN_FEW_UNSAID || b == MN_FEW_UNSAID;
     }
 
     __device__ uint2 numbers(void) const {
-        return make_uint2((uint32_t)a, (uint32_t)b);
+        return make_uint2(a, b);
     }
 };
 
 /* The word of one number. */
 struct mn_few_one {
-    uint64_t a;
+    uint32_t a;
 
-    __device__ void ask(const char *word) {
-        asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(a) : "l"(word) : "memory");
+    __device__ void none(void) {
+        a = 0;
     }
 
-    __device__ bool there(unsigned run) const {
-        return (uint32_t)(a >> 32) == run;
+    __device__ void ask(const char *word) {
+        asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(a) : "l"(word) : "memory");
+    }
+
+    __device__ bool missing(void) const {
+        return a == MN_FEW_UNSAID;
     }
 
     __device__ float number(int odd) const {
-        return __uint_as_float(odd ? (uint32_t)a & 0xffff0000u : (uint32_t)a << 16);
+        return __uint_as_float(odd ? a & 0xffff0000u : a << 16);
     }
 };
 
@@ -268,12 +306,28 @@ __device__ inline uint32_t mn_few_bits(float x) {
     return __bfloat16_as_ushort(__float2bfloat16_rn(x));
 }
 
-__device__ inline float mn_few_round(float x) {
-    return __bfloat162float(__float2bfloat16_rn(x));
+__device__ inline uint32_t mn_few_two(float low, float high) {
+    uint32_t two;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+    return two;
 }
 
-__device__ inline uint32_t mn_few_two(float low, float high) {
-    return mn_few_bits(low) | mn_few_bits(high) << 16;
+__device__ inline float mn_few_round(float x) {
+    return mn_few_low(mn_few_two(x, 0.0f));
+}
+
+/* Two instructions: off by |x| 2^-24 of itself; below the smallest normal float 0. */
+__device__ inline float mn_few_exp(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(1.44269504f * x));
+    return y;
+}
+
+/* One instruction: off by 2^-22 of itself. */
+__device__ inline float mn_few_rsqrt(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
 }
 
 #endif

@@ -5,7 +5,13 @@
 /* Blocks of a program on the machine in use; 0: it runs none. */
 int mn_few_blocks(void);
 
-/* `apart`: bytes from one place of a word to the next. */
-int mn_few_start_program(void *program, int n_stages, int apart, void *stream);
+/* What a launch of a program is told. */
+typedef struct mn_few_started {
+    int n_stages;
+    int words_at, words;    // where words begin, and how many bytes of them a run has
+    int ragged;             // a row's last numbers are fewer than what a warp has
+} mn_few_started;
+
+int mn_few_start_program(const mn_few_started *given, void *program, void *stream);
 
 #endif

@@ -17,12 +17,18 @@ struct mn_few_rows_of {
     mn_few_four at[2];
 
     __device__ void ask(const char *words) {
-        at[0].ask(words);
-        at[1].ask(words + 16);
+        asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(at[0].a), "=r"(at[0].b), "=r"(at[1].a), "=r"(at[1].b) : "l"(words)
+                     : "memory");
     }
 
-    __device__ bool there(unsigned run) const {
-        return at[0].there(run) && at[1].there(run);
+    __device__ void none(void) {
+        at[0].none();
+        at[1].none();
+    }
+
+    __device__ bool missing(void) const {
+        return at[0].missing() || at[1].missing();
     }
 
     __device__ void get(float (&x)[8]) const {
@@ -40,30 +46,42 @@ struct mn_few_inputs_of {
     mn_few_rows_of q, e, g;
     mn_few_one v, beta, even;
 
+    /* As if all had been found. */
+    __device__ void none(void) {
+        q.none();
+        e.none();
+        g.none();
+        v.none();
+        beta.none();
+        even.none();
+    }
+
     __device__ void ask(const mn_few_memory_note &m, const mn_few_place &place, int row,
                         int column) {
-        const char *words = place.words + row * 4;
-        const unsigned run = place.run;
-        bool there;
+        const char *const at_q = place.words + mn_few_word_from(m.q.at, row);
+        const char *const at_e = place.words + mn_few_word_from(m.e.at, row);
+        const char *const at_g = place.words + mn_few_word_from(m.g.at, m.by_channel ? row : 0);
+        const char *const at_v = place.words + mn_few_word_from(m.v.at, column);
+        const char *const at_beta = place.words + m.beta.at;
+        const bool channels = m.by_channel, evenly = m.has_g && !m.by_channel, with = m.has_beta;
+        bool missing;
         do {
-            q.ask(words + m.q.at);
-            e.ask(words + m.e.at);
-            v.ask(place.words + m.v.at + column / 2 * 8);
-            if (m.by_channel) g.ask(words + m.g.at);
-            else if (m.has_g) even.ask(place.words + m.g.at);
-            if (m.has_beta) beta.ask(place.words + m.beta.at);
-            there = q.there(run) && e.there(run) && v.there(run);
-            if (m.by_channel) there = there && g.there(run);
-            else if (m.has_g) there = there && even.there(run);
-            if (m.has_beta) there = there && beta.there(run);
-        } while (!there);
+            q.ask(at_q);
+            e.ask(at_e);
+            v.ask(at_v);
+            if (channels) g.ask(at_g);
+            if (evenly) even.ask(at_g);
+            if (with) beta.ask(at_beta);
+            missing = q.missing() || e.missing() || v.missing();
+            missing = missing || g.missing() || even.missing() || beta.missing();
+        } while (missing);
     }
 };
 
 /* 1 / length */
 template <typename FRONT>
 __device__ inline float mn_few_unit_length(const FRONT &front, float squares) {
-    return front.there ? fminf(rsqrtf(squares + front.plus), front.most) : 1.0f;
+    return front.there ? fminf(mn_few_rsqrt(squares + front.plus), front.most) : 1.0f;
 }
 
 /* The row as others would find it. */
@@ -109,26 +127,38 @@ __device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_not
     float S[8] = {}, q[8] = {}, e[8] = {}, decay[8];
     float *state = m.state + row * (int64_t)m.V + column;
     mn_few_inputs_of in;
+    in.none();
     mn_few_sums sums = {};
 #pragma unroll
     for (int j = 0; j < 8; j++) {
         if (inside) S[j] = __ldcg(state + j * m.V);
     }
+    const auto front_q = m.front[0], front_e = m.front[1];
+    const float scale = m.scale;
+    const bool erases = m.erases, by_channel = m.by_channel, has_g = m.has_g && !by_channel;
+    const bool has_beta = m.has_beta;
+    const int odd_g = m.g.odd, odd_beta = m.beta.odd, o_words = m.o_words;
     float v = 0.0f, strength = 1.0f;
     if (inside || threadIdx.x < MN_FEW_TILE) {
         in.ask(m, place, inside ? row : 0, column);
         v = in.v.number(column % 2);
-        if (m.has_beta) strength = in.beta.number(m.beta.odd);
+        if (has_beta) strength = in.beta.number(odd_beta);
     }
     __syncwarp();
     if (inside) {
         in.q.get(q);
         in.e.get(e);
-        if (m.by_channel) in.g.get(decay);
-        const float even = m.has_g && !m.by_channel ? __expf(in.even.number(m.g.odd)) : 1.0f;
+        const float even = has_g ? mn_few_exp(in.even.number(odd_g)) : 1.0f;
+#pragma unroll
+        for (int j = 0; j < 8; j++) decay[j] = even;
+        if (by_channel) {
+            in.g.get(decay);
+#pragma unroll
+            for (int j = 0; j < 8; j++) decay[j] = mn_few_exp(decay[j]);
+        }
 #pragma unroll
         for (int j = 0; j < 8; j++) {
-            S[j] *= m.by_channel ? __expf(decay[j]) : even;
+            S[j] *= decay[j];
             sums.e = fmaf(e[j], S[j], sums.e);
             sums.q = fmaf(q[j], S[j], sums.q);
             sums.qe = fmaf(q[j], e[j], sums.qe);
@@ -136,18 +166,15 @@ __device__ inline void mn_few_recall(mn_few_block &room, const mn_few_memory_not
             sums.ee = fmaf(e[j], e[j], sums.ee);
         }
     }
-    const auto front_q = m.front[0], front_e = m.front[1];
-    const float scale = m.scale;
-    const bool erases = m.erases;
     sums.gather(room, place.half);
     const float by_q = mn_few_unit_length(front_q, sums.qq);
     const float by_e = mn_few_unit_length(front_e, sums.ee);
     const float write = strength * by_e * (erases ? v - by_e * sums.e : v);
     const float o = scale * by_q * fmaf(sums.qe, write, sums.q);
     if (threadIdx.x < 32) {
-        const uint32_t own = mn_few_bits(o), right = __shfl_down_sync(0xffffffffu, own, 1);
-        if (lane < MN_FEW_TILE && lane % 2 == 0 && m.o_words >= 0) {
-            mn_few_say(place, m.o_words + lane * 4, own | right << 16);
+        const uint32_t two = mn_few_two(o, __shfl_down_sync(0xffffffffu, o, 1));
+        if (lane < MN_FEW_TILE && lane % 2 == 0 && o_words >= 0) {
+            mn_few_say(place, o_words + lane * 2, two);
         }
         if (lane < MN_FEW_TILE) m.o[lane] = __float2bfloat16_rn(o);
     }

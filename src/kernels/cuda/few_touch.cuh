@@ -10,7 +10,7 @@
 
 #include "kernels/cuda/few_program.cuh"
 
-enum { MN_FEW_RANGES = 16384, MN_FEW_WORDS_ALIGNED = 128 };
+enum { MN_FEW_RANGES = 16384 };
 
 /* Bytes that stages read or write. Those written may have words; those read have where they are
  * copied to words first. */
@@ -36,6 +36,7 @@ struct mn_few_program {
     mn_few_range *range;
     int64_t n_ranges, most_ranges;
     bool failed;                     // memory was out
+    bool ragged;                     // the last warp's numbers of a row are not all there
 };
 
 /* ---- lists ----------------------------------------------------------------------------------- */
@@ -140,7 +141,7 @@ struct mn_few_touch {
             if (!fits) return;
             mn_few_copy *piece = &p->copy[n_copies++];
             *piece = all;
-            piece->from += from, piece->words += from * 4;
+            piece->from += from, piece->words += mn_few_word((unsigned)from);
             if (piece->to) piece->to += from;
             piece->count = (int)mn_min(all.count - from, MN_FEW_CHUNK);
         }
@@ -170,14 +171,14 @@ struct mn_few_touch {
         const int64_t at = (int64_t)(range.begin - home->begin) / 2;
         fits = fits && at % even == 0;
         home->read = true;
-        return { home->words + (int)(at / 2 * 8), 1, (short)(at % 2) };
+        return { home->words + mn_few_word((unsigned)at), 1, (short)(at % 2) };
     }
 
     /* A place for words. What is not added at last leaves a gap. */
     void add_words(mn_few_range *range) {
         range->words = (int)p->words;
-        const int64_t bytes = (int64_t)(range->end - range->begin) * 2;
-        p->words += (bytes / MN_FEW_WORDS_ALIGNED + 1) * MN_FEW_WORDS_ALIGNED;
+        const int64_t numbers = (int64_t)(range->end - range->begin) / 2;
+        p->words += (numbers / MN_FEW_OF_LINE + 1) * MN_FEW_LINE;
     }
 
     /* Words of something written, or MN_FEW_NOWHERE, before it is known whether any are read. */

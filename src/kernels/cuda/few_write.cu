@@ -34,7 +34,7 @@ extern "C" void mn_few_program_clear(mn_few_program *p) {
     for (int i = 0; i < p->n_blocks; i++) p->list[i].n = 0;
     p->n_stages = p->turn = 0;
     p->n_ranges = p->words = p->n_copies = 0;
-    p->failed = false;
+    p->failed = p->ragged = false;
 }
 
 static int64_t notes_at(const mn_few_program *p) {
@@ -51,18 +51,18 @@ static int64_t words_at(const mn_few_program *p) {
 extern "C" size_t mn_few_program_bytes(const mn_few_program *p) {
     if (p->failed) return sizeof(mn_few_head);    // the launch says so
     if (p->n_stages + p->n_copies == 0) return 0;
-    return (size_t)(words_at(p) + MN_FEW_ECHOES * p->words);
+    return (size_t)(words_at(p) + MN_FEW_SETS * p->words);
 }
 
-/* Which words are read: a byte for each MN_FEW_WORDS_ALIGNED of them. */
+/* Which words are read: a byte for each line of them. */
 static unsigned char *list_read(const mn_few_program *p) {
-    unsigned char *read = (unsigned char *)calloc((size_t)(p->words / MN_FEW_WORDS_ALIGNED + 1), 1);
+    unsigned char *read = (unsigned char *)calloc((size_t)(p->words / MN_FEW_LINE + 1), 1);
     for (int64_t i = 0; i < p->n_ranges && read; i++) {
         const mn_few_range &range = p->range[i];
         if (!range.flagged || !range.read) continue;
-        const int64_t bytes = (int64_t)(range.end - range.begin) * 2;
-        for (int64_t at = 0; at < bytes; at += MN_FEW_WORDS_ALIGNED) {
-            read[(range.words + at) / MN_FEW_WORDS_ALIGNED] = 1;
+        const int64_t numbers = (int64_t)(range.end - range.begin) / 2;
+        for (int64_t k = 0; k < numbers; k += MN_FEW_OF_LINE) {
+            read[(range.words + mn_few_word((unsigned)k)) / MN_FEW_LINE] = 1;
         }
     }
     return read;
@@ -75,7 +75,7 @@ struct few_moving {
 
     void words(int *at) const {
         if (*at < 0) return;
-        if (read && !read[*at / MN_FEW_WORDS_ALIGNED]) *at = MN_FEW_NOWHERE;
+        if (read && !read[*at / MN_FEW_LINE]) *at = MN_FEW_NOWHERE;
         else *at += (int)base;
     }
 
@@ -122,6 +122,7 @@ extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
     unsigned char *bytes = (unsigned char *)to;
     memset(bytes, 0, mn_few_program_bytes(p));
     if (p->failed) return;
+    memset(bytes + words_at(p), MN_FEW_UNSAID & 0xff, (size_t)(MN_FEW_SETS * p->words));
     unsigned char *read = list_read(p);
     mn_few_start *starts = (mn_few_start *)(bytes + sizeof(mn_few_head));
     const few_moving moving = { read, words_at(p) };
@@ -146,5 +147,6 @@ extern "C" void mn_few_program_write(const mn_few_program *p, void *to) {
 
 extern "C" int mn_few_program_launch(const mn_few_program *p, void *there, void *stream) {
     if (p->failed) return (int)cudaErrorMemoryAllocation;
-    return mn_few_start_program(there, 1 + p->n_stages, (int)p->words, stream);
+    const mn_few_started given = { 1 + p->n_stages, (int)words_at(p), (int)p->words, p->ragged };
+    return mn_few_start_program(&given, there, stream);
 }

@@ -28,32 +28,33 @@ namespace importance::by_mma {
 /* Rows of parts or gradients of a head's tokens, from the block's first slot or column on. */
 template <typename T>
 struct alignas(16) target {
-    T *first;         // at the sequence's first token; nullptr: not wanted
-    int64_t apart;    // its tokens
-    int left;         // how many there are
-    bool packs;       // whether two may be stored at once
+    T *first;          // at the sequence's first token; nullptr: not wanted
+    unsigned apart;    // its tokens, where packs are stored
+    int packed;        // how many numbers may be stored as packs of two
+    int left;          // how many there are
+    int64_t stride;    // its tokens
 
-    __device__ void open(T *row, int64_t base, int64_t count, int64_t stride) {
+    __device__ void open(T *row, int64_t base, int64_t count, int64_t between) {
         first = row ? row + base : nullptr;
-        apart = stride;
-        left = (int)min(count - base, (int64_t)1 << 30);
-        packs = ((uintptr_t)first | (uintptr_t)(apart * (int64_t)sizeof(T))) % (2 * sizeof(T)) == 0;
+        apart = (unsigned)between, stride = between;
+        left = row ? (int)min(count - base, (int64_t)1 << 30) : 0;
+        const bool even = ((uintptr_t)first | (uintptr_t)(between * (int64_t)sizeof(T))) %
+                              (2 * sizeof(T)) == 0;
+        packed = even && between == apart ? left & ~1 : 0;
     }
 
     /* A lane's neighbours at token t. */
     template <int EACH>
-    __device__ __forceinline__ void put(const float (&x)[EACH], int64_t t) const {
+    __device__ __forceinline__ void put(const float (&x)[EACH], unsigned t) const {
         static_assert(EACH <= 2, "one pack");
         const int i = thread_again() % 32 * EACH;
-        T *to = first + t * apart + i;
-        if (!first) return;
-        if (EACH == 2 && packs && i + EACH <= left) {
-            mn_store<EACH>(to, 0, x);
+        if (EACH == 2 && i < packed) {
+            mn_store<EACH>(first + (uint64_t)t * apart + i, 0, x);
             return;
         }
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
-            if (i + n < left) mn_put(to + n, x[n]);
+            if (i + n < left) mn_put(first + t * stride + i + n, x[n]);
         }
     }
 };
@@ -84,7 +85,7 @@ struct targets {
     target<mn_bf16> dv, db;
     float2 *gates;       // of the sequence's first token
     float *along;        // of its first tile
-    int64_t tokens_apart, tiles_apart;
+    unsigned tokens_apart, tiles_apart;
     float scale, ip;     // scale: of dq
 
     /* By the first thread. */
@@ -98,8 +99,8 @@ struct targets {
         if (threadIdx.x != 0) return;
         const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
                                     blockIdx.z * gridDim.x + blockIdx.x);
-        gates = parts.gates, tokens_apart = H;
-        along = parts.along, tiles_apart = parts.tiles_apart;
+        gates = parts.gates, tokens_apart = (unsigned)H;
+        along = parts.along, tiles_apart = (unsigned)parts.tiles_apart;
         scale = (float)p.scale, ip = at.ip;
         dk.open(keys, Block::slot0(), K, H * 2 * K);
         dq.open(keys + K, Block::slot0(), K, H * 2 * K);
@@ -142,10 +143,14 @@ struct backward_room {
 
 /* ---- a barrier that warps pass before others have come --------------------------------------- */
 
+__device__ __forceinline__ unsigned shared_at(const void *at) {
+    return (unsigned)__cvta_generic_to_shared(at);
+}
+
 /* Until all threads have arrived (each does, so that tools see what is ordered), for the phase'th
  * time (0, 1, 0, ...); on machines before 9.0, too, which mn_barrier_wait does not serve. */
 __device__ __forceinline__ void wait_at(uint64_t *barrier, int phase) {
-    const unsigned at = (unsigned)__cvta_generic_to_shared(barrier);
+    const unsigned at = shared_at(barrier);
     unsigned done;
     do {
         asm volatile("{\n\t.reg .pred done;\n\t"
@@ -286,7 +291,7 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
                                            const arrivals<Block, BACKWARD_PASS> &came, int first,
                                            uint2 one, const walk<Block, BACKWARD_PASS> &along) {
     const float *base = came.g.base;
-    const int warp = thread_again() / 32;
+    const unsigned warp = thread_again() / 32;
     const int slot = warp % Block::GROUPS * GROUP + 4 * column_lane();
     const int column = warp / Block::GROUPS * GROUP + 4 * column_lane();
     const int own = first + row_lane();
@@ -392,7 +397,7 @@ struct token_sums {
         spread *= over;
     }
 
-    __device__ __forceinline__ void put(const targets &to, int64_t token) const {
+    __device__ __forceinline__ void put(const targets &to, unsigned token) const {
         to.dk.put(dk, token);
         to.dq.put(dq, token);
         if (gridDim.z > 1) {
@@ -409,7 +414,7 @@ struct token_sums {
 template <typename Block>
 __device__ __forceinline__ void put_tile(backward_room<Block> &r,
                                          const arrivals<Block, BACKWARD_PASS> &came, int n_rows,
-                                         int64_t first) {
+                                         int first) {
     static_assert(Block::WARPS == TOKENS, "a warp for each token");
     const int row = thread_again() / 32;
     token_sums<Block> sums;
@@ -417,7 +422,7 @@ __device__ __forceinline__ void put_tile(backward_room<Block> &r,
     const float fall = mn_warp_sum(sums.fall), spread = mn_warp_sum(sums.spread);
     if (row >= n_rows) return;
     if (threadIdx.x % 32 == 0) {
-        r.to.gates[(first + row) * r.to.tokens_apart] = make_float2(fall, spread);
+        r.to.gates[(uint64_t)(unsigned)(first + row) * r.to.tokens_apart] = make_float2(fall, spread);
     }
     sums.put(r.to, first + row);
 }
@@ -470,7 +475,8 @@ __device__ __forceinline__ void put_along(const targets &to, const cells &adj, c
         sum = fmaf(-adj.I[i / 4][i % 4], c.I[i / 4][i % 4] - to.ip, sum);
     }
     sum = mn_warp_sum(sum);
-    if (threadIdx.x % 32 == 0) to.along[tile * to.tiles_apart + threadIdx.x / 32] = sum;
+    if (threadIdx.x % 32 != 0) return;
+    to.along[(uint64_t)(unsigned)tile * to.tiles_apart + threadIdx.x / 32] = sum;
 }
 
 /* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what
@@ -479,8 +485,9 @@ template <typename Block>
 __device__ __forceinline__ void fetch_state(float4 (&to)[SETS][Block::THREADS],
                                             const typename fetcher<Block, BACKWARD_PASS>::sources
                                                 &from, int tile) {
-    const int thread = thread_again();
-    const float *at = from.states + tile * from.between + thread * 4;
+    const unsigned thread = thread_again();
+    const uint64_t states = (uint64_t)(unsigned)tile * from.between;
+    const float *at = from.states + states * (SETS * SET_STRIDE<Block>) + thread * 4;
 #pragma unroll
     for (int i = 0; i < SETS; i++) copy_sixteen(&to[i][thread], at + i * SET_STRIDE<Block>);
 }
@@ -547,7 +554,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
         if (threadIdx.x == 0) {
             const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
             r.from.states = to.at[STATES] + state_at<Block>(slot * p.call.H + at.h);
-            r.from.between = state_at<Block>(p.call.H) - state_at<Block>(0);
+            r.from.between = (unsigned)(p.call.H * gridDim.x * gridDim.z);
         }
         r.to.template open<Block>(p, to, at, n_rows);
         __syncthreads();
@@ -569,8 +576,8 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
             __syncthreads();
             if (i > 0) fetch_state<Block>(r.states[~i & 1], r.from, i - 1);
             if (i + 1 < n_tiles) {
-                const int64_t first = (int64_t)(i + 1) * TOKENS;
-                put_tile(r, r.came[~i & 1], length - (int)first, first);
+                const int first = (i + 1) * TOKENS;
+                put_tile(r, r.came[~i & 1], length - first, first);
             }
             mn_barrier_arrive(&r.added);
             const float *front = (const float *)&r.states[again(i) & 1][0][thread_again()];

@@ -35,12 +35,12 @@ __device__ inline int neighbour(int half) {
 
 /* x where what follows from it is not worth a register from one tile to the next: the compiler
  * cannot tell that it stays the same. */
-__device__ __forceinline__ int again(int x) {
+__device__ __forceinline__ unsigned again(unsigned x) {
     asm volatile("" : "+r"(x));
     return x;
 }
 
-__device__ __forceinline__ int thread_again() {
+__device__ __forceinline__ unsigned thread_again() {
     return again(threadIdx.x);
 }
 
@@ -431,7 +431,7 @@ struct alignas(16) stream {
 
     /* Whether PIECE numbers from `column` on may be copied at once. */
     __device__ bool copies(int column) const {
-        return packs && left - column >= PIECE;
+        return packs && left - column >= PIECE && apart * TOKENS <= UINT32_MAX;
     }
 
     /* Those of `token` from `column` on that there are; zeros in place of others, and of all where
@@ -447,21 +447,22 @@ struct alignas(16) stream {
 
 /* PIECE numbers that a thread brings for each tile: those of the first tile, and where they go. */
 struct alignas(16) piece {
+    enum { NONE = 255, APART = 128 };    // rows: nothing to bring; more than those copied at once
+
     const mn_bf16 *first;
     unsigned short to, column;    // in bytes; in numbers
     unsigned char row, kind;
-    bool whole;                   // copied at once
 };
 
 /* Where tiles come from, in shared memory: threads have no registers to spare for it. */
 template <int KINDS, int EACH, int THREADS>
 struct sources {
     stream of[KINDS];
-    int64_t apart[KINDS];    // tiles of it
+    unsigned apart[KINDS];    // tiles of it, where pieces are copied at once
     piece pieces[EACH][THREADS];
     const gates *decays;    // of the sequence's first tile
     const float *states;    // in front of it, of the block's first thread
-    int64_t heads, between;    // tiles of gates, and of states
+    unsigned heads, between;    // between tiles of gates, and of states (states of blocks)
 };
 
 /* Fetches tiles, and makes their factors once copies have been waited for by the whole block. */
@@ -488,9 +489,9 @@ struct fetcher {
         from.of[SLOT_KINDS + 1].open(p.b, at, v0, V);
         if (BACK) from.of[SLOT_KINDS + 2].open(p.cot.o, at, v0, V);
         for (int i = 0; i < SLOT_KINDS + COLUMN_KINDS; i++) {
-            from.apart[i] = from.of[i].apart * TOKENS;
+            from.apart[i] = (unsigned)(from.of[i].apart * TOKENS);
         }
-        from.heads = p.call.H;
+        from.heads = (unsigned)p.call.H;
         from.decays = all + mn_cell_first_slot(p.call, at.n, TOKENS) * p.call.H + at.h;
     }
 
@@ -500,43 +501,43 @@ struct fetcher {
         for (int n = 0; n < EACH; n++) {
             int i = n * Block::THREADS + threadIdx.x;
             piece &own = from.pieces[n][threadIdx.x];
-            own.row = TOKENS;    // none
+            own.row = piece::NONE;
             if (i >= PIECES) continue;
             const bool slots = i < SLOT_KINDS * SLOT_PIECES;
             if (!slots) i -= SLOT_KINDS * SLOT_PIECES;
             const int pieces = slots ? SLOT_PIECES : COLUMN_PIECES, across = pieces / TOKENS;
             own.kind = i / pieces + (slots ? 0 : SLOT_KINDS);
-            own.row = i % pieces / across;
+            const int row = i % pieces / across;
             own.column = i % across * PIECE;
-            const mn_bf16 *room = slots ? to.slots[own.kind].at[own.row] :
-                                          to.columns[own.kind - SLOT_KINDS].at[own.row];
+            const mn_bf16 *room = slots ? to.slots[own.kind].at[row] :
+                                          to.columns[own.kind - SLOT_KINDS].at[row];
             own.to = (unsigned short)((const char *)(room + own.column) - (const char *)&to);
             const stream &of = from.of[own.kind];
-            own.whole = of.copies(own.column);
-            own.first = of.first + own.row * of.apart + own.column;
+            own.row = row + (of.copies(own.column) ? 0 : piece::APART);
+            own.first = of.first + row * of.apart + own.column;
         }
     }
 
     /* Tile `index` of a sequence of `length` tokens; nothing behind its end. */
     __device__ __forceinline__ static void fetch(rooms &to, const sources &from, int index,
                                                  int length) {
-        const int t0 = index * TOKENS, n_rows = length - t0;
-        const int thread = own_thread();
+        const int t0 = index * TOKENS, n_rows = min(length - t0, (int)TOKENS);
+        const unsigned thread = own_thread();
         if (n_rows <= 0) return;
         const unsigned part = thread - (Block::THREADS - 32);    // the last warp has less to fetch
         if (part < sizeof(gates) / 16) {
-            const gates *g = from.decays + index * from.heads;
+            const gates *g = from.decays + (unsigned)index * from.heads;
             copy_sixteen((char *)&to.g + part * 16, (const char *)g + part * 16);
         }
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
             const piece own = from.pieces[n][thread];
-            if (own.row >= TOKENS) continue;
             char *room = (char *)&to + own.to;
-            if (own.whole && own.row < n_rows) {
-                copy_sixteen(room, own.first + index * from.apart[own.kind]);
-            } else {
-                from.of[own.kind].put((mn_bf16 *)room, t0 + own.row, own.row < n_rows, own.column);
+            if (own.row < n_rows) {
+                copy_sixteen(room, own.first + (uint64_t)(unsigned)index * from.apart[own.kind]);
+            } else if (own.row != piece::NONE) {
+                const int row = own.row % piece::APART;
+                from.of[own.kind].put((mn_bf16 *)room, t0 + row, row < n_rows, own.column);
             }
         }
     }
@@ -548,11 +549,11 @@ struct fetcher {
     /* The factors of a tile that has come: a thread has 4 neighbours of a kind. */
     __device__ static void put(tile<Block, PASS> &to, const rooms &came, float scale) {
         constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
-        const int thread = own_thread();
+        const unsigned thread = own_thread();
 #pragma unroll
         for (int n = 0; n < SLOT_KINDS_MADE * SLOT_QUADS; n += Block::THREADS) {
-            const int i = n + thread, at = i % SLOT_QUADS;
-            const int row = at / (Block::SLOTS / 4), slot = at % (Block::SLOTS / 4) * 4;
+            const unsigned i = n + thread, at = i % SLOT_QUADS;
+            const unsigned row = at / (Block::SLOTS / 4), slot = at % (Block::SLOTS / 4) * 4;
             if (i < SLOT_QUADS) put_keys(to, came, row, slot);
             else if constexpr (BACK) {
                 if (i < 2 * SLOT_QUADS) put_queries(to, came, row, slot, scale);
@@ -560,8 +561,8 @@ struct fetcher {
         }
 #pragma unroll
         for (int n = 0; n < COLUMN_KINDS * QUADS; n += Block::THREADS) {    // last threads first
-            const int i = n + Block::THREADS - 1 - thread, own = i % QUADS;
-            const int t = own / (Block::COLUMNS / 4), column = own % (Block::COLUMNS / 4) * 4;
+            const unsigned i = n + Block::THREADS - 1 - thread, own = i % QUADS;
+            const unsigned t = own / (Block::COLUMNS / 4), column = own % (Block::COLUMNS / 4) * 4;
             if (i >= COLUMN_KINDS * QUADS) continue;
             if (i < QUADS) put_columns(to, came.columns[0], VALUE_FACTOR, t, column);
             else if (i < 2 * QUADS) put_columns(to, came.columns[1], WRITE_FACTOR, t, column);
@@ -577,8 +578,8 @@ struct fetcher {
 
 private:
     /* Forward has registers to spare. */
-    __device__ __forceinline__ static int own_thread() {
-        return PASS == FORWARD_PASS ? (int)threadIdx.x : thread_again();
+    __device__ __forceinline__ static unsigned own_thread() {
+        return PASS == FORWARD_PASS ? threadIdx.x : thread_again();
     }
 
     __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, const rooms &came, int t,
@@ -633,8 +634,8 @@ struct walk {
     const unsigned *rows, *mean, *weight, *read;
 
     __device__ explicit walk(const tile<Block, PASS> &of) : in(of) {
-        const int warp = thread_again() / 32;
-        const int slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
+        const unsigned warp = thread_again() / 32;
+        const unsigned slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
         rows = TURNED ? in.columns.rows(column) : in.slots.rows(slot);
         mean = TURNED ? in.slots.mean(slot) : in.columns.mean(column);
         weight = TURNED ? in.slots.weight(slot) : in.columns.weight(column);
@@ -662,8 +663,8 @@ struct walk {
             for (int t = first; t < first + count; t++) advance<true>(c, t);
             return;
         }
-        const int warp = thread_again() / 32;
-        const int slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
+        const unsigned warp = thread_again() / 32;
+        const unsigned slot = warp % Block::GROUPS * GROUP, column = warp / Block::GROUPS * GROUP;
         const unsigned *keys = in.slots.four(KEY_FACTOR, slot);
         const unsigned *weights = in.slots.four(WEIGHT_FACTOR, slot);
         const unsigned *values = in.columns.four(VALUE_FACTOR, column);

@@ -1,9 +1,13 @@
-/* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c) by the
- * recurrences of columns.cuh. Backward, a kernel after them has one token and head for each warp:
+/* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c):
+ * longhorn_column in bf16 over chunks (longhorn_chunk.cu) where memories are neither narrow nor
+ * wide, except for decode steps; all else by the recurrences of columns.cuh, longhorn_diag back by
+ * longhorn_diag_back.cuh where keys have at most 128 channels. Backward, a kernel after these has
+ * one token and head for each warp:
  *
  *   u_j = 1 / (1 + beta_j |k|^2)     w_j = beta_j u_j
  *   dbeta_j = y_j u_j^2              dk_i -= 2 k_i sum_j w_j^2 y_j */
-#include "kernels/cuda/columns_backward.cuh"
+#include "kernels/cuda/longhorn_chunk.h"
+#include "kernels/cuda/longhorn_diag_back.cuh"
 
 enum { ROWS = 8 };    // of a block
 
@@ -55,10 +59,15 @@ static bool rows_size(size_t *count, const mn_call *c) {
            mn_mul_size(count, *count, (size_t)c->H) && mn_mul_size(count, *count, (size_t)c->V);
 }
 
-static bool backward_plan(const mn_call *c, mn_plan *plan) {
+static bool measure(mn_columns_extent *to, const mn_call &c, mn_columns_kind kind) {
+    if (kind == MN_COLUMNS_CELL && c.K <= MN_DIAG_WIDEST) return mn_diag_measure(to, c);
+    return mn_columns_measure(to, c, c.V);
+}
+
+static bool backward_plan(const mn_call *c, mn_columns_kind kind, mn_plan *plan) {
     mn_columns_extent extent;
     size_t rows;
-    return rows_size(&rows, c) && mn_columns_measure(&extent, *c, c->V) &&
+    return rows_size(&rows, c) && measure(&extent, *c, kind) &&
            mn_add_size(&rows, rows, extent.spans) &&
            mn_add_size(&rows, rows, extent.tokens) && mn_add_size(&rows, rows, extent.parts) &&
            mn_add_size(&rows, rows, 4) &&
@@ -86,39 +95,68 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
     const mn_call &c = p->call;
     const int64_t rows = c.B * c.T * c.H, size = rows * c.V;
     mn_columns_extent extent;
-    if (!mn_columns_measure(&extent, c, c.V)) return cudaErrorNotSupported;
+    if (!measure(&extent, c, KIND)) return cudaErrorNotSupported;
     mn_columns m = columns_of(p);
     m.beta = p->beta, m.cot_o = p->cot.o, m.reads = true, m.y = at, m.dv = p->grad.v;
     m.spans = (float *)(((uintptr_t)(at + size) + 15) / 16 * 16);
     m.tokens = m.spans + extent.spans, m.parts = m.tokens + extent.tokens;
     m.cot_state = (const float *)p->cot.state.data, m.dstate0 = (float *)p->grad.state0.data;
-    const int code = mn_columns_backward<T, KIND>(m, on);
+    int code;
+    if (KIND == MN_COLUMNS_CELL && mn_diag_serves(c)) code = mn_diag_backward<T>(m, on);
+    else code = mn_columns_backward<T, KIND>(m, on);
     if (code != cudaSuccess || size == 0) return code;
     longhorn_finish_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(
         *p, m.y, m.parts, mn_columns_tiles(c.V));
     return mn_launched();
 }
 
+static bool goes_by_chunks(const mn_call *c, mn_columns_kind kind) {
+    return kind == MN_COLUMNS_COLUMN && mn_longhorn_chunks(c);
+}
+
+template <mn_columns_kind KIND>
+static int forward_any(const mn_longhorn_diag_args *p, void *stream) {
+    const cudaStream_t on = (cudaStream_t)stream;
+    return p->call.dtype == MN_BF16 ? forward<mn_bf16, KIND>(p, on) : forward<float, KIND>(p, on);
+}
+
+template <mn_columns_kind KIND>
+static int backward_any(const mn_longhorn_diag_args *p, void *shared, void *stream) {
+    const cudaStream_t on = (cudaStream_t)stream;
+    return p->call.dtype == MN_BF16 ? backward<mn_bf16, KIND>(p, (float *)shared, on)
+                                    : backward<float, KIND>(p, (float *)shared, on);
+}
+
 #define LONGHORN(name, KIND)                                                                       \
     MN_CUDA_PLAN(name##_forward) {                                                                 \
-        (void)args, (void)plan;                                                                    \
-        return true;                                                                               \
+        const mn_call *c = (const mn_call *)args;                                                  \
+        return goes_by_chunks(c, KIND) ? mn_longhorn_chunk_plan(plan, c, false) : true;            \
     }                                                                                              \
     MN_CUDA_PLAN(name##_backward) {                                                                \
-        return backward_plan((const mn_call *)args, plan);                                         \
+        const mn_call *c = (const mn_call *)args;                                                  \
+        return goes_by_chunks(c, KIND) ? mn_longhorn_chunk_plan(plan, c, true)                     \
+                                       : backward_plan(c, KIND, plan);                             \
     }                                                                                              \
     MN_CUDA_LAUNCH(name##_forward) {                                                               \
         const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;                      \
-        const cudaStream_t on = (cudaStream_t)stream;                                              \
-        (void)shared;                                                                              \
-        return p->call.dtype == MN_BF16 ? forward<mn_bf16, KIND>(p, on)                            \
-                                        : forward<float, KIND>(p, on);                             \
+        return goes_by_chunks(&p->call, KIND) ? mn_longhorn_chunk_forward(p, shared, stream)       \
+                                              : forward_any<KIND>(p, stream);                      \
     }                                                                                              \
     MN_CUDA_LAUNCH(name##_backward) {                                                              \
         const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;                      \
-        const cudaStream_t on = (cudaStream_t)stream;                                              \
-        return p->call.dtype == MN_BF16 ? backward<mn_bf16, KIND>(p, (float *)shared, on)          \
-                                        : backward<float, KIND>(p, (float *)shared, on);           \
+        return goes_by_chunks(&p->call, KIND) ? mn_longhorn_chunk_backward(p, shared, stream)      \
+                                              : backward_any<KIND>(p, shared, stream);             \
     }
 LONGHORN(longhorn_diag, MN_COLUMNS_CELL)
 LONGHORN(longhorn_column, MN_COLUMNS_COLUMN)
+
+/* One token, the state in place: bound by memory, and exact in the state. */
+MN_CUDA_PLAN(longhorn_column_step) {
+    (void)args, (void)plan;
+    return true;
+}
+
+MN_CUDA_LAUNCH(longhorn_column_step) {
+    (void)shared;
+    return forward_any<MN_COLUMNS_COLUMN>((const mn_longhorn_column_args *)args, stream);
+}

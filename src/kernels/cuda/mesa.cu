@@ -318,6 +318,7 @@ static int run(const mn_mesa_args *p, void *shared, bool backward, cudaStream_t 
     }
     if (e.last == 0) return cudaSuccess;
     const mn_mesa_work w = work_in(shared, e, backward);
+    if (!backward && mn_mesa_once_serves(p)) return mn_mesa_once(p, w, on);
     int code = carry<T>(p, e, w, false, on);
     if (code == cudaSuccess && (backward || p->o.data)) {
         code = read_any<T>(p, e, w, backward, on);

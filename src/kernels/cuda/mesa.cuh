@@ -53,6 +53,10 @@ struct mn_mesa_work {
     float *rooms;                   // NULL: pairs of blocks are in shared memory
 };
 
+/* Short sequences, forward, by one launch (mesa_once.cu): whether it has a form for them here. */
+bool mn_mesa_once_serves(const mn_mesa_args *p);
+int mn_mesa_once(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on);
+
 /* One chunk of one head. */
 struct mn_mesa_place {
     int64_t slot, h, index;    // index: of the pair
@@ -242,62 +246,76 @@ __device__ inline int64_t mn_mesa_slot(const mn_call &c, const mn_span &span, in
                         : n * ((c.T + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK);
 }
 
-/* Sums of chunks and over them in one, forward, where sequences are short: the pairs in front of
- * chunks and behind the last one. A block has a few rows (blockIdx.y) of a head (.z) of a sequence
- * (.x), and chunks in groups of threads; then each thread goes over chunks for a few numbers. */
-template <typename T>
-__global__ void __launch_bounds__(MN_MESA_AT_ONCE * MN_MESA_ADDERS)
-mn_mesa_short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
-    constexpr int threads = MN_MESA_AT_ONCE * MN_MESA_ADDERS;
-    constexpr int each = MN_MESA_ROWS * MN_MESA_ADDERS / threads;
-    __shared__ float weight[MN_MESA_AT_ONCE][MN_MESA_CHUNK], fall[MN_MESA_AT_ONCE];
-    __shared__ alignas(16) float left[MN_MESA_AT_ONCE][1][MN_MESA_CHUNK][MN_MESA_ROWS];
-    __shared__ float sums[MN_MESA_AT_ONCE][MN_MESA_ROWS][MN_MESA_ADDERS];
+/* Room of AT_ONCE groups of threads that sum chunks and go over them. */
+template <int AT_ONCE>
+struct mn_mesa_short_room {
+    float weight[AT_ONCE][MN_MESA_CHUNK], fall[AT_ONCE];
+    alignas(16) float left[AT_ONCE][1][MN_MESA_CHUNK][MN_MESA_ROWS];
+    float sums[AT_ONCE][MN_MESA_ROWS][MN_MESA_ADDERS];
+};
+
+/* A few rows, from row0 on, of head h of sequence n: the pairs in front of its chunks and behind
+ * the last one. Each group of threads sums a chunk; then each thread goes over chunks for a few
+ * numbers. All threads call; barriers at both ends. */
+template <typename T, int AT_ONCE>
+__device__ inline void mn_mesa_carry_rows(mn_mesa_short_room<AT_ONCE> &room,
+                                          const mn_mesa_args &p, const mn_mesa_work &w, int64_t n,
+                                          int64_t h, int64_t row0) {
+    constexpr int each = MN_MESA_ROWS / AT_ONCE;
     const int group = threadIdx.x / MN_MESA_ADDERS, thread = threadIdx.x % MN_MESA_ADDERS;
-    const int64_t n = blockIdx.x, h = blockIdx.z, head = n * p.call.H + h;
+    const int64_t head = n * p.call.H + h;
     const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
     const mn_span span = mn_span_at(p.call, n);
     const int64_t chunks = (span.length + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK;
-    const int64_t slot0 = mn_mesa_slot(p.call, span, n), row0 = blockIdx.y * MN_MESA_ROWS;
+    const int64_t slot0 = mn_mesa_slot(p.call, span, n);
     const float *kk = (const float *)p.hkk0.data, *kv = (const float *)p.hkv0.data;
-    mn_let_next_begin();
     for (int64_t j0 = 0; j0 < lie.pitch; j0 += MN_MESA_ADDERS) {
-        const int64_t j = j0 + thread;    // also of this thread's numbers, in rows group, + 4, ...
+        const int64_t j = j0 + thread;    // also of this thread's numbers, in rows group, + AT_ONCE
         float x[each] = {};
         for (int i = 0; i < each && (kk || kv) && j < lie.pitch; i++) {
-            const int64_t row = row0 + group + i * MN_MESA_AT_ONCE;
+            const int64_t row = row0 + group + i * AT_ONCE;
             x[i] = mn_mesa_given(kk, kv, head, mn_mesa_cell_at(p.call, row * lie.pitch + j),
                                  p.call.K, p.call.V);
         }
-        for (int64_t c0 = 0; c0 < chunks; c0 += MN_MESA_AT_ONCE) {
+        for (int64_t c0 = 0; c0 < chunks; c0 += AT_ONCE) {
             const int64_t chunk = min(c0 + group, chunks - 1);
             const mn_mesa_place at = mn_mesa_here(p.call, slot0 + chunk, h);
             const float2 token = mn_mesa_token<T>(p, at, thread);
             float right[1][MN_MESA_CHUNK], sum[MN_MESA_ROWS] = {};
             mn_mesa_column<T, false>(right, p, w, at, min(j, lie.pitch - 1));
-            mn_mesa_weigh(weight[group], &fall[group], token, thread, false);
-            mn_mesa_stage_left<T, false>(left[group], p, w, at, row0);
+            mn_mesa_weigh(room.weight[group], &room.fall[group], token, thread, false);
+            mn_mesa_stage_left<T, false>(room.left[group], p, w, at, row0);
             __syncthreads();
-            mn_mesa_add_tokens<false>(sum, left[group], right, weight[group], false);
+            mn_mesa_add_tokens<false>(sum, room.left[group], right, room.weight[group], false);
 #pragma unroll
-            for (int r = 0; r < MN_MESA_ROWS; r++) sums[group][r][thread] = sum[r];
+            for (int r = 0; r < MN_MESA_ROWS; r++) room.sums[group][r][thread] = sum[r];
             __syncthreads();
-            for (int c = 0; c < MN_MESA_AT_ONCE && c0 + c < chunks; c++) {
+            for (int c = 0; c < AT_ONCE && c0 + c < chunks; c++) {
                 float *to = w.pairs + ((slot0 + c0 + c) * p.call.H + h) * lie.size + j;
 #pragma unroll
                 for (int i = 0; i < each; i++) {
-                    const int row = group + i * MN_MESA_AT_ONCE;
+                    const int row = group + i * AT_ONCE;
                     if (j < lie.pitch) to[(row0 + row) * lie.pitch] = x[i];
-                    x[i] = fmaf(fall[c], x[i], sums[c][row][thread]);
+                    x[i] = fmaf(room.fall[c], x[i], room.sums[c][row][thread]);
                 }
             }
             __syncthreads();
         }
         for (int i = 0; i < each && j < lie.pitch; i++) {
-            const int64_t row = row0 + group + i * MN_MESA_AT_ONCE;
+            const int64_t row = row0 + group + i * AT_ONCE;
             w.last[head * lie.size + row * lie.pitch + j] = x[i];
         }
     }
+}
+
+/* Sums of chunks and over them in one, forward, where sequences are short. A block has a few rows
+ * (blockIdx.y) of a head (.z) of a sequence (.x). */
+template <typename T>
+__global__ void __launch_bounds__(MN_MESA_AT_ONCE * MN_MESA_ADDERS)
+mn_mesa_short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
+    __shared__ mn_mesa_short_room<MN_MESA_AT_ONCE> room;
+    mn_let_next_begin();
+    mn_mesa_carry_rows<T>(room, p, w, blockIdx.x, blockIdx.z, blockIdx.y * MN_MESA_ROWS);
 }
 
 enum { MN_MESA_AHEAD = 8, MN_MESA_PACK = 4 };

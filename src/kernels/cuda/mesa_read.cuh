@@ -73,6 +73,14 @@ struct mn_mesa_reader {
     float beta;            // of token `lane`
     float fall, write;     // exp(G_t), and W of token `lane`, zero behind t
 
+    /* Part `which` of a chunk. */
+    __device__ void take(const mn_mesa_args &p, const mn_mesa_place &place, int which) {
+        at = place, lie = mn_mesa_layout::of(p.call);
+        rank = threadIdx.x % team, lane = threadIdx.x % 32;
+        b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
+        part = which, count = (int)at.tile.n_rows;
+    }
+
     __device__ void meet(void) const {
         mn_mesa_meet<warps>();
     }
@@ -85,32 +93,48 @@ struct mn_mesa_reader {
     }
 };
 
-/* Keys of the chunk's tokens, what those of the part ask, and the ridge. Behind the last token it
- * is repeated. */
+/* Keys of the chunk's tokens, what those of the part ask, and the ridge: this thread's channel of
+ * every few tokens, on their way. Behind the last token it is repeated. */
 template <int N, typename T>
-__device__ inline void mn_mesa_stage(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
-                                     const mn_mesa_reader<N> &me) {
-    constexpr int each = MN_MESA_READERS / (8 * N);    // tokens at a time
-    const int channel = threadIdx.x % (8 * N), from = threadIdx.x / (8 * N);
-    const bool there = channel < p.call.K;
-    const T *k = mn_row<T>(p.k, me.b, me.t0, me.at.h) + (there ? channel : 0);
-    const T *q = mn_row<T>(p.q, me.b, me.t0, me.at.h) + (there ? channel : 0);
-    const int64_t step = p.k.stride[1], q_step = p.q.stride[1];
+struct mn_mesa_brought {
+    static constexpr int each = MN_MESA_READERS / (8 * N);    // tokens at a time
+    T k[MN_MESA_CHUNK / each], q[MN_MESA_PART / each], lam;
+
+    __device__ static int channel() { return threadIdx.x % (8 * N); }
+    __device__ static int from() { return threadIdx.x / (8 * N); }
+
+    __device__ void fetch(const mn_mesa_args &p, const mn_mesa_reader<N> &me) {
+        const int at = channel() < p.call.K ? channel() : 0;
+        const T *keys = mn_row<T>(p.k, me.b, me.t0, me.at.h) + at;
+        const T *queries = mn_row<T>(p.q, me.b, me.t0, me.at.h) + at;
+        const int64_t step = p.k.stride[1], q_step = p.q.stride[1];
 #pragma unroll
-    for (int n = from; n < MN_MESA_CHUNK; n += each) {
-        const float x = mn_float(k[min(n, me.count - 1) * step]);
-        room.put(n, channel, there ? x : 0.0f);
-    }
+        for (int i = 0; i < MN_MESA_CHUNK / each; i++) {
+            k[i] = keys[min(from() + i * each, me.count - 1) * step];
+        }
 #pragma unroll
-    for (int n = from; n < MN_MESA_PART; n += each) {
-        const float x = mn_float(q[min(me.token(n), me.count - 1) * q_step]);
-        room.sides[n][0][channel] = there ? (float)p.scale * x : 0.0f;
+        for (int i = 0; i < MN_MESA_PART / each; i++) {
+            q[i] = queries[min(me.token(from() + i * each), me.count - 1) * q_step];
+        }
+        lam = mn_row<T>(p.lam, 0, 0, me.at.h)[at];
     }
-    if (from > 0) return;
-    const T *lam = mn_row<T>(p.lam, 0, 0, me.at.h);
-    room.put(MN_MESA_CHUNK, channel, 0.0f);
-    room.ridge[channel] = there ? mn_float(lam[there ? channel : 0]) : 1.0f;
-}
+
+    __device__ void put(mn_mesa_tokens<N> &room, const mn_mesa_args &p) const {
+        const bool there = channel() < p.call.K;
+#pragma unroll
+        for (int i = 0; i < MN_MESA_CHUNK / each; i++) {
+            room.put(from() + i * each, channel(), there ? mn_float(k[i]) : 0.0f);
+        }
+#pragma unroll
+        for (int i = 0; i < MN_MESA_PART / each; i++) {
+            const float x = (float)p.scale * mn_float(q[i]);
+            room.sides[from() + i * each][0][channel()] = there ? x : 0.0f;
+        }
+        if (from() > 0) return;
+        room.put(MN_MESA_CHUNK, channel(), 0.0f);
+        room.ridge[channel()] = there ? mn_float(lam) : 1.0f;
+    }
+};
 
 /* Hkk. */
 template <int N>
@@ -278,13 +302,19 @@ __device__ inline void mn_mesa_add_values(float (&sum)[EACH][2], const mn_mesa_t
     }
 }
 
-/* Hkv, which o asks for when x is there, to the first cache. */
-template <int N>
+/* Hkv and values, which o asks for when x is there, to the first cache. */
+template <int N, typename T>
 __device__ inline void mn_mesa_announce(const mn_mesa_args &p, const mn_mesa_reader<N> &me) {
-    enum { LINE = 32 };    // numbers
+    enum { LINE = 32, VALUES = 128 / (int)sizeof(T) };    // numbers
     const int lines = (int)((p.call.V + LINE - 1) / LINE);
+    const int value_lines = (int)((p.call.V + VALUES - 1) / VALUES);
     for (int i = threadIdx.x; i < lines * (int)p.call.K; i += MN_MESA_READERS) {
         const float *at = me.front + i / lines * me.lie.pitch + me.lie.rows + i % lines * LINE;
+        asm volatile("prefetch.global.L1 [%0];" :: "l"(at));
+    }
+    for (int i = threadIdx.x; i < value_lines * me.count; i += MN_MESA_READERS) {
+        const T *at = mn_row<T>(p.v, me.b, me.t0 + i / value_lines, me.at.h) +
+                      i % value_lines * VALUES;
         asm volatile("prefetch.global.L1 [%0];" :: "l"(at));
     }
 }
@@ -351,32 +381,12 @@ __device__ __forceinline__ void mn_mesa_read(mn_mesa_tokens<N> &room, const mn_m
     else mn_mesa_weigh_values<N>(room, me);
 }
 
-/* A block has a part of a chunk of a head: blockIdx.x is the part, .y the head. */
+/* All tokens of the part, and what they leave. All threads of the block call, behind a barrier that
+ * followed the pair in front. */
 template <int N, typename T, bool BACK>
-__global__ void __launch_bounds__(MN_MESA_READERS, N >= 8 ? 1 : 2)
-mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
-    extern __shared__ __align__(16) unsigned char read_bytes[];
-    mn_mesa_tokens<N> &room = *(mn_mesa_tokens<N> *)read_bytes;
+__device__ __forceinline__ void mn_mesa_read_part(mn_mesa_tokens<N> &room, const mn_mesa_args &p,
+                                                  const mn_mesa_work &w, mn_mesa_reader<N> &me) {
     constexpr int parts = MN_MESA_CHUNK / MN_MESA_PART, teams = 8 / mn_mesa_matrix<N>::warps;
-    const int K = (int)p.call.K;
-    mn_mesa_reader<N> me;
-    me.at = mn_mesa_here(p.call, blockIdx.x / parts, blockIdx.y);
-    me.lie = mn_mesa_layout::of(p.call);
-    me.rank = threadIdx.x % me.team, me.lane = threadIdx.x % 32;
-    me.b = me.at.tile.span.b, me.t0 = me.at.tile.span.t0 + me.at.tile.first;
-    me.part = blockIdx.x % parts, me.count = (int)me.at.tile.n_rows;
-    const bool some = me.token(0) < me.count;
-    if (some) {
-        const float2 token = mn_mesa_token<T>(p, me.at, me.lane);
-        mn_mesa_stage<N, T>(room, p, me);
-        me.beta = token.x, me.level = mn_mesa_levels(token.y, me.lane);
-    }
-    mn_wait_for_before();    // inputs are there already, pairs only now
-    if (!some) return;
-    me.front = w.pairs + me.at.index * me.lie.size;
-    if constexpr (me.warps == 1) mn_mesa_stage_front<N>(room, me);
-    if constexpr (!BACK) mn_mesa_announce(p, me);
-    __syncthreads();
 #pragma unroll 1
     for (int from = 0; from < MN_MESA_PART && me.token(from) < me.count; from += teams) {
         me.mine = from + threadIdx.x / me.team;
@@ -390,13 +400,39 @@ mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     }
     __syncthreads();
     const int64_t item = me.at.index * parts + me.part;
-    for (int i = threadIdx.x; i < K; i += MN_MESA_READERS) {
+    for (int i = threadIdx.x; i < (int)p.call.K; i += MN_MESA_READERS) {
         float sum = 0.0f;
         for (int n = 0; n < MN_MESA_PART && me.token(n) < me.count; n++) {
             sum -= room.sides[n][0][i] * room.sides[n][1][i];
         }
-        w.lam[item * K + i] = sum;
+        w.lam[item * p.call.K + i] = sum;
     }
+}
+
+/* A block has a part of a chunk of a head: blockIdx.x is the part, .y the head. */
+template <int N, typename T, bool BACK>
+__global__ void __launch_bounds__(MN_MESA_READERS, N >= 8 ? 1 : 2)
+mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
+    extern __shared__ __align__(16) unsigned char read_bytes[];
+    mn_mesa_tokens<N> &room = *(mn_mesa_tokens<N> *)read_bytes;
+    constexpr int parts = MN_MESA_CHUNK / MN_MESA_PART;
+    mn_mesa_reader<N> me;
+    me.take(p, mn_mesa_here(p.call, blockIdx.x / parts, blockIdx.y), blockIdx.x % parts);
+    const bool some = me.token(0) < me.count;
+    if (some) {
+        mn_mesa_brought<N, T> brought;
+        const float2 token = mn_mesa_token<T>(p, me.at, me.lane);
+        brought.fetch(p, me);
+        brought.put(room, p);
+        me.beta = token.x, me.level = mn_mesa_levels(token.y, me.lane);
+    }
+    mn_wait_for_before();    // inputs are there already, pairs only now
+    if (!some) return;
+    me.front = w.pairs + me.at.index * me.lie.size;
+    if constexpr (me.warps == 1) mn_mesa_stage_front<N>(room, me);
+    if constexpr (!BACK) mn_mesa_announce<N, T>(p, me);
+    __syncthreads();
+    mn_mesa_read_part<N, T, BACK>(room, p, w, me);
 }
 
 #endif

@@ -2,12 +2,20 @@
  *
  * The library counts columns first: our row-major c = a b is its c' = b' a'. The algorithm for a
  * shape is one of the first that its heuristics name, chosen by the shape alone and kept; so are
- * the descriptions. */
+ * the descriptions.
+ *
+ * Rows of c are tokens unless a is transposed, and what a token gets must not depend on how many
+ * others there are. So these products are asked for without sums in parts that are added later,
+ * and as if there were at least LEAST_ROWS: for fewer the library has kernels that add in an order
+ * of their own, while those that work by tiles of c add along K in the same order whatever the
+ * tile. That was seen of kernels for rows of whole packs of 16 bytes; other rows have the one that
+ * is best for ODD_ROWS, however many they are. */
 #include "kernels/product.h"
 
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/util.h"
 #include "kernels/cuda/product_plain.h"
 
 #if MN_HAVE_CUBLASLT_H
@@ -55,12 +63,17 @@ typedef struct shape {
     int32_t a_transposed, b_transposed, adds, biased;
 } shape;
 
+/* Of our b, a and c: factors change places. */
+typedef struct layouts {
+    cublasLtMatrixLayout_t a, b, c;
+} layouts;
+
 typedef struct chosen {
     struct chosen *next;
     shape shape;
     bool plain;    // the library has no algorithm for it
     cublasLtMatmulDesc_t desc;
-    cublasLtMatrixLayout_t a, b, c;
+    layouts of;
     cublasLtMatmulAlgo_t algo;
 } chosen;
 
@@ -89,6 +102,25 @@ enum { MOST_ALIGN = 16, SPACE_ALIGN = 256, SPACE = MN_PRODUCT_SPACE - SPACE_ALIG
 
 /* Heuristics asked for; depth up to which the end of a tile counts, in results of many numbers. */
 enum { CHOICES = 8, MOST_SHORT = 4096, LEAST_NUMBERS = 1 << 24 };
+
+enum { LEAST_ROWS = 256, ODD_ROWS = 4096 };
+
+static bool rows_are_tokens(const shape *s) {
+    return !s->a_transposed;
+}
+
+static bool has_packs(const shape *s) {
+    const int64_t a = MOST_ALIGN / (s->dtype == MN_BF16 ? 2 : 4);
+    const int64_t c = MOST_ALIGN / (s->c_dtype == MN_BF16 ? 2 : 4);
+    return s->a_row % a == 0 && s->b_row % a == 0 && s->c_row % c == 0 &&
+           s->align_a == MOST_ALIGN && s->align_b == MOST_ALIGN && s->align_c == MOST_ALIGN;
+}
+
+/* The rows that an algorithm is asked for. */
+static int64_t rows_asked(const shape *s) {
+    if (!rows_are_tokens(s)) return s->M;
+    return has_packs(s) ? mn_max(s->M, LEAST_ROWS) : ODD_ROWS;
+}
 
 static int32_t alignment(const void *at) {
     const uintptr_t low = (uintptr_t)at & -(uintptr_t)at;
@@ -138,25 +170,33 @@ static bool make_layout(const library *lib, cublasLtMatrixLayout_t *out, int32_t
                                               row));
 }
 
-static bool make_layouts(const library *lib, chosen *c) {
-    const shape *s = &c->shape;
-    return make_layout(lib, &c->a, s->dtype, s->b_transposed ? s->K : s->N,
+/* Of `s` with M rows. */
+static bool make_layouts(const library *lib, layouts *l, const shape *s, int64_t M) {
+    return make_layout(lib, &l->a, s->dtype, s->b_transposed ? s->K : s->N,
                        s->b_transposed ? s->N : s->K, s->b_row) &&
-           make_layout(lib, &c->b, s->dtype, s->a_transposed ? s->M : s->K,
-                       s->a_transposed ? s->K : s->M, s->a_row) &&
-           make_layout(lib, &c->c, s->c_dtype, s->N, s->M, s->c_row);
+           make_layout(lib, &l->b, s->dtype, s->a_transposed ? M : s->K,
+                       s->a_transposed ? s->K : M, s->a_row) &&
+           make_layout(lib, &l->c, s->c_dtype, s->N, M, s->c_row);
+}
+
+static void forget_layouts(const library *lib, layouts *l) {
+    if (l->a) lib->cublasLtMatrixLayoutDestroy(l->a);
+    if (l->b) lib->cublasLtMatrixLayoutDestroy(l->b);
+    if (l->c) lib->cublasLtMatrixLayoutDestroy(l->c);
 }
 
 static bool set_preference(const library *lib, cublasLtMatmulPreference_t preference,
                            const shape *s) {
     const uint64_t space = SPACE;
     const uint32_t a = (uint32_t)s->align_b, b = (uint32_t)s->align_a, c = (uint32_t)s->align_c;
+    const uint32_t whole = CUBLASLT_REDUCTION_SCHEME_NONE;
 #define SET(attribute, value)                                                                      \
     ok(lib->cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_##attribute,     \
                                                  &(value), sizeof(value)))
     return SET(MAX_WORKSPACE_BYTES, space) && SET(MIN_ALIGNMENT_A_BYTES, a) &&
            SET(MIN_ALIGNMENT_B_BYTES, b) && SET(MIN_ALIGNMENT_C_BYTES, c) &&
-           SET(MIN_ALIGNMENT_D_BYTES, c);
+           SET(MIN_ALIGNMENT_D_BYTES, c) &&
+           (!rows_are_tokens(s) || SET(REDUCTION_SCHEME_MASK, whole));
 #undef SET
 }
 
@@ -172,11 +212,25 @@ static bool takes_turns(const library *lib, const cublasLtMatmulAlgo_t *algo) {
 
 /* Where sums are short the end of a tile counts. */
 static bool is_short(const shape *s) {
-    return s->dtype == MN_BF16 && s->K <= MOST_SHORT && s->M * s->N >= LEAST_NUMBERS;
+    return s->dtype == MN_BF16 && has_packs(s) && s->K <= MOST_SHORT &&
+           s->M * s->N >= LEAST_NUMBERS;
+}
+
+/* Without sums in parts the first may be one with few large tiles for rows of float32, which leaves
+ * most processors without work: the first whose tiles fill a tenth of them, or who fills most. */
+static const cublasLtMatmulAlgo_t *most_spread(const cublasLtMatmulHeuristicResult_t *results,
+                                               int n) {
+    const float enough = 0.1f;
+    int best = 0;
+    for (int i = 0; i < n && results[best].wavesCount < enough; i++) {
+        if (results[i].wavesCount >= results[best].wavesCount) best = i;
+    }
+    return &results[best].algo;
 }
 
 static const cublasLtMatmulAlgo_t *best_of(const library *lib, const shape *s,
                                            const cublasLtMatmulHeuristicResult_t *results, int n) {
+    if (s->dtype == MN_F32 && rows_are_tokens(s)) return most_spread(results, n);
     for (int i = 0; i < n && is_short(s); i++) {
         if (takes_turns(lib, &results[i].algo)) return &results[i].algo;
     }
@@ -185,19 +239,23 @@ static const cublasLtMatmulAlgo_t *best_of(const library *lib, const shape *s,
 
 static bool choose(mn_products *p, chosen *c) {
     const library *lib = &p->lib;
+    const shape *s = &c->shape;
     cublasLtMatmulPreference_t preference = NULL;
     cublasLtMatmulHeuristicResult_t results[CHOICES];
-    const int asked = is_short(&c->shape) ? CHOICES : 1;
+    layouts asked = { 0 };
+    const int wanted = is_short(s) || s->dtype == MN_F32 ? CHOICES : 1;
     int found = 0;
     const bool there =
-        make_desc(lib, c) && make_layouts(lib, c) &&
+        make_desc(lib, c) && make_layouts(lib, &c->of, s, s->M) &&
+        make_layouts(lib, &asked, s, rows_asked(s)) &&
         ok(lib->cublasLtMatmulPreferenceCreate(&preference)) &&
-        set_preference(lib, preference, &c->shape) &&
-        ok(lib->cublasLtMatmulAlgoGetHeuristic(p->handle, c->desc, c->a, c->b, c->c, c->c,
-                                               preference, asked, results, &found)) &&
+        set_preference(lib, preference, s) &&
+        ok(lib->cublasLtMatmulAlgoGetHeuristic(p->handle, c->desc, asked.a, asked.b, asked.c,
+                                               asked.c, preference, wanted, results, &found)) &&
         found > 0;
     if (preference) lib->cublasLtMatmulPreferenceDestroy(preference);
-    if (there) c->algo = *best_of(lib, &c->shape, results, found);
+    forget_layouts(lib, &asked);
+    if (there) c->algo = *best_of(lib, s, results, found);
     return there;
 }
 
@@ -233,13 +291,13 @@ static int run_fast(mn_products *p, const chosen *c, const mn_product_work *w, v
     }
     const void *onto = w->onto ? w->onto : w->c;
     const cublasStatus_t status = lib->cublasLtMatmul(
-        p->handle, c->desc, &one, w->b, c->a, w->a, c->b, &beta, onto, c->c, w->c, c->c, &c->algo,
-        aligned_space(space), SPACE, stream);
+        p->handle, c->desc, &one, w->b, c->of.a, w->a, c->of.b, &beta, onto, c->of.c, w->c, c->of.c,
+        &c->algo, aligned_space(space), SPACE, stream);
     return ok(status) ? 0 : cudaErrorLaunchFailure;
 }
 
 int mn_products_run(mn_products *p, const mn_product_work *work, void *space, void *stream) {
-    if (mn_product_few_serves(work)) return mn_product_few(work, stream);
+    if (work->step && mn_product_few_serves(work)) return mn_product_few(work, stream);
     if (mn_few_columns_serve(work)) return mn_few_columns(work, stream);
     const chosen *c = work->K > 0 && mn_products_fast(p) ? find(p, work) : NULL;
     if (!c || c->plain) return mn_product_plain(work, stream);
@@ -251,9 +309,7 @@ mn_products *mn_products_create(void) {
 }
 
 static void forget(const library *lib, chosen *c) {
-    if (c->a) lib->cublasLtMatrixLayoutDestroy(c->a);
-    if (c->b) lib->cublasLtMatrixLayoutDestroy(c->b);
-    if (c->c) lib->cublasLtMatrixLayoutDestroy(c->c);
+    forget_layouts(lib, &c->of);
     if (c->desc) lib->cublasLtMatmulDescDestroy(c->desc);
     free(c);
 }
@@ -292,7 +348,7 @@ bool mn_products_fast(mn_products *products) {
 
 int mn_products_run(mn_products *products, const mn_product_work *work, void *space, void *stream) {
     (void)products, (void)space;
-    if (mn_product_few_serves(work)) return mn_product_few(work, stream);
+    if (work->step && mn_product_few_serves(work)) return mn_product_few(work, stream);
     if (mn_few_columns_serve(work)) return mn_few_columns(work, stream);
     return mn_product_plain(work, stream);
 }
