@@ -124,14 +124,16 @@ __device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const mn_pivo
     }
 }
 
-/* S as the sum of PARTS (16, 16) squares at `sums`, 1, 2 or 4 of them, by one warp. */
+/* S as the sum of PARTS (16, 16) squares at `sums`, 1, 2 or 4 of them, by one warp. All of it is
+ * read before any is written, or each read would wait for the write in front of it. */
 template <int PARTS>
 __device__ inline void mn_pivot_add(mn_pivot_room &room, const double (*sums)[16][16]) {
+    const int row = (int)threadIdx.x % 32 / 8, column = 2 * ((int)threadIdx.x % 8);
+    double2 sum[4];
 #pragma unroll
-    for (int e = 2 * ((int)threadIdx.x % 32); e < 256; e += 64) {
-        *(double2 *)&room.square[e / 16][e % 16] =
-            mn_pivot_pair<PARTS>(&sums[0][e / 16][e % 16]);
-    }
+    for (int i = 0; i < 4; i++) sum[i] = mn_pivot_pair<PARTS>(&sums[0][row + 4 * i][column]);
+#pragma unroll
+    for (int i = 0; i < 4; i++) *(double2 *)&room.square[row + 4 * i][column] = sum[i];
     __syncwarp();
 }
 
@@ -154,16 +156,18 @@ __device__ inline void mn_pivot(mn_pivot_room &room, double (*undo)[PITCH]) {
         __syncwarp();
         mn_pivot_column(y, room, MN_PIVOT_HALF);    // not before: it would not stay in registers
 #pragma unroll
-        for (int i = 0; i < MN_PIVOT_HALF; i++) {
+        for (int k = 0; k < MN_PIVOT_HALF; k += 2) {    // eight sums abreast, written behind them
 #pragma unroll
-            for (int k = 0; k < MN_PIVOT_HALF; k += 2) {
+            for (int i = 0; i < MN_PIVOT_HALF; i++) {
                 const double2 row = *(const double2 *)&room.rows[i][k];
                 y[i] = fma(-row.y, x[k + 1], fma(-row.x, x[k], y[i]));
             }
-            if (lane >= MN_PIVOT_HALF && lane < 16) room.square[MN_PIVOT_HALF + i][t] = y[i];
         }
 #pragma unroll
-        for (int i = 0; i < MN_PIVOT_HALF; i++) x[i] = y[i];
+        for (int i = 0; i < MN_PIVOT_HALF; i++) {
+            if (lane >= MN_PIVOT_HALF && lane < 16) room.square[MN_PIVOT_HALF + i][t] = y[i];
+            x[i] = y[i];
+        }
         __syncwarp();
     }
 }
