@@ -72,6 +72,7 @@ typedef struct chosen {
     struct chosen *next;
     shape shape;
     bool plain;    // the library has no algorithm for it
+    bool own;      // another one would serve more rows, but not these
     cublasLtMatmulDesc_t desc;
     layouts of;
     cublasLtMatmulAlgo_t algo;
@@ -237,7 +238,8 @@ static const cublasLtMatmulAlgo_t *best_of(const library *lib, const shape *s,
     return &results[0].algo;
 }
 
-static bool choose(mn_products *p, chosen *c) {
+/* An algorithm for the shape as if it had `rows` rows. */
+static bool choose(mn_products *p, chosen *c, int64_t rows) {
     const library *lib = &p->lib;
     const shape *s = &c->shape;
     cublasLtMatmulPreference_t preference = NULL;
@@ -246,8 +248,7 @@ static bool choose(mn_products *p, chosen *c) {
     const int wanted = is_short(s) || s->dtype == MN_F32 ? CHOICES : 1;
     int found = 0;
     const bool there =
-        make_desc(lib, c) && make_layouts(lib, &c->of, s, s->M) &&
-        make_layouts(lib, &asked, s, rows_asked(s)) &&
+        make_layouts(lib, &asked, s, rows) &&
         ok(lib->cublasLtMatmulPreferenceCreate(&preference)) &&
         set_preference(lib, preference, s) &&
         ok(lib->cublasLtMatmulAlgoGetHeuristic(p->handle, c->desc, asked.a, asked.b, asked.c,
@@ -270,7 +271,8 @@ static chosen *find(mn_products *p, const mn_product_work *work) {
     chosen *made = calloc(1, sizeof *made);
     if (!made) return NULL;
     made->shape = s;
-    made->plain = !choose(p, made);
+    made->plain = !make_desc(&p->lib, made) || !make_layouts(&p->lib, &made->of, &s, s.M) ||
+                  !choose(p, made, rows_asked(&s));
     return *at = made;
 }
 
@@ -281,27 +283,36 @@ static void *aligned_space(void *space) {
     return (void *)(((uintptr_t)space + SPACE_ALIGN - 1) / SPACE_ALIGN * SPACE_ALIGN);
 }
 
-static int run_fast(mn_products *p, const chosen *c, const mn_product_work *w, void *space,
-                    void *stream) {
+static bool run_fast(mn_products *p, const chosen *c, const mn_product_work *w, void *space,
+                     void *stream) {
     const float one = 1.0f, beta = c->shape.adds ? 1.0f : 0.0f;
     const library *lib = &p->lib;
     if (w->bias && !ok(lib->cublasLtMatmulDescSetAttribute(
                        c->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &w->bias, sizeof w->bias))) {
-        return cudaErrorInvalidValue;
+        return false;
     }
     const void *onto = w->onto ? w->onto : w->c;
-    const cublasStatus_t status = lib->cublasLtMatmul(
-        p->handle, c->desc, &one, w->b, c->of.a, w->a, c->of.b, &beta, onto, c->of.c, w->c, c->of.c,
-        &c->algo, aligned_space(space), SPACE, stream);
-    return ok(status) ? 0 : cudaErrorLaunchFailure;
+    return ok(lib->cublasLtMatmul(p->handle, c->desc, &one, w->b, c->of.a, w->a, c->of.b, &beta,
+                                  onto, c->of.c, w->c, c->of.c, &c->algo, aligned_space(space),
+                                  SPACE, stream));
+}
+
+/* What takes the place of an algorithm that the library refused to run: one for many rows may not
+ * serve few of them where N or K are a few numbers, so first one for this number of rows. */
+static void step_down(mn_products *p, chosen *c) {
+    const bool own = !c->own && rows_asked(&c->shape) != c->shape.M;
+    c->plain = !own || !choose(p, c, c->shape.M);
+    c->own = true;
 }
 
 int mn_products_run(mn_products *p, const mn_product_work *work, void *space, void *stream) {
     if (work->step && mn_product_few_serves(work)) return mn_product_few(work, stream);
     if (mn_few_columns_serve(work)) return mn_few_columns(work, stream);
-    const chosen *c = work->K > 0 && mn_products_fast(p) ? find(p, work) : NULL;
+    chosen *c = work->K > 0 && mn_products_fast(p) ? find(p, work) : NULL;
     if (!c || c->plain) return mn_product_plain(work, stream);
-    return run_fast(p, c, work, space, stream);
+    if (run_fast(p, c, work, space, stream)) return 0;
+    step_down(p, c);
+    return mn_products_run(p, work, space, stream);
 }
 
 mn_products *mn_products_create(void) {
