@@ -8,7 +8,8 @@
 #   JOBS      processes at a time (one per core); each takes up to three files of an operator
 #   EACH      seconds after which a process is ended, and called unfinished (600)
 #   PROGRAMS  test programs to run under memcheck besides: "build/test_tape build/test_cuda"
-# racecheck finds what is none in curvature's kernels (mn_curve_*): a warp that has written or read
+# racecheck finds what is none in the kernels of curvature (mn_curve_*) and, for memories of 128 rows
+# and more, of delta's walks (mn_delta_walk_*, mn_delta_apart_*): a warp that has written or read
 # shared memory meets (__syncwarp) before one of its lanes arrives at an mbarrier for all, and the
 # tool counts such an arrival for that lane alone. All pairs that it names are of this kind, which
 # tests/race_probe.cu shows alone.
