@@ -14,23 +14,19 @@
  * 2 u of the loss.
  *
  * test_cuda [OPERATOR [I/N]] runs one operator, and of its calls every Nth from the Ith on. The
- * reference takes most of the time: without I/N a process for each core takes its share, and what
- * a process says is shown if it failed. */
+ * reference takes most of the time: without I/N there is a process for each core (shares.h). */
 #include <float.h>
 #include <math.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include "base/util.h"
 #include "ops/sample_device.h"
 #include "support/op_device.h"
 #include "support/op_error.h"
+#include "support/shares.h"
 
 static mn_context *gpu;    // NULL: none here
-static int share, n_shares = 1, n_calls;    // calls share, share + n_shares, ... are ours
 
 enum { EXTREME = 1000000 };    // seeds from here on ask for extreme inputs
 
@@ -242,13 +238,9 @@ static const int64_t packing[] = { 0, 0, 1, 3, 3, 35, 67, 68, 132, 132 };
 /* Sequences up to and above the 4096 tokens from which on moebius is parallel over chunks. */
 static const int64_t long_packing[] = { 0, 4096, 4097, 4099, 12500 };
 
-static bool is_ours(void) {
-    return n_calls++ % n_shares == share;
-}
-
 static void check_both(op_case c) {
-    if (is_ours()) check_f32(c);
-    if (is_ours()) check_bf16(c);
+    if (shares_next()) check_f32(c);
+    if (shares_next()) check_bf16(c);
 }
 
 static void check_long(op_case c) {
@@ -269,7 +261,7 @@ static void kernels_match_reference(mn_op_id op) {
     if (!mn_op_has_cuda(op, MN_FORWARD)) return;
     op_case forms[OP_MAX_FORMS];
     const int n_forms = op_forms(op, forms);
-    n_calls = 0;
+    shares_restart();
     for (int f = 0; f < n_forms; f++) {
         if (op_is_refused(gpu, forms[f])) continue;
         for (size_t i = 0; i < MN_COUNTOF(lengths) * 2; i++) {
@@ -288,22 +280,22 @@ static void kernels_match_reference(mn_op_id op) {
         check_both(c);
         c.cu_seqlens = NULL, c.n_seqs = 0, c.B = 2, c.T = 150, c.K = 72, c.V = 40;
         c.seed = EXTREME + (uint64_t)f;
-        if (c.decay >= MN_DECAY_TOKEN && is_ours()) check_bf16(c);
+        if (c.decay >= MN_DECAY_TOKEN && shares_next()) check_bf16(c);
         c.B = 4, c.H = 16, c.T = 200, c.V = 64, c.seed = 12;    // warps work in groups from here on
         for (c.K = 40; c.K <= 200 && op == MN_OP_delta; c.K += 80) {
-            if (is_ours()) check_bf16(c);
+            if (shares_next()) check_bf16(c);
         }
         c.B = 2, c.H = 8, c.V = 256, c.K = 40;
-        if (op == MN_OP_ccq_read && is_ours()) check_bf16(c);
+        if (op == MN_OP_ccq_read && shares_next()) check_bf16(c);
         c.B = 4, c.H = 16, c.T = 70, c.V = 72, c.K = 72;    // too many blocks for a walk beside
-        if (op == MN_OP_ccq_read && is_ours()) check_bf16(c);
+        if (op == MN_OP_ccq_read && shares_next()) check_bf16(c);
         if (!op_has_state(op) || op_is_keyed(op)) continue;
         c.B = 1, c.H = 1, c.T = 2300, c.K = 32, c.V = 48, c.seed = 11;    // more than a segment
-        if (is_ours()) check_bf16(c);
+        if (shares_next()) check_bf16(c);
     }
 }
 
-static int run_share(int argc, char **argv) {
+static int run_operators(int argc, char **argv) {
     const mn_context_options options = { .n_threads = 1, .device = "cuda" };
     if (mn_context_create(&gpu, &options) != MN_OK) printf("skipped: %s\n", mn_last_error());
     const int failed = op_walk("CUDA kernels match the reference", kernels_match_reference, argc,
@@ -312,45 +304,10 @@ static int run_share(int argc, char **argv) {
     return failed;
 }
 
-/* What a process wrote, onto ours. */
-static void show(FILE *said) {
-    char line[4096];
-    rewind(said);
-    while (fgets(line, sizeof line, said)) fputs(line, stderr);
-}
-
-/* A process for each share; nothing may have touched the GPU before. */
-static int run_all(int argc, char **argv) {
-    enum { MOST = 16 };
-    FILE *said[MOST];
-    pid_t child[MOST];
-    int n_failed = 0;
-    const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    n_shares = (int)mn_max(1, mn_min(cores, MOST));
-    for (share = 0; share < n_shares; share++) {
-        said[share] = tmpfile();
-        child[share] = said[share] ? fork() : -1;
-        if (child[share] != 0) continue;
-        dup2(fileno(said[share]), STDOUT_FILENO);
-        dup2(fileno(said[share]), STDERR_FILENO);
-        exit(run_share(argc, argv) != 0);
-    }
-    for (int i = 0; i < n_shares; i++) {
-        int status = 1;
-        const bool ended = child[i] > 0 && waitpid(child[i], &status, 0) == child[i];
-        const bool failed = !ended || !WIFEXITED(status) || WEXITSTATUS(status) != 0;
-        n_failed += failed;
-        if (said[i] && (failed || i == 0)) show(said[i]);
-        if (failed) fprintf(stderr, "share %d of %d failed\n", i, n_shares);
-    }
-    return n_failed;
-}
-
 int main(int argc, char **argv) {
-    if (argc <= 2) return run_all(argc, argv);
-    if (sscanf(argv[2], "%d/%d", &share, &n_shares) != 2 || share < 0 || n_shares < 1) {
+    if (argc > 2 && !shares_given(argc, argv)) {
         fprintf(stderr, "usage: test_cuda [OPERATOR [I/N]]\n");
         return 2;
     }
-    return run_share(argc, argv);
+    return shares_run(argc, argv, run_operators);
 }

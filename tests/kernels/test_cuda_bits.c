@@ -4,7 +4,8 @@
  * fills the GPU and one of them does not, a long call is made of short sequences. The same holds
  * for the rows of a batch. Skipped without a GPU.
  *
- * test_cuda_bits [OPERATOR [PACKING]]    the number of one, from 0 */
+ * test_cuda_bits [OPERATOR [PACKING | I/N]] runs one operator, and of its packings the one of this
+ * number, from 0, or the Ith share of N of all; without I/N, as processes (shares.h). */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -15,6 +16,7 @@
 #include "support/op_bits.h"
 #include "support/op_device.h"
 #include "support/op_walk.h"
+#include "support/shares.h"
 
 static mn_context *gpu;    // NULL: none here
 
@@ -114,22 +116,27 @@ static void packed_is_separate(mn_op_id op) {
     if (!mn_op_has_cuda(op, MN_FORWARD) || !op_has_time(op)) return;
     bool refused[OP_MAX_FORMS];
     const int n_forms = op_forms(op, forms);
+    shares_restart();
     for (int f = 0; f < n_forms; f++) refused[f] = op_is_refused(gpu, forms[f]);
     for (int i = 0; i < (int)MN_COUNTOF(packings); i++) {
         mn_sample drawn = { 0 };
         if (chosen >= 0 && i != chosen) continue;
         for (int f = 0; f < n_forms; f++) {
-            if (!refused[f]) check_packing(forms[f], &packings[i], &drawn);
+            if (!refused[f] && shares_next()) check_packing(forms[f], &packings[i], &drawn);
         }
         mn_sample_free(&drawn);
     }
 }
 
-int main(int argc, char **argv) {
+static int run_operators(int argc, char **argv) {
     const mn_context_options options = { .n_threads = 1, .device = "cuda" };
-    if (argc > 2) chosen = atoi(argv[2]);
     if (mn_context_create(&gpu, &options) != MN_OK) printf("skipped: %s\n", mn_last_error());
     const int failed = op_walk("packed is separate on a GPU", packed_is_separate, argc, argv);
     mn_context_destroy(gpu);
     return failed;
+}
+
+int main(int argc, char **argv) {
+    if (argc > 2 && !shares_given(argc, argv)) chosen = atoi(argv[2]);
+    return shares_run(argc, argv, run_operators);
 }
