@@ -296,12 +296,8 @@ static void kernels_match_reference(mn_op_id op) {
 }
 
 static int run_operators(int argc, char **argv) {
-    const mn_context_options options = { .n_threads = 1, .device = "cuda" };
-    if (mn_context_create(&gpu, &options) != MN_OK) printf("skipped: %s\n", mn_last_error());
-    const int failed = op_walk("CUDA kernels match the reference", kernels_match_reference, argc,
-                               argv);
-    mn_context_destroy(gpu);
-    return failed;
+    return op_walk_there(&gpu, "CUDA kernels match the reference", kernels_match_reference, argc,
+                         argv);
 }
 
 int main(int argc, char **argv) {

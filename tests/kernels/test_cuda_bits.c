@@ -129,11 +129,7 @@ static void packed_is_separate(mn_op_id op) {
 }
 
 static int run_operators(int argc, char **argv) {
-    const mn_context_options options = { .n_threads = 1, .device = "cuda" };
-    if (mn_context_create(&gpu, &options) != MN_OK) printf("skipped: %s\n", mn_last_error());
-    const int failed = op_walk("packed is separate on a GPU", packed_is_separate, argc, argv);
-    mn_context_destroy(gpu);
-    return failed;
+    return op_walk_there(&gpu, "packed is separate on a GPU", packed_is_separate, argc, argv);
 }
 
 int main(int argc, char **argv) {

@@ -9,7 +9,7 @@
 #include "base/util.h"
 #include "ops/run.h"
 #include "ops/sample_device.h"
-#include "support/op_case.h"
+#include "support/op_device.h"
 #include "support/op_walk.h"
 
 static mn_context *gpu;    // NULL: none here
@@ -126,9 +126,5 @@ static void is_its_parts(mn_op_id op) {
 }
 
 int main(int argc, char **argv) {
-    const mn_context_options options = { .n_threads = 1, .device = "cuda" };
-    if (mn_context_create(&gpu, &options) != MN_OK) printf("skipped: %s\n", mn_last_error());
-    const int failed = op_walk("ccq_read on a GPU is its parts", is_its_parts, argc, argv);
-    mn_context_destroy(gpu);
-    return failed;
+    return op_walk_there(&gpu, "ccq_read on a GPU is its parts", is_its_parts, argc, argv);
 }

@@ -6,6 +6,16 @@
 #include "ops/run.h"
 #include "ops/sample_device.h"
 #include "support/check.h"
+#include "support/op_walk.h"
+
+int op_walk_there(mn_context **gpu, const char *title, void (*test)(mn_op_id op), int argc,
+                  char **argv) {
+    const mn_context_options options = { .n_threads = 1, .device = "cuda" };
+    if (mn_context_create(gpu, &options) != MN_OK) printf("skipped: %s\n", mn_last_error());
+    const int failed = op_walk(title, test, argc, argv);
+    mn_context_destroy(*gpu);
+    return failed;
+}
 
 void op_run_there(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype) {
     mn_device_sample *there = NULL;

@@ -4,6 +4,10 @@
 
 #include "support/op_case.h"
 
+/* op_walk with `*gpu` open meanwhile; NULL, and a line that says why, where there is none. */
+int op_walk_there(mn_context **gpu, const char *title, void (*test)(mn_op_id op), int argc,
+                  char **argv);
+
 /* Forward, and backward where kernels have it, in `dtype`; results and gradients into `got`. */
 void op_run_there(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype);
 

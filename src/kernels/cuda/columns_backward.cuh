@@ -47,24 +47,13 @@ __device__ inline void mn_slab_load_cot(mn_slab_back_room<ROWS> &room, const mn_
     }
 }
 
-/* Of 2 HALF sums the lanes that lie LANES apart add up HALF each. */
-template <int HALF, int LANES, int ROWS>
-__device__ inline void mn_slab_halve(float (&x)[ROWS]) {
-    const bool upper = threadIdx.x & LANES;
-#pragma unroll
-    for (int i = 0; i < HALF; i++) {
-        const float give = upper ? x[i] : x[i + HALF], own = upper ? x[i + HALF] : x[i];
-        x[i] = own + __shfl_xor_sync(0xffffffffu, give, LANES);
-    }
-}
-
 /* Sums over the eight lanes that have the same rows, to the warp's sums of all rows: each lane ends
  * with an eighth of the rows that they share. */
 template <int ROWS>
 __device__ inline void mn_slab_leave(float *sums, float (&x)[ROWS]) {
-    mn_slab_halve<ROWS / 2, 16>(x);
-    mn_slab_halve<ROWS / 4, 8>(x);
-    mn_slab_halve<ROWS / 8, 4>(x);
+    mn_lanes_share<ROWS / 2, 16>(x);
+    mn_lanes_share<ROWS / 4, 8>(x);
+    mn_lanes_share<ROWS / 8, 4>(x);
     const int first = threadIdx.x % 32 / 16 * (ROWS / 2) + threadIdx.x % 16 / 8 * (ROWS / 4) +
                       threadIdx.x % 8 / 4 * (ROWS / 8);
 #pragma unroll
@@ -302,6 +291,15 @@ __device__ void mn_slab_group_back(mn_slab_cells<ROWS> &D, const float *front,
     }
 }
 
+/* Where the spans of this block's memory are kept, `stride` numbers apart. */
+__device__ inline float *mn_columns_spans(const mn_columns &p, const mn_columns_place &at,
+                                          int64_t tiles, int64_t stride, int64_t cells) {
+    const int64_t slot0 = p.call.cu_seqlens
+                              ? at.span.t0 / MN_COLUMNS_SPAN + at.n
+                              : at.n * ((p.call.T + MN_COLUMNS_SPAN - 1) / MN_COLUMNS_SPAN);
+    return p.spans + slot0 * stride + (at.h * tiles + at.tile) * cells;
+}
+
 template <typename T, int ROWS, mn_columns_kind KIND>
 __global__ void __launch_bounds__(mn_slab_sizes<ROWS>::threads)
 mn_slab_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
@@ -311,10 +309,7 @@ mn_slab_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     room_of &room = *(room_of *)bytes;
     const mn_columns_place at = mn_columns_here(p, tiles);
     const int64_t length = at.span.length, stride = p.call.H * tiles * room_of::cells;
-    const int64_t slot0 = p.call.cu_seqlens
-                              ? at.span.t0 / MN_COLUMNS_SPAN + at.n
-                              : at.n * ((p.call.T + MN_COLUMNS_SPAN - 1) / MN_COLUMNS_SPAN);
-    float *spans = p.spans + slot0 * stride + (at.h * tiles + at.tile) * room_of::cells;
+    float *spans = mn_columns_spans(p, at, tiles, stride, room_of::cells);
     float *groups = p.tokens + at.block * room_of::groups * room_of::cells;
     mn_slab_cells<ROWS> D;
     mn_slab_replay<T, ROWS, KIND>(NULL, spans, stride, MN_COLUMNS_SPAN, room, p, at, 0, length);

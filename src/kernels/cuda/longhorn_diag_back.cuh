@@ -201,10 +201,7 @@ mn_diag_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     room_of &room = *(room_of *)bytes;
     const mn_columns_place at = mn_columns_here(p, tiles);
     const int64_t length = at.span.length, stride = p.call.H * tiles * room_of::cells;
-    const int64_t slot0 = p.call.cu_seqlens
-                              ? at.span.t0 / MN_COLUMNS_SPAN + at.n
-                              : at.n * ((p.call.T + MN_COLUMNS_SPAN - 1) / MN_COLUMNS_SPAN);
-    float *spans = p.spans + slot0 * stride + (at.h * tiles + at.tile) * room_of::cells;
+    float *spans = mn_columns_spans(p, at, tiles, stride, room_of::cells);
     float *fronts = p.tokens + at.block * groups * room_of::cells;
     mn_block_cells<4 * R> D, S;
     S.load(p, at, p.state0, NULL);

@@ -15,6 +15,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "base/dtype.h"
 #include "base/util.h"
 #include "kernels/cuda/product_plain.h"
 
@@ -111,8 +112,8 @@ static bool rows_are_tokens(const shape *s) {
 }
 
 static bool has_packs(const shape *s) {
-    const int64_t a = MOST_ALIGN / (s->dtype == MN_BF16 ? 2 : 4);
-    const int64_t c = MOST_ALIGN / (s->c_dtype == MN_BF16 ? 2 : 4);
+    const int64_t a = MOST_ALIGN / (int64_t)mn_dtype_bytes(s->dtype);
+    const int64_t c = MOST_ALIGN / (int64_t)mn_dtype_bytes(s->c_dtype);
     return s->a_row % a == 0 && s->b_row % a == 0 && s->c_row % c == 0 &&
            s->align_a == MOST_ALIGN && s->align_b == MOST_ALIGN && s->align_c == MOST_ALIGN;
 }
