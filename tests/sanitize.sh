@@ -8,11 +8,10 @@
 #   JOBS      processes at a time (one per core); each takes up to three files of an operator
 #   EACH      seconds after which a process is ended, and called unfinished (600)
 #   PROGRAMS  test programs to run under memcheck besides: "build/test_tape build/test_cuda"
-# racecheck finds what is none in the kernels of curvature (mn_curve_*) and, for memories of 128 rows
-# and more, of delta's walks (mn_delta_walk_*, mn_delta_apart_*): a warp that has written or read
-# shared memory meets (__syncwarp) before one of its lanes arrives at an mbarrier for all, and the
-# tool counts such an arrival for that lane alone. All pairs that it names are of this kind, which
-# tests/race_probe.cu shows alone.
+# racecheck (2025.3) follows arrivals at mbarriers, also from one barrier to the next, but takes each
+# for that lane's alone: where warps or groups of them meet first (__syncwarp, bar.sync) and one
+# lane arrives for all, or where they hand over by bar.arrive and bar.sync, it reports what is
+# ordered. So all who have themselves read or written what they hand over arrive.
 set -eu
 [ $# -ge 2 ] || { sed -n '2,10s/^# *//p' "$0" >&2; exit 2; }
 mneme=$(realpath "$1")

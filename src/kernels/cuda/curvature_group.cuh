@@ -6,7 +6,11 @@
  * tiles and keeps the running vector, one makes scores, one has 64 rows of the symmetric R (or G)
  * in its registers, reads and moves it, one makes results of what the third has read and stores
  * them. Everything the third one computes is turned, rows being columns of the result, so that its
- * rows of R are the left operand and never leave the registers. */
+ * rows of R are the left operand and never leave the registers.
+ *
+ * Every thread arrives at a barrier for what it has itself read or written, which takes no longer
+ * than one lane of a warp (mn_barrier_release) and is what racecheck follows; for what products
+ * read one lane does. Those who use a chunk last arrive for those whom they have waited for. */
 #ifndef MN_KERNELS_CUDA_CURVATURE_GROUP_CUH
 #define MN_KERNELS_CUDA_CURVATURE_GROUP_CUH
 
@@ -182,8 +186,9 @@ __device__ inline void mn_curve_scores_start(float (&d)[36], uint32_t a, uint32_
     }
 }
 
-/* Sums of the rows of tril(X K'), with s.x, times 1 / n. */
-__device__ inline void mn_curve_means(float (&mean)[2], const float (&d)[36], const float *each) {
+/* Sums of the rows of tril(X K'), with s.x, times 1 / n, which is `each`. */
+__device__ inline void mn_curve_means(float (&mean)[2], const float (&d)[36],
+                                      const float (&each)[2]) {
     const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
     const int row = thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
 #pragma unroll
@@ -195,7 +200,7 @@ __device__ inline void mn_curve_means(float (&mean)[2], const float (&d)[36], co
             if (8 * octet <= last) even += d[4 * octet + 2 * r];
             if (8 * octet + 1 <= last) odd += d[4 * octet + 2 * r + 1];
         }
-        mean[r] = mn_quad_sum(even + odd) * each[row + 8 * r];
+        mean[r] = mn_quad_sum(even + odd) * each[r];
     }
 }
 

@@ -179,7 +179,6 @@ __device__ inline void mn_curve_back_scores(mn_curve_back_room<KP> &room, int n_
         const float mean_d[2] = { in.mean[1][row], in.mean[1][row + 8] };
         mn_curve_put_square(room.P[c % 2][1], NULL, of_d, mean_d);
         mn_barrier_arrive(&room.scored[c % 2]);
-        mn_barrier_release(&room.gone[c % stages]);
     }
 }
 
@@ -242,7 +241,7 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
         room.Y[c % 2].put(Y);
         mn_barrier_arrive(&room.read[c % 2]);
         mn_products_wait<0>();
-        mn_barrier_release(&room.gone[c % stages]);
+        mn_barrier_arrive(&room.gone[c % stages]);
         mn_barrier_release(&room.used[c % 2]);
     }
     if (at.s.first > 0) return;
@@ -280,7 +279,7 @@ __device__ inline void mn_curve_back_store(mn_curve_back_room<KP> &room,
             for (int j = 0; j < 8; j++) x[j] += y[j];
             *(uint4 *)(to + token * p.grad.k.stride[1] + column) = mn_curve_pack_octet(x);
         }
-        mn_barrier_release(&room.left[c % 2]);
+        mn_barrier_arrive(&room.left[c % 2]);
     }
 }
 
@@ -300,13 +299,13 @@ mn_curve_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work 
     if (threadIdx.x == 0) {
         for (int i = 0; i < mn_curve_back_room<KP>::stages; i++) {
             mn_barrier_open(&room.there[i], MN_GROUP);
-            mn_barrier_open(&room.gone[i], 8);
+            mn_barrier_open(&room.gone[i], MN_GROUP);
         }
         for (int i = 0; i < 2; i++) {
             mn_barrier_open(&room.scored[i], MN_GROUP);
             mn_barrier_open(&room.used[i], 4);
             mn_barrier_open(&room.read[i], MN_GROUP);
-            mn_barrier_open(&room.left[i], 4);
+            mn_barrier_open(&room.left[i], MN_GROUP);
         }
     }
     __syncthreads();

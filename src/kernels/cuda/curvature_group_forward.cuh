@@ -82,7 +82,7 @@ __device__ inline void mn_curve_forward_weigh(mn_curve_forward_room<KP> &room,
             room.stage[slot].weight[i].x = -__bfloat162float(gamma[half]) * each;
             gamma[half] = next[half];
         }
-        mn_barrier_release(&room.ready[slot]);
+        mn_barrier_arrive(&room.ready[slot]);
     }
 }
 
@@ -189,10 +189,10 @@ __device__ inline void mn_curve_forward_add(mn_curve_forward_room<KP> &room,
         if (at.s.rows < c * 64 + 64) mn_curve_forward_end<KP>(in.k, at.s.rows - c * 64);
         s.put(in.k, in.s);
         mn_shared_show();
-        mn_barrier_release(&room.ready[slot]);
+        mn_barrier_arrive(&room.ready[slot]);
         s.add(in.k);
         mn_shared_show();
-        mn_barrier_release(&room.gone[slot]);
+        mn_barrier_arrive(&room.gone[slot]);
     }
     float *last = at.s.last ? mn_row<float>(p.ks, at.s.n, 0, at.h) : NULL;
     if (last) s.store(last, p.call.K, at.slice);
@@ -214,7 +214,8 @@ __device__ inline void mn_curve_forward_scores(mn_curve_forward_room<KP> &room,
         mn_curve_scores_start<KP>(d, mn_shared_at(in.q), mn_shared_at(in.k));
         mn_products_end();
         mn_products_wait<0>();
-        mn_curve_means(mean, d, in.each);
+        const float each[2] = { in.each[row], in.each[row + 8] };
+        mn_curve_means(mean, d, each);
         mn_barrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
         mn_curve_put_square(room.P[c % 2], NULL, d, mean);
         if (i % 4 == 0) {
@@ -223,7 +224,6 @@ __device__ inline void mn_curve_forward_scores(mn_curve_forward_room<KP> &room,
         }
         mn_shared_show();
         mn_barrier_arrive(&room.scored[c % 2]);
-        mn_barrier_release(&room.gone[c % MN_CURVE_AHEAD]);
     }
 }
 
@@ -328,7 +328,7 @@ __device__ inline void mn_curve_forward_read(mn_curve_forward_room<KP> &room,
         mn_curve_forward_result<KP>(room.out[c % 2], x, Y, in, at.column0);
         mn_curve_forward_put(p, maps, at, room.out[c % 2], c, told);
         mn_products_wait<0>();
-        mn_barrier_release(&room.gone[c % MN_CURVE_AHEAD]);
+        mn_barrier_arrive(&room.gone[c % MN_CURVE_AHEAD]);
     }
     mn_curve_forward_stored(n_chunks, told);
     if (at.s.last) {
@@ -363,8 +363,8 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_CURVE_AHEAD; i++) {
             mn_barrier_open(&room.there[i], 1);
-            mn_barrier_open(&room.ready[i], 3);
-            mn_barrier_open(&room.gone[i], 10);
+            mn_barrier_open(&room.ready[i], MN_GROUP - 32);
+            mn_barrier_open(&room.gone[i], MN_GROUP + 64);    // who reads, who adds up
         }
         for (int i = 0; i < 2; i++) {
             mn_barrier_open(&room.scored[i], MN_GROUP);

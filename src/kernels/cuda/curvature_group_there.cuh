@@ -149,7 +149,8 @@ __device__ inline void mn_curve_there_scores(mn_curve_there_room<KP> &room,
         mn_curve_scores_start<KP>(of_q, mn_shared_at(in.q), mn_shared_at(in.k));
         mn_products_end();
         mn_products_wait<1>();
-        mn_curve_means(mean, d, in.each);
+        const float each[2] = { in.each[row], in.each[row + 8] };
+        mn_curve_means(mean, d, each);
         mn_barrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
         mn_curve_put_square(room.P[c % 2], room.P_low[c % 2], d, mean);
         if (thread % 4 == 0) {
@@ -158,7 +159,7 @@ __device__ inline void mn_curve_there_scores(mn_curve_there_room<KP> &room,
         }
         mn_barrier_arrive(&room.scored[c % 2]);
         mn_products_wait<0>();
-        mn_curve_means(mean_q, of_q, in.each);
+        mn_curve_means(mean_q, of_q, each);
         const int64_t first = mn_curve_row_of(p.call, at, at.s.first + c * 64 + row);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
@@ -262,8 +263,8 @@ __device__ inline void mn_curve_there_store(mn_curve_there_room<KP> &room,
                 to && inside && column < p.call.K ? to + token * out.stride[1] + column : NULL,
                 inside ? parts + token : NULL, column, token);
         }
-        mn_barrier_release(&room.gone[c % stages]);
-        mn_barrier_release(&room.left[c % reads]);
+        mn_barrier_arrive(&room.gone[c % stages]);
+        mn_barrier_arrive(&room.left[c % reads]);
     }
 }
 
@@ -284,7 +285,7 @@ mn_curve_there_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
     if (threadIdx.x == 0) {
         for (int i = 0; i < mn_curve_there_room<KP>::stages; i++) {
             mn_barrier_open(&room.there[i], MN_GROUP);
-            mn_barrier_open(&room.gone[i], 12);
+            mn_barrier_open(&room.gone[i], MN_GROUP + 8);    // who stores, products
         }
         for (int i = 0; i < 2; i++) {
             mn_barrier_open(&room.scored[i], MN_GROUP);
@@ -292,7 +293,7 @@ mn_curve_there_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
         }
         for (int i = 0; i < mn_curve_there_room<KP>::reads; i++) {
             mn_barrier_open(&room.read[i], MN_GROUP);
-            mn_barrier_open(&room.left[i], 4);
+            mn_barrier_open(&room.left[i], MN_GROUP);
         }
     }
     __syncthreads();

@@ -95,9 +95,9 @@ __device__ inline void mn_walk_begin(mn_walk_room<KP> &room, const mn_delta_job 
         mn_walk_find(room.place, job, n_slices, multiply / 2 / TEAMS);
 #if MN_HAS_WGMMA
         for (int i = 0; i < 2; i++) {
-            mn_barrier_open(&room.gates.front[i], 1);
-            mn_barrier_open(&room.gates.back[i], 1);
-            mn_barrier_open(&room.gates.done[i], multiply / 32);
+            mn_barrier_open(&room.gates.front[i], MN_DELTA_FETCHERS);
+            mn_barrier_open(&room.gates.back[i], MN_DELTA_FETCHERS);
+            mn_barrier_open(&room.gates.done[i], multiply);
         }
         mn_bulk_barriers_open();
 #endif
@@ -179,6 +179,13 @@ __device__ inline void mn_walk_copy_back(mn_walk_room<KP> &room, const mn_delta_
 
 #if MN_HAS_WGMMA
 
+/* Arrives at a gate, and returns true, in all threads that fetch but the one that is to ask. */
+__device__ inline bool mn_walk_leaves(uint64_t *gate) {
+    if (mn_walk_hand() < 32 && mn_bulk_elect()) return false;
+    mn_barrier_arrive(gate);
+    return true;
+}
+
 /* Asks for COLUMNS columns from `column` on of 64 rows from (h, t, b) on. */
 template <int COLUMNS>
 __device__ inline void mn_walk_ask(unsigned char *tile, const CUtensorMap &map, uint64_t *gate,
@@ -203,9 +210,9 @@ __device__ inline void mn_walk_ask_front(mn_walk_room<KP> &room, const mn_delta_
                                          const mn_walk_maps &maps, const mn_walk_place &at, int n,
                                          int chunk) {
     constexpr int levels = (CHANNEL ? KP : 2 * MN_DELTA_CHUNK) * (int)sizeof(float);
-    if (!mn_bulk_elect()) return;
     mn_walk_front<KP> &to = room.front(n);
     uint64_t *gate = &room.gates.front[n % 2];
+    if (mn_walk_leaves(gate)) return;
     const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
     mn_bulk_expect(gate, (int)sizeof to.keys + 3 * (int)sizeof to.T + levels);
     mn_walk_ask_keys<KP, CHANNEL>(to.keys, maps.keys, gate, at, index, chunk);
@@ -221,8 +228,8 @@ template <int KP, bool CHANNEL>
 __device__ inline void mn_walk_ask_back(mn_walk_room<KP> &room, const mn_delta_job &job,
                                         const mn_walk_maps &maps, const mn_walk_source &from,
                                         const mn_walk_place &at, int n, int chunk) {
-    if (!mn_bulk_elect()) return;
     uint64_t *gate = &room.gates.back[n % 2];
+    if (mn_walk_leaves(gate)) return;
     const int64_t index = (at.first + chunk) * job.p.call.H + at.h;
     mn_bulk_expect(gate, (from.has_first + from.has_second) * mn_walk_key_bytes<KP>);
     if (from.has_first) {
@@ -234,14 +241,12 @@ __device__ inline void mn_walk_ask_back(mn_walk_room<KP> &room, const mn_delta_j
     }
 }
 
-/* Opens a gate for what all threads that fetch have copied. */
+/* Arrives at the gate of what this thread has copied. */
 __device__ inline void mn_walk_copied(uint64_t *gate) {
     mn_copy_commit();
     mn_copy_wait<0>();
-    asm volatile("fence.proxy.async.shared::cta;\n\tbar.sync 15, %0;" ::"n"(
-                     (int)MN_DELTA_FETCHERS)
-                 : "memory");
-    if (mn_walk_hand() == 0) mn_barrier_arrive(gate);
+    mn_shared_show();
+    mn_barrier_arrive(gate);
 }
 
 #else
@@ -315,7 +320,6 @@ __device__ inline void mn_walk_fetch(mn_walk_room<KP> &room, const mn_delta_job 
                                      Turn at_turn) {
     const mn_walk_place at = room.place;    // in registers: shared memory answers slowly here
     const bool ahead = mn_walk_room<KP>::backs == 2 || !from.has_second;
-    const bool leads = mn_walk_hand() < 32;
     const auto asks = [&](int chunk) {    // of the copy engine
         return maps.serve &&
                !(job.p.call.cu_seqlens && mn_walk_count(at, chunk) < MN_DELTA_CHUNK);
@@ -323,7 +327,7 @@ __device__ inline void mn_walk_fetch(mn_walk_room<KP> &room, const mn_delta_job 
     const auto front = [&](int n) {
         const int chunk = at_turn(n);
         if (MN_HAS_WGMMA && asks(chunk)) {
-            if (leads) mn_walk_ask_front<KP, CHANNEL>(room, job, maps, at, n, chunk);
+            mn_walk_ask_front<KP, CHANNEL>(room, job, maps, at, n, chunk);
         } else {
             mn_walk_copy_front<KP, CHANNEL>(room.front(n), job, from, at, chunk);
             mn_walk_copied(&room.gates.front[n % 2]);
@@ -333,7 +337,7 @@ __device__ inline void mn_walk_fetch(mn_walk_room<KP> &room, const mn_delta_job 
         const int chunk = at_turn(n);
         if (!from.has_first && !from.has_second) return;
         if (MN_HAS_WGMMA && asks(chunk)) {
-            if (leads) mn_walk_ask_back<KP, CHANNEL>(room, job, maps, from, at, n, chunk);
+            mn_walk_ask_back<KP, CHANNEL>(room, job, maps, from, at, n, chunk);
         } else {
             mn_walk_copy_back<KP, CHANNEL>(room, job, from, at, n, chunk);
             mn_walk_copied(&room.gates.back[n % 2]);
@@ -362,12 +366,11 @@ __device__ inline void mn_walk_wait_back(const mn_walk_room<KP> &room, int n, bo
 #endif
 }
 
-/* This warp has done with the n-th chunk. */
+/* This thread has done with the n-th chunk. */
 template <int KP>
 __device__ inline void mn_walk_done(mn_walk_room<KP> &room, int n) {
 #if MN_HAS_WGMMA
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mn_barrier_arrive(&room.gates.done[n % 2]);
+    mn_barrier_arrive(&room.gates.done[n % 2]);
 #else
     __syncthreads();
 #endif

@@ -130,18 +130,18 @@ __device__ inline void mn_apart_fetch(mn_apart_room<KP> &room, const mn_delta_jo
             if (!mn_apart_is_whole(job, at, chunk)) {
                 if (FOLLOWS) queries.wait(ready, job.p.call.H, chunk);
                 mn_apart_copy<KP>(room.stage[slot], job, at, chunk);
-                mn_barrier_release(&room.there[slot]);
-            } else if (warp == 0 && threadIdx.x % 32 == 0) {
+                mn_barrier_arrive(&room.there[slot]);
+            } else if (mn_walk_hand() == 0) {
                 if (FOLLOWS) queries.wait(ready, job.p.call.H, chunk);
                 mn_apart_ask<KP>(room.stage[slot], &room.there[slot], job, maps, at, chunk);
-            } else if (warp > 0) {
-                mn_barrier_release(&room.there[slot]);
+            } else {
+                mn_barrier_arrive(&room.there[slot]);
             }
         }
         if (warp != 1 || result < 0) continue;
         mn_barrier_wait(&room.made[result % 2], result / 2 & 1);
         mn_apart_put(job, maps, at, room.out[result % 2], result);
-        mn_barrier_release(&room.left[result % 2]);
+        mn_barrier_arrive(&room.left[result % 2]);
     }
 }
 
@@ -167,8 +167,7 @@ __device__ inline void mn_apart_score(mn_apart_room<KP> &room, float scale) {
                 mn_pair(scale * x, scale * y);
         });
         mn_shared_show();
-        mn_barrier_release(&room.scored[slot]);
-        mn_barrier_release(&room.gone[slot]);
+        mn_barrier_arrive(&room.scored[slot]);
     }
 }
 
@@ -246,8 +245,8 @@ __device__ inline void mn_apart_walk(mn_apart_room<KP> &room, const mn_delta_job
         mn_apart_turn(room.out[chunk % 2], O);
         mn_unit_wait<true>();
         mn_shared_show();
-        mn_barrier_release(&room.made[chunk % 2]);
-        mn_barrier_release(&room.gone[slot]);
+        mn_barrier_arrive(&room.made[chunk % 2]);
+        mn_barrier_arrive(&room.gone[slot]);
     }
     S.store(p.state, p.call, at);
 }
@@ -267,13 +266,13 @@ mn_delta_apart_kernel(const __grid_constant__ mn_delta_job job,
     mn_apart_room<KP> &room = *(mn_apart_room<KP> *)walk_bytes;
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_APART_STAGES; i++) {
-            mn_barrier_open(&room.there[i], MN_DELTA_FETCHERS / 32);
-            mn_barrier_open(&room.scored[i], MN_DELTA_STRIPS);
-            mn_barrier_open(&room.gone[i], 2 * MN_DELTA_STRIPS);
+            mn_barrier_open(&room.there[i], MN_DELTA_FETCHERS);
+            mn_barrier_open(&room.scored[i], MN_APART_GROUP);
+            mn_barrier_open(&room.gone[i], MN_APART_GROUP);
         }
         for (int i = 0; i < 2; i++) {
-            mn_barrier_open(&room.made[i], MN_DELTA_STRIPS);
-            mn_barrier_open(&room.left[i], 1);
+            mn_barrier_open(&room.made[i], MN_APART_GROUP);
+            mn_barrier_open(&room.left[i], 32);
         }
         mn_bulk_barriers_open();
         mn_walk_find(room.place, job, n_slices, 16 * MN_DELTA_STRIPS);

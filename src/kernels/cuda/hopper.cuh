@@ -58,7 +58,7 @@ __device__ inline void mn_barrier_wait(const uint64_t *barrier, int phase) {
 #endif
 }
 
-/* This warp has done with what lies behind the barrier. */
+/* This warp has done with what lies behind the barrier; to racecheck only lane 0 has. */
 __device__ inline void mn_barrier_release(uint64_t *barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mn_barrier_arrive(barrier);
