@@ -6,6 +6,7 @@
 
 #include <math.h>
 
+#include "kernels/cuda/machine.h"
 #include "kernels/cuda/memory_step.cuh"
 
 static mn_memory memory_of(const mn_additive_args *p) {
@@ -25,10 +26,7 @@ int mn_additive_depth(int64_t width) {
 }
 
 int mn_additive_shared_limit(void) {
-    int device = 0, limit = 0;
-    if (cudaGetDevice(&device) != cudaSuccess) return 0;
-    (void)cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return limit;
+    return mn_machine_in_use().shared_bytes;
 }
 
 static int chunk_of(const mn_additive_args *p, int64_t width) {

@@ -9,6 +9,7 @@
 #define MN_KERNELS_CUDA_COLUMNS_BACKWARD_CUH
 
 #include "kernels/cuda/columns_forward.cuh"
+#include "kernels/cuda/machine.h"
 
 enum { MN_COLUMNS_SPAN = 64 };
 
@@ -361,11 +362,9 @@ static int mn_slab_start_back(mn_columns p, cudaStream_t on) {
     const int64_t tiles = mn_columns_tiles(p.columns);
     const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
     const int state = room::cells * (int)sizeof(float);
-    int device = 0, limit = 0;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    (void)cudaGetDevice(&device);
-    (void)cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    const int limit = mn_machine_in_use().shared_bytes;
     p.stash = mn_min((limit - (int)sizeof(room)) / state, room::most_stash);
     if (p.stash < 1) return cudaErrorNotSupported;
     return mn_launch_with_room(mn_slab_backward_kernel<T, ROWS, KIND>, dim3((unsigned)blocks),

@@ -9,6 +9,7 @@
 #include "kernels/cuda/few_multiply.cuh"
 #include "kernels/cuda/few_program.h"
 #include "kernels/cuda/few_recall.cuh"
+#include "kernels/cuda/machine.h"
 
 enum { THREADS = MN_FEW_THREADS + 32 };
 
@@ -122,36 +123,10 @@ few_program_kernel(char *program, int n_stages, int words_at, int words, int rag
 #endif
 }
 
-/* Blocks of a program on a machine; 0: it runs none. */
-static int ask_blocks(int device) {
-    int bytes = 0, cooperates = 0, processors = 0, major = 0;
-    const bool known =
-        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) ==
-            cudaSuccess &&
-        cudaDeviceGetAttribute(&cooperates, cudaDevAttrCooperativeLaunch, device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess &&
-        cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device) == cudaSuccess;
-    if (!known) (void)cudaGetLastError();
-    const bool serves = known && cooperates && major >= 9 && bytes >= (int)sizeof(mn_few_block);
-    return serves ? processors : 0;
-}
-
-/* Of the machine in use, which is asked once: each token comes by often. */
 int mn_few_blocks(void) {
-    enum { KNOWN = 64 };
-    static int known[KNOWN];    // one more than the answer
-    int device = 0;
-    if (cudaGetDevice(&device) != cudaSuccess) {
-        (void)cudaGetLastError();
-        return 0;
-    }
-    if (device >= KNOWN) return ask_blocks(device);
-    int blocks = __atomic_load_n(&known[device], __ATOMIC_RELAXED);
-    if (blocks == 0) {
-        blocks = ask_blocks(device) + 1;
-        __atomic_store_n(&known[device], blocks, __ATOMIC_RELAXED);
-    }
-    return blocks - 1;
+    const mn_machine m = mn_machine_in_use();
+    const bool serves = m.cooperates && m.major >= 9 && m.shared_bytes >= (int)sizeof(mn_few_block);
+    return serves ? m.processors : 0;
 }
 
 int mn_few_start_program(const mn_few_started *given, void *program, void *stream) {

@@ -5,6 +5,7 @@
 #define MN_KERNELS_CUDA_HOPPER_CUH
 
 #include "kernels/cuda/common.cuh"
+#include "kernels/cuda/machine.h"
 
 /* Machine code for sm_90a has these instructions; what is compiled for others is never launched. */
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -15,13 +16,8 @@
 
 /* Whether this device runs what was compiled for sm_90a. */
 inline bool mn_on_hopper(void) {
-    int device = 0, major = 0, minor = 0;
-    return cudaGetDevice(&device) == cudaSuccess &&
-           cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) ==
-               cudaSuccess &&
-           cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device) ==
-               cudaSuccess &&
-           major == 9 && minor == 0;
+    const mn_machine m = mn_machine_in_use();
+    return m.major == 9 && m.minor == 0;
 }
 
 __device__ inline uint32_t mn_shared_at(const void *at) {

@@ -11,6 +11,7 @@
 #include "kernels/cuda/longhorn_chunk.h"
 #include "kernels/cuda/delta_gradient.cuh"
 #include "kernels/cuda/longhorn_chunk.cuh"
+#include "kernels/cuda/machine.h"
 
 /* ---- forward --------------------------------------------------------------------------------- */
 
@@ -471,11 +472,8 @@ static int backward(const mn_longhorn_job &job, cudaStream_t on) {
 
 /* Narrow memories would lose more than twice what storing in bf16 does, as for delta. */
 bool mn_longhorn_chunks(const mn_call *call) {
-    int device = 0, room = 0;
-    (void)cudaGetDevice(&device);
-    (void)cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     return call->dtype == MN_BF16 && call->K >= 32 && call->K <= 128 && call->V > 32 &&
-           room >= (int)sizeof(back_room<128>);
+           mn_machine_in_use().shared_bytes >= (int)sizeof(back_room<128>);
 }
 
 bool mn_longhorn_chunk_plan(mn_plan *plan, const mn_call *call, bool back) {

@@ -237,9 +237,7 @@ inline bool mn_diag_measure(mn_columns_extent *to, mn_call c) {
 
 /* Whether a block has room for it here. */
 inline bool mn_diag_serves(const mn_call &c) {
-    int device = 0, limit = 0;
-    (void)cudaGetDevice(&device);
-    (void)cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    const int limit = mn_machine_in_use().shared_bytes;
     return c.K <= 64 ? (int)sizeof(mn_diag_room<4>) <= limit
                      : c.K <= MN_DIAG_WIDEST && (int)sizeof(mn_diag_room<8>) <= limit;
 }

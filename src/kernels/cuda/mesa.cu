@@ -9,6 +9,7 @@
  *   dg_t = dg_{t+1} + r_t - beta_t dbeta_t       r_t = x'Hkv do - x'Hkk y = sum of lam x y
  *
  * counted from the pair and the adjoint at the chunk's end, whose product dg is there. */
+#include "kernels/cuda/machine.h"
 #include "kernels/cuda/mesa_adjoint.cuh"
 #include "kernels/cuda/mesa_read.cuh"
 
@@ -144,16 +145,9 @@ lam_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t slots
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
-static size_t shared_limit(void) {
-    int device = 0, limit = 0;
-    if (cudaGetDevice(&device) != cudaSuccess) return 0;
-    (void)cudaDeviceGetAttribute(&limit, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return (size_t)limit;
-}
-
 /* What blocks that walk need: a matrix to eliminate in, and room for a pair. */
 static bool measure_walk(mn_mesa_extent *to, const mn_call *c, size_t size) {
-    const size_t limit = shared_limit();
+    const size_t limit = (size_t)mn_machine_in_use().shared_bytes;
     size_t bytes;
     if (!mn_mul_size(&bytes, size, sizeof(float)) ||
         !mn_mul_size(&to->matrices, MN_MESA_BLOCKS, (size_t)(c->K * c->K))) {
