@@ -53,10 +53,6 @@ struct mn_mesa_work {
     float *rooms;                   // NULL: pairs of blocks are in shared memory
 };
 
-/* Short sequences, forward, by one launch (mesa_once.cu): whether it has a form for them here. */
-bool mn_mesa_once_serves(const mn_mesa_args *p);
-int mn_mesa_once(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on);
-
 /* Short sequences and single tokens, forward, by one kernel (mesa_once.cu): whether it serves a
  * call here. */
 bool mn_mesa_once_serves(const mn_mesa_args *p);

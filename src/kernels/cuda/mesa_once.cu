@@ -2,13 +2,17 @@
  * and single tokens that decode. Results are those of mesa.cu to the last bit.
  *
  * Short sequences, up to four chunks: a head of a sequence has two blocks for each chunk. Each
- * sums a few rows of the pair over all chunks, leaves them in work space and says so; when all
- * have, each reads its half of a chunk from there. Inputs are on their way meanwhile, and no block
- * waits for a launch to end. As blocks wait for each other, there are no more of them than
- * processors, each of which has room for one. (Clusters of eight would need no counters, but the
- * sixteen of as many heads do not run at a time on an H200: 0.073 ms instead of 0.0375.)
+ * sums a few rows of the pair over all chunks and leaves them in work space; when all have, each
+ * reads its half of a chunk from there, for which inputs have come meanwhile. As blocks wait for
+ * each other the launch is cooperative: it begins when there is room for all of them, whatever else
+ * is on the GPU, and so there may be no more than processors, each of which has room for one.
+ * (Clusters of eight would do, but the sixteen of as many heads do not run at a time on an H200:
+ * 0.073 ms instead of 0.0375.)
  *
  * Single tokens: a block has a head of a sequence. One warp solves, the others write the pair. */
+#include <cooperative_groups.h>
+
+#include "kernels/cuda/machine.h"
 #include "kernels/cuda/mesa_read.cuh"
 
 enum { ONCE_CHUNKS = 4, ONCE_PARTS = MN_MESA_CHUNK / MN_MESA_PART, ONCE_WIDEST = 64 };
@@ -136,29 +140,6 @@ __device__ static void bring_tokens(sums_room<N, T> &room, const mn_mesa_args &p
     __syncthreads();
 }
 
-/* Nobody has said anything yet. */
-__global__ void __launch_bounds__(256) hush_kernel(unsigned *told, int64_t count) {
-    mn_wait_for_before();
-    mn_let_next_begin();
-    for (int64_t i = threadIdx.x; i < count; i += 256) told[i] = 0;
-}
-
-/* Says that this block has left its rows, and waits until `all` blocks have. */
-__device__ static void meet_blocks(unsigned *told, unsigned all) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        unsigned count;
-        __threadfence();
-        atomicAdd(told, 1u);
-        do {
-            asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];"
-                         : "=r"(count) : "l"(told) : "memory");
-        } while (count < all);
-        __threadfence();
-    }
-    __syncthreads();
-}
-
 /* The pair at the end, of the rows that this block summed. All first ones have been read. */
 __device__ static void put_last(const mn_mesa_args &p, const float *last, int64_t head,
                                 const mn_mesa_layout &lie, int rank, int n_ranks) {
@@ -176,7 +157,7 @@ __device__ static void put_last(const mn_mesa_args &p, const float *last, int64_
 /* blockIdx.x / `ranks` is the sequence, .y the head. */
 template <int N, typename T>
 __global__ void __launch_bounds__(MN_MESA_READERS, 1)
-short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, unsigned *told, int ranks) {
+short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int ranks) {
     extern __shared__ __align__(16) unsigned char short_bytes[];
     short_room<N, T> &room = *(short_room<N, T> *)short_bytes;
     const int rank = (int)(blockIdx.x % ranks);
@@ -203,8 +184,7 @@ short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, unsigned *t
     }
     if (some) brought.put(room.tokens, p);
     mn_let_next_begin();
-    mn_wait_for_before();    // counters are clear; what is older was there before they were
-    meet_blocks(told + mn_mesa_slot(p.call, at.tile.span, n) * p.call.H + h, (unsigned)ranks);
+    cooperative_groups::this_grid().sync();
     put_last(p, w.last, n * p.call.H + h, me.lie, rank, ranks);
     if (!some) return;
     me.beta = token.x, me.level = mn_mesa_levels(token.y, me.lane);
@@ -348,13 +328,6 @@ static int ranks_of(const mn_call &c) {
     return ONCE_PARTS * (int)mn_ceil_div(c.T, MN_MESA_CHUNK);
 }
 
-static int attribute(cudaDeviceAttr which) {
-    int device = 0, value = 0;
-    (void)cudaGetDevice(&device);
-    (void)cudaDeviceGetAttribute(&value, which, device);
-    return value;
-}
-
 template <int N>
 static size_t step_bytes_of(const mn_call &c) {
     return sizeof(step_room<N>) + (size_t)(8 * N * ((c.V + 3) / 4 * 4)) * sizeof(float);
@@ -362,12 +335,13 @@ static size_t step_bytes_of(const mn_call &c) {
 
 bool mn_mesa_once_serves(const mn_mesa_args *p) {
     const mn_call &c = p->call;
-    const int64_t n = mn_n_spans(c), room = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
+    const mn_machine machine = mn_machine_in_use();
+    const int64_t n = mn_n_spans(c), room = machine.shared_bytes;
     if (!p->o.data || c.K > ONCE_WIDEST || c.T < 1 || n * c.H > INT32_MAX) return false;
     if (c.T == 1) return c.V <= 4096 && (int64_t)step_bytes_of<ONCE_WIDEST / 8>(c) <= room;
     return c.T <= ONCE_TOKENS && c.V <= ONCE_VALUES &&
-           (int64_t)sizeof(short_room<8, float>) <= room &&
-           n * c.H * ranks_of(c) <= attribute(cudaDevAttrMultiProcessorCount);
+           (int64_t)sizeof(short_room<8, float>) <= room && machine.cooperates &&
+           n * c.H * ranks_of(c) <= machine.processors;
 }
 
 template <int N, typename T>
@@ -375,16 +349,17 @@ static int start_short(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_
     const mn_call &c = p->call;
     const int ranks = ranks_of(c);
     const auto kernel = short_kernel<N, T>;
-    unsigned *told = (unsigned *)w.falls;    // of no use else here
-    int code = (int)cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                         (int)sizeof(short_room<N, T>));
-    if (code == cudaSuccess) {
-        code = mn_launch_early(hush_kernel, dim3(1), 256, 0, on, told,
-                               mn_tile_slots(c, MN_MESA_CHUNK) * c.H);
-    }
+    const cudaError_t code = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(short_room<N, T>));
     if (code != cudaSuccess) return code;
-    return mn_launch_early(kernel, dim3((unsigned)(mn_n_spans(c) * ranks), (unsigned)c.H),
-                           MN_MESA_READERS, sizeof(short_room<N, T>), on, *p, w, told, ranks);
+    cudaLaunchAttribute together = {};
+    together.id = cudaLaunchAttributeCooperative;
+    together.val.cooperative = 1;
+    cudaLaunchConfig_t how = {};
+    how.gridDim = dim3((unsigned)(mn_n_spans(c) * ranks), (unsigned)c.H);
+    how.blockDim = dim3(MN_MESA_READERS), how.dynamicSmemBytes = sizeof(short_room<N, T>);
+    how.stream = on, how.attrs = &together, how.numAttrs = 1;
+    return (int)cudaLaunchKernelEx(&how, kernel, *p, w, ranks);
 }
 
 template <int N, typename T>
