@@ -69,7 +69,7 @@ __device__ static float read_token(const room &r, const mn_mesa_args &p, const m
     }
     __syncthreads();
     mn_mesa_solve<T>({ r.b[0], r.b[1] }, r.pair, lie.pitch, mn_row<T>(p.lam, 0, 0, at.h), K, memory,
-                     w.matrices + blockIdx.x * K * K);
+                     w.matrices + blockIdx.x * mn_mesa_matrix_size(K));
     if (!backward) {
         T *o = mn_row<T>(p.o, b, t, at.h);
         mn_mesa_columns(r.out, values, lie.pitch, V, r.b[0], K, r.parts);
@@ -84,6 +84,24 @@ __device__ static float read_token(const room &r, const mn_mesa_args &p, const m
     return r.b[0][thread] * r.b[1][thread];
 }
 
+/* One row of a matrix of the pair, by a warp: several numbers at once, as it lies far away. */
+__device__ static void write_row(float *row, const float *x, int64_t width, float write,
+                                 float fall) {
+    constexpr int AT_ONCE = 8;
+    for (int64_t j0 = threadIdx.x % 32; j0 < width; j0 += 32 * AT_ONCE) {
+        float cell[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            cell[i] = j0 + 32 * i < width ? row[j0 + 32 * i] : 0.0f;
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const int64_t j = j0 + 32 * i;
+            if (j < width) row[j] = fmaf(write, x[j], fall * cell[i]);
+        }
+    }
+}
+
 /* A block takes parts of chunks in turn. */
 template <typename T>
 __global__ void __launch_bounds__(MN_MESA_THREADS)
@@ -92,7 +110,7 @@ solve_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t ite
     constexpr int parts = MN_MESA_CHUNK / MN_MESA_WALK;
     mn_mesa_room &memory = *(mn_mesa_room *)bytes;
     const room r = room_at(bytes, p.call, w.rooms);
-    const int64_t K = p.call.K, width = K + p.call.V;
+    const int64_t K = p.call.K;
     const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
     for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
         const int64_t chunk = item / parts;
@@ -111,11 +129,9 @@ solve_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t ite
             const float fall = expf(mn_mesa_log<T>(p, b, t0 + u, at.h));
             const float beta = mn_float(*mn_row<T>(p.beta, b, t0 + u, at.h));
             for (int64_t i = threadIdx.x / 32; i < K; i += MN_MESA_THREADS / 32) {
-                const float write = beta * r.kv[i];
-                for (int64_t j = threadIdx.x % 32; j < width; j += 32) {
-                    float &cell = r.pair[i * lie.pitch + (j < K ? j : j - K + lie.rows)];
-                    cell = fmaf(write, r.kv[j], fall * cell);
-                }
+                float *row = r.pair + i * lie.pitch;
+                write_row(row, r.kv, K, beta * r.kv[i], fall);
+                write_row(row + lie.rows, r.kv + K, p.call.V, beta * r.kv[i], fall);
             }
             __syncthreads();
             if (u >= first) lam -= read_token<T>(r, p, at, memory, w, t0 + u, backward);
@@ -150,7 +166,7 @@ static bool measure_walk(mn_mesa_extent *to, const mn_call *c, size_t size) {
     const size_t limit = (size_t)mn_machine_in_use().shared_bytes;
     size_t bytes;
     if (!mn_mul_size(&bytes, size, sizeof(float)) ||
-        !mn_mul_size(&to->matrices, MN_MESA_BLOCKS, (size_t)(c->K * c->K))) {
+        !mn_mul_size(&to->matrices, MN_MESA_BLOCKS, (size_t)mn_mesa_matrix_size(c->K))) {
         return false;
     }
     to->room_bytes = sizeof(mn_mesa_room) + vectors_of(c->K, c->V);
