@@ -1,5 +1,6 @@
 /* test_cuda.c - every CUDA kernel against the float64 reference, on awkward sizes and packed
- * sequences, in float32 and bf16, and twice for the same bits. Skipped without a GPU.
+ * sequences, in float32 and bf16, and twice for the same bits; single tokens with their state in
+ * place too. Skipped without a GPU.
  *
  * float32 is held to the tolerances of op_error.h. bf16 gets inputs rounded to bf16, as does the
  * reference; a result stored in bf16 is then off by at most u = 2^-8 of itself, and kernels may
@@ -80,6 +81,14 @@ static void spread_extremes(mn_sample *sample, const op_case *c) {
     set_each(sample, "lam0", 4, 7, 0.0);
 }
 
+/* What is allowed is measured where the floors are not enough. */
+static void judge_f32(const mn_sample *got, const mn_sample *want, op_tolerances *tolerances,
+                      const op_case *c) {
+    if (!fits_f32(want) || op_agrees(got, want, tolerances)) return;
+    op_widen(tolerances, want, c);
+    op_compare("cuda", got, want, tolerances, c);
+}
+
 static void check_f32(op_case c) {
     op_tolerances tolerances;
     mn_sample got, again, want;
@@ -95,10 +104,7 @@ static void check_f32(op_case c) {
     c.dtype = MN_F32;
     op_run_there(gpu, &got, &c, MN_F32);
     op_run_there(gpu, &again, &c, MN_F32);
-    if (fits_f32(&want) && !op_agrees(&got, &want, &tolerances)) {
-        op_widen(&tolerances, &want, &c);
-        op_compare("cuda", &got, &want, &tolerances, &c);
-    }
+    judge_f32(&got, &want, &tolerances, &c);
     check_same(&got, &again, &c);
     mn_sample_free(&got);
     mn_sample_free(&again);
@@ -200,10 +206,19 @@ static void report(const verdict *v, const mn_sample *got, const mn_sample *want
 }
 
 /* What is allowed is measured, one way after the other, until that is enough. */
-static void check_bf16(op_case c) {
-    mn_sample got, want;
+static void judge_bf16(const mn_sample *got, const mn_sample *want, const op_case *c) {
     verdict seen[MN_MAX_FIELDS];
     double rms[MN_MAX_FIELDS] = { 0 }, worst[MN_MAX_FIELDS] = { 0 };
+    const int n = fits_f32(want) ? look_at_all(seen, got, want, c) : 0;
+    for (int step = 0, close = 0; close < n; step++) {
+        for (close = 0; close < n && is_close(&seen[close], rms, worst); close++) {}
+        if (close < n && !op_measure_bf16(rms, worst, want, c, step)) break;
+    }
+    for (int i = 0; i < n; i++) report(&seen[i], got, want, rms, worst, c);
+}
+
+static void check_bf16(op_case c) {
+    mn_sample got, want;
     c.dtype = MN_F64;
     op_open(&got, &c);
     op_open(&want, &c);
@@ -213,12 +228,64 @@ static void check_bf16(op_case c) {
     mn_sample_round(&want, MN_BF16);
     op_run_both(op_context("ref", 4), &want, &c);
     op_run_there(gpu, &got, &c, MN_BF16);
-    const int n = fits_f32(&want) ? look_at_all(seen, &got, &want, &c) : 0;
-    for (int step = 0, close = 0; close < n; step++) {
-        for (close = 0; close < n && is_close(&seen[close], rms, worst); close++) {}
-        if (close < n && !op_measure_bf16(rms, worst, &want, &c, step)) break;
+    judge_bf16(&got, &want, &c);
+    mn_sample_free(&got);
+    mn_sample_free(&want);
+}
+
+/* What was not asked for, from the reference: gradients, and sums that only they need, with which
+ * mlstm does not take its decode step. */
+static void fill_in(mn_sample *got, const mn_sample *want) {
+    for (int i = 0; i < want->n_tensors; i++) {
+        const mn_sample_tensor *t = &want->tensors[i];
+        const bool result = t->field->role >= MN_ROLE_OUT;
+        void *to = op_memory(&got->tensors[i], OP_COMPUTED);
+        const bool made = result && ((const mn_out *)(got->args + t->field->offset))->data;
+        if (to && !made) memcpy(to, op_memory(t, OP_COMPUTED), (size_t)t->count * sizeof(double));
     }
-    for (int i = 0; i < n; i++) report(&seen[i], &got, &want, rms, worst, &c);
+}
+
+static void leave_out(mn_sample *got, const char *name) {
+    for (int i = 0; i < got->n_tensors; i++) {
+        const mn_field *field = got->tensors[i].field;
+        if (strcmp(field->name, name) == 0) ((mn_out *)(got->args + field->offset))->data = NULL;
+    }
+}
+
+/* longhorn_diag's step is one turn of its walk, which takes tokens whose states move. */
+static void check_walked(const mn_sample *got, const op_case *c, mn_dtype dtype) {
+    mn_sample walked;
+    op_open(&walked, c);
+    mn_sample_round(&walked, dtype);
+    op_step_there(gpu, &walked, c, dtype);
+    for (int i = 0; i < got->n_tensors; i++) {
+        const mn_sample_tensor *t = &got->tensors[i];
+        if (t->field->role < MN_ROLE_OUT) continue;
+        CHECK(memcmp(t->data, walked.tensors[i].data, (size_t)t->count * sizeof(double)) == 0,
+              "%s: %s has other bits in place", op_case_text(c), t->field->name);
+    }
+    mn_sample_free(&walked);
+}
+
+/* One token whose states stay in place. */
+static void check_step(op_case c, mn_dtype dtype) {
+    op_tolerances tolerances;
+    mn_sample got, want;
+    c.dtype = MN_F64;
+    op_open(&got, &c);
+    op_open(&want, &c);
+    mn_sample_round(&got, dtype);
+    mn_sample_round(&want, dtype);
+    op_reference(&tolerances, &want, &c);
+    leave_out(&got, "csum");
+    leave_out(&got, "nsum");
+    if (op_stay_in_place(&got)) {
+        op_step_there(gpu, &got, &c, dtype);
+        if (c.op == MN_OP_longhorn_diag) check_walked(&got, &c, dtype);
+        fill_in(&got, &want);
+        if (dtype == MN_F32) judge_f32(&got, &want, &tolerances, &c);
+        else judge_bf16(&got, &want, &c);
+    }
     mn_sample_free(&got);
     mn_sample_free(&want);
 }
@@ -241,6 +308,15 @@ static const int64_t long_packing[] = { 0, 4096, 4097, 4099, 12500 };
 static void check_both(op_case c) {
     if (shares_next()) check_f32(c);
     if (shares_next()) check_bf16(c);
+}
+
+static void check_steps(op_case c) {
+    c.B = 3, c.T = 1, c.H = 2;
+    for (size_t w = 0; w < MN_COUNTOF(widths); w++) {
+        c.K = widths[w].K, c.V = widths[w].V, c.seed = 20 + w;
+        if (shares_next()) check_step(c, MN_F32);
+        if (shares_next()) check_step(c, MN_BF16);
+    }
 }
 
 static void check_long(op_case c) {
@@ -289,7 +365,10 @@ static void kernels_match_reference(mn_op_id op) {
         if (op == MN_OP_ccq_read && shares_next()) check_bf16(c);
         c.B = 4, c.H = 16, c.T = 70, c.V = 72, c.K = 72;    // too many blocks for a walk beside
         if (op == MN_OP_ccq_read && shares_next()) check_bf16(c);
+        c.B = 1, c.H = 2, c.K = 140, c.V = 24, c.seed = 13;    // keys that fill no tile
+        if (op == MN_OP_mesa) check_both(c);
         if (!op_has_state(op) || op_is_keyed(op)) continue;
+        if (mn_op_has_cuda(op, MN_STEP)) check_steps(c);
         c.B = 1, c.H = 1, c.T = 2300, c.K = 32, c.V = 48, c.seed = 11;    // more than a segment
         if (shares_next()) check_bf16(c);
     }

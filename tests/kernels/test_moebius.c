@@ -207,17 +207,6 @@ static void precision_stays_positive(void **state) {
 
 /* ---- one sequence in pieces ----------------------------------------------------------------- */
 
-/* The final state is written over the initial one. */
-static void keep_state_in_place(mn_sample *s) {
-    for (int i = 0; i < s->n_tensors; i++) {
-        const mn_sample_tensor *first = &s->tensors[i], *last = op_final_state(s, first->field);
-        const size_t size = ((const mn_call *)s->args)->dtype == MN_F64 ? 8 : 4;
-        if (!last || !first->data) continue;
-        memcpy(last->data, first->data, (size_t)first->count * size);
-        ((mn_in *)(s->args + first->field->offset))->data = last->data;
-    }
-}
-
 /* Runs tokens [t0, t1) of `whole` from `state_of`'s final state (or whole's initial one) into part,
  * and puts its tokens into `joined`. Single tokens keep their state in place, as decoding does. */
 static void run_piece(mn_context *context, mn_sample *part, mn_sample *joined,
@@ -228,7 +217,7 @@ static void run_piece(mn_context *context, mn_sample *part, mn_sample *joined,
     op_copy_shared(part, whole, OP_GIVEN);
     op_copy_states(part, 0, whole, 0, c.B, OP_GIVEN);
     if (state_of) op_carry_state(part, state_of);
-    if (c.T == 1) keep_state_in_place(part);
+    if (c.T == 1) op_stay_in_place(part);
     op_copy_tokens(part, 0, whole, t0, c.T, OP_GIVEN);
     op_run(context, part, MN_FORWARD, &c);
     op_copy_tokens(joined, t0, part, 0, c.T, OP_COMPUTED);

@@ -131,18 +131,6 @@ static void carry_back(mn_sample *earlier, mn_sample *later) {
     }
 }
 
-/* Lays every final state over the initial one, which it keeps. */
-static void stay_in_place(mn_sample *part, const op_case *c) {
-    const size_t size = c->dtype == MN_F64 ? sizeof(double) : sizeof(float);
-    for (int i = 0; i < part->n_tensors; i++) {
-        const mn_sample_tensor *first = &part->tensors[i];
-        const mn_sample_tensor *last = op_final_state(part, first->field);
-        if (!last || !first->data) continue;
-        memcpy(last->data, first->data, (size_t)first->count * size);
-        ((mn_in *)(part->args + first->field->offset))->data = last->data;
-    }
-}
-
 /* Token by token, results only: gradients of `joined` are those of the whole. */
 static void run_tokens(const op_target *target, mn_sample *joined, const mn_sample *whole,
                        const op_case *c, bool in_place) {
@@ -151,7 +139,7 @@ static void run_tokens(const op_target *target, mn_sample *joined, const mn_samp
     for (int64_t t = 0; t < c->T; t++) {
         mn_sample *now = &parts[t % 2], *before = t ? &parts[(t + 1) % 2] : NULL;
         const op_case p = open_part(now, whole, c, t, 1, before);
-        if (in_place) stay_in_place(now, c);
+        if (in_place) op_stay_in_place(now);
         op_run(context, now, MN_FORWARD, &p);
         join(joined, now, c, t, false);
         if (before) mn_sample_free(before);

@@ -343,6 +343,19 @@ void op_carry_state(mn_sample *dst, const mn_sample *src) {
     }
 }
 
+bool op_stay_in_place(mn_sample *sample) {
+    bool some = false;
+    for (int i = 0; i < sample->n_tensors; i++) {
+        const mn_sample_tensor *first = &sample->tensors[i];
+        const mn_sample_tensor *last = op_final_state(sample, first->field);
+        if (!last || !first->data) continue;
+        memcpy(last->data, first->data, (size_t)first->count * element_bytes(sample));
+        ((mn_in *)(sample->args + first->field->offset))->data = last->data;
+        some = true;
+    }
+    return some;
+}
+
 void op_convert(mn_sample *dst, const mn_sample *src) {
     for (int i = 0; i < src->n_tensors; i++) {
         void *out = op_memory(&dst->tensors[i], OP_GIVEN);

@@ -75,6 +75,10 @@ void op_copy_shared(mn_sample *dst, const mn_sample *src, op_side side);
 /* The final state of `src` becomes the initial state of `dst`. */
 void op_carry_state(mn_sample *dst, const mn_sample *src);
 
+/* Lays every final state over the initial one, which it keeps, as decoding does; false where there
+ * is none. */
+bool op_stay_in_place(mn_sample *sample);
+
 /* The result that continues initial state `field` (state0 -> state); NULL if it is no state. */
 mn_sample_tensor *op_final_state(mn_sample *sample, const mn_field *field);
 

@@ -17,16 +17,25 @@ int op_walk_there(mn_context **gpu, const char *title, void (*test)(mn_op_id op)
     return failed;
 }
 
-void op_run_there(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype) {
+static void run_there(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype,
+                      bool back) {
     mn_device_sample *there = NULL;
     mn_status st = mn_device_sample_create(&there, gpu, got, dtype);
     if (st == MN_OK) st = mn_op_run(gpu, c->op, MN_FORWARD, mn_device_sample_args(there));
-    if (st == MN_OK && mn_op_has_cuda(c->op, MN_BACKWARD)) {
+    if (st == MN_OK && back && mn_op_has_cuda(c->op, MN_BACKWARD)) {
         st = mn_op_run(gpu, c->op, MN_BACKWARD, mn_device_sample_args(there));
     }
     if (st == MN_OK) st = mn_device_sample_fetch(there, got);
     mn_device_sample_free(there);
     if (st != MN_OK) check_fatal("%s: %s", op_case_text(c), mn_last_error());
+}
+
+void op_run_there(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype) {
+    run_there(gpu, got, c, dtype, true);
+}
+
+void op_step_there(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype) {
+    run_there(gpu, got, c, dtype, false);
 }
 
 bool op_is_refused(mn_context *gpu, op_case c) {

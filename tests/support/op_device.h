@@ -11,6 +11,9 @@ int op_walk_there(mn_context **gpu, const char *title, void (*test)(mn_op_id op)
 /* Forward, and backward where kernels have it, in `dtype`; results and gradients into `got`. */
 void op_run_there(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype);
 
+/* Forward only. */
+void op_step_there(mn_context *gpu, mn_sample *got, const op_case *c, mn_dtype dtype);
+
 /* Whether kernels refuse this form of the operator, as they do a layout of hyper; says so. */
 bool op_is_refused(mn_context *gpu, op_case c);
 
