@@ -1,13 +1,14 @@
 /* longhorn.cu - both forms of Longhorn (see ref/longhorn_diag.c and ref/longhorn_column.c):
  * longhorn_column in bf16 over chunks (longhorn_chunk.cu) where memories are neither narrow nor
  * wide, except for decode steps; all else by the recurrences of columns.cuh, longhorn_diag back by
- * longhorn_diag_back.cuh where keys have at most 128 channels. Backward, a kernel after these has
- * one token and head for each warp:
+ * longhorn_diag_back.cuh where keys have at most 128 channels, and single tokens of it by
+ * longhorn_diag_step.cuh. Backward, a kernel after these has one token and head for each warp:
  *
  *   u_j = 1 / (1 + beta_j |k|^2)     w_j = beta_j u_j
  *   dbeta_j = y_j u_j^2              dk_i -= 2 k_i sum_j w_j^2 y_j */
 #include "kernels/cuda/longhorn_chunk.h"
 #include "kernels/cuda/longhorn_diag_back.cuh"
+#include "kernels/cuda/longhorn_diag_step.cuh"
 
 enum { ROWS = 8 };    // of a block
 
@@ -82,12 +83,16 @@ static mn_columns columns_of(const mn_longhorn_diag_args *p) {
     return m;
 }
 
-template <typename T, mn_columns_kind KIND>
-static int forward(const mn_longhorn_diag_args *p, cudaStream_t on) {
+static mn_columns forward_columns_of(const mn_longhorn_diag_args *p) {
     mn_columns m = columns_of(p);
     m.beta = p->beta, m.out = p->o, m.reads = p->o.data;
     m.state = (float *)p->state.data;
-    return mn_columns_forward<T, KIND>(m, on);
+    return m;
+}
+
+template <typename T, mn_columns_kind KIND>
+static int forward(const mn_longhorn_diag_args *p, cudaStream_t on) {
+    return mn_columns_forward<T, KIND>(forward_columns_of(p), on);
 }
 
 template <typename T, mn_columns_kind KIND>
@@ -150,7 +155,21 @@ static int backward_any(const mn_longhorn_diag_args *p, void *shared, void *stre
 LONGHORN(longhorn_diag, MN_COLUMNS_CELL)
 LONGHORN(longhorn_column, MN_COLUMNS_COLUMN)
 
-/* One token, the state in place: bound by memory, and exact in the state. */
+/* One token, the state in place. */
+MN_CUDA_PLAN(longhorn_diag_step) {
+    (void)args, (void)plan;
+    return true;
+}
+
+MN_CUDA_LAUNCH(longhorn_diag_step) {
+    const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;
+    const mn_columns m = forward_columns_of(p);
+    const cudaStream_t on = (cudaStream_t)stream;
+    (void)shared;
+    return p->call.dtype == MN_BF16 ? mn_diag_step<mn_bf16>(m, on) : mn_diag_step<float>(m, on);
+}
+
+/* Bound by memory, and exact in the state. */
 MN_CUDA_PLAN(longhorn_column_step) {
     (void)args, (void)plan;
     return true;
