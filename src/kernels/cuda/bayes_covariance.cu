@@ -21,10 +21,12 @@ struct sizes {
     static constexpr int THREADS = 32 * (WORKERS + 1);
     static constexpr int OWN = RP / CL;             // rows of a block
     static constexpr int TILES = RP / 16;           // column blocks of a worker
+    /* Whether the pivot has registers for a first attempt without branches. */
+    static constexpr bool TWICE = RP == 128 && CL == 4;
     static constexpr int FOURS = WORKERS / 4;
     static constexpr int GROUP = WORKERS < 8 ? WORKERS : 8;
     static constexpr int GROUPS = WORKERS / GROUP;  // of a block
-    static constexpr int SUMS_BYTES = (CL - 1) * GROUPS * 256 * (int)sizeof(double);
+    static constexpr int SUMS_BYTES = (CL - 1) * GROUPS * MN_PIVOT_SUM * (int)sizeof(double);
     static constexpr int PANEL_BYTES = MN_WALK_CHUNK * (RP - OWN) * (int)sizeof(double);
     /* Of the 16384 in a quarter of a processor, which has up to three warps of a small block; those
      * of 128 rows leave the mean's some. */
@@ -42,10 +44,11 @@ struct alignas(16) room {
     double panel[MN_WALK_CHUNK][RP + 4];             // Phi z
     double parts[of::WORKERS][256];                  // of S, by fragments
     double spread[of::WORKERS][MN_WALK_CHUNK];       // of qh'Ph qh
-    double sums[CL * of::GROUPS][MN_WALK_CHUNK][MN_WALK_CHUNK];
+    double sums[CL * of::GROUPS][MN_PIVOT_SUM];
     double raise[of::WORKERS][2], raises[of::ALL / 4][2];
     double undo[MN_WALK_CHUNK][MN_WALK_CHUNK + 4];
     mn_pivot_room token;
+    double noise[2][MN_WALK_CHUNK];                  // r2
     uint64_t told[2];                                // barriers: sums, panel of other blocks
     uint64_t arrived[2];                             // keys and the like, queries
     double queries[8][2 * RP + 2];                   // last: only where they are wanted
@@ -111,18 +114,7 @@ __device__ inline void for_others(const double *place, const uint64_t *told, uns
 #endif
 }
 
-/* A number, or a pair of neighbours, to all blocks; the others' barriers `told` count its bytes. */
-template <int CL>
-__device__ inline void send(double *place, uint64_t *told, unsigned rank, double x) {
-    *place = x;
-    for_others<CL>(place, told, rank, [=](unsigned there, unsigned count) {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f64 "
-                     "[%0], %1, [%2];" ::"r"(there), "d"(x), "r"(count) : "memory");
-#endif
-    });
-}
-
+/* A pair of neighbours to all blocks; the others' barriers `told` count its bytes. */
 template <int CL>
 __device__ inline void send_pair(double *place, uint64_t *told, unsigned rank, double2 x) {
     *(double2 *)place = x;
@@ -228,19 +220,25 @@ struct worker {
         }
     }
 
-    /* Parts of S added up by groups, to all blocks. */
+    /* Parts of S added up by groups, to all blocks: of the four fragments the three that the pivot
+     * looks at, by a warp each. */
     __device__ void gather(room<RP, CL> &m, unsigned rank) const {
+        const int group = index / 3, f = index % 3;
+        if (group >= of::GROUPS) return;
+        const int at = f > 0 ? 64 * (f + 1) : 0;
+        double2 sum[of::GROUP / 4];
 #pragma unroll
-        for (int e = threadIdx.x; e < 256 * of::GROUPS; e += 32 * of::WORKERS) {
-            const int group = e / 256, i = e % 256, f = i / 64, l = i % 64 / 2;
-            const int s = 8 * (f % 2) + l / 4, t = 8 * (f / 2) + 2 * (l % 4) + i % 2;
-            const double (*from)[256] = m.parts + group * of::GROUP;
-            double all = (from[0][i] + from[1][i]) + (from[2][i] + from[3][i]);
-            if (of::GROUP == 8) all += (from[4][i] + from[5][i]) + (from[6][i] + from[7][i]);
-            double (&to)[MN_WALK_CHUNK][MN_WALK_CHUNK] = m.sums[rank * of::GROUPS + group];
-            if (s <= t) send<CL>(&to[s][t], &m.told[0], rank, all);
-            if (s < t) send<CL>(&to[t][s], &m.told[0], rank, all);
+        for (int four = 0; four < of::GROUP / 4; four++) {
+            const double (*from)[256] = m.parts + group * of::GROUP + 4 * four;
+            double2 x[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[i] = *(const double2 *)&from[i][at + 2 * lane];
+            sum[four] = make_double2((x[0].x + x[1].x) + (x[2].x + x[3].x),
+                                     (x[0].y + x[1].y) + (x[2].y + x[3].y));
         }
+        if (of::GROUP == 8) sum[0].x += sum[of::GROUP / 8].x, sum[0].y += sum[of::GROUP / 8].y;
+        send_pair<CL>(&m.sums[rank * of::GROUPS + group][64 * f + 2 * lane], &m.told[0], rank,
+                      sum[0]);
     }
 
     /* This worker's part of qh'Ph qh. */
@@ -489,14 +487,18 @@ __device__ static void ask_queries(room<RP, CL> &m, const mn_walk_job &job, int6
 
 template <int RP, int CL>
 __device__ static void ask(room<RP, CL> &m, const mn_walk_job &job, int64_t place, int buffer,
-                           unsigned rank) {
+                           const scene &s) {
     constexpr int SIZE = mn_walk_panel(RP), ALL = mn_walk_noised(RP), OWN = ALL / CL;
+    constexpr int CHUNK = MN_WALK_CHUNK;
     if (place < 0) return;
-    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[0], SIZE + OWN + 3 * RP);
+    const double *r2 = job.work.r2 + (place * job.p.call.G + s.g) * CHUNK;
+    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[0], SIZE + OWN + 3 * RP + CHUNK);
     __syncwarp();
     mn_walk_fetch<SIZE>(m.keys[0], job.work.keys + place * SIZE, &m.arrived[0]);
-    mn_walk_fetch<OWN>(m.noised[0][0], job.work.noised + place * ALL + rank * OWN, &m.arrived[0]);
+    mn_walk_fetch<OWN>(m.noised[0][0], job.work.noised + place * ALL + s.rank * OWN,
+                      &m.arrived[0]);
     mn_walk_fetch<3 * RP>(m.ends[buffer][0], job.work.ends + place * 3 * RP, &m.arrived[0]);
+    mn_walk_fetch<CHUNK>(m.noise[buffer], r2, &m.arrived[0]);
 }
 
 /* ---- a chunk --------------------------------------------------------------------------------- */
@@ -526,16 +528,6 @@ __device__ static void fill_steep(room<RP, CL> &m, const mn_walk_job &job, const
     __syncthreads();
 }
 
-/* r2 of token t of the sequence. */
-__device__ static double noise_at(const mn_walk_job &job, const scene &s, int64_t t) {
-    const mn_span span = mn_span_at(job.p.call, s.n);
-    if (t >= span.length) return 1.0;
-    const mn_in &r2 = job.p.r2;
-    return job.p.call.dtype == MN_BF16
-               ? (double)mn_float(mn_row<mn_bf16>(r2, span.b, span.t0 + t, s.h)[s.g])
-               : (double)mn_row<float>(r2, span.b, span.t0 + t, s.h)[s.g];
-}
-
 /* A P that was handed in, rounded to float32, may be indefinite by as much; where the first key or
  * the noise of its write shows that, the diagonal is raised by a few roundings (see ref/bayes.c).
  * All threads of the cluster call, once S is summed up; says whether it has been. */
@@ -558,8 +550,8 @@ __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene
     for (int four = 0; four < of::ALL / 4; four++) {
         seen += m.raises[four][0], hidden += m.raises[four][1];
     }
-    const double variance = mn_pivot_sum<CL * of::GROUPS>(&m.sums[0][0][0]);
-    const double scale = few * (seen + hidden), r2 = noise_at(job, s, 0);
+    const double variance = mn_pivot_sum<CL * of::GROUPS>(m.sums[0]);
+    const double scale = few * (seen + hidden), r2 = m.noise[s.buffer][0];
     tell<CL>(), hear<CL>();
     if (fmin(variance, r2) >= scale || hidden >= scale) return false;
     if (!PIVOT) mine.raise(few);
@@ -568,19 +560,19 @@ __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene
 
 /* Tokens [s.low, s.high) of the chunk in the room, after which `chunks` are done (0: not yet), and
  * the one at `next` (-1: none) asked for. `first`: the first ones behind a P_0 that was handed in.
- * `there`: workers have B; `ahead`: they go on to that of the chunk at `next`. `r2` is the pivot's,
- * of lane's token. */
+ * `there`: workers have B; they go on to that of the chunk at `next` unless it is steep, which is
+ * what they return. `r2` is the pivot's, of lane's token. */
 template <bool PIVOT, int RP, int CL>
-__device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
+__device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
                                const mn_walk_job &job, double r2, int64_t next, int chunks,
-                               bool first, bool there, bool ahead) {
+                               bool first, bool there) {
     using of = sizes<RP, CL>;
     for (bool again = false;; again = true) {
         if (PIVOT) {
             if (mine.lane < MN_WALK_CHUNK) m.token.r2[mine.lane] = r2;
             if (job.spreads) mn_walk_await(&m.arrived[1], s.chunk);
             meet<1, of::THREADS>();
-            if (!first) ask(m, job, next, 1 - s.buffer, s.rank);
+            if (!first) ask(m, job, next, 1 - s.buffer, s);
             meet<2, of::THREADS>();
             await<CL>(&m.told[0], s.turns[0]);
             if (mine.lane == 0) expect<CL>(&m.told[0], of::SUMS_BYTES);
@@ -594,11 +586,16 @@ __device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
         s.turns[0]++;
         if (!first || again || !raised<PIVOT>(mine, m, s, job)) break;
     }
+    bool ahead = false;
     if (PIVOT) {
-        if (first) ask(m, job, next, 1 - s.buffer, s.rank);
+        if (first) ask(m, job, next, 1 - s.buffer, s);
         __syncwarp();
         mn_pivot_add<CL * of::GROUPS>(m.token, m.sums);
-        mn_pivot(m.token, m.undo);
+        if (!of::TWICE || !mn_pivot<false>(m.token, m.undo)) {
+            __syncwarp();
+            if (of::TWICE) mn_pivot_add<CL * of::GROUPS>(m.token, m.sums);
+            mn_pivot<true>(m.token, m.undo);
+        }
         meet<1, of::THREADS>();
         ask_queries(m, job, next);
         if (next >= 0) mn_walk_await(&m.arrived[0], s.chunk + 1);
@@ -612,10 +609,12 @@ __device__ static void advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
         meet<2, of::THREADS>();
         await<CL>(&m.told[1], s.turns[1]);
         if (threadIdx.x == 0) expect<CL>(&m.told[1], of::PANEL_BYTES);
+        ahead = next >= 0 && !mn_walk_is_steep(m.keys[0], RP);
         if (ahead) mine.template write<true>(m);
         else mine.template write<false>(m);
     }
     s.turns[1]++;
+    return ahead;
 }
 
 /* Parts of qh'Ph qh, by four workers each: 32 rows. */
@@ -642,7 +641,6 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
     worker<RP, CL> mine(s.rank);
     s.place = slot * call.H + s.h;
     if (!PIVOT) mine.load(job, s);
-    double r2_next = PIVOT ? noise_at(job, s, mine.lane % 16) : 0.0;
     if (PIVOT && mine.lane == 0) {
         mn_walk_open(&m.told[0]), mn_walk_open(&m.told[1]);
         mn_walk_open(&m.arrived[0]), mn_walk_open(&m.arrived[1]);
@@ -653,22 +651,19 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
     mn_let_next_begin();
     if (PIVOT && chunks > 0) {
         mn_walk_before_copies();
-        ask(m, job, s.place, 0, s.rank), ask_queries(m, job, s.place);
+        ask(m, job, s.place, 0, s), ask_queries(m, job, s.place);
         mn_walk_await(&m.arrived[0], 0);
     }
     __syncthreads();
     tell<CL>(), hear<CL>();
-    bool steep_next = chunks > 0 && job.work.steep[s.place], there = false;
+    bool there = false;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        const bool steep = steep_next, last = chunk + 1 == chunks;
+        const bool steep = mn_walk_is_steep(m.keys[0], RP), last = chunk + 1 == chunks;
         const int64_t next = last ? -1 : (slot + chunk + 1) * call.H + s.h;
-        const int64_t t = chunk * MN_WALK_CHUNK;
-        const int count = (int)min((int64_t)MN_WALK_CHUNK, length - t), end = steep ? count : 1;
-        const double r2 = r2_next;
+        const int count = (int)min((int64_t)MN_WALK_CHUNK, length - chunk * MN_WALK_CHUNK);
+        const int end = steep ? count : 1;
         s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
         s.chunk = (unsigned)chunk, s.buffer = chunk % 2;
-        if (PIVOT) r2_next = noise_at(job, s, t + MN_WALK_CHUNK + mine.lane % 16);
-        steep_next = !last && job.work.steep[next];
         for (int token = steep ? -1 : 0; token < end; token++) {
             const bool first = job.p.P0.data && chunk == 0 && token == 0, ends = token + 1 == end;
             s.low = 0, s.high = MN_WALK_CHUNK;    // zeros behind the last token
@@ -678,10 +673,10 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
                 __syncthreads();
                 fill_steep(m, job, s, token);
             }
-            const bool ahead = ends && !last && !steep_next;
-            advance<PIVOT>(mine, m, s, job, !steep || mine.lane % 16 == token ? r2 : 1.0,
-                           ends ? next : -1, ends ? (int)chunk + 1 : 0, first, there, ahead);
-            there = ahead;
+            const bool writes = PIVOT && (!steep || mine.lane % 16 == token);
+            const double r2 = writes ? m.noise[s.buffer][mine.lane % 16] : 1.0;
+            there = advance<PIVOT>(mine, m, s, job, r2, ends ? next : -1,
+                                   ends ? (int)chunk + 1 : 0, first, there);
             if (!PIVOT) put_spread(m, s, job);
         }
     }

@@ -44,6 +44,7 @@ static bool place_work(mn_walk_job *job, unsigned char *memory, size_t *bytes) {
         { &job->work.inverse, groups, chunk },
         { &job->work.variance, groups, chunk },
         { &job->work.spread, job->spreads ? groups : 0, MN_WALK_SUMS * chunk },
+        { &job->work.r2, groups, chunk },
         { (double **)&job->work.steep, mn_ceil_div(places, 2), 1 },
         { (double **)&job->work.done, walks, MN_WALK_BLOCKS / 2 },
     };

@@ -142,6 +142,14 @@ struct worker {
         }
     }
 
+    /* Has those of the chunk that begins at token t brought to the second cache: registers to wait
+     * in there are none. */
+    __device__ void expect_values(const mn_walk_job &job, const scene &s, int64_t t) const {
+        const int64_t token = min(t + 8 * part + lane / 4, s.span.length - 1);
+        const T *from = mn_row<T>(job.p.v, s.span.b, s.span.t0 + token, s.h) + s.first;
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(from + min(value, s.columns - 1)));
+    }
+
     /* - v where this warp has it, zeros elsewhere. */
     __device__ void begin(double (&e)[2][2][2], const unsigned (&v)[4]) const {
 #pragma unroll
@@ -279,10 +287,13 @@ __device__ static void ask_writes(room<RP> &m, int &known, const mn_walk_job &jo
     constexpr int SIZE = mn_walk_panel(RP);
     writes<RP> &in = m.in[chunk % 2];
     const int *done = work.done + s.walk * MN_WALK_BLOCKS + (int)threadIdx.x % job.blocks;
-    while (known <= chunk) {    // alike in all lanes, of which each looks after one block
-        int there;
-        asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(done) : "memory");
-        known = __reduce_min_sync(0xffffffffu, there);
+    if (known <= chunk) {    // alike in all lanes, of which each looks after one block
+        do {
+            int there;
+            asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(there) : "l"(done)
+                         : "memory");
+            known = __reduce_min_sync(0xffffffffu, there);
+        } while (known <= chunk);
         mn_walk_before_copies();
     }
     __syncwarp();
@@ -338,11 +349,8 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
     mine.each(job, s, [&](double &x, int r, int column) {
         x = given ? (double)given[r * call.V + column] : 0.0;
     });
-    unsigned v[4];
     int known = 0;    // chunks whose writes are there
     s.place = slot * call.H + s.h, s.step = 0;
-    bool steep_next = chunks > 0 && job.work.steep[s.place];
-    if (chunks > 0) mine.values(v, job, s, 0);
     if (threadIdx.x == 0) mn_walk_open(&m.arrived[0]), mn_walk_open(&m.arrived[1]);
     __syncthreads();
     if (chunks > 0) {
@@ -353,17 +361,20 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
         writes<RP> &in = m.in[chunk % 2];
         const int64_t next = (slot + chunk + 1) * call.H + s.h;
-        const bool last = chunk + 1 == chunks, steep = steep_next;
+        const bool last = chunk + 1 == chunks;
         s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
         s.t = chunk * CHUNK;
-        const int count = (int)min((int64_t)CHUNK, s.span.length - s.t), end = steep ? count : 1;
-        steep_next = !last && job.work.steep[next];
+        const int count = (int)min((int64_t)CHUNK, s.span.length - s.t);
         await_copies(&m.arrived[0], (unsigned)chunk);
+        const bool steep = mn_walk_is_steep(m.keys[0], RP);
+        const int end = steep ? count : 1;
         bool asked = last;
         for (int token = steep ? -1 : 0; token < end; token++, s.step++) {
             const bool ends = token + 1 == end;
             shares &share = m.share[s.step % 2];
             double e[2][2][2], o[2][2];
+            unsigned v[4];
+            mine.values(v, job, s, s.t);
             s.low = 0, s.high = count;
             if (steep) {
                 s.low = max(token, 0), s.high = token + 1;
@@ -377,7 +388,7 @@ __device__ static void walk(const mn_walk_job &job, scene &s) {
             if (!steep) await_copies(&m.arrived[1], (unsigned)chunk);
             if (job.reads) mine.weigh(m, in, share);
             __syncthreads();
-            if (ends) mine.values(v, job, s, s.t + CHUNK);
+            if (ends) mine.expect_values(job, s, s.t + CHUNK);
             if (mine.index == KEYS && ends && !last) ask_keys(m, job, (unsigned)next);
             if (mine.index == WRITES && ends && !asked && known > chunk + 1) {
                 ask_writes(m, known, job, s, (unsigned)next, (int)chunk + 1), asked = true;

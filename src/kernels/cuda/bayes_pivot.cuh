@@ -9,13 +9,17 @@
 
 #include "kernels/cuda/dmma.cuh"
 
-enum { MN_PIVOT_HALF = 8 };
+enum {
+    MN_PIVOT_HALF = 8,
+    MN_PIVOT_SUM = 192,     // doubles of S that are handed over
+    MN_PIVOT_PITCH = 18,    // of a row of S
+};
 
 /* Shared memory of a chunk's elimination. */
 struct alignas(16) mn_pivot_room {
     double r2[16], variance[16], inverse[16];
     double rows[MN_PIVOT_HALF][MN_PIVOT_HALF];    // [i - 8][k]: L_ik of the lower left square
-    double square[16][16];                        // S, then what is left of its lower right part
+    double square[16][MN_PIVOT_PITCH];            // S, then what is left of its lower right part
 };
 
 /* max(x, 0) by its sign bit. */
@@ -34,11 +38,14 @@ __device__ inline double mn_pivot_positive(double x) {
  *
  *   S_ik - (S_ji S_jk + (d_i d_k) / that difference) / sigma_j    d_i = sigma_j S_{j+1,i} - b S_ji
  *
- * with b = S_{j,j+1}, so that reciprocals are the last thing needed. */
-__device__ inline void mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
+ * with b = S_{j,j+1}, so that reciprocals are the last thing needed. Says whether the differences
+ * keep enough digits; only if CAREFUL it looks at each one by itself. */
+template <bool CAREFUL>
+__device__ inline bool mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
                                       double (&x)[MN_PIVOT_HALF], mn_pivot_room &room,
                                       int first_token) {
     const int lane = (int)threadIdx.x % 32;
+    bool all_kept = true;
 #pragma unroll
     for (int j = 0; j < MN_PIVOT_HALF; j += 2) {
         const double2 noise = *(const double2 *)&room.r2[first_token + j];
@@ -48,7 +55,8 @@ __device__ inline void mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
         const bool kept = fma(sigma, c, -square) > 0x1p-30 * (sigma * c);
         const double first = mn_reciprocal(sigma), ratio = b * first;
         double quick = mn_reciprocal(least), left = fma(-ratio, b, c), second = sigma * quick;
-        if (!kept) {
+        all_kept = all_kept && kept;
+        if (CAREFUL && !kept) {
             left = mn_pivot_positive(left), second = mn_reciprocal(left + noise.y);
             quick = first * second;
         }
@@ -82,6 +90,7 @@ __device__ inline void mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
             x[i] = fma(-g[i], x[j + 1], fma(-f[i], x[j], x[i]));
         }
     }
+    return all_kept;
 }
 
 /* A number, or two, of the sum of PARTS squares that follow each other at `from`. */
@@ -89,14 +98,14 @@ template <int PARTS>
 __device__ inline double mn_pivot_sum(const double *from) {
     if (PARTS == 1) return *from;
     const double low = mn_pivot_sum<(PARTS + 1) / 2>(from);
-    return low + mn_pivot_sum<(PARTS + 1) / 2>(from + 256 * (PARTS / 2));
+    return low + mn_pivot_sum<(PARTS + 1) / 2>(from + MN_PIVOT_SUM * (PARTS / 2));
 }
 
 template <int PARTS>
 __device__ inline double2 mn_pivot_pair(const double *from) {
     if (PARTS == 1) return *(const double2 *)from;
     const double2 low = mn_pivot_pair<(PARTS + 1) / 2>(from);
-    const double2 high = mn_pivot_pair<(PARTS + 1) / 2>(from + 256 * (PARTS / 2));
+    const double2 high = mn_pivot_pair<(PARTS + 1) / 2>(from + MN_PIVOT_SUM * (PARTS / 2));
     return make_double2(low.x + high.x, low.y + high.y);
 }
 
@@ -107,7 +116,7 @@ __device__ inline void mn_pivot_load(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
     for (int k = 0; k < MN_PIVOT_HALF; k++) {
 #pragma unroll
         for (int i = 0; i <= k; i += 2) {
-            const double2 pair = *(const double2 *)(from + 16 * k + i);
+            const double2 pair = *(const double2 *)(from + MN_PIVOT_PITCH * k + i);
             a[i][k] = pair.x;
             if (i < k) a[i + 1][k] = pair.y;
         }
@@ -124,35 +133,45 @@ __device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const mn_pivo
     }
 }
 
-/* S as the sum of PARTS (16, 16) squares at `sums`, 1, 2 or 4 of them, by one warp. All of it is
- * read before any is written, or each read would wait for the write in front of it. */
+/* S as the sum of PARTS at `sums`, 1, 2 or 4 of them, by one warp. Of each there are the fragments
+ * of a product that hold rows [0, 8) by columns [0, 8) and [8, 16), and rows [8, 16) by columns
+ * [8, 16). The second goes where it belongs, the upper triangles of the others below the diagonal:
+ * nobody looks at the rest. All is read before any is written, or each read would wait for the
+ * write in front of it. */
 template <int PARTS>
-__device__ inline void mn_pivot_add(mn_pivot_room &room, const double (*sums)[16][16]) {
-    const int row = (int)threadIdx.x % 32 / 8, column = 2 * ((int)threadIdx.x % 8);
-    double2 sum[4];
+__device__ inline void mn_pivot_add(mn_pivot_room &room, const double (*sums)[MN_PIVOT_SUM]) {
+    const int lane = (int)threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
+    double2 sum[3];
 #pragma unroll
-    for (int i = 0; i < 4; i++) sum[i] = mn_pivot_pair<PARTS>(&sums[0][row + 4 * i][column]);
+    for (int f = 0; f < 3; f++) sum[f] = mn_pivot_pair<PARTS>(&sums[0][64 * f + 2 * lane]);
+    *(double2 *)&room.square[row][MN_PIVOT_HALF + column] = sum[1];
 #pragma unroll
-    for (int i = 0; i < 4; i++) *(double2 *)&room.square[row + 4 * i][column] = sum[i];
+    for (int f = 0; f < 3; f += 2) {
+        double (*to)[MN_PIVOT_PITCH] = room.square + 4 * f;
+        if (row <= column) to[column][4 * f + row] = sum[f].x;
+        if (row <= column + 1) to[column + 1][4 * f + row] = sum[f].y;
+    }
     __syncwarp();
 }
 
 /* S and r2 are in the room. Leaves L^-1 in `undo`, rows of PITCH doubles, and variances and
- * 1 / sigma in the room, for after a barrier. Both halves run the same instructions. */
-template <int PITCH>
-__device__ inline void mn_pivot(mn_pivot_room &room, double (*undo)[PITCH]) {
+ * 1 / sigma in the room, for after a barrier. Both halves run the same instructions. If not
+ * CAREFUL, what it leaves is right only if it says so; then it is the same. */
+template <bool CAREFUL, int PITCH>
+__device__ inline bool mn_pivot(mn_pivot_room &room, double (*undo)[PITCH]) {
     const int lane = (int)threadIdx.x % 32, t = lane % 16;
     double a[MN_PIVOT_HALF][MN_PIVOT_HALF], x[MN_PIVOT_HALF], y[MN_PIVOT_HALF];
     mn_pivot_column(x, room, 0);
+    bool kept = true;
 #pragma unroll 1
     for (int first = 0;; first = MN_PIVOT_HALF) {
         mn_pivot_load(a, &room.square[first][first]);
-        mn_pivot_eight(a, x, room, first);
+        kept = mn_pivot_eight<CAREFUL>(a, x, room, first) && kept;
 #pragma unroll
         for (int i = 0; i < MN_PIVOT_HALF; i++) {
             if (lane >= 16) undo[first + i][t] = x[i];
         }
-        if (first > 0) return;
+        if (first > 0) return kept;
         __syncwarp();
         mn_pivot_column(y, room, MN_PIVOT_HALF);    // not before: it would not stay in registers
 #pragma unroll

@@ -12,10 +12,19 @@ __device__ static channel channel_of(const mn_walk_job &job, const mn_tile_span 
                                      int i) {
     const mn_bayes_args &p = job.p;
     channel c;
-    mn_walk_column<T>(c.la, p.la, p.call, tile, h, i);
-    mn_walk_column<T>(c.k, p.k, p.call, tile, h, i);
-    if (job.reads) mn_walk_column<T>(c.q, p.q, p.call, tile, h, i);
-    if (STEP == 2) mn_walk_column<T>(c.theta, p.theta, p.call, tile, h, i);
+    T la[MN_WALK_CHUNK], k[MN_WALK_CHUNK], q[MN_WALK_CHUNK], theta[MN_WALK_CHUNK];
+    const int most = (int)p.call.K - 1;
+    mn_walk_column_raw<T>(la, p.la, tile, h, min(i, most));
+    mn_walk_column_raw<T>(k, p.k, tile, h, min(i, most));
+    mn_walk_column_raw<T>(q, job.reads ? p.q : p.k, tile, h, min(i, most));
+    if (STEP == 2) mn_walk_column_raw<T>(theta, p.theta, tile, h, min(i, most));
+#pragma unroll
+    for (int t = 0; t < MN_WALK_CHUNK; t++) {
+        const bool there = t < tile.n_rows && i <= most;
+        c.la[t] = there ? mn_float(la[t]) : 0.0f, c.k[t] = there ? mn_float(k[t]) : 0.0f;
+        c.q[t] = there ? mn_float(q[t]) : 0.0f;
+        if (STEP == 2) c.theta[t] = there ? mn_float(theta[t]) : 0.0f;
+    }
     return c;
 }
 
@@ -91,28 +100,47 @@ __global__ void __launch_bounds__(MN_WALK_WIDEST, 2)
 prepare_kernel(const __grid_constant__ mn_walk_job job) {
     mn_let_next_begin();
     const mn_call &call = job.p.call;
-    const int64_t place = blockIdx.x, h = place % call.H;
-    const mn_tile_span tile = mn_tile_at(call, MN_WALK_CHUNK, place / call.H);
+    const unsigned heads = (unsigned)call.H;
+    const int64_t place = blockIdx.x, h = blockIdx.x % heads;
+    const mn_tile_span tile = mn_tile_at(call, MN_WALK_CHUNK, blockIdx.x / heads);
     if (tile.n_rows == 0) return;
     __shared__ float l2[MN_WALK_CHUNK];
     const int i = threadIdx.x;
-    if (tile.first == 0 && i < MN_WALK_BLOCKS) {
-        const int64_t walk = (tile.n * call.H + h) * call.G;
-        for (int64_t g = 0; g < call.G; g++) job.work.done[(walk + g) * MN_WALK_BLOCKS + i] = 0;
-    }
     if (i < MN_WALK_CHUNK) {
         const int64_t when = tile.span.t0 + tile.first + i;
         l2[i] = i < tile.n_rows ? mn_float(*mn_row<T>(job.p.l2, tile.span.b, when, h)) : 0.0f;
     }
+    const int n_noises = (int)call.G * MN_WALK_CHUNK;
+    const auto noise_at = [&](int e) {
+        const int at = min(e, n_noises - 1), t = at % MN_WALK_CHUNK;
+        const int64_t when = tile.span.t0 + tile.first + min(t, (int)tile.n_rows - 1);
+        const T *r2 = mn_row<T>(job.p.r2, tile.span.b, when, h) + at / MN_WALK_CHUNK;
+        return t < tile.n_rows ? (double)mn_float(*r2) : 1.0;
+    };
+    double noise = noise_at(i);
     const channel c = channel_of<T, STEP>(job, tile, h, i);
+    if (tile.first == 0) {
+        const int64_t walk = (tile.n * call.H + h) * call.G;
+        const int count = (int)call.G * MN_WALK_BLOCKS;
+#pragma unroll 1
+        for (int e = i; e < count; e += (int)blockDim.x) {
+            job.work.done[walk * MN_WALK_BLOCKS + e] = 0;
+        }
+    }
     double level = 0.0, most = 0.0;
 #pragma unroll
     for (int t = 0; t < MN_WALK_CHUNK; t++) {
         level += (double)c.la[t];
         most = fmax(most, fabs(level));
     }
+    for (int e = i; e < n_noises; e += (int)blockDim.x, noise = noise_at(e)) {
+        job.work.r2[place * n_noises + e] = noise;
+    }
     const bool steep = __syncthreads_or(!(fabs(level) <= 150.0 && most <= 150.0));
-    if (i == 0) job.work.steep[place] = steep;
+    if (i == 0) {
+        job.work.steep[place] = steep;
+        job.work.keys[place * mn_walk_panel(job.rows) + 2 * job.rows] = steep ? 1.0 : 0.0;
+    }
     if (i * STEP >= job.rows) return;
     if (steep) prepare_steep<STEP>(job, c, l2, place, i * STEP);
     else prepare_chunk<STEP>(job, c, l2, place, i * STEP);

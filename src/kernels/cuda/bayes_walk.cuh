@@ -46,7 +46,8 @@ enum {
 /* What the kernels leave to each other, in doubles; a chunk's place is its slot (mn_tile_slots)
  * times H plus the head. `rows` is R rounded up, with zeros beyond it. A panel is 16 tokens of so
  * many numbers, those of tokens t and t + 8 side by side, as the registers of a left factor want
- * them. Rows are as far apart as in shared memory, where lanes then meet in no bank. */
+ * them. Rows are as far apart as in shared memory, where lanes then meet in no bank; the number
+ * behind the keys' first row says whether the chunk is steep. */
 struct mn_walk_work {
     double *keys, *queries;             // (place) panels: kh, qh
     double *noised;                     // (place, rows / 32, 16, 40): n kh; if steep, A (16, rows)
@@ -55,6 +56,7 @@ struct mn_walk_work {
     double *undo;                       // (place, G, 16, 20): L^-1
     double *inverse, *variance;         // (place, G, 16): 1 / sigma, k'u
     double *spread;                     // (place, G, MN_WALK_SUMS, 16): qh'Ph qh in parts
+    double *r2;                         // (place, G, 16), 1 behind the last token
     int *steep;                         // (place)
     int *done;                          // (walk, MN_WALK_BLOCKS): chunks that the means may have
 };
@@ -99,6 +101,12 @@ __host__ __device__ constexpr int mn_walk_noised(int rows) {
 
 __device__ inline int mn_walk_noised_at(int t, int r) {
     return (r / 32 * 16 + t) * 40 + r % 32;
+}
+
+/* Whether the chunk whose keys lie at `keys` is steep, by bits: a comparison of doubles would wait
+ * for the products of all warps beside it. */
+__device__ inline bool mn_walk_is_steep(const double *keys, int rows) {
+    return __double2hiint(keys[2 * rows]) != 0;
 }
 
 /* Columns c and c + 1 of a panel as a left factor, `at` being c in row lane / 4; as a right one
@@ -224,19 +232,27 @@ struct mn_walk_frame {
     }
 };
 
-/* One channel of a chunk's tokens, zeros beyond the tile and the real channels. Loads do not wait
- * for the question whether they are wanted. */
+/* One channel of a chunk's tokens as they lie, those behind the tile being its last one. */
+template <typename T>
+__device__ inline void mn_walk_column_raw(T (&raw)[MN_WALK_CHUNK], const mn_in &view,
+                                          const mn_tile_span &tile, int64_t h, int i) {
+    const T *at = mn_row<T>(view, tile.span.b, tile.span.t0 + tile.first, h) + i;
+#pragma unroll
+    for (int t = 0; t < MN_WALK_CHUNK; t++) {
+        raw[t] = *at;
+        at += t + 1 < (int)tile.n_rows ? view.stride[1] : 0;
+    }
+}
+
+/* The same as numbers, zeros beyond the tile and the real channels. Loads do not wait for the
+ * question whether they are wanted. */
 template <typename T>
 __device__ inline void mn_walk_column(float (&x)[MN_WALK_CHUNK], const mn_in &view,
                                       const mn_call &call, const mn_tile_span &tile, int64_t h,
                                       int i) {
     const int most = (int)call.K - 1;
-    const T *at = mn_row<T>(view, tile.span.b, tile.span.t0 + tile.first, h) + min(i, most);
     T raw[MN_WALK_CHUNK];
-#pragma unroll
-    for (int t = 0; t < MN_WALK_CHUNK; t++) {
-        raw[t] = at[min(t, (int)tile.n_rows - 1) * view.stride[1]];
-    }
+    mn_walk_column_raw<T>(raw, view, tile, h, min(i, most));
 #pragma unroll
     for (int t = 0; t < MN_WALK_CHUNK; t++) {
         x[t] = t < tile.n_rows && i <= most ? mn_float(raw[t]) : 0.0f;
