@@ -44,15 +44,15 @@ typedef by_mma::block<4, 16> back_block;
 
 /* How a call is cut into blocks, and how many tokens lie between the states that are kept for going
  * back. `slices`: blocks along the columns go back one after the other, each adding to what those
- * before it have of dk and dq: the same sums. */
+ * before it have of dk and dq; `crossed`: of dv and db, too (see launched). The same sums. */
 struct cuts {
     int64_t slots, columns, span;
-    bool by_mma, slices;
+    bool by_mma, slices, crossed;
 };
 
 template <typename Block>
 static cuts cuts_into(int64_t span, bool by_mma) {
-    return { Block::SLOTS, Block::COLUMNS, span, by_mma, false };
+    return { Block::SLOTS, Block::COLUMNS, span, by_mma, false, false };
 }
 
 /* Whether a block may have so much shared memory. */
@@ -99,6 +99,8 @@ static cuts cuts_of(const mn_importance_args *p, bool backward) {
         if (backward) {
             cuts by = cuts_into<back_block>(TOKENS, true);
             by.slices = may_slice(&p->call, by);
+            by.crossed = by.slices && count_across(&p->call, by) == 2 &&
+                         mn_ceil_div(p->call.K, by.slots) == 2;
             return by;
         }
         const bool tall = p->call.K > read_block::SLOTS;
@@ -135,7 +137,7 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_importance_args *p, con
               mn_mul_i64(&blocks, groups, across);
     if (ok && groups > 1) {
         ok = mn_mul_i64(&counts[SUMS], rows, call->V) &&
-             mn_mul_i64(&counts[SUMS], counts[SUMS], groups);
+             mn_mul_i64(&counts[SUMS], counts[SUMS], by.crossed ? 1 : groups);
     }
     if (!backward || !ok) return ok;
     if (by.by_mma) {
@@ -163,7 +165,7 @@ template <typename T>
 static int sum_groups(const mn_out &first, const mn_out &second, const float *sums,
                       const mn_call *call, const cuts &by, cudaStream_t stream) {
     const int64_t groups = mn_ceil_div(call->K, by.slots);
-    if (groups == 1) return cudaSuccess;
+    if (groups == 1 || by.crossed) return cudaSuccess;
     return mn_cell_add_rows<T>(first, second, sums, groups, call, call->H, call->V, stream);
 }
 
@@ -249,13 +251,13 @@ static int back_by_mma(const mn_importance_args *p, const room &to, const cuts &
                                    stream, *p, gates, to.at[STATES]);
     }
     const dim3 blocks = blocks_of(&p->call, by);
-    int slice = by.slices ? 0 : -1;
+    by_mma::launched now = { by.slices ? 0 : by_mma::launched::ALL, by.crossed };
     do {
         if (code != cudaSuccess) return code;
         code = launch<by_mma::backward_room<back_block>, back_block>(
-            by_mma::backward_kernel<back_block>, p, by, stream, gates, to, slice);
-        slice++;
-    } while (by.slices && slice < (int)blocks.x);
+            by_mma::backward_kernel<back_block>, p, by, stream, gates, to, now);
+        now.slice++;
+    } while (by.slices && now.slice < (int)blocks.x);
     const int64_t items = mn_n_spans(p->call) * p->call.H;
     if (code != cudaSuccess || items == 0) return code;
     by_mma::walk_gates_kernel<back_block><<<(unsigned)items, by_mma::WALKERS, 0, stream>>>(

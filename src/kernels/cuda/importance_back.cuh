@@ -89,14 +89,27 @@ struct parts_of {
     }
 };
 
+/* Which blocks go in a launch: all (ALL), those of columns `slice`, or, where there are two along
+ * the columns and two along the slots (CROSSED), one of each, then the other two. */
+struct launched {
+    enum { ALL = -1 };
+    int slice;
+    bool crossed;
+
+    __device__ bool mine() const {
+        return slice == ALL || (int)(crossed ? blockIdx.x ^ blockIdx.z : blockIdx.x) == slice;
+    }
+};
+
 /* Where a block's gradients go: dk and dq as parts, dv and db too where blocks share the slots.
  *
- * Where the columns are slices that go one after the other, there is one part of dk and dq, the sum
- * of the slices so far, and the last one puts the gradients. */
+ * Where blocks go one after the other, there is one part of dk and dq, the sum of those so far, and
+ * the last one puts the gradients; if crossed, one of dv and db, too. */
 struct targets {
     target<float> dk_part, dq_part, dv_part, db_part;
     target<mn_bf16> dk, dq, dv, db;
-    bool adds, ends;     // to the slices before it; is the last one
+    bool adds, ends;                // keys: to the blocks before it; is the last one
+    bool adds_lines, ends_lines;    // dv and db
     float2 *gates;       // of the sequence's first token
     float *along;        // of its first tile
     unsigned tokens_apart, tiles_apart;
@@ -104,34 +117,34 @@ struct targets {
 
     /* By the first thread. */
     template <typename Block>
-    __device__ void open(const mn_importance_args &p, const room &to, const place &at, int slice,
+    __device__ void open(const mn_importance_args &p, const room &to, const place &at, launched now,
                          int64_t n_rows) {
         const int64_t K = p.call.K, V = p.call.V, H = p.call.H, token = at.span.t0;
         const int64_t row = (at.span.b * p.call.T + token) * H + at.h;
-        float *keys = to.at[KEY_PARTS] + ((slice < 0 ? blockIdx.x * n_rows : 0) + row) * 2 * K;
-        float *lines = to.at[SUMS] + (blockIdx.z * n_rows + row) * 2 * V;
+        const int64_t key_part = now.slice == launched::ALL ? blockIdx.x : 0;
+        const int64_t line_part = now.crossed ? 0 : blockIdx.z;
+        float *keys = to.at[KEY_PARTS] + (key_part * n_rows + row) * 2 * K;
+        float *lines = to.at[SUMS] + (line_part * n_rows + row) * 2 * V;
         if (threadIdx.x != 0) return;
         const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
                                     blockIdx.z * gridDim.x + blockIdx.x);
         gates = parts.gates, tokens_apart = (unsigned)H;
         along = parts.along, tiles_apart = (unsigned)parts.tiles_apart;
         scale = (float)p.scale, ip = at.ip;
-        adds = slice > 0, ends = slice == (int)gridDim.x - 1;
+        adds = now.slice > 0, ends = now.slice == (int)gridDim.x - 1;
+        adds_lines = now.crossed && adds, ends_lines = gridDim.z == 1 || (now.crossed && ends);
         dk_part.open(keys, Block::slot0(), K, H * 2 * K);
         dq_part.open(keys + K, Block::slot0(), K, H * 2 * K);
         dk.open(mn_row<mn_bf16>(p.grad.k, at.span.b, token, at.h), Block::slot0(), K,
                 p.grad.k.stride[1]);
         dq.open(mn_row<mn_bf16>(p.grad.q, at.span.b, token, at.h), Block::slot0(), K,
                 p.grad.q.stride[1]);
-        if (gridDim.z > 1) {
-            dv_part.open(lines, Block::column0(), V, H * 2 * V);
-            db_part.open(lines + V, Block::column0(), V, H * 2 * V);
-        } else {
-            dv.open(mn_row<mn_bf16>(p.grad.v, at.span.b, token, at.h), Block::column0(), V,
-                    p.grad.v.stride[1]);
-            db.open(mn_row<mn_bf16>(p.grad.b, at.span.b, token, at.h), Block::column0(), V,
-                    p.grad.b.stride[1]);
-        }
+        dv_part.open(lines, Block::column0(), V, H * 2 * V);
+        db_part.open(lines + V, Block::column0(), V, H * 2 * V);
+        dv.open(mn_row<mn_bf16>(p.grad.v, at.span.b, token, at.h), Block::column0(), V,
+                p.grad.v.stride[1]);
+        db.open(mn_row<mn_bf16>(p.grad.b, at.span.b, token, at.h), Block::column0(), V,
+                p.grad.b.stride[1]);
     }
 };
 
@@ -428,12 +441,12 @@ struct token_sums {
             to.dk_part.put(dk, token);
             to.dq_part.put(dq, token);
         }
-        if (gridDim.z > 1) {
-            to.dv_part.put(dv, token);
-            to.db_part.put(db, token);
-        } else {
+        if (to.ends_lines) {
             to.dv.put(dv, token);
             to.db.put(db, token);
+        } else {
+            to.dv_part.put(dv, token);
+            to.db_part.put(db, token);
         }
     }
 };
@@ -446,10 +459,15 @@ __device__ __forceinline__ void put_tile(backward_room<Block> &r,
     static_assert(Block::WARPS == TOKENS, "a warp for each token");
     const int row = thread_again() / 32;
     token_sums<Block> sums;
-    float dk[sums.SLOTS] = {}, dq[sums.SLOTS] = {};    // of the slices before
+    float dk[sums.SLOTS] = {}, dq[sums.SLOTS] = {};    // of the blocks before
+    float dv[sums.COLUMNS] = {}, db[sums.COLUMNS] = {};
     if (r.to.adds && row < n_rows) {
         r.to.dk_part.get(dk, first + row);
         r.to.dq_part.get(dq, first + row);
+    }
+    if (r.to.adds_lines && row < n_rows) {
+        r.to.dv_part.get(dv, first + row);
+        r.to.db_part.get(db, first + row);
     }
     sums.add(r.chunk[row / HALF], came, row, r.to.scale);
     float both[2] = { sums.fall, sums.spread };    // lanes of the lower half, and of the upper one
@@ -461,6 +479,13 @@ __device__ __forceinline__ void put_tile(backward_room<Block> &r,
     for (int i = 0; i < sums.SLOTS; i++) {
         sums.dk[i] = 0.0f + dk[i] + sums.dk[i];
         sums.dq[i] = 0.0f + dq[i] + sums.dq[i];
+    }
+    if (r.to.adds_lines) {
+#pragma unroll
+        for (int i = 0; i < sums.COLUMNS; i++) {
+            sums.dv[i] = 0.0f + dv[i] + sums.dv[i];
+            sums.db[i] = 0.0f + db[i] + sums.db[i];
+        }
     }
     if (threadIdx.x % 16 == 0) {
         float2 *to = r.to.gates + (uint64_t)(unsigned)(first + row) * r.to.tokens_apart;
@@ -578,13 +603,12 @@ __device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, i
     put_along(r.to, adj, c, tile);
 }
 
-/* slice: which block along the columns goes now, or all at once (-1). */
 template <typename Block>
 __global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
 backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, room to,
-                int slice, int64_t n_rows) {
+                launched now, int64_t n_rows) {
     typedef fetcher<Block, BACKWARD_PASS> next;
-    if (slice >= 0 && blockIdx.x != slice) return;
+    if (!now.mine()) return;
     extern __shared__ float4 shared[];
     backward_room<Block> &r = *(backward_room<Block> *)shared;
     int phase = 0;    // of r.added
@@ -600,7 +624,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
             r.from.states = to.at[STATES] + state_at<Block>(slot * p.call.H + at.h);
             r.from.between = (unsigned)(p.call.H * gridDim.x * gridDim.z);
         }
-        r.to.template open<Block>(p, to, at, slice, n_rows);
+        r.to.template open<Block>(p, to, at, now, n_rows);
         __syncthreads();
         next::share(r.from, r.came[0]);
         cells adj;

@@ -459,7 +459,7 @@ struct alignas(16) stream {
 
 /* PIECE numbers that a thread brings for each tile: those of the first tile, and where they go. */
 struct alignas(16) piece {
-    enum { NONE = 255, APART = 128 };    // rows: nothing to bring; more than those copied at once
+    enum { APART = 128 };    // more than rows that are copied at once
 
     const mn_bf16 *first;
     unsigned short to, column;    // in bytes; in numbers
@@ -467,11 +467,11 @@ struct alignas(16) piece {
 };
 
 /* Where tiles come from, in shared memory: threads have no registers to spare for it. */
-template <int KINDS, int EACH, int THREADS>
+template <int KINDS, int PIECES>
 struct sources {
     stream of[KINDS];
     unsigned apart[KINDS];    // tiles of it, where pieces are copied at once
-    piece pieces[EACH][THREADS];
+    piece pieces[PIECES];
     const gates *decays;    // of the sequence's first tile
     const float *states;    // in front of it, of the block's first thread
     unsigned heads, between;    // between tiles of gates, and of states (states of blocks)
@@ -488,7 +488,7 @@ struct fetcher {
     static constexpr int PIECES = SLOT_KINDS * SLOT_PIECES + COLUMN_KINDS * COLUMN_PIECES;
     static constexpr int EACH = (PIECES + Block::THREADS - 1) / Block::THREADS;
     typedef arrivals<Block, PASS> rooms;
-    typedef importance::by_mma::sources<SLOT_KINDS + COLUMN_KINDS, EACH, Block::THREADS> sources;
+    typedef importance::by_mma::sources<SLOT_KINDS + COLUMN_KINDS, PIECES> sources;
 
     /* By the first thread; the others see it behind the next barrier. */
     __device__ static void open(sources &from, const mn_importance_args &p, const place &at,
@@ -512,9 +512,8 @@ struct fetcher {
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
             int i = n * Block::THREADS + threadIdx.x;
-            piece &own = from.pieces[n][threadIdx.x];
-            own.row = piece::NONE;
-            if (i >= PIECES) continue;
+            if ((n + 1) * Block::THREADS > PIECES && i >= PIECES) continue;
+            piece &own = from.pieces[i];
             const bool slots = i < SLOT_KINDS * SLOT_PIECES;
             if (!slots) i -= SLOT_KINDS * SLOT_PIECES;
             const int pieces = slots ? SLOT_PIECES : COLUMN_PIECES, across = pieces / TOKENS;
@@ -543,11 +542,13 @@ struct fetcher {
         }
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
-            const piece own = from.pieces[n][thread];
+            const unsigned i = n * Block::THREADS + thread;
+            if ((n + 1) * Block::THREADS > PIECES && i >= PIECES) continue;
+            const piece own = from.pieces[i];
             char *room = (char *)&to + own.to;
             if (own.row < n_rows) {
                 copy_sixteen(room, own.first + (uint64_t)(unsigned)index * from.apart[own.kind]);
-            } else if (own.row != piece::NONE) {
+            } else {
                 const int row = own.row % piece::APART;
                 from.of[own.kind].put((mn_bf16 *)room, t0 + row, row < n_rows, own.column);
             }
