@@ -254,8 +254,10 @@ static int back_by_mma(const mn_importance_args *p, const room &to, const cuts &
     by_mma::launched now = { by.slices ? 0 : by_mma::launched::ALL, by.crossed };
     do {
         if (code != cudaSuccess) return code;
-        code = launch<by_mma::backward_room<back_block>, back_block>(
-            by_mma::backward_kernel<back_block>, p, by, stream, gates, to, now);
+        code = mn_launch_with_room(by_mma::backward_kernel<back_block>, blocks,
+                                   back_block::THREADS + by_mma::helpers<back_block>::THREADS,
+                                   sizeof(by_mma::backward_room<back_block>), stream, *p, gates, to,
+                                   now, mn_cell_rows_of(&p->call) * p->call.H);
         now.slice++;
     } while (by.slices && now.slice < (int)blocks.x);
     const int64_t items = mn_n_spans(p->call) * p->call.H;

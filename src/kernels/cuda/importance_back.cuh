@@ -1,5 +1,9 @@
 /* importance_back.cuh - Palimpsa in bf16 backward, on tensor cores (see importance_mma.cuh).
  *
+ * Sixteen warps of a block walk through the tokens and tell each other of a chunk; in the middle of
+ * the next one they add that up. Four others help them: they bring tiles and make their factors. So
+ * nothing waits for the whole block.
+ *
  * With D and C the adjoints of M and I times A,
  *
  *   pull_s = scale q do' / I'_s
@@ -25,12 +29,13 @@
 
 namespace importance::by_mma {
 
-/* Rows of parts or gradients of a head's tokens, from the block's first slot or column on. */
+/* Rows of parts or gradients of a head's tokens, from the block's first slot or column on; `i`: the
+ * first of four neighbours. */
 template <typename T>
 struct alignas(16) target {
     T *first;          // at the sequence's first token; nullptr: not wanted
     unsigned apart;    // its tokens, where packs are stored
-    int packed;        // how many numbers may be stored as packs of two
+    int packed;        // how many numbers may be read or stored as packs of four
     int left;          // how many there are
     int64_t stride;    // its tokens
 
@@ -38,32 +43,34 @@ struct alignas(16) target {
         first = row ? row + base : nullptr;
         apart = (unsigned)between, stride = between;
         left = row ? (int)min(count - base, (int64_t)1 << 30) : 0;
-        const bool even = ((uintptr_t)first | (uintptr_t)(between * (int64_t)sizeof(T))) %
-                              (2 * sizeof(T)) == 0;
-        packed = even && between == apart ? left & ~1 : 0;
+        const bool packs = ((uintptr_t)first | (uintptr_t)(between * (int64_t)sizeof(T))) %
+                               (4 * sizeof(T)) == 0;
+        packed = packs && between == apart ? left & ~3 : 0;
     }
 
-    /* A lane's neighbours at token t; zeros where there are none. */
-    template <int EACH>
-    __device__ __forceinline__ void get(float (&x)[EACH], unsigned t) const {
-        const int i = thread_again() % 32 * EACH;
-#pragma unroll
-        for (int n = 0; n < EACH; n++) {
-            x[n] = i + n < left ? mn_float(first[t * stride + i + n]) : 0.0f;
-        }
-    }
-
-    /* The same, of those that there are. */
-    template <int EACH>
-    __device__ __forceinline__ void put(const float (&x)[EACH], unsigned t) const {
-        static_assert(EACH <= 2, "one pack");
-        const int i = thread_again() % 32 * EACH;
-        if (EACH == 2 && i < packed) {
-            mn_store<EACH>(first + (uint64_t)t * apart + i, 0, x);
+    /* Token t's; zeros where there are none. */
+    __device__ __forceinline__ void get(float (&x)[4], unsigned t, int i) const {
+        if (i < packed) {
+            mn_cell_read(x, first + (uint64_t)t * apart + i);
             return;
         }
 #pragma unroll
-        for (int n = 0; n < EACH; n++) {
+        for (int n = 0; n < 4; n++) x[n] = i + n < left ? first[t * stride + i + n] : 0.0f;
+    }
+
+    /* Soon to be asked for. */
+    __device__ __forceinline__ void expect(unsigned t, int i) const {
+        if (i < left) asm volatile("prefetch.global.L2 [%0];" ::"l"(first + t * stride + i));
+    }
+
+    /* Those of them that there are. */
+    __device__ __forceinline__ void put(const float (&x)[4], unsigned t, int i) const {
+        if (i < packed) {
+            mn_store<4>(first + (uint64_t)t * apart + i, 0, x);
+            return;
+        }
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
             if (i + n < left) mn_put(first + t * stride + i + n, x[n]);
         }
     }
@@ -106,8 +113,8 @@ struct launched {
  * Where blocks go one after the other, there is one part of dk and dq, the sum of those so far, and
  * the last one puts the gradients; if crossed, one of dv and db, too. */
 struct targets {
-    target<float> dk_part, dq_part, dv_part, db_part;
-    target<mn_bf16> dk, dq, dv, db;
+    target<float> key_parts[2], line_parts[2];    // of dq and dk; of dv and db
+    target<mn_bf16> keys[2], lines[2];
     bool adds, ends;                // keys: to the blocks before it; is the last one
     bool adds_lines, ends_lines;    // dv and db
     float2 *gates;       // of the sequence's first token
@@ -115,7 +122,7 @@ struct targets {
     unsigned tokens_apart, tiles_apart;
     float scale, ip;     // scale: of dq
 
-    /* By the first thread. */
+    /* By the helpers' first thread. */
     template <typename Block>
     __device__ void open(const mn_importance_args &p, const room &to, const place &at, launched now,
                          int64_t n_rows) {
@@ -123,9 +130,11 @@ struct targets {
         const int64_t row = (at.span.b * p.call.T + token) * H + at.h;
         const int64_t key_part = now.slice == launched::ALL ? blockIdx.x : 0;
         const int64_t line_part = now.crossed ? 0 : blockIdx.z;
-        float *keys = to.at[KEY_PARTS] + (key_part * n_rows + row) * 2 * K;
-        float *lines = to.at[SUMS] + (line_part * n_rows + row) * 2 * V;
-        if (threadIdx.x != 0) return;
+        float *key = to.at[KEY_PARTS] + (key_part * n_rows + row) * 2 * K;
+        float *line = to.at[SUMS] + (line_part * n_rows + row) * 2 * V;
+        const mn_out *of_keys[2] = { &p.grad.q, &p.grad.k };
+        const mn_out *of_lines[2] = { &p.grad.v, &p.grad.b };
+        if (helpers<Block>::own() != 0) return;
         const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
                                     blockIdx.z * gridDim.x + blockIdx.x);
         gates = parts.gates, tokens_apart = (unsigned)H;
@@ -133,18 +142,14 @@ struct targets {
         scale = (float)p.scale, ip = at.ip;
         adds = now.slice > 0, ends = now.slice == (int)gridDim.x - 1;
         adds_lines = now.crossed && adds, ends_lines = gridDim.z == 1 || (now.crossed && ends);
-        dk_part.open(keys, Block::slot0(), K, H * 2 * K);
-        dq_part.open(keys + K, Block::slot0(), K, H * 2 * K);
-        dk.open(mn_row<mn_bf16>(p.grad.k, at.span.b, token, at.h), Block::slot0(), K,
-                p.grad.k.stride[1]);
-        dq.open(mn_row<mn_bf16>(p.grad.q, at.span.b, token, at.h), Block::slot0(), K,
-                p.grad.q.stride[1]);
-        dv_part.open(lines, Block::column0(), V, H * 2 * V);
-        db_part.open(lines + V, Block::column0(), V, H * 2 * V);
-        dv.open(mn_row<mn_bf16>(p.grad.v, at.span.b, token, at.h), Block::column0(), V,
-                p.grad.v.stride[1]);
-        db.open(mn_row<mn_bf16>(p.grad.b, at.span.b, token, at.h), Block::column0(), V,
-                p.grad.b.stride[1]);
+        for (int i = 0; i < 2; i++) {
+            key_parts[i].open(key + (1 - i) * K, Block::slot0(), K, H * 2 * K);    // dk comes first
+            line_parts[i].open(line + i * V, Block::column0(), V, H * 2 * V);
+            keys[i].open(mn_row<mn_bf16>(*of_keys[i], at.span.b, token, at.h), Block::slot0(), K,
+                         of_keys[i]->stride[1]);
+            lines[i].open(mn_row<mn_bf16>(*of_lines[i], at.span.b, token, at.h), Block::column0(),
+                          V, of_lines[i]->stride[1]);
+        }
     }
 };
 
@@ -158,39 +163,47 @@ struct alignas(16) chunk_room {
     float spread[Block::WARPS][HALF / 4][32];
 };
 
-/* Tile i, what has come for it and i - 1, and what warps told of it, or still of i + 1: that is
- * added up at the beginning of tile i, and `added` counts the threads that have. */
+/* The lane's share of a product with ones: depths 2 c and 2 c + 1 of column g. */
+__device__ __forceinline__ unsigned identity() {
+    if (row_lane() / 2 != column_lane()) return 0;
+    return row_lane() % 2 ? 0x3f800000u : 0x00003f80u;
+}
+
+/* Tiles take turns: a tile's factors in two rooms, what came for it in three, as it is still asked
+ * for when its sums are put. A tile is `ready` (its room) to be walked, and `left` when they are; a
+ * chunk is `told` by all warps, then `heard` by half of them, twice a tile. */
 template <typename Block>
 struct backward_room {
-    tile<Block, BACKWARD_PASS> in;
-    arrivals<Block, BACKWARD_PASS> came[2];
-    float4 states[2][SETS][Block::THREADS];     // in front of them
-    chunk_room<Block> chunk[2];
+    tile<Block, BACKWARD_PASS> in[2];
+    arrivals<Block, BACKWARD_PASS> came[3];
+    float4 states[2][SETS][Block::THREADS];    // in front of the tile and the next one
+    chunk_room<Block> chunk;
     float team[32];
-    uint2 ones[32];    // a lane's identity() twice, in two registers
-    typename fetcher<Block, BACKWARD_PASS>::sources from;
+    unsigned ones[32];    // a lane's identity()
+    typename fetcher<Block, BACKWARD_PASS, helpers<Block>>::sources from;
     targets to;
-    uint64_t added;
+    uint64_t ready[2], left, told, heard;
+
+    /* By the first threads. */
+    __device__ void open() {
+        in[0].open();
+        in[1].open();
+        if (threadIdx.x < 32) ones[threadIdx.x] = identity();
+        if (threadIdx.x != 0) return;
+        mn_barrier_open(&ready[0], helpers<Block>::THREADS);
+        mn_barrier_open(&ready[1], helpers<Block>::THREADS);
+        mn_barrier_open(&told, Block::THREADS);
+        mn_barrier_open(&heard, Block::THREADS / 2);
+        mn_barrier_open(&left, Block::THREADS / 2);
+    }
 };
 
-/* ---- a barrier that warps pass before others have come --------------------------------------- */
-
-__device__ __forceinline__ unsigned shared_at(const void *at) {
-    return (unsigned)__cvta_generic_to_shared(at);
+/* Until all of `threads` have come to barrier `id`, which is not that of the whole block. */
+__device__ __forceinline__ void meet(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/* Until all threads have arrived (each does, so that tools see what is ordered), for the phase'th
- * time (0, 1, 0, ...); on machines before 9.0, too, which mn_barrier_wait does not serve. */
-__device__ __forceinline__ void wait_at(uint64_t *barrier, int phase) {
-    const unsigned at = shared_at(barrier);
-    unsigned done;
-    do {
-        asm volatile("{\n\t.reg .pred done;\n\t"
-                     "mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n\t"
-                     "selp.u32 %0, 1, 0, done;\n\t}"
-                     : "=r"(done) : "r"(at), "r"(phase) : "memory");
-    } while (!done);
-}
+enum { ALL_MEET = 1, HELPERS_MEET, WALKERS_MEET };
 
 /* ---- chunks ---------------------------------------------------------------------------------- */
 
@@ -226,9 +239,10 @@ struct chunk_sums {
     /* k, before it is waited for; `first`: token, `slot`: of the warp. */
     template <typename Keys>
     __device__ __forceinline__ void fetch(const Keys &keys, int slot, int first) {
+        const unsigned lane = thread_again() % 32, own = lane / 8 * 4 + lane / 4 % 2;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            k[i] = keys.at[first + 2 * column_lane() + i % 2][slot + neighbour(i / 2)];
+            k[i] = keys.at[first + lane % 4 * 2 + i % 2][slot + own + 2 * (i / 2)];
         }
     }
 
@@ -246,17 +260,16 @@ struct chunk_sums {
     }
 };
 
-/* X and Y of two tokens: of tile n of a product, the lower and upper half of the first token and
- * those of the second are a factor whose depth is columns of both. */
-struct token_pair {
-    unsigned X[2][4], Y[2][4];
+/* X and Y of a token, number t of its chunk: factors whose depth is columns. */
+struct token_pull {
+    unsigned X[4], Y[4];
 
-    /* Token i, number t of its chunk, whose state is `c`; of the products of its means with do of
-     * all tokens, its own is dq. Returns the sum of pull mu. */
-    __device__ __forceinline__ float read(chunk_sums &sums, int i, int t, const cells &c,
+    /* From the state behind it, `c`; of the products of its means with do of all tokens, its own
+     * is dq. Returns the sum of pull mu. */
+    __device__ __forceinline__ float read(chunk_sums &sums, int t, const cells &c,
                                           const float (&reads)[2][4], uint2 cot) {
         float pull[2][4], mu[2][4], sum = 0.0f;
-        unsigned pulls[4], means[4];
+        unsigned means[4];
 #pragma unroll
         for (int n = 0; n < 8; n++) {
             const float over = mn_inverse(c.I[n / 4][n % 4]);
@@ -264,44 +277,32 @@ struct token_pair {
             mu[n / 4][n % 4] = c.M[n / 4][n % 4] * over;
             sum = fmaf(pull[n / 4][n % 4], mu[n / 4][n % 4], sum);
         }
-        factor_of(pulls, pull[0], pull[1]);
+        factor_of(X, pull[0], pull[1]);
         factor_of(means, mu[0], mu[1]);
 #pragma unroll
-        for (int n = 0; n < 4; n++) {
-            X[n / 2][2 * i + n % 2] = pulls[n];
-            Y[n / 2][2 * i + n % 2] = pair_times(pulls[n], means[n]);
-        }
+        for (int n = 0; n < 4; n++) Y[n] = pair_times(X[n], means[n]);
         put_column(sums.dq, means, cot, t);
         return sum;
     }
 
-    /* To those tokens whose factors f[i] are not zero. Products onto one sum, which wait for each
-     * other, have others between them. */
-    __device__ __forceinline__ void put(chunk_sums &sums, const chunk_factors (&f)[2]) const {
-        add_product(sums.value, X[0], make_uint2(f[0].v.x, f[1].v.x));
-        add_product(sums.write, Y[0], make_uint2(f[0].b.x, f[1].b.x));
+    /* To the adjoints in front of the chunk. */
+    __device__ __forceinline__ void put(cells &adj, unsigned ones) const {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const unsigned x[4] = { turned(X[0][2 * i]), turned(X[1][2 * i]),
-                                    turned(X[0][2 * i + 1]), turned(X[1][2 * i + 1]) };
-            const unsigned y[4] = { turned(Y[0][2 * i]), turned(Y[1][2 * i]),
-                                    turned(Y[0][2 * i + 1]), turned(Y[1][2 * i + 1]) };
-            add_product(sums.dv, x, f[i].k);
-            add_product(sums.db, y, f[i].square);
-            if (i == 0) {
-                add_product(sums.value, X[1], make_uint2(f[0].v.y, f[1].v.y));
-                add_product(sums.write, Y[1], make_uint2(f[0].b.y, f[1].b.y));
-            }
+        for (int n = 0; n < 2; n++) {
+            add_shallow(adj.M[n], make_uint2(X[2 * n], X[2 * n + 1]), ones);
+            add_shallow(adj.I[n], make_uint2(Y[2 * n], Y[2 * n + 1]), ones);
         }
     }
 
-    /* To the adjoints in front of the chunk. */
-    __device__ __forceinline__ void put(cells &adj, uint2 ones) const {
-#pragma unroll
-        for (int n = 0; n < 2; n++) {
-            add_product(adj.M[n], X[n], ones);
-            add_product(adj.I[n], Y[n], ones);
-        }
+    /* To those tokens whose factors are not zero. */
+    __device__ __forceinline__ void put(chunk_sums &sums, const chunk_factors &f) const {
+        unsigned other[4];
+        add_product(sums.value, X, f.v);
+        add_product(sums.write, Y, f.b);
+        turn(other, X);
+        add_product(sums.dv, other, f.k);
+        turn(other, Y);
+        add_product(sums.db, other, f.square);
     }
 };
 
@@ -311,18 +312,14 @@ __device__ __forceinline__ unsigned twice_exp(float x) {
     return pair_of(y, y);
 }
 
-/* The lane's share of a product with ones: depths 2 c and 2 c + 1 of column g. */
-__device__ __forceinline__ unsigned identity() {
-    if (row_lane() / 2 != column_lane()) return 0;
-    return row_lane() % 2 ? 0x3f800000u : 0x00003f80u;
-}
-
 /* Tokens first .. first + HALF: their share of all gradients, and the adjoints in front of them
- * from those behind them. `adj` has D and -C, `c` the state in front; `one`: ones of a product. */
-template <typename Block, bool HEADS>
+ * from those behind them. `adj` has D and -C, `c` the state in front; `one`: ones of a product;
+ * midway(): what is done between two of them. */
+template <typename Block, bool HEADS, typename Midway>
 __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &c,
                                            const arrivals<Block, BACKWARD_PASS> &came, int first,
-                                           uint2 one, const walk<Block, BACKWARD_PASS> &along) {
+                                           unsigned one, const walk<Block, BACKWARD_PASS> &along,
+                                           const Midway &midway) {
     const float *base = came.g.base;
     const unsigned warp = thread_again() / 32;
     const int slot = warp % Block::GROUPS * GROUP + 4 * column_lane();
@@ -337,40 +334,32 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
     sums.clear();
     sums.add(adj, HEADS ? all.times(twice_exp(behind - base[own])) : all);
     if (HEADS) adj.times(expf(behind - before));
-    float spread[2];
+    float sum[4];    // of pull mu, then of two tokens, lanes taking turns
 #pragma unroll
-    for (int t = 0; t < HALF; t += 2) {
-        if (t + 2 == HALF) sums.fetch(came.slots[0], slot - 4 * column_lane(), first);
-        uint2 ones = one;
-        chunk_factors f[2];
-        token_pair two;
-        float sum[2];
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int s = t + i, at = first + s;
-            float reads[2][4];
-            along.template advance<HEADS>(c, at);
-            along.pull(reads, at);
-            sum[i] = two.read(sums, i, t + i, c, reads, cot);
+    for (int t = 0; t < HALF; t++) {
+        if (t == HALF / 2) midway();
+        if (t + 1 == HALF) sums.fetch(came.slots[0], slot - 4 * column_lane(), first);
+        unsigned ones = one;
+        token_pull now;
+        float reads[2][4];
+        along.template advance<HEADS>(c, first + t);
+        along.pull(reads, first + t);
+        sum[t % 4] = now.read(sums, t, c, reads, cot);
+        if (t % 2 == 1) {
+            float two[2] = { sum[t % 4 - 1], sum[t % 4] };
+            mn_cell_halve<1>(two, 1);
+            sum[t % 4 / 2] = two[0];
         }
-        mn_cell_halve<1>(sum, 1);
-        spread[t / 2 % 2] = sum[0];
-        if (t % 4 == 2) {
-            mn_cell_halve<1>(spread, 2);
-            sums.spread[t / 4] = spread[0];
+        if (t % 4 == 3) {
+            float two[2] = { sum[0], sum[1] };
+            mn_cell_halve<1>(two, 2);
+            sums.spread[t / 4] = two[0];
         }
-        if (HEADS) {
-            ones.x = pair_times(ones.x, twice_exp(base[first + t] - before));
-            ones.y = pair_times(ones.y, twice_exp(base[first + t + 1] - before));
-        }
-        two.put(adj, ones);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int s = t + i, at = first + s;
-            f[i] = all.where(row_lane() <= s);
-            if (HEADS) f[i] = f[i].times(row_lane() <= s ? twice_exp(base[at] - base[own]) : 0);
-        }
-        two.put(sums, f);
+        if (HEADS) ones = pair_times(ones, twice_exp(base[first + t] - before));
+        now.put(adj, ones);
+        chunk_factors f = all.where(row_lane() <= t);
+        if (HEADS) f = f.times(row_lane() <= t ? twice_exp(base[first + t] - base[own]) : 0);
+        now.put(sums, f);
     }
 }
 
@@ -394,104 +383,122 @@ __device__ __forceinline__ void put_sums(chunk_room<Block> &r, const chunk_sums 
     for (int i = 0; i < HALF / 4; i++) r.spread[thread / 32][i][lane] = sums.spread[i];
 }
 
-/* A lane's share of the gradients of one of its warp's tokens. */
+/* What a warp makes of a token from all warps' sums: half of the lanes have dq or dv, the others dk
+ * or db. `row`: of its tile, `token`: of the sequence. */
 template <typename Block>
 struct token_sums {
-    static constexpr int SLOTS = Block::SLOTS / 32, COLUMNS = Block::COLUMNS / 32;
-    float dk[SLOTS], dq[SLOTS], dv[COLUMNS], db[COLUMNS], fall, spread;
+    static_assert(Block::SLOTS == 64 && Block::COLUMNS == 64, "four for each of 16 lanes");
 
-    /* From all warps' sums; `row`: of its tile. */
-    __device__ __forceinline__ void add(const chunk_room<Block> &r,
-                                        const arrivals<Block, BACKWARD_PASS> &came, int row,
-                                        float scale) {
-        const int t = row % HALF, lane = threadIdx.x % 32, flip = t / 2 & 2;
-        const int slot = lane * SLOTS ^ flip, column = lane * COLUMNS;
-        const float over = came.g.over[row];
-        *this = {};
-#pragma unroll
-        for (int warp = 0; warp < Block::ACROSS; warp++) {
-            mn_cell_add(dq, &r.keys[warp][0][t][slot]);
-            mn_cell_add(dk, &r.keys[warp][1][t][slot]);
-        }
-#pragma unroll
-        for (int group = 0; group < Block::GROUPS; group++) {
-            mn_cell_add(dv, &r.lines[group][0][t][column ^ flip]);
-            mn_cell_add(db, &r.lines[group][1][t][column ^ flip]);
-        }
-#pragma unroll
-        for (int warp = 0; warp < Block::WARPS; warp += 4) {    // eight lanes of each have it
-            spread += r.spread[warp + lane / 8][t / 4][lane % 8 * 4 + t % 4];
-        }
-#pragma unroll
-        for (int i = 0; i < SLOTS; i++) dk[i] *= over, dq[i] *= scale;
-#pragma unroll
-        for (int i = 0; i < COLUMNS; i++) {
-            dv[i] *= over, db[i] *= -over;
-            fall = fmaf(mn_float(came.columns[0].at[row][column + i]), dv[i], fall);
-            fall = fmaf(mn_float(came.columns[1].at[row][column + i]), db[i], fall);
-        }
-        spread *= over;
+    __device__ __forceinline__ static int kind() {
+        return (int)thread_again() % 32 / 16;
     }
 
-    __device__ __forceinline__ void put(const targets &to, unsigned token) const {
-        if (to.ends) {
-            to.dk.put(dk, token);
-            to.dq.put(dq, token);
-        } else {
-            to.dk_part.put(dk, token);
-            to.dq_part.put(dq, token);
+    __device__ __forceinline__ static int first() {
+        return (int)thread_again() % 16 * 4;
+    }
+
+    /* Asks for what the blocks before have of it. */
+    __device__ __forceinline__ static void expect(const targets &to, unsigned token) {
+        if (to.adds) to.key_parts[kind()].expect(token, first());
+        if (to.adds_lines) to.line_parts[kind()].expect(token, first());
+    }
+
+    /* Sums over the parts of one kind at token t of the chunk, of four neighbours. */
+    template <int PARTS, int PITCH>
+    __device__ __forceinline__ static void add(float (&x)[4],
+                                               const float (&parts)[PARTS][2][HALF][PITCH], int t) {
+        const float *from = &parts[0][kind()][t][first()];
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) mn_cell_add(x, from + part * 2 * HALF * PITCH);
+        if (t < HALF / 2) return;
+        const float low[2] = { x[0], x[1] };    // as put_sums has turned them
+        x[0] = x[2], x[1] = x[3], x[2] = low[0], x[3] = low[1];
+    }
+
+    /* dq or dk. */
+    __device__ __forceinline__ static void put_keys(const backward_room<Block> &r, float over,
+                                                    int row, unsigned token) {
+        const target<float> &part = r.to.key_parts[kind()];
+        float x[4] = {}, before[4] = {};
+        if (r.to.adds) part.get(before, token, first());
+        add(x, r.chunk.keys, row % HALF);
+        const float by = kind() == 0 ? r.to.scale : over;
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] = 0.0f + before[i] + x[i] * by;
+        if (r.to.ends) r.to.keys[kind()].put(x, token, first());
+        else part.put(x, token, first());
+    }
+
+    /* dv or db; returns this lane's part of v'dv + b'db. */
+    __device__ __forceinline__ static float put_lines(const backward_room<Block> &r,
+                                                      const arrivals<Block, BACKWARD_PASS> &came,
+                                                      float over, int row, unsigned token) {
+        const target<float> &part = r.to.line_parts[kind()];
+        float x[4] = {}, before[4] = {}, fall = 0.0f;
+        if (r.to.adds_lines) part.get(before, token, first());
+        add(x, r.chunk.lines, row % HALF);
+        const uint2 own = came.columns[kind()].get(row, first());
+        const float given[4] = { first_of(own.x), second_of(own.x), first_of(own.y),
+                                 second_of(own.y) };
+        const float by = kind() == 0 ? over : -over;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[i] *= by;
+            fall = fmaf(given[i], x[i], fall);
+            x[i] = 0.0f + before[i] + x[i];
         }
-        if (to.ends_lines) {
-            to.dv.put(dv, token);
-            to.db.put(db, token);
-        } else {
-            to.dv_part.put(dv, token);
-            to.db_part.put(db, token);
+        if (r.to.ends_lines) r.to.lines[kind()].put(x, token, first());
+        else part.put(x, token, first());
+        return fall;
+    }
+
+    /* This lane's part of the sum of pull mu. */
+    __device__ __forceinline__ static float spread(const chunk_room<Block> &r, int t) {
+        const int lane = (int)thread_again() % 32;
+        float sum = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < Block::WARPS; warp += 4) {    // eight lanes of each have it
+            sum += r.spread[warp + lane / 8][t / 4][lane % 8 * 4 + t % 4];
         }
+        return sum;
+    }
+
+    __device__ __forceinline__ static void put(const backward_room<Block> &r,
+                                               const arrivals<Block, BACKWARD_PASS> &came, int row,
+                                               unsigned token) {
+        const float over = came.g.over[row];
+        put_keys(r, over, row, token);
+        const float fall = put_lines(r, came, over, row, token);
+        float both[2] = { fall, spread(r.chunk, row % HALF) * over };
+        mn_cell_halve<1>(both, 16);    // lanes of the lower half, and of the upper one
+#pragma unroll
+        for (int by = 8; by > 0; by /= 2) both[0] += __shfl_xor_sync(0xffffffffu, both[0], by);
+        if (thread_again() % 16 != 0) return;
+        float2 *to = r.to.gates + (uint64_t)token * r.to.tokens_apart;
+        ((float *)to)[thread_again() / 16 % 2] = both[0];
     }
 };
 
-/* The gradients of a tile from all warps' sums, a token for each warp. */
+/* Whether this warp is one of those that put a chunk's gradients, and its token of the tile. */
 template <typename Block>
-__device__ __forceinline__ void put_tile(backward_room<Block> &r,
-                                         const arrivals<Block, BACKWARD_PASS> &came, int n_rows,
-                                         int first) {
+__device__ __forceinline__ bool has_row(int &row, int chunk) {
     static_assert(Block::WARPS == TOKENS, "a warp for each token");
-    const int row = thread_again() / 32;
-    token_sums<Block> sums;
-    float dk[sums.SLOTS] = {}, dq[sums.SLOTS] = {};    // of the blocks before
-    float dv[sums.COLUMNS] = {}, db[sums.COLUMNS] = {};
-    if (r.to.adds && row < n_rows) {
-        r.to.dk_part.get(dk, first + row);
-        r.to.dq_part.get(dq, first + row);
-    }
-    if (r.to.adds_lines && row < n_rows) {
-        r.to.dv_part.get(dv, first + row);
-        r.to.db_part.get(db, first + row);
-    }
-    sums.add(r.chunk[row / HALF], came, row, r.to.scale);
-    float both[2] = { sums.fall, sums.spread };    // lanes of the lower half, and of the upper one
-    mn_cell_halve<1>(both, 16);
-#pragma unroll
-    for (int by = 8; by > 0; by /= 2) both[0] += __shfl_xor_sync(0xffffffffu, both[0], by);
-    if (row >= n_rows) return;
-#pragma unroll
-    for (int i = 0; i < sums.SLOTS; i++) {
-        sums.dk[i] = 0.0f + dk[i] + sums.dk[i];
-        sums.dq[i] = 0.0f + dq[i] + sums.dq[i];
-    }
-    if (r.to.adds_lines) {
-#pragma unroll
-        for (int i = 0; i < sums.COLUMNS; i++) {
-            sums.dv[i] = 0.0f + dv[i] + sums.dv[i];
-            sums.db[i] = 0.0f + db[i] + sums.db[i];
-        }
-    }
-    if (threadIdx.x % 16 == 0) {
-        float2 *to = r.to.gates + (uint64_t)(unsigned)(first + row) * r.to.tokens_apart;
-        ((float *)to)[threadIdx.x / 16 % 2] = both[0];
-    }
-    sums.put(r.to, first + row);
+    row = (int)thread_again() / 32;
+    return row / HALF == chunk;
+}
+
+/* The gradients of a chunk's tokens from all warps' sums, once they have told of it. `first`: the
+ * tile's first token, `n_rows`: of those from there on. */
+template <typename Block>
+__device__ __forceinline__ void put_chunk(backward_room<Block> &r,
+                                          const arrivals<Block, BACKWARD_PASS> &came, int chunk,
+                                          int first, int n_rows) {
+    int row;
+    if (!has_row<Block>(row, chunk)) return;
+    mn_barrier_wait(&r.told, chunk ^ 1);
+    if (row < n_rows) token_sums<Block>::put(r, came, row, (unsigned)(first + row));
+    mn_barrier_arrive(&r.heard);
+    if (chunk == 0) mn_barrier_arrive(&r.left);
 }
 
 /* Adjoints of the last state, `c`: D and -C. */
@@ -549,9 +556,9 @@ __device__ __forceinline__ void put_along(const targets &to, const cells &adj, c
 /* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what
  * it has fetched itself. */
 template <typename Block>
-__device__ __forceinline__ void fetch_state(float4 (&to)[SETS][Block::THREADS],
-                                            const typename fetcher<Block, BACKWARD_PASS>::sources
-                                                &from, int tile) {
+__device__ __forceinline__ void fetch_state(backward_room<Block> &r, int turn, int tile) {
+    float4(&to)[SETS][Block::THREADS] = r.states[turn];
+    const auto &from = r.from;
     const unsigned thread = thread_again();
     const uint64_t states = (uint64_t)(unsigned)tile * from.between;
     const float *at = from.states + states * (SETS * SET_STRIDE<Block>) + thread * 4;
@@ -573,104 +580,154 @@ __device__ __forceinline__ float start_tile(cells &adj, cells end,
     return sum;
 }
 
-/* A tile back: `adj` from behind it to in front of it. */
+/* A tile back: `adj` from behind it to in front of it. `third`: its room of what came; the one
+ * before was that of the tile behind. */
 template <typename Block>
-__device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, int tile, int length,
-                                          int phase, const float *front,
-                                          const walk<Block, BACKWARD_PASS> &along) {
-    const arrivals<Block, BACKWARD_PASS> &came = r.came[tile & 1];
+__device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, int third, int turn,
+                                          int tile, int length, const float *front) {
+    const walk<Block, BACKWARD_PASS> along(r.in[turn]);
+    const arrivals<Block, BACKWARD_PASS> &came = r.came[third];
     cells c;
     c.load(front, SET_STRIDE<Block>);
-    adj.times(r.in.rest);
+    adj.times(r.in[turn].rest);
     along.pass(c, 0, HALF);
 #pragma unroll 1
     for (int chunk = 1; chunk >= 0; chunk--) {
         chunk_sums sums;
-        const uint2 one = r.ones[threadIdx.x % 32];
+        const unsigned one = r.ones[threadIdx.x % 32];
+        const int from = third - chunk, first = (tile + chunk) * TOKENS;    // of the chunk behind
+        const auto midway = [&]() {
+            if (first >= length) return;
+            put_chunk<Block>(r, r.came[from < 0 ? 2 : from], chunk ^ 1, first, length - first);
+        };
+        int row;
+        if (r.to.adds && has_row<Block>(row, chunk ^ 1) && first + row < length) {
+            token_sums<Block>::expect(r.to, (unsigned)(first + row));
+        }
         if (chunk == 0) c.load(front, SET_STRIDE<Block>);
-        if (r.in.heads == 0) {
-            chunk_back<Block, false>(sums, adj, c, came, chunk * HALF, one, along);
+        if (r.in[turn].heads == 0) {
+            chunk_back<Block, false>(sums, adj, c, came, chunk * HALF, one, along, midway);
         } else {
-            chunk_back<Block, true>(sums, adj, c, came, chunk * HALF, one, along);
+            chunk_back<Block, true>(sums, adj, c, came, chunk * HALF, one, along, midway);
         }
-        if (chunk == 1) wait_at(&r.added, phase);
-        put_sums<Block>(r.chunk[chunk], sums);
-        if (chunk == 1 && tile > 0) {
-            fetcher<Block, BACKWARD_PASS>::fetch(r.came[~tile & 1], r.from, tile - 1, length);
-        }
+        mn_barrier_wait(&r.heard, chunk);
+        put_sums<Block>(r.chunk, sums);
+        mn_barrier_arrive(&r.told);
     }
     c.load(front, SET_STRIDE<Block>);
     put_along(r.to, adj, c, tile);
 }
 
+/* The sixteen warps' way. `turn`, `third`: which rooms the next tile has; `phase`: of its being
+ * ready. */
 template <typename Block>
-__global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
-backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, room to,
-                launched now, int64_t n_rows) {
-    typedef fetcher<Block, BACKWARD_PASS> next;
-    if (!now.mine()) return;
-    extern __shared__ float4 shared[];
-    backward_room<Block> &r = *(backward_room<Block> *)shared;
-    int phase = 0;    // of r.added
-    r.in.open();
-    if (threadIdx.x == 0) mn_barrier_open(&r.added, Block::THREADS);
-    if (threadIdx.x < 32) r.ones[threadIdx.x] = make_uint2(identity(), identity());
+__device__ __forceinline__ void walk_back(backward_room<Block> &r, const mn_importance_args &p,
+                                          const room &to, int64_t n_rows) {
+    typedef fetcher<Block, BACKWARD_PASS, helpers<Block>> brought;
+    int turn = 0, third = 0, phase = 0;
+    for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
+        const place at = place::of(p, item);
+        const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
+        cells adj;
+        float behind = 0.0f;    // this thread's part of sum C behind the last token
+        meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
+        if (n_tiles > 0) {
+            fetch_state(r, turn, n_tiles - 1);
+        } else {
+            load_first<Block, false>(adj, p, at);
+            start_back<Block>(adj, cells(adj), p, at);
+        }
+        for (int i = n_tiles - 1; i >= 0; i--) {
+            const float *front = (const float *)&r.states[turn][0][thread_again()];
+            brought::wait();    // for the state in front, by who uses it
+            if (i > 0) fetch_state(r, turn ^ 1, i - 1);
+            mn_barrier_wait(&r.ready[turn], phase);
+            if (i == n_tiles - 1) {
+                cells end;
+                end.load(front, SET_STRIDE<Block>);
+                behind = start_tile<Block>(adj, end, r.in[turn], p, at);
+            }
+            tile_back<Block>(adj, r, third, turn, i, length, front);
+            phase ^= turn, turn ^= 1;
+            third = third == 2 ? 0 : third + 1;
+        }
+        if (n_tiles > 0) put_chunk<Block>(r, r.came[third == 0 ? 2 : third - 1], 0, 0, length);
+        float first = mn_warp_sum(put_first<Block>(adj, p, at));
+        behind = mn_warp_sum(behind);
+        if (threadIdx.x % 32 == 0) r.team[threadIdx.x / 32] = first;
+        meet(WALKERS_MEET, Block::THREADS);
+        if (threadIdx.x == 0) {
+            first = 0.0f;
+            for (int warp = 0; warp < Block::WARPS; warp++) first += r.team[warp];
+        }
+        meet(WALKERS_MEET, Block::THREADS);
+        if (threadIdx.x % 32 == 0) r.team[threadIdx.x / 32] = behind;
+        meet(WALKERS_MEET, Block::THREADS);
+        if (threadIdx.x == 0) {
+            behind = 0.0f;
+            for (int warp = 0; warp < Block::WARPS; warp++) behind += r.team[warp];
+            const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
+                                        blockIdx.z * gridDim.x + blockIdx.x);
+            *parts.edge = make_float2(behind, first);
+        }
+        meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
+    }
+}
+
+/* The helpers' way: while a tile is walked, the one in front of it is made ready and the next one
+ * is on its way. Both have the rooms of tiles that have been left. */
+template <typename Block>
+__device__ __forceinline__ void help_back(backward_room<Block> &r, const mn_importance_args &p,
+                                          const gates *decays, const room &to, launched now,
+                                          int64_t n_rows) {
+    typedef fetcher<Block, BACKWARD_PASS, helpers<Block>> next;
+    int turn = 0, third = 0;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
         const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
         next::open(r.from, p, at, decays);
-        if (threadIdx.x == 0) {
+        if (next::is_first()) {
             const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
             r.from.states = to.at[STATES] + state_at<Block>(slot * p.call.H + at.h);
             r.from.between = (unsigned)(p.call.H * gridDim.x * gridDim.z);
         }
         r.to.template open<Block>(p, to, at, now, n_rows);
-        __syncthreads();
+        meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
         next::share(r.from, r.came[0]);
-        cells adj;
-        float behind = 0.0f;    // this thread's part of sum C behind the last token
-        if (n_tiles > 0) {
-            const int i = n_tiles - 1;
-            next::fetch(r.came[i % 2], r.from, i, length);
-            fetch_state<Block>(r.states[i % 2], r.from, i);
-        } else {
-            load_first<Block, false>(adj, p, at);
-            start_back<Block>(adj, cells(adj), p, at);
-        }
-        next::wait();
-        __syncthreads();
-        if (n_tiles > 0) next::put(r.in, r.came[(n_tiles - 1) % 2], r.to.scale);
+        if (n_tiles > 0) next::fetch(r.came[third], r.from, n_tiles - 1, length);
         for (int i = n_tiles - 1; i >= 0; i--) {
-            __syncthreads();
-            if (i > 0) fetch_state<Block>(r.states[~i & 1], r.from, i - 1);
-            if (i + 1 < n_tiles) {
-                const int first = (i + 1) * TOKENS;
-                put_tile(r, r.came[~i & 1], length - first, first);
-            }
-            mn_barrier_arrive(&r.added);
-            const float *front = (const float *)&r.states[again(i) & 1][0][thread_again()];
-            const walk<Block, BACKWARD_PASS> along(r.in);
-            if (i == n_tiles - 1) {
-                cells end;
-                end.load(front, SET_STRIDE<Block>);
-                behind = start_tile<Block>(adj, end, r.in, p, at);
-            }
-            tile_back<Block>(adj, r, i, length, phase, front, along);
-            phase ^= 1;
+            const int after = third == 2 ? 0 : third + 1;
             next::wait();
-            __syncthreads();
-            if (i > 0) next::put(r.in, r.came[~again(i) & 1], r.to.scale);
+            meet(HELPERS_MEET, next::THREADS);
+            if (i + 2 < n_tiles) mn_barrier_wait(&r.left, turn);
+            if (i > 0) next::fetch(r.came[after], r.from, i - 1, length);
+            next::put(r.in[turn], r.came[third], r.to.scale);
+            mn_barrier_arrive(&r.ready[turn]);
+            turn ^= 1, third = after;
         }
-        if (n_tiles > 0) put_tile(r, r.came[0], length, 0);
-        __syncthreads();
-        const float first = mn_team_sum<Block::THREADS>(put_first<Block>(adj, p, at), r.team);
-        behind = mn_team_sum<Block::THREADS>(behind, r.team);
-        if (threadIdx.x == 0) {
-            const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
-                                        blockIdx.z * gridDim.x + blockIdx.x);
-            *parts.edge = make_float2(behind, first);
-        }
-        __syncthreads();
+        meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
+    }
+}
+
+template <typename Block>
+__global__ void __launch_bounds__(Block::THREADS + helpers<Block>::THREADS, 1)
+backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, room to,
+                launched now, int64_t n_rows) {
+    if (!now.mine()) return;
+    extern __shared__ float4 shared[];
+    backward_room<Block> &r = *(backward_room<Block> *)shared;
+    r.open();
+    __syncthreads();
+    if (threadIdx.x >= Block::THREADS) {    // of 96 registers that each thread has, for the others
+#if MN_HAS_WGMMA
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+#endif
+        help_back<Block>(r, p, decays, to, now, n_rows);
+    } else {
+#if MN_HAS_WGMMA
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+#endif
+        walk_back<Block>(r, p, to, n_rows);
     }
 }
 

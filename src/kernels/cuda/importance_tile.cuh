@@ -78,6 +78,25 @@ struct block {
     }
 };
 
+/* Which threads of a block fetch its tiles: all, or those HELPERS behind its warps. */
+template <typename Block>
+struct all_threads {
+    static constexpr int THREADS = Block::THREADS;
+
+    __device__ static unsigned own() {
+        return thread_again();
+    }
+};
+
+template <typename Block>
+struct helpers {
+    static constexpr int THREADS = 128;
+
+    __device__ static unsigned own() {
+        return thread_again() - Block::THREADS;
+    }
+};
+
 /* ---- products -------------------------------------------------------------------------------- */
 
 /* sum += A B of depth 8 */
@@ -478,7 +497,7 @@ struct sources {
 };
 
 /* Fetches tiles, and makes their factors once copies have been waited for by the whole block. */
-template <typename Block, pass PASS>
+template <typename Block, pass PASS, typename Team = all_threads<Block>>
 struct fetcher {
     static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
     static constexpr int SLOT_PIECES = Block::SLOTS * TOKENS / PIECE;
@@ -486,15 +505,25 @@ struct fetcher {
     static constexpr int SLOT_KINDS = READS ? 2 : 1, COLUMN_KINDS = BACK ? 3 : 2;
     static constexpr int SLOT_KINDS_MADE = BACK ? 2 : 1;    // into factors
     static constexpr int PIECES = SLOT_KINDS * SLOT_PIECES + COLUMN_KINDS * COLUMN_PIECES;
-    static constexpr int EACH = (PIECES + Block::THREADS - 1) / Block::THREADS;
+    static constexpr int THREADS = Team::THREADS, EACH = (PIECES + THREADS - 1) / THREADS;
+    static constexpr int UNROLL = THREADS == Block::THREADS ? EACH + 4 : 1;    // or short code
     typedef arrivals<Block, PASS> rooms;
     typedef importance::by_mma::sources<SLOT_KINDS + COLUMN_KINDS, PIECES> sources;
+
+    __device__ static bool is_first() {
+        return Team::own() == 0;
+    }
+
+    /* Forward has registers to spare. */
+    __device__ __forceinline__ static unsigned own_thread() {
+        return PASS == FORWARD_PASS ? threadIdx.x : Team::own();
+    }
 
     /* By the first thread; the others see it behind the next barrier. */
     __device__ static void open(sources &from, const mn_importance_args &p, const place &at,
                                 const gates *all) {
         const int64_t s0 = Block::slot0(), v0 = Block::column0(), K = p.call.K, V = p.call.V;
-        if (threadIdx.x != 0) return;
+        if (!is_first()) return;
         from.of[0].open(p.k, at, s0, K);
         if (READS) from.of[1].open(p.q, at, s0, K);
         from.of[SLOT_KINDS].open(p.v, at, v0, V);
@@ -511,8 +540,8 @@ struct fetcher {
     __device__ static void share(sources &from, rooms &to) {
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
-            int i = n * Block::THREADS + threadIdx.x;
-            if ((n + 1) * Block::THREADS > PIECES && i >= PIECES) continue;
+            int i = n * THREADS + (int)Team::own();
+            if ((n + 1) * THREADS > PIECES && i >= PIECES) continue;
             piece &own = from.pieces[i];
             const bool slots = i < SLOT_KINDS * SLOT_PIECES;
             if (!slots) i -= SLOT_KINDS * SLOT_PIECES;
@@ -535,15 +564,15 @@ struct fetcher {
         const int t0 = index * TOKENS, n_rows = min(length - t0, (int)TOKENS);
         const unsigned thread = own_thread();
         if (n_rows <= 0) return;
-        const unsigned part = thread - (Block::THREADS - 32);    // the last warp has less to fetch
+        const unsigned part = thread - (THREADS - 32);    // the last warp has less to fetch
         if (part < sizeof(gates) / 16) {
             const gates *g = from.decays + (unsigned)index * from.heads;
             copy_sixteen((char *)&to.g + part * 16, (const char *)g + part * 16);
         }
-#pragma unroll
+#pragma unroll UNROLL
         for (int n = 0; n < EACH; n++) {
-            const unsigned i = n * Block::THREADS + thread;
-            if ((n + 1) * Block::THREADS > PIECES && i >= PIECES) continue;
+            const unsigned i = n * THREADS + thread;
+            if ((n + 1) * THREADS > PIECES && i >= PIECES) continue;
             const piece own = from.pieces[i];
             char *room = (char *)&to + own.to;
             if (own.row < n_rows) {
@@ -563,8 +592,8 @@ struct fetcher {
     __device__ static void put(tile<Block, PASS> &to, const rooms &came, float scale) {
         constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
         const unsigned thread = own_thread();
-#pragma unroll
-        for (int n = 0; n < SLOT_KINDS_MADE * SLOT_QUADS; n += Block::THREADS) {
+#pragma unroll UNROLL
+        for (int n = 0; n < SLOT_KINDS_MADE * SLOT_QUADS; n += THREADS) {
             const unsigned i = n + thread, at = i % SLOT_QUADS;
             const unsigned row = at / (Block::SLOTS / 4), slot = at % (Block::SLOTS / 4) * 4;
             if (i < SLOT_QUADS) put_keys(to, came, row, slot);
@@ -572,9 +601,9 @@ struct fetcher {
                 if (i < 2 * SLOT_QUADS) put_queries(to, came, row, slot, scale);
             }
         }
-#pragma unroll
-        for (int n = 0; n < COLUMN_KINDS * QUADS; n += Block::THREADS) {    // last threads first
-            const unsigned i = n + Block::THREADS - 1 - thread, own = i % QUADS;
+#pragma unroll UNROLL
+        for (int n = 0; n < COLUMN_KINDS * QUADS; n += THREADS) {    // last threads first
+            const unsigned i = n + THREADS - 1 - thread, own = i % QUADS;
             const unsigned t = own / (Block::COLUMNS / 4), column = own % (Block::COLUMNS / 4) * 4;
             if (i >= COLUMN_KINDS * QUADS) continue;
             if (i < QUADS) put_columns(to, came.columns[0], VALUE_FACTOR, t, column);
@@ -590,11 +619,6 @@ struct fetcher {
     }
 
 private:
-    /* Forward has registers to spare. */
-    __device__ __forceinline__ static unsigned own_thread() {
-        return PASS == FORWARD_PASS ? threadIdx.x : thread_again();
-    }
-
     __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, const rooms &came, int t,
                                                     int slot) {
         float x[4];
