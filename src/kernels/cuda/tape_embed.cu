@@ -125,7 +125,7 @@ struct by_token {
     const int32_t *tokens, *sorted;
     float *parts;    // parts[piece][end][X]: end 0 of the token it begins with, 1 of the last one
     int64_t X, n;
-    bool packs;
+    bool packs;      // rows of the table and of dy are whole packs
 };
 
 __device__ static int32_t token_at(const by_token &w, int64_t i) {
@@ -145,23 +145,36 @@ __device__ static void load_columns(float (&out)[MN_PACK], const by_token &w, co
     }
 }
 
+/* Columns [x, x + 8) of row v of the table. */
 __device__ static void add_to_table(const by_token &w, int32_t v, int64_t x,
-                                    const float (&sum)[MN_PACK]) {
-    for (int j = 0; j < MN_PACK && x + j < w.X; j++) {
-        const int64_t at = v * w.X + x + j;
-        mn_side_put(w.table, at, mn_side_get(w.table, at) + sum[j]);
+                                    float (&sum)[MN_PACK]) {
+    float there[MN_PACK];
+    const int64_t at = v * w.X + x;
+    load_columns(there, w, w.table, v, x);
+#pragma unroll
+    for (int j = 0; j < MN_PACK; j++) sum[j] += there[j];
+    if (w.packs) {
+        mn_store_pack(w.table, at, sum);
+        return;
+    }
+#pragma unroll
+    for (int j = 0; j < MN_PACK; j++) {
+        if (x + j < w.X) mn_side_put(w.table, at + j, sum[j]);
     }
 }
 
 /* A run of one token ends: its sum goes to the table, or waits as the part of an end. */
 __device__ static void close_run(const by_token &w, int64_t piece, int32_t v, bool came_from_before,
-                                 bool goes_on, int64_t x, const float (&sum)[MN_PACK]) {
+                                 bool goes_on, int64_t x, float (&sum)[MN_PACK]) {
     if (!came_from_before && !goes_on) {
         add_to_table(w, v, x, sum);
         return;
     }
     float *part = w.parts + (piece * 2 + (came_from_before ? 0 : 1)) * w.X;
-    for (int j = 0; j < MN_PACK && x + j < w.X; j++) part[x + j] = sum[j];
+#pragma unroll
+    for (int j = 0; j < MN_PACK; j++) {
+        if (x + j < w.X) part[x + j] = sum[j];
+    }
 }
 
 __global__ void __launch_bounds__(SUM_THREADS) sum_kernel(const __grid_constant__ by_token w) {
@@ -289,7 +302,8 @@ MN_CUDA_WORK(embed) {
     const spaces at = layout(w);
     t.sorted = sort(w, (char *)space, at, on);
     t.parts = (float *)((char *)space + at.parts);
-    t.packs = w->X % MN_PACK == 0 && (uintptr_t)w->dy.data % 16 == 0;
+    t.packs = w->X % MN_PACK == 0 && (uintptr_t)w->dy.data % 16 == 0 &&
+              (uintptr_t)w->table.data % 16 == 0;
     const dim3 blocks(mn_blocks(w->n, PIECE), mn_blocks(w->X, COLUMNS));
     sum_kernel<<<blocks, SUM_THREADS, 0, on>>>(t);
     join_kernel<<<blocks, SUM_THREADS, 0, on>>>(t);
