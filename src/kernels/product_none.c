@@ -2,6 +2,7 @@
  * opened that would call them. */
 #include <stddef.h>
 
+#include "kernels/decay.h"
 #include "kernels/few.h"
 #include "kernels/norm_adds.h"
 #include "kernels/product.h"
@@ -29,8 +30,24 @@ int mn_products_run(mn_products *products, const mn_product_work *work, void *sp
     return 1;
 }
 
-int mn_norm_adds_cuda(const mn_rms_norm_args *args, void *parts, void *stream) {
-    (void)args, (void)parts, (void)stream;
+int mn_norm_adds_cuda(const mn_rms_norm_args *args, mn_norm_adds to, void *parts, void *stream) {
+    (void)args, (void)to, (void)parts, (void)stream;
+    return 1;
+}
+
+int mn_norm_gated_adds_cuda(const mn_rms_norm_gated_args *args, mn_norm_adds to, void *parts,
+                            void *stream) {
+    (void)args, (void)to, (void)parts, (void)stream;
+    return 1;
+}
+
+size_t mn_decay_cuda_bytes(const mn_decay_work *work) {
+    (void)work;
+    return 0;
+}
+
+int mn_decay_cuda(const mn_decay_work *work, void *space, void *stream) {
+    (void)work, (void)space, (void)stream;
     return 1;
 }
 

@@ -67,10 +67,8 @@ static mn_tensor *log_radius(mn_forward *f, mn_tensor *x, const int64_t shape[4]
     mn_tape *tape = f->tape;
     const int64_t H = MN_OF(f, 'H');
     if (!mn_use(f, "a_proj.weight")) return mn_filled(f, shape, 0.0);
-    mn_tensor *g = mn_tape_add(tape, mn_project(f, x, "a_proj.weight", NULL),
-                               mn_use_as(f, "dt_bias", 1, H));
-    g = mn_tape_multiply(tape, mn_tape_unary(tape, MN_UNARY_SOFTPLUS, g),
-                         mn_tape_unary(tape, MN_UNARY_NEG_EXP, mn_use_as(f, "A_log", 1, H)));
+    mn_tensor *g = mn_tape_decay(tape, mn_project(f, x, "a_proj.weight", NULL),
+                                 mn_use_as(f, "dt_bias", 1, H), mn_use_as(f, "A_log", 1, H));
     return mn_tape_spread(tape, mn_tape_heads(tape, g, H), shape);
 }
 

@@ -43,13 +43,10 @@ static mn_status derive(mn_layer *layer, int64_t context) {
 static mn_tensor *log_decay(mn_forward *f, mn_tensor *raw, int64_t rows, int64_t cols) {
     mn_tape *tape = f->tape;
     mn_tensor *a = mn_use_as(f, "A_log", rows, cols);
-    raw = mn_tape_add(tape, raw, mn_use_as(f, "dt_bias", raw ? raw->shape[2] : 1,
-                                           raw ? raw->shape[3] : 1));
+    mn_tensor *bias = mn_use_as(f, "dt_bias", raw ? raw->shape[2] : 1, raw ? raw->shape[3] : 1);
     const double bound = f->layer->config.lower_bound;
-    if (bound == 0.0) {
-        a = mn_tape_unary(tape, MN_UNARY_NEG_EXP, a);
-        return mn_tape_multiply(tape, mn_tape_unary(tape, MN_UNARY_SOFTPLUS, raw), a);
-    }
+    if (bound == 0.0) return mn_tape_decay(tape, raw, bias, a);
+    raw = mn_tape_add(tape, raw, bias);
     raw = mn_tape_multiply(tape, raw, mn_tape_unary(tape, MN_UNARY_EXP, a));
     return mn_tape_affine(tape, mn_tape_unary(tape, MN_UNARY_SIGMOID, raw), bound, 0.0);
 }

@@ -195,6 +195,9 @@ mn_tensor *mn_tape_gated_onto(mn_tape *tape, mn_tensor *onto, mn_unary f, mn_ten
 mn_tensor *mn_tape_unary(mn_tape *tape, mn_unary f, mn_tensor *x);
 mn_tensor *mn_tape_gate(mn_tape *tape, mn_unary f, mn_tensor *x, mn_tensor *b);
 
+/* -e^a softplus(x + b), axes of a and b repeated as those of b above: a log decay. */
+mn_tensor *mn_tape_decay(mn_tape *tape, mn_tensor *x, mn_tensor *b, mn_tensor *a);
+
 /* scale x + shift */
 mn_tensor *mn_tape_affine(mn_tape *tape, mn_tensor *x, double scale, double shift);
 

@@ -272,26 +272,39 @@ static mn_view take_beside(mn_tape *tape, mn_run *run, int i) {
     return mn_flat_view(memory, dtype, shape);
 }
 
-/* A norm on a GPU adds to the gradient of a residual stream by itself: field 0 is no more among the
- * others then. */
-static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t *others) {
-    const bool can = tape->device && run->op == MN_OP_rms_norm && (*others & 1) &&
-                     run->fields[0].offset == offsetof(mn_rms_norm_args, x) &&
-                     run->bound[0]->slot->dtype == type_of(run, 0) &&
-                     mn_is_contiguous(run->bound[0]);
-    if (!can) return false;
-    bool add;
-    mn_rms_norm_args *p = (mn_rms_norm_args *)run->args;
-    p->grad.x.data = mn_grad_write(tape, run->bound[0], &add).data;
-    *others &= ~UINT64_C(1);
-    return true;
+/* Norms on a GPU add to the gradient of a residual stream by themselves, and to a weight's in
+ * float32: these fields are no more among the others then. False where there is no such field. */
+static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t *others, mn_norm_adds *to) {
+    const bool gated = run->op == MN_OP_rms_norm_gated;
+    *to = (mn_norm_adds){ 0 };
+    if (!tape->device || (!gated && run->op != MN_OP_rms_norm)) return false;
+    const size_t x_at = gated ? offsetof(mn_rms_norm_gated_args, x) : offsetof(mn_rms_norm_args, x);
+    const size_t w_at = gated ? offsetof(mn_rms_norm_gated_args, w) : offsetof(mn_rms_norm_args, w);
+    bool any = false;
+    for (int i = 0; i < run->n_fields; i++) {
+        const size_t at = run->fields[i].offset;
+        if (!(*others >> i & 1) || !mn_is_contiguous(run->bound[i])) continue;
+        const mn_dtype dtype = run->bound[i]->slot->dtype;
+        const bool stream = !gated && at == x_at && dtype == type_of(run, i);
+        const bool weight = at == w_at && dtype == MN_F32;
+        if (!stream && !weight) continue;
+        bool add;
+        void *data = mn_grad_write(tape, run->bound[i], &add).data;
+        *(mn_out *)(run->args + run->fields[i].partner) = (mn_out){ data, { 0, 0, 0 } };
+        if (stream) to->adds_x = add;
+        if (weight) to->dw = data, to->adds_w = add;
+        *others &= ~(UINT64_C(1) << i);
+        any = true;
+    }
+    return any;
 }
 
-static void run_norm_adds(mn_tape *tape, mn_run *run) {
-    const mn_rms_norm_args *p = (const mn_rms_norm_args *)run->args;
-    const mn_kernel *kernel = &tape->context->cuda.kernel[MN_KERNEL_rms_norm][MN_BACKWARD];
+static void run_norm_adds(mn_tape *tape, const mn_run *run, mn_norm_adds to) {
+    const bool gated = run->op == MN_OP_rms_norm_gated;
+    const int id = gated ? MN_KERNEL_rms_norm_gated : MN_KERNEL_rms_norm;
+    const mn_kernel *kernel = &tape->context->cuda.kernel[id][MN_BACKWARD];
     mn_plan plan = { 0 };
-    if (!kernel->plan || !kernel->plan(p, &plan)) {
+    if (!kernel->plan || !kernel->plan(run->args, &plan)) {
         mn_tape_fail(tape, mn_fail(MN_ERR_UNSUPPORTED, "this build has no CUDA kernels"));
         return;
     }
@@ -300,7 +313,10 @@ static void run_norm_adds(mn_tape *tape, mn_run *run) {
     if (mn_tape_runs(tape)) {
         mn_status st = mn_device_use(tape->device);
         if (st == MN_OK) {
-            const int code = mn_norm_adds_cuda(p, parts, mn_device_stream(tape->device));
+            void *stream = mn_device_stream(tape->device);
+            const void *args = run->args;
+            const int code = gated ? mn_norm_gated_adds_cuda(args, to, parts, stream)
+                                   : mn_norm_adds_cuda(args, to, parts, stream);
             st = mn_device_check(tape->device, code, tape->scope);
         }
         if (st != MN_OK) mn_tape_fail(tape, st);
@@ -315,7 +331,8 @@ static void back_run(mn_tape *tape, void *payload) {
     if (!take_cotangents(run)) return;
     mn_view beside[MN_RUN_FIELDS];
     uint64_t others = place_first(tape, run);
-    const bool adds = norm_adds(tape, run, &others);
+    mn_norm_adds to;
+    const bool adds = norm_adds(tape, run, &others, &to);
     for (int i = 0; i < run->n_fields; i++) {
         if (others >> i & 1) mn_grad_place(tape, run->bound[i]);
     }
@@ -323,7 +340,7 @@ static void back_run(mn_tape *tape, void *payload) {
     for (int i = 0; i < run->n_fields; i++) {
         if (others >> i & 1) beside[i] = take_beside(tape, run, i);
     }
-    if (adds) run_norm_adds(tape, run);
+    if (adds) run_norm_adds(tape, run, to);
     else execute(tape, run->op, MN_BACKWARD, run->args);
     for (int i = 0; i < run->n_fields && !mn_tape_dead(tape); i++) {
         if (others >> i & 1) mn_grad_give(tape, run->bound[i], &beside[i]);

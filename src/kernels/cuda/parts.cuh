@@ -55,6 +55,16 @@ struct mn_put_there {
     }
 };
 
+/* The same as float32, added to what is there or in its place. */
+struct mn_put_wide {
+    float *out;
+    bool add;
+
+    __device__ void operator()(int64_t i, float sum) const {
+        out[i] = add ? out[i] + sum : sum;
+    }
+};
+
 /* out[i] = sum over parts of parts[part * width + i]; nothing where `out` is NULL. */
 template <typename T>
 inline int mn_sum_parts(T *out, const float *parts, int64_t n_parts, int64_t width,

@@ -9,7 +9,7 @@
 #include "kernels/cuda/row_team.cuh"
 #include "kernels/norm_adds.h"
 
-enum { FORWARD_REGS = 10, BACKWARD_REGS = 28 };    // of a pack: kept, next; and dw
+enum { FORWARD_REGS = 6, BACKWARD_REGS = 24 };    // of a pack: x; back inputs, w and dw
 
 template <typename Team>
 __global__ void __launch_bounds__(Team::THREADS, Team::resident(FORWARD_REGS))
@@ -21,13 +21,11 @@ rms_norm_forward_kernel(const __grid_constant__ mn_rms_norm_args p) {
     const int64_t V = p.call.V, B = p.call.B;
     const float inverse = 1.0f / (float)V;
     const T *w = (const T *)p.w.data, *x = (const T *)p.x.data;
-    typename Team::kept kept, next;
-    team.keep(next, team.first() < B ? x + team.first() * V : nullptr, V);
+    typename Team::kept kept;
     for (int64_t b = team.first(); b < B; b += team.step()) {
         const T *row = x + b * V;
         float sum = 0.0f;
-        team.take(kept, next);
-        if (b + team.step() < B) team.keep(next, row + team.step() * V, V);
+        team.keep(kept, row, V);
         team.each(V, [&](int64_t i, int k) {
             float at[N];
             team.at(at, kept, row, i, k);
@@ -41,7 +39,7 @@ rms_norm_forward_kernel(const __grid_constant__ mn_rms_norm_args p) {
             mn_load<N>(weight, w, i);
 #pragma unroll
             for (int j = 0; j < N; j++) y[j] = at[j] * r * weight[j];
-            mn_store<N>((T *)p.y.data + b * V, i, y);
+            team.put((T *)p.y.data + b * V, i, y);
         });
     }
 }
@@ -56,31 +54,29 @@ rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *part
     constexpr int N = Team::N;
     __shared__ float room[MN_TEAM_ROOM];
     Team team;
-    const int64_t V = p.call.V, B = p.call.B;
-    const T *w = (const T *)p.w.data, *x = (const T *)p.x.data, *cot = (const T *)p.cot.y.data;
-    T *grad = (T *)p.grad.x.data;
+    const int64_t V = p.call.V, B = p.call.B, start = team.first() * V;
+    const T *w = (const T *)p.w.data;
+    T *const grad = p.grad.x.data ? (T *)p.grad.x.data + start : nullptr;
+    const T *all[N_INPUTS] = { (const T *)p.x.data + start,
+                               p.cot.y.data ? (const T *)p.cot.y.data + start : nullptr,
+                               adds ? grad : nullptr };
     const float inverse = 1.0f / (float)V;
     float *part = parts + blockIdx.x * V;
     typename Team::floats dw = {};
-    typename Team::kept kept[N_INPUTS], next[N_INPUTS];
-    const auto fetch = [&](int64_t b) {
-        team.keep(next[X], b < B ? x + b * V : nullptr, V);
-        team.keep(next[DY], b < B && cot ? cot + b * V : nullptr, V);
-        if (adds) team.keep(next[DX], b < B ? grad + b * V : nullptr, V);
-    };
+    typename Team::kept kept[N_INPUTS], kept_w;
     team.begin(part, V);
-    fetch(team.first());
-    for (int64_t b = team.first(); b < B; b += team.step()) {
-        const T *row = x + b * V, *dy = cot ? cot + b * V : nullptr;
+    team.keep(kept_w, w, V);
+    mn_coming_rows<Team, N_INPUTS> coming(team, all, B, V, V);
+    int64_t ahead = 0;    // of the team's first row
+    for (int64_t b = team.first(); b < B; b += team.step(), ahead += team.step() * V) {
+        const T *x = all[X] + ahead, *dy = all[DY] ? all[DY] + ahead : nullptr;
         float sums[2] = { 0.0f, 0.0f };    // of x^2 and c x
-#pragma unroll
-        for (int i = 0; i < N_INPUTS; i++) team.take(kept[i], next[i]);
-        fetch(b + team.step());
+        coming.take(kept);
         team.each(V, [&](int64_t i, int k) {
             float at[N], d[N], weight[N];
-            team.at(at, kept[X], row, i, k);
+            team.at(at, kept[X], x, i, k);
             team.at(d, kept[DY], dy, i, k);
-            mn_load<N>(weight, w, i);
+            team.at(weight, kept_w, w, i, k);
 #pragma unroll
             for (int j = 0; j < N; j++) {
                 sums[0] = fmaf(at[j], at[j], sums[0]);
@@ -89,25 +85,25 @@ rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *part
         });
         team.sum(sums, room);
         const float r = rsqrtf(fmaf(sums[0], inverse, (float)p.eps));
-        const float pull = r * r * sums[1] * inverse;
+        const float pull = r * sums[1] * inverse * r * r;
         team.each(V, [&](int64_t i, int k) {
-            float at[N], d[N], weight[N], dx[N], more[N];
-            team.at(at, kept[X], row, i, k);
+            float at[N], d[N], weight[N], dx[N];
+            team.at(at, kept[X], x, i, k);
             team.at(d, kept[DY], dy, i, k);
-            mn_load<N>(weight, w, i);
+            team.at(weight, kept_w, w, i, k);
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                dx[j] = r * fmaf(-pull, at[j], d[j] * weight[j]);
-                more[j] = d[j] * (r * at[j]);
+                d[j] *= r;
+                dx[j] = fmaf(d[j], weight[j], -pull * at[j]);
             }
             if (grad && adds) {
                 float there[N];
-                team.at(there, kept[DX], grad + b * V, i, k);
+                team.at(there, kept[DX], grad + ahead, i, k);
 #pragma unroll
                 for (int j = 0; j < N; j++) dx[j] += there[j];
             }
-            if (grad) mn_store<N>(grad + b * V, i, dx);
-            team.gather(dw, part, more, i, k);
+            if (grad) team.put(grad + ahead, i, dx);
+            team.gather(dw, part, d, at, i, k);
         });
     }
     team.leave(part, dw, V);
@@ -115,32 +111,23 @@ rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *part
 
 template <typename Team>
 static int forward(const mn_rms_norm_args *p, cudaStream_t stream) {
-    const unsigned blocks =
-        mn_team_blocks<Team>(p->call.B, 1, Team::resident(FORWARD_REGS), 1);
+    const unsigned blocks = mn_blocks(p->call.B, Team::per_block);
     rms_norm_forward_kernel<Team><<<blocks, Team::THREADS, 0, stream>>>(*p);
     return mn_launched();
 }
 
-/* Backward keeps three times as much of a row: rows that a warp takes forward are a block's. */
 template <typename Team>
-struct back_team {
-    typedef Team type;
-};
-
-template <typename T, int N>
-struct back_team<mn_team<T, N, 32, 4>> {
-    typedef mn_team<T, N, 128, 1> type;
-};
-
-template <typename Given>
-static int backward(const mn_rms_norm_args *p, float *parts, bool adds, cudaStream_t stream) {
-    typedef typename back_team<Given>::type Team;
+static int backward(const mn_rms_norm_args *p, float *parts, mn_norm_adds to,
+                    cudaStream_t stream) {
     const unsigned blocks =
         mn_team_blocks<Team>(p->call.B, 1, Team::resident(BACKWARD_REGS), MN_TEAM_ROWS);
-    rms_norm_backward_kernel<Team><<<blocks, Team::THREADS, 0, stream>>>(*p, parts, adds);
-    const int code = mn_launched();
+    const int code = mn_launch_with_room(rms_norm_backward_kernel<Team>, dim3(blocks),
+                                         Team::THREADS, mn_coming_rows<Team, N_INPUTS>::BYTES,
+                                         stream, *p, parts, to.adds_x);
     if (code != cudaSuccess) return code;
-    return mn_sum_parts((typename Team::T *)p->grad.w.data, parts, blocks, p->call.V, stream);
+    const int64_t V = p->call.V;
+    if (!to.dw) return mn_sum_parts((typename Team::T *)p->grad.w.data, parts, blocks, V, stream);
+    return mn_sum_parts_into(mn_put_wide{ to.dw, to.adds_w }, parts, blocks, V, stream);
 }
 
 MN_CUDA_PLAN(rms_norm_forward) {
@@ -161,16 +148,13 @@ MN_CUDA_PLAN(rms_norm_backward) {
     return mn_gather_plan(plan, call->B, call->V, 1);
 }
 
-static int back(const mn_rms_norm_args *p, void *parts, bool adds, void *stream) {
+int mn_norm_adds_cuda(const mn_rms_norm_args *p, mn_norm_adds to, void *parts, void *stream) {
     const void *tensors[] = { p->x.data, p->w.data, p->cot.y.data, p->grad.x.data };
     MN_BY_TEAM(backward, p->call, p->call.V, tensors,
-               (p, (float *)parts, adds, (cudaStream_t)stream));
+               (p, (float *)parts, to, (cudaStream_t)stream));
 }
 
 MN_CUDA_LAUNCH(rms_norm_backward) {
-    return back((const mn_rms_norm_args *)args, shared, false, stream);
-}
-
-extern "C" int mn_norm_adds_cuda(const mn_rms_norm_args *args, void *parts, void *stream) {
-    return back(args, parts, true, stream);
+    const mn_norm_adds as_usual = {};
+    return mn_norm_adds_cuda((const mn_rms_norm_args *)args, as_usual, shared, stream);
 }

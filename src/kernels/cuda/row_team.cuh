@@ -4,8 +4,9 @@
  *
  * Thread `lane` of a team owns the packs of N columns that start at (lane + k TEAM) N, for all k.
  * The first PACKS of them are kept in registers, as they are stored, between passes over the row;
- * of longer rows the rest is read again, from a cache. A team takes row after row and asks for the
- * next one before it works on this one: that is what hides the time that memory takes. */
+ * of longer rows the rest is read again, from a cache. Where nothing is summed over rows a team has
+ * one, and what hides the time that memory takes is that many fit a processor. Else it takes row
+ * after row, and the next ones are on their way to shared memory (mn_coming_rows). */
 #ifndef MN_KERNELS_CUDA_ROW_TEAM_CUH
 #define MN_KERNELS_CUDA_ROW_TEAM_CUH
 
@@ -25,6 +26,7 @@ struct mn_team {
     static constexpr int N = N_, TEAM = TEAM_, PACKS = PACKS_;
     static constexpr int THREADS = TEAM_ > 32 ? TEAM_ : 128, per_block = THREADS / TEAM_;
     static constexpr int KEPT = TEAM_ * PACKS_ * N_;    // columns
+    static constexpr bool LONGER = TEAM_ * PACKS_ >= 1024;    // rows may be, of the largest teams
     typedef typename mn_stored<T_, N_>::type stored;
     typedef stored kept[PACKS_];
     typedef float floats[PACKS_][N_];
@@ -45,8 +47,8 @@ struct mn_team {
         return gridDim.x * (int64_t)per_block;
     }
 
-    __device__ int64_t column(int k) const {
-        return (threadIdx.x % TEAM + k * (int64_t)TEAM) * N;
+    __device__ int column(int k) const {
+        return ((int)threadIdx.x % TEAM + k * TEAM) * N;
     }
 
     /* Sums over the team, in all its threads. Parts of a warp end their loops over rows at
@@ -91,15 +93,9 @@ struct mn_team {
     __device__ void keep(kept &out, const T *x, int64_t V) const {
 #pragma unroll
         for (int k = 0; k < PACKS; k++) {
-            if (x && column(k) < V) out[k] = *(const stored *)(x + column(k));
+            if (x && column(k) < (int)V) out[k] = *(const stored *)(x + column(k));
             else out[k] = stored{};
         }
-    }
-
-    /* What was asked for becomes what is worked on. */
-    __device__ void take(kept &now, const kept &next) const {
-#pragma unroll
-        for (int k = 0; k < PACKS; k++) now[k] = next[k];
     }
 
     /* The pack at column i: number k of those kept, or read again for k = -1. */
@@ -113,25 +109,34 @@ struct mn_team {
     __device__ void each(int64_t V, F use) const {
 #pragma unroll
         for (int k = 0; k < PACKS; k++) {
-            if (column(k) < V) use(column(k), k);
+            if (column(k) < (int)V) use(column(k), k);
         }
-        for (int64_t i = column(PACKS); i < V; i += TEAM * N) use(i, -1);
+        for (int i = column(PACKS); LONGER && i < (int)V; i += TEAM * N) use(i, -1);
     }
 
-    /* Adds to this team's part of a sum over rows: in registers for columns kept, in memory that no
-     * other thread touches for the others. */
-    __device__ void gather(floats &sums, float *part, const float (&more)[N], int64_t i,
-                           int k) const {
+    /* A pack of a row, by one access. */
+    __device__ static void put(T *y, int64_t i, const float (&x)[N]) {
+        stored pack;
+        T *at = (T *)&pack;
+#pragma unroll
+        for (int j = 0; j < N; j++) mn_put(at + j, x[j]);
+        *(stored *)(y + i) = pack;
+    }
+
+    /* Adds products to this team's part of a sum over rows: in registers for columns kept, in
+     * memory that no other thread touches for the others. */
+    __device__ void gather(floats &sums, float *part, const float (&a)[N], const float (&b)[N],
+                           int64_t i, int k) const {
 #pragma unroll
         for (int j = 0; j < N; j++) {
-            if (k < 0) part[i + j] += more[j];
-            else sums[k][j] += more[j];
+            if (k < 0) part[i + j] = fmaf(a[j], b[j], part[i + j]);
+            else sums[k][j] = fmaf(a[j], b[j], sums[k][j]);
         }
     }
 
     /* Before the first row: the part in memory starts at zero. */
     __device__ void begin(float *part, int64_t V) const {
-        for (int64_t i = column(PACKS); i < V; i += TEAM * N) {
+        for (int64_t i = column(PACKS); LONGER && i < V; i += TEAM * N) {
             for (int j = 0; j < N; j++) part[i + j] = 0.0f;
         }
     }
@@ -142,7 +147,7 @@ struct mn_team {
         if constexpr (per_block == 1) {
 #pragma unroll
             for (int k = 0; k < PACKS; k++) {
-                if (column(k) < V) mn_store<N>(part, column(k), sums[k]);
+                if (column(k) < (int)V) mn_store<N>(part, column(k), sums[k]);
             }
         } else {
             __shared__ float all[per_block][KEPT];
@@ -159,6 +164,90 @@ struct mn_team {
                 part[i] = sum;
             }
         }
+    }
+};
+
+/* ---- rows on their way to shared memory ------------------------------------------------------
+ *
+ * INPUTS rows at a time, DEPTH times over: each thread asks for its own packs and takes no others,
+ * so that nobody waits for anybody, and registers hold only what is worked on. */
+template <typename Team, int INPUTS>
+struct mn_coming_rows {
+    typedef typename Team::T T;
+    typedef typename Team::stored stored;
+    static constexpr int PACKS = Team::PACKS;
+    static constexpr int ROWS = INPUTS * PACKS * Team::THREADS * (int)sizeof(stored);
+    static constexpr int DEPTH = ROWS > 8192 ? 2 : 4, BYTES = DEPTH * ROWS;    // of shared memory
+    const T *from[INPUTS];    // the thread's first pack of what is asked for next; NULL: zeros
+    int64_t stride, left;     // elements from row to row of the team, rows to ask for
+    bool has[PACKS];
+    int turn = 0;
+
+    /* `rows` begin at the team's first one; it goes on to every step-th, of `width` columns. */
+    __device__ mn_coming_rows(const Team &team, const T *const (&rows)[INPUTS], int64_t B,
+                              int64_t V, int64_t width)
+        : stride(team.step() * V), left((B - team.first() + team.step() - 1) / team.step()) {
+#pragma unroll
+        for (int i = 0; i < INPUTS; i++) from[i] = rows[i] ? rows[i] + team.column(0) : nullptr;
+#pragma unroll
+        for (int k = 0; k < PACKS; k++) has[k] = team.column(k) < (int)width;
+        for (int ahead = 0; ahead < DEPTH; ahead++) {
+#pragma unroll
+            for (int i = 0; i < INPUTS; i++) {
+#pragma unroll
+                for (int k = 0; k < PACKS; k++) {
+                    if (!from[i]) *place(i, k) = stored{};
+                }
+            }
+            ask();
+            turn = (turn + 1) % DEPTH;
+        }
+    }
+
+    __device__ stored *place(int input, int k) const {
+        extern __shared__ uint4 mn_coming_space[];
+        return (stored *)mn_coming_space +
+               ((turn * INPUTS + input) * PACKS + k) * Team::THREADS + threadIdx.x;
+    }
+
+    __device__ static void copy(stored *to, const T *from) {
+        const uint32_t at = (uint32_t)__cvta_generic_to_shared(to);
+        if constexpr (sizeof(stored) == 16) {
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(at), "l"(from)
+                         : "memory");
+        } else if constexpr (sizeof(stored) == 4) {
+            asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(at), "l"(from)
+                         : "memory");
+        } else {
+            *to = *(const stored *)from;
+        }
+    }
+
+    __device__ void ask() {
+#pragma unroll
+        for (int i = 0; i < INPUTS; i++) {
+#pragma unroll
+            for (int k = 0; k < PACKS; k++) {
+                if (left > 0 && from[i] && has[k]) {
+                    copy(place(i, k), from[i] + k * Team::TEAM * Team::N);
+                }
+            }
+            if (from[i]) from[i] += stride;
+        }
+        left--;
+        asm volatile("cp.async.commit_group;" ::: "memory");
+    }
+
+    /* Takes the next rows, and asks for those that come DEPTH rows later in their place. */
+    __device__ void take(typename Team::kept (&rows)[INPUTS]) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory");
+#pragma unroll
+        for (int i = 0; i < INPUTS; i++) {
+#pragma unroll
+            for (int k = 0; k < PACKS; k++) rows[i][k] = *place(i, k);
+        }
+        ask();
+        turn = turn + 1 == DEPTH ? 0 : turn + 1;
     }
 };
 
