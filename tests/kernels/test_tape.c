@@ -424,6 +424,36 @@ static void pairs(void **state) {
     check_done();
 }
 
+/* ---- decays ---------------------------------------------------------------------------------- */
+
+/* Of a part of a wider tensor, behind eight columns and before `kind` of them. */
+static mn_tensor *decay_of(mn_tape *tape, mn_tensor **in, const program *p) {
+    const int64_t H = p->in[1].shape[2], columns = H * p->in[1].shape[3];
+    const int64_t widths[3] = { 8, columns, p->kind };
+    mn_tensor *parts[3];
+    mn_tape_split(tape, in[0], widths, 3, parts);
+    return mn_tape_decay(tape, mn_tape_heads(tape, parts[1], H), in[1], in[2]);
+}
+
+static void decays(void **state) {
+    (void)state;
+    if (!gpu) skip();
+    static const int64_t sizes[][3] = { { 130, 1, 4 }, { 65, 3, 16 }, { 700, 2, 40 }, { 9, 5, 1 },
+                                        { 40, 17, 128 }, { 1, 1, 300 } };
+    for (size_t i = 0; i < MN_COUNTOF(sizes); i++) {
+        const int64_t T = sizes[i][0], H = sizes[i][1], X = sizes[i][2];
+        for (int per_head = 0; per_head < 2; per_head++) {
+            const input b = { { 1, 1, H, X }, true };
+            const input a = { { 1, 1, H, per_head ? 1 : X }, true };
+            for (int behind = 8; behind > 2; behind -= 5) {
+                const input x = { { 2, T, 1, 8 + H * X + behind }, false };
+                check_program((program){ "decay", decay_of, 4, 3, { x, b, a }, .kind = behind });
+            }
+        }
+    }
+    check_done();
+}
+
 /* ---- moves ----------------------------------------------------------------------------------- */
 
 static mn_tensor *repeated(mn_tape *tape, mn_tensor **in, const program *p) {
@@ -600,7 +630,7 @@ static void losses(void **state) {
     (void)state;
     if (!gpu) skip();
     static const int64_t sizes[][3] = { { 5, 8, 11 }, { 130, 40, 257 }, { 1, 16, 4104 },
-                                        { 2, 8, 33001 } };
+                                        { 2, 8, 33001 }, { 300, 8, 24 } };
     for (size_t i = 0; i < MN_COUNTOF(sizes); i++) {
         for (int kind = 0; kind < 8; kind++) {
             const int64_t T = sizes[i][0], D = sizes[i][1], V = sizes[i][2];
@@ -806,7 +836,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(products),  cmocka_unit_test(functions),
         cmocka_unit_test(repeated_gates),
-        cmocka_unit_test(pairs),     cmocka_unit_test(moves),
+        cmocka_unit_test(pairs),     cmocka_unit_test(decays),    cmocka_unit_test(moves),
         cmocka_unit_test(losses),    cmocka_unit_test(operators),
         cmocka_unit_test(recorded_steps), cmocka_unit_test(finds_what_is_not_finite),
         cmocka_unit_test(refuses_types),
