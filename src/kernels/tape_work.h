@@ -47,7 +47,7 @@ typedef struct mn_normal_work {
 } mn_normal_work;
 
 /* y = f(x) [b] where y is there; dx (+)= f'(x) dy [b] and db (+)= f(x) dy where dy is. On GPUs
- * strides of a repeated b may be 0. */
+ * strides of a repeated b may be 0, and a db whose stride along X is 0 gets sums over rows. */
 typedef struct mn_unary_work {
     mn_unary f;
     int64_t shape[4];
@@ -63,7 +63,8 @@ typedef enum mn_pair_kind {
     MN_PAIR_SCALED,      // a + b c; of no gradients
 } mn_pair_kind;
 
-/* y of a and b; or, where y is absent, da and db from dy, each if it is there. */
+/* y of a and b; or, where y is absent, da and db from dy, each if it is there. On GPUs the db of a
+ * product may have a stride of 0 along X, and gets sums over rows. */
 typedef struct mn_pair_work {
     mn_pair_kind kind;
     int64_t shape[4];    // of a and y; strides of a repeated b or c are 0

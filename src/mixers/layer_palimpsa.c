@@ -14,6 +14,7 @@
  * Without metaplasticity the code's layer is a sum with decay: S = a S + k w', o = S'q / sqrt K. */
 #include <math.h>
 
+#include "base/util.h"
 #include "mixers/layer_family.h"
 
 static bool is_code(const mn_layer *layer) {
@@ -177,9 +178,21 @@ static mn_tensor *run_paper(mn_forward *f, mn_tensor *x, const inputs *in) {
     return run_memory(f, &run, in, in->v);
 }
 
+/* All that x is projected to but the output gate, whose weights lie in this order. */
+static void project_first(mn_forward *f, mn_tensor *x) {
+    static const char *const paper[] = { "q_proj.weight", "k_proj.weight", "v_proj.weight",
+                                         "gamma_proj.weight", "beta_proj.weight" };
+    static const char *const code[] = { "q_proj.weight",  "k_proj.weight",  "v_proj.weight",
+                                        "dt_proj.weight", "bs_proj.weight", "b_rank_proj.weight" };
+    const int n_code = (int)MN_COUNTOF(code) - !f->layer->config.metaplasticity;
+    if (is_code(f->layer)) mn_project_ahead(f, x, code, n_code);
+    else mn_project_ahead(f, x, paper, MN_COUNTOF(paper));
+}
+
 static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     mn_tape *tape = f->tape;
     const int64_t H = MN_OF(f, 'H');
+    project_first(f, x);
     inputs in = { .k = key_of(f, x, "k_proj.weight", "k_conv1d.weight", "k_conv") };
     in.q = key_of(f, x, "q_proj.weight", "q_conv1d.weight", "q_conv");
     in.q = mn_ccq_query(f, x, in.q, in.k);

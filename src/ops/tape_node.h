@@ -187,6 +187,10 @@ bool mn_grad_place(mn_tape *tape, mn_tensor *x);
  * not fit. */
 bool mn_repeated(mn_tape *tape, mn_view *view, const mn_tensor *b, const int64_t shape[4]);
 
+/* Whether the tape's backend makes the gradient of b, one number for each row of a, in the pass
+ * that makes the gradient of a: where its view has a stride of 0 along X. */
+bool mn_gates_rows(const mn_tape *tape, const mn_tensor *a, const mn_tensor *b);
+
 /* What a repeated b gets: the sum over what it was repeated along of dy, dy a or, given f, dy f(a),
  * a and f not given being NULL. */
 void mn_sum_to(mn_tape *tape, const mn_unary *f, const mn_tensor *a, mn_tensor *b,

@@ -47,15 +47,22 @@ void mn_sum_to(mn_tape *tape, const mn_unary *f, const mn_tensor *a, mn_tensor *
     if (work.sum.data) mn_tape_do(tape, MN_WORK_SUM, &work);
 }
 
+bool mn_gates_rows(const mn_tape *tape, const mn_tensor *a, const mn_tensor *b) {
+    return tape->device && b && memcmp(a->shape, b->shape, 3 * sizeof *a->shape) == 0 &&
+           b->shape[3] == 1 && a->shape[3] > 1;
+}
+
 /* Sums have dy as the gradient of both; what is not needed is not read. */
 static void back_pair(mn_tape *tape, void *payload) {
     const pair *p = payload;
     mn_pair_work work = work_of(tape, p);
     work.dy = mn_grad_read(p->y);
     if (!work.dy.data) return;
-    const bool whole = p->b && same_shape(p->a, p->b);
+    const bool rows = p->kind == MN_PAIR_MULTIPLY && mn_gates_rows(tape, p->a, p->b);
+    const bool whole = p->b && (rows || same_shape(p->a, p->b));
     if (mn_wants(p->a)) work.da = mn_grad_write(tape, p->a, &work.add_a);
     if (whole && mn_wants(p->b)) work.db = mn_grad_write(tape, p->b, &work.add_b);
+    if (rows) work.db.stride[3] = 0;
     if (work.da.data || work.db.data) mn_tape_do(tape, MN_WORK_PAIR, &work);
     if (!p->b || whole || !mn_wants(p->b)) return;
     const mn_tensor *factor = p->kind == MN_PAIR_MULTIPLY ? p->a : NULL;
@@ -115,6 +122,23 @@ static void scaled_again(mn_tape *tape, void *payload) {
     mn_tape_do(tape, MN_WORK_PAIR, &work);
 }
 
+/* With one number of c or less to a row: sums over rows come with the gradient of b, in float32,
+ * and are then added up to what c has of them. */
+static void back_scaled_rows(mn_tape *tape, const scaled *s, mn_pair_work *work) {
+    const int64_t *n = work->shape, rows[4] = { n[0], n[1], n[2], 1 };
+    if (!mn_grad_place(tape, s->b) || !mn_grad_place(tape, s->c)) return;
+    const mn_tape_mark mark = mn_tape_hold(tape);
+    void *sums = mn_tape_bytes_of(tape, (size_t)mn_count4(rows) * mn_dtype_bytes(MN_F32));
+    const mn_view of_rows = mn_flat_view(sums, MN_F32, rows);
+    work->a = mn_value(s->b);
+    work->da = mn_grad_write(tape, s->b, &work->add_a);
+    work->db = of_rows;
+    work->db.stride[3] = 0;
+    if (sums) mn_tape_do(tape, MN_WORK_PAIR, work);
+    if (sums) mn_sum_to(tape, NULL, NULL, s->c, &of_rows, rows);
+    mn_tape_let_go(tape, mark);
+}
+
 /* The gradient of a is that of y: they share it. */
 static void back_scaled(mn_tape *tape, void *payload) {
     const scaled *s = payload;
@@ -122,6 +146,11 @@ static void back_scaled(mn_tape *tape, void *payload) {
     if (!work.dy.data) return;
     memcpy(work.shape, s->y->shape, sizeof work.shape);
     mn_repeated(tape, &work.b, s->c, work.shape);
+    const bool rows = tape->device && s->c->shape[3] == 1 && work.shape[3] > 1;
+    if (rows && mn_wants(s->b) && mn_wants(s->c)) {
+        back_scaled_rows(tape, s, &work);
+        return;
+    }
     if (mn_wants(s->b)) work.da = mn_grad_write(tape, s->b, &work.add_a);
     if (work.da.data) mn_tape_do(tape, MN_WORK_PAIR, &work);
     if (mn_wants(s->c)) mn_sum_to(tape, NULL, s->b, s->c, &work.dy, work.shape);

@@ -1,7 +1,7 @@
 /* tape_unary.c - y = f(x) and y = f(x) b on the tape.
  *
  * One number of b may count for all of a row of x: going back, its gradient is the sum of f(x) dy
- * over the row, for which f(x) is made again. */
+ * over the row, for which f(x) is made again, in the pass that makes the gradient of x. */
 #include <string.h>
 
 #include "ops/tape_node.h"
@@ -27,9 +27,11 @@ static void back_unary(mn_tape *tape, void *payload) {
     mn_unary_work work = work_of(tape, u);
     work.dy = mn_grad_read(u->y);
     if (!work.dy.data) return;
-    const bool whole = !u->b || same_shape(u->x, u->b);
+    const bool rows = mn_gates_rows(tape, u->x, u->b);
+    const bool whole = !u->b || rows || same_shape(u->x, u->b);
     if (mn_wants(u->x)) work.dx = mn_grad_write(tape, u->x, &work.add_x);
     if (whole && mn_wants(u->b)) work.db = mn_grad_write(tape, u->b, &work.add_b);
+    if (rows) work.db.stride[3] = 0;
     if (work.dx.data || work.db.data) mn_tape_do(tape, MN_WORK_UNARY, &work);
     if (!whole && mn_wants(u->b)) mn_sum_to(tape, &u->f, u->x, u->b, &work.dy, work.shape);
 }

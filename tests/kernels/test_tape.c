@@ -324,6 +324,15 @@ static mn_tensor *gate_of(mn_tape *tape, mn_tensor **in, const program *p) {
     return mn_tape_gate(tape, (mn_unary)(p->kind % MN_UNARY_COUNT), in[0], in[1]);
 }
 
+/* A number of b and one of c for each row of a part, whose gradient is a sum of both. */
+static mn_tensor *gated_twice(mn_tape *tape, mn_tensor **in, const program *p) {
+    const int64_t width = 3 * p->kind, widths[2] = { width, p->in[0].shape[3] - width };
+    mn_tensor *parts[2];
+    mn_tape_split(tape, in[0], widths, 2, parts);
+    mn_tensor *x = mn_tape_heads(tape, parts[0], 3), *y = mn_tape_multiply(tape, x, in[1]);
+    return mn_tape_add(tape, y, mn_tape_gate(tape, MN_UNARY_SILU, x, in[2]));
+}
+
 /* One number for a row, and all other ways in which axes of it may be 1: f(x), then its product. */
 static void repeated_gates(void **state) {
     (void)state;
@@ -338,6 +347,13 @@ static void repeated_gates(void **state) {
             check_program((program){ "repeated gate", gate_of, 2, 2, { x, b }, .kind = f });
         }
     }
+    const input gate = { { 2, 37, 3, 1 }, false };
+    for (int kind = 8; kind <= 24; kind += 8) {
+        check_program((program){ "gated twice", gated_twice, 3, 3,
+                                 { { { 2, 37, 1, 80 }, false }, gate, gate }, .kind = kind });
+    }
+    check_program((program){ "gated twice", gated_twice, 3, 3,
+                             { { { 2, 37, 1, 70 }, false }, gate, gate }, .kind = 11 });
     check_done();
 }
 

@@ -165,11 +165,9 @@ struct mn_raw {
 template <mn_types TYPES = MN_MIXED>
 __device__ inline mn_raw mn_fetch(const mn_side &side, int64_t at) {
     mn_raw raw;
-    if (side.stride[3] == 0) {    // one number, as often as a pack has it
-        const float x = mn_side_get<TYPES>(side, at);
-        const uint32_t bits = __float_as_uint(x);
-        const uint32_t word = mn_is_wide<TYPES>(side) ? bits : bits | bits >> 16;
-        raw.low = raw.high = make_uint4(word, word, word, word);
+    if (side.stride[3] == 0) {    // one number, as often as a pack has it: unpacking repeats it
+        raw.low.x = mn_is_wide<TYPES>(side) ? ((const uint32_t *)side.data)[at]
+                                            : (uint32_t)((const uint16_t *)side.data)[at];
     } else if (mn_is_wide<TYPES>(side)) {
         const uint4 *from = (const uint4 *)((const float *)side.data + at);
         raw.low = from[0];
@@ -184,10 +182,13 @@ template <mn_types TYPES = MN_MIXED>
 __device__ inline void mn_unpack(float (&out)[MN_PACK], const mn_side &side, const mn_raw &raw) {
     const uint32_t words[8] = { raw.low.x,  raw.low.y,  raw.low.z,  raw.low.w,
                                 raw.high.x, raw.high.y, raw.high.z, raw.high.w };
+    const bool repeats = side.stride[3] == 0;
+    const float one = __uint_as_float(mn_is_wide<TYPES>(side) ? raw.low.x : raw.low.x << 16);
 #pragma unroll
     for (int j = 0; j < MN_PACK; j++) {
         const uint32_t half = j % 2 ? words[j / 2] & 0xffff0000u : words[j / 2] << 16;
-        out[j] = __uint_as_float(mn_is_wide<TYPES>(side) ? words[j] : half);
+        const float its = __uint_as_float(mn_is_wide<TYPES>(side) ? words[j] : half);
+        out[j] = repeats ? one : its;
     }
 }
 

@@ -101,6 +101,28 @@ __device__ inline void mn_fn_value_of(const float (&x)[N], float (&y)[N]) {
     for (int j = 0; j < N; j++) y[j] = FN::value(x[j]);
 }
 
+/* Slopes and values side by side, so that what they share is computed once. */
+template <typename FN, int N>
+__device__ inline void mn_fn_both_of(const float (&x)[N], float (&slope)[N], float (&value)[N]) {
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        slope[j] = FN::slope(x[j]);
+        value[j] = FN::value(x[j]);
+    }
+}
+
+template <bool NARROW, int N>
+__device__ inline void mn_fn_both(mn_unary kind, const float (&x)[N], float (&slope)[N],
+                                  float (&value)[N]) {
+    switch (kind) {
+#define UNARY(id, name, about)                                                                     \
+    case MN_UNARY_##id: mn_fn_both_of<mn_fn_##id<NARROW>>(x, slope, value); break;
+#include "kernels/unary.def"
+#undef UNARY
+    default: break;
+    }
+}
+
 struct mn_unary_forward {
     static constexpr int INS = 2, OUTS = 1;    // x, b; y
     mn_unary kind;
@@ -147,15 +169,18 @@ struct mn_pair_forward {
     mn_pair_kind kind;
     float scale, shift;
 
+    /* `kind` is asked once for all numbers: asking for each takes longer than memory. */
     template <bool NARROW, int N>
     __device__ void run(const float (&x)[3][N], float (&y)[1][N]) const {
+        const auto each = [&](auto of) {
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            const float a = x[0][j], b = x[1][j];
-            y[0][j] = kind == MN_PAIR_ADD        ? a + b
-                      : kind == MN_PAIR_MULTIPLY ? a * b
-                      : kind == MN_PAIR_AFFINE   ? fmaf(scale, a, shift)
-                                                 : (a > shift ? a : shift);
+            for (int j = 0; j < N; j++) y[0][j] = of(x[0][j], x[1][j]);
+        };
+        switch (kind) {
+        case MN_PAIR_ADD: each([](float a, float b) { return a + b; }); break;
+        case MN_PAIR_MULTIPLY: each([](float a, float b) { return a * b; }); break;
+        case MN_PAIR_AFFINE: each([this](float a, float) { return fmaf(scale, a, shift); }); break;
+        default: each([this](float a, float) { return a > shift ? a : shift; }); break;
         }
     }
 };

@@ -2,6 +2,7 @@
  * and products of pairs; and heads folded together. One thread per pack (each.cuh), nothing shared.
  */
 #include "kernels/cuda/each_forward.cuh"
+#include "kernels/cuda/each_gate.cuh"
 
 /* ---- moves ----------------------------------------------------------------------------------- */
 
@@ -160,16 +161,21 @@ struct pair_backward {
 
     template <bool NARROW, int N>
     __device__ void run(const float (&x)[5][N], float (&y)[2][N]) const {
+        const auto each = [&](auto of) {
 #pragma unroll
-        for (int j = 0; j < N; j++) {
-            const float a = x[0][j], b = x[1][j], dy = x[2][j];
-            const bool multiplies = kind == MN_PAIR_MULTIPLY;
-            y[0][j] = multiplies                 ? dy * b
-                      : kind == MN_PAIR_AFFINE   ? dy * scale
-                      : kind == MN_PAIR_AT_LEAST ? (a > shift ? dy : 0.0f)
-                                                 : dy;
-            y[1][j] = multiplies ? dy * a : dy;
+            for (int j = 0; j < N; j++) y[0][j] = of(x[0][j], x[1][j], x[2][j]);
+        };
+        switch (kind) {
+        case MN_PAIR_MULTIPLY: each([](float, float b, float dy) { return dy * b; }); break;
+        case MN_PAIR_AFFINE: each([this](float, float, float dy) { return dy * scale; }); break;
+        case MN_PAIR_AT_LEAST:
+            each([this](float a, float, float dy) { return a > shift ? dy : 0.0f; });
+            break;
+        default: each([](float, float, float dy) { return dy; }); break;
         }
+        const bool multiplies = kind == MN_PAIR_MULTIPLY;
+#pragma unroll
+        for (int j = 0; j < N; j++) y[1][j] = multiplies ? x[2][j] * x[0][j] : x[2][j];
     }
 };
 
@@ -193,6 +199,10 @@ static int pair_back(mn_pair_work w, void *stream) {
 MN_CUDA_WORK(pair) {
     const mn_pair_work *w = (const mn_pair_work *)work;
     (void)space;
+    if (!w->y.data && w->kind == MN_PAIR_MULTIPLY && mn_is_row_gate(w->db, w->shape)) {
+        return mn_gate_back_cuda({ w->shape, NULL, &w->a, &w->b, &w->dy, &w->da, &w->db, w->add_a,
+                                   w->add_b }, where);
+    }
     if (!w->y.data) return pair_back(*w, where);
     if (w->kind == MN_PAIR_SCALED) {
         return mn_run_each(add_scaled{}, w->shape, { &w->a, &w->b, &w->c }, { &w->y }, { false },

@@ -1,17 +1,7 @@
 /* tape_unary.cu - y = f(x), y = f(x) b and their gradients (kernels/unary.def), one thread per pack
- * of numbers (each.cuh).
- */
+ * of numbers (each.cuh), or a team of lanes per row where it shares a b (each_gate.cuh). */
 #include "kernels/cuda/each_forward.cuh"
-
-/* Side by side, so that what they share is computed once. */
-template <typename FN, int N>
-__device__ static void both_of(const float (&x)[N], float (&slope)[N], float (&value)[N]) {
-#pragma unroll
-    for (int j = 0; j < N; j++) {
-        slope[j] = FN::slope(x[j]);
-        value[j] = FN::value(x[j]);
-    }
-}
+#include "kernels/cuda/each_gate.cuh"
 
 /* AGAIN: makes y once more in the same pass. */
 template <bool AGAIN>
@@ -22,13 +12,7 @@ struct backward {
 
     template <bool NARROW, int N>
     __device__ void run(const float (&x)[INS + OUTS][N], float (&y)[OUTS][N]) const {
-        switch (kind) {
-#define UNARY(id, name, about)                                                                     \
-    case MN_UNARY_##id: both_of<mn_fn_##id<NARROW>>(x[0], y[0], y[1]); break;
-#include "kernels/unary.def"
-#undef UNARY
-        default: break;
-        }
+        mn_fn_both<NARROW>(kind, x[0], y[0], y[1]);
 #pragma unroll
         for (int j = 0; j < N; j++) {
             if (AGAIN) y[OUTS - 1][j] = gates ? y[1][j] * x[1][j] : y[1][j];
@@ -45,6 +29,10 @@ MN_CUDA_WORK(unary) {
     if (!w->dy.data) {
         return mn_run_each(mn_unary_forward{ w->f, gates }, w->shape, { &w->x, &w->b }, { &w->y },
                            { false }, where);
+    }
+    if (mn_is_row_gate(w->db, w->shape)) {
+        return mn_gate_back_cuda({ w->shape, &w->f, &w->x, &w->b, &w->dy, &w->dx, &w->db, w->add_x,
+                                   w->add_b }, where);
     }
     if (w->y.data) {
         return mn_run_each(backward<true>{ w->f, gates }, w->shape, { &w->x, &w->b, &w->dy },
