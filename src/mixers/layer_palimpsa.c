@@ -153,11 +153,7 @@ static mn_tensor *run_code(mn_forward *f, mn_tensor *x, const inputs *in) {
         o = run_plain(f, x, in, written);
     }
     if (!f->layer->config.use_residual) return o;
-    mn_tensor *skip = mn_use_as(f, "D", H, 1);
-    mn_tape_lighter(tape, true);
-    o = mn_tape_add_scaled(tape, o, in->v, skip);
-    mn_tape_lighter(tape, false);
-    return o;
+    return mn_tape_add_scaled(tape, o, in->v, mn_use_as(f, "D", H, 1));
 }
 
 /* ---- as the paper gates it ------------------------------------------------------------------- */

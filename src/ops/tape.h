@@ -205,7 +205,8 @@ mn_tensor *mn_tape_affine(mn_tape *tape, mn_tensor *x, double scale, double shif
 mn_tensor *mn_tape_add(mn_tape *tape, mn_tensor *a, mn_tensor *b);
 mn_tensor *mn_tape_multiply(mn_tape *tape, mn_tensor *a, mn_tensor *b);
 
-/* a + b c, a and b of one shape; any axis of c may be 1. `a` itself is used for nothing else. */
+/* a + b c, a and b of one shape; any axis of c may be 1. The result may take the place of `a`,
+ * which is not light and used for nothing else, going back over what made it neither. */
 mn_tensor *mn_tape_add_scaled(mn_tape *tape, mn_tensor *a, mn_tensor *b, mn_tensor *c);
 
 /* x with axes of 1 repeated up to `shape`. */

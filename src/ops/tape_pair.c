@@ -107,20 +107,11 @@ mn_tensor *mn_tape_at_least(mn_tape *tape, mn_tensor *x, double low) {
     return x && !mn_tape_dead(tape) ? make(tape, MN_PAIR_AT_LEAST, x, NULL, 0, low) : NULL;
 }
 
-/* ---- a + b c --------------------------------------------------------------------------------- */
+/* ---- a + b c, where a was -------------------------------------------------------------------- */
 
 typedef struct scaled {
     mn_tensor *a, *b, *c, *y;
 } scaled;
-
-static void scaled_again(mn_tape *tape, void *payload) {
-    const scaled *s = payload;
-    mn_pair_work work = { .kind = MN_PAIR_SCALED, .a = mn_value(s->a), .y = mn_value(s->y) };
-    memcpy(work.shape, s->y->shape, sizeof work.shape);
-    mn_repeated(tape, &work.b, s->b, work.shape);
-    mn_repeated(tape, &work.c, s->c, work.shape);
-    mn_tape_do(tape, MN_WORK_PAIR, &work);
-}
 
 /* With one number of c or less to a row: sums over rows come with the gradient of b, in float32,
  * and are then added up to what c has of them. */
@@ -162,14 +153,15 @@ mn_tensor *mn_tape_add_scaled(mn_tape *tape, mn_tensor *a, mn_tensor *b, mn_tens
     const bool shares = mn_tape_records(tape) && mn_wants(a) && !a->slot->kept &&
                         a->slot->bytes == bytes && mn_is_contiguous(a) && same_shape(a, b);
     if (!shares) return mn_tape_add(tape, a, mn_tape_multiply(tape, b, c));
-    mn_view fits;
-    if (!mn_repeated(tape, &fits, c, a->shape)) return NULL;
+    mn_pair_work work = { .kind = MN_PAIR_SCALED, .a = mn_value(a), .b = mn_value(b) };
+    if (!mn_repeated(tape, &work.c, c, a->shape)) return NULL;
     scaled *s = mn_tape_note(tape, sizeof *s);
-    mn_tensor *y = mn_tape_result_of(tape, a->dtype, a->shape, tape->lighter);
+    mn_tensor *y = mn_tape_over(tape, a->data, a->dtype, a->shape, false);
     if (!s || !y) return NULL;
     *s = (scaled){ a, b, c, y };
-    scaled_again(tape, s);
-    if (tape->lighter) mn_tape_make_again(tape, scaled_again, s);
+    memcpy(work.shape, y->shape, sizeof work.shape);
+    work.y = mn_value(y);
+    mn_tape_do(tape, MN_WORK_PAIR, &work);
     mn_tape_record(tape, "a scaled sum", back_scaled, s, true, NULL, 0);
     y->slot = a->slot;    // as both have the same numbers
     return y;
