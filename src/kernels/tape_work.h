@@ -64,11 +64,13 @@ typedef enum mn_pair_kind {
 } mn_pair_kind;
 
 /* y of a and b; or, where y is absent, da and db from dy, each if it is there. On GPUs the db of a
- * product may have a stride of 0 along X, and gets sums over rows. */
+ * product may have a stride of 0 along X, and gets sums over rows; then a may have had another
+ * product, with c, one number for a row too, whose cotangent is e: da gets e c as well, and dc, if
+ * it is there, sums of e a over rows. */
 typedef struct mn_pair_work {
     mn_pair_kind kind;
     int64_t shape[4];    // of a and y; strides of a repeated b or c are 0
-    mn_view a, b, c, y, dy, da, db;
+    mn_view a, b, c, y, dy, da, db, e, dc;
     double scale, shift;
     bool add_a, add_b;
 } mn_pair_work;
@@ -96,6 +98,21 @@ typedef struct mn_roll_work {
     mn_view to, from;
     bool add;
 } mn_roll_work;
+
+/* Gates of n heads in each of `rows` rows:
+ *
+ *   write = sigmoid(u)    strength = write softplus(scale)    decay = -softplus(w + bias) e^rate
+ *
+ * or, where it goes `back`, du and dw (+)= their gradients, and those of scale, bias and rate sums
+ * over rows. Cotangents that are absent are 0, gradients that are absent are not wanted. Results
+ * and cotangents are contiguous, u and w and their gradients lie stride[1] from row to row. */
+typedef struct mn_gates_work {
+    int64_t rows, n;
+    mn_view u, w, param[3];    // scale, bias, rate
+    mn_view made[3], cot[3];    // write, strength, decay
+    mn_view du, dw, dparam[3];
+    bool back, add_u, add_w, add_param[3];
+} mn_gates_work;
 
 /* Row i of `rows`, which are n and contiguous, is row index[i] of `table` (shape (B,T,1,X)); or,
  * where it scatters, is added to that row, which no other i names. */

@@ -45,6 +45,7 @@ static mn_status derive(mn_layer *layer, int64_t context) {
 
 typedef struct inputs {
     mn_tensor *q, *k, *v;    // v without any gate
+    mn_tensor *written;      // v as the memory takes it
 } inputs;
 
 static mn_tensor *key_of(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
@@ -76,11 +77,11 @@ static mn_tensor *prior_of(mn_forward *f) {
 }
 
 /* Binds what both gatings share, and runs. */
-static mn_tensor *run_memory(mn_forward *f, mn_run *run, const inputs *in, mn_tensor *written) {
+static mn_tensor *run_memory(mn_forward *f, mn_run *run, const inputs *in) {
     const int64_t cells = in->q->shape[0] * MN_OF(f, 'H') * MN_OF(f, 'K') * MN_OF(f, 'V');
     mn_run_in(run, "q", in->q);
     mn_run_in(run, "k", in->k);
-    mn_run_in(run, "v", written);
+    mn_run_in(run, "v", in->written);
     mn_run_in(run, "ip", prior_of(f));
     mn_state_bind(f->state, run, "mu0", "mu", "mean", cells);
     mn_state_bind(f->state, run, "imp0", "imp", "importance", cells);
@@ -100,22 +101,19 @@ static mn_tensor *step_of(mn_forward *f, mn_tensor *x) {
     return mn_tape_unary(f->tape, MN_UNARY_SOFTPLUS, dt);
 }
 
-/* sigmoid(b) by what a head and token has in common, of which there is little. */
-static mn_tensor *importance_gate(mn_forward *f, mn_tensor *x, mn_tensor *write) {
+/* sigmoid(b) by the strength that a head and token has in common. */
+static mn_tensor *importance_gate(mn_forward *f, mn_tensor *x, mn_tensor *strength) {
     mn_tape *tape = f->tape;
     mn_tensor *b = mn_project(f, x, "b_rank_proj.weight", NULL);
-    mn_tensor *size = mn_tape_unary(tape, MN_UNARY_SOFTPLUS,
-                                    mn_use_as(f, "b_scale", MN_OF(f, 'H'), 1));
-    size = mn_tape_multiply(tape, write, size);
     mn_tape_lighter(tape, true);
     b = per_head(f, mn_project(f, b, "b_proj.weight", NULL));
-    b = mn_tape_gate(tape, MN_UNARY_SIGMOID, b, size);
+    b = mn_tape_gate(tape, MN_UNARY_SIGMOID, b, strength);
     mn_tape_lighter(tape, false);
     return b;
 }
 
 /* The memory without importance. */
-static mn_tensor *run_plain(mn_forward *f, mn_tensor *x, const inputs *in, mn_tensor *written) {
+static mn_tensor *run_plain(mn_forward *f, mn_tensor *x, const inputs *in) {
     const int64_t H = MN_OF(f, 'H');
     mn_tensor *rate = mn_tape_unary(f->tape, MN_UNARY_NEG_EXP, mn_use_as(f, "A_log", 1, H));
     mn_tensor *g = mn_tape_multiply(f->tape, step_of(f, x), rate);
@@ -125,7 +123,7 @@ static mn_tensor *run_plain(mn_forward *f, mn_tensor *x, const inputs *in, mn_te
     args->scale = pow((double)MN_OF(f, 'K'), -0.5);
     mn_run_in(&run, "q", in->q);
     mn_run_in(&run, "k", in->k);
-    mn_run_in(&run, "v", written);
+    mn_run_in(&run, "v", in->written);
     mn_run_in(&run, "g", g);
     mn_state_bind(f->state, &run, "state0", "state", "memory",
                   x->shape[0] * H * MN_OF(f, 'K') * MN_OF(f, 'V'));
@@ -134,31 +132,61 @@ static mn_tensor *run_plain(mn_forward *f, mn_tensor *x, const inputs *in, mn_te
     return o;
 }
 
-static mn_tensor *run_code(mn_forward *f, mn_tensor *x, const inputs *in) {
+/* v by its gate, of which a head and token has one. */
+static void gate_values(mn_forward *f, inputs *in, mn_tensor *write) {
+    mn_tape_lighter(f->tape, true);
+    in->written = mn_tape_multiply(f->tape, in->v, write);
+    mn_tape_lighter(f->tape, false);
+}
+
+/* All gates of heads at once, and the log decay among them. */
+static mn_tensor *run_at_once(mn_forward *f, mn_tensor *x, inputs *in) {
+    mn_tensor *w = mn_project(f, x, "dt_proj.weight", NULL);
+    mn_tensor *u = mn_project(f, x, "bs_proj.weight", NULL);
+    const mn_head_gates gates = mn_tape_head_gates(f->tape, u, w, mn_use(f, "b_scale"),
+                                                   mn_use(f, "dt_bias"), mn_use(f, "A_log"));
+    gate_values(f, in, gates.write);
+    mn_run run;
+    mn_importance_args *args = mn_run_start(&run, f->tape, MN_OP_importance);
+    args->scale = pow((double)MN_OF(f, 'K'), -0.5);
+    mn_run_in(&run, "b", importance_gate(f, x, gates.strength));
+    mn_run_in(&run, "g", gates.decay);
+    return run_memory(f, &run, in);
+}
+
+/* The same by single operations, which decoding gathers with others. */
+static mn_tensor *run_singly(mn_forward *f, mn_tensor *x, inputs *in, mn_tensor *write) {
+    gate_values(f, in, write);
+    mn_tensor *size = mn_tape_unary(f->tape, MN_UNARY_SOFTPLUS,
+                                    mn_use_as(f, "b_scale", MN_OF(f, 'H'), 1));
+    mn_run run;
+    mn_palimpsa_code_args *args = mn_run_start(&run, f->tape, MN_OP_palimpsa_code);
+    args->scale = pow((double)MN_OF(f, 'K'), -0.5);
+    mn_run_in(&run, "b", importance_gate(f, x, mn_tape_multiply(f->tape, write, size)));
+    mn_run_in(&run, "dt", step_of(f, x));
+    mn_run_in(&run, "decay_rate", mn_tape_unary(f->tape, MN_UNARY_EXP, mn_use(f, "A_log")));
+    return run_memory(f, &run, in);
+}
+
+static mn_tensor *run_code(mn_forward *f, mn_tensor *x, inputs *in) {
     mn_tape *tape = f->tape;
     const int64_t H = MN_OF(f, 'H');
-    mn_tensor *write = per_head(f, sigmoid_of(f, x, "bs_proj.weight"));
-    mn_tape_lighter(tape, true);
-    mn_tensor *written = mn_tape_multiply(tape, in->v, write), *o;
-    mn_tape_lighter(tape, false);
-    if (f->layer->config.metaplasticity) {
-        mn_run run;
-        mn_palimpsa_code_args *args = mn_run_start(&run, tape, MN_OP_palimpsa_code);
-        args->scale = pow((double)MN_OF(f, 'K'), -0.5);
-        mn_run_in(&run, "b", importance_gate(f, x, write));
-        mn_run_in(&run, "dt", step_of(f, x));
-        mn_run_in(&run, "decay_rate", mn_tape_unary(tape, MN_UNARY_EXP, mn_use(f, "A_log")));
-        o = run_memory(f, &run, in, written);
+    const bool cells = f->layer->config.metaplasticity;
+    mn_tensor *o;
+    if (cells && !mn_tape_gathers(tape)) {
+        o = run_at_once(f, x, in);
     } else {
-        o = run_plain(f, x, in, written);
+        mn_tensor *write = per_head(f, sigmoid_of(f, x, "bs_proj.weight"));
+        if (!cells) gate_values(f, in, write);
+        o = cells ? run_singly(f, x, in, write) : run_plain(f, x, in);
     }
     if (!f->layer->config.use_residual) return o;
-    return mn_tape_add_scaled(tape, o, in->v, mn_use_as(f, "D", H, 1));
+    return mn_tape_add_scaled(tape, o, in->v, mn_use_as(f, "D", H, 1), in->written);
 }
 
 /* ---- as the paper gates it ------------------------------------------------------------------- */
 
-static mn_tensor *run_paper(mn_forward *f, mn_tensor *x, const inputs *in) {
+static mn_tensor *run_paper(mn_forward *f, mn_tensor *x, inputs *in) {
     mn_tape *tape = f->tape;
     mn_tensor *gamma = sigmoid_of(f, x, "gamma_proj.weight");
     mn_tensor *beta = per_head(f, sigmoid_of(f, x, "beta_proj.weight"));
@@ -171,7 +199,8 @@ static mn_tensor *run_paper(mn_forward *f, mn_tensor *x, const inputs *in) {
     mn_run_in(&run, "beta", beta);
     mn_run_in(&run, "gamma", gamma);
     mn_run_in(&run, "n_mem", memory);
-    return run_memory(f, &run, in, in->v);
+    in->written = in->v;
+    return run_memory(f, &run, in);
 }
 
 /* All that x is projected to but the output gate, whose weights lie in this order. */

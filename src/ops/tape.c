@@ -125,6 +125,10 @@ bool mn_tape_plans(const mn_tape *tape) {
     return tape->modes & MN_TAPE_PLAN;
 }
 
+bool mn_tape_gathers(const mn_tape *tape) {
+    return tape->device && tape->modes & MN_TAPE_DELAY;
+}
+
 size_t mn_tape_bytes(const mn_tape *tape) {
     return tape->peak;
 }
@@ -378,7 +382,7 @@ static void *take_gradient(mn_tape *tape, size_t bytes) {
 }
 
 static void give_back(mn_tape *tape, mn_slot *slot) {
-    if (slot->kept || slot->whole || !slot->memory) return;
+    if (slot->kept || slot->held || slot->whole || !slot->memory) return;
     mn_spare *cell = tape->unused;
     if (cell) tape->unused = cell->next;
     else cell = mn_tape_note(tape, sizeof *cell);
@@ -386,6 +390,11 @@ static void give_back(mn_tape *tape, mn_slot *slot) {
     *cell = (mn_spare){ tape->spare, slot->memory, slot->bytes };
     tape->spare = cell;
     slot->memory = NULL;
+}
+
+void mn_slot_release(mn_tape *tape, mn_slot *slot) {
+    slot->held = false;
+    give_back(tape, slot);
 }
 
 mn_slot *mn_slot_standing_for(mn_slot *slot) {

@@ -35,6 +35,7 @@ typedef struct mn_slot {
     size_t offset;
     bool written;              // holds a gradient: what comes next is added
     bool kept;                 // the caller's memory, which outlives the step
+    bool held;                 // will be read once more after what made it has gone back
 } mn_slot;
 
 /* A view of memory. The last axis is contiguous; `stride` holds elements along B, T and H. */
@@ -79,6 +80,7 @@ mn_dtype mn_tape_dtype(const mn_tape *tape);
 mn_context *mn_tape_context(const mn_tape *tape);
 bool mn_tape_records(const mn_tape *tape);
 bool mn_tape_plans(const mn_tape *tape);
+bool mn_tape_gathers(const mn_tape *tape);    // puts work off, as MN_TAPE_DELAY says
 
 /* Largest number of bytes of tensors and gradients since start; and, from a plan, what operators
  * and uploads take beside. On a device both are of its memory; a plan does not touch it. */
@@ -206,11 +208,26 @@ mn_tensor *mn_tape_add(mn_tape *tape, mn_tensor *a, mn_tensor *b);
 mn_tensor *mn_tape_multiply(mn_tape *tape, mn_tensor *a, mn_tensor *b);
 
 /* a + b c, a and b of one shape; any axis of c may be 1. The result may take the place of `a`,
- * which is not light and used for nothing else, going back over what made it neither. */
-mn_tensor *mn_tape_add_scaled(mn_tape *tape, mn_tensor *a, mn_tensor *b, mn_tensor *c);
+ * which is not light and used for nothing else, going back over what made it neither. `product`:
+ * NULL, or a product of b by a gate of each row, of which `a` was made, b being used for nothing
+ * else: a device makes the gradient of b from both at once. */
+mn_tensor *mn_tape_add_scaled(mn_tape *tape, mn_tensor *a, mn_tensor *b, mn_tensor *c,
+                              const mn_tensor *product);
 
 /* x with axes of 1 repeated up to `shape`. */
 mn_tensor *mn_tape_spread(mn_tape *tape, mn_tensor *x, const int64_t shape[4]);
+
+/* Gates of heads from u and w (B,T,1,H) and three parameters of H numbers, at once:
+ *
+ *   write = sigmoid(u)    strength = write softplus(scale)    decay = -softplus(w + bias) e^rate
+ *
+ * write and strength (B,T,H,1), the log decay (B,T,1,H) in float32 on a tape of bf16. */
+typedef struct mn_head_gates {
+    mn_tensor *write, *strength, *decay;    // NULL after a failure
+} mn_head_gates;
+
+mn_head_gates mn_tape_head_gates(mn_tape *tape, mn_tensor *u, mn_tensor *w, mn_tensor *scale,
+                                 mn_tensor *bias, mn_tensor *rate);
 
 /* x + b where b was computed from x by operations that all came after every other use of x: the
  * shape of a residual block. The three share one gradient, and nothing is copied going back. */

@@ -174,6 +174,9 @@ void mn_tape_record(mn_tape *tape, const char *what, mn_back_fn back, void *payl
  * same size. */
 mn_slot *mn_slot_standing_for(mn_slot *slot);
 
+/* Nothing will read the gradient in a slot that was held. */
+void mn_slot_release(mn_tape *tape, mn_slot *slot);
+
 /* The gradient of what x views; data is NULL when nothing has arrived. */
 mn_view mn_grad_read(const mn_tensor *x);
 

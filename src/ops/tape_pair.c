@@ -11,7 +11,14 @@ typedef struct pair {
     mn_pair_kind kind;
     mn_tensor *a, *b, *y;
     double scale, shift;
+    const struct scaled *beside;    // another product of a, which goes back with this one
 } pair;
+
+/* y = a + b c */
+typedef struct scaled {
+    mn_tensor *a, *b, *c, *y;
+    bool waits;    // to go back with another product of b
+} scaled;
 
 bool mn_repeated(mn_tape *tape, mn_view *view, const mn_tensor *b, const int64_t shape[4]) {
     *view = mn_value(b);
@@ -52,11 +59,68 @@ bool mn_gates_rows(const mn_tape *tape, const mn_tensor *a, const mn_tensor *b) 
            b->shape[3] == 1 && a->shape[3] > 1;
 }
 
+/* Sums over rows come with the gradient of b, in float32, and are then added up to what c has of
+ * them: `work` has everything but these two. */
+static void back_rows(mn_tape *tape, const scaled *s, mn_pair_work *work, mn_view *sums) {
+    const int64_t *n = work->shape, rows[4] = { n[0], n[1], n[2], 1 };
+    if (!mn_grad_place(tape, s->b) || (mn_wants(s->c) && !mn_grad_place(tape, s->c))) return;
+    const mn_tape_mark mark = mn_tape_hold(tape);
+    mn_view of_rows = { 0 };
+    if (mn_wants(s->c)) {
+        const size_t bytes = (size_t)mn_count4(rows) * mn_dtype_bytes(MN_F32);
+        of_rows = mn_flat_view(mn_tape_bytes_of(tape, bytes), MN_F32, rows);
+        *sums = of_rows;
+        sums->stride[3] = 0;
+    }
+    work->da = mn_grad_write(tape, s->b, &work->add_a);
+    mn_tape_do(tape, MN_WORK_PAIR, work);
+    if (of_rows.data) mn_sum_to(tape, NULL, NULL, s->c, &of_rows, rows);
+    mn_tape_let_go(tape, mark);
+}
+
+/* The gradient of a is that of y: they share it. */
+static void back_scaled_alone(mn_tape *tape, const scaled *s) {
+    mn_pair_work work = { .kind = MN_PAIR_MULTIPLY, .dy = mn_grad_read(s->y) };
+    if (!work.dy.data) return;
+    memcpy(work.shape, s->y->shape, sizeof work.shape);
+    mn_repeated(tape, &work.b, s->c, work.shape);
+    const bool rows = tape->device && s->c->shape[3] == 1 && work.shape[3] > 1;
+    if (rows && mn_wants(s->b) && mn_wants(s->c)) {
+        work.a = mn_value(s->b);
+        back_rows(tape, s, &work, &work.db);
+        return;
+    }
+    if (mn_wants(s->b)) work.da = mn_grad_write(tape, s->b, &work.add_a);
+    if (work.da.data) mn_tape_do(tape, MN_WORK_PAIR, &work);
+    if (mn_wants(s->c)) mn_sum_to(tape, NULL, s->b, s->c, &work.dy, work.shape);
+}
+
+/* Both products of a, with its gate and with that of `beside`, from one pass over a. */
+static void back_both(mn_tape *tape, const pair *p, mn_pair_work *work) {
+    const scaled *s = p->beside;
+    mn_slot *held = mn_slot_standing_for(s->y->slot);
+    work->e = mn_grad_read(s->y);
+    mn_repeated(tape, &work->c, s->c, work->shape);
+    work->db = mn_grad_write(tape, p->b, &work->add_b);
+    work->db.stride[3] = 0;
+    back_rows(tape, s, work, &work->dc);
+    mn_slot_release(tape, held);
+}
+
 /* Sums have dy as the gradient of both; what is not needed is not read. */
 static void back_pair(mn_tape *tape, void *payload) {
     const pair *p = payload;
     mn_pair_work work = work_of(tape, p);
     work.dy = mn_grad_read(p->y);
+    const bool both = p->beside && mn_slot_standing_for(p->beside->y->slot)->held;
+    if (both && work.dy.data) {
+        back_both(tape, p, &work);
+        return;
+    }
+    if (both) {
+        back_scaled_alone(tape, p->beside);
+        mn_slot_release(tape, mn_slot_standing_for(p->beside->y->slot));
+    }
     if (!work.dy.data) return;
     const bool rows = p->kind == MN_PAIR_MULTIPLY && mn_gates_rows(tape, p->a, p->b);
     const bool whole = p->b && (rows || same_shape(p->a, p->b));
@@ -84,7 +148,7 @@ static mn_tensor *make(mn_tape *tape, mn_pair_kind kind, mn_tensor *a, mn_tensor
     pair *p = mn_tape_note(tape, sizeof *p);
     mn_tensor *y = mn_tape_result_of(tape, a->dtype, a->shape, tape->lighter);
     if (!p || !y) return NULL;
-    *p = (pair){ kind, a, b, y, scale, shift };
+    *p = (pair){ .kind = kind, .a = a, .b = b, .y = y, .scale = scale, .shift = shift };
     pair_again(tape, p);
     if (tape->lighter) mn_tape_make_again(tape, pair_again, p);
     mn_tape_record(tape, names[kind], back_pair, p, mn_wants(a) || mn_wants(b), &y, 1);
@@ -109,59 +173,51 @@ mn_tensor *mn_tape_at_least(mn_tape *tape, mn_tensor *x, double low) {
 
 /* ---- a + b c, where a was -------------------------------------------------------------------- */
 
-typedef struct scaled {
-    mn_tensor *a, *b, *c, *y;
-} scaled;
-
-/* With one number of c or less to a row: sums over rows come with the gradient of b, in float32,
- * and are then added up to what c has of them. */
-static void back_scaled_rows(mn_tape *tape, const scaled *s, mn_pair_work *work) {
-    const int64_t *n = work->shape, rows[4] = { n[0], n[1], n[2], 1 };
-    if (!mn_grad_place(tape, s->b) || !mn_grad_place(tape, s->c)) return;
-    const mn_tape_mark mark = mn_tape_hold(tape);
-    void *sums = mn_tape_bytes_of(tape, (size_t)mn_count4(rows) * mn_dtype_bytes(MN_F32));
-    const mn_view of_rows = mn_flat_view(sums, MN_F32, rows);
-    work->a = mn_value(s->b);
-    work->da = mn_grad_write(tape, s->b, &work->add_a);
-    work->db = of_rows;
-    work->db.stride[3] = 0;
-    if (sums) mn_tape_do(tape, MN_WORK_PAIR, work);
-    if (sums) mn_sum_to(tape, NULL, NULL, s->c, &of_rows, rows);
-    mn_tape_let_go(tape, mark);
+/* The product of b by a gate of each row that is to go back together with b c; NULL if there is
+ * none. */
+static pair *product_beside(mn_tape *tape, const mn_tensor *product, const mn_tensor *b,
+                            const mn_tensor *c) {
+    for (const mn_node *node = tape->last; product && node; node = node->before) {
+        pair *p = node->payload;
+        if (node->back != back_pair || p->y != product) continue;
+        const bool fits = p->kind == MN_PAIR_MULTIPLY && mn_gates_rows(tape, p->a, p->b) &&
+                          mn_wants(p->a) && mn_wants(p->b) && p->a == b && c->shape[3] == 1;
+        return fits && !p->beside ? p : NULL;
+    }
+    return NULL;
 }
 
-/* The gradient of a is that of y: they share it. */
+/* Where a product waits for it, the gradient of y does too. */
 static void back_scaled(mn_tape *tape, void *payload) {
     const scaled *s = payload;
-    mn_pair_work work = { .kind = MN_PAIR_MULTIPLY, .dy = mn_grad_read(s->y) };
-    if (!work.dy.data) return;
-    memcpy(work.shape, s->y->shape, sizeof work.shape);
-    mn_repeated(tape, &work.b, s->c, work.shape);
-    const bool rows = tape->device && s->c->shape[3] == 1 && work.shape[3] > 1;
-    if (rows && mn_wants(s->b) && mn_wants(s->c)) {
-        back_scaled_rows(tape, s, &work);
-        return;
+    if (!s->waits) {
+        back_scaled_alone(tape, s);
+    } else if (mn_grad_read(s->y).data) {
+        mn_slot_standing_for(s->y->slot)->held = true;
     }
-    if (mn_wants(s->b)) work.da = mn_grad_write(tape, s->b, &work.add_a);
-    if (work.da.data) mn_tape_do(tape, MN_WORK_PAIR, &work);
-    if (mn_wants(s->c)) mn_sum_to(tape, NULL, s->b, s->c, &work.dy, work.shape);
 }
 
-mn_tensor *mn_tape_add_scaled(mn_tape *tape, mn_tensor *a, mn_tensor *b, mn_tensor *c) {
+mn_tensor *mn_tape_add_scaled(mn_tape *tape, mn_tensor *a, mn_tensor *b, mn_tensor *c,
+                              const mn_tensor *product) {
     if (!a || !b || !c || mn_tape_dead(tape)) return NULL;
     const size_t bytes = (size_t)mn_count4(a->shape) * mn_dtype_bytes(a->dtype);
-    const bool shares = mn_tape_records(tape) && mn_wants(a) && !a->slot->kept &&
-                        a->slot->bytes == bytes && mn_is_contiguous(a) && same_shape(a, b);
-    if (!shares) return mn_tape_add(tape, a, mn_tape_multiply(tape, b, c));
+    const bool alike = mn_is_contiguous(a) && same_shape(a, b), records = mn_tape_records(tape);
+    const bool slots = mn_wants(a) && !a->slot->kept && a->slot->bytes == bytes;
+    if (!alike || (records ? !slots : mn_tape_gathers(tape))) {
+        return mn_tape_add(tape, a, mn_tape_multiply(tape, b, c));
+    }
     mn_pair_work work = { .kind = MN_PAIR_SCALED, .a = mn_value(a), .b = mn_value(b) };
     if (!mn_repeated(tape, &work.c, c, a->shape)) return NULL;
     scaled *s = mn_tape_note(tape, sizeof *s);
     mn_tensor *y = mn_tape_over(tape, a->data, a->dtype, a->shape, false);
     if (!s || !y) return NULL;
-    *s = (scaled){ a, b, c, y };
+    pair *beside = product_beside(tape, product, b, c);
+    *s = (scaled){ a, b, c, y, beside != NULL };
+    if (beside) beside->beside = s;
     memcpy(work.shape, y->shape, sizeof work.shape);
     work.y = mn_value(y);
     mn_tape_do(tape, MN_WORK_PAIR, &work);
+    if (!records) return y;
     mn_tape_record(tape, "a scaled sum", back_scaled, s, true, NULL, 0);
     y->slot = a->slot;    // as both have the same numbers
     return y;

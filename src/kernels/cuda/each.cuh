@@ -162,10 +162,11 @@ struct mn_raw {
     uint4 low, high;
 };
 
-template <mn_types TYPES = MN_MIXED>
+/* REPEATS: of a side whose one number may stand for a row. */
+template <mn_types TYPES = MN_MIXED, bool REPEATS = true>
 __device__ inline mn_raw mn_fetch(const mn_side &side, int64_t at) {
     mn_raw raw;
-    if (side.stride[3] == 0) {    // one number, as often as a pack has it: unpacking repeats it
+    if (REPEATS && side.stride[3] == 0) {    // unpacking repeats it
         raw.low.x = mn_is_wide<TYPES>(side) ? ((const uint32_t *)side.data)[at]
                                             : (uint32_t)((const uint16_t *)side.data)[at];
     } else if (mn_is_wide<TYPES>(side)) {
@@ -178,11 +179,11 @@ __device__ inline mn_raw mn_fetch(const mn_side &side, int64_t at) {
     return raw;
 }
 
-template <mn_types TYPES = MN_MIXED>
+template <mn_types TYPES = MN_MIXED, bool REPEATS = true>
 __device__ inline void mn_unpack(float (&out)[MN_PACK], const mn_side &side, const mn_raw &raw) {
     const uint32_t words[8] = { raw.low.x,  raw.low.y,  raw.low.z,  raw.low.w,
                                 raw.high.x, raw.high.y, raw.high.z, raw.high.w };
-    const bool repeats = side.stride[3] == 0;
+    const bool repeats = REPEATS && side.stride[3] == 0;
     const float one = __uint_as_float(mn_is_wide<TYPES>(side) ? raw.low.x : raw.low.x << 16);
 #pragma unroll
     for (int j = 0; j < MN_PACK; j++) {
@@ -213,8 +214,25 @@ struct mn_each {
     mn_walk walk;
     mn_side side[F::INS + F::OUTS];    // inputs, then results
     bool add[F::OUTS];                 // to what is there
-    bool flat;                         // a single row
+    bool flat, even;                   // a single row; rows at equal distances below 2^32
 };
+
+/* Where a pack is that is not short. */
+template <int N, typename F>
+__device__ inline mn_spot mn_each_spot(const mn_each<F> &e, uint32_t pack) {
+    if (e.flat) return { { 0, 0, 0 }, pack * N };
+    if (!e.even) return mn_spot_of<N>(e.walk, pack);
+    const uint32_t row = mn_quotient(pack, e.walk.per_row);
+    return { { 0, 0, row }, (pack - row * e.walk.per_row.d) * N };
+}
+
+template <typename F>
+__device__ inline int64_t mn_each_offset(const mn_each<F> &e, const mn_side &side,
+                                         const mn_spot &spot) {
+    if (!e.even) return mn_offset(side, spot);
+    return (int64_t)((uint64_t)spot.at[2] * (uint32_t)side.stride[2]) +
+           (side.stride[3] ? spot.x : 0);
+}
 
 /* Whether side i is read: inputs that are there, and results that are added to. */
 template <typename F>
@@ -268,8 +286,7 @@ mn_each_pack_kernel(const __grid_constant__ mn_each<F> e) {
         const uint32_t pack = first + k * MN_EACH_THREADS;
         full[k] = false;
         if (pack >= e.walk.n_packs) continue;
-        mn_spot spot = { { 0, 0, 0 }, pack * N };
-        if (!e.flat) spot = mn_spot_of<N>(e.walk, pack);
+        const mn_spot spot = mn_each_spot<N>(e, pack);
         full[k] = (int64_t)spot.x + N <= e.walk.width;
         if (!full[k]) {
             mn_each_number(e, spot, (int)(e.walk.width - spot.x));
@@ -277,7 +294,7 @@ mn_each_pack_kernel(const __grid_constant__ mn_each<F> e) {
         }
 #pragma unroll
         for (int i = 0; i < INS + OUTS; i++) {
-            at[k][i] = mn_offset(e.side[i], spot);
+            at[k][i] = mn_each_offset(e, e.side[i], spot);
             raw[k][i] = { { 0, 0, 0, 0 }, { 0, 0, 0, 0 } };
             if (mn_reads(e, i)) raw[k][i] = mn_fetch<TYPES>(e.side[i], at[k][i]);
         }
@@ -321,6 +338,10 @@ inline int mn_launch_each(mn_each<F> &e, const int64_t shape[4], cudaStream_t st
     bool packs = true;
     for (const mn_side &side : e.side) packs &= mn_side_packs(side, axes);
     e.flat = axes.n[0] * axes.n[1] * axes.n[2] == 1;
+    e.even = axes.n[0] * axes.n[1] == 1;
+    for (const mn_side &side : e.side) {
+        e.even &= side.stride[2] >= 0 && side.stride[2] < (int64_t)1 << 32;
+    }
     if (!mn_walk_over(&e.walk, axes, packs ? MN_PACK : 1)) return cudaErrorInvalidConfiguration;
     if (e.walk.n_packs == 0) return cudaSuccess;
     const mn_types types = mn_types_of(e.side);

@@ -2,17 +2,19 @@
  *
  *   dx (+)= f'(x) dy b      db (+)= sum over the row of f(x) dy
  *
- * in one pass over x and dy (tape_gate.cu), which tape_unary.cu and tape_each.cu ask for. */
+ * in one pass over x and dy (tape_gate.cu), which tape_unary.cu and tape_each.cu ask for. Of x
+ * itself there may be a second product x c, with cotangent e: dx gets e c too, dc = sum of x e. */
 #ifndef MN_KERNELS_CUDA_EACH_GATE_CUH
 #define MN_KERNELS_CUDA_EACH_GATE_CUH
 
 #include "kernels/cuda/each.cuh"
 
-/* dx or db absent: not wanted. Strides of b and db along X do not count. */
+/* dx, db or dc absent: not wanted; e absent: no second product. Strides of b, c, db and dc along X
+ * do not count. */
 struct mn_gate_back {
     const int64_t *shape;
     const mn_unary *f;    // NULL: x itself
-    const mn_view *x, *b, *dy, *dx, *db;
+    const mn_view *x, *b, *dy, *dx, *db, *e, *c, *dc;    // the last three may be NULL
     bool add_x, add_b;
 };
 

@@ -28,14 +28,15 @@ mn_sum_parts_kernel(F put, const float *parts, int64_t n_parts, int64_t width) {
     put(i, sum);
 }
 
-/* Launches it with a `put` of the caller's. With many parts, more threads share a column. */
+/* Launches it with a `put` of the caller's. With many parts, more threads share a column, unless
+ * there are columns enough for all processors. */
 template <typename F>
 inline int mn_sum_parts_into(F put, const float *parts, int64_t n_parts, int64_t width,
                              cudaStream_t stream) {
     if (n_parts <= 32) {
         mn_sum_parts_kernel<128, 2, F><<<mn_blocks(width, 128), dim3(128, 2), 0, stream>>>(
             put, parts, n_parts, width);
-    } else if (n_parts <= 128) {
+    } else if (n_parts <= 128 || (n_parts <= 512 && width >= 4096)) {
         mn_sum_parts_kernel<32, 32, F><<<mn_blocks(width, 32), dim3(32, 32), 0, stream>>>(
             put, parts, n_parts, width);
     } else {

@@ -200,8 +200,8 @@ MN_CUDA_WORK(pair) {
     const mn_pair_work *w = (const mn_pair_work *)work;
     (void)space;
     if (!w->y.data && w->kind == MN_PAIR_MULTIPLY && mn_is_row_gate(w->db, w->shape)) {
-        return mn_gate_back_cuda({ w->shape, NULL, &w->a, &w->b, &w->dy, &w->da, &w->db, w->add_a,
-                                   w->add_b }, where);
+        return mn_gate_back_cuda({ w->shape, NULL, &w->a, &w->b, &w->dy, &w->da, &w->db, &w->e,
+                                   &w->c, &w->dc, w->add_a, w->add_b }, where);
     }
     if (!w->y.data) return pair_back(*w, where);
     if (w->kind == MN_PAIR_SCALED) {

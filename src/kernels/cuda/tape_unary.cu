@@ -31,8 +31,8 @@ MN_CUDA_WORK(unary) {
                            { false }, where);
     }
     if (mn_is_row_gate(w->db, w->shape)) {
-        return mn_gate_back_cuda({ w->shape, &w->f, &w->x, &w->b, &w->dy, &w->dx, &w->db, w->add_x,
-                                   w->add_b }, where);
+        return mn_gate_back_cuda({ w->shape, &w->f, &w->x, &w->b, &w->dy, &w->dx, &w->db, NULL,
+                                   NULL, NULL, w->add_x, w->add_b }, where);
     }
     if (w->y.data) {
         return mn_run_each(backward<true>{ w->f, gates }, w->shape, { &w->x, &w->b, &w->dy },
