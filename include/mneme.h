@@ -523,6 +523,18 @@ typedef struct mn_conv_args {
     struct { mn_out x, w, bias, tail0; } grad;
 } mn_conv_args;
 
+/* Queries and keys: y_t = unit(a_t) head by head, a_t = silu(bias + sum_i w_i x_{t-W+1+i}); max:
+ * unit(a) = a / max(|a|, eps), root: a / sqrt(|a|^2 + eps). conv, then l2_norm, in one. */
+typedef struct mn_conv_unit_args {
+    mn_call call;                             // B T H K W
+    double eps;
+    int kind;                                 // 0 max, 1 root
+    mn_in x, w, bias, tail0;                  // (B,T,H,K) (H,K,W) (H,K) (N,W-1,H,K)
+    mn_out y, tail;
+    struct { mn_in y, tail; } cot;
+    struct { mn_out x, w, bias, tail0; } grad;
+} mn_conv_unit_args;
+
 /* y = x / sqrt(mean(x^2) + eps) w over the last axis; B rows of V. */
 typedef struct mn_rms_norm_args {
     mn_call call;
@@ -604,8 +616,8 @@ typedef struct mn_adamw_args {
     OP(riccati) OP(bayes) OP(importance) OP(palimpsa_paper) OP(palimpsa_code)                      \
     OP(moebius) OP(kla_discretise) OP(kla_mc) OP(mesa) OP(curvature) OP(ccq_read)                  \
     OP(attention) OP(relu_attention) OP(hyper) OP(hyper_layer)                                     \
-    OP(scan) OP(mlstm) OP(conv) OP(rms_norm) OP(rms_norm_gated) OP(l2_norm)                        \
-    OP(swiglu) OP(rope) OP(cross_entropy) OP(adamw)
+    OP(scan) OP(mlstm) OP(conv) OP(conv_unit) OP(rms_norm) OP(rms_norm_gated)                      \
+    OP(l2_norm) OP(swiglu) OP(rope) OP(cross_entropy) OP(adamw)
 
 #define MN_OP_PROTOTYPES(name)                                                                     \
     MN_API mn_status mn_op_##name(mn_context *context, const mn_##name##_args *args);              \

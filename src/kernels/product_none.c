@@ -51,6 +51,11 @@ int mn_decay_cuda(const mn_decay_work *work, void *space, void *stream) {
     return 1;
 }
 
+const mn_kernel *mn_conv_unit_kernel(mn_pass pass, const mn_conv_unit_args *args) {
+    (void)pass, (void)args;
+    return NULL;
+}
+
 bool mn_few_multiplies(const mn_product_work *work) {
     (void)work;
     return false;

@@ -50,8 +50,7 @@ static mn_status derive(mn_layer *layer, int64_t context) {
 
 static mn_tensor *key_of(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
                          const char *piece) {
-    mn_tensor *k = mn_project_conv(f, x, weight, conv, MN_UNARY_SILU, piece);
-    return mn_unit(f, mn_tape_heads(f->tape, k, MN_OF(f, 'H')), 1, 1e-6);
+    return mn_project_unit(f, x, weight, conv, 1, 1e-6, piece);
 }
 
 /* (B,T,H,n): softplus(x W' + b) + 1e-6 */

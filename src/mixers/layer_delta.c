@@ -74,12 +74,16 @@ static mn_tensor *key_of(mn_forward *f, mn_tensor *x, const char *weight, const 
     mn_tape *tape = f->tape;
     mn_tensor *k = mn_project(f, x, weight, NULL);
     const bool plain = f->layer->kind == MN_LAYER_delta && c->qk_activation != 0;
+    const bool unit = f->layer->kind != MN_LAYER_delta || c->qk_norm == 0;
+    if (c->use_short_conv && unit && !plain) {
+        return mn_unit_conv(f, k, conv, MN_OF(f, 'H'), 1, 1e-6, piece);
+    }
     if (c->use_short_conv) k = mn_short_conv(f, k, conv, NULL, !plain, piece);
     else if (!plain) k = mn_tape_unary(tape, MN_UNARY_SILU, k);
     if (plain && c->qk_activation == 1) k = mn_tape_unary(tape, MN_UNARY_RELU, k);
     if (plain && c->qk_activation == 2) k = mn_tape_unary(tape, MN_UNARY_ELU_ONE, k);
     k = mn_tape_heads(tape, k, MN_OF(f, 'H'));
-    if (f->layer->kind != MN_LAYER_delta || c->qk_norm == 0) return mn_unit(f, k, 1, 1e-6);
+    if (unit) return mn_unit(f, k, 1, 1e-6);
     return mn_over_sum(f, k, 0.0);
 }
 

@@ -134,6 +134,37 @@ mn_tensor *mn_unit(mn_forward *f, mn_tensor *x, int kind, double eps) {
     return y;
 }
 
+mn_tensor *mn_unit_conv(mn_forward *f, mn_tensor *x, const char *weight, int64_t H, int kind,
+                        double eps, const char *piece) {
+    mn_tensor *w = mn_use(f, weight);
+    if (!x || !w) return NULL;
+    if (f->state && x->shape[1] == 1) {    // a decode step has other company for each of the two
+        x = mn_short_conv(f, x, weight, NULL, 1, piece);
+        return mn_unit(f, mn_tape_heads(f->tape, x, H), kind, eps);
+    }
+    mn_run run;
+    mn_conv_unit_args *args = mn_run_start(&run, f->tape, MN_OP_conv_unit);
+    args->kind = kind;
+    args->eps = eps;
+    run.call->W = w->shape[3];
+    mn_run_in(&run, "x", mn_tape_heads(f->tape, x, H));
+    mn_run_in(&run, "w", w);
+    mn_state_bind(f->state, &run, "tail0", "tail", piece,
+                  x->shape[0] * (run.call->W - 1) * x->shape[3]);
+    mn_tensor *y = mn_run_out(&run, "y");
+    mn_run_now(&run);
+    return y;
+}
+
+mn_tensor *mn_project_unit(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
+                           int kind, double eps, const char *piece) {
+    mn_tensor *k = mn_project(f, x, weight, NULL);
+    const int64_t H = MN_OF(f, 'H');
+    if (f->layer->config.use_short_conv) return mn_unit_conv(f, k, conv, H, kind, eps, piece);
+    k = mn_tape_unary(f->tape, MN_UNARY_SILU, k);
+    return mn_unit(f, mn_tape_heads(f->tape, k, H), kind, eps);
+}
+
 mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char *weight, int act) {
     if (!x) return NULL;
     mn_run run;

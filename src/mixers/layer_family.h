@@ -44,6 +44,11 @@ mn_tensor *mn_project_out(mn_forward *f, mn_tensor *x, const char *weight, const
 mn_tensor *mn_short_conv(mn_forward *f, mn_tensor *x, const char *weight, const char *bias, int act,
                          const char *piece);
 
+/* Keys: silu(conv(x)) of (B,T,1,H K) by parameter `weight`, as H heads of unit length, kind and eps
+ * as in mn_unit; the tail is the state `piece`. */
+mn_tensor *mn_unit_conv(mn_forward *f, mn_tensor *x, const char *weight, int64_t H, int kind,
+                        double eps, const char *piece);
+
 /* Projection, then the short convolution with SiLU if the layer has one, else f(projection), else
  * (f < 0) the projection alone. */
 mn_tensor *mn_project_conv(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
@@ -57,6 +62,11 @@ mn_tensor *mn_unit(mn_forward *f, mn_tensor *x, int kind, double eps);
 
 /* rms(x) w over the last axis; with `gate` times act(gate) (0 silu, 1 sigmoid) afterwards. */
 mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char *weight, int act);
+
+/* Keys of H heads: the projection, then mn_unit_conv, or without a short convolution mn_unit of its
+ * SiLU. */
+mn_tensor *mn_project_unit(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
+                           int kind, double eps, const char *piece);
 
 /* A constant of all one value, without gradient. */
 mn_tensor *mn_filled(mn_forward *f, const int64_t shape[4], double value);

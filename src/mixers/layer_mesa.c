@@ -31,8 +31,7 @@ static mn_status derive(mn_layer *layer, int64_t context) {
 
 static mn_tensor *key_of(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
                          const char *piece) {
-    mn_tensor *k = mn_short_conv(f, mn_project(f, x, weight, NULL), conv, NULL, 1, piece);
-    return mn_unit(f, mn_tape_heads(f->tape, k, MN_OF(f, 'H')), 1, 1e-6);
+    return mn_unit_conv(f, mn_project(f, x, weight, NULL), conv, MN_OF(f, 'H'), 1, 1e-6, piece);
 }
 
 static mn_tensor *ridge(mn_forward *f) {

@@ -50,9 +50,8 @@ typedef struct inputs {
 
 static mn_tensor *key_of(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
                          const char *piece) {
-    mn_tensor *k = mn_project_conv(f, x, weight, conv, MN_UNARY_SILU, piece);
     mn_tape_lighter(f->tape, true);
-    k = mn_unit(f, mn_tape_heads(f->tape, k, MN_OF(f, 'H')), 0, 1e-12);
+    mn_tensor *k = mn_project_unit(f, x, weight, conv, 0, 1e-12, piece);
     mn_tape_lighter(f->tape, false);
     return k;
 }

@@ -1,6 +1,8 @@
 /* rows.c - elementwise work over the rows of (B,T,H,X) views, for composed operators. */
 #include "ops/rows.h"
 
+#include <string.h>
+
 #include "base/checked.h"
 #include "base/dtype.h"
 #include "kernels/access.h"
@@ -91,6 +93,30 @@ mn_status mn_rows_add(mn_context *context, const mn_call *call, int64_t width, m
         return mn_rows_glue(context, MN_GLUE_add, call, width, y, a, mn_as_input(y), (mn_in){ 0 });
     }
     mn_threads_run(context->threads, call->B * call->T, add_token, &p);
+    return MN_OK;
+}
+
+static void copy_token(void *context, int64_t item, int worker) {
+    (void)worker;
+    const product *p = context;
+    const int64_t b = item / p->call->T, t = item % p->call->T;
+    const size_t bytes = (size_t)p->width * mn_dtype_bytes(p->call->dtype);
+    for (int64_t h = 0; h < p->call->H; h++) {
+        if (p->call->dtype == MN_F64) {
+            memcpy(MN_ROW_OUT(double, p->y, b, t, h), MN_ROW(double, p->a, b, t, h), bytes);
+        } else {
+            memcpy(MN_ROW_OUT(float, p->y, b, t, h), MN_ROW(float, p->a, b, t, h), bytes);
+        }
+    }
+}
+
+mn_status mn_rows_copy(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
+    product p = { .call = call, .width = width, .y = y, .a = a };
+    if (!y.data || !a.data || context->plans) return MN_OK;
+    if (context->device) {
+        return mn_rows_glue(context, MN_GLUE_copy, call, width, y, a, (mn_in){ 0 }, (mn_in){ 0 });
+    }
+    mn_threads_run(context->threads, call->B * call->T, copy_token, &p);
     return MN_OK;
 }
 

@@ -41,6 +41,11 @@ static bool is_norm(mn_op_id op) {
     return op == MN_OP_rms_norm || op == MN_OP_rms_norm_gated || op == MN_OP_l2_norm;
 }
 
+/* So is that of a head of one channel. */
+static void keep_heads_wide(op_case *c) {
+    if (c->op == MN_OP_conv_unit && c->K == 1) c->K = 2 + c->T % 2;
+}
+
 /* One key channel makes a row of scores a multiple of q, one token makes it one number, and the
  * norm takes the factor away: the gradient of q (of the gate's half in glu) is what rounding
  * leaves. */
@@ -59,6 +64,7 @@ static void targets_match_reference(mn_op_id op) {
             const size_t w = (i + (size_t)f) % MN_COUNTOF(widths);
             c.T = lengths[i], c.K = widths[w].K, c.V = widths[w].V;
             if (is_norm(op) && c.V == 1) c.V = 2 + c.T % 2;
+            keep_heads_wide(&c);
             keep_scores_apart(&c);
             c.B = c.H = c.K * c.V > 600 ? 1 : 2;
             c.more_keys = (int64_t)i % 3 * 7;

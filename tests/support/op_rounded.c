@@ -1,6 +1,6 @@
 /* op_rounded.c - operators in float64, rounding to bf16 between their parts. Of those made of
- * others only ccq_read passes rows on: the cleaned query, its cotangent and the memory's gradient
- * of k. */
+ * others two pass rows on: ccq_read the cleaned query, its cotangent and the memory's gradient of
+ * k; conv_unit what goes into the norm, and its cotangent. */
 #include "support/op_rounded.h"
 
 #include <stdlib.h>
@@ -83,8 +83,35 @@ static void run_ccq_read(mn_sample *sample, const op_case *c) {
     free(rows);
 }
 
+static void run_conv_unit(mn_sample *sample, const op_case *c) {
+    const mn_conv_unit_args *p = (const mn_conv_unit_args *)sample->args;
+    const int64_t rows = p->call.B * p->call.T * p->call.H, count = rows * p->call.K;
+    double *a = calloc((size_t)(2 * count + 1), sizeof *a), *da = a + count;
+    if (!a) check_fatal("%s: no memory", op_case_text(c));
+    mn_conv_args conv = {
+        .call = p->call, .act = 1, .x.data = p->x.data, .w.data = p->w.data,
+        .bias.data = p->bias.data, .tail0.data = p->tail0.data, .y.data = a,
+        .tail.data = p->tail.data,
+    };
+    mn_l2_norm_args norm = { .call = { .dtype = MN_F64, .B = rows, .V = p->call.K },
+                             .eps = p->eps, .kind = p->kind, .x.data = a, .y.data = p->y.data,
+                             .cot.y.data = p->cot.y.data, .grad.x.data = da };
+    conv.call.V = p->call.H * p->call.K;
+    run(MN_OP_conv, MN_FORWARD, &conv, c);
+    round_all(a, count);
+    if (count > 0) run(MN_OP_l2_norm, MN_FORWARD, &norm, c);
+    if (count > 0) run(MN_OP_l2_norm, MN_BACKWARD, &norm, c);
+    round_all(da, count);
+    conv.cot.y.data = da, conv.cot.tail.data = p->cot.tail.data;
+    conv.grad.x.data = p->grad.x.data, conv.grad.w.data = p->grad.w.data;
+    conv.grad.bias.data = p->grad.bias.data, conv.grad.tail0.data = p->grad.tail0.data;
+    run(MN_OP_conv, MN_BACKWARD, &conv, c);
+    free(a);
+}
+
 bool op_run_rounded(mn_sample *sample, const op_case *c) {
     if (c->op == MN_OP_ccq_read) run_ccq_read(sample, c);
+    else if (c->op == MN_OP_conv_unit) run_conv_unit(sample, c);
     else if (delta_is_rounded(c)) delta_run_rounded(sample, c, true);
     else return false;
     round_results(sample);

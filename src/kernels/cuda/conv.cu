@@ -1,20 +1,29 @@
 /* conv.cu - y_t = act(p_t), p_t = bias + sum_i w_i u_{t+i}, depthwise, over u = (tail0, x) (see
- * ref/conv.c, whose index convention u_{s+W-1} = x_s is used here).
+ * ref/conv.c, whose index convention u_{s+W-1} = x_s is used here); and conv_unit, whose y_t is
+ * that over its length, head by head: y_t = r a_t, a_t = silu(p_t), r = 1 / max(|a_t|, eps) or
+ * 1 / sqrt(|a_t|^2 + eps).
  *
- *   du_j = sum_i w_i d_{j-i}  (+ dtail_{j-length} for j >= length),  d_t = dy_t act'(p_t)
+ *   du_j = sum_i w_i d_{j-i}  (+ dtail_{j-length} for j >= length),  d_t = da_t act'(p_t)
  *   dw_i = sum_t d_t u_{t+i}     dbias = sum_t d_t
+ *   da_t = dy_t, or r (dy_t - a_t r^2 (a_t.dy_t)) where there is a length (r dy_t below its floor)
  *
- * A thread has N neighbouring channels and walks down the tokens of a tile, four at a time so that
- * their loads are in flight together, with the W - 1 inputs before them in registers (W = 4, what
- * models have; any other W reads its inputs again from the cache). Backward, it gathers its
- * part of dw and dbias over the tiles it takes, and mn_sum_parts adds the parts. */
+ * A thread has N neighbouring channels, 16 bytes, and walks down the tokens of a tile with the
+ * W - 1 inputs before them in registers (W = 4, what models have; any other W reads its inputs
+ * again from the cache), the rows after them on their way. A warp is on its own: a strip of
+ * channels, which are whole heads, times a tile, so that the sums over a head are exchanges among
+ * its lanes. What lies between x and y is made again going back, in registers.
+ * Backward, a warp gathers its part of dw and dbias over the tiles it takes, and mn_sum_parts adds
+ * the parts. */
+#include <float.h>
+
+#include "kernels/conv_unit.h"
 #include "kernels/cuda/gate.cuh"
 #include "kernels/cuda/parts.cuh"
 #include "kernels/cuda/unpack.cuh"
 
-enum { THREADS = 128, PACK = 4, TILE = 32, TAPS = 4, GROUP = 4, SILU = 1 };
-enum { FORWARD_GROUP = 8 };    // more loads on their way, which go before all else there
-enum { MOST_TILES = 65535, BLOCKS = 528 };    // BLOCKS: four for each processor of an H200
+enum { THREADS = 128, WARPS = THREADS / 32, TAPS = 4, GROUP = 4, STAGES = 3, SILU = 1, ROOT = 1 };
+enum { LEAST_ROWS = 16, MOST_ROWS = 1024, ANY_ROWS = 32, MOST_TILES = 65535 };    // tokens, blocks
+enum { BACKWARD_BLOCKS = 2, PROCESSORS = 132 };    // blocks of a processor; of those, an H200
 
 /* x_s of a sequence for channels [channel, channel + N); before its start the tail, or zero. */
 template <typename T, int N>
@@ -57,10 +66,70 @@ __device__ static float before_act_cot(const mn_conv_args &p, int64_t n, const m
     return dy * mn_silu(before_act<T>(p, n, span, t, channel)).slope;
 }
 
-/* ---- forward --------------------------------------------------------------------------------- */
+/* ---- strips ---------------------------------------------------------------------------------- */
+
+/* How warps share channels: heads of `width` channels have `team` lanes each, a power of two, of
+ * which the last ones may have no channels; a strip is as many heads as a warp has teams. The rest
+ * is about lengths: r = max(|a|^2 + more, least)^-1/2, which is constant below `least`. */
+struct heads {
+    int width, team, strip;
+    float more, least;
+};
+
+/* Where a warp and a lane of it work: tiles `part`, part + n_parts, ..., and N channels; lanes that
+ * are not `on` do as others do and keep nothing. */
+struct place {
+    int64_t part, channel;
+    bool on;
+};
+
+template <int N>
+__device__ static place place_of(const mn_conv_args &p, const heads &h) {
+    const int own = __shfl_sync(0xffffffffu, (int)threadIdx.x / 32, 0);    // the same in all lanes
+    const int64_t warp = blockIdx.x * (int64_t)WARPS + own;
+    const int64_t n_strips = (p.call.V + h.strip - 1) / h.strip;
+    const int lane = threadIdx.x % 32, within = lane % h.team * N;
+    const int64_t channel = warp % n_strips * h.strip + lane / h.team * h.width + within;
+    const bool on = within < h.width && channel < p.call.V;
+    return { warp / n_strips, on ? channel : 0, on };
+}
+
+/* Sums over the lanes of a head, in all of them. */
+template <int COUNT>
+__device__ static void sum_head(float (&x)[COUNT], int team) {
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const float other = __shfl_xor_sync(0xffffffffu, x[i], lanes);
+            x[i] = lanes < team ? x[i] + other : x[i];
+        }
+    }
+}
+
+/* x[0..N), 16 bytes, where `on`: a store that is left out, without a way around it, so that what
+ * other tokens need goes on beside. */
+template <typename T, int N>
+__device__ static void store_if(bool on, T *y, const float (&x)[N]) {
+    mn_pack<T, N> pack;
+#pragma unroll
+    for (int j = 0; j < N; j++) mn_put(&pack.at[j], x[j]);
+    uint4 all;
+    static_assert(sizeof all == sizeof pack, "a pack is 16 bytes");
+    memcpy(&all, &pack, sizeof all);
+    asm volatile("{ .reg .pred on; setp.ne.s32 on, %0, 0; "
+                 "@on st.global.v4.b32 [%1], {%2, %3, %4, %5}; }"
+                 :: "r"((int)on), "l"(y), "r"(all.x), "r"(all.y), "r"(all.z), "r"(all.w)
+                 : "memory");
+}
+
+/* Blocks of a processor; those of more registers need no more to have enough on their way. */
+constexpr int forward_blocks(bool unit) {
+    return unit ? 4 : 5;
+}
 
 /* W taps and the bias of N channels. */
-template <typename T, int N>
+template <typename T, int N, bool BIAS>
 struct filter {
     float w[TAPS][N], bias[N];
 
@@ -68,7 +137,7 @@ struct filter {
 #pragma unroll
         for (int j = 0; j < N; j++) {
             float taps[TAPS];
-            bias[j] = mn_get((const T *)p.bias.data, channel + j);
+            bias[j] = BIAS ? mn_get((const T *)p.bias.data, channel + j) : 0.0f;
             mn_load<TAPS>(taps, (const T *)p.w.data, (channel + j) * TAPS);
 #pragma unroll
             for (int i = 0; i < TAPS; i++) w[i][j] = taps[i];
@@ -88,25 +157,42 @@ struct filter {
     }
 };
 
-/* Rows of a group of tokens on their way, asked for while the group before is worked on. */
-template <typename T, int N, int COUNT>
+/* Rows on their way into shared memory, STAGES groups of tokens deep: a lane has 16 bytes of each
+ * row to itself, so nobody waits for anybody. */
+template <typename T, int N>
 struct ahead {
-    mn_pack<T, N> at[COUNT];
+    typedef typename mn_stored<T, N>::type stored;
+    static_assert(sizeof(stored) == 16, "a row is 16 bytes of each lane");
+    stored *const own;    // of the first row; the next ones are THREADS apart
 
-    /* Row `row` and the ones after it, of which `left` are there: INSIDE, at least a group. */
-    template <bool INSIDE>
-    __device__ void ask(const T *row, int64_t step, int64_t left) {
-#pragma unroll
-        for (int i = 0; i < COUNT; i++, row += step) {
-            if (INSIDE || i < left) at[i] = *(const mn_pack<T, N> *)row;
-            else at[i] = mn_pack<T, N>{};
-        }
+    __device__ ahead(uint4 *room) : own((stored *)room + threadIdx.x) {}
+
+    /* Row g of a group on its way; zeros where it is not there. */
+    __device__ void ask(int stage, int g, const T *row, bool there) const {
+        const uint32_t to = (uint32_t)__cvta_generic_to_shared(own + (stage * GROUP + g) * THREADS);
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                     :: "r"(to), "l"(row), "r"(there ? 16 : 0) : "memory");
     }
 
-    __device__ void take(float (&u)[N], int i) const {
-        mn_unpack_to(u, at[i]);
+    __device__ void take(float (&u)[N], int stage, int g) const {
+        mn_unpack_to(u, own[(stage * GROUP + g) * THREADS]);
     }
 };
+
+/* All that was asked for since the last call is a group. */
+__device__ static void end_group() {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* The oldest of STAGES groups has come. */
+__device__ static void wait_for_group() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(STAGES - 1) : "memory");
+}
+
+/* All groups have come: nothing of this tile is left that could arrive on top of the next one's. */
+__device__ static void wait_for_all() {
+    asm volatile("cp.async.wait_all;" ::: "memory");
+}
 
 /* The inputs before a tile, in a ring in which its first token is number 0. */
 template <typename T, int N>
@@ -118,31 +204,82 @@ __device__ static void inputs_before(float (&u)[TAPS][N], const mn_conv_args &p,
     }
 }
 
-/* INSIDE: the tile is whole. */
-template <typename T, int N, bool ACT, bool INSIDE>
-__device__ static void tile_forward(const mn_conv_args &p, const filter<T, N> &f,
-                                    const mn_tile_span &tile, int64_t channel) {
-    const int64_t n = INSIDE ? TILE : tile.n_rows, from = tile.span.t0 + tile.first;
-    const T *x = mn_row<T>(p.x, tile.span.b, from, 0) + channel;
-    T *y = mn_row<T>(p.y, tile.span.b, from, 0) + channel;
+/* ---- forward --------------------------------------------------------------------------------- */
+
+template <typename T, int N, bool ACT, bool UNIT, bool BIAS>
+__device__ static void tile_forward(const mn_conv_args &p, const heads &h,
+                                    const filter<T, N, BIAS> &f, const mn_tile_span &tile,
+                                    const place &at, uint4 *room) {
+    const int n = (int)tile.n_rows;
+    const int64_t x_step = p.x.stride[1], y_step = p.y.stride[1];
+    const T *x = mn_row<T>(p.x, tile.span.b, tile.span.t0 + tile.first, 0) + at.channel;
+    T *y = mn_row<T>(p.y, tile.span.b, tile.span.t0 + tile.first, 0) + at.channel;
+    const ahead<T, N> rows(room);
     float u[TAPS][N];
-    ahead<T, N, FORWARD_GROUP> now, next;
-    next.template ask<INSIDE>(x, p.x.stride[1], n);
-    inputs_before<T, N>(u, p, tile, channel);
-    for (int64_t t = 0; t < n; t += FORWARD_GROUP, y += FORWARD_GROUP * p.y.stride[1]) {
-        now = next;
-        x += FORWARD_GROUP * p.x.stride[1];
-        if (t + FORWARD_GROUP < n) {
-            next.template ask<INSIDE>(x, p.x.stride[1], n - t - FORWARD_GROUP);
+    int stage = 0;
+#pragma unroll
+    for (int g = 0; g < STAGES * GROUP; g++) {
+        rows.ask(g / GROUP, g % GROUP, x + (g < n ? g * x_step : 0), g < n);
+        if (g % GROUP == GROUP - 1) end_group();
+    }
+    inputs_before<T, N>(u, p, tile, at.channel);
+    x += STAGES * GROUP * x_step;
+    for (int t = 0; t < n; t += GROUP, y += GROUP * y_step, x += GROUP * x_step) {
+        wait_for_group();
+#pragma unroll
+        for (int g = 0; g < GROUP; g++) {
+            float a[N], squares[1] = { 0.0f };
+            rows.take(u[g], stage, g);
+            f.apply(a, u, g);
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                if (ACT) a[j] = mn_silu(a[j]).value;
+                if (UNIT) squares[0] = fmaf(a[j], a[j], squares[0]);
+            }
+            if (UNIT) {
+                if (!at.on) squares[0] = 0.0f;
+                sum_head(squares, h.team);
+                const float r = rsqrtf(fmaxf(squares[0] + h.more, h.least));
+#pragma unroll
+                for (int j = 0; j < N; j++) a[j] *= r;
+            }
+            store_if(at.on && t + g < n, y + g * y_step, a);
         }
 #pragma unroll
-        for (int g = 0; g < FORWARD_GROUP; g++) {
-            float sum[N];
-            now.take(u[g % TAPS], g);
-            f.apply(sum, u, g % TAPS);
-#pragma unroll
-            for (int j = 0; j < N; j++) sum[j] = ACT ? mn_silu(sum[j]).value : sum[j];
-            if (INSIDE || t + g < n) mn_store<N>(y + g * p.y.stride[1], 0, sum);
+        for (int g = 0; g < GROUP; g++) {
+            const bool there = t + STAGES * GROUP + g < n;
+            rows.ask(stage, g, there ? x + g * x_step : (const T *)p.x.data, there);
+        }
+        end_group();
+        stage = stage + 1 < STAGES ? stage + 1 : 0;
+    }
+    wait_for_all();
+}
+
+/* A warp has a strip of a tile. */
+template <typename T, int N, bool ACT, bool UNIT, bool BIAS>
+__global__ void __launch_bounds__(THREADS, forward_blocks(UNIT))
+forward_kernel(const __grid_constant__ mn_conv_args p, const heads h, int64_t n_slots, int rows) {
+    __shared__ uint4 room[STAGES * GROUP * THREADS];
+    const place at = place_of<N>(p, h);
+    if (at.part >= n_slots) return;
+    const mn_tile_span tile = mn_tile_at(p.call, rows, at.part);
+    if (tile.n_rows <= 0) return;
+    const filter<T, N, BIAS> f(p, at.channel);
+    tile_forward<T, N, ACT, UNIT, BIAS>(p, h, f, tile, at, room);
+}
+
+template <typename T>
+__global__ void __launch_bounds__(THREADS)
+forward_any_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots) {
+    const int64_t channel = blockIdx.x * (int64_t)THREADS + threadIdx.x;
+    if (channel >= p.call.V) return;
+    for (int64_t slot = blockIdx.y; slot < n_slots; slot += gridDim.y) {
+        const mn_tile_span tile = mn_tile_at(p.call, ANY_ROWS, slot);
+        for (int64_t t = tile.first; t < tile.first + tile.n_rows; t++) {
+            const float sum = before_act<T>(p, tile.n, tile.span, t, channel);
+            T *y = mn_row<T>(p.y, tile.span.b, tile.span.t0 + t, 0);
+            mn_put(y + channel, p.act == SILU ? mn_silu(sum).value : sum);
         }
     }
 }
@@ -157,40 +294,6 @@ __device__ static void put_tail(const mn_conv_args &p, int64_t n, int64_t channe
         float u[1];
         input_at<T, 1>(u, p, n, span, span.length - M + m, channel);
         ((float *)p.tail.data)[(n * M + m) * p.call.V + channel] = u[0];
-    }
-}
-
-/* The last `tails` rows of blocks make the tails of as many sequences. */
-template <typename T, int N, bool ACT>
-__global__ void __launch_bounds__(THREADS)
-forward_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots, int rows, int tails) {
-    const int64_t channel = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * N;
-    if (channel >= p.call.V) return;
-    const int down = (int)gridDim.y - tails, tail = (int)blockIdx.y - down;
-    if (tail >= 0) {
-        for (int j = 0; j < N; j++) put_tail<T>(p, tail, channel + j);
-        return;
-    }
-    const filter<T, N> f(p, channel);
-    for (int64_t slot = blockIdx.y; slot < n_slots; slot += down) {
-        const mn_tile_span tile = mn_tile_at(p.call, rows, slot);
-        if (tile.n_rows == TILE) tile_forward<T, N, ACT, true>(p, f, tile, channel);
-        else if (tile.n_rows > 0) tile_forward<T, N, ACT, false>(p, f, tile, channel);
-    }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(THREADS)
-forward_any_kernel(const __grid_constant__ mn_conv_args p, int64_t n_slots) {
-    const int64_t channel = blockIdx.x * (int64_t)THREADS + threadIdx.x;
-    if (channel >= p.call.V) return;
-    for (int64_t slot = blockIdx.y; slot < n_slots; slot += gridDim.y) {
-        const mn_tile_span tile = mn_tile_at(p.call, TILE, slot);
-        for (int64_t t = tile.first; t < tile.first + tile.n_rows; t++) {
-            const float sum = before_act<T>(p, tile.n, tile.span, t, channel);
-            T *y = mn_row<T>(p.y, tile.span.b, tile.span.t0 + t, 0);
-            mn_put(y + channel, p.act == SILU ? mn_silu(sum).value : sum);
-        }
     }
 }
 
@@ -212,95 +315,186 @@ __device__ static void tail_cot(float (&d)[N], const mn_conv_args &p, int64_t n,
     mn_load<N>(d, dtail && m >= 0 ? dtail + (n * M + m) * p.call.V : nullptr, channel);
 }
 
-/* Walks one tile by groups of tokens: from u and dy of token t it makes d_t and then dx_{t-3}, with
- * the last four of u and of d in rings. Tokens past the tile's end belong to the next one and count
- * for dx only. INSIDE: the tile is whole, the group behind it is there, and so are dy and dx. */
-template <typename T, int N, bool ACT, bool INSIDE>
-__device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_args &p,
-                                     const filter<T, N> &f, const mn_tile_span &tile,
-                                     int64_t channel) {
-    const mn_span &span = tile.span;
-    const int64_t n = INSIDE ? TILE : tile.n_rows, from = span.t0 + tile.first;
-    const int64_t left = span.length - tile.first, left_d = p.cot.y.data ? left : 0;
-    const int64_t x_step = p.x.stride[1], d_step = p.cot.y.stride[1], to_step = p.grad.x.stride[1];
-    const T *x = mn_row<T>(p.x, span.b, from, 0) + channel;
-    const T *dy = (const T *)p.cot.y.data + span.b * p.cot.y.stride[0] + from * d_step + channel;
-    T *to = (T *)p.grad.x.data + span.b * p.grad.x.stride[0] + (from - (TAPS - 1)) * to_step +
-            channel;
-    float u[TAPS][N], d[TAPS][N] = {};
-    ahead<T, N, GROUP> now_u, now_d, next_u, next_d;
-    next_u.template ask<INSIDE>(x, x_step, left);
-    next_d.template ask<INSIDE>(dy, d_step, left_d);
-    inputs_before<T, N>(u, p, tile, channel);
-    for (int64_t t = 0; t < n + TAPS - 1; t += GROUP, to += GROUP * to_step) {
-        now_u = next_u;
-        now_d = next_d;
-        x += GROUP * x_step;
-        dy += GROUP * d_step;
-        if (t + GROUP < n + TAPS - 1) {
-            next_u.template ask<INSIDE>(x, x_step, left - t - GROUP);
-            next_d.template ask<INSIDE>(dy, d_step, left_d - t - GROUP);
+/* Walks one tile by groups of tokens: from u and dy of token t it makes d_t and then du_t, which is
+ * dx_{t-3}, with the last four of u and of d in rings. Tokens past the tile's end belong to the
+ * next one and count for dx only. */
+template <typename T, int N, bool ACT, bool UNIT, bool BIAS>
+struct walk {
+    const mn_conv_args &p;
+    const heads &h;
+    const filter<T, N, BIAS> &f;
+    const mn_tile_span &tile;
+    const place &at;
+    const int64_t left, left_d;    // tokens from the tile's first on: of the sequence, that have dy
+    const T *x, *dy;               // of the group to be asked for
+    T *to;                         // dx of the token three before the group
+    float u[TAPS][N], d[TAPS][N];
+    const ahead<T, N> next_u, next_d;
+    int stage = 0;
+
+    __device__ walk(const mn_conv_args &p_, const heads &h_, const filter<T, N, BIAS> &f_,
+                    const mn_tile_span &tile_, const place &at_, uint4 *room)
+        : p(p_), h(h_), f(f_), tile(tile_), at(at_), left(tile_.span.length - tile_.first),
+          left_d(p_.cot.y.data ? left : 0), next_u(room),
+          next_d(room + STAGES * GROUP * THREADS) {
+        const int64_t b = tile.span.b, from = tile.span.t0 + tile.first;
+        x = (const T *)p.x.data + b * p.x.stride[0] + from * p.x.stride[1] + at.channel;
+        dy = (const T *)p.cot.y.data + b * p.cot.y.stride[0] + from * p.cot.y.stride[1] +
+             at.channel;
+        to = (T *)p.grad.x.data + b * p.grad.x.stride[0] +
+             (from - (TAPS - 1)) * p.grad.x.stride[1] + at.channel;
+        for (int64_t t = 0; t < STAGES * GROUP; t += GROUP) ask<false>(t);
+        inputs_before<T, N>(u, p, tile, at.channel);
+#pragma unroll
+        for (int g = 0; g < TAPS; g++) {
+#pragma unroll
+            for (int j = 0; j < N; j++) d[g][j] = 0.0f;
         }
+    }
+
+    /* The group from token t of the tile on, where the one before lay. INSIDE: it is there. */
+    template <bool INSIDE>
+    __device__ void ask(int64_t t) {
 #pragma unroll
         for (int g = 0; g < GROUP; g++) {
-            float sum[N];
-            now_u.take(u[g], g);
-            now_d.take(d[g], g);
-            f.apply(sum, u, g);
+            const bool there = INSIDE || t + g < left, there_d = INSIDE || t + g < left_d;
+            next_u.ask(stage, g, there ? x + g * p.x.stride[1] : (const T *)p.x.data, there);
+            next_d.ask(stage, g, there_d ? dy + g * p.cot.y.stride[1] : (const T *)p.x.data,
+                       there_d);
+        }
+        end_group();
+        x += GROUP * p.x.stride[1];
+        dy += GROUP * p.cot.y.stride[1];
+        stage = stage + 1 < STAGES ? stage + 1 : 0;
+    }
+
+    /* d_t in place of dy_t, from p_t */
+    __device__ void before_act(float (&dy_t)[N], float (&sum)[N]) const {
+        if constexpr (ACT) {
+            float slope[N];
 #pragma unroll
             for (int j = 0; j < N; j++) {
-                if (ACT) d[g][j] *= mn_silu(sum[j]).slope;
+                const float s = mn_sigmoid(sum[j]);
+                sum[j] *= s;
+                slope[j] = fmaf(sum[j], 1.0f - s, s);
             }
-            if (INSIDE ? t < n : t + g < n) {
+            if constexpr (UNIT) before_unit(dy_t, sum);
 #pragma unroll
-                for (int j = 0; j < N; j++) {
-#pragma unroll
-                    for (int i = 0; i < TAPS; i++) {
-                        dw[i][j] = fmaf(d[g][j], u[(g + 1 + i) % TAPS][j], dw[i][j]);
-                    }
-                    dw[TAPS][j] += d[g][j];
-                }
-            }
-            const int64_t s = t + g - (TAPS - 1);    // of the tile
-            const bool own = INSIDE ? (g == TAPS - 1 ? t < n : t > 0) : s >= 0 && s < n;
-            if (!own || !(INSIDE || p.grad.x.data)) continue;
-            float dx[N];
-            if (INSIDE) {
-#pragma unroll
-                for (int j = 0; j < N; j++) dx[j] = 0.0f;
-            } else {
-                tail_cot<N>(dx, p, tile.n, t + g - left, channel);
-            }
-#pragma unroll
-            for (int i = 0; i < TAPS; i++) {    // d_{t-i}
-#pragma unroll
-                for (int j = 0; j < N; j++) {
-                    dx[j] = fmaf(f.w[i][j], d[(g + TAPS - i) % TAPS][j], dx[j]);
-                }
-            }
-            mn_store<N>(to + g * to_step, 0, dx);
+            for (int j = 0; j < N; j++) dy_t[j] *= slope[j];
         }
     }
+
+    /* da_t in place of dy_t, from a_t */
+    __device__ void before_unit(float (&dy_t)[N], const float (&a)[N]) const {
+        float sums[2] = { 0.0f, 0.0f };
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+            sums[0] = fmaf(a[j], a[j], sums[0]);
+            sums[1] = fmaf(a[j], dy_t[j], sums[1]);
+        }
+        if (!at.on) sums[0] = sums[1] = 0.0f;
+        sum_head(sums, h.team);
+        const float squares = sums[0] + h.more, r = rsqrtf(fmaxf(squares, h.least));
+        const float pull = squares > h.least ? r * r * sums[1] : 0.0f;
+#pragma unroll
+        for (int j = 0; j < N; j++) dy_t[j] = r * fmaf(-pull, a[j], dy_t[j]);
+    }
+
+    __device__ void gather(float (&dw)[TAPS + 1][N], int g) const {
+#pragma unroll
+        for (int j = 0; j < N; j++) {
+#pragma unroll
+            for (int i = 0; i < TAPS; i++) {
+                dw[i][j] = fmaf(d[g][j], u[(g + 1 + i) % TAPS][j], dw[i][j]);
+            }
+            if (BIAS) dw[TAPS][j] += d[g][j];
+        }
+    }
+
+    /* du_t, to which `du` has what comes from elsewhere */
+    __device__ void input_cot(float (&du)[N], int g) const {
+#pragma unroll
+        for (int i = 0; i < TAPS; i++) {    // d_{t-i}
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                du[j] = fmaf(f.w[i][j], d[(g + TAPS - i) % TAPS][j], du[j]);
+            }
+        }
+    }
+
+    /* INSIDE: the tile has these tokens and the three before, the sequence those to be asked for;
+     * dy and dx exist. */
+    template <bool INSIDE>
+    __device__ void group(float (&dw)[TAPS + 1][N], int64_t t) {
+        wait_for_group();
+#pragma unroll
+        for (int g = 0; g < GROUP; g++) {
+            float sum[N], du[N] = {};
+            next_u.take(u[g], stage, g);
+            next_d.take(d[g], stage, g);
+            f.apply(sum, u, g);
+            before_act(d[g], sum);
+            if (INSIDE || t + g < tile.n_rows) gather(dw, g);
+            if (!INSIDE) tail_cot<N>(du, p, tile.n, t + g - left, at.channel);
+            input_cot(du, g);
+            if (INSIDE) {
+                store_if(at.on, to + g * p.grad.x.stride[1], du);
+            } else {
+                put(du, t + g - (TAPS - 1), g);
+            }
+        }
+        ask<INSIDE>(t + STAGES * GROUP);
+        to += GROUP * p.grad.x.stride[1];
+    }
+
+    /* du of the tile's token s: dx or, before the sequence, dtail0 */
+    __device__ void put(const float (&du)[N], int64_t s, int g) const {
+        const int64_t M = TAPS - 1;
+        float *dtail0 = (float *)p.grad.tail0.data;
+        if (!at.on || s >= tile.n_rows) return;
+        if (s >= 0 && p.grad.x.data) mn_store<N>(to + g * p.grad.x.stride[1], 0, du);
+        if (s < 0 && tile.first == 0 && dtail0) {
+            mn_store<N>(dtail0 + (tile.n * M + M + s) * p.call.V, at.channel, du);
+        }
+    }
+};
+
+template <typename T, int N, bool ACT, bool UNIT, bool BIAS>
+__device__ static void tile_backward(float (&dw)[TAPS + 1][N], const mn_conv_args &p,
+                                     const heads &h, const filter<T, N, BIAS> &f,
+                                     const mn_tile_span &tile, const place &at, uint4 *room) {
+    walk<T, N, ACT, UNIT, BIAS> w(p, h, f, tile, at, room);
+    const bool plain = p.cot.y.data && p.grad.x.data;
+    int64_t t = 0;
+    for (; t < tile.n_rows + TAPS - 1; t += GROUP) {
+        const bool inside = plain && t > 0 && t + GROUP <= tile.n_rows &&
+                            t + (STAGES + 1) * GROUP <= w.left;
+        if (inside) w.template group<true>(dw, t);
+        else w.template group<false>(dw, t);
+    }
+    wait_for_all();
 }
 
-/* Part blockIdx.y: W rows of dw and one of dbias, each of V channels. */
-template <typename T, int N, bool ACT>
-__global__ void __launch_bounds__(THREADS, 4)
-backward_kernel(const __grid_constant__ mn_conv_args p, float *parts, int64_t n_slots) {
-    const int64_t channel = (blockIdx.x * (int64_t)THREADS + threadIdx.x) * N;
-    if (channel >= p.call.V) return;
-    const filter<T, N> f(p, channel);
-    const bool plain = p.cot.y.data && p.grad.x.data;
+/* Part k: W rows of dw and, with BIAS, one of dbias, each of V channels. */
+template <typename T, int N, bool ACT, bool UNIT, bool BIAS>
+__global__ void __launch_bounds__(THREADS, BACKWARD_BLOCKS)
+backward_kernel(const __grid_constant__ mn_conv_args p, const heads h, float *parts,
+                int64_t n_parts, int64_t n_slots, int rows) {
+    __shared__ uint4 room[2 * STAGES * GROUP * THREADS];
+    const place at = place_of<N>(p, h);
+    if (at.part >= n_parts) return;
+    const filter<T, N, BIAS> f(p, at.channel);
     float dw[TAPS + 1][N] = {};
-    for (int64_t slot = blockIdx.y; slot < n_slots; slot += gridDim.y) {
-        const mn_tile_span tile = mn_tile_at(p.call, TILE, slot);
-        const bool inside = plain && tile.first + TILE + GROUP <= tile.span.length;
-        if (inside) tile_backward<T, N, ACT, true>(dw, p, f, tile, channel);
-        else if (tile.n_rows > 0) tile_backward<T, N, ACT, false>(dw, p, f, tile, channel);
+    for (int64_t slot = at.part; slot < n_slots; slot += n_parts) {
+        const mn_tile_span tile = mn_tile_at(p.call, rows, slot);
+        if (tile.n_rows > 0 || tile.span.length == 0) {
+            tile_backward<T, N, ACT, UNIT, BIAS>(dw, p, h, f, tile, at, room);
+        }
     }
-    float *part = parts + blockIdx.y * (int64_t)(TAPS + 1) * p.call.V;
+    if (!at.on) return;
+    float *part = parts + at.part * (TAPS + BIAS) * p.call.V;
 #pragma unroll
-    for (int i = 0; i <= TAPS; i++) mn_store<N>(part, i * p.call.V + channel, dw[i]);
+    for (int i = 0; i < TAPS + BIAS; i++) mn_store<N>(part, i * p.call.V + at.channel, dw[i]);
 }
 
 template <typename T>
@@ -311,7 +505,7 @@ backward_any_kernel(const __grid_constant__ mn_conv_args p, float *parts, int64_
     float *part = parts + blockIdx.y * (W + 1) * p.call.V + channel;
     for (int64_t i = 0; i <= W; i++) part[i * p.call.V] = 0.0f;
     for (int64_t slot = blockIdx.y; slot < n_slots; slot += gridDim.y) {
-        const mn_tile_span tile = mn_tile_at(p.call, TILE, slot);
+        const mn_tile_span tile = mn_tile_at(p.call, ANY_ROWS, slot);
         for (int64_t t = tile.first; t < tile.first + tile.n_rows; t++) {
             const float d = before_act_cot<T>(p, tile.n, tile.span, t, channel);
             for (int64_t i = 0; i < W; i++) {
@@ -369,7 +563,7 @@ struct put_filter {
 
 template <typename T>
 static bool packable(const mn_conv_args *p) {
-    constexpr int64_t N = mn_pack_width<T>();    // more than PACK asks
+    constexpr int64_t N = mn_pack_width<T>();
     const struct { const void *data; const int64_t *stride; } views[] = {
         { p->x.data, p->x.stride },
         { p->y.data, p->y.stride },
@@ -377,32 +571,37 @@ static bool packable(const mn_conv_args *p) {
         { p->grad.x.data, p->grad.x.stride },
     };
     bool packs = p->call.W == TAPS && p->call.V % N == 0 && mn_packable<T>(p->w.data, N) &&
-                 mn_packable<T>(p->tail0.data, N) && mn_packable<T>(p->cot.tail.data, N);
+                 mn_packable<T>(p->tail0.data, N) && mn_packable<T>(p->cot.tail.data, N) &&
+                 mn_packable<T>(p->grad.tail0.data, N);
     for (const auto &view : views) {
         packs = packs && mn_packable<T>(view.data, view.stride[0]) && view.stride[1] % N == 0;
     }
     return packs;
 }
 
-static int64_t count_parts(const mn_call *call, int64_t channels_per_block) {
-    const int64_t across = mn_ceil_div(call->V, channels_per_block);
-    return mn_max(mn_min(mn_tile_slots(*call, TILE), mn_ceil_div(BLOCKS, across)), 1);
+/* Heads of `width` channels, or (0) channels that nothing holds together. */
+static heads heads_of(int64_t width, int N) {
+    if (width == 0) return { 32 * N, 32, 32 * N, 0.0f, 0.0f };
+    int team = 1;
+    while (team * N < width) team *= 2;
+    return { (int)width, team, 32 / team * (int)width, 0.0f, 0.0f };
 }
 
-/* Tokens of a tile: fewer, which read more rows twice, where the processors would have too little
- * on their way. */
-static int forward_rows(const mn_call &call, int64_t across) {
-    int rows = TILE;
-    while (rows > 2 * GROUP && mn_tile_slots(call, rows) * across < 4 * BLOCKS) rows /= 2;
+/* Tokens of a tile: so many that each of `warps` has about one tile, and fewer rows are read and
+ * worked on twice. */
+static int tile_rows(const mn_call &call, int64_t n_strips, int64_t warps) {
+    int rows = LEAST_ROWS;
+    while (rows < MOST_ROWS && mn_tile_slots(call, rows) * n_strips > warps) rows += GROUP;
     return rows;
 }
 
-/* Tails come with the rest, unless they lie where the rest still reads the old ones. */
-static int64_t tails_beside(const mn_conv_args *p) {
-    const int64_t n = mn_n_spans(p->call);
-    return p->tail.data && p->tail.data != p->tail0.data && n < MOST_TILES / 2 ? n : 0;
+/* Parts of the sums of dw, at most. */
+static int64_t count_parts(const mn_call *call, int64_t n_strips) {
+    const int64_t warps = PROCESSORS * BACKWARD_BLOCKS * WARPS;
+    return mn_max(mn_min(mn_tile_slots(*call, LEAST_ROWS), warps / n_strips), 1);
 }
 
+/* Behind the rest, which reads the old tails where the new ones may come to lie. */
 template <typename T>
 static int launch_tails(const mn_conv_args *p, cudaStream_t stream) {
     const dim3 blocks(mn_blocks(p->call.V, THREADS),
@@ -411,47 +610,106 @@ static int launch_tails(const mn_conv_args *p, cudaStream_t stream) {
     return mn_launched();
 }
 
+/* Launches a kernel of strips with shared memory for all the blocks that registers leave room for:
+ * unasked, what the kernel before it had is kept. */
+template <typename... Arguments, typename... Given>
+static int launch_strips(void (*kernel)(Arguments...), unsigned blocks, cudaStream_t stream,
+                         const Given &...given) {
+    const cudaError_t code = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    if (code != cudaSuccess) return code;
+    kernel<<<blocks, THREADS, 0, stream>>>(given...);
+    return mn_launched();
+}
+
+template <typename T, bool ACT, bool UNIT>
+static int forward_strips(const mn_conv_args *p, const heads &h, cudaStream_t stream) {
+    constexpr int N = mn_pack_width<T>();
+    const int64_t n_strips = mn_ceil_div(p->call.V, h.strip);
+    const int rows = tile_rows(p->call, n_strips, PROCESSORS * forward_blocks(UNIT) * WARPS);
+    const int64_t n_slots = mn_tile_slots(p->call, rows);
+    const unsigned blocks = mn_blocks(n_slots * n_strips, WARPS);
+    const auto kernel = p->bias.data ? forward_kernel<T, N, ACT, UNIT, true>
+                                     : forward_kernel<T, N, ACT, UNIT, false>;
+    return launch_strips(kernel, blocks, stream, *p, h, n_slots, rows);
+}
+
 template <typename T>
 static int forward(const mn_conv_args *p, cudaStream_t stream) {
-    constexpr int N = PACK;
-    const bool packs = packable<T>(p), has_tail = p->tail.data && p->call.W > 1;
-    const unsigned across = mn_blocks(p->call.V, packs ? THREADS * N : THREADS);
-    const int rows = packs ? forward_rows(p->call, across) : TILE;
-    const int64_t n_slots = mn_tile_slots(p->call, rows);
-    const int tails = packs && has_tail ? (int)tails_beside(p) : 0;
+    const bool has_tail = p->tail.data && p->call.W > 1;
     int code = cudaSuccess;
-    if (p->y.data && n_slots > 0) {
-        const dim3 blocks(across, mn_blocks(n_slots, 1, MOST_TILES / 2) + (unsigned)tails);
-        const auto kernel = p->act == SILU ? forward_kernel<T, N, true>
-                                           : forward_kernel<T, N, false>;
-        if (packs) kernel<<<blocks, THREADS, 0, stream>>>(*p, n_slots, rows, tails);
-        else forward_any_kernel<T><<<blocks, THREADS, 0, stream>>>(*p, n_slots);
-        code = mn_launched();
-        if (tails > 0) return code;
+    if (p->y.data && p->call.T > 0) {
+        const heads h = heads_of(0, mn_pack_width<T>());
+        if (!packable<T>(p)) {
+            const int64_t n_slots = mn_tile_slots(p->call, ANY_ROWS);
+            const dim3 blocks(mn_blocks(p->call.V, THREADS), mn_blocks(n_slots, 1, MOST_TILES));
+            forward_any_kernel<T><<<blocks, THREADS, 0, stream>>>(*p, n_slots);
+            code = mn_launched();
+        } else {
+            code = p->act == SILU ? forward_strips<T, true, false>(p, h, stream)
+                                  : forward_strips<T, false, false>(p, h, stream);
+        }
     }
     return code == cudaSuccess && has_tail ? launch_tails<T>(p, stream) : code;
 }
 
+/* Adds the parts of dw and, with them, dbias. */
+template <typename T>
+static int add_parts(const mn_conv_args *p, const float *parts, int64_t n_parts, bool bias,
+                     cudaStream_t stream) {
+    const int64_t V = p->call.V, W = p->call.W, width = (W + bias) * V;
+    if (!p->grad.w.data && !p->grad.bias.data) return cudaSuccess;
+    const put_filter<T> put = { (T *)p->grad.w.data, (T *)p->grad.bias.data, V, W };
+    mn_sum_parts_kernel<32, 32><<<mn_blocks(width, 32), dim3(32, 32), 0, stream>>>(
+        put, parts, n_parts, width);
+    return mn_launched();
+}
+
+/* dtail0 by a kernel of its own. */
+template <typename T>
+static int launch_tails_backward(const mn_conv_args *p, cudaStream_t stream) {
+    if (!p->grad.tail0.data || p->call.W == 1) return cudaSuccess;
+    const dim3 blocks(mn_blocks(p->call.V, THREADS),
+                      mn_blocks(mn_n_spans(p->call), 1, MOST_TILES));
+    tail_backward_kernel<T><<<blocks, THREADS, 0, stream>>>(*p);
+    return mn_launched();
+}
+
+/* Without a token there is no tile, and dtail0 is what dtail leaves of it. */
+template <typename T, bool ACT, bool UNIT>
+static int backward_strips(const mn_conv_args *p, const heads &h, float *parts,
+                           cudaStream_t stream) {
+    constexpr int N = mn_pack_width<T>();
+    const int64_t n_strips = mn_ceil_div(p->call.V, h.strip);
+    const int64_t most = count_parts(&p->call, n_strips);
+    const int rows = tile_rows(p->call, 1, most);
+    const int64_t n_slots = mn_tile_slots(p->call, rows), n_parts = mn_min(n_slots, most);
+    const unsigned blocks = mn_blocks(n_parts * n_strips, WARPS);
+    const bool bias = p->bias.data || p->grad.bias.data;
+    const auto kernel = bias ? backward_kernel<T, N, ACT, UNIT, true>
+                             : backward_kernel<T, N, ACT, UNIT, false>;
+    int code = launch_strips(kernel, blocks, stream, *p, h, parts, n_parts, n_slots, rows);
+    if (code == cudaSuccess && p->call.T == 0) code = launch_tails_backward<T>(p, stream);
+    return code == cudaSuccess ? add_parts<T>(p, parts, n_parts, bias, stream) : code;
+}
+
+template <typename T>
+static int backward_any(const mn_conv_args *p, float *parts, cudaStream_t stream) {
+    const int64_t V = p->call.V, n_slots = mn_tile_slots(p->call, ANY_ROWS);
+    const int64_t n_parts = mn_min(n_slots, count_parts(&p->call, mn_ceil_div(V, THREADS)));
+    const dim3 blocks(mn_blocks(V, THREADS), (unsigned)n_parts);
+    backward_any_kernel<T><<<blocks, THREADS, 0, stream>>>(*p, parts, n_slots);
+    int code = mn_launched();
+    if (code == cudaSuccess) code = launch_tails_backward<T>(p, stream);
+    return code == cudaSuccess ? add_parts<T>(p, parts, n_parts, true, stream) : code;
+}
+
 template <typename T>
 static int backward(const mn_conv_args *p, float *parts, cudaStream_t stream) {
-    constexpr int N = PACK;
-    const int64_t V = p->call.V, W = p->call.W, n_slots = mn_tile_slots(p->call, TILE);
-    const bool packs = packable<T>(p);
-    const int64_t n_parts = count_parts(&p->call, packs ? THREADS * N : THREADS);
-    const dim3 blocks(mn_blocks(V, packs ? THREADS * N : THREADS), (unsigned)n_parts);
-    const auto kernel =
-        p->act == SILU ? backward_kernel<T, N, true> : backward_kernel<T, N, false>;
-    if (packs) kernel<<<blocks, THREADS, 0, stream>>>(*p, parts, n_slots);
-    else backward_any_kernel<T><<<blocks, THREADS, 0, stream>>>(*p, parts, n_slots);
-    int code = mn_launched();
-    if (code == cudaSuccess && p->grad.tail0.data && W > 1) {
-        const dim3 tails(mn_blocks(V, THREADS), mn_blocks(mn_n_spans(p->call), 1, MOST_TILES));
-        tail_backward_kernel<T><<<tails, THREADS, 0, stream>>>(*p);
-        code = mn_launched();
-    }
-    if (code != cudaSuccess || (!p->grad.w.data && !p->grad.bias.data)) return code;
-    const put_filter<T> put = { (T *)p->grad.w.data, (T *)p->grad.bias.data, V, W };
-    return mn_sum_parts_into(put, parts, n_parts, (W + 1) * V, stream);
+    const heads h = heads_of(0, mn_pack_width<T>());
+    if (!packable<T>(p)) return backward_any<T>(p, parts, stream);
+    if (p->act == SILU) return backward_strips<T, true, false>(p, h, parts, stream);
+    return backward_strips<T, false, false>(p, h, parts, stream);
 }
 
 MN_CUDA_PLAN(conv_forward) {
@@ -466,13 +724,17 @@ MN_CUDA_LAUNCH(conv_forward) {
     return forward<float>(p, (cudaStream_t)stream);
 }
 
-/* As many parts as the widest pack leads to. */
-MN_CUDA_PLAN(conv_backward) {
-    const mn_call *call = (const mn_call *)args;
-    const int64_t n_parts = count_parts(call, THREADS * PACK);
+static bool plan_parts(mn_plan *plan, const mn_call *call, int64_t strip) {
+    const int64_t n_parts = count_parts(call, mn_ceil_div(call->V, strip));
     int64_t count;
     return mn_mul_i64(&count, n_parts, call->V) && mn_mul_i64(&count, count, call->W + 1) &&
            mn_mul_size(&plan->shared_bytes, (size_t)count, sizeof(float));
+}
+
+/* As many parts as the widest strip leads to. */
+MN_CUDA_PLAN(conv_backward) {
+    const mn_call *call = (const mn_call *)args;
+    return plan_parts(plan, call, call->dtype == MN_BF16 ? 32 * mn_pack_width<mn_bf16>() : THREADS);
 }
 
 MN_CUDA_LAUNCH(conv_backward) {
@@ -480,4 +742,89 @@ MN_CUDA_LAUNCH(conv_backward) {
     float *parts = (float *)shared;
     if (p->call.dtype == MN_BF16) return backward<mn_bf16>(p, parts, (cudaStream_t)stream);
     return backward<float>(p, parts, (cudaStream_t)stream);
+}
+
+/* ---- conv_unit ------------------------------------------------------------------------------- */
+
+/* The convolution that it is, over all its channels. */
+static mn_conv_args flat(const mn_conv_unit_args *p) {
+    mn_conv_args flat = { .call = p->call, .act = SILU, .x = p->x, .w = p->w, .bias = p->bias,
+                          .tail0 = p->tail0, .y = p->y, .tail = p->tail,
+                          .cot = { p->cot.y, p->cot.tail },
+                          .grad = { p->grad.x, p->grad.w, p->grad.bias, p->grad.tail0 } };
+    flat.call.V = p->call.H * p->call.K;
+    return flat;
+}
+
+/* Whether the heads of a view lie side by side. */
+static bool is_flat(const void *data, const int64_t *stride, int64_t width, int64_t H) {
+    return !data || H == 1 || stride[2] == width;
+}
+
+template <typename T>
+static bool fits(const mn_conv_unit_args *p) {
+    constexpr int64_t N = mn_pack_width<T>();
+    const int64_t H = p->call.H, K = p->call.K;
+    const mn_conv_args all = flat(p);
+    return K % N == 0 && K <= 32 * N && packable<T>(&all) &&
+           is_flat(p->x.data, p->x.stride, K, H) && is_flat(p->y.data, p->y.stride, K, H) &&
+           is_flat(p->cot.y.data, p->cot.y.stride, K, H) &&
+           is_flat(p->grad.x.data, p->grad.x.stride, K, H);
+}
+
+template <typename T>
+static heads heads_of(const mn_conv_unit_args *p) {
+    heads h = heads_of(p->call.K, mn_pack_width<T>());
+    h.more = p->kind == ROOT ? (float)p->eps : 0.0f;
+    h.least = p->kind == ROOT ? FLT_MIN : fmaxf((float)(p->eps * p->eps), FLT_MIN);
+    return h;
+}
+
+template <typename T>
+static int unit_forward(const mn_conv_unit_args *p, cudaStream_t stream) {
+    const mn_conv_args all = flat(p);
+    int code = cudaSuccess;
+    if (p->y.data && p->call.T > 0) {
+        code = forward_strips<T, true, true>(&all, heads_of<T>(p), stream);
+    }
+    return code == cudaSuccess && p->tail.data ? launch_tails<T>(&all, stream) : code;
+}
+
+static bool unit_forward_plan(const void *args, mn_plan *plan) {
+    (void)args, (void)plan;
+    return true;
+}
+
+static int unit_forward(const void *args, void *shared, void *stream) {
+    (void)shared;
+    const mn_conv_unit_args *p = (const mn_conv_unit_args *)args;
+    if (p->call.dtype == MN_BF16) return unit_forward<mn_bf16>(p, (cudaStream_t)stream);
+    return unit_forward<float>(p, (cudaStream_t)stream);
+}
+
+static bool unit_backward_plan(const void *args, mn_plan *plan) {
+    const mn_conv_unit_args *p = (const mn_conv_unit_args *)args;
+    const mn_conv_args all = flat(p);
+    const bool half = p->call.dtype == MN_BF16;
+    return plan_parts(plan, &all.call,
+                      half ? heads_of<mn_bf16>(p).strip : heads_of<float>(p).strip);
+}
+
+static int unit_backward(const void *args, void *shared, void *stream) {
+    const mn_conv_unit_args *p = (const mn_conv_unit_args *)args;
+    const mn_conv_args all = flat(p);
+    float *parts = (float *)shared;
+    if (p->call.dtype == MN_BF16) {
+        return backward_strips<mn_bf16, true, true>(&all, heads_of<mn_bf16>(p), parts,
+                                                    (cudaStream_t)stream);
+    }
+    return backward_strips<float, true, true>(&all, heads_of<float>(p), parts,
+                                              (cudaStream_t)stream);
+}
+
+extern "C" const mn_kernel *mn_conv_unit_kernel(mn_pass pass, const mn_conv_unit_args *args) {
+    static const mn_kernel forward = { unit_forward_plan, NULL, "cuda", unit_forward };
+    static const mn_kernel backward = { unit_backward_plan, NULL, "cuda", unit_backward };
+    const bool takes = args->call.dtype == MN_BF16 ? fits<mn_bf16>(args) : fits<float>(args);
+    return !takes ? NULL : pass == MN_BACKWARD ? &backward : &forward;
 }
