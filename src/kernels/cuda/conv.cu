@@ -696,7 +696,8 @@ static int backward_strips(const mn_conv_args *p, const heads &h, float *parts,
 template <typename T>
 static int backward_any(const mn_conv_args *p, float *parts, cudaStream_t stream) {
     const int64_t V = p->call.V, n_slots = mn_tile_slots(p->call, ANY_ROWS);
-    const int64_t n_parts = mn_min(n_slots, count_parts(&p->call, mn_ceil_div(V, THREADS)));
+    const int64_t most = count_parts(&p->call, mn_ceil_div(V, THREADS));
+    const int64_t n_parts = mn_max(mn_min(n_slots, most), 1);
     const dim3 blocks(mn_blocks(V, THREADS), (unsigned)n_parts);
     backward_any_kernel<T><<<blocks, THREADS, 0, stream>>>(*p, parts, n_slots);
     int code = mn_launched();
