@@ -99,13 +99,16 @@ mn_status mn_rows_add(mn_context *context, const mn_call *call, int64_t width, m
 static void copy_token(void *context, int64_t item, int worker) {
     (void)worker;
     const product *p = context;
-    const int64_t b = item / p->call->T, t = item % p->call->T;
-    const size_t bytes = (size_t)p->width * mn_dtype_bytes(p->call->dtype);
+    const int64_t b = item / p->call->T, t = item % p->call->T, n = p->width;
     for (int64_t h = 0; h < p->call->H; h++) {
         if (p->call->dtype == MN_F64) {
-            memcpy(MN_ROW_OUT(double, p->y, b, t, h), MN_ROW(double, p->a, b, t, h), bytes);
+            const double *a = MN_ROW(double, p->a, b, t, h);
+            double *y = MN_ROW_OUT(double, p->y, b, t, h);
+            for (int64_t i = 0; i < n; i++) y[i] = a[i];
         } else {
-            memcpy(MN_ROW_OUT(float, p->y, b, t, h), MN_ROW(float, p->a, b, t, h), bytes);
+            const float *a = MN_ROW(float, p->a, b, t, h);
+            float *y = MN_ROW_OUT(float, p->y, b, t, h);
+            for (int64_t i = 0; i < n; i++) y[i] = a[i];
         }
     }
 }
