@@ -2,6 +2,7 @@
  * opened that would call them. */
 #include <stddef.h>
 
+#include "kernels/conv_unit.h"
 #include "kernels/decay.h"
 #include "kernels/few.h"
 #include "kernels/norm_adds.h"

@@ -887,11 +887,9 @@ int main(void) {
         gpu = NULL;
     }
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(products),  cmocka_unit_test(functions),
-        cmocka_unit_test(repeated_gates),
-        cmocka_unit_test(gates),     cmocka_unit_test(pairs),     cmocka_unit_test(decays),
-        cmocka_unit_test(moves),
-        cmocka_unit_test(losses),    cmocka_unit_test(operators),
+        cmocka_unit_test(products),   cmocka_unit_test(functions), cmocka_unit_test(repeated_gates),
+        cmocka_unit_test(gates),      cmocka_unit_test(pairs),     cmocka_unit_test(decays),
+        cmocka_unit_test(moves),      cmocka_unit_test(losses),    cmocka_unit_test(operators),
         cmocka_unit_test(recorded_steps), cmocka_unit_test(finds_what_is_not_finite),
         cmocka_unit_test(refuses_types),
     };
