@@ -386,9 +386,8 @@ static void take_counts(layout *l, const mn_call &c, piecework *at) {
     span_work *w = &l->spans;
     w->columns = (int)(mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), SLICE) * SLICE);
     w->slices = (int)mn_max(mn_ceil_div(w->columns, SLICE * SLICES), 1);
-    at->take(&w->begun, l->blocks + 1, 2 + w->slices, 1);
-    if (!w->begun) return;
-    w->steep = w->begun + 2;
+    at->take(&w->steep, l->blocks, 2 + w->slices, 1);
+    if (!w->steep) return;
     w->left = w->steep + l->blocks, w->back = w->left + l->blocks;
 }
 
@@ -475,8 +474,8 @@ template <typename T, int R>
 static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
     const span_work &w = l.spans;
     const unsigned blocks = (unsigned)l.blocks, heads = (unsigned)l.heads;
-    const size_t counts = ((size_t)l.blocks * (2 + (size_t)w.slices) + 2) * sizeof *w.begun;
-    int code = (int)cudaMemsetAsync(w.begun, heads == 0, counts, on);
+    const size_t counts = (size_t)l.blocks * (2 + (size_t)w.slices) * sizeof *w.steep;
+    int code = (int)cudaMemsetAsync(w.steep, heads == 0, counts, on);
     if (code != cudaSuccess || heads == 0) return code;
     const unsigned parts = heads * (unsigned)prepare_parts(p->call);
     if (p->theta.data) span_prepare_kernel<T, true><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);

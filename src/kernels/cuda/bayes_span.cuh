@@ -21,7 +21,6 @@ enum {
 
 /* Work space of spans. Panels are of a head of a span, or of a group of it. */
 struct span_work {
-    int *begun;                               // blocks of the walks forward, and of those back
     int *steep;                               // of a head of a sequence
     int *left;                                // chunks done by covariances' walks, for means
     int *back;                                // the same of means' adjoints, of each slice

@@ -1,7 +1,6 @@
 /* bayes_walks.cuh - walks on the way back of the Bayesian Layer that run side by side in a launch:
- * bayes_backward.cu. A walk that waits for another has the later work, and blocks take work in the
- * order in which they begin, which need not be that of their numbers: all that one waits for is on
- * a processor already, so that nobody waits for what cannot come. */
+ * bayes_backward.cu. A walk that waits for another has the later blocks: by the time that they
+ * start, all blocks before them have started, so that nobody waits for what cannot come. */
 #ifndef MN_KERNELS_CUDA_BAYES_WALKS_CUH
 #define MN_KERNELS_CUDA_BAYES_WALKS_CUH
 
@@ -11,22 +10,13 @@
 
 enum { WALK_THREADS = 32 * MEAN_WARPS };
 
-/* The next piece of work, for the whole block. */
-__device__ static int64_t take_work(int *begun, double *room) {
-    if (threadIdx.x == 0) *(int *)room = atomicAdd(begun, 1);
-    __syncthreads();
-    const int mine = *(const int *)room;
-    __syncthreads();
-    return mine;
-}
-
 /* The covariances, and behind each the slices of its mean. */
 template <typename T, int R>
 __global__ void __launch_bounds__(WALK_THREADS, 1)
 walks_forward_kernel(const __grid_constant__ mn_bayes_args p,
                      const __grid_constant__ span_work w) {
     extern __shared__ __align__(16) double doubles[];
-    const int64_t covariances = gridDim.x / (1 + w.slices), block = take_work(w.begun, doubles);
+    const int64_t covariances = gridDim.x / (1 + w.slices), block = blockIdx.x;
     if (block >= covariances) {
         mean_forward<T, R>(*(mean_room<R> *)doubles, p, w, block - covariances);
     } else if (threadIdx.x < 2 * R) {
@@ -39,8 +29,7 @@ template <typename T, int R>
 __global__ void __launch_bounds__(WALK_THREADS, 1)
 walks_back_kernel(const __grid_constant__ mn_bayes_args p, const __grid_constant__ span_work w) {
     extern __shared__ __align__(16) double doubles[];
-    const int64_t means = (int64_t)gridDim.x / (1 + w.slices) * w.slices;
-    const int64_t block = take_work(w.begun + 1, doubles);
+    const int64_t means = (int64_t)gridDim.x / (1 + w.slices) * w.slices, block = blockIdx.x;
     if (block < means) {
         mean_backward<T, R>(*(mean_back_room<R> *)doubles, p, w, block);
     } else if (threadIdx.x < 2 * R) {
