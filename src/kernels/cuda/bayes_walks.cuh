@@ -2,8 +2,8 @@
  * bayes_backward.cu. A walk that waits for another has the later blocks: by the time that they
  * start, all blocks before them have started, so that nobody waits for what cannot come. GPUs deal
  * blocks out in the order of their numbers, on which scans in one pass rely as well, though CUDA
- * does not say so. Work taken by counting is in no need of that and took 7.94 ms instead of 7.24, perhaps as
- * neighbouring processors are then at different walks. */
+ * does not say so. Taking work by counting needs no such order and took 7.94 ms instead of 7.24,
+ * perhaps as neighbouring processors are then at different walks. */
 #ifndef MN_KERNELS_CUDA_BAYES_WALKS_CUH
 #define MN_KERNELS_CUDA_BAYES_WALKS_CUH
 
