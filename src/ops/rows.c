@@ -1,8 +1,6 @@
 /* rows.c - elementwise work over the rows of (B,T,H,X) views, for composed operators. */
 #include "ops/rows.h"
 
-#include <string.h>
-
 #include "base/checked.h"
 #include "base/dtype.h"
 #include "kernels/access.h"

@@ -205,6 +205,7 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     mn_status st = mn_validate_sizes(op, args, pass == MN_BACKWARD);
     if (st != MN_OK) return st;
     const mn_kernel *kernel = kernel_of[op] ? choose_kernel(context, op, pass, args) : NULL;
+    /* the one composition that a kernel may serve whole, as heads and views are */
     if (op == MN_OP_conv_unit) kernel = mn_conv_unit_kernel(pass, args);
     const bool serves = kernel ? kernel->launch != NULL : mn_op_has_cuda(op, pass);
     if (!serves) return refuse_device(op, pass);
