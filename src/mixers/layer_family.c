@@ -97,6 +97,15 @@ mn_tensor *mn_project_out(mn_forward *f, mn_tensor *x, const char *weight, const
     return f->onto ? mn_tape_residual(f->tape, f->onto, y) : y;
 }
 
+/* What a convolution by w reads, x with or without heads, and its tail in the state `piece`. */
+static void take_inputs(mn_forward *f, mn_run *run, mn_tensor *x, mn_tensor *w, const char *piece) {
+    run->call->W = w->shape[3];
+    mn_run_in(run, "x", x);
+    mn_run_in(run, "w", w);
+    mn_state_bind(f->state, run, "tail0", "tail", piece,
+                  x->shape[0] * (run->call->W - 1) * x->shape[2] * x->shape[3]);
+}
+
 mn_tensor *mn_short_conv(mn_forward *f, mn_tensor *x, const char *weight, const char *bias, int act,
                          const char *piece) {
     mn_tensor *w = mn_use(f, weight);
@@ -104,12 +113,8 @@ mn_tensor *mn_short_conv(mn_forward *f, mn_tensor *x, const char *weight, const 
     mn_run run;
     mn_conv_args *args = mn_run_start(&run, f->tape, MN_OP_conv);
     args->act = act;
-    run.call->W = w->shape[3];
-    mn_run_in(&run, "x", x);
-    mn_run_in(&run, "w", w);
+    take_inputs(f, &run, x, w, piece);
     if (bias) mn_run_in(&run, "bias", mn_use(f, bias));
-    mn_state_bind(f->state, &run, "tail0", "tail", piece,
-                  x->shape[0] * (run.call->W - 1) * x->shape[3]);
     mn_tensor *y = mn_run_out(&run, "y");
     mn_run_now(&run);
     return y;
@@ -142,15 +147,13 @@ mn_tensor *mn_unit_conv(mn_forward *f, mn_tensor *x, const char *weight, int64_t
         x = mn_short_conv(f, x, weight, NULL, 1, piece);
         return mn_unit(f, mn_tape_heads(f->tape, x, H), kind, eps);
     }
+    x = mn_tape_heads(f->tape, x, H);
+    if (!x) return NULL;
     mn_run run;
     mn_conv_unit_args *args = mn_run_start(&run, f->tape, MN_OP_conv_unit);
     args->kind = kind;
     args->eps = eps;
-    run.call->W = w->shape[3];
-    mn_run_in(&run, "x", mn_tape_heads(f->tape, x, H));
-    mn_run_in(&run, "w", w);
-    mn_state_bind(f->state, &run, "tail0", "tail", piece,
-                  x->shape[0] * (run.call->W - 1) * x->shape[3]);
+    take_inputs(f, &run, x, w, piece);
     mn_tensor *y = mn_run_out(&run, "y");
     mn_run_now(&run);
     return y;
