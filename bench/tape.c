@@ -14,8 +14,8 @@
 #include "base/dtype.h"
 #include "base/rng.h"
 #include "base/util.h"
-#include "kernels/product.h"
-#include "ops/tape.h"
+#include "kernels/gemm.h"
+#include "tape/tape.h"
 
 enum { B = 8, T = 4096, X = 2048, H = 16, V = 32000, HIDDEN = 5632, MOST_RUNS = 100 };
 enum { PRODUCT = 8192 };

@@ -62,7 +62,7 @@ if(mneme_cuda_built)
     endif()
 endif()
 
-# The object files of src/kernels/cuda/*.cu in `result`; targets that link them depend on mneme_cuda, or
+# The object files of src/kernels/cuda/**.cu in `result`; targets that link them depend on mneme_cuda, or
 # several would make them at the same time.
 # -fmad=false: products and sums are fused only where the code says so, as in the C kernels.
 function(mneme_cuda_objects result)
@@ -73,15 +73,16 @@ function(mneme_cuda_objects result)
     if(CMAKE_BUILD_TYPE STREQUAL "RelWithDebInfo")    # for profilers; three times the size
         list(APPEND flags -lineinfo)
     endif()
-    file(GLOB sources CONFIGURE_DEPENDS src/kernels/cuda/*.cu)
+    file(GLOB_RECURSE sources CONFIGURE_DEPENDS src/kernels/cuda/*.cu)
     set(objects)
     foreach(source ${sources})
-        get_filename_component(name ${source} NAME_WE)
-        set(object ${CMAKE_BINARY_DIR}/cuda/${name}.o)
+        file(RELATIVE_PATH name ${CMAKE_SOURCE_DIR}/src/kernels/cuda ${source})
+        get_filename_component(folder ${CMAKE_BINARY_DIR}/cuda/${name} DIRECTORY)
+        string(REGEX REPLACE "\\.cu$" ".o" object ${CMAKE_BINARY_DIR}/cuda/${name})
         add_custom_command(OUTPUT ${object}
-            COMMAND ${CMAKE_COMMAND} -E make_directory ${CMAKE_BINARY_DIR}/cuda
+            COMMAND ${CMAKE_COMMAND} -E make_directory ${folder}
             COMMAND ${CMAKE_C_COMPILER_LAUNCHER} ${CUDAToolkit_NVCC_EXECUTABLE} ${flags} -MD -MF ${object}.d -c ${source} -o ${object}
-            DEPENDS ${source} DEPFILE ${object}.d VERBATIM COMMENT "Building CUDA object ${name}.o")
+            DEPENDS ${source} DEPFILE ${object}.d VERBATIM COMMENT "Building CUDA object ${name}")
         list(APPEND objects ${object})
     endforeach()
     add_custom_target(mneme_cuda DEPENDS ${objects})

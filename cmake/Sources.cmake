@@ -1,13 +1,11 @@
 # Kernel functions are declared by the tables that name them, hence no missing prototypes.
 # The library's objects: plain C, the references twice (float and double storage), and the vector
 # kernels once per target.
-file(GLOB library_sources CONFIGURE_DEPENDS
-    src/base/*.c src/runtime/*.c src/kernels/*.c src/io/*.c src/ops/*.c src/data/*.c
-    src/optim/*.c src/mixers/*.c src/tasks/*.c src/model/*.c src/train/*.c src/eval/*.c
-    src/infer/*.c src/experiments/*.c)
-file(GLOB cli_sources CONFIGURE_DEPENDS src/cli/*.c)
+file(GLOB_RECURSE library_sources CONFIGURE_DEPENDS src/*.c)
+list(FILTER library_sources EXCLUDE REGEX "/src/(cli|kernels/(ref|cpu|cuda))/")
+file(GLOB_RECURSE cli_sources CONFIGURE_DEPENDS src/cli/*.c)
 file(GLOB ref_sources CONFIGURE_DEPENDS src/kernels/ref/*.c)
-file(GLOB vec_sources CONFIGURE_DEPENDS src/kernels/vec/*.c)
+file(GLOB_RECURSE cpu_sources CONFIGURE_DEPENDS src/kernels/cpu/*.c)
 
 # OpenBLAS is a ceiling of `mneme bench`, not part of the library.
 set(mneme_dependencies PkgConfig::JANSSON PkgConfig::PCRE2 Threads::Threads m)
@@ -20,9 +18,9 @@ endfunction()
 
 # A device is reached through CUDA or, without it, refused with a sentence.
 if(mneme_cuda_built)
-    list(FILTER library_sources EXCLUDE REGEX "/(device|product)_none\\.c$")
+    list(FILTER library_sources EXCLUDE REGEX "/(device|cuda)_none\\.c$")
     list(APPEND library_sources ${CMAKE_SOURCE_DIR}/src/kernels/cuda/overlay.c
-        ${CMAKE_SOURCE_DIR}/src/kernels/cuda/product.c)
+        ${CMAKE_SOURCE_DIR}/src/kernels/cuda/gemm/gemm_cublaslt.c)
     list(APPEND mneme_dependencies CUDA::cudart_static ${CMAKE_DL_LIBS})
 else()
     list(FILTER library_sources EXCLUDE REGEX "/device_cuda\\.c$")
@@ -31,7 +29,7 @@ endif()
 mneme_object_library(mneme_objects ${library_sources})
 set_source_files_properties(src/kernels/dispatch.c PROPERTIES
     COMPILE_DEFINITIONS MN_HAVE_CUDA=$<BOOL:${mneme_cuda_built}>)
-set_source_files_properties(src/kernels/cuda/product.c PROPERTIES
+set_source_files_properties(src/kernels/cuda/gemm/gemm_cublaslt.c PROPERTIES
     COMPILE_DEFINITIONS MN_HAVE_CUBLASLT_H=$<BOOL:${mneme_cublaslt_header}>)
 add_custom_target(mneme_commit
     COMMAND ${CMAKE_COMMAND} -DSOURCE=${CMAKE_SOURCE_DIR}
@@ -56,8 +54,7 @@ set(avx2_flags -mavx2 -mfma)
 set(avx512_flags -mavx2 -mfma -mavx512f -mavx512dq -mavx512bw -mavx512vl -mprefer-vector-width=512)
 if(NOT MN_PORTABLE AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     foreach(target avx2 avx512)
-        file(GLOB target_sources CONFIGURE_DEPENDS src/kernels/${target}/*.c)
-        mneme_object_library(mneme_${target} ${vec_sources} ${target_sources})
+        mneme_object_library(mneme_${target} ${cpu_sources})
         target_compile_options(mneme_${target} PRIVATE ${${target}_flags} -Wno-missing-prototypes)
         target_compile_definitions(mneme_${target} PRIVATE MN_TARGET=${target})
         list(APPEND mneme_kernel_objects $<TARGET_OBJECTS:mneme_${target}>)

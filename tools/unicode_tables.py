@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes src/io/unicode_*.def: what normal forms and lower case need, from Python's unicodedata.
+"""Writes src/tokenizer/unicode/unicode_*.def: what normal forms and lower case need, from Python's unicodedata.
 
 usage: tools/unicode_tables.py        (in the root of the repository)
 """
@@ -20,7 +20,7 @@ def text(s):
 
 
 def write(name, purpose, rows, per_line):
-    with open(f"src/io/unicode_{name}.def", "w") as f:
+    with open(f"src/tokenizer/unicode/unicode_{name}.def", "w") as f:
         f.write(f"/* unicode_{name}.def - {purpose}\n * Unicode {u.unidata_version}, "
                 "written by tools/unicode_tables.py; sorted. */\n")
         for i in range(0, len(rows), per_line):

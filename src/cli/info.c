@@ -10,13 +10,13 @@
 #include "cli/command.h"
 #include "cli/options.h"
 #include "io/json_write.h"
-#include "mixers/mixer.h"
+#include "definition/mixer.h"
 #include "ops/run.h"
 #include "runtime/device.h"
 
 static const bool composed[MN_OP_COUNT] = {
 #define COMPOSE(name, parts) [MN_OP_##name] = true,
-#include "ops/compose.def"
+#include "ops/compose/compose.def"
 #undef COMPOSE
 };
 

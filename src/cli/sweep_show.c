@@ -8,7 +8,7 @@
 
 #include "base/clock.h"
 #include "base/util.h"
-#include "cli/gnuplot.h"
+#include "cli/plot/gnuplot.h"
 #include "cli/sweep.h"
 
 enum { MOST_ROWS = 24, TITLE = 200 };

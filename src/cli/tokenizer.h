@@ -3,7 +3,7 @@
 #define MN_CLI_TOKENIZER_H
 
 #include "io/text.h"
-#include "io/tokenizer.h"
+#include "tokenizer/tokenizer.h"
 
 /* What stands on the command line; fields not asked for are zero. */
 typedef struct mn_tokenizer_options {

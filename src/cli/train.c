@@ -18,7 +18,7 @@
 #include "cli/command.h"
 #include "cli/options.h"
 #include "cli/progress.h"
-#include "cli/sgemm.h"
+#include "cli/bench/sgemm.h"
 #include "io/json_write.h"
 #include "ops/context.h"
 #include "train/run_folder.h"

@@ -5,7 +5,7 @@
 #ifndef MN_DATA_CORPUS_H
 #define MN_DATA_CORPUS_H
 
-#include "io/tokenizer.h"
+#include "tokenizer/tokenizer.h"
 
 typedef struct mn_corpus mn_corpus;
 

@@ -14,7 +14,7 @@
 #include "base/util.h"
 #include "data/jsonl.h"
 #include "data/text_cut.h"
-#include "io/utf8.h"
+#include "base/utf8.h"
 
 enum { PIECE_BYTES = 256 << 10, WINDOW_BYTES = 64 << 10, N_CODE_POINTS = 0x110000,
        REPLACEMENT = 0xFFFD };    // what stands for bytes that are not UTF-8

@@ -5,7 +5,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 
-#include "io/tokenizer.h"
+#include "tokenizer/tokenizer.h"
 
 enum { MN_CUT_CONTEXT = 256 };    // bytes looked at on either side of a cut
 

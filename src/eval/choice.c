@@ -15,7 +15,7 @@
 #include "io/file.h"
 #include "io/json.h"
 #include "io/text.h"
-#include "io/tokenizer.h"
+#include "tokenizer/tokenizer.h"
 #include "model/model.h"
 
 static bool is_blank(char c) {

@@ -2,7 +2,7 @@
 #ifndef MN_EVAL_LOGITS_H
 #define MN_EVAL_LOGITS_H
 
-#include "io/tokenizer.h"
+#include "tokenizer/tokenizer.h"
 #include "model/model.h"
 
 /* Reads ids below `vocabulary`: a .bin of llm.c or nanoGPT, a JSON list, or whole numbers with

@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "base/status.h"
-#include "experiments/job_parts.h"
+#include "experiments/job_internal.h"
 
 /* The results of one setting in one cell. */
 typedef struct trial {

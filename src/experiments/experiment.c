@@ -5,8 +5,8 @@
 
 #include "base/status.h"
 #include "base/util.h"
-#include "experiments/experiment_parts.h"
-#include "experiments/job_parts.h"
+#include "experiments/experiment_internal.h"
+#include "experiments/job_internal.h"
 #include "io/closest.h"
 #include "io/json_write.h"
 
@@ -29,7 +29,7 @@ static const struct {
 } numbers[] = {
 #define PAPER(experiment, table, row, column, printed, place)                                      \
     { experiment, table, row, column, printed, place },
-#include "experiments/paper_numbers.def"
+#include "experiments/papers/paper_numbers.def"
 #undef PAPER
 };
 

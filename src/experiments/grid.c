@@ -7,7 +7,7 @@
 
 #include "base/status.h"
 #include "base/util.h"
-#include "experiments/job_parts.h"
+#include "experiments/job_internal.h"
 
 enum { MOST_JOBS = 100000, TITLE = 256 };
 

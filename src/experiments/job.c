@@ -10,7 +10,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "data/hash.h"
-#include "experiments/job_parts.h"
+#include "experiments/job_internal.h"
 #include "io/closest.h"
 #include "io/json_write.h"
 

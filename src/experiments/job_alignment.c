@@ -11,8 +11,8 @@
 
 #include "base/status.h"
 #include "base/util.h"
-#include "experiments/job_parts.h"
-#include "experiments/look.h"
+#include "experiments/job_internal.h"
+#include "experiments/looks/look.h"
 #include "io/text.h"
 #include "model/checkpoint.h"
 

@@ -22,9 +22,9 @@
 #include "base/rng.h"
 #include "base/status.h"
 #include "base/util.h"
-#include "experiments/job_parts.h"
+#include "experiments/job_internal.h"
 #include "io/json_write.h"
-#include "mixers/mixer.h"
+#include "definition/mixer.h"
 
 enum { PLACES = 16, MOST_TOKENS = 65536, MOST_WIDTH = 512 };
 

@@ -26,8 +26,8 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "experiments/job_keep.h"
-#include "experiments/job_parts.h"
-#include "experiments/look.h"
+#include "experiments/job_internal.h"
+#include "experiments/looks/look.h"
 #include "experiments/task_run.h"
 #include "train/trainer.h"
 

@@ -12,7 +12,7 @@
 #include "experiments/cells.h"
 #include "experiments/claims.h"
 #include "experiments/job.h"
-#include "experiments/job_parts.h"
+#include "experiments/job_internal.h"
 #include "io/file.h"
 
 enum { PATH = 4096, TITLE = 256 };

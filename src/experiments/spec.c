@@ -2,7 +2,7 @@
 #include <string.h>
 
 #include "base/status.h"
-#include "experiments/job_parts.h"
+#include "experiments/job_internal.h"
 
 enum { NAME = 128 };
 

@@ -6,7 +6,7 @@
 
 #include "base/checked.h"
 #include "base/status.h"
-#include "io/utf8.h"
+#include "base/utf8.h"
 
 mn_status mn_text_reserve(mn_text *text, size_t more) {
     if (more <= text->capacity - text->size) return MN_OK;

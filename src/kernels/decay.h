@@ -6,7 +6,7 @@
 #ifndef MN_KERNELS_DECAY_H
 #define MN_KERNELS_DECAY_H
 
-#include "kernels/tape_work.h"
+#include "kernels/elementwise.h"
 
 #ifdef __cplusplus
 extern "C" {

@@ -5,7 +5,7 @@
 #ifndef MN_MODEL_CONFIG_H
 #define MN_MODEL_CONFIG_H
 
-#include "mixers/layer.h"
+#include "layers/layer.h"
 
 enum { MN_MAX_LAYERS = 512 };
 

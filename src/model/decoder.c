@@ -9,7 +9,7 @@
 #include <stdlib.h>
 
 #include "base/status.h"
-#include "model/model_parts.h"
+#include "model/model_internal.h"
 
 /* Where row b of (B,T) ends. */
 static const int32_t *ends_of(mn_model *model, int64_t B, int64_t T) {

@@ -4,7 +4,7 @@
 #include <string.h>
 
 #include "base/status.h"
-#include "model/model_parts.h"
+#include "model/model_internal.h"
 
 /* Passes in bf16 read weights in bf16: matrices, norms and biases, which multiply activations or
  * are added to them. What says how fast a memory fades, such as a logarithm or the bias of a step,

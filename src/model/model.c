@@ -9,7 +9,7 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "base/util.h"
-#include "model/model_parts.h"
+#include "model/model_internal.h"
 
 /* ---- building -------------------------------------------------------------------------------- */
 

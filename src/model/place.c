@@ -12,7 +12,7 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "kernels/adamw_all.h"
-#include "model/model_parts.h"
+#include "model/model_internal.h"
 
 enum { LINE = 256 };
 

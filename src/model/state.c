@@ -7,7 +7,7 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "io/safetensors.h"
-#include "model/model_parts.h"
+#include "model/model_internal.h"
 
 mn_status mn_model_state_create(mn_model_state *out, const mn_model *model) {
     *out = (mn_model_state){ .n_layers = model->config.n_layers };

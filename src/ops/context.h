@@ -3,7 +3,7 @@
 #define MN_OPS_CONTEXT_H
 
 #include "kernels/dispatch.h"
-#include "kernels/product.h"
+#include "kernels/gemm.h"
 #include "mneme.h"
 #include "runtime/arena.h"
 #include "runtime/device.h"

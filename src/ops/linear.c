@@ -7,14 +7,14 @@
 
 #include "base/util.h"
 #include "ops/matmul.h"
-#include "ops/work.h"
+#include "ops/workspace.h"
 
 #if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2
-#include "kernels/vec/map.h"
+#include "kernels/cpu/simd/map.h"
 #undef MN_TARGET
 #define MN_TARGET avx512
-#include "kernels/vec/map.h"
+#include "kernels/cpu/simd/map.h"
 #undef MN_TARGET
 #endif
 

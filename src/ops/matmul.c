@@ -1,6 +1,6 @@
 /* matmul.c - C = A B on the context's threads.
  *
- * float32 on a vector target goes one of three ways (kernels/vec/matmul.h):
+ * float32 on a vector target goes one of three ways (kernels/cpu/gemm/matmul.h):
  *
  *   few rows, B transposed     columns shared out, B read once as it lies: decoding
  *   some rows, or small        blocks of C through mn_gemm, which packs a little at a time
@@ -18,16 +18,16 @@
 #include "base/dtype.h"
 #include "base/status.h"
 #include "base/util.h"
-#include "ops/work.h"
+#include "ops/workspace.h"
 
 #if MN_HAVE_X86_TARGETS
 #define MN_TARGET avx2
-#include "kernels/vec/gemm.h"
-#include "kernels/vec/matmul.h"
+#include "kernels/cpu/gemm/gemm.h"
+#include "kernels/cpu/gemm/matmul.h"
 #undef MN_TARGET
 #define MN_TARGET avx512
-#include "kernels/vec/gemm.h"
-#include "kernels/vec/matmul.h"
+#include "kernels/cpu/gemm/gemm.h"
+#include "kernels/cpu/gemm/matmul.h"
 #undef MN_TARGET
 #endif
 

@@ -10,7 +10,7 @@
 #ifndef MN_OPS_MATMUL_H
 #define MN_OPS_MATMUL_H
 
-#include "kernels/product.h"
+#include "kernels/gemm.h"
 #include "ops/context.h"
 
 typedef struct mn_matmul_args {

@@ -4,7 +4,7 @@
 #include "base/checked.h"
 #include "base/dtype.h"
 #include "kernels/access.h"
-#include "ops/work.h"
+#include "ops/workspace.h"
 
 typedef struct product {
     const mn_call *call;

@@ -25,7 +25,7 @@ mn_status mn_rows_glue(mn_context *context, mn_glue_id id, const mn_call *call, 
 mn_status mn_rows_convert(mn_context *context, const mn_call *call, int64_t width, mn_out x,
                           mn_in a, bool widen);
 
-/* A contiguous temporary (B,T,H,width) of work.h; data is NULL when memory is out. */
+/* A contiguous temporary (B,T,H,width) of workspace.h; data is NULL when memory is out. */
 mn_out mn_rows_temporary(mn_context *context, const mn_call *call, int64_t width);
 
 /* The same view, to read. */

@@ -7,9 +7,9 @@
 #include "base/checked.h"
 #include "base/status.h"
 #include "kernels/conv_unit.h"
-#include "ops/compose.h"
+#include "ops/compose/compose.h"
 #include "ops/validate.h"
-#include "ops/work.h"
+#include "ops/workspace.h"
 
 typedef mn_status (*compose_fn)(mn_context *context, mn_pass pass, const void *args);
 
@@ -22,7 +22,7 @@ static const int kernel_of[MN_OP_COUNT] = {
 
 static const compose_fn composition_of[MN_OP_COUNT] = {
 #define COMPOSE(name, parts) [MN_OP_##name] = mn_compose_##name,
-#include "ops/compose.def"
+#include "ops/compose/compose.def"
 #undef COMPOSE
     NULL,
 };
@@ -34,7 +34,7 @@ _Static_assert(MN_KERNEL_COUNT < 63, "the parts of a composition are bits");
 
 static const uint64_t parts_of[MN_OP_COUNT] = {
 #define COMPOSE(name, parts) [MN_OP_##name] = parts,
-#include "ops/compose.def"
+#include "ops/compose/compose.def"
 #undef COMPOSE
 };
 

@@ -6,7 +6,7 @@
  * with lr times the parameter's lr_scale and weight_decay 0 where it does not decay. Parameters are
  * cut into pieces of fixed length once; a step hands all pieces of all parameters to the threads
  * together, so that a model of many small parameters keeps them as busy as one of few large ones.
- * The arithmetic is kernels/vec/adamw.c, or its equation in double where there is no vector
+ * The arithmetic is kernels/cpu/optim/adamw.c, or its equation in double where there is no vector
  * target. */
 #include "optim/optim.h"
 
@@ -20,10 +20,10 @@
 #include "base/util.h"
 
 #define MN_TARGET avx2
-#include "kernels/vec/optim.h"
+#include "kernels/cpu/optim/optim.h"
 #undef MN_TARGET
 #define MN_TARGET avx512
-#include "kernels/vec/optim.h"
+#include "kernels/cpu/optim/optim.h"
 #undef MN_TARGET
 
 /* Numbers of a piece: its four arrays, 256 KiB, pass through a second cache. */

@@ -16,7 +16,7 @@
 #include <math.h>
 #include <stdlib.h>
 
-#include "tasks/task_parts.h"
+#include "tasks/task_internal.h"
 
 enum { MOST_PAIRS = 256 };
 

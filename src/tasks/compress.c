@@ -2,7 +2,7 @@
  *
  *   length - 1 tokens uniform over [0, vocab - 1), then token vocab - 1
  *   target = input, everywhere */
-#include "tasks/task_parts.h"
+#include "tasks/task_internal.h"
 
 static mn_status open_compress(mn_task *task) {
     const mn_task_values *v = &task->values;

@@ -8,7 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tasks/task_parts.h"
+#include "tasks/task_internal.h"
 
 typedef struct copying {
     int64_t *blanks;    // in front of each content token

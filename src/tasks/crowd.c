@@ -10,7 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tasks/task_parts.h"
+#include "tasks/task_internal.h"
 
 typedef struct crowd {
     int64_t writes[MN_TASK_LIST];

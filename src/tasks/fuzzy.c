@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "tasks/task_parts.h"
+#include "tasks/task_internal.h"
 
 enum { MOST = 4 };    // tokens of a motif
 

@@ -18,7 +18,7 @@
 #include "base/checked.h"
 #include "base/util.h"
 #include "data/shuffle.h"
-#include "tasks/task_parts.h"
+#include "tasks/task_internal.h"
 
 enum { POINTS = 5, MOST = 120, SPECIALS = 7 };
 

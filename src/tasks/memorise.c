@@ -5,7 +5,7 @@
  *   target:  -    value  -   value         the map is one to one and the same for all samples */
 #include <stdlib.h>
 
-#include "tasks/task_parts.h"
+#include "tasks/task_internal.h"
 
 typedef struct memorise {
     int64_t n_keys;

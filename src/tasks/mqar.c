@@ -15,7 +15,7 @@
 #include <stdlib.h>
 
 #include "base/util.h"
-#include "tasks/task_parts.h"
+#include "tasks/task_internal.h"
 
 typedef struct slot {
     double urge;      // slots are taken from the largest down

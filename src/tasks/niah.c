@@ -24,9 +24,9 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "io/file.h"
-#include "io/tokenizer.h"
+#include "tokenizer/tokenizer.h"
 #include "tasks/haystack.h"
-#include "tasks/task_parts.h"
+#include "tasks/task_internal.h"
 
 static const char adjective_list[] =
 #define ADJECTIVES(words) words

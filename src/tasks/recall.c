@@ -9,7 +9,7 @@
  * values of keys that came before. */
 #include <stdlib.h>
 
-#include "tasks/task_parts.h"
+#include "tasks/task_internal.h"
 
 typedef struct recall {
     int64_t n_keys, n_values, n_slots;

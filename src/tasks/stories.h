@@ -17,7 +17,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#include "io/tokenizer.h"
+#include "tokenizer/tokenizer.h"
 
 /* The source. Words are the first so many of each list in stories.def. */
 typedef struct mn_stories_config {

@@ -8,7 +8,7 @@
 
 #include "base/util.h"
 #include "tasks/stories.h"
-#include "tasks/task_parts.h"
+#include "tasks/task_internal.h"
 
 static mn_stories_config config_of(const mn_task_values *v) {
     return (mn_stories_config){

@@ -10,7 +10,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "io/closest.h"
-#include "tasks/task_parts.h"
+#include "tasks/task_internal.h"
 
 typedef struct task_row {
     mn_task_info info;

@@ -7,7 +7,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "data/shuffle.h"
-#include "tasks/task_parts.h"
+#include "tasks/task_internal.h"
 
 /* Examples of an epoch; 0: without end. */
 static int64_t set_size(const mn_task *task, const mn_task_feed *feed) {

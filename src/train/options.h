@@ -4,7 +4,7 @@
 #define MN_TRAIN_OPTIONS_H
 
 #include "io/json.h"
-#include "mixers/layer.h"
+#include "layers/layer.h"
 
 enum { MN_TRAIN_TEXT = 1024, MN_TRAIN_PATHS = 64 };
 

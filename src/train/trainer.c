@@ -10,7 +10,7 @@
 #include "base/status.h"
 #include "base/util.h"
 #include "runtime/device.h"
-#include "train/trainer_parts.h"
+#include "train/trainer_internal.h"
 
 /* ---- building -------------------------------------------------------------------------------- */
 

@@ -9,7 +9,7 @@
 #define MN_TRAIN_TRAINER_H
 
 #include "data/loader.h"
-#include "io/tokenizer.h"
+#include "tokenizer/tokenizer.h"
 #include "model/model.h"
 #include "train/options.h"
 

@@ -6,7 +6,7 @@
 #include "base/status.h"
 #include "data/prepared.h"
 #include "data/text.h"
-#include "train/trainer_parts.h"
+#include "train/trainer_internal.h"
 
 static mn_status format_of(mn_corpus_format *out, const char *name) {
     static const char *const names[] = { "auto", "text", "jsonl", "nanogpt", "llmc", "prepared" };

@@ -11,7 +11,7 @@
 #include <string.h>
 
 #include "base/status.h"
-#include "train/trainer_parts.h"
+#include "train/trainer_internal.h"
 
 struct mn_trainer_there {
     mn_device *device;

@@ -14,7 +14,7 @@
 #include "io/safetensors.h"
 #include "model/checkpoint.h"
 #include "train/run_folder.h"
-#include "train/trainer_parts.h"
+#include "train/trainer_internal.h"
 
 enum { PATH = MN_RUN_PATH };
 

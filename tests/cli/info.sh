@@ -11,7 +11,7 @@ fail() {
 
 text=$("$mneme" info)
 json=$("$mneme" info --json)
-for row in $(sed -n 's/^MIXER( *\([a-z0-9_]*\),.*/\1/p' "$source/src/mixers/mixers.def"); do
+for row in $(sed -n 's/^MIXER( *\([a-z0-9_]*\),.*/\1/p' "$source/src/definition/mixers.def"); do
     echo "$text" | grep -q "^  $row " || fail "the text lacks $row"
     echo "$json" | grep -q "\"name\": \"$row\"" || fail "the JSON lacks $row"
 done

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "io/tokenizer.h"
+#include "tokenizer/tokenizer.h"
 
 #define REQUIRE(condition)                                                                         \
     do {                                                                                           \

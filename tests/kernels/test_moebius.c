@@ -14,10 +14,10 @@
 #include "kernels/cpuid.h"
 
 #define MN_TARGET avx2
-#include "kernels/vec/moebius_map.h"
+#include "kernels/cpu/moebius/moebius_map.h"
 #undef MN_TARGET
 #define MN_TARGET avx512
-#include "kernels/vec/moebius_map.h"
+#include "kernels/cpu/moebius/moebius_map.h"
 #undef MN_TARGET
 
 /* Changes drawn inputs. */

@@ -18,7 +18,7 @@
 #include "base/rng.h"
 #include "base/util.h"
 #include "ops/context.h"
-#include "ops/tape.h"
+#include "tape/tape.h"
 #include "support/check.h"
 
 enum { MOST_IN = 8, MOST_IDS = 4096 };

@@ -7,12 +7,12 @@
 #include "kernels/cpuid.h"
 
 #define MN_TARGET avx2
-#include "kernels/vec/gemm.h"
-#include "kernels/vec/map.h"
+#include "kernels/cpu/gemm/gemm.h"
+#include "kernels/cpu/simd/map.h"
 #undef MN_TARGET
 #define MN_TARGET avx512
-#include "kernels/vec/gemm.h"
-#include "kernels/vec/map.h"
+#include "kernels/cpu/gemm/gemm.h"
+#include "kernels/cpu/simd/map.h"
 #undef MN_TARGET
 
 #include <float.h>

@@ -14,7 +14,7 @@
 #include <string.h>
 
 #include "io/json.h"
-#include "mixers/collision.h"
+#include "experiments/collision/collision.h"
 
 enum { MAX_LENGTH = 6000, BEFORE_FLOOD = 52 };
 

@@ -15,7 +15,7 @@
 #include <string.h>
 
 #include "base/rng.h"
-#include "mixers/mixer.h"
+#include "definition/mixer.h"
 #include "ops/run.h"
 
 enum { T = 40, H = 2, K = 6, V = 5, HK = H * K, HV = H * V, SEED = 77 };

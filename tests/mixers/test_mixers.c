@@ -18,7 +18,7 @@
 
 #include "base/dtype.h"
 #include "kernels/dispatch.h"
-#include "mixers/axes.h"
+#include "definition/axes.h"
 #include "support/mixer_case.h"
 
 enum { SEED = 20240611, N_TOKENS = 70 }; // more than a chunk of 64

@@ -1,4 +1,5 @@
-/* test_decode_device.c - decoding on a GPU as one program a token (kernels/few.h): token by token
+/* test_decode_device.c - decoding on a GPU as one program a token (kernels/decode.h): token by
+ * token
  * against all at once, in float32 and bf16, at widths for which the program's strips, pieces and
  * endings are whole, and at others; the same bits twice. */
 #include <math.h>

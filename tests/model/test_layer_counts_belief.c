@@ -3,7 +3,7 @@
 
 #include "base/util.h"
 #include "io/json.h"
-#include "mixers/layer.h"
+#include "layers/layer.h"
 #include "support/check.h"
 
 static bool create(mn_layer *layer, const char *name, const char *json, int64_t D,

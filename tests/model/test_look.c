@@ -12,8 +12,8 @@
 #include <string.h>
 
 #include "base/util.h"
-#include "experiments/job_parts.h"
-#include "experiments/look.h"
+#include "experiments/job_internal.h"
+#include "experiments/looks/look.h"
 #include "support/check.h"
 #include "support/model_case.h"
 

@@ -19,7 +19,7 @@
 #include "experiments/claims.h"
 #include "experiments/experiment.h"
 #include "experiments/grid.h"
-#include "experiments/job_parts.h"
+#include "experiments/job_internal.h"
 #include "experiments/sweep.h"
 #include "experiments/task_run.h"
 #include "io/file.h"

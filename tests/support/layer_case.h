@@ -3,7 +3,7 @@
 #ifndef MN_TESTS_LAYER_CASE_H
 #define MN_TESTS_LAYER_CASE_H
 
-#include "mixers/layer.h"
+#include "layers/layer.h"
 
 typedef struct layer_case {
     mn_layer layer;

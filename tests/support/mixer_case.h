@@ -6,7 +6,7 @@
 #ifndef MN_TESTS_MIXER_CASE_H
 #define MN_TESTS_MIXER_CASE_H
 
-#include "mixers/mixer.h"
+#include "definition/mixer.h"
 #include "ops/run.h"
 #include "ops/sample.h"
 

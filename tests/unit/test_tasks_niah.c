@@ -10,7 +10,7 @@
 
 #include "base/rng.h"
 #include "base/util.h"
-#include "io/tokenizer.h"
+#include "tokenizer/tokenizer.h"
 #include "support/folder.h"
 #include "tasks/haystack.h"
 

@@ -3,7 +3,7 @@
  *
  * Documents are written with ' for " so that they can be read. */
 #define _XOPEN_SOURCE 700
-#include "io/tokenizer.h"
+#include "tokenizer/tokenizer.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -20,7 +20,7 @@
 #include "base/rng.h"
 #include "base/util.h"
 #include "io/text.h"
-#include "io/utf8.h"
+#include "base/utf8.h"
 #include "support/folder.h"
 
 /* ---- helpers --------------------------------------------------------------------------------- */

@@ -14,7 +14,7 @@
 #include <string.h>
 
 #include "base/util.h"
-#include "io/tokenizer.h"
+#include "tokenizer/tokenizer.h"
 #include "support/folder.h"
 
 static mn_status parse(mn_tokenizer **out, const char *document) {

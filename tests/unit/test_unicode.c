@@ -1,5 +1,5 @@
 /* test_unicode.c - normal forms, strict UTF-8, blanks, lower case. */
-#include "io/unicode.h"
+#include "tokenizer/unicode/unicode.h"
 
 #include <setjmp.h>
 #include <stdarg.h>
@@ -12,7 +12,7 @@
 
 #include "base/rng.h"
 #include "base/util.h"
-#include "io/utf8.h"
+#include "base/utf8.h"
 
 /* Draw `index` of UTF-8 with many kinds of characters. */
 static size_t random_text(char *out, size_t most, uint64_t index) {

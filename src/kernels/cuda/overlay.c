@@ -1,6 +1,6 @@
 /* overlay.c - the kernels of GPUs, from cuda_kernels.def and glue.def, and the works of tapes. */
 #include "kernels/overlay.h"
-#include "kernels/tape_work.h"
+#include "kernels/elementwise.h"
 
 #define CUDA_KERNEL(id, pass, name)                                                                \
     bool mn_##name##_cuda_plan(const void *args, mn_plan *plan);                                   \
@@ -36,13 +36,13 @@ mn_glue_fn mn_overlay_cuda_glue(mn_glue_id id) {
 #define WORK(id, name, space)                                                                      \
     int mn_work_##name##_cuda(void *where, const void *work, void *memory);                        \
     DECLARE_##space(name)
-#include "kernels/tape_works.def"
+#include "kernels/elementwise.def"
 #undef WORK
 
 const mn_work_fn *mn_works_cuda(void) {
     static const mn_work_fn works[MN_WORKS] = {
 #define WORK(id, name, space) [MN_WORK_##id] = { mn_work_##name##_cuda, space##_OF(name) },
-#include "kernels/tape_works.def"
+#include "kernels/elementwise.def"
 #undef WORK
     };
     return works;

@@ -8,7 +8,7 @@
 #include <string.h>
 
 #include "io/file.h"
-#include "io/tokenizer.h"
+#include "tokenizer/tokenizer.h"
 #include "model/checkpoint.h"
 #include "support/model_case.h"
 

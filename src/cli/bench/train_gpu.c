@@ -1,0 +1,305 @@
+/* train_gpu.c - mneme bench train --device cuda: whole models on a GPU, by the code that
+ * mneme train and sessions run.
+ *
+ * Each case is a process's worth of work: a context and a trainer of its own, from nothing to the
+ * first step, then steps that are timed by the clock of the host, which waits once for each; then a
+ * session on the same parameters reads and writes. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/clock.h"
+#include "base/dtype.h"
+#include "base/rng.h"
+#include "base/status.h"
+#include "base/util.h"
+#include "cli/bench/bench.h"
+#include "infer/session.h"
+#include "io/json_write.h"
+#include "train/trainer.h"
+
+typedef struct train_case {
+    const char *name, *model, *recompute;
+    int64_t batch, context;
+    double asked, asked_gib;
+} train_case;
+
+static const train_case cases[] = {
+#define TRAIN_CASE(name, model, recompute, batch, context, asked, asked_gib)                       \
+    { name, model, recompute, batch, context, asked, asked_gib },
+#include "cli/bench/train_cuda.def"
+};
+
+enum { VOCABULARY = 32000, QUICK_VOCABULARY = 512, MAX_RUNS = 64, WARM = 3, PREFILL = 4096 };
+
+typedef struct result {
+    const train_case *of;
+    int64_t parameters;
+    double first, step, least, tokens_per_second, flops;    // seconds; operations a second
+    double loss;
+    double predicted, peak;                                 // mebibytes
+    double prefill, decode;                                 // seconds of 4096 tokens, of one
+} result;
+
+/* ---- a case ---------------------------------------------------------------------------------- */
+
+/* Tokens drawn for a step; targets are the next ones. */
+static mn_status fill(void *context, int64_t step, int64_t rows, int64_t length, int32_t *tokens,
+                      int32_t *targets) {
+    const int64_t vocabulary = *(const int64_t *)context;
+    for (int64_t i = 0; i <= rows * length; i++) {
+        const uint64_t bits = mn_rng_bits(1, (uint64_t)step, (uint64_t)i);
+        const int32_t token = (int32_t)(bits % (uint64_t)vocabulary);
+        if (i < rows * length) tokens[i] = token;
+        if (i > 0) targets[i - 1] = token;
+    }
+    return MN_OK;
+}
+
+static mn_status configure(mn_json *root, const train_case *c, const mn_bench_options *o) {
+    const bool quick = o->scale == MN_BENCH_QUICK;
+    const int n_layers = o->n_layers > 0 ? o->n_layers : quick ? 2 : 24;
+    char text[1024];
+    snprintf(text, sizeof text,
+             "{\"model\": {%s, \"num_hidden_layers\": %d, \"hidden_size\": 1024, "
+             "\"intermediate_size\": %d, \"mlp\": \"swiglu\", \"vocab_size\": %d, "
+             "\"tie_word_embeddings\": false}, \"train\": {\"batch\": %lld, \"context\": %lld, "
+             "\"steps\": 1000, \"warmup\": 10, \"lr\": 3e-4, \"dtype\": \"%s\", "
+             "\"recompute\": \"%s\"}}", c->model, n_layers, quick ? 256 : 2816,
+             quick ? QUICK_VOCABULARY : VOCABULARY, (long long)c->batch, (long long)c->context,
+             mn_dtype_name(o->dtype), c->recompute);
+    return mn_json_parse(root, text, strlen(text), c->name, MN_JSON_STANDARD);
+}
+
+static double mebibytes(size_t bytes) {
+    return (double)bytes / 1048576.0;
+}
+
+/* Steps after some that record what later ones play. */
+static mn_status time_steps(result *r, mn_trainer *trainer, int n_runs) {
+    double seconds[MAX_RUNS];
+    mn_step_result step;
+    mn_status st = MN_OK;
+    for (int i = 1; st == MN_OK && i < WARM; i++) st = mn_trainer_step(trainer, &step);
+    for (int i = 0; st == MN_OK && i < n_runs; i++) {
+        const double start = mn_seconds();
+        st = mn_trainer_step(trainer, &step);
+        seconds[i] = mn_seconds() - start;
+    }
+    if (st != MN_OK) return st;
+    const mn_train_options *o = mn_trainer_options(trainer);
+    r->loss = step.loss;
+    r->step = mn_bench_median(seconds, n_runs);
+    r->least = seconds[0];    // sorted by median
+    r->tokens_per_second = (double)(o->batch * o->context) / r->step;
+    r->flops = mn_model_flops(mn_trainer_model(trainer), o->context) * r->tokens_per_second;
+    return MN_OK;
+}
+
+/* Reads 4096 tokens at once, for the second time, and then one after the other. */
+static mn_status time_session(result *r, mn_model *model, mn_context *context, mn_dtype dtype,
+                              int n_runs) {
+    const int64_t vocabulary = mn_model_describe(model)->vocab_size;
+    const mn_session_options how = { .dtype = dtype, .prefill_chunk = PREFILL };
+    mn_session *session = NULL;
+    int32_t *tokens = malloc(PREFILL * sizeof *tokens);
+    if (!tokens) return mn_fail(MN_ERR_MEMORY, "no memory for tokens");
+    for (int64_t i = 0; i < PREFILL; i++) {
+        tokens[i] = (int32_t)(mn_rng_bits(2, 0, (uint64_t)i) % (uint64_t)vocabulary);
+    }
+    mn_status st = mn_session_create(&session, context, model, &how);
+    for (int i = 0; st == MN_OK && i < 3; i++) {
+        const double start = mn_seconds();
+        st = mn_session_feed(session, tokens, PREFILL);
+        r->prefill = mn_seconds() - start;
+    }
+    const int n = 8 * n_runs;
+    double start = mn_seconds();
+    for (int i = -4; st == MN_OK && i < n; i++) {
+        if (i == 0) start = mn_seconds();
+        st = mn_session_step(session, tokens[i + 4]);
+    }
+    r->decode = (mn_seconds() - start) / (double)n;
+    mn_session_destroy(session);
+    free(tokens);
+    return st;
+}
+
+static mn_status measure(result *r, const train_case *c, const mn_bench_options *options,
+                         int n_runs) {
+    const bool quick = options->scale == MN_BENCH_QUICK;
+    const int64_t vocabulary = quick ? QUICK_VOCABULARY : VOCABULARY;
+    const mn_context_options how = { .n_threads = options->n_threads, .device = options->device };
+    const double start = mn_seconds();
+    mn_context *context = NULL;
+    mn_trainer *trainer = NULL;
+    mn_json root = { 0 };
+    mn_train_memory memory;
+    mn_step_result step;
+    size_t used = 0;
+    const mn_source source = { (void *)&vocabulary, fill, c->batch, c->context, 1000 };
+    const mn_train_data data = { .train_source = &source };
+    *r = (result){ .of = c };
+    mn_status st = mn_context_create(&context, &how);
+    if (st == MN_OK) st = configure(&root, c, options);
+    if (st == MN_OK) st = mn_trainer_create_from(&trainer, &root, &data, context);
+    if (st == MN_OK) st = mn_trainer_predict(trainer, &memory);
+    if (st == MN_OK) st = mn_trainer_step(trainer, &step);
+    r->first = mn_seconds() - start;
+    if (st == MN_OK) st = time_steps(r, trainer, n_runs);
+    if (st == MN_OK) st = mn_device_used(context->device, &used);
+    if (st == MN_OK) {
+        r->parameters = mn_model_count(mn_trainer_model(trainer));
+        r->predicted = mebibytes(memory.total);
+        r->peak = mebibytes(used);
+        st = time_session(r, mn_trainer_model(trainer), context, options->dtype, n_runs);
+    }
+    mn_trainer_destroy(trainer);
+    mn_json_free(&root);
+    mn_context_destroy(context);
+    return st;
+}
+
+static mn_status make_model(mn_model **out, mn_context *context, const mn_json *root) {
+    const mn_json keys = mn_json_member(root, "model");
+    mn_model_config config = { 0 };
+    mn_status st = mn_model_config_read(&config, &keys);
+    if (st == MN_OK) st = mn_model_create(out, &config, MN_F32);
+    if (st == MN_OK) mn_model_start(*out, context, 1);
+    mn_model_config_free(&config);
+    return st;
+}
+
+/* A session on a model of its own. */
+static mn_status measure_infer(result *r, const train_case *c, const mn_bench_options *options,
+                               int n_runs) {
+    const mn_context_options how = { .n_threads = options->n_threads, .device = options->device };
+    mn_context *context = NULL;
+    mn_model *model = NULL;
+    mn_json root = { 0 };
+    *r = (result){ .of = c };
+    mn_status st = mn_context_create(&context, &how);
+    if (st == MN_OK) st = configure(&root, c, options);
+    if (st == MN_OK) st = make_model(&model, context, &root);
+    if (st == MN_OK) st = time_session(r, model, context, options->dtype, n_runs);
+    mn_model_destroy(model);
+    mn_json_free(&root);
+    mn_context_destroy(context);
+    return st;
+}
+
+/* ---- showing --------------------------------------------------------------------------------- */
+
+static void print_head(const mn_bench_options *options) {
+    printf("training steps of whole models in %s on %s; prefill of %d tokens, decoding of one "
+           "sequence\n%-20s %7s %10s %8s %8s %9s %9s %8s %8s %8s\n", mn_dtype_name(options->dtype),
+           options->device, PREFILL, "model", "params", "batch", "step", "tokens/s", "TFLOP/s",
+           "GiB", "of", "first s", "prefill");
+}
+
+static void print(const result *r) {
+    const train_case *c = r->of;
+    printf("%-20s %6.1fM %3lld x %-4lld %6.1f ms %8.0f %9.1f %9.2f %8.2f %8.2f %5.1f ms, decode "
+           "%.3f ms", c->name, (double)r->parameters * 1e-6, (long long)c->batch,
+           (long long)c->context, 1e3 * r->step, r->tokens_per_second, 1e-12 * r->flops,
+           r->peak / 1024.0, r->predicted / 1024.0, r->first, 1e3 * r->prefill, 1e3 * r->decode);
+    if (c->asked > 0.0) {
+        printf("  asked %.0f/s%s", c->asked, r->tokens_per_second >= c->asked ? "" : " SHORT");
+    }
+    if (c->asked_gib > 0.0 && r->peak / 1024.0 > c->asked_gib) {
+        printf("  above %.0f GiB", c->asked_gib);
+    }
+    putchar('\n');
+    fflush(stdout);
+}
+
+static json_t *as_json(const result *r) {
+    const train_case *c = r->of;
+    return json_pack("{s:s, s:s, s:I, s:I, s:I, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o, s:o}",
+                     "name", c->name, "recompute", c->recompute,
+                     "parameters", (json_int_t)r->parameters, "batch", (json_int_t)c->batch,
+                     "context", (json_int_t)c->context, "first_step_seconds",
+                     mn_json_real(r->first), "step_seconds", mn_json_real(r->step),
+                     "least_seconds", mn_json_real(r->least), "tokens_per_second",
+                     mn_json_real(r->tokens_per_second), "flops", mn_json_real(r->flops),
+                     "peak_mebibytes", mn_json_real(r->peak), "predicted_mebibytes",
+                     mn_json_real(r->predicted), "prefill_seconds", mn_json_real(r->prefill),
+                     "decode_seconds", mn_json_real(r->decode));
+}
+
+static mn_status report_json(const result *results, int n, const mn_bench_options *options) {
+    char *text = NULL;
+    json_t *list = json_array();
+    for (int i = 0; i < n; i++) json_array_append_new(list, as_json(&results[i]));
+    json_t *root = json_pack("{s:s, s:s, s:s, s:o}", "version", mn_version(), "device",
+                             options->device, "dtype", mn_dtype_name(options->dtype), "cases",
+                             list);
+    const mn_status st = mn_json_text(&text, root, MN_JSON_PRETTY);
+    if (st == MN_OK) puts(text);
+    free(text);
+    json_decref(root);
+    return st;
+}
+
+static bool chosen(const train_case *c, const char *only) {
+    return !only || strstr(c->name, only);
+}
+
+int mn_bench_train_gpu(const mn_bench_options *options, const char *only, bool json, bool list) {
+    result results[MN_COUNTOF(cases)];
+    const bool quick = options->scale == MN_BENCH_QUICK;
+    int n = 0, n_failed = 0, n_chosen = 0;
+    for (size_t i = 0; i < MN_COUNTOF(cases); i++) n_chosen += chosen(&cases[i], only);
+    if (n_chosen == 0) {
+        fprintf(stderr, "mneme bench: no case is called like \"%s\"; --list names them\n", only);
+        return 2;
+    }
+    if (!json && !list) print_head(options);
+    for (size_t i = 0; i < MN_COUNTOF(cases); i++) {
+        if (!chosen(&cases[i], only)) continue;
+        if (list) {
+            puts(cases[i].name);
+            continue;
+        }
+        train_case c = cases[i];
+        if (quick) c.context = 256;
+        const int runs = options->n_runs ? (int)mn_min(options->n_runs, MAX_RUNS) : quick ? 2 : 9;
+        if (measure(&results[n], &c, options, runs) != MN_OK) {
+            fprintf(stderr, "mneme bench: %s: %s\n", c.name, mn_last_error());
+            n_failed++;
+            continue;
+        }
+        results[n].of = &cases[i];
+        if (!json) print(&results[n]);
+        n++;
+    }
+    if (json && !list && report_json(results, n, options) != MN_OK) n_failed++;
+    return n_failed > 0;
+}
+
+int mn_bench_infer_gpu(const mn_bench_options *options, const char *only, bool list) {
+    int n_failed = 0, n_chosen = 0;
+    for (size_t i = 0; i < MN_COUNTOF(cases); i++) {
+        const char *name = cases[i].name;
+        result r;
+        if (!chosen(&cases[i], only) || strstr(name, ".recompute") ||
+            strstr(name, ".mlp")) continue;
+        n_chosen++;
+        if (list) {
+            puts(name);
+            continue;
+        }
+        const int runs = options->n_runs ? (int)mn_min(options->n_runs, MAX_RUNS) : 9;
+        if (measure_infer(&r, &cases[i], options, runs) == MN_OK) {
+            printf("%-20s prefill of %d tokens %6.2f ms, decoding %.3f ms a token\n", name, PREFILL,
+                   1e3 * r.prefill, 1e3 * r.decode);
+        } else {
+            fprintf(stderr, "mneme bench: %s: %s\n", name, mn_last_error());
+            n_failed++;
+        }
+    }
+    if (n_chosen > 0) return n_failed > 0;
+    fprintf(stderr, "mneme bench: no case is called like \"%s\"; --list names them\n", only);
+    return 2;
+}

@@ -1,0 +1,245 @@
+/* reproduce.c - mneme reproduce: an experiment of a paper in one command, up to a report. */
+#include "cli/reproduce/reproduce.h"
+#include "cli/reproduce/reproduce_internal.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+
+#include "base/status.h"
+#include "base/util.h"
+#include "cli/command.h"
+#include "cli/options.h"
+#include "cli/sweep.h"
+#include "experiments/experiment.h"
+#include "experiments/grid.h"
+#include "experiments/report.h"
+#include "io/json_write.h"
+#include "train/options.h"
+
+enum { MOST_SETS = 64, MOST_CHECKPOINTS = 64 };
+
+typedef struct options {
+    const char *name, *out, *report, *device;
+    const char *sets[MOST_SETS];
+    const char *checkpoints[MOST_CHECKPOINTS];
+    int n_sets, n_checkpoints, processes, seeds, steps;
+    mn_preset preset;
+    bool list, json, quiet;
+} options;
+
+static void print_help(void) {
+    puts("usage: mneme reproduce --list\n"
+         "       mneme reproduce NAME [--preset smoke|cpu|full] [options]\n"
+         "       mneme reproduce NAME --report DIR\n\n"
+         "Runs an experiment of a paper and writes a report that puts our numbers beside the "
+         "printed ones.\n"
+         "DIR gets report.md, figures (SVG and PNG, with gnuplot), CSV files, results.json (all "
+         "that the report\n"
+         "is made of) and results.jsonl (a line for each run as it ended). The same command goes "
+         "on with one\n"
+         "that was stopped or killed.\n\n"
+         "  --list              experiments, what they cost, and their papers\n"
+         "  --preset NAME       smoke (a minute or two on two cores), cpu (about an hour), "
+         "full (as published);\n"
+         "                      default: smoke\n"
+         "  --out DIR           default: NAME-PRESET\n"
+         "  --jobs N            processes, one thread each (default: one a core; with --device "
+         "one)\n"
+         "  --device D          train on cuda or cuda:N (default: cpu)\n"
+         "  --seeds N           seeds 0 to N-1 in place of the preset's\n"
+         "  --steps N           no run takes more steps than these\n"
+         "  --set KEY=VALUE     set a member of every job (mneme sweep --help); may be repeated\n"
+         "  --checkpoint DIR    (ccq-alignment) ask this model, with its tokenizer, instead of "
+         "training\n"
+         "                      some; may be repeated\n"
+         "  --report DIR        write report.md and CSV files again, from DIR/results.json alone\n"
+         "  --json              with --list: as JSON\n"
+         "  --quiet             show nothing but failures");
+}
+
+static int failed(void) {
+    fprintf(stderr, "mneme reproduce: %s\n", mn_last_error());
+    return 1;
+}
+
+/* ---- options --------------------------------------------------------------------------------- */
+
+static bool read_preset(void *to, const char *value) {
+    return mn_preset_find(to, value);
+}
+
+static int parse(options *o, int argc, char **argv) {
+    const mn_option rows[] = {
+        { "--list", .flag = &o->list },
+        { "--json", .flag = &o->json },
+        { "--quiet", .flag = &o->quiet },
+        { "--jobs", .count = &o->processes, .low = 1, .high = MN_SWEEP_LANES },
+        { "--seeds", .count = &o->seeds, .low = 1, .high = 1000 },
+        { "--steps", .count = &o->steps, .low = 1, .high = INT32_MAX },
+        { "--out", .text = &o->out },
+        { "--report", .text = &o->report },
+        { "--device", .read = mn_options_device, .to = &o->device },
+        { "--preset", .read = read_preset, .to = &o->preset, .needs = "smoke, cpu or full" },
+        { "--checkpoint", .list = o->checkpoints, .n = &o->n_checkpoints,
+          .most = MOST_CHECKPOINTS },
+        { "--set", .list = o->sets, .n = &o->n_sets, .most = MOST_SETS },
+        { NULL, .text = &o->name },
+    };
+    const int status = mn_options_read(rows, MN_COUNTOF(rows), "reproduce", argc, argv);
+    if (status != 0 || o->name || o->list) return status;
+    return mn_options_mistake("reproduce", "", "name an experiment, or --list them");
+}
+
+/* ---- the list -------------------------------------------------------------------------------- */
+
+static int print_list(bool json) {
+    json_t *list = json_array();
+    for (int i = 0; i < mn_experiment_count(); i++) {
+        const mn_experiment e = mn_experiment_row(i);
+        json_array_append_new(list, json_pack("{s:s, s:s, s:s, s:{s:s, s:s, s:s}}", "name", e.name,
+                                              "about", e.about, "paper", e.paper, "cost", "smoke",
+                                              e.cost[0], "cpu", e.cost[1], "full", e.cost[2]));
+        if (!json) {
+            printf("%-13s %s\n%13s %s; smoke %s, cpu %s, full %s\n", e.name, e.about, "", e.paper,
+                   e.cost[0], e.cost[1], e.cost[2]);
+        }
+    }
+    char *text = NULL;
+    json_t *root = json_pack("{s:o}", "experiments", list);
+    const mn_status st = json ? mn_json_text(&text, root, MN_JSON_PRETTY) : MN_OK;
+    if (st == MN_OK && text) puts(text);
+    free(text);
+    json_decref(root);
+    return st == MN_OK ? 0 : failed();
+}
+
+/* ---- one experiment -------------------------------------------------------------------------- */
+
+/* What the options change in every job. */
+static mn_status changes_of(mn_json *changes, const options *o) {
+    mn_status st = MN_OK;
+    *changes = (mn_json){ .value = json_object(), .name = "--set" };
+    for (int i = 0; st == MN_OK && i < o->n_sets; i++) st = mn_train_set(changes, o->sets[i]);
+    if (st == MN_OK && o->steps > 0) {
+        json_object_set_new(changes->value, "steps_at_most", json_integer(o->steps));
+    }
+    return st;
+}
+
+/* The grid becomes a job for each checkpoint. */
+static mn_status ask_checkpoints(json_t *plan, const options *o) {
+    json_t *jobs = json_array();
+    if (strcmp(o->name, "ccq-alignment") != 0) {
+        json_decref(jobs);
+        return mn_fail(MN_ERR_ARGUMENT, "%s trains its own models; --checkpoint is for "
+                       "ccq-alignment", o->name);
+    }
+    for (int i = 0; i < o->n_checkpoints; i++) {
+        json_array_append_new(jobs, json_pack("{s:s, s:s, s:{s:s}}", "kind", "alignment",
+                                              "checkpoint", o->checkpoints[i], "labels", "model",
+                                              o->checkpoints[i]));
+    }
+    return json_object_set_new(plan, "grid", json_pack("{s:o}", "jobs", jobs)) == 0
+               ? MN_OK : mn_fail(MN_ERR_MEMORY, "no memory for jobs");
+}
+
+static mn_status make_jobs(json_t **plan, json_t **jobs, int row, const options *o) {
+    mn_json changes = { 0 };
+    mn_status st = changes_of(&changes, o);
+    if (st == MN_OK) st = mn_experiment_plan(plan, row, o->preset);
+    if (st == MN_OK && o->n_checkpoints > 0) st = ask_checkpoints(*plan, o);
+    if (st == MN_OK) {
+        const mn_json grid = { .value = json_object_get(*plan, "grid"), .name = o->name };
+        json_t *axes = json_object_get(grid.value, "grid");
+        if (o->seeds > 0 && json_object_get(axes, "seed")) {
+            json_t *seeds = json_array();
+            for (int i = 0; i < o->seeds; i++) json_array_append_new(seeds, json_integer(i));
+            json_object_set_new(axes, "seed", seeds);
+        }
+        const bool trains = axes != NULL;    // other jobs have no steps to cut
+        st = mn_grid_expand(jobs, &grid, trains ? changes.value : NULL);
+    }
+    json_decref(changes.value);
+    return st;
+}
+
+static mn_status write_results(const char *folder, int row, const options *o, const json_t *plan,
+                               const json_t *jobs) {
+    char path[MN_SWEEP_PATH];
+    json_t *records = NULL;
+    mn_json results = { .name = "results.json" };
+    snprintf(path, sizeof path, "%s/results.jsonl", folder);
+    mn_status st = mn_sweep_records(&records, path);
+    if (st == MN_OK) {
+        st = mn_experiment_results(&results.value, row, o->preset, plan, jobs, records);
+    }
+    if (st == MN_OK) st = mn_reproduce_figures(&results, folder);
+    snprintf(path, sizeof path, "%s/results.json", folder);
+    if (st == MN_OK) st = mn_json_save(path, results.value);
+    if (st == MN_OK) st = mn_report_write(&results, folder);
+    json_decref(results.value);
+    json_decref(records);
+    return st;
+}
+
+static int report_again(int row, const char *folder) {
+    char path[MN_SWEEP_PATH];
+    mn_json results = { 0 };
+    const char *name = "";
+    if (snprintf(path, sizeof path, "%s/results.json", folder) >= MN_SWEEP_PATH) {
+        return mn_options_mistake("reproduce", folder, "is too long a path");
+    }
+    mn_status st = mn_json_load(&results, path, MN_JSON_STANDARD);
+    if (st == MN_OK) st = mn_json_get_text(&name, &results, "experiment");
+    if (st == MN_OK && strcmp(name, mn_experiment_row(row).name) != 0) {
+        st = mn_fail(MN_ERR_ARGUMENT, "%s: is of experiment \"%s\"", path, name);
+    }
+    if (st == MN_OK) st = mn_report_write(&results, folder);
+    if (st == MN_OK) st = mn_reproduce_pictures(NULL, &results, folder, false);
+    mn_json_free(&results);
+    if (st != MN_OK) return failed();
+    printf("%s/report.md\n", folder);
+    return 0;
+}
+
+static int reproduce(int row, const options *o) {
+    char folder[MN_SWEEP_PATH - 64];
+    json_t *plan = NULL, *jobs = NULL;
+    const char *preset = mn_preset_name(o->preset);
+    const int n = o->out ? snprintf(folder, sizeof folder, "%s", o->out)
+                         : snprintf(folder, sizeof folder, "%s-%s", o->name, preset);
+    if (n >= (int)sizeof folder) {
+        return mn_options_mistake("reproduce", "--out", "is too long a path");
+    }
+    int status = make_jobs(&plan, &jobs, row, o) == MN_OK ? 0 : failed();
+    if (status == 0) {
+        if (!o->quiet) {
+            fprintf(stderr, "%s, preset %s: %zu runs, %s\n", o->name, preset,
+                    json_array_size(jobs), mn_experiment_row(row).cost[o->preset]);
+        }
+        status = mn_sweep_show("reproduce", folder, jobs, o->processes, o->device, o->quiet);
+        /* What came out is reported even when the rest failed or was stopped. */
+        struct stat about;
+        if (stat(folder, &about) == 0 && write_results(folder, row, o, plan, jobs) != MN_OK) {
+            status = failed();
+        } else if (!o->quiet) {
+            printf("%s/report.md\n", folder);
+        }
+    }
+    json_decref(plan);
+    json_decref(jobs);
+    return status;
+}
+
+int mn_command_reproduce(int argc, char **argv) {
+    options o = { 0 };
+    const int mistake = parse(&o, argc, argv);
+    if (mistake < 0) print_help();
+    if (mistake != 0) return mistake < 0 ? 0 : mistake;
+    if (o.list) return print_list(o.json);
+    int row;
+    if (mn_experiment_find(&row, o.name) != MN_OK) return failed();
+    return o.report ? report_again(row, o.report) : reproduce(row, &o);
+}

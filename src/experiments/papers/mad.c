@@ -1,0 +1,43 @@
+/* mad.c - the MAD tasks with one block, all layers with 2048 numbers of state. */
+#include "experiments/experiment_internal.h"
+
+const mn_experiment_text mn_experiment_mad = {
+    .base = &mn_base_mad,
+    .common = MN_JSON_TEXT({
+        "grid": {
+            "grid": {
+                "model": {
+                    "kla+": {
+                        "model": {"layers": "kla", "d_state": 8, "expand": 1},
+                        "train": {"mc_samples": 10}
+                    },
+                    "gdn": {
+                        "model": {"layers": "gdn", "num_heads": 4, "head_dim": 16, "expand_v": 2}
+                    },
+                    "gla": {
+                        "model": {"layers": "gla", "num_heads": 4, "expand_k": 0.5, "expand_v": 1}
+                    },
+                    "mamba1": {"model": {"layers": "mamba1", "state_size": 16, "expand": 1}},
+                    "mlstm": {"model": {"layers": "mlstm", "num_heads": 16}}
+                }
+            }
+        }
+    }),
+    .preset = {
+        [MN_PRESET_SMOKE] = MN_JSON_TEXT({
+            "grid": {"only": {"model": ["kla", "gdn", "mamba1"]}}
+        }),
+        [MN_PRESET_CPU] = MN_JSON_TEXT({
+            "grid": {"job": {"steps_at_most": 1000}, "grid": {"seed": [0]}}
+        }),
+    },
+    .notes = {
+        "The paper puts an MLP of 120 in front of the block and one of 240 and 120 behind"
+        " it; here the block has one MLP of 120 and a linear head, and compression the "
+        "autoencoder's head of MAD.",
+        "Selection by the lowest test loss, accuracy over the places that ask: the paper "
+        "leaves both open. Each run keeps the answers at the epoch of lowest loss. Macro "
+        "accuracy and this selection are what MAD itself does.",
+        NULL
+    },
+};

@@ -1,0 +1,78 @@
+/* mqar.c - recall of several pairs, where keys and values come from one vocabulary. */
+#include "experiments/papers/base_mqar.h"
+#include "experiments/experiment_internal.h"
+
+const mn_experiment_text mn_experiment_mqar = {
+    .base = &mn_base_mqar,
+    .common = MN_JSON_TEXT({
+        "tables": [
+            {"title": "Part of the pairs recalled", "rows": "model", "columns": "task",
+             "value": "example", "percent": true, "figure": "lines"}
+        ]
+    }),
+    .preset = {
+        [MN_PRESET_SMOKE] = MN_JSON_TEXT({
+            "grid": {
+                "grid": {
+                    "task": {
+                        "32-2": {
+                            "task": {
+                                "name": "mqar-shared",
+                                "options": {"vocab": 48, "length": 32, "pairs": 2}
+                            }
+                        },
+                        "64-4": {
+                            "task": {
+                                "name": "mqar-shared",
+                                "options": {"vocab": 96, "length": 64, "pairs": 4}
+                            }
+                        }
+                    },
+                    "seed": [0]
+                },
+                "only": {"model": ["bayes", "gdn", "attention"]}
+            }
+        }),
+        [MN_PRESET_CPU] = MN_JSON_TEXT({
+            "grid": {
+                "job": {"train": {"clip": 1}},
+                "grid": {
+                    "task": {
+                        "64-4": {
+                            "task": {
+                                "name": "mqar-shared",
+                                "options": {"vocab": 72, "length": 64, "pairs": 4}
+                            }
+                        },
+                        "64-8": {
+                            "task": {
+                                "name": "mqar-shared",
+                                "options": {"vocab": 72, "length": 64, "pairs": 8}
+                            }
+                        }
+                    },
+                    "train.lr": [0.001, 0.003], "seed": [0, 1]
+                }
+            }
+        }),
+        [MN_PRESET_FULL] = MN_JSON_TEXT({
+            "grid": {
+                "grid": {
+                    "task": {
+                        "64-4": {"task": {"name": "mqar-shared", "setting": "64-4"}},
+                        "128-8": {"task": {"name": "mqar-shared", "setting": "128-8"}},
+                        "256-16": {"task": {"name": "mqar-shared", "setting": "256-16"}},
+                        "512-64": {"task": {"name": "mqar-shared", "setting": "512-64"}}
+                    },
+                    "train.lr": [0.00046, 0.001, 0.0022, 0.0046, 0.01], "seed": [0, 1, 2]
+                }
+            }
+        }),
+    },
+    .notes = {
+        MN_MQAR_NOTES,
+        "The paper shows the base task as a figure: the Bayesian Layer approaches all "
+        "pairs at larger widths.",
+        NULL
+    },
+};

@@ -1,0 +1,75 @@
+/* linear_forward.c - outputs and states of additive and delta, chunk after chunk.
+ *
+ * With many heads one item is one head of one sequence. With few, a first phase prepares all chunks
+ * in parallel (linear_bank.h) and a second walks them with the value columns cut into tiles, so
+ * that one long sequence uses several cores. Columns never meet, so the cut leaves every bit as it
+ * is. */
+#include "kernels/cpu/linear/linear.h"
+
+#include <string.h>
+
+#include "base/checked.h"
+#include "base/util.h"
+#include "kernels/cpu/linear/linear_bank.h"
+#include "kernels/cpu/linear/linear_state.h"
+
+bool MN_T(mn_linear_forward_plan)(const mn_linear *p, mn_plan *plan) {
+    const mn_call *c = p->call;
+    const int64_t width = mn_decay_width(p->decay, c->K);
+    const mn_column_tiles tiles = mn_column_tiles_of(c);
+    int64_t state, rows, slots;
+    plan->n_phases = 2;
+    plan->items[0] = tiles.count > 1 ? mn_bank_slots(c) * c->H : 0;
+    plan->items[1] = mn_n_sequences(c) * c->H * tiles.count;
+    return mn_mul_i64(&slots, mn_bank_slots(c), tiles.count > 1 ? c->H : 0) &&
+           mn_mul_size(&plan->shared_bytes, MN_T(mn_bank_stride)(p), (size_t)slots) &&
+           mn_mul_i64(&state, c->K, tiles.width) && mn_mul_i64(&rows, MN_CHUNK, tiles.width) &&
+           mn_mul_size(&plan->scratch_bytes, sizeof(float),
+                       (size_t)(state + rows + MN_T(mn_chunk_floats)(c->K, width, p->e.data)));
+}
+
+/* o = (q exp G) S + P R for the columns of the tile */
+static void write_outputs(const mn_linear *p, const mn_chunk *c, const mn_columns *col,
+                          const float *S, const float *R, int64_t r_row) {
+    float *o = MN_ROW_OUT(float, p->o, c->b, c->t0, c->h);
+    if (!o) return;
+    mn_gemm_args product = { .c = o + col->j0, .c_row = p->o.stride[1], .a = c->qd, .a_row = c->K,
+                             .a_col = 1, .b = S, .b_row = col->n, .M = c->L, .N = col->n, .K = c->K,
+                             .alpha = 1.0f, .base = MN_GEMM_SET };
+    MN_T(mn_gemm)(&product);
+    product.a = c->P, product.a_row = c->L;
+    product.b = R, product.b_row = r_row, product.K = c->L;
+    product.base = MN_GEMM_ADD, product.shape = MN_GEMM_A_LOWER;
+    MN_T(mn_gemm)(&product);
+}
+
+static void forward_item(const mn_linear *p, int64_t item, void *bank, void *scratch) {
+    const mn_call *call = p->call;
+    const mn_column_tiles tiles = mn_column_tiles_of(call);
+    const mn_columns col = mn_columns_at(call, tiles, item % tiles.count);
+    const int64_t n = item / tiles.count / call->H, h = item / tiles.count % call->H;
+    const mn_walk walk = p->o.data ? MN_WALK_FORWARD : MN_WALK_REPLAY;
+    const mn_sequence seq = mn_sequence_at(call, n);
+    mn_chunk c;
+    float *S = scratch, *R = S + call->K * tiles.width;
+    MN_T(mn_chunk_place)(&c, R + MN_CHUNK * tiles.width, call->K, mn_decay_width(p->decay, call->K),
+                         p->e.data);
+    MN_T(mn_state_load)(S, p->state0, call, n, h, &col);
+    for (int64_t start = 0; start < seq.length; start += MN_CHUNK) {
+        if (tiles.count > 1)
+            MN_T(mn_bank_take)(&c, bank, p, mn_bank_first(call, n) + start / MN_CHUNK, h);
+        else MN_T(mn_chunk_prepare)(&c, p, &seq, h, start, walk);
+        mn_prefetch_written(p->o, &c, call->V);
+        int64_t r_row;
+        const float *residual = MN_T(mn_chunk_residual)(R, &r_row, p, &c, &col, S);
+        write_outputs(p, &c, &col, S, residual, r_row);
+        MN_T(mn_state_advance)(S, &c, &col, residual, r_row);
+    }
+    MN_T(mn_state_store)(p->state, S, call, n, h, &col);
+}
+
+void MN_T(mn_linear_forward_run)(const mn_linear *p, int phase, int64_t item, void *shared,
+                                 void *scratch) {
+    if (phase == 0) MN_T(mn_bank_fill)(shared, p, item);
+    else forward_item(p, item, shared, scratch);
+}

@@ -1,0 +1,74 @@
+/* mesa.h - what forward and backward of mesa know of one chunk, and the solver they share.
+ *
+ * Definition and gradients in ref/mesa.c. With G the running sum of g inside the chunk, Hkk_0,
+ * Hkv_0 the statistics before it, and rows being tokens:
+ *
+ *   W[t,s] = exp(G_t - G_s), s <= t      first_t = exp G_t      last_s = W[L-1,s]
+ *   row t of X M     = first_t x_t Hkk_0 + sum_s W[t,s] (x_t.k_s) beta_s k_s' + lam x_t
+ *   row t of X'Hkv   = first_t x_t Hkv_0 + sum_s W[t,s] (x_t.k_s) beta_s v_s'
+ *   Hkk <- first_{L-1} Hkk_0 + (last beta K)'K      Hkv <- first_{L-1} Hkv_0 + (last beta K)'V
+ *
+ * so no token's M is ever formed to be multiplied with. */
+#ifndef MN_KERNELS_CPU_MESA_MESA_H
+#define MN_KERNELS_CPU_MESA_MESA_H
+
+#include "kernels/cpu/chunk/stat.h"
+
+/* Hkk (K,K), then Hkv (K,V). */
+typedef struct mn_mesa_state {
+    float *kk, *kv;
+} mn_mesa_state;
+
+typedef struct mn_mesa_chunk {
+    int64_t b, t0, h, L;
+    mn_mat k, v;
+    double G[MN_STAT_CHUNK];
+    float first[MN_STAT_CHUNK], last[MN_STAT_CHUNK], beta[MN_STAT_CHUNK];
+    float *W, *Wb;      // (chunk,chunk): W, and W with columns times beta
+    float *P;           // (chunk,chunk) work
+    float *Kw;          // (chunk,K): last beta k
+} mn_mesa_chunk;
+
+bool MN_T(mn_mesa_chunk_floats)(int64_t *count, const mn_call *call);
+float *MN_T(mn_mesa_chunk_place)(mn_mesa_chunk *c, float *at, const mn_call *call);
+
+bool MN_T(mn_mesa_state_floats)(int64_t *count, const mn_call *call);
+mn_mesa_state MN_T(mn_mesa_state_at)(float *at, const mn_call *call);
+void MN_T(mn_mesa_state_load)(mn_mesa_state S, const mn_mesa_args *p, int64_t n, int64_t h);
+
+/* Without `reads` only the last row of W, and no Wb. */
+void MN_T(mn_mesa_prepare)(mn_mesa_chunk *c, const mn_mesa_args *p, const mn_sequence *seq,
+                           int64_t h, int64_t start, bool reads);
+
+/* S goes on to the end of the chunk. */
+void MN_T(mn_mesa_advance)(mn_mesa_state S, const mn_mesa_chunk *c, const mn_call *call);
+
+enum { MN_MESA_SIDES = 2 };
+
+/* Solves for the tokens of one chunk after the other; see mesa_solve.c. */
+typedef struct mn_mesa_solver {
+    int64_t K;
+    const float *lam;
+    double *M, *U;                   // (K,K)
+    float *inverse;                  // (K,K): of M in the middle of the chunk
+    float *B, *R, *D, *Z, *Y;        // (chunk,K)
+    bool dense;                      // `inverse` preconditions, else 1 / lam
+    int direct_chunks;               // so many chunks to come are not worth iterating for
+} mn_mesa_solver;
+
+/* Bytes of its arrays; `memory` must be aligned for a double. */
+bool MN_T(mn_mesa_solver_bytes)(size_t *bytes, const mn_call *call);
+void MN_T(mn_mesa_solver_place)(mn_mesa_solver *s, void *memory, int64_t K, const float *lam);
+
+/* Solves n <= MN_MESA_SIDES systems for each token of the chunk that starts from the statistics kk:
+ * x_t <- M_t^-1 x_t for the rows of X[0] .. X[n-1], of length K without gaps. */
+void MN_T(mn_mesa_solve)(float *const *X, int n, mn_mesa_solver *s, mn_mesa_chunk *c,
+                         const float *kk);
+
+/* The upper triangle of U, symmetric positive definite, becomes its factor: U'U is what U was. */
+void MN_T(mn_mesa_factorise)(double *U, int64_t K);
+
+/* x <- (U'U)^-1 x */
+void MN_T(mn_mesa_substitute)(double *x, const double *U, int64_t K);
+
+#endif

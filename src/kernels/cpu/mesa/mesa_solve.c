@@ -1,0 +1,323 @@
+/* mesa_solve.c - (Hkk_t + diag lam) x_t = b_t for the tokens of a chunk.
+ *
+ * Wide heads: conjugate gradients for all tokens of the chunk at once, M_t applied through products
+ * of the chunk (mesa.h). Where decay is weak the preconditioner is the exact inverse of M in the
+ * middle of the chunk: M_t differs from it by the keys of half a chunk at most, and a few steps do
+ * whatever the spectrum. Where decay is strong M_t is lam plus the few keys remembered, and 1 / lam
+ * serves.
+ *
+ * Every token's true residual is then checked in the norm in which the iteration converges. Tokens
+ * that fail, narrow heads and short chunks are solved by a Cholesky factorisation in double, each
+ * with its own M_t, so that any data is solved to the accuracy of its statistics. */
+#include "kernels/cpu/mesa/mesa.h"
+
+#include <math.h>
+#include <string.h>
+
+/* Below these the factorisation costs less than the iteration. */
+enum { NARROW = 32, SHORT = 8 };
+/* Steps after which a factorisation would have been cheaper; chunks to leave the iteration alone
+ * after it failed most tokens of one. */
+enum { MAX_STEPS = 24, REST_CHUNKS = 8 };
+/* Sum of log decays over the chunk down to which the middle stands for the whole. */
+static const double weak_decay = -1.0;
+/* Relative errors in the norm of M: where a token stops, and what its true residual may show. */
+static const float stop_error = 3e-8f, largest_error = 1e-6f;
+
+bool MN_T(mn_mesa_solver_bytes)(size_t *bytes, const mn_call *call) {
+    int64_t square, rows;
+    return mn_mul_i64(&square, call->K, call->K) && mn_mul_i64(&square, square, 5) &&
+           mn_mul_i64(&rows, call->K, 5 * MN_STAT_CHUNK) && mn_add_i64(&square, square, rows) &&
+           mn_mul_size(bytes, (size_t)square, sizeof(float));
+}
+
+void MN_T(mn_mesa_solver_place)(mn_mesa_solver *s, void *memory, int64_t K, const float *lam) {
+    const int64_t rows = MN_STAT_CHUNK * K;
+    s->K = K;
+    s->lam = lam;
+    s->M = memory;
+    s->U = s->M + K * K;
+    s->B = (float *)(s->U + K * K);
+    s->R = s->B + rows;
+    s->D = s->R + rows;
+    s->Z = s->D + rows;
+    s->Y = s->Z + rows;
+    s->inverse = s->Y + rows;
+    s->direct_chunks = 0;
+}
+
+/* y[j] -= sum of n <= 4 rows x_p[j] times a[p] */
+static void subtract_rows(double *restrict y, const double *restrict x, int64_t step,
+                          const double *a, int64_t n, int64_t width) {
+    const double *x1 = x + step, *x2 = x1 + step, *x3 = x2 + step;
+    const double a0 = -a[0], a1 = n > 1 ? -a[1] : 0.0, a2 = n > 2 ? -a[2] : 0.0;
+    if (n == 4) {
+        const double a3 = -a[3];
+        for (int64_t j = 0; j < width; j++) {
+            y[j] = fma(a3, x3[j], fma(a2, x2[j], fma(a1, x1[j], fma(a0, x[j], y[j]))));
+        }
+    } else if (n == 3) {
+        for (int64_t j = 0; j < width; j++) {
+            y[j] = fma(a2, x2[j], fma(a1, x1[j], fma(a0, x[j], y[j])));
+        }
+    } else if (n == 2) {
+        for (int64_t j = 0; j < width; j++) y[j] = fma(a1, x1[j], fma(a0, x[j], y[j]));
+    } else {
+        for (int64_t j = 0; j < width; j++) y[j] = fma(a0, x[j], y[j]);
+    }
+}
+
+/* Four rows of the factor at a time; then they leave the rows below. */
+void MN_T(mn_mesa_factorise)(double *U, int64_t K) {
+    for (int64_t j0 = 0; j0 < K; j0 += 4) {
+        const int64_t n = mn_min(4, K - j0);
+        double a[4];
+        for (int64_t j = j0; j < j0 + n; j++) {
+            double *row = U + j * K;
+            for (int64_t p = j0; p < j; p++) a[p - j0] = U[p * K + j];
+            if (j > j0) subtract_rows(row + j, U + j0 * K + j, K, a, j - j0, K - j);
+            const double root = sqrt(row[j]), over = 1.0 / root;
+            row[j] = root;
+            for (int64_t i = j + 1; i < K; i++) row[i] *= over;
+        }
+        for (int64_t i = j0 + n; i < K; i++) {
+            for (int64_t p = 0; p < n; p++) a[p] = U[(j0 + p) * K + i];
+            subtract_rows(U + i * K + i, U + j0 * K + i, K, a, n, K - i);
+        }
+    }
+}
+
+void MN_T(mn_mesa_substitute)(double *x, const double *U, int64_t K) {
+    for (int64_t j = 0; j < K; j++) {
+        x[j] /= U[j * K + j];
+        if (j + 1 < K) subtract_rows(x + j + 1, U + j * K + j + 1, 0, x + j, 1, K - j - 1);
+    }
+    for (int64_t i = K - 1; i >= 0; i--) {
+        const double *row = U + i * K;
+        double part[4] = { 0.0, 0.0, 0.0, 0.0 };
+        int64_t j = i + 1;
+        for (; j + 4 <= K; j += 4) {
+            for (int64_t l = 0; l < 4; l++) part[l] = fma(row[j + l], x[j + l], part[l]);
+        }
+        for (; j < K; j++) part[0] = fma(row[j], x[j], part[0]);
+        x[i] = (x[i] - ((part[0] + part[1]) + (part[2] + part[3]))) / row[i];
+    }
+}
+
+/* V <- U^-T, lower triangular with zeros above; row i is (e_i - sum_{j<i} U[j,i] V[j,:]) /
+ * U[i,i]. */
+static void invert_factor(double *V, const double *U, int64_t K) {
+    memset(V, 0, (size_t)(K * K) * sizeof *V);
+    for (int64_t i = 0; i < K; i++) {
+        double *row = V + i * K;
+        row[i] = 1.0;
+        for (int64_t j = 0; j < i; j += 4) {
+            const int64_t n = mn_min(4, i - j);
+            double a[4];
+            for (int64_t p = 0; p < n; p++) a[p] = U[(j + p) * K + i];
+            subtract_rows(row, V + j * K, K, a, n, j + n);
+        }
+        const double over = 1.0 / U[i * K + i];
+        for (int64_t j = 0; j <= i; j++) row[j] *= over;
+    }
+}
+
+/* inverse = M_mid^-1 = V'V with V the inverse of the factor's transpose: positive definite however
+ * it is rounded. R serves as room for the weighted keys, Z and Y for V in float. */
+static void invert_middle(mn_mesa_solver *s, const mn_mesa_chunk *c, const float *kk) {
+    const int64_t K = s->K, middle = (c->L - 1) / 2;
+    const float *w = c->Wb + middle * MN_STAT_CHUNK;
+    memcpy(s->inverse, kk, (size_t)(K * K) * sizeof *kk);
+    for (int64_t i = 0; i <= middle; i++) mn_scale(s->R + i * K, w[i], mn_row_of(c->k, i), K);
+    const mn_mat weighted = mn_mat_of(s->R, K);
+    MN_T(mn_stat_add_symmetric)(s->inverse, c->first[middle], weighted, c->k, middle + 1, K);
+    for (int64_t i = 0; i < K * K; i++) s->U[i] = s->inverse[i];
+    for (int64_t i = 0; i < K; i++) s->U[i * K + i] += s->lam[i];
+    MN_T(mn_mesa_factorise)(s->U, K);
+    invert_factor(s->M, s->U, K);
+    float *V = (float *)s->U;
+    for (int64_t i = 0; i < K * K; i++) V[i] = (float)s->M[i];
+    mn_gemm_args g = mn_product(mn_mat_of(s->inverse, K), mn_transposed(mn_mat_of(V, K)),
+                                mn_mat_of(V, K), (mn_dims){ K, K, K });
+    g.shape = MN_GEMM_A_UPPER;
+    MN_T(mn_gemm)(&g);
+}
+
+/* Row t of Z = M_t times row t of X */
+static void apply(float *Z, const float *X, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk) {
+    const int64_t K = s->K;
+    const mn_mat z = mn_mat_of(Z, K), x = mn_mat_of(X, K);
+    mn_gemm_args g = mn_product(z, x, mn_mat_of(kk, K), (mn_dims){ c->L, K, K });
+    MN_T(mn_gemm)(&g);
+    MN_T(mn_stat_scores)(c->P, x, c->k, c->L, K);
+    MN_T(mn_stat_weigh)(c->P, c->P, c->Wb, c->L);
+    g = mn_product(z, mn_mat_of(c->P, MN_STAT_CHUNK), c->k, (mn_dims){ c->L, K, c->L });
+    g.base = MN_GEMM_SCALE;
+    g.c_scale = c->first;
+    g.shape = MN_GEMM_A_LOWER;
+    MN_T(mn_gemm)(&g);
+    for (int64_t t = 0; t < c->L; t++) {
+        for (int64_t i = 0; i < K; i += MN_VW) {
+            const int n = vf_lanes(K - i);
+            const vf ridge = vf_mul(vf_load_n(s->lam + i, n), vf_load_n(X + t * K + i, n));
+            vf_store_n(Z + t * K + i, vf_add(ridge, vf_load_n(Z + t * K + i, n)), n);
+        }
+    }
+}
+
+/* Y = R times the preconditioner */
+static void precondition(float *Y, const float *R, const mn_mesa_solver *s, int64_t L) {
+    const int64_t K = s->K;
+    if (s->dense) {
+        const mn_gemm_args g = mn_product(mn_mat_of(Y, K), mn_mat_of(R, K),
+                                          mn_mat_of(s->inverse, K), (mn_dims){ L, K, K });
+        MN_T(mn_gemm)(&g);
+        return;
+    }
+    for (int64_t t = 0; t < L; t++) {
+        for (int64_t i = 0; i < K; i += MN_VW) {
+            const int n = vf_lanes(K - i);
+            const vf lam = vf_select(vm_first(n), vf_load_n(s->lam + i, n), vf_set1(1.0f));
+            vf_store_n(Y + t * K + i, vf_div(vf_load_n(R + t * K + i, n), lam), n);
+        }
+    }
+}
+
+/* Right sides scaled to a largest entry of 1, so that their squares stay in range. */
+static void start_rows(float *X, float *size, mn_mesa_solver *s, int64_t L) {
+    const int64_t K = s->K;
+    for (int64_t t = 0; t < L; t++) {
+        float *x = X + t * K, *b = s->B + t * K;
+        float most = 0.0f;
+        for (int64_t i = 0; i < K; i++) most = fabsf(x[i]) > most ? fabsf(x[i]) : most;
+        size[t] = most;
+        for (int64_t i = 0; i < K; i++) b[i] = most > 0.0f ? x[i] / most : x[i];
+        MN_T(mn_stat_store)(s->R + t * K, b, K);
+        memset(x, 0, (size_t)K * sizeof *x);
+    }
+}
+
+/* One step of a token: along D with the product Z = M D at hand. False where D has no curvature. */
+static bool step_row(float *X, mn_mesa_solver *s, int64_t t, float rz) {
+    const int64_t K = s->K, at = t * K;
+    const float curvature = mn_dot(s->D + at, s->Z + at, K);
+    if (!(curvature > 0.0f) || !(rz < INFINITY)) return false;
+    const float alpha = rz / curvature;
+    mn_axpy(X + at, alpha, s->D + at, K);
+    mn_axpy(s->R + at, -alpha, s->Z + at, K);
+    return true;
+}
+
+/* D = Y + beta D */
+static void turn_row(mn_mesa_solver *s, int64_t t, float beta) {
+    float *d = s->D + t * s->K;
+    mn_scale(d, beta, d, s->K);
+    mn_axpy(d, 1.0f, s->Y + t * s->K, s->K);
+}
+
+/* Conjugate gradients from X = 0 for right sides in B and R; a token stops when its error, measured
+ * by r'y with y the preconditioned residual, has fallen to stop_error of where it began. */
+static void conjugate_gradients(float *X, mn_mesa_solver *s, mn_mesa_chunk *c, const float *kk) {
+    const int64_t K = s->K, L = c->L;
+    float rz[MN_STAT_CHUNK], goal[MN_STAT_CHUNK];
+    bool active[MN_STAT_CHUNK];
+    int64_t n_active = 0;
+    precondition(s->Y, s->R, s, L);
+    MN_T(mn_stat_store)(s->D, s->Y, L * K);
+    for (int64_t t = 0; t < L; t++) {
+        rz[t] = mn_dot(s->R + t * K, s->Y + t * K, K);
+        goal[t] = stop_error * stop_error * rz[t];
+        active[t] = rz[t] > 0.0f;
+        n_active += active[t];
+    }
+    for (int step = 0; step < MAX_STEPS && n_active > 0; step++) {
+        apply(s->Z, s->D, s, c, kk);
+        for (int64_t t = 0; t < L; t++) {
+            if (active[t] && !step_row(X, s, t, rz[t])) active[t] = false, n_active--;
+        }
+        precondition(s->Y, s->R, s, L);
+        for (int64_t t = 0; t < L; t++) {
+            if (!active[t]) continue;
+            const float next = mn_dot(s->R + t * K, s->Y + t * K, K);
+            if (next > goal[t]) turn_row(s, t, next / rz[t]);
+            else active[t] = false, n_active--;
+            rz[t] = next;
+        }
+    }
+}
+
+/* Marks the tokens whose residual b - M x is too large; returns how many. */
+static int64_t check(bool *failed, const float *X, mn_mesa_solver *s, mn_mesa_chunk *c,
+                     const float *kk) {
+    const int64_t K = s->K;
+    int64_t n_failed = 0;
+    apply(s->Z, X, s, c, kk);
+    for (int64_t at = 0; at < c->L * K; at++) s->R[at] = s->B[at] - s->Z[at];
+    precondition(s->Y, s->R, s, c->L);
+    for (int64_t t = 0; t < c->L; t++) {
+        const float error = mn_dot(s->R + t * K, s->Y + t * K, K);
+        const float energy = mn_dot(X + t * K, s->B + t * K, K);
+        failed[t] = !(error <= largest_error * largest_error * energy);
+        n_failed += failed[t];
+    }
+    return n_failed;
+}
+
+/* M in double goes on from token to token, in the room of R; right sides wanted of a token share
+ * its factor. */
+static void solve_directly(float *const *X, bool wanted[][MN_STAT_CHUNK], int n, mn_mesa_solver *s,
+                           const mn_mesa_chunk *c, const float *kk) {
+    const int64_t K = s->K;
+    double *x = (double *)(void *)s->R, before = 0.0;
+    for (int64_t i = 0; i < K * K; i++) s->M[i] = kk[i];
+    for (int64_t t = 0; t < c->L; t++) {
+        const double a = exp(c->G[t] - before);
+        const float *k = mn_row_of(c->k, t);
+        before = c->G[t];
+        for (int64_t i = 0; i < K; i++) {
+            const double bk = (double)c->beta[t] * k[i];
+            for (int64_t j = i; j < K; j++) s->M[i * K + j] = fma(bk, k[j], a * s->M[i * K + j]);
+        }
+        if (!wanted[0][t] && !wanted[n - 1][t]) continue;
+        memcpy(s->U, s->M, (size_t)(K * K) * sizeof *s->U);
+        for (int64_t i = 0; i < K; i++) s->U[i * K + i] += s->lam[i];
+        MN_T(mn_mesa_factorise)(s->U, K);
+        for (int r = 0; r < n; r++) {
+            float *row = X[r] + t * K;
+            if (!wanted[r][t]) continue;
+            for (int64_t i = 0; i < K; i++) x[i] = row[i];
+            MN_T(mn_mesa_substitute)(x, s->U, K);
+            for (int64_t i = 0; i < K; i++) row[i] = (float)x[i];
+        }
+    }
+}
+
+/* Solves what the iteration can; marks the other rows, which keep their right sides. */
+static int64_t iterate(float *X, bool *failed, mn_mesa_solver *s, mn_mesa_chunk *c,
+                       const float *kk) {
+    const int64_t K = s->K;
+    float size[MN_STAT_CHUNK];
+    start_rows(X, size, s, c->L);
+    conjugate_gradients(X, s, c, kk);
+    const int64_t n_failed = check(failed, X, s, c, kk);
+    for (int64_t t = 0; t < c->L; t++) {
+        mn_scale(X + t * K, size[t], failed[t] ? s->B + t * K : X + t * K, K);
+    }
+    if (2 * n_failed > c->L) s->direct_chunks = REST_CHUNKS;
+    return n_failed;
+}
+
+void MN_T(mn_mesa_solve)(float *const *X, int n, mn_mesa_solver *s, mn_mesa_chunk *c,
+                         const float *kk) {
+    bool wanted[MN_MESA_SIDES][MN_STAT_CHUNK];
+    int64_t n_wanted = 0;
+    s->dense = c->G[c->L - 1] > weak_decay;
+    const bool iterates = s->K > NARROW && c->L >= SHORT && s->direct_chunks == 0;
+    if (s->direct_chunks > 0) s->direct_chunks--;
+    if (iterates && s->dense) invert_middle(s, c, kk);
+    for (int r = 0; r < n; r++) {
+        for (int64_t t = 0; t < c->L; t++) wanted[r][t] = true;
+        n_wanted += iterates ? iterate(X[r], wanted[r], s, c, kk) : c->L;
+    }
+    if (n_wanted > 0) solve_directly(X, wanted, n, s, c, kk);
+}

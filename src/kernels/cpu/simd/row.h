@@ -1,0 +1,17 @@
+/* row.h - vectors along a row whose last one may be partial. The branch is almost never taken, and
+ * a whole vector costs less without a mask; the lanes get the same bits either way. */
+#ifndef MN_KERNELS_CPU_SIMD_ROW_H
+#define MN_KERNELS_CPU_SIMD_ROW_H
+
+#include "kernels/cpu/simd/vec.h"
+
+static inline vf vf_load_row(const float *p, int lanes) {
+    return lanes == MN_VW ? vf_load(p) : vf_load_n(p, lanes);
+}
+
+static inline void vf_store_row(float *p, vf v, int lanes) {
+    if (lanes == MN_VW) vf_store(p, v);
+    else vf_store_n(p, v, lanes);
+}
+
+#endif

@@ -1,0 +1,47 @@
+/* additive_channel_chunk.cu - launches of additive_channel_state_scan.cuh. */
+#include "kernels/cuda/additive/additive.cuh"
+#include "kernels/cuda/additive/additive_channel_state_scan.cuh"
+
+template <int DEPTH>
+static bool fits(void) {
+    const size_t limit = (size_t)mn_additive_shared_limit();
+    return sizeof(mn_keys_room<DEPTH>) <= limit && sizeof(mn_values_room<DEPTH>) <= limit;
+}
+
+int mn_additive_channel_chunk(int depth) {
+    const bool has = depth == 64 ? fits<64>() : depth == 128 ? fits<128>() : fits<256>();
+    return has ? MN_PARTS_CHUNK : 0;
+}
+
+static int launch_kernel(void (*kernel)(mn_walks), size_t bytes, const mn_walks *walks,
+                         int64_t segments, cudaStream_t stream) {
+    const int64_t slices = mn_walk_slices(walks->walk[0]);
+    const int64_t blocks = slices * walks->call.H * mn_n_spans(walks->call);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    const dim3 grid((unsigned)blocks, 1, (unsigned)segments);
+    return mn_launch_with_room(kernel, grid, MN_CHANNEL_THREADS, bytes, stream, *walks);
+}
+
+template <int DEPTH>
+static int launch_of(const mn_walks *walks, int64_t segments, bool of_values,
+                     cudaStream_t stream) {
+    if (of_values) {
+        return launch_kernel(mn_values_kernel<DEPTH>, sizeof(mn_values_room<DEPTH>), walks,
+                             segments, stream);
+    }
+    return launch_kernel(mn_keys_kernel<DEPTH>, sizeof(mn_keys_room<DEPTH>), walks, segments,
+                         stream);
+}
+
+int mn_additive_channel_launch(const mn_walks *walks, int64_t segments, bool of_values,
+                               cudaStream_t stream) {
+    const int depth = mn_additive_depth(walks->walk[0].depth);
+    if (!of_values) {
+        const int code = mn_additive_gated_launch(walks, segments, stream);
+        if (code != cudaErrorNotSupported) return code;
+    }
+    if (depth == 64) return launch_of<64>(walks, segments, of_values, stream);
+    if (depth == 128) return launch_of<128>(walks, segments, of_values, stream);
+    return launch_of<256>(walks, segments, of_values, stream);
+}

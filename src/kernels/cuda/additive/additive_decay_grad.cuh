@@ -1,0 +1,63 @@
+/* additive_decay_grad.cuh - gradients of decays per token, from what two walks left:
+ *
+ *   dg_t = D.S + sum over u in the chunk of q_u.dq'_u
+ *              + sum over u < t in the chunk of (k_u.dk_u - q_u.dq_u)
+ *
+ * where S is the state in front of the chunk, D the adjoint of the state behind it, decayed over
+ * it, and dq' the part of dq that is read from S. What cancels here has been rounded alike. */
+#ifndef MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_DECAY_GRAD_CUH
+#define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_DECAY_GRAD_CUH
+
+#include "kernels/cuda/prim/common.cuh"
+
+/* Products of q.dq and k.dk as `shares` parts of (B T, H); what met at a chunk and head as `parts`
+ * numbers each. */
+struct mn_decay_parts {
+    const float *query, *key, *meetings, *inside;
+    int64_t shares;
+    int parts;
+};
+
+/* Token t of batch row b, head h: the sum of its shares of q.dq or k.dk. */
+__device__ inline float mn_decay_shares(const mn_decay_parts &p, const float *products,
+                                        const mn_call &call, int64_t b, int64_t t, int64_t h) {
+    float sum = 0.0f;
+    for (int64_t share = 0; share < p.shares; share++) {
+        sum += products[((share * call.B + b) * call.T + t) * call.H + h];
+    }
+    return sum;
+}
+
+/* dg of this thread's token of a chunk, 0 beyond its end. A block has a chunk, of at most 1024
+ * tokens, and a head; all its threads call. `room`: 32 floats of shared memory. */
+__device__ inline float mn_decay_of(float *room, const mn_decay_parts &p, const mn_call &call,
+                                    const mn_tile_span &tile, int64_t slot, int64_t h) {
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const int64_t t = tile.span.t0 + tile.first + thread;
+    const bool inside = thread < tile.n_rows;
+    float step = 0.0f, base = 0.0f;
+    if (inside) {
+        for (int64_t share = 0; share < p.shares; share++) {
+            const int64_t at = ((share * call.B + tile.span.b) * call.T + t) * call.H + h;
+            step += p.key[at] - p.query[at];
+        }
+    }
+    for (int64_t i = 0; i < p.parts && tile.n_rows > 0; i++) {
+        const int64_t at = (slot * call.H + h) * p.parts + i;
+        base += p.meetings[at] + p.inside[at];
+    }
+    float sum = step;
+#pragma unroll
+    for (int by = 1; by < 32; by <<= 1) {
+        const float other = __shfl_up_sync(0xffffffffu, sum, by);
+        if (lane >= by) sum += other;
+    }
+    if (lane == 31) room[warp] = sum;
+    float before = __shfl_up_sync(0xffffffffu, sum, 1);
+    if (lane == 0) before = 0.0f;
+    __syncthreads();
+    for (int i = 0; i < warp; i++) base += room[i];
+    return inside ? base + before : 0.0f;
+}
+
+#endif

@@ -1,0 +1,326 @@
+/* attention_fwd_flash_sm90.cuh - attention and relu_attention forward by Hopper's products, in
+ * bf16, for
+ * heads of up to 128 columns.
+ *
+ *   softmax   m = max(m, z)   l = sum 2^(c z - c m)   O = sum 2^(c z - c m) v / l
+ *   relu      O = sum relu(z) v scale / max(scale |z|, eps)
+ *
+ * with z before its scale and c = scale log2 e. A block has 128 queries of one head: one warp group
+ * copies tiles of 128 keys and values, two multiply, 64 queries each. Scores of the next tile are
+ * made while the values of this one are read. Blocks with many keys start first; heads go in
+ * sections whose keys and values fit in the second cache. */
+#ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_FWD_FLASH_SM90_CUH
+#define MN_KERNELS_CUDA_ATTENTION_ATTENTION_FWD_FLASH_SM90_CUH
+
+#include "kernels/cuda/attention/attention_rows.cuh"
+#include "kernels/cuda/attention/attention_wgmma_sm90.cuh"
+
+enum {
+    MN_FLASH_QUERIES = 128,
+    MN_FLASH_KEYS = 128,
+    MN_FLASH_THREADS = 3 * MN_GROUP,
+};
+static const int64_t mn_flash_cache = (int64_t)24 << 20;    // bytes of keys and values of a section
+
+/* What blocks need to find their work: tiles of a head, heads of a section. */
+struct mn_flash {
+    mn_reads p;
+    int64_t tiles, section;
+};
+
+struct mn_flash_place {
+    mn_tile_span tile;    // queries
+    int64_t h, before;
+};
+
+/* `last_first` for queries, of which late ones see many keys; not for keys, which early ones are
+ * seen by most. */
+__device__ inline mn_flash_place mn_flash_find(const mn_flash &f, int64_t unit,
+                                               const mn_call &call, int64_t heads, int64_t rows,
+                                               bool last_first) {
+    const int64_t all = call.cu_seqlens ? heads : heads * call.B;
+    const int64_t first = unit / (f.section * f.tiles) * f.section;
+    const int64_t in = unit % (f.section * f.tiles), count = min(f.section, all - first);
+    const int64_t tile = last_first ? f.tiles - 1 - in / count : in / count;
+    const int64_t head = first + in % count;
+    mn_flash_place place;
+    const int64_t slot = call.cu_seqlens ? tile : head / heads * f.tiles + tile;
+    place.tile = mn_tile_at(call, rows, slot);
+    place.h = head % heads;
+    place.before = mn_keys_before(call);
+    return place;
+}
+
+template <int D>
+struct alignas(1024) mn_flash_room {
+    static constexpr int bytes = 128 * D * 2;    // of a tile of 128 rows
+    unsigned char q[bytes], k[2][bytes], v[2][bytes];
+    uint64_t q_there, k_there[2], v_there[2], k_free[2], v_free[2];
+};
+
+/* The copying warp group: queries, then keys and values in turns of two stages. */
+template <int D>
+__device__ inline void mn_flash_copy(mn_flash_room<D> &room, const mn_flash_place &at,
+                                     const mn_reads &p, int n_tiles) {
+    const int i = threadIdx.x % MN_GROUP, K = (int)p.call.K, V = (int)p.call.V;
+    const int64_t b = at.tile.span.b, t0 = at.tile.span.t0, j = at.h / (p.call.H / p.call.J);
+    const mn_bf16 *q = mn_row<mn_bf16>(p.q, b, t0 + at.tile.first, at.h);
+    const mn_bf16 *k = mn_row<mn_bf16>(p.k, b, t0, j), *v = mn_row<mn_bf16>(p.v, b, t0, j);
+    const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
+    mn_copy_tile<128, D>(mn_shared_at(room.q), q, p.q.stride[1], (int)at.tile.n_rows, K, i);
+    for (int n = 0; n < n_tiles; n++) {
+        const int stage = n & 1, phase = (n >> 1 & 1) ^ 1, first = n * MN_FLASH_KEYS;
+        mn_barrier_wait(&room.k_free[stage], phase);
+        mn_copy_tile<128, D>(mn_shared_at(room.k[stage]), k + first * p.k.stride[1],
+                             p.k.stride[1], n_keys - first, K, i);
+        mn_copies_done();
+        if (n == 0) mn_barrier_arrive(&room.q_there);
+        mn_barrier_arrive(&room.k_there[stage]);
+        mn_barrier_wait(&room.v_free[stage], phase);
+        mn_copy_tile<128, D>(mn_shared_at(room.v[stage]), v + first * p.v.stride[1],
+                             p.v.stride[1], n_keys - first, V, i);
+        mn_copies_done();
+        mn_barrier_arrive(&room.v_there[stage]);
+    }
+}
+
+#if MN_HAS_WGMMA
+
+/* What a thread knows of its two rows: the largest score and the sum of weights, or (relu) the sum
+ * of squared scores. */
+struct mn_flash_state {
+    float most[2], sum[2];
+};
+
+/* Scores beyond what rows see become -inf, or 0 for relu; `left` keys of the tile are seen by the
+ * thread's first row, eight more by its second. */
+template <bool softmax, int N>
+__device__ inline void mn_flash_mask(float (&z)[N], int left) {
+    const int column = threadIdx.x % 4 * 2;
+    const float none = softmax ? -INFINITY : 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; i++) {
+        if (i / 4 * 8 + column + i % 2 >= left + i % 4 / 2 * 8) z[i] = none;
+    }
+}
+
+/* z becomes weights; `by` is what earlier sums are multiplied with. */
+template <bool softmax>
+__device__ inline void mn_flash_weigh(float (&z)[64], mn_flash_state &s, float (&by)[2],
+                                      float scale) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        float sum = 0.0f;
+        if (!softmax) {
+#pragma unroll
+            for (int i = 2 * r; i < 64; i += i % 2 ? 3 : 1) {
+                sum = fmaf(z[i], z[i], sum);
+                z[i] = fmaxf(z[i], 0.0f);
+            }
+            s.sum[r] += sum;
+            continue;
+        }
+        float most = s.most[r];
+#pragma unroll
+        for (int i = 2 * r; i < 64; i += i % 2 ? 3 : 1) most = fmaxf(most, z[i]);
+        most = mn_quad_max(most);
+        by[r] = mn_exp2((s.most[r] - most) * scale);
+        s.most[r] = most;
+        const float shift = -most * scale;
+#pragma unroll
+        for (int i = 2 * r; i < 64; i += i % 2 ? 3 : 1) {
+            z[i] = mn_exp2(fmaf(z[i], scale, shift));
+            sum += z[i];
+        }
+        s.sum[r] = fmaf(s.sum[r], by[r], sum);
+    }
+}
+
+__device__ inline void mn_flash_pack(uint32_t (&p)[32], const float (&z)[64]) {
+#pragma unroll
+    for (int i = 0; i < 32; i++) p[i] = mn_pair(z[2 * i], z[2 * i + 1]);
+}
+
+/* The two multiplying groups start products in turns, so that one makes weights while products of
+ * the other run: waits for the turn of group `half`; gives it to the other one, if that waits. */
+__device__ inline void mn_flash_turn(int half) {
+    asm volatile("bar.sync %0, 256;" ::"r"(3 + half) : "memory");
+}
+
+__device__ inline void mn_flash_pass(int half, bool waits) {
+    if (waits) asm volatile("bar.arrive %0, 256;" ::"r"(4 - half) : "memory");
+}
+
+/* A multiplying warp group, 64 queries of the block. */
+template <int D, bool softmax>
+__device__ inline void mn_flash_multiply(mn_flash_room<D> &room, const mn_flash_place &at,
+                                         const mn_reads &p, int n_tiles) {
+    const int half = threadIdx.x / MN_GROUP - 1, thread = threadIdx.x % MN_GROUP;
+    const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4;
+    const int seen = (int)(at.before + at.tile.first) + row + 1;    // keys of the first row
+    const float scale = p.scale * 1.4426950408889634f;
+    const uint32_t q = mn_shared_at(room.q) + half * 64 * 128;
+    mn_flash_state s = { { -INFINITY, -INFINITY }, { 0.0f, 0.0f } };
+    float o[D / 2] = {}, z[64], by[2];
+    uint32_t w[32];
+    const auto weigh = [&](int n) {
+        const int left = seen - n * MN_FLASH_KEYS;
+        if (left < MN_FLASH_KEYS) mn_flash_mask<softmax>(z, left);
+        mn_flash_weigh<softmax>(z, s, by, scale);
+    };
+    const auto scores = [&](int n) {
+        mn_barrier_wait(&room.k_there[n & 1], n >> 1 & 1);
+        if (n > 0) mn_flash_turn(half);
+        mn_products_start();
+        mn_scores_start<D, 128, 128>(z, q, mn_shared_at(room.k[n & 1]));
+        mn_products_end();
+    };
+    const auto read = [&](int n) {
+        mn_barrier_wait(&room.v_there[n & 1], n >> 1 & 1);
+        mn_products_start();
+        mn_read_start<128, D>(o, w, mn_shared_at(room.v[n & 1]), true);
+        mn_products_end();
+    };
+    mn_flash_pass(half, half == 1 && n_tiles > 1);    // the first group begins
+    mn_barrier_wait(&room.q_there, 0);
+    scores(0);
+    mn_products_wait<0>();
+    if (thread % 32 == 0) mn_barrier_arrive(&room.k_free[0]);
+    weigh(0);
+    mn_flash_pack(w, z);
+    for (int n = 1; n < n_tiles; n++) {
+        scores(n);
+        read(n - 1);
+        mn_flash_pass(half, n + half < n_tiles);
+        mn_products_wait<1>();
+        if (thread % 32 == 0) mn_barrier_arrive(&room.k_free[n & 1]);
+        weigh(n);
+        mn_products_wait<0>();
+        if (thread % 32 == 0) mn_barrier_arrive(&room.v_free[n & 1 ^ 1]);
+        if (softmax) {
+#pragma unroll
+            for (int i = 0; i < D / 2; i++) o[i] *= by[i % 4 / 2];
+        }
+        mn_flash_pack(w, z);
+    }
+    read(n_tiles - 1);
+    mn_products_wait<0>();
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const float sum = mn_quad_sum(s.sum[r]);
+        by[r] = softmax ? 1.0f / sum : p.scale / fmaxf(p.scale * sqrtf(sum), p.eps);
+        if (softmax && p.lse.data && thread % 4 == 0 && row + 8 * r < at.tile.n_rows) {
+            *mn_row<float>(p.lse, at.tile.span.b, at.tile.span.t0 + at.tile.first + row + 8 * r,
+                           at.h) = fmaf(s.most[r], p.scale, logf(sum));
+        }
+    }
+    if (!p.o.data) return;
+    /* Through shared memory, so that rows leave in packs. */
+#pragma unroll
+    for (int i = 0; i < D / 2; i += 2) {
+        const int column = i / 4 * 8 + thread % 4 * 2, r = i % 4 / 2;
+        *(uint32_t *)(room.q + mn_tile_byte(128, row + 8 * r, column)) =
+            mn_pair(o[i] * by[r], o[i + 1] * by[r]);
+    }
+    asm volatile("bar.sync %0, 128;" ::"r"(half + 1) : "memory");
+    const int64_t b = at.tile.span.b, t = at.tile.span.t0 + at.tile.first;
+    for (int i = thread; i < 64 * D / 8; i += MN_GROUP) {
+        const int r = half * 64 + i / (D / 8), column = i % (D / 8) * 8;
+        if (r >= at.tile.n_rows || column >= p.call.V) continue;
+        *(uint4 *)(mn_row<mn_bf16>(p.o, b, t + r, at.h) + column) =
+            *(const uint4 *)(room.q + mn_tile_byte(128, r, column));
+    }
+}
+
+#endif
+
+template <int D, bool softmax>
+__global__ void __launch_bounds__(MN_FLASH_THREADS, 1)
+mn_flash_forward_kernel(const __grid_constant__ mn_flash f) {
+#if MN_HAS_WGMMA
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    mn_flash_room<D> &room = *(mn_flash_room<D> *)bytes;
+    const mn_flash_place at =
+        mn_flash_find(f, blockIdx.x, f.p.call, f.p.call.H, MN_FLASH_QUERIES, true);
+    if (at.tile.n_rows == 0) return;
+    const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
+    const int n_tiles = (n_keys + MN_FLASH_KEYS - 1) / MN_FLASH_KEYS;
+    if (threadIdx.x == 0) {
+        mn_barrier_open(&room.q_there, MN_GROUP);
+        for (int i = 0; i < 2; i++) {
+            mn_barrier_open(&room.k_there[i], MN_GROUP);
+            mn_barrier_open(&room.v_there[i], MN_GROUP);
+            mn_barrier_open(&room.k_free[i], 8);
+            mn_barrier_open(&room.v_free[i], 8);
+        }
+    }
+    __syncthreads();
+    if (threadIdx.x < MN_GROUP) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        mn_flash_copy<D>(room, at, f.p, n_tiles);
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        mn_flash_multiply<D, softmax>(room, at, f.p, n_tiles);
+    }
+#endif
+}
+
+/* ---- launches -------------------------------------------------------------------------------- */
+
+/* Whether rows can be copied in packs of eight. */
+inline bool mn_flash_packable(const void *data, const int64_t *stride) {
+    bool whole = (uintptr_t)data % 16 == 0;
+    for (int axis = 0; axis < 3; axis++) whole = whole && stride[axis] % 8 == 0;
+    return whole;
+}
+
+/* Whether the kernels serve a call: by its kind and sizes, never by its length. */
+inline bool mn_flash_serves(const mn_reads &p) {
+    const mn_call &c = p.call;
+    return c.dtype == MN_BF16 && p.rope == 0 && p.scale > 0.0f && c.K % 8 == 0 && c.K <= 128 &&
+           c.V % 8 == 0 && c.V <= 128 && mn_flash_packable(p.q.data, p.q.stride) &&
+           mn_flash_packable(p.k.data, p.k.stride) && mn_flash_packable(p.v.data, p.v.stride) &&
+           mn_flash_packable(p.o.data, p.o.stride) &&
+           mn_flash_packable(p.d_o.data, p.d_o.stride) && c.L < INT32_MAX / 2 && mn_on_hopper();
+}
+
+/* Work of tiles of `rows` rows of `heads` heads, `shared_by` of which share keys and values; in
+ * *blocks how many there are. */
+inline mn_flash mn_flash_of(const mn_reads &p, const mn_call &call, int64_t heads, int64_t rows,
+                            int64_t shared_by, int64_t *blocks) {
+    const int64_t each = call.L * (p.call.K + p.call.V) * 2 + 1;
+    const int64_t all = call.cu_seqlens ? heads : heads * call.B;
+    mn_flash f = { p, mn_tile_slots(call, rows), mn_max(mn_flash_cache / each, 1) * shared_by };
+    if (!call.cu_seqlens) f.tiles = mn_ceil_div(call.T, rows);
+    f.section = mn_min(f.section, all);
+    *blocks = f.tiles * all;
+    return f;
+}
+
+template <typename Work>
+inline int mn_flash_start(void (*kernel)(Work), const Work &work, int64_t blocks, size_t bytes,
+                          cudaStream_t stream) {
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    return mn_launch_with_room(kernel, dim3((unsigned)blocks), MN_FLASH_THREADS, bytes, stream,
+                               work);
+}
+
+template <int D, bool softmax>
+inline int mn_flash_forward_of(const mn_reads &p, cudaStream_t stream) {
+    int64_t blocks;
+    const mn_flash f = mn_flash_of(p, p.call, p.call.H, MN_FLASH_QUERIES, p.call.H / p.call.J,
+                                   &blocks);
+    return mn_flash_start(mn_flash_forward_kernel<D, softmax>, f, blocks,
+                          sizeof(mn_flash_room<D>), stream);
+}
+
+inline int mn_flash_forward(const mn_reads &p, cudaStream_t stream) {
+    const bool wide = mn_max(p.call.K, p.call.V) > 64;
+    if (p.softmax && wide) return mn_flash_forward_of<128, true>(p, stream);
+    if (p.softmax) return mn_flash_forward_of<64, true>(p, stream);
+    if (wide) return mn_flash_forward_of<128, false>(p, stream);
+    return mn_flash_forward_of<64, false>(p, stream);
+}
+
+#endif

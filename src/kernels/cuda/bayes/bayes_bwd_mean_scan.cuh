@@ -1,0 +1,357 @@
+/* bayes_bwd_mean_scan.cuh - E, the mean's adjoint, back by chunks of 16 tokens, and b, what it and
+ * the cotangents say of the covariance's: bayes_bwd_chunk.cu. A block has 64 value columns of a
+ * group of a head of a sequence; of several such blocks the last one adds up what all say. */
+#ifndef MN_KERNELS_CUDA_BAYES_BAYES_BWD_MEAN_SCAN_CUH
+#define MN_KERNELS_CUDA_BAYES_BAYES_BWD_MEAN_SCAN_CUH
+
+#include "kernels/cuda/bayes/bayes_bwd_mean_replay.cuh"
+
+enum {
+    VALUES = SLICE * SLICES, VALUES_LD = VALUES + 4,
+    E_ROWS = 2 * 32 * MEAN_WARPS / VALUES,    // of e that a block copies at a time
+};
+
+/* A chunk's inputs in shared memory. */
+template <int R>
+struct mean_back_stage {
+    double w[16 * pitch<R>::left], k[16 * pitch<R>::right], q[16 * pitch<R>::right];
+    double eliminate[16 * SMALL_LD], reads[16 * SMALL_LD], phi[R], e[16 * VALUES_LD];
+};
+
+template <int R>
+struct mean_back_room {
+    mean_back_stage<R> stage[2];
+    double E[VALUES * pitch<R>::right];              // behind the chunk; value columns are its rows
+    double de[16 * VALUES_LD], y[16 * VALUES_LD];    // rows of tokens
+    double weights[2][16 * SMALL_LD];                // e_t.y_s for s >= t, -e_t.de_s for s > t
+    double shares[MEAN_WARPS][CHUNK];                // of w_t.b_t, by warps
+};
+
+/* Chunk c on its way into the room; `width` value columns from `first` on. */
+template <int R>
+__device__ static void fetch_mean_back(mean_back_room<R> &room, const span_work &w,
+                                       const walk_place &at, int64_t c, int first, int width) {
+    constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right, THREADS = 32 * MEAN_WARPS;
+    mean_back_stage<R> &to = room.stage[c & 1];
+    if (c < 0) return;
+    const int64_t shared = at.shared(c) * CHUNK * R, own = at.own(c);
+    copy_rows_later<R, CHUNK, THREADS>(to.k, RIGHT, w.k + shared);
+    copy_rows_later<R, CHUNK, THREADS>(to.q, RIGHT, w.q + shared);
+    copy_rows_later<R, CHUNK, THREADS>(to.w, LEFT, w.w + own * CHUNK * R);
+    copy_rows_later<16, CHUNK, THREADS>(to.eliminate, SMALL_LD, w.eliminate + own * SMALL);
+    copy_rows_later<16, CHUNK, THREADS>(to.reads, SMALL_LD, w.reads + own * SMALL);
+    copy_rows_later<R, 1, THREADS>(to.phi, R, w.phi + at.last_token(c) * R);
+    const int thread = (int)fresh_thread();
+    const int t = thread / (VALUES / 2), j = thread % (VALUES / 2) * 2;
+    if (j >= width) return;
+    const double *e = w.e + (own * CHUNK + t) * w.columns + first + j;
+#pragma unroll
+    for (int i = 0; i < CHUNK / E_ROWS; i++) {
+        copy_later(to.e + (t + i * E_ROWS) * VALUES_LD + j, e + i * E_ROWS * w.columns);
+    }
+}
+
+/* Rows of do of 16 value columns of a chunk: a chunk ahead they are asked for, so that they are
+ * near when they are read; kept that long they would drive others out of registers. */
+template <typename T>
+struct chunk_outputs {
+    const T *rows;    // NULL: zeros
+    int64_t stride;
+    int n_rows, count;
+
+    __device__ chunk_outputs(const mn_bayes_args &p, const mean_place &a, int64_t c) {
+        rows = mn_row<T>(p.cot.o, a.at.span.b, a.at.span.t0 + c * CHUNK, a.at.s.h);
+        stride = p.cot.o.stride[1], count = a.count;
+        n_rows = (int)min((int64_t)CHUNK, a.at.span.length - c * CHUNK);
+        if (n_rows <= 0 || count <= 0) rows = nullptr;
+        if (rows) rows += a.at.s.first + a.first;
+    }
+
+    __device__ void ask() const {
+        const int t = threadIdx.x % 32;
+        if (rows && t < n_rows) asm volatile("prefetch.global.L2 [%0];" ::"l"(rows + t * stride));
+    }
+
+    /* At t = l % 4 + 4 i and column l / 4 of the two halves. A load that a guard waits for would
+     * make it wait for the load before. */
+    __device__ void load(T (&raw)[8]) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 8; i++) raw[i] = T();
+        if (!rows) return;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const T *row = rows + min(lane % 4 + 4 * i, n_rows - 1) * stride;
+            raw[i] = row[min(lane / 4, count - 1)], raw[4 + i] = row[min(8 + lane / 4, count - 1)];
+        }
+    }
+
+    /* Times scale, as the right factor that sums over tokens. */
+    __device__ void put(double (&y)[2][4], const T (&raw)[8], double scale) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+            const bool there = lane % 4 + i % 4 * 4 < n_rows && 8 * (i / 4) + lane / 4 < count;
+            y[i / 4][i % 4] = there ? scale * (double)mn_float(raw[i]) : 0.0;
+        }
+    }
+};
+
+/* dkvar + dgain r2 / sigma^2 - sum_{s >= t} a_s A_ts^2 of token t of a chunk. */
+template <typename T>
+__device__ static double own_of(const mn_bayes_args &p, const span_work &w,
+                                const mn_tile_span &tile, const span_group &s, int64_t chunk,
+                                const double *reads, int t, bool weighs) {
+    if (t >= tile.n_rows) return 0.0;
+    const int64_t when = tile.span.t0 + tile.first + t, at = chunk * CHUNK + t;
+    const double by = mn_reciprocal(w.sigma[at]);
+    double own = (double)mn_get(mn_row<T>(p.cot.kvar, tile.span.b, when, s.h), s.g);
+    own += (double)mn_get(mn_row<T>(p.cot.gain, tile.span.b, when, s.h), s.g) * w.r2[at] * by * by;
+    for (int other = t; weighs && other < CHUNK; other++) {
+        const double read = reads[t * SMALL_LD + other];
+        own -= weight_of<T>(p, tile, s, other) * read * read;
+    }
+    return own;
+}
+
+/* This warp's part of b from that of dw, 8 * TILES rows of the state from `column` on: into h, and
+ * its share of w_t.b_t. */
+template <typename T, int R, int TILES>
+__device__ static void put_b(double (&dw)[TILES][2][2], mean_back_room<R> &room,
+                             const mean_back_stage<R> &here, const mn_bayes_args &p,
+                             const span_work &w, const mn_tile_span &tile, const walk_place &at,
+                             int64_t c, int column, const double (&sigma)[2], bool weighs) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const bool turns = p.theta.data != NULL;
+    const int rows = (int)p.call.K * (turns ? 2 : 1);
+    const double *phi = w.phi + at.shared(c) * CHUNK * R;
+    const double by[2] = { mn_reciprocal(sigma[0]), mn_reciprocal(sigma[1]) };
+    double left[8], b[4], shares[2] = { 0.0, 0.0 };
+    if (weighs) {
+        left_small(left, here.reads, SMALL_LD);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const double a = -2.0 * weight_of<T>(p, tile, at.s, lane % 4 + 4 * i);
+            left[2 * i] *= a, left[2 * i + 1] *= a;
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < TILES; j++) {
+        double with[2][2];
+        get_rows(with, here.w, pitch<R>::left, column + 8 * j);
+        each_result(dw[j], column + 8 * j, [&](double &x, int t, int r) {
+            if (p.cot.gainvec.data) {
+                x += turned_gain<T>(p, tile, at.s, phi + t * R, t, r, rows, turns);
+            }
+            x *= by[t / 8];
+        });
+        if (weighs) {
+            right_columns16(b, here.q, pitch<R>::right, column + 8 * j);
+            mn_dmma_16(dw[j], left, b);
+        }
+        put_rows(w.h + at.own(c) * CHUNK * R, R, column + 8 * j, dw[j]);
+#pragma unroll
+        for (int i = 0; i < 4; i++) shares[i / 2] += with[i / 2][i % 2] * dw[j][i / 2][i % 2];
+    }
+#pragma unroll
+    for (int m = 0; m < 2; m++) {
+        shares[m] += __shfl_xor_sync(0xffffffffu, shares[m], 1);
+        shares[m] += __shfl_xor_sync(0xffffffffu, shares[m], 2);
+        if (lane % 4 == 0) room.shares[warp][8 * m + lane / 4] = shares[m];
+    }
+}
+
+/* The products of e with y and with de of the chunk: half of one of them by each of four warps. */
+template <int R>
+__device__ static void put_chunk_weights(mean_back_room<R> &room, const double *e, int width) {
+    const int warp = threadIdx.x / 32, from = 8 * (warp % 2);
+    const bool later = warp >= 2;
+    double c[2][2];
+    zero(c);
+    for (int i = 0; i < width; i += 16) {
+        double a[8], b[4];
+        left_small(a, e + i, VALUES_LD);
+        right_rows16(b, (later ? room.de : room.y) + from * VALUES_LD + i, VALUES_LD);
+        mn_dmma_16(c, a, b);
+    }
+    each_result(c, from, [&](double &x, int t, int s) {
+        x = later ? (s > t ? -x : 0.0) : (s >= t ? x : 0.0);
+    });
+    put_rows(room.weights[later], SMALL_LD, from, c);
+}
+
+/* de of 16 value columns of a pair of warps, 8 by each, from what both halves of the state's rows
+ * say: into the room, to memory and to dv; and y. */
+template <typename T, int R>
+__device__ static void put_de(double (&x)[2][2][2], mean_back_room<R> &room,
+                              const mean_back_stage<R> &here, double (&y)[2][4],
+                              const mn_bayes_args &p, const span_work &w, const mean_place &a,
+                              int64_t c) {
+    const int pair = threadIdx.x / 64, lane = threadIdx.x % 32, column = 8 * a.half;
+    double *panel = room.de + pair * SLICE, own[2][2], other[2][2], left[8], b[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        own[i / 2][i % 2] = a.half ? x[1][i / 2][i % 2] : x[0][i / 2][i % 2];
+        other[i / 2][i % 2] = a.half ? x[0][i / 2][i % 2] : x[1][i / 2][i % 2];
+    }
+    put_rows(panel, VALUES_LD, 8 - column, other);
+    const chunk_outputs<T> outputs(p, a, c);
+    T raw[8];
+    outputs.load(raw);
+    meet_pair();
+    get_rows(other, panel, VALUES_LD, column);
+    outputs.put(y, raw, (double)p.scale);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        own[i / 2][i % 2] += other[i / 2][i % 2];
+        b[i] = a.half ? y[1][i] : y[0][i];
+        room.y[(lane % 4 + 4 * i) * VALUES_LD + pair * SLICE + column + lane / 4] = b[i];
+    }
+    left_small(left, here.reads, SMALL_LD);
+    mn_dmma_16(own, left, b);
+    put_rows(panel, VALUES_LD, column, own);
+    __syncwarp();
+    right_columns16(b, panel, VALUES_LD, column);
+    __syncwarp();
+    left_columns16(left, here.eliminate, SMALL_LD, 0);
+    zero(own);
+    mn_dmma_16(own, left, b);
+    put_rows(panel, VALUES_LD, column, own);
+    put_rows(w.de + a.at.own(c) * CHUNK * w.columns + a.first, w.columns, column, own);
+    T *dv = mn_row<T>(p.grad.v, a.at.span.b, a.at.span.t0 + c * CHUNK, a.at.s.h);
+    if (!dv) return;
+    dv += a.at.s.first + a.first;
+    each_result(own, column, [&](double &d, int t, int j) {
+        const bool there = j < a.count && c * CHUNK + t < a.at.span.length;
+        if (there) mn_put(dv + t * p.grad.v.stride[1] + j, (float)d);
+    });
+}
+
+/* What one warp does once a chunk's b is there: its `own`, and the count of such chunks. */
+template <int R>
+__device__ static void finish_own(const mean_back_room<R> &room, const span_work &w,
+                                  const walk_place &at, int64_t c, double own) {
+    const int t = threadIdx.x % 32;
+    double sum = 0.0;
+    if (t >= CHUNK) return;
+#pragma unroll
+    for (int i = 0; i < MEAN_WARPS; i++) sum += room.shares[i][t];
+    w.own[at.own(c) * CHUNK + t] = own - 0.5 * sum;
+}
+
+/* de_t, b_t and what is added to Psi's diagonal; dv and dM_0. */
+template <typename T, int R>
+__device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_args &p,
+                                     const span_work &w, int64_t block) {
+    constexpr int N = R / 2, LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
+    constexpr int TILES = R / (8 * MEAN_WARPS);
+    const mean_place a = mean_place_at<R>(p, w, block);
+    const walk_place &at = a.at;
+    if (w.steep[at.s.n * at.H + at.s.h]) return;
+    const bool turns = p.theta.data != NULL, weighs = p.cot.qvar.data && p.q.data;
+    const int warp = threadIdx.x / 32, slice = (int)(block % w.slices);
+    const int rows = (int)p.call.K * (turns ? 2 : 1), column = 8 * TILES * warp;
+    const int first = slice * VALUES, width = min((int)VALUES, w.columns - first);
+    const bool has_values = a.first < w.columns, last = slice == w.slices - 1;
+    const int64_t n_chunks = at.n_chunks;
+    const int lane = threadIdx.x % 32;
+    const bool closing = warp == MEAN_WARPS - 1;
+    double own = 0.0;    // of the closing warp's lane t: token t of the chunk before
+    strip<N> E;
+    load_mean<N>(E, p.cot.M, p, a, rows);
+    fetch_mean_back<R>(room, w, at, n_chunks - 1, first, width);
+    for (int64_t c = n_chunks - 1; c >= 0; c--) {
+        await_all_copies();
+        fetch_mean_back<R>(room, w, at, c - 1, first, width);
+        const mean_back_stage<R> &here = room.stage[c & 1];
+        const int left_over = (int)min((int64_t)CHUNK, at.span.length - c * CHUNK);
+        const mn_tile_span tile = { at.s.n, c * CHUNK, left_over, at.span };
+        if (a.half == 0 && c > 0) chunk_outputs<T>(p, a, c - 1).ask();
+        if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
+            move_strip_columns<N>(E, here.phi + a.base, turns, true);
+        }
+        if (closing && last && c + 1 < n_chunks) finish_own<R>(room, w, at, c + 1, own);
+        if (closing && last && lane < CHUNK) {
+            own = own_of<T>(p, w, tile, at.s, at.own(c), here.reads, lane, weighs);
+        }
+        const double *sigmas = w.sigma + at.own(c) * CHUNK + lane / 4;
+        const double sigma[2] = { sigmas[0], sigmas[8] };
+        double y[2][4], left[8], b[4], dw[TILES][2][2], x[2][2][2];
+        if (has_values) {
+            put_mean<N>(room.E + warp / 2 * SLICE * RIGHT + a.base, RIGHT, E);
+            zero(x[0]), zero(x[1]);
+            through_strip<N>(x, here.w + a.base, LEFT, E);
+        }
+        if (closing) {
+            __syncwarp();
+            if (lane == 0) say_left(w.back + block, n_chunks - 1 - c);
+        }
+        if (has_values) {
+            put_de<T, R>(x, room, here, y, p, w, a, c);
+        } else {
+            meet_pair();
+        }
+        __syncthreads();
+        if (warp < 4) put_chunk_weights<R>(room, here.e, width);
+        if (last && threadIdx.x == 0) {
+            for (int i = 0; i < slice; i++) {
+                int seen = 0;
+                await_left(seen, w.back + block - slice + i, n_chunks - c);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < TILES; j++) zero(dw[j]);
+        for (int i = 0; i < width; i += 16) {
+            left_small(left, here.e + i, VALUES_LD);
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                right_columns16(b, room.E + i * RIGHT, RIGHT, column + 8 * j);
+                mn_dmma_16(dw[j], left, b);
+            }
+        }
+        if (has_values) {
+            left_turned(left, y, 1.0);
+            add_product<N>(E, left, here.q + a.base, RIGHT);
+            left_columns16(left, room.de + warp / 2 * SLICE, VALUES_LD, 0);
+#pragma unroll
+            for (int i = 0; i < 8; i++) left[i] = -left[i];
+            add_product<N>(E, left, here.k + a.base, RIGHT);
+        }
+        __syncthreads();
+#pragma unroll
+        for (int later = 0; later < 2; later++) {
+            left_small(left, room.weights[later], SMALL_LD);
+#pragma unroll
+            for (int j = 0; j < TILES; j++) {
+                right_columns16(b, later ? here.k : here.q, RIGHT, column + 8 * j);
+                mn_dmma_16(dw[j], left, b);
+            }
+        }
+        double *part = w.dw + at.group(c) * w.dw_each + c % SPAN_CHUNKS * CHUNK * R;
+#pragma unroll
+        for (int j = 0; j < TILES; j++) {
+            if (!last) put_rows(part + slice * SPAN_TOKENS * R, R, column + 8 * j, dw[j]);
+            for (int i = 0; last && i < slice; i++) {
+                double more[2][2];
+                get_rows(more, part + i * SPAN_TOKENS * R, R, column + 8 * j);
+#pragma unroll
+                for (int k = 0; k < 4; k++) dw[j][k / 2][k % 2] += more[k / 2][k % 2];
+            }
+        }
+        if (last) put_b<T, R, TILES>(dw, room, here, p, w, tile, at, c, column, sigma, weighs);
+    }
+    __syncthreads();
+    if (closing) {
+        if (last && n_chunks > 0) finish_own<R>(room, w, at, 0, own);
+        __syncwarp();
+        if (lane == 0) say_left(w.back + block, n_chunks);
+    }
+    float *dM = mn_row<float>(p.grad.M0, at.s.n, 0, at.s.h);
+    each_mean<N>(E, [&](double &x, int v, int row) {
+        row += a.base;
+        if (!dM || v >= a.count || row >= rows) return;
+        dM[(int64_t)row * p.call.V + at.s.first + a.first + v] = (float)x;
+    });
+}
+
+#endif

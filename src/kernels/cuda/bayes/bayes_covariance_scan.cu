@@ -1,0 +1,777 @@
+/* bayes_covariance_scan.cu - the walk over covariances of bayes_fwd_chunk.cuh.
+ *
+ * A covariance has a cluster of CL blocks, each with RP / CL of its rows. A worker is a warp that
+ * has 16 rows, two row blocks, and half of the columns, all in registers. One more warp of each
+ * block, the pivot, factorises S while workers move P to the next frame, and brings the next
+ * chunk's inputs. All blocks factorise alike. Sums over rows and columns are added by four
+ * workers, by eight, and so on, so that results do not depend on CL.
+ *
+ * What a block sends to the others is counted by a barrier of theirs, so that nobody waits for
+ * stores that nobody reads soon. It is never in use still: sums are sent by who has the panel of
+ * the block they go to, which is behind its use of the last sums, and panels by who has its sums,
+ * which are behind its use of the last panel. */
+#include "kernels/cuda/prim/pdl.cuh"
+#include "kernels/cuda/bayes/bayes_ldl.cuh"
+#include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
+
+template <int RP, int CL>
+struct sizes {
+    static constexpr int ALL = RP / 8;              // workers of the cluster
+    static constexpr int WORKERS = ALL / CL;
+    static constexpr int THREADS = 32 * (WORKERS + 1);
+    static constexpr int OWN = RP / CL;             // rows of a block
+    static constexpr int TILES = RP / 16;           // column blocks of a worker
+    /* Whether the pivot has registers for a first attempt without branches. */
+    static constexpr bool TWICE = RP == 128 && CL == 4;
+    static constexpr int FOURS = WORKERS / 4;
+    static constexpr int GROUP = WORKERS < 8 ? WORKERS : 8;
+    static constexpr int GROUPS = WORKERS / GROUP;  // of a block
+    static constexpr int SUMS_BYTES = (CL - 1) * GROUPS * MN_PIVOT_SUM * (int)sizeof(double);
+    static constexpr int PANEL_BYTES = MN_WALK_CHUNK * (RP - OWN) * (int)sizeof(double);
+    /* Of the 16384 in a quarter of a processor, which has up to three warps of a small block; those
+     * of 128 rows leave the mean's some. */
+    static constexpr int REGISTERS = WORKERS == 16 ? 96 : RP == 128 && CL == 2 ? 120
+                                     : WORKERS == 8 ? 168 : 232;
+};
+
+template <int RP, int CL>
+struct alignas(16) room {
+    using of = sizes<RP, CL>;
+    double keys[8][2 * RP + 2];
+    double noised[of::OWN / 32][MN_WALK_CHUNK][40];
+    double ends[2][3][RP];
+    double before[2][MN_WALK_CHUNK][of::OWN + 4];    // B by halves of the columns
+    double panel[MN_WALK_CHUNK][RP + 4];             // Phi z
+    double parts[of::WORKERS][256];                  // of S, by fragments
+    double spread[of::WORKERS][MN_WALK_CHUNK];       // of qh'Ph qh
+    double sums[CL * of::GROUPS][MN_PIVOT_SUM];
+    double raise[of::WORKERS][2], raises[of::ALL / 4][2];
+    double undo[MN_WALK_CHUNK][MN_WALK_CHUNK + 4];
+    mn_pivot_room token;
+    double noise[2][MN_WALK_CHUNK];                  // r2
+    uint64_t told[2];                                // barriers: sums, panel of other blocks
+    uint64_t arrived[2];                             // keys and the like, queries
+    double queries[8][2 * RP + 2];                   // last: only where they are wanted
+};
+
+/* ---- blocks of a cluster --------------------------------------------------------------------- */
+
+template <int CL>
+__device__ inline unsigned rank_of_block(void) {
+    unsigned rank = 0;
+#if __CUDA_ARCH__ >= 900
+    if (CL > 1) asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+#endif
+    return rank;
+}
+
+/* What this block has left is to be seen by the others. */
+template <int CL>
+__device__ inline void tell(void) {
+#if __CUDA_ARCH__ >= 900
+    if (CL > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+/* Waits for all blocks to have told. */
+template <int CL>
+__device__ inline void hear(void) {
+#if __CUDA_ARCH__ >= 900
+    if (CL > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+/* *place = x in all blocks of the cluster, for after the next tell and hear. */
+template <int CL>
+__device__ inline void give(double *place, double x) {
+    if (CL == 1) *place = x;
+#if __CUDA_ARCH__ >= 900
+    const unsigned here = (unsigned)__cvta_generic_to_shared(place);
+#pragma unroll
+    for (int rank = 0; rank < (CL > 1 ? CL : 0); rank++) {
+        unsigned there;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(rank));
+        asm volatile("st.shared::cluster.f64 [%0], %1;" ::"r"(there), "d"(x) : "memory");
+    }
+#endif
+}
+
+/* visit(place, told) with the addresses of both in each other block of the cluster. */
+template <int CL, typename F>
+__device__ inline void for_others(const double *place, const uint64_t *told, unsigned rank,
+                                  F visit) {
+#if __CUDA_ARCH__ >= 900
+    const unsigned here = (unsigned)__cvta_generic_to_shared(place);
+    const unsigned barrier = (unsigned)__cvta_generic_to_shared(told);
+#pragma unroll
+    for (int i = 1; i < CL; i++) {
+        unsigned there, count;
+        const unsigned other = (rank + i) % CL;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(here), "r"(other));
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(count) : "r"(barrier), "r"(other));
+        visit(there, count);
+    }
+#endif
+}
+
+/* A pair of neighbours to all blocks; the others' barriers `told` count its bytes. */
+template <int CL>
+__device__ inline void send_pair(double *place, uint64_t *told, unsigned rank, double2 x) {
+    *(double2 *)place = x;
+    for_others<CL>(place, told, rank, [=](unsigned there, unsigned count) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f64 "
+                     "[%0], {%1, %2}, [%3];" ::"r"(there), "d"(x.x), "d"(x.y), "r"(count)
+                     : "memory");
+#endif
+    });
+}
+
+/* Bytes that other blocks are to send, and their being there. */
+template <int CL>
+__device__ inline void expect(uint64_t *told, int bytes) {
+    if (CL > 1) mn_walk_expect(told, bytes / 8);
+}
+
+template <int CL>
+__device__ inline void await(uint64_t *told, unsigned turn) {
+    if (CL > 1) mn_walk_await(told, turn);
+}
+
+/* A barrier of all threads of a block that two roles come to at different places. */
+template <int ID, int COUNT>
+__device__ inline void meet(void) {
+    __syncwarp();
+    asm volatile("bar.sync %0, %1;" ::"n"(ID), "n"(COUNT) : "memory");
+}
+
+/* ---- the work of a worker -------------------------------------------------------------------- */
+
+/* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. `turns`
+ * counts the uses of the barriers. */
+struct scene {
+    int64_t walk, place, group, n, h, g;    // group: place * G + g
+    unsigned rank, chunk;
+    int buffer, low, high;
+    unsigned turns[2];
+};
+
+template <int RP, int CL>
+struct worker {
+    using of = sizes<RP, CL>;
+    double P[of::TILES][2][2];
+    double B[2][2][2];                  // of these rows, over half of the columns
+    int index, lane, row, own, part;    // own warp; first row, in the block too; half of columns
+
+    __device__ worker(unsigned rank) {
+        index = (int)threadIdx.x / 32, lane = (int)threadIdx.x % 32;
+        const int all = (int)rank * of::WORKERS + index;
+        row = all / 2 * 16, own = row - (int)rank * of::OWN, part = all % 2;
+    }
+
+    __device__ int column(int b) const { return part * (RP / 2) + 8 * b; }
+
+    /* B of the keys in the room, or one column block's part in it. */
+    __device__ void begin(const room<RP, CL> &m) {
+        const int token = lane / 4, pair = 2 * (lane % 4);
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int c = own + 8 * r + pair;
+                const double2 start = *(double2 *)&m.noised[c / 32][8 * half + token][c % 32];
+                B[r][half][0] = part ? 0.0 : start.x, B[r][half][1] = part ? 0.0 : start.y;
+            }
+        }
+    }
+
+    __device__ void add(const double (&left)[8][2 * RP + 2], int b) {
+        double a[4];
+        mn_walk_left(a, &left[lane / 4][2 * column(b) + 4 * (lane % 4)]);
+        mn_dmma_8(B[0], a, P[b][0]);
+        mn_dmma_8(B[1], a, P[b][1]);
+    }
+
+    /* B of these rows and half of the columns, unless it is there, and their part of S. */
+    __device__ void read(room<RP, CL> &m, bool there) {
+        const int token = lane / 4, pair = 2 * (lane % 4);
+        double s[2][2][2] = {};
+        if (!there) {
+            begin(m);
+#pragma unroll
+            for (int b = 0; b < of::TILES; b++) add(m.keys, b);
+        }
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const double a[4] = { B[r][0][0], B[r][1][0], B[r][0][1], B[r][1][1] };
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                double b[2];
+                mn_walk_right(b, &m.keys[token][2 * (row + 8 * r + pair)], half);
+                mn_dmma_8(s[half], a, b);
+                *(double2 *)&m.before[part][8 * half + token][own + 8 * r + pair] =
+                    make_double2(B[r][half][0], B[r][half][1]);
+            }
+        }
+#pragma unroll
+        for (int f = 0; f < 4; f++) {
+            *(double2 *)&m.parts[index][64 * f + 2 * lane] =
+                make_double2(s[f / 2][f % 2][0], s[f / 2][f % 2][1]);
+        }
+    }
+
+    /* Parts of S added up by groups, to all blocks: of the four fragments the three that the pivot
+     * looks at, by a warp each. */
+    __device__ void gather(room<RP, CL> &m, unsigned rank) const {
+        const int group = index / 3, f = index % 3;
+        if (group >= of::GROUPS) return;
+        const int at = f > 0 ? 64 * (f + 1) : 0;
+        double2 sum[of::GROUP / 4];
+#pragma unroll
+        for (int four = 0; four < of::GROUP / 4; four++) {
+            const double (*from)[256] = m.parts + group * of::GROUP + 4 * four;
+            double2 x[4];
+#pragma unroll
+            for (int i = 0; i < 4; i++) x[i] = *(const double2 *)&from[i][at + 2 * lane];
+            sum[four] = make_double2((x[0].x + x[1].x) + (x[2].x + x[3].x),
+                                     (x[0].y + x[1].y) + (x[2].y + x[3].y));
+        }
+        if (of::GROUP == 8) sum[0].x += sum[of::GROUP / 8].x, sum[0].y += sum[of::GROUP / 8].y;
+        send_pair<CL>(&m.sums[rank * of::GROUPS + group][64 * f + 2 * lane], &m.told[0], rank,
+                      sum[0]);
+    }
+
+    /* This worker's part of qh'Ph qh. */
+    __device__ void spread(room<RP, CL> &m) {
+        double sums[2] = { 0.0, 0.0 };
+        const int token = lane / 4, pair = 2 * (lane % 4);
+#pragma unroll
+        for (int x = 0; x < 8; x++) B[x / 4][x / 2 % 2][x % 2] = 0.0;
+#pragma unroll
+        for (int b = 0; b < of::TILES; b++) add(m.queries, b);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                double q[2];
+                mn_walk_right(q, &m.queries[token][2 * (row + 8 * r + pair)], half);
+                sums[half] = fma(B[r][half][0], q[0], fma(B[r][half][1], q[1], sums[half]));
+            }
+            sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 1);
+            sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 2);
+            if (lane % 4 == 0) m.spread[index][8 * half + token] = sums[half];
+        }
+    }
+
+    /* P <- Phi (P + n) Phi' */
+    __device__ void move(const double (&ends)[3][RP], bool turns) {
+        const int r = lane / 4, c = 2 * (lane % 4);
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            const double n = ends[1][row + 8 * m + r], cross = ends[2][row + 8 * m + r];
+            const double x = r == c ? n : r == c + 1 ? cross : 0.0;
+            const double y = r == c ? cross : r == c + 1 ? n : 0.0;
+#pragma unroll
+            for (int b = 0; b < of::TILES; b++) {
+                if (column(b) == row + 8 * m) P[b][m][0] += x, P[b][m][1] += y;
+            }
+        }
+        if (turns) turn(ends[0]);
+        else scale(ends[0]);
+    }
+
+    /* P <- Phi P Phi', Phi being of numbers, or of pairs. */
+    __device__ void scale(const double (&phi)[RP]) {
+        const double mine[2] = { phi[row + lane / 4], phi[row + 8 + lane / 4] };
+#pragma unroll
+        for (int b = 0; b < of::TILES; b++) {
+            const double2 f = *(const double2 *)&phi[column(b) + 2 * (lane % 4)];
+#pragma unroll
+            for (int m = 0; m < 2; m++) P[b][m][0] *= mine[m] * f.x, P[b][m][1] *= mine[m] * f.y;
+        }
+    }
+
+    __device__ void turn(const double (&phi)[RP]) {
+        const int r = lane / 4;
+        double2 mine[2];
+#pragma unroll
+        for (int m = 0; m < 2; m++) {
+            mine[m] = *(const double2 *)&phi[row + 8 * m + r / 2 * 2];
+            if (r % 2 == 0) mine[m].y = -mine[m].y;
+        }
+#pragma unroll
+        for (int b = 0; b < of::TILES; b++) {
+            const double2 f = *(const double2 *)&phi[column(b) + 2 * (lane % 4)];
+#pragma unroll
+            for (int m = 0; m < 2; m++) {
+                double (&x)[2] = P[b][m];
+                const double y[2] = { f.x * x[0] - f.y * x[1], f.y * x[0] + f.x * x[1] };
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const double other = __shfl_xor_sync(0xffffffffu, y[i], 4);
+                    x[i] = mine[m].x * y[i] + mine[m].y * other;
+                }
+            }
+        }
+    }
+
+    /* z = L^-1 B of eight rows, to memory and, as Phi z, to all blocks. */
+    __device__ void solve(room<RP, CL> &m, const scene &s, const mn_walk_job &job) const {
+        const int i = lane % 4, j = lane / 4, first = row + 8 * part;
+        double a[8], b[4], z[2][2] = {};
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            a[2 * k] = m.undo[j][4 * k + i], a[2 * k + 1] = m.undo[8 + j][4 * k + i];
+            b[k] = m.before[0][4 * k + i][own + 8 * part + j] +
+                   m.before[1][4 * k + i][own + 8 * part + j];
+        }
+        mn_dmma_16(z, a, b);
+        const double2 phi = *(double2 *)&m.ends[s.buffer][0][first + 2 * i];
+        double *out = job.work.z + s.group * mn_walk_panel(RP) +
+                      mn_walk_panel_at(j, first + 2 * i, RP);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int token = 8 * half + j;
+            const double x = z[half][0], y = z[half][1];
+            double2 moved = make_double2(phi.x * x, phi.y * y);
+            if (job.step == 2) moved = make_double2(phi.x * x - phi.y * y, phi.y * x + phi.x * y);
+            send_pair<CL>(&m.panel[token][first + 2 * i], &m.told[1], s.rank, moved);
+        }
+        if (s.high - s.low == MN_WALK_CHUNK) {
+            *(double2 *)out = make_double2(z[0][0], z[1][0]);
+            *(double2 *)(out + 2) = make_double2(z[0][1], z[1][1]);
+            return;
+        }
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            if (8 * half + j == s.low) out[half] = z[half][0], out[2 + half] = z[half][1];
+        }
+    }
+
+    /* P - Phi z (1 / sigma) z'Phi', and B of the next keys if these are there. */
+    template <bool READS>
+    __device__ void write(const room<RP, CL> &m) {
+        const int i = lane % 4, j = lane / 4;
+        if (READS) begin(m);
+        double a[8];
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            const double scale = -m.token.inverse[4 * k + i];
+            a[2 * k] = m.panel[4 * k + i][row + j] * scale;
+            a[2 * k + 1] = m.panel[4 * k + i][row + 8 + j] * scale;
+        }
+#pragma unroll
+        for (int tile = 0; tile < of::TILES; tile++) {
+            double b[4];
+#pragma unroll
+            for (int k = 0; k < 4; k++) b[k] = m.panel[4 * k + i][column(tile) + j];
+            mn_dmma_16(P[tile], a, b);
+            if (READS && tile > 0) add(m.keys, tile - 1);
+        }
+        if (READS) add(m.keys, of::TILES - 1);
+    }
+
+    /* Parts of the sums that tell whether P_0 is to be raised: k'(diagonal of P)k, k'n k */
+    __device__ void weigh(room<RP, CL> &m, bool turns) const {
+        const double *k = m.keys[0];    // every other number
+        double seen = 0.0, hidden = 0.0;
+        const int r = lane / 4, c = 2 * (lane % 4);
+#pragma unroll
+        for (int b = 0; b < of::TILES; b++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (column(b) != row + 8 * half || (r != c && r != c + 1)) continue;
+                const double mine = k[2 * (column(b) + r)];
+                const double other = k[2 * (column(b) + (r ^ 1))];
+                const double (&x)[2] = P[b][half];
+                seen += mine * mine * (r == c ? x[0] : x[1]);
+                if (turns) seen += mine * other * (r == c ? x[1] : x[0]);
+            }
+        }
+        if (part == 0 && lane < 16) {
+            hidden = k[2 * (row + lane)] * m.noised[(own + lane) / 32][0][(own + lane) % 32];
+        }
+#pragma unroll
+        for (int lanes = 16; lanes > 0; lanes >>= 1) {
+            seen += __shfl_xor_sync(0xffffffffu, seen, lanes);
+            hidden += __shfl_xor_sync(0xffffffffu, hidden, lanes);
+        }
+        if (lane == 0) m.raise[index][0] = seen, m.raise[index][1] = hidden;
+    }
+
+    __device__ void raise(double few) {
+        const int r = lane / 4, c = 2 * (lane % 4);
+#pragma unroll
+        for (int b = 0; b < of::TILES; b++) {
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                if (column(b) != row + 8 * half) continue;
+                if (r == c) P[b][half][0] *= 1.0 + few;
+                if (r == c + 1) P[b][half][1] *= 1.0 + few;
+            }
+        }
+    }
+
+    /* P_0: given, or p0 on the diagonal. */
+    __device__ void load(const mn_walk_job &job, const scene &s) {
+        const mn_bayes_args &p = job.p;
+        const int64_t R = p.call.R;
+        const float *given = mn_row<float>(p.P0, s.n, 0, s.h);
+        double size = 1.0;
+        if (p.p0.data) {
+            size = p.call.dtype == MN_BF16 ? (double)mn_float(*mn_row<mn_bf16>(p.p0, 0, 0, s.h))
+                                           : (double)*mn_row<float>(p.p0, 0, 0, s.h);
+        }
+        if (given) given += s.g * R * R;
+#pragma unroll
+        for (int e = 0; e < of::TILES * 4; e++) {
+            const int r = row + 8 * (e / 2 % 2) + lane / 4;
+            const int c = column(e / 4) + 2 * (lane % 4) + e % 2;
+            const bool inside = r < R && c < R;
+            double x = r == c && inside ? size : 0.0;
+            if (given && inside) x = (double)given[r * R + c];
+            P[e / 4][e / 2 % 2][e % 2] = x;
+        }
+    }
+
+    /* One triangle, twice: the same bits on both sides. */
+    __device__ void store(const mn_walk_job &job, const scene &s) const {
+        const int64_t R = job.p.call.R;
+        float *last = mn_row<float>(job.p.P, s.n, 0, s.h);
+        if (!last) return;
+        last += s.g * R * R;
+#pragma unroll
+        for (int e = 0; e < of::TILES * 4; e++) {
+            const int r = row + 8 * (e / 2 % 2) + lane / 4;
+            const int c = column(e / 4) + 2 * (lane % 4) + e % 2;
+            if (r >= R || c > r) continue;
+            last[r * R + c] = last[c * R + r] = (float)P[e / 4][e / 2 % 2][e % 2];
+        }
+    }
+};
+
+/* ---- the pivot ------------------------------------------------------------------------------- */
+
+/* What the means need besides z, and the word that `chunks` of them are there. */
+template <int RP, int CL>
+__device__ static void leave(const room<RP, CL> &m, const scene &s, const mn_walk_job &job,
+                             int chunks) {
+    const int lane = (int)threadIdx.x % 32;
+    double *undo = job.work.undo + s.group * MN_WALK_UNDO;
+    for (int e = 2 * lane; e < MN_WALK_UNDO && s.rank == 0; e += 64) {
+        *(double2 *)(undo + e) = *(const double2 *)&m.undo[0][e];
+    }
+    if (s.rank == 0 && lane >= s.low && lane < s.high) {
+        job.work.inverse[s.group * 16 + lane] = m.token.inverse[lane];
+        job.work.variance[s.group * 16 + lane] = m.token.variance[lane];
+    }
+    __syncwarp();
+    if (lane == 0 && chunks > 0) {
+        asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(
+                         job.work.done + s.walk * MN_WALK_BLOCKS + s.rank),
+                     "r"(chunks)
+                     : "memory");
+    }
+    __syncwarp();
+}
+
+/* Asks for what the chunk at `place` needs (-1: there is none): queries, or the rest. */
+template <int RP, int CL>
+__device__ static void ask_queries(room<RP, CL> &m, const mn_walk_job &job, int64_t place) {
+    if (!job.spreads || place < 0) return;
+    constexpr int SIZE = mn_walk_panel(RP);
+    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[1], SIZE);
+    __syncwarp();
+    mn_walk_fetch<SIZE>(m.queries[0], job.work.queries + place * SIZE, &m.arrived[1]);
+}
+
+template <int RP, int CL>
+__device__ static void ask(room<RP, CL> &m, const mn_walk_job &job, int64_t place, int buffer,
+                           const scene &s) {
+    constexpr int SIZE = mn_walk_panel(RP), ALL = mn_walk_noised(RP), OWN = ALL / CL;
+    constexpr int CHUNK = MN_WALK_CHUNK;
+    if (place < 0) return;
+    const double *r2 = job.work.r2 + (place * job.p.call.G + s.g) * CHUNK;
+    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[0], SIZE + OWN + 3 * RP + CHUNK);
+    __syncwarp();
+    mn_walk_fetch<SIZE>(m.keys[0], job.work.keys + place * SIZE, &m.arrived[0]);
+    mn_walk_fetch<OWN>(m.noised[0][0], job.work.noised + place * ALL + s.rank * OWN,
+                      &m.arrived[0]);
+    mn_walk_fetch<3 * RP>(m.ends[buffer][0], job.work.ends + place * 3 * RP, &m.arrived[0]);
+    mn_walk_fetch<CHUNK>(m.noise[buffer], r2, &m.arrived[0]);
+}
+
+/* ---- a chunk --------------------------------------------------------------------------------- */
+
+/* One token of a steep chunk in the room, or what comes before the first one (-1). */
+template <int RP, int CL>
+__device__ static void fill_steep(room<RP, CL> &m, const mn_walk_job &job, const scene &s,
+                                  int token) {
+    using of = sizes<RP, CL>;
+    const double *keys = job.work.keys + s.place * mn_walk_panel(RP);
+    const double *queries = job.work.queries + s.place * mn_walk_panel(RP);
+    const double *steps = job.work.noised + s.place * mn_walk_noised(RP);
+    const double *ends = job.work.ends + s.place * 3 * RP;
+    const double l2 = token >= 0 ? ends[RP + token] : 0.0;
+#pragma unroll 1
+    for (int e = threadIdx.x; e < MN_WALK_CHUNK * RP; e += of::THREADS) {
+        const int t = e / RP, r = e % RP, own = r - (int)s.rank * of::OWN;
+        const int at = mn_walk_panel_at(t, r, RP);
+        const double k = t == token ? keys[at] : 0.0;
+        m.keys[0][at] = k;
+        if (own >= 0 && own < of::OWN) m.noised[own / 32][t][own % 32] = l2 * k;
+        if (job.spreads) m.queries[0][at] = t == token ? queries[at] : 0.0;
+    }
+    mn_walk_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, steps, token, job.step,
+                                       threadIdx.x);
+    mn_walk_before_copies();
+    __syncthreads();
+}
+
+/* A P that was handed in, rounded to float32, may be indefinite by as much; where the first key or
+ * the noise of its write shows that, the diagonal is raised by a few roundings (see ref/bayes.c).
+ * All threads of the cluster call, once S is summed up; says whether it has been. */
+template <bool PIVOT, int RP, int CL>
+__device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene &s,
+                              const mn_walk_job &job) {
+    using of = sizes<RP, CL>;
+    const double few = 8.0 * 0x1p-24;
+    if (!PIVOT) mine.weigh(m, job.step == 2);
+    __syncthreads();
+    if (threadIdx.x < 2 * of::FOURS) {
+        const int four = (int)threadIdx.x / 2, which = (int)threadIdx.x % 2;
+        double sum = 0.0;
+        for (int w = 0; w < 4; w++) sum += m.raise[4 * four + w][which];
+        give<CL>(&m.raises[s.rank * of::FOURS + four][which], sum);
+    }
+    __syncthreads();
+    tell<CL>(), hear<CL>();
+    double seen = 0.0, hidden = 0.0;
+    for (int four = 0; four < of::ALL / 4; four++) {
+        seen += m.raises[four][0], hidden += m.raises[four][1];
+    }
+    const double variance = mn_pivot_sum<CL * of::GROUPS>(m.sums[0]);
+    const double scale = few * (seen + hidden), r2 = m.noise[s.buffer][0];
+    tell<CL>(), hear<CL>();
+    if (fmin(variance, r2) >= scale || hidden >= scale) return false;
+    if (!PIVOT) mine.raise(few);
+    return true;
+}
+
+/* Tokens [s.low, s.high) of the chunk in the room, after which `chunks` are done (0: not yet), and
+ * the one at `next` (-1: none) asked for. `first`: the first ones behind a P_0 that was handed in.
+ * `there`: workers have B; they go on to that of the chunk at `next` unless it is steep, which is
+ * what they return. `r2` is the pivot's, of lane's token. */
+template <bool PIVOT, int RP, int CL>
+__device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
+                               const mn_walk_job &job, double r2, int64_t next, int chunks,
+                               bool first, bool there) {
+    using of = sizes<RP, CL>;
+    for (bool again = false;; again = true) {
+        if (PIVOT) {
+            if (mine.lane < MN_WALK_CHUNK) m.token.r2[mine.lane] = r2;
+            if (job.spreads) mn_walk_await(&m.arrived[1], s.chunk);
+            meet<1, of::THREADS>();
+            if (!first) ask(m, job, next, 1 - s.buffer, s);
+            meet<2, of::THREADS>();
+            await<CL>(&m.told[0], s.turns[0]);
+            if (mine.lane == 0) expect<CL>(&m.told[0], of::SUMS_BYTES);
+        } else {
+            mine.read(m, there && !again);
+            meet<1, of::THREADS>();
+            mine.gather(m, s.rank);
+            meet<2, of::THREADS>();
+            if (first) await<CL>(&m.told[0], s.turns[0]);
+        }
+        s.turns[0]++;
+        if (!first || again || !raised<PIVOT>(mine, m, s, job)) break;
+    }
+    bool ahead = false;
+    if (PIVOT) {
+        if (first) ask(m, job, next, 1 - s.buffer, s);
+        __syncwarp();
+        mn_pivot_add<CL * of::GROUPS>(m.token, m.sums);
+        if (!of::TWICE || !mn_pivot<false>(m.token, m.undo)) {
+            __syncwarp();
+            if (of::TWICE) mn_pivot_add<CL * of::GROUPS>(m.token, m.sums);
+            mn_pivot<true>(m.token, m.undo);
+        }
+        meet<1, of::THREADS>();
+        ask_queries(m, job, next);
+        if (next >= 0) mn_walk_await(&m.arrived[0], s.chunk + 1);
+        meet<2, of::THREADS>();
+        leave(m, s, job, chunks);
+    } else {
+        if (job.spreads) mine.spread(m);
+        mine.move(m.ends[s.buffer], job.step == 2);
+        meet<1, of::THREADS>();
+        mine.solve(m, s, job);
+        meet<2, of::THREADS>();
+        await<CL>(&m.told[1], s.turns[1]);
+        if (threadIdx.x == 0) expect<CL>(&m.told[1], of::PANEL_BYTES);
+        ahead = next >= 0 && !mn_walk_is_steep(m.keys[0], RP);
+        if (ahead) mine.template write<true>(m);
+        else mine.template write<false>(m);
+    }
+    s.turns[1]++;
+    return ahead;
+}
+
+/* Parts of qh'Ph qh, by four workers each: 32 rows. */
+template <int RP, int CL>
+__device__ static void put_spread(const room<RP, CL> &m, const scene &s, const mn_walk_job &job) {
+    using of = sizes<RP, CL>;
+    const int t = (int)threadIdx.x;
+    if (!job.spreads || t < s.low || t >= s.high) return;
+    for (int four = 0; four < of::FOURS; four++) {
+        double sum = 0.0;
+        for (int w = 0; w < 4; w++) sum += m.spread[4 * four + w][t];
+        const int64_t part = s.group * MN_WALK_SUMS + s.rank * of::FOURS + four;
+        job.work.spread[part * MN_WALK_CHUNK + t] = sum;
+    }
+}
+
+/* The chunks of a sequence, by the pivot or by workers. */
+template <bool PIVOT, int RP, int CL>
+__device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
+    using of = sizes<RP, CL>;
+    const mn_call &call = job.p.call;
+    const int64_t length = mn_span_at(call, s.n).length, slot = mn_walk_slot(call, s.n);
+    const int64_t chunks = (length + MN_WALK_CHUNK - 1) / MN_WALK_CHUNK;
+    worker<RP, CL> mine(s.rank);
+    s.place = slot * call.H + s.h;
+    if (!PIVOT) mine.load(job, s);
+    if (PIVOT && mine.lane == 0) {
+        mn_walk_open(&m.told[0]), mn_walk_open(&m.told[1]);
+        mn_walk_open(&m.arrived[0]), mn_walk_open(&m.arrived[1]);
+        expect<CL>(&m.told[0], of::SUMS_BYTES), expect<CL>(&m.told[1], of::PANEL_BYTES);
+    }
+    s.turns[0] = s.turns[1] = 0;
+    mn_wait_for_before();
+    mn_let_next_begin();
+    if (PIVOT && chunks > 0) {
+        mn_walk_before_copies();
+        ask(m, job, s.place, 0, s), ask_queries(m, job, s.place);
+        mn_walk_await(&m.arrived[0], 0);
+    }
+    __syncthreads();
+    tell<CL>(), hear<CL>();
+    bool there = false;
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {
+        const bool steep = mn_walk_is_steep(m.keys[0], RP), last = chunk + 1 == chunks;
+        const int64_t next = last ? -1 : (slot + chunk + 1) * call.H + s.h;
+        const int count = (int)min((int64_t)MN_WALK_CHUNK, length - chunk * MN_WALK_CHUNK);
+        const int end = steep ? count : 1;
+        s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
+        s.chunk = (unsigned)chunk, s.buffer = chunk % 2;
+        for (int token = steep ? -1 : 0; token < end; token++) {
+            const bool first = job.p.P0.data && chunk == 0 && token == 0, ends = token + 1 == end;
+            s.low = 0, s.high = MN_WALK_CHUNK;    // zeros behind the last token
+            if (steep) {
+                s.low = max(token, 0), s.high = token + 1;
+                if (PIVOT && job.spreads) mn_walk_await(&m.arrived[1], s.chunk);
+                __syncthreads();
+                fill_steep(m, job, s, token);
+            }
+            const bool writes = PIVOT && (!steep || mine.lane % 16 == token);
+            const double r2 = writes ? m.noise[s.buffer][mine.lane % 16] : 1.0;
+            there = advance<PIVOT>(mine, m, s, job, r2, ends ? next : -1,
+                                   ends ? (int)chunk + 1 : 0, first, there);
+            if (!PIVOT) put_spread(m, s, job);
+        }
+    }
+    if (!PIVOT) mine.store(job, s);
+}
+
+template <int RP, int CL>
+__global__ void __maxnreg__((sizes<RP, CL>::REGISTERS))
+covariance_kernel(const __grid_constant__ mn_walk_job job) {
+    extern __shared__ __align__(16) unsigned char memory[];
+    room<RP, CL> &m = *(room<RP, CL> *)memory;
+    const mn_call &call = job.p.call;
+    scene s;
+    s.rank = rank_of_block<CL>();
+    s.walk = blockIdx.x / CL;
+    s.g = s.walk % call.G, s.h = s.walk / call.G % call.H, s.n = s.walk / call.G / call.H;
+    if (threadIdx.x / 32 == sizes<RP, CL>::WORKERS) walk<true>(m, s, job);
+    else walk<false>(m, s, job);
+}
+
+/* ---- launches -------------------------------------------------------------------------------- */
+
+template <int RP, int CL>
+static size_t room_of(bool spreads) {
+    typedef room<RP, CL> all;
+    return spreads ? sizeof(all) : offsetof(all, queries);
+}
+
+template <int RP, int CL>
+static int start(const mn_walk_job *job, cudaStream_t stream) {
+    const mn_call &call = job->p.call;
+    const size_t bytes = room_of<RP, CL>(job->spreads);
+    cudaError_t code = cudaFuncSetAttribute(
+        covariance_kernel<RP, CL>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
+    if (code == cudaSuccess) {    // so that the mean finds room beside it
+        code = cudaFuncSetAttribute(covariance_kernel<RP, CL>,
+                                    cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared);
+    }
+    if (code != cudaSuccess) return code;
+    cudaLaunchAttribute how[2] = {};
+    how[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    how[0].val.programmaticStreamSerializationAllowed = call.T > 0;    // behind `prepare`
+    how[1].id = cudaLaunchAttributeClusterDimension;
+    how[1].val.clusterDim.x = CL, how[1].val.clusterDim.y = how[1].val.clusterDim.z = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3((unsigned)(mn_n_spans(call) * call.H * call.G * CL));
+    config.blockDim = dim3(sizes<RP, CL>::THREADS);
+    config.dynamicSmemBytes = bytes, config.stream = stream;
+    config.attrs = how, config.numAttrs = CL > 1 ? 2 : 1;
+    return cudaLaunchKernelEx(&config, covariance_kernel<RP, CL>, *job);
+}
+
+/* What the device in use can do. */
+struct device {
+    size_t most;          // bytes of shared memory of a block
+    int processors;
+    bool clusters;        // the code made for it has them
+};
+
+static device device_in_use(void) {
+    device d = { 0, 0, false };
+    int at = 0, bytes = 0, major = 0, minor = 0;
+    const bool known =
+        cudaGetDevice(&at) == cudaSuccess &&
+        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, at) ==
+            cudaSuccess &&
+        cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, at) == cudaSuccess &&
+        cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, at) == cudaSuccess &&
+        cudaDeviceGetAttribute(&d.processors, cudaDevAttrMultiProcessorCount, at) == cudaSuccess;
+    if (known) d.most = (size_t)bytes, d.clusters = major == 9 && minor == 0;
+    return d;
+}
+
+bool mn_walk_covariance_fits(const mn_walk_job *job) {
+    const device d = device_in_use();
+    if (job->rows == 256) return d.clusters && room_of<256, 4>(job->spreads) <= d.most;
+    if (job->rows == 128) return room_of<128, 1>(job->spreads) <= d.most;
+    return room_of<64, 1>(job->spreads) <= d.most;
+}
+
+/* A covariance of 128 rows has two or four processors where there are enough: the bits are the
+ * same. */
+int mn_walk_blocks(const mn_walk_job *job) {
+    const device d = device_in_use();
+    const int64_t walks = mn_n_spans(job->p.call) * job->p.call.H * job->p.call.G;
+    if (job->rows == 256) return 4;
+    if (job->rows < 128 || !d.clusters || 2 * walks > d.processors) return 1;
+    return 4 * walks <= d.processors ? 4 : 2;
+}
+
+int mn_walk_covariance(const mn_walk_job *job, cudaStream_t stream) {
+    if (job->rows == 32) return start<32, 1>(job, stream);
+    if (job->rows == 64) return start<64, 1>(job, stream);
+    if (job->rows == 256) return start<256, 4>(job, stream);
+    if (job->blocks == 4) return start<128, 4>(job, stream);
+    return job->blocks == 2 ? start<128, 2>(job, stream) : start<128, 1>(job, stream);
+}

@@ -1,0 +1,178 @@
+/* bayes_fwd_wide.cu - the Bayesian Layer and its covariances alone, forward, in one kernel; the
+ * chunks
+ * of bayes.cuh. */
+#include "kernels/cuda/bayes/bayes_fwd_wide.h"
+
+#include "kernels/cuda/bayes/bayes.cuh"
+
+/* What is asked of tokens [t, t + count), the first ones of the room. */
+template <typename T>
+__device__ static void put_results(const mn_bayes_room &room, const mn_bayes_args &p,
+                                   const mn_bayes_shape &s, int64_t t, int count) {
+    const int rows = 8 * s.nb, ld_e = s.pitch_e(), ld_z = s.pitch_z();
+    const int64_t b = s.span.b, t0 = s.span.t0 + t;
+    const double scale = p.scale;
+    if (threadIdx.x < count) {
+        const int i = threadIdx.x;
+        T *gain = mn_row<T>(p.gain, b, t0 + i, s.h), *kvar = mn_row<T>(p.kvar, b, t0 + i, s.h);
+        T *qvar = mn_row<T>(p.qvar, b, t0 + i, s.h);
+        if (gain) mn_put(gain + s.g, (float)(room.variance[i] * room.inverse[i]));
+        if (kvar) mn_put(kvar + s.g, (float)room.variance[i]);
+        if (qvar) {
+            double sum = 0.0;
+            for (int warp = 0; warp < MN_BAYES_WARPS; warp++) sum += room.qparts[warp * 16 + i];
+            for (int j = 0; j <= i; j++) {
+                const double x = mn_bayes_whole(room.parts, j * 16 + i);
+                sum -= x * x * room.inverse[j];
+            }
+            mn_put(qvar + s.g, p.q.data ? (float)(scale * scale * sum) : 0.0f);
+        }
+    }
+    for (int at = threadIdx.x; p.gainvec.data && at < count * s.R; at += MN_BAYES_THREADS) {
+        const int token = at / s.R, r = at % s.R;
+        const double *z = room.z + token * ld_z, *phi = room.phi + token * rows;
+        double u = phi[r] * z[r];
+        if (s.turns && r % 2 == 0) u = phi[r] * z[r] - phi[r + 1] * z[r + 1];
+        if (s.turns && r % 2 == 1) u = phi[r] * z[r - 1] + phi[r - 1] * z[r];
+        mn_put(mn_row<T>(p.gainvec, b, t0 + token, s.h) + s.g * s.R + r,
+               (float)(u * room.inverse[token]));
+    }
+    if (!p.o.data) return;
+    for (int at = threadIdx.x; at < count * s.columns; at += MN_BAYES_THREADS) {
+        const int token = at / s.columns, j = at % s.columns;
+        double sum = room.o[token * ld_e + j];
+        for (int i = 0; i <= token; i++) {
+            const double weight = mn_bayes_whole(room.parts, i * 16 + token) * room.inverse[i];
+            sum += weight * room.e[i * ld_e + j];
+        }
+        mn_put(mn_row<T>(p.o, b, t0 + token, s.h) + s.first + j, (float)(scale * sum));
+    }
+}
+
+template <bool LARGE>
+__device__ static void put_states(mn_bayes_tiles<LARGE> &P, const mn_bayes_room &room,
+                                  const mn_bayes_args &p, const mn_bayes_shape &s) {
+    float *last = mn_row<float>(p.P, s.n, 0, s.h), *mean = mn_row<float>(p.M, s.n, 0, s.h);
+    if (last) last += s.g * s.R * s.R;
+    P.each(s, [&](double (&x)[2], int a, int b) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int row = mn_tile_row(a), column = mn_tile_column(b) + i;
+            if (!last || row >= s.R || column > row) continue;    // the same bits on both sides
+            last[(int64_t)row * s.R + column] = last[(int64_t)column * s.R + row] = (float)x[i];
+        }
+    });
+    mn_bayes_each_mean(room.M, s, [&](double (&x)[2], int a, int b) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int j = mn_tile_row(a), r = mn_tile_column(b) + i;
+            if (mean && j < s.columns && r < s.R) {
+                mean[(int64_t)r * p.call.V + s.first + j] = (float)x[i];
+            }
+        }
+    });
+}
+
+template <typename T, bool LARGE>
+__global__ void __launch_bounds__(MN_BAYES_THREADS, 1)
+wide_kernel(const __grid_constant__ mn_bayes_args p, double *work, int64_t work_each,
+                     bool mean_inside, bool room_inside) {
+    extern __shared__ __align__(16) double doubles[];
+    const mn_bayes_shape s = mn_bayes_shape_at(p, blockIdx.x);
+    double *own = work + blockIdx.x * work_each;
+    mn_bayes_tiles<LARGE> P;
+    P.memory = own;
+    double *mean = own + (LARGE ? (int64_t)s.nb * s.nb * 64 : 0);
+    double *elsewhere = mean + (int64_t)s.nm * s.nb * 64;
+    const mn_bayes_room room = mn_bayes_room_in(room_inside ? doubles : elsewhere, s,
+                                                mean_inside ? NULL : mean);
+    const bool qvar = p.qvar.data && p.q.data;
+    mn_bayes_clear(room, s);
+    mn_bayes_load(P, room, p, s, sizeof(T) == 2);
+    __syncthreads();
+    for (int64_t t = 0; t < s.span.length; t += MN_BAYES_CHUNK) {
+        const int all = (int)min((int64_t)MN_BAYES_CHUNK, s.span.length - t);
+        mn_bayes_fetch<T>(room, p, s, t, all);
+        __syncthreads();
+        if (mn_bayes_is_steep(room, s, true)) mn_bayes_rebase(P, room, s);
+        const bool steep = mn_bayes_is_steep(room, s, false);
+        const int count = steep ? 1 : all;
+        for (int first = 0; first < all; first += count) {
+            if (steep) {
+                mn_bayes_step_frame(room, s, first);
+                mn_bayes_rebase(P, room, s);
+            }
+            mn_bayes_chunk<T>(P, room, p, s, t, first, count, steep, qvar);
+            mn_bayes_write(P, room, s);
+            __syncthreads();
+            put_results<T>(room, p, s, t + first, count);
+            __syncthreads();
+        }
+        if (!steep) mn_bayes_advance_frame(room, s);
+        __syncthreads();
+    }
+    mn_bayes_rebase(P, room, s);
+    put_states(P, room, p, s);
+}
+
+/* ---- launches -------------------------------------------------------------------------------- */
+
+/* How a call is cut: whether P fits in registers, the mean and the rest in shared memory. */
+struct layout {
+    int nb, nm;
+    bool large, mean_inside, room_inside;
+    size_t room_bytes, work_each;    // work in doubles for each block
+    int64_t blocks;
+};
+
+static layout layout_of(const mn_bayes_args *p) {
+    layout l;
+    const mn_call &c = p->call;
+    const int64_t R = c.K * (p->theta.data ? 2 : 1);
+    const size_t most = mn_bayes_most_shared();
+    l.nb = (int)((R + 7) / 8);
+    l.nm = (int)(mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), 8));
+    l.large = l.nb > MN_BAYES_TILES;
+    l.room_bytes = (size_t)mn_bayes_doubles(l.nb, l.nm, (int)c.K, true) * sizeof(double);
+    l.mean_inside = l.room_bytes <= most;
+    if (!l.mean_inside) {
+        l.room_bytes = (size_t)mn_bayes_doubles(l.nb, l.nm, (int)c.K, false) * sizeof(double);
+    }
+    l.room_inside = l.room_bytes <= most;
+    l.work_each = (l.large ? (size_t)l.nb * l.nb * 64 : 0) +
+                  (l.mean_inside ? 0 : (size_t)l.nm * l.nb * 64);
+    if (!l.room_inside) {
+        l.work_each += l.room_bytes / sizeof(double);
+        l.room_bytes = 0;
+    }
+    l.blocks = mn_n_spans(c) * c.H * c.G;
+    return l;
+}
+
+bool mn_bayes_wide_plan(const mn_bayes_args *p, mn_plan *plan) {
+    const layout l = layout_of(p);
+    size_t count;
+    return mn_mul_size(&count, l.work_each, (size_t)l.blocks) &&
+           mn_mul_size(&plan->shared_bytes, count, sizeof(double));
+}
+
+template <typename T, bool LARGE>
+static int start(const mn_bayes_args *p, const layout &l, double *work, cudaStream_t on) {
+    return mn_launch_with_room(wide_kernel<T, LARGE>, dim3((unsigned)l.blocks),
+                               MN_BAYES_THREADS, l.room_bytes, on, *p, work,
+                               (int64_t)l.work_each, l.mean_inside, l.room_inside);
+}
+
+int mn_bayes_wide(const mn_bayes_args *p, void *shared, cudaStream_t on) {
+    const layout l = layout_of(p);
+    double *work = (double *)shared;
+    if (l.blocks == 0) return cudaSuccess;
+    if (l.nb * 8 > MN_BAYES_WIDEST || l.blocks > INT32_MAX) {
+        return cudaErrorNotSupported;
+    }
+    if (p->call.dtype == MN_BF16) {
+        return l.large ? start<mn_bf16, true>(p, l, work, on)
+                       : start<mn_bf16, false>(p, l, work, on);
+    }
+    return l.large ? start<float, true>(p, l, work, on) : start<float, false>(p, l, work, on);
+}

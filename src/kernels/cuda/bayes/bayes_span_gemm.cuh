@@ -1,0 +1,466 @@
+/* bayes_span_gemm.cuh - dk and dq of the way back of the Bayesian Layer, of all spans at once,
+ * once the walks are done. Formulas are in bayes_bwd_chunk.cu.
+ *
+ * Of a group of a head of a span they are three products: with P, summed over rows of the state,
+ * with M, over value columns, and with w, over earlier tokens. Factors flow through shared memory
+ * in slices of 16 of what is summed over. The same slices of du and z, then of de, y and e make the
+ * weights that the third product gives to w,
+ *
+ *   (t, s) in dk: -z_s.du_t - e_s.de_t for s < t, c_t sigma_t for s = t
+ *          in dq: e_s.y_t - 2 a_t z_s.q_t for s <= t
+ *
+ * Tiles have rows of the state, or earlier tokens, as rows and tokens as columns: then both factors
+ * come from shared memory as registers of a product want them, with no moves in between. dq is kept
+ * without the factor `scale` of y. */
+#ifndef MN_KERNELS_CUDA_BAYES_BAYES_SPAN_GEMM_CUH
+#define MN_KERNELS_CUDA_BAYES_BAYES_SPAN_GEMM_CUH
+
+#include "kernels/cuda/bayes/bayes_span.cuh"
+
+enum {
+    PRODUCT_STAGES = 4, SLICE_WIDTH = 16,
+    PRODUCT_THREADS = 256, COPY_THREADS = 128,
+    COPY_ROWS = COPY_THREADS / 8, COPIES = SPAN_TOKENS / COPY_ROWS,    // of left factors
+    SLICE_LEFT = SPAN_TOKENS * SLICE_WIDTH,    // numbers of a slice of 64 rows
+    WEIGHTS = SPAN_CHUNKS * (SPAN_CHUNKS + 1) / 2 * SMALL,
+};
+
+template <int R>
+struct product_stage {
+    double left[3][SLICE_LEFT];    // of dk, of dq; z or e: swizzled
+    double right[SLICE_WIDTH * (R + 2)];
+};
+
+/* The tokens of a block, and the value columns of the group whose slices come next. */
+struct product_place {
+    int64_t b, t0, h;
+    int n_rows, first, count;
+};
+
+template <int R>
+struct product_room {
+    product_stage<R> stage[PRODUCT_STAGES];
+    double weights[2][WEIGHTS];    // of dk and dq: (t, s) in slices of 16 s, from the first t >= s
+    double sigma[SPAN_TOKENS], c[SPAN_TOKENS];
+    double twice[SPAN_TOKENS];     // 2 a / scale
+    product_place place;
+};
+
+/* ---- slices ---------------------------------------------------------------------------------- */
+
+/* Where column `column`, even, of a row of a slice's left factors is: neighbouring rows exchange
+ * halves, so that four lanes of each read all banks. */
+__device__ static int swizzled(int row, int column) {
+    return row * SLICE_WIDTH + ((column / 2) ^ (row % 2 * 4)) * 2;
+}
+
+/* -x where `flip` is the bit of the sign, x where it is zero */
+__device__ static double flipped(double x, int flip) {
+    return __hiloint2double(__double2hiint(x) ^ flip, __double2loint(x));
+}
+
+/* Eight rows of a slice read as columns, and sixteen as rows, summed over [column, column + 8) in
+ * the order 0 2 4 6 1 3 5 7. */
+__device__ static void right_slice(double (&b)[2], const double *slice, int row, int column) {
+    const int lane = threadIdx.x % 32;
+    const double2 x =
+        *(const double2 *)(slice + swizzled(row + lane / 4, column + 2 * (lane % 4)));
+    b[0] = x.x, b[1] = x.y;
+}
+
+__device__ static void left_slice(double (&a)[4], const double *slice, int row, int column,
+                                  int flip) {
+    const int lane = threadIdx.x % 32;
+    const double *at = slice + swizzled(row + lane / 4, column + 2 * (lane % 4));
+    const double2 upper = *(const double2 *)at;
+    const double2 lower = *(const double2 *)(at + 8 * SLICE_WIDTH);
+    a[0] = flipped(upper.x, flip), a[1] = flipped(lower.x, flip);
+    a[2] = flipped(upper.y, flip), a[3] = flipped(lower.y, flip);
+}
+
+/* Sixteen columns from `column` on as rows, summed over rows [row, row + 8) in that order. */
+__device__ static void left_columns(double (&a)[4], const double *rows, int ld, int row, int column,
+                                    int flip) {
+    const int lane = threadIdx.x % 32;
+    const double *at = rows + (row + 2 * (lane % 4)) * ld + column + lane / 4;
+    a[0] = flipped(at[0], flip), a[1] = flipped(at[8], flip);
+    a[2] = flipped(at[ld], flip), a[3] = flipped(at[ld + 8], flip);
+}
+
+/* Where row 0 of slice j of the weights would be; its first row is 16 j. */
+__device__ static int weights_at(int j) {
+    return j * (56 - 8 * j) * SLICE_WIDTH;
+}
+
+/* ---- copies ---------------------------------------------------------------------------------- */
+
+/* Counts slices: of P, of M and of w of a head's group, then of the next one. */
+template <int R>
+struct product_count {
+    static constexpr int OF_P = R / SLICE_WIDTH;
+    int g, i;
+
+    __device__ int of_w(const span_work &w) const { return OF_P + w.columns / SLICE_WIDTH; }
+    __device__ int all(const span_work &w) const { return of_w(w) + SPAN_CHUNKS; }
+    __device__ bool is_mean(const span_work &w) const { return i >= OF_P && i < of_w(w); }
+
+    __device__ void next(const span_work &w) {
+        if (++i == all(w)) i = 0, g++;
+    }
+};
+
+/* This thread's number among those that copy. */
+__device__ static int copy_thread() {
+    return (int)fresh_thread() - (PRODUCT_THREADS - COPY_THREADS);
+}
+
+/* Two numbers in each of COPIES rows of do, without `scale`: what a thread has of a slice, loaded
+ * when the copies of the slice start and stored a slice later. */
+template <typename T>
+struct product_y {
+    T raw[COPIES][2];
+
+    /* A load that a condition guards would wait for the one before. */
+    __device__ void load(const mn_bayes_args &p, const product_place &at, int row, int column) {
+        if (!p.cot.o.data || at.count == 0) return;
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            const int64_t t = at.t0 + min(row + COPY_ROWS * i, at.n_rows - 1);
+            const T *from = mn_row<T>(p.cot.o, at.b, t, at.h) + at.first;
+#pragma unroll
+            for (int k = 0; k < 2; k++) raw[i][k] = from[min(column + k, at.count - 1)];
+        }
+    }
+
+    __device__ void store(double *to, const mn_bayes_args &p, const product_place &at, int row,
+                          int column) const {
+#pragma unroll
+        for (int i = 0; i < COPIES; i++) {
+            const bool there = p.cot.o.data && row + COPY_ROWS * i < at.n_rows;
+            double x[2];
+#pragma unroll
+            for (int k = 0; k < 2; k++) {
+                x[k] = there && column + k < at.count ? (double)mn_float(raw[i][k]) : 0.0;
+            }
+            *(double2 *)(to + COPY_ROWS * i * SLICE_WIDTH) = make_double2(x[0], x[1]);
+        }
+    }
+};
+
+/* A thread copies two neighbours in each of COPIES rows of left factors. */
+__device__ static void copy_left_later(double *to, const double *from, int64_t ld) {
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) {
+        copy_later(to + i * COPY_ROWS * SLICE_WIDTH, from + i * COPY_ROWS * ld);
+    }
+}
+
+/* What a group's slices need besides them. */
+template <typename T, int R>
+__device__ static void begin_group(product_room<R> &room, const mn_bayes_args &p,
+                                   const span_work &w, int64_t head, int g) {
+    const int t = copy_thread();
+    const int64_t group = head * p.call.G + g;
+    product_place &at = room.place;
+    if (t >= SPAN_TOKENS) return;
+    const double *c = w.theta + (group * SPAN_CHUNKS + t / CHUNK) * SMALL;
+    copy_one_later(room.sigma + t, w.sigma + group * SPAN_TOKENS + t);
+    copy_one_later(room.c + t, c + t % CHUNK * (CHUNK + 1));
+    if (t == 0) {
+        const span_group s = group_at(p, g);
+        at.first = s.first, at.count = s.count;
+    }
+    const int64_t when = at.t0 + min(t, at.n_rows - 1);
+    const T *y = mn_row<T>(p.cot.o, at.b, when, at.h);
+    if (y) {    // it is read without copies: what waits for it should not wait for memory
+        const span_group s = group_at(p, g);
+        for (int j = 0; j < s.count; j += 128 / (int)sizeof(T)) {
+            asm volatile("prefetch.global.L2 [%0];" ::"l"(y + s.first + j));
+        }
+    }
+    const T *x = mn_row<T>(p.cot.qvar, at.b, when, at.h);
+    if (x && p.q.data) room.twice[t] = 2.0 * p.scale * (double)mn_float(x[g]);
+}
+
+/* A slice on its way. */
+template <typename T, int R>
+__device__ static void fetch_slice(product_stage<R> &to, product_room<R> &room, product_y<T> &y,
+                                   const product_count<R> &at, const mn_bayes_args &p,
+                                   const span_work &w, int64_t head) {
+    const bool weighs = p.cot.qvar.data && p.q.data;
+    const int thread = copy_thread(), row = thread / 8, column = thread % 8 * 2;
+    const int64_t group = head * p.call.G + at.g, t = group * SPAN_TOKENS + row;
+    double *left = to.left[0] + swizzled(row, column);
+    const double *right;
+    if (at.i < at.OF_P) {
+        const int64_t from = t * R + at.i * SLICE_WIDTH + column;
+        const double *q = w.q + (head - group) * SPAN_TOKENS * R;
+        right = w.P + group * w.P_each + at.i * SLICE_WIDTH * R;
+        copy_left_later(left, w.h + from, R);
+        if (weighs) copy_left_later(left + SLICE_LEFT, q + from, R);
+        copy_left_later(left + 2 * SLICE_LEFT, w.w + from, R);
+        if (at.i == 0) begin_group<T, R>(room, p, w, head, at.g);
+    } else if (at.is_mean(w)) {
+        const int j = at.i - at.OF_P;
+        const int64_t from = t * w.columns + j * SLICE_WIDTH + column;
+        right = w.M + (group * w.columns + j * SLICE_WIDTH) * R;
+        copy_left_later(left, w.de + from, w.columns);
+        copy_left_later(left + 2 * SLICE_LEFT, w.e + from, w.columns);
+        y.load(p, room.place, row, j * SLICE_WIDTH + column);
+    } else {
+        right = w.w + (group * SPAN_TOKENS + (at.i - at.of_w(w)) * SLICE_WIDTH) * R;
+    }
+    double *rows = to.right + thread / (R / 2) * (R + 2) + thread % (R / 2) * 2;
+    right += 2 * thread;
+#pragma unroll
+    for (int i = 0; i < SLICE_WIDTH * R / 2 / COPY_THREADS; i++) {
+        copy_later(rows + i * (2 * COPY_THREADS / R) * (R + 2), right + i * 2 * COPY_THREADS);
+    }
+}
+
+/* y of a slice that is on its way, if it has one. */
+template <typename T, int R>
+__device__ static void finish_slice(product_stage<R> &to, const product_room<R> &room,
+                                    const product_y<T> &y, const product_count<R> &at,
+                                    const mn_bayes_args &p, const span_work &w) {
+    const int thread = copy_thread(), row = thread / 8, column = thread % 8 * 2;
+    if (!at.is_mean(w)) return;
+    y.store(to.left[1] + swizzled(row, column), p, room.place, row,
+            (at.i - at.OF_P) * SLICE_WIDTH + column);
+}
+
+/* ---- products -------------------------------------------------------------------------------- */
+
+/* Where a warp works: a quarter of the columns of dk or of dq, which are rows of the tiles, of all
+ * tokens, and five of the twenty tiles of their weights, 16 earlier tokens s by 8 tokens t. Both
+ * warps of a quarter of a processor have the same place; the one for dq, which has nothing to do
+ * with P unless dqvar is there, also copies. */
+struct product_warp {
+    bool reads;
+    int quarter, tiles;    // the t of its tiles, a bit for each eight
+
+    __device__ product_warp() {
+        reads = threadIdx.x >= PRODUCT_THREADS - COPY_THREADS, quarter = threadIdx.x / 32 % 4;
+        tiles = quarter == 0 ? 0xcb : quarter == 2 ? 0xf8 : 0xf4;
+    }
+
+    /* the s of the tile of tokens [8 u, 8 u + 8) */
+    __device__ int earlier(int u) const {
+        const int block = quarter < 2 ? quarter : quarter == 2 ? (u < 4 ? 1 : 2) : u < 6 ? 0 : 3;
+        return block * CHUNK;
+    }
+};
+
+enum { TOKEN_TILES = SPAN_TOKENS / 8, WEIGHT_TILES = 5 };
+
+/* Where a warp keeps the tile of tokens [8 u, 8 u + 8): none has two in one place. */
+__device__ constexpr int weight_place(int u) {
+    return u < 2 ? u + 1 : u < 4 ? 0 : u - 3;
+}
+
+/* What a warp sums up of dk, or of dq without `scale`. */
+template <int R>
+struct product_sums {
+    static constexpr int TILES = R / 64;
+    double d[TILES][TOKEN_TILES][2][2], weights[WEIGHT_TILES][2][2];
+
+    __device__ void clear_weights() {
+#pragma unroll
+        for (int i = 0; i < WEIGHT_TILES; i++) zero(weights[i]);
+    }
+
+    __device__ void clear() {
+#pragma unroll
+        for (int i = 0; i < TILES * TOKEN_TILES; i++) zero(d[i / TOKEN_TILES][i % TOKEN_TILES]);
+        clear_weights();
+    }
+};
+
+/* A slice of P or of M, and z or e of earlier tokens, times rows of tokens; the former and the
+ * latter with another sign if `flip` has that bit, and SCALED by tokens. */
+template <int R, bool SCALED>
+__device__ static void add_state_slice(product_sums<R> &to, const product_stage<R> &here,
+                                       const double *twice, int flip, const product_warp &at) {
+    const double *rows = here.left[at.reads];
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int k = 0; k < SLICE_WIDTH; k += 8) {
+        double a[to.TILES][4], z[4], b[2];
+#pragma unroll
+        for (int i = 0; i < to.TILES; i++) {
+            left_columns(a[i], here.right, R + 2, k, at.quarter * (R / 4) + 16 * i, flip);
+        }
+        left_slice(z, here.left[2], at.earlier(0), k, flip);
+#pragma unroll
+        for (int u = 0; u < TOKEN_TILES; u++) {
+            right_slice(b, rows, 8 * u, k);
+            if ((u == 4 && at.quarter == 2) || (u == 6 && at.quarter == 3)) {
+                left_slice(z, here.left[2], at.earlier(u), k, flip);
+            }
+            if (at.tiles >> u & 1) mn_dmma_8(to.weights[weight_place(u)], z, b);
+            if (SCALED) b[0] *= twice[8 * u + lane / 4], b[1] *= twice[8 * u + lane / 4];
+#pragma unroll
+            for (int i = 0; i < to.TILES; i++) mn_dmma_8(to.d[i][u], a[i], b);
+        }
+    }
+}
+
+/* Slice j of w times its weights; it has no part in tokens before its own. */
+template <int R>
+__device__ static void add_token_slice(product_sums<R> &to, const product_room<R> &room,
+                                       const product_stage<R> &here, int j,
+                                       const product_warp &at) {
+    const double *rows = room.weights[at.reads] + weights_at(j);
+#pragma unroll
+    for (int k = 0; k < SLICE_WIDTH; k += 8) {
+        double a[to.TILES][4], b[2];
+#pragma unroll
+        for (int i = 0; i < to.TILES; i++) {
+            left_columns(a[i], here.right, R + 2, k, at.quarter * (R / 4) + 16 * i, 0);
+        }
+#pragma unroll
+        for (int u = 0; u < TOKEN_TILES; u++) {
+            if (u < 2 * j) continue;
+            right_slice(b, rows, 8 * u, k);
+#pragma unroll
+            for (int i = 0; i < to.TILES; i++) mn_dmma_8(to.d[i][u], a[i], b);
+        }
+    }
+}
+
+/* From w.du and w.q to -z.du and -2 a z.q / scale. */
+template <int R>
+__device__ static void scale_weights(product_sums<R> &x, const product_room<R> &room,
+                                     const product_warp &at) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int u = 0; u < TOKEN_TILES; u++) {
+        if (!(at.tiles >> u & 1)) continue;
+        double (&c)[2][2] = x.weights[weight_place(u)];
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            double by = minus(room.sigma[at.earlier(u) + i / 2 * 8 + lane / 4]);
+            if (at.reads) by *= room.twice[8 * u + 2 * (lane % 4) + i % 2];
+            c[i / 2][i % 2] *= by;
+        }
+    }
+}
+
+/* The weights of a group into the room; then they are zero again. */
+template <int R>
+__device__ static void put_weights(product_room<R> &room, product_sums<R> &x,
+                                   const product_warp &at) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int u = 0; u < TOKEN_TILES; u++) {
+        if (!(at.tiles >> u & 1)) continue;
+        const double (&c)[2][2] = x.weights[weight_place(u)];
+        double *slice = room.weights[at.reads] + weights_at(at.earlier(u) / SLICE_WIDTH);
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int column = i / 2 * 8 + lane / 4, s = at.earlier(u) + column;
+            const int t = 8 * u + 2 * (lane % 4) + i % 2;
+            double put = s <= t ? c[i / 2][i % 2] : 0.0;
+            if (s == t && !at.reads) put = room.c[t] * room.sigma[t];
+            slice[swizzled(t, column / 2 * 2) + column % 2] = put;
+        }
+    }
+    x.clear_weights();
+}
+
+/* All that a slice is good for. */
+template <int R>
+__device__ static void multiply_slice(product_sums<R> &x, product_room<R> &room,
+                                      const product_stage<R> &here, const product_count<R> &s,
+                                      const span_work &w, const product_warp &at, bool weighs) {
+    const bool mean = s.is_mean(w), idle = at.reads && !weighs;
+    if (s.i >= s.of_w(w)) {
+        add_token_slice<R>(x, room, here, s.i - s.of_w(w), at);
+        return;
+    }
+    if (mean || !at.reads) {
+        add_state_slice<R, false>(x, here, room.twice, mean && !at.reads ? (int)0x80000000 : 0,
+                                  at);
+    } else if (weighs) {
+        add_state_slice<R, true>(x, here, room.twice, 0, at);
+    }
+    if (s.i + 1 == s.OF_P && !idle) scale_weights<R>(x, room, at);
+    if (s.i + 1 == s.of_w(w)) put_weights<R>(room, x, at);
+}
+
+/* dr2 of all groups of a head of a span. */
+template <typename T>
+__device__ static void put_dr2(const mn_bayes_args &p, const span_work &w,
+                               const mn_tile_span &tile, int64_t head) {
+    const int64_t G = p.call.G, h = head % p.call.H;
+    for (int64_t i = threadIdx.x; i < tile.n_rows * G; i += PRODUCT_THREADS) {
+        const int64_t g = i % G, t = i / G, when = tile.span.t0 + tile.first + t;
+        const int64_t at = (head * G + g) * SPAN_TOKENS + t;
+        const T *dgain = mn_row<T>(p.cot.gain, tile.span.b, when, h);
+        const T *dkvar = mn_row<T>(p.cot.kvar, tile.span.b, when, h);
+        T *dr2 = mn_row<T>(p.grad.r2, tile.span.b, when, h);
+        const double c = w.theta[at / CHUNK * SMALL + at % CHUNK * (CHUNK + 1)];
+        const double gain = (double)mn_get(dgain, g) / w.sigma[at];
+        if (dr2) mn_put(dr2 + g, (float)(c - (double)mn_get(dkvar, g) - gain));
+    }
+}
+
+/* dk and dq of a head of a span in the frame, of all groups, but for the noise, in place of the
+ * first group's P; and dr2. */
+template <typename T, int R>
+__global__ void __launch_bounds__(PRODUCT_THREADS, 1)
+span_products_kernel(const __grid_constant__ mn_bayes_args p,
+                     const __grid_constant__ span_work w) {
+    extern __shared__ __align__(16) double doubles[];
+    product_room<R> &room = *(product_room<R> *)doubles;
+    const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x;
+    const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);
+    if (tile.n_rows == 0 || w.steep[tile.n * H + head % H]) return;
+    const bool weighs = p.cot.qvar.data && p.q.data;
+    const product_warp at;
+    if (threadIdx.x == 0) {
+        room.place.b = tile.span.b, room.place.t0 = tile.span.t0 + tile.first;
+        room.place.h = head % H, room.place.n_rows = (int)tile.n_rows;
+    }
+    __syncthreads();
+    product_sums<R> x;
+    product_y<T> y;
+    product_count<R> ahead = { 0, 0 };
+    x.clear();
+    for (int i = 0; i < PRODUCT_STAGES - 1; i++) {    // slices of P
+        if (i > 0) ahead.next(w);
+        if (at.reads) fetch_slice<T, R>(room.stage[i], room, y, ahead, p, w, head);
+        close_copies();
+    }
+    put_dr2<T>(p, w, tile, head);
+    int stage = 0, before = PRODUCT_STAGES - 2;
+    for (product_count<R> s = { 0, 0 }; s.g < (int)G; s.next(w)) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(PRODUCT_STAGES - 2) : "memory");
+        __syncthreads();
+        product_stage<R> &last = room.stage[before];
+        before = before + 1 == PRODUCT_STAGES ? 0 : before + 1;
+        if (at.reads) {
+            finish_slice<T, R>(last, room, y, ahead, p, w);
+            ahead.next(w);
+            if (ahead.g < (int)G) {
+                fetch_slice<T, R>(room.stage[before], room, y, ahead, p, w, head);
+            }
+            close_copies();
+        }
+        multiply_slice<R>(x, room, room.stage[stage], s, w, at, weighs);
+        stage = stage + 1 == PRODUCT_STAGES ? 0 : stage + 1;
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    double *to = w.P + head * G * w.P_each + at.quarter * (R / 4) + lane / 4;
+    if (at.reads) to += SPAN_TOKENS * R;
+#pragma unroll
+    for (int i = 0; i < x.TILES * TOKEN_TILES * 4; i++) {
+        const int tile = i / 4 / TOKEN_TILES, u = i / 4 % TOKEN_TILES, m = i / 2 % 2;
+        const int t = 8 * u + 2 * (lane % 4) + i % 2;
+        const double d = x.d[tile][u][m][i % 2];
+        to[t * R + 16 * tile + 8 * m] = at.reads ? (double)p.scale * d : d;
+    }
+}
+
+#endif

@@ -1,0 +1,273 @@
+/* curvature_sm90.cuh - curvature on Hopper, for bf16 and keys of up to 128: what its walks share,
+ * forward (curvature_fwd_sm90.cuh) and going back, there (curvature_bwd_queries_sm90.cuh) and back
+ * (curvature_bwd_keys_sm90.cuh).
+ *
+ * Warp groups of a block work on different chunks of 64 tokens at a time: going back one copies
+ * tiles and keeps the running vector, one makes scores, one has 64 rows of the symmetric R (or G)
+ * in its registers, reads and moves it, one makes results of what the third has read and stores
+ * them. Everything the third one computes is turned, rows being columns of the result, so that its
+ * rows of R are the left operand and never leave the registers.
+ *
+ * Every thread arrives at a barrier for what it has itself read or written, which takes no longer
+ * than one lane of a warp (mn_barrier_release) and is what racecheck follows; for what products
+ * read one lane does. Those who use a chunk last arrive for those whom they have waited for. */
+#ifndef MN_KERNELS_CUDA_CURVATURE_CURVATURE_SM90_CUH
+#define MN_KERNELS_CUDA_CURVATURE_CURVATURE_SM90_CUH
+
+#include "kernels/cuda/attention/attention_wgmma_sm90.cuh"
+#include "kernels/cuda/curvature/curvature.cuh"
+
+enum {
+    MN_CURVE_CHUNK = 64,
+    MN_CURVE_GROUPS = 4 * MN_GROUP,             // threads
+    MN_CURVE_SQUARE = MN_CURVE_CHUNK * 128,     // bytes of a tile of 64 by 64
+    MN_CURVE_GRAIN = 128,                       // tokens that segments have a multiple of
+    MN_CURVE_READ_PITCH = 72,                   // of rows of what was read
+    MN_CURVE_ROWS = MN_CURVE_CHUNK + 8,         // of a tile of keys: behind them s
+};
+
+/* Least tokens of a segment: so many that the blocks of one long sequence fill a GPU. By sizes that
+ * a sequence shares with all others. */
+inline int64_t mn_curve_group_segment(const mn_call &c) {
+    return mn_max(mn_min(mn_curve_slices(c.K) * c.H, 32), 8) * MN_CURVE_GRAIN;
+}
+
+template <typename View>
+inline bool mn_curve_packable(const View &view) {
+    bool whole = (uintptr_t)view.data % 16 == 0;
+    for (int axis = 0; axis < 3; axis++) whole = whole && view.stride[axis] % 8 == 0;
+    return !view.data || whole;
+}
+
+/* Whether the kernels serve a call: by its kind and sizes, never by its length. */
+inline bool mn_curve_group_serves(const mn_curvature_args *p) {
+    const mn_call &c = p->call;
+    return c.dtype == MN_BF16 && c.K % 8 == 0 && c.K <= 128 && mn_curve_packable(p->q) &&
+           mn_curve_packable(p->k) && mn_curve_packable(p->qt) && mn_curve_packable(p->cot.qt) &&
+           mn_curve_packable(p->grad.q) && mn_curve_packable(p->grad.k) && mn_on_hopper();
+}
+
+inline mn_curve_cut mn_curve_group_cut(const mn_curvature_args *p) {
+    const int slices = mn_curve_slices(p->call.K);
+    return { mn_curve_group_segment(p->call), slices, slices, true };
+}
+
+/* What the third group has read of a chunk: rows are columns of the result. Token t of row j lies
+ * at t + 4 (j / 8), so that neither those who write pairs of tokens nor those who read one token
+ * of eight rows meet in a bank. */
+struct mn_curve_read {
+    alignas(16) float at[MN_CURVE_SLICE * MN_CURVE_READ_PITCH];
+
+    __device__ static int place(int row, int token) {
+        return row * MN_CURVE_READ_PITCH + (token + row / 8 * 4) % MN_CURVE_CHUNK;
+    }
+
+    __device__ void put(const float (&Y)[32]) {
+        const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
+        const int row = thread / 32 * 16 + lane / 4;
+#pragma unroll
+        for (int i = 0; i < 32; i += 2) {
+            const int token = i / 4 * 8 + lane % 4 * 2;
+            *(float2 *)(at + place(row + i % 4 / 2 * 8, token)) = make_float2(Y[i], Y[i + 1]);
+        }
+    }
+
+    /* Rows 8 octet on of a token. */
+    __device__ void get(float (&y)[8], int octet, int token) const {
+#pragma unroll
+        for (int i = 0; i < 8; i++) y[i] = at[place(8 * octet, token) + i * MN_CURVE_READ_PITCH];
+    }
+};
+
+#if MN_HAS_WGMMA
+
+template <int LEFT>
+__device__ inline void mn_curve_copies_wait(void) {
+    asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+}
+
+__device__ inline void mn_curve_copies_end(void) {
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+/* One warp group alone; the number of its barrier is that of the group, not 0. */
+__device__ inline void mn_curve_group_sync(int number) {
+    asm volatile("bar.sync %0, 128;" ::"r"(number) : "memory");
+}
+
+__device__ inline float mn_curve_low(uint32_t pair) {
+    return __uint_as_float(pair << 16);
+}
+
+__device__ inline float mn_curve_high(uint32_t pair) {
+    return __uint_as_float(pair & 0xffff0000u);
+}
+
+/* The element at `byte` of a tile. */
+__device__ inline const mn_bf16 *mn_curve_at(const unsigned char *tile, uint32_t byte) {
+    return (const mn_bf16 *)(tile + byte);
+}
+
+/* A left operand of 16 columns of a tile, from `column` on, by its 64 rows. */
+template <int PANEL>
+__device__ inline void mn_curve_left(uint32_t (&a)[16], const unsigned char *tile, int column) {
+    const int lane = threadIdx.x % 32;
+    const int row = lane % 8 + lane / 16 * 8, j = column + lane / 8 % 2 * 8;
+#pragma unroll
+    for (int step = 0; step < 4; step++) {
+        unsigned part[4];
+        mn_matrices<true>(part, mn_curve_at(tile, mn_tile_byte(PANEL, 16 * step + row, j)));
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[4 * step + i] = part[i];
+    }
+}
+
+/* Sums as a left operand; `low` what rounding them leaves. */
+template <int N>
+__device__ inline void mn_curve_pack(uint32_t (&a)[N / 2], const float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) a[i] = mn_pair(x[2 * i], x[2 * i + 1]);
+}
+
+template <int N>
+__device__ inline void mn_curve_pack_rest(uint32_t (&a)[N / 2], const float (&x)[N]) {
+#pragma unroll
+    for (int i = 0; i < N / 2; i++) {
+        const uint32_t pair = mn_pair(x[2 * i], x[2 * i + 1]);
+        a[i] = mn_pair(x[2 * i] - mn_curve_low(pair), x[2 * i + 1] - mn_curve_high(pair));
+    }
+}
+
+/* Places in tiles are told apart in units of 16 bytes, which one addition to the tile's own place
+ * reaches.
+ *
+ * d += a b' over KP columns of tile `b` of PANEL rows, of which the first 64 count; d starts from 0
+ * unless there is `more`. */
+template <int KP, int PANEL>
+__device__ inline void mn_curve_rows(float (&d)[32], const uint32_t (&a)[KP / 4], uint32_t b,
+                                     bool more = true) {
+    const uint64_t at = mn_tile_seen(b, 16);
+#pragma unroll
+    for (int k = 0; k < KP; k += 16) {
+        mn_product<0>(d, a + k / 4, at + (k / 64 * PANEL * 8 + k % 64 / 8), more || k > 0);
+    }
+}
+
+/* d += a b, tile `b` of PANEL rows; N / 2 64 columns */
+template <int PANEL, int N>
+__device__ inline void mn_curve_depth(float (&d)[N], const uint32_t (&a)[16], uint32_t b) {
+    const uint64_t at = mn_tile_seen(b, PANEL * 128);
+#pragma unroll
+    for (int step = 0; step < 4; step++) mn_product<1>(d, a + 4 * step, at + step * 16 * 8, 1);
+}
+
+/* d += a b' over 64 columns */
+__device__ inline void mn_curve_square(float (&d)[32], const uint32_t (&a)[16], uint32_t b) {
+    const uint64_t at = mn_tile_seen(b, 16);
+#pragma unroll
+    for (int step = 0; step < 4; step++) mn_product<0>(d, a + 4 * step, at + step * 2, 1);
+}
+
+/* d = a b' for 64 rows a and the 72 rows of a tile of keys. */
+template <int KP>
+__device__ inline void mn_curve_scores_start(float (&d)[36], uint32_t a, uint32_t b) {
+    const uint64_t at_a = mn_tile_seen(a, 16), at_b = mn_tile_seen(b, 16);
+#pragma unroll
+    for (int k = 0; k < KP; k += 16) {
+        const uint64_t left = at_a + (k / 64 * MN_CURVE_SQUARE / 16 + k % 64 / 8);
+        const uint64_t right = at_b + (k / 64 * MN_CURVE_ROWS * 8 + k % 64 / 8);
+        asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %38, 0;\n\t"
+                     "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
+                     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, "
+                     "%17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+                     "%32, %33, %34, %35}, %36, %37, p, 1, 1, 0, 0;\n\t}"
+                     : MN_SUMS(0), MN_SUMS(16), MN_FOUR_SUMS(32)
+                     : "l"(left), "l"(right), "r"((int)(k > 0)));
+    }
+}
+
+/* Sums of the rows of tril(X K'), with s.x, times 1 / n, which is `each`. */
+__device__ inline void mn_curve_means(float (&mean)[2], const float (&d)[36],
+                                      const float (&each)[2]) {
+    const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
+    const int row = thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+        const int last = row + 8 * r - column;    // of the columns, counted from the thread's own
+        float even = d[32 + 2 * r], odd = d[33 + 2 * r];
+#pragma unroll
+        for (int octet = 0; octet < 8; octet++) {
+            if (8 * octet <= last) even += d[4 * octet + 2 * r];
+            if (8 * octet + 1 <= last) odd += d[4 * octet + 2 * r + 1];
+        }
+        mean[r] = mn_quad_sum(even + odd) * each[r];
+    }
+}
+
+/* use(x, row, column) for a thread's sums of 64 rows. */
+template <int N, typename F>
+__device__ inline void mn_curve_each(float (&d)[N], F use) {
+    const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
+    const int row = thread / 32 * 16 + lane / 4, column = lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < N; i++) use(d[i], row + i % 4 / 2 * 8, i / 4 * 8 + column + i % 2);
+}
+
+/* The caller's symmetric matrix, `times` over, or the sums in front. */
+template <int N>
+__device__ inline void mn_curve_load(float (&R)[N], const float *given, const float *sums,
+                                     float times, int64_t K, int row0) {
+    mn_curve_each(R, [&](float &x, int row, int column) {
+        const int64_t j = row0 + row;
+        x = 0.0f;
+        if (j >= K || column >= K) return;
+        if (sums) x = sums[j * K + column];
+        else if (given) x = times * (given[j * K + column] + given[column * K + j]);
+    });
+}
+
+template <int N>
+__device__ inline void mn_curve_store(float *to, float (&R)[N], float times, int64_t K, int row0) {
+    mn_curve_each(R, [&](float &x, int row, int column) {
+        const int64_t j = row0 + row;
+        if (to && j < K && column < K) to[j * K + column] = times * x;
+    });
+}
+
+/* Scores less their row's mean, lower triangular, into a tile; what rounding leaves into `low`. */
+__device__ inline void mn_curve_put_square(unsigned char *to, unsigned char *low,
+                                           const float *sums, const float (&mean)[2]) {
+    const int thread = threadIdx.x % MN_GROUP, lane = thread % 32;
+    const int row = thread / 32 * 16 + lane / 4;
+#pragma unroll
+    for (int i = 0; i < 32; i += 2) {
+        const int r = i % 4 / 2, t = row + 8 * r, column = i / 4 * 8 + lane % 4 * 2;
+        float x = 0.0f, y = 0.0f;
+        if (i / 4 <= thread / 32 * 2 + 1) {    // the warp has something there
+            x = column > t ? 0.0f : sums[i] - mean[r];
+            y = column + 1 > t ? 0.0f : sums[i + 1] - mean[r];
+        }
+        const uint32_t pair = mn_pair(x, y), byte = mn_tile_byte(64, t, column);
+        *(uint32_t *)(to + byte) = pair;
+        if (low) {
+            *(uint32_t *)(low + byte) = mn_pair(x - mn_curve_low(pair), y - mn_curve_high(pair));
+        }
+    }
+}
+
+__device__ inline void mn_curve_unpack(float (&x)[8], const uint4 &pack) {
+    const uint32_t pair[4] = { pack.x, pack.y, pack.z, pack.w };
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        x[i] = i % 2 ? mn_curve_high(pair[i / 2]) : mn_curve_low(pair[i / 2]);
+    }
+}
+
+__device__ inline uint4 mn_curve_pack_octet(const float (&x)[8]) {
+    return make_uint4(mn_pair(x[0], x[1]), mn_pair(x[2], x[3]), mn_pair(x[4], x[5]),
+                      mn_pair(x[6], x[7]));
+}
+
+#endif
+
+#endif

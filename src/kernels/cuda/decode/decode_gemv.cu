@@ -1,0 +1,322 @@
+/* decode_gemv.cu - c = a b' of a few rows with several weights in one launch (kernels/decode.h).
+ *
+ * Such products read every weight once and do next to nothing with it: what counts is how many
+ * bytes are on their way, and that they are before the numbers they wait for. A block takes strips
+ * of eight columns. It asks for the weights of its first strip before it waits for the launch in
+ * front, then makes or fetches its rows of a, each block for itself.
+ *
+ * bf16: warps share the strip's rows of weights in units of 32 numbers. A lane's 16 bytes are the
+ * left factor of two products of tensor cores, whose eight lower rows stay zero; the numbers of a
+ * unit are taken in the order in which the lanes have them, in both factors. float32: a warp has a
+ * column. Sums are float32, of each warp in order, then over the warps. */
+#include "kernels/cuda/prim/pdl.cuh"
+#include "kernels/cuda/decode/decode_elementwise.cuh"
+#include "kernels/cuda/gemm/gemm_fallback.h"
+
+enum { COLUMNS = 8, UNIT = 32, PAD = 8, PROCESSORS = 132 };
+
+struct few_product {
+    const void *b, *bias, *plus;
+    void *c, *sum;
+    int64_t b_row, c_row, c_column;    // numbers between rows of a, and of b, in c
+    int N;
+    bool by_row;                       // the bias belongs to rows of a
+};
+
+struct alignas(16) few_products {
+    int M, K, step, n, has_first, settled;    // step: from row to row of a in shared memory
+    int64_t a_row;
+    const void *a;
+    int begins[MN_FEW_PRODUCTS + 1];          // strips in front of each product
+    few_product of[MN_FEW_PRODUCTS];
+    mn_few_job first;
+};
+
+/* A strip: which product, and its first column. */
+struct strip {
+    const few_product *of;
+    int column;
+
+    __device__ strip(const few_products &p, int at) {
+        int i = 0;
+        while (at >= p.begins[i + 1]) i++;
+        of = &p.of[i];
+        column = (at - p.begins[i]) * COLUMNS;
+    }
+};
+
+/* Sixteen bytes on their way to shared memory; zeros where `there` is false. */
+__device__ static void ask(uint4 *to, const void *from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n"
+                 :: "r"((unsigned)__cvta_generic_to_shared(to)), "l"(from), "r"(there ? 16 : 0)
+                 : "memory");
+}
+
+__device__ static void wait_for_asked(void) {
+    asm volatile("cp.async.wait_all;\n" ::: "memory");
+}
+
+/* acc (16,8) += (the 8 rows of which a lane has w0 and w1, and 8 of zeros) b */
+__device__ static void multiply_add(float (&acc)[4], uint32_t w0, uint32_t w1, uint32_t b0,
+                                    uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, "
+        "{%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+        : "r"(w0), "r"(0), "r"(w1), "r"(0), "r"(b0), "r"(b1));
+}
+
+/* How a block of WARPS warps multiplies, with AHEAD packs of each lane on their way: w[i][thread],
+ * which no other thread looks at. PARTS sums of each number come out, sums[part][row][column]. */
+template <typename T, int WARPS, int AHEAD>
+struct multiplier;
+
+template <int WARPS, int AHEAD>
+struct multiplier<mn_bf16, WARPS, AHEAD> {
+    static constexpr int PARTS = WARPS, NUMBERS = WARPS * AHEAD * UNIT;    // of K at once
+    uint4 (*w)[32 * WARPS];
+
+    /* The numbers from `first` on of the strip's weights. */
+    __device__ void load(const few_products &p, const strip &s, int first) {
+        const int lane = threadIdx.x % 32, column = s.column + lane / 4;
+        const mn_bf16 *b = (const mn_bf16 *)s.of->b, *row = b + column * s.of->b_row;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const int k = place(first, i);
+            const bool there = column < s.of->N && k < p.K;
+            ask(&w[i][threadIdx.x], there ? row + k : b, there);
+        }
+    }
+
+    __device__ static int place(int first, int i) {
+        return first + (i * WARPS + threadIdx.x / 32) * UNIT + threadIdx.x % 4 * 8;
+    }
+
+    __device__ void multiply(float *sums, const few_products &p, const strip &s,
+                             const mn_bf16 *x) {
+        const int lane = threadIdx.x % 32, row = lane / 4;
+        float acc[2][4] = {};
+#pragma unroll 1
+        for (int first = 0; first < p.K; first += NUMBERS) {
+            if (first > 0) load(p, s, first);
+            wait_for_asked();
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const int k = place(first, i);
+                uint4 b = make_uint4(0, 0, 0, 0);
+                if (row < p.M && k < p.K) b = *(const uint4 *)(x + row * p.step + k);
+                const uint4 a = w[i][threadIdx.x];
+                multiply_add(acc[0], a.x, a.y, b.x, b.y);
+                multiply_add(acc[1], a.z, a.w, b.z, b.w);
+            }
+        }
+        float *part = sums + threadIdx.x / 32 * (MN_FEW_DEEPEST * COLUMNS);
+        const int left = 2 * (lane % 4);    // rows of a that this lane has sums of
+        if (left < p.M) part[left * COLUMNS + row] = acc[0][0] + acc[1][0];
+        if (left + 1 < p.M) part[(left + 1) * COLUMNS + row] = acc[0][1] + acc[1][1];
+    }
+};
+
+template <int WARPS, int AHEAD>
+struct multiplier<float, WARPS, AHEAD> {
+    static constexpr int PARTS = 1, NUMBERS = AHEAD * 128;
+    static_assert(WARPS == COLUMNS, "a warp has a column");
+    uint4 (*w)[32 * WARPS];
+
+    __device__ void load(const few_products &p, const strip &s, int first) {
+        const int column = s.column + threadIdx.x / 32;
+        const float *b = (const float *)s.of->b, *row = b + column * s.of->b_row;
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++) {
+            const int k = place(first, i);
+            const bool there = column < s.of->N && k < p.K;
+            ask(&w[i][threadIdx.x], there ? row + k : b, there);
+        }
+    }
+
+    __device__ static int place(int first, int i) {
+        return first + i * 128 + threadIdx.x % 32 * 4;
+    }
+
+    __device__ void multiply(float *sums, const few_products &p, const strip &s, const float *x) {
+        float sum[MN_FEW_DEEPEST] = {};
+#pragma unroll 1
+        for (int first = 0; first < p.K; first += NUMBERS) {
+            if (first > 0) load(p, s, first);
+            wait_for_asked();
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) {
+                const int k = place(first, i);
+                if (k >= p.K) continue;
+                const float4 b = *(const float4 *)&w[i][threadIdx.x];
+#pragma unroll
+                for (int row = 0; row < MN_FEW_DEEPEST; row++) {
+                    if (row >= p.M) continue;
+                    const float4 a = *(const float4 *)(x + row * p.step + k);
+                    sum[row] = fmaf(a.x, b.x, sum[row]);
+                    sum[row] = fmaf(a.y, b.y, sum[row]);
+                    sum[row] = fmaf(a.z, b.z, sum[row]);
+                    sum[row] = fmaf(a.w, b.w, sum[row]);
+                }
+            }
+        }
+#pragma unroll
+        for (int row = 0; row < MN_FEW_DEEPEST; row++) {
+            const float all = mn_warp_sum(sum[row]);
+            if (threadIdx.x % 32 == 0) sums[row * COLUMNS + threadIdx.x / 32] = all;
+        }
+    }
+};
+
+/* Rows of a to shared memory: made by the first work, which block 0 stores as well, or fetched. */
+template <typename T>
+__device__ static void bring(T *x, const few_products &p, float *room) {
+    constexpr int N = 16 / (int)sizeof(T);
+    const int packs = p.K / N;
+    if (p.has_first) {
+        mn_few_do(p.first, { (char *)x, p.K, p.step }, room);
+        if (blockIdx.x > 0) return;
+        __syncthreads();
+        T *a = (T *)p.a;
+        for (int i = threadIdx.x; i < p.M * p.K; i += blockDim.x) {
+            const int row = i / p.K;
+            a[i] = x[row * p.step + i - row * p.K];
+        }
+        return;
+    }
+    for (int i = threadIdx.x; i < p.M * packs; i += blockDim.x) {
+        const int row = i / packs, at = (i - row * packs) * N;
+        *(uint4 *)(x + row * p.step + at) = *(const uint4 *)((const T *)p.a + row * p.a_row + at);
+    }
+}
+
+/* What a thread adds to its number of a strip and where that goes; asked for before the sums are
+ * there. */
+template <typename T>
+struct ending {
+    T *c, *sum;
+    float bias, plus;
+
+    __device__ ending(const few_products &p, const strip &s) {
+        const int row = threadIdx.x / COLUMNS, column = s.column + threadIdx.x % COLUMNS;
+        c = sum = nullptr;
+        bias = plus = 0.0f;
+        if (row >= p.M || column >= s.of->N) return;
+        const int64_t at = row * s.of->c_row + column * s.of->c_column;
+        c = (T *)s.of->c + at;
+        bias = mn_get((const T *)s.of->bias, s.of->by_row ? row : column);
+        if (!s.of->sum) return;
+        sum = (T *)s.of->sum + at;
+        plus = mn_get((const T *)s.of->plus, at);
+    }
+
+    /* Adds the parts up in order, and stores. */
+    template <int PARTS>
+    __device__ void finish(const float *sums) const {
+        if (!c) return;
+        float all = 0.0f;
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) {
+            all += sums[part * (MN_FEW_DEEPEST * COLUMNS) + threadIdx.x];
+        }
+        T rounded;
+        mn_put(&rounded, all + bias);
+        *c = rounded;
+        if (sum) mn_put(sum, mn_float(rounded) + plus);
+    }
+};
+
+/* Blocks that a processor holds: so many bytes of weights are on their way to it. */
+template <typename T, int WARPS, int AHEAD>
+constexpr int resident = WARPS > 8 ? 2 : sizeof(T) == 2 && AHEAD <= 4 ? 5 : 4;
+
+template <typename T, int WARPS, int AHEAD>
+__global__ void __launch_bounds__(32 * WARPS, (resident<T, WARPS, AHEAD>))
+few_product_kernel(const __grid_constant__ few_products given) {
+    typedef multiplier<T, WARPS, AHEAD> way;
+    extern __shared__ uint4 packs[];    // of weights, then the rows of a
+    __shared__ few_products p;
+    __shared__ float sums[2][way::PARTS * MN_FEW_DEEPEST * COLUMNS], room[32];
+    T *x = (T *)(packs + AHEAD * 32 * WARPS);
+    way m = { (uint4 (*)[32 * WARPS])packs };
+    mn_let_next_begin();
+    mn_bring_arguments(&p, given);
+    __syncthreads();
+    const int n_strips = p.begins[p.n];
+    if (p.settled) m.load(p, strip(p, blockIdx.x), 0);
+    if (p.has_first) mn_few_ask(p.first);
+    mn_wait_for_before();
+    if (!p.settled) m.load(p, strip(p, blockIdx.x), 0);
+    bring(x, p, room);
+    __syncthreads();
+    for (int at = blockIdx.x, turn = 0; at < n_strips; at += gridDim.x, turn = 1 - turn) {
+        const strip s(p, at);
+        const ending<T> end(p, s);
+        m.multiply(sums[turn], p, s, x);
+        if (at + (int)gridDim.x < n_strips) m.load(p, strip(p, at + gridDim.x), 0);
+        __syncthreads();
+        end.template finish<way::PARTS>(sums[turn]);
+    }
+}
+
+template <typename T, int WARPS, int AHEAD>
+static int launch(const few_products &p, cudaStream_t stream) {
+    const size_t room = (size_t)AHEAD * 32 * WARPS * sizeof(uint4) +
+                        (size_t)p.M * (size_t)p.step * sizeof(T);
+    void (*kernel)(few_products) = few_product_kernel<T, WARPS, AHEAD>;
+    const cudaError_t code = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
+    if (code != cudaSuccess) return code;
+    const unsigned blocks = mn_blocks(p.begins[p.n], 1, PROCESSORS * resident<T, WARPS, AHEAD>);
+    return mn_launch_early(kernel, dim3(blocks), 32 * WARPS, room, stream, p);
+}
+
+/* By how a processor's lanes are used best for rows of that length. */
+static int launch_by_length(const few_products &p, mn_dtype dtype, cudaStream_t on) {
+    if (dtype == MN_F32) return launch<float, 8, 8>(p, on);
+    if (p.K <= 8 * 4 * UNIT) return launch<mn_bf16, 8, 4>(p, on);
+    if (p.K <= 8 * 8 * UNIT) return launch<mn_bf16, 8, 8>(p, on);
+    return launch<mn_bf16, 16, 8>(p, on);
+}
+
+/* What both ways round ask for; `few` rows are kept in shared memory. */
+static bool takes(const mn_product_work *w, int64_t few, int64_t many) {
+    const int64_t pack = w->dtype == MN_F32 ? 4 : 8;
+    const int64_t most = (int64_t)128 * 1024 / (w->dtype == MN_F32 ? 4 : 2);
+    return few <= MN_FEW_DEEPEST && many < (1 << 30) && w->b_transposed && !w->a_transposed &&
+           !w->accumulate && w->c_dtype == w->dtype && w->K > 0 && w->K % pack == 0 &&
+           w->a_row % pack == 0 && w->b_row % pack == 0 && (uintptr_t)w->a % 16 == 0 &&
+           (uintptr_t)w->b % 16 == 0 && few * (w->K + PAD) <= most;
+}
+
+extern "C" bool mn_few_multiplies(const mn_product_work *w) {
+    return takes(w, w->M, w->N) && w->c_row == w->N;
+}
+
+extern "C" bool mn_few_columns_serve(const mn_product_work *w) {
+    return takes(w, w->N, w->M);
+}
+
+/* c' = b a': the columns are the few rows. */
+extern "C" int mn_few_columns(const mn_product_work *w, void *stream) {
+    few_products p = {};
+    p.M = (int)w->N, p.K = (int)w->K, p.step = p.K + PAD, p.n = 1;
+    p.a = w->b, p.a_row = w->b_row;
+    p.of[0] = { w->a, w->bias, NULL, w->c, NULL, w->a_row, 1, w->c_row, (int)w->M, true };
+    p.begins[1] = (int)mn_ceil_div(w->M, COLUMNS);
+    return launch_by_length(p, w->dtype, (cudaStream_t)stream);
+}
+
+extern "C" int mn_few_multiply(const mn_few_products *given, void *stream) {
+    const cudaStream_t on = (cudaStream_t)stream;
+    few_products p = {};
+    p.M = (int)given->M, p.K = (int)given->K, p.step = (int)given->K + PAD, p.n = given->n;
+    p.a = given->a, p.a_row = given->a_row, p.settled = given->settled;
+    p.has_first = given->first != NULL;
+    if (given->first) p.first = mn_few_job_of(*given->first);
+    for (int i = 0; i < given->n; i++) {
+        const mn_few_product &g = given->of[i];
+        p.of[i] = { g.b, g.bias, g.plus, g.c, g.sum, g.b_row, g.N, 1, (int)g.N, false };
+        p.begins[i + 1] = p.begins[i] + (int)mn_ceil_div(g.N, COLUMNS);
+    }
+    return launch_by_length(p, given->dtype, on);
+}

@@ -1,0 +1,100 @@
+/* delta_fwd_chunk.cu - delta over chunks: squares of all chunks, then the walk; and what makes its
+ * queries, where that is curvature, which the walk then follows. */
+#include "kernels/cuda/delta/delta_launch.cuh"
+#include "kernels/cuda/delta/delta_fwd_chunk_sm90.cuh"
+
+static int n_processors(void) {
+    int device = 0, count = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+        (void)cudaGetLastError();
+    }
+    return count;
+}
+
+/* The walk beside the curvature that makes its queries, a chunk or two behind. */
+template <int KP>
+static int follow(const mn_delta_job &job, const mn_apart_maps &maps, const mn_curve_beside &query,
+                  cudaStream_t stream) {
+    int code = mn_curve_beside_sums(query, stream);
+    if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, maps.e, false, stream);
+    if (code == cudaSuccess) code = mn_curve_beside_launch(query, stream);
+    return code == cudaSuccess ? mn_delta_apart_follow<KP>(job, maps, query.ready, stream) : code;
+}
+
+/* Where all blocks of curvature and of the walk find a processor, the walk follows; else T is
+ * prepared beside curvature. The bits are the same. */
+template <int KP>
+static int apart(const mn_delta_job &job, const mn_apart_maps &maps, void *query_work,
+                 cudaStream_t stream) {
+    const mn_curvature_args *query = job.p.query;
+    mn_curve_beside beside;
+    int code = cudaSuccess;
+    if (query && mn_curve_beside_of(&beside, query, query_work) &&
+        mn_curve_beside_blocks(beside) + mn_apart_blocks(job.p.call) <= n_processors()) {
+        return follow<KP>(job, maps, beside, stream);
+    }
+    if (query) code = mn_curvature_forward_cuda(query, query_work, stream);
+    if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, maps.e, query != nullptr, stream);
+    return code == cudaSuccess ? mn_delta_apart<KP>(job, maps, stream) : code;
+}
+
+template <int KP>
+static int forward(const mn_delta_job &job, void *query_work, cudaStream_t stream) {
+    const int64_t V = job.p.call.V;
+    if constexpr (KP <= 128) {
+        mn_apart_maps maps;
+        if (mn_delta_goes_apart(&maps, job)) {
+            return apart<KP>(job, maps, query_work, stream);
+        }
+    }
+    int code = cudaSuccess;
+    if (job.p.query) code = mn_curvature_forward_cuda(job.p.query, query_work, stream);
+    if (code == cudaSuccess) code = mn_delta_prepare<KP>(job, stream);
+    if (code != cudaSuccess) return code;
+    if (job.p.decay == MN_DECAY_CHANNEL) {
+        return mn_delta_walk<KP>(mn_delta_walk_kernel<KP, true, false>,
+                                 mn_delta_walk_warps_kernel<KP, true, false>, job, false, V,
+                                 stream);
+    }
+    return mn_delta_walk<KP>(mn_delta_walk_kernel<KP, false, false>,
+                             mn_delta_walk_warps_kernel<KP, false, false>, job, false, V, stream);
+}
+
+/* Whether a block gets as much shared memory as the widest kernels take. Where there is no GPU to
+ * ask, a prediction is made for one that has it. */
+static bool has_room(void) {
+    int device = 0, bytes = 0;
+    if (cudaGetDevice(&device) != cudaSuccess ||
+        cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
+        (void)cudaGetLastError();
+        return true;
+    }
+    return bytes >= 226 * 1024;
+}
+
+/* Sums over few value columns average the roundings of operands less: those of up to 32 lose more
+ * than twice what storing in bf16 does. */
+bool mn_delta_chunks(const mn_delta_args *p) {
+    return p->call.dtype == MN_BF16 && p->call.K >= 32 && p->call.K <= 256 && p->call.V > 32 &&
+           has_room();
+}
+
+bool mn_delta_chunk_forward_plan(mn_plan *plan, const mn_delta_args *p) {
+    mn_delta_work work;
+    size_t own, query = 0;
+    return mn_delta_lay_out(&work, &own, p, nullptr, false) &&
+           (!p->query || mn_curve_beside_plan(&query, p->query)) &&
+           mn_add_size(&plan->shared_bytes, own, query);
+}
+
+int mn_delta_chunk_forward(const mn_delta_args *p, void *shared, void *stream) {
+    mn_delta_job job;
+    mn_delta_work work;
+    size_t own;
+    if (!mn_delta_job_of(&job, p, shared, false) ||
+        !mn_delta_lay_out(&work, &own, p, nullptr, false)) {
+        return cudaErrorNotSupported;
+    }
+    MN_DELTA_BY_WIDTH(forward, p->call.K, (job, (char *)shared + own, (cudaStream_t)stream));
+}

@@ -1,0 +1,215 @@
+/* elementwise.cu - works of a tape with one result per number: moves, constants, normal numbers,
+ * sums
+ * and products of pairs; and heads folded together. One thread per pack (elementwise.cuh), nothing
+ * shared.
+ */
+#include "kernels/cuda/elementwise/elementwise_fwd.cuh"
+#include "kernels/cuda/elementwise/row_gate.cuh"
+
+/* ---- moves ----------------------------------------------------------------------------------- */
+
+/* A head of the result is the sum of `times` heads that follow each other. */
+struct fold {
+    mn_walk walk;
+    mn_side to, from;
+    int64_t times, head;    // elements from head to head of `from`
+    bool add;
+};
+
+template <int N>
+__global__ void __launch_bounds__(MN_EACH_THREADS)
+fold_kernel(const __grid_constant__ fold f) {
+    const uint32_t pack = blockIdx.x * MN_EACH_THREADS + threadIdx.x;
+    if (pack >= f.walk.n_packs) return;
+    const mn_spot spot = mn_spot_of<N>(f.walk, pack);
+    const int64_t to = mn_offset(f.to, spot), from = mn_offset(f.from, spot);
+    const int count = (int)min((int64_t)N, f.walk.width - spot.x);
+    float sum[N];
+#pragma unroll
+    for (int j = 0; j < N; j++) sum[j] = f.add && j < count ? mn_side_get(f.to, to + j) : 0.0f;
+    for (int64_t copy = 0; copy < f.times; copy++) {
+        const int64_t at = from + copy * f.head;
+        if (N == MN_PACK && count == N) {
+            float x[MN_PACK];
+            mn_unpack(x, f.from, mn_fetch(f.from, at));
+#pragma unroll
+            for (int j = 0; j < N; j++) sum[j] += x[j];
+        } else {
+#pragma unroll
+            for (int j = 0; j < N; j++) {
+                if (j < count) sum[j] += mn_side_get(f.from, at + j);
+            }
+        }
+    }
+#pragma unroll
+    for (int j = 0; j < N; j++) {
+        if (j < count) mn_side_put(f.to, to + j, sum[j]);
+    }
+}
+
+/* Four axes that are not merged: T and H of the walk are those of the tensor. */
+static int run_fold(const mn_move_work *w, cudaStream_t stream) {
+    fold f = { {}, mn_side_of(w->to), mn_side_of(w->from), w->times, w->from.stride[2], w->add };
+    f.from.stride[2] *= w->times;
+    const mn_axes axes = { { w->shape[0], w->shape[1], w->shape[2], w->shape[3] } };
+    mn_side heads = f.from;    // whether each single head begins at 16 bytes
+    heads.stride[2] = f.head;
+    const mn_axes many = { { axes.n[0], axes.n[1], axes.n[2] * w->times, axes.n[3] } };
+    const bool packs = mn_side_packs(heads, many) && mn_side_packs(f.to, axes);
+    if (!mn_walk_over(&f.walk, axes, packs ? MN_PACK : 1)) return cudaErrorInvalidConfiguration;
+    if (f.walk.n_packs == 0) return cudaSuccess;
+    const unsigned blocks = mn_blocks(f.walk.n_packs, MN_EACH_THREADS);
+    if (packs) fold_kernel<MN_PACK><<<blocks, MN_EACH_THREADS, 0, stream>>>(f);
+    else fold_kernel<1><<<blocks, MN_EACH_THREADS, 0, stream>>>(f);
+    return mn_launched();
+}
+
+/* Whether B, T and heads of a view go on evenly, as one axis. */
+static bool is_even(const mn_view &view, const int64_t shape[4]) {
+    return (shape[1] == 1 || view.stride[1] == view.stride[2] * shape[2]) &&
+           (shape[0] == 1 || view.stride[0] == view.stride[2] * shape[2] * shape[1]);
+}
+
+/* Copies of heads are an axis of their own, along which `from` stands still, where the other axes
+ * are one; else the copies are made one after the other. */
+static int run_repeat(const mn_move_work *w, void *stream) {
+    const int64_t *n = w->shape, times = w->times;
+    const int64_t heads[4] = { n[0], n[1], n[2] / times, n[3] };
+    mn_view to = w->to, from = w->from;
+    to.stride[2] *= times;
+    if (is_even(to, heads) && is_even(from, heads)) {
+        const int64_t shape[4] = { 1, n[0] * n[1] * heads[2], times, n[3] };
+        mn_view even_to = to, even_from = from;
+        even_to.stride[1] = to.stride[2], even_to.stride[2] = w->to.stride[2];
+        even_from.stride[1] = from.stride[2], even_from.stride[2] = 0;
+        return mn_run_each(mn_same{}, shape, { &even_from }, { &even_to }, { w->add }, stream);
+    }
+    const int64_t item = to.dtype == MN_F32 ? sizeof(float) : sizeof(mn_bf16);
+    for (int64_t copy = 0; copy < times; copy++) {
+        const int code = mn_run_each(mn_same{}, heads, { &from }, { &to }, { w->add }, stream);
+        if (code != cudaSuccess) return code;
+        to.data = (char *)to.data + w->to.stride[2] * item;
+    }
+    return cudaSuccess;
+}
+
+MN_CUDA_WORK(move) {
+    const mn_move_work *w = (const mn_move_work *)work;
+    (void)space;
+    if (w->times > 1) {
+        return w->folds ? run_fold(w, (cudaStream_t)where) : run_repeat(w, where);
+    }
+    return mn_run_each(mn_same{}, w->shape, { &w->from }, { &w->to }, { w->add }, where);
+}
+
+MN_CUDA_WORK(fill) {
+    const mn_fill_work *w = (const mn_fill_work *)work;
+    (void)space;
+    mn_each<mn_constant> e = {};
+    e.f.value = (float)w->value;
+    e.side[0] = mn_side_of(w->to);
+    return mn_launch_each(e, w->shape, (cudaStream_t)where);
+}
+
+/* ---- normal numbers -------------------------------------------------------------------------- */
+
+__device__ static double unit(uint64_t bits) {
+    return ((double)(bits >> 11) + 0.5) * 0x1p-53;
+}
+
+/* As base/rng.c: Philox 2x64 of ten rounds, then Box and Muller, in double. */
+__device__ static double normal(uint64_t seed, uint64_t stream, uint64_t index) {
+    const uint64_t multiplier = 0xD2B74407B1CE6E93u, weyl = 0x9E3779B97F4A7C15u;
+    uint64_t low = index, high = stream;
+    for (int round = 0; round < 10; round++, seed += weyl) {
+        const uint64_t top = __umul64hi(multiplier, low) ^ seed ^ high;
+        high = multiplier * low;
+        low = top;
+    }
+    return sqrt(-2.0 * log(unit(low))) * cospi(2.0 * unit(high));
+}
+
+__global__ void __launch_bounds__(MN_EACH_THREADS)
+normal_kernel(mn_side to, int64_t n, uint64_t seed, uint64_t stream) {
+    const int64_t i = blockIdx.x * (int64_t)MN_EACH_THREADS + threadIdx.x;
+    if (i < n) mn_side_put(to, i, (float)normal(seed, stream, (uint64_t)i));
+}
+
+MN_CUDA_WORK(normal) {
+    const mn_normal_work *w = (const mn_normal_work *)work;
+    (void)space;
+    if (w->n == 0) return cudaSuccess;
+    normal_kernel<<<mn_blocks(w->n, MN_EACH_THREADS), MN_EACH_THREADS, 0, (cudaStream_t)where>>>(
+        mn_side_of(w->to), w->n, w->seed, w->stream);
+    return mn_launched();
+}
+
+/* ---- pairs ----------------------------------------------------------------------------------- */
+
+struct add_scaled {
+    static constexpr int INS = 3, OUTS = 1;    // a, b, c; y
+
+    template <bool NARROW, int N>
+    __device__ void run(const float (&x)[4][N], float (&y)[1][N]) const {
+#pragma unroll
+        for (int j = 0; j < N; j++) y[0][j] = fmaf(x[1][j], x[2][j], x[0][j]);
+    }
+};
+
+struct pair_backward {
+    static constexpr int INS = 3, OUTS = 2;    // a, b, dy; da, db
+    mn_pair_kind kind;
+    float scale, shift;
+
+    template <bool NARROW, int N>
+    __device__ void run(const float (&x)[5][N], float (&y)[2][N]) const {
+        const auto each = [&](auto of) {
+#pragma unroll
+            for (int j = 0; j < N; j++) y[0][j] = of(x[0][j], x[1][j], x[2][j]);
+        };
+        switch (kind) {
+        case MN_PAIR_MULTIPLY: each([](float, float b, float dy) { return dy * b; }); break;
+        case MN_PAIR_AFFINE: each([this](float, float, float dy) { return dy * scale; }); break;
+        case MN_PAIR_AT_LEAST:
+            each([this](float a, float, float dy) { return a > shift ? dy : 0.0f; });
+            break;
+        default: each([](float, float, float dy) { return dy; }); break;
+        }
+        const bool multiplies = kind == MN_PAIR_MULTIPLY;
+#pragma unroll
+        for (int j = 0; j < N; j++) y[1][j] = multiplies ? x[2][j] * x[0][j] : x[2][j];
+    }
+};
+
+/* What the gradients do not depend on is not read. Where both are one tensor's, the second one is
+ * added after the first. */
+static int pair_back(mn_pair_work w, void *stream) {
+    const pair_backward f = { w.kind, (float)w.scale, (float)w.shift };
+    const bool multiplies = w.kind == MN_PAIR_MULTIPLY;
+    if (w.da.data && w.da.data == w.db.data) {
+        mn_pair_work first = w, second = w;
+        first.db.data = second.da.data = NULL;
+        const int code = pair_back(first, stream);
+        return code == cudaSuccess ? pair_back(second, stream) : code;
+    }
+    if (w.kind != MN_PAIR_AT_LEAST && !(multiplies && w.db.data)) w.a.data = NULL;
+    if (!multiplies || !w.da.data) w.b.data = NULL;
+    return mn_run_each(f, w.shape, { &w.a, &w.b, &w.dy }, { &w.da, &w.db }, { w.add_a, w.add_b },
+                       stream);
+}
+
+MN_CUDA_WORK(pair) {
+    const mn_pair_work *w = (const mn_pair_work *)work;
+    (void)space;
+    if (!w->y.data && w->kind == MN_PAIR_MULTIPLY && mn_is_row_gate(w->db, w->shape)) {
+        return mn_gate_back_cuda({ w->shape, NULL, &w->a, &w->b, &w->dy, &w->da, &w->db, &w->e,
+                                   &w->c, &w->dc, w->add_a, w->add_b }, where);
+    }
+    if (!w->y.data) return pair_back(*w, where);
+    if (w->kind == MN_PAIR_SCALED) {
+        return mn_run_each(add_scaled{}, w->shape, { &w->a, &w->b, &w->c }, { &w->y }, { false },
+                           where);
+    }
+    const mn_pair_forward f = { w->kind, (float)w->scale, (float)w->shift };
+    return mn_run_each(f, w->shape, { &w->a, &w->b }, { &w->y }, { false }, where);
+}

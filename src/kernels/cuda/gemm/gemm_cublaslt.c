@@ -1,0 +1,368 @@
+/* gemm_cublaslt.c - matrix products through cuBLASLt, which is found when the program runs.
+ *
+ * The library counts columns first: our row-major c = a b is its c' = b' a'. The algorithm for a
+ * shape is one of the first that its heuristics name, chosen by the shape alone and kept; so are
+ * the descriptions.
+ *
+ * Rows of c are tokens unless a is transposed, and what a token gets must not depend on how many
+ * others there are. So these products are asked for without sums in parts that are added later,
+ * and as if there were at least LEAST_ROWS: for fewer the library has kernels that add in an order
+ * of their own, while those that work by tiles of c add along K in the same order whatever the
+ * tile. That was seen of kernels for rows of whole packs of 16 bytes; other rows have the one that
+ * is best for ODD_ROWS, however many they are. */
+#include "kernels/gemm.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/dtype.h"
+#include "base/util.h"
+#include "kernels/cuda/gemm/gemm_fallback.h"
+
+#if MN_HAVE_CUBLASLT_H
+#include <cublasLt.h>
+#include <dlfcn.h>
+
+/* The calls used here, by the names cublasLt.h gives them. */
+#define CALLS(CALL)                                                                                \
+    CALL(cublasLtCreate) CALL(cublasLtDestroy) CALL(cublasLtMatmul)                                \
+    CALL(cublasLtMatmulDescCreate) CALL(cublasLtMatmulDescSetAttribute)                            \
+    CALL(cublasLtMatmulDescDestroy) CALL(cublasLtMatrixLayoutCreate)                               \
+    CALL(cublasLtMatrixLayoutDestroy) CALL(cublasLtMatmulPreferenceCreate)                         \
+    CALL(cublasLtMatmulPreferenceSetAttribute) CALL(cublasLtMatmulPreferenceDestroy)               \
+    CALL(cublasLtMatmulAlgoGetHeuristic) CALL(cublasLtMatmulAlgoConfigGetAttribute)
+
+#define NAME(name) #name
+#define EXPANDED(name) NAME(name)
+
+typedef struct library {
+    void *handle;
+#define MEMBER(name) __typeof__(name) *name;
+    CALLS(MEMBER)
+#undef MEMBER
+} library;
+
+static bool load(library *lib) {
+    lib->handle = dlopen("libcublasLt.so." EXPANDED(CUBLAS_VER_MAJOR), RTLD_NOW | RTLD_LOCAL);
+    if (!lib->handle) return false;
+    bool all = true;
+    void *found;
+#define FIND(name)                                                                                 \
+    found = dlsym(lib->handle, #name);                                                             \
+    memcpy(&lib->name, &found, sizeof found);                                                      \
+    all = all && found;
+    CALLS(FIND)
+#undef FIND
+    return all;
+}
+
+/* What an algorithm is chosen by: everything but the addresses, of which the alignment counts.
+ * Compared as bytes, so it is made from a zeroed one. */
+typedef struct shape {
+    int64_t M, N, K, a_row, b_row, c_row;
+    int32_t dtype, c_dtype, align_a, align_b, align_c;
+    int32_t a_transposed, b_transposed, adds, biased;
+} shape;
+
+/* Of our b, a and c: factors change places. */
+typedef struct layouts {
+    cublasLtMatrixLayout_t a, b, c;
+} layouts;
+
+typedef struct chosen {
+    struct chosen *next;
+    shape shape;
+    bool plain;    // the library has no algorithm for it
+    bool own;      // another one would serve more rows, but not these
+    cublasLtMatmulDesc_t desc;
+    layouts of;
+    cublasLtMatmulAlgo_t algo;
+} chosen;
+
+enum { BUCKETS = 256 };
+
+struct mn_products {
+    bool tried, fast;
+    library lib;
+    cublasLtHandle_t handle;
+    chosen *buckets[BUCKETS];
+};
+
+static bool ok(cublasStatus_t status) {
+    return status == CUBLAS_STATUS_SUCCESS;
+}
+
+bool mn_products_fast(mn_products *p) {
+    if (!p->tried) p->fast = load(&p->lib) && ok(p->lib.cublasLtCreate(&p->handle));
+    p->tried = true;
+    return p->fast;
+}
+
+/* ---- shapes ---------------------------------------------------------------------------------- */
+
+enum { MOST_ALIGN = 16, SPACE_ALIGN = 256, SPACE = MN_PRODUCT_SPACE - SPACE_ALIGN };
+
+/* Heuristics asked for; depth up to which the end of a tile counts, in results of many numbers. */
+enum { CHOICES = 8, MOST_SHORT = 4096, LEAST_NUMBERS = 1 << 24 };
+
+enum { LEAST_ROWS = 256, ODD_ROWS = 4096 };
+
+static bool rows_are_tokens(const shape *s) {
+    return !s->a_transposed;
+}
+
+static bool has_packs(const shape *s) {
+    const int64_t a = MOST_ALIGN / (int64_t)mn_dtype_bytes(s->dtype);
+    const int64_t c = MOST_ALIGN / (int64_t)mn_dtype_bytes(s->c_dtype);
+    return s->a_row % a == 0 && s->b_row % a == 0 && s->c_row % c == 0 &&
+           s->align_a == MOST_ALIGN && s->align_b == MOST_ALIGN && s->align_c == MOST_ALIGN;
+}
+
+/* The rows that an algorithm is asked for. */
+static int64_t rows_asked(const shape *s) {
+    if (!rows_are_tokens(s)) return s->M;
+    return has_packs(s) ? mn_max(s->M, LEAST_ROWS) : ODD_ROWS;
+}
+
+static int32_t alignment(const void *at) {
+    const uintptr_t low = (uintptr_t)at & -(uintptr_t)at;
+    return low == 0 || low > MOST_ALIGN ? MOST_ALIGN : (int32_t)low;
+}
+
+static void describe(shape *s, const mn_product_work *w) {
+    memset(s, 0, sizeof *s);
+    s->M = w->M, s->N = w->N, s->K = w->K;
+    s->a_row = w->a_row, s->b_row = w->b_row, s->c_row = w->c_row;
+    s->dtype = w->dtype, s->c_dtype = w->c_dtype;
+    s->align_a = alignment(w->a), s->align_b = alignment(w->b), s->align_c = alignment(w->c);
+    s->a_transposed = w->a_transposed, s->b_transposed = w->b_transposed;
+    s->adds = w->onto || w->accumulate, s->biased = w->bias != NULL;
+    if (w->onto && alignment(w->onto) < s->align_c) s->align_c = alignment(w->onto);
+}
+
+static unsigned bucket_of(const shape *s) {
+    const unsigned char *bytes = (const unsigned char *)s;
+    uint32_t hash = 2166136261u;
+    for (size_t i = 0; i < sizeof *s; i++) hash = (hash ^ bytes[i]) * 16777619u;
+    return hash % BUCKETS;
+}
+
+static cudaDataType_t type_of(int32_t dtype) {
+    return dtype == MN_BF16 ? CUDA_R_16BF : CUDA_R_32F;
+}
+
+static bool make_desc(const library *lib, chosen *c) {
+    const cublasOperation_t flip = CUBLAS_OP_T;
+    const cublasLtEpilogue_t bias = CUBLASLT_EPILOGUE_BIAS;
+    const cudaDataType_t type = type_of(c->shape.c_dtype);
+    if (!ok(lib->cublasLtMatmulDescCreate(&c->desc, CUBLAS_COMPUTE_32F, CUDA_R_32F))) return false;
+#define SET(attribute, value)                                                                      \
+    ok(lib->cublasLtMatmulDescSetAttribute(c->desc, CUBLASLT_MATMUL_DESC_##attribute, &(value),    \
+                                           sizeof(value)))
+    if (c->shape.b_transposed && !SET(TRANSA, flip)) return false;
+    if (c->shape.a_transposed && !SET(TRANSB, flip)) return false;
+    return !c->shape.biased || (SET(EPILOGUE, bias) && SET(BIAS_DATA_TYPE, type));
+#undef SET
+}
+
+/* A matrix that we store as rows of `n` numbers, `row` apart. */
+static bool make_layout(const library *lib, cublasLtMatrixLayout_t *out, int32_t dtype, int64_t n,
+                        int64_t rows, int64_t row) {
+    return ok(lib->cublasLtMatrixLayoutCreate(out, type_of(dtype), (uint64_t)n, (uint64_t)rows,
+                                              row));
+}
+
+/* Of `s` with M rows. */
+static bool make_layouts(const library *lib, layouts *l, const shape *s, int64_t M) {
+    return make_layout(lib, &l->a, s->dtype, s->b_transposed ? s->K : s->N,
+                       s->b_transposed ? s->N : s->K, s->b_row) &&
+           make_layout(lib, &l->b, s->dtype, s->a_transposed ? M : s->K,
+                       s->a_transposed ? s->K : M, s->a_row) &&
+           make_layout(lib, &l->c, s->c_dtype, s->N, M, s->c_row);
+}
+
+static void forget_layouts(const library *lib, layouts *l) {
+    if (l->a) lib->cublasLtMatrixLayoutDestroy(l->a);
+    if (l->b) lib->cublasLtMatrixLayoutDestroy(l->b);
+    if (l->c) lib->cublasLtMatrixLayoutDestroy(l->c);
+}
+
+static bool set_preference(const library *lib, cublasLtMatmulPreference_t preference,
+                           const shape *s) {
+    const uint64_t space = SPACE;
+    const uint32_t a = (uint32_t)s->align_b, b = (uint32_t)s->align_a, c = (uint32_t)s->align_c;
+    const uint32_t whole = CUBLASLT_REDUCTION_SCHEME_NONE;
+#define SET(attribute, value)                                                                      \
+    ok(lib->cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_##attribute,     \
+                                                 &(value), sizeof(value)))
+    return SET(MAX_WORKSPACE_BYTES, space) && SET(MIN_ALIGNMENT_A_BYTES, a) &&
+           SET(MIN_ALIGNMENT_B_BYTES, b) && SET(MIN_ALIGNMENT_C_BYTES, c) &&
+           SET(MIN_ALIGNMENT_D_BYTES, c) &&
+           (!rows_are_tokens(s) || SET(REDUCTION_SCHEME_MASK, whole));
+#undef SET
+}
+
+/* Kernels whose two groups of warps work on a tile each, one ending its tile while the other
+ * multiplies. Others (options from 4 on) share a tile, which is larger and costs less to read. */
+static bool takes_turns(const library *lib, const cublasLtMatmulAlgo_t *algo) {
+    uint32_t option = 0;
+    size_t size;
+    return ok(lib->cublasLtMatmulAlgoConfigGetAttribute(
+               algo, CUBLASLT_ALGO_CONFIG_CUSTOM_OPTION, &option, sizeof option, &size)) &&
+           option > 0 && option < 4;
+}
+
+/* Where sums are short the end of a tile counts. */
+static bool is_short(const shape *s) {
+    return s->dtype == MN_BF16 && has_packs(s) && s->K <= MOST_SHORT &&
+           s->M * s->N >= LEAST_NUMBERS;
+}
+
+/* Without sums in parts the first may be one with few large tiles for rows of float32, which leaves
+ * most processors without work: the first whose tiles fill a tenth of them, or who fills most. */
+static const cublasLtMatmulAlgo_t *most_spread(const cublasLtMatmulHeuristicResult_t *results,
+                                               int n) {
+    const float enough = 0.1f;
+    int best = 0;
+    for (int i = 0; i < n && results[best].wavesCount < enough; i++) {
+        if (results[i].wavesCount >= results[best].wavesCount) best = i;
+    }
+    return &results[best].algo;
+}
+
+static const cublasLtMatmulAlgo_t *best_of(const library *lib, const shape *s,
+                                           const cublasLtMatmulHeuristicResult_t *results, int n) {
+    if (s->dtype == MN_F32 && rows_are_tokens(s)) return most_spread(results, n);
+    for (int i = 0; i < n && is_short(s); i++) {
+        if (takes_turns(lib, &results[i].algo)) return &results[i].algo;
+    }
+    return &results[0].algo;
+}
+
+/* An algorithm for the shape as if it had `rows` rows. */
+static bool choose(mn_products *p, chosen *c, int64_t rows) {
+    const library *lib = &p->lib;
+    const shape *s = &c->shape;
+    cublasLtMatmulPreference_t preference = NULL;
+    cublasLtMatmulHeuristicResult_t results[CHOICES];
+    layouts asked = { 0 };
+    const int wanted = is_short(s) || s->dtype == MN_F32 ? CHOICES : 1;
+    int found = 0;
+    const bool there =
+        make_layouts(lib, &asked, s, rows) &&
+        ok(lib->cublasLtMatmulPreferenceCreate(&preference)) &&
+        set_preference(lib, preference, s) &&
+        ok(lib->cublasLtMatmulAlgoGetHeuristic(p->handle, c->desc, asked.a, asked.b, asked.c,
+                                               asked.c, preference, wanted, results, &found)) &&
+        found > 0;
+    if (preference) lib->cublasLtMatmulPreferenceDestroy(preference);
+    forget_layouts(lib, &asked);
+    if (there) c->algo = *best_of(lib, s, results, found);
+    return there;
+}
+
+/* The choice for a shape, made when it is first asked for; NULL when memory is out. */
+static chosen *find(mn_products *p, const mn_product_work *work) {
+    shape s;
+    describe(&s, work);
+    chosen **at = &p->buckets[bucket_of(&s)];
+    for (; *at; at = &(*at)->next) {
+        if (memcmp(&(*at)->shape, &s, sizeof s) == 0) return *at;
+    }
+    chosen *made = calloc(1, sizeof *made);
+    if (!made) return NULL;
+    made->shape = s;
+    made->plain = !make_desc(&p->lib, made) || !make_layouts(&p->lib, &made->of, &s, s.M) ||
+                  !choose(p, made, rows_asked(&s));
+    return *at = made;
+}
+
+/* ---- products -------------------------------------------------------------------------------- */
+
+/* Algorithms that use work space want it to begin at a multiple of 256. */
+static void *aligned_space(void *space) {
+    return (void *)(((uintptr_t)space + SPACE_ALIGN - 1) / SPACE_ALIGN * SPACE_ALIGN);
+}
+
+static bool run_fast(mn_products *p, const chosen *c, const mn_product_work *w, void *space,
+                     void *stream) {
+    const float one = 1.0f, beta = c->shape.adds ? 1.0f : 0.0f;
+    const library *lib = &p->lib;
+    if (w->bias && !ok(lib->cublasLtMatmulDescSetAttribute(
+                       c->desc, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &w->bias, sizeof w->bias))) {
+        return false;
+    }
+    const void *onto = w->onto ? w->onto : w->c;
+    return ok(lib->cublasLtMatmul(p->handle, c->desc, &one, w->b, c->of.a, w->a, c->of.b, &beta,
+                                  onto, c->of.c, w->c, c->of.c, &c->algo, aligned_space(space),
+                                  SPACE, stream));
+}
+
+/* What takes the place of an algorithm that the library refused to run: one for many rows may not
+ * serve few of them where N or K are a few numbers, so first one for this number of rows. */
+static void step_down(mn_products *p, chosen *c) {
+    const bool own = !c->own && rows_asked(&c->shape) != c->shape.M;
+    c->plain = !own || !choose(p, c, c->shape.M);
+    c->own = true;
+}
+
+int mn_products_run(mn_products *p, const mn_product_work *work, void *space, void *stream) {
+    if (work->step && mn_product_few_serves(work)) return mn_product_few(work, stream);
+    if (mn_few_columns_serve(work)) return mn_few_columns(work, stream);
+    chosen *c = work->K > 0 && mn_products_fast(p) ? find(p, work) : NULL;
+    if (!c || c->plain) return mn_product_plain(work, stream);
+    if (run_fast(p, c, work, space, stream)) return 0;
+    step_down(p, c);
+    return mn_products_run(p, work, space, stream);
+}
+
+mn_products *mn_products_create(void) {
+    return calloc(1, sizeof(mn_products));
+}
+
+static void forget(const library *lib, chosen *c) {
+    forget_layouts(lib, &c->of);
+    if (c->desc) lib->cublasLtMatmulDescDestroy(c->desc);
+    free(c);
+}
+
+void mn_products_destroy(mn_products *p) {
+    if (!p) return;
+    for (int i = 0; i < BUCKETS; i++) {
+        for (chosen *c = p->buckets[i], *next; c; c = next) {
+            next = c->next;
+            forget(&p->lib, c);
+        }
+    }
+    if (p->handle) p->lib.cublasLtDestroy(p->handle);
+    if (p->lib.handle) dlclose(p->lib.handle);
+    free(p);
+}
+
+#else
+
+struct mn_products {
+    bool nothing;
+};
+
+mn_products *mn_products_create(void) {
+    return calloc(1, sizeof(mn_products));
+}
+
+void mn_products_destroy(mn_products *products) {
+    free(products);
+}
+
+bool mn_products_fast(mn_products *products) {
+    (void)products;
+    return false;
+}
+
+int mn_products_run(mn_products *products, const mn_product_work *work, void *space, void *stream) {
+    (void)products, (void)space;
+    if (work->step && mn_product_few_serves(work)) return mn_product_few(work, stream);
+    if (mn_few_columns_serve(work)) return mn_few_columns(work, stream);
+    return mn_product_plain(work, stream);
+}
+
+#endif

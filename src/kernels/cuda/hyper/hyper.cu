@@ -1,0 +1,434 @@
+/* hyper.cu - HyperMLP and HyperGLU heads by strips of query rows (equations in ref/hyper.c).
+ *
+ * Products of a strip are those of attention (attention_strip_mma.cuh), its rows those of
+ * hyper_rows.cuh. Backward makes the strip again, and o once more where it is given, and goes back
+ * through it:
+ *
+ *   o = w v, dgv, g_o = do gv / n    dv += w'g_o    gw = g_o v'    gw -> g, the cotangents of x
+ *   parameters, and g -> dz          dq = dz k      dk += dz'q
+ *
+ * Gradients of parameters gather in a few parts, each of every n-th tile, which are added last. */
+#include "kernels/cuda/hyper/hyper_rows.cuh"
+#include "kernels/cuda/prim/split_reduce.cuh"
+
+/* Of a block of the parameters' kernel: lags, rows in shared memory and in registers. */
+enum { LAGS = 128, BATCH = 16, AT_ONCE = 8, MOST_PARTS = 8 };
+
+/* ---- parameters ------------------------------------------------------------------------------ */
+
+/* Parameters by lag, in float. */
+template <typename T>
+__global__ void enter_kernel(const __grid_constant__ mn_hyper k) {
+    const mn_call &c = k.p.call;
+    const int64_t mix = blockIdx.y, which = mix < c.Q ? mix : mix - c.Q;
+    const bool second = mix >= c.Q;
+    const int64_t R = second ? c.W : c.R, j = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (j >= c.P || !k.mixed[second]) return;
+    const T *U = mn_row<T>(second ? k.p.U2 : k.p.U1, 0, 0, which);
+    const T *Vt = mn_row<T>(second ? k.p.Vt2 : k.p.Vt1, 0, 0, which);
+    const T *d = mn_row<T>(second ? k.p.d2 : k.p.d1, 0, 0, which);
+    float *to = k.params + mix * k.lags * (2 * k.ranks + 1);
+    for (int64_t a = 0; a < k.ranks; a++) {
+        to[j * k.ranks + a] = a < R ? mn_float(U[(c.P - 1 - j) * R + a]) : 0.0f;
+        to[(k.lags + j) * k.ranks + a] = a < R ? mn_float(Vt[a * c.P + c.P - 1 - j]) : 0.0f;
+    }
+    to[2 * k.lags * k.ranks + j] = mn_float(d[c.P - 1 - j]);
+}
+
+/* Sums of parts by lag, (parts, Q + H, (2 ranks + 1) lags), to the parameters' gradients. */
+template <typename T>
+__global__ void leave_kernel(const __grid_constant__ mn_hyper k, const float *parts,
+                             int64_t n_parts) {
+    const mn_call &c = k.p.call;
+    const int64_t mix = blockIdx.y, which = mix < c.Q ? mix : mix - c.Q;
+    const bool second = mix >= c.Q;
+    const int64_t R = second ? c.W : c.R, j = blockIdx.x * (int64_t)blockDim.x + threadIdx.x;
+    if (j >= c.P || !k.mixed[second]) return;
+    const int64_t each = k.lags * (2 * k.ranks + 1), step = (c.Q + c.H) * each;
+    const auto sum = [&](int64_t at) {
+        float x = 0.0f;
+        for (int64_t i = 0; i < n_parts; i++) x += parts[i * step + mix * each + at];
+        return x;
+    };
+    T *dU = mn_row<T>(second ? k.p.grad.U2 : k.p.grad.U1, 0, 0, which);
+    T *dVt = mn_row<T>(second ? k.p.grad.Vt2 : k.p.grad.Vt1, 0, 0, which);
+    T *dd = mn_row<T>(second ? k.p.grad.d2 : k.p.grad.d1, 0, 0, which);
+    for (int64_t a = 0; a < R; a++) {
+        if (dU) mn_put(dU + (c.P - 1 - j) * R + a, sum(j * k.ranks + a));
+        if (dVt) mn_put(dVt + a * c.P + c.P - 1 - j, sum((k.lags + j) * k.ranks + a));
+    }
+    if (dd) mn_put(dd + c.P - 1 - j, sum(2 * k.lags * k.ranks + j));
+}
+
+/* What rows of a batch have for one mix: h c and y c of 16 ranks. */
+struct batch_room {
+    float hc[BATCH][MN_HYPER_RANKS], yc[BATCH][MN_HYPER_RANKS];
+};
+
+/* dU, dVt and dd of a lag grow by what the strip's rows give, and for first mixes g becomes dz. A
+ * block has 128 lags of one mix and every n-th tile; 16 ranks at a time. */
+__global__ static void __launch_bounds__(LAGS, 4)
+params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts) {
+    __shared__ __align__(16) batch_room room;
+    const mn_call &c = k.p.call;
+    const int64_t mix = blockIdx.y, j = blockIdx.x * (int64_t)LAGS + threadIdx.x;
+    const bool second = mix >= c.Q;
+    const int branch = second ? 2 : (int)(mix / c.H);
+    const int64_t head = mix % c.H, each = k.lags * (2 * k.ranks + 1);
+    const mn_hyper_mix m = mn_hyper_mix_of(k, mix);
+    if (!m.U) return;
+    float *part = parts + (blockIdx.z * (c.Q + c.H) + mix) * each;
+    const float *in = second ? k.base : k.z[branch];
+    float *out = second ? k.w : k.g[branch];
+    const bool there = j < k.lags;
+    float dd = there ? part[2 * k.lags * k.ranks + j] : 0.0f;
+    const float by = there ? 1.0f + m.d[j] : 0.0f;
+    for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
+        float dU[MN_HYPER_RANKS] = {}, dVt[MN_HYPER_RANKS] = {}, U[MN_HYPER_RANKS] = {};
+        if (there) {
+            mn_hyper_load(dU, part + j * k.ranks + a0);
+            mn_hyper_load(dVt, part + (k.lags + j) * k.ranks + a0);
+            mn_hyper_load(U, m.U + j * k.ranks + a0);
+        }
+        const bool last = a0 + MN_HYPER_RANKS >= k.ranks, sums_d = a0 == 0;
+        for (int64_t i = blockIdx.z; i < k.s.n_tiles; i += n_parts) {
+            const mn_tile_span tile = mn_tile_at(k.s.call, MN_STRIP_ROWS, k.s.first + i);
+            const int64_t seen = mn_keys_before(k.s.call) + tile.first;
+            if (seen + tile.n_rows <= blockIdx.x * (int64_t)LAGS) continue;
+            for (int64_t r0 = 0; r0 < tile.n_rows; r0 += BATCH) {
+                const int n = (int)min((int64_t)BATCH, tile.n_rows - r0);
+                __syncthreads();
+                for (int e = threadIdx.x; e < n * MN_HYPER_RANKS; e += LAGS) {
+                    const int r = e / MN_HYPER_RANKS, a = e % MN_HYPER_RANKS;
+                    float *kept = mn_hyper_kept(k, i, head, r0 + r);
+                    room.hc[r][a] = mn_hyper_ranks(k, kept, branch, MN_HYPER_HC)[a0 + a];
+                    room.yc[r][a] = mn_hyper_ranks(k, kept, branch, MN_HYPER_YC)[a0 + a];
+                }
+                __syncthreads();
+                /* Row r has lag j at r (row + 1) from here on. */
+                const int64_t newest = mn_strip_at(k.s, i, head, r0) + seen + r0 - j;
+                const int step = (int)k.s.row + 1, lags = (int)(seen + r0 + 1 - j);
+                const float *from_z = in + newest;
+                float *from_g = out + newest;
+                for (int r1 = 0; r1 < n; r1 += AT_ONCE) {
+                    float z[AT_ONCE], g[AT_ONCE];
+#pragma unroll
+                    for (int e = 0; e < AT_ONCE; e++) {
+                        const bool sees = r1 + e < n && lags + r1 + e > 0;
+                        z[e] = sees ? from_z[(r1 + e) * step] : 0.0f;
+                        g[e] = sees ? from_g[(r1 + e) * step] : 0.0f;
+                    }
+#pragma unroll
+                    for (int e = 0; e < AT_ONCE; e++) {
+                        const int r = r1 + e;
+                        if (r >= n) break;
+                        if (sums_d) dd = fmaf(z[e], g[e], dd);
+                        float dz = by * g[e];
+#pragma unroll
+                        for (int a = 0; a < MN_HYPER_RANKS; a += 4) {
+                            const float4 yc = *(const float4 *)&room.yc[r][a];
+                            const float4 hc = *(const float4 *)&room.hc[r][a];
+                            const float ys[4] = { yc.x, yc.y, yc.z, yc.w };
+                            const float hs[4] = { hc.x, hc.y, hc.z, hc.w };
+#pragma unroll
+                            for (int b = 0; b < 4; b++) {
+                                dU[a + b] = fmaf(z[e], ys[b], dU[a + b]);
+                                dVt[a + b] = fmaf(g[e], hs[b], dVt[a + b]);
+                                dz = fmaf(ys[b], U[a + b], dz);
+                            }
+                        }
+                        if (second || !last || lags + r <= 0) continue;
+                        const float *kept = mn_hyper_kept(k, i, head, r0 + r);
+                        const float *all = kept + MN_HYPER_FIRST + (branch * 3 + 2) * k.ranks;
+                        for (int64_t a = 0; a < a0; a++) {
+                            dz = fmaf(all[a], m.U[j * k.ranks + a], dz);
+                        }
+                        from_g[r * step] = dz;
+                    }
+                }
+            }
+        }
+        for (int a = 0; there && a < MN_HYPER_RANKS; a++) {
+            part[j * k.ranks + a0 + a] = dU[a];
+            part[(k.lags + j) * k.ranks + a0 + a] = dVt[a];
+        }
+    }
+    if (there) part[2 * k.lags * k.ranks + j] = dd;
+}
+
+/* ---- outputs --------------------------------------------------------------------------------- */
+
+/* o = y scale gv; and, going back, dgv = do y scale and g_o = do gv scale. A block has one row of a
+ * head. */
+template <typename T>
+__global__ void __launch_bounds__(MN_STRIP_THREADS)
+output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
+    const mn_tile_span tile = mn_tile_at(k.s.call, MN_STRIP_ROWS, k.s.first + blockIdx.z);
+    const int64_t r = blockIdx.x, h = blockIdx.y;
+    if (r >= tile.n_rows) return;
+    const int64_t b = tile.span.b, t = tile.span.t0 + tile.first + r;
+    const float scale = mn_hyper_kept(k, blockIdx.z, h, r)[MN_HYPER_SCALE];
+    const float *sum = mn_row<float>(y, b, t, h);
+    const T *gv = mn_row<T>(k.p.gv, b, t, h), *d_o = mn_row<T>(k.p.cot.o, b, t, h);
+    T *o = mn_row<T>(k.p.o, b, t, h), *dgv = mn_row<T>(k.p.grad.gv, b, t, h);
+    float *g = mn_row<float>(g_o, b, t, h);
+    for (int64_t i = threadIdx.x; i < k.p.call.V; i += MN_STRIP_THREADS) {
+        const float by = gv ? mn_float(gv[i]) : 1.0f;
+        if (o) mn_put(o + i, sum[i] * scale * by);
+        if (!g) continue;
+        const float d = mn_get(d_o, i);
+        if (dgv) mn_put(dgv + i, d * sum[i] * scale);
+        g[i] = d * by * scale;
+    }
+}
+
+/* ---- one query of each head ------------------------------------------------------------------ */
+
+enum { STEP_KEYS = 256, STEP_COLUMNS = 64, STEP_GROUPS = MN_STRIP_THREADS / STEP_COLUMNS };
+
+/* parts (B, H, parts, V): sums of w v over 256 keys. A group of 64 threads has every fourth key. */
+template <typename T>
+__global__ void __launch_bounds__(MN_STRIP_THREADS)
+step_part_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts) {
+    __shared__ float sums[STEP_GROUPS][STEP_COLUMNS];
+    const int64_t part = blockIdx.x, h = blockIdx.y, b = blockIdx.z, V = k.p.call.V;
+    const int column = threadIdx.x % STEP_COLUMNS, group = threadIdx.x / STEP_COLUMNS;
+    const int64_t key0 = part * STEP_KEYS;
+    const int n_keys = (int)min((int64_t)STEP_KEYS, k.p.call.L - key0);
+    const float *w = k.w + mn_strip_at(k.s, b, h, 0) + key0;
+    float *to = parts + ((b * k.p.call.H + h) * n_parts + part) * V;
+    for (int64_t c0 = 0; c0 < V; c0 += STEP_COLUMNS) {
+        const int64_t c = c0 + column;
+        float sum = 0.0f;
+#pragma unroll 8
+        for (int i = group; c < V && i < n_keys; i += STEP_GROUPS) {
+            sum = fmaf(w[i], mn_float(mn_row<T>(k.p.v, b, key0 + i, h)[c]), sum);
+        }
+        __syncthreads();
+        sums[group][column] = sum;
+        __syncthreads();
+        if (group != 0 || c >= V) continue;
+        sum = 0.0f;
+        for (int i = 0; i < STEP_GROUPS; i++) sum += sums[i][column];
+        to[c] = sum;
+    }
+}
+
+/* y, the parts in their order. */
+__global__ static void __launch_bounds__(MN_STRIP_THREADS)
+step_sum_kernel(const __grid_constant__ mn_hyper k, mn_out y, const float *parts,
+                int64_t n_parts) {
+    const int64_t h = blockIdx.x, b = blockIdx.y, V = k.p.call.V;
+    const float *from = parts + (b * k.p.call.H + h) * n_parts * V;
+    for (int64_t c = threadIdx.x; c < V; c += MN_STRIP_THREADS) {
+        float sum = 0.0f;
+        for (int64_t i = 0; i < n_parts; i++) sum += from[i * V + c];
+        mn_row<float>(y, b, 0, h)[c] = sum;
+    }
+}
+
+template <typename T>
+static void step_read(const mn_hyper &k, const mn_out &y, float *parts, cudaStream_t stream) {
+    const mn_call &c = k.p.call;
+    const int64_t n_parts = mn_ceil_div(c.L, STEP_KEYS);
+    const dim3 blocks((unsigned)n_parts, (unsigned)c.H, (unsigned)c.B);
+    step_part_kernel<T><<<blocks, MN_STRIP_THREADS, 0, stream>>>(k, parts, n_parts);
+    const dim3 heads((unsigned)c.H, (unsigned)c.B);
+    step_sum_kernel<<<heads, MN_STRIP_THREADS, 0, stream>>>(k, y, parts, n_parts);
+}
+
+/* ---- strips ---------------------------------------------------------------------------------- */
+
+/* Work space of a call, in floats. */
+struct room {
+    mn_hyper k;
+    int64_t most, matrix, n_matrices, params, rows, y, g_o, dk, dv, parts, n_parts, step, all;
+};
+
+static bool room_of(room *to, const mn_hyper_args *p, mn_pass pass) {
+    const bool backward = pass == MN_BACKWARD;
+    const mn_call &c = p->call;
+    mn_hyper &k = to->k;
+    k = {};
+    k.p = *p;
+    k.branches = p->kind == 1 ? 2 : 1;
+    k.mixed[0] = p->U1.data != NULL, k.mixed[1] = p->U2.data != NULL;
+    const int64_t R = mn_max(k.mixed[0] ? c.R : 0, k.mixed[1] ? c.W : 0);
+    k.ranks = mn_ceil_div(R, MN_HYPER_RANKS) * MN_HYPER_RANKS;
+    k.lags = R > 0 ? (c.P + 3) / 4 * 4 : 0;
+    k.row_floats = MN_HYPER_FIRST + 9 * k.ranks;
+    to->n_matrices = k.branches * (backward ? 2 : 1) + (backward ? 2 : 0);
+    k.s = mn_strip_of(c, c.H, to->n_matrices, &to->most);
+    to->n_parts = mn_min(mn_max(mn_tile_slots(c, MN_STRIP_ROWS), 1), (int64_t)MOST_PARTS);
+    bool ok = mn_strip_floats(&to->matrix, k.s, to->most) &&
+              mn_mul_i64(&to->params, k.lags, (c.Q + c.H) * (2 * k.ranks + 1)) &&
+              mn_mul_i64(&to->rows, to->most * k.s.rows * c.H, k.row_floats) &&
+              mn_mul_i64(&to->y, c.B * c.T, c.H * c.V) &&
+              mn_mul_i64(&to->dk, c.B * c.L, c.Q * c.K) &&
+              mn_mul_i64(&to->dv, c.B * c.L, c.H * c.V) &&
+              mn_mul_i64(&to->parts, to->params, to->n_parts);
+    ok = ok && mn_mul_i64(&to->step, mn_ceil_div(c.L, STEP_KEYS), to->y);
+    if (pass != MN_STEP) to->step = 0;
+    to->g_o = to->y;
+    if (!backward) to->g_o = to->dk = to->dv = to->parts = 0;
+    const int64_t parts[] = { to->params, to->rows, to->y, to->g_o, to->dk, to->dv, to->parts,
+                              to->step };
+    to->all = 0;
+    for (int i = 0; i < to->n_matrices; i++) ok = ok && mn_add_i64(&to->all, to->all, to->matrix);
+    for (int64_t part : parts) {
+        ok = ok && mn_add_i64(&to->all, to->all, (part + 63) / 64 * 64 + 64);
+    }
+    return ok;
+}
+
+static float *take(float **at, int64_t count) {
+    float *here = *at;
+    *at += (count + 63) / 64 * 64;
+    return here;
+}
+
+/* Parts of the work space, for one call. */
+struct space {
+    mn_out y, g_o, dk, dv;
+    float *parts, *step;    // step: of a decode step, else NULL
+};
+
+static space open_space(room *to, float *at, mn_pass pass) {
+    const bool backward = pass == MN_BACKWARD;
+    mn_hyper &k = to->k;
+    const mn_call &c = k.p.call;
+    space s = {};
+    k.params = take(&at, to->params);
+    k.rows = take(&at, to->rows);
+    for (int b = 0; b < k.branches; b++) k.z[b] = take(&at, to->matrix);
+    k.base = backward ? take(&at, to->matrix) : k.z[0];
+    k.w = backward ? take(&at, to->matrix) : k.base;
+    for (int b = 0; b < k.branches && backward; b++) k.g[b] = take(&at, to->matrix);
+    s.y = mn_strip_view(take(&at, to->y), c.T, c.H, c.V);
+    s.step = pass == MN_STEP ? take(&at, to->step) : NULL;
+    if (!backward) return s;
+    s.g_o = mn_strip_view(take(&at, to->g_o), c.T, c.H, c.V);
+    s.dk = mn_strip_view(take(&at, to->dk), c.L, c.Q, c.K);
+    s.dv = mn_strip_view(take(&at, to->dv), c.L, c.H, c.V);
+    s.parts = take(&at, to->parts);
+    return s;
+}
+
+template <typename T>
+static void strip_forward(const mn_hyper &k, const space &to, cudaStream_t stream) {
+    const mn_call &c = k.p.call;
+    const mn_strip_side<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
+    const mn_strip both = mn_strip_twice(k.s, k.branches, k.z[k.branches - 1] - k.z[0]);
+    mn_past_scores(both, k.z[0], q, key, c.K, 1.0f, stream);
+    const dim3 fours((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
+                     (unsigned)k.s.n_tiles);
+    const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
+    mn_hyper_forward_kernel<T><<<fours, MN_STRIP_THREADS, bytes, stream>>>(k);
+    const mn_strip_side<T> v = { k.p.v, 0, 1 };
+    if (to.step) step_read<T>(k, to.y, to.step, stream);
+    else mn_past_read<false, T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
+    const dim3 rows((unsigned)k.s.rows, (unsigned)c.H, (unsigned)k.s.n_tiles);
+    output_kernel<T><<<rows, MN_STRIP_THREADS, 0, stream>>>(k, mn_strip_input(to.y), to.g_o);
+}
+
+template <typename T>
+static void strip_backward(const mn_hyper &k, const space &to, int64_t n_parts,
+                           cudaStream_t stream) {
+    const mn_call &c = k.p.call;
+    const mn_strip_side<float> g_o = { mn_strip_input(to.g_o), 0, 1 };
+    const mn_strip_side<T> v = { k.p.v, 0, 1 };
+    strip_forward<T>(k, to, stream);
+    mn_past_gather<false, mn_is_bf16<T>()>(k.s, to.dv, 0, 1, k.w, g_o, c.V, stream);
+    mn_past_scores(k.s, k.w, g_o, v, c.V, 1.0f, stream);
+    const dim3 fours((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
+                     (unsigned)k.s.n_tiles);
+    const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
+    mn_hyper_backward_kernel<T><<<fours, MN_STRIP_THREADS, bytes, stream>>>(k);
+    const dim3 lags((unsigned)mn_ceil_div(k.lags, LAGS), (unsigned)(c.Q + c.H), (unsigned)n_parts);
+    if (k.lags > 0) params_kernel<<<lags, LAGS, 0, stream>>>(k, to.parts, n_parts);
+    const mn_strip_side<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
+    const mn_strip both = mn_strip_twice(k.s, k.branches, k.g[k.branches - 1] - k.g[0]);
+    mn_past_read<true, T, T>(both, k.p.grad.q, 0, k.g[0], key, c.K, 1.0f, stream);
+    mn_past_gather<true, mn_is_bf16<T>()>(both, to.dk, 0, 1, k.g[0], q, c.K, stream);
+}
+
+/* Sums of keys or values in their own type. */
+template <typename T>
+static void put_sums(const mn_out &to, const mn_out &from, const mn_call &call, int64_t heads,
+                     int64_t width, cudaStream_t stream) {
+    mn_strip_turn same = { call, 0, heads, width, 1.0, 0, 1, 1.0f };
+    same.call.T = call.L;
+    mn_strip_turn_rows<float, T>(same, to, mn_strip_input(from), stream);
+}
+
+template <typename T>
+static int run(const mn_hyper_args *p, mn_pass pass, float *shared, cudaStream_t stream) {
+    const bool backward = pass == MN_BACKWARD;
+    const mn_call &c = p->call;
+    room to = {};
+    if (!room_of(&to, p, pass)) return cudaErrorInvalidValue;
+    if (c.Q + c.H > 65535 || c.B * c.L > INT32_MAX || to.k.ranks > 512) {
+        return cudaErrorNotSupported;
+    }
+    space s = open_space(&to, shared, pass);
+    mn_hyper &k = to.k;
+    const dim3 lags((unsigned)mn_ceil_div(mn_max(c.P, 1), 128), (unsigned)(c.Q + c.H));
+    if (k.lags > 0) enter_kernel<T><<<lags, 128, 0, stream>>>(k);
+    if (backward) {
+        if (!p->grad.k.data) s.dk.data = NULL;
+        if (!p->grad.v.data) s.dv.data = NULL;
+        if (s.dk.data) cudaMemsetAsync(s.dk.data, 0, (size_t)to.dk * sizeof(float), stream);
+        if (s.dv.data) cudaMemsetAsync(s.dv.data, 0, (size_t)to.dv * sizeof(float), stream);
+        cudaMemsetAsync(s.parts, 0, (size_t)to.parts * sizeof(float), stream);
+    }
+    const int64_t slots = c.T > 0 ? mn_tile_slots(c, MN_STRIP_ROWS) : 0;
+    if (to.most < slots) s.step = NULL;    // its parts are of one strip
+    for (k.s.first = 0; k.s.first < slots; k.s.first += k.s.n_tiles) {
+        k.s.n_tiles = mn_min(to.most, slots - k.s.first);
+        if (backward) strip_backward<T>(k, s, to.n_parts, stream);
+        else strip_forward<T>(k, s, stream);
+    }
+    if (!backward) return mn_launched();
+    if (s.dk.data) put_sums<T>(p->grad.k, s.dk, c, c.Q, c.K, stream);
+    if (s.dv.data) put_sums<T>(p->grad.v, s.dv, c, c.H, c.V, stream);
+    if (k.lags > 0) leave_kernel<T><<<lags, 128, 0, stream>>>(k, s.parts, to.n_parts);
+    return mn_launched();
+}
+
+static int run_any(const mn_hyper_args *p, mn_pass pass, void *shared, void *stream) {
+    const cudaStream_t on = (cudaStream_t)stream;
+    if (p->call.dtype == MN_BF16) return run<mn_bf16>(p, pass, (float *)shared, on);
+    return run<float>(p, pass, (float *)shared, on);
+}
+
+static bool plan_of(mn_plan *plan, const void *args, mn_pass pass) {
+    room to = {};
+    return room_of(&to, (const mn_hyper_args *)args, pass) &&
+           mn_mul_size(&plan->shared_bytes, (size_t)to.all, sizeof(float));
+}
+
+MN_CUDA_PLAN(hyper_forward) {
+    return plan_of(plan, args, MN_FORWARD);
+}
+
+MN_CUDA_LAUNCH(hyper_forward) {
+    const mn_hyper_args *p = (const mn_hyper_args *)args;
+    return p->o.data ? run_any(p, MN_FORWARD, shared, stream) : cudaSuccess;
+}
+
+MN_CUDA_PLAN(hyper_step) {
+    return plan_of(plan, args, MN_STEP);
+}
+
+MN_CUDA_LAUNCH(hyper_step) {
+    const mn_hyper_args *p = (const mn_hyper_args *)args;
+    return p->o.data ? run_any(p, MN_STEP, shared, stream) : cudaSuccess;
+}
+
+MN_CUDA_PLAN(hyper_backward) {
+    return plan_of(plan, args, MN_BACKWARD);
+}
+
+MN_CUDA_LAUNCH(hyper_backward) {
+    return run_any((const mn_hyper_args *)args, MN_BACKWARD, shared, stream);
+}

@@ -1,0 +1,737 @@
+/* importance_bwd_mma.cuh - Palimpsa in bf16 backward, on tensor cores (see importance_mma.cuh).
+ *
+ * Sixteen warps of a block walk through the tokens and tell each other of a chunk; in the middle of
+ * the next one they add that up. Four others help them: they bring tiles and make their factors. So
+ * nothing waits for the whole block.
+ *
+ * With D and C the adjoints of M and I times A,
+ *
+ *   pull_s = scale q do' / I'_s
+ *   D_t = D + sum_{s >= t} pull_s    C_t = C - sum_{s >= t} pull_s mu_s
+ *
+ * where D and C are those behind a chunk of 8 tokens. Tokens of a chunk are therefore visited in
+ * their order, each with the state behind it, and what s says goes to every t <= s at once: with X
+ * for pull_s and Y for X mu_s as pairs of bf16,
+ *
+ *   dq_s = scale mu_s do_s    dk_t = sum (X v_t - 2 k_t . Y b_t) / A    dv_t = sum k_t X / A
+ *   db_t = -sum k_t^2 Y / A
+ *
+ * are products whose result has a column for each t, the factors of t > s being zeros. D and C get
+ * the sums of X and -Y by products with ones. A head between t and s is a factor for all that s
+ * says to t.
+ *
+ * What dg and dip are made of is left to importance_decay_grad.cuh. */
+#ifndef MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_BWD_MMA_CUH
+#define MN_KERNELS_CUDA_IMPORTANCE_IMPORTANCE_BWD_MMA_CUH
+
+#include "kernels/cuda/prim/mbarrier.cuh"
+#include "kernels/cuda/importance/importance_mma.cuh"
+
+namespace importance::by_mma {
+
+/* Rows of parts or gradients of a head's tokens, from the block's first slot or column on; `i`: the
+ * first of four neighbours. */
+template <typename T>
+struct alignas(16) target {
+    T *first;          // at the sequence's first token; nullptr: not wanted
+    unsigned apart;    // its tokens, where packs are stored
+    int packed;        // how many numbers may be read or stored as packs of four
+    int left;          // how many there are
+    int64_t stride;    // its tokens
+
+    __device__ void open(T *row, int64_t base, int64_t count, int64_t between) {
+        first = row ? row + base : nullptr;
+        apart = (unsigned)between, stride = between;
+        left = row ? (int)min(count - base, (int64_t)1 << 30) : 0;
+        const bool packs = ((uintptr_t)first | (uintptr_t)(between * (int64_t)sizeof(T))) %
+                               (4 * sizeof(T)) == 0;
+        packed = packs && between == apart ? left & ~3 : 0;
+    }
+
+    /* Token t's; zeros where there are none. */
+    __device__ __forceinline__ void get(float (&x)[4], unsigned t, int i) const {
+        if (i < packed) {
+            mn_cell_read(x, first + (uint64_t)t * apart + i);
+            return;
+        }
+#pragma unroll
+        for (int n = 0; n < 4; n++) x[n] = i + n < left ? first[t * stride + i + n] : 0.0f;
+    }
+
+    /* Soon to be asked for. */
+    __device__ __forceinline__ void expect(unsigned t, int i) const {
+        if (i < left) asm volatile("prefetch.global.L2 [%0];" ::"l"(first + t * stride + i));
+    }
+
+    /* Those of them that there are. */
+    __device__ __forceinline__ void put(const float (&x)[4], unsigned t, int i) const {
+        if (i < packed) {
+            mn_store<4>(first + (uint64_t)t * apart + i, 0, x);
+            return;
+        }
+#pragma unroll
+        for (int n = 0; n < 4; n++) {
+            if (i + n < left) mn_put(first + t * stride + i + n, x[n]);
+        }
+    }
+};
+
+/* What a block of a head leaves for dg and dip (importance_decay_grad.cuh): for each token v'dv +
+ * b'db
+ * and the sum of pull mu, for each tile what its warps have of S in front of it, and sums of C
+ * behind the last token and of what goes to the prior from the first state. */
+template <typename Block>
+struct parts_of {
+    float2 *gates, *edge;
+    float *along;
+    int64_t tiles_apart;
+
+    __device__ parts_of(const mn_importance_args &p, const room &to, const place &at,
+                        int64_t n_rows, int64_t n_blocks, int64_t block) {
+        const int64_t H = p.call.H, slot = mn_cell_first_slot(p.call, at.n, TOKENS);
+        const int64_t row = (at.span.b * p.call.T + at.span.t0) * H + at.h;
+        tiles_apart = H * n_blocks * Block::WARPS;
+        gates = (float2 *)to.at[GATES] + block * n_rows + row;
+        along = to.at[ALONG] + ((slot * H + at.h) * n_blocks + block) * Block::WARPS;
+        edge = (float2 *)to.at[EDGES] + (at.n * H + at.h) * n_blocks + block;
+    }
+};
+
+/* Which blocks go in a launch: all (ALL), those of columns `slice`, or, where there are two along
+ * the columns and two along the slots (CROSSED), one of each, then the other two. */
+struct launched {
+    enum { ALL = -1 };
+    int slice;
+    bool crossed;
+
+    __device__ bool mine() const {
+        return slice == ALL || (int)(crossed ? blockIdx.x ^ blockIdx.z : blockIdx.x) == slice;
+    }
+};
+
+/* Where a block's gradients go: dk and dq as parts, dv and db too where blocks share the slots.
+ *
+ * Where blocks go one after the other, there is one part of dk and dq, the sum of those so far, and
+ * the last one puts the gradients; if crossed, one of dv and db, too. */
+struct targets {
+    target<float> key_parts[2], line_parts[2];    // of dq and dk; of dv and db
+    target<mn_bf16> keys[2], lines[2];
+    bool adds, ends;                // keys: to the blocks before it; is the last one
+    bool adds_lines, ends_lines;    // dv and db
+    float2 *gates;       // of the sequence's first token
+    float *along;        // of its first tile
+    unsigned tokens_apart, tiles_apart;
+    float scale, ip;     // scale: of dq
+
+    /* By the helpers' first thread. */
+    template <typename Block>
+    __device__ void open(const mn_importance_args &p, const room &to, const place &at, launched now,
+                         int64_t n_rows) {
+        const int64_t K = p.call.K, V = p.call.V, H = p.call.H, token = at.span.t0;
+        const int64_t row = (at.span.b * p.call.T + token) * H + at.h;
+        const int64_t key_part = now.slice == launched::ALL ? blockIdx.x : 0;
+        const int64_t line_part = now.crossed ? 0 : blockIdx.z;
+        float *key = to.at[KEY_PARTS] + (key_part * n_rows + row) * 2 * K;
+        float *line = to.at[SUMS] + (line_part * n_rows + row) * 2 * V;
+        const mn_out *of_keys[2] = { &p.grad.q, &p.grad.k };
+        const mn_out *of_lines[2] = { &p.grad.v, &p.grad.b };
+        if (helpers<Block>::own() != 0) return;
+        const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
+                                    blockIdx.z * gridDim.x + blockIdx.x);
+        gates = parts.gates, tokens_apart = (unsigned)H;
+        along = parts.along, tiles_apart = (unsigned)parts.tiles_apart;
+        scale = (float)p.scale, ip = at.ip;
+        adds = now.slice > 0, ends = now.slice == (int)gridDim.x - 1;
+        adds_lines = now.crossed && adds, ends_lines = gridDim.z == 1 || (now.crossed && ends);
+        for (int i = 0; i < 2; i++) {
+            key_parts[i].open(key + (1 - i) * K, Block::slot0(), K, H * 2 * K);    // dk comes first
+            line_parts[i].open(line + i * V, Block::column0(), V, H * 2 * V);
+            keys[i].open(mn_row<mn_bf16>(*of_keys[i], at.span.b, token, at.h), Block::slot0(), K,
+                         of_keys[i]->stride[1]);
+            lines[i].open(mn_row<mn_bf16>(*of_lines[i], at.span.b, token, at.h), Block::column0(),
+                          V, of_lines[i]->stride[1]);
+        }
+    }
+};
+
+/* What warps tell each other of a chunk: sums over their slots or columns of dq and dk, of dv and
+ * -db, and lanes' sums of pull mu over cells, of token t those whose number is t more than a
+ * multiple of 4. */
+template <typename Block>
+struct alignas(16) chunk_room {
+    float keys[Block::ACROSS][2][HALF][Block::SLOTS + PAD];
+    float lines[Block::GROUPS][2][HALF][Block::COLUMNS + PAD];
+    float spread[Block::WARPS][HALF / 4][32];
+};
+
+/* The lane's share of a product with ones: depths 2 c and 2 c + 1 of column g. */
+__device__ __forceinline__ unsigned identity() {
+    if (row_lane() / 2 != column_lane()) return 0;
+    return row_lane() % 2 ? 0x3f800000u : 0x00003f80u;
+}
+
+/* Tiles take turns: a tile's factors in two rooms, what came for it in three, as it is still asked
+ * for when its sums are put. A tile is `ready` (its room) to be walked, and `left` when they are; a
+ * chunk is `told` by all warps, then `heard` by half of them, twice a tile. */
+template <typename Block>
+struct backward_room {
+    tile<Block, BACKWARD_PASS> in[2];
+    arrivals<Block, BACKWARD_PASS> came[3];
+    float4 states[2][SETS][Block::THREADS];    // in front of the tile and the next one
+    chunk_room<Block> chunk;
+    float team[32];
+    unsigned ones[32];    // a lane's identity()
+    typename fetcher<Block, BACKWARD_PASS, helpers<Block>>::sources from;
+    targets to;
+    uint64_t ready[2], left, told, heard;
+
+    /* By the first threads. */
+    __device__ void open() {
+        in[0].open();
+        in[1].open();
+        if (threadIdx.x < 32) ones[threadIdx.x] = identity();
+        if (threadIdx.x != 0) return;
+        mn_barrier_open(&ready[0], helpers<Block>::THREADS);
+        mn_barrier_open(&ready[1], helpers<Block>::THREADS);
+        mn_barrier_open(&told, Block::THREADS);
+        mn_barrier_open(&heard, Block::THREADS / 2);
+        mn_barrier_open(&left, Block::THREADS / 2);
+    }
+};
+
+/* Until all of `threads` have come to barrier `id`, which is not that of the whole block. */
+__device__ __forceinline__ void meet(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+enum { ALL_MEET = 1, HELPERS_MEET, WALKERS_MEET };
+
+/* ---- chunks ---------------------------------------------------------------------------------- */
+
+/* The factors of a chunk's tokens, of which a lane has row_lane(), for products that sum over
+ * columns (v, b) and slots (k and its square). */
+struct chunk_factors {
+    uint2 v, b, k, square;
+
+    __device__ __forceinline__ chunk_factors times(unsigned by) const {
+        return { pair_times(v, by), pair_times(b, by), pair_times(k, by), pair_times(square, by) };
+    }
+
+    __device__ __forceinline__ chunk_factors where(bool wanted) const {
+        const uint2 key = only(wanted, k);    // its square again: no more choices
+        return { only(wanted, v), only(wanted, b), key,
+                 make_uint2(pair_times(key.x, key.x), pair_times(key.y, key.y)) };
+    }
+};
+
+/* What a warp knows of a chunk: columns are tokens, rows slots or, of dv and db, columns. */
+struct chunk_sums {
+    float dq[4], value[4], write[4], dv[4], db[4];
+    float spread[HALF / 4];    // sums of pull mu: of four tokens, lanes taking turns
+    mn_bf16 k[4];              // of what dq, value and write are for
+
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            value[i] = write[i] = dv[i] = db[i] = 0.0f;
+        }
+    }
+
+    /* k, before it is waited for; `first`: token, `slot`: of the warp. */
+    template <typename Keys>
+    __device__ __forceinline__ void fetch(const Keys &keys, int slot, int first) {
+        const unsigned lane = thread_again() % 32, own = lane / 8 * 4 + lane / 4 % 2;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            k[i] = keys.at[first + lane % 4 * 2 + i % 2][slot + own + 2 * (i / 2)];
+        }
+    }
+
+    /* The adjoints behind the chunk to all of its tokens. */
+    __device__ __forceinline__ void add(const cells &adj, const chunk_factors &f) {
+        unsigned D[4], C[4], other[4];
+        factor_of(D, adj.M[0], adj.M[1]);
+        factor_of(C, adj.I[0], adj.I[1]);
+        add_product(value, D, f.v);
+        add_product(write, C, f.b);
+        turn(other, D);
+        add_product(dv, other, f.k);
+        turn(other, C);
+        add_product(db, other, f.square);
+    }
+};
+
+/* X and Y of a token, number t of its chunk: factors whose depth is columns. */
+struct token_pull {
+    unsigned X[4], Y[4];
+
+    /* From the state behind it, `c`; of the products of its means with do of all tokens, its own
+     * is dq. Returns the sum of pull mu. */
+    __device__ __forceinline__ float read(chunk_sums &sums, int t, const cells &c,
+                                          const float (&reads)[2][4], uint2 cot) {
+        float pull[2][4], mu[2][4], sum = 0.0f;
+        unsigned means[4];
+#pragma unroll
+        for (int n = 0; n < 8; n++) {
+            const float over = mn_inverse(c.I[n / 4][n % 4]);
+            pull[n / 4][n % 4] = reads[n / 4][n % 4] * over;
+            mu[n / 4][n % 4] = c.M[n / 4][n % 4] * over;
+            sum = fmaf(pull[n / 4][n % 4], mu[n / 4][n % 4], sum);
+        }
+        factor_of(X, pull[0], pull[1]);
+        factor_of(means, mu[0], mu[1]);
+#pragma unroll
+        for (int n = 0; n < 4; n++) Y[n] = pair_times(X[n], means[n]);
+        put_column(sums.dq, means, cot, t);
+        return sum;
+    }
+
+    /* To the adjoints in front of the chunk. */
+    __device__ __forceinline__ void put(cells &adj, unsigned ones) const {
+#pragma unroll
+        for (int n = 0; n < 2; n++) {
+            add_shallow(adj.M[n], make_uint2(X[2 * n], X[2 * n + 1]), ones);
+            add_shallow(adj.I[n], make_uint2(Y[2 * n], Y[2 * n + 1]), ones);
+        }
+    }
+
+    /* To those tokens whose factors are not zero. */
+    __device__ __forceinline__ void put(chunk_sums &sums, const chunk_factors &f) const {
+        unsigned other[4];
+        add_product(sums.value, X, f.v);
+        add_product(sums.write, Y, f.b);
+        turn(other, X);
+        add_product(sums.dv, other, f.k);
+        turn(other, Y);
+        add_product(sums.db, other, f.square);
+    }
+};
+
+/* exp(x), twice. */
+__device__ __forceinline__ unsigned twice_exp(float x) {
+    const float y = expf(x);
+    return pair_of(y, y);
+}
+
+/* Tokens first .. first + HALF: their share of all gradients, and the adjoints in front of them
+ * from those behind them. `adj` has D and -C, `c` the state in front; `one`: ones of a product;
+ * midway(): what is done between two of them. */
+template <typename Block, bool HEADS, typename Midway>
+__device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &c,
+                                           const arrivals<Block, BACKWARD_PASS> &came, int first,
+                                           unsigned one, const walk<Block, BACKWARD_PASS> &along,
+                                           const Midway &midway) {
+    const float *base = came.g.base;
+    const unsigned warp = thread_again() / 32;
+    const int slot = warp % Block::GROUPS * GROUP + 4 * column_lane();
+    const int column = warp / Block::GROUPS * GROUP + 4 * column_lane();
+    const int own = first + row_lane();
+    const uint2 k = came.slots[0].get(own, slot), v = came.columns[0].get(own, column);
+    const chunk_factors all = { v, came.columns[1].get(own, column), k,
+                                make_uint2(pair_times(k.x, k.x), pair_times(k.y, k.y)) };
+    const uint2 cot = came.columns[2].get(own, column);
+    const float behind = HEADS ? base[first + HALF - 1] : 0.0f;
+    const float before = HEADS && first > 0 ? base[first - 1] : 0.0f;
+    sums.clear();
+    sums.add(adj, HEADS ? all.times(twice_exp(behind - base[own])) : all);
+    if (HEADS) adj.times(expf(behind - before));
+    float sum[4];    // of pull mu, then of two tokens, lanes taking turns
+#pragma unroll
+    for (int t = 0; t < HALF; t++) {
+        if (t == HALF / 2) midway();
+        if (t + 1 == HALF) sums.fetch(came.slots[0], slot - 4 * column_lane(), first);
+        unsigned ones = one;
+        token_pull now;
+        float reads[2][4];
+        along.template advance<HEADS>(c, first + t);
+        along.pull(reads, first + t);
+        sum[t % 4] = now.read(sums, t, c, reads, cot);
+        if (t % 2 == 1) {
+            float two[2] = { sum[t % 4 - 1], sum[t % 4] };
+            mn_cell_halve<1>(two, 1);
+            sum[t % 4 / 2] = two[0];
+        }
+        if (t % 4 == 3) {
+            float two[2] = { sum[0], sum[1] };
+            mn_cell_halve<1>(two, 2);
+            sums.spread[t / 4] = two[0];
+        }
+        if (HEADS) ones = pair_times(ones, twice_exp(base[first + t] - before));
+        now.put(adj, ones);
+        chunk_factors f = all.where(row_lane() <= t);
+        if (HEADS) f = f.times(row_lane() <= t ? twice_exp(base[first + t] - base[own]) : 0);
+        now.put(sums, f);
+    }
+}
+
+/* A warp's sums to shared memory. Tokens of a lane lie 4 slots or columns wide of each other's
+ * banks, those of the upper half in what the lower leaves free. */
+template <typename Block>
+__device__ __forceinline__ void put_sums(chunk_room<Block> &r, const chunk_sums &sums) {
+    const unsigned thread = thread_again(), group = thread / 32 % Block::GROUPS;
+    const unsigned across = thread / 32 / Block::GROUPS, lane = thread % 32;
+    const unsigned flip = lane & 2, own = lane / 8 * 4 + lane / 4 % 2;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const unsigned t = lane % 4 * 2 + i % 2, at = own + (2 * (i / 2) ^ flip);
+        r.keys[across][0][t][group * GROUP + at] = sums.dq[i];
+        r.keys[across][1][t][group * GROUP + at] = fmaf(-2.0f * mn_float(sums.k[i]),
+                                                        sums.write[i], sums.value[i]);
+        r.lines[group][0][t][across * GROUP + at] = sums.dv[i];
+        r.lines[group][1][t][across * GROUP + at] = sums.db[i];
+    }
+#pragma unroll
+    for (int i = 0; i < HALF / 4; i++) r.spread[thread / 32][i][lane] = sums.spread[i];
+}
+
+/* What a warp makes of a token from all warps' sums: half of the lanes have dq or dv, the others dk
+ * or db. `row`: of its tile, `token`: of the sequence. */
+template <typename Block>
+struct token_sums {
+    static_assert(Block::SLOTS == 64 && Block::COLUMNS == 64, "four for each of 16 lanes");
+
+    __device__ __forceinline__ static int kind() {
+        return (int)thread_again() % 32 / 16;
+    }
+
+    __device__ __forceinline__ static int first() {
+        return (int)thread_again() % 16 * 4;
+    }
+
+    /* Asks for what the blocks before have of it. */
+    __device__ __forceinline__ static void expect(const targets &to, unsigned token) {
+        if (to.adds) to.key_parts[kind()].expect(token, first());
+        if (to.adds_lines) to.line_parts[kind()].expect(token, first());
+    }
+
+    /* Sums over the parts of one kind at token t of the chunk, of four neighbours. */
+    template <int PARTS, int PITCH>
+    __device__ __forceinline__ static void add(float (&x)[4],
+                                               const float (&parts)[PARTS][2][HALF][PITCH], int t) {
+        const float *from = &parts[0][kind()][t][first()];
+#pragma unroll
+        for (int part = 0; part < PARTS; part++) mn_cell_add(x, from + part * 2 * HALF * PITCH);
+        if (t < HALF / 2) return;
+        const float low[2] = { x[0], x[1] };    // as put_sums has turned them
+        x[0] = x[2], x[1] = x[3], x[2] = low[0], x[3] = low[1];
+    }
+
+    /* dq or dk. */
+    __device__ __forceinline__ static void put_keys(const backward_room<Block> &r, float over,
+                                                    int row, unsigned token) {
+        const target<float> &part = r.to.key_parts[kind()];
+        float x[4] = {}, before[4] = {};
+        if (r.to.adds) part.get(before, token, first());
+        add(x, r.chunk.keys, row % HALF);
+        const float by = kind() == 0 ? r.to.scale : over;
+#pragma unroll
+        for (int i = 0; i < 4; i++) x[i] = 0.0f + before[i] + x[i] * by;
+        if (r.to.ends) r.to.keys[kind()].put(x, token, first());
+        else part.put(x, token, first());
+    }
+
+    /* dv or db; returns this lane's part of v'dv + b'db. */
+    __device__ __forceinline__ static float put_lines(const backward_room<Block> &r,
+                                                      const arrivals<Block, BACKWARD_PASS> &came,
+                                                      float over, int row, unsigned token) {
+        const target<float> &part = r.to.line_parts[kind()];
+        float x[4] = {}, before[4] = {}, fall = 0.0f;
+        if (r.to.adds_lines) part.get(before, token, first());
+        add(x, r.chunk.lines, row % HALF);
+        const uint2 own = came.columns[kind()].get(row, first());
+        const float given[4] = { first_of(own.x), second_of(own.x), first_of(own.y),
+                                 second_of(own.y) };
+        const float by = kind() == 0 ? over : -over;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            x[i] *= by;
+            fall = fmaf(given[i], x[i], fall);
+            x[i] = 0.0f + before[i] + x[i];
+        }
+        if (r.to.ends_lines) r.to.lines[kind()].put(x, token, first());
+        else part.put(x, token, first());
+        return fall;
+    }
+
+    /* This lane's part of the sum of pull mu. */
+    __device__ __forceinline__ static float spread(const chunk_room<Block> &r, int t) {
+        const int lane = (int)thread_again() % 32;
+        float sum = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < Block::WARPS; warp += 4) {    // eight lanes of each have it
+            sum += r.spread[warp + lane / 8][t / 4][lane % 8 * 4 + t % 4];
+        }
+        return sum;
+    }
+
+    __device__ __forceinline__ static void put(const backward_room<Block> &r,
+                                               const arrivals<Block, BACKWARD_PASS> &came, int row,
+                                               unsigned token) {
+        const float over = came.g.over[row];
+        put_keys(r, over, row, token);
+        const float fall = put_lines(r, came, over, row, token);
+        float both[2] = { fall, spread(r.chunk, row % HALF) * over };
+        mn_cell_halve<1>(both, 16);    // lanes of the lower half, and of the upper one
+#pragma unroll
+        for (int by = 8; by > 0; by /= 2) both[0] += __shfl_xor_sync(0xffffffffu, both[0], by);
+        if (thread_again() % 16 != 0) return;
+        float2 *to = r.to.gates + (uint64_t)token * r.to.tokens_apart;
+        ((float *)to)[thread_again() / 16 % 2] = both[0];
+    }
+};
+
+/* Whether this warp is one of those that put a chunk's gradients, and its token of the tile. */
+template <typename Block>
+__device__ __forceinline__ bool has_row(int &row, int chunk) {
+    static_assert(Block::WARPS == TOKENS, "a warp for each token");
+    row = (int)thread_again() / 32;
+    return row / HALF == chunk;
+}
+
+/* The gradients of a chunk's tokens from all warps' sums, once they have told of it. `first`: the
+ * tile's first token, `n_rows`: of those from there on. */
+template <typename Block>
+__device__ __forceinline__ void put_chunk(backward_room<Block> &r,
+                                          const arrivals<Block, BACKWARD_PASS> &came, int chunk,
+                                          int first, int n_rows) {
+    int row;
+    if (!has_row<Block>(row, chunk)) return;
+    mn_barrier_wait(&r.told, chunk ^ 1);
+    if (row < n_rows) token_sums<Block>::put(r, came, row, (unsigned)(first + row));
+    mn_barrier_arrive(&r.heard);
+    if (chunk == 0) mn_barrier_arrive(&r.left);
+}
+
+/* Adjoints of the last state, `c`: D and -C. */
+template <typename Block>
+__device__ void start_back(cells &adj, const cells &c,
+                           const mn_importance_args &p, const place &at) {
+    const float *dmu = mn_row<float>(p.cot.mu, at.n, 0, at.h);
+    const float *dimp = mn_row<float>(p.cot.imp, at.n, 0, at.h);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int64_t cell = cell_at<Block, false>(p.call, i / 4, i % 4);
+        const float by = 1.0f / c.I[i / 4][i % 4];
+        const float D = cell >= 0 && dmu ? dmu[cell] * by : 0.0f;
+        const float C = (cell >= 0 && dimp ? dimp[cell] : 0.0f) - D * (c.M[i / 4][i % 4] * by);
+        adj.M[i / 4][i % 4] = D;
+        adj.I[i / 4][i % 4] = -C;
+    }
+}
+
+/* Gradients of the first state; returns the part of dip of one that starts at the prior. */
+template <typename Block>
+__device__ float put_first(const cells &adj, const mn_importance_args &p,
+                           const place &at) {
+    const float *mu0 = mn_row<float>(p.mu0, at.n, 0, at.h);
+    float *dmu0 = mn_row<float>(p.grad.mu0, at.n, 0, at.h), sum = 0.0f;
+    float *dimp0 = mn_row<float>(p.grad.imp0, at.n, 0, at.h);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int64_t cell = cell_at<Block, false>(p.call, i / 4, i % 4);
+        if (cell < 0) continue;
+        const float D = adj.M[i / 4][i % 4];
+        const float to_imp = fmaf(D, mn_get(mu0, cell), -adj.I[i / 4][i % 4]);
+        if (dmu0) dmu0[cell] = D * first_importance(p, at, cell);
+        if (dimp0) dimp0[cell] = to_imp;
+        sum += to_imp;
+    }
+    return p.imp0.data ? 0.0f : sum;
+}
+
+/* S in front of the tile, from the state there and its adjoint, without sum C times ip: each warp's
+ * part of it. */
+__device__ __forceinline__ void put_along(const targets &to, const cells &adj, const cells &c,
+                                          int tile) {
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        sum = fmaf(adj.M[i / 4][i % 4], c.M[i / 4][i % 4], sum);
+        sum = fmaf(-adj.I[i / 4][i % 4], c.I[i / 4][i % 4] - to.ip, sum);
+    }
+    sum = mn_warp_sum(sum);
+    if (threadIdx.x % 32 != 0) return;
+    to.along[(uint64_t)(unsigned)tile * to.tiles_apart + threadIdx.x / 32] = sum;
+}
+
+/* Four numbers of each thread, SETS times, from memory to shared memory: a thread reads what
+ * it has fetched itself. */
+template <typename Block>
+__device__ __forceinline__ void fetch_state(backward_room<Block> &r, int turn, int tile) {
+    float4(&to)[SETS][Block::THREADS] = r.states[turn];
+    const auto &from = r.from;
+    const unsigned thread = thread_again();
+    const uint64_t states = (uint64_t)(unsigned)tile * from.between;
+    const float *at = from.states + states * (SETS * SET_STRIDE<Block>) + thread * 4;
+#pragma unroll
+    for (int i = 0; i < SETS; i++) copy_sixteen(&to[i][thread], at + i * SET_STRIDE<Block>);
+}
+
+/* The adjoints behind the last tile, from the state in front of it; returns this thread's part of
+ * sum C there. */
+template <typename Block>
+__device__ __forceinline__ float start_tile(cells &adj, cells end,
+                                            const tile<Block, BACKWARD_PASS> &in,
+                                            const mn_importance_args &p, const place &at) {
+    advance_tile<Block, BACKWARD_PASS>(end, in);
+    start_back<Block>(adj, end, p, at);
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum -= adj.I[i / 4][i % 4];
+    return sum;
+}
+
+/* A tile back: `adj` from behind it to in front of it. `third`: its room of what came; the one
+ * before was that of the tile behind. */
+template <typename Block>
+__device__ __forceinline__ void tile_back(cells &adj, backward_room<Block> &r, int third, int turn,
+                                          int tile, int length, const float *front) {
+    const walk<Block, BACKWARD_PASS> along(r.in[turn]);
+    const arrivals<Block, BACKWARD_PASS> &came = r.came[third];
+    cells c;
+    c.load(front, SET_STRIDE<Block>);
+    adj.times(r.in[turn].rest);
+    along.pass(c, 0, HALF);
+#pragma unroll 1
+    for (int chunk = 1; chunk >= 0; chunk--) {
+        chunk_sums sums;
+        const unsigned one = r.ones[threadIdx.x % 32];
+        const int from = third - chunk, first = (tile + chunk) * TOKENS;    // of the chunk behind
+        const auto midway = [&]() {
+            if (first >= length) return;
+            put_chunk<Block>(r, r.came[from < 0 ? 2 : from], chunk ^ 1, first, length - first);
+        };
+        int row;
+        if (r.to.adds && has_row<Block>(row, chunk ^ 1) && first + row < length) {
+            token_sums<Block>::expect(r.to, (unsigned)(first + row));
+        }
+        if (chunk == 0) c.load(front, SET_STRIDE<Block>);
+        if (r.in[turn].heads == 0) {
+            chunk_back<Block, false>(sums, adj, c, came, chunk * HALF, one, along, midway);
+        } else {
+            chunk_back<Block, true>(sums, adj, c, came, chunk * HALF, one, along, midway);
+        }
+        mn_barrier_wait(&r.heard, chunk);
+        put_sums<Block>(r.chunk, sums);
+        mn_barrier_arrive(&r.told);
+    }
+    c.load(front, SET_STRIDE<Block>);
+    put_along(r.to, adj, c, tile);
+}
+
+/* The sixteen warps' way. `turn`, `third`: which rooms the next tile has; `phase`: of its being
+ * ready. */
+template <typename Block>
+__device__ __forceinline__ void walk_back(backward_room<Block> &r, const mn_importance_args &p,
+                                          const room &to, int64_t n_rows) {
+    typedef fetcher<Block, BACKWARD_PASS, helpers<Block>> brought;
+    int turn = 0, third = 0, phase = 0;
+    for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
+        const place at = place::of(p, item);
+        const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
+        cells adj;
+        float behind = 0.0f;    // this thread's part of sum C behind the last token
+        meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
+        if (n_tiles > 0) {
+            fetch_state(r, turn, n_tiles - 1);
+        } else {
+            load_first<Block, false>(adj, p, at);
+            start_back<Block>(adj, cells(adj), p, at);
+        }
+        for (int i = n_tiles - 1; i >= 0; i--) {
+            const float *front = (const float *)&r.states[turn][0][thread_again()];
+            brought::wait();    // for the state in front, by who uses it
+            if (i > 0) fetch_state(r, turn ^ 1, i - 1);
+            mn_barrier_wait(&r.ready[turn], phase);
+            if (i == n_tiles - 1) {
+                cells end;
+                end.load(front, SET_STRIDE<Block>);
+                behind = start_tile<Block>(adj, end, r.in[turn], p, at);
+            }
+            tile_back<Block>(adj, r, third, turn, i, length, front);
+            phase ^= turn, turn ^= 1;
+            third = third == 2 ? 0 : third + 1;
+        }
+        if (n_tiles > 0) put_chunk<Block>(r, r.came[third == 0 ? 2 : third - 1], 0, 0, length);
+        float first = mn_warp_sum(put_first<Block>(adj, p, at));
+        behind = mn_warp_sum(behind);
+        if (threadIdx.x % 32 == 0) r.team[threadIdx.x / 32] = first;
+        meet(WALKERS_MEET, Block::THREADS);
+        if (threadIdx.x == 0) {
+            first = 0.0f;
+            for (int warp = 0; warp < Block::WARPS; warp++) first += r.team[warp];
+        }
+        meet(WALKERS_MEET, Block::THREADS);
+        if (threadIdx.x % 32 == 0) r.team[threadIdx.x / 32] = behind;
+        meet(WALKERS_MEET, Block::THREADS);
+        if (threadIdx.x == 0) {
+            behind = 0.0f;
+            for (int warp = 0; warp < Block::WARPS; warp++) behind += r.team[warp];
+            const parts_of<Block> parts(p, to, at, n_rows, gridDim.x * gridDim.z,
+                                        blockIdx.z * gridDim.x + blockIdx.x);
+            *parts.edge = make_float2(behind, first);
+        }
+        meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
+    }
+}
+
+/* The helpers' way: while a tile is walked, the one in front of it is made ready and the next one
+ * is on its way. Both have the rooms of tiles that have been left. */
+template <typename Block>
+__device__ __forceinline__ void help_back(backward_room<Block> &r, const mn_importance_args &p,
+                                          const gates *decays, const room &to, launched now,
+                                          int64_t n_rows) {
+    typedef fetcher<Block, BACKWARD_PASS, helpers<Block>> next;
+    int turn = 0, third = 0;
+    for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
+        const place at = place::of(p, item);
+        const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
+        next::open(r.from, p, at, decays);
+        if (next::is_first()) {
+            const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
+            r.from.states = to.at[STATES] + state_at<Block>(slot * p.call.H + at.h);
+            r.from.between = (unsigned)(p.call.H * gridDim.x * gridDim.z);
+        }
+        r.to.template open<Block>(p, to, at, now, n_rows);
+        meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
+        next::share(r.from, r.came[0]);
+        if (n_tiles > 0) next::fetch(r.came[third], r.from, n_tiles - 1, length);
+        for (int i = n_tiles - 1; i >= 0; i--) {
+            const int after = third == 2 ? 0 : third + 1;
+            next::wait();
+            meet(HELPERS_MEET, next::THREADS);
+            if (i + 2 < n_tiles) mn_barrier_wait(&r.left, turn);
+            if (i > 0) next::fetch(r.came[after], r.from, i - 1, length);
+            next::put(r.in[turn], r.came[third], r.to.scale);
+            mn_barrier_arrive(&r.ready[turn]);
+            turn ^= 1, third = after;
+        }
+        meet(ALL_MEET, Block::THREADS + helpers<Block>::THREADS);
+    }
+}
+
+template <typename Block>
+__global__ void __launch_bounds__(Block::THREADS + helpers<Block>::THREADS, 1)
+backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, room to,
+                launched now, int64_t n_rows) {
+    if (!now.mine()) return;
+    extern __shared__ float4 shared[];
+    backward_room<Block> &r = *(backward_room<Block> *)shared;
+    r.open();
+    __syncthreads();
+    if (threadIdx.x >= Block::THREADS) {    // of 96 registers that each thread has, for the others
+#if MN_HAS_WGMMA
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+#endif
+        help_back<Block>(r, p, decays, to, now, n_rows);
+    } else {
+#if MN_HAS_WGMMA
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+#endif
+        walk_back<Block>(r, p, to, n_rows);
+    }
+}
+
+}    // namespace importance::by_mma
+
+#endif

@@ -1,0 +1,262 @@
+/* longhorn_diag_bwd.cuh - gradients of longhorn_diag, for keys of at most 128 channels (see
+ * column_state.cuh, CELL). With c = u + w x, S the state in front of a token and D the adjoint of
+ * the
+ * one behind it,
+ *
+ *   D += scale q do'      dq = scale (state behind) do      y_j = sum_i D k (v - k S)
+ *   dv_j = w sum_i D k    dk_i = sum_j w D (v - 2 k S)      D <- c D
+ *
+ * Nothing of a cell waits for another one, so that threads have blocks of cells as forward: sums
+ * over columns are mostly within a thread then, and what is read of a token serves four columns.
+ *
+ * The state in front of every 64 tokens is kept on a first way through, inside such a span that of
+ * every 8 tokens, and of four tokens at a time each one's, in shared memory; the state behind a
+ * token is the one in front of the next, which has just been used. */
+#ifndef MN_KERNELS_CUDA_LONGHORN_LONGHORN_DIAG_BWD_CUH
+#define MN_KERNELS_CUDA_LONGHORN_LONGHORN_DIAG_BWD_CUH
+
+#include "kernels/cuda/recurrent/column_state_bwd.cuh"
+
+enum { MN_DIAG_WIDEST = 128, MN_DIAG_WARPS = MN_COLUMNS_TILE / 8 };
+enum { MN_DIAG_THREADS = 32 * MN_DIAG_WARPS, MN_DIAG_STASH = 4 };    // tokens
+
+template <int R>
+struct mn_diag_room {
+    static constexpr int cells = 4 * R * MN_DIAG_THREADS;    // of a state
+    mn_slab_back_room<4 * R> tokens;                         // of which `in` and `cot` are used
+    alignas(16) float sums[MN_DIAG_STASH][2][MN_DIAG_WARPS][16 * R];    // dq and dk
+    alignas(16) float before[MN_DIAG_STASH][cells];
+};
+
+/* Walks tokens [t0, t1) with S and keeps the state in front of every `every` of them. */
+template <typename T, int R>
+__device__ static void mn_diag_replay(mn_block_cells<4 * R> &S, float *kept, int64_t stride,
+                                      int every, mn_diag_room<R> &room, const mn_columns &p,
+                                      const mn_columns_place &at, int64_t t0, int64_t t1) {
+    constexpr int group = mn_slab_sizes<4 * R>::group;
+    mn_slab_ahead<T, 4 * R> ahead;
+    if (t0 < t1) ahead.template fetch<MN_COLUMNS_CELL>(p, at, t0);
+#pragma unroll 1
+    for (int64_t t = t0; t < t1; t += group) {
+        const int count = (int)min((int64_t)group, t1 - t);
+        if ((t - t0) % every == 0) S.keep(kept + (t - t0) / every * stride);
+        __syncthreads();
+        ahead.template put<MN_COLUMNS_CELL>(room.tokens.in);
+        __syncthreads();
+        if (t + group < t1) ahead.template fetch<MN_COLUMNS_CELL>(p, at, t + group);
+#pragma unroll 1
+        for (int token = 0; token < count; token++) {
+            float none[4];
+            S.template advance<MN_COLUMNS_CELL, false>(none, room.tokens.in, token);
+        }
+    }
+}
+
+/* Sums over this warp's columns, to its row of the room. */
+template <int R>
+__device__ inline void mn_diag_leave(float *sums, float (&x)[R]) {
+    typedef mn_block_cells<4 * R> cells;
+    mn_lanes_share<R / 2, 16>(x);
+    const int half = threadIdx.x % 32 / 16;
+    if (R == 8) {
+        mn_pack<float, 4> pack = { { x[0], x[1], x[2], x[3] } };
+        *(mn_pack<float, 4> *)(sums + cells::first_row(half)) = pack;
+    } else {
+        *(float2 *)(sums + cells::first_row(0) + 2 * half) = make_float2(x[0], x[1]);
+    }
+}
+
+/* Gradients of token number `token` of the group; S is the state behind it and becomes the one in
+ * front. */
+template <typename T, int R>
+__device__ __forceinline__ void mn_diag_token_back(mn_block_cells<4 * R> &D,
+                                                   mn_block_cells<4 * R> &S, mn_diag_room<R> &room,
+                                                   const mn_columns &p, const mn_columns_place &at,
+                                                   int64_t t, int token) {
+    typedef mn_block_cells<4 * R> cells;
+    const mn_slab_room<4 * R> &in = room.tokens.in;
+    const float *before = room.before[token % MN_DIAG_STASH];
+    float w[4], u[4], v[4], cot[4], to_q[R], to_k[R], sums[8] = {};    // D k, then y
+    mn_load<4>(w, in.w[token], cells::first_column());
+    mn_load<4>(u, in.u[token], cells::first_column());
+    mn_load<4>(v, in.v[token], cells::first_column());
+    mn_load<4>(cot, room.tokens.cot[token], cells::first_column());
+#pragma unroll
+    for (int m = 0; m < R / 4; m++) {
+        float k[4], q[4], x[4];
+        mn_load<4>(k, in.k[token], cells::first_row(m));
+        mn_load<4>(q, in.q[token], cells::first_row(m));
+        mn_load<4>(x, in.x[token], cells::first_row(m));
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int r = 4 * m + i;
+            const float query = p.scale * q[i], twice = -2.0f * k[i];
+            float old[4], q_sum = 0.0f, k_sum = 0.0f;
+            mn_load<4>(old, before, (r * MN_DIAG_THREADS + (int)threadIdx.x) * 4);
+#pragma unroll
+            for (int c = 0; c < 4; c++) {
+                const float d = fmaf(query, cot[c], D.at[r][c]), dk = d * k[i];
+                q_sum = fmaf(S.at[r][c], cot[c], q_sum);
+                k_sum = fmaf(w[c] * d, fmaf(twice, old[c], v[c]), k_sum);
+                sums[c] += dk;
+                sums[4 + c] = fmaf(dk, fmaf(-k[i], old[c], v[c]), sums[4 + c]);
+                D.at[r][c] = d * fmaf(w[c], x[i], u[c]);
+                S.at[r][c] = old[c];
+            }
+            to_q[r] = p.scale * q_sum, to_k[r] = k_sum;
+        }
+    }
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    mn_diag_leave<R>(room.sums[token % MN_DIAG_STASH][0][warp], to_q);
+    mn_diag_leave<R>(room.sums[token % MN_DIAG_STASH][1][warp], to_k);
+    mn_lanes_share<4, 8>(sums);    // lanes 0 to 7 of 16 have D k, others y
+    mn_lanes_share<2, 4>(sums);
+    mn_lanes_share<1, 2>(sums);
+    const float sum = sums[0] + __shfl_xor_sync(0xffffffffu, sums[0], 1);
+    const int column = cells::first_column() + lane % 8 / 2;
+    const int64_t j = at.tile * MN_COLUMNS_TILE + column;
+    if (lane % 2 || j >= p.columns) return;
+    if (lane & 8) {
+        p.y[mn_columns_row(p, at, t) * p.columns + j] = sum;
+    } else {
+        T *dv = mn_row<T>(p.dv, at.span.b, at.span.t0 + t, at.h);
+        if (dv) mn_put(dv + j, in.w[token][column] * sum);
+    }
+}
+
+/* Adds the warps' sums of `count` tokens, of which the first is token t. All threads call, between
+ * barriers. */
+template <int R>
+__device__ static void mn_diag_add_warps(const mn_diag_room<R> &room, const mn_columns &p,
+                                         const mn_columns_place &at, int64_t t, int count) {
+    constexpr int rows = 16 * R;
+    const int64_t all = p.call.B * p.call.T * p.call.H;
+    for (int item = threadIdx.x; item < count * 2 * rows; item += MN_DIAG_THREADS) {
+        const int token = item / (2 * rows), which = item / rows % 2, i = item % rows;
+        float *part = p.parts + (at.tile * all + mn_columns_row(p, at, t + token)) * 2 * p.call.K;
+        float sum = 0.0f;
+#pragma unroll
+        for (int warp = 0; warp < MN_DIAG_WARPS; warp++) sum += room.sums[token][which][warp][i];
+        if (i < p.call.K) part[which * p.call.K + i] = sum;
+    }
+}
+
+/* A group of tokens and their cotangents on their way: a warp brings a token. */
+template <typename T, int R>
+struct mn_diag_ahead {
+    using sizes = mn_slab_sizes<4 * R>;
+    mn_slab_ahead<T, 4 * R> tokens;
+    mn_columns_few<sizes::column_items, T> cot;
+
+    __device__ void fetch(const mn_columns &p, const mn_columns_place &at, int64_t t, int64_t end) {
+        const int64_t when = t + sizes::token(), j = at.tile * sizes::tile + sizes::column();
+        const T *row = mn_row<T>(p.cot_o, at.span.b, at.span.t0 + when, at.h);
+        tokens.template fetch<MN_COLUMNS_CELL>(p, at, t);
+        cot.fetch(row, j, row && when < end ? p.call.V : 0, p.whole);
+    }
+
+    /* All threads call, between barriers. */
+    __device__ void put(mn_diag_room<R> &room) const {
+        float x[sizes::column_items];
+#pragma unroll
+        for (int n = 0; n < sizes::column_items; n++) x[n] = cot.at(n);
+        tokens.template put<MN_COLUMNS_CELL>(room.tokens.in);
+        mn_store<sizes::column_items>(room.tokens.cot[sizes::token()], sizes::column(), x);
+    }
+};
+
+/* Gradients of the group of `count` tokens at t, which are in the room, from the state in front of
+ * it and D behind it. */
+template <typename T, int R>
+__device__ static void mn_diag_group_back(mn_block_cells<4 * R> &D, const float *front,
+                                          mn_diag_room<R> &room, const mn_columns &p,
+                                          const mn_columns_place &at, int64_t t, int count) {
+#pragma unroll 1
+    for (int first = (count - 1) / MN_DIAG_STASH * MN_DIAG_STASH; first >= 0;
+         first -= MN_DIAG_STASH) {
+        const int last = min(first + MN_DIAG_STASH, count);
+        mn_block_cells<4 * R> S;
+        S.recall(front);
+#pragma unroll 1
+        for (int token = 0; token < last; token++) {
+            float none[4];
+            if (token >= first) S.keep(room.before[token - first]);
+            S.template advance<MN_COLUMNS_CELL, false>(none, room.tokens.in, token);
+        }
+#pragma unroll 1
+        for (int token = last - 1; token >= first; token--) {
+            mn_diag_token_back<T, R>(D, S, room, p, at, t + token, token);
+        }
+        __syncthreads();
+        mn_diag_add_warps<R>(room, p, at, t + first, last - first);
+        __syncthreads();
+    }
+}
+
+template <typename T, int R>
+__global__ void __launch_bounds__(MN_DIAG_THREADS, 1)
+mn_diag_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
+    constexpr int group = mn_slab_sizes<4 * R>::group, groups = MN_COLUMNS_SPAN / group;
+    typedef mn_diag_room<R> room_of;
+    extern __shared__ __align__(128) unsigned char bytes[];
+    room_of &room = *(room_of *)bytes;
+    const mn_columns_place at = mn_columns_here(p, tiles);
+    const int64_t length = at.span.length, stride = p.call.H * tiles * room_of::cells;
+    float *spans = mn_columns_spans(p, at, tiles, stride, room_of::cells);
+    float *fronts = p.tokens + at.block * groups * room_of::cells;
+    mn_block_cells<4 * R> D, S;
+    S.load(p, at, p.state0, NULL);
+    mn_diag_replay<T, R>(S, spans, stride, MN_COLUMNS_SPAN, room, p, at, 0, length);
+    D.load(p, at, p.cot_state, NULL);
+#pragma unroll 1
+    for (int64_t i = (length + MN_COLUMNS_SPAN - 1) / MN_COLUMNS_SPAN - 1; i >= 0; i--) {
+        const int64_t t0 = i * MN_COLUMNS_SPAN, t1 = min(t0 + MN_COLUMNS_SPAN, length);
+        S.recall(spans + i * stride);
+        mn_diag_replay<T, R>(S, fronts, room_of::cells, group, room, p, at, t0, t1);
+        mn_diag_ahead<T, R> ahead;
+        const int64_t groups_here = (t1 - t0 + group - 1) / group;
+        ahead.fetch(p, at, t0 + (groups_here - 1) * group, length);
+#pragma unroll 1
+        for (int64_t g = groups_here - 1; g >= 0; g--) {
+            const int64_t t = t0 + g * group;
+            __syncthreads();
+            ahead.put(room);
+            __syncthreads();
+            if (g > 0) ahead.fetch(p, at, t - group, length);
+            mn_diag_group_back<T, R>(D, fronts + g * room_of::cells, room, p, at, t,
+                                     (int)min((int64_t)group, t1 - t));
+        }
+    }
+    D.store(p, at, p.dstate0, NULL);
+}
+
+/* Work space as of column_state_bwd.cuh, for at least 64 rows. */
+inline bool mn_diag_measure(mn_columns_extent *to, mn_call c) {
+    c.K = mn_max(c.K, 64);
+    return mn_columns_measure(to, c, c.V);
+}
+
+/* Whether a block has room for it here. */
+inline bool mn_diag_serves(const mn_call &c) {
+    const int limit = mn_machine_in_use().shared_bytes;
+    return c.K <= 64 ? (int)sizeof(mn_diag_room<4>) <= limit
+                     : c.K <= MN_DIAG_WIDEST && (int)sizeof(mn_diag_room<8>) <= limit;
+}
+
+template <typename T, int R>
+static int mn_diag_start(const mn_columns &p, cudaStream_t on) {
+    const int64_t tiles = mn_columns_tiles(p.columns);
+    const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    return mn_launch_with_room(mn_diag_backward_kernel<T, R>, dim3((unsigned)blocks),
+                               MN_DIAG_THREADS, sizeof(mn_diag_room<R>), on, p, tiles);
+}
+
+template <typename T>
+static int mn_diag_backward(mn_columns p, cudaStream_t on) {
+    p.whole = mn_columns_are_whole<T>(p, p.call.K <= 64 ? 2 : 4);
+    return p.call.K <= 64 ? mn_diag_start<T, 4>(p, on) : mn_diag_start<T, 8>(p, on);
+}
+
+#endif

@@ -1,0 +1,416 @@
+/* mesa.cuh - the parts of mesa (see ref/mesa.c): work space, pairs of matrices, sums of chunks.
+ *
+ * A state is the pair (Hkk, Hkv), row by row side by side; so is its adjoint (A, B). Sequences are
+ * cut into chunks of 32 tokens: what each chunk adds to the pair, all of them at once; a sum over
+ * chunks in their order, which leaves the pair in front of each (behind each, for adjoints); then
+ * all chunks at once again. */
+#ifndef MN_KERNELS_CUDA_MESA_MESA_CUH
+#define MN_KERNELS_CUDA_MESA_MESA_CUH
+
+#include "kernels/cuda/prim/pdl.cuh"
+#include "kernels/cuda/mesa/mesa_solve_wide.cuh"
+
+enum { MN_MESA_CHUNK = 32, MN_MESA_BLOCKS = 264 };
+enum { MN_MESA_NARROW = 128 };                      // the widest keys whose M is in registers
+enum { MN_MESA_PART = 16, MN_MESA_WALK = 4 };       // tokens of a block, with narrow keys and wide
+enum { MN_MESA_ROWS = 8, MN_MESA_ADDERS = 128 };    // rows and threads of a block that sums
+enum { MN_MESA_CARRIERS = 128 };                    // threads of one that carries
+enum { MN_MESA_AT_ONCE = 4, MN_MESA_SHORT = 256 };  // chunks of one that does both; most tokens
+
+/* How a pair lies in work space: `rows` rows of `rows` numbers of Hkk and those of Hkv, filled up
+ * with zeros so that what reads it whole needs no borders and takes numbers in packs. */
+struct mn_mesa_layout {
+    int64_t rows, pitch, size;
+
+    __host__ __device__ static mn_mesa_layout of(const mn_call &c) {
+        const int64_t K = c.K;
+        const int64_t rows = K <= 16 ? 16 : K <= 32 ? 32 : K <= 64 ? 64 : K <= 128 ? 128
+                                                                         : (K + 3) / 4 * 4;
+        const int64_t pitch = rows + (c.V + 3) / 4 * 4;
+        return { rows, pitch, rows * pitch };
+    }
+};
+
+/* Blocks that read a chunk of a head. */
+__host__ __device__ inline int mn_mesa_parts(const mn_call &c) {
+    return MN_MESA_CHUNK / (c.K <= MN_MESA_NARROW ? MN_MESA_PART : MN_MESA_WALK);
+}
+
+/* Counts of floats; of doubles for `matrices`. */
+struct mn_mesa_extent {
+    size_t pairs, falls, last, tokens, lam;
+    size_t rooms, matrices;    // of all blocks, where shared memory is too small
+    int64_t slots;
+    size_t room_bytes;         // shared memory of a block
+};
+
+struct mn_mesa_work {
+    double *matrices;
+    float *pairs, *falls, *last;    // in front of chunks; (N,H) at the end
+    float *adjoints;                // behind chunks
+    float *x, *y;                   // (B T, H, K)
+    float *lam;                     // (chunks, H, K): parts of its gradient
+    float *rooms;                   // NULL: pairs of blocks are in shared memory
+};
+
+/* Short sequences and single tokens, forward, by one kernel (mesa_fwd_single_launch.cu): whether it
+ * serves a
+ * call here. */
+bool mn_mesa_once_serves(const mn_mesa_args *p);
+int mn_mesa_once(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on);
+
+/* One chunk of one head. */
+struct mn_mesa_place {
+    int64_t slot, h, index;    // index: of the pair
+    mn_tile_span tile;
+};
+
+__device__ inline mn_mesa_place mn_mesa_here(const mn_call &call, int64_t slot, int64_t h) {
+    mn_mesa_place at;
+    at.index = slot * call.H + h, at.slot = slot, at.h = h;
+    at.tile = mn_tile_at(call, MN_MESA_CHUNK, at.slot);
+    return at;
+}
+
+/* A log decay, as sums take it; NaN stays. */
+template <typename T>
+__device__ inline float mn_mesa_log(const mn_mesa_args &p, int64_t b, int64_t t, int64_t h) {
+    const float g = mn_float(*mn_row<T>(p.g, b, t, h));
+    return g < -1e5f ? -1e5f : g;
+}
+
+/* beta and the log decay of token u, zeros behind the last one. */
+template <typename T>
+__device__ inline float2 mn_mesa_token(const mn_mesa_args &p, const mn_mesa_place &at, int u) {
+    const int64_t b = at.tile.span.b, t = at.tile.span.t0 + at.tile.first + u;
+    if (u >= at.tile.n_rows) return make_float2(0.0f, 0.0f);
+    return make_float2(mn_float(*mn_row<T>(p.beta, b, t, at.h)), mn_mesa_log<T>(p, b, t, at.h));
+}
+
+/* The sum of log decays from the chunk's front to token u, of which `g` is that of token u, for a
+ * warp; the last one's behind it. */
+__device__ inline double mn_mesa_levels(float g, int u) {
+    double sum = (double)g;
+    for (int lanes = 1; lanes < MN_MESA_CHUNK; lanes *= 2) {
+        const double before = __shfl_up_sync(0xffffffffu, sum, lanes);
+        if (u >= lanes) sum += before;
+    }
+    return sum;
+}
+
+/* The weight of each token in the sums of its chunk, with the decays to the end or, `backward`,
+ * from the front on; and the decay of the whole chunk. Thread u has token u. */
+__device__ inline void mn_mesa_weigh(float *weight, float *fall, float2 token, int u,
+                                     bool backward) {
+    if (u >= MN_MESA_CHUNK) return;
+    const double G = mn_mesa_levels(token.y, u);
+    const double end = __shfl_sync(0xffffffffu, G, MN_MESA_CHUNK - 1);
+    weight[u] = backward ? expf((float)G) : token.x * expf((float)(end - G));
+    if (u == 0 && fall) *fall = expf((float)end);
+}
+
+/* Column j of what the chunk's tokens give the right: keys and values or, BACK, y, with x in
+ * right[1], and cotangents. All loads at once; zeros behind the last token. */
+template <typename T, bool BACK>
+__device__ __forceinline__ void mn_mesa_column(float (&right)[BACK ? 2 : 1][MN_MESA_CHUNK],
+                                               const mn_mesa_args &p, const mn_mesa_work &w,
+                                               const mn_mesa_place &at, int64_t j) {
+    const int64_t K = p.call.K, rows = mn_mesa_layout::of(p.call).rows, b = at.tile.span.b;
+    const int64_t t0 = at.tile.span.t0 + at.tile.first;
+    const int count = (int)at.tile.n_rows;
+    if (BACK && j < K) {
+        const int64_t stride = p.call.H * K, from = ((b * p.call.T + t0) * p.call.H + at.h) * K + j;
+#pragma unroll
+        for (int u = 0; u < MN_MESA_CHUNK; u++) {
+            right[0][u] = u < count ? w.y[from + u * stride] : 0.0f;
+            right[BACK][u] = u < count ? w.x[from + u * stride] : 0.0f;
+        }
+        return;
+    }
+    const mn_in &view = j < rows ? p.k : BACK ? p.cot.o : p.v;
+    const bool real = view.data && (j < rows ? j < K && !BACK : j < rows + p.call.V);
+    const T *from = mn_row<T>(view, b, t0, at.h) + (j < rows ? j : j - rows);
+    const int64_t stride = view.stride[1];
+#pragma unroll
+    for (int u = 0; u < MN_MESA_CHUNK; u++, from += stride) {
+        right[0][u] = u < count && real ? mn_float(*from) : 0.0f;
+        right[BACK][u] = BACK ? 0.0f : right[0][u];
+    }
+}
+
+/* Rows row0, row0 + 1, ... of what the tokens give the left: keys or, BACK, x and y. By
+ * MN_MESA_ADDERS threads. */
+template <typename T, bool BACK>
+__device__ inline void mn_mesa_stage_left(float (&left)[BACK ? 2 : 1][MN_MESA_CHUNK][MN_MESA_ROWS],
+                                          const mn_mesa_args &p, const mn_mesa_work &w,
+                                          const mn_mesa_place &at, int64_t row0) {
+    const int64_t K = p.call.K, b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
+#pragma unroll
+    for (int n = 0; n < MN_MESA_CHUNK * MN_MESA_ROWS / MN_MESA_ADDERS; n++) {
+        const int i = threadIdx.x % MN_MESA_ADDERS + n * MN_MESA_ADDERS;
+        const int u = i / MN_MESA_ROWS, row = i % MN_MESA_ROWS;
+        const int64_t channel = row0 + row, token = ((b * p.call.T + t0 + u) * p.call.H + at.h) * K;
+        const bool there = channel < K && u < at.tile.n_rows;
+        if (BACK) left[BACK][u][row] = there ? w.y[token + channel] : 0.0f;
+        left[0][u][row] = !there ? 0.0f : BACK ? w.x[token + channel]
+                          : mn_float(mn_row<T>(p.k, b, t0 + u, at.h)[channel]);
+    }
+}
+
+/* What all tokens give one column of the rows. A pair's first matrix is symmetric to the last bit:
+ * the two keys meet before the weight. `both`: the column has x and y. */
+template <bool BACK>
+__device__ inline void mn_mesa_add_tokens(
+    float (&sum)[MN_MESA_ROWS], const float (&left)[BACK ? 2 : 1][MN_MESA_CHUNK][MN_MESA_ROWS],
+    const float (&right)[BACK ? 2 : 1][MN_MESA_CHUNK], const float *weight, bool both) {
+#pragma unroll
+    for (int u = 0; u < MN_MESA_CHUNK; u++) {
+        float x[BACK ? 2 : 1][MN_MESA_ROWS];
+        const float by = BACK && both ? -0.5f * weight[u] : weight[u];
+#pragma unroll
+        for (int r = 0; r < MN_MESA_ROWS; r += 4) {
+            *(float4 *)&x[0][r] = *(const float4 *)&left[0][u][r];
+            if (BACK) *(float4 *)&x[BACK][r] = *(const float4 *)&left[BACK][u][r];
+        }
+#pragma unroll
+        for (int r = 0; r < MN_MESA_ROWS; r++) {
+            float product = x[0][r] * right[0][u];
+            if (BACK && both) product += x[BACK][r] * right[BACK][u];
+            sum[r] = fmaf(by, product, sum[r]);
+        }
+    }
+}
+
+/* What a chunk adds to its pair at its end or, BACK, to the adjoint at its front, where the decay
+ * of its first token counts, too. A block has a few rows (blockIdx.y) of a chunk (.x) of a head
+ * (.z), a thread columns of them. */
+template <typename T, bool BACK>
+__global__ void __launch_bounds__(MN_MESA_ADDERS)
+mn_mesa_sums_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
+    __shared__ float weight[MN_MESA_CHUNK];
+    __shared__ alignas(16) float left[BACK ? 2 : 1][MN_MESA_CHUNK][MN_MESA_ROWS];
+    const mn_mesa_place at = mn_mesa_here(p.call, blockIdx.x, blockIdx.z);
+    const int64_t row0 = blockIdx.y * MN_MESA_ROWS;
+    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
+    mn_let_next_begin();
+    if (at.tile.n_rows == 0) return;
+    const float2 token = mn_mesa_token<T>(p, at, threadIdx.x);    // first, as all wait for it
+    float right[BACK ? 2 : 1][MN_MESA_CHUNK];
+    mn_mesa_column<T, BACK>(right, p, w, at, min((int64_t)threadIdx.x, lie.pitch - 1));
+    mn_mesa_weigh(weight, blockIdx.y == 0 ? &w.falls[at.index] : NULL, token, threadIdx.x, BACK);
+    mn_mesa_stage_left<T, BACK>(left, p, w, at, row0);
+    __syncthreads();
+    float *to = (BACK ? w.adjoints : w.pairs) + at.index * lie.size + row0 * lie.pitch;
+    for (int64_t j0 = 0; j0 < lie.pitch; j0 += MN_MESA_ADDERS) {
+        const int64_t j = min(j0 + threadIdx.x, lie.pitch - 1);
+        float sum[MN_MESA_ROWS] = {};
+        if (j0 > 0) mn_mesa_column<T, BACK>(right, p, w, at, j);
+        mn_mesa_add_tokens<BACK>(sum, left, right, weight, j < p.call.K);
+#pragma unroll
+        for (int r = 0; r < MN_MESA_ROWS; r++) {
+            if (row0 + r < lie.rows) to[r * lie.pitch + j] = sum[r];
+        }
+    }
+}
+
+/* Where number `cell` of a pair is in its matrices: row i and column j of the first, or column v of
+ * the second; or neither. */
+struct mn_mesa_cell {
+    int64_t i, j, v;
+    bool in_kk, in_kv;
+};
+
+__device__ inline mn_mesa_cell mn_mesa_cell_at(const mn_call &c, int64_t cell) {
+    const mn_mesa_layout lie = mn_mesa_layout::of(c);
+    const int64_t i = (int)cell / (int)lie.pitch, j = (int)cell % (int)lie.pitch;
+    const int64_t v = j - lie.rows;
+    return { i, j, v, i < c.K && j < c.K, i < c.K && v >= 0 && v < c.V };
+}
+
+/* Its number in a given pair: of the symmetric part of the first matrix, and of the second. */
+__device__ inline float mn_mesa_given(const float *kk, const float *kv, int64_t head,
+                                      const mn_mesa_cell &at, int64_t K, int64_t V) {
+    if (at.in_kv) return mn_get(kv, (head * K + at.i) * V + at.v);
+    if (!at.in_kk) return 0.0f;
+    return 0.5f * (mn_get(kk, (head * K + at.i) * K + at.j) +
+                   mn_get(kk, (head * K + at.j) * K + at.i));
+}
+
+__device__ inline void mn_mesa_put(float *kk, float *kv, int64_t head, const mn_mesa_cell &at,
+                                   int64_t K, int64_t V, float x) {
+    if (at.in_kk && kk) kk[(head * K + at.i) * K + at.j] = x;
+    if (at.in_kv && kv) kv[(head * K + at.i) * V + at.v] = x;
+}
+
+/* The number of the first chunk of sequence n. */
+__device__ inline int64_t mn_mesa_slot(const mn_call &c, const mn_span &span, int64_t n) {
+    return c.cu_seqlens ? span.t0 / MN_MESA_CHUNK + n
+                        : n * ((c.T + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK);
+}
+
+/* Room of AT_ONCE groups of threads that sum chunks and go over them. */
+template <int AT_ONCE>
+struct mn_mesa_short_room {
+    float weight[AT_ONCE][MN_MESA_CHUNK], fall[AT_ONCE];
+    alignas(16) float left[AT_ONCE][1][MN_MESA_CHUNK][MN_MESA_ROWS];
+    float sums[AT_ONCE][MN_MESA_ROWS][MN_MESA_ADDERS];
+};
+
+/* A few rows, from row0 on, of head h of sequence n: the pairs in front of its chunks and behind
+ * the last one. Each group of threads sums a chunk; then each thread goes over chunks for a few
+ * numbers. All threads call; barriers at both ends. */
+template <typename T, int AT_ONCE>
+__device__ inline void mn_mesa_carry_rows(mn_mesa_short_room<AT_ONCE> &room,
+                                          const mn_mesa_args &p, const mn_mesa_work &w, int64_t n,
+                                          int64_t h, int64_t row0) {
+    constexpr int each = MN_MESA_ROWS / AT_ONCE;
+    const int group = threadIdx.x / MN_MESA_ADDERS, thread = threadIdx.x % MN_MESA_ADDERS;
+    const int64_t head = n * p.call.H + h;
+    const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
+    const mn_span span = mn_span_at(p.call, n);
+    const int64_t chunks = (span.length + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK;
+    const int64_t slot0 = mn_mesa_slot(p.call, span, n);
+    const float *kk = (const float *)p.hkk0.data, *kv = (const float *)p.hkv0.data;
+    for (int64_t j0 = 0; j0 < lie.pitch; j0 += MN_MESA_ADDERS) {
+        const int64_t j = j0 + thread;    // also of this thread's numbers, in rows group, + AT_ONCE
+        float x[each] = {};
+        for (int i = 0; i < each && (kk || kv) && j < lie.pitch; i++) {
+            const int64_t row = row0 + group + i * AT_ONCE;
+            x[i] = mn_mesa_given(kk, kv, head, mn_mesa_cell_at(p.call, row * lie.pitch + j),
+                                 p.call.K, p.call.V);
+        }
+        for (int64_t c0 = 0; c0 < chunks; c0 += AT_ONCE) {
+            const int64_t chunk = min(c0 + group, chunks - 1);
+            const mn_mesa_place at = mn_mesa_here(p.call, slot0 + chunk, h);
+            const float2 token = mn_mesa_token<T>(p, at, thread);
+            float right[1][MN_MESA_CHUNK], sum[MN_MESA_ROWS] = {};
+            mn_mesa_column<T, false>(right, p, w, at, min(j, lie.pitch - 1));
+            mn_mesa_weigh(room.weight[group], &room.fall[group], token, thread, false);
+            mn_mesa_stage_left<T, false>(room.left[group], p, w, at, row0);
+            __syncthreads();
+            mn_mesa_add_tokens<false>(sum, room.left[group], right, room.weight[group], false);
+#pragma unroll
+            for (int r = 0; r < MN_MESA_ROWS; r++) room.sums[group][r][thread] = sum[r];
+            __syncthreads();
+            for (int c = 0; c < AT_ONCE && c0 + c < chunks; c++) {
+                float *to = w.pairs + ((slot0 + c0 + c) * p.call.H + h) * lie.size + j;
+#pragma unroll
+                for (int i = 0; i < each; i++) {
+                    const int row = group + i * AT_ONCE;
+                    if (j < lie.pitch) to[(row0 + row) * lie.pitch] = x[i];
+                    x[i] = fmaf(room.fall[c], x[i], room.sums[c][row][thread]);
+                }
+            }
+            __syncthreads();
+        }
+        for (int i = 0; i < each && j < lie.pitch; i++) {
+            const int64_t row = row0 + group + i * AT_ONCE;
+            w.last[head * lie.size + row * lie.pitch + j] = x[i];
+        }
+    }
+}
+
+/* Sums of chunks and over them in one, forward, where sequences are short. A block has a few rows
+ * (blockIdx.y) of a head (.z) of a sequence (.x). */
+template <typename T>
+__global__ void __launch_bounds__(MN_MESA_AT_ONCE * MN_MESA_ADDERS)
+mn_mesa_short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
+    __shared__ mn_mesa_short_room<MN_MESA_AT_ONCE> room;
+    mn_let_next_begin();
+    mn_mesa_carry_rows<T>(room, p, w, blockIdx.x, blockIdx.z, blockIdx.y * MN_MESA_ROWS);
+}
+
+enum { MN_MESA_AHEAD = 8, MN_MESA_PACK = 4 };
+
+/* Sums over the chunks of a sequence, in place: afterwards a pair is the one in front of its chunk
+ * or, backward, behind it. A thread has a pack of the pair, and loads several ahead of the sum. */
+static __global__ void __launch_bounds__(MN_MESA_CARRIERS)
+mn_mesa_carry_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, bool backward) {
+    const int64_t K = p.call.K, V = p.call.V, size = mn_mesa_layout::of(p.call).size, H = p.call.H;
+    const int64_t cell = MN_MESA_PACK * (blockIdx.x * (int64_t)MN_MESA_CARRIERS + threadIdx.x);
+    const int64_t n = blockIdx.y / H, h = blockIdx.y % H, head = blockIdx.y;
+    const mn_span span = mn_span_at(p.call, n);
+    const int64_t chunks = (span.length + MN_MESA_CHUNK - 1) / MN_MESA_CHUNK;
+    const int64_t slot0 = mn_mesa_slot(p.call, span, n);
+    const float *kk = (const float *)(backward ? p.cot.hkk.data : p.hkk0.data);
+    const float *kv = (const float *)(backward ? p.cot.hkv.data : p.hkv0.data);
+    float x[MN_MESA_PACK] = {};
+    for (int e = 0; e < MN_MESA_PACK && (kk || kv) && cell < size; e++) {
+        x[e] = mn_mesa_given(kk, kv, head, mn_mesa_cell_at(p.call, cell + e), K, V);
+    }
+    mn_let_next_begin();
+    mn_wait_for_before();
+    if (cell >= size) return;
+    float *const cells = (backward ? w.adjoints : w.pairs) + cell;
+    for (int64_t i0 = 0; i0 < chunks; i0 += MN_MESA_AHEAD) {
+        int64_t index[MN_MESA_AHEAD];
+        float added[MN_MESA_AHEAD][MN_MESA_PACK], fall[MN_MESA_AHEAD];
+#pragma unroll
+        for (int i = 0; i < MN_MESA_AHEAD; i++) {
+            const int64_t chunk = min(i0 + i, chunks - 1);
+            index[i] = (slot0 + (backward ? chunks - 1 - chunk : chunk)) * H + h;
+            mn_load<MN_MESA_PACK>(added[i], cells, index[i] * size), fall[i] = w.falls[index[i]];
+        }
+#pragma unroll
+        for (int i = 0; i < MN_MESA_AHEAD; i++) {
+            if (i0 + i >= chunks) break;
+            mn_store<MN_MESA_PACK>(cells, index[i] * size, x);
+#pragma unroll
+            for (int e = 0; e < MN_MESA_PACK; e++) x[e] = fmaf(fall[i], x[e], added[i][e]);
+        }
+    }
+    if (!backward) mn_store<MN_MESA_PACK>(w.last, head * size + cell, x);
+    for (int e = 0; e < MN_MESA_PACK && backward; e++) {
+        mn_mesa_put((float *)p.grad.hkk0.data, (float *)p.grad.hkv0.data, head,
+                    mn_mesa_cell_at(p.call, cell + e), K, V, x[e]);
+    }
+}
+
+/* The pairs at the end; in a kernel of its own, as they may lie where the first ones did. */
+static __global__ void __launch_bounds__(MN_MESA_THREADS)
+mn_mesa_put_kernel(const __grid_constant__ mn_mesa_args p, const float *last) {
+    const int64_t size = mn_mesa_layout::of(p.call).size, head = blockIdx.y;
+    const int64_t cell = blockIdx.x * (int64_t)MN_MESA_THREADS + threadIdx.x;
+    if (cell >= size) return;
+    mn_mesa_put((float *)p.hkk.data, (float *)p.hkv.data, head, mn_mesa_cell_at(p.call, cell),
+                p.call.K, p.call.V, last[head * size + cell]);
+}
+
+/* out[j] = sum over rows i < K of x_i P_ij, for `width` columns of rows of `pitch`. All threads
+ * call; `room` has as many numbers as threads. Barriers on both sides. */
+__device__ inline void mn_mesa_columns(float *out, const float *P, int64_t pitch, int64_t width,
+                                       const float *x, int64_t K, float *room) {
+    const int lanes = (int)min((width + 31) / 32 * 32, (int64_t)MN_MESA_THREADS);
+    const int teams = MN_MESA_THREADS / lanes, team = threadIdx.x / lanes;
+    for (int64_t j0 = 0; j0 < width; j0 += lanes) {
+        const int64_t j = j0 + threadIdx.x % lanes;
+        float sum = 0.0f;
+        for (int64_t i = team; i < K && j < width && team < teams; i += teams) {
+            sum = fmaf(x[i], P[i * pitch + j], sum);
+        }
+        room[threadIdx.x] = sum;
+        __syncthreads();
+        if (team == 0 && j < width) {
+            for (int other = 1; other < teams; other++) sum += room[other * lanes + threadIdx.x];
+            out[j] = sum;
+        }
+        __syncthreads();
+    }
+}
+
+/* out[i] = sum over columns j < width of P_ij x_j, for K rows; a warp has a row at a time. A
+ * barrier follows. */
+__device__ inline void mn_mesa_rows(float *out, const float *P, int64_t pitch, int64_t width,
+                                    const float *x, int64_t K) {
+    for (int64_t i = threadIdx.x / 32; i < K; i += MN_MESA_THREADS / 32) {
+        float sum = 0.0f;
+        for (int64_t j = threadIdx.x % 32; j < width; j += 32) {
+            sum = fmaf(P[i * pitch + j], x[j], sum);
+        }
+        sum = mn_warp_sum(sum);
+        if (threadIdx.x % 32 == 0) out[i] = sum;
+    }
+    __syncthreads();
+}
+
+#endif

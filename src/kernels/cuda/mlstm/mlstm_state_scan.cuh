@@ -1,0 +1,465 @@
+/* mlstm_state_scan.cuh - mLSTM by the walks over chunks of additive_state_scan.cuh, in bf16 on
+ * tensor cores.
+ *
+ * In units of exp(m) every gate is at most 1: f = exp(lf + m_{t-1} - m_t) is a decay per token, and
+ * w = exp(ipre - m_t) and 1 / den are factors of a token, which join the exponents:
+ *
+ *   o    x = q    y = k    z = v     2^(l_r - l_c) w_c, rows over den_r
+ *   dq   x = do   y = v    z = k     2^(l_r - l_c) w_c / den_r      x.y + e_r
+ *   dv   x = k    y = q    z = do    2^(l_r - l_c) w_r / den_c                  in reverse
+ *   dk   x = v    y = do   z = q     2^(l_r - l_c) w_r / den_c      x.y + e_c   in reverse
+ *
+ * with e = -sign(a) o.do where |a| is the denominator and 0 elsewhere. What this adds to a plain
+ * walk is one more column of the state, the normaliser n, which makes a (o), or one more row of it,
+ * n and its adjoint (dq, dk). Both are kept in float32, and in products with tensor cores they are
+ * two bf16 numbers, so that quotients of small a are no worse than their terms. */
+#ifndef MN_KERNELS_CUDA_MLSTM_MLSTM_STATE_SCAN_CUH
+#define MN_KERNELS_CUDA_MLSTM_MLSTM_STATE_SCAN_CUH
+
+#include "kernels/cuda/additive/additive_state_scan.cuh"
+
+/* Numbers of tokens by head, (H, B T): of f and w the log2. */
+struct mn_mlstm_tokens {
+    float *decay, *write, *m;    // f, w, and the stabiliser
+    float *a;                    // what the denominator is made of, with the scale
+    float *share, *e;            // -log2 den, and e
+};
+
+/* Which factors a walk has, besides its decays. */
+enum mn_mlstm_duty { MN_MLSTM_O, MN_MLSTM_DQ, MN_MLSTM_DV, MN_MLSTM_DK };
+
+struct mn_mlstm_walks {
+    mn_walks all;
+    mn_mlstm_duty duty[MN_WALK_MOST];
+    const float *first[MN_WALK_MOST];    // (N,H,K): n, or its adjoint at the end; or NULL
+    float *last[MN_WALK_MOST];           // what becomes of it; or NULL
+    float *kept_n;                       // n in front of chunks, as mn_walk's kept has the state
+    mn_mlstm_tokens tokens;
+};
+
+/* Exponents of rows and columns, as two floats; weights of columns at the chunk's end. */
+template <int CHUNK>
+struct mn_mlstm_levels {
+    alignas(16) float2 row[CHUNK];
+    alignas(16) float2 column[CHUNK];
+    alignas(16) float to_end[CHUNK];
+    alignas(16) float row_extra[CHUNK];      // their product is added to x.y
+    alignas(16) float column_extra[CHUNK];
+    alignas(16) float added[CHUNK];          // to_end column_extra
+    float whole;
+};
+
+template <int DEPTH, int CHUNK>
+struct mn_mlstm_room {
+    mn_walk_stage<DEPTH, CHUNK> stage[2];
+    alignas(16) mn_bf16 state[2][DEPTH * MN_WALK_PITCH];
+    alignas(16) float n[2][DEPTH];
+    mn_mlstm_levels<CHUNK> levels[2];
+};
+
+/* A pair of floats as operand for the first two rows (or columns) of a tile: what bf16 holds of
+ * them, and what it leaves. */
+__device__ inline uint32_t mn_mlstm_split(float x, float y) {
+    const int line = threadIdx.x % 32 / 4;
+    const uint32_t high = mn_pair(x, y);
+    if (line == 0) return high;
+    return line == 1 ? mn_pair(x - mn_low(high), y - mn_high(high)) : 0;
+}
+
+/* ---- numbers of tokens ----------------------------------------------------------------------- */
+
+/* What a lane holds of a chunk until its levels are made. */
+template <int CHUNK>
+struct mn_mlstm_load {
+    float decay[CHUNK / 32], row[CHUNK / 32], column[CHUNK / 32], e[CHUNK / 32];
+};
+
+template <int CHUNK>
+__device__ inline void mn_mlstm_ask(mn_mlstm_load<CHUNK> &to, const mn_mlstm_walks &p,
+                                    mn_mlstm_duty duty, const mn_walk_place &at, int64_t t,
+                                    int count, bool reverse) {
+    const int64_t tokens = p.all.call.B * p.all.call.T;
+    const int64_t from = at.h * tokens + at.span.b * p.all.call.T + at.span.t0 + t;
+    const float *rows = reverse ? p.tokens.write : p.tokens.share;
+    const float *columns = reverse ? p.tokens.share : p.tokens.write;
+#pragma unroll
+    for (int i = 0; i < CHUNK / 32; i++) {
+        const int row = threadIdx.x % 32 * (CHUNK / 32) + i;
+        const int token = reverse ? CHUNK - 1 - row : row;
+        to.decay[i] = to.row[i] = to.column[i] = to.e[i] = 0.0f;
+        if (token >= count) continue;
+        to.decay[i] = p.tokens.decay[from + token];
+        to.column[i] = columns[from + token];
+        if (duty != MN_MLSTM_O) to.row[i] = rows[from + token];
+        if (duty == MN_MLSTM_DQ || duty == MN_MLSTM_DK) to.e[i] = p.tokens.e[from + token];
+    }
+}
+
+__device__ inline float2 mn_mlstm_level(double x) {
+    return make_float2((float)x, (float)(x - (double)(float)x));
+}
+
+/* A warp calls. */
+template <int CHUNK>
+__device__ inline void mn_mlstm_make_levels(mn_mlstm_levels<CHUNK> &to,
+                                            const mn_mlstm_load<CHUNK> &in, mn_mlstm_duty duty,
+                                            bool reverse) {
+    const int lane = threadIdx.x % 32;
+    double own = 0.0;
+#pragma unroll
+    for (int i = 0; i < CHUNK / 32; i++) own += (double)in.decay[i];
+    double level, whole;
+    mn_walk_sum_lanes(level, whole, own);
+#pragma unroll
+    for (int i = 0; i < CHUNK / 32; i++) {
+        const int row = lane * (CHUNK / 32) + i;
+        const double before = level;
+        level += (double)in.decay[i];
+        const double l = reverse ? before : level;
+        const float to_end = mn_exp2((float)(whole - l + (double)in.column[i]));
+        float column_extra = duty == MN_MLSTM_DQ ? 1.0f : 0.0f;
+        if (duty == MN_MLSTM_DK) column_extra = in.e[i];
+        to.row[row] = mn_mlstm_level(l + (double)in.row[i]);
+        to.column[row] = mn_mlstm_level(l - (double)in.column[i]);
+        to.to_end[row] = to_end;
+        to.row_extra[row] = duty == MN_MLSTM_DQ ? in.e[i] : duty == MN_MLSTM_DK ? 1.0f : 0.0f;
+        to.column_extra[row] = column_extra;
+        to.added[row] = to_end * column_extra;
+    }
+    if (lane == 0) to.whole = (float)whole;
+}
+
+/* ---- weights --------------------------------------------------------------------------------- */
+
+/* What the weights of all four walks have in common (see mn_walk_weights). */
+template <int CHUNK>
+struct mn_mlstm_common {
+    static constexpr bool decays = true;
+    const mn_mlstm_levels<CHUNK> &levels;
+    const float *n;    // in shared memory: of the state that is read
+
+    __device__ const float *to_end(void) const { return levels.to_end; }
+    __device__ float whole(void) const { return mn_exp2(levels.whole); }
+};
+
+/* Walks of o: n has a number for each row of the state. Of what is made here a lane with column 0
+ * of the tiles has the sums: reads of n for its two rows, and what is added to n. */
+template <int DEPTH, int CHUNK>
+struct mn_mlstm_reading : mn_mlstm_common<CHUNK> {
+    static constexpr int row_tiles = mn_walk_sizes<DEPTH, CHUNK>::row_tiles;
+    float of_n[4], a[2], added[row_tiles][4];
+
+    __device__ mn_mlstm_reading(const mn_mlstm_levels<CHUNK> &levels, const float *n)
+        : mn_mlstm_common<CHUNK>{ levels, n }, of_n{}, a{}, added{} {}
+
+    __device__ void reads(const uint32_t (&x)[4], int k) {
+        const float *at = this->n + 16 * k + threadIdx.x % 4 * 2;
+        mn_mma(of_n, x, mn_mlstm_split(at[0], at[1]), mn_mlstm_split(at[8], at[9]));
+    }
+
+    template <int TILES>
+    __device__ void state_read(float (&o)[TILES][4], int row0, int) {
+        const int row = row0 + threadIdx.x % 32 / 4;
+        const float low = mn_exp2(this->levels.row[row].x);
+        const float high = mn_exp2(this->levels.row[row + 8].x);
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            o[tile][0] *= low, o[tile][1] *= low, o[tile][2] *= high, o[tile][3] *= high;
+        }
+        if (threadIdx.x % 4 != 0) return;
+        a[0] = low * (of_n[0] + of_n[1]), a[1] = high * (of_n[2] + of_n[3]);
+    }
+
+    __device__ void weigh(float (&p)[4][4], int row0, int left) {
+        mn_walk_weigh<true>(p, this->levels.row, this->levels.column, row0, left,
+                            [](float x, int, int) { return x; });
+#pragma unroll
+        for (int tile = 0; tile < 4; tile++) {
+            a[0] += p[tile][0] + p[tile][1], a[1] += p[tile][2] + p[tile][3];
+        }
+    }
+
+    __device__ void writes(const uint32_t (&y)[4], int tile, int t) {
+        const float *at = this->levels.to_end + t + threadIdx.x % 4 * 2;
+        mn_mma(added[tile], y, mn_mlstm_split(at[0], at[1]), mn_mlstm_split(at[8], at[9]));
+    }
+
+    __device__ void writes_of(const mn_bf16 *, int) const {}
+
+    /* The sum over all columns of this thread's rows. */
+    __device__ float whole_a(int half) const {
+        float sum = a[half];
+        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+        return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
+    }
+};
+
+/* Walks of gradients: n has a number for each of the block's columns. A warp adds up eight of them:
+ * its first four lanes have two each. */
+template <int DEPTH, int CHUNK>
+struct mn_mlstm_gradient : mn_mlstm_common<CHUNK> {
+    float added[4];
+
+    __device__ mn_mlstm_gradient(const mn_mlstm_levels<CHUNK> &levels, const float *n)
+        : mn_mlstm_common<CHUNK>{ levels, n }, added{} {}
+
+    __device__ void reads(const uint32_t (&)[4], int) const {}
+
+    template <int TILES>
+    __device__ void state_read(float (&o)[TILES][4], int row0, int column0) const {
+        const int row = row0 + threadIdx.x % 32 / 4;
+        const float low = mn_exp2(this->levels.row[row].x);
+        const float high = mn_exp2(this->levels.row[row + 8].x);
+        const float e_low = this->levels.row_extra[row], e_high = this->levels.row_extra[row + 8];
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            const float2 x = *(const float2 *)(this->n + column0 + 8 * tile + threadIdx.x % 4 * 2);
+            o[tile][0] = low * fmaf(e_low, x.x, o[tile][0]);
+            o[tile][1] = low * fmaf(e_low, x.y, o[tile][1]);
+            o[tile][2] = high * fmaf(e_high, x.x, o[tile][2]);
+            o[tile][3] = high * fmaf(e_high, x.y, o[tile][3]);
+        }
+    }
+
+    __device__ void weigh(float (&p)[4][4], int row0, int left) const {
+        const float *rows = this->levels.row_extra, *columns = this->levels.column_extra;
+        mn_walk_weigh<true>(p, this->levels.row, this->levels.column, row0, left,
+                            [&](float x, int r, int c) { return fmaf(rows[r], columns[c], x); });
+    }
+
+    __device__ void writes(const uint32_t (&)[4], int, int) const {}
+
+    __device__ void writes_of(const mn_bf16 *z, int t) {
+        if (t % 32 != 0) return;
+        uint32_t b[4];
+        mn_ldmatrix<true>(b, z + (t + threadIdx.x % 32) * MN_WALK_PITCH + threadIdx.x / 32 * 8);
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const float *at = this->levels.added + t + 16 * half + threadIdx.x % 4 * 2;
+            const uint32_t a[4] = { mn_mlstm_split(at[0], at[1]), 0,
+                                    mn_mlstm_split(at[8], at[9]), 0 };
+            mn_mma(added, a, b[2 * half], b[2 * half + 1]);
+        }
+    }
+};
+
+/* ---- the column or row n --------------------------------------------------------------------- */
+
+/* What a thread has of n: where it is a column, of the rows of its state's tiles (lanes with column
+ * 0 of the tiles), where it is a row, two columns (the first four lanes of a warp). */
+template <int DEPTH, int CHUNK>
+struct mn_mlstm_column {
+    using sizes = mn_walk_sizes<DEPTH, CHUNK>;
+    using weights = mn_mlstm_reading<DEPTH, CHUNK>;
+    float at[sizes::row_tiles][2];
+
+    template <typename F>
+    __device__ void each(F use) {
+        if (threadIdx.x % 4 != 0) return;
+#pragma unroll
+        for (int r = 0; r < sizes::row_tiles; r++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                use(at[r][i], mn_walk_state_of<DEPTH, CHUNK>::row(r) + 8 * i);
+            }
+        }
+    }
+
+    __device__ void share(float *n) {
+        if ((int)threadIdx.x / 32 / sizes::row_groups != 0) return;    // others have the same
+        each([&](float &x, int i) { n[i] = x; });
+    }
+
+    __device__ static bool owns(const mn_walk_place &place) {
+        return place.slice == 0 && (int)threadIdx.x / 32 / sizes::row_groups == 0;
+    }
+
+    __device__ static int64_t place_of(const mn_walk &, const mn_walk_place &, int i) { return i; }
+
+    __device__ static int64_t count(const mn_walk &p) { return p.depth; }
+
+    __device__ void advance(const weights &w) {
+        const float whole = w.whole();
+#pragma unroll
+        for (int r = 0; r < sizes::row_tiles; r++) {
+            at[r][0] = fmaf(whole, at[r][0], w.added[r][0] + w.added[r][1]);
+            at[r][1] = fmaf(whole, at[r][1], w.added[r][2] + w.added[r][3]);
+        }
+    }
+};
+
+template <int DEPTH, int CHUNK>
+struct mn_mlstm_row {
+    using weights = mn_mlstm_gradient<DEPTH, CHUNK>;
+    float at[2];
+
+    template <typename F>
+    __device__ void each(F use) {
+        if (threadIdx.x % 32 >= 4) return;
+        use(at[0], (int)(threadIdx.x / 32 * 8 + threadIdx.x % 4 * 2));
+        use(at[1], (int)(threadIdx.x / 32 * 8 + threadIdx.x % 4 * 2 + 1));
+    }
+
+    __device__ void share(float *n) {
+        each([&](float &x, int i) { n[i] = x; });
+    }
+
+    __device__ static bool owns(const mn_walk_place &) { return true; }
+
+    __device__ static int64_t place_of(const mn_walk &, const mn_walk_place &place, int i) {
+        return place.column0 + i;
+    }
+
+    __device__ static int64_t count(const mn_walk &p) { return p.width; }
+
+    __device__ void advance(const weights &w) {
+        const float whole = w.whole();
+        at[0] = fmaf(whole, at[0], w.added[0] + __shfl_xor_sync(0xffffffffu, w.added[0], 4));
+        at[1] = fmaf(whole, at[1], w.added[1] + __shfl_xor_sync(0xffffffffu, w.added[1], 4));
+    }
+};
+
+template <typename N>
+__device__ inline void mn_mlstm_begin(N &n, const mn_mlstm_walks &p, const mn_walk_place &place) {
+    const mn_walk &walk = p.all.walk[blockIdx.y];
+    const int64_t count = N::count(walk);
+    const float *first = p.first[blockIdx.y];
+    n.each([&](float &x, int i) {
+        const int64_t j = N::place_of(walk, place, i);
+        const int64_t from = (place.n * p.all.call.H + place.h) * count + j;
+        x = first && j < count ? walk.into * first[from] : 0.0f;
+    });
+}
+
+template <typename N>
+__device__ inline void mn_mlstm_end(N &n, const mn_mlstm_walks &p, const mn_walk_place &place) {
+    const mn_walk &walk = p.all.walk[blockIdx.y];
+    const int64_t count = N::count(walk);
+    float *last = p.last[blockIdx.y];
+    if (!last || !N::owns(place)) return;
+    n.each([&](float &x, int i) {
+        const int64_t j = N::place_of(walk, place, i);
+        const int64_t to = (place.n * p.all.call.H + place.h) * count + j;
+        if (j < count) last[to] = walk.from * x;
+    });
+}
+
+/* ---- the walk -------------------------------------------------------------------------------- */
+
+/* Reads and moves one chunk, as mn_walk_turn; o leaves over its denominators. */
+template <int DEPTH, int CHUNK>
+__device__ inline void mn_mlstm_turn(mn_walk_state_of<DEPTH, CHUNK> &M,
+                                     mn_mlstm_column<DEPTH, CHUNK> &n, const mn_mlstm_walks &p,
+                                     const mn_walk_place &at, const mn_walk_strips &strips,
+                                     const mn_mlstm_room<DEPTH, CHUNK> &room, int now, int64_t t) {
+    const mn_walk &walk = p.all.walk[blockIdx.y];
+    const int count = (int)min((int64_t)CHUNK, at.span.length - t);
+    const int64_t tokens = p.all.call.B * p.all.call.T;
+    const int64_t from = at.h * tokens + at.span.b * p.all.call.T + at.span.t0 + t;
+    float o[mn_walk_tiles<CHUNK>][4] = {}, m[2], factor[2];
+    uint32_t beside[2][mn_walk_tiles<CHUNK>];
+    if (walk.duty != MN_WALK_PLAIN) mn_walk_load_beside<CHUNK>(beside, walk, strips, t, count);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = mn_walk_token<CHUNK>(half, false);
+        m[half] = token < count ? p.tokens.m[from + token] : 0.0f;
+    }
+    mn_mlstm_reading<DEPTH, CHUNK> weights(room.levels[now], room.n[now]);
+    mn_walk_read<DEPTH, CHUNK>(o, room.stage[now], room.state[now], weights, beside, nullptr);
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+        const int token = mn_walk_token<CHUNK>(half, false);
+        const float a = walk.scale * weights.whole_a(half), den = fmaxf(fabsf(a), expf(-m[half]));
+        factor[half] = den > 0.0f ? walk.scale / den : 0.0f;
+        const bool mine = token < count && threadIdx.x % 4 == 0 && mn_walk_column0<CHUNK>() == 0;
+        if (p.tokens.a && at.slice == 0 && mine) p.tokens.a[from + token] = a;
+    }
+    mn_walk_write<DEPTH, CHUNK>(M, room.stage[now], weights);
+    n.advance(weights);
+    mn_walk_put<CHUNK>(o, beside, walk.duty, p.all, walk, at, strips, t, count, factor);
+}
+
+/* The same for a gradient. What the gradients of f take is kept and met by the row n, too. */
+template <int DEPTH, int CHUNK>
+__device__ inline void mn_mlstm_turn(mn_walk_state_of<DEPTH, CHUNK> &M,
+                                     mn_mlstm_row<DEPTH, CHUNK> &n, const mn_mlstm_walks &p,
+                                     const mn_walk_place &at, const mn_walk_strips &strips,
+                                     const mn_mlstm_room<DEPTH, CHUNK> &room, int now, int64_t t) {
+    using sizes = mn_walk_sizes<DEPTH, CHUNK>;
+    const mn_walk &walk = p.all.walk[blockIdx.y];
+    const int count = (int)min((int64_t)CHUNK, at.span.length - t);
+    const int64_t kept_at = mn_walk_kept_at<DEPTH, CHUNK>(p.all, at, t / CHUNK);
+    float *kept_n = p.kept_n + kept_at * MN_WALK_WIDTH;
+    const bool of_n = threadIdx.x < MN_WALK_WIDTH;
+    float o[mn_walk_tiles<CHUNK>][4] = {}, product = 0.0f, met = 0.0f;
+    uint32_t beside[2][mn_walk_tiles<CHUNK>];
+    typename mn_walk_state_of<DEPTH, CHUNK>::kept kept;
+    if (walk.duty != MN_WALK_PLAIN) mn_walk_load_beside<CHUNK>(beside, walk, strips, t, count);
+    if (walk.duty == MN_WALK_MEETS) {
+        M.recall(kept, walk.kept + kept_at * sizes::kept);
+        if (of_n) met = room.n[now][threadIdx.x] * kept_n[threadIdx.x];
+    }
+    mn_mlstm_gradient<DEPTH, CHUNK> weights(room.levels[now], room.n[now]);
+    mn_walk_read<DEPTH, CHUNK>(o, room.stage[now], room.state[now], weights, beside,
+                               walk.duty == MN_WALK_KEEPS ? &product : nullptr);
+    if (walk.duty == MN_WALK_MEETS) {
+        mn_walk_meet<DEPTH, CHUNK>(M, kept, walk, kept_at, weights.whole(), met);
+    }
+    if (walk.duty == MN_WALK_KEEPS) {
+        M.keep(walk.kept + kept_at * sizes::kept);
+        if (of_n) kept_n[threadIdx.x] = room.n[now][threadIdx.x];
+        product = walk.scale * mn_warp_sum(product);
+        if (threadIdx.x % 32 == 0) {
+            walk.inside[kept_at * sizes::warps + threadIdx.x / 32] = product;
+        }
+    }
+    mn_walk_write<DEPTH, CHUNK>(M, room.stage[now], weights);
+    n.advance(weights);
+    mn_walk_put<CHUNK>(o, beside, walk.duty, p.all, walk, at, strips, t, count,
+                       { walk.scale, walk.scale });
+}
+
+/* N: mn_mlstm_column for o, mn_mlstm_row for gradients. */
+template <int DEPTH, int CHUNK, typename N>
+__global__ void __launch_bounds__(mn_walk_sizes<DEPTH, CHUNK>::threads, 1)
+mn_mlstm_kernel(const __grid_constant__ mn_mlstm_walks p) {
+    extern __shared__ __align__(128) unsigned char bytes[];
+    mn_mlstm_room<DEPTH, CHUNK> &room = *(mn_mlstm_room<DEPTH, CHUNK> *)bytes;
+    const mn_walk &walk = p.all.walk[blockIdx.y];
+    if (blockIdx.x >= mn_walk_slices(walk) * p.all.call.H * mn_n_spans(p.all.call)) return;
+    const mn_walk_place at = mn_walk_here(p.all.call, walk, CHUNK);
+    const mn_walk_strips strips(walk, at, DEPTH);
+    const mn_mlstm_duty duty = p.duty[blockIdx.y];
+    const bool reverse = walk.reverse, sums = threadIdx.x < 32;
+    const int64_t length = at.span.length;
+    mn_mlstm_load<CHUNK> load;
+    mn_walk_state_of<DEPTH, CHUNK> M;
+    N n;
+    M.load(walk, at);
+    mn_mlstm_begin(n, p, at);
+    M.share(room.state[0]);
+    n.share(room.n[0]);
+    for (int64_t i = 0; i <= at.n_chunks; i++) {
+        const bool works = i > 0, looks = i < at.n_chunks;
+        const int next = i % 2, now = 1 - next;
+        const int64_t t = (reverse ? at.n_chunks - i : i - 1) * CHUNK;    // at hand, if it works
+        const int64_t t_next = reverse ? t - CHUNK : t + CHUNK;
+        if (works) mn_copies_wait();
+        __syncthreads();
+        if (looks) {
+            mn_walk_fetch<DEPTH, CHUNK>(room.stage[next], strips, t_next, length, reverse);
+            const int count = (int)min((int64_t)CHUNK, length - t_next);
+            if (sums) mn_mlstm_ask<CHUNK>(load, p, duty, at, t_next, count, reverse);
+        }
+        if (works) {
+            mn_mlstm_turn<DEPTH, CHUNK>(M, n, p, at, strips, room, now, t);
+            M.share(room.state[next]);
+            n.share(room.n[next]);
+        }
+        if (sums && looks) mn_mlstm_make_levels<CHUNK>(room.levels[next], load, duty, reverse);
+    }
+    M.store(walk, at);
+    mn_mlstm_end(n, p, at);
+}
+
+#endif

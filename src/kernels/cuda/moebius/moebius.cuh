@@ -1,0 +1,501 @@
+/* moebius.cuh - Kalman Linear Attention on GPUs, the parts that its kernels share: cells, the
+ * numbers of a tile, chunks.
+ *
+ * Cells go by rays (moebius_projective.cuh), four tokens at a time; a warp for which one of its
+ * rays does
+ * not hold does the tile again by lam and eta, as it does tiles that are not whole.
+ *
+ * A sequence longer than LONG tokens goes by chunks of CHUNK, so that time too fills the GPU:
+ * moebius_state_scan.cuh finds the state in front of each chunk first and, going back, the adjoint
+ * behind
+ * it. How a sequence is cut depends on its own length alone. */
+#ifndef MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_CUH
+#define MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_CUH
+
+#include "kernels/cuda/recurrent/cell_state.cuh"
+#include "kernels/cuda/moebius/moebius_projective.cuh"
+
+namespace moebius {
+
+enum { TOKENS = MN_CELL_TOKENS, SLOTS = MN_CELL_SLOTS, LONG = 4096, CHUNK = 1024,
+       MOST_CHUNKS = 65535 };
+
+typedef mn_cell_block<1, 4, 1> block;
+
+static __device__ const float floor_at = 1e-12f;
+
+/* The work space of a call, each part behind the other. Sets of SLOTS numbers per thread lie
+ * as block::own() says. */
+struct room {
+    float *sums;        // groups of slots x tokens x 2 x V: parts of y, yvar or dv, dprec
+    float *starts;      // chunks x 2: the state in front of each, forward
+    float *ends;        // chunks x 2: the adjoint behind each, going back
+    float *states;      // tiles x 2: the state in front of each
+    float *keys;        // blocks of channels x tokens x 2 x K: parts of dk, dq
+    float *dynamics;    // chunks x 2 x V x K: parts of da, dp
+    float *maps;        // chunks x 5: what each says of adjoints (moebius_map.cuh)
+};
+
+/* ---- cells ----------------------------------------------------------------------------------- */
+
+/* lam and eta of a thread's cells, or their adjoints. */
+struct state {
+    float lam[SLOTS], eta[SLOTS];
+
+    __device__ void load(const float *sets, int64_t set) {
+        mn_cell_read(lam, sets + block::own(2 * set));
+        mn_cell_read(eta, sets + block::own(2 * set + 1));
+    }
+
+    __device__ void store(float *sets, int64_t set) const {
+        mn_store<SLOTS>(sets, block::own(2 * set), lam);
+        mn_store<SLOTS>(sets, block::own(2 * set + 1), eta);
+    }
+};
+
+/* Where cell j of this thread lies in (V,K); -1 outside. */
+__device__ inline int64_t place_of(const mn_call &call, int j) {
+    const int64_t m = block::column0() + block::column(0), s = block::slot0() + block::slot(j);
+    return m < call.V && s < call.K ? m * call.K + s : -1;
+}
+
+/* A thread's cells of states (N,V,K): given ones, or `lam` and 0. */
+__device__ inline void load_cells(state &to, const mn_in &lam, const mn_in &eta,
+                                  const mn_call &call, int64_t n, float usual) {
+    const float *from_lam = mn_row<float>(lam, n, 0, 0), *from_eta = mn_row<float>(eta, n, 0, 0);
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        const int64_t at = place_of(call, j);
+        to.lam[j] = at >= 0 && from_lam ? from_lam[at] : usual;
+        to.eta[j] = at >= 0 && from_eta ? from_eta[at] : 0.0f;
+    }
+}
+
+__device__ inline void store_cells(const mn_out &lam, const mn_out &eta, const state &from,
+                                   const mn_call &call, int64_t n) {
+    float *to_lam = mn_row<float>(lam, n, 0, 0), *to_eta = mn_row<float>(eta, n, 0, 0);
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        const int64_t at = place_of(call, j);
+        if (at >= 0 && to_lam) to_lam[at] = from.lam[j];
+        if (at >= 0 && to_eta) to_eta[at] = from.eta[j];
+    }
+}
+
+/* The dynamics of a thread's cells with their floors. */
+struct dynamics {
+    float a[SLOTS], a2[SLOTS], p[SLOTS];
+
+    __device__ dynamics(const mn_moebius_args &args) {
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            const int64_t at = place_of(args.call, j);
+            a[j] = at >= 0 ? ((const float *)args.a.data)[at] : 1.0f;
+            a2[j] = fmaxf(a[j] * a[j], floor_at);
+            p[j] = at >= 0 ? fmaxf(((const float *)args.p.data)[at], floor_at) : floor_at;
+        }
+    }
+
+    __device__ void advance(state &c, const float (&k)[SLOTS], float v, float prec) const {
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            const float g = mn_inverse(fmaxf(fmaf(p[j], c.lam[j], a2[j]), floor_at));
+            const float pk = prec * k[j];
+            c.lam[j] = fmaf(c.lam[j], g, pk * k[j]);
+            c.eta[j] = fmaf(a[j] * g, c.eta[j], pk * v);
+        }
+    }
+
+    __device__ __forceinline__ ray after(const ray &x, int j, float prec, float k, float v) const {
+        return ray_after(x, a[j], a2[j], p[j], prec * k, k, v);
+    }
+
+    __device__ ray_edge edge() const {
+        ray_edge e = ray_edge::of(a2[0], p[0], 4);
+#pragma unroll
+        for (int j = 1; j < SLOTS; j++) e = e.with(ray_edge::of(a2[j], p[j], 4));
+        return e;
+    }
+};
+
+/* Whether four precisions are all positive, by their signs. */
+__device__ __forceinline__ bool all_positive(const float (&prec)[4]) {
+    return (__float_as_int(prec[0]) | __float_as_int(prec[1]) | __float_as_int(prec[2]) |
+            __float_as_int(prec[3])) >= 0;
+}
+
+/* ---- the numbers of a tile ------------------------------------------------------------------- */
+
+enum { KEYS, QUERIES };
+enum { VALUES, PRECISIONS, MEAN_COTS, SPREAD_COTS };
+
+template <int N_KEYS, int N_LINES>
+struct stage {
+    mn_cell_keys<block> keys[N_KEYS];
+    mn_cell_lines<block> lines[N_LINES];
+};
+
+/* Those going back. FULL: with cotangents of yvar, or reads from the prior. */
+template <bool FULL>
+using lines_of = stage<2, FULL ? 4 : 3>;
+
+/* n numbers from memory to shared memory, or zeros, while the thread goes on. */
+template <int n>
+__device__ __forceinline__ void copy_there(float *to, const float *from, bool there) {
+    const unsigned at = (unsigned)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from),
+                 "n"(n * sizeof(float)), "r"(there ? n * (int)sizeof(float) : 0) : "memory");
+}
+
+/* WIDTH numbers of each token on their way to shared memory: numbers place, place + ACROSS, ... of
+ * a token for each thread. Of float32 they go there by themselves; others wait in registers to be
+ * converted. */
+template <typename T, int WIDTH>
+struct on_the_way {
+    typedef mn_cell_share<WIDTH, block::THREADS> share;
+    const T *from;      // the thread's first number
+    int left;           // how many there are from it on
+    T x[share::EACH];   // of float32 nothing
+
+    __device__ static int place() {
+        return threadIdx.x % share::ACROSS;
+    }
+
+    __device__ void open(const mn_in &view, const mn_span &span, int64_t base, int64_t count) {
+        left = view.data ? (int)max(min(count - base, (int64_t)WIDTH) - place(), (int64_t)0) : 0;
+        from = (const T *)view.data + span.b * view.stride[0] +
+               (span.t0 + share::row()) * view.stride[1] + base + place();
+    }
+
+    /* On by so many tokens. */
+    __device__ __forceinline__ void move(const mn_in &view, int64_t n_tokens) {
+        from += n_tokens * view.stride[1];
+    }
+
+    template <typename Room>
+    __device__ __forceinline__ void begin(Room &to, int n_rows) {
+#pragma unroll
+        for (int n = 0; n < share::EACH; n++) {
+            const bool there = share::row() < n_rows && n * share::ACROSS < left;
+            const T *at = from + n * share::ACROSS;
+            if constexpr (sizeof(T) == sizeof(float)) {
+                to.each_place(share::row(), place() + n * share::ACROSS,
+                              [&](float *room) { copy_there<1>(room, at, there); });
+            } else {
+                x[n] = there ? *at : (T)0.0f;
+            }
+        }
+    }
+
+    template <typename Room>
+    __device__ __forceinline__ void finish(Room &to) const {
+#pragma unroll
+        for (int n = 0; n < share::EACH && sizeof(T) < sizeof(float); n++) {
+            to.each_place(share::row(), place() + n * share::ACROSS,
+                          [&](float *room) { *room = mn_float(x[n]); });
+        }
+    }
+};
+
+template <typename T, int N_KEYS, int N_LINES>
+struct fetched {
+    on_the_way<T, block::SLOTS> keys[N_KEYS];
+    on_the_way<T, block::COLUMNS> lines[N_LINES];
+
+    __device__ void open(const mn_moebius_args &p, const mn_span &span) {
+        const int64_t s0 = block::slot0(), m0 = block::column0(), K = p.call.K, V = p.call.V;
+        keys[KEYS].open(p.k, span, s0, K);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].open(p.q, span, s0, K);
+        lines[VALUES].open(p.v, span, m0, V);
+        lines[PRECISIONS].open(p.prec, span, m0, V);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].open(p.cot.y, span, m0, V);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].open(p.cot.yvar, span, m0, V);
+    }
+
+    /* On by so many tokens. */
+    __device__ __forceinline__ void move(const mn_moebius_args &p, int64_t n_tokens) {
+        keys[KEYS].move(p.k, n_tokens);
+        if (N_KEYS > QUERIES) keys[N_KEYS - 1].move(p.q, n_tokens);
+        lines[VALUES].move(p.v, n_tokens);
+        lines[PRECISIONS].move(p.prec, n_tokens);
+        if (N_LINES > MEAN_COTS) lines[N_LINES > MEAN_COTS ? 2 : 0].move(p.cot.y, n_tokens);
+        if (N_LINES > SPREAD_COTS) lines[N_LINES - 1].move(p.cot.yvar, n_tokens);
+    }
+
+    /* The tile of n_rows tokens from here on sets out for `to`, which no one uses. */
+    __device__ __forceinline__ void begin(stage<N_KEYS, N_LINES> &to, int n_rows) {
+#pragma unroll
+        for (int i = 0; i < N_KEYS; i++) keys[i].begin(to.keys[i], n_rows);
+#pragma unroll
+        for (int i = 0; i < N_LINES; i++) lines[i].begin(to.lines[i], n_rows);
+    }
+
+    /* And has arrived, behind a barrier. */
+    __device__ __forceinline__ void finish(stage<N_KEYS, N_LINES> &to) const {
+        asm volatile("cp.async.wait_all;" ::: "memory");
+#pragma unroll
+        for (int i = 0; i < N_KEYS; i++) keys[i].finish(to.keys[i]);
+#pragma unroll
+        for (int i = 0; i < N_LINES; i++) lines[i].finish(to.lines[i]);
+    }
+};
+
+/* One kind of sums over slots on its way to memory, tile by tile: to its tensor or, where
+ * blockIdx.z counts blocks of slots, to this block's part of `parts`. */
+template <typename T>
+struct leaving {
+    typedef mn_cell_share<block::COLUMNS, block::THREADS> share;
+    T *to;          // the thread's first number; NULL: to `part`, or nowhere
+    float *part;
+    int64_t apart;
+    int left;       // how many there are from it on
+
+    __device__ void open(const mn_out &view, float *parts, int kind, const mn_call &call,
+                         const mn_span &span, int64_t first, int64_t n_rows) {
+        const int64_t m = block::column0() + share::place();
+        const int64_t t = span.t0 + first + share::row();
+        const bool split = gridDim.z > 1;
+        left = (int)max(min(call.V - m, (int64_t)share::EACH), (int64_t)0);
+        to = view.data && !split ? mn_row<T>(view, span.b, t, 0) + m : nullptr;
+        const int64_t row = blockIdx.z * n_rows + span.b * call.T + t;
+        part = split ? parts + (row * 2 + kind) * call.V + m : nullptr;
+        apart = split ? 2 * call.V : view.stride[1];
+    }
+
+    /* A tile's, and on by so many tokens. */
+    __device__ __forceinline__ void put(const mn_cell_sums<block> &sums, int kind, int n_rows,
+                                        int64_t n_tokens) {
+        float x[share::EACH];
+        if (share::row() < n_rows) {
+            mn_cell_read(x, &sums.at[kind][0][share::row()][share::place()]);
+            if (to) mn_cell_store(to, left, x);
+            else if (part) mn_cell_store(part, left, x);
+        }
+        if (to) to += n_tokens * apart;
+        if (part) part += n_tokens * apart;
+    }
+};
+
+/* One token of the tile, or four from t on, which is a multiple of 4. */
+template <int N_KEYS, int N_LINES>
+__device__ __forceinline__ void advance_token(state &c, const dynamics &dyn,
+                                              const stage<N_KEYS, N_LINES> &in, int t) {
+    float k[SLOTS];
+    in.keys[KEYS].get(k, t);
+    const int column = block::column(0);
+    dyn.advance(c, k, in.lines[VALUES].at[column][t], in.lines[PRECISIONS].at[column][t]);
+}
+
+template <int N_KEYS, int N_LINES>
+__device__ __forceinline__ void advance_four(state &c, const dynamics &dyn,
+                                               const stage<N_KEYS, N_LINES> &in, int t) {
+    float v[1][4], prec[1][4];
+    in.lines[VALUES].get(v, t);
+    in.lines[PRECISIONS].get(prec, t);
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        float k[SLOTS];
+        in.keys[KEYS].get(k, t + i);
+        dyn.advance(c, k, v[0][i], prec[0][i]);
+    }
+}
+
+/* Through the tokens [t, end) of a tile, 4 or all of them, as far as there are any. */
+template <int N_KEYS, int N_LINES>
+__device__ __forceinline__ void advance_tile(state &c, const dynamics &dyn,
+                                             const stage<N_KEYS, N_LINES> &in, int n_rows,
+                                             int t = 0, int end = TOKENS) {
+    if (n_rows >= end) {
+#pragma unroll 1
+        for (; t < end; t += 4) advance_four(c, dyn, in, t);
+    } else {
+        for (; t < n_rows; t++) advance_token(c, dyn, in, t);
+    }
+}
+
+/* What the states need of four tokens. */
+struct four_keys {
+    float k[4][SLOTS], v[1][4], prec[1][4];
+
+    template <int N_KEYS, int N_LINES>
+    __device__ __forceinline__ void load(const stage<N_KEYS, N_LINES> &in, int t) {
+        in.lines[VALUES].get(v, t);
+        in.lines[PRECISIONS].get(prec, t);
+#pragma unroll
+        for (int i = 0; i < 4; i++) in.keys[KEYS].get(k[i], t + i);
+    }
+};
+
+/* Four tokens by rays; whether that holds is not asked. */
+__device__ __forceinline__ void ray_four(state &c, const dynamics &dyn, const four_keys &in) {
+#pragma unroll
+    for (int j = 0; j < SLOTS; j++) {
+        ray x = { c.lam[j], 1.0f, c.eta[j] };
+#pragma unroll
+        for (int i = 0; i < 4; i++) x = dyn.after(x, j, in.prec[0][i], in.k[i][j], in.v[0][i]);
+        const float by = mn_inverse(x.d);
+        c.lam[j] = x.n * by;
+        c.eta[j] = x.e * by;
+    }
+}
+
+/* States in front of each four tokens of a tile, in shared memory. */
+struct fours {
+    alignas(16) float at[TOKENS / 4][2][block::THREADS][SLOTS];
+
+    __device__ void put(int t, const state &c) {
+        mn_store<SLOTS>(at[t / 4][0][threadIdx.x], 0, c.lam);
+        mn_store<SLOTS>(at[t / 4][1][threadIdx.x], 0, c.eta);
+    }
+
+    __device__ void get(state &c, int t) const {
+        mn_cell_read(c.lam, at[t / 4][0][threadIdx.x]);
+        mn_cell_read(c.eta, at[t / 4][1][threadIdx.x]);
+    }
+
+    /* From the state in front of the tile. */
+    template <int N_KEYS, int N_LINES>
+    __device__ void fill(state c, const dynamics &dyn, const stage<N_KEYS, N_LINES> &in,
+                         int n_rows) {
+        put(0, c);
+#pragma unroll 1
+        for (int t = 4; t < TOKENS; t += 4) {
+            advance_tile(c, dyn, in, n_rows, t - 4, t);
+            put(t, c);
+        }
+    }
+
+    /* By rays, of a whole tile. */
+    template <int N_KEYS, int N_LINES>
+    __device__ __forceinline__ void fill(state c, const dynamics &dyn,
+                                         const stage<N_KEYS, N_LINES> &in) {
+        four_keys now, next;
+        now.load(in, 0);
+        put(0, c);
+#pragma unroll
+        for (int t = 4; t < TOKENS; t += 4) {
+            if (t + 4 < TOKENS) next.load(in, t);
+            ray_four(c, dyn, now);
+            put(t, c);
+            now = next;
+        }
+    }
+};
+
+/* A thread's four tokens by rays: the rays in front of and behind each, and the states behind the
+ * last. */
+struct rays {
+    ray at[5][SLOTS];
+    state last;
+    float by[SLOTS];
+
+    /* Whether they hold. */
+    __device__ __forceinline__ bool walk(const state &c, const dynamics &dyn, const ray_edge &edge,
+                                         const float (&k)[4][SLOTS], const float (&v)[4],
+                                         const float (&prec)[4]) {
+        bool sound = all_positive(prec);
+#pragma unroll
+        for (int j = 0; j < SLOTS; j++) {
+            at[0][j] = { c.lam[j], 1.0f, c.eta[j] };
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                at[i + 1][j] = dyn.after(at[i][j], j, prec[i], k[i][j], v[i]);
+            }
+            by[j] = mn_inverse(at[4][j].d);
+            last.lam[j] = at[4][j].n * by[j];
+            last.eta[j] = at[4][j].e * by[j];
+            sound = sound && edge.holds(c.lam[j], at[4][j].n) && isfinite(last.eta[j]);
+        }
+        return sound;
+    }
+};
+
+/* Adds to the adjoint w of a ray (n, d, e) what a read of it with q gives back, with cotangents gy
+ * and gw of y and yvar; by = 1 / n. FULL: with gw, or a read from the prior. Returns gy e / n. */
+template <bool FULL>
+__device__ __forceinline__ float read_back(ray &w, float by, float d, float e, float a, float a2,
+                                           float q, float gy, float gw, bool prior) {
+    const float gy_by = gy * by, to_q = gy_by * e;
+    const float read = FULL && prior ? q * a : q;
+    w.e = fmaf(read, gy_by, w.e);
+    w.n = fmaf(-(read * by), to_q, w.n);
+    if (FULL) {
+        const float gv = gw * q * q * (prior ? a2 : 1.0f) * by;
+        w.d += gv;
+        w.n = fmaf(-gv, d * by, w.n);
+    }
+    return to_q;
+}
+
+/* For all lanes of the warp. */
+__device__ __forceinline__ bool all_sound(bool sound) {
+    return __all_sync(0xffffffffu, sound);
+}
+
+/* ---- chunks ---------------------------------------------------------------------------------- */
+
+/* Whether there may be a sequence of several chunks. */
+__host__ __device__ inline bool chunked(const mn_call &call) {
+    return call.T > LONG;
+}
+
+inline int64_t n_chunks(const mn_call &call) {
+    return chunked(call) ? mn_tile_slots(call, CHUNK) : mn_n_spans(call);
+}
+
+/* Chunk number `slot`, tokens [first, end) of sequence n. A sequence without tokens has one; slots
+ * that are no chunk at all do not exist. */
+struct chunk {
+    int64_t n, first, end;
+    mn_span span;
+    bool exists;
+
+    __device__ chunk(const mn_call &call, int64_t slot) {
+        if (chunked(call)) {
+            const mn_tile_span tile = mn_tile_at(call, CHUNK, slot);
+            n = tile.n, first = tile.first, end = first + tile.n_rows, span = tile.span;
+        } else {
+            n = slot, first = 0, span = mn_span_at(call, slot), end = span.length;
+        }
+        exists = end > first || first == 0;
+        if (span.length > LONG) return;
+        exists = first == 0, end = span.length;
+    }
+
+    __device__ bool last() const {
+        return end == span.length;
+    }
+
+    __device__ int64_t first_tile() const {
+        return first / TOKENS;
+    }
+
+    __device__ int64_t end_tile() const {
+        return mn_cell_tiles(end);
+    }
+};
+
+/* walk(i, tile, numbers) over the tiles of a chunk, one after the other. */
+template <typename T, int N_KEYS, int N_LINES, typename F>
+__device__ __forceinline__ void each_tile(stage<N_KEYS, N_LINES> (&in)[2], const mn_moebius_args &p,
+                                          const chunk &at, F walk) {
+    fetched<T, N_KEYS, N_LINES> next;
+    const int64_t end = at.end_tile();
+    next.open(p, at.span);
+    next.move(p, at.first);
+    if (at.first_tile() < end) {
+        next.begin(in[at.first_tile() % 2], mn_cell_tile_at(at.span, at.first_tile()).n_rows);
+    }
+    for (int64_t i = at.first_tile(); i < end; i++) {
+        next.finish(in[i % 2]);
+        __syncthreads();
+        next.move(p, TOKENS);
+        if (i + 1 < end) next.begin(in[(i + 1) % 2], mn_cell_tile_at(at.span, i + 1).n_rows);
+        walk(i, mn_cell_tile_at(at.span, i), in[i % 2]);
+    }
+    __syncthreads();
+}
+
+}    // namespace moebius
+
+#endif

@@ -1,0 +1,63 @@
+/* mbarrier.cuh - what code for Hopper (sm_90a) starts from: whether it is compiled for, whether the
+ * device is one, and barriers in shared memory between those that bring something and those that
+ * use it, which all machines from 9.0 on have. */
+#ifndef MN_KERNELS_CUDA_PRIM_MBARRIER_CUH
+#define MN_KERNELS_CUDA_PRIM_MBARRIER_CUH
+
+#include "kernels/cuda/prim/common.cuh"
+#include "kernels/cuda/prim/device_props.h"
+
+/* Machine code for sm_90a has these instructions; what is compiled for others is never launched. */
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define MN_HAS_WGMMA 1
+#else
+#define MN_HAS_WGMMA 0
+#endif
+
+/* Whether this device runs what was compiled for sm_90a. */
+inline bool mn_on_hopper(void) {
+    const mn_machine m = mn_machine_in_use();
+    return m.major == 9 && m.minor == 0;
+}
+
+__device__ inline uint32_t mn_shared_at(const void *at) {
+    return (uint32_t)__cvta_generic_to_shared(at);
+}
+
+/* Shows products and the copy engine what this thread wrote to shared memory, or others did before
+ * a barrier that it has passed. Those who copy by themselves must not do it: it would wait for all
+ * copies that they have under way. */
+__device__ inline void mn_shared_show(void) {
+#if MN_HAS_WGMMA
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+/* ---- barriers -------------------------------------------------------------------------------- */
+
+__device__ inline void mn_barrier_open(uint64_t *barrier, int n_arrivals) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(mn_shared_at(barrier)),
+                 "r"(n_arrivals) : "memory");
+}
+
+__device__ inline void mn_barrier_arrive(uint64_t *barrier) {
+    asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(mn_shared_at(barrier)) : "memory");
+}
+
+/* Waits until the barrier's phase `phase` (0, 1, 0, ...) is over. */
+__device__ inline void mn_barrier_wait(const uint64_t *barrier, int phase) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n\t.reg .pred done;\n"
+                 "again:\n\t"
+                 "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n\t"
+                 "@!done bra again;\n\t}" ::"r"(mn_shared_at(barrier)), "r"(phase) : "memory");
+#endif
+}
+
+/* This warp has done with what lies behind the barrier; to racecheck only lane 0 has. */
+__device__ inline void mn_barrier_release(uint64_t *barrier) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mn_barrier_arrive(barrier);
+}
+
+#endif

@@ -1,0 +1,394 @@
+/* scan.cu - Mamba-1's selective scan (see ref/scan.c): one thread has one state of one channel, a
+ * block 16 channels with 16 states at a time, and walks through time by tiles of 16 tokens.
+ *
+ *   d = softplus(dt + dt_bias)     h_t = exp(d A) h_{t-1} + d u B     y = (sum C h + D u) silu(z)
+ *
+ * Numbers of a channel are sums over the 16 columns of its line (diag.cuh), those of a state sums
+ * over lines: inside a block through shared memory, between blocks through parts. Backward keeps h
+ * in front of each tile and makes it again inside one. More than 16 states go one group after the
+ * other through a tile. */
+#include "kernels/cuda/recurrent/diag.cuh"
+#include "kernels/cuda/prim/split_reduce.cuh"
+
+enum { SIDE = MN_LINE_SIDE, TOKENS = MN_LINE_TOKENS, WARPS = MN_LINE_CELLS / 32, MOST_GROUPS = 16 };
+
+/* Work space of the way back: h in front of tiles, dB and dC by channel tiles, and dA, dD and the
+ * bias's gradient by sequences. */
+struct work {
+    float *states, *rows, *parts;
+};
+
+/* A tile's inputs: d and u by lines, B and C by columns. */
+struct inputs {
+    mn_line_rows d, u, gr, B, C;
+};
+
+struct place {
+    int64_t n, channel0, tile;    // tile: of channels
+    int line, column;
+};
+
+__device__ static place place_of(int64_t tiles) {
+    place at;
+    at.tile = blockIdx.x % tiles, at.n = blockIdx.x / tiles, at.channel0 = at.tile * SIDE;
+    at.line = threadIdx.x / SIDE, at.column = threadIdx.x % SIDE;
+    return at;
+}
+
+__device__ static float softplus(float x) {
+    return fmaxf(x, 0.0f) + log1pf(expf(-fabsf(x)));
+}
+
+__device__ static float sigmoid(float x) {
+    const float e = expf(-fabsf(x)), s = 1.0f / (1.0f + e);
+    return x >= 0.0f ? s : e * s;
+}
+
+/* This thread's number of a (V,K) matrix; zero outside. */
+template <typename T>
+__device__ static float cell_of(const void *data, const mn_scan_args &p, const place &at,
+                                int group) {
+    const int64_t v = at.channel0 + at.line, k = group * SIDE + at.column;
+    if (!data || v >= p.call.V || k >= p.call.K) return 0.0f;
+    return mn_float(((const T *)data)[v * p.call.K + k]);
+}
+
+/* d and u of the tile; thread (t, i) has channel i. Returns dt + dt_bias there. */
+template <typename T>
+__device__ static float fetch_channels(inputs &in, const mn_scan_args &p, const mn_line_tile &tile,
+                                       int64_t channel0) {
+    const int64_t v = channel0 + threadIdx.x % SIDE;
+    const bool there = v < p.call.V && (int)threadIdx.x / SIDE < tile.n_rows;
+    const float bias = there ? mn_get((const T *)p.dt_bias.data, v) : 0.0f;
+    const float x = mn_line_fetch<T>(p.dt, tile, 0, channel0, p.call.V) + bias;
+    in.d.put(!there ? 0.0f : p.softplus ? softplus(x) : x);
+    in.u.put(mn_line_fetch<T>(p.u, tile, 0, channel0, p.call.V));
+    return x;
+}
+
+template <typename T>
+__device__ static void fetch_states(inputs &in, const mn_scan_args &p, const mn_line_tile &tile,
+                                    int group) {
+    in.B.put(mn_line_fetch<T>(p.Bm, tile, 0, group * SIDE, p.call.K));
+    in.C.put(mn_line_fetch<T>(p.Cm, tile, 0, group * SIDE, p.call.K));
+}
+
+/* ---- forward --------------------------------------------------------------------------------- */
+
+template <typename T, int GROUPS>
+__global__ void __launch_bounds__(MN_LINE_CELLS)
+scan_forward_kernel(const __grid_constant__ mn_scan_args p, int64_t tiles) {
+    __shared__ inputs in;
+    const place at = place_of(tiles);
+    const mn_span span = mn_span_at(p.call, at.n);
+    float h[GROUPS], A[GROUPS];
+    const float *first = mn_row<float>(p.h0, at.n, 0, 0);
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        h[g] = cell_of<float>(first, p, at, g);
+        A[g] = cell_of<T>(p.A.data, p, at, g);
+    }
+    const int64_t v = at.channel0 + at.line;
+    const float D = v < p.call.V ? mn_get((const T *)p.D.data, v) : 0.0f;
+    for (int64_t i = 0; i < mn_line_tiles(span); i++) {
+        const mn_line_tile tile = mn_line_tile_at(span, i);
+        float sums[TOKENS] = {};
+        __syncthreads();
+        fetch_channels<T>(in, p, tile, at.channel0);
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            if (g > 0) __syncthreads();
+            fetch_states<T>(in, p, tile, g);
+            __syncthreads();
+#pragma unroll
+            for (int t = 0; t < TOKENS; t++) {
+                const float d = in.d.at[at.line][t], u = in.u.at[at.line][t];
+                h[g] = fmaf(expf(d * A[g]), h[g], d * u * in.B.at[at.column][t]);
+                sums[t] = fmaf(in.C.at[at.column][t], h[g], sums[t]);
+            }
+        }
+        const float sum = mn_line_sums(sums);    // of token at.column
+        if (!p.y.data || v >= p.call.V || at.column >= tile.n_rows) continue;
+        const int64_t t = span.t0 + tile.first + at.column;
+        const T *z = mn_row<T>(p.z, span.b, t, 0);
+        const float x = z ? mn_float(z[v]) : 0.0f, gate = z ? x * sigmoid(x) : 1.0f;
+        mn_put(mn_row<T>(p.y, span.b, t, 0) + v,
+               gate * fmaf(D, in.u.at[at.line][at.column], sum));
+    }
+    float *last = mn_row<float>(p.h, at.n, 0, 0);
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        const int64_t k = g * SIDE + at.column;
+        if (last && v < p.call.V && k < p.call.K) last[v * p.call.K + k] = h[g];
+    }
+}
+
+/* ---- backward -------------------------------------------------------------------------------- */
+
+/* h in front of a tile, for each thread. */
+__device__ static float *state_at(const work &w, const mn_call &call, const place &at, int64_t tile,
+                                  int64_t tiles, int groups, int group) {
+    const int64_t slot = mn_line_first_slot(call, at.n) + tile;
+    return w.states + ((slot * tiles + at.tile) * groups + group) * MN_LINE_CELLS + threadIdx.x;
+}
+
+template <typename T, int GROUPS>
+__global__ void __launch_bounds__(MN_LINE_CELLS)
+scan_states_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t tiles) {
+    __shared__ inputs in;
+    const place at = place_of(tiles);
+    const mn_span span = mn_span_at(p.call, at.n);
+    float h[GROUPS], A[GROUPS];
+    const float *first = mn_row<float>(p.h0, at.n, 0, 0);
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+        h[g] = cell_of<float>(first, p, at, g);
+        A[g] = cell_of<T>(p.A.data, p, at, g);
+    }
+    for (int64_t i = 0; i < mn_line_tiles(span); i++) {
+        const mn_line_tile tile = mn_line_tile_at(span, i);
+        __syncthreads();
+        fetch_channels<T>(in, p, tile, at.channel0);
+#pragma unroll
+        for (int g = 0; g < GROUPS; g++) {
+            *state_at(w, p.call, at, i, tiles, GROUPS, g) = h[g];
+            if (g > 0) __syncthreads();
+            in.B.put(mn_line_fetch<T>(p.Bm, tile, 0, g * SIDE, p.call.K));
+            __syncthreads();
+#pragma unroll
+            for (int t = 0; t < TOKENS; t++) {
+                const float d = in.d.at[at.line][t];
+                h[g] = fmaf(expf(d * A[g]), h[g],
+                            d * in.u.at[at.line][t] * in.B.at[at.column][t]);
+            }
+        }
+    }
+}
+
+/* Sums of a channel at the tokens of a tile. */
+struct line_sums {
+    float r[TOKENS], d[TOKENS], u[TOKENS];
+};
+
+/* One group of states through a tile, back; `sums` gathers what channels need. */
+__device__ static void group_back(float &g, float &dA, line_sums &sums,
+                                  float (&over_lines)[WARPS][TOKENS][2][SIDE], const inputs &in,
+                                  float h0, float A, const place &at) {
+    float h[TOKENS];    // in front of each token
+    float state = h0;
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+        const float d = in.d.at[at.line][t];
+        h[t] = state;
+        state = fmaf(expf(d * A), state, d * in.u.at[at.line][t] * in.B.at[at.column][t]);
+        sums.r[t] = fmaf(in.C.at[at.column][t], state, sums.r[t]);
+    }
+    const int warp = threadIdx.x / 32, upper = threadIdx.x % 32 / SIDE;
+#pragma unroll
+    for (int t = TOKENS - 1; t >= 0; t--) {
+        const float d = in.d.at[at.line][t], u = in.u.at[at.line][t], gr = in.gr.at[at.line][t];
+        const float B = in.B.at[at.column][t], decay = expf(d * A);
+        const float after = t + 1 < TOKENS ? h[t + 1 < TOKENS ? t + 1 : t] : state;
+        g = fmaf(gr, in.C.at[at.column][t], g);
+        const float x = g * decay * h[t];
+        const float both = mn_line_pair_sums(g * d * u, gr * after);
+        over_lines[warp][t][upper][at.column] = both;
+        dA = fmaf(d, x, dA);
+        sums.d[t] = fmaf(g, u * B, fmaf(A, x, sums.d[t]));
+        sums.u[t] = fmaf(g, d * B, sums.u[t]);
+        g *= decay;
+    }
+}
+
+template <typename T, int GROUPS>
+__global__ void __launch_bounds__(MN_LINE_CELLS)
+scan_backward_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t tiles) {
+    __shared__ inputs in;
+    __shared__ float over_lines[WARPS][TOKENS][2][SIDE];
+    const place at = place_of(tiles);
+    const mn_span span = mn_span_at(p.call, at.n);
+    const int64_t V = p.call.V, K = p.call.K, v = at.channel0 + at.line;
+    const int64_t rows = p.call.B * p.call.T;
+    float g[GROUPS], A[GROUPS], dA[GROUPS], dD = 0.0f, dbias = 0.0f;
+    const float *last = mn_row<float>(p.cot.h, at.n, 0, 0);
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+        g[i] = cell_of<float>(last, p, at, i);
+        A[i] = cell_of<T>(p.A.data, p, at, i);
+        dA[i] = 0.0f;
+    }
+    const float D = v < V ? mn_get((const T *)p.D.data, v) : 0.0f;
+    for (int64_t i = mn_line_tiles(span) - 1; i >= 0; i--) {
+        const mn_line_tile tile = mn_line_tile_at(span, i);
+        line_sums sums = {};
+        __syncthreads();
+        fetch_channels<T>(in, p, tile, at.channel0);
+        const float z = mn_line_fetch<T>(p.z, tile, 0, at.channel0, V);
+        in.gr.put(mn_line_fetch<T>(p.cot.y, tile, 0, at.channel0, V) *
+                  (p.z.data ? z * sigmoid(z) : 1.0f));
+#pragma unroll
+        for (int j = 0; j < GROUPS; j++) {
+            if (j > 0) __syncthreads();
+            fetch_states<T>(in, p, tile, j);
+            __syncthreads();
+            group_back(g[j], dA[j], sums, over_lines, in,
+                       *state_at(w, p.call, at, i, tiles, GROUPS, j), A[j], at);
+            __syncthreads();
+            for (int k = threadIdx.x; k < tile.n_rows * 2 * SIDE; k += MN_LINE_CELLS) {
+                const int t = k / (2 * SIDE), which = k / SIDE % 2, column = k % SIDE;
+                const int64_t row = span.b * p.call.T + span.t0 + tile.first + t;
+                float sum = 0.0f;
+#pragma unroll
+                for (int warp = 0; warp < WARPS; warp++) sum += over_lines[warp][t][which][column];
+                if (j * SIDE + column >= K) continue;
+                w.rows[((at.tile * rows + row) * 2 + which) * K + j * SIDE + column] = sum;
+            }
+        }
+        const float r = mn_line_sums(sums.r), to_d = mn_line_sums(sums.d);
+        const float to_u = mn_line_sums(sums.u);    // of token at.column
+        if (v >= V || at.column >= tile.n_rows) continue;
+        const int64_t t = span.t0 + tile.first + at.column;
+        const float u = in.u.at[at.line][at.column], gr = in.gr.at[at.line][at.column];
+        const T *dy_at = mn_row<T>(p.cot.y, span.b, t, 0), *z_at = mn_row<T>(p.z, span.b, t, 0);
+        const float x = mn_float(mn_row<T>(p.dt, span.b, t, 0)[v]) +
+                        mn_get((const T *)p.dt_bias.data, v);
+        const float ddt = to_d * (p.softplus ? sigmoid(x) : 1.0f);
+        T *du = mn_row<T>(p.grad.u, span.b, t, 0), *to_dt = mn_row<T>(p.grad.dt, span.b, t, 0);
+        T *dz = mn_row<T>(p.grad.z, span.b, t, 0);
+        if (du) mn_put(du + v, fmaf(gr, D, to_u));
+        if (to_dt) mn_put(to_dt + v, ddt);
+        if (dz) {
+            const float own = mn_float(z_at[v]), s = sigmoid(own);
+            const float slope = s * fmaf(own, 1.0f - s, 1.0f);
+            mn_put(dz + v, mn_get(dy_at, v) * slope * fmaf(D, u, r));
+        }
+        dD = fmaf(gr, u, dD);
+        dbias += ddt;
+    }
+#pragma unroll
+    for (int lanes = SIDE / 2; lanes > 0; lanes >>= 1) {
+        dD += __shfl_xor_sync(0xffffffffu, dD, lanes);
+        dbias += __shfl_xor_sync(0xffffffffu, dbias, lanes);
+    }
+    if (v >= V) return;
+    float *part = w.parts + (at.n * V + v) * (K + 2), *first = mn_row<float>(p.grad.h0, at.n, 0, 0);
+#pragma unroll
+    for (int i = 0; i < GROUPS; i++) {
+        const int64_t k = i * SIDE + at.column;
+        if (k >= K) continue;
+        part[k] = dA[i];
+        if (first) first[v * K + k] = g[i];
+    }
+    if (at.column == 0) part[K] = dD, part[K + 1] = dbias;
+}
+
+/* dB and dC of a token from the channel tiles' parts. */
+template <typename T>
+struct put_states {
+    mn_out B, C;
+    int64_t tokens, K;
+
+    __device__ void operator()(int64_t i, float sum) const {
+        const int64_t row = i / (2 * K), which = i / K % 2, k = i % K;
+        const mn_out to = which ? C : B;
+        if (to.data) mn_put(mn_row<T>(to, row / tokens, row % tokens, 0) + k, sum);
+    }
+};
+
+template <typename T>
+struct put_channels {
+    T *A, *D, *bias;
+    int64_t K;
+
+    __device__ void operator()(int64_t i, float sum) const {
+        const int64_t v = i / (K + 2), k = i % (K + 2);
+        if (k < K && A) mn_put(A + v * K + k, sum);
+        if (k == K && D) mn_put(D + v, sum);
+        if (k == K + 1 && bias) mn_put(bias + v, sum);
+    }
+};
+
+/* ---- launches -------------------------------------------------------------------------------- */
+
+static int groups_of(int64_t K) {
+    return K <= SIDE ? 1 : K <= 2 * SIDE ? 2 : K <= 4 * SIDE ? 4 : MOST_GROUPS;
+}
+
+/* Floats of the three parts of the work space. */
+static bool measure(size_t *states, size_t *rows, size_t *parts, const mn_call *c) {
+    const size_t tiles = (size_t)mn_ceil_div(c->V, SIDE), groups = (size_t)groups_of(c->K);
+    return mn_mul_size(states, (size_t)mn_tile_slots(*c, TOKENS), tiles * groups * MN_LINE_CELLS) &&
+           mn_mul_size(rows, (size_t)c->B, (size_t)c->T) && mn_mul_size(rows, *rows, tiles) &&
+           mn_mul_size(rows, *rows, 2 * (size_t)c->K) &&
+           mn_mul_size(parts, (size_t)mn_n_spans(*c), (size_t)c->V) &&
+           mn_mul_size(parts, *parts, (size_t)c->K + 2);
+}
+
+MN_CUDA_PLAN(scan_forward) {
+    (void)args, (void)plan;
+    return true;
+}
+
+MN_CUDA_PLAN(scan_backward) {
+    size_t states, rows, parts, all;
+    return measure(&states, &rows, &parts, (const mn_call *)args) &&
+           mn_add_size(&all, states, rows) && mn_add_size(&all, all, parts) &&
+           mn_mul_size(&plan->shared_bytes, all, sizeof(float));
+}
+
+template <typename T, int GROUPS>
+static int forward_of(const mn_scan_args *p, cudaStream_t on) {
+    const int64_t tiles = mn_ceil_div(p->call.V, SIDE), blocks = tiles * mn_n_spans(p->call);
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX) return cudaErrorNotSupported;
+    scan_forward_kernel<T, GROUPS><<<(unsigned)blocks, MN_LINE_CELLS, 0, on>>>(*p, tiles);
+    return mn_launched();
+}
+
+template <typename T, int GROUPS>
+static int backward_of(const mn_scan_args *p, float *at, cudaStream_t on) {
+    const mn_call &c = p->call;
+    const int64_t tiles = mn_ceil_div(c.V, SIDE), blocks = tiles * mn_n_spans(c);
+    size_t states, rows, parts;
+    if (blocks == 0) return cudaSuccess;
+    if (blocks > INT32_MAX || !measure(&states, &rows, &parts, &c)) return cudaErrorNotSupported;
+    const work w = { at, at + states, at + states + rows };
+    scan_states_kernel<T, GROUPS><<<(unsigned)blocks, MN_LINE_CELLS, 0, on>>>(*p, w, tiles);
+    scan_backward_kernel<T, GROUPS><<<(unsigned)blocks, MN_LINE_CELLS, 0, on>>>(*p, w, tiles);
+    int code = mn_launched();
+    if (code != cudaSuccess) return code;
+    const put_states<T> to_rows = { p->grad.Bm, p->grad.Cm, c.T, c.K };
+    const put_channels<T> to_channels = { (T *)p->grad.A.data, (T *)p->grad.D.data,
+                                          (T *)p->grad.dt_bias.data, c.K };
+    if (c.B * c.T > 0) code = mn_sum_parts_into(to_rows, w.rows, tiles, c.B * c.T * 2 * c.K, on);
+    if (code != cudaSuccess) return code;
+    return mn_sum_parts_into(to_channels, w.parts, mn_n_spans(c), c.V * (c.K + 2), on);
+}
+
+/* Calls function<T, GROUPS> for a number of states; `arguments` in parentheses. */
+#define BY_STATES(function, T, K, arguments)                                                       \
+    do {                                                                                           \
+        const int groups = groups_of(K);                                                           \
+        if (groups == 1) return function<T, 1> arguments;                                          \
+        if (groups == 2) return function<T, 2> arguments;                                          \
+        if (groups == 4) return function<T, 4> arguments;                                          \
+        return function<T, MOST_GROUPS> arguments;                                                 \
+    } while (0)
+
+MN_CUDA_LAUNCH(scan_forward) {
+    (void)shared;
+    const mn_scan_args *p = (const mn_scan_args *)args;
+    const cudaStream_t on = (cudaStream_t)stream;
+    if (p->call.K > MOST_GROUPS * SIDE) return cudaErrorNotSupported;
+    if (p->call.dtype == MN_BF16) BY_STATES(forward_of, mn_bf16, p->call.K, (p, on));
+    BY_STATES(forward_of, float, p->call.K, (p, on));
+}
+
+MN_CUDA_LAUNCH(scan_backward) {
+    const mn_scan_args *p = (const mn_scan_args *)args;
+    const cudaStream_t on = (cudaStream_t)stream;
+    float *at = (float *)shared;
+    if (p->call.K > MOST_GROUPS * SIDE) return cudaErrorNotSupported;
+    if (p->call.dtype == MN_BF16) BY_STATES(backward_of, mn_bf16, p->call.K, (p, at, on));
+    BY_STATES(backward_of, float, p->call.K, (p, at, on));
+}

@@ -1,0 +1,386 @@
+/* layer.c - options, parameters and forward of every kind, from the tables. */
+#include "layers/layer.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/checked.h"
+#include "base/rng.h"
+#include "base/util.h"
+#include "io/json_write.h"
+#include "layers/family.h"
+
+static const struct {
+    const char *name;
+    const mn_layer_family *family;
+} kinds[MN_LAYER_COUNT] = {
+#define LAYER(kind, family) [MN_LAYER_##kind] = { #kind, &mn_family_##family },
+#include "layers/layers.def"
+#undef LAYER
+};
+
+const char *mn_layer_kind_name(mn_layer_kind kind) {
+    return kinds[kind].name;
+}
+
+mn_status mn_layer_kind_find(mn_layer_kind *out, bool *ccq, const char *name) {
+    mn_mixer_info info;
+    const mn_status st = mn_mixer_find(&info, name);    // knows aliases and names near misses
+    if (st != MN_OK) return st;
+    *ccq = info.ccq;
+    for (int i = 0; i < MN_LAYER_COUNT; i++) {
+        if (strcmp(kinds[i].name, info.name) != 0) continue;
+        *out = (mn_layer_kind)i;
+        return MN_OK;
+    }
+    return mn_fail(MN_ERR_UNSUPPORTED, "%s is no layer of models yet", name);
+}
+
+/* ---- groups ---------------------------------------------------------------------------------- */
+
+static const struct {
+    const char *name;
+    double lr;
+    bool decays;
+} groups[MN_GROUP_COUNT] = {
+#define GROUP(id, name, lr, decays, about) [MN_GROUP_##id] = { name, lr, decays },
+#include "layers/groups.def"
+#undef GROUP
+};
+
+const char *mn_group_name(mn_group group) {
+    return groups[group].name;
+}
+
+double mn_group_lr(mn_group group) {
+    return groups[group].lr;
+}
+
+bool mn_group_decays(mn_group group) {
+    return groups[group].decays;
+}
+
+/* ---- options --------------------------------------------------------------------------------- */
+
+typedef struct option {
+    const char *name;
+    const char *choices;    // NULL: a real number
+    size_t offset;
+} option;
+
+static const option options[] = {
+#define OPTION_INT(name, choices, about) { #name, choices, offsetof(mn_layer_config, name) },
+#define OPTION_REAL(name, about) { #name, NULL, offsetof(mn_layer_config, name) },
+#include "layers/options.def"
+};
+
+static const struct {
+    mn_layer_kind kind;
+    const char *option;
+    double value;
+} takes[] = {
+#define TAKES(kind, option, value) { MN_LAYER_##kind, #option, value },
+#include "layers/options.def"
+};
+
+static const option *option_named(const char *name) {
+    for (size_t i = 0; i < MN_COUNTOF(options); i++) {
+        if (strcmp(options[i].name, name) == 0) return &options[i];
+    }
+    return NULL;
+}
+
+static void set_option(mn_layer_config *config, const option *o, double value) {
+    void *at = (char *)config + o->offset;
+    if (o->choices) *(int64_t *)at = (int64_t)value;
+    else *(double *)at = value;
+}
+
+static int64_t whole_option(const mn_layer_config *config, const option *o) {
+    return *(const int64_t *)((const char *)config + o->offset);
+}
+
+/* To compare: the largest whole numbers are rounded. */
+static double get_option(const mn_layer_config *config, const option *o) {
+    const void *at = (const char *)config + o->offset;
+    return o->choices ? (double)whole_option(config, o) : *(const double *)at;
+}
+
+void mn_layer_defaults(mn_layer_config *config, mn_layer_kind kind) {
+    memset(config, 0, sizeof *config);
+    for (size_t i = 0; i < MN_COUNTOF(takes); i++) {
+        if (takes[i].kind != kind) continue;
+        set_option(config, option_named(takes[i].option), takes[i].value);
+    }
+}
+
+int mn_layer_option_keys(mn_layer_kind kind, const char **keys, int capacity) {
+    int n = 0;
+    for (size_t i = 0; i < MN_COUNTOF(takes); i++) {
+        if (takes[i].kind == kind && n < capacity) keys[n++] = takes[i].option;
+    }
+    return n;
+}
+
+/* Index of `text` among comma-separated names, -1 if it is none. */
+static int64_t choice_of(const char *choices, const char *text) {
+    const size_t size = strlen(text);
+    int64_t index = 0;
+    for (const char *at = choices;; index++) {
+        const size_t n = strcspn(at, ",");
+        if (n == size && strncmp(at, text, n) == 0) return index;
+        if (at[n] == '\0') return -1;
+        at += n + 1;
+    }
+}
+
+/* "full", "conv", "dt" as 0, -1, -2; a number as itself. */
+static mn_status read_rank(int64_t *out, const mn_json *at) {
+    if (!json_is_string(at->value)) return mn_json_read_i64(out, at);
+    const char *text;
+    const mn_status st = mn_json_read_text(&text, at);
+    if (st != MN_OK) return st;
+    const int64_t index = choice_of("full,conv,dt", text);
+    if (index < 0) return mn_json_fail(at, "\"%s\" is none of full, conv, dt or a number", text);
+    *out = -index;
+    return MN_OK;
+}
+
+static mn_status read_choice(int64_t *out, const mn_json *at, const char *choices) {
+    const char *text;
+    const mn_status st = mn_json_read_text(&text, at);
+    if (st != MN_OK) return st;
+    const int64_t index = choice_of(choices, text);
+    if (index < 0) return mn_json_fail(at, "\"%s\" is none of %s", text, choices);
+    *out = index;
+    return MN_OK;
+}
+
+static mn_status read_option(mn_layer_config *config, const option *o, const mn_json *at) {
+    void *to = (char *)config + o->offset;
+    if (!o->choices) return mn_json_read_f64(to, at);
+    if (strcmp(o->choices, "bool") == 0) {
+        bool on = false;
+        const mn_status st = mn_json_read_bool(&on, at);
+        if (st == MN_OK) *(int64_t *)to = on;
+        return st;
+    }
+    if (strcmp(o->choices, "rank") == 0) return read_rank(to, at);
+    if (o->choices[0]) return read_choice(to, at, o->choices);
+    const mn_status st = mn_json_read_i64(to, at);
+    if (st == MN_OK && *(int64_t *)to < 0) return mn_json_fail(at, "must not be negative");
+    return st;
+}
+
+mn_status mn_layer_config_read(mn_layer_config *config, mn_layer_kind kind, const mn_json *object) {
+    for (size_t i = 0; i < MN_COUNTOF(takes); i++) {
+        if (takes[i].kind != kind) continue;
+        const mn_json at = mn_json_member(object, takes[i].option);
+        if (!mn_json_given(&at)) continue;
+        const mn_status st = read_option(config, option_named(takes[i].option), &at);
+        if (st != MN_OK) return st;
+    }
+    return MN_OK;
+}
+
+/* A number that is 0 where 0 stands for nothing given is null, as other software writes it. */
+static json_t *option_json(const option *o, const mn_layer_config *config, double standard) {
+    const double value = get_option(config, o);
+    const bool number = !o->choices || !o->choices[0];
+    if (number && value == 0.0 && standard == 0.0) return json_null();
+    if (!o->choices) return mn_json_real(value);
+    if (strcmp(o->choices, "bool") == 0) return json_boolean(value != 0.0);
+    const bool rank = strcmp(o->choices, "rank") == 0;
+    if (!o->choices[0] || (rank && value > 0.0)) return json_integer(whole_option(config, o));
+    const char *at = rank ? "full,conv,dt" : o->choices;
+    for (int i = 0; i < (int)fabs(value); i++) at += strcspn(at, ",") + 1;
+    if (value == 0.0 && standard == 0.0 && strncmp(at, "none,", 5) == 0) return json_null();
+    return json_stringn(at, strcspn(at, ","));
+}
+
+mn_status mn_layer_config_write(json_t *object, const mn_layer_config *config, mn_layer_kind kind) {
+    for (size_t i = 0; i < MN_COUNTOF(takes); i++) {
+        if (takes[i].kind != kind) continue;
+        const option *o = option_named(takes[i].option);
+        json_t *value = option_json(o, config, takes[i].value);
+        if (json_object_set_new(object, o->name, value) != 0) {
+            return mn_fail(MN_ERR_MEMORY, "no memory for the options of a layer");
+        }
+    }
+    return MN_OK;
+}
+
+/* ---- parameters ------------------------------------------------------------------------------ */
+
+static const struct {
+    mn_layer_kind kind;
+    const char *name, *shape;
+    mn_init init;
+    mn_group group;
+    const char *when;
+} params[] = {
+#define PARAM(kind, name, shape, init, group, when)                                                \
+    { MN_LAYER_##kind, name, shape, MN_INIT_##init, MN_GROUP_##group, when },
+#include "layers/params.def"
+#undef PARAM
+};
+
+/* "HK,1,W" with the sizes of the letters put in. */
+static mn_status read_shape(mn_param_info *info, const char *shape, const mn_layer_sizes *sizes) {
+    info->rank = 0;
+    info->count = 1;
+    for (int i = 0; i < MN_PARAM_RANK; i++) info->shape[i] = 1;
+    for (const char *at = shape; *at;) {
+        int64_t axis = 1;
+        bool fits = true;
+        for (; *at && *at != ','; at++) {
+            const bool letter = *at >= 'A' && *at <= 'Z';
+            const int64_t size = letter ? MN_SIZE(sizes, *at) : *at - '0';
+            if (!mn_mul_i64(&axis, axis, size)) fits = false;
+        }
+        if (*at == ',') at++;
+        if (!fits || axis < 1 || !mn_mul_i64(&info->count, info->count, axis) ||
+            info->count > INT64_MAX / 64) {
+            return mn_fail(MN_ERR_ARGUMENT, "%s: the sizes %s of the model overflow or are 0",
+                           info->name, shape);
+        }
+        info->shape[info->rank++] = axis;
+    }
+    return MN_OK;
+}
+
+/* One condition: "option", "!option", "option=choice", or a letter whose size is not 0. */
+static bool term_holds(const mn_layer *layer, const char *term, size_t n) {
+    if (n == 1 && term[0] >= 'A' && term[0] <= 'Z') return MN_SIZE(&layer->sizes, term[0]) != 0;
+    const bool negated = term[0] == '!';
+    char name[64];
+    snprintf(name, sizeof name, "%.*s", (int)n - negated, term + negated);
+    char *choice = strchr(name, '=');
+    if (choice) *choice++ = '\0';
+    const option *o = option_named(name);
+    if (!o || (choice && !o->choices)) return false;
+    const double value = get_option(&layer->config, o);
+    const bool on = choice ? value == (double)choice_of(o->choices, choice) : value != 0.0;
+    return on != negated;
+}
+
+static bool holds(const mn_layer *layer, const char *when) {
+    for (const char *at = when; *at;) {
+        const size_t n = strcspn(at, ",");
+        if (!term_holds(layer, at, n)) return false;
+        at += n + (at[n] == ',');
+    }
+    return true;
+}
+
+static mn_status add_param(mn_layer *layer, const char *name, const char *shape, mn_init init,
+                           mn_group group) {
+    if (layer->n_params == MN_LAYER_PARAMS) {
+        return mn_fail(MN_ERR_INTERNAL, "%s has too many parameters", layer->mixer.name);
+    }
+    mn_param_info *info = &layer->params[layer->n_params++];
+    *info = (mn_param_info){ .init = init, .group = group };
+    snprintf(info->name, sizeof info->name, "%s", name);
+    return read_shape(info, shape, &layer->sizes);
+}
+
+/* Options that the kind does not take are 0, whatever a family shares with others. Whole and real
+ * ones are of one size. */
+_Static_assert(sizeof(int64_t) == sizeof(double), "options are copied as they are");
+static void keep_taken(mn_layer_config *config, mn_layer_kind kind) {
+    const mn_layer_config all = *config;
+    memset(config, 0, sizeof *config);
+    for (size_t i = 0; i < MN_COUNTOF(takes); i++) {
+        if (takes[i].kind != kind) continue;
+        const size_t at = option_named(takes[i].option)->offset;
+        memcpy((char *)config + at, (const char *)&all + at, sizeof(double));
+    }
+}
+
+mn_status mn_layer_create(mn_layer *out, const char *name, const mn_layer_config *config, int64_t D,
+                          int64_t context, double norm_eps) {
+    memset(out, 0, sizeof *out);
+    out->config = *config;
+    out->width = D;
+    out->norm_eps = norm_eps;
+    MN_SIZE(&out->sizes, 'D') = D;
+    mn_status st = mn_layer_kind_find(&out->kind, &out->ccq, name);
+    if (st == MN_OK) st = mn_mixer_find(&out->mixer, name);
+    if (st == MN_OK) st = kinds[out->kind].family->derive(out, context);
+    keep_taken(&out->config, out->kind);
+    for (size_t i = 0; i < MN_COUNTOF(params) && st == MN_OK; i++) {
+        if (params[i].kind != out->kind || !holds(out, params[i].when)) continue;
+        st = add_param(out, params[i].name, params[i].shape, params[i].init, params[i].group);
+    }
+    if (st == MN_OK && out->ccq) {
+        st = add_param(out, "ccq_gamma.weight", "H,D", MN_INIT_ZEROS, MN_GROUP_MATRIX);
+    }
+    if (st == MN_OK && out->ccq) {
+        st = add_param(out, "ccq_gamma.bias", "H", MN_INIT_CCQ_BIAS, MN_GROUP_VECTOR);
+    }
+    return st;
+}
+
+/* ---- initial values -------------------------------------------------------------------------- */
+
+static double inverse_softplus(double x) {
+    return x + log(-expm1(-x));
+}
+
+/* Number i of a law that needs one uniform number, or none. */
+static double start_value(const mn_param_info *info, uint64_t seed, uint64_t stream, int64_t i) {
+    const double u = mn_rng_uniform(seed, stream, (uint64_t)i);
+    const int64_t last = info->rank ? info->shape[info->rank - 1] : 1;
+    const double fan = 1.0 / sqrt((double)last);
+    switch (info->init) {
+    case MN_INIT_CONV:
+    case MN_INIT_FAN_IN: return fan * (2.0 * u - 1.0);
+    case MN_INIT_ONES: return 1.0;
+    case MN_INIT_A_LOG: return log(fmax(16.0 * u, 1e-8));
+    case MN_INIT_DT_BIAS: {
+        const double dt = exp(log(0.001) + u * (log(0.1) - log(0.001)));
+        return inverse_softplus(fmax(dt, 1e-4));
+    }
+    case MN_INIT_HUNDREDTH: return 0.01;
+    case MN_INIT_MINUS_ONE: return -1.0;
+    case MN_INIT_CCQ_BIAS: return -2.2;
+    case MN_INIT_S4D_REAL: return log((double)(i % last + 1));
+    case MN_INIT_NOISE_BIAS: return inverse_softplus(0.05);
+    case MN_INIT_ANGLE: return exp(log(1e-3) + u * (log(acos(-1.0) / 10.0) - log(1e-3)));
+    case MN_INIT_N_LOG: return log(4.0) * (2.0 * u - 1.0);
+    case MN_INIT_FORGET_BIAS:
+        return 3.0 + 3.0 * (double)(i % last) / (double)(last > 1 ? last - 1 : 1);
+    case MN_INIT_A_LOG_ONE: return log(1.0 + 15.0 * u);
+    case MN_INIT_EYE: return i / last == i % last ? 1.0 : 0.0;
+    case MN_INIT_RIDGE: return inverse_softplus(0.75);
+    default: return 0.0;
+    }
+}
+
+void mn_param_start(void *value, mn_dtype dtype, const mn_param_info *info, double range,
+                    uint64_t seed, uint64_t stream, int64_t first, int64_t count) {
+    const bool normal = info->init == MN_INIT_NORMAL || info->init == MN_INIT_NORMAL_02;
+    const double deviation = info->init == MN_INIT_NORMAL ? range : 0.02;
+    for (int64_t k = 0; k < count; k++) {
+        const int64_t i = first + k;
+        const double x = normal ? deviation * mn_rng_normal(seed, stream, (uint64_t)i)
+                                : start_value(info, seed, stream, i);
+        if (dtype == MN_F64) ((double *)value)[k] = x;
+        else ((float *)value)[k] = (float)x;
+    }
+}
+
+/* ---- forward --------------------------------------------------------------------------------- */
+
+mn_tensor *mn_layer_forward(mn_forward *f, mn_tensor *x) {
+    f->output_variance = NULL;
+    f->ahead.n = 0;
+    if (!x || mn_tape_status(f->tape) != MN_OK) return NULL;
+    return kinds[f->layer->kind].family->forward(f, x);
+}
+
+bool mn_layer_has_variance(const mn_layer *layer) {
+    return mn_mixer_has_variance(&layer->mixer);
+}

@@ -1,0 +1,194 @@
+/* mamba.c - mamba2 and mamba1: a state space whose step depends on the token.
+ *
+ *   mamba2   z, (u, b, c), d = x W_in'      (u, b, c) = silu(conv(u, b, c) + bias)
+ *            d = softplus(d + dt_bias)      g = -d e^A per head
+ *            S = e^g S + b (d u)'           o = S'c + D u           H heads of width V, state K
+ *            y = rms(o silu(z)) W_out'      over groups of H V / G numbers: the gate comes first,
+ *                                           unless norm_before_gate; without rmsnorm o silu(z)
+ *   mamba1   u, z = x W_in'                 u = silu(conv(u) + bias)
+ *            r, b, c = u W_x'               d = softplus(r W_dt' + dt_bias) per channel
+ *            S = e^(d A) S + d u b          A = -e^A_log per channel and state
+ *            y = ((S c + D u) silu(z)) W_out'
+ *
+ * G groups of b and c serve H / G heads each, in turns (h belongs to group h G / H). mamba1 has one
+ * key for all channels: "+ccq" treats it as one head. */
+#include "base/util.h"
+#include "layers/family.h"
+
+static mn_status derive_heads(mn_layer *layer, int64_t inner) {
+    const mn_layer_config *c = &layer->config;
+    mn_layer_sizes *s = &layer->sizes;
+    int64_t P = c->head_dim;
+    if (P == 0) P = c->num_heads ? inner / c->num_heads : mn_min(inner, 64);
+    while (c->head_dim == 0 && c->num_heads == 0 && P > 1 && inner % P != 0) P--;
+    mn_status st = mn_layer_require(layer, P >= 1 && inner % P == 0, "head_dim",
+                                    "does not divide expand times the width");
+    if (st != MN_OK) return st;
+    const int64_t H = inner / P, G = c->n_groups, K = c->state_size;
+    st = mn_layer_require(layer, c->num_heads == 0 || c->num_heads == H, "num_heads",
+                          "times head_dim is not expand times the width");
+    if (st == MN_OK) {
+        st = mn_layer_require(layer, G >= 1 && H % G == 0, "n_groups", "does not divide the heads");
+    }
+    if (st == MN_OK) {
+        st = mn_layer_require(layer, !c->norm_before_gate || G == 1, "norm_before_gate",
+                              "goes with one group only");
+    }
+    layer->config.num_heads = H;
+    layer->config.head_dim = P;
+    MN_SIZE(s, 'H') = H;
+    MN_SIZE(s, 'V') = P;
+    MN_SIZE(s, 'G') = G;
+    MN_SIZE(s, 'I') = inner;
+    MN_SIZE(s, 'C') = inner + 2 * G * K;
+    MN_SIZE(s, 'E') = 2 * inner + 2 * G * K + H;
+    return st;
+}
+
+static mn_status derive(mn_layer *layer, int64_t context) {
+    (void)context;
+    const mn_layer_config *c = &layer->config;
+    mn_layer_sizes *s = &layer->sizes;
+    const double inner = c->expand * (double)layer->width;
+    mn_status st = mn_layer_require(layer, inner >= 1.0 && inner < 1e9, "expand",
+                                    "leaves no channels, or too many");
+    if (st == MN_OK) {
+        st = mn_layer_require(layer, c->state_size >= 1 && c->state_size <= 65536, "state_size",
+                              "must lie in 1 .. 65536");
+    }
+    if (st == MN_OK) {
+        st = mn_layer_require(layer, c->conv_kernel >= 1, "conv_kernel", "must be at least 1");
+    }
+    if (st == MN_OK) {
+        st = mn_layer_require(layer, c->n_groups <= 65536 && c->dt_rank <= 65536, "n_groups",
+                              "and dt_rank must lie below 65536");
+    }
+    if (st != MN_OK) return st;
+    MN_SIZE(s, 'K') = c->state_size;
+    MN_SIZE(s, 'W') = c->conv_kernel;
+    if (layer->kind == MN_LAYER_mamba2) return derive_heads(layer, (int64_t)inner);
+    MN_SIZE(s, 'H') = 1;
+    MN_SIZE(s, 'V') = (int64_t)inner;
+    MN_SIZE(s, 'R') = c->dt_rank ? c->dt_rank : mn_ceil_div(layer->width, 16);
+    layer->config.dt_rank = MN_SIZE(s, 'R');
+    MN_SIZE(s, 'P') = MN_SIZE(s, 'R') + 2 * c->state_size;
+    return MN_OK;
+}
+
+/* The parameter's name if the layer has it. */
+static const char *given(const mn_forward *f, const char *name) {
+    return mn_use(f, name) ? name : NULL;
+}
+
+/* A part of a split as numbers that lie side by side. */
+static mn_tensor *gathered(mn_forward *f, mn_tensor *part) {
+    return mn_tape_join(f->tape, &part, 1);
+}
+
+/* ---- mamba2 ---------------------------------------------------------------------------------- */
+
+typedef struct scan_inputs {
+    mn_tensor *u, *b, *c, *d;    // (B,T,H,V), (B,T,H,K) twice, (B,T,1,H)
+} scan_inputs;
+
+static mn_tensor *group_heads(mn_forward *f, mn_tensor *x) {
+    const int64_t G = MN_OF(f, 'G'), times = MN_OF(f, 'H') / G;
+    x = mn_tape_heads(f->tape, f->layer->ccq && times == 1 ? gathered(f, x) : x, G);
+    return mn_tape_repeat(f->tape, x, times);
+}
+
+static mn_tensor *state_space(mn_forward *f, const scan_inputs *in) {
+    mn_tape *tape = f->tape;
+    const int64_t H = MN_OF(f, 'H');
+    mn_tensor *rate = mn_tape_unary(tape, MN_UNARY_NEG_EXP, mn_use(f, "A_log"));
+    mn_tensor *v = mn_tape_multiply(tape, in->u, mn_tape_heads(tape, in->d, H));
+    mn_tensor *g = mn_tape_multiply(tape, in->d, rate);
+    if (!v || !g) return NULL;
+    mn_run run;
+    mn_additive_args *args = mn_run_start(&run, tape, MN_OP_additive);
+    mn_mixer_set_args(&f->layer->mixer, args);
+    args->scale = 1.0;
+    mn_run_in(&run, "q", in->c);
+    mn_run_in(&run, "k", in->b);
+    mn_run_in(&run, "v", v);
+    mn_run_in(&run, "g", g);
+    mn_state_bind(f->state, &run, "state0", "state", "memory",
+                  v->shape[0] * H * MN_OF(f, 'K') * MN_OF(f, 'V'));
+    mn_tensor *o = mn_run_out(&run, "o");
+    mn_run_now(&run);
+    mn_tensor *D = mn_use_as(f, "D", H, f->layer->config.D_has_hdim ? MN_OF(f, 'V') : 1);
+    return mn_tape_add(tape, o, mn_tape_multiply(tape, in->u, D));
+}
+
+static mn_tensor *gate_and_norm(mn_forward *f, mn_tensor *o, mn_tensor *z) {
+    if (!f->layer->config.rmsnorm) return mn_tape_gate(f->tape, MN_UNARY_SILU, z, o);
+    z = gathered(f, z);
+    if (!o || !z) return NULL;
+    mn_run run;
+    mn_rms_norm_gated_args *args = mn_run_start(&run, f->tape, MN_OP_rms_norm_gated);
+    args->eps = f->layer->norm_eps;
+    args->order = !f->layer->config.norm_before_gate;
+    args->groups = MN_OF(f, 'G');
+    mn_run_in(&run, "x", o);
+    mn_run_in(&run, "z", z);
+    mn_run_in(&run, "w", mn_use(f, "norm.weight"));
+    mn_tensor *y = mn_run_out(&run, "y");
+    mn_run_now(&run);
+    return y;
+}
+
+static mn_tensor *forward2(mn_forward *f, mn_tensor *x) {
+    mn_tape *tape = f->tape;
+    const int64_t H = MN_OF(f, 'H'), I = MN_OF(f, 'I'), GK = MN_OF(f, 'G') * MN_OF(f, 'K');
+    mn_tensor *wide = mn_project(f, x, "in_proj.weight", given(f, "in_proj.bias"));
+    mn_tensor *part[3], *ubc[3];
+    mn_tape_split(tape, wide, (int64_t[]){ I, I + 2 * GK, H }, 3, part);
+    mn_tensor *mixed = mn_short_conv(f, part[1], "conv1d.weight", given(f, "conv1d.bias"), 1,
+                                     "conv");
+    mn_tape_split(tape, mixed, (int64_t[]){ I, GK, GK }, 3, ubc);
+    scan_inputs in = { .u = mn_tape_heads(tape, ubc[0], H), .b = group_heads(f, ubc[1]) };
+    in.c = mn_ccq_query(f, x, group_heads(f, ubc[2]), in.b);
+    in.d = mn_tape_add(tape, part[2], mn_use(f, "dt_bias"));
+    in.d = mn_tape_unary(tape, MN_UNARY_SOFTPLUS, in.d);
+    mn_tensor *o = mn_tape_flat(tape, state_space(f, &in));
+    o = gate_and_norm(f, o, part[0]);
+    return mn_project_out(f, o, "out_proj.weight", given(f, "out_proj.bias"));
+}
+
+/* ---- mamba1 ---------------------------------------------------------------------------------- */
+
+static mn_tensor *forward1(mn_forward *f, mn_tensor *x) {
+    mn_tape *tape = f->tape;
+    const int64_t V = MN_OF(f, 'V'), K = MN_OF(f, 'K'), R = MN_OF(f, 'R');
+    mn_tensor *wide = mn_project(f, x, "in_proj.weight", given(f, "in_proj.bias"));
+    mn_tensor *uz[2], *rbc[3];
+    mn_tape_split(tape, wide, (int64_t[]){ V, V }, 2, uz);
+    mn_tensor *u = mn_short_conv(f, uz[0], "conv1d.weight", given(f, "conv1d.bias"), 1, "conv");
+    mn_tensor *narrow = mn_project(f, u, "x_proj.weight", NULL);
+    mn_tape_split(tape, narrow, (int64_t[]){ R, K, K }, 3, rbc);
+    mn_tensor *b = f->layer->ccq ? gathered(f, rbc[1]) : rbc[1];
+    mn_tensor *c = mn_ccq_query(f, x, rbc[2], b);
+    mn_tensor *d = mn_project(f, rbc[0], "dt_proj.weight", NULL);
+    if (!c || !d) return NULL;
+    mn_run run;
+    mn_scan_args *args = mn_run_start(&run, tape, MN_OP_scan);
+    args->softplus = 1;
+    mn_run_in(&run, "u", u);
+    mn_run_in(&run, "dt", d);
+    mn_run_in(&run, "A", mn_tape_unary(tape, MN_UNARY_NEG_EXP, mn_use(f, "A_log")));
+    mn_run_in(&run, "Bm", b);
+    mn_run_in(&run, "Cm", c);
+    mn_run_in(&run, "D", mn_use(f, "D"));
+    mn_run_in(&run, "z", uz[1]);
+    mn_run_in(&run, "dt_bias", mn_use(f, "dt_proj.bias"));
+    mn_state_bind(f->state, &run, "h0", "h", "memory", x->shape[0] * V * K);
+    mn_tensor *y = mn_run_out(&run, "y");
+    mn_run_now(&run);
+    return mn_project_out(f, y, "out_proj.weight", given(f, "out_proj.bias"));
+}
+
+static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
+    return f->layer->kind == MN_LAYER_mamba2 ? forward2(f, x) : forward1(f, x);
+}
+
+const mn_layer_family mn_family_mamba = { derive, forward };

@@ -1,0 +1,323 @@
+/* state.c - named pieces of a layer's memory: recurrent states in two buffers, caches in one
+ * that doubles. In the host's memory or in a GPU's. */
+#include "layers/state.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/bf16.h"
+#include "base/checked.h"
+#include "base/dtype.h"
+#include "base/status.h"
+#include "base/util.h"
+
+/* ---- memory, wherever it is ------------------------------------------------------------------ */
+
+static mn_status no_memory(const char *name, int64_t count) {
+    return mn_fail(MN_ERR_MEMORY, "no memory for a state %s of %lld numbers", name,
+                   (long long)count);
+}
+
+static void *numbers(const mn_layer_state *state, int64_t count, size_t item) {
+    size_t bytes;
+    void *memory = NULL;
+    if (count < 0 || !mn_mul_size(&bytes, (size_t)count, item) ||
+        !mn_add_size(&bytes, bytes, MN_ALIGN)) {
+        return NULL;
+    }
+    if (!state->device) return aligned_alloc(MN_ALIGN, bytes / MN_ALIGN * MN_ALIGN);
+    return mn_device_allocate(state->device, &memory, bytes) == MN_OK ? memory : NULL;
+}
+
+static void discard(const mn_layer_state *state, void *memory) {
+    if (state->device) mn_device_free(state->device, memory);
+    else free(memory);
+}
+
+/* Copies within the memory of a state. */
+static mn_status copy_bytes(const mn_layer_state *state, void *to, const void *from,
+                            size_t bytes) {
+    if (state->device) return mn_device_copy(state->device, to, from, bytes);
+    memcpy(to, from, bytes);
+    return MN_OK;
+}
+
+/* Copies `rows` rows of `bytes`, which begin so many bytes apart. */
+static mn_status copy_rows(const mn_layer_state *state, void *to, size_t to_step,
+                           const void *from, size_t from_step, size_t bytes, int64_t rows) {
+    if (to_step == bytes && from_step == bytes) {
+        return copy_bytes(state, to, from, bytes * (size_t)rows);
+    }
+    if (state->device && to_step <= INT32_MAX && from_step <= INT32_MAX) {
+        return mn_device_copy_rows(state->device, to, to_step, from, from_step, bytes, rows);
+    }
+    mn_status st = MN_OK;
+    for (int64_t i = 0; i < rows && st == MN_OK; i++) {
+        st = copy_bytes(state, (char *)to + (size_t)i * to_step,
+                        (const char *)from + (size_t)i * from_step, bytes);
+    }
+    return st;
+}
+
+void mn_layer_state_free(mn_layer_state *state) {
+    for (int i = 0; i < state->n_pieces; i++) {
+        discard(state, state->pieces[i].now);
+        discard(state, state->pieces[i].next);
+    }
+    memset(state, 0, sizeof *state);
+}
+
+static size_t item_of(const mn_state_piece *piece) {
+    return mn_dtype_bytes(piece->dtype);
+}
+
+size_t mn_layer_state_bytes(const mn_layer_state *state) {
+    size_t bytes = 0;
+    for (int i = 0; i < state->n_pieces; i++) {
+        bytes += (size_t)state->pieces[i].count * item_of(&state->pieces[i]);
+    }
+    return bytes;
+}
+
+/* ---- pieces ---------------------------------------------------------------------------------- */
+
+mn_state_piece *mn_state_find(mn_layer_state *state, const char *name) {
+    for (int i = 0; i < state->n_pieces; i++) {
+        if (strcmp(state->pieces[i].name, name) == 0) return &state->pieces[i];
+    }
+    return NULL;
+}
+
+static mn_state_piece *find_or_add(mn_layer_state *state, const char *name) {
+    mn_state_piece *piece = mn_state_find(state, name);
+    if (piece || state->n_pieces == MN_STATE_PIECES) return piece;
+    piece = &state->pieces[state->n_pieces++];
+    memset(piece, 0, sizeof *piece);
+    strncpy(piece->name, name, sizeof piece->name - 1);
+    return piece;
+}
+
+/* A piece of `count` numbers of `dtype` with nothing in it yet, in place of what it was. */
+static mn_status renew(mn_state_piece **out, mn_layer_state *state, const char *name,
+                       mn_dtype dtype, int64_t count) {
+    mn_state_piece *piece = find_or_add(state, name);
+    void *memory = piece ? numbers(state, count, mn_dtype_bytes(dtype)) : NULL;
+    if (!memory) return no_memory(name, count);
+    discard(state, piece->now);
+    discard(state, piece->next);
+    piece->now = memory;
+    piece->next = NULL;
+    piece->dtype = dtype;
+    piece->count = count;
+    *out = piece;
+    return MN_OK;
+}
+
+static void shape_cache(mn_state_piece *piece, int64_t B, int64_t length, int64_t width) {
+    piece->B = B;
+    piece->length = piece->capacity = length;
+    piece->width = width;
+}
+
+mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype, const void *from,
+                       int64_t count, int64_t B, int64_t length, int64_t width) {
+    mn_state_piece *piece;
+    const mn_status st = renew(&piece, state, name, dtype, count);
+    if (st != MN_OK) return st;
+    memcpy(piece->now, from, (size_t)count * item_of(piece));
+    shape_cache(piece, B, length, width);
+    return MN_OK;
+}
+
+/* ---- copies ---------------------------------------------------------------------------------- */
+
+/* Rows of a cache lie `capacity` apart; a copy has no room to spare. */
+static mn_status copy_piece(mn_layer_state *to, const mn_state_piece *from) {
+    mn_state_piece *piece;
+    mn_status st = renew(&piece, to, from->name, from->dtype, from->count);
+    if (st != MN_OK) return st;
+    shape_cache(piece, from->B, from->length, from->width);
+    const size_t item = item_of(from);
+    if (from->width == 0) return copy_bytes(to, piece->now, from->now, (size_t)from->count * item);
+    const size_t row = (size_t)from->width * item;
+    return copy_rows(to, piece->now, (size_t)from->length * row, from->now,
+                     (size_t)from->capacity * row, (size_t)from->length * row, from->B);
+}
+
+mn_status mn_layer_state_copy(mn_layer_state *to, const mn_layer_state *from) {
+    *to = (mn_layer_state){ .device = from->device };
+    mn_status st = MN_OK;
+    for (int i = 0; i < from->n_pieces && st == MN_OK; i++) {
+        st = copy_piece(to, &from->pieces[i]);
+    }
+    if (st != MN_OK) mn_layer_state_free(to);
+    return st;
+}
+
+/* n numbers from bf16 to float32 in place, from the last one; and back, from the first. */
+static void widen(void *data, int64_t n) {
+    for (int64_t i = n - 1; i >= 0; i--) {
+        ((float *)data)[i] = mn_bf16_to_float(((const uint16_t *)data)[i]);
+    }
+}
+
+static void narrow(void *data, int64_t n) {
+    for (int64_t i = 0; i < n; i++) {
+        ((uint16_t *)data)[i] = mn_bf16_from_float(((const float *)data)[i]);
+    }
+}
+
+/* A packed piece of a GPU as a piece of the host in float32. */
+static mn_status fetch_piece(mn_layer_state *to, const mn_state_piece *from, mn_device *device) {
+    mn_state_piece *piece;
+    mn_status st = renew(&piece, to, from->name, MN_F32, from->count);
+    if (st == MN_OK) {
+        st = mn_device_download(device, piece->now, from->now,
+                                (size_t)from->count * item_of(from));
+    }
+    if (st != MN_OK) return st;
+    if (from->dtype == MN_BF16) widen(piece->now, from->count);
+    shape_cache(piece, from->B, from->length, from->width);
+    return MN_OK;
+}
+
+mn_status mn_layer_state_fetch(mn_layer_state *to, const mn_layer_state *from) {
+    if (!from->device) return mn_layer_state_copy(to, from);
+    mn_layer_state packed;
+    mn_status st = mn_layer_state_copy(&packed, from);
+    memset(to, 0, sizeof *to);
+    for (int i = 0; i < from->n_pieces && st == MN_OK; i++) {
+        st = fetch_piece(to, &packed.pieces[i], from->device);
+    }
+    mn_layer_state_free(&packed);
+    if (st != MN_OK) mn_layer_state_free(to);
+    return st;
+}
+
+static mn_status send_piece(mn_layer_state *to, mn_state_piece *from, mn_dtype dtype) {
+    mn_state_piece *piece;
+    const mn_dtype type = from->width ? dtype : MN_F32;
+    if (from->dtype != MN_F32) return mn_fail(MN_ERR_UNSUPPORTED, "a GPU takes states of f32");
+    mn_status st = renew(&piece, to, from->name, type, from->count);
+    if (st != MN_OK) return st;
+    if (type == MN_BF16) narrow(from->now, from->count);
+    shape_cache(piece, from->B, from->length, from->width);
+    return mn_device_upload(to->device, piece->now, from->now,
+                            (size_t)from->count * item_of(piece));
+}
+
+mn_status mn_layer_state_send(mn_layer_state *to, const mn_layer_state *from, mn_device *device,
+                              mn_dtype dtype) {
+    mn_layer_state packed;
+    mn_status st = mn_layer_state_copy(&packed, from);
+    *to = (mn_layer_state){ .device = device };
+    for (int i = 0; i < from->n_pieces && st == MN_OK; i++) {
+        st = send_piece(to, &packed.pieces[i], dtype);
+    }
+    mn_layer_state_free(&packed);
+    if (st != MN_OK) mn_layer_state_free(to);
+    return st;
+}
+
+/* ---- recurrent states ------------------------------------------------------------------------ */
+
+/* Where the tape computes is where the state's memory is taken. */
+static mn_device *device_of(const mn_tape *tape) {
+    return mn_tape_context(tape)->device;
+}
+
+/* The type of a recurrent state: that of the tape, and float32 on a GPU. */
+static mn_dtype state_dtype(const mn_tape *tape) {
+    return mn_tape_dtype(tape) == MN_F64 ? MN_F64 : MN_F32;
+}
+
+void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const char *out,
+                   const char *name, int64_t count) {
+    mn_tape *tape = run->tape;
+    if (!state || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return;
+    state->device = device_of(tape);
+    mn_state_piece *piece = find_or_add(state, name);
+    if (!piece || (piece->now && (piece->count != count || piece->width))) {
+        mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "a state %s of %lld numbers where the model "
+                                   "has %lld: it belongs to another model or batch", name,
+                                   piece ? (long long)piece->count : 0, (long long)count));
+        return;
+    }
+    piece->dtype = state_dtype(tape);
+    const bool fresh = !piece->now, in_place = run->call->T == 1 && !fresh;
+    if (!in_place && !piece->next) piece->next = numbers(state, count, item_of(piece));
+    if (!in_place && !piece->next) {
+        mn_tape_fail(tape, no_memory(name, count));
+        return;
+    }
+    if (!fresh) mn_run_in_at(run, in, piece->now);
+    if (!in_place) {
+        void *before = piece->now;
+        piece->now = piece->next;
+        piece->next = before;
+    }
+    mn_run_out_at(run, out, piece->now);
+    piece->count = count;
+}
+
+/* ---- caches ---------------------------------------------------------------------------------- */
+
+/* Makes room for `length` tokens in each of B rows. */
+static mn_status grow(mn_layer_state *state, mn_state_piece *piece, int64_t length) {
+    if (length <= piece->capacity) return MN_OK;
+    const int64_t capacity = mn_max(length, 2 * piece->capacity);
+    const size_t row = (size_t)piece->width * item_of(piece);
+    int64_t count;
+    if (!mn_mul_i64(&count, piece->B * piece->width, capacity)) count = -1;
+    char *memory = numbers(state, count, item_of(piece));
+    if (!memory) return no_memory(piece->name, count);
+    mn_status st = MN_OK;
+    if (piece->length) {
+        st = copy_rows(state, memory, (size_t)capacity * row, piece->now,
+                       (size_t)piece->capacity * row, (size_t)piece->length * row, piece->B);
+    }
+    discard(state, piece->now);
+    piece->now = memory;
+    piece->capacity = capacity;
+    return st;
+}
+
+/* Puts the tokens of x behind those of the cache. */
+static mn_status append(mn_layer_state *state, mn_state_piece *piece, const mn_tensor *x) {
+    const int64_t B = x->shape[0], T = x->shape[1];
+    const size_t item = item_of(piece), row = (size_t)piece->width * item;
+    mn_status st = MN_OK;
+    for (int64_t b = 0; b < B && st == MN_OK; b++) {
+        char *to = (char *)piece->now + (size_t)(b * piece->capacity + piece->length) * row;
+        const char *from = (const char *)x->data + (size_t)(b * x->stride[0]) * item;
+        st = copy_rows(state, to, row, from, (size_t)x->stride[1] * item, row, T);
+    }
+    return st;
+}
+
+mn_tensor *mn_state_append(mn_layer_state *state, mn_tape *tape, mn_tensor *x, const char *name) {
+    if (!state || !x || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return x;
+    mn_tape_flush(tape);    // x is copied by the device itself
+    state->device = device_of(tape);
+    state->by_position = true;
+    const int64_t B = x->shape[0], T = x->shape[1], width = x->shape[2] * x->shape[3];
+    mn_state_piece *piece = find_or_add(state, name);
+    if (piece && !piece->now) {
+        piece->dtype = mn_tape_dtype(tape);
+        piece->B = B;
+        piece->width = width;
+    }
+    if (!piece || piece->B != B || piece->width != width || x->stride[2] != x->shape[3]) {
+        return mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "the cache %s belongs to another model "
+                                          "or batch", name));
+    }
+    mn_status st = grow(state, piece, piece->length + T);
+    if (st == MN_OK) st = append(state, piece, x);
+    if (st != MN_OK) return mn_tape_fail(tape, st);
+    piece->length += T;
+    piece->count = B * piece->length * width;
+    const int64_t shape[4] = { B, piece->length, x->shape[2], x->shape[3] };
+    mn_tensor *all = mn_tape_input(tape, piece->now, NULL, shape);
+    if (all) all->stride[0] = piece->capacity * width;
+    return all;
+}

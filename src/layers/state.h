@@ -1,0 +1,64 @@
+/* state.h - what a layer remembers between passes: named pieces of memory.
+ *
+ * Recurrent kinds keep pieces of constant size, caches grow. A piece appears when the layer first
+ * writes it; before that the layer starts from its prior. */
+#ifndef MN_LAYERS_STATE_H
+#define MN_LAYERS_STATE_H
+
+#include "tape/tape.h"
+#include "runtime/device.h"
+
+enum { MN_STATE_PIECES = 8, MN_STATE_NAME = 16 };
+
+typedef struct mn_state_piece {
+    char name[MN_STATE_NAME];
+    mn_dtype dtype;            // of its numbers: on a GPU caches have the type of activations
+    int64_t count;             // numbers in use
+    void *now, *next;          // the state, and memory for the one after it
+    /* caches: (B, capacity, width) with the first `length` tokens written */
+    int64_t length, capacity, width, B;
+} mn_state_piece;
+
+/* All zeros is a fresh state, of the host. */
+typedef struct mn_layer_state {
+    mn_device *device;         // whose memory the pieces are in; NULL: the host's
+    bool by_position;          // the layer computes something else at each position: turns, caches
+    int n_pieces;
+    mn_state_piece pieces[MN_STATE_PIECES];
+} mn_layer_state;
+
+void mn_layer_state_free(mn_layer_state *state);    // becomes fresh
+
+/* A deep copy where it is. On failure `*to` is fresh. */
+mn_status mn_layer_state_copy(mn_layer_state *to, const mn_layer_state *from);
+
+/* A copy in the host's memory of what is on a GPU, in float32, and the other way: recurrent states
+ * stay float32 there, caches get `dtype`. On failure `*to` is fresh. */
+mn_status mn_layer_state_fetch(mn_layer_state *to, const mn_layer_state *from);
+mn_status mn_layer_state_send(mn_layer_state *to, const mn_layer_state *from, mn_device *device,
+                              mn_dtype dtype);
+
+size_t mn_layer_state_bytes(const mn_layer_state *state);
+
+/* The piece called `name`, NULL if it was never written. */
+mn_state_piece *mn_state_find(mn_layer_state *state, const char *name);
+
+/* Makes (or replaces) a piece of a state of the host from `count` numbers, as loaded from a file;
+ * caches with B, length and width, others with zeros there. */
+mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype,
+                       const void *numbers, int64_t count, int64_t B, int64_t length,
+                       int64_t width);
+
+/* ---- for layers ------------------------------------------------------------------------------ */
+
+/* Binds an operator's initial and final state to the piece `name` of `count` numbers. With T = 1
+ * the piece is updated in place. `state` NULL: binds nothing. A fresh piece leaves the initial
+ * state absent. Call before mn_run_now. */
+void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const char *out,
+                   const char *name, int64_t count);
+
+/* Appends (B,T,H,X) to the cache `name` and returns all tokens, (B,L,H,X), without gradient; `x`
+ * itself when state is NULL. */
+mn_tensor *mn_state_append(mn_layer_state *state, mn_tape *tape, mn_tensor *x, const char *name);
+
+#endif

@@ -1,0 +1,28 @@
+/* workspace.h - work space where a context's operators run, and the small steps of compositions
+ * there.
+ *
+ * On the CPU the space comes from the context's arena, on a device from the device's; while a
+ * context plans it is counted only, and nothing runs. */
+#ifndef MN_OPS_WORKSPACE_H
+#define MN_OPS_WORKSPACE_H
+
+#include "kernels/glue.h"
+#include "ops/context.h"
+#include "ops/matmul.h"
+
+/* Uninitialised memory, of rows * cols elements of `size` bytes in the second form; NULL when it
+ * overflows or there is none. */
+void *mn_work_bytes(mn_context *context, size_t bytes);
+void *mn_work_array(mn_context *context, int64_t rows, int64_t cols, size_t size);
+
+/* All that was taken since the mark goes back. */
+mn_mark mn_work_mark(const mn_context *context);
+void mn_work_release(mn_context *context, mn_mark mark);
+
+/* `to` becomes zeros. */
+mn_status mn_work_clear(mn_context *context, void *to, size_t bytes);
+
+/* Runs a step on the context's device. */
+mn_status mn_work_glue(mn_context *context, mn_glue_id id, const mn_glue *args);
+
+#endif

@@ -1,0 +1,78 @@
+/* trainer_internal.h - the inside of a training run, shared by the files of this folder. */
+#ifndef MN_TRAIN_TRAINER_INTERNAL_H
+#define MN_TRAIN_TRAINER_INTERNAL_H
+
+#include "optim/optim.h"
+#include "optim/optimizer_device.h"
+#include "train/trainer.h"
+
+enum { MN_SPIKE_WINDOW = 128 };
+
+/* What a run on a GPU has beside (trainer_device.c). */
+typedef struct mn_trainer_there mn_trainer_there;
+
+struct mn_trainer {
+    mn_train_options options;
+    mn_context *context;
+    const mn_tokenizer *tokenizer;   // NULL: data are tokens already
+    mn_tokenizer *own_tokenizer;     // the same, unless it was given
+    bool text;                       // some data are text, whose tokens are held in memory
+    mn_corpus *train, *valid, *all;  // all: what both are parts of; valid may be NULL, and all
+                                     // is when tokens were given
+    mn_loader *train_loader, *valid_loader;
+    mn_batch batch, valid_batch;
+    mn_model *model;
+    mn_dtype dtype;                  // of passes
+    mn_optimizer *optimizer;         // NULL on a GPU
+    mn_trainer_there *there;         // NULL on the CPU
+    mn_schedule schedule;
+    mn_tape *tape;
+    mn_recompute recompute;
+
+    /* what a checkpoint keeps beside weights and moments */
+    int64_t step, tokens;            // steps done, tokens trained on
+    double best;                     // NAN: not evaluated yet
+    int64_t best_step, worse;        // evaluations since the best one
+    double recent[MN_SPIKE_WINDOW];  // losses of the last steps
+    int64_t n_recent;
+
+    int64_t saved;                   // step that this process has a checkpoint of; -1: none
+    uint64_t draw;                   // number of the batch, for what is drawn in it
+};
+
+/* Tokenizer, corpora and loaders, from files or from what is `given` (NULL: files). vocab_size 0:
+ * the tokenizer's, which is then set. */
+mn_status mn_trainer_open_data(mn_trainer *trainer, const mn_train_data *given,
+                               int64_t *vocab_size);
+void mn_trainer_close_data(mn_trainer *trainer);
+
+/* Changes with the tokenizer; 0: none. */
+uint64_t mn_trainer_tokenizer_mark(const mn_trainer *trainer);
+
+/* One batch forward and, where the modes record, backward. `weight` of its mean loss in the
+ * gradient. On a GPU loss and count are there after mn_tape_results. */
+mn_status mn_trainer_pass(mn_trainer *trainer, mn_tape *tape, const mn_batch *batch,
+                          unsigned modes, bool add, double weight, double *loss,
+                          int64_t *counted);
+
+/* ---- on a GPU -------------------------------------------------------------------------------- */
+
+mn_status mn_trainer_there_create(mn_trainer *trainer, const mn_optim_param *params,
+                                  int64_t n_params, const mn_adamw_options *how);
+void mn_trainer_there_destroy(mn_trainer_there *there);    // NULL accepted
+
+/* The tape of passes that are no steps; the only one of a run on the CPU. */
+mn_tape *mn_trainer_aside(mn_trainer *trainer);
+
+/* Bytes of parameters, gradients and moments. */
+size_t mn_trainer_there_bytes(const mn_trainer *trainer);
+
+/* A moment of parameter `i` to and from the host's memory. */
+mn_status mn_trainer_fetch_moment(float *to, mn_trainer *trainer, int i, bool second);
+mn_status mn_trainer_send_moment(mn_trainer *trainer, int i, bool second, const float *from);
+
+/* The batches of a step and, where its loss does not lie above `limit`, the update. Fills in loss,
+ * norm, tokens and whether it was skipped; all of them may be not finite, and then it was. */
+mn_status mn_trainer_step_there(mn_trainer *trainer, mn_step_result *result, double limit);
+
+#endif
