@@ -17,7 +17,9 @@ done
     command -v clang >/dev/null 2>&1 || missing="$missing clang"
     [ -n "$(ls /usr/lib/llvm-*/lib/clang/*/lib/linux/libclang_rt.fuzzer* 2>/dev/null)" ] ||
         missing="$missing libclang-rt-14-dev"
-    command -v clang-format >/dev/null 2>&1 || missing="$missing clang-format"
+    for tool in clang-format clang-tidy; do
+        command -v $tool >/dev/null 2>&1 || missing="$missing $tool"
+    done
 }
 [ -z "$missing" ] && exit 0
 

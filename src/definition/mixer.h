@@ -110,7 +110,6 @@ void mn_mixer_reset(mn_mixer *mixer);
 
 int64_t mn_mixer_tokens(const mn_mixer *mixer);    // written since create or reset
 int64_t mn_mixer_state_floats(const mn_mixer *mixer);
-size_t mn_mixer_state_bytes(const mn_mixer *mixer);    // as float32, which is what a model keeps
 
 /* The part of the state that the operator returns as `name` (M, P, mu ...; kk and ks with +ccq), in
  * the operator's layout for one sequence; NULL if there is none. Valid until destroy. */

@@ -121,7 +121,7 @@ static void shape_cache(mn_state_piece *piece, int64_t B, int64_t length, int64_
 
 mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype, const void *from,
                        int64_t count, int64_t B, int64_t length, int64_t width) {
-    mn_state_piece *piece;
+    mn_state_piece *piece = NULL;
     const mn_status st = renew(&piece, state, name, dtype, count);
     if (st != MN_OK) return st;
     memcpy(piece->now, from, (size_t)count * item_of(piece));
@@ -133,7 +133,7 @@ mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype, 
 
 /* Rows of a cache lie `capacity` apart; a copy has no room to spare. */
 static mn_status copy_piece(mn_layer_state *to, const mn_state_piece *from) {
-    mn_state_piece *piece;
+    mn_state_piece *piece = NULL;
     mn_status st = renew(&piece, to, from->name, from->dtype, from->count);
     if (st != MN_OK) return st;
     shape_cache(piece, from->B, from->length, from->width);

@@ -67,46 +67,35 @@ mn_status mn_rows_multiply(mn_context *context, const mn_call *call, int64_t wid
     return MN_OK;
 }
 
-static void take_f32(float *y, const float *a, int64_t n, bool add) {
-    for (int64_t i = 0; i < n; i++) y[i] = add ? y[i] + a[i] : a[i];
+static void copy_f32(float *y, const float *a, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] = a[i];
 }
 
-static void take_f64(double *y, const double *a, int64_t n, bool add) {
-    for (int64_t i = 0; i < n; i++) y[i] = add ? y[i] + a[i] : a[i];
+static void copy_f64(double *y, const double *a, int64_t n) {
+    for (int64_t i = 0; i < n; i++) y[i] = a[i];
 }
 
-static void take_token(void *context, int64_t item, int worker) {
+static void copy_token(void *context, int64_t item, int worker) {
     (void)worker;
     const product *p = context;
     const int64_t b = item / p->call->T, t = item % p->call->T, n = p->width;
     for (int64_t h = 0; h < p->call->H; h++) {
         if (p->call->dtype == MN_F64) {
-            take_f64(MN_ROW_OUT(double, p->y, b, t, h), MN_ROW(double, p->a, b, t, h), n, p->add);
+            copy_f64(MN_ROW_OUT(double, p->y, b, t, h), MN_ROW(double, p->a, b, t, h), n);
         } else {
-            take_f32(MN_ROW_OUT(float, p->y, b, t, h), MN_ROW(float, p->a, b, t, h), n, p->add);
+            copy_f32(MN_ROW_OUT(float, p->y, b, t, h), MN_ROW(float, p->a, b, t, h), n);
         }
     }
 }
 
-/* y (+)= a */
-static mn_status take(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a,
-                      bool add) {
-    product p = { .call = call, .width = width, .y = y, .a = a, .add = add };
+mn_status mn_rows_copy(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
+    product p = { .call = call, .width = width, .y = y, .a = a };
     if (!y.data || !a.data || context->plans) return MN_OK;
     if (context->device) {
-        return mn_rows_glue(context, add ? MN_GLUE_add : MN_GLUE_copy, call, width, y, a,
-                            add ? mn_as_input(y) : (mn_in){ 0 }, (mn_in){ 0 });
+        return mn_rows_glue(context, MN_GLUE_copy, call, width, y, a, (mn_in){ 0 }, (mn_in){ 0 });
     }
-    mn_threads_run(context->threads, call->B * call->T, take_token, &p);
+    mn_threads_run(context->threads, call->B * call->T, copy_token, &p);
     return MN_OK;
-}
-
-mn_status mn_rows_add(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
-    return take(context, call, width, y, a, true);
-}
-
-mn_status mn_rows_copy(mn_context *context, const mn_call *call, int64_t width, mn_out y, mn_in a) {
-    return take(context, call, width, y, a, false);
 }
 
 mn_out mn_rows_temporary(mn_context *context, const mn_call *call, int64_t width) {

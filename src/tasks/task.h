@@ -77,7 +77,6 @@ mn_status mn_task_create(mn_task **out, const char *name, const mn_json *options
 void mn_task_destroy(mn_task *task);    // NULL accepted
 
 mn_task_shape mn_task_shape_of(const mn_task *task);
-int mn_task_row_of(const mn_task *task);
 
 /* Different samples of a split, or 0 when there is no end. Indices beyond begin anew. */
 int64_t mn_task_examples(const mn_task *task, mn_split split);

@@ -1,5 +1,6 @@
 /* test_ops_refusal.c - wrong calls are refused: a status other than MN_OK, a sentence that names
  * the operator and the argument, and no byte written. Goes through the public entry points. */
+// labels: sanitize
 #include "support/op_walk.h"
 
 #include <inttypes.h>

@@ -1,5 +1,6 @@
 /* test_eval.c - perplexity against one computed window by window, choices of a model whose
  * preferences are made by hand, and logits as files. */
+// labels: sanitize
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>

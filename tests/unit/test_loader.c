@@ -1,5 +1,6 @@
 /* test_loader.c - batches as a function of (seed, step): windows, packed documents, epochs, and the
  * shuffle behind them. */
+// labels: sanitize
 #define _XOPEN_SOURCE 700
 #include <setjmp.h>
 #include <stdarg.h>

@@ -1,5 +1,6 @@
 /* test_matmul.c - matrix products on threads: right on every target, and the same bits wherever a
  * row lies and however many threads there are. */
+// labels: sanitize threads
 #include "ops/matmul.h"
 
 #include <float.h>

@@ -1,5 +1,6 @@
 /* test_tasks.c - what holds for every task: samples are functions of seed, split and index, ids lie
  * in range, nonsense is refused, settings open; and batches. */
+// labels: sanitize
 #include "support/task_case.h"
 
 #include <stdio.h>
