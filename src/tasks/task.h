@@ -7,7 +7,7 @@
  *
  * A sample is a function of (options, seed, split, index) and of nothing else, so any sample can be
  * made without those before it, and splits never share random numbers. A target of -100 asks for
- * nothing. Kinds are rows of tasks.def; docs/tasks.md has the law of each. */
+ * nothing. Kinds are rows of tasks.def; docs/guide/tasks.md has the law of each. */
 #ifndef MN_TASKS_TASK_H
 #define MN_TASKS_TASK_H
 

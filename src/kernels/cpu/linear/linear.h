@@ -9,7 +9,7 @@
  *   O  = (q exp G) S + P R
  *   S <- diag(exp G_L) S + (w exp(G_L - G))' R
  *
- * Additive is the same without e: A = 0 and R = V. Docs: docs/mixers.md.
+ * Additive is the same without e: A = 0 and R = V. Docs: docs/math/linear.md.
  *
  * exp(G_t - G_s) is at most 1, but its two halves are not. The chunk is cut into segments inside
  * which no channel falls by more than MN_SEGMENT_FALL; G counts from rho, the level of its segment.
