@@ -17,7 +17,6 @@
 static const bool composed[MN_OP_COUNT] = {
 #define COMPOSE(name, parts) [MN_OP_##name] = true,
 #include "ops/compose/compose.def"
-#undef COMPOSE
 };
 
 static void print_help(void) {

@@ -159,7 +159,8 @@ void mn_mixer_state_formula(char out[MN_MIXER_FORMULA], const mn_mixer_info *inf
 void mn_mixer_set_args(const mn_mixer_info *info, void *args) {
     int *decay = mn_args_decay_slot(info->op, args);
     if (decay) *decay = info->transition->decay;
-    if (info->op == MN_OP_hyper) ((mn_hyper_args *)args)->kind = info->read->kind;
+    int *kind = mn_args_choice_slot(info->op, args, "kind");
+    if (kind) *kind = info->read->kind;
 }
 
 const double **mn_token_slot(mn_token *token, const char *name) {

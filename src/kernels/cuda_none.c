@@ -52,7 +52,7 @@ int mn_decay_cuda(const mn_decay_work *work, void *space, void *stream) {
     return 1;
 }
 
-const mn_kernel *mn_conv_unit_kernel(mn_pass pass, const mn_conv_unit_args *args) {
+const mn_kernel *mn_conv_unit_kernel(mn_pass pass, const void *args) {
     (void)pass, (void)args;
     return NULL;
 }

@@ -23,7 +23,6 @@ static const int kernel_of[MN_OP_COUNT] = {
 static const compose_fn composition_of[MN_OP_COUNT] = {
 #define COMPOSE(name, parts) [MN_OP_##name] = mn_compose_##name,
 #include "ops/compose/compose.def"
-#undef COMPOSE
     NULL,
 };
 
@@ -35,7 +34,15 @@ _Static_assert(MN_KERNEL_COUNT < 63, "the parts of a composition are bits");
 static const uint64_t parts_of[MN_OP_COUNT] = {
 #define COMPOSE(name, parts) [MN_OP_##name] = parts,
 #include "ops/compose/compose.def"
-#undef COMPOSE
+};
+
+/* A composition that a kernel serves whole on a device where heads and views suit it. */
+typedef const mn_kernel *(*whole_fn)(mn_pass pass, const void *args);
+
+static const whole_fn whole_of[MN_OP_COUNT] = {
+#define COMPOSE_WHOLE(name, kernel) [MN_OP_##name] = kernel,
+#include "ops/compose/compose.def"
+    NULL,
 };
 
 typedef struct job {
@@ -76,7 +83,7 @@ bool mn_op_has_cuda(mn_op_id op, mn_pass pass) {
 }
 
 bool mn_op_rounds_between(mn_op_id op) {
-    return op == MN_OP_hyper_layer;
+    return mn_op_traits_of(op)->rounds_between;
 }
 
 static const void *data_at(const void *args, const mn_field *field) {
@@ -170,8 +177,9 @@ static mn_status lend_arrays(mn_context *context, mn_op_id op, void *args) {
     } else {
         st = lend_array(context, &call->cu_seqlens, call->n_seqs + 1);
     }
-    if (st == MN_OK && op == MN_OP_curvature) {
-        st = lend_array(context, &((mn_curvature_args *)args)->counts0, n_states);
+    const size_t counts0 = mn_op_traits_of(op)->counts0;
+    if (st == MN_OK && counts0) {
+        st = lend_array(context, (const int64_t **)((char *)args + counts0), n_states);
     }
     return st;
 }
@@ -195,6 +203,20 @@ static mn_status launch_kernel(mn_context *context, const mn_kernel *kernel, mn_
     return mn_device_check(device, kernel->launch(args, shared, mn_device_stream(device)), name);
 }
 
+/* A choice of which only the first name has a CUDA kernel. */
+static mn_status check_choice(mn_op_id op, const void *args) {
+    const size_t offset = mn_op_traits_of(op)->cpu_choice;
+    const int value = offset ? *(const int *)((const char *)args + offset) : 0;
+    if (value == 0) return MN_OK;
+    int count;
+    const mn_param *params = mn_op_params(op, &count);
+    while (params->offset != offset) params++;
+    const char *chosen = params->choices;
+    for (int i = 0; i < value; i++) chosen += strcspn(chosen, ",") + 1;
+    return mn_fail(MN_ERR_UNSUPPORTED, "%s: %s %.*s has no CUDA kernel; run it on the CPU",
+                   mn_op_describe(op)->name, params->name, (int)strcspn(chosen, ","), chosen);
+}
+
 /* Values in tensors are not checked: that would read the device's memory back at each call. */
 static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, void *args) {
     const mn_op_info *info = mn_op_describe(op);
@@ -205,14 +227,11 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     mn_status st = mn_validate_sizes(op, args, pass == MN_BACKWARD);
     if (st != MN_OK) return st;
     const mn_kernel *kernel = kernel_of[op] ? choose_kernel(context, op, pass, args) : NULL;
-    /* the one composition that a kernel may serve whole, as heads and views are */
-    if (op == MN_OP_conv_unit) kernel = mn_conv_unit_kernel(pass, args);
+    if (whole_of[op]) kernel = whole_of[op](pass, args);
     const bool serves = kernel ? kernel->launch != NULL : mn_op_has_cuda(op, pass);
     if (!serves) return refuse_device(op, pass);
-    if (op == MN_OP_hyper && ((const mn_hyper_args *)args)->layout != 0) {
-        return mn_fail(MN_ERR_UNSUPPORTED, "hyper: layout position has no CUDA kernel; run it on "
-                       "the CPU");
-    }
+    st = check_choice(op, args);
+    if (st != MN_OK) return st;
     const mn_mark mark = mn_work_mark(context);
     st = kernel ? launch_kernel(context, kernel, op, args)
                 : composition_of[op](context, pass, args);

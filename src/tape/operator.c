@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "base/dtype.h"
+#include "base/util.h"
 #include "kernels/norm_adds.h"
 #include "ops/run.h"
 #include "decode/defer.h"
@@ -272,21 +273,48 @@ static mn_view take_beside(mn_tape *tape, mn_run *run, int i) {
     return mn_flat_view(memory, dtype, shape);
 }
 
+static int launch_norm(const void *args, mn_norm_adds to, void *workspace, void *stream) {
+    return mn_norm_adds_cuda(args, to, workspace, stream);
+}
+
+static int launch_gated_norm(const void *args, mn_norm_adds to, void *workspace, void *stream) {
+    return mn_norm_gated_adds_cuda(args, to, workspace, stream);
+}
+
+/* Norms whose GPU kernel adds to gradients: where x may be of a residual stream (0: it may not),
+ * the weight, and the launch. */
+static const struct norm_row {
+    mn_op_id op;
+    int kernel;
+    size_t stream, weight;
+    int (*launch)(const void *args, mn_norm_adds to, void *workspace, void *stream);
+} norm_rows[] = {
+    { MN_OP_rms_norm, MN_KERNEL_rms_norm, offsetof(mn_rms_norm_args, x),
+      offsetof(mn_rms_norm_args, w), launch_norm },
+    { MN_OP_rms_norm_gated, MN_KERNEL_rms_norm_gated, 0, offsetof(mn_rms_norm_gated_args, w),
+      launch_gated_norm },
+};
+
+static const struct norm_row *norm_row_of(const mn_run *run) {
+    for (size_t i = 0; i < MN_COUNTOF(norm_rows); i++) {
+        if (norm_rows[i].op == run->op) return &norm_rows[i];
+    }
+    return NULL;
+}
+
 /* Norms on a GPU add to the gradient of a residual stream by themselves, and to a weight's in
  * float32: these fields are no more among the others then. False where there is no such field. */
 static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t *others, mn_norm_adds *to) {
-    const bool gated = run->op == MN_OP_rms_norm_gated;
+    const struct norm_row *row = norm_row_of(run);
     *to = (mn_norm_adds){ 0 };
-    if (!tape->device || (!gated && run->op != MN_OP_rms_norm)) return false;
-    const size_t x_at = gated ? offsetof(mn_rms_norm_gated_args, x) : offsetof(mn_rms_norm_args, x);
-    const size_t w_at = gated ? offsetof(mn_rms_norm_gated_args, w) : offsetof(mn_rms_norm_args, w);
+    if (!tape->device || !row) return false;
     bool any = false;
     for (int i = 0; i < run->n_fields; i++) {
         const size_t at = run->fields[i].offset;
         if (!(*others >> i & 1) || !mn_is_contiguous(run->bound[i])) continue;
         const mn_dtype dtype = run->bound[i]->slot->dtype;
-        const bool stream = !gated && at == x_at && dtype == type_of(run, i);
-        const bool weight = at == w_at && dtype == MN_F32;
+        const bool stream = at == row->stream && dtype == type_of(run, i);
+        const bool weight = at == row->weight && dtype == MN_F32;
         if (!stream && !weight) continue;
         bool add;
         void *data = mn_grad_write(tape, run->bound[i], &add).data;
@@ -300,9 +328,8 @@ static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t *others, mn_norm_adds
 }
 
 static void run_norm_adds(mn_tape *tape, const mn_run *run, mn_norm_adds to) {
-    const bool gated = run->op == MN_OP_rms_norm_gated;
-    const int id = gated ? MN_KERNEL_rms_norm_gated : MN_KERNEL_rms_norm;
-    const mn_kernel *kernel = &tape->context->cuda.kernel[id][MN_BACKWARD];
+    const struct norm_row *row = norm_row_of(run);
+    const mn_kernel *kernel = &tape->context->cuda.kernel[row->kernel][MN_BACKWARD];
     mn_plan plan = { 0 };
     if (!kernel->plan || !kernel->plan(run->args, &plan)) {
         mn_tape_fail(tape, mn_fail(MN_ERR_UNSUPPORTED, "this build has no CUDA kernels"));
@@ -313,10 +340,7 @@ static void run_norm_adds(mn_tape *tape, const mn_run *run, mn_norm_adds to) {
     if (mn_tape_runs(tape)) {
         mn_status st = mn_device_use(tape->device);
         if (st == MN_OK) {
-            void *stream = mn_device_stream(tape->device);
-            const void *args = run->args;
-            const int code = gated ? mn_norm_gated_adds_cuda(args, to, parts, stream)
-                                   : mn_norm_adds_cuda(args, to, parts, stream);
+            const int code = row->launch(run->args, to, parts, mn_device_stream(tape->device));
             st = mn_device_check(tape->device, code, tape->scope);
         }
         if (st != MN_OK) mn_tape_fail(tape, st);

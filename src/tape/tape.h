@@ -11,7 +11,7 @@
  * leaves, inputs and cotangents are the device's, while tokens, targets, places and cu_seqlens are
  * the host's and are uploaded; nothing between start and mn_tape_results waits for the device.
  *
- * A tape of MN_BF16 (devices only) holds activations in bf16, states and what ops/wide.def lists in
+ * A tape of MN_BF16 (devices only) holds activations in bf16, states and what ops.def calls WIDE in
  * float32, and sums in float32; operators get what they need converted by themselves.
  *
  * Failures stick: a call that is given NULL, or comes after a failure, returns NULL

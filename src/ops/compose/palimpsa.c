@@ -122,7 +122,7 @@ mn_status mn_compose_palimpsa_code(mn_context *context, mn_pass pass, const void
     const mn_palimpsa_code_args *p = args;
     const bool back = pass == MN_BACKWARD;
     mn_call wide = p->call;
-    if (wide.dtype == MN_BF16) wide.dtype = MN_F32;    // see wide.def
+    if (wide.dtype == MN_BF16) wide.dtype = MN_F32;    // its WIDE rows
     gating gates = { .call = &wide, .paper = false, .x = p->dt, .c = p->decay_rate,
                      .dx = p->grad.dt, .dc = p->grad.decay_rate };
     mn_status st = prepare_decays(context, &gates, back);

@@ -823,9 +823,10 @@ static int unit_backward(const void *args, void *shared, void *stream) {
                                               (cudaStream_t)stream);
 }
 
-extern "C" const mn_kernel *mn_conv_unit_kernel(mn_pass pass, const mn_conv_unit_args *args) {
+extern "C" const mn_kernel *mn_conv_unit_kernel(mn_pass pass, const void *args) {
     static const mn_kernel forward = { unit_forward_plan, NULL, "cuda", unit_forward };
     static const mn_kernel backward = { unit_backward_plan, NULL, "cuda", unit_backward };
-    const bool takes = args->call.dtype == MN_BF16 ? fits<mn_bf16>(args) : fits<float>(args);
+    const mn_conv_unit_args *p = (const mn_conv_unit_args *)args;
+    const bool takes = p->call.dtype == MN_BF16 ? fits<mn_bf16>(p) : fits<float>(p);
     return !takes ? NULL : pass == MN_BACKWARD ? &backward : &forward;
 }
