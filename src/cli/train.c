@@ -103,14 +103,14 @@ static int parse(options *o, int argc, char **argv) {
 
 /* ---- configuration --------------------------------------------------------------------------- */
 
-static bool is_there(const char *path) {
+static bool exists(const char *path) {
     struct stat about;
     return stat(path, &about) == 0;
 }
 
 static bool holds_run(const char *folder) {
     char path[PATH];
-    return snprintf(path, PATH, "%s/train.json", folder) < PATH && is_there(path);
+    return snprintf(path, PATH, "%s/train.json", folder) < PATH && exists(path);
 }
 
 /* A run's folder, or a checkpoint inside one: RUN/train.json lies in it or two folders up. Links

@@ -1,4 +1,4 @@
-/* text.c - text files of any size as pieces that can be tokenised apart. */
+/* text.c - text files of any size as pieces that can be tokenised ws. */
 #define _GNU_SOURCE    // memmem
 #include "data/text.h"
 

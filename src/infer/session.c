@@ -186,7 +186,7 @@ static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
     mn_model_input input = { .tokens = in->tokens + at, .B = 1, .T = T, .state = &s->state,
                              .variance = fresh };
     if (T > 1) input.recompute = mn_pass_recompute(s->context);
-    const unsigned delay = MN_TAPE_DELAY | (repeats(s, in) ? MN_TAPE_REPEATS : 0);
+    const unsigned delay = MN_TAPE_DEFER | (repeats(s, in) ? MN_TAPE_REPEATS : 0);
     mn_tape_start(s->tape, T == 1 && !in->scores ? delay : MN_TAPE_FORWARD);
     mn_tensor *hidden = mn_model_hidden(s->model, s->tape, &input);
     mn_status st = mn_tape_status(s->tape);

@@ -115,10 +115,11 @@ static mn_tensor *run_mlp(mn_tape *tape, mn_tensor *x, const void *job) {
 static mn_tensor *run_again(mn_model *model, int i, mn_forward *f, mn_tensor *x,
                             mn_recompute what) {
     const block_job job = { model, i, *f };
-    if (what == MN_RECOMPUTE_LAYER) return mn_tape_again(f->tape, x, run_block, &job, sizeof job);
+    if (what == MN_RECOMPUTE_LAYER) return mn_tape_checkpoint(f->tape, x, run_block, &job,
+                                                              sizeof job);
     x = mn_block_mixer(model, i, f, x);
     if (model->config.mlp == MN_MLP_NONE) return x;
-    return mn_tape_again(f->tape, x, run_mlp, &job, sizeof job);
+    return mn_tape_checkpoint(f->tape, x, run_mlp, &job, sizeof job);
 }
 
 /* Blocks [0, n) from tokens, and with `last` the mixer of block n as well. */
@@ -147,12 +148,12 @@ static mn_tensor *trunk(mn_model *model, mn_tape *tape, const mn_model_input *in
             x = run_again(model, i, f, x, in->recompute);
             continue;
         }
-        mn_tape_part(tape, light);
+        mn_tape_recompute(tape, light);
         x = mn_block_mixer(model, i, f, x);
-        mn_tape_part(tape, light);
+        mn_tape_recompute(tape, light);
         if (i < n) x = mn_block_mlp(model, i, tape, x);
     }
-    mn_tape_part(tape, false);
+    mn_tape_recompute(tape, false);
     if (in->state && mn_tape_status(tape) == MN_OK) in->state->position += in->T;
     return x;
 }

@@ -44,7 +44,7 @@ mn_status mn_rows_glue(mn_context *context, mn_glue_id id, const mn_call *call, 
                        mn_out x, mn_in a, mn_in b, mn_in c) {
     const mn_glue step = { .dtype = call->dtype, .B = call->B, .T = call->T, .H = call->H,
                            .width = width, .a = a, .b = b, .c = c, .x = x };
-    return x.data ? mn_work_glue(context, id, &step) : MN_OK;
+    return x.data ? mn_run_glue(context, id, &step) : MN_OK;
 }
 
 mn_status mn_rows_convert(mn_context *context, const mn_call *call, int64_t width, mn_out x,
@@ -52,7 +52,7 @@ mn_status mn_rows_convert(mn_context *context, const mn_call *call, int64_t widt
     const mn_glue step = { .dtype = call->dtype, .B = call->B, .T = call->T, .H = call->H,
                            .width = width, .a = a, .x = x,
                            .wide = widen ? MN_GLUE_WIDE_X : MN_GLUE_WIDE_A };
-    return x.data && a.data ? mn_work_glue(context, MN_GLUE_copy, &step) : MN_OK;
+    return x.data && a.data ? mn_run_glue(context, MN_GLUE_copy, &step) : MN_OK;
 }
 
 mn_status mn_rows_multiply(mn_context *context, const mn_call *call, int64_t width, mn_out y,
@@ -102,7 +102,7 @@ mn_out mn_rows_temporary(mn_context *context, const mn_call *call, int64_t width
     mn_out view = { NULL, { call->T * call->H * width, call->H * width, width } };
     int64_t rows;
     if (mn_mul_i64(&rows, call->B * call->T, call->H)) {
-        view.data = mn_work_array(context, rows, width, mn_dtype_bytes(call->dtype));
+        view.data = mn_workspace_array(context, rows, width, mn_dtype_bytes(call->dtype));
     }
     return view;
 }

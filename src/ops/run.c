@@ -159,7 +159,7 @@ static mn_status run_kernel(mn_context *context, mn_op_id op, mn_pass pass, cons
 static mn_status lend_array(mn_context *context, const int64_t **array, int64_t count) {
     if (!*array) return MN_OK;
     const size_t bytes = (size_t)count * sizeof **array;    // validated: the array is there
-    void *there = mn_work_bytes(context, bytes);
+    void *there = mn_workspace_bytes(context, bytes);
     if (!there) return mn_fail(MN_ERR_MEMORY, "the GPU has no %zu bytes left", bytes);
     if (context->plans) return MN_OK;
     const mn_status st = mn_device_upload(context->device, there, *array, bytes);
@@ -192,7 +192,7 @@ static mn_status launch_kernel(mn_context *context, const mn_kernel *kernel, mn_
     if (!kernel->plan(args, &plan)) {
         return mn_fail(MN_ERR_MEMORY, "%s: the sizes of its work space overflow", name);
     }
-    void *shared = plan.shared_bytes > 0 ? mn_work_bytes(context, plan.shared_bytes) : NULL;
+    void *shared = plan.shared_bytes > 0 ? mn_workspace_bytes(context, plan.shared_bytes) : NULL;
     if (plan.shared_bytes > 0 && !shared) {
         return mn_fail(MN_ERR_MEMORY, "%s: the GPU has no memory for a work space of %zu bytes",
                        name, plan.shared_bytes);
@@ -232,10 +232,10 @@ static mn_status run_on_device(mn_context *context, mn_op_id op, mn_pass pass, v
     if (!serves) return refuse_device(op, pass);
     st = check_choice(op, args);
     if (st != MN_OK) return st;
-    const mn_mark mark = mn_work_mark(context);
+    const mn_mark mark = mn_workspace_mark(context);
     st = kernel ? launch_kernel(context, kernel, op, args)
                 : composition_of[op](context, pass, args);
-    mn_work_release(context, mark);
+    mn_workspace_release(context, mark);
     return st;
 }
 

@@ -88,7 +88,7 @@ static void run_once(mn_tape *tape, const again *a) {
     take_up(tape, &before);
 }
 
-mn_tensor *mn_tape_again(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
+mn_tensor *mn_tape_checkpoint(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
                          size_t job_bytes) {
     if (!x || mn_tape_dead(tape)) return NULL;
     const bool records = mn_tape_records(tape);

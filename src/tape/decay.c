@@ -56,7 +56,7 @@ static void back_decay(mn_tape *tape, void *payload) {
 /* Whether the kernels serve: one number of b per channel, one of a per channel or head. */
 static bool at_once(const mn_tape *tape, const mn_tensor *x, const mn_tensor *b,
                     const mn_tensor *a) {
-    if (!tape->device || (tape->modes & MN_TAPE_DELAY)) return false;
+    if (!tape->device || (tape->modes & MN_TAPE_DEFER)) return false;
     const bool once = b->shape[0] == 1 && b->shape[1] == 1 && a->shape[0] == 1 && a->shape[1] == 1;
     return once && b->shape[2] == x->shape[2] && b->shape[3] == x->shape[3] &&
            a->shape[2] == x->shape[2] && (a->shape[3] == x->shape[3] || a->shape[3] == 1);

@@ -6,7 +6,7 @@
  *   du = (dwrite + dstrength softplus(scale)) write (1 - write)     dz = -ddecay e^rate sigmoid(z)
  *   dscale = sigmoid(scale) sum dstrength write    dbias = sum dz    drate = sum ddecay decay
  *
- * They are few numbers next to those of heads: apart, each of these steps takes as long as all of
+ * They are few numbers next to those of heads: ws, each of these steps takes as long as all of
  * them. */
 #include <math.h>
 

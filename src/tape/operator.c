@@ -201,7 +201,7 @@ mn_tensor *mn_run_out(mn_run *run, const char *field) {
 /* ---- now, and back --------------------------------------------------------------------------- */
 
 static void execute(mn_tape *tape, mn_op_id op, mn_pass pass, const void *args) {
-    if (pass == MN_FORWARD && mn_delay_op(tape, op, args)) return;
+    if (pass == MN_FORWARD && mn_defer_op(tape, op, args)) return;
     if (mn_tape_runs(tape)) {
         tape->context->borders = (mn_borders){ tape->cu_seqlens, tape->borders };
         const mn_status st = mn_op_run(tape->context, op, pass, args);

@@ -56,7 +56,7 @@ void mn_tape_destroy(mn_tape *tape) {
         mn_device_free(tape->device, tape->lent[i].there);
     }
     free(tape->lent);
-    mn_delay_destroy(tape->delay);
+    mn_defer_destroy(tape->delay);
     mn_arena_destroy(tape->data);
     mn_arena_destroy(tape->notes);
     free(tape);
@@ -76,7 +76,7 @@ void mn_tape_start(mn_tape *tape, unsigned modes) {
     tape->n_seqs = tape->n_lent = 0;
     tape->lent_bytes = 0;
     tape->told = NULL;
-    mn_delay_forget(tape);
+    mn_defer_discard(tape);
     tape->scope[0] = '\0';
 }
 
@@ -102,7 +102,7 @@ mn_tensor *mn_tape_fail(mn_tape *tape, mn_status status) {
 }
 
 void mn_tape_scope(mn_tape *tape, const char *format, ...) {
-    mn_delay_stage(tape);    // under the name of what asked for it
+    mn_defer_lower(tape);    // under the name of what asked for it
     va_list args;
     va_start(args, format);
     vsnprintf(tape->scope, sizeof tape->scope, format, args);
@@ -126,7 +126,7 @@ bool mn_tape_plans(const mn_tape *tape) {
 }
 
 bool mn_tape_gathers(const mn_tape *tape) {
-    return tape->device && tape->modes & MN_TAPE_DELAY;
+    return tape->device && tape->modes & MN_TAPE_DEFER;
 }
 
 size_t mn_tape_bytes(const mn_tape *tape) {
@@ -183,13 +183,13 @@ mn_tape_mark mn_tape_hold(const mn_tape *tape) {
 }
 
 void mn_tape_let_go(mn_tape *tape, mn_tape_mark mark) {
-    mn_delay_stage(tape);
+    mn_defer_lower(tape);
     mn_arena_release(tape->data, mark.mark);
     tape->used = mark.used;
 }
 
 void mn_tape_do(mn_tape *tape, mn_work_id id, const void *work) {
-    if (mn_delay_work(tape, id, work)) return;
+    if (mn_defer_elementwise(tape, id, work)) return;
     const mn_work_fn *fn = &tape->works[id];
     const size_t bytes = fn->bytes ? fn->bytes(work) : 0;
     const mn_tape_mark mark = mn_tape_hold(tape);
@@ -208,7 +208,7 @@ void mn_tape_product(mn_tape *tape, const mn_matmul_args *p) {
         tape->work = mn_max(tape->work, mn_matmul_work(tape->context, p));
         return;
     }
-    if (mn_delay_product(tape, p)) return;
+    if (mn_defer_gemm(tape, p)) return;
     const mn_status st = mn_matmul(tape->context, p);
     if (st != MN_OK) mn_tape_fail(tape, st);
 }

@@ -52,7 +52,7 @@ typedef enum mn_tape_mode {
     MN_TAPE_RECORD = 1,        // remembers how to go back
     MN_TAPE_CHECK = 2,         // looks for numbers that are not finite after each operation
     MN_TAPE_PLAN = 4,          // computes nothing and counts memory: mn_tape_bytes tells how much
-    MN_TAPE_DELAY = 8,         // forward on a device: gathers work into few launches (defer.c)
+    MN_TAPE_DEFER = 8,         // forward on a device: gathers work into few launches (defer.c)
     MN_TAPE_REPEATS = 16,      // the same step again and again: where it gathers, also programs;
                                // ids are in memory of mn_device_host_allocate
 } mn_tape_mode;
@@ -80,7 +80,7 @@ mn_dtype mn_tape_dtype(const mn_tape *tape);
 mn_context *mn_tape_context(const mn_tape *tape);
 bool mn_tape_records(const mn_tape *tape);
 bool mn_tape_plans(const mn_tape *tape);
-bool mn_tape_gathers(const mn_tape *tape);    // puts work off, as MN_TAPE_DELAY says
+bool mn_tape_gathers(const mn_tape *tape);    // puts work off, as MN_TAPE_DEFER says
 
 /* Largest number of bytes of tensors and gradients since start; and, from a plan, what operators
  * and uploads take beside. On a device both are of its memory; a plan does not touch it. */
@@ -97,7 +97,7 @@ mn_tensor *mn_tape_fail(mn_tape *tape, mn_status status);
  * uninitialised, NULL after a failure. In plan mode the address must not be touched. */
 void *mn_tape_memory(mn_tape *tape, int64_t count);
 
-/* Asks for everything that a tape of MN_TAPE_DELAY has put off. Reading from a tape does that by
+/* Asks for everything that a tape of MN_TAPE_DEFER has put off. Reading from a tape does that by
  * itself; it is for who goes on with its memory by other ways. */
 void mn_tape_flush(mn_tape *tape);
 
@@ -139,7 +139,7 @@ mn_tensor *mn_tape_leaf(mn_tape *tape, void *data, void *grad, int64_t rows, int
 mn_tensor *mn_tape_leaf_of(mn_tape *tape, void *data, mn_dtype data_dtype, void *grad,
                            mn_dtype grad_dtype, int64_t rows, int64_t cols, bool add);
 
-/* True when this leaf asks for a gradient and none has reached it. */
+/* True when this leaf requests for a gradient and none has reached it. */
 bool mn_tape_untouched(const mn_tensor *leaf);
 
 /* An input (B,T,H,X) of the caller, contiguous, in the tape's type. `grad` may be NULL. */
@@ -289,7 +289,7 @@ typedef mn_tensor *(*mn_part_fn)(mn_tape *tape, mn_tensor *x, const void *job);
 /* fn(tape, x, job), of which only the result is kept: going back, the part is computed once more,
  * with the same bits, and gone back over at once. `job` is copied; x is used by nothing else that
  * comes after. On a tape that does not record, too, only the result is kept. */
-mn_tensor *mn_tape_again(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
+mn_tensor *mn_tape_checkpoint(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
                          size_t job_bytes);
 
 /* What follows, until the next call, is a part of which light results (tape/recompute.def) are not
@@ -297,13 +297,13 @@ mn_tensor *mn_tape_again(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void 
  * parts share memory for them, and going back a part first makes its own again, with the same bits.
  * `light` false: all results are kept. For what has no state; nothing on a tape that does not
  * record. */
-void mn_tape_part(mn_tape *tape, bool light);
+void mn_tape_recompute(mn_tape *tape, bool light);
 
 /* Within such a part, until the next call: results of sums, products and functions of numbers, of
  * projections (meant for those of few inputs) and of the operators that tape/recompute.def marks
  * so, are
  * light as well. What the part ends with must not be one of them. */
-void mn_tape_lighter(mn_tape *tape, bool lighter);
+void mn_tape_recompute_more(mn_tape *tape, bool lighter);
 
 /* Goes back from all losses and seeds. Afterwards the tape holds no tensor that may be used. */
 mn_status mn_tape_backward(mn_tape *tape);

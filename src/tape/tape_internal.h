@@ -71,7 +71,7 @@ typedef struct mn_told {
     int64_t rows;
 } mn_told;
 
-typedef struct mn_delay mn_delay;
+typedef struct mn_defer mn_defer;
 
 struct mn_tape {
     mn_context *context;
@@ -96,7 +96,7 @@ struct mn_tape {
     int64_t n_lent, most_lent;
     size_t lent_bytes;           // of this step
     mn_told *told;               // losses of this step
-    mn_delay *delay;             // NULL until something is put off
+    mn_defer *delay;             // NULL until something is put off
     char scope[MN_TAPE_SCOPE];
 };
 

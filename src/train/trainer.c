@@ -84,7 +84,7 @@ static mn_status make_optimizer(mn_trainer *t) {
     }
     const mn_adamw_options how = { o->beta1, o->beta2, o->eps, o->weight_decay };
     const mn_status st = t->context->device
-                             ? mn_trainer_there_create(t, params, n, &how)
+                             ? mn_trainer_device_create(t, params, n, &how)
                              : mn_optimizer_create(&t->optimizer, params, n, &how);
     free(params);
     return st;
@@ -117,7 +117,7 @@ mn_status mn_trainer_create(mn_trainer **out, const mn_json *root, mn_context *c
 
 void mn_trainer_destroy(mn_trainer *t) {
     if (!t) return;
-    mn_trainer_there_destroy(t->there);
+    mn_trainer_device_destroy(t->there);
     mn_tape_destroy(t->tape);
     mn_optimizer_destroy(t->optimizer);
     mn_model_destroy(t->model);
@@ -309,7 +309,7 @@ mn_status mn_trainer_predict(mn_trainer *t, mn_train_memory *memory) {
     if (st == MN_OK) st = plan_aside(t, memory, &aside);
     if (st != MN_OK) return st;
     memory->activations += aside;
-    memory->parameters = t->there ? mn_trainer_there_bytes(t)
+    memory->parameters = t->there ? mn_trainer_device_bytes(t)
                                   : (size_t)mn_model_count(t->model) * 4 * sizeof(float);
     memory->data = t->there ? 0 : data_bytes(t);    // the host's
     memory->total = memory->parameters + memory->activations + memory->work + memory->data;
@@ -365,7 +365,7 @@ static mn_status explain(mn_trainer *t, const mn_batch *batch, int64_t number, m
 
 /* The same on a GPU, which tells of a whole step: the batches are made once more, and the first of
  * them with a number that is not finite is named. */
-static mn_status explain_there(mn_trainer *t, double loss) {
+static mn_status explain_device(mn_trainer *t, double loss) {
     const int64_t n = t->options.accumulate;
     char what[512];
     for (int64_t i = 0; i < n; i++) {
@@ -426,7 +426,7 @@ static mn_status run_batches(mn_trainer *t, mn_step_result *r) {
     return explain(t, &t->batch, t->step * n + n - 1, MN_OK, r->loss);
 }
 
-static mn_status step_here(mn_trainer *t, mn_step_result *r) {
+static mn_status step_on_host(mn_trainer *t, mn_step_result *r) {
     const mn_status st = run_batches(t, r);
     if (st != MN_OK) return st;
     const double limit = t->options.spike_skip, clip = t->options.clip;
@@ -436,15 +436,15 @@ static mn_status step_here(mn_trainer *t, mn_step_result *r) {
     return mn_optimizer_step(t->optimizer, t->context, t->step, r->lr, scale);
 }
 
-static mn_status step_there(mn_trainer *t, mn_step_result *r) {
-    const mn_status st = mn_trainer_step_there(t, r, highest_loss(t));
+static mn_status step_on_device(mn_trainer *t, mn_step_result *r) {
+    const mn_status st = mn_trainer_step_device(t, r, highest_loss(t));
     if (st != MN_OK) return st;
-    return isfinite(r->loss) && isfinite(r->grad_norm) ? MN_OK : explain_there(t, r->loss);
+    return isfinite(r->loss) && isfinite(r->grad_norm) ? MN_OK : explain_device(t, r->loss);
 }
 
 mn_status mn_trainer_step(mn_trainer *t, mn_step_result *result) {
     mn_step_result r = { .step = t->step, .lr = mn_schedule_rate(&t->schedule, t->step) };
-    const mn_status st = t->there ? step_there(t, &r) : step_here(t, &r);
+    const mn_status st = t->there ? step_on_device(t, &r) : step_on_host(t, &r);
     if (st != MN_OK) return st;
     t->recent[t->n_recent++ % MN_SPIKE_WINDOW] = r.loss;
     t->step++;

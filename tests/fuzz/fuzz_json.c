@@ -1,4 +1,4 @@
-/* fuzz_json.c - text that parses is written and read back equal; every value can be walked. */
+/* fuzz_json.c - text that parses is written and read back equal; every value can be scanned. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -57,18 +57,19 @@ static bool fits_f32(const mn_sample *want) {
 }
 
 /* Some numbers of an input, from `first` on. */
-static void set_each(mn_sample *sample, const char *name, int64_t first, int64_t apart,
+static void set_each(mn_sample *sample, const char *name, int64_t first, int64_t ws,
                      double value) {
     for (int i = 0; i < sample->n_tensors; i++) {
         const mn_sample_tensor *t = &sample->tensors[i];
         if (strcmp(t->field->name, name) != 0 || !t->data) continue;
-        for (int64_t at = first; at < t->count; at += apart) {
+        for (int64_t at = first; at < t->count; at += ws) {
             mn_sample_set(sample, t->data, at, value);
         }
     }
 }
 
-/* Where `c` asks for extremes: log decays from none to -1e4 between the usual ones; filters that
+/* Where `c` requests for extremes: log decays from none to -1e4 between the usual ones; filters
+ * that
  * keep nothing, or tokens without precision. */
 static void spread_extremes(mn_sample *sample, const op_case *c) {
     if (c->seed < EXTREME) return;
@@ -102,8 +103,8 @@ static void check_f32(op_case c) {
     op_convert(&want, &got);
     op_reference(&tolerances, &want, &c);
     c.dtype = MN_F32;
-    op_run_there(gpu, &got, &c, MN_F32);
-    op_run_there(gpu, &again, &c, MN_F32);
+    op_run_device(gpu, &got, &c, MN_F32);
+    op_run_device(gpu, &again, &c, MN_F32);
     judge_f32(&got, &want, &tolerances, &c);
     check_same(&got, &again, &c);
     mn_sample_free(&got);
@@ -227,7 +228,7 @@ static void check_bf16(op_case c) {
     mn_sample_round(&got, MN_BF16);
     mn_sample_round(&want, MN_BF16);
     op_run_both(op_context("ref", 4), &want, &c);
-    op_run_there(gpu, &got, &c, MN_BF16);
+    op_run_device(gpu, &got, &c, MN_BF16);
     judge_bf16(&got, &want, &c);
     mn_sample_free(&got);
     mn_sample_free(&want);
@@ -254,17 +255,17 @@ static void leave_out(mn_sample *got, const char *name) {
 
 /* longhorn_diag's step is one turn of its walk, which takes tokens whose states move. */
 static void check_walked(const mn_sample *got, const op_case *c, mn_dtype dtype) {
-    mn_sample walked;
-    op_open(&walked, c);
-    mn_sample_round(&walked, dtype);
-    op_step_there(gpu, &walked, c, dtype);
+    mn_sample scanned;
+    op_open(&scanned, c);
+    mn_sample_round(&scanned, dtype);
+    op_step_device(gpu, &scanned, c, dtype);
     for (int i = 0; i < got->n_tensors; i++) {
         const mn_sample_tensor *t = &got->tensors[i];
         if (t->field->role < MN_ROLE_OUT) continue;
-        CHECK(memcmp(t->data, walked.tensors[i].data, (size_t)t->count * sizeof(double)) == 0,
+        CHECK(memcmp(t->data, scanned.tensors[i].data, (size_t)t->count * sizeof(double)) == 0,
               "%s: %s has other bits in place", op_case_text(c), t->field->name);
     }
-    mn_sample_free(&walked);
+    mn_sample_free(&scanned);
 }
 
 /* One token whose states stay in place. */
@@ -280,7 +281,7 @@ static void check_step(op_case c, mn_dtype dtype) {
     leave_out(&got, "csum");
     leave_out(&got, "nsum");
     if (op_stay_in_place(&got)) {
-        op_step_there(gpu, &got, &c, dtype);
+        op_step_device(gpu, &got, &c, dtype);
         if (c.op == MN_OP_longhorn_diag) check_walked(&got, &c, dtype);
         fill_in(&got, &want);
         if (dtype == MN_F32) judge_f32(&got, &want, &tolerances, &c);
@@ -375,7 +376,7 @@ static void kernels_match_reference(mn_op_id op) {
 }
 
 static int run_operators(int argc, char **argv) {
-    return op_walk_there(&gpu, "CUDA kernels match the reference", kernels_match_reference, argc,
+    return op_visit_device(&gpu, "CUDA kernels match the reference", kernels_match_reference, argc,
                          argv);
 }
 

@@ -104,7 +104,8 @@ static void products_are_right(void **state) {
     }
 }
 
-/* Sizes for which products go every way there is: few rows, some rows, near factors, packed panels
+/* Sizes for which products go every way there is: few rows, some rows, near factors, packed
+ * smem_tiles
  * in one and in several chunks, edges in each direction. */
 typedef struct shape {
     int64_t M, N, K;

@@ -91,7 +91,7 @@ static mn_status prepare_decays(mn_context *context, gating *p, bool back) {
     const mn_out dg = mn_rows_temporary(context, p->call, back ? 1 : 0);
     p->g = mn_rows_temporary(context, p->call, 1);
     p->dg = mn_as_input(dg);
-    p->bad_tokens = mn_work_array(context, p->call->H, 1, sizeof *p->bad_tokens);
+    p->bad_tokens = mn_workspace_array(context, p->call->H, 1, sizeof *p->bad_tokens);
     if (!dg.data || !p->g.data || !p->bad_tokens) {
         return mn_fail(MN_ERR_MEMORY, "%s: no memory for its temporaries", name);
     }

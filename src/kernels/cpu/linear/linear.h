@@ -68,12 +68,12 @@ int64_t MN_T(mn_chunk_floats)(int64_t K, int64_t width, bool has_e);
 float *MN_T(mn_chunk_place)(mn_chunk *c, float *memory, int64_t K, int64_t width, bool has_e);
 
 /* Which way a walk goes through the chunks; a replay needs states only, not q. */
-typedef enum { MN_WALK_FORWARD, MN_WALK_REPLAY, MN_WALK_BACKWARD } mn_walk;
+typedef enum { MN_WALK_FORWARD, MN_WALK_REPLAY, MN_WALK_BACKWARD } mn_scan;
 
 /* Computes the chunk at `start`; MN_WALK_REPLAY leaves out qs, qd and P. ws is then that of the
  * last segment. */
 void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *seq, int64_t h,
-                            int64_t start, mn_walk walk);
+                            int64_t start, mn_scan walk);
 
 /* Columns of ws for segment `to` of the chunk, from those of segment to - 1 (0 starts afresh). */
 void MN_T(mn_chunk_columns)(mn_chunk *c, const mn_linear *p, int to);
@@ -96,7 +96,7 @@ MN_ALWAYS_INLINE void mn_scale_row(float *dst, const float *src, const float *fa
 }
 
 /* Asks for the rows of the chunk that comes next in the walk: rows of one head lie a page or more
- * apart, where the processor does not look ahead by itself. */
+ * ws, where the processor does not look ahead by itself. */
 MN_ALWAYS_INLINE void mn_prefetch_next(mn_in x, const mn_chunk *c, int64_t width) {
     for (int64_t t = c->ahead; x.data && t < c->ahead + c->n_ahead; t++) {
         const float *row = MN_ROW(float, x, c->b, t, c->h);

@@ -375,7 +375,7 @@ static void emit_chunk(const work *w, const mn_linear *p, int64_t tile, int64_t 
 
 /* Makes w->c the chunk at `start`. */
 static void take_chunk(work *w, const mn_linear *p, const mn_sequence *seq, int64_t h,
-                       int64_t start, mn_walk walk) {
+                       int64_t start, mn_scan walk) {
     if (w->bank) MN_T(mn_bank_take)(&w->c, w->bank, p, w->first_slot + start / MN_CHUNK, h);
     else MN_T(mn_chunk_prepare)(&w->c, p, seq, h, start, walk);
 }

@@ -194,7 +194,7 @@ static void finish(mn_chunk *c) {
 }
 
 /* Which tokens are at hand and which come next in the walk. */
-static void locate(mn_chunk *c, const mn_sequence *seq, int64_t h, int64_t start, mn_walk walk) {
+static void locate(mn_chunk *c, const mn_sequence *seq, int64_t h, int64_t start, mn_scan walk) {
     const int64_t left = seq->length - start;
     c->b = seq->b;
     c->t0 = seq->t0 + start;
@@ -206,7 +206,7 @@ static void locate(mn_chunk *c, const mn_sequence *seq, int64_t h, int64_t start
 }
 
 void MN_T(mn_chunk_prepare)(mn_chunk *c, const mn_linear *p, const mn_sequence *seq, int64_t h,
-                            int64_t start, mn_walk walk) {
+                            int64_t start, mn_scan walk) {
     const bool reads = walk != MN_WALK_REPLAY;
     locate(c, seq, h, start, walk);
     load_beta(c, p);

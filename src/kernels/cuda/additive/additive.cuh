@@ -34,19 +34,19 @@ int mn_additive_shared_limit(void);
 int mn_additive_token_chunk(int depth);
 int mn_additive_channel_chunk(int depth);
 
-/* Launch some walks of one depth over so many segments; the sums that make the gradient of a decay
+/* Launch some scans of one depth over so many segments; the sums that make the gradient of a decay
  * per token or head. */
-int mn_additive_token_launch(const mn_walks *walks, int count, int64_t segments, bool decays,
+int mn_additive_token_launch(const mn_state_scans *scans, int count, int64_t segments, bool decays,
                              cudaStream_t stream);
-int mn_additive_channel_launch(const mn_walks *walks, int64_t segments, bool of_values,
+int mn_additive_channel_launch(const mn_state_scans *scans, int64_t segments, bool of_values,
                                cudaStream_t stream);
 /* The same on Hopper by additive_channel_state_scan_sm90.cuh, and with it all gradients for decays
  * per channel: the
- * walks `there` and `back` leave the states they keep. cudaErrorNotSupported if these do not serve
+ * scans `there` and `back` leave the states they keep. cudaErrorNotSupported if these do not serve
  * the call; nothing has been launched then. */
-int mn_additive_gated_launch(const mn_walks *walks, int64_t segments, cudaStream_t stream);
-int mn_additive_gated_backward(const mn_additive_args *p, const mn_walks *there,
-                               const mn_walks *back, int64_t segments, cudaStream_t stream);
+int mn_additive_gated_launch(const mn_state_scans *scans, int64_t segments, cudaStream_t stream);
+int mn_additive_gated_backward(const mn_additive_args *p, const mn_state_scans *there,
+                               const mn_state_scans *back, int64_t segments, cudaStream_t stream);
 
 int mn_additive_token_decay(const mn_additive_args *p, const mn_additive_extent *extent,
                             const mn_additive_work *work, cudaStream_t stream);

@@ -5,7 +5,7 @@
 template <int DEPTH>
 static bool fits(void) {
     const size_t limit = (size_t)mn_additive_shared_limit();
-    return sizeof(mn_keys_room<DEPTH>) <= limit && sizeof(mn_values_room<DEPTH>) <= limit;
+    return sizeof(mn_keys_smem<DEPTH>) <= limit && sizeof(mn_values_smem<DEPTH>) <= limit;
 }
 
 int mn_additive_channel_chunk(int depth) {
@@ -13,35 +13,35 @@ int mn_additive_channel_chunk(int depth) {
     return has ? MN_PARTS_CHUNK : 0;
 }
 
-static int launch_kernel(void (*kernel)(mn_walks), size_t bytes, const mn_walks *walks,
+static int launch_kernel(void (*kernel)(mn_state_scans), size_t bytes, const mn_state_scans *scans,
                          int64_t segments, cudaStream_t stream) {
-    const int64_t slices = mn_walk_slices(walks->walk[0]);
-    const int64_t blocks = slices * walks->call.H * mn_n_spans(walks->call);
+    const int64_t slices = mn_state_scan_slices(scans->walk[0]);
+    const int64_t blocks = slices * scans->call.H * mn_n_spans(scans->call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const dim3 grid((unsigned)blocks, 1, (unsigned)segments);
-    return mn_launch_with_room(kernel, grid, MN_CHANNEL_THREADS, bytes, stream, *walks);
+    return mn_launch_smem(kernel, grid, MN_CHANNEL_THREADS, bytes, stream, *scans);
 }
 
 template <int DEPTH>
-static int launch_of(const mn_walks *walks, int64_t segments, bool of_values,
+static int launch_of(const mn_state_scans *scans, int64_t segments, bool of_values,
                      cudaStream_t stream) {
     if (of_values) {
-        return launch_kernel(mn_values_kernel<DEPTH>, sizeof(mn_values_room<DEPTH>), walks,
+        return launch_kernel(mn_values_kernel<DEPTH>, sizeof(mn_values_smem<DEPTH>), scans,
                              segments, stream);
     }
-    return launch_kernel(mn_keys_kernel<DEPTH>, sizeof(mn_keys_room<DEPTH>), walks, segments,
+    return launch_kernel(mn_keys_kernel<DEPTH>, sizeof(mn_keys_smem<DEPTH>), scans, segments,
                          stream);
 }
 
-int mn_additive_channel_launch(const mn_walks *walks, int64_t segments, bool of_values,
+int mn_additive_channel_launch(const mn_state_scans *scans, int64_t segments, bool of_values,
                                cudaStream_t stream) {
-    const int depth = mn_additive_depth(walks->walk[0].depth);
+    const int depth = mn_additive_depth(scans->walk[0].depth);
     if (!of_values) {
-        const int code = mn_additive_gated_launch(walks, segments, stream);
+        const int code = mn_additive_gated_launch(scans, segments, stream);
         if (code != cudaErrorNotSupported) return code;
     }
-    if (depth == 64) return launch_of<64>(walks, segments, of_values, stream);
-    if (depth == 128) return launch_of<128>(walks, segments, of_values, stream);
-    return launch_of<256>(walks, segments, of_values, stream);
+    if (depth == 64) return launch_of<64>(scans, segments, of_values, stream);
+    if (depth == 128) return launch_of<128>(scans, segments, of_values, stream);
+    return launch_of<256>(scans, segments, of_values, stream);
 }

@@ -6,24 +6,24 @@
 #include "kernels/cuda/additive/additive_channel_grad_sm90.cuh"
 
 template <int KP>
-static int launch_walk(const mn_gated_job &job, int64_t segments, cudaStream_t stream) {
-    const int64_t blocks = mn_walk_slices(job.walk) * job.call.H * mn_n_spans(job.call);
+static int launch_scan(const mn_gated_job &job, int64_t segments, cudaStream_t stream) {
+    const int64_t blocks = mn_state_scan_slices(job.walk) * job.call.H * mn_n_spans(job.call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const dim3 grid((unsigned)blocks, 1, (unsigned)segments);
     const bool reads = job.walk.out.data && !job.walk.gathers;
-    return mn_launch_with_room(reads ? mn_gated_kernel<KP, true> : mn_gated_kernel<KP, false>, grid,
-                               MN_GATED_THREADS, sizeof(mn_gated_room<KP>), stream, job);
+    return mn_launch_smem(reads ? mn_gated_kernel<KP, true> : mn_gated_kernel<KP, false>, grid,
+                               MN_GATED_THREADS, sizeof(mn_gated_smem<KP>), stream, job);
 }
 
 static int launch(const mn_gated_job &job, int64_t segments, cudaStream_t stream) {
-    return job.walk.depth <= 64 ? launch_walk<64>(job, segments, stream)
-                                : launch_walk<128>(job, segments, stream);
+    return job.walk.depth <= 64 ? launch_scan<64>(job, segments, stream)
+                                : launch_scan<128>(job, segments, stream);
 }
 
-int mn_additive_gated_launch(const mn_walks *walks, int64_t segments, cudaStream_t stream) {
+int mn_additive_gated_launch(const mn_state_scans *scans, int64_t segments, cudaStream_t stream) {
     mn_gated_job job;
-    if (!mn_gated_serves(&job, walks)) return cudaErrorNotSupported;
+    if (!mn_gated_serves(&job, scans)) return cudaErrorNotSupported;
     return launch(job, segments, stream);
 }
 
@@ -38,8 +38,8 @@ static int launch_both(mn_gated_job *job, int64_t segments, cudaStream_t stream)
     return code == cudaSuccess ? launch(*job, segments, stream) : code;
 }
 
-int mn_additive_gated_backward(const mn_additive_args *p, const mn_walks *there,
-                               const mn_walks *back, int64_t segments, cudaStream_t stream) {
+int mn_additive_gated_backward(const mn_additive_args *p, const mn_state_scans *there,
+                               const mn_state_scans *back, int64_t segments, cudaStream_t stream) {
     mn_gated_job to_end, to_start;
     const mn_out &dg = p->grad.g;
     bool pairs = (uintptr_t)dg.data % 4 == 0;
@@ -51,11 +51,11 @@ int mn_additive_gated_backward(const mn_additive_args *p, const mn_walks *there,
     mn_gated_gradient job = {};
     job.call = p->call, job.dq = p->grad.q, job.dk = p->grad.k, job.dg = dg;
     job.S = to_end.walk.kept, job.N = to_start.walk.kept, job.scale = (float)p->scale;
-    if (!mn_bulk_map(&job.q, p->q, p->call, p->call.K, MN_GATED_SPAN) ||
-        !mn_bulk_map(&job.k, p->k, p->call, p->call.K, MN_GATED_SPAN) ||
-        !mn_bulk_map(&job.g, p->g, p->call, p->call.K, MN_GATED_SPAN) ||
-        !mn_bulk_map(&job.v, p->v, p->call, p->call.V, MN_GATED_SPAN) ||
-        !mn_bulk_map(&job.cot, p->cot.o, p->call, p->call.V, MN_GATED_SPAN)) {
+    if (!mn_tma_map(&job.q, p->q, p->call, p->call.K, MN_GATED_SPAN) ||
+        !mn_tma_map(&job.k, p->k, p->call, p->call.K, MN_GATED_SPAN) ||
+        !mn_tma_map(&job.g, p->g, p->call, p->call.K, MN_GATED_SPAN) ||
+        !mn_tma_map(&job.v, p->v, p->call, p->call.V, MN_GATED_SPAN) ||
+        !mn_tma_map(&job.cot, p->cot.o, p->call, p->call.V, MN_GATED_SPAN)) {
         return cudaErrorNotSupported;
     }
     int code = launch_both(&to_end, segments, stream);

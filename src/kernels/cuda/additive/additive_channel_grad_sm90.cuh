@@ -1,5 +1,5 @@
 /* additive_channel_grad_sm90.cuh - gradients of queries, keys and decays where each channel has its
- * own decay, on Hopper, from states that walks have left (additive_channel_state_scan_sm90.cuh): S
+ * own decay, on Hopper, from states that scans have left (additive_channel_state_scan_sm90.cuh): S
  * in front of each
  * chunk of 64 tokens, and its gradient N behind it.
  *
@@ -23,7 +23,7 @@ enum {
     MN_GATED_SPAN = MN_PARTS_CHUNK,           // tokens between states
     MN_GATED_TILE = MN_GATED_SPAN * 128,      // bytes of a tile of 64 columns
     MN_GATED_DERIVERS = 64 * MN_PARTS,        // threads
-    MN_GATED_TERMS = MN_WALK_WIDTH + 4,       // floats between rows of terms
+    MN_GATED_TERMS = MN_SCAN_WIDTH + 4,       // floats between rows of terms
 };
 
 struct mn_gated_gradient {
@@ -36,15 +36,15 @@ struct mn_gated_gradient {
 
 /* States as they were kept: eight rows of 64 channels by eight columns each. */
 template <int VP>
-struct alignas(1024) mn_gated_gradient_room {
+struct alignas(1024) mn_gated_gradient_smem {
     unsigned char cot[VP / 64 * MN_GATED_TILE], v[VP / 64 * MN_GATED_TILE];
     unsigned char q[MN_GATED_TILE], k[MN_GATED_TILE], g[MN_GATED_TILE];
     unsigned char q_inside[MN_GATED_TILE], k_inside[MN_GATED_TILE];
     unsigned char S[VP * 128], N[VP * 128];
-    alignas(16) float fall[MN_PARTS][MN_WALK_WIDTH];
-    alignas(16) float read[MN_PARTS][MN_WALK_WIDTH];    // S do_t q~_t of parts
-    alignas(16) float met[MN_WALK_WIDTH];               // S with N
-    alignas(16) float sums[2 * MN_PARTS][MN_WALK_WIDTH];    // terms of halves of parts
+    alignas(16) float fall[MN_PARTS][MN_SCAN_WIDTH];
+    alignas(16) float read[MN_PARTS][MN_SCAN_WIDTH];    // S do_t q~_t of parts
+    alignas(16) float met[MN_SCAN_WIDTH];               // S with N
+    alignas(16) float sums[2 * MN_PARTS][MN_SCAN_WIDTH];    // terms of halves of parts
     uint64_t front, back;                                   // what is scaled has come, the rest
 
     /* Of queries, or of keys, where tiles were that have been read. */
@@ -55,24 +55,24 @@ struct alignas(1024) mn_gated_gradient_room {
 
 #if MN_HAS_WGMMA
 
-/* One thread asks for all tiles. */
+/* One thread requests for all tiles. */
 template <int VP>
-__device__ inline void mn_gated_fetch_all(mn_gated_gradient_room<VP> &room,
+__device__ inline void mn_gated_load_all(mn_gated_gradient_smem<VP> &room,
                                           const mn_gated_gradient &p, const mn_tile_span &at,
                                           int64_t slot, int h, int slice, int n_slices) {
     const int t = (int)(at.span.t0 + at.first), b = (int)at.span.b;
-    const int64_t state = ((slot * p.call.H + h) * n_slices + slice) * (VP * MN_WALK_WIDTH);
-    mn_bulk_expect(&room.front, 3 * MN_GATED_TILE);
-    mn_bulk_copy(room.g, p.g, &room.front, 64 * slice, h, t, b);
-    mn_bulk_copy(room.q, p.q, &room.front, 64 * slice, h, t, b);
-    mn_bulk_copy(room.k, p.k, &room.front, 64 * slice, h, t, b);
-    mn_bulk_expect(&room.back, 2 * (VP / 64) * MN_GATED_TILE + 2 * VP * 128);
-    mn_bulk_copy_plain(room.S, p.S + state, VP * 128, &room.back);
-    mn_bulk_copy_plain(room.N, p.N + state, VP * 128, &room.back);
-    for (int panel = 0; panel < VP / 64; panel++) {
-        const int at_panel = panel * MN_GATED_TILE;
-        mn_bulk_copy(room.cot + at_panel, p.cot, &room.back, 64 * panel, h, t, b);
-        mn_bulk_copy(room.v + at_panel, p.v, &room.back, 64 * panel, h, t, b);
+    const int64_t state = ((slot * p.call.H + h) * n_slices + slice) * (VP * MN_SCAN_WIDTH);
+    mn_mbarrier_arrive_expect_tx(&room.front, 3 * MN_GATED_TILE);
+    mn_tma_load(room.g, p.g, &room.front, 64 * slice, h, t, b);
+    mn_tma_load(room.q, p.q, &room.front, 64 * slice, h, t, b);
+    mn_tma_load(room.k, p.k, &room.front, 64 * slice, h, t, b);
+    mn_mbarrier_arrive_expect_tx(&room.back, 2 * (VP / 64) * MN_GATED_TILE + 2 * VP * 128);
+    mn_tma_load_bulk(room.S, p.S + state, VP * 128, &room.back);
+    mn_tma_load_bulk(room.N, p.N + state, VP * 128, &room.back);
+    for (int smem_tile = 0; smem_tile < VP / 64; smem_tile++) {
+        const int at_smem_tile = smem_tile * MN_GATED_TILE;
+        mn_tma_load(room.cot + at_smem_tile, p.cot, &room.back, 64 * smem_tile, h, t, b);
+        mn_tma_load(room.v + at_smem_tile, p.v, &room.back, 64 * smem_tile, h, t, b);
     }
 }
 
@@ -265,7 +265,7 @@ __device__ inline void mn_gated_store_part(const mn_gated_part &o, const mn_out 
                                            int64_t K) {
     const int lane = threadIdx.x % 32, part = mn_gated_my_part();
     const mn_strip<mn_bf16> to =
-        mn_strip_of<mn_bf16>(view, at.span, h, 64 * slice, K, MN_WALK_WIDTH);
+        mn_strip_of<mn_bf16>(view, at.span, h, 64 * slice, K, MN_SCAN_WIDTH);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
         const int row = 16 * part + lane / 4 + 8 * half;
@@ -285,7 +285,7 @@ __device__ inline void mn_gated_store_part(const mn_gated_part &o, const mn_out 
 
 /* What the state adds to dg: sums over this part's rows of q~ and what they read from S, which the
  * parts before have still to lower. */
-__device__ inline void mn_gated_sum_read(float (*sums)[MN_WALK_WIDTH], const mn_gated_part &o,
+__device__ inline void mn_gated_sum_read(float (*sums)[MN_SCAN_WIDTH], const mn_gated_part &o,
                                          uint32_t q) {
     const int lane = threadIdx.x % 32, part = mn_gated_my_part();
 #pragma unroll
@@ -374,58 +374,58 @@ __device__ inline void mn_gated_mask(float (&P)[2][4], bool earlier) {
 
 /* dq of this warp's part, and its terms. */
 template <int VP>
-__device__ inline void mn_gated_derive_queries(mn_gated_gradient_room<VP> &room,
+__device__ inline void mn_gated_derive_queries(mn_gated_gradient_smem<VP> &room,
                                                mn_gated_part &terms, const mn_gated_levels &levels,
                                                const mn_gated_gradient &p, const mn_tile_span &at,
                                                int64_t h, int slice) {
     const int part = mn_gated_my_part();
-    const uint32_t x = mn_shared_at(room.cot), y = mn_shared_at(room.v);
-    const uint32_t far = mn_shared_at(room.q), near = mn_shared_at(room.q_inside);
+    const uint32_t x = mn_smem_address(room.cot), y = mn_smem_address(room.v);
+    const uint32_t far = mn_smem_address(room.q), near = mn_smem_address(room.q_inside);
     mn_gated_part o, inside = {};
     float P[2][4];
-    mn_gated_read<VP>(o, x, mn_shared_at(room.S));
+    mn_gated_read<VP>(o, x, mn_smem_address(room.S));
     mn_gated_sum_read(room.read, o, far);
 #pragma unroll 1
     for (int from = 0; from < part; from++) {
         mn_gated_part_falls(o, room.fall[from]);
         mn_gated_meet<VP>(P, x, y, from);
-        mn_gated_add(o, P, mn_shared_at(room.k), from);
+        mn_gated_add(o, P, mn_smem_address(room.k), from);
     }
     mn_gated_meet<VP>(P, x, y, part);
     mn_gated_mask(P, false);
-    mn_gated_add(inside, P, mn_shared_at(room.k_inside), part);
+    mn_gated_add(inside, P, mn_smem_address(room.k_inside), part);
     mn_gated_finish<false>(o, inside, terms, levels, far, near, room.g, p.scale);
     mn_gated_store_part(o, p.dq, at, h, slice, p.call.K);
 }
 
 /* dk likewise. */
 template <int VP>
-__device__ inline void mn_gated_derive_keys(mn_gated_gradient_room<VP> &room, mn_gated_part &terms,
+__device__ inline void mn_gated_derive_keys(mn_gated_gradient_smem<VP> &room, mn_gated_part &terms,
                                             const mn_gated_levels &levels,
                                             const mn_gated_gradient &p, const mn_tile_span &at,
                                             int64_t h, int slice) {
     const int part = mn_gated_my_part();
-    const uint32_t x = mn_shared_at(room.v), y = mn_shared_at(room.cot);
-    const uint32_t far = mn_shared_at(room.k), near = mn_shared_at(room.k_inside);
+    const uint32_t x = mn_smem_address(room.v), y = mn_smem_address(room.cot);
+    const uint32_t far = mn_smem_address(room.k), near = mn_smem_address(room.k_inside);
     mn_gated_part o, inside = {};
     float P[2][4];
-    mn_gated_read<VP>(o, x, mn_shared_at(room.N));
+    mn_gated_read<VP>(o, x, mn_smem_address(room.N));
 #pragma unroll 1
     for (int from = MN_PARTS - 1; from > part; from--) {
         mn_gated_part_falls(o, room.fall[from]);
         mn_gated_meet<VP>(P, x, y, from);
-        mn_gated_add(o, P, mn_shared_at(room.q), from);
+        mn_gated_add(o, P, mn_smem_address(room.q), from);
     }
     mn_gated_meet<VP>(P, x, y, part);
     mn_gated_mask(P, true);
-    mn_gated_add(inside, P, mn_shared_at(room.q_inside), part);
+    mn_gated_add(inside, P, mn_smem_address(room.q_inside), part);
     mn_gated_finish<true>(o, inside, terms, levels, far, near, room.g, p.scale);
     mn_gated_store_part(o, p.dk, at, h, slice, p.call.K);
 }
 
 /* dg: sums of terms over tokens; a warp has eight. All threads of the block call. */
 template <int VP>
-__device__ inline void mn_gated_derive_decays(mn_gated_gradient_room<VP> &room,
+__device__ inline void mn_gated_derive_decays(mn_gated_gradient_smem<VP> &room,
                                               const mn_gated_part &terms, int of_keys,
                                               const mn_gated_gradient &p, const mn_tile_span &at,
                                               int64_t h, int slice) {
@@ -482,8 +482,8 @@ __device__ inline void mn_gated_derive_decays(mn_gated_gradient_room<VP> &room,
 __device__ inline void mn_gated_scale_part(unsigned char *far, unsigned char *near,
                                            const mn_gated_levels &levels, const unsigned char *g,
                                            bool of_keys) {
-    const uint32_t at = mn_gated_down(mn_shared_at(far), 16 * mn_gated_my_part());
-    const uint32_t beside = mn_gated_down(mn_shared_at(near), 16 * mn_gated_my_part());
+    const uint32_t at = mn_gated_down(mn_smem_address(far), 16 * mn_gated_my_part());
+    const uint32_t beside = mn_gated_down(mn_smem_address(near), 16 * mn_gated_my_part());
 #pragma unroll
     for (int k = 0; k < 4; k++) {
         uint32_t x[4], y[4];
@@ -517,7 +517,7 @@ __global__ void __launch_bounds__(MN_GATED_DERIVERS, 2)
 mn_gated_gradient_kernel(const __grid_constant__ mn_gated_gradient p, unsigned n_slices) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char gradient_bytes[];
-    mn_gated_gradient_room<VP> &room = *(mn_gated_gradient_room<VP> *)gradient_bytes;
+    mn_gated_gradient_smem<VP> &room = *(mn_gated_gradient_smem<VP> *)gradient_bytes;
     const int slice = (int)(blockIdx.x % n_slices);
     const int part = mn_gated_my_part(), lane = threadIdx.x % 32;
     const unsigned heads = (unsigned)p.call.H, index = blockIdx.x / n_slices;
@@ -527,17 +527,17 @@ mn_gated_gradient_kernel(const __grid_constant__ mn_gated_gradient p, unsigned n
     if (at.n_rows == 0) return;
     const bool ends = p.call.cu_seqlens && at.n_rows < MN_GATED_SPAN;
     if (threadIdx.x == 0) {
-        mn_barrier_open(&room.front, 1);
-        mn_barrier_open(&room.back, 1);
-        mn_bulk_barriers_open();
-        mn_gated_fetch_all<VP>(room, p, at, slot, (int)h, slice, (int)n_slices);
+        mn_mbarrier_init(&room.front, 1);
+        mn_mbarrier_init(&room.back, 1);
+        mn_mbarrier_init_fence();
+        mn_gated_load_all<VP>(room, p, at, slot, (int)h, slice, (int)n_slices);
     }
     __syncthreads();
-    mn_barrier_wait(&room.front, 0);
+    mn_mbarrier_wait(&room.front, 0);
     if (ends) mn_gated_end_tiles(room.q, 3, (int)at.n_rows);
     mn_gated_levels levels;
     mn_gated_part terms;
-    levels.make(mn_gated_down(mn_shared_at(room.g), 16 * part));
+    levels.make(mn_gated_down(mn_smem_address(room.g), 16 * part));
     mn_gated_scale_part(of_keys ? room.k : room.q, of_keys ? room.k_inside : room.q_inside, levels,
                         room.g, of_keys);
     if (!of_keys) {
@@ -547,7 +547,7 @@ mn_gated_gradient_kernel(const __grid_constant__ mn_gated_gradient p, unsigned n
             if (lane < 4) *(float2 *)&room.fall[part][8 * n + 2 * lane] = fall;
         }
     }
-    mn_barrier_wait(&room.back, 0);
+    mn_mbarrier_wait(&room.back, 0);
     if (ends) mn_gated_end_tiles(room.cot, 2 * (VP / 64), (int)at.n_rows);
     __syncthreads();
     mn_gated_sum_met<VP>(room.met, room.S, room.N);
@@ -563,8 +563,8 @@ inline int mn_gated_gradient_launch(const mn_gated_gradient &job, cudaStream_t s
     const int64_t blocks = mn_tile_slots(job.call, MN_GATED_SPAN) * job.call.H * slices;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_with_room(mn_gated_gradient_kernel<VP>, dim3((unsigned)blocks),
-                               MN_GATED_DERIVERS, sizeof(mn_gated_gradient_room<VP>), stream, job,
+    return mn_launch_smem(mn_gated_gradient_kernel<VP>, dim3((unsigned)blocks),
+                               MN_GATED_DERIVERS, sizeof(mn_gated_gradient_smem<VP>), stream, job,
                                (unsigned)slices);
 }
 

@@ -23,7 +23,7 @@ struct mn_scale_tiles {
     mn_bf16 *q, *q_inside, *k, *k_inside;
     const mn_bf16 *g;
     float *fall;              // (parts, COLUMNS): decay over a whole part
-    float *factor, *inside;   // rows of MN_WALK_PITCH: factors of the rows' side, or NULL
+    float *factor, *inside;   // rows of MN_SCAN_PITCH: factors of the rows' side, or NULL
 };
 
 /* log2 of a decay; below 2^-300 nothing is left of a float */
@@ -36,7 +36,7 @@ __device__ inline float mn_scale_log(float g) {
 static __device__ __noinline__ void mn_scale_deep(const mn_scale_tiles &at, int step,
                                                   bool reverse) {
     const float usual = 12.5f, most = 200.0f;
-    const int table_step = step > 0 ? MN_WALK_PITCH : -MN_WALK_PITCH;
+    const int table_step = step > 0 ? MN_SCAN_PITCH : -MN_SCAN_PITCH;
     float gentle = 0.0f, depth = 0.0f;
     int steep = 0;
     for (int u = 1; u < MN_PART; u++) {
@@ -76,8 +76,8 @@ __device__ inline void mn_scale_part(const mn_scale_tiles &tiles, int part, int 
     constexpr int pitch = COLUMNS + 8;
     const int row = part * MN_PART + (reverse ? MN_PART - 1 : 0);
     const int step = reverse ? -pitch : pitch;
-    const int table_step = reverse ? -MN_WALK_PITCH : MN_WALK_PITCH;
-    const mn_scale_tiles at = mn_scale_move(tiles, row * pitch + j, row * MN_WALK_PITCH + j);
+    const int table_step = reverse ? -MN_SCAN_PITCH : MN_SCAN_PITCH;
+    const mn_scale_tiles at = mn_scale_move(tiles, row * pitch + j, row * MN_SCAN_PITCH + j);
     float2 a[MN_PART], sum = {}, r = { 1.0f, 1.0f };
 #pragma unroll
     for (int u = 0; u < MN_PART; u++) {

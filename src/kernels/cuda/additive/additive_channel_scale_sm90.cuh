@@ -24,44 +24,45 @@ enum {
     MN_GATED_CHUNK = 2 * MN_PART,
     MN_GATED_STAGES = 8,                       // chunks under way
     MN_GATED_PAIRS = 4,                        // chunks that are scaled at a time
-    MN_GATED_PANEL = MN_GATED_CHUNK * 128,     // bytes of a tile of 64 columns
+    MN_GATED_SMEM_TILE = MN_GATED_CHUNK * 128,     // bytes of a tile of 64 columns
     MN_GATED_ROWS = MN_PART * 128,             // of a part's rows
 };
 
-/* Tiles have rows of 64 columns, 128 bytes each, octet o of row r at place o ^ (r % 8). */
-__device__ inline uint32_t mn_gated_place(int row, int octet) {
-    return (uint32_t)(row * 128 + (((octet ^ row) & 7) << 4));
+/* Tiles have rows of 64 columns, 128 bytes each, vec16 o of row r at place o ^ (r % 8). */
+__device__ inline uint32_t mn_gated_place(int row, int vec16) {
+    return (uint32_t)(row * 128 + (((vec16 ^ row) & 7) << 4));
 }
 
-/* `g` has the decays; afterwards scores in its first panel, in the second what the two warps give
+/* `g` has the decays; afterwards scores in its first smem_tile, in the second what the two warps
+ * give
  * each other, and falls. */
 template <int KP>
 struct alignas(1024) mn_gated_stage {
-    unsigned char q[KP / 64 * MN_GATED_PANEL], k[KP / 64 * MN_GATED_PANEL];
-    unsigned char g[2 * MN_GATED_PANEL];
-    unsigned char v[MN_GATED_PANEL];
+    unsigned char q[KP / 64 * MN_GATED_SMEM_TILE], k[KP / 64 * MN_GATED_SMEM_TILE];
+    unsigned char g[2 * MN_GATED_SMEM_TILE];
+    unsigned char v[MN_GATED_SMEM_TILE];
 
     __device__ unsigned char *scores(void) { return g; }
-    __device__ float4 *given(int half) { return (float4 *)(g + MN_GATED_PANEL) + half * 96; }
-    __device__ float *falls(void) { return (float *)(g + MN_GATED_PANEL + 2 * 96 * 16); }
+    __device__ float4 *given(int half) { return (float4 *)(g + MN_GATED_SMEM_TILE) + half * 96; }
+    __device__ float *falls(void) { return (float *)(g + MN_GATED_SMEM_TILE + 2 * 96 * 16); }
 };
 
 /* Barriers of stages: tiles have come, are scaled, have been used, are free. */
 template <int KP>
-struct mn_gated_room {
+struct mn_gated_smem {
     mn_gated_stage<KP> stage[MN_GATED_STAGES];
     uint64_t there[MN_GATED_STAGES], made[MN_GATED_STAGES];
     uint64_t done[MN_GATED_STAGES], gone[MN_GATED_STAGES];
-    mn_walk_place place;
+    mn_state_scan_place place;
 };
 
 /* The first token of a turn's chunk, from the sequence's start. */
-__device__ inline int64_t mn_gated_start(const mn_walk_place &at, bool reverse, int turn) {
+__device__ inline int64_t mn_gated_start(const mn_state_scan_place &at, bool reverse, int turn) {
     const int64_t n = at.turn + turn;
     return (reverse ? at.n_chunks - 1 - n : n) * MN_GATED_CHUNK;
 }
 
-__device__ inline int mn_gated_count(const mn_walk_place &at, int64_t t) {
+__device__ inline int mn_gated_count(const mn_state_scan_place &at, int64_t t) {
     return (int)min((int64_t)MN_GATED_CHUNK, at.span.length - t);
 }
 
@@ -378,17 +379,17 @@ __device__ inline void mn_gated_writes(float (&fall)[2][2], const mn_gated_trian
     }
 }
 
-/* Tokens behind a sequence's last become zeros, in a warp's own octets of rows of q, k and g; the
+/* Tokens behind a sequence's last become zeros, in a warp's own vec16s of rows of q, k and g; the
  * first warp of a pair has the values. */
 template <int KP>
 __device__ inline void mn_gated_end(mn_gated_stage<KP> &in, int count, int half) {
-    constexpr int octets = KP / 16;
+    constexpr int vec16s = KP / 16;
     const uint4 zeros = make_uint4(0, 0, 0, 0);
     const int left = MN_GATED_CHUNK - count;
 #pragma unroll 1
-    for (int i = threadIdx.x % 32; i < left * octets; i += 32) {
-        const int row = count + i / octets, octet = half * octets + i % octets;
-        const uint32_t at = octet / 8 * MN_GATED_PANEL + mn_gated_place(row, octet);
+    for (int i = threadIdx.x % 32; i < left * vec16s; i += 32) {
+        const int row = count + i / vec16s, vec16 = half * vec16s + i % vec16s;
+        const uint32_t at = vec16 / 8 * MN_GATED_SMEM_TILE + mn_gated_place(row, vec16);
         *(uint4 *)(in.q + at) = zeros, *(uint4 *)(in.k + at) = zeros;
         *(uint4 *)(in.g + at) = zeros;
     }
@@ -409,7 +410,7 @@ template <int KP>
 __device__ inline void mn_gated_join(mn_gated_stage<KP> &in, mn_gated_scores &P, int half,
                                      int pair, bool reverse) {
     const int lane = threadIdx.x % 32;
-    const uint32_t tile = mn_shared_at(in.scores());
+    const uint32_t tile = mn_smem_address(in.scores());
     float sum[3][4];
     float4 *give = in.given(half) + lane;
     const float4 *take = in.given(1 - half) + lane;
@@ -436,7 +437,7 @@ __device__ inline void mn_gated_join(mn_gated_stage<KP> &in, mn_gated_scores &P,
     uint32_t own[4];
     mn_left_of(own, sum[0], sum[1]);
     const uint32_t across[2] = { mn_pair(sum[2][0], sum[2][1]), mn_pair(sum[2][2], sum[2][3]) };
-    const uint32_t corner = tile + half * MN_GATED_ROWS;    // part by part: rows; octets 2 half
+    const uint32_t corner = tile + half * MN_GATED_ROWS;    // part by part: rows; vec16s 2 half
     if (reverse) {
         const int down = lane % 8 + lane / 16 * 8, along = lane / 8 % 2;
         mn_gated_put<true>(corner + mn_gated_place(down, 2 * half + along), own);
@@ -452,7 +453,7 @@ __device__ inline void mn_gated_join(mn_gated_stage<KP> &in, mn_gated_scores &P,
 
 /* What the warps that scale do. */
 template <int KP, bool READS>
-__device__ inline void mn_gated_scale(mn_gated_room<KP> &room, bool reverse) {
+__device__ inline void mn_gated_scale(mn_gated_smem<KP> &room, bool reverse) {
     constexpr int steps = KP / 32;    // of 16 channels, of a warp
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % (2 * MN_GATED_PAIRS);
     const int pair = warp % MN_GATED_PAIRS, half = warp / MN_GATED_PAIRS;
@@ -462,19 +463,19 @@ __device__ inline void mn_gated_scale(mn_gated_room<KP> &room, bool reverse) {
     const int count = (int)room.place.span.length - last * MN_GATED_CHUNK;    // its tokens
     const mn_gated_triangle triangle;
     const uint32_t first =
-        mn_gated_kept(mn_shared_at(&room) + mn_gated_place(lane % 16, lane / 16));
+        mn_gated_kept(mn_smem_address(&room) + mn_gated_place(lane % 16, lane / 16));
     for (int n = pair; n < turns; n += MN_GATED_PAIRS) {
         const int slot = n % MN_GATED_STAGES;
         mn_gated_stage<KP> &in = room.stage[slot];
         mn_gated_scores P = {};
         float falls[2][2];
-        mn_barrier_wait(&room.there[slot], n / MN_GATED_STAGES & 1);
+        mn_mbarrier_wait(&room.there[slot], n / MN_GATED_STAGES & 1);
         if (n == ending && count < MN_GATED_CHUNK) mn_gated_end<KP>(in, count, half);
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
             const int k = half * steps + step;
             const uint32_t q =
-                ((first + slot * (int)sizeof(in)) ^ k % 4 * 32) + k / 4 * MN_GATED_PANEL;
+                ((first + slot * (int)sizeof(in)) ^ k % 4 * 32) + k / 4 * MN_GATED_SMEM_TILE;
             float fall[2][2];
             const uint32_t keys = q + (int)sizeof(in.q), g = keys + (int)sizeof(in.q);
             if (READS) mn_gated_channels(P, fall, triangle, q, keys, g);
@@ -491,8 +492,8 @@ __device__ inline void mn_gated_scale(mn_gated_room<KP> &room, bool reverse) {
             *(float2 *)(to + 8) = make_float2(falls[1][0], falls[1][1]);
         }
         if (READS) mn_gated_join<KP>(in, P, half, pair, reverse);
-        mn_shared_show();
-        mn_barrier_release(&room.made[slot]);
+        mn_fence_proxy_async();
+        mn_mbarrier_arrive_warp(&room.made[slot]);
     }
 }
 

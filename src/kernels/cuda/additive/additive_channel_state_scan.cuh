@@ -1,4 +1,4 @@
-/* additive_channel_state_scan.cuh - walks over chunks of 64 tokens for decays per channel, on the
+/* additive_channel_state_scan.cuh - scans over chunks of 64 tokens for decays per channel, on the
  * factors of
  * additive_channel_scale.cuh. What decays are the channels of x and y where a walk is of keys (o,
  * dv), and
@@ -27,13 +27,13 @@ struct mn_channel_sizes {
     static constexpr int row_groups = steps < MN_CHANNEL_WARPS ? steps : MN_CHANNEL_WARPS;
     static constexpr int row_tiles = steps / row_groups;
     static constexpr int column_tiles = 8 * row_groups / MN_CHANNEL_WARPS;
-    static constexpr int kept = DEPTH * MN_WALK_WIDTH;
-    static constexpr int deep = MN_PARTS_CHUNK * pitch, wide = MN_PARTS_CHUNK * MN_WALK_PITCH;
+    static constexpr int kept = DEPTH * MN_SCAN_WIDTH;
+    static constexpr int deep = MN_PARTS_CHUNK * pitch, wide = MN_PARTS_CHUNK * MN_SCAN_PITCH;
 };
 
 template <int DEPTH>
 using mn_channel_state =
-    mn_walk_state<mn_channel_sizes<DEPTH>::row_tiles, mn_channel_sizes<DEPTH>::column_tiles,
+    mn_state_scan_state<mn_channel_sizes<DEPTH>::row_tiles, mn_channel_sizes<DEPTH>::column_tiles,
                   mn_channel_sizes<DEPTH>::row_groups, MN_CHANNEL_THREADS>;
 
 /* The part of this thread's warp and the first of its columns. Two warps that share a scheduler
@@ -53,7 +53,7 @@ __device__ inline void mn_channel_add(float (&o)[4][4], const uint32_t (&a)[4],
 #pragma unroll
     for (int tile = 0; tile < 4; tile += 2) {
         uint32_t b[4];
-        mn_right_turned(b, z + mn_channel_column0() + 8 * tile, MN_WALK_PITCH);
+        mn_right_transposed(b, z + mn_channel_column0() + 8 * tile, MN_SCAN_PITCH);
         mn_mma(o[tile], a, b[0], b[1]);
         mn_mma(o[tile + 1], a, b[2], b[3]);
     }
@@ -98,12 +98,13 @@ __device__ inline void mn_channel_add_state(float (&o)[4][4], const uint32_t (&x
                                             const mn_bf16 *state) {
 #pragma unroll
     for (int k = 0; k < DEPTH / 16; k++) {
-        mn_channel_add(o, x[k], state + 16 * k * MN_WALK_PITCH);
+        mn_channel_add(o, x[k], state + 16 * k * MN_SCAN_PITCH);
     }
 }
 
 /* The first token of the chunk of a turn. */
-__device__ inline int64_t mn_channel_start(int64_t turn, const mn_walk_place &at, bool reverse) {
+__device__ inline int64_t mn_channel_start(int64_t turn, const mn_state_scan_place &at,
+                                           bool reverse) {
     return (reverse ? at.n_chunks - 1 - turn : turn) * MN_PARTS_CHUNK;
 }
 
@@ -119,17 +120,17 @@ __device__ inline float mn_channel_fall(const float *fall) {
 
 /* Leaves the state, or what the segment adds to it and by how much its `channels` fell. */
 template <int DEPTH>
-__device__ inline void mn_channel_end(mn_channel_state<DEPTH> &M, const mn_walk &p,
-                                      const mn_walk_place &at, float fall, int channels) {
+__device__ inline void mn_channel_end(mn_channel_state<DEPTH> &M, const mn_scan &p,
+                                      const mn_state_scan_place &at, float fall, int channels) {
     if (p.gathers) {
         M.put_sum(p.sums + at.index * mn_channel_sizes<DEPTH>::kept);
-        if (threadIdx.x < channels) p.falls[at.index * MN_WALK_FALLS + threadIdx.x] = fall;
+        if (threadIdx.x < channels) p.falls[at.index * MN_SCAN_FALLS + threadIdx.x] = fall;
     } else if (at.last) {
         M.store(p, at);
     }
 }
 
-/* ---- walks of keys --------------------------------------------------------------------------- */
+/* ---- scans of keys --------------------------------------------------------------------------- */
 
 template <int DEPTH>
 struct mn_keys_stage {
@@ -140,24 +141,24 @@ struct mn_keys_stage {
 };
 
 template <int DEPTH>
-struct mn_keys_room {
+struct mn_keys_smem {
     mn_keys_stage<DEPTH> stage[mn_channel_sizes<DEPTH>::buffers];
     alignas(16) mn_bf16 x_inside[mn_channel_sizes<DEPTH>::deep];
     alignas(16) mn_bf16 y_inside[mn_channel_sizes<DEPTH>::deep];
-    alignas(16) mn_bf16 state[mn_channel_sizes<DEPTH>::buffers][DEPTH * MN_WALK_PITCH];
+    alignas(16) mn_bf16 state[mn_channel_sizes<DEPTH>::buffers][DEPTH * MN_SCAN_PITCH];
     alignas(16) float fall[MN_PARTS * DEPTH];
 };
 
 template <int DEPTH>
-__device__ inline void mn_keys_fetch(mn_keys_stage<DEPTH> &to, const mn_walk_strips &strips,
+__device__ inline void mn_keys_load(mn_keys_stage<DEPTH> &to, const mn_state_scan_col_tiles &strips,
                                      const mn_strip<const mn_bf16> &g, int64_t t, int64_t length,
                                      bool reverse) {
     constexpr int rows = MN_PARTS_CHUNK, threads = MN_CHANNEL_THREADS;
     const int count = (int)min((int64_t)rows, length - t);
-    if (strips.reads) mn_fetch_tokens<rows, DEPTH, threads>(to.x, strips.x, t, count, reverse);
-    mn_fetch_tokens<rows, DEPTH, threads>(to.y, strips.y, t, count, reverse);
-    mn_fetch_tokens<rows, DEPTH, threads>(to.g, g, t, count, reverse);
-    mn_fetch_tokens<rows, MN_WALK_WIDTH, threads>(to.z, strips.z, t, count, reverse);
+    if (strips.reads) mn_load_tokens<rows, DEPTH, threads>(to.x, strips.x, t, count, reverse);
+    mn_load_tokens<rows, DEPTH, threads>(to.y, strips.y, t, count, reverse);
+    mn_load_tokens<rows, DEPTH, threads>(to.g, g, t, count, reverse);
+    mn_load_tokens<rows, MN_SCAN_WIDTH, threads>(to.z, strips.z, t, count, reverse);
     mn_copies_end();
 }
 
@@ -180,7 +181,7 @@ __device__ inline void mn_keys_lower(uint32_t (&x)[DEPTH / 16][4], float4 (&f)[D
 }
 
 template <int DEPTH>
-__device__ inline void mn_keys_read(float (&o)[4][4], const mn_keys_room<DEPTH> &room,
+__device__ inline void mn_keys_read(float (&o)[4][4], const mn_keys_smem<DEPTH> &room,
                                     const mn_keys_stage<DEPTH> &in, const mn_bf16 *state) {
     constexpr int pitch = DEPTH + 8;
     const int part = mn_channel_part();
@@ -188,7 +189,7 @@ __device__ inline void mn_keys_read(float (&o)[4][4], const mn_keys_room<DEPTH> 
     float4 f[DEPTH / 16];
     mn_channel_rows<DEPTH>(x, room.x_inside + part * MN_PART * pitch);
     mn_channel_scores<DEPTH>(a, x, room.y_inside + part * MN_PART * pitch, true);
-    mn_channel_add(o, a, in.z + part * MN_PART * MN_WALK_PITCH);
+    mn_channel_add(o, a, in.z + part * MN_PART * MN_SCAN_PITCH);
     const mn_bf16 *rows = in.x + part * MN_PART * pitch;
     mn_channel_rows<DEPTH>(x, rows);
 #pragma unroll
@@ -196,7 +197,7 @@ __device__ inline void mn_keys_read(float (&o)[4][4], const mn_keys_room<DEPTH> 
 #pragma unroll 1
     for (int from = part - 1; from >= 0; from--) {
         mn_channel_scores<DEPTH>(a, x, in.y + from * MN_PART * pitch, false);
-        mn_channel_add(o, a, in.z + from * MN_PART * MN_WALK_PITCH);
+        mn_channel_add(o, a, in.z + from * MN_PART * MN_SCAN_PITCH);
         mn_keys_lower<DEPTH>(x, f, rows, room.fall + from * DEPTH);
     }
     mn_channel_add_state<DEPTH>(o, x, state);
@@ -212,18 +213,19 @@ __device__ inline void mn_channel_write(mn_channel_state<DEPTH> &M, const mn_bf1
     const int column0 = warp / sizes::row_groups * sizes::column_tiles * 8;
 #pragma unroll 2
     for (int part = 0; part < MN_PARTS; part++) {
-        const float *of_part = fall + part * (OF_VALUES ? MN_WALK_WIDTH : DEPTH);
+        const float *of_part = fall + part * (OF_VALUES ? MN_SCAN_WIDTH : DEPTH);
         M.each([&](float &cell, int i, int j) { cell *= of_part[OF_VALUES ? j : i]; });
         uint32_t b[sizes::column_tiles / 2][4];
 #pragma unroll
         for (int tile = 0; tile < sizes::column_tiles; tile += 2) {
-            mn_right_turned(b[tile / 2], z + part * MN_PART * MN_WALK_PITCH + column0 + 8 * tile,
-                            MN_WALK_PITCH);
+            mn_right_transposed(b[tile / 2],
+                                z + part * MN_PART * MN_SCAN_PITCH + column0 + 8 * tile,
+                            MN_SCAN_PITCH);
         }
 #pragma unroll
         for (int r = 0; r < sizes::row_tiles; r++) {
             uint32_t a[4];
-            mn_left_turned(a, y + part * MN_PART * sizes::pitch + row0 + 16 * r, sizes::pitch);
+            mn_left_transposed(a, y + part * MN_PART * sizes::pitch + row0 + 16 * r, sizes::pitch);
 #pragma unroll
             for (int tile = 0; tile < sizes::column_tiles; tile += 2) {
                 mn_mma(M.at[r][tile], a, b[tile / 2][0], b[tile / 2][1]);
@@ -234,8 +236,8 @@ __device__ inline void mn_channel_write(mn_channel_state<DEPTH> &M, const mn_bf1
 }
 
 /* scale o to memory */
-__device__ inline void mn_channel_put(const float (&o)[4][4], const mn_walk &p,
-                                      const mn_walk_strips &strips, int64_t t, int count) {
+__device__ inline void mn_channel_put(const float (&o)[4][4], const mn_scan &p,
+                                      const mn_state_scan_col_tiles &strips, int64_t t, int count) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -252,14 +254,14 @@ __device__ inline void mn_channel_put(const float (&o)[4][4], const mn_walk &p,
 
 template <int DEPTH>
 __global__ void __launch_bounds__(MN_CHANNEL_THREADS, 1)
-mn_keys_kernel(const __grid_constant__ mn_walks all) {
+mn_keys_kernel(const __grid_constant__ mn_state_scans all) {
     constexpr int buffers = mn_channel_sizes<DEPTH>::buffers, kept = mn_channel_sizes<DEPTH>::kept;
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_keys_room<DEPTH> &room = *(mn_keys_room<DEPTH> *)bytes;
-    const mn_walk &p = all.walk[0];
-    const mn_walk_place at = mn_walk_here(all.call, p, MN_PARTS_CHUNK);
+    mn_keys_smem<DEPTH> &room = *(mn_keys_smem<DEPTH> *)bytes;
+    const mn_scan &p = all.walk[0];
+    const mn_state_scan_place at = mn_state_scan_here(all.call, p, MN_PARTS_CHUNK);
     if (at.idle) return;
-    const mn_walk_strips strips(p, at, DEPTH);
+    const mn_state_scan_col_tiles strips(p, at, DEPTH);
     const mn_strip<const mn_bf16> g =
         mn_strip_of<const mn_bf16>(all.g, at.span, at.h, 0, p.depth, DEPTH);
     const int64_t length = at.span.length;
@@ -271,7 +273,7 @@ mn_keys_kernel(const __grid_constant__ mn_walks all) {
     });
     M.share(room.state[0]);
     if (buffers == 2 && at.turn < at.end) {
-        mn_keys_fetch<DEPTH>(room.stage[0], strips, g, mn_channel_start(at.turn, at, reverse),
+        mn_keys_load<DEPTH>(room.stage[0], strips, g, mn_channel_start(at.turn, at, reverse),
                              length, reverse);
     }
     for (int64_t n = at.turn; n < at.end; n++) {
@@ -280,12 +282,12 @@ mn_keys_kernel(const __grid_constant__ mn_walks all) {
         mn_keys_stage<DEPTH> &in = room.stage[now];
         if (buffers == 1) {
             __syncthreads();
-            mn_keys_fetch<DEPTH>(in, strips, g, t, length, reverse);
+            mn_keys_load<DEPTH>(in, strips, g, t, length, reverse);
         }
         mn_copies_wait();
         __syncthreads();
         if (buffers == 2 && n + 1 < at.end) {
-            mn_keys_fetch<DEPTH>(room.stage[next], strips, g, mn_channel_start(n + 1, at, reverse),
+            mn_keys_load<DEPTH>(room.stage[next], strips, g, mn_channel_start(n + 1, at, reverse),
                                  length, reverse);
         }
         mn_scale_tiles tiles = { in.x, room.x_inside, in.y, room.y_inside, in.g, room.fall };
@@ -306,7 +308,7 @@ mn_keys_kernel(const __grid_constant__ mn_walks all) {
     mn_channel_end<DEPTH>(M, p, at, fall, DEPTH);
 }
 
-/* ---- walks of values ------------------------------------------------------------------------- */
+/* ---- scans of values ------------------------------------------------------------------------- */
 
 template <int DEPTH>
 struct mn_values_stage {
@@ -318,30 +320,30 @@ struct mn_values_stage {
 };
 
 template <int DEPTH>
-struct mn_values_room {
+struct mn_values_smem {
     mn_values_stage<DEPTH> stage[mn_channel_sizes<DEPTH>::buffers];
     alignas(16) mn_bf16 z_inside[mn_channel_sizes<DEPTH>::wide];
     alignas(16) mn_bf16 beside_inside[mn_channel_sizes<DEPTH>::wide];
-    alignas(16) mn_bf16 state[mn_channel_sizes<DEPTH>::buffers][DEPTH * MN_WALK_PITCH];
+    alignas(16) mn_bf16 state[mn_channel_sizes<DEPTH>::buffers][DEPTH * MN_SCAN_PITCH];
     alignas(16) float factor[mn_channel_sizes<DEPTH>::wide];    // of rows of out; sums for dg
     alignas(16) float inside[mn_channel_sizes<DEPTH>::wide];
-    alignas(16) float fall[MN_PARTS * MN_WALK_WIDTH];
-    float meetings[MN_CHANNEL_WARPS][MN_WALK_WIDTH], parts[MN_PARTS][MN_WALK_WIDTH];
+    alignas(16) float fall[MN_PARTS * MN_SCAN_WIDTH];
+    float meetings[MN_CHANNEL_WARPS][MN_SCAN_WIDTH], parts[MN_PARTS][MN_SCAN_WIDTH];
 };
 
 template <int DEPTH>
-__device__ inline void mn_values_fetch(mn_values_stage<DEPTH> &to, const mn_walk &p,
-                                       const mn_walk_strips &strips,
+__device__ inline void mn_values_load(mn_values_stage<DEPTH> &to, const mn_scan &p,
+                                       const mn_state_scan_col_tiles &strips,
                                        const mn_strip<const mn_bf16> &g, int64_t t,
                                        int64_t length) {
     constexpr int rows = MN_PARTS_CHUNK, threads = MN_CHANNEL_THREADS;
     const int count = (int)min((int64_t)rows, length - t);
-    if (strips.reads) mn_fetch_tokens<rows, DEPTH, threads>(to.x, strips.x, t, count, p.reverse);
-    mn_fetch_tokens<rows, DEPTH, threads>(to.y, strips.y, t, count, p.reverse);
-    mn_fetch_tokens<rows, MN_WALK_WIDTH, threads>(to.z, strips.z, t, count, p.reverse);
-    mn_fetch_tokens<rows, MN_WALK_WIDTH, threads>(to.g, g, t, count, p.reverse);
-    if (p.duty != MN_WALK_PLAIN && strips.reads) {
-        mn_fetch_tokens<rows, MN_WALK_WIDTH, threads>(to.beside, strips.beside, t, count,
+    if (strips.reads) mn_load_tokens<rows, DEPTH, threads>(to.x, strips.x, t, count, p.reverse);
+    mn_load_tokens<rows, DEPTH, threads>(to.y, strips.y, t, count, p.reverse);
+    mn_load_tokens<rows, MN_SCAN_WIDTH, threads>(to.z, strips.z, t, count, p.reverse);
+    mn_load_tokens<rows, MN_SCAN_WIDTH, threads>(to.g, g, t, count, p.reverse);
+    if (p.duty != MN_SCAN_PLAIN && strips.reads) {
+        mn_load_tokens<rows, MN_SCAN_WIDTH, threads>(to.beside, strips.beside, t, count,
                                                       p.reverse);
     }
     mn_copies_end();
@@ -352,7 +354,7 @@ __device__ inline void mn_values_fetch(mn_values_stage<DEPTH> &to, const mn_walk
 template <int DEPTH>
 __device__ inline void mn_values_read(float (&o)[4][4], float (&inside)[4][4],
                                       float (&from_state)[4][4],
-                                      const mn_values_room<DEPTH> &room,
+                                      const mn_values_smem<DEPTH> &room,
                                       const mn_values_stage<DEPTH> &in, const mn_bf16 *state) {
     constexpr int pitch = DEPTH + 8;
     const int part = mn_channel_part(), lane = threadIdx.x % 32;
@@ -363,7 +365,7 @@ __device__ inline void mn_values_read(float (&o)[4][4], float (&inside)[4][4],
     for (int i = 0; i < 16; i++) from_state[i / 4][i % 4] = o[i / 4][i % 4];
 #pragma unroll 1
     for (int from = 0; from < part; from++) {
-        const float *fall = room.fall + from * MN_WALK_WIDTH + mn_channel_column0();
+        const float *fall = room.fall + from * MN_SCAN_WIDTH + mn_channel_column0();
 #pragma unroll
         for (int tile = 0; tile < 4; tile++) {
             const float2 f = *(const float2 *)(fall + 8 * tile + lane % 4 * 2);
@@ -374,22 +376,22 @@ __device__ inline void mn_values_read(float (&o)[4][4], float (&inside)[4][4],
             }
         }
         mn_channel_scores<DEPTH>(a, x, in.y + from * MN_PART * pitch, false);
-        mn_channel_add(o, a, in.z + from * MN_PART * MN_WALK_PITCH);
+        mn_channel_add(o, a, in.z + from * MN_PART * MN_SCAN_PITCH);
     }
     mn_channel_scores<DEPTH>(a, x, in.y + part * MN_PART * pitch, true);
-    mn_channel_add(inside, a, room.z_inside + part * MN_PART * MN_WALK_PITCH);
+    mn_channel_add(inside, a, room.z_inside + part * MN_PART * MN_SCAN_PITCH);
 }
 
 /* A row of the products in memory that this thread has: from the slice's first column on. */
-__device__ inline float *mn_values_products(const mn_walks &all, const mn_walk &p,
-                                            const mn_walk_place &at, int64_t token) {
+__device__ inline float *mn_values_products(const mn_state_scans &all, const mn_scan &p,
+                                            const mn_state_scan_place &at, int64_t token) {
     const int64_t when = at.span.b * all.call.T + at.span.t0 + token;
     return p.products + (when * all.call.H + at.h) * p.width + at.column0;
 }
 
 /* The products that the walk before left: asked for early, as they come from memory. */
-__device__ inline void mn_values_recall(float2 (&there)[2][4], const mn_walks &all,
-                                        const mn_walk &p, const mn_walk_place &at, int64_t t,
+__device__ inline void mn_values_recall(float2 (&there)[2][4], const mn_state_scans &all,
+                                        const mn_scan &p, const mn_state_scan_place &at, int64_t t,
                                         int count) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -412,9 +414,9 @@ __device__ inline void mn_values_recall(float2 (&there)[2][4], const mn_walks &a
  * the room; then o <- factor o + factor' inside. */
 template <int DEPTH>
 __device__ inline void mn_values_finish(float (&o)[4][4], const float (&inside)[4][4],
-                                        const float2 (&there)[2][4], const mn_walks &all,
-                                        const mn_walk &p, const mn_walk_place &at,
-                                        mn_values_room<DEPTH> &room,
+                                        const float2 (&there)[2][4], const mn_state_scans &all,
+                                        const mn_scan &p, const mn_state_scan_place &at,
+                                        mn_values_smem<DEPTH> &room,
                                         const mn_values_stage<DEPTH> &in, int64_t t, int count) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -425,12 +427,12 @@ __device__ inline void mn_values_finish(float (&o)[4][4], const float (&inside)[
 #pragma unroll
         for (int tile = 0; tile < 4; tile++) {
             const int j = mn_channel_column0() + 8 * tile + lane % 4 * 2;
-            const int i = row * MN_WALK_PITCH + j;
+            const int i = row * MN_SCAN_PITCH + j;
             const float2 f = *(const float2 *)(room.factor + i);
             const float2 f_inside = *(const float2 *)(room.inside + i);
             float *low = &o[tile][2 * half], *high = low + 1;
             const float near_low = inside[tile][2 * half], near_high = inside[tile][2 * half + 1];
-            if (p.duty != MN_WALK_PLAIN) {
+            if (p.duty != MN_SCAN_PLAIN) {
                 const uint32_t far = *(const uint32_t *)(in.beside + i);
                 const uint32_t near = *(const uint32_t *)(room.beside_inside + i);
                 float2 both;
@@ -438,7 +440,7 @@ __device__ inline void mn_values_finish(float (&o)[4][4], const float (&inside)[
                 both.y = p.scale * fmaf(*high, mn_high(far), near_high * mn_high(near));
                 const bool first = token < count && at.column0 + j < p.width;
                 const bool second = token < count && at.column0 + j + 1 < p.width;
-                if (p.duty == MN_WALK_KEEPS) {
+                if (p.duty == MN_SCAN_KEEPS) {
                     if (second && p.width % 2 == 0) *(float2 *)(products + j) = both;
                     else if (first) products[j] = both.x;
                     if (second && p.width % 2 != 0) products[j + 1] = both.y;
@@ -456,15 +458,15 @@ __device__ inline void mn_values_finish(float (&o)[4][4], const float (&inside)[
 /* Sums over the chunk's rows of the products of what is read from the state, with what lies beside.
  * All threads of the block call. */
 template <int DEPTH>
-__device__ inline void mn_values_inside(const float (&from_state)[4][4], const mn_walk &p,
-                                        int64_t kept_at, mn_values_room<DEPTH> &room,
+__device__ inline void mn_values_inside(const float (&from_state)[4][4], const mn_scan &p,
+                                        int64_t kept_at, mn_values_smem<DEPTH> &room,
                                         const mn_values_stage<DEPTH> &in) {
     const int lane = threadIdx.x % 32, row = mn_channel_part() * MN_PART + lane / 4;
 #pragma unroll
     for (int tile = 0; tile < 4; tile++) {
         const int j = mn_channel_column0() + 8 * tile + lane % 4 * 2;
-        const uint32_t upper = *(const uint32_t *)(in.beside + row * MN_WALK_PITCH + j);
-        const uint32_t lower = *(const uint32_t *)(in.beside + (row + 8) * MN_WALK_PITCH + j);
+        const uint32_t upper = *(const uint32_t *)(in.beside + row * MN_SCAN_PITCH + j);
+        const uint32_t lower = *(const uint32_t *)(in.beside + (row + 8) * MN_SCAN_PITCH + j);
         float2 sum;
         sum.x = fmaf(from_state[tile][0], mn_low(upper), from_state[tile][2] * mn_low(lower));
         sum.y = fmaf(from_state[tile][1], mn_high(upper), from_state[tile][3] * mn_high(lower));
@@ -476,10 +478,10 @@ __device__ inline void mn_values_inside(const float (&from_state)[4][4], const m
         if (lane < 4) *(float2 *)&room.parts[mn_channel_part()][j] = sum;
     }
     __syncthreads();
-    if (threadIdx.x >= MN_WALK_WIDTH) return;
+    if (threadIdx.x >= MN_SCAN_WIDTH) return;
     float sum = 0.0f;
     for (int part = 0; part < MN_PARTS; part++) sum += room.parts[part][threadIdx.x];
-    p.inside[kept_at * MN_WALK_WIDTH + threadIdx.x] = p.scale * sum;
+    p.inside[kept_at * MN_SCAN_WIDTH + threadIdx.x] = p.scale * sum;
 }
 
 /* Sums over the rows of M, decayed over the chunk, of its products with the state kept in front of
@@ -487,7 +489,7 @@ __device__ inline void mn_values_inside(const float (&from_state)[4][4], const m
 template <int DEPTH>
 __device__ inline void mn_values_meet(const mn_channel_state<DEPTH> &M,
                                       const typename mn_channel_state<DEPTH>::kept &kept,
-                                      const mn_walk &p, mn_values_room<DEPTH> &room) {
+                                      const mn_scan &p, mn_values_smem<DEPTH> &room) {
     using sizes = mn_channel_sizes<DEPTH>;
     float sums[sizes::column_tiles][2] = {};
     M.meet(kept, [&](int k, int i, float x) {
@@ -501,7 +503,7 @@ __device__ inline void mn_values_meet(const mn_channel_state<DEPTH> &M,
             const float *fall = room.fall + M.column(tile) + i;
             float sum = p.scale * sums[tile][i];
 #pragma unroll
-            for (int part = 0; part < MN_PARTS; part++) sum *= fall[part * MN_WALK_WIDTH];
+            for (int part = 0; part < MN_PARTS; part++) sum *= fall[part * MN_SCAN_WIDTH];
             sum += __shfl_xor_sync(0xffffffffu, sum, 4);
             sum += __shfl_xor_sync(0xffffffffu, sum, 8);
             sum += __shfl_xor_sync(0xffffffffu, sum, 16);
@@ -515,75 +517,77 @@ __device__ inline void mn_values_meet(const mn_channel_state<DEPTH> &M,
 /* dg_t as in additive_chunk.cu, for each channel, from the differences in the room. The walk is in
  * reverse. All threads of the block call. */
 template <int DEPTH>
-__device__ inline void mn_values_decay(const mn_walks &all, const mn_walk &p,
-                                       const mn_walk_place &at, mn_values_room<DEPTH> &room,
+__device__ inline void mn_values_decay(const mn_state_scans &all, const mn_scan &p,
+                                       const mn_state_scan_place &at, mn_values_smem<DEPTH> &room,
                                        int64_t kept_at, int64_t t, int count) {
-    const int part = threadIdx.x / MN_WALK_WIDTH, j = threadIdx.x % MN_WALK_WIDTH;
+    const int part = threadIdx.x / MN_SCAN_WIDTH, j = threadIdx.x % MN_SCAN_WIDTH;
     const int last = MN_PARTS_CHUNK - 1 - part * MN_PART;    // row of the part's first token
     float sum = 0.0f;
     __syncthreads();
 #pragma unroll
-    for (int u = 0; u < MN_PART; u++) sum += room.factor[(last - u) * MN_WALK_PITCH + j];
+    for (int u = 0; u < MN_PART; u++) sum += room.factor[(last - u) * MN_SCAN_PITCH + j];
     room.parts[part][j] = sum;
     __syncthreads();
     if (at.column0 + j >= p.width) return;
-    sum = p.inside[kept_at * MN_WALK_WIDTH + j];
+    sum = p.inside[kept_at * MN_SCAN_WIDTH + j];
 #pragma unroll
     for (int i = 0; i < mn_channel_sizes<DEPTH>::row_groups; i++) sum += room.meetings[i][j];
     for (int i = 0; i < part; i++) sum += room.parts[i][j];
     for (int u = 0; u < MN_PART && part * MN_PART + u < count; u++) {
         const int64_t when = at.span.t0 + t + part * MN_PART + u;
         mn_put(mn_row<mn_bf16>(all.dg, at.span.b, when, at.h) + at.column0 + j, sum);
-        sum += room.factor[(last - u) * MN_WALK_PITCH + j];
+        sum += room.factor[(last - u) * MN_SCAN_PITCH + j];
     }
 }
 
 /* What a chunk reads: out, and what the gradient of the decay takes from it; then the state moves
  * behind the chunk. */
 template <int DEPTH>
-__device__ inline void mn_values_turn(mn_channel_state<DEPTH> &M, const mn_walks &all,
-                                      const mn_walk &p, const mn_walk_place &at,
-                                      const mn_walk_strips &strips, mn_values_room<DEPTH> &room,
+__device__ inline void mn_values_turn(mn_channel_state<DEPTH> &M, const mn_state_scans &all,
+                                      const mn_scan &p, const mn_state_scan_place &at,
+                                      const mn_state_scan_col_tiles &strips,
+                                          mn_values_smem<DEPTH> &room,
                                       const mn_values_stage<DEPTH> &in, int now, int next,
                                       int64_t t) {
     constexpr int size = mn_channel_sizes<DEPTH>::kept;
     const int count = (int)min((int64_t)MN_PARTS_CHUNK, at.span.length - t);
-    const int64_t slot = mn_walk_first_slot(all.call, at.n, MN_PARTS_CHUNK) + t / MN_PARTS_CHUNK;
+    const int64_t slot = mn_state_scan_first_slot(all.call, at.n, MN_PARTS_CHUNK) + t
+        / MN_PARTS_CHUNK;
     const int64_t index = (slot * all.call.H + at.h) * at.n_slices + at.slice;
     mn_bf16 *kept_at = p.kept + index * size;
     float o[4][4] = {}, inside[4][4] = {}, from_state[4][4];
     typename mn_channel_state<DEPTH>::kept kept;
     float2 there[2][4];
-    if (p.duty == MN_WALK_MEETS) {
+    if (p.duty == MN_SCAN_MEETS) {
         M.recall(kept, kept_at);
         mn_values_recall(there, all, p, at, t, count);
     }
     mn_values_read<DEPTH>(o, inside, from_state, room, in, room.state[now]);
     mn_values_finish<DEPTH>(o, inside, there, all, p, at, room, in, t, count);
-    if (p.duty == MN_WALK_KEEPS) {
+    if (p.duty == MN_SCAN_KEEPS) {
         M.keep(kept_at);
         mn_values_inside<DEPTH>(from_state, p, index, room, in);
     }
-    if (p.duty == MN_WALK_MEETS) mn_values_meet<DEPTH>(M, kept, p, room);
+    if (p.duty == MN_SCAN_MEETS) mn_values_meet<DEPTH>(M, kept, p, room);
     mn_channel_write<DEPTH, true>(M, in.y, in.z, room.fall);
     if (mn_channel_sizes<DEPTH>::buffers == 1) __syncthreads();
     M.share(room.state[next]);
     mn_channel_put(o, p, strips, t, count);
-    if (p.duty == MN_WALK_MEETS) mn_values_decay<DEPTH>(all, p, at, room, index, t, count);
+    if (p.duty == MN_SCAN_MEETS) mn_values_decay<DEPTH>(all, p, at, room, index, t, count);
 }
 
 template <int DEPTH>
 __global__ void __launch_bounds__(MN_CHANNEL_THREADS, 1)
-mn_values_kernel(const __grid_constant__ mn_walks all) {
+mn_values_kernel(const __grid_constant__ mn_state_scans all) {
     constexpr int buffers = mn_channel_sizes<DEPTH>::buffers, kept = mn_channel_sizes<DEPTH>::kept;
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_values_room<DEPTH> &room = *(mn_values_room<DEPTH> *)bytes;
-    const mn_walk &p = all.walk[0];
-    const mn_walk_place at = mn_walk_here(all.call, p, MN_PARTS_CHUNK);
+    mn_values_smem<DEPTH> &room = *(mn_values_smem<DEPTH> *)bytes;
+    const mn_scan &p = all.walk[0];
+    const mn_state_scan_place at = mn_state_scan_here(all.call, p, MN_PARTS_CHUNK);
     if (at.idle) return;
-    const mn_walk_strips strips(p, at, DEPTH);
+    const mn_state_scan_col_tiles strips(p, at, DEPTH);
     const mn_strip<const mn_bf16> g =
-        mn_strip_of<const mn_bf16>(all.g, at.span, at.h, at.column0, p.width, MN_WALK_WIDTH);
+        mn_strip_of<const mn_bf16>(all.g, at.span, at.h, at.column0, p.width, MN_SCAN_WIDTH);
     const int64_t length = at.span.length;
     const bool reverse = p.reverse;
     float fall = 1.0f;
@@ -593,7 +597,7 @@ mn_values_kernel(const __grid_constant__ mn_walks all) {
     });
     M.share(room.state[0]);
     if (buffers == 2 && at.turn < at.end) {
-        mn_values_fetch<DEPTH>(room.stage[0], p, strips, g, mn_channel_start(at.turn, at, reverse),
+        mn_values_load<DEPTH>(room.stage[0], p, strips, g, mn_channel_start(at.turn, at, reverse),
                                length);
     }
     for (int64_t n = at.turn; n < at.end; n++) {
@@ -602,12 +606,12 @@ mn_values_kernel(const __grid_constant__ mn_walks all) {
         mn_values_stage<DEPTH> &in = room.stage[now];
         if (buffers == 1) {
             __syncthreads();
-            mn_values_fetch<DEPTH>(in, p, strips, g, t, length);
+            mn_values_load<DEPTH>(in, p, strips, g, t, length);
         }
         mn_copies_wait();
         __syncthreads();
         if (buffers == 2 && n + 1 < at.end) {
-            mn_values_fetch<DEPTH>(room.stage[next], p, strips, g,
+            mn_values_load<DEPTH>(room.stage[next], p, strips, g,
                                    mn_channel_start(n + 1, at, reverse), length);
         }
         mn_scale_tiles tiles = { in.beside, room.beside_inside, in.z,       room.z_inside, in.g,
@@ -616,16 +620,16 @@ mn_values_kernel(const __grid_constant__ mn_walks all) {
             tiles.q = in.z, tiles.q_inside = room.z_inside;
             tiles.k = in.beside, tiles.k_inside = room.beside_inside;
         }
-        mn_scale<MN_WALK_WIDTH, MN_CHANNEL_THREADS>(tiles, reverse);
+        mn_scale<MN_SCAN_WIDTH, MN_CHANNEL_THREADS>(tiles, reverse);
         __syncthreads();
         if (strips.reads) {
             mn_values_turn<DEPTH>(M, all, p, at, strips, room, in, now, next, t);
         } else {
             mn_channel_write<DEPTH, true>(M, in.y, in.z, room.fall);
-            fall *= mn_channel_fall<MN_WALK_WIDTH>(room.fall);
+            fall *= mn_channel_fall<MN_SCAN_WIDTH>(room.fall);
         }
     }
-    mn_channel_end<DEPTH>(M, p, at, fall, MN_WALK_WIDTH);
+    mn_channel_end<DEPTH>(M, p, at, fall, MN_SCAN_WIDTH);
 }
 
 #endif

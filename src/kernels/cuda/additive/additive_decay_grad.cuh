@@ -1,4 +1,4 @@
-/* additive_decay_grad.cuh - gradients of decays per token, from what two walks left:
+/* additive_decay_grad.cuh - gradients of decays per token, from what two scans left:
  *
  *   dg_t = D.S + sum over u in the chunk of q_u.dq'_u
  *              + sum over u < t in the chunk of (k_u.dk_u - q_u.dq_u)

@@ -10,17 +10,17 @@
 #include "kernels/cuda/prim/common.cuh"
 
 enum {
-    MN_WALK_WIDTH = 64,                   // value columns of a block
-    MN_WALK_PITCH = MN_WALK_WIDTH + 8,    // and their length in shared memory
-    MN_WALK_MOST = 3,                     // walks of one launch
-    MN_WALK_SEGMENTS = 16,                // of a sequence
-    MN_WALK_GRAIN = 128,                  // tokens that segments have a multiple of
-    MN_WALK_FALLS = 256,                  // decays of a segment's state
+    MN_SCAN_WIDTH = 64,                   // value columns of a block
+    MN_SCAN_PITCH = MN_SCAN_WIDTH + 8,    // and their length in shared memory
+    MN_SCAN_MOST = 3,                     // scans of one launch
+    MN_SCAN_SEGMENTS = 16,                // of a sequence
+    MN_SCAN_GRAIN = 128,                  // tokens that segments have a multiple of
+    MN_SCAN_FALLS = 256,                  // decays of a segment's state
 };
 
 /* What a walk leaves for the gradient of the decay, or meets: products with what lies beside the
  * output, and with them states in front of chunks, or meetings with those. */
-enum mn_walk_duty { MN_WALK_PLAIN, MN_WALK_MULTIPLIES, MN_WALK_KEEPS, MN_WALK_MEETS };
+enum mn_state_scan_duty { MN_SCAN_PLAIN, MN_SCAN_MULTIPLIES, MN_SCAN_KEEPS, MN_SCAN_MEETS };
 
 /* One walk over every sequence: out_r = scale sum over c <= r of L_rc (x_r.y_c) z_c and what the
  * state adds, in the order of time or against it. The output and three gradients are four of these:
@@ -30,14 +30,14 @@ enum mn_walk_duty { MN_WALK_PLAIN, MN_WALK_MULTIPLIES, MN_WALK_KEEPS, MN_WALK_ME
  *
  * The state is sum y z', depth x width. `beside` has the rows that belong to those of the output:
  * their products are what the gradient of the decay is made of. */
-struct mn_walk {
+struct mn_scan {
     mn_in x, y, z, beside, state0;
     mn_out out, state;
     int64_t depth, width;              // of x and y; of z and out
     int64_t state_row, state_column;   // strides of a state in memory
     float scale, into, from;           // of out, of the first state, of the last
-    int reverse;                       // walks from the last token to the first
-    enum mn_walk_duty duty;
+    int reverse;                       // scans from the last token to the first
+    enum mn_state_scan_duty duty;
     float *products;                   // out . beside
     mn_bf16 *kept;                     // states in front of chunks, as threads hold them
     float *meetings;                   // of the kept states with those behind the chunks
@@ -47,20 +47,20 @@ struct mn_walk {
     float *sums, *falls;
 };
 
-struct mn_walks {
+struct mn_state_scans {
     mn_call call;
     mn_in g;
     mn_out dg;
-    mn_walk walk[MN_WALK_MOST];
+    mn_scan walk[MN_SCAN_MOST];
 };
 
-__host__ __device__ inline int64_t mn_walk_slices(const mn_walk &walk) {
-    return (walk.width + MN_WALK_WIDTH - 1) / MN_WALK_WIDTH;
+__host__ __device__ inline int64_t mn_state_scan_slices(const mn_scan &walk) {
+    return (walk.width + MN_SCAN_WIDTH - 1) / MN_SCAN_WIDTH;
 }
 
 /* Which slice of which head of which sequence a block has, and which turns of its walk: chunks in
  * the order of the walk. `index` counts the segment among those of all. */
-struct mn_walk_place {
+struct mn_state_scan_place {
     int64_t n, h, slice, n_slices, column0;
     mn_span span;
     int64_t n_chunks, turn, end, index, stride;    // stride: between the indices of segments
@@ -68,30 +68,31 @@ struct mn_walk_place {
 };
 
 /* The first chunk of sequence n in the numbering of mn_tile_slots. */
-__device__ inline int64_t mn_walk_first_slot(const mn_call &call, int64_t n, int64_t chunk) {
+__device__ inline int64_t mn_state_scan_first_slot(const mn_call &call, int64_t n, int64_t chunk) {
     if (call.cu_seqlens) return call.cu_seqlens[n] / chunk + n;
     return n * ((call.T + chunk - 1) / chunk);
 }
 
 /* A sequence is cut by its own length alone, so that its results do not depend on the batch. */
-__device__ inline mn_walk_place mn_walk_here(const mn_call &call, const mn_walk &walk, int chunk) {
-    mn_walk_place at;
-    at.n_slices = mn_walk_slices(walk);
+__device__ inline mn_state_scan_place mn_state_scan_here(const mn_call &call, const mn_scan &walk,
+                                                         int chunk) {
+    mn_state_scan_place at;
+    at.n_slices = mn_state_scan_slices(walk);
     at.slice = blockIdx.x % at.n_slices;
-    at.column0 = at.slice * MN_WALK_WIDTH;
+    at.column0 = at.slice * MN_SCAN_WIDTH;
     at.h = blockIdx.x / at.n_slices % call.H;
     at.n = blockIdx.x / at.n_slices / call.H;
     at.span = mn_span_at(call, at.n);
-    const int64_t share = (at.span.length + MN_WALK_SEGMENTS - 1) / MN_WALK_SEGMENTS;
-    const int64_t grains = (share + MN_WALK_GRAIN - 1) / MN_WALK_GRAIN;
-    const int64_t turns = max(walk.segment, grains * MN_WALK_GRAIN) / chunk;
+    const int64_t share = (at.span.length + MN_SCAN_SEGMENTS - 1) / MN_SCAN_SEGMENTS;
+    const int64_t grains = (share + MN_SCAN_GRAIN - 1) / MN_SCAN_GRAIN;
+    const int64_t turns = max(walk.segment, grains * MN_SCAN_GRAIN) / chunk;
     at.n_chunks = (at.span.length + chunk - 1) / chunk;
     at.turn = blockIdx.z * turns;
     at.end = min(at.turn + turns, at.n_chunks);
     at.last = at.end == at.n_chunks;
     at.idle = (blockIdx.z > 0 && at.turn >= at.n_chunks) || (walk.gathers && at.last);
     at.stride = call.H * at.n_slices;
-    at.index = (mn_walk_first_slot(call, at.n, walk.segment) + blockIdx.z) * at.stride +
+    at.index = (mn_state_scan_first_slot(call, at.n, walk.segment) + blockIdx.z) * at.stride +
                at.h * at.n_slices + at.slice;
     return at;
 }
@@ -155,7 +156,7 @@ __device__ inline void mn_left(uint32_t (&a)[4], const mn_bf16 *at, int pitch) {
 }
 
 /* The same where memory has its columns as rows. */
-__device__ inline void mn_left_turned(uint32_t (&a)[4], const mn_bf16 *at, int pitch) {
+__device__ inline void mn_left_transposed(uint32_t (&a)[4], const mn_bf16 *at, int pitch) {
     const int lane = threadIdx.x % 32;
     mn_ldmatrix<true>(a, at + (lane % 8 + lane / 16 * 8) * pitch + lane / 8 % 2 * 8);
 }
@@ -168,7 +169,7 @@ __device__ inline void mn_right(uint32_t (&b)[4], const mn_bf16 *at, int pitch) 
 }
 
 /* The same where rows in memory are the depth. */
-__device__ inline void mn_right_turned(uint32_t (&b)[4], const mn_bf16 *at, int pitch) {
+__device__ inline void mn_right_transposed(uint32_t (&b)[4], const mn_bf16 *at, int pitch) {
     const int lane = threadIdx.x % 32;
     mn_ldmatrix<true>(b, at + lane % 16 * pitch + lane / 16 * 8);
 }
@@ -227,7 +228,7 @@ static __device__ __noinline__ void mn_copy_singly(mn_bf16 *to, const mn_bf16 *f
 /* Tokens [t, t + count) of a strip as rows of COLUMNS + 8, zeros beyond; against time, token t is
  * the last of ROWS rows. Arrives behind mn_copies_wait and a barrier. */
 template <int ROWS, int COLUMNS, int THREADS>
-__device__ inline void mn_fetch_tokens(mn_bf16 *to, const mn_strip<const mn_bf16> &from, int64_t t,
+__device__ inline void mn_load_tokens(mn_bf16 *to, const mn_strip<const mn_bf16> &from, int64_t t,
                                        int count, bool reverse) {
     constexpr int packs = COLUMNS / 8, rows = THREADS / packs;
     const int row = threadIdx.x / packs, j = threadIdx.x % packs * 8;

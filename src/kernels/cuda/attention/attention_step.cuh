@@ -3,7 +3,7 @@
  *
  * A block reads 256 keys and values of one key-value head for up to four of the query heads that
  * share it, and leaves a part of the result with its largest score and its sum; a second kernel
- * adds the parts in their order. Rows are read by teams of 16 threads, in packs where they can. */
+ * adds the parts in their order. Rows are read by groups of 16 threads, in packs where they can. */
 #ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_STEP_CUH
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_STEP_CUH
 
@@ -13,8 +13,8 @@ enum {
     MN_STEP_KEYS = 256,       // of a block
     MN_STEP_HEADS = 4,        // query heads of a block
     MN_STEP_THREADS = 256,
-    MN_STEP_TEAM = 16,        // threads of a row
-    MN_STEP_TEAMS = MN_STEP_THREADS / MN_STEP_TEAM,
+    MN_STEP_GROUP = 16,        // threads of a row
+    MN_STEP_TEAMS = MN_STEP_THREADS / MN_STEP_GROUP,
     MN_STEP_WIDEST = 2048,    // K, for queries in shared memory
 };
 
@@ -27,9 +27,9 @@ template <typename T, int N>
 __device__ inline void mn_step_scores(float (*w)[MN_STEP_KEYS], const float *q, const mn_reads &p,
                                       int64_t b, int64_t j, int64_t key0, int n_keys) {
     enum { AT_ONCE = 4 };
-    const int lane = threadIdx.x % MN_STEP_TEAM, team = threadIdx.x / MN_STEP_TEAM;
+    const int lane = threadIdx.x % MN_STEP_GROUP, team = threadIdx.x / MN_STEP_GROUP;
     const int K = (int)p.call.K;
-    for (int first = 0; first < K; first += MN_STEP_TEAM * N) {
+    for (int first = 0; first < K; first += MN_STEP_GROUP * N) {
         const int a = first + lane * N;
         float of_q[MN_STEP_HEADS][N];
 #pragma unroll
@@ -53,7 +53,7 @@ __device__ inline void mn_step_scores(float (*w)[MN_STEP_KEYS], const float *q, 
 #pragma unroll
                     for (int e = 0; e < N; e++) sum = fmaf(x[u][e], of_q[h][e], sum);
 #pragma unroll
-                    for (int lanes = MN_STEP_TEAM / 2; lanes > 0; lanes >>= 1) {
+                    for (int lanes = MN_STEP_GROUP / 2; lanes > 0; lanes >>= 1) {
                         sum += __shfl_xor_sync(0xffffffffu, sum, lanes);
                     }
                     float *to = &w[h][i0 + u * MN_STEP_TEAMS];
@@ -70,7 +70,7 @@ template <typename T, int N>
 __device__ inline void mn_step_read(float (&out)[MN_STEP_HEADS][N], float (*w)[MN_STEP_KEYS],
                                     float *room, const mn_reads &p, int64_t b, int64_t j,
                                     int64_t key0, int n_keys, int column0) {
-    const int lane = threadIdx.x % MN_STEP_TEAM, team = threadIdx.x / MN_STEP_TEAM;
+    const int lane = threadIdx.x % MN_STEP_GROUP, team = threadIdx.x / MN_STEP_GROUP;
     const int column = column0 + lane * N;
 #pragma unroll
     for (int h = 0; h < MN_STEP_HEADS; h++) {
@@ -101,7 +101,7 @@ __device__ inline void mn_step_read(float (&out)[MN_STEP_HEADS][N], float (*w)[M
         __syncthreads();
 #pragma unroll
         for (int e = 0; e < N; e++) {
-            room[(e * MN_STEP_TEAMS + team) * MN_STEP_TEAM + lane] = out[h][e];
+            room[(e * MN_STEP_TEAMS + team) * MN_STEP_GROUP + lane] = out[h][e];
         }
         __syncthreads();
         if (team != 0) continue;
@@ -109,7 +109,7 @@ __device__ inline void mn_step_read(float (&out)[MN_STEP_HEADS][N], float (*w)[M
         for (int e = 0; e < N; e++) {
             float sum = 0.0f;
             for (int i = 0; i < MN_STEP_TEAMS; i++) {
-                sum += room[(e * MN_STEP_TEAMS + i) * MN_STEP_TEAM + lane];
+                sum += room[(e * MN_STEP_TEAMS + i) * MN_STEP_GROUP + lane];
             }
             out[h][e] = sum;
         }
@@ -140,20 +140,20 @@ mn_step_part_kernel(const __grid_constant__ mn_reads p, float *parts, int64_t n_
         const float z = inside ? w[h][threadIdx.x] : 0.0f;
         float most = 0.0f, x = fmaxf(z, 0.0f), weight = z * z;
         if (p.softmax) {
-            most = mn_team_max<MN_STEP_THREADS>(inside ? z : -INFINITY, sums);
+            most = mn_group_max<MN_STEP_THREADS>(inside ? z : -INFINITY, sums);
             weight = x = inside ? expf(z - most) : 0.0f;
         }
         w[h][threadIdx.x] = inside ? x : 0.0f;
-        const float sum = mn_team_sum<MN_STEP_THREADS>(weight, sums);
+        const float sum = mn_group_sum<MN_STEP_THREADS>(weight, sums);
         float *to = parts + ((b * p.call.H + first + h) * n_parts + part) * (V + 2) + V;
         if (threadIdx.x == 0) to[0] = most, to[1] = sum;
     }
     __syncthreads();
-    for (int64_t column0 = 0; column0 < V; column0 += MN_STEP_TEAM * N) {
+    for (int64_t column0 = 0; column0 < V; column0 += MN_STEP_GROUP * N) {
         float out[MN_STEP_HEADS][N];
         mn_step_read<T, N>(out, w, room, p, b, j, key0, n_keys, (int)column0);
         const int64_t column = column0 + threadIdx.x * N;
-        if (threadIdx.x >= MN_STEP_TEAM || column >= V) continue;
+        if (threadIdx.x >= MN_STEP_GROUP || column >= V) continue;
 #pragma unroll
         for (int h = 0; h < MN_STEP_HEADS; h++) {
             if (h >= n_heads) break;
@@ -175,12 +175,12 @@ mn_step_sum_kernel(const __grid_constant__ mn_reads p, const float *parts, int64
     for (int64_t i = threadIdx.x; i < n_parts; i += MN_STEP_THREADS) {
         most = fmaxf(most, from[i * (V + 2) + V]);
     }
-    most = mn_team_max<MN_STEP_THREADS>(most, room);
+    most = mn_group_max<MN_STEP_THREADS>(most, room);
     for (int64_t i = threadIdx.x; i < n_parts; i += MN_STEP_THREADS) {
         const float *at = from + i * (V + 2) + V;
         sum = fmaf(at[1], expf(at[0] - most), sum);
     }
-    sum = mn_team_sum<MN_STEP_THREADS>(sum, room);
+    sum = mn_group_sum<MN_STEP_THREADS>(sum, room);
     const float by = 1.0f / (p.softmax ? sum : fmaxf(sqrtf(sum), p.eps));
     T *o = mn_row<T>(p.o, b, 0, h);
     float *lse = mn_row<float>(p.lse, b, 0, h);
@@ -216,7 +216,7 @@ inline int mn_step_run(const mn_reads &p, float *parts, cudaStream_t stream) {
     mn_step_part_kernel<T, N><<<blocks, MN_STEP_THREADS, bytes, stream>>>(p, parts, n_parts);
     const dim3 heads((unsigned)c.H, (unsigned)c.B);
     mn_step_sum_kernel<T><<<heads, MN_STEP_THREADS, 0, stream>>>(p, parts, n_parts);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename T>

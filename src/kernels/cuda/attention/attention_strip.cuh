@@ -9,24 +9,24 @@
  * Keys count from the start of their sequence and tiles never cross a border, so a sequence's
  * sums run in the same order whatever it is packed with. A gather goes on from what it finds, row
  * after row, so that its bits do not depend on how the rows were cut into strips. */
-#ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_STRIP_CUH
-#define MN_KERNELS_CUDA_ATTENTION_ATTENTION_STRIP_CUH
+#ifndef MN_KERNELS_CUDA_ATTENTION_ATTENTION_COL_TILE_CUH
+#define MN_KERNELS_CUDA_ATTENTION_ATTENTION_COL_TILE_CUH
 
 #include "kernels/cuda/prim/common.cuh"
 
 enum {
-    MN_STRIP_ROWS = 64,
-    MN_STRIP_THREADS = 256,
-    MN_STRIP_DEPTH = 16,      // of a step of a product
-    MN_STRIP_PITCH = 68,      // floats of a row of 64 in shared memory
+    MN_COL_TILE_ROWS = 64,
+    MN_COL_TILE_THREADS = 256,
+    MN_COL_TILE_DEPTH = 16,      // of a step of a product
+    MN_COL_TILE_PITCH = 68,      // floats of a row of 64 in shared memory
 };
 static const int64_t mn_strip_bytes = (int64_t)384 << 20;    // of one strip's matrices together
 
 /* Query tiles [first, first + n_tiles) of `heads` heads; `rows` rows of `row` floats each. Of twice
- * as many heads than a matrix has (`each`) the second half is in another matrix, `apart` on. */
+ * as many heads than a matrix has (`each`) the second half is in another matrix, `ws` on. */
 struct mn_strip {
     mn_call call;
-    int64_t first, n_tiles, heads, rows, row, each, apart;
+    int64_t first, n_tiles, heads, rows, row, each, ws;
 };
 
 /* The strip of a call, its tiles still to be set, and how many tiles one may have with `n`
@@ -34,11 +34,11 @@ struct mn_strip {
 inline mn_strip mn_strip_of(const mn_call &call, int64_t heads, int64_t n, int64_t *most) {
     mn_strip s = {};
     s.call = call, s.heads = s.each = heads;
-    s.rows = mn_min(call.T, (int64_t)MN_STRIP_ROWS);
-    s.row = mn_ceil_div(call.L, MN_STRIP_ROWS) * MN_STRIP_ROWS;
+    s.rows = mn_min(call.T, (int64_t)MN_COL_TILE_ROWS);
+    s.row = mn_ceil_div(call.L, MN_COL_TILE_ROWS) * MN_COL_TILE_ROWS;
     const double tile = 4.0 * (double)n * (double)heads * (double)s.rows * (double)s.row;
     *most = mn_max((int64_t)((double)mn_strip_bytes / mn_max(tile, 1.0)), 1);
-    *most = mn_min(mn_min(*most, mn_tile_slots(call, MN_STRIP_ROWS)), 65535);
+    *most = mn_min(mn_min(*most, mn_tile_slots(call, MN_COL_TILE_ROWS)), 65535);
     return s;
 }
 
@@ -50,12 +50,12 @@ inline bool mn_strip_floats(int64_t *out, const mn_strip &s, int64_t most) {
 
 __device__ inline int64_t mn_strip_at(const mn_strip &s, int64_t tile, int64_t head, int64_t r) {
     const int64_t matrix = head >= s.each;
-    return ((tile * s.each + head - matrix * s.each) * s.rows + r) * s.row + matrix * s.apart;
+    return ((tile * s.each + head - matrix * s.each) * s.rows + r) * s.row + matrix * s.ws;
 }
 
 /* The strip with the heads of both matrices where there are two. */
-inline mn_strip mn_strip_twice(mn_strip s, int n_matrices, int64_t apart) {
-    if (n_matrices == 2) s.heads = 2 * s.each, s.apart = apart;
+inline mn_strip mn_strip_twice(mn_strip s, int n_matrices, int64_t ws) {
+    if (n_matrices == 2) s.heads = 2 * s.each, s.ws = ws;
     return s;
 }
 
@@ -82,9 +82,9 @@ struct mn_strip_sums {
     __device__ void step(const float *a, const float *b) {
         const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
 #pragma unroll
-        for (int k = 0; k < MN_STRIP_DEPTH; k++) {
-            const float4 x = *(const float4 *)(a + k * MN_STRIP_PITCH + row);
-            const float4 y = *(const float4 *)(b + k * MN_STRIP_PITCH + column);
+        for (int k = 0; k < MN_COL_TILE_DEPTH; k++) {
+            const float4 x = *(const float4 *)(a + k * MN_COL_TILE_PITCH + row);
+            const float4 y = *(const float4 *)(b + k * MN_COL_TILE_PITCH + column);
             const float xs[4] = { x.x, x.y, x.z, x.w }, ys[4] = { y.x, y.y, y.z, y.w };
 #pragma unroll
             for (int i = 0; i < 4; i++) {
@@ -97,48 +97,48 @@ struct mn_strip_sums {
 
 /* room[k][i] = element k0 + k of row(i), 0 beyond `width` or where row(i) is NULL */
 template <typename F>
-__device__ inline void mn_strip_turned(float *room, int64_t k0, int64_t width, F row) {
-    for (int e = threadIdx.x; e < 64 * MN_STRIP_DEPTH; e += MN_STRIP_THREADS) {
-        const int i = e / MN_STRIP_DEPTH, k = e % MN_STRIP_DEPTH;
+__device__ inline void mn_strip_transposed(float *room, int64_t k0, int64_t width, F row) {
+    for (int e = threadIdx.x; e < 64 * MN_COL_TILE_DEPTH; e += MN_COL_TILE_THREADS) {
+        const int i = e / MN_COL_TILE_DEPTH, k = e % MN_COL_TILE_DEPTH;
         const auto *x = row(i);
-        room[k * MN_STRIP_PITCH + i] = x && k0 + k < width ? mn_float(x[k0 + k]) : 0.0f;
+        room[k * MN_COL_TILE_PITCH + i] = x && k0 + k < width ? mn_float(x[k0 + k]) : 0.0f;
     }
 }
 
 /* room[k][j] = element j0 + j of row(k), the same way */
 template <typename F>
 __device__ inline void mn_strip_straight(float *room, int64_t j0, int64_t width, F row) {
-    for (int e = threadIdx.x; e < 64 * MN_STRIP_DEPTH; e += MN_STRIP_THREADS) {
+    for (int e = threadIdx.x; e < 64 * MN_COL_TILE_DEPTH; e += MN_COL_TILE_THREADS) {
         const int k = e / 64, j = e % 64;
         const auto *x = row(k);
-        room[k * MN_STRIP_PITCH + j] = x && j0 + j < width ? mn_float(x[j0 + j]) : 0.0f;
+        room[k * MN_COL_TILE_PITCH + j] = x && j0 + j < width ? mn_float(x[j0 + j]) : 0.0f;
     }
 }
 
 /* A block is a tile of queries against 64 keys. */
 template <typename TA, typename TB>
-__global__ void __launch_bounds__(MN_STRIP_THREADS)
+__global__ void __launch_bounds__(MN_COL_TILE_THREADS)
 mn_strip_scores_kernel(const __grid_constant__ mn_strip s, float *w, mn_strip_side<TA> a,
                        mn_strip_side<TB> b, int64_t width, float scale) {
-    __shared__ __align__(16) float room_a[MN_STRIP_DEPTH * MN_STRIP_PITCH];
-    __shared__ __align__(16) float room_b[MN_STRIP_DEPTH * MN_STRIP_PITCH];
-    const mn_tile_span tile = mn_tile_at(s.call, MN_STRIP_ROWS, s.first + blockIdx.z);
+    __shared__ __align__(16) float smem_a[MN_COL_TILE_DEPTH * MN_COL_TILE_PITCH];
+    __shared__ __align__(16) float smem_b[MN_COL_TILE_DEPTH * MN_COL_TILE_PITCH];
+    const mn_tile_span tile = mn_tile_at(s.call, MN_COL_TILE_ROWS, s.first + blockIdx.z);
     const int64_t h = blockIdx.y, key0 = (int64_t)blockIdx.x * 64, start = tile.span.t0;
     const int64_t seen = mn_keys_before(s.call) + tile.first;    // by row r: seen + r + 1 keys
     if (tile.n_rows == 0 || key0 >= seen + tile.n_rows) return;
     mn_strip_sums sums = {};
-    for (int64_t k0 = 0; k0 < width; k0 += MN_STRIP_DEPTH) {
-        mn_strip_turned(room_a, k0, width, [&](int i) {
+    for (int64_t k0 = 0; k0 < width; k0 += MN_COL_TILE_DEPTH) {
+        mn_strip_transposed(smem_a, k0, width, [&](int i) {
             const TA *none = nullptr;
             return i < tile.n_rows ? a.row(tile.span.b, start + tile.first + i, h) : none;
         });
-        mn_strip_turned(room_b, k0, width, [&](int i) {
+        mn_strip_transposed(smem_b, k0, width, [&](int i) {
             const TB *none = nullptr;
             const bool inside = key0 + i < seen + tile.n_rows;
             return inside ? b.row(tile.span.b, start + key0 + i, h) : none;
         });
         __syncthreads();
-        sums.step(room_a, room_b);
+        sums.step(smem_a, smem_b);
         __syncthreads();
     }
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
@@ -156,32 +156,32 @@ template <typename TA, typename TB>
 inline void mn_strip_scores(const mn_strip &s, float *w, mn_strip_side<TA> a, mn_strip_side<TB> b,
                             int64_t width, float scale, cudaStream_t stream) {
     const dim3 blocks((unsigned)(s.row / 64), (unsigned)s.heads, (unsigned)s.n_tiles);
-    mn_strip_scores_kernel<TA, TB><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, w, a, b, width,
+    mn_strip_scores_kernel<TA, TB><<<blocks, MN_COL_TILE_THREADS, 0, stream>>>(s, w, a, b, width,
                                                                             scale);
 }
 
 /* A block is a tile of queries and 64 columns; head h of the strip is head `head0 + h` of y. */
 template <typename TX, typename TY>
-__global__ void __launch_bounds__(MN_STRIP_THREADS)
+__global__ void __launch_bounds__(MN_COL_TILE_THREADS)
 mn_strip_read_kernel(const __grid_constant__ mn_strip s, mn_out y, int64_t head0, const float *w,
                      mn_strip_side<TX> x, int64_t width, float scale) {
-    __shared__ __align__(16) float room_w[MN_STRIP_DEPTH * MN_STRIP_PITCH];
-    __shared__ __align__(16) float room_x[MN_STRIP_DEPTH * MN_STRIP_PITCH];
-    const mn_tile_span tile = mn_tile_at(s.call, MN_STRIP_ROWS, s.first + blockIdx.z);
+    __shared__ __align__(16) float smem_w[MN_COL_TILE_DEPTH * MN_COL_TILE_PITCH];
+    __shared__ __align__(16) float smem_x[MN_COL_TILE_DEPTH * MN_COL_TILE_PITCH];
+    const mn_tile_span tile = mn_tile_at(s.call, MN_COL_TILE_ROWS, s.first + blockIdx.z);
     const int64_t h = blockIdx.y, j0 = (int64_t)blockIdx.x * 64, start = tile.span.t0;
     const int64_t n_keys = mn_keys_before(s.call) + tile.first + tile.n_rows;
     if (tile.n_rows == 0) return;
     mn_strip_sums sums = {};
-    for (int64_t key = 0; key < n_keys; key += MN_STRIP_DEPTH) {
-        mn_strip_turned(room_w, key, n_keys, [&](int i) {
+    for (int64_t key = 0; key < n_keys; key += MN_COL_TILE_DEPTH) {
+        mn_strip_transposed(smem_w, key, n_keys, [&](int i) {
             return i < tile.n_rows ? w + mn_strip_at(s, blockIdx.z, h, i) : nullptr;
         });
-        mn_strip_straight(room_x, j0, width, [&](int k) {
+        mn_strip_straight(smem_x, j0, width, [&](int k) {
             const TX *none = nullptr;
             return key + k < n_keys ? x.row(tile.span.b, start + key + k, h) : none;
         });
         __syncthreads();
-        sums.step(room_w, room_x);
+        sums.step(smem_w, smem_x);
         __syncthreads();
     }
     const int row = threadIdx.x / 16 * 4, column = threadIdx.x % 16 * 4;
@@ -201,7 +201,8 @@ inline void mn_strip_read(const mn_strip &s, const mn_out &y, int64_t head0, con
                           mn_strip_side<TX> x, int64_t width, float scale, cudaStream_t stream) {
     if (!y.data) return;
     const dim3 blocks((unsigned)mn_ceil_div(width, 64), (unsigned)s.heads, (unsigned)s.n_tiles);
-    mn_strip_read_kernel<TX, TY><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, y, head0, w, x, width,
+    mn_strip_read_kernel<TX, TY><<<blocks, MN_COL_TILE_THREADS, 0,
+        stream>>>(s, y, head0, w, x, width,
                                                                           scale);
 }
 
@@ -209,19 +210,19 @@ inline void mn_strip_read(const mn_strip &s, const mn_out &y, int64_t head0, con
 __device__ inline void mn_strip_slots(const mn_call &call, int64_t n, int64_t *first,
                                       int64_t *end) {
     const int64_t length = mn_span_at(call, n).length;
-    const int64_t count = (length + MN_STRIP_ROWS - 1) / MN_STRIP_ROWS;
-    *first = call.cu_seqlens ? call.cu_seqlens[n] / MN_STRIP_ROWS + n : n * count;
+    const int64_t count = (length + MN_COL_TILE_ROWS - 1) / MN_COL_TILE_ROWS;
+    *first = call.cu_seqlens ? call.cu_seqlens[n] / MN_COL_TILE_ROWS + n : n * count;
     *end = *first + count;
 }
 
 /* A block is 64 keys and 64 columns of head `head0 + head` of the float sums d; heads
  * [head group, (head + 1) group) of the strip add to it, tile by tile. */
 template <typename TX>
-__global__ void __launch_bounds__(MN_STRIP_THREADS)
+__global__ void __launch_bounds__(MN_COL_TILE_THREADS)
 mn_strip_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t head0, int64_t group,
                        const float *w, mn_strip_side<TX> x, int64_t width) {
-    __shared__ __align__(16) float room_w[MN_STRIP_DEPTH * MN_STRIP_PITCH];
-    __shared__ __align__(16) float room_x[MN_STRIP_DEPTH * MN_STRIP_PITCH];
+    __shared__ __align__(16) float smem_w[MN_COL_TILE_DEPTH * MN_COL_TILE_PITCH];
+    __shared__ __align__(16) float smem_x[MN_COL_TILE_DEPTH * MN_COL_TILE_PITCH];
     mn_call keys = s.call;
     keys.T = keys.L;
     const mn_tile_span tile = mn_tile_at(keys, 64, blockIdx.x);
@@ -246,21 +247,21 @@ mn_strip_gather_kernel(const __grid_constant__ mn_strip s, mn_out d, int64_t hea
     slot = max(slot, s.first);
     end = min(end, s.first + s.n_tiles);
     for (; slot < end; slot++) {
-        const mn_tile_span of = mn_tile_at(s.call, MN_STRIP_ROWS, slot);
-        const int64_t n_keys = before + (slot - first) * MN_STRIP_ROWS + of.n_rows;
+        const mn_tile_span of = mn_tile_at(s.call, MN_COL_TILE_ROWS, slot);
+        const int64_t n_keys = before + (slot - first) * MN_COL_TILE_ROWS + of.n_rows;
         if (n_keys <= tile.first) continue;
         for (int64_t h = head * group; h < (head + 1) * group; h++) {
             const float *rows = w + mn_strip_at(s, slot - s.first, h, 0);
-            for (int64_t r = 0; r < of.n_rows; r += MN_STRIP_DEPTH) {
-                mn_strip_straight(room_w, tile.first, n_keys, [&](int k) {
+            for (int64_t r = 0; r < of.n_rows; r += MN_COL_TILE_DEPTH) {
+                mn_strip_straight(smem_w, tile.first, n_keys, [&](int k) {
                     return r + k < of.n_rows ? rows + (r + k) * s.row : nullptr;
                 });
-                mn_strip_straight(room_x, j0, width, [&](int k) {
+                mn_strip_straight(smem_x, j0, width, [&](int k) {
                     const TX *none = nullptr;
                     return r + k < of.n_rows ? x.row(b, start + of.first + r + k, h) : none;
                 });
                 __syncthreads();
-                sums.step(room_w, room_x);
+                sums.step(smem_w, smem_x);
                 __syncthreads();
             }
         }
@@ -284,7 +285,7 @@ inline void mn_strip_gather(const mn_strip &s, const mn_out &d, int64_t head0, i
     keys.T = keys.L;
     const dim3 blocks((unsigned)mn_tile_slots(keys, 64), (unsigned)mn_ceil_div(width, 64),
                       (unsigned)(s.heads / group));
-    mn_strip_gather_kernel<TX><<<blocks, MN_STRIP_THREADS, 0, stream>>>(s, d, head0, group, w, x,
+    mn_strip_gather_kernel<TX><<<blocks, MN_COL_TILE_THREADS, 0, stream>>>(s, d, head0, group, w, x,
                                                                         width);
 }
 
@@ -321,12 +322,12 @@ struct mn_strip_turn {
 
 /* y = turn(x), a block for each token */
 template <typename TX, typename TY>
-__global__ void __launch_bounds__(MN_STRIP_THREADS)
+__global__ void __launch_bounds__(MN_COL_TILE_THREADS)
 mn_strip_turn_kernel(const __grid_constant__ mn_strip_turn p, mn_out y, mn_in x) {
     const int64_t b = blockIdx.x / p.call.T, t = blockIdx.x % p.call.T, K = p.width;
     const int64_t pos = p.before + t - mn_span_at(p.call, mn_span_of(p.call, b, t)).t0;
     const int64_t each = p.kind ? K / 2 : K;
-    for (int64_t e = threadIdx.x; e < p.heads * each; e += MN_STRIP_THREADS) {
+    for (int64_t e = threadIdx.x; e < p.heads * each; e += MN_COL_TILE_THREADS) {
         const int64_t h = e / each, j = e % each;
         const TX *from = mn_row<TX>(x, b, t, h);
         TY *to = mn_row<TY>(y, b, t, h);
@@ -347,7 +348,7 @@ template <typename TX, typename TY>
 inline void mn_strip_turn_rows(const mn_strip_turn &p, const mn_out &y, const mn_in &x,
                                cudaStream_t stream) {
     if (!y.data || p.call.B * p.call.T == 0) return;
-    mn_strip_turn_kernel<TX, TY><<<mn_blocks(p.call.B * p.call.T, 1), MN_STRIP_THREADS, 0,
+    mn_strip_turn_kernel<TX, TY><<<mn_blocks(p.call.B * p.call.T, 1), MN_COL_TILE_THREADS, 0,
                                    stream>>>(p, y, x);
 }
 

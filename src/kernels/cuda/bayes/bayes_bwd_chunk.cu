@@ -28,7 +28,7 @@
  *
  *   C_{t-1} = C_t + q dq' + k dk' + x w' - 2 D_{t-1} n_t     dla_t, dtheta_t: its trace, its turn
  *
- * So one kernel walks the covariance forward and the mean behind it, one E back and D behind it, on
+ * So one kernel scans the covariance forward and the mean behind it, one E back and D behind it, on
  * different processors; before and after them kernels do all spans at once. The states of more
  * than 128 rows, and heads that decay steeply, go the narrow way: one block for each, chunk by
  * chunk, after a walk that leaves states in front of spans of 128 tokens; there
@@ -42,7 +42,7 @@
 #include "kernels/cuda/bayes/bayes_bwd_scans.cuh"
 #include "kernels/riccati_args.h"
 
-/* ---- walks ----------------------------------------------------------------------------------- */
+/* ---- scans ----------------------------------------------------------------------------------- */
 
 /* Where a state lies: P's tiles, then the mean's. */
 __device__ static double *mean_of(double *state, const mn_bayes_shape &s) {
@@ -51,13 +51,13 @@ __device__ static double *mean_of(double *state, const mn_bayes_shape &s) {
 
 /* From the state in front of a chunk to the one behind it; the frame is at rest on both sides. */
 template <typename T>
-__device__ __noinline__ static void walk(tiles &P, const mn_bayes_room &room,
+__device__ __noinline__ static void walk(tiles &P, const mn_bayes_smem &room,
                                          const mn_bayes_args &p, mn_bayes_shape s, int64_t t,
                                          int limit) {
     const int all = (int)min((int64_t)MN_BAYES_CHUNK, s.span.length - t);
     s.reads = false;
     __syncthreads();
-    mn_bayes_fetch<T>(room, p, s, t, all);
+    mn_bayes_load_tile<T>(room, p, s, t, all);
     __syncthreads();
     const bool steep = mn_bayes_is_steep(room, s, false);
     const int count = steep ? 1 : all;
@@ -80,7 +80,7 @@ __device__ __noinline__ static void walk(tiles &P, const mn_bayes_room &room,
  * and E go from behind them to in front of them. */
 template <typename T>
 __device__ __noinline__ static void chunk_back(tiles &D, double *E, double *state,
-                                  mn_bayes_room room, const back_room &r, const mn_bayes_args &p,
+                                  mn_bayes_smem room, const back_smem &r, const mn_bayes_args &p,
                                   const mn_bayes_shape &s, float *parts, int64_t t, int first,
                                   int count, bool still) {
     const bool weighs = p.cot.qvar.data && p.q.data;
@@ -138,7 +138,7 @@ __device__ __noinline__ static void chunk_back(tiles &D, double *E, double *stat
 
 /* D and E from the cotangents of the last states, of which P and room.M are the values; C. */
 __device__ static void load_cotangents(tiles &P, double *E,
-                                       const mn_bayes_room &room, const back_room &r,
+                                       const mn_bayes_smem &room, const back_smem &r,
                                        const mn_bayes_args &p, const mn_bayes_shape &s) {
     const float *dP = mn_row<float>(p.cot.P, s.n, 0, s.h);
     const float *dM = mn_row<float>(p.cot.M, s.n, 0, s.h);
@@ -191,7 +191,7 @@ __device__ static void load_cotangents(tiles &P, double *E,
 }
 
 /* The gradients of the states handed in, and D's trace. */
-__device__ static void put_first(tiles &D, double *E, const mn_bayes_room &room,
+__device__ static void put_first(tiles &D, double *E, const mn_bayes_smem &room,
                                  const mn_bayes_args &p, const mn_bayes_shape &s, double *trace) {
     float *dP = mn_row<float>(p.grad.P0, s.n, 0, s.h), *dM = mn_row<float>(p.grad.M0, s.n, 0, s.h);
     const int64_t R = s.R;
@@ -245,8 +245,8 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
     tiles P, D;
     D.memory = own;
     P.memory = spare + w.state;
-    const mn_bayes_room room = mn_bayes_room_in(base, s, M);
-    const back_room r = back_room_in(room, base + mn_bayes_doubles(s.nb, s.nm, s.K, false), s);
+    const mn_bayes_smem room = mn_bayes_smem_in(base, s, M);
+    const back_smem r = back_smem_in(room, base + mn_bayes_doubles(s.nb, s.nm, s.K, false), s);
     const int64_t length = s.span.length, n_spans = (length + SPAN - 1) / SPAN;
     const int64_t slot0 = p.call.cu_seqlens ? s.span.t0 / SPAN + s.n
                                             : s.n * ((p.call.T + SPAN - 1) / SPAN);
@@ -283,7 +283,7 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
             const int all = (int)min((int64_t)MN_BAYES_CHUNK, length - t);
             double *state = chunks + c * w.state;
             __syncthreads();
-            mn_bayes_fetch<T>(room, p, s, t, all);
+            mn_bayes_load_tile<T>(room, p, s, t, all);
             __syncthreads();
             const bool steep = mn_bayes_is_steep(room, s, false);
             if (!steep) {
@@ -298,7 +298,7 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
                     copy_state(P.memory, M, state, mean_of(state, s), s);
                     if (token > 0) walk<T>(P, room, p, s, t, token);
                     __syncthreads();
-                    mn_bayes_fetch<T>(room, p, s, t, all);
+                    mn_bayes_load_tile<T>(room, p, s, t, all);
                     __syncthreads();
                     mn_bayes_step_frame(room, s, token);
                     mn_bayes_rebase(P, room, s);
@@ -307,7 +307,7 @@ bayes_backward_kernel(const __grid_constant__ mn_bayes_args p, const __grid_cons
                 chunk_back<T>(D, E, steep ? spare : state, room, r, p, s, w.parts, t,
                               steep ? token : 0, steep ? 1 : all, steep);
                 if (!steep) continue;
-                mn_bayes_fetch<T>(room, p, s, t, all);
+                mn_bayes_load_tile<T>(room, p, s, t, all);
                 __syncthreads();
                 mn_bayes_step_frame(room, s, token);
                 move_back(D, E, room, s);
@@ -381,7 +381,7 @@ struct layout {
     work narrow;
 };
 
-/* What all walks look at before anything else: zeros at first. */
+/* What all scans look at before anything else: zeros at first. */
 static void take_counts(layout *l, const mn_call &c, piecework *at) {
     span_work *w = &l->spans;
     w->columns = (int)(mn_ceil_div(mn_ceil_div(c.V, mn_max(c.G, 1)), SLICE) * SLICE);
@@ -432,10 +432,10 @@ static void take_narrow(layout *l, const mn_bayes_args *p, int nb, int nm, piece
 
 /* The most shared memory that a kernel of spans takes. */
 template <int R>
-constexpr size_t widest_room() {
-    const size_t each[] = { sizeof(covariance_room<R>), sizeof(mean_room<R>),
-                            sizeof(mean_back_room<R>), sizeof(adjoint_room<R>),
-                            sizeof(product_room<R>) };
+constexpr size_t widest_smem() {
+    const size_t each[] = { sizeof(covariance_smem<R>), sizeof(mean_smem<R>),
+                            sizeof(mean_back_smem<R>), sizeof(adjoint_smem<R>),
+                            sizeof(product_smem<R>) };
     size_t most = 0;
     for (size_t bytes : each) most = bytes > most ? bytes : most;
     return most;
@@ -444,8 +444,8 @@ constexpr size_t widest_room() {
 /* The rows that kernels of spans are made for, or 0. */
 static int span_rows(int64_t rows) {
     const size_t most = mn_bayes_most_shared();
-    if (rows <= 64 && widest_room<64>() <= most) return 64;
-    return rows <= 128 && widest_room<128>() <= most ? 128 : 0;
+    if (rows <= 64 && widest_smem<64>() <= most) return 64;
+    return rows <= 128 && widest_smem<128>() <= most ? 128 : 0;
 }
 
 static bool layout_of(layout *l, const mn_bayes_args *p, void *base) {
@@ -480,15 +480,15 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
     const unsigned parts = heads * (unsigned)prepare_parts(p->call);
     if (p->theta.data) span_prepare_kernel<T, true><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
     else span_prepare_kernel<T, false><<<parts, PREPARE_THREADS, 0, on>>>(*p, w, R);
-    code = mn_launch_with_room(walks_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
-                               WALK_THREADS, widest_room<R>(), on, *p, w);
+    code = mn_launch_smem(scans_forward_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
+                               SCAN_THREADS, widest_smem<R>(), on, *p, w);
     if (code == cudaSuccess) {
-        code = mn_launch_with_room(walks_back_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
-                                   WALK_THREADS, widest_room<R>(), on, *p, w);
+        code = mn_launch_smem(scans_back_kernel<T, R>, blocks * (1 + (unsigned)w.slices),
+                                   SCAN_THREADS, widest_smem<R>(), on, *p, w);
     }
     if (code == cudaSuccess) {
-        code = mn_launch_with_room(span_products_kernel<T, R>, heads, PRODUCT_THREADS,
-                                   sizeof(product_room<R>), on, *p, w);
+        code = mn_launch_smem(span_products_kernel<T, R>, heads, PRODUCT_THREADS,
+                                   sizeof(product_smem<R>), on, *p, w);
     }
     if (code != cudaSuccess) return code;
     const unsigned chunks = heads * SPAN_CHUNKS;
@@ -497,7 +497,7 @@ static int start_spans(const mn_bayes_args *p, const layout &l, cudaStream_t on)
     const unsigned n_heads = (unsigned)(mn_n_spans(p->call) * p->call.H);
     span_totals_kernel<R><<<n_heads, 128, 0, on>>>(*p, w);
     span_decay_kernel<T><<<heads, 256, 0, on>>>(*p, w);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename T>
@@ -506,7 +506,7 @@ static int start(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
     if (l.R == 64) code = start_spans<T, 64>(p, l, on);
     if (l.R == 128) code = start_spans<T, 128>(p, l, on);
     if (code != cudaSuccess) return code;
-    code = mn_launch_with_room(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
+    code = mn_launch_smem(bayes_backward_kernel<T>, dim3((unsigned)l.blocks),
                                MN_BAYES_THREADS, l.narrow_bytes, on, *p, l.narrow);
     if (code != cudaSuccess) return code;
     if (l.heads > 0) {
@@ -516,7 +516,7 @@ static int start(const mn_bayes_args *p, const layout &l, cudaStream_t on) {
     if (p->grad.p0.data) {
         bayes_first_kernel<T><<<mn_blocks(p->call.H, 64), 64, 0, on>>>(*p, l.narrow.traces);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 static bool backward_plan(const mn_bayes_args *p, mn_plan *plan) {

@@ -10,7 +10,7 @@
 
 /* Shared memory of the covariance's walk, in doubles. */
 template <int R>
-struct covariance_room {
+struct covariance_smem {
     double k[STAGES][16 * pitch<R>::left], q[STAGES][16 * pitch<R>::left];
     double phi[STAGES][R], noise[STAGES][2 * R];
     double B[16 * pitch<R>::right], z[16 * pitch<R>::right];
@@ -73,7 +73,7 @@ __device__ static void put_reads(double *to, const double *z, const double *q,
         double a[4], b[2];
         left_rows(a, z, pitch<R>::right, 8 * j);
         right_rows(b, q + 8 * half * pitch<R>::left, pitch<R>::left, 8 * j);
-        mn_dmma_8(c[j % 2], a, b);
+        mn_mma_f64_8(c[j % 2], a, b);
     }
 #pragma unroll
     for (int m = 0; m < 2; m++) {
@@ -86,7 +86,7 @@ __device__ static void put_reads(double *to, const double *z, const double *q,
 
 /* Whether a P that was handed in is raised, as mn_bayes_raise says; all threads call. */
 template <int R>
-__device__ static bool raise_strip(strip<R> &P, covariance_room<R> &room, const double *nk,
+__device__ static bool raise_col_tile(strip<R> &P, covariance_smem<R> &room, const double *nk,
                                    double r2, bool turns) {
     const double few = 8.0 * 0x1p-24;
     const int warp = threadIdx.x / 32;
@@ -120,7 +120,7 @@ __device__ static void load_covariance(strip<R> &P, const mn_bayes_args &p, cons
                     : (double)*mn_row<float>(p.p0, 0, 0, s.h);
     }
     if (given) given += s.g * rows * rows;
-    fill_strip<R>(P, [&](int row, int column) {
+    fill_col_tile<R>(P, [&](int row, int column) {
         const bool inside = row < rows && column < rows;
         if (given) return inside ? (double)given[(int64_t)row * rows + column] : 0.0;
         return inside && row == column ? size : 0.0;
@@ -155,8 +155,8 @@ __device__ static void put_last(double *to, const strip<R> &P, F adjoint) {
 
 /* Chunk c on its way into the room. */
 template <int R>
-__device__ static void fetch_covariance(covariance_room<R> &room, const span_work &w,
-                                        const walk_place &at, int64_t c) {
+__device__ static void fetch_covariance(covariance_smem<R> &room, const span_work &w,
+                                        const scan_place &at, int64_t c) {
     constexpr int LEFT = pitch<R>::left, THREADS = 2 * R;
     const int stage = (int)(c % STAGES);
     if (c < at.n_chunks) {
@@ -173,10 +173,10 @@ __device__ static void fetch_covariance(covariance_room<R> &room, const span_wor
 /* z / sigma and what chunks need of each other, of a group of a head of a sequence: the first 2 R
  * threads of a block. */
 template <int R>
-__device__ static void walk_covariance(covariance_room<R> &room, const mn_bayes_args &p,
+__device__ static void scan_covariance(covariance_smem<R> &room, const mn_bayes_args &p,
                                        const span_work &w, int64_t block, bool bf16) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
-    const walk_place at = walk_place_at(p, block);
+    const scan_place at = scan_place_at(p, block);
     const span_group &s = at.s;
     if (w.steep[s.n * at.H + s.h]) return;
     const bool turns = p.theta.data != NULL, handed_in = p.P0.data != NULL;
@@ -195,7 +195,7 @@ __device__ static void walk_covariance(covariance_room<R> &room, const mn_bayes_
         get_rows(noisy[0], nk, R, column), get_rows(noisy[1], nk, R, column + 8);
         for (bool again = false;; again = true) {
             zero(x[0]), zero(x[1]);
-            through_strip<R>(x, room.k[stage], LEFT, P);
+            through_col_tile<R>(x, room.k[stage], LEFT, P);
 #pragma unroll
             for (int i = 0; i < 8; i++) {
                 x[i / 4][i / 2 % 2][i % 2] += noisy[i / 4][i / 2 % 2][i % 2];
@@ -206,7 +206,7 @@ __device__ static void walk_covariance(covariance_room<R> &room, const mn_bayes_
             add_shares<R>(room.S, room.parts);
             __syncthreads();
             if (!handed_in || c > 0 || again) break;
-            if (!raise_strip<R>(P, room, nk, __shfl_sync(0xffffffffu, r2, 0), turns)) break;
+            if (!raise_col_tile<R>(P, room, nk, __shfl_sync(0xffffffffu, r2, 0), turns)) break;
         }
         if (c % SPAN_CHUNKS == 0) {
             double *to = w.P + at.group(c) * w.P_each + 16 * warp * R;
@@ -230,7 +230,7 @@ __device__ static void walk_covariance(covariance_room<R> &room, const mn_bayes_
             double b[4];
             right_columns16(b, room.B, RIGHT, column + 8 * m);
             zero(x[m]);
-            mn_dmma_16(x[m], left, b);
+            mn_mma_f64_16(x[m], left, b);
             put_rows(room.z, RIGHT, column + 8 * m, x[m]);
 #pragma unroll
             for (int t = 0; t < 2; t++) {
@@ -257,7 +257,7 @@ __device__ static void walk_covariance(covariance_room<R> &room, const mn_bayes_
         for (int j = 0; j < R / 8; j++) {
             double b[4];
             right_columns16(b, room.z, RIGHT, 8 * j);
-            mn_dmma_16(P[j], left, b);
+            mn_mma_f64_16(P[j], left, b);
         }
         if (c % SPAN_CHUNKS != SPAN_CHUNKS - 1) continue;
         const double *noise = room.noise[stage];
@@ -267,8 +267,8 @@ __device__ static void walk_covariance(covariance_room<R> &room, const mn_bayes_
             to += row == other ? noise[row] : noise[R + row];
         });
         put_inside<R>(P, own);
-        move_strip_columns<R>(P, room.phi[stage], turns, false);
-        move_strip_rows<R>(P, room.phi[stage], turns, false);
+        move_col_tile_columns<R>(P, room.phi[stage], turns, false);
+        move_col_tile_rows<R>(P, room.phi[stage], turns, false);
     }
     __syncthreads();
     if (threadIdx.x == 0) say_left(w.left + block, at.n_chunks);

@@ -17,7 +17,7 @@ struct mean_stage {
 };
 
 template <int R>
-struct mean_room {
+struct mean_smem {
     mean_stage<R> stage[STAGES];
     double sums[MEAN_WARPS / 2][2][16 * SMALL_LD];    // of pairs of warps
     double turned[MEAN_WARPS][16 * SMALL_LD];         // of each warp: (16,16) to be read across
@@ -25,7 +25,7 @@ struct mean_room {
 
 /* Where a warp of the mean works. */
 struct mean_place {
-    walk_place at;
+    scan_place at;
     int first, count;       // value columns of the warp: the first one within the group
     int half, base;         // half of the state's rows, and its first
 };
@@ -34,7 +34,7 @@ template <int R>
 __device__ static mean_place mean_place_at(const mn_bayes_args &p,
                                                            const span_work &w, int64_t block) {
     mean_place a;
-    a.at = walk_place_at(p, block / w.slices);
+    a.at = scan_place_at(p, block / w.slices);
     a.first = (int)((block % w.slices * SLICES + threadIdx.x / 64) * SLICE);
     a.half = threadIdx.x / 32 % 2, a.base = a.half * R / 2;
     a.count = max(min(a.at.s.count - a.first, (int)SLICE), 0);
@@ -43,7 +43,7 @@ __device__ static mean_place mean_place_at(const mn_bayes_args &p,
 
 /* Chunk c on its way into the room. */
 template <int R>
-__device__ static void fetch_mean(mean_room<R> &room, const span_work &w, const walk_place &at,
+__device__ static void fetch_mean(mean_smem<R> &room, const span_work &w, const scan_place &at,
                                   int64_t c) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right, THREADS = 32 * MEAN_WARPS;
     mean_stage<R> &to = room.stage[c % STAGES];
@@ -121,7 +121,7 @@ __device__ static void turn_sum(double (&b)[2][4], double (*room)[16 * SMALL_LD]
 }
 
 /* What turn left in the room, as a left factor: columns become rows. */
-__device__ static void left_turned(double (&a)[8], const double (&b)[2][4], double sign) {
+__device__ static void left_transposed(double (&a)[8], const double (&b)[2][4], double sign) {
 #pragma unroll
     for (int i = 0; i < 4; i++) a[2 * i] = sign * b[0][i], a[2 * i + 1] = sign * b[1][i];
 }
@@ -163,7 +163,7 @@ __device__ static void put_last_mean(const strip<R / 2> &M, const mn_bayes_args 
 
 /* e_t, and M in front of spans. */
 template <typename T, int R>
-__device__ static void mean_forward(mean_room<R> &room, const mn_bayes_args &p,
+__device__ static void mean_forward(mean_smem<R> &room, const mn_bayes_args &p,
                                     const span_work &w, int64_t block) {
     const mean_place a = mean_place_at<R>(p, w, block);
     if (w.steep[a.at.s.n * a.at.H + a.at.s.h]) return;
@@ -173,14 +173,14 @@ __device__ static void mean_forward(mean_room<R> &room, const mn_bayes_args &p,
     constexpr int N = R / 2;
     strip<N> M;
     load_mean<N>(M, p.M0, p, a, rows);
-    const int *walked = w.left + block / w.slices;
+    const int *scanned = w.left + block / w.slices;
     int seen = 0;
-    if (threadIdx.x == 0) await_left(seen, walked, min((int64_t)2, a.at.n_chunks));
+    if (threadIdx.x == 0) await_left(seen, scanned, min((int64_t)2, a.at.n_chunks));
     __syncthreads();
     fetch_mean<R>(room, w, a.at, 0), fetch_mean<R>(room, w, a.at, 1);
     for (int64_t c = 0; c < a.at.n_chunks; c++) {
         await_copies();
-        if (threadIdx.x == 0) await_left(seen, walked, min(c + 3, a.at.n_chunks));
+        if (threadIdx.x == 0) await_left(seen, scanned, min(c + 3, a.at.n_chunks));
         __syncthreads();
         fetch_mean<R>(room, w, a.at, c + 2);
         if (a.first >= w.columns) {
@@ -212,7 +212,7 @@ __device__ static void mean_forward(mean_room<R> &room, const mn_bayes_args &p,
             v[i / 4][i / 2 % 2][i % 2] = there ? (double)raw[i] : 0.0;
         }
         zero(x[0]), zero(x[1]);
-        through_strip<N>(x, here.k + a.base, pitch<R>::left, M);
+        through_col_tile<N>(x, here.k + a.base, pitch<R>::left, M);
 #pragma unroll
         for (int i = 0; i < 8; i++) {
             const int m = i / 4, t = i / 2 % 2;
@@ -224,15 +224,15 @@ __device__ static void mean_forward(mean_room<R> &room, const mn_bayes_args &p,
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             zero(x[m]);
-            mn_dmma_16(x[m], left, b[m]);
+            mn_mma_f64_16(x[m], left, b[m]);
             double *to = w.e + a.at.own(c) * CHUNK * w.columns + a.first;
             if (a.half == 1) put_rows(to, w.columns, 8 * m, x[m]);
         }
         turn(b, room.turned[warp], x);
-        left_turned(left, b, 1.0);
+        left_transposed(left, b, 1.0);
         add_product<N>(M, left, here.w + a.base, pitch<R>::right);
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
-            move_strip_columns<N>(M, here.phi + a.base, turns, false);
+            move_col_tile_columns<N>(M, here.phi + a.base, turns, false);
         }
     }
     put_last_mean<R>(M, p, w, a, block, rows);

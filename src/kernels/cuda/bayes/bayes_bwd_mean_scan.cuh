@@ -19,7 +19,7 @@ struct mean_back_stage {
 };
 
 template <int R>
-struct mean_back_room {
+struct mean_back_smem {
     mean_back_stage<R> stage[2];
     double E[VALUES * pitch<R>::right];              // behind the chunk; value columns are its rows
     double de[16 * VALUES_LD], y[16 * VALUES_LD];    // rows of tokens
@@ -29,8 +29,8 @@ struct mean_back_room {
 
 /* Chunk c on its way into the room; `width` value columns from `first` on. */
 template <int R>
-__device__ static void fetch_mean_back(mean_back_room<R> &room, const span_work &w,
-                                       const walk_place &at, int64_t c, int first, int width) {
+__device__ static void load_mean_back(mean_back_smem<R> &room, const span_work &w,
+                                       const scan_place &at, int64_t c, int first, int width) {
     constexpr int LEFT = pitch<R>::left, RIGHT = pitch<R>::right, THREADS = 32 * MEAN_WARPS;
     mean_back_stage<R> &to = room.stage[c & 1];
     if (c < 0) return;
@@ -117,9 +117,9 @@ __device__ static double own_of(const mn_bayes_args &p, const span_work &w,
 /* This warp's part of b from that of dw, 8 * TILES rows of the state from `column` on: into h, and
  * its share of w_t.b_t. */
 template <typename T, int R, int TILES>
-__device__ static void put_b(double (&dw)[TILES][2][2], mean_back_room<R> &room,
+__device__ static void put_b(double (&dw)[TILES][2][2], mean_back_smem<R> &room,
                              const mean_back_stage<R> &here, const mn_bayes_args &p,
-                             const span_work &w, const mn_tile_span &tile, const walk_place &at,
+                             const span_work &w, const mn_tile_span &tile, const scan_place &at,
                              int64_t c, int column, const double (&sigma)[2], bool weighs) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const bool turns = p.theta.data != NULL;
@@ -141,13 +141,13 @@ __device__ static void put_b(double (&dw)[TILES][2][2], mean_back_room<R> &room,
         get_rows(with, here.w, pitch<R>::left, column + 8 * j);
         each_result(dw[j], column + 8 * j, [&](double &x, int t, int r) {
             if (p.cot.gainvec.data) {
-                x += turned_gain<T>(p, tile, at.s, phi + t * R, t, r, rows, turns);
+                x += transposed_gain<T>(p, tile, at.s, phi + t * R, t, r, rows, turns);
             }
             x *= by[t / 8];
         });
         if (weighs) {
             right_columns16(b, here.q, pitch<R>::right, column + 8 * j);
-            mn_dmma_16(dw[j], left, b);
+            mn_mma_f64_16(dw[j], left, b);
         }
         put_rows(w.h + at.own(c) * CHUNK * R, R, column + 8 * j, dw[j]);
 #pragma unroll
@@ -163,7 +163,7 @@ __device__ static void put_b(double (&dw)[TILES][2][2], mean_back_room<R> &room,
 
 /* The products of e with y and with de of the chunk: half of one of them by each of four warps. */
 template <int R>
-__device__ static void put_chunk_weights(mean_back_room<R> &room, const double *e, int width) {
+__device__ static void put_chunk_weights(mean_back_smem<R> &room, const double *e, int width) {
     const int warp = threadIdx.x / 32, from = 8 * (warp % 2);
     const bool later = warp >= 2;
     double c[2][2];
@@ -172,7 +172,7 @@ __device__ static void put_chunk_weights(mean_back_room<R> &room, const double *
         double a[8], b[4];
         left_small(a, e + i, VALUES_LD);
         right_rows16(b, (later ? room.de : room.y) + from * VALUES_LD + i, VALUES_LD);
-        mn_dmma_16(c, a, b);
+        mn_mma_f64_16(c, a, b);
     }
     each_result(c, from, [&](double &x, int t, int s) {
         x = later ? (s > t ? -x : 0.0) : (s >= t ? x : 0.0);
@@ -183,23 +183,23 @@ __device__ static void put_chunk_weights(mean_back_room<R> &room, const double *
 /* de of 16 value columns of a pair of warps, 8 by each, from what both halves of the state's rows
  * say: into the room, to memory and to dv; and y. */
 template <typename T, int R>
-__device__ static void put_de(double (&x)[2][2][2], mean_back_room<R> &room,
+__device__ static void put_de(double (&x)[2][2][2], mean_back_smem<R> &room,
                               const mean_back_stage<R> &here, double (&y)[2][4],
                               const mn_bayes_args &p, const span_work &w, const mean_place &a,
                               int64_t c) {
     const int pair = threadIdx.x / 64, lane = threadIdx.x % 32, column = 8 * a.half;
-    double *panel = room.de + pair * SLICE, own[2][2], other[2][2], left[8], b[4];
+    double *smem_tile = room.de + pair * SLICE, own[2][2], other[2][2], left[8], b[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         own[i / 2][i % 2] = a.half ? x[1][i / 2][i % 2] : x[0][i / 2][i % 2];
         other[i / 2][i % 2] = a.half ? x[0][i / 2][i % 2] : x[1][i / 2][i % 2];
     }
-    put_rows(panel, VALUES_LD, 8 - column, other);
+    put_rows(smem_tile, VALUES_LD, 8 - column, other);
     const chunk_outputs<T> outputs(p, a, c);
     T raw[8];
     outputs.load(raw);
     meet_pair();
-    get_rows(other, panel, VALUES_LD, column);
+    get_rows(other, smem_tile, VALUES_LD, column);
     outputs.put(y, raw, (double)p.scale);
 #pragma unroll
     for (int i = 0; i < 4; i++) {
@@ -208,15 +208,15 @@ __device__ static void put_de(double (&x)[2][2][2], mean_back_room<R> &room,
         room.y[(lane % 4 + 4 * i) * VALUES_LD + pair * SLICE + column + lane / 4] = b[i];
     }
     left_small(left, here.reads, SMALL_LD);
-    mn_dmma_16(own, left, b);
-    put_rows(panel, VALUES_LD, column, own);
+    mn_mma_f64_16(own, left, b);
+    put_rows(smem_tile, VALUES_LD, column, own);
     __syncwarp();
-    right_columns16(b, panel, VALUES_LD, column);
+    right_columns16(b, smem_tile, VALUES_LD, column);
     __syncwarp();
     left_columns16(left, here.eliminate, SMALL_LD, 0);
     zero(own);
-    mn_dmma_16(own, left, b);
-    put_rows(panel, VALUES_LD, column, own);
+    mn_mma_f64_16(own, left, b);
+    put_rows(smem_tile, VALUES_LD, column, own);
     put_rows(w.de + a.at.own(c) * CHUNK * w.columns + a.first, w.columns, column, own);
     T *dv = mn_row<T>(p.grad.v, a.at.span.b, a.at.span.t0 + c * CHUNK, a.at.s.h);
     if (!dv) return;
@@ -229,8 +229,8 @@ __device__ static void put_de(double (&x)[2][2][2], mean_back_room<R> &room,
 
 /* What one warp does once a chunk's b is there: its `own`, and the count of such chunks. */
 template <int R>
-__device__ static void finish_own(const mean_back_room<R> &room, const span_work &w,
-                                  const walk_place &at, int64_t c, double own) {
+__device__ static void finish_own(const mean_back_smem<R> &room, const span_work &w,
+                                  const scan_place &at, int64_t c, double own) {
     const int t = threadIdx.x % 32;
     double sum = 0.0;
     if (t >= CHUNK) return;
@@ -241,12 +241,12 @@ __device__ static void finish_own(const mean_back_room<R> &room, const span_work
 
 /* de_t, b_t and what is added to Psi's diagonal; dv and dM_0. */
 template <typename T, int R>
-__device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_args &p,
+__device__ static void mean_backward(mean_back_smem<R> &room, const mn_bayes_args &p,
                                      const span_work &w, int64_t block) {
     constexpr int N = R / 2, LEFT = pitch<R>::left, RIGHT = pitch<R>::right;
     constexpr int TILES = R / (8 * MEAN_WARPS);
     const mean_place a = mean_place_at<R>(p, w, block);
-    const walk_place &at = a.at;
+    const scan_place &at = a.at;
     if (w.steep[at.s.n * at.H + at.s.h]) return;
     const bool turns = p.theta.data != NULL, weighs = p.cot.qvar.data && p.q.data;
     const int warp = threadIdx.x / 32, slice = (int)(block % w.slices);
@@ -259,16 +259,16 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
     double own = 0.0;    // of the closing warp's lane t: token t of the chunk before
     strip<N> E;
     load_mean<N>(E, p.cot.M, p, a, rows);
-    fetch_mean_back<R>(room, w, at, n_chunks - 1, first, width);
+    load_mean_back<R>(room, w, at, n_chunks - 1, first, width);
     for (int64_t c = n_chunks - 1; c >= 0; c--) {
         await_all_copies();
-        fetch_mean_back<R>(room, w, at, c - 1, first, width);
+        load_mean_back<R>(room, w, at, c - 1, first, width);
         const mean_back_stage<R> &here = room.stage[c & 1];
         const int left_over = (int)min((int64_t)CHUNK, at.span.length - c * CHUNK);
         const mn_tile_span tile = { at.s.n, c * CHUNK, left_over, at.span };
         if (a.half == 0 && c > 0) chunk_outputs<T>(p, a, c - 1).ask();
         if (c % SPAN_CHUNKS == SPAN_CHUNKS - 1) {
-            move_strip_columns<N>(E, here.phi + a.base, turns, true);
+            move_col_tile_columns<N>(E, here.phi + a.base, turns, true);
         }
         if (closing && last && c + 1 < n_chunks) finish_own<R>(room, w, at, c + 1, own);
         if (closing && last && lane < CHUNK) {
@@ -280,7 +280,7 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
         if (has_values) {
             put_mean<N>(room.E + warp / 2 * SLICE * RIGHT + a.base, RIGHT, E);
             zero(x[0]), zero(x[1]);
-            through_strip<N>(x, here.w + a.base, LEFT, E);
+            through_col_tile<N>(x, here.w + a.base, LEFT, E);
         }
         if (closing) {
             __syncwarp();
@@ -306,11 +306,11 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
                 right_columns16(b, room.E + i * RIGHT, RIGHT, column + 8 * j);
-                mn_dmma_16(dw[j], left, b);
+                mn_mma_f64_16(dw[j], left, b);
             }
         }
         if (has_values) {
-            left_turned(left, y, 1.0);
+            left_transposed(left, y, 1.0);
             add_product<N>(E, left, here.q + a.base, RIGHT);
             left_columns16(left, room.de + warp / 2 * SLICE, VALUES_LD, 0);
 #pragma unroll
@@ -324,7 +324,7 @@ __device__ static void mean_backward(mean_back_room<R> &room, const mn_bayes_arg
 #pragma unroll
             for (int j = 0; j < TILES; j++) {
                 right_columns16(b, later ? here.k : here.q, RIGHT, column + 8 * j);
-                mn_dmma_16(dw[j], left, b);
+                mn_mma_f64_16(dw[j], left, b);
             }
         }
         double *part = w.dw + at.group(c) * w.dw_each + c % SPAN_CHUNKS * CHUNK * R;

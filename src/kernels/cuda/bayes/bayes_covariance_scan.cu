@@ -7,9 +7,11 @@
  * workers, by eight, and so on, so that results do not depend on CL.
  *
  * What a block sends to the others is counted by a barrier of theirs, so that nobody waits for
- * stores that nobody reads soon. It is never in use still: sums are sent by who has the panel of
- * the block they go to, which is behind its use of the last sums, and panels by who has its sums,
- * which are behind its use of the last panel. */
+ * stores that nobody reads soon. It is never in use still: sums are sent by who has the smem_tile
+ * of
+ * the block they go to, which is behind its use of the last sums, and smem_tiles by who has its
+ * sums,
+ * which are behind its use of the last smem_tile. */
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_ldl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
@@ -27,7 +29,7 @@ struct sizes {
     static constexpr int GROUP = WORKERS < 8 ? WORKERS : 8;
     static constexpr int GROUPS = WORKERS / GROUP;  // of a block
     static constexpr int SUMS_BYTES = (CL - 1) * GROUPS * MN_PIVOT_SUM * (int)sizeof(double);
-    static constexpr int PANEL_BYTES = MN_WALK_CHUNK * (RP - OWN) * (int)sizeof(double);
+    static constexpr int SMEM_TILE_BYTES = MN_SCAN_CHUNK * (RP - OWN) * (int)sizeof(double);
     /* Of the 16384 in a quarter of a processor, which has up to three warps of a small block; those
      * of 128 rows leave the mean's some. */
     static constexpr int REGISTERS = WORKERS == 16 ? 96 : RP == 128 && CL == 2 ? 120
@@ -38,18 +40,18 @@ template <int RP, int CL>
 struct alignas(16) room {
     using of = sizes<RP, CL>;
     double keys[8][2 * RP + 2];
-    double noised[of::OWN / 32][MN_WALK_CHUNK][40];
+    double noised[of::OWN / 32][MN_SCAN_CHUNK][40];
     double ends[2][3][RP];
-    double before[2][MN_WALK_CHUNK][of::OWN + 4];    // B by halves of the columns
-    double panel[MN_WALK_CHUNK][RP + 4];             // Phi z
+    double before[2][MN_SCAN_CHUNK][of::OWN + 4];    // B by halves of the columns
+    double smem_tile[MN_SCAN_CHUNK][RP + 4];             // Phi z
     double parts[of::WORKERS][256];                  // of S, by fragments
-    double spread[of::WORKERS][MN_WALK_CHUNK];       // of qh'Ph qh
+    double spread[of::WORKERS][MN_SCAN_CHUNK];       // of qh'Ph qh
     double sums[CL * of::GROUPS][MN_PIVOT_SUM];
     double raise[of::WORKERS][2], raises[of::ALL / 4][2];
-    double undo[MN_WALK_CHUNK][MN_WALK_CHUNK + 4];
-    mn_pivot_room token;
-    double noise[2][MN_WALK_CHUNK];                  // r2
-    uint64_t told[2];                                // barriers: sums, panel of other blocks
+    double undo[MN_SCAN_CHUNK][MN_SCAN_CHUNK + 4];
+    mn_pivot_smem token;
+    double noise[2][MN_SCAN_CHUNK];                  // r2
+    uint64_t told[2];                                // barriers: sums, smem_tile of other blocks
     uint64_t arrived[2];                             // keys and the like, queries
     double queries[8][2 * RP + 2];                   // last: only where they are wanted
 };
@@ -130,12 +132,12 @@ __device__ inline void send_pair(double *place, uint64_t *told, unsigned rank, d
 /* Bytes that other blocks are to send, and their being there. */
 template <int CL>
 __device__ inline void expect(uint64_t *told, int bytes) {
-    if (CL > 1) mn_walk_expect(told, bytes / 8);
+    if (CL > 1) mn_state_scan_expect(told, bytes / 8);
 }
 
 template <int CL>
 __device__ inline void await(uint64_t *told, unsigned turn) {
-    if (CL > 1) mn_walk_await(told, turn);
+    if (CL > 1) mn_state_scan_await(told, turn);
 }
 
 /* A barrier of all threads of a block that two roles come to at different places. */
@@ -149,7 +151,7 @@ __device__ inline void meet(void) {
 
 /* Where a block is, and which tokens [low, high) of the chunk at `place` it works on. `turns`
  * counts the uses of the barriers. */
-struct scene {
+struct ctx {
     int64_t walk, place, group, n, h, g;    // group: place * G + g
     unsigned rank, chunk;
     int buffer, low, high;
@@ -187,9 +189,9 @@ struct worker {
 
     __device__ void add(const double (&left)[8][2 * RP + 2], int b) {
         double a[4];
-        mn_walk_left(a, &left[lane / 4][2 * column(b) + 4 * (lane % 4)]);
-        mn_dmma_8(B[0], a, P[b][0]);
-        mn_dmma_8(B[1], a, P[b][1]);
+        mn_state_scan_left(a, &left[lane / 4][2 * column(b) + 4 * (lane % 4)]);
+        mn_mma_f64_8(B[0], a, P[b][0]);
+        mn_mma_f64_8(B[1], a, P[b][1]);
     }
 
     /* B of these rows and half of the columns, unless it is there, and their part of S. */
@@ -207,8 +209,8 @@ struct worker {
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 double b[2];
-                mn_walk_right(b, &m.keys[token][2 * (row + 8 * r + pair)], half);
-                mn_dmma_8(s[half], a, b);
+                mn_state_scan_right(b, &m.keys[token][2 * (row + 8 * r + pair)], half);
+                mn_mma_f64_8(s[half], a, b);
                 *(double2 *)&m.before[part][8 * half + token][own + 8 * r + pair] =
                     make_double2(B[r][half][0], B[r][half][1]);
             }
@@ -254,7 +256,7 @@ struct worker {
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 double q[2];
-                mn_walk_right(q, &m.queries[token][2 * (row + 8 * r + pair)], half);
+                mn_state_scan_right(q, &m.queries[token][2 * (row + 8 * r + pair)], half);
                 sums[half] = fma(B[r][half][0], q[0], fma(B[r][half][1], q[1], sums[half]));
             }
             sums[half] += __shfl_xor_sync(0xffffffffu, sums[half], 1);
@@ -316,7 +318,7 @@ struct worker {
     }
 
     /* z = L^-1 B of eight rows, to memory and, as Phi z, to all blocks. */
-    __device__ void solve(room<RP, CL> &m, const scene &s, const mn_walk_job &job) const {
+    __device__ void solve(room<RP, CL> &m, const ctx &s, const mn_state_scan_job &job) const {
         const int i = lane % 4, j = lane / 4, first = row + 8 * part;
         double a[8], b[4], z[2][2] = {};
 #pragma unroll
@@ -325,19 +327,19 @@ struct worker {
             b[k] = m.before[0][4 * k + i][own + 8 * part + j] +
                    m.before[1][4 * k + i][own + 8 * part + j];
         }
-        mn_dmma_16(z, a, b);
+        mn_mma_f64_16(z, a, b);
         const double2 phi = *(double2 *)&m.ends[s.buffer][0][first + 2 * i];
-        double *out = job.work.z + s.group * mn_walk_panel(RP) +
-                      mn_walk_panel_at(j, first + 2 * i, RP);
+        double *out = job.work.z + s.group * mn_state_scan_smem_tile(RP) +
+                      mn_state_scan_smem_tile_at(j, first + 2 * i, RP);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int token = 8 * half + j;
             const double x = z[half][0], y = z[half][1];
             double2 moved = make_double2(phi.x * x, phi.y * y);
             if (job.step == 2) moved = make_double2(phi.x * x - phi.y * y, phi.y * x + phi.x * y);
-            send_pair<CL>(&m.panel[token][first + 2 * i], &m.told[1], s.rank, moved);
+            send_pair<CL>(&m.smem_tile[token][first + 2 * i], &m.told[1], s.rank, moved);
         }
-        if (s.high - s.low == MN_WALK_CHUNK) {
+        if (s.high - s.low == MN_SCAN_CHUNK) {
             *(double2 *)out = make_double2(z[0][0], z[1][0]);
             *(double2 *)(out + 2) = make_double2(z[0][1], z[1][1]);
             return;
@@ -357,15 +359,15 @@ struct worker {
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             const double scale = -m.token.inverse[4 * k + i];
-            a[2 * k] = m.panel[4 * k + i][row + j] * scale;
-            a[2 * k + 1] = m.panel[4 * k + i][row + 8 + j] * scale;
+            a[2 * k] = m.smem_tile[4 * k + i][row + j] * scale;
+            a[2 * k + 1] = m.smem_tile[4 * k + i][row + 8 + j] * scale;
         }
 #pragma unroll
         for (int tile = 0; tile < of::TILES; tile++) {
             double b[4];
 #pragma unroll
-            for (int k = 0; k < 4; k++) b[k] = m.panel[4 * k + i][column(tile) + j];
-            mn_dmma_16(P[tile], a, b);
+            for (int k = 0; k < 4; k++) b[k] = m.smem_tile[4 * k + i][column(tile) + j];
+            mn_mma_f64_16(P[tile], a, b);
             if (READS && tile > 0) add(m.keys, tile - 1);
         }
         if (READS) add(m.keys, of::TILES - 1);
@@ -413,7 +415,7 @@ struct worker {
     }
 
     /* P_0: given, or p0 on the diagonal. */
-    __device__ void load(const mn_walk_job &job, const scene &s) {
+    __device__ void load(const mn_state_scan_job &job, const ctx &s) {
         const mn_bayes_args &p = job.p;
         const int64_t R = p.call.R;
         const float *given = mn_row<float>(p.P0, s.n, 0, s.h);
@@ -435,7 +437,7 @@ struct worker {
     }
 
     /* One triangle, twice: the same bits on both sides. */
-    __device__ void store(const mn_walk_job &job, const scene &s) const {
+    __device__ void store(const mn_state_scan_job &job, const ctx &s) const {
         const int64_t R = job.p.call.R;
         float *last = mn_row<float>(job.p.P, s.n, 0, s.h);
         if (!last) return;
@@ -454,11 +456,11 @@ struct worker {
 
 /* What the means need besides z, and the word that `chunks` of them are there. */
 template <int RP, int CL>
-__device__ static void leave(const room<RP, CL> &m, const scene &s, const mn_walk_job &job,
+__device__ static void leave(const room<RP, CL> &m, const ctx &s, const mn_state_scan_job &job,
                              int chunks) {
     const int lane = (int)threadIdx.x % 32;
-    double *undo = job.work.undo + s.group * MN_WALK_UNDO;
-    for (int e = 2 * lane; e < MN_WALK_UNDO && s.rank == 0; e += 64) {
+    double *undo = job.work.undo + s.group * MN_SCAN_UNDO;
+    for (int e = 2 * lane; e < MN_SCAN_UNDO && s.rank == 0; e += 64) {
         *(double2 *)(undo + e) = *(const double2 *)&m.undo[0][e];
     }
     if (s.rank == 0 && lane >= s.low && lane < s.high) {
@@ -468,7 +470,7 @@ __device__ static void leave(const room<RP, CL> &m, const scene &s, const mn_wal
     __syncwarp();
     if (lane == 0 && chunks > 0) {
         asm volatile("st.release.gpu.global.s32 [%0], %1;" ::"l"(
-                         job.work.done + s.walk * MN_WALK_BLOCKS + s.rank),
+                         job.work.done + s.walk * MN_SCAN_BLOCKS + s.rank),
                      "r"(chunks)
                      : "memory");
     }
@@ -477,54 +479,56 @@ __device__ static void leave(const room<RP, CL> &m, const scene &s, const mn_wal
 
 /* Asks for what the chunk at `place` needs (-1: there is none): queries, or the rest. */
 template <int RP, int CL>
-__device__ static void ask_queries(room<RP, CL> &m, const mn_walk_job &job, int64_t place) {
+__device__ static void request_queries(room<RP, CL> &m, const mn_state_scan_job &job,
+                                       int64_t place) {
     if (!job.spreads || place < 0) return;
-    constexpr int SIZE = mn_walk_panel(RP);
-    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[1], SIZE);
+    constexpr int SIZE = mn_state_scan_smem_tile(RP);
+    if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[1], SIZE);
     __syncwarp();
-    mn_walk_fetch<SIZE>(m.queries[0], job.work.queries + place * SIZE, &m.arrived[1]);
+    mn_state_scan_load<SIZE>(m.queries[0], job.work.queries + place * SIZE, &m.arrived[1]);
 }
 
 template <int RP, int CL>
-__device__ static void ask(room<RP, CL> &m, const mn_walk_job &job, int64_t place, int buffer,
-                           const scene &s) {
-    constexpr int SIZE = mn_walk_panel(RP), ALL = mn_walk_noised(RP), OWN = ALL / CL;
-    constexpr int CHUNK = MN_WALK_CHUNK;
+__device__ static void ask(room<RP, CL> &m, const mn_state_scan_job &job, int64_t place, int buffer,
+                           const ctx &s) {
+    constexpr int SIZE = mn_state_scan_smem_tile(RP), ALL = mn_state_scan_noised(RP),
+        OWN = ALL / CL;
+    constexpr int CHUNK = MN_SCAN_CHUNK;
     if (place < 0) return;
     const double *r2 = job.work.r2 + (place * job.p.call.G + s.g) * CHUNK;
-    if (threadIdx.x % 32 == 0) mn_walk_expect(&m.arrived[0], SIZE + OWN + 3 * RP + CHUNK);
+    if (threadIdx.x % 32 == 0) mn_state_scan_expect(&m.arrived[0], SIZE + OWN + 3 * RP + CHUNK);
     __syncwarp();
-    mn_walk_fetch<SIZE>(m.keys[0], job.work.keys + place * SIZE, &m.arrived[0]);
-    mn_walk_fetch<OWN>(m.noised[0][0], job.work.noised + place * ALL + s.rank * OWN,
+    mn_state_scan_load<SIZE>(m.keys[0], job.work.keys + place * SIZE, &m.arrived[0]);
+    mn_state_scan_load<OWN>(m.noised[0][0], job.work.noised + place * ALL + s.rank * OWN,
                       &m.arrived[0]);
-    mn_walk_fetch<3 * RP>(m.ends[buffer][0], job.work.ends + place * 3 * RP, &m.arrived[0]);
-    mn_walk_fetch<CHUNK>(m.noise[buffer], r2, &m.arrived[0]);
+    mn_state_scan_load<3 * RP>(m.ends[buffer][0], job.work.ends + place * 3 * RP, &m.arrived[0]);
+    mn_state_scan_load<CHUNK>(m.noise[buffer], r2, &m.arrived[0]);
 }
 
 /* ---- a chunk --------------------------------------------------------------------------------- */
 
 /* One token of a steep chunk in the room, or what comes before the first one (-1). */
 template <int RP, int CL>
-__device__ static void fill_steep(room<RP, CL> &m, const mn_walk_job &job, const scene &s,
+__device__ static void fill_steep(room<RP, CL> &m, const mn_state_scan_job &job, const ctx &s,
                                   int token) {
     using of = sizes<RP, CL>;
-    const double *keys = job.work.keys + s.place * mn_walk_panel(RP);
-    const double *queries = job.work.queries + s.place * mn_walk_panel(RP);
-    const double *steps = job.work.noised + s.place * mn_walk_noised(RP);
+    const double *keys = job.work.keys + s.place * mn_state_scan_smem_tile(RP);
+    const double *queries = job.work.queries + s.place * mn_state_scan_smem_tile(RP);
+    const double *steps = job.work.noised + s.place * mn_state_scan_noised(RP);
     const double *ends = job.work.ends + s.place * 3 * RP;
     const double l2 = token >= 0 ? ends[RP + token] : 0.0;
 #pragma unroll 1
-    for (int e = threadIdx.x; e < MN_WALK_CHUNK * RP; e += of::THREADS) {
+    for (int e = threadIdx.x; e < MN_SCAN_CHUNK * RP; e += of::THREADS) {
         const int t = e / RP, r = e % RP, own = r - (int)s.rank * of::OWN;
-        const int at = mn_walk_panel_at(t, r, RP);
+        const int at = mn_state_scan_smem_tile_at(t, r, RP);
         const double k = t == token ? keys[at] : 0.0;
         m.keys[0][at] = k;
         if (own >= 0 && own < of::OWN) m.noised[own / 32][t][own % 32] = l2 * k;
         if (job.spreads) m.queries[0][at] = t == token ? queries[at] : 0.0;
     }
-    mn_walk_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, steps, token, job.step,
+    mn_state_scan_steep_end<RP, of::THREADS>(m.ends[s.buffer], ends, steps, token, job.step,
                                        threadIdx.x);
-    mn_walk_before_copies();
+    mn_state_scan_before_copies();
     __syncthreads();
 }
 
@@ -532,8 +536,8 @@ __device__ static void fill_steep(room<RP, CL> &m, const mn_walk_job &job, const
  * the noise of its write shows that, the diagonal is raised by a few roundings (see ref/bayes.c).
  * All threads of the cluster call, once S is summed up; says whether it has been. */
 template <bool PIVOT, int RP, int CL>
-__device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene &s,
-                              const mn_walk_job &job) {
+__device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const ctx &s,
+                              const mn_state_scan_job &job) {
     using of = sizes<RP, CL>;
     const double few = 8.0 * 0x1p-24;
     if (!PIVOT) mine.weigh(m, job.step == 2);
@@ -563,14 +567,14 @@ __device__ static bool raised(worker<RP, CL> &mine, room<RP, CL> &m, const scene
  * `there`: workers have B; they go on to that of the chunk at `next` unless it is steep, which is
  * what they return. `r2` is the pivot's, of lane's token. */
 template <bool PIVOT, int RP, int CL>
-__device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
-                               const mn_walk_job &job, double r2, int64_t next, int chunks,
+__device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, ctx &s,
+                               const mn_state_scan_job &job, double r2, int64_t next, int chunks,
                                bool first, bool there) {
     using of = sizes<RP, CL>;
     for (bool again = false;; again = true) {
         if (PIVOT) {
-            if (mine.lane < MN_WALK_CHUNK) m.token.r2[mine.lane] = r2;
-            if (job.spreads) mn_walk_await(&m.arrived[1], s.chunk);
+            if (mine.lane < MN_SCAN_CHUNK) m.token.r2[mine.lane] = r2;
+            if (job.spreads) mn_state_scan_await(&m.arrived[1], s.chunk);
             meet<1, of::THREADS>();
             if (!first) ask(m, job, next, 1 - s.buffer, s);
             meet<2, of::THREADS>();
@@ -597,8 +601,8 @@ __device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
             mn_pivot<true>(m.token, m.undo);
         }
         meet<1, of::THREADS>();
-        ask_queries(m, job, next);
-        if (next >= 0) mn_walk_await(&m.arrived[0], s.chunk + 1);
+        request_queries(m, job, next);
+        if (next >= 0) mn_state_scan_await(&m.arrived[0], s.chunk + 1);
         meet<2, of::THREADS>();
         leave(m, s, job, chunks);
     } else {
@@ -608,8 +612,8 @@ __device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
         mine.solve(m, s, job);
         meet<2, of::THREADS>();
         await<CL>(&m.told[1], s.turns[1]);
-        if (threadIdx.x == 0) expect<CL>(&m.told[1], of::PANEL_BYTES);
-        ahead = next >= 0 && !mn_walk_is_steep(m.keys[0], RP);
+        if (threadIdx.x == 0) expect<CL>(&m.told[1], of::SMEM_TILE_BYTES);
+        ahead = next >= 0 && !mn_state_scan_is_steep(m.keys[0], RP);
         if (ahead) mine.template write<true>(m);
         else mine.template write<false>(m);
     }
@@ -619,57 +623,58 @@ __device__ static bool advance(worker<RP, CL> &mine, room<RP, CL> &m, scene &s,
 
 /* Parts of qh'Ph qh, by four workers each: 32 rows. */
 template <int RP, int CL>
-__device__ static void put_spread(const room<RP, CL> &m, const scene &s, const mn_walk_job &job) {
+__device__ static void put_spread(const room<RP, CL> &m, const ctx &s,
+                                  const mn_state_scan_job &job) {
     using of = sizes<RP, CL>;
     const int t = (int)threadIdx.x;
     if (!job.spreads || t < s.low || t >= s.high) return;
     for (int four = 0; four < of::FOURS; four++) {
         double sum = 0.0;
         for (int w = 0; w < 4; w++) sum += m.spread[4 * four + w][t];
-        const int64_t part = s.group * MN_WALK_SUMS + s.rank * of::FOURS + four;
-        job.work.spread[part * MN_WALK_CHUNK + t] = sum;
+        const int64_t part = s.group * MN_SCAN_SUMS + s.rank * of::FOURS + four;
+        job.work.spread[part * MN_SCAN_CHUNK + t] = sum;
     }
 }
 
 /* The chunks of a sequence, by the pivot or by workers. */
 template <bool PIVOT, int RP, int CL>
-__device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
+__device__ static void walk(room<RP, CL> &m, ctx s, const mn_state_scan_job &job) {
     using of = sizes<RP, CL>;
     const mn_call &call = job.p.call;
-    const int64_t length = mn_span_at(call, s.n).length, slot = mn_walk_slot(call, s.n);
-    const int64_t chunks = (length + MN_WALK_CHUNK - 1) / MN_WALK_CHUNK;
+    const int64_t length = mn_span_at(call, s.n).length, slot = mn_state_scan_slot(call, s.n);
+    const int64_t chunks = (length + MN_SCAN_CHUNK - 1) / MN_SCAN_CHUNK;
     worker<RP, CL> mine(s.rank);
     s.place = slot * call.H + s.h;
     if (!PIVOT) mine.load(job, s);
     if (PIVOT && mine.lane == 0) {
-        mn_walk_open(&m.told[0]), mn_walk_open(&m.told[1]);
-        mn_walk_open(&m.arrived[0]), mn_walk_open(&m.arrived[1]);
-        expect<CL>(&m.told[0], of::SUMS_BYTES), expect<CL>(&m.told[1], of::PANEL_BYTES);
+        mn_state_scan_open(&m.told[0]), mn_state_scan_open(&m.told[1]);
+        mn_state_scan_open(&m.arrived[0]), mn_state_scan_open(&m.arrived[1]);
+        expect<CL>(&m.told[0], of::SUMS_BYTES), expect<CL>(&m.told[1], of::SMEM_TILE_BYTES);
     }
     s.turns[0] = s.turns[1] = 0;
-    mn_wait_for_before();
-    mn_let_next_begin();
+    mn_pdl_wait();
+    mn_pdl_launch_dependents();
     if (PIVOT && chunks > 0) {
-        mn_walk_before_copies();
-        ask(m, job, s.place, 0, s), ask_queries(m, job, s.place);
-        mn_walk_await(&m.arrived[0], 0);
+        mn_state_scan_before_copies();
+        ask(m, job, s.place, 0, s), request_queries(m, job, s.place);
+        mn_state_scan_await(&m.arrived[0], 0);
     }
     __syncthreads();
     tell<CL>(), hear<CL>();
     bool there = false;
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
-        const bool steep = mn_walk_is_steep(m.keys[0], RP), last = chunk + 1 == chunks;
+        const bool steep = mn_state_scan_is_steep(m.keys[0], RP), last = chunk + 1 == chunks;
         const int64_t next = last ? -1 : (slot + chunk + 1) * call.H + s.h;
-        const int count = (int)min((int64_t)MN_WALK_CHUNK, length - chunk * MN_WALK_CHUNK);
+        const int count = (int)min((int64_t)MN_SCAN_CHUNK, length - chunk * MN_SCAN_CHUNK);
         const int end = steep ? count : 1;
         s.place = (slot + chunk) * call.H + s.h, s.group = s.place * call.G + s.g;
         s.chunk = (unsigned)chunk, s.buffer = chunk % 2;
         for (int token = steep ? -1 : 0; token < end; token++) {
             const bool first = job.p.P0.data && chunk == 0 && token == 0, ends = token + 1 == end;
-            s.low = 0, s.high = MN_WALK_CHUNK;    // zeros behind the last token
+            s.low = 0, s.high = MN_SCAN_CHUNK;    // zeros behind the last token
             if (steep) {
                 s.low = max(token, 0), s.high = token + 1;
-                if (PIVOT && job.spreads) mn_walk_await(&m.arrived[1], s.chunk);
+                if (PIVOT && job.spreads) mn_state_scan_await(&m.arrived[1], s.chunk);
                 __syncthreads();
                 fill_steep(m, job, s, token);
             }
@@ -685,11 +690,11 @@ __device__ static void walk(room<RP, CL> &m, scene s, const mn_walk_job &job) {
 
 template <int RP, int CL>
 __global__ void __maxnreg__((sizes<RP, CL>::REGISTERS))
-covariance_kernel(const __grid_constant__ mn_walk_job job) {
+covariance_kernel(const __grid_constant__ mn_state_scan_job job) {
     extern __shared__ __align__(16) unsigned char memory[];
     room<RP, CL> &m = *(room<RP, CL> *)memory;
     const mn_call &call = job.p.call;
-    scene s;
+    ctx s;
     s.rank = rank_of_block<CL>();
     s.walk = blockIdx.x / CL;
     s.g = s.walk % call.G, s.h = s.walk / call.G % call.H, s.n = s.walk / call.G / call.H;
@@ -700,15 +705,15 @@ covariance_kernel(const __grid_constant__ mn_walk_job job) {
 /* ---- launches -------------------------------------------------------------------------------- */
 
 template <int RP, int CL>
-static size_t room_of(bool spreads) {
+static size_t smem_of(bool spreads) {
     typedef room<RP, CL> all;
     return spreads ? sizeof(all) : offsetof(all, queries);
 }
 
 template <int RP, int CL>
-static int start(const mn_walk_job *job, cudaStream_t stream) {
+static int start(const mn_state_scan_job *job, cudaStream_t stream) {
     const mn_call &call = job->p.call;
-    const size_t bytes = room_of<RP, CL>(job->spreads);
+    const size_t bytes = smem_of<RP, CL>(job->spreads);
     cudaError_t code = cudaFuncSetAttribute(
         covariance_kernel<RP, CL>, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes);
     if (code == cudaSuccess) {    // so that the mean finds room beside it
@@ -751,24 +756,24 @@ static device device_in_use(void) {
     return d;
 }
 
-bool mn_walk_covariance_fits(const mn_walk_job *job) {
+bool mn_state_scan_covariance_fits(const mn_state_scan_job *job) {
     const device d = device_in_use();
-    if (job->rows == 256) return d.clusters && room_of<256, 4>(job->spreads) <= d.most;
-    if (job->rows == 128) return room_of<128, 1>(job->spreads) <= d.most;
-    return room_of<64, 1>(job->spreads) <= d.most;
+    if (job->rows == 256) return d.clusters && smem_of<256, 4>(job->spreads) <= d.most;
+    if (job->rows == 128) return smem_of<128, 1>(job->spreads) <= d.most;
+    return smem_of<64, 1>(job->spreads) <= d.most;
 }
 
 /* A covariance of 128 rows has two or four processors where there are enough: the bits are the
  * same. */
-int mn_walk_blocks(const mn_walk_job *job) {
+int mn_state_scan_blocks(const mn_state_scan_job *job) {
     const device d = device_in_use();
-    const int64_t walks = mn_n_spans(job->p.call) * job->p.call.H * job->p.call.G;
+    const int64_t scans = mn_n_spans(job->p.call) * job->p.call.H * job->p.call.G;
     if (job->rows == 256) return 4;
-    if (job->rows < 128 || !d.clusters || 2 * walks > d.processors) return 1;
-    return 4 * walks <= d.processors ? 4 : 2;
+    if (job->rows < 128 || !d.clusters || 2 * scans > d.processors) return 1;
+    return 4 * scans <= d.processors ? 4 : 2;
 }
 
-int mn_walk_covariance(const mn_walk_job *job, cudaStream_t stream) {
+int mn_state_scan_covariance(const mn_state_scan_job *job, cudaStream_t stream) {
     if (job->rows == 32) return start<32, 1>(job, stream);
     if (job->rows == 64) return start<64, 1>(job, stream);
     if (job->rows == 256) return start<256, 4>(job, stream);

@@ -20,8 +20,9 @@ struct work {
     bool inside;         // the room is in shared memory
 };
 
-/* What the way back has beside the room; panels of 16 rows. dq and dk lie over the raw inputs. */
-struct back_room {
+/* What the way back has beside the room; smem_tiles of 16 rows. dq and dk lie over the raw inputs.
+ * */
+struct back_smem {
     double *du, *dw, *dq, *dk, *de;
     double *mix[5];      // (16,16)
     double *h;           // (16,16): du_s.w_t
@@ -31,20 +32,21 @@ struct back_room {
 };
 
 static int64_t back_doubles(int nb, int nm, int K) {
-    const int64_t panel = 16 * (8 * nb + 8);
-    return mn_bayes_doubles(nb, nm, K, false) + 4 * panel + 16 * (8 * nm + 4) + 6 * 256 + 3 * 16 +
+    const int64_t smem_tile = 16 * (8 * nb + 8);
+    return mn_bayes_doubles(nb, nm, K, false) + 4 * smem_tile + 16 * (8 * nm + 4) + 6 * 256 + 3
+        * 16 +
            5 * (int64_t)K + 16;
 }
 
-__device__ static back_room back_room_in(const mn_bayes_room &room, double *at,
+__device__ static back_smem back_smem_in(const mn_bayes_smem &room, double *at,
                                          const mn_bayes_shape &s) {
-    back_room r;
-    const int panel = 16 * s.pitch();
+    back_smem r;
+    const int smem_tile = 16 * s.pitch();
     const auto take = [&](int count) { double *from = at; at += (count + 1) / 2 * 2; return from; };
-    const bool fits = 2 * 16 * s.K >= 2 * panel;
-    r.du = take(panel), r.dw = take(panel);
-    r.dq = fits ? (double *)room.raw : take(panel);
-    r.dk = fits ? (double *)room.raw + panel : take(panel);
+    const bool fits = 2 * 16 * s.K >= 2 * smem_tile;
+    r.du = take(smem_tile), r.dw = take(smem_tile);
+    r.dq = fits ? (double *)room.raw : take(smem_tile);
+    r.dk = fits ? (double *)room.raw + smem_tile : take(smem_tile);
     r.de = take(16 * s.pitch_e());
     for (int i = 0; i < 5; i++) r.mix[i] = take(256);
     r.h = take(256), r.c = take(16), r.a = take(16), r.x = take(16);
@@ -66,7 +68,7 @@ __device__ static void copy_mean(double *to, const double *from, const mn_bayes_
 }
 
 /* D and E behind the frame become those in front of it: by Phi'. All threads call. */
-__device__ static void move_back(tiles &D, double *E, const mn_bayes_room &room,
+__device__ static void move_back(tiles &D, double *E, const mn_bayes_smem &room,
                                  const mn_bayes_shape &s) {
     for (int i = threadIdx.x; i < 8 * s.nb; i += MN_BAYES_THREADS) room.phi[i] = 0.0;
     __syncthreads();
@@ -86,18 +88,19 @@ __device__ static void move_back(tiles &D, double *E, const mn_bayes_room &room,
 
 /* ---- products of 16 rows --------------------------------------------------------------------- */
 
-/* c += weights (16,16) panel, columns of block b */
-__device__ static void mix(double (&c)[2][2], const double *weights, const double *panel, int ld,
+/* c += weights (16,16) smem_tile, columns of block b */
+__device__ static void mix(double (&c)[2][2], const double *weights, const double *smem_tile,
+                           int ld,
                            int b) {
     const int lane = threadIdx.x % 32;
     double left[8], right[4];
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        right[i] = panel[(4 * i + lane % 4) * ld + 8 * b + lane / 4];
+        right[i] = smem_tile[(4 * i + lane % 4) * ld + 8 * b + lane / 4];
         left[2 * i] = weights[lane / 4 * 16 + 4 * i + lane % 4];
         left[2 * i + 1] = weights[(8 + lane / 4) * 16 + 4 * i + lane % 4];
     }
-    mn_dmma_16(c, left, right);
+    mn_mma_f64_16(c, left, right);
 }
 
 /* c += left (16, value columns) times a mean's tiles (value columns, rows), rows of block b */
@@ -110,7 +113,7 @@ __device__ static void through_mean(double (&c)[2][2], const double *left, int l
         const double from[4] = { upper[0], lower[0], upper[4], lower[4] };
         const double with[2] = { tile[lane % 4 * 8 + lane / 4],
                                  tile[(4 + lane % 4) * 8 + lane / 4] };
-        mn_dmma_8(c, from, with);
+        mn_mma_f64_8(c, from, with);
     }
 }
 
@@ -118,21 +121,21 @@ __device__ static void clear(double (&c)[2][2]) {
     c[0][0] = c[0][1] = c[1][0] = c[1][1] = 0.0;
 }
 
-/* panel rows of block b from c, or the other way round */
-__device__ static void put(double *panel, int ld, const double (&c)[2][2], int b) {
+/* smem_tile rows of block b from c, or the other way round */
+__device__ static void put(double *smem_tile, int ld, const double (&c)[2][2], int b) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
-        double *to = panel + (8 * m + lane / 4) * ld + mn_tile_column(b);
+        double *to = smem_tile + (8 * m + lane / 4) * ld + mn_tile_column(b);
         to[0] = c[m][0], to[1] = c[m][1];
     }
 }
 
-__device__ static void get(double (&c)[2][2], const double *panel, int ld, int b) {
+__device__ static void get(double (&c)[2][2], const double *smem_tile, int ld, int b) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
-        const double *from = panel + (8 * m + lane / 4) * ld + mn_tile_column(b);
+        const double *from = smem_tile + (8 * m + lane / 4) * ld + mn_tile_column(b);
         c[m][0] = from[0], c[m][1] = from[1];
     }
 }
@@ -147,7 +150,7 @@ __device__ static void each_pair(F use) {
 
 /* y = scale do into room.o, a, and x = Phi'dgainvec into dw. */
 template <typename T>
-__device__ static void fetch_cotangents(const mn_bayes_room &room, const back_room &r,
+__device__ static void fetch_cotangents(const mn_bayes_smem &room, const back_smem &r,
                                         const mn_bayes_args &p, const mn_bayes_shape &s, int64_t t,
                                         int count) {
     const int width = 8 * s.nm, ld_e = s.pitch_e(), ld = s.pitch(), rows = 8 * s.nb;
@@ -184,7 +187,7 @@ __device__ static void fetch_cotangents(const mn_bayes_room &room, const back_ro
 
 /* de: E'w by the warps, then the sums over later tokens by columns; dv. */
 template <typename T>
-__device__ static void value_back(const mn_bayes_room &room, const back_room &r,
+__device__ static void value_back(const mn_bayes_smem &room, const back_smem &r,
                                   const double *E, const mn_bayes_args &p, const mn_bayes_shape &s,
                                   int64_t t, int count) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, ld_e = s.pitch_e();
@@ -220,7 +223,7 @@ __device__ static void value_back(const mn_bayes_room &room, const back_room &r,
 }
 
 /* mix 0: y_s.e_t and mix 1: de_s.e_t as [t][s], all pairs. */
-__device__ static void value_grams(const mn_bayes_room &room, const back_room &r,
+__device__ static void value_grams(const mn_bayes_smem &room, const back_smem &r,
                                    const mn_bayes_shape &s) {
     const int ld_e = s.pitch_e();
     mn_bayes_gram(room.parts, room.e, ld_e, room.o, ld_e, s.nm);
@@ -234,7 +237,7 @@ __device__ static void value_grams(const mn_bayes_room &room, const back_room &r
 }
 
 /* dw grows by what the mean says of the gains. */
-__device__ static void gain_back(const mn_bayes_room &room, const back_room &r, const double *E,
+__device__ static void gain_back(const mn_bayes_smem &room, const back_smem &r, const double *E,
                                  const mn_bayes_shape &s) {
     const int warp = threadIdx.x / 32, ld = s.pitch();
     each_pair([&](int i, int t, int later) {
@@ -253,8 +256,8 @@ __device__ static void gain_back(const mn_bayes_room &room, const back_room &r, 
 }
 
 /* b into du. mix 4 is free for a_s q_s.w_t. */
-__device__ static void covariance_start(tiles &D, const mn_bayes_room &room,
-                                        const back_room &r, const mn_bayes_shape &s) {
+__device__ static void covariance_start(tiles &D, const mn_bayes_smem &room,
+                                        const back_smem &r, const mn_bayes_shape &s) {
     const int lane = threadIdx.x % 32, ld = s.pitch();
     each_pair([&](int i, int t, int later) {
         r.mix[4][i] = later >= t ? r.a[later] * room.read[i] * room.sigma[t] : 0.0;
@@ -281,7 +284,7 @@ __device__ static void covariance_start(tiles &D, const mn_bayes_room &room,
 
 /* h[t][j] = du_t.w_j for j <= t, c_t and dr2 by one warp, lane j. mix 4 holds b_t.w_j. */
 template <typename T>
-__device__ static void adjoint_scalars(const mn_bayes_room &room, const back_room &r,
+__device__ static void adjoint_scalars(const mn_bayes_smem &room, const back_smem &r,
                                        const mn_bayes_args &p, const mn_bayes_shape &s, int64_t t,
                                        int count) {
     const int j = threadIdx.x % 16;
@@ -317,7 +320,7 @@ __device__ static void adjoint_scalars(const mn_bayes_room &room, const back_roo
 }
 
 /* du from b, one thread for each row. */
-__device__ static void covariance_solve(const mn_bayes_room &room, const back_room &r,
+__device__ static void covariance_solve(const mn_bayes_smem &room, const back_smem &r,
                                         const mn_bayes_shape &s) {
     const int ld = s.pitch();
     for (int row = threadIdx.x; row < 8 * s.nb; row += MN_BAYES_THREADS) {
@@ -334,7 +337,7 @@ __device__ static void covariance_solve(const mn_bayes_room &room, const back_ro
 }
 
 /* D inside channels, as it is behind the chunk. */
-__device__ static void take_diagonal(tiles &D, const back_room &r,
+__device__ static void take_diagonal(tiles &D, const back_smem &r,
                                      const mn_bayes_shape &s) {
     D.each(s, [&](double (&x)[2], int a, int b) {
         if (a != b) return;
@@ -350,8 +353,8 @@ __device__ static void take_diagonal(tiles &D, const back_room &r,
 }
 
 /* D and E in front of the chunk. */
-__device__ static void write_back(tiles &D, double *E, const mn_bayes_room &room,
-                                  const back_room &r, const mn_bayes_shape &s, bool weighs) {
+__device__ static void write_back(tiles &D, double *E, const mn_bayes_smem &room,
+                                  const back_smem &r, const mn_bayes_shape &s, bool weighs) {
     const int lane = threadIdx.x % 32, ld = s.pitch(), ld_e = s.pitch_e();
     D.each(s, [&](double (&tile)[2], int a, int b) {
         const int row = 8 * a + lane / 4, column = 8 * b + lane / 4;
@@ -362,15 +365,15 @@ __device__ static void write_back(tiles &D, double *E, const mn_bayes_room &room
             left[i] = 0.5 * r.du[at + row], right[i] = room.k[at + column];
             up[i] = 0.5 * room.k[at + row], along[i] = r.du[at + column];
         }
-        mn_dmma_tile(tile, left, right);
-        mn_dmma_tile(tile, up, along);
+        mn_mma_f64_tile(tile, left, right);
+        mn_mma_f64_tile(tile, up, along);
         if (!weighs) return;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int t = 4 * i + lane % 4;
             left[i] = r.a[t] * room.q[t * ld + row], right[i] = room.q[t * ld + column];
         }
-        mn_dmma_tile(tile, left, right);
+        mn_mma_f64_tile(tile, left, right);
     });
     mn_bayes_each_mean(E, s, [&](double (&tile)[2], int a, int b) {
         const int row = 8 * a + lane / 4, column = 8 * b + lane / 4;
@@ -381,14 +384,14 @@ __device__ static void write_back(tiles &D, double *E, const mn_bayes_room &room
             left[i] = room.o[t * ld_e + row], right[i] = room.q[t * ld + column];
             up[i] = -r.de[t * ld_e + row], along[i] = room.k[t * ld + column];
         }
-        mn_dmma_tile(tile, left, right);
-        mn_dmma_tile(tile, up, along);
+        mn_mma_f64_tile(tile, left, right);
+        mn_mma_f64_tile(tile, up, along);
     });
 }
 
 /* dk and dq but for the noise and c z, by row blocks. P and M are the states in front of the chunk;
  * mix 0 to 3 hold the weights of z in Pbar du, P q, M y and M de. */
-__device__ static void read_back(const double *P, const mn_bayes_room &room, const back_room &r,
+__device__ static void read_back(const double *P, const mn_bayes_smem &room, const back_smem &r,
                                  const mn_bayes_shape &s, bool weighs) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, ld = s.pitch(), ld_z = s.pitch_z();
     for (int a = warp; a < s.nb; a += MN_BAYES_WARPS) {
@@ -431,7 +434,7 @@ __device__ static void read_back(const double *P, const mn_bayes_room &room, con
 /* What one channel leaves of each token, from the last one on: all gradients of the raw inputs.
  * du's rows become the channel's parts of dl2. */
 template <typename T>
-__device__ static void channels_back(const mn_bayes_room &room, const back_room &r,
+__device__ static void channels_back(const mn_bayes_smem &room, const back_smem &r,
                                      const mn_bayes_args &p, const mn_bayes_shape &s, float *parts,
                                      int64_t t, int first, int count) {
     const int ld = s.pitch(), ld_z = s.pitch_z(), rows = 8 * s.nb;

@@ -16,7 +16,7 @@ enum {
 };
 
 /* Shared memory of a chunk's elimination. */
-struct alignas(16) mn_pivot_room {
+struct alignas(16) mn_pivot_smem {
     double r2[16], variance[16], inverse[16];
     double rows[MN_PIVOT_HALF][MN_PIVOT_HALF];    // [i - 8][k]: L_ik of the lower left square
     double square[16][MN_PIVOT_PITCH];            // S, then what is left of its lower right part
@@ -42,7 +42,7 @@ __device__ inline double mn_pivot_positive(double x) {
  * keep enough digits; only if CAREFUL it looks at each one by itself. */
 template <bool CAREFUL>
 __device__ inline bool mn_pivot_eight(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
-                                      double (&x)[MN_PIVOT_HALF], mn_pivot_room &room,
+                                      double (&x)[MN_PIVOT_HALF], mn_pivot_smem &room,
                                       int first_token) {
     const int lane = (int)threadIdx.x % 32;
     bool all_kept = true;
@@ -124,7 +124,7 @@ __device__ inline void mn_pivot_load(double (&a)[MN_PIVOT_HALF][MN_PIVOT_HALF],
 }
 
 /* x: rows [first, first + 8) of this lane's column. */
-__device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const mn_pivot_room &room,
+__device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const mn_pivot_smem &room,
                                        int first) {
     const int lane = (int)threadIdx.x % 32, t = lane % 16;
 #pragma unroll
@@ -139,7 +139,7 @@ __device__ inline void mn_pivot_column(double (&x)[MN_PIVOT_HALF], const mn_pivo
  * nobody looks at the rest. All is read before any is written, or each read would wait for the
  * write in front of it. */
 template <int PARTS>
-__device__ inline void mn_pivot_add(mn_pivot_room &room, const double (*sums)[MN_PIVOT_SUM]) {
+__device__ inline void mn_pivot_add(mn_pivot_smem &room, const double (*sums)[MN_PIVOT_SUM]) {
     const int lane = (int)threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
     double2 sum[3];
 #pragma unroll
@@ -158,7 +158,7 @@ __device__ inline void mn_pivot_add(mn_pivot_room &room, const double (*sums)[MN
  * 1 / sigma in the room, for after a barrier. Both halves run the same instructions. If not
  * CAREFUL, what it leaves is right only if it says so; then it is the same. */
 template <bool CAREFUL, int PITCH>
-__device__ inline bool mn_pivot(mn_pivot_room &room, double (*undo)[PITCH]) {
+__device__ inline bool mn_pivot(mn_pivot_smem &room, double (*undo)[PITCH]) {
     const int lane = (int)threadIdx.x % 32, t = lane % 16;
     double a[MN_PIVOT_HALF][MN_PIVOT_HALF], x[MN_PIVOT_HALF], y[MN_PIVOT_HALF];
     mn_pivot_column(x, room, 0);

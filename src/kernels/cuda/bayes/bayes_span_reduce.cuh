@@ -20,10 +20,10 @@ __device__ static void gain_inside(double &trace, double &turning, const mn_baye
     for (int64_t g = 0; g < G; g++) {
         const span_group s = { tile.n, head % H, g, 0, 0 };
         const double *z = w.w + ((head * G + g) * SPAN_TOKENS + t) * R + r;
-        const double x0 = turned_gain<T>(p, tile, s, phi, t, r, rows, turns);
+        const double x0 = transposed_gain<T>(p, tile, s, phi, t, r, rows, turns);
         trace += x0 * z[0];
         if (!turns) continue;
-        const double x1 = turned_gain<T>(p, tile, s, phi, t, r + 1, rows, turns);
+        const double x1 = transposed_gain<T>(p, tile, s, phi, t, r + 1, rows, turns);
         trace += x1 * z[1];
         turning += x1 * z[0] - x0 * z[1];
     }
@@ -78,7 +78,7 @@ struct channel_sums {
 };
 
 /* Shared memory of span_channels_kernel. */
-struct channels_room {
+struct channels_smem {
     double weights[CHUNK], l2[CHUNK], dl2[CHUNK * CHANNELS_LD];
 };
 
@@ -86,7 +86,7 @@ struct channels_room {
  * say of la and theta; parts of dl2 by channels into the room. n_t grows from the first token on,
  * all else from the last. */
 template <typename T, int R, bool TURNS>
-__device__ static void gather_channel(channels_room &room, const mn_bayes_args &p,
+__device__ static void gather_channel(channels_smem &room, const mn_bayes_args &p,
                                       const span_work &w, const mn_tile_span &tile, int64_t head,
                                       int c, int i) {
     constexpr int AHEAD = 4, STEP = TURNS ? 2 : 1;
@@ -94,15 +94,15 @@ __device__ static void gather_channel(channels_room &room, const mn_bayes_args &
     const int r = i * STEP, K = (int)p.call.K;
     const int count = (int)min((int64_t)CHUNK, tile.n_rows - c * CHUNK);    // 0 or less: no token
     const int64_t b = tile.span.b, t0 = tile.span.t0 + tile.first + c * CHUNK;
-    const int64_t panel = (head * SPAN_TOKENS + c * CHUNK) * R + r;
-    const double *phi = w.phi + panel;
+    const int64_t smem_tile = (head * SPAN_TOKENS + c * CHUNK) * R + r;
+    const double *phi = w.phi + smem_tile;
     const double *dk = w.P + head * G * w.P_each + c * CHUNK * R + r, *dq = dk + SPAN_TOKENS * R;
     const double *du = w.h + (head * G * SPAN_TOKENS + c * CHUNK) * R + r;
     const double *noise = w.noise + (head * (SPAN_CHUNKS + 1) + c) * 2 * R;
-    const bool asks = p.q.data != NULL;
+    const bool requests = p.q.data != NULL;
     const T *keys = mn_row<T>(p.k, b, t0, h) + i;
-    const T *queries = asks ? mn_row<T>(p.q, b, t0, h) + i : keys;
-    const int64_t next_key = p.k.stride[1], next_query = asks ? p.q.stride[1] : next_key;
+    const T *queries = requests ? mn_row<T>(p.q, b, t0, h) + i : keys;
+    const int64_t next_key = p.k.stride[1], next_query = requests ? p.q.stride[1] : next_key;
     T *to_q = mn_row<T>(p.grad.q, b, t0, h), *to_k = mn_row<T>(p.grad.k, b, t0, h);
     float *local = w.local + (head * SPAN_TOKENS + c * CHUNK) * 2 * K + i;
     noise_sums n[CHUNK], sum = { noise[r], noise[R + r], TURNS ? noise[r + 1] : 0.0 };
@@ -141,7 +141,7 @@ __device__ static void gather_channel(channels_room &room, const mn_bayes_args &
             if (t >= count) continue;
             const double2 own = noise_row<TURNS>(x[j].phi);
             const double2 k = in_frame<TURNS>(x[j].phi, (double)x[j].k);
-            const double2 q = in_frame<TURNS>(x[j].phi, asks ? (double)x[j].q : 0.0);
+            const double2 q = in_frame<TURNS>(x[j].phi, requests ? (double)x[j].q : 0.0);
             const double by_noise = sums.add(x[j].dk, x[j].dq, k, q, x[j].du, room.weights[t],
                                              n[t], own, room.l2[t]);
             if (p.cot.gainvec.data) {
@@ -171,7 +171,7 @@ template <typename T, int R, bool TURNS>
 __global__ void __launch_bounds__(CHANNEL_THREADS, TURNS ? 2 : 4)
 span_channels_kernel(const __grid_constant__ mn_bayes_args p,
                      const __grid_constant__ span_work w) {
-    __shared__ channels_room room;
+    __shared__ channels_smem room;
     const int64_t H = p.call.H, G = p.call.G, head = blockIdx.x / SPAN_CHUNKS, h = head % H;
     const int c = (int)(blockIdx.x % SPAN_CHUNKS), i = (int)threadIdx.x, K = (int)p.call.K;
     const mn_tile_span tile = mn_tile_at(p.call, SPAN_TOKENS, head / H);

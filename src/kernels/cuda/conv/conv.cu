@@ -7,12 +7,13 @@
  *   dw_i = sum_t d_t u_{t+i}     dbias = sum_t d_t
  *   da_t = dy_t, or r (dy_t - a_t r^2 (a_t.dy_t)) where there is a length (r dy_t below its floor)
  *
- * A thread has N neighbouring channels, 16 bytes, and walks down the tokens of a tile with the
+ * A thread has N neighbouring channels, 16 bytes, and scans down the tokens of a tile with the
  * W - 1 inputs before them in registers (W = 4, what models have; any other W reads its inputs
  * again from the cache), the rows after them on their way. A warp is on its own: a strip of
  * channels, which are whole heads, times a tile, so that the sums over a head are exchanges among
  * its lanes. What lies between x and y is made again going back, in registers.
- * Backward, a warp gathers its part of dw and dbias over the tiles it takes, and mn_sum_parts adds
+ * Backward, a warp gathers its part of dw and dbias over the tiles it takes, and mn_sum_partials
+ * adds
  * the parts. */
 #include <float.h>
 
@@ -69,7 +70,7 @@ __device__ static float before_act_cot(const mn_conv_args &p, int64_t n, const m
 /* ---- strips ---------------------------------------------------------------------------------- */
 
 /* How warps share channels: heads of `width` channels have `team` lanes each, a power of two, of
- * which the last ones may have no channels; a strip is as many heads as a warp has teams. The rest
+ * which the last ones may have no channels; a strip is as many heads as a warp has groups. The rest
  * is about lengths: r = max(|a|^2 + more, least)^-1/2, which is constant below `least`. */
 struct heads {
     int width, team, strip;
@@ -163,7 +164,7 @@ template <typename T, int N>
 struct ahead {
     typedef typename mn_stored<T, N>::type stored;
     static_assert(sizeof(stored) == 16, "a row is 16 bytes of each lane");
-    stored *const own;    // of the first row; the next ones are THREADS apart
+    stored *const own;    // of the first row; the next ones are THREADS ws
 
     __device__ ahead(uint4 *room) : own((stored *)room + threadIdx.x) {}
 
@@ -607,23 +608,23 @@ static int launch_tails(const mn_conv_args *p, cudaStream_t stream) {
     const dim3 blocks(mn_blocks(p->call.V, THREADS),
                       mn_blocks(mn_n_spans(p->call), 1, MOST_TILES));
     tail_kernel<T><<<blocks, THREADS, 0, stream>>>(*p);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* Launches a kernel of strips with shared memory for all the blocks that registers leave room for:
  * unasked, what the kernel before it had is kept. */
 template <typename... Arguments, typename... Given>
-static int launch_strips(void (*kernel)(Arguments...), unsigned blocks, cudaStream_t stream,
+static int launch_col_tiles(void (*kernel)(Arguments...), unsigned blocks, cudaStream_t stream,
                          const Given &...given) {
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     if (code != cudaSuccess) return code;
     kernel<<<blocks, THREADS, 0, stream>>>(given...);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename T, bool ACT, bool UNIT>
-static int forward_strips(const mn_conv_args *p, const heads &h, cudaStream_t stream) {
+static int forward_col_tiles(const mn_conv_args *p, const heads &h, cudaStream_t stream) {
     constexpr int N = mn_pack_width<T>();
     const int64_t n_strips = mn_ceil_div(p->call.V, h.strip);
     const int rows = tile_rows(p->call, n_strips, PROCESSORS * forward_blocks(UNIT) * WARPS);
@@ -631,7 +632,7 @@ static int forward_strips(const mn_conv_args *p, const heads &h, cudaStream_t st
     const unsigned blocks = mn_blocks(n_slots * n_strips, WARPS);
     const auto kernel = p->bias.data ? forward_kernel<T, N, ACT, UNIT, true>
                                      : forward_kernel<T, N, ACT, UNIT, false>;
-    return launch_strips(kernel, blocks, stream, *p, h, n_slots, rows);
+    return launch_col_tiles(kernel, blocks, stream, *p, h, n_slots, rows);
 }
 
 template <typename T>
@@ -644,10 +645,10 @@ static int forward(const mn_conv_args *p, cudaStream_t stream) {
             const int64_t n_slots = mn_tile_slots(p->call, ANY_ROWS);
             const dim3 blocks(mn_blocks(p->call.V, THREADS), mn_blocks(n_slots, 1, MOST_TILES));
             forward_any_kernel<T><<<blocks, THREADS, 0, stream>>>(*p, n_slots);
-            code = mn_launched();
+            code = mn_launch_status();
         } else {
-            code = p->act == SILU ? forward_strips<T, true, false>(p, h, stream)
-                                  : forward_strips<T, false, false>(p, h, stream);
+            code = p->act == SILU ? forward_col_tiles<T, true, false>(p, h, stream)
+                                  : forward_col_tiles<T, false, false>(p, h, stream);
         }
     }
     return code == cudaSuccess && has_tail ? launch_tails<T>(p, stream) : code;
@@ -660,9 +661,9 @@ static int add_parts(const mn_conv_args *p, const float *parts, int64_t n_parts,
     const int64_t V = p->call.V, W = p->call.W, width = (W + bias) * V;
     if (!p->grad.w.data && !p->grad.bias.data) return cudaSuccess;
     const put_filter<T> put = { (T *)p->grad.w.data, (T *)p->grad.bias.data, V, W };
-    mn_sum_parts_kernel<32, 32><<<mn_blocks(width, 32), dim3(32, 32), 0, stream>>>(
+    mn_sum_partials_kernel<32, 32><<<mn_blocks(width, 32), dim3(32, 32), 0, stream>>>(
         put, parts, n_parts, width);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* dtail0 by a kernel of its own. */
@@ -672,12 +673,12 @@ static int launch_tails_backward(const mn_conv_args *p, cudaStream_t stream) {
     const dim3 blocks(mn_blocks(p->call.V, THREADS),
                       mn_blocks(mn_n_spans(p->call), 1, MOST_TILES));
     tail_backward_kernel<T><<<blocks, THREADS, 0, stream>>>(*p);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* Without a token there is no tile, and dtail0 is what dtail leaves of it. */
 template <typename T, bool ACT, bool UNIT>
-static int backward_strips(const mn_conv_args *p, const heads &h, float *parts,
+static int backward_col_tiles(const mn_conv_args *p, const heads &h, float *parts,
                            cudaStream_t stream) {
     constexpr int N = mn_pack_width<T>();
     const int64_t n_strips = mn_ceil_div(p->call.V, h.strip);
@@ -688,7 +689,7 @@ static int backward_strips(const mn_conv_args *p, const heads &h, float *parts,
     const bool bias = p->bias.data || p->grad.bias.data;
     const auto kernel = bias ? backward_kernel<T, N, ACT, UNIT, true>
                              : backward_kernel<T, N, ACT, UNIT, false>;
-    int code = launch_strips(kernel, blocks, stream, *p, h, parts, n_parts, n_slots, rows);
+    int code = launch_col_tiles(kernel, blocks, stream, *p, h, parts, n_parts, n_slots, rows);
     if (code == cudaSuccess && p->call.T == 0) code = launch_tails_backward<T>(p, stream);
     return code == cudaSuccess ? add_parts<T>(p, parts, n_parts, bias, stream) : code;
 }
@@ -700,7 +701,7 @@ static int backward_any(const mn_conv_args *p, float *parts, cudaStream_t stream
     const int64_t n_parts = mn_max(mn_min(n_slots, most), 1);
     const dim3 blocks(mn_blocks(V, THREADS), (unsigned)n_parts);
     backward_any_kernel<T><<<blocks, THREADS, 0, stream>>>(*p, parts, n_slots);
-    int code = mn_launched();
+    int code = mn_launch_status();
     if (code == cudaSuccess) code = launch_tails_backward<T>(p, stream);
     return code == cudaSuccess ? add_parts<T>(p, parts, n_parts, true, stream) : code;
 }
@@ -709,8 +710,8 @@ template <typename T>
 static int backward(const mn_conv_args *p, float *parts, cudaStream_t stream) {
     const heads h = heads_of(0, mn_pack_width<T>());
     if (!packable<T>(p)) return backward_any<T>(p, parts, stream);
-    if (p->act == SILU) return backward_strips<T, true, false>(p, h, parts, stream);
-    return backward_strips<T, false, false>(p, h, parts, stream);
+    if (p->act == SILU) return backward_col_tiles<T, true, false>(p, h, parts, stream);
+    return backward_col_tiles<T, false, false>(p, h, parts, stream);
 }
 
 MN_CUDA_PLAN(conv_forward) {
@@ -786,7 +787,7 @@ static int unit_forward(const mn_conv_unit_args *p, cudaStream_t stream) {
     const mn_conv_args all = flat(p);
     int code = cudaSuccess;
     if (p->y.data && p->call.T > 0) {
-        code = forward_strips<T, true, true>(&all, heads_of<T>(p), stream);
+        code = forward_col_tiles<T, true, true>(&all, heads_of<T>(p), stream);
     }
     return code == cudaSuccess && p->tail.data ? launch_tails<T>(&all, stream) : code;
 }
@@ -816,10 +817,10 @@ static int unit_backward(const void *args, void *shared, void *stream) {
     const mn_conv_args all = flat(p);
     float *parts = (float *)shared;
     if (p->call.dtype == MN_BF16) {
-        return backward_strips<mn_bf16, true, true>(&all, heads_of<mn_bf16>(p), parts,
+        return backward_col_tiles<mn_bf16, true, true>(&all, heads_of<mn_bf16>(p), parts,
                                                     (cudaStream_t)stream);
     }
-    return backward_strips<float, true, true>(&all, heads_of<float>(p), parts,
+    return backward_col_tiles<float, true, true>(&all, heads_of<float>(p), parts,
                                               (cudaStream_t)stream);
 }
 

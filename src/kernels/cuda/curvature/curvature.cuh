@@ -134,7 +134,7 @@ inline int mn_curve_start(void (*kernel)(Arguments...), int threads, size_t room
                           const mn_curve_cut &cut, cudaStream_t on, const Given &...given) {
     const int64_t blocks = mn_curve_slots(c, cut.segment) * c.H * cut.slices;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_with_room(kernel, dim3((unsigned)blocks), threads, room, on, given..., cut);
+    return mn_launch_smem(kernel, dim3((unsigned)blocks), threads, room, on, given..., cut);
 }
 
 #endif

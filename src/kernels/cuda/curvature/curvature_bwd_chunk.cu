@@ -1,4 +1,5 @@
-/* curvature_bwd_chunk.cu - curvature backward: the products of panels, and which calls go to those
+/* curvature_bwd_chunk.cu - curvature backward: the products of smem_tiles, and which calls go to
+ * those
  * of Hopper. */
 #include "kernels/cuda/curvature/curvature_bwd_keys_sm90.cuh"
 #include "kernels/cuda/curvature/curvature_bwd_queries_sm90.cuh"
@@ -7,7 +8,7 @@
 /* ---- there ----------------------------------------------------------------------------------- */
 
 template <typename T, int KP>
-struct there_room {
+struct queries_smem {
     using z = mn_curve_sizes<T, KP>;
     alignas(16) T q[z::chunk * z::pitch];
     alignas(16) T k[z::chunk * z::pitch];
@@ -24,12 +25,12 @@ struct there_room {
 
 /* dq, and this warp's part of y.q for each of its rows. */
 template <typename T, int KP>
-__device__ inline void query_back(there_room<T, KP> &room, const mn_curvature_args &p,
+__device__ inline void query_back(queries_smem<T, KP> &room, const mn_curvature_args &p,
                                   const mn_curve_place &at, int64_t t, int count) {
     using z = mn_curve_sizes<T, KP>;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int row0 = warp % z::down * 16, column0 = warp / z::down * z::columns;
-    mn_panel_sum<z::columns / 8> Y;
+    mn_smem_tile_sum<z::columns / 8> Y;
     float part[2] = { 0.0f, 0.0f };
     Y.clear();
     mn_curve_apply<T, KP>(Y, room.d, room.R, room.P, room.k, at.column0);
@@ -57,10 +58,10 @@ __device__ inline void query_back(there_room<T, KP> &room, const mn_curvature_ar
 
 /* The means of a chunk's tokens and the scores of d. */
 template <typename T, int KP>
-__device__ inline void there_scores(there_room<T, KP> &room) {
+__device__ inline void queries_scores(queries_smem<T, KP> &room) {
     using z = mn_curve_sizes<T, KP>;
     const int warp = threadIdx.x / 32;
-    mn_panel_sum<z::chunk / 8> P;
+    mn_smem_tile_sum<z::chunk / 8> P;
     if (warp < z::down) mn_curve_scores<T, KP>(P, room.within[1], room.d, room.k, warp * 16);
     else if (warp < 2 * z::down) {
         mn_curve_scores<T, KP>(P, room.within[0], room.q, room.k, (warp - z::down) * 16);
@@ -82,11 +83,11 @@ __device__ inline void there_scores(there_room<T, KP> &room) {
 
 template <typename T, int KP>
 __global__ void __launch_bounds__(MN_CURVE_THREADS, KP == 256 ? 1 : 2)
-curvature_there_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work w,
+curvature_queries_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work w,
                       mn_curve_cut cut) {
     using z = mn_curve_sizes<T, KP>;
     extern __shared__ __align__(128) unsigned char bytes[];
-    there_room<T, KP> &room = *(there_room<T, KP> *)bytes;
+    queries_smem<T, KP> &room = *(queries_smem<T, KP> *)bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     if (!at.s.there) return;
     const int64_t K = p.call.K, h = at.h, rows = p.call.B * p.call.T * p.call.H;
@@ -103,9 +104,11 @@ curvature_there_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_wor
     for (int start = 0; start < at.s.rows; start += z::chunk) {
         const int count = min(z::chunk, at.s.rows - start);
         const int64_t t = at.s.first + start;
-        mn_panel_fetch(room.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K, cut.packs);
-        mn_panel_fetch(room.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K, cut.packs);
-        mn_panel_fetch(room.d, z::pitch, z::chunk, KP, p.cot.qt, at.s.span, h, t, count, K,
+        mn_smem_tile_load(room.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K,
+                          cut.packs);
+        mn_smem_tile_load(room.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K,
+                          cut.packs);
+        mn_smem_tile_load(room.d, z::pitch, z::chunk, KP, p.cot.qt, at.s.span, h, t, count, K,
                        cut.packs);
         R.put(room.R);
         if (room.is_narrow) R.put_rest(room.R_low);
@@ -115,7 +118,7 @@ curvature_there_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_wor
             room.gamma[i] = i < count ? mn_float(*mn_row<T>(p.gamma, b, t0 + t + i, h)) : 0.0f;
         }
         __syncthreads();
-        there_scores<T, KP>(room);
+        queries_scores<T, KP>(room);
         query_back<T, KP>(room, p, at, t, count);
         R.add(room.k, room.k + at.column0);
         __syncthreads();
@@ -136,7 +139,7 @@ curvature_there_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_wor
 }
 
 template <typename T, int KP>
-struct back_room {
+struct back_smem {
     using z = mn_curve_sizes<T, KP>;
     alignas(16) T q[z::chunk * z::pitch];
     alignas(16) T k[z::chunk * z::pitch];
@@ -148,20 +151,20 @@ struct back_room {
 
 /* dK of the warp's tile. */
 template <typename T, int KP>
-__device__ inline void key_back(back_room<T, KP> &room, const mn_curvature_args &p,
+__device__ inline void key_back(back_smem<T, KP> &room, const mn_curvature_args &p,
                                 const mn_curve_place &at, int64_t t, int count) {
     using z = mn_curve_sizes<T, KP>;
     const int warp = threadIdx.x / 32, row0 = warp % z::down * 16;
     const int column0 = warp / z::down * z::columns;
-    mn_panel_sum<z::columns / 8> dk;
+    mn_smem_tile_sum<z::columns / 8> dk;
     dk.clear();
     mn_curve_product<MN_PLAIN, MN_PLAIN>(dk, room.k + row0 * z::pitch, z::pitch, room.G + column0,
                                          MN_CURVE_PITCH, KP);
     const int first = row0 * z::score_pitch + row0;    // of tokens before row0 there is nothing
     const int from = row0 * z::pitch + at.column0 + column0;
-    mn_curve_product<MN_TURNED, MN_PLAIN>(dk, room.P[0] + first, z::score_pitch, room.z_ + from,
+    mn_curve_product<MN_TRANSPOSED, MN_PLAIN>(dk, room.P[0] + first, z::score_pitch, room.z_ + from,
                                           z::pitch, z::chunk - row0);
-    mn_curve_product<MN_TURNED, MN_PLAIN>(dk, room.P[1] + first, z::score_pitch, room.q + from,
+    mn_curve_product<MN_TRANSPOSED, MN_PLAIN>(dk, room.P[1] + first, z::score_pitch, room.q + from,
                                           z::pitch, z::chunk - row0);
     dk.each([&](float &x, int row, int column) {
         const int token = row0 + row;
@@ -179,7 +182,7 @@ curvature_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
                       mn_curve_cut cut) {
     using z = mn_curve_sizes<T, KP>;
     extern __shared__ __align__(128) unsigned char bytes[];
-    back_room<T, KP> &room = *(back_room<T, KP> *)bytes;
+    back_smem<T, KP> &room = *(back_smem<T, KP> *)bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     if (!at.s.there) return;
     const int64_t K = p.call.K, h = at.h, rows = p.call.B * p.call.T * p.call.H;
@@ -196,9 +199,11 @@ curvature_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
     for (int c = n_chunks - 1; c >= 0; c--) {
         const int start = c * z::chunk, count = min(z::chunk, at.s.rows - start);
         const int64_t t = at.s.first + start;
-        mn_panel_fetch(room.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K, cut.packs);
-        mn_panel_fetch(room.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K, cut.packs);
-        mn_panel_fetch(room.z_, z::pitch, z::chunk, KP, p.cot.qt, at.s.span, h, t, count, K,
+        mn_smem_tile_load(room.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K,
+                          cut.packs);
+        mn_smem_tile_load(room.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K,
+                          cut.packs);
+        mn_smem_tile_load(room.z_, z::pitch, z::chunk, KP, p.cot.qt, at.s.span, h, t, count, K,
                        cut.packs);
         G.put(room.G);
         if (threadIdx.x < z::chunk) {
@@ -219,14 +224,15 @@ curvature_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work
         __syncthreads();
         mn_curve_weigh<T, KP>(room.z_, p, at, t, count, seen);
         __syncthreads();
-        mn_panel_sum<z::chunk / 8> P;
+        mn_smem_tile_sum<z::chunk / 8> P;
         if (warp < z::down) {
             mn_curve_scores<T, KP>(P, room.rows, room.q, room.k, warp * 16);
             mn_curve_put_scores<T, KP>(room.P[0], P, room.mean[0], warp * 16);
         } else if (warp < 2 * z::down) {
             const int row0 = (warp - z::down) * 16;
             P.clear();
-            mn_curve_product<MN_PLAIN, MN_TURNED>(P, room.z_ + row0 * z::pitch, z::pitch, room.k,
+            mn_curve_product<MN_PLAIN, MN_TRANSPOSED>(P, room.z_ + row0 * z::pitch, z::pitch,
+                                                      room.k,
                                                   z::pitch, KP);
             mn_curve_put_scores<T, KP>(room.P[1], P, room.mean[1], row0);
         }
@@ -263,15 +269,15 @@ MN_CUDA_PLAN(curvature_backward) {
 
 template <typename T, int KP>
 static int backward_of(const mn_curvature_args *p, const mn_curve_work &w, cudaStream_t on) {
-    const mn_curve_cut cut = mn_curve_panel_cut<T>(p);
+    const mn_curve_cut cut = mn_curve_smem_tile_cut<T>(p);
     int code = mn_curve_add_up<T, KP, false>(p, w.there, NULL, cut, on);
     if (code != cudaSuccess) return code;
-    code = mn_curve_start(curvature_there_kernel<T, KP>, MN_CURVE_THREADS,
-                          sizeof(there_room<T, KP>), p->call, cut, on, *p, w);
+    code = mn_curve_start(curvature_queries_kernel<T, KP>, MN_CURVE_THREADS,
+                          sizeof(queries_smem<T, KP>), p->call, cut, on, *p, w);
     if (code != cudaSuccess) return code;
     code = mn_curve_add_up<T, KP, true>(p, w.back, w.means, cut, on);
     if (code != cudaSuccess) return code;
-    return mn_curve_start(curvature_back_kernel<T, KP>, MN_CURVE_THREADS, sizeof(back_room<T, KP>),
+    return mn_curve_start(curvature_back_kernel<T, KP>, MN_CURVE_THREADS, sizeof(back_smem<T, KP>),
                           p->call, cut, on, *p, w);
 }
 
@@ -279,7 +285,7 @@ template <int KP>
 static int group_of(const mn_curvature_args *p, const mn_curve_work &w, cudaStream_t on) {
     const mn_curve_cut cut = mn_curve_group_cut(p);
     int code = mn_curve_add_up<mn_bf16, KP, false>(p, w.there, NULL, cut, on);
-    if (code == cudaSuccess) code = mn_curve_there<KP>(p, w, cut, on);
+    if (code == cudaSuccess) code = mn_curve_queries<KP>(p, w, cut, on);
     if (code == cudaSuccess) {
         code = mn_curve_add_up<mn_bf16, KP, true>(p, w.back, w.means, cut, on);
     }

@@ -18,7 +18,7 @@ struct alignas(1024) mn_curve_back_stage {
 };
 
 template <int KP>
-struct mn_curve_back_room {
+struct mn_curve_back_smem {
     static constexpr int stages = 3;
     mn_curve_back_stage<KP> stage[stages];
     alignas(1024) unsigned char P[2][2][MN_CURVE_SQUARE];    // of q, of d
@@ -32,7 +32,7 @@ struct mn_curve_back_room {
 /* ---- the group that copies ------------------------------------------------------------------- */
 
 template <int KP>
-__device__ inline void mn_curve_back_fetch(mn_curve_back_stage<KP> &to,
+__device__ inline void mn_curve_back_load(mn_curve_back_stage<KP> &to,
                                            const mn_curvature_args &p, const mn_curve_place &at,
                                            int64_t t, int count) {
     const mn_in *views[3] = { &p.k, &p.q, &p.cot.qt };
@@ -41,7 +41,7 @@ __device__ inline void mn_curve_back_fetch(mn_curve_back_stage<KP> &to,
     for (int n = 0; n < 3; n++) {
         const mn_in &x = *views[n];
         mn_copy_tile<MN_CURVE_CHUNK, KP>(
-            mn_shared_at(tiles[n]), mn_row<mn_bf16>(x, at.s.span.b, at.s.span.t0 + t, at.h),
+            mn_smem_address(tiles[n]), mn_row<mn_bf16>(x, at.s.span.b, at.s.span.t0 + t, at.h),
             x.stride[1], x.data ? count : 0, (int)p.call.K, threadIdx.x % MN_GROUP);
     }
 }
@@ -104,11 +104,11 @@ __device__ inline float mn_curve_weighted_column(const mn_curve_back_stage<KP> &
 /* Tiles of all chunks, the last first, one ahead of what is shown to the others, and e behind each;
  * dgamma. */
 template <int KP>
-__device__ inline void mn_curve_back_copy(mn_curve_back_room<KP> &room,
+__device__ inline void mn_curve_back_copy(mn_curve_back_smem<KP> &room,
                                           const mn_curvature_args &p, const mn_curve_work &w,
                                           const mn_curve_place &at, int n_parts,
                                           const float *vector) {
-    constexpr int stages = mn_curve_back_room<KP>::stages;
+    constexpr int stages = mn_curve_back_smem<KP>::stages;
     const int i = threadIdx.x % MN_GROUP, n_chunks = (at.s.rows + 63) / 64;
     const int64_t own = at.column0 + i;
     const int64_t seen = (int64_t)mn_curve_before(p, at.s.n);
@@ -119,8 +119,8 @@ __device__ inline void mn_curve_back_copy(mn_curve_back_room<KP> &room,
         if (c < n_chunks) {
             const int start = (n_chunks - 1 - c) * 64, count = min(64, at.s.rows - start);
             const int64_t t = at.s.first + start;
-            mn_barrier_wait(&room.gone[c % stages], (c / stages & 1) ^ 1);
-            mn_curve_back_fetch<KP>(room.stage[c % stages], p, at, t, count);
+            mn_mbarrier_wait(&room.gone[c % stages], (c / stages & 1) ^ 1);
+            mn_curve_back_load<KP>(room.stage[c % stages], p, at, t, count);
             token = {};
             if (i < count) token = mn_curve_token_of(p, w, at, n_parts, t + i);
         }
@@ -138,7 +138,7 @@ __device__ inline void mn_curve_back_copy(mn_curve_back_room<KP> &room,
             mn_bf16 *to = mn_row<mn_bf16>(p.grad.gamma, at.s.span.b, at.s.span.t0 + t, at.h);
             if (to && at.slice == 0 && start + i < at.s.rows) mn_put(to, -token_now.part * each);
         }
-        mn_barrier_arrive(&room.there[(c - 1) % stages]);
+        mn_mbarrier_arrive(&room.there[(c - 1) % stages]);
         mn_curve_group_sync(1);
         e += mn_curve_weighted_column<KP>(now, at.slice, room.part[c % 2]);
     }
@@ -160,25 +160,25 @@ __device__ inline void mn_curve_back_product(float (&d)[32], uint32_t a, uint32_
 }
 
 template <int KP>
-__device__ inline void mn_curve_back_scores(mn_curve_back_room<KP> &room, int n_chunks) {
-    constexpr int stages = mn_curve_back_room<KP>::stages;
+__device__ inline void mn_curve_back_scores(mn_curve_back_smem<KP> &room, int n_chunks) {
+    constexpr int stages = mn_curve_back_smem<KP>::stages;
     const int thread = threadIdx.x % MN_GROUP, row = thread / 32 * 16 + thread % 32 / 4;
     for (int c = 0; c < n_chunks; c++) {
         mn_curve_back_stage<KP> &in = room.stage[c % stages];
         float of_q[32], of_d[32];
-        mn_barrier_wait(&room.there[c % stages], c / stages & 1);
-        mn_shared_show();
+        mn_mbarrier_wait(&room.there[c % stages], c / stages & 1);
+        mn_fence_proxy_async();
         mn_products_start();
-        mn_curve_back_product<KP>(of_q, mn_shared_at(in.q), mn_shared_at(in.k));
-        mn_curve_back_product<KP>(of_d, mn_shared_at(in.d), mn_shared_at(in.k));
-        mn_barrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
+        mn_curve_back_product<KP>(of_q, mn_smem_address(in.q), mn_smem_address(in.k));
+        mn_curve_back_product<KP>(of_d, mn_smem_address(in.d), mn_smem_address(in.k));
+        mn_mbarrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
         mn_products_wait<1>();
         const float mean[2] = { in.mean[0][row], in.mean[0][row + 8] };
         mn_curve_put_square(room.P[c % 2][0], NULL, of_q, mean);
         mn_products_wait<0>();
         const float mean_d[2] = { in.mean[1][row], in.mean[1][row + 8] };
         mn_curve_put_square(room.P[c % 2][1], NULL, of_d, mean_d);
-        mn_barrier_arrive(&room.scored[c % 2]);
+        mn_mbarrier_arrive(&room.scored[c % 2]);
     }
 }
 
@@ -195,7 +195,7 @@ __device__ inline void mn_curve_weigh_tokens(uint32_t (&a)[16], const float *fac
 }
 
 /* d += a b over 64 columns of a square */
-__device__ inline void mn_curve_turned_square(float (&d)[32], const uint32_t (&a)[16],
+__device__ inline void mn_curve_transposed_square(float (&d)[32], const uint32_t (&a)[16],
                                               uint32_t b) {
     const uint64_t at = mn_tile_seen(b, MN_CURVE_SQUARE);
 #pragma unroll
@@ -203,10 +203,10 @@ __device__ inline void mn_curve_turned_square(float (&d)[32], const uint32_t (&a
 }
 
 template <int KP>
-__device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
+__device__ inline void mn_curve_back_read(mn_curve_back_smem<KP> &room,
                                           const mn_curvature_args &p, const mn_curve_place &at,
                                           const float *sums) {
-    constexpr int stages = mn_curve_back_room<KP>::stages;
+    constexpr int stages = mn_curve_back_smem<KP>::stages;
     const int n_chunks = (at.s.rows + 63) / 64, warp = threadIdx.x / 32 % 4;
     const int lane = threadIdx.x % 32, own = at.column0 + warp * 16;
     float G[KP / 2], Y[32];
@@ -215,34 +215,34 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
         mn_curve_back_stage<KP> &in = room.stage[c % stages];
         uint32_t a[KP / 4], d[16], q[16];
         mn_curve_pack(a, G);
-        mn_barrier_wait(&room.there[c % stages], c / stages & 1);
+        mn_mbarrier_wait(&room.there[c % stages], c / stages & 1);
         const float e[2] = { in.e[warp * 16 + lane / 4], in.e[warp * 16 + lane / 4 + 8] };
 #pragma unroll
         for (int i = 0; i < 32; i++) Y[i] = e[i % 4 / 2];
-        mn_shared_show();
+        mn_fence_proxy_async();
         mn_products_start();
-        mn_curve_rows<KP, 64>(Y, a, mn_shared_at(in.k));
+        mn_curve_rows<KP, 64>(Y, a, mn_smem_address(in.k));
         mn_products_end();
         mn_curve_left<64>(d, in.d, own);
         mn_curve_left<64>(q, in.q, own);
         mn_curve_weigh_tokens(d, in.factor);
         mn_curve_weigh_tokens(q, in.factor);
-        mn_barrier_wait(&room.scored[c % 2], c / 2 & 1);
-        mn_shared_show();
+        mn_mbarrier_wait(&room.scored[c % 2], c / 2 & 1);
+        mn_fence_proxy_async();
         mn_products_start();
-        mn_curve_turned_square(Y, d, mn_shared_at(room.P[c % 2][0]));
-        mn_curve_turned_square(Y, q, mn_shared_at(room.P[c % 2][1]));
+        mn_curve_transposed_square(Y, d, mn_smem_address(room.P[c % 2][0]));
+        mn_curve_transposed_square(Y, q, mn_smem_address(room.P[c % 2][1]));
         mn_products_end();
-        mn_curve_depth<64>(G, d, mn_shared_at(in.q));
-        mn_curve_depth<64>(G, q, mn_shared_at(in.d));
+        mn_curve_depth<64>(G, d, mn_smem_address(in.q));
+        mn_curve_depth<64>(G, q, mn_smem_address(in.d));
         mn_products_end();
-        mn_barrier_wait(&room.left[c % 2], (c / 2 & 1) ^ 1);
+        mn_mbarrier_wait(&room.left[c % 2], (c / 2 & 1) ^ 1);
         mn_products_wait<1>();
         room.Y[c % 2].put(Y);
-        mn_barrier_arrive(&room.read[c % 2]);
+        mn_mbarrier_arrive(&room.read[c % 2]);
         mn_products_wait<0>();
-        mn_barrier_arrive(&room.gone[c % stages]);
-        mn_barrier_release(&room.used[c % 2]);
+        mn_mbarrier_arrive(&room.gone[c % stages]);
+        mn_mbarrier_arrive_warp(&room.used[c % 2]);
     }
     if (at.s.first > 0) return;
     mn_curve_store(mn_row<float>(p.grad.kk0, at.s.n, 0, at.h), G, 0.5f, p.call.K, at.column0);
@@ -251,10 +251,10 @@ __device__ inline void mn_curve_back_read(mn_curve_back_room<KP> &room,
 /* ---- the group that stores ------------------------------------------------------------------- */
 
 template <int KP>
-__device__ inline void mn_curve_back_store(mn_curve_back_room<KP> &room,
+__device__ inline void mn_curve_back_store(mn_curve_back_smem<KP> &room,
                                            const mn_curvature_args &p, const mn_curve_place &at) {
     const int i = threadIdx.x % MN_GROUP, n_chunks = (at.s.rows + 63) / 64;
-    const int octet = i % 8, column = at.column0 + 8 * octet;
+    const int vec16 = i % 8, column = at.column0 + 8 * vec16;
     for (int c = 0; c < n_chunks; c++) {
         const int start = (n_chunks - 1 - c) * 64;
         mn_bf16 *to = mn_row<mn_bf16>(p.grad.k, at.s.span.b, at.s.span.t0 + at.s.first + start,
@@ -267,19 +267,19 @@ __device__ inline void mn_curve_back_store(mn_curve_back_room<KP> &room,
             if (!wanted || !p.adds_k || start + token >= at.s.rows) continue;
             before[n] = *(const uint4 *)(to + token * p.grad.k.stride[1] + column);
         }
-        mn_barrier_wait(&room.read[c % 2], c / 2 & 1);
+        mn_mbarrier_wait(&room.read[c % 2], c / 2 & 1);
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             const int token = i / 8 + 16 * n;
             float y[8], x[8];
             if (!wanted || start + token >= at.s.rows) continue;
-            room.Y[c % 2].get(y, octet, token);
+            room.Y[c % 2].get(y, vec16, token);
             mn_curve_unpack(x, before[n]);
 #pragma unroll
             for (int j = 0; j < 8; j++) x[j] += y[j];
-            *(uint4 *)(to + token * p.grad.k.stride[1] + column) = mn_curve_pack_octet(x);
+            *(uint4 *)(to + token * p.grad.k.stride[1] + column) = mn_curve_pack_vec16(x);
         }
-        mn_barrier_arrive(&room.left[c % 2]);
+        mn_mbarrier_arrive(&room.left[c % 2]);
     }
 }
 
@@ -291,21 +291,21 @@ mn_curve_back_kernel(const __grid_constant__ mn_curvature_args p, mn_curve_work 
                      mn_curve_cut cut) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char curve_bytes[];
-    mn_curve_back_room<KP> &room = *(mn_curve_back_room<KP> *)curve_bytes;
+    mn_curve_back_smem<KP> &room = *(mn_curve_back_smem<KP> *)curve_bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     if (!at.s.there) return;
     const int64_t K = p.call.K;
     const float *sums = at.s.last ? NULL : mn_curve_sums_for(w.back, p.call, at, at.s.slot + 1);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < mn_curve_back_room<KP>::stages; i++) {
-            mn_barrier_open(&room.there[i], MN_GROUP);
-            mn_barrier_open(&room.gone[i], MN_GROUP);
+        for (int i = 0; i < mn_curve_back_smem<KP>::stages; i++) {
+            mn_mbarrier_init(&room.there[i], MN_GROUP);
+            mn_mbarrier_init(&room.gone[i], MN_GROUP);
         }
         for (int i = 0; i < 2; i++) {
-            mn_barrier_open(&room.scored[i], MN_GROUP);
-            mn_barrier_open(&room.used[i], 4);
-            mn_barrier_open(&room.read[i], MN_GROUP);
-            mn_barrier_open(&room.left[i], MN_GROUP);
+            mn_mbarrier_init(&room.scored[i], MN_GROUP);
+            mn_mbarrier_init(&room.used[i], 4);
+            mn_mbarrier_init(&room.read[i], MN_GROUP);
+            mn_mbarrier_init(&room.left[i], MN_GROUP);
         }
     }
     __syncthreads();
@@ -330,7 +330,7 @@ template <int KP>
 inline int mn_curve_back(const mn_curvature_args *p, const mn_curve_work &w,
                          const mn_curve_cut &cut, cudaStream_t on) {
     return mn_curve_start(mn_curve_back_kernel<KP>, MN_CURVE_GROUPS,
-                          sizeof(mn_curve_back_room<KP>), p->call, cut, on, *p, w);
+                          sizeof(mn_curve_back_smem<KP>), p->call, cut, on, *p, w);
 }
 
 #endif

@@ -1,11 +1,12 @@
-/* curvature_fwd_chunk.cu - curvature forward: the products of panels, and which calls go to those
+/* curvature_fwd_chunk.cu - curvature forward: the products of smem_tiles, and which calls go to
+ * those
  * of
  * Hopper. */
 #include "kernels/cuda/curvature/curvature_fwd_sm90.cuh"
 #include "kernels/cuda/curvature/curvature_smem.cuh"
 
 template <typename T, int KP>
-struct forward_room {
+struct forward_smem {
     using z = mn_curve_sizes<T, KP>;
     alignas(16) T q[z::chunk * z::pitch];
     alignas(16) T k[z::chunk * z::pitch];
@@ -20,7 +21,7 @@ curvature_forward_kernel(const __grid_constant__ mn_curvature_args p, const floa
                          mn_curve_cut cut) {
     using z = mn_curve_sizes<T, KP>;
     extern __shared__ __align__(128) unsigned char bytes[];
-    forward_room<T, KP> &room = *(forward_room<T, KP> *)bytes;
+    forward_smem<T, KP> &room = *(forward_smem<T, KP> *)bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     if (!at.s.there) return;
     const int64_t K = p.call.K, h = at.h;
@@ -37,14 +38,16 @@ curvature_forward_kernel(const __grid_constant__ mn_curvature_args p, const floa
     for (int start = 0; start < at.s.rows; start += z::chunk) {
         const int count = min(z::chunk, at.s.rows - start);
         const int64_t t = at.s.first + start;
-        mn_panel_fetch(room.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K, cut.packs);
-        mn_panel_fetch(room.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K, cut.packs);
+        mn_smem_tile_load(room.q, z::pitch, z::chunk, KP, p.q, at.s.span, h, t, count, K,
+                          cut.packs);
+        mn_smem_tile_load(room.k, z::pitch, z::chunk, KP, p.k, at.s.span, h, t, count, K,
+                          cut.packs);
         R.put(room.R);
         if (threadIdx.x < z::chunk) {
             room.each[threadIdx.x] = (float)(1.0 / (seen + (double)(t + threadIdx.x + 1)));
         }
         __syncthreads();
-        mn_panel_sum<z::chunk / 8> P;
+        mn_smem_tile_sum<z::chunk / 8> P;
         if (warp < z::down) {
             mn_curve_scores<T, KP>(P, room.within, room.q, room.k, warp * 16);
         } else {
@@ -59,7 +62,7 @@ curvature_forward_kernel(const __grid_constant__ mn_curvature_args p, const floa
         __syncthreads();
         if (warp < z::down) mn_curve_put_scores<T, KP>(room.P, P, room.mean, warp * 16);
         __syncthreads();
-        mn_panel_sum<z::columns / 8> Y;
+        mn_smem_tile_sum<z::columns / 8> Y;
         Y.clear();
         mn_curve_apply<T, KP>(Y, room.q, room.R, room.P, room.k, at.column0);
         Y.each([&](float &y, int row, int column) {
@@ -99,11 +102,11 @@ MN_CUDA_PLAN(curvature_forward) {
 
 template <typename T, int KP>
 static int forward_of(const mn_curvature_args *p, float *states, cudaStream_t on) {
-    const mn_curve_cut cut = mn_curve_panel_cut<T>(p);
+    const mn_curve_cut cut = mn_curve_smem_tile_cut<T>(p);
     const int code = mn_curve_add_up<T, KP, false>(p, states, NULL, cut, on);
     if (code != cudaSuccess) return code;
     return mn_curve_start(curvature_forward_kernel<T, KP>, MN_CURVE_THREADS,
-                          sizeof(forward_room<T, KP>), p->call, cut, on, *p, states);
+                          sizeof(forward_smem<T, KP>), p->call, cut, on, *p, states);
 }
 
 /* `early`: blocks of the launch in front may still be at work. */
@@ -111,7 +114,7 @@ template <int KP>
 static int start_group(const mn_curve_beside &job, bool early, cudaStream_t on) {
     const mn_curvature_args &p = job.p;
     const auto kernel = mn_curve_forward_kernel<KP>;
-    const size_t room = sizeof(mn_curve_forward_room<KP>);
+    const size_t room = sizeof(mn_curve_forward_smem<KP>);
     const mn_curve_cut cut = mn_curve_group_cut(&p);
     const cudaError_t code = cudaFuncSetAttribute(    // so that what is next finds room beside it
         kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
@@ -123,7 +126,7 @@ static int start_group(const mn_curve_beside &job, bool early, cudaStream_t on) 
     const cudaError_t limit = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
     if (limit != cudaSuccess) return limit;
-    return mn_launch_early(kernel, dim3((unsigned)mn_curve_beside_blocks(job)),
+    return mn_launch_pdl(kernel, dim3((unsigned)mn_curve_beside_blocks(job)),
                            MN_CURVE_FORWARD_THREADS, room, on, p, job.maps,
                            (const float *)job.states, job.ready, cut);
 }
@@ -154,7 +157,7 @@ MN_CUDA_LAUNCH(curvature_forward) {
 /* ---- beside a walk --------------------------------------------------------------------------- */
 
 /* Numbers that tell how far segments are: one for each block. */
-static int64_t count_told(const mn_curvature_args *p) {
+static int64_t count_arrived(const mn_curvature_args *p) {
     const mn_curve_cut cut = mn_curve_group_cut(p);
     return mn_curve_slots(p->call, cut.segment) * p->call.H * cut.slices;
 }
@@ -164,7 +167,7 @@ static bool beside_layout(size_t *states, size_t *all, const mn_curvature_args *
     size_t told;
     if (!mn_curvature_forward_cuda_plan(p, &plan) ||
         !mn_add_size(states, plan.shared_bytes, 255) ||
-        !mn_mul_size(&told, (size_t)count_told(p), sizeof(int)) ||
+        !mn_mul_size(&told, (size_t)count_arrived(p), sizeof(int)) ||
         !mn_add_size(&told, told, 255)) {
         return false;
     }
@@ -203,5 +206,5 @@ int mn_curve_beside_launch(const mn_curve_beside &job, cudaStream_t on) {
 }
 
 int64_t mn_curve_beside_blocks(const mn_curve_beside &job) {
-    return count_told(&job.p);
+    return count_arrived(&job.p);
 }

@@ -2,7 +2,8 @@
  *
  *   Y' = R Q' + K' tril(Q K' - m)'     qt = q - gamma / n (y - m s)     R <- R + K' K
  *
- * Three groups of four warps. Of the first, one warp asks the copy engine for tiles, chunks ahead,
+ * Three groups of four warps. Of the first, one warp requests the copy engine for tiles, chunks
+ * ahead,
  * one makes 1 / n and -gamma / n, and two keep s: rows 64 and 65 of a tile of keys are s, rounded,
  * and what that leaves, so that scores bring s.q with them. The second group makes scores. The
  * third has 64 rows of the symmetric R in its registers, reads, moves and stores: what it reads is
@@ -27,7 +28,7 @@ struct alignas(1024) mn_curve_forward_stage {
 };
 
 template <int KP>
-struct mn_curve_forward_room {
+struct mn_curve_forward_smem {
     mn_curve_forward_stage<KP> stage[MN_CURVE_AHEAD];
     alignas(1024) unsigned char P[2][MN_CURVE_SQUARE];
     alignas(1024) unsigned char out[2][MN_CURVE_SQUARE];
@@ -41,26 +42,27 @@ struct mn_curve_forward_room {
 
 /* One lane calls. */
 template <int KP>
-__device__ inline void mn_curve_forward_ask(mn_curve_forward_room<KP> &room,
+__device__ inline void mn_curve_forward_request(mn_curve_forward_smem<KP> &room,
                                             const mn_curve_maps &maps, const mn_curve_place &at) {
     const int n_chunks = (at.s.rows + 63) / 64, h = (int)at.h, b = (int)at.s.span.b;
     for (int c = 0; c < n_chunks; c++) {
         const int turn = c / MN_CURVE_AHEAD, t = (int)(at.s.span.t0 + at.s.first) + c * 64;
         mn_curve_forward_stage<KP> &to = room.stage[c % MN_CURVE_AHEAD];
         uint64_t *there = &room.there[c % MN_CURVE_AHEAD];
-        mn_barrier_wait(&room.gone[c % MN_CURVE_AHEAD], (turn & 1) ^ 1);
-        mn_bulk_expect(there, 2 * KP / 64 * MN_CURVE_SQUARE);
+        mn_mbarrier_wait(&room.gone[c % MN_CURVE_AHEAD], (turn & 1) ^ 1);
+        mn_mbarrier_arrive_expect_tx(there, 2 * KP / 64 * MN_CURVE_SQUARE);
 #pragma unroll
-        for (int panel = 0; panel < KP / 64; panel++) {
-            mn_bulk_copy(to.k + panel * MN_CURVE_ROWS * 128, maps.k, there, 64 * panel, h, t, b);
-            mn_bulk_copy(to.q + panel * MN_CURVE_SQUARE, maps.q, there, 64 * panel, h, t, b);
+        for (int smem_tile = 0; smem_tile < KP / 64; smem_tile++) {
+            mn_tma_load(to.k + smem_tile * MN_CURVE_ROWS * 128, maps.k, there, 64 * smem_tile, h,
+                        t, b);
+            mn_tma_load(to.q + smem_tile * MN_CURVE_SQUARE, maps.q, there, 64 * smem_tile, h, t, b);
         }
     }
 }
 
 /* A warp: numbers of tokens, their gammas asked for a chunk before. */
 template <int KP>
-__device__ inline void mn_curve_forward_weigh(mn_curve_forward_room<KP> &room,
+__device__ inline void mn_curve_forward_weigh(mn_curve_forward_smem<KP> &room,
                                               const mn_curvature_args &p,
                                               const mn_curve_place &at) {
     const int lane = threadIdx.x % 32, n_chunks = (at.s.rows + 63) / 64;
@@ -73,7 +75,7 @@ __device__ inline void mn_curve_forward_weigh(mn_curve_forward_room<KP> &room,
     for (int c = 0; c < n_chunks; c++) {
         const int slot = c % MN_CURVE_AHEAD;
         const mn_bf16 next[2] = { gamma_of(64 * c + 64 + lane), gamma_of(64 * c + 96 + lane) };
-        mn_barrier_wait(&room.gone[slot], (c / MN_CURVE_AHEAD & 1) ^ 1);
+        mn_mbarrier_wait(&room.gone[slot], (c / MN_CURVE_AHEAD & 1) ^ 1);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int i = 32 * half + lane;
@@ -82,7 +84,7 @@ __device__ inline void mn_curve_forward_weigh(mn_curve_forward_room<KP> &room,
             room.stage[slot].weight[i].x = -__bfloat162float(gamma[half]) * each;
             gamma[half] = next[half];
         }
-        mn_barrier_arrive(&room.ready[slot]);
+        mn_mbarrier_arrive(&room.ready[slot]);
     }
 }
 
@@ -90,7 +92,7 @@ __device__ inline void mn_curve_forward_weigh(mn_curve_forward_room<KP> &room,
  * those of the same eight share out the rows of a tile. */
 template <int KP>
 struct mn_curve_vector {
-    static constexpr int octets = KP / 16, teams = 32 / octets;
+    static constexpr int vec16s = KP / 16, groups = 32 / vec16s;
     float at[2];
 
     __device__ static int first(void) {
@@ -99,7 +101,7 @@ struct mn_curve_vector {
 
     __device__ static int column(void) {
         const int lane = threadIdx.x % 32;
-        return first() + lane % octets * 8 + lane / octets % 4 * 2;
+        return first() + lane % vec16s * 8 + lane / vec16s % 4 * 2;
     }
 
     __device__ void load(const float *from, int64_t K) {
@@ -118,14 +120,14 @@ struct mn_curve_vector {
 
     /* += a tile's rows. */
     __device__ void add(const unsigned char *k) {
-        const int lane = threadIdx.x % 32, team = lane / octets;
+        const int lane = threadIdx.x % 32, team = lane / vec16s;
         float x[8] = {};
 #pragma unroll
-        for (int i = 0; i < MN_CURVE_CHUNK / teams; i++) {
+        for (int i = 0; i < MN_CURVE_CHUNK / groups; i++) {
             float y[8];
-            const int j = first() + lane % octets * 8;
+            const int j = first() + lane % vec16s * 8;
             mn_curve_unpack(
-                y, *(const uint4 *)(k + mn_tile_byte(MN_CURVE_ROWS, i * teams + team, j)));
+                y, *(const uint4 *)(k + mn_tile_byte(MN_CURVE_ROWS, i * groups + team, j)));
 #pragma unroll
             for (int c = 0; c < 8; c++) x[c] += y[c];
         }
@@ -136,12 +138,12 @@ struct mn_curve_vector {
             for (int c = 0; c < kept; c++) {
                 const float give = upper ? x[c] : x[c + kept];
                 x[c] = (upper ? x[c + kept] : x[c]) +
-                       __shfl_xor_sync(0xffffffffu, give, octets * kept / 2);
+                       __shfl_xor_sync(0xffffffffu, give, vec16s * kept / 2);
             }
         }
 #pragma unroll
         for (int c = 0; c < 2; c++) {
-            if (teams == 8) x[c] += __shfl_xor_sync(0xffffffffu, x[c], 16);
+            if (groups == 8) x[c] += __shfl_xor_sync(0xffffffffu, x[c], 16);
             at[c] += x[c];
         }
     }
@@ -150,7 +152,7 @@ struct mn_curve_vector {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const int j = column() + i;
-            if (threadIdx.x % 32 < 4 * octets && j < K && j / MN_CURVE_SLICE == slice) {
+            if (threadIdx.x % 32 < 4 * vec16s && j < K && j / MN_CURVE_SLICE == slice) {
                 to[j] = at[i];
             }
         }
@@ -171,7 +173,7 @@ __device__ inline void mn_curve_forward_end(unsigned char *k, int count) {
 
 /* Two warps: s in front of each chunk. */
 template <int KP>
-__device__ inline void mn_curve_forward_add(mn_curve_forward_room<KP> &room,
+__device__ inline void mn_curve_forward_add(mn_curve_forward_smem<KP> &room,
                                             const mn_curvature_args &p, const mn_curve_place &at,
                                             const float *vector) {
     const int n_chunks = (at.s.rows + 63) / 64;
@@ -179,20 +181,21 @@ __device__ inline void mn_curve_forward_add(mn_curve_forward_room<KP> &room,
     s.load(vector, p.call.K);
     for (int n = threadIdx.x % 64; n < MN_CURVE_AHEAD * (KP / 64) * 48; n += 64) {
         unsigned char *k = room.stage[n / 48 / (KP / 64)].k;    // the rows behind s
-        const int panel = n / 48 % (KP / 64);
-        *(uint4 *)(k + (panel * MN_CURVE_ROWS + 66) * 128 + n % 48 * 16) = make_uint4(0, 0, 0, 0);
+        const int smem_tile = n / 48 % (KP / 64);
+        *(uint4 *)(k + (smem_tile * MN_CURVE_ROWS + 66) * 128 + n % 48 * 16) =
+            make_uint4(0, 0, 0, 0);
     }
     for (int c = 0; c < n_chunks; c++) {
         const int slot = c % MN_CURVE_AHEAD;
         mn_curve_forward_stage<KP> &in = room.stage[slot];
-        mn_barrier_wait(&room.there[slot], c / MN_CURVE_AHEAD & 1);
+        mn_mbarrier_wait(&room.there[slot], c / MN_CURVE_AHEAD & 1);
         if (at.s.rows < c * 64 + 64) mn_curve_forward_end<KP>(in.k, at.s.rows - c * 64);
         s.put(in.k, in.s);
-        mn_shared_show();
-        mn_barrier_arrive(&room.ready[slot]);
+        mn_fence_proxy_async();
+        mn_mbarrier_arrive(&room.ready[slot]);
         s.add(in.k);
-        mn_shared_show();
-        mn_barrier_arrive(&room.gone[slot]);
+        mn_fence_proxy_async();
+        mn_mbarrier_arrive(&room.gone[slot]);
     }
     float *last = at.s.last ? mn_row<float>(p.ks, at.s.n, 0, at.h) : NULL;
     if (last) s.store(last, p.call.K, at.slice);
@@ -201,29 +204,29 @@ __device__ inline void mn_curve_forward_add(mn_curve_forward_room<KP> &room,
 /* ---- the group that makes scores ------------------------------------------------------------- */
 
 template <int KP>
-__device__ inline void mn_curve_forward_scores(mn_curve_forward_room<KP> &room,
+__device__ inline void mn_curve_forward_scores(mn_curve_forward_smem<KP> &room,
                                                const mn_curve_place &at) {
     const int i = threadIdx.x % MN_GROUP, row = i / 32 * 16 + i % 32 / 4;
     const int n_chunks = (at.s.rows + 63) / 64;
     for (int c = 0; c < n_chunks; c++) {
         mn_curve_forward_stage<KP> &in = room.stage[c % MN_CURVE_AHEAD];
         float d[36], mean[2];
-        mn_barrier_wait(&room.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
-        mn_barrier_wait(&room.ready[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
+        mn_mbarrier_wait(&room.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
+        mn_mbarrier_wait(&room.ready[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
         mn_products_start();
-        mn_curve_scores_start<KP>(d, mn_shared_at(in.q), mn_shared_at(in.k));
+        mn_curve_scores_start<KP>(d, mn_smem_address(in.q), mn_smem_address(in.k));
         mn_products_end();
         mn_products_wait<0>();
         const float each[2] = { in.each[row], in.each[row + 8] };
         mn_curve_means(mean, d, each);
-        mn_barrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
+        mn_mbarrier_wait(&room.used[c % 2], (c / 2 & 1) ^ 1);
         mn_curve_put_square(room.P[c % 2], NULL, d, mean);
         if (i % 4 == 0) {
             in.weight[row].y = mean[0];
             in.weight[row + 8].y = mean[1];
         }
-        mn_shared_show();
-        mn_barrier_arrive(&room.scored[c % 2]);
+        mn_fence_proxy_async();
+        mn_mbarrier_arrive(&room.scored[c % 2]);
     }
 }
 
@@ -237,13 +240,13 @@ __device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[
     const int lane = threadIdx.x % 32, own = threadIdx.x % MN_GROUP / 32 * 16;
     const float s[2] = { in.s[column0 + own + lane / 4], in.s[column0 + own + lane / 4 + 8] };
 #pragma unroll
-    for (int octet = 0; octet < 8; octet++) {
-        const float4 w = *(const float4 *)(in.weight + 8 * octet + lane % 4 * 2);
+    for (int vec16 = 0; vec16 < 8; vec16++) {
+        const float4 w = *(const float4 *)(in.weight + 8 * vec16 + lane % 4 * 2);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const float left = fmaf(-w.y, s[r], Y[4 * octet + 2 * r]);
-            const float right = fmaf(-w.w, s[r], Y[4 * octet + 2 * r + 1]);
-            uint32_t &pair = x[2 * octet + r];
+            const float left = fmaf(-w.y, s[r], Y[4 * vec16 + 2 * r]);
+            const float right = fmaf(-w.w, s[r], Y[4 * vec16 + 2 * r + 1]);
+            uint32_t &pair = x[2 * vec16 + r];
             pair = mn_pair(fmaf(w.x, left, mn_curve_low(pair)),
                            fmaf(w.z, right, mn_curve_high(pair)));
         }
@@ -252,7 +255,7 @@ __device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[
 #pragma unroll
     for (int step = 0; step < 4; step++) {
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
-                         mn_shared_at(to) + mn_tile_byte(64, 16 * step + row, column)),
+                         mn_smem_address(to) + mn_tile_byte(64, 16 * step + row, column)),
                      "r"(x[4 * step]), "r"(x[4 * step + 1]), "r"(x[4 * step + 2]),
                      "r"(x[4 * step + 3]) : "memory");
     }
@@ -264,24 +267,24 @@ __device__ inline void mn_curve_forward_result(unsigned char *to, uint32_t (&x)[
 __device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn_curve_maps &maps,
                                             const mn_curve_place &at, const unsigned char *tile,
                                             int c, int *told) {
-    const int i = threadIdx.x % MN_GROUP, octet = i % 8, column = at.column0 + 8 * octet;
+    const int i = threadIdx.x % MN_GROUP, vec16 = i % 8, column = at.column0 + 8 * vec16;
     const int count = column < p.call.K ? at.s.rows - c * 64 : 0;
     const int64_t t = at.s.span.t0 + at.s.first + c * 64;
     mn_bf16 *to = mn_row<mn_bf16>(p.qt, at.s.span.b, t, at.h);
-    mn_shared_show();
-    if (i == 0 && !told) mn_bulk_stores_read();
-    if (i == 0 && told) mn_bulk_stores_done();
+    mn_fence_proxy_async();
+    if (i == 0 && !told) mn_tma_store_wait_read();
+    if (i == 0 && told) mn_tma_store_wait();
     mn_curve_group_sync(2);
-    if (i == 0 && told && c > 0) mn_curve_tell(told, c);
+    if (i == 0 && told && c > 0) mn_curve_arrive(told, c);
     if (!to) return;
     if (!p.call.cu_seqlens || at.s.rows >= c * 64 + 64) {
         if (i > 0) return;
-        mn_bulk_store(maps.qt, tile, at.column0, (int)at.h, (int)t, (int)at.s.span.b);
+        mn_tma_store(maps.qt, tile, at.column0, (int)at.h, (int)t, (int)at.s.span.b);
         return;
     }
 #pragma unroll
     for (int token = i / 8; token < MN_CURVE_CHUNK; token += MN_GROUP / 8) {
-        const uint4 pack = *(const uint4 *)(tile + mn_tile_byte(64, token, 8 * octet));
+        const uint4 pack = *(const uint4 *)(tile + mn_tile_byte(64, token, 8 * vec16));
         if (token < count) *(uint4 *)(to + token * p.qt.stride[1] + column) = pack;
     }
 }
@@ -289,17 +292,17 @@ __device__ inline void mn_curve_forward_put(const mn_curvature_args &p, const mn
 /* Behind the last tile. */
 __device__ inline void mn_curve_forward_stored(int n_chunks, int *told) {
     const bool first = threadIdx.x % MN_GROUP == 0;
-    if (first && !told) mn_bulk_stores_read();
+    if (first && !told) mn_tma_store_wait_read();
     if (!told) return;
-    if (first) mn_bulk_stores_done();
+    if (first) mn_tma_store_wait();
     mn_curve_group_sync(2);
     if (!first || n_chunks == 0) return;
     __threadfence();    // threads may have stored the last one
-    mn_curve_tell(told, n_chunks);
+    mn_curve_arrive(told, n_chunks);
 }
 
 template <int KP>
-__device__ inline void mn_curve_forward_read(mn_curve_forward_room<KP> &room,
+__device__ inline void mn_curve_forward_read(mn_curve_forward_smem<KP> &room,
                                              const mn_curvature_args &p, const mn_curve_maps &maps,
                                              const mn_curve_place &at, const float *sums,
                                              int *told) {
@@ -311,24 +314,24 @@ __device__ inline void mn_curve_forward_read(mn_curve_forward_room<KP> &room,
         uint32_t a[KP / 4], k[16], x[16];
         float Y[32];
         mn_curve_pack(a, R);
-        mn_barrier_wait(&room.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
+        mn_mbarrier_wait(&room.there[c % MN_CURVE_AHEAD], c / MN_CURVE_AHEAD & 1);
         mn_products_start();
-        mn_curve_rows<KP, 64>(Y, a, mn_shared_at(in.q), false);
+        mn_curve_rows<KP, 64>(Y, a, mn_smem_address(in.q), false);
         mn_products_end();
-        mn_barrier_wait(&room.scored[c % 2], c / 2 & 1);
+        mn_mbarrier_wait(&room.scored[c % 2], c / 2 & 1);
         mn_curve_left<MN_CURVE_ROWS>(k, in.k, at.column0 + warp * 16);
         mn_products_start();
-        mn_curve_square(Y, k, mn_shared_at(room.P[c % 2]));
+        mn_curve_square(Y, k, mn_smem_address(room.P[c % 2]));
         mn_products_end();
-        mn_curve_depth<MN_CURVE_ROWS>(R, k, mn_shared_at(in.k));
+        mn_curve_depth<MN_CURVE_ROWS>(R, k, mn_smem_address(in.k));
         mn_products_end();
         mn_curve_left<64>(x, in.q, at.column0 + warp * 16);
         mn_products_wait<1>();
-        mn_barrier_release(&room.used[c % 2]);
+        mn_mbarrier_arrive_warp(&room.used[c % 2]);
         mn_curve_forward_result<KP>(room.out[c % 2], x, Y, in, at.column0);
         mn_curve_forward_put(p, maps, at, room.out[c % 2], c, told);
         mn_products_wait<0>();
-        mn_barrier_arrive(&room.gone[c % MN_CURVE_AHEAD]);
+        mn_mbarrier_arrive(&room.gone[c % MN_CURVE_AHEAD]);
     }
     mn_curve_forward_stored(n_chunks, told);
     if (at.s.last) {
@@ -346,7 +349,7 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
                         mn_curve_ready ready, mn_curve_cut cut) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char curve_bytes[];
-    mn_curve_forward_room<KP> &room = *(mn_curve_forward_room<KP> *)curve_bytes;
+    mn_curve_forward_smem<KP> &room = *(mn_curve_forward_smem<KP> *)curve_bytes;
     const mn_curve_place at = mn_curve_place_of(p.call, cut);
     int *told = ready.chunks ? ready.chunks + blockIdx.x : NULL;
     if (threadIdx.x == 0) {
@@ -354,7 +357,7 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
             *told = 0;
             __threadfence();
         }
-        mn_let_next_begin();
+        mn_pdl_launch_dependents();
     }
     if (!at.s.there) return;
     const int64_t K = p.call.K;
@@ -362,20 +365,20 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
         at.s.first > 0 ? mn_curve_sums_for(states, p.call, at, at.s.slot - 1) : NULL;
     if (threadIdx.x == 0) {
         for (int i = 0; i < MN_CURVE_AHEAD; i++) {
-            mn_barrier_open(&room.there[i], 1);
-            mn_barrier_open(&room.ready[i], MN_GROUP - 32);
-            mn_barrier_open(&room.gone[i], MN_GROUP + 64);    // who reads, who adds up
+            mn_mbarrier_init(&room.there[i], 1);
+            mn_mbarrier_init(&room.ready[i], MN_GROUP - 32);
+            mn_mbarrier_init(&room.gone[i], MN_GROUP + 64);    // who reads, who adds up
         }
         for (int i = 0; i < 2; i++) {
-            mn_barrier_open(&room.scored[i], MN_GROUP);
-            mn_barrier_open(&room.used[i], 4);
+            mn_mbarrier_init(&room.scored[i], MN_GROUP);
+            mn_mbarrier_init(&room.used[i], 4);
         }
-        mn_bulk_barriers_open();
+        mn_mbarrier_init_fence();
     }
     __syncthreads();
     if (threadIdx.x < MN_GROUP) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 80;");
-        if (threadIdx.x == 0) mn_curve_forward_ask<KP>(room, maps, at);
+        if (threadIdx.x == 0) mn_curve_forward_request<KP>(room, maps, at);
         if (threadIdx.x / 32 == 1) mn_curve_forward_weigh<KP>(room, p, at);
         if (threadIdx.x / 32 >= 2) {
             mn_curve_forward_add<KP>(room, p, at,
@@ -395,9 +398,9 @@ mn_curve_forward_kernel(const __grid_constant__ mn_curvature_args p,
 inline bool mn_curve_forward_map(mn_curve_maps *maps, const mn_curvature_args *p) {
     if (p->call.T == 0) return true;
     const int64_t K = p->call.K;
-    return mn_bulk_map(&maps->q, p->q, p->call, K, MN_CURVE_CHUNK) &&
-           mn_bulk_map(&maps->k, p->k, p->call, K, MN_CURVE_CHUNK) &&
-           (!p->qt.data || mn_bulk_map(&maps->qt, p->qt, p->call, K, MN_CURVE_CHUNK));
+    return mn_tma_map(&maps->q, p->q, p->call, K, MN_CURVE_CHUNK) &&
+           mn_tma_map(&maps->k, p->k, p->call, K, MN_CURVE_CHUNK) &&
+           (!p->qt.data || mn_tma_map(&maps->qt, p->qt, p->call, K, MN_CURVE_CHUNK));
 }
 
 #endif

@@ -56,7 +56,7 @@ mn_delta_head_kernel(const __grid_constant__ mn_delta_job job, int64_t slots) {
     for (int64_t slot = threadIdx.x; slot < slots; slot += 256) {
         sum += job.work.whole[slot * job.p.call.H + h];
     }
-    sum = mn_team_sum<256>(sum, room);
+    sum = mn_group_sum<256>(sum, room);
     if (threadIdx.x == 0) mn_put(mn_row<mn_bf16>(job.p.grad.g, 0, 0, h), sum);
 }
 
@@ -68,22 +68,22 @@ static int finish(const mn_delta_job &job, int64_t records, int n_parts, cudaStr
     int code = cudaSuccess;
     if (records > 0) {
         mn_delta_finish_kernel<<<(unsigned)records, MN_DELTA_CHUNK, 0, stream>>>(job, n_parts);
-        code = mn_launched();
+        code = mn_launch_status();
     }
     if (code != cudaSuccess || p.decay != MN_DECAY_HEAD || !p.grad.g.data) return code;
     mn_delta_head_kernel<<<(unsigned)p.call.H, 256, 0, stream>>>(job, records / p.call.H);
-    return mn_launched();
+    return mn_launch_status();
 }
 
-/* Both walks. */
+/* Both scans. */
 template <int KP, bool CHANNEL>
 static int walk(const mn_delta_job &job, cudaStream_t stream) {
-    const int code = mn_delta_walk<KP>(mn_delta_walk_kernel<KP, CHANNEL, true>,
-                                       mn_delta_walk_warps_kernel<KP, CHANNEL, true>, job, false,
+    const int code = mn_delta_scan<KP>(mn_delta_scan_kernel<KP, CHANNEL, true>,
+                                       mn_delta_scan_warps_kernel<KP, CHANNEL, true>, job, false,
                                        job.wide_v, stream);
     if (code != cudaSuccess) return code;
-    return mn_delta_walk<KP>(mn_delta_walk_back_kernel<KP, CHANNEL>,
-                             mn_delta_walk_back_warps_kernel<KP, CHANNEL>, job, true, job.wide_v,
+    return mn_delta_scan<KP>(mn_delta_scan_back_kernel<KP, CHANNEL>,
+                             mn_delta_scan_back_warps_kernel<KP, CHANNEL>, job, true, job.wide_v,
                              stream);
 }
 
@@ -98,10 +98,10 @@ static int backward(const mn_delta_job &job, cudaStream_t stream) {
     code = channel ? walk<KP, true>(job, stream) : walk<KP, false>(job, stream);
     if (code != cudaSuccess) return code;
     if (records == 0) return finish(job, 0, KP / KT, stream);
-    code = mn_launch_with_room(channel ? mn_delta_gradient_channel_kernel<KT, KP>
+    code = mn_launch_smem(channel ? mn_delta_gradient_channel_kernel<KT, KP>
                                        : mn_delta_gradient_kernel<KT, KP>,
                                blocks, MN_DELTA_GRADERS,
-                               channel ? sizeof(mn_channel_room<KT>) : sizeof(mn_grade_room<KT>),
+                               channel ? sizeof(mn_channel_smem<KT>) : sizeof(mn_grade_smem<KT>),
                                stream, job);
     if (code != cudaSuccess) return code;
     return finish(job, records, KP / KT, stream);

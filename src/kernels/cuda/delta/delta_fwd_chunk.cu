@@ -14,38 +14,38 @@ static int n_processors(void) {
 
 /* The walk beside the curvature that makes its queries, a chunk or two behind. */
 template <int KP>
-static int follow(const mn_delta_job &job, const mn_apart_maps &maps, const mn_curve_beside &query,
+static int follow(const mn_delta_job &job, const mn_ws_maps &maps, const mn_curve_beside &query,
                   cudaStream_t stream) {
     int code = mn_curve_beside_sums(query, stream);
     if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, maps.e, false, stream);
     if (code == cudaSuccess) code = mn_curve_beside_launch(query, stream);
-    return code == cudaSuccess ? mn_delta_apart_follow<KP>(job, maps, query.ready, stream) : code;
+    return code == cudaSuccess ? mn_delta_ws_follow<KP>(job, maps, query.ready, stream) : code;
 }
 
 /* Where all blocks of curvature and of the walk find a processor, the walk follows; else T is
  * prepared beside curvature. The bits are the same. */
 template <int KP>
-static int apart(const mn_delta_job &job, const mn_apart_maps &maps, void *query_work,
+static int ws(const mn_delta_job &job, const mn_ws_maps &maps, void *query_work,
                  cudaStream_t stream) {
     const mn_curvature_args *query = job.p.query;
     mn_curve_beside beside;
     int code = cudaSuccess;
     if (query && mn_curve_beside_of(&beside, query, query_work) &&
-        mn_curve_beside_blocks(beside) + mn_apart_blocks(job.p.call) <= n_processors()) {
+        mn_curve_beside_blocks(beside) + mn_ws_blocks(job.p.call) <= n_processors()) {
         return follow<KP>(job, maps, beside, stream);
     }
     if (query) code = mn_curvature_forward_cuda(query, query_work, stream);
     if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, maps.e, query != nullptr, stream);
-    return code == cudaSuccess ? mn_delta_apart<KP>(job, maps, stream) : code;
+    return code == cudaSuccess ? mn_delta_ws<KP>(job, maps, stream) : code;
 }
 
 template <int KP>
 static int forward(const mn_delta_job &job, void *query_work, cudaStream_t stream) {
     const int64_t V = job.p.call.V;
     if constexpr (KP <= 128) {
-        mn_apart_maps maps;
-        if (mn_delta_goes_apart(&maps, job)) {
-            return apart<KP>(job, maps, query_work, stream);
+        mn_ws_maps maps;
+        if (mn_delta_goes_ws(&maps, job)) {
+            return ws<KP>(job, maps, query_work, stream);
         }
     }
     int code = cudaSuccess;
@@ -53,17 +53,17 @@ static int forward(const mn_delta_job &job, void *query_work, cudaStream_t strea
     if (code == cudaSuccess) code = mn_delta_prepare<KP>(job, stream);
     if (code != cudaSuccess) return code;
     if (job.p.decay == MN_DECAY_CHANNEL) {
-        return mn_delta_walk<KP>(mn_delta_walk_kernel<KP, true, false>,
-                                 mn_delta_walk_warps_kernel<KP, true, false>, job, false, V,
+        return mn_delta_scan<KP>(mn_delta_scan_kernel<KP, true, false>,
+                                 mn_delta_scan_warps_kernel<KP, true, false>, job, false, V,
                                  stream);
     }
-    return mn_delta_walk<KP>(mn_delta_walk_kernel<KP, false, false>,
-                             mn_delta_walk_warps_kernel<KP, false, false>, job, false, V, stream);
+    return mn_delta_scan<KP>(mn_delta_scan_kernel<KP, false, false>,
+                             mn_delta_scan_warps_kernel<KP, false, false>, job, false, V, stream);
 }
 
 /* Whether a block gets as much shared memory as the widest kernels take. Where there is no GPU to
  * ask, a prediction is made for one that has it. */
-static bool has_room(void) {
+static bool has_smem(void) {
     int device = 0, bytes = 0;
     if (cudaGetDevice(&device) != cudaSuccess ||
         cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device)) {
@@ -77,7 +77,7 @@ static bool has_room(void) {
  * than twice what storing in bf16 does. */
 bool mn_delta_chunks(const mn_delta_args *p) {
     return p->call.dtype == MN_BF16 && p->call.K >= 32 && p->call.K <= 256 && p->call.V > 32 &&
-           has_room();
+           has_smem();
 }
 
 bool mn_delta_chunk_forward_plan(mn_plan *plan, const mn_delta_args *p) {

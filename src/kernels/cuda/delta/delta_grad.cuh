@@ -22,7 +22,7 @@
 
 enum { MN_DELTA_GRADERS = 512, MN_DELTA_GRADE_WARPS = 16 };
 
-/* What a block leaves of a chunk for the second step: dG, with that of the chunk's end apart, and
+/* What a block leaves of a chunk for the second step: dG, with that of the chunk's end ws, and
  * the gradient of beta. */
 struct mn_delta_part {
     float G[MN_DELTA_CHUNK], beta[MN_DELTA_CHUNK], end, nothing[3];
@@ -54,7 +54,7 @@ struct mn_grade_sums {
 };
 
 template <int KT>
-struct mn_grade_room {
+struct mn_grade_smem {
     union {
         mn_grade_stage<KT> stage[2];
         mn_grade_squares squares;
@@ -80,13 +80,13 @@ struct mn_grade_tile {
 };
 
 template <int KT>
-__device__ inline void mn_grade_fetch(mn_grade_stage<KT> &to, const mn_delta_job &job,
+__device__ inline void mn_grade_load(mn_grade_stage<KT> &to, const mn_delta_job &job,
                                       const mn_grade_place &at, int64_t column0) {
     const mn_delta_work &work = job.work;
     const int64_t row = at.index * job.wide_v + column0;
     constexpr int hands = MN_DELTA_GRADERS;
     const int hand = threadIdx.x, stride = (int)at.stride;
-    mn_tile_fetch<64, hands>(to.cot, job.p.cot.o, job.packed[MN_DELTA_COT], at.tile.span, at.h,
+    mn_tile_load<64, hands>(to.cot, job.p.cot.o, job.packed[MN_DELTA_COT], at.tile.span, at.h,
                              at.tile.first, at.count, column0, job.p.call.V, hand);
     mn_tile_recall<64, hands>(to.dX, work.dX + row * MN_DELTA_CHUNK, MN_DELTA_CHUNK, hand);
     mn_tile_recall<64, hands>(to.R, work.R + row * MN_DELTA_CHUNK, MN_DELTA_CHUNK, hand);
@@ -105,32 +105,32 @@ __device__ inline void mn_grade_values(mn_grade_tile<KT> &sum, const mn_grade_st
     for (int k = 0; k < 64; k += 16) {
         unsigned from_cot[4], from_dX[4], from_R[4], b[4];
         mn_left(from_cot, cot, row0, k);
-        mn_left_turned(from_dX, dX, row0, k);
-        mn_left_turned(from_R, R, row0, k);
+        mn_left_transposed(from_dX, dX, row0, k);
+        mn_left_transposed(from_R, R, row0, k);
 #pragma unroll
         for (int n = 0; n < mn_grade_tile<KT>::N; n += 2) {
-            mn_right_turned(b, S, k, channel0 + 8 * n);
+            mn_right_transposed(b, S, k, channel0 + 8 * n);
             mn_product(sum.q[n], from_cot, b[0], b[1]);
             mn_product(sum.q[n + 1], from_cot, b[2], b[3]);
             mn_product(sum.e[n], from_dX, b[0], b[1]);
             mn_product(sum.e[n + 1], from_dX, b[2], b[3]);
-            mn_right_turned(b, D, k, channel0 + 8 * n);
+            mn_right_transposed(b, D, k, channel0 + 8 * n);
             mn_product(sum.w[n], from_R, b[0], b[1]);
             mn_product(sum.w[n + 1], from_R, b[2], b[3]);
         }
         if (at.quarter > at.block) continue;
-        mn_right_turned(b, R, k, 16 * at.quarter);
+        mn_right_transposed(b, R, k, 16 * at.quarter);
         mn_product(sum.P[0], from_cot, b[0], b[1]);
         mn_product(sum.P[1], from_cot, b[2], b[3]);
         mn_product(sum.A[0], from_dX, b[0], b[1]);
         mn_product(sum.A[1], from_dX, b[2], b[3]);
     }
-    constexpr int octets = KT / 8;
-    const int octet = threadIdx.x % octets;
+    constexpr int vec16s = KT / 8;
+    const int vec16 = threadIdx.x % vec16s;
 #pragma unroll
-    for (int row = threadIdx.x / octets; row < 64; row += MN_DELTA_GRADERS / octets) {
-        const uint4 s = *(const uint4 *)(stage.S + mn_tile_place(row, octet));
-        const uint4 d = *(const uint4 *)(stage.D + mn_tile_place(row, octet));
+    for (int row = threadIdx.x / vec16s; row < 64; row += MN_DELTA_GRADERS / vec16s) {
+        const uint4 s = *(const uint4 *)(stage.S + mn_tile_place(row, vec16));
+        const uint4 d = *(const uint4 *)(stage.D + mn_tile_place(row, vec16));
         const unsigned x[4] = { s.x, s.y, s.z, s.w }, y[4] = { d.x, d.y, d.z, d.w };
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -148,18 +148,18 @@ __device__ inline void mn_grade_all_values(mn_grade_tile<KT> &sum, Room &room,
     const int tiles = (int)(job.wide_v / 64);
     const auto keys = [&](unsigned char *to, const mn_in &view, int tensor) {
         if (!view.data) return;
-        mn_tile_fetch<KT, MN_DELTA_GRADERS>(to, view, job.packed[tensor], at.tile.span, at.h,
+        mn_tile_load<KT, MN_DELTA_GRADERS>(to, view, job.packed[tensor], at.tile.span, at.h,
                                             at.tile.first, at.count, at.channel0, p.call.K,
                                             threadIdx.x);
     };
     sum = {};
-    mn_grade_fetch<KT>(room.stage[0], job, at, 0);
+    mn_grade_load<KT>(room.stage[0], job, at, 0);
     mn_copy_commit();
     keys(room.keys.q, p.q, MN_DELTA_Q);
     keys(room.keys.e, p.e, MN_DELTA_E);
     keys(room.keys.w, p.w, MN_DELTA_W);
     for (int i = 0; i < tiles; i++) {
-        if (i + 1 < tiles) mn_grade_fetch<KT>(room.stage[(i + 1) % 2], job, at, (i + 1) * 64);
+        if (i + 1 < tiles) mn_grade_load<KT>(room.stage[(i + 1) % 2], job, at, (i + 1) * 64);
         mn_copy_commit();
         mn_copy_wait<1>();
         __syncthreads();
@@ -188,7 +188,7 @@ __device__ inline mn_grade_place mn_grade_here(const mn_delta_job &job, int KT, 
 
 /* Squares with decays into the room, and the sums of what passes between tokens. */
 template <int KT>
-__device__ inline void mn_grade_pairs(mn_grade_room<KT> &room, const mn_grade_tile<KT> &sum,
+__device__ inline void mn_grade_pairs(mn_grade_smem<KT> &room, const mn_grade_tile<KT> &sum,
                                       const mn_delta_job &job, const mn_grade_place &at) {
     const int lane = threadIdx.x % 32;
     const mn_bf16 *P = job.work.P + at.index * MN_DELTA_SQUARE;
@@ -240,7 +240,7 @@ __device__ inline void mn_grade_pairs(mn_grade_room<KT> &room, const mn_grade_ti
 
 /* Decays what came through the states, and sums it up over channels. */
 template <int KT>
-__device__ inline void mn_grade_states(mn_grade_room<KT> &room, mn_grade_tile<KT> &sum,
+__device__ inline void mn_grade_states(mn_grade_smem<KT> &room, mn_grade_tile<KT> &sum,
                                        unsigned w, float scale, const mn_grade_place &at) {
     const int lane = threadIdx.x % 32, t = at.block * 16 + lane / 4;
     const double end = room.levels.G[MN_DELTA_CHUNK - 1];
@@ -282,7 +282,7 @@ __device__ inline void mn_grade_states(mn_grade_room<KT> &room, mn_grade_tile<KT
 
 /* Adds what passed inside the chunk. */
 template <int KT>
-__device__ inline void mn_grade_inside(mn_grade_room<KT> &room, mn_grade_tile<KT> &sum, unsigned w,
+__device__ inline void mn_grade_inside(mn_grade_smem<KT> &room, mn_grade_tile<KT> &sum, unsigned w,
                                        const mn_grade_place &at) {
     const unsigned q = mn_shared(room.keys.q), e = mn_shared(room.keys.e);
     const unsigned P = mn_shared(room.squares.P), A = mn_shared(room.squares.A);
@@ -294,7 +294,7 @@ __device__ inline void mn_grade_inside(mn_grade_room<KT> &room, mn_grade_tile<KT
         mn_left(a, A_beta, row0, k);
 #pragma unroll
         for (int n = 0; n < mn_grade_tile<KT>::N; n += 2) {
-            mn_right_turned(b, w, k, channel0 + 8 * n);
+            mn_right_transposed(b, w, k, channel0 + 8 * n);
             mn_product(sum.q[n], p, b[0], b[1]);
             mn_product(sum.q[n + 1], p, b[2], b[3]);
             mn_product(sum.e[n], a, b[0], b[1]);
@@ -302,14 +302,14 @@ __device__ inline void mn_grade_inside(mn_grade_room<KT> &room, mn_grade_tile<KT
         }
     }
     for (int k = row0; k < MN_DELTA_CHUNK; k += 16) {
-        mn_left_turned(p, P, row0, k);
-        mn_left_turned(a, A, row0, k);
+        mn_left_transposed(p, P, row0, k);
+        mn_left_transposed(a, A, row0, k);
 #pragma unroll
         for (int n = 0; n < mn_grade_tile<KT>::N; n += 2) {
-            mn_right_turned(b, q, k, channel0 + 8 * n);
+            mn_right_transposed(b, q, k, channel0 + 8 * n);
             mn_product(sum.w[n], p, b[0], b[1]);
             mn_product(sum.w[n + 1], p, b[2], b[3]);
-            mn_right_turned(b, e, k, channel0 + 8 * n);
+            mn_right_transposed(b, e, k, channel0 + 8 * n);
             mn_product(sum.w[n], a, b[0], b[1]);
             mn_product(sum.w[n + 1], a, b[2], b[3]);
         }
@@ -328,18 +328,18 @@ __device__ inline void mn_grade_put(const mn_out &view, bool packed, const mn_gr
     __syncwarp();
 #pragma unroll
     for (int n = 0; n < N; n++) {
-        const int row = at.block * 16 + lane / 4, octet = at.quarter * N + n;
-        *(unsigned *)(tile + mn_tile_place(row, octet) + lane % 4 * 4) = mn_pair(x[n][0], x[n][1]);
-        *(unsigned *)(tile + mn_tile_place(row + 8, octet) + lane % 4 * 4) = mn_pair(x[n][2],
+        const int row = at.block * 16 + lane / 4, vec16 = at.quarter * N + n;
+        *(unsigned *)(tile + mn_tile_place(row, vec16) + lane % 4 * 4) = mn_pair(x[n][0], x[n][1]);
+        *(unsigned *)(tile + mn_tile_place(row + 8, vec16) + lane % 4 * 4) = mn_pair(x[n][2],
                                                                                     x[n][3]);
     }
     __syncwarp();
 #pragma unroll
     for (int k = lane; k < 16 * N; k += 32) {
-        const int row = at.block * 16 + k / N, octet = at.quarter * N + k % N;
-        const int64_t i = at.channel0 + 8 * octet;
+        const int row = at.block * 16 + k / N, vec16 = at.quarter * N + k % N;
+        const int64_t i = at.channel0 + 8 * vec16;
         if (row >= at.count || i >= K) continue;
-        const mn_pack<mn_bf16, 8> pack = *(mn_pack<mn_bf16, 8> *)(tile + mn_tile_place(row, octet));
+        const mn_pack<mn_bf16, 8> pack = *(mn_pack<mn_bf16, 8> *)(tile + mn_tile_place(row, vec16));
         mn_bf16 *to = mn_row<mn_bf16>(view, at.tile.span.b, at.tile.span.t0 + at.tile.first + row,
                                       at.h) + i;
         if (packed) {
@@ -410,7 +410,7 @@ template <int KT, int KP>
 __global__ void __launch_bounds__(MN_DELTA_GRADERS)
 mn_delta_gradient_kernel(const __grid_constant__ mn_delta_job job) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_grade_room<KT> &room = *(mn_grade_room<KT> *)bytes;
+    mn_grade_smem<KT> &room = *(mn_grade_smem<KT> *)bytes;
     const mn_grade_place at = mn_grade_here(job, KT, KP);
     if (at.count == 0) return;
     const unsigned w = mn_shared(job.p.w.data ? room.keys.w : room.keys.e);

@@ -28,19 +28,19 @@ struct mn_channel_tiles {
     float2 inside[4][16][16];
 };
 
-struct alignas(128) mn_channel_squares_room {
+struct alignas(128) mn_channel_squares_smem {
     unsigned char P[mn_tile_bytes<64>()], A[mn_tile_bytes<64>()];    // scale dP and -dA
 };
 
 template <int KT>
-struct mn_channel_room {
+struct mn_channel_smem {
     union {
         mn_grade_stage<KT> stage[2];
         mn_channel_tiles<KT> tiles;
     };
     mn_grade_keys<KT> keys;
     union {
-        mn_channel_squares_room squares;
+        mn_channel_squares_smem squares;
         float ends[MN_DELTA_GRADERS / (KT / 8)][KT];    // S . D, before
     };
     mn_channel_levels<KT> levels;
@@ -52,7 +52,7 @@ struct mn_channel_room {
 
 /* Levels of this block's channels. */
 template <int KT>
-__device__ inline void mn_channel_count(mn_channel_room<KT> &room, const mn_delta_job &job,
+__device__ inline void mn_channel_count(mn_channel_smem<KT> &room, const mn_delta_job &job,
                                         const mn_grade_place &at) {
     const int k = threadIdx.x, block = k / (KT / 2), i = k % (KT / 2) * 2;
     if (k < MN_DELTA_CHUNK) room.beta[k] = job.work.levels[at.index].beta[k];
@@ -80,7 +80,7 @@ __device__ inline float2 mn_channel_behind(const mn_channel_levels<KT> &c, int b
 
 /* Decays what came through the states; adds up w_beta dw over tokens. */
 template <int KT>
-__device__ void mn_channel_states(mn_channel_room<KT> &room, mn_grade_tile<KT> &sum,
+__device__ void mn_channel_states(mn_channel_smem<KT> &room, mn_grade_tile<KT> &sum,
                                   const unsigned char *w, float scale, const mn_grade_place &at) {
     const int lane = threadIdx.x % 32, t = at.block * 16 + lane / 4;
 #pragma unroll
@@ -111,7 +111,7 @@ __device__ void mn_channel_states(mn_channel_room<KT> &room, mn_grade_tile<KT> &
 
 /* dG of the chunk's end for each channel: a thread each. */
 template <int KT>
-__device__ inline void mn_channel_end(mn_channel_room<KT> &room) {
+__device__ inline void mn_channel_end(mn_channel_smem<KT> &room) {
     const int i = threadIdx.x;
     if (i >= KT) return;
     float level = 0.0f, both = 0.0f, written = 0.0f;
@@ -127,7 +127,7 @@ __device__ inline void mn_channel_end(mn_channel_room<KT> &room) {
 
 /* scale dP and -dA in bf16, and in float32 inside blocks. */
 template <int KT>
-__device__ inline void mn_channel_squares(mn_channel_room<KT> &room, const mn_grade_tile<KT> &sum,
+__device__ inline void mn_channel_squares(mn_channel_smem<KT> &room, const mn_grade_tile<KT> &sum,
                                           float scale, const mn_grade_place &at) {
     const int lane = threadIdx.x % 32;
     if (at.quarter > at.block) return;
@@ -150,7 +150,7 @@ __device__ inline void mn_channel_squares(mn_channel_room<KT> &room, const mn_gr
 
 /* Rows of w_beta decayed to the start of each later block. */
 template <int KT>
-__device__ void mn_channel_fill_late(mn_channel_room<KT> &room, const unsigned char *w) {
+__device__ void mn_channel_fill_late(mn_channel_smem<KT> &room, const unsigned char *w) {
     constexpr int pairs = KT / 2;
     for (int k = threadIdx.x; k < 48 * pairs; k += MN_DELTA_GRADERS) {
         const int s = k / pairs, i = k % pairs * 2, J = s / 16;
@@ -168,7 +168,7 @@ __device__ void mn_channel_fill_late(mn_channel_room<KT> &room, const unsigned c
 
 /* Rows of q and e decayed from the end of each earlier block. */
 template <int KT>
-__device__ void mn_channel_fill_early(mn_channel_room<KT> &room) {
+__device__ void mn_channel_fill_early(mn_channel_smem<KT> &room) {
     constexpr int pairs = KT / 2;
     for (int k = threadIdx.x; k < 48 * pairs; k += MN_DELTA_GRADERS) {
         const int t = 16 + k / pairs, i = k % pairs * 2, I = t / 16;
@@ -202,7 +202,7 @@ __device__ inline void mn_channel_take(float (&to)[4], const float (&x)[4],
 
 /* dq and de from earlier blocks. */
 template <int KT>
-__device__ void mn_channel_from_early(mn_channel_room<KT> &room, mn_grade_tile<KT> &sum,
+__device__ void mn_channel_from_early(mn_channel_smem<KT> &room, mn_grade_tile<KT> &sum,
                                       const mn_grade_place &at) {
     const int I = at.block, channel0 = at.quarter * (KT / 4);
     if (I == 0) return;
@@ -214,7 +214,7 @@ __device__ void mn_channel_from_early(mn_channel_room<KT> &room, mn_grade_tile<K
             unsigned p[4], a[4], b[4];
             mn_left(p, mn_shared(room.squares.P), 16 * I, 16 * J);
             mn_left(a, mn_shared(room.squares.A), 16 * I, 16 * J);
-            mn_right_turned(b, rows, 16 * J, channel0 + 8 * n);
+            mn_right_transposed(b, rows, 16 * J, channel0 + 8 * n);
             mn_product(q[0], p, b[0], b[1]);
             mn_product(q[1], p, b[2], b[3]);
             mn_product(e[0], a, b[0], b[1]);
@@ -231,7 +231,7 @@ __device__ void mn_channel_from_early(mn_channel_room<KT> &room, mn_grade_tile<K
 
 /* dw from later blocks. */
 template <int KT>
-__device__ void mn_channel_from_late(mn_channel_room<KT> &room, mn_grade_tile<KT> &sum,
+__device__ void mn_channel_from_late(mn_channel_smem<KT> &room, mn_grade_tile<KT> &sum,
                                      const mn_grade_place &at) {
     const int J = at.block, channel0 = at.quarter * (KT / 4);
     if (J == 3) return;
@@ -240,12 +240,12 @@ __device__ void mn_channel_from_late(mn_channel_room<KT> &room, mn_grade_tile<KT
         float w[2][4] = {};
         for (int I = J + 1; I < 4; I++) {
             unsigned p[4], a[4], b[4];
-            mn_left_turned(p, mn_shared(room.squares.P), 16 * J, 16 * I);
-            mn_left_turned(a, mn_shared(room.squares.A), 16 * J, 16 * I);
-            mn_right_turned(b, mn_shared(room.tiles.early.q[J]), 16 * I, channel0 + 8 * n);
+            mn_left_transposed(p, mn_shared(room.squares.P), 16 * J, 16 * I);
+            mn_left_transposed(a, mn_shared(room.squares.A), 16 * J, 16 * I);
+            mn_right_transposed(b, mn_shared(room.tiles.early.q[J]), 16 * I, channel0 + 8 * n);
             mn_product(w[0], p, b[0], b[1]);
             mn_product(w[1], p, b[2], b[3]);
-            mn_right_turned(b, mn_shared(room.tiles.early.e[J]), 16 * I, channel0 + 8 * n);
+            mn_right_transposed(b, mn_shared(room.tiles.early.e[J]), 16 * I, channel0 + 8 * n);
             mn_product(w[0], a, b[0], b[1]);
             mn_product(w[1], a, b[2], b[3]);
         }
@@ -265,7 +265,7 @@ __device__ inline float mn_tile_number(const unsigned char *tile, int row, int i
 
 /* All pairs of a block of 16 tokens, s < t, in one channel. */
 template <int KT>
-__device__ void mn_channel_inside(mn_channel_room<KT> &room, const unsigned char *w) {
+__device__ void mn_channel_inside(mn_channel_smem<KT> &room, const unsigned char *w) {
     const int block = threadIdx.x / KT, i = threadIdx.x % KT, first = 16 * block;
     if (block >= 4) return;
     float level[16], write[16], dw[16];
@@ -298,7 +298,7 @@ __device__ void mn_channel_inside(mn_channel_room<KT> &room, const unsigned char
 /* Adds the pairs inside blocks; leaves dG in their place. A token's read of its own write, which no
  * decay comes between, is added after that. */
 template <int KT>
-__device__ void mn_channel_join_inside(mn_channel_room<KT> &room, mn_grade_tile<KT> &sum,
+__device__ void mn_channel_join_inside(mn_channel_smem<KT> &room, mn_grade_tile<KT> &sum,
                                        const unsigned char *w, const mn_grade_place &at) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -332,7 +332,7 @@ __device__ void mn_channel_join_inside(mn_channel_room<KT> &room, mn_grade_tile<
 
 /* dg from dG: sums from each token to the end. All threads of the block call. */
 template <int KT>
-__device__ void mn_channel_leave_decays(mn_channel_room<KT> &room, const mn_delta_job &job,
+__device__ void mn_channel_leave_decays(mn_channel_smem<KT> &room, const mn_delta_job &job,
                                         const mn_grade_place &at) {
     const int block = threadIdx.x / KT, i = threadIdx.x % KT;
     const mn_channel_levels<KT> &dG = room.tiles.sums.q;
@@ -358,7 +358,7 @@ template <int KT, int KP>
 __global__ void __launch_bounds__(MN_DELTA_GRADERS)
 mn_delta_gradient_channel_kernel(const __grid_constant__ mn_delta_job job) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_channel_room<KT> &room = *(mn_channel_room<KT> *)bytes;
+    mn_channel_smem<KT> &room = *(mn_channel_smem<KT> *)bytes;
     const mn_grade_place at = mn_grade_here(job, KT, KP);
     if (at.count == 0) return;
     const unsigned char *w = job.p.w.data ? room.keys.w : room.keys.e;

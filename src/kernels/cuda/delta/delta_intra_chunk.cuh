@@ -18,7 +18,7 @@ enum {
     MN_DELTA_PREPARERS = 256,
 };
 
-/* Blocks of 16 x 16 of A, and of T: those on the diagonal apart, others where A has no rows. */
+/* Blocks of 16 x 16 of A, and of T: those on the diagonal ws, others where A has no rows. */
 struct mn_delta_solver {
     float A[MN_DELTA_CHUNK][MN_DELTA_LD], diagonal[16][MN_DELTA_LD];
 
@@ -300,12 +300,12 @@ mn_delta_prepare_kernel(const __grid_constant__ mn_delta_job job) {
     const mn_tile_span tile = mn_tile_at(call, MN_DELTA_CHUNK, slot);
     const int count = (int)tile.n_rows, warp = threadIdx.x / 32;
     if (count == 0) return;
-    mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.q, p.q, job.packed[MN_DELTA_Q], tile.span, h,
+    mn_tile_load<KP, MN_DELTA_PREPARERS>(room.q, p.q, job.packed[MN_DELTA_Q], tile.span, h,
                                           tile.first, count, 0, call.K, threadIdx.x);
-    mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.e, p.e, job.packed[MN_DELTA_E], tile.span, h,
+    mn_tile_load<KP, MN_DELTA_PREPARERS>(room.e, p.e, job.packed[MN_DELTA_E], tile.span, h,
                                           tile.first, count, 0, call.K, threadIdx.x);
     if (p.w.data) {
-        mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.w, p.w, job.packed[MN_DELTA_W], tile.span, h,
+        mn_tile_load<KP, MN_DELTA_PREPARERS>(room.w, p.w, job.packed[MN_DELTA_W], tile.span, h,
                                               tile.first, count, 0, call.K, threadIdx.x);
     }
     mn_copy_commit();

@@ -273,12 +273,12 @@ mn_delta_prepare_channel_kernel(const __grid_constant__ mn_delta_job job) {
     const int count = (int)tile.n_rows;
     float A[8][4] = {}, P[8][4] = {};
     if (count == 0) return;
-    mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.q, p.q, job.packed[MN_DELTA_Q], tile.span, h,
+    mn_tile_load<KP, MN_DELTA_PREPARERS>(room.q, p.q, job.packed[MN_DELTA_Q], tile.span, h,
                                           tile.first, count, 0, call.K, threadIdx.x);
-    mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.e, p.e, job.packed[MN_DELTA_E], tile.span, h,
+    mn_tile_load<KP, MN_DELTA_PREPARERS>(room.e, p.e, job.packed[MN_DELTA_E], tile.span, h,
                                           tile.first, count, 0, call.K, threadIdx.x);
     if (p.w.data) {
-        mn_tile_fetch<KP, MN_DELTA_PREPARERS>(room.w, p.w, job.packed[MN_DELTA_W], tile.span, h,
+        mn_tile_load<KP, MN_DELTA_PREPARERS>(room.w, p.w, job.packed[MN_DELTA_W], tile.span, h,
                                               tile.first, count, 0, call.K, threadIdx.x);
     }
     mn_copy_commit();

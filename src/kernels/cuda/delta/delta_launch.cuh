@@ -15,7 +15,7 @@ inline int64_t mn_delta_wide_k(int64_t K) {
 
 /* Takes `count` records of `bytes` each from work space that starts at `base` (NULL: only counts
  * them); records begin at multiples of 256 bytes. */
-struct mn_delta_purse {
+struct mn_delta_workspace {
     char *base;
     size_t used;
     bool ok;
@@ -38,28 +38,28 @@ inline bool mn_delta_lay_out(mn_delta_work *work, size_t *bytes, const mn_delta_
     const int64_t records = mn_tile_slots(call, MN_DELTA_CHUNK) * call.H;
     const int64_t K = mn_delta_wide_k(call.K), V = mn_ceil_div(call.V, 64) * 64;
     const bool channel = p->decay == MN_DECAY_CHANNEL;
-    mn_delta_purse purse = { (char *)base, 0, true };
+    mn_delta_workspace workspace = { (char *)base, 0, true };
     *work = {};
-    purse.take(work->levels, records, 1);
-    purse.take(work->T, records, MN_DELTA_SQUARE);
-    purse.take(work->P, records, MN_DELTA_SQUARE);
+    workspace.take(work->levels, records, 1);
+    workspace.take(work->T, records, MN_DELTA_SQUARE);
+    workspace.take(work->P, records, MN_DELTA_SQUARE);
     if (channel) {
-        purse.take(work->q, records, MN_DELTA_CHUNK * K);
-        purse.take(work->e, records, MN_DELTA_CHUNK * K);
-        purse.take(work->w, records, MN_DELTA_CHUNK * K);
-        purse.take(work->fall, records, K);
+        workspace.take(work->q, records, MN_DELTA_CHUNK * K);
+        workspace.take(work->e, records, MN_DELTA_CHUNK * K);
+        workspace.take(work->w, records, MN_DELTA_CHUNK * K);
+        workspace.take(work->fall, records, K);
     }
     if (back) {
-        purse.take(work->A, records, MN_DELTA_SQUARE);
-        purse.take(work->S, records, V * K);
-        purse.take(work->D, records, V * K);
-        purse.take(work->R, records, V * MN_DELTA_CHUNK);
-        purse.take(work->dX, records, V * MN_DELTA_CHUNK);
-        purse.take(work->parts, records, 2 * (2 * MN_DELTA_CHUNK + 4));
-        purse.take(work->whole, records, 1);
+        workspace.take(work->A, records, MN_DELTA_SQUARE);
+        workspace.take(work->S, records, V * K);
+        workspace.take(work->D, records, V * K);
+        workspace.take(work->R, records, V * MN_DELTA_CHUNK);
+        workspace.take(work->dX, records, V * MN_DELTA_CHUNK);
+        workspace.take(work->parts, records, 2 * (2 * MN_DELTA_CHUNK + 4));
+        workspace.take(work->whole, records, 1);
     }
-    *bytes = purse.used;
-    return purse.ok;
+    *bytes = workspace.used;
+    return workspace.ok;
 }
 
 /* Whether rows of a view come in packs of eight. */
@@ -92,8 +92,8 @@ inline bool mn_delta_job_of(mn_delta_job *job, const mn_delta_args *p, void *sha
 }
 
 /* Strips of columns of a block of a walk: few where there are few columns to spread over the
- * processors. Those of four are walked by groups, fewer by warps, which give the same bits. */
-inline int mn_delta_strips(int64_t columns, int64_t heads) {
+ * processors. Those of four are scanned by groups, fewer by warps, which give the same bits. */
+inline int mn_delta_col_tiles(int64_t columns, int64_t heads) {
     int strips = MN_DELTA_STRIPS;
     while (strips > 1 && mn_ceil_div(columns, 16 * strips) * heads < 64) strips /= 2;
     return strips;
@@ -105,10 +105,10 @@ inline int mn_delta_prepare(const mn_delta_job &job, cudaStream_t stream) {
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     if (job.p.decay == MN_DECAY_CHANNEL) {
-        return mn_launch_with_room(mn_delta_prepare_channel_kernel<KP>, dim3((unsigned)blocks),
+        return mn_launch_smem(mn_delta_prepare_channel_kernel<KP>, dim3((unsigned)blocks),
                                    MN_DELTA_PREPARERS, sizeof(mn_channel_keys<KP>), stream, job);
     }
-    return mn_launch_with_room(mn_delta_prepare_kernel<KP>, dim3((unsigned)blocks),
+    return mn_launch_smem(mn_delta_prepare_kernel<KP>, dim3((unsigned)blocks),
                                MN_DELTA_PREPARERS, mn_delta_keys<KP>::bytes(job.p.w.data), stream,
                                job);
 }
@@ -119,16 +119,16 @@ inline bool mn_delta_map_keys(CUtensorMap *map, const mn_delta_job &job, const m
     mn_call all = {};
     if (!decayed) {
         return job.packed[tensor] &&
-               mn_bulk_map(map, view, job.p.call, job.p.call.K, MN_DELTA_CHUNK);
+               mn_tma_map(map, view, job.p.call, job.p.call.K, MN_DELTA_CHUNK);
     }
     all.B = all.H = 1;
     all.T = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H * MN_DELTA_CHUNK;
     const mn_in rows = { decayed, { all.T * width, width, width } };
-    return all.T <= INT32_MAX && mn_bulk_map(map, rows, all, width, MN_DELTA_CHUNK);
+    return all.T <= INT32_MAX && mn_tma_map(map, rows, all, width, MN_DELTA_CHUNK);
 }
 
 /* Maps for the walk forward, or the one back. */
-inline void mn_delta_map(mn_walk_maps *maps, const mn_delta_job &job, bool back) {
+inline void mn_delta_map(mn_state_scan_maps *maps, const mn_delta_job &job, bool back) {
     const mn_delta_args &p = job.p;
     const mn_delta_work &work = job.work;
     const int64_t K = mn_delta_wide_k(p.call.K);
@@ -141,35 +141,37 @@ inline void mn_delta_map(mn_walk_maps *maps, const mn_delta_job &job, bool back)
     };
     *maps = {};
     maps->serve =
-        mn_on_hopper() && packed &&
-        mn_bulk_map(&maps->values, values, p.call, p.call.V, MN_DELTA_CHUNK) &&
+        mn_device_is_sm90() && packed &&
+        mn_tma_map(&maps->values, values, p.call, p.call.V, MN_DELTA_CHUNK) &&
         mn_delta_map_keys(&maps->T, job, p.e, MN_DELTA_E, work.T, MN_DELTA_CHUNK) &&
         mn_delta_map_keys(&maps->P, job, p.e, MN_DELTA_E, work.P, MN_DELTA_CHUNK) &&
         key(&maps->keys, back ? MN_DELTA_W : MN_DELTA_E) && key(&maps->first, MN_DELTA_Q) &&
         key(&maps->second, back ? MN_DELTA_E : MN_DELTA_W);
 }
 
-typedef void (*mn_delta_walker)(mn_delta_job, mn_walk_maps, int64_t);
+typedef void (*mn_delta_scanner)(mn_delta_job, mn_state_scan_maps, int64_t);
 
-/* A kernel that walks over `columns` value columns of all heads of all sequences, by groups of
+/* A kernel that scans over `columns` value columns of all heads of all sequences, by groups of
  * warps or by warps. */
 template <int KP>
-inline int mn_delta_walk(mn_delta_walker by_group, mn_delta_walker by_warps,
+inline int mn_delta_scan(mn_delta_scanner by_group, mn_delta_scanner by_warps,
                          const mn_delta_job &job, bool back, int64_t columns,
                          cudaStream_t stream) {
-    constexpr int teams = mn_walk_teams<KP>, warps = mn_walk_sizes<KP>::teams;
+    constexpr int groups = mn_state_scan_groups<KP>, warps = mn_state_scan_sizes<KP>::groups;
     const int64_t heads = job.p.call.H * mn_n_spans(job.p.call);
-    const int strips = mn_delta_strips(columns, heads);
+    const int strips = mn_delta_col_tiles(columns, heads);
     const int64_t n_slices = mn_ceil_div(columns, 16 * strips), blocks = n_slices * heads;
     const bool group = strips == MN_DELTA_STRIPS;
-    const size_t meeting = group ? sizeof(mn_walk_meeting<teams>) : sizeof(mn_walk_table<KP>);
-    mn_walk_maps maps;
+    const size_t meeting = group ? sizeof(mn_state_scan_meeting<groups>)
+        : sizeof(mn_state_scan_table<KP>);
+    mn_state_scan_maps maps;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     mn_delta_map(&maps, job, back);
-    return mn_launch_with_room(group ? by_group : by_warps, dim3((unsigned)blocks),
-                               32 * strips * (group ? teams : warps) + MN_DELTA_FETCHERS,
-                               sizeof(mn_walk_room<KP>) + (size_t)strips * meeting, stream, job,
+    return mn_launch_smem(group ? by_group : by_warps, dim3((unsigned)blocks),
+                               32 * strips * (group ? groups : warps) + MN_DELTA_FETCHERS,
+                               sizeof(mn_state_scan_smem<KP>) + (size_t)strips * meeting, stream,
+                                   job,
                                maps, n_slices);
 }
 

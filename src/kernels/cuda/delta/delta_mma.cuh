@@ -1,4 +1,4 @@
-/* delta_mma.cuh - the products of delta's walks, 16 deep and 64 columns wide: by a warp on any
+/* delta_mma.cuh - the products of delta's scans, 16 deep and 64 columns wide: by a warp on any
  * machine (mma), or by the four warps of a group together on one that has wgmma, which reads the
  * right operand from shared memory by itself. A warp has 16 rows of the left operand and of the
  * sums either way, in the same places. */
@@ -10,7 +10,7 @@
 
 #if MN_HAS_WGMMA
 
-/* Where a product finds rows of a tile whose panels start at multiples of 1024 bytes. */
+/* Where a product finds rows of a tile whose smem_tiles start at multiples of 1024 bytes. */
 __device__ __forceinline__ uint64_t mn_group_sees(unsigned address) {
     return (address & 0x3ffffu) >> 4 | (uint64_t)1 << 16 | (uint64_t)64 << 32 | (uint64_t)1 << 62;
 }
@@ -102,19 +102,20 @@ __device__ __forceinline__ void mn_unit_rows(float (*y)[4], const unsigned (&a)[
     }
 }
 
-/* y (64 columns) += a b: the tile's rows from k on are the depth, its columns from 64 * panel on
+/* y (64 columns) += a b: the tile's rows from k on are the depth, its columns from 64 * smem_tile
+ * on
  * columns, of which those from 16 * end on are zero. */
 template <bool GROUP>
 __device__ __forceinline__ void mn_unit_depth(float (*y)[4], const unsigned (&a)[4], unsigned tile,
-                                              int k, int panel, int end) {
+                                              int k, int smem_tile, int end) {
     if constexpr (GROUP && MN_HAS_WGMMA) {
-        mn_group_product<1>(y, a, tile + panel * 8192 + k * 128);
+        mn_group_product<1>(y, a, tile + smem_tile * 8192 + k * 128);
     } else {
 #pragma unroll
         for (int n = 0; n < 4; n++) {
             if (n >= end) continue;
             unsigned b[4];
-            mn_right_turned(b, tile, k, 64 * panel + 16 * n);
+            mn_right_transposed(b, tile, k, 64 * smem_tile + 16 * n);
             mn_product(y[2 * n], a, b[0], b[1]);
             mn_product(y[2 * n + 1], a, b[2], b[3]);
         }

@@ -1,8 +1,9 @@
 /* delta_smem.cuh - what delta's chunk kernels share: tiles of 64 rows of bf16 in shared memory,
  * their way into the registers of tensor cores, and the work space of a call.
  *
- * A tile lies in panels of 64 columns: eight octets of 16 bytes for each row, octet o of row r at
- * place o ^ (r % 8), so that eight rows of one octet, or eight octets of one row, meet in no bank.
+ * A tile lies in smem_tiles of 64 columns: eight vec16s of 16 bytes for each row, vec16 o of row r
+ * at
+ * place o ^ (r % 8), so that eight rows of one vec16, or eight vec16s of one row, meet in no bank.
  *
  * Chunks are 64 tokens, numbered by the slots of mn_tile_slots; records of a chunk and head lie at
  * slot * H + h. */
@@ -53,8 +54,8 @@ constexpr int mn_tile_bytes() {
     return MN_DELTA_CHUNK * COLUMNS * (int)sizeof(mn_bf16);
 }
 
-__device__ inline unsigned mn_tile_place(int row, int octet) {
-    return (unsigned)(((octet >> 3) * MN_DELTA_CHUNK + row) * 128 + (((octet ^ row) & 7) << 4));
+__device__ inline unsigned mn_tile_place(int row, int vec16) {
+    return (unsigned)(((vec16 >> 3) * MN_DELTA_CHUNK + row) * 128 + (((vec16 ^ row) & 7) << 4));
 }
 
 __device__ inline unsigned mn_shared(const void *memory) {
@@ -62,7 +63,7 @@ __device__ inline unsigned mn_shared(const void *memory) {
 }
 
 /* Sixteen bytes from memory, of which those beyond `bytes` become zeros. */
-__device__ inline void mn_copy_octet(unsigned to, const void *from, int bytes) {
+__device__ inline void mn_copy_vec16(unsigned to, const void *from, int bytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
 }
@@ -79,14 +80,14 @@ __device__ inline void mn_copy_wait(void) {
 
 /* `count` rows of a view from token t on, COLUMNS of them from column0 on; zeros beyond `width` and
  * where the tensor is absent. HANDS threads share it, of which this is number `hand`: each has one
- * octet of every few rows, so that addresses advance by constants. */
+ * vec16 of every few rows, so that addresses advance by constants. */
 template <int COLUMNS, int HANDS>
-__device__ inline void mn_tile_fetch(unsigned char *tile, const mn_in &view, bool packed,
+__device__ inline void mn_tile_load(unsigned char *tile, const mn_in &view, bool packed,
                                      const mn_span &span, int64_t h, int64_t t, int count,
                                      int64_t column0, int64_t width, int hand) {
-    constexpr int octets = COLUMNS / 8, step = HANDS / octets;
-    const int row0 = hand / octets, octet = hand % octets;
-    const int64_t j = column0 + 8 * octet;
+    constexpr int vec16s = COLUMNS / 8, step = HANDS / vec16s;
+    const int row0 = hand / vec16s, vec16 = hand % vec16s;
+    const int64_t j = column0 + 8 * vec16;
     const int n_rows = view.data && j < width ? count : 0;
     const mn_bf16 *at = mn_row<mn_bf16>(view, span.b, span.t0 + t + row0, h) + j;
     if (packed && view.data) {
@@ -94,7 +95,7 @@ __device__ inline void mn_tile_fetch(unsigned char *tile, const mn_in &view, boo
 #pragma unroll
         for (int row = row0, i = 0; i < MN_DELTA_CHUNK / step; i++, row += step) {
             const bool inside = row < n_rows;
-            mn_copy_octet(to + mn_tile_place(row, octet), inside ? at : view.data,
+            mn_copy_vec16(to + mn_tile_place(row, vec16), inside ? at : view.data,
                           inside ? 16 : 0);
             at += step * view.stride[1];
         }
@@ -105,22 +106,22 @@ __device__ inline void mn_tile_fetch(unsigned char *tile, const mn_in &view, boo
         for (int i = 0; i < 8; i++) {
             if (row < n_rows && j + i < width) pack.at[i] = at[i];
         }
-        *(mn_pack<mn_bf16, 8> *)(tile + mn_tile_place(row, octet)) = pack;
+        *(mn_pack<mn_bf16, 8> *)(tile + mn_tile_place(row, vec16)) = pack;
         at += step * view.stride[1];
     }
 }
 
-/* 64 rows of COLUMNS from work space, which are `stride` apart, likewise. */
+/* 64 rows of COLUMNS from work space, which are `stride` ws, likewise. */
 template <int COLUMNS, int HANDS>
 __device__ inline void mn_tile_recall(unsigned char *tile, const mn_bf16 *from, int stride,
                                       int hand) {
-    constexpr int octets = COLUMNS / 8, step = HANDS / octets;
-    const int row0 = hand / octets, octet = hand % octets;
-    const mn_bf16 *at = from + row0 * stride + 8 * octet;
+    constexpr int vec16s = COLUMNS / 8, step = HANDS / vec16s;
+    const int row0 = hand / vec16s, vec16 = hand % vec16s;
+    const mn_bf16 *at = from + row0 * stride + 8 * vec16;
     const unsigned to = mn_shared(tile);
 #pragma unroll
     for (int i = 0; i < MN_DELTA_CHUNK / step; i++) {
-        mn_copy_octet(to + mn_tile_place(row0 + i * step, octet), at, 16);
+        mn_copy_vec16(to + mn_tile_place(row0 + i * step, vec16), at, 16);
         at += step * stride;
     }
 }
@@ -129,7 +130,7 @@ __device__ inline void mn_tile_recall(unsigned char *tile, const mn_bf16 *from, 
 __device__ inline void mn_copy_plain(void *to, const void *from, int bytes, int hands,
                                      int hand) {
     for (int k = hand * 16; k < bytes; k += hands * 16) {
-        mn_copy_octet(mn_shared(to) + k, (const char *)from + k, 16);
+        mn_copy_vec16(mn_shared(to) + k, (const char *)from + k, 16);
     }
 }
 
@@ -142,7 +143,7 @@ __device__ inline void mn_matrices(unsigned (&r)[4], unsigned address) {
                  : "memory");
 }
 
-__device__ inline void mn_matrices_turned(unsigned (&r)[4], unsigned address) {
+__device__ inline void mn_matrices_transposed(unsigned (&r)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                  : "r"(address)
@@ -166,8 +167,8 @@ __device__ inline void mn_left(unsigned (&a)[4], unsigned tile, int m0, int k0) 
     mn_matrices(a, mn_lane_down(tile, m0, k0));
 }
 
-__device__ inline void mn_left_turned(unsigned (&a)[4], unsigned tile, int m0, int k0) {
-    mn_matrices_turned(a, mn_lane_along(tile, k0, m0));
+__device__ inline void mn_left_transposed(unsigned (&a)[4], unsigned tile, int m0, int k0) {
+    mn_matrices_transposed(a, mn_lane_along(tile, k0, m0));
 }
 
 /* Two 16 x 8 right operands: numbers 0, 1 of columns n0, 2, 3 of columns n0 + 8. The tile's rows
@@ -176,8 +177,8 @@ __device__ inline void mn_right(unsigned (&b)[4], unsigned tile, int k0, int n0)
     mn_matrices(b, mn_lane_along(tile, n0, k0));
 }
 
-__device__ inline void mn_right_turned(unsigned (&b)[4], unsigned tile, int k0, int n0) {
-    mn_matrices_turned(b, mn_lane_down(tile, k0, n0));
+__device__ inline void mn_right_transposed(unsigned (&b)[4], unsigned tile, int k0, int n0) {
+    mn_matrices_transposed(b, mn_lane_down(tile, k0, n0));
 }
 
 /* c += a b */

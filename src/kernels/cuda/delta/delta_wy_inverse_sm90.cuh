@@ -16,7 +16,7 @@
 enum { MN_DELTA_SOLVERS = 128 };
 
 template <int KP>
-struct mn_triangle_room {
+struct mn_triangle_smem {
     union {
         alignas(1024) unsigned char e[mn_tile_bytes<KP>()];
         mn_delta_solver solver;    // once the keys have been read
@@ -29,15 +29,16 @@ struct mn_triangle_room {
 
 /* One thread calls. */
 template <int KP>
-__device__ inline void mn_triangle_ask(mn_triangle_room<KP> &room, const CUtensorMap &keys, int h,
+__device__ inline void mn_triangle_request(mn_triangle_smem<KP> &room, const CUtensorMap &keys,
+                                           int h,
                                        int t, int b) {
     constexpr int square = MN_DELTA_SQUARE * (int)sizeof(mn_bf16);
-    mn_barrier_open(&room.there, 1);
-    mn_bulk_barriers_open();
-    mn_bulk_expect(&room.there, KP / 64 * square);
+    mn_mbarrier_init(&room.there, 1);
+    mn_mbarrier_init_fence();
+    mn_mbarrier_arrive_expect_tx(&room.there, KP / 64 * square);
 #pragma unroll
-    for (int panel = 0; panel < KP / 64; panel++) {
-        mn_bulk_copy(room.e + panel * square, keys, &room.there, 64 * panel, h, t, b);
+    for (int smem_tile = 0; smem_tile < KP / 64; smem_tile++) {
+        mn_tma_load(room.e + smem_tile * square, keys, &room.there, 64 * smem_tile, h, t, b);
     }
 }
 
@@ -54,7 +55,7 @@ __device__ inline void mn_group_scores(float (&sum)[8][4], unsigned left, unsign
 }
 
 template <int KP>
-__device__ inline void mn_triangle_of(mn_triangle_room<KP> &room, const mn_delta_job &job,
+__device__ inline void mn_triangle_of(mn_triangle_smem<KP> &room, const mn_delta_job &job,
                                       const CUtensorMap &keys) {
     const mn_delta_args &p = job.p;
     const int h = (int)(blockIdx.x % (unsigned)p.call.H), index = (int)blockIdx.x;
@@ -64,17 +65,17 @@ __device__ inline void mn_triangle_of(mn_triangle_room<KP> &room, const mn_delta
     float sum[8][4] = {};
     if (count == 0) return;
     if (copies) {
-        mn_tile_fetch<KP, MN_DELTA_SOLVERS>(room.e, p.e, true, tile.span, h, tile.first, count, 0,
+        mn_tile_load<KP, MN_DELTA_SOLVERS>(room.e, p.e, true, tile.span, h, tile.first, count, 0,
                                             p.call.K, threadIdx.x);
         mn_copy_commit();
     } else if (threadIdx.x == 0) {
-        mn_triangle_ask(room, keys, h, (int)(tile.span.t0 + tile.first), (int)tile.span.b);
+        mn_triangle_request(room, keys, h, (int)(tile.span.t0 + tile.first), (int)tile.span.b);
     }
     if (warp == 0) mn_delta_sum_decays(room.levels, p, tile.span, h, tile.first, count);
     mn_copy_wait<0>();
     __syncthreads();
-    if (copies) mn_shared_show();
-    else mn_barrier_wait(&room.there, 0);
+    if (copies) mn_fence_proxy_async();
+    else mn_mbarrier_wait(&room.there, 0);
     mn_group_scores<KP>(sum, mn_shared(room.e), mn_shared(room.e));
     __syncthreads();
     mn_delta_decay_scores(sum, room.levels, warp, false, [&](int t, int s, float x, float y) {
@@ -94,9 +95,9 @@ mn_delta_triangle_kernel(const __grid_constant__ mn_delta_job job,
                          const __grid_constant__ CUtensorMap keys) {
 #if MN_HAS_WGMMA
     extern __shared__ __align__(1024) unsigned char triangle_bytes[];
-    mn_let_next_begin();
-    mn_triangle_of<KP>(*(mn_triangle_room<KP> *)triangle_bytes, job, keys);
-    if (blockIdx.x == 0) mn_wait_for_before();
+    mn_pdl_launch_dependents();
+    mn_triangle_of<KP>(*(mn_triangle_smem<KP> *)triangle_bytes, job, keys);
+    if (blockIdx.x == 0) mn_pdl_wait();
 #endif
 }
 
@@ -107,12 +108,12 @@ inline int mn_delta_triangles(const mn_delta_job &job, const CUtensorMap &keys, 
     const int64_t blocks = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    const size_t room = sizeof(mn_triangle_room<KP>);
+    const size_t room = sizeof(mn_triangle_smem<KP>);
     if (early) {
-        return mn_launch_early(mn_delta_triangle_kernel<KP>, dim3((unsigned)blocks),
+        return mn_launch_pdl(mn_delta_triangle_kernel<KP>, dim3((unsigned)blocks),
                                MN_DELTA_SOLVERS, room, stream, job, keys);
     }
-    return mn_launch_with_room(mn_delta_triangle_kernel<KP>, dim3((unsigned)blocks),
+    return mn_launch_smem(mn_delta_triangle_kernel<KP>, dim3((unsigned)blocks),
                                MN_DELTA_SOLVERS, room, stream, job, keys);
 }
 

@@ -10,7 +10,7 @@
 
 /* A head of the result is the sum of `times` heads that follow each other. */
 struct fold {
-    mn_walk walk;
+    mn_scan walk;
     mn_side to, from;
     int64_t times, head;    // elements from head to head of `from`
     bool add;
@@ -31,7 +31,7 @@ fold_kernel(const __grid_constant__ fold f) {
         const int64_t at = from + copy * f.head;
         if (N == MN_PACK && count == N) {
             float x[MN_PACK];
-            mn_unpack(x, f.from, mn_fetch(f.from, at));
+            mn_unpack(x, f.from, mn_load_tile(f.from, at));
 #pragma unroll
             for (int j = 0; j < N; j++) sum[j] += x[j];
         } else {
@@ -56,12 +56,12 @@ static int run_fold(const mn_move_work *w, cudaStream_t stream) {
     heads.stride[2] = f.head;
     const mn_axes many = { { axes.n[0], axes.n[1], axes.n[2] * w->times, axes.n[3] } };
     const bool packs = mn_side_packs(heads, many) && mn_side_packs(f.to, axes);
-    if (!mn_walk_over(&f.walk, axes, packs ? MN_PACK : 1)) return cudaErrorInvalidConfiguration;
+    if (!mn_iterate_over(&f.walk, axes, packs ? MN_PACK : 1)) return cudaErrorInvalidConfiguration;
     if (f.walk.n_packs == 0) return cudaSuccess;
     const unsigned blocks = mn_blocks(f.walk.n_packs, MN_EACH_THREADS);
     if (packs) fold_kernel<MN_PACK><<<blocks, MN_EACH_THREADS, 0, stream>>>(f);
     else fold_kernel<1><<<blocks, MN_EACH_THREADS, 0, stream>>>(f);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* Whether B, T and heads of a view go on evenly, as one axis. */
@@ -141,7 +141,7 @@ MN_CUDA_WORK(normal) {
     if (w->n == 0) return cudaSuccess;
     normal_kernel<<<mn_blocks(w->n, MN_EACH_THREADS), MN_EACH_THREADS, 0, (cudaStream_t)where>>>(
         mn_side_of(w->to), w->n, w->seed, w->stream);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* ---- pairs ----------------------------------------------------------------------------------- */

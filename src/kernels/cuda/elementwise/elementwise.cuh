@@ -91,14 +91,14 @@ inline bool mn_side_packs(const mn_side &side, const mn_axes &axes) {
 }
 
 /* Packs of a walk over rows, and how a pack's number tells its place. */
-struct mn_walk {
+struct mn_scan {
     uint32_t n_packs;
     mn_divisor per_row, n1, n2;
     int64_t width;
 };
 
 /* False when there are too many to count in 31 bits. */
-inline bool mn_walk_over(mn_walk *walk, const mn_axes &axes, int pack) {
+inline bool mn_iterate_over(mn_scan *walk, const mn_axes &axes, int pack) {
     const int64_t per_row = mn_ceil_div(axes.n[3], (int64_t)pack);
     const int64_t packs = per_row * axes.n[0] * axes.n[1] * axes.n[2];
     *walk = { (uint32_t)packs, mn_divide_by(mn_max(per_row, 1)), mn_divide_by(axes.n[1]),
@@ -112,7 +112,7 @@ struct mn_spot {
 };
 
 template <int N>
-__device__ inline mn_spot mn_spot_of(const mn_walk &walk, uint32_t pack) {
+__device__ inline mn_spot mn_spot_of(const mn_scan &walk, uint32_t pack) {
     const uint32_t row = mn_quotient(pack, walk.per_row);
     const uint32_t up = mn_quotient(row, walk.n2), top = mn_quotient(up, walk.n1);
     return { { top, up - top * walk.n1.d, row - up * walk.n2.d },
@@ -164,7 +164,7 @@ struct mn_raw {
 
 /* REPEATS: of a side whose one number may stand for a row. */
 template <mn_types TYPES = MN_MIXED, bool REPEATS = true>
-__device__ inline mn_raw mn_fetch(const mn_side &side, int64_t at) {
+__device__ inline mn_raw mn_load_tile(const mn_side &side, int64_t at) {
     mn_raw raw;
     if (REPEATS && side.stride[3] == 0) {    // unpacking repeats it
         raw.low.x = mn_is_wide<TYPES>(side) ? ((const uint32_t *)side.data)[at]
@@ -211,7 +211,7 @@ __device__ inline void mn_store_pack(const mn_side &side, int64_t at, const floa
 template <typename F>
 struct mn_each {
     F f;
-    mn_walk walk;
+    mn_scan walk;
     mn_side side[F::INS + F::OUTS];    // inputs, then results
     bool add[F::OUTS];                 // to what is there
     bool flat, even;                   // a single row; rows at equal distances below 2^32
@@ -296,7 +296,7 @@ mn_each_pack_kernel(const __grid_constant__ mn_each<F> e) {
         for (int i = 0; i < INS + OUTS; i++) {
             at[k][i] = mn_each_offset(e, e.side[i], spot);
             raw[k][i] = { { 0, 0, 0, 0 }, { 0, 0, 0, 0 } };
-            if (mn_reads(e, i)) raw[k][i] = mn_fetch<TYPES>(e.side[i], at[k][i]);
+            if (mn_reads(e, i)) raw[k][i] = mn_load_tile<TYPES>(e.side[i], at[k][i]);
         }
     }
 #pragma unroll
@@ -342,7 +342,7 @@ inline int mn_launch_each(mn_each<F> &e, const int64_t shape[4], cudaStream_t st
     for (const mn_side &side : e.side) {
         e.even &= side.stride[2] >= 0 && side.stride[2] < (int64_t)1 << 32;
     }
-    if (!mn_walk_over(&e.walk, axes, packs ? MN_PACK : 1)) return cudaErrorInvalidConfiguration;
+    if (!mn_iterate_over(&e.walk, axes, packs ? MN_PACK : 1)) return cudaErrorInvalidConfiguration;
     if (e.walk.n_packs == 0) return cudaSuccess;
     const mn_types types = mn_types_of(e.side);
     if (!packs) {
@@ -355,7 +355,7 @@ inline int mn_launch_each(mn_each<F> &e, const int64_t shape[4], cudaStream_t st
     } else {
         mn_launch_packs<MN_MIXED>(e, stream);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* Runs f over `shape`. */

@@ -136,7 +136,7 @@ __device__ static int32_t token_at(const by_token &w, int64_t i) {
 __device__ static void load_columns(float (&out)[MN_PACK], const by_token &w, const mn_side &side,
                                     int64_t row, int64_t x) {
     if (w.packs && x + MN_PACK <= w.X) {
-        mn_unpack(out, side, mn_fetch(side, row * w.X + x));
+        mn_unpack(out, side, mn_load_tile(side, row * w.X + x));
         return;
     }
 #pragma unroll
@@ -307,5 +307,5 @@ MN_CUDA_WORK(embed) {
     const dim3 blocks(mn_blocks(w->n, PIECE), mn_blocks(w->X, COLUMNS));
     sum_kernel<<<blocks, SUM_THREADS, 0, on>>>(t);
     join_kernel<<<blocks, SUM_THREADS, 0, on>>>(t);
-    return mn_launched();
+    return mn_launch_status();
 }

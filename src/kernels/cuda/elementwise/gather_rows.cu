@@ -6,7 +6,7 @@
 enum { THREADS = 256 };
 
 struct indexed {
-    mn_walk walk;    // over rows and their packs
+    mn_scan walk;    // over rows and their packs
     mn_side table, rows;
     const int32_t *index;
     mn_divisor T;
@@ -26,9 +26,9 @@ __global__ void __launch_bounds__(THREADS) index_kernel(const __grid_constant__ 
     const int count = (int)min((int64_t)N, w.walk.width - spot.x);
     if (N == MN_PACK && count == N) {
         float x[MN_PACK], old[MN_PACK];
-        mn_unpack(x, source, mn_fetch(source, from));
+        mn_unpack(x, source, mn_load_tile(source, from));
         if (w.scatters) {
-            mn_unpack(old, target, mn_fetch(target, to));
+            mn_unpack(old, target, mn_load_tile(target, to));
 #pragma unroll
             for (int j = 0; j < N; j++) x[j] += old[j];
         }
@@ -52,10 +52,10 @@ MN_CUDA_WORK(rows) {
     const mn_axes rows = { { 1, 1, w->n, width } };
     const mn_axes table = { { w->shape[0], w->shape[1], 1, width } };
     const bool packs = mn_side_packs(r.rows, rows) && mn_side_packs(r.table, table);
-    if (!mn_walk_over(&r.walk, rows, packs ? MN_PACK : 1)) return cudaErrorInvalidConfiguration;
+    if (!mn_iterate_over(&r.walk, rows, packs ? MN_PACK : 1)) return cudaErrorInvalidConfiguration;
     if (r.walk.n_packs == 0) return cudaSuccess;
     const unsigned blocks = mn_blocks(r.walk.n_packs, THREADS);
     if (packs) index_kernel<MN_PACK><<<blocks, THREADS, 0, on>>>(r);
     else index_kernel<1><<<blocks, THREADS, 0, on>>>(r);
-    return mn_launched();
+    return mn_launch_status();
 }

@@ -114,7 +114,7 @@ static int launch_of(const mn_glue *p, cudaStream_t stream) {
         glue_kernel<T, 1, F, INS, OUTS><<<mn_blocks(count, THREADS, 1 << 16), THREADS, 0,
                                           stream>>>(*p);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* ---- sums over tokens ------------------------------------------------------------------------ */
@@ -174,7 +174,7 @@ static int launch_sum(const mn_glue *p, cudaStream_t stream) {
         const dim3 threads(COLUMNS, GROUPS);
         glue_sum_kernel<T, F><<<mn_blocks(columns, COLUMNS), threads, 0, stream>>>(*p);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* ---- the table ------------------------------------------------------------------------------- */

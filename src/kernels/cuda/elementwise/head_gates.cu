@@ -153,7 +153,7 @@ MN_CUDA_WORK(gates) {
     } else if (w->rows > 0) {
         forward_kernel<<<mn_blocks(w->rows * w->n, THREADS), THREADS, 0, on>>>(p);
     }
-    const int code = mn_launched();
+    const int code = mn_launch_status();
     if (code != cudaSuccess || !w->back) return code;
-    return mn_sum_parts_into(params, parts, n_parts, 3 * w->n, on);
+    return mn_sum_partials_into(params, parts, n_parts, 3 * w->n, on);
 }

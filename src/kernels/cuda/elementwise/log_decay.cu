@@ -58,7 +58,7 @@ struct decay_back {
 
 template <int N>
 __device__ static void load(float (&out)[N], const mn_side &side, int64_t at) {
-    if constexpr (N == MN_PACK) mn_unpack(out, side, mn_fetch(side, at));
+    if constexpr (N == MN_PACK) mn_unpack(out, side, mn_load_tile(side, at));
     else out[0] = mn_side_get(side, at);
 }
 
@@ -210,10 +210,10 @@ static int back(const mn_decay_work *w, float *parts, cudaStream_t on) {
                                  : (narrow ? decay_back_kernel<true, 1>
                                            : decay_back_kernel<false, 1>);
     kernel<<<blocks, THREADS, 0, on>>>(d);
-    const int code = mn_launched();
+    const int code = mn_launch_status();
     if (code != cudaSuccess || (!w->db.data && !w->da.data)) return code;
     decay_sums_kernel<<<(unsigned)d.c.H, dim3(LANES, GROUPS), 0, on>>>(d);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* As many bytes as either way of going back takes. */

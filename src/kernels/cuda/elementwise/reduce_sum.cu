@@ -24,7 +24,7 @@ struct plan {
     int64_t each;                                 // results of a block
     int lanes;                                    // of a result, where a block has several rows
     mn_side a, dy, sum;
-    bool rows, packs, teams, add;    // rows: the last axis is summed; teams: a block per result
+    bool rows, packs, groups, add;    // rows: the last axis is summed; groups: a block per result
     mn_unary_forward f;
 };
 
@@ -96,16 +96,16 @@ static plan plan_of(const mn_sum_work *w) {
     p.kept1 = mn_divide_by(mn_max(p.kept[1].n, (int64_t)1));
     p.summed1 = mn_divide_by(mn_max(p.summed[1].n, (int64_t)1));
     p.packs = packs(&p);
-    /* a block takes 32 packs of results, or a result, or as many as it has teams of lanes */
+    /* a block takes 32 packs of results, or a result, or as many as it has groups of lanes */
     const int pack = p.packs ? MN_PACK : 1;
-    p.teams = p.rows && (p.summed[0].n >= GROUPS || p.n_results < BLOCKS);
+    p.groups = p.rows && (p.summed[0].n >= GROUPS || p.n_results < BLOCKS);
     for (p.lanes = 1; p.lanes < LANES && p.lanes * pack < p.summed[1].n;) p.lanes *= 2;
-    p.each = p.teams ? 1 : p.rows ? GROUPS * (LANES / p.lanes) : LANES * pack;
+    p.each = p.groups ? 1 : p.rows ? GROUPS * (LANES / p.lanes) : LANES * pack;
     const int64_t steps = p.rows ? p.summed[0].n : p.n_terms;
     const int64_t across = mn_max(mn_ceil_div(p.n_results, p.each), (int64_t)1);
     const int64_t most = mn_max(steps / (p.rows ? GROUPS : LEAST), (int64_t)1);
     p.n_parts = mn_max(mn_min(BLOCKS / across, most), (int64_t)1);
-    if (p.rows && !p.teams) p.n_parts = 1;
+    if (p.rows && !p.groups) p.n_parts = 1;
     p.part = mn_ceil_div(mn_max(steps, (int64_t)1), p.n_parts);
     p.n_parts = mn_ceil_div(mn_max(steps, (int64_t)1), p.part);
     return p;
@@ -138,8 +138,8 @@ __device__ static void take(const plan &p, float (&sum)[N], int64_t at_a, int64_
     float a[MN_PACK], dy[MN_PACK];
     if (N == MN_PACK) {
         mn_raw raw_a = {};
-        const mn_raw raw_dy = mn_fetch<TYPES>(p.dy, at_dy);
-        if (p.a.data) raw_a = mn_fetch<TYPES>(p.a, at_a);
+        const mn_raw raw_dy = mn_load_tile<TYPES>(p.dy, at_dy);
+        if (p.a.data) raw_a = mn_load_tile<TYPES>(p.a, at_a);
         mn_unpack<TYPES>(dy, p.dy, raw_dy);
         mn_unpack<TYPES>(a, p.a, raw_a);
     } else {
@@ -192,14 +192,14 @@ columns_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum p
 }
 
 /* The last axis is summed: a team of lanes runs along it, and has a result of its own, or a block's
- * teams take the rows of one result in turn. */
+ * groups take the rows of one result in turn. */
 template <int N, mn_types TYPES, bool SHAPED>
 __global__ void __launch_bounds__(LANES * GROUPS)
 rows_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum put, float *parts) {
     __shared__ float room[GROUPS];
-    const int lane = threadIdx.x % p.lanes, n_teams = GROUPS * (LANES / p.lanes);
+    const int lane = threadIdx.x % p.lanes, n_groups = GROUPS * (LANES / p.lanes);
     const int team = threadIdx.y * (LANES / p.lanes) + threadIdx.x / p.lanes;
-    const int64_t i = p.teams ? blockIdx.x : blockIdx.x * p.each + team;
+    const int64_t i = p.groups ? blockIdx.x : blockIdx.x * p.each + team;
     const int64_t part = blockIdx.y, first = part * p.part;
     const int64_t last = min(first + p.part, p.summed[0].n);
     float sum[N] = {};
@@ -208,8 +208,8 @@ rows_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum put,
         const uint32_t low = (uint32_t)i - high * p.kept1.d;
         const int64_t a0 = high * p.kept[0].a + low * p.kept[1].a;
         const int64_t dy0 = high * p.kept[0].dy + low * p.kept[1].dy;
-        const int step = p.teams ? n_teams : 1;
-        for (int64_t r = first + (p.teams ? team : 0); r < last; r += step) {
+        const int step = p.groups ? n_groups : 1;
+        for (int64_t r = first + (p.groups ? team : 0); r < last; r += step) {
             for (int64_t s = lane * N; s < p.summed[1].n; s += p.lanes * N) {
                 take<N, TYPES, SHAPED>(p, sum, a0 + r * p.summed[0].a + s * p.summed[1].a,
                                        dy0 + r * p.summed[0].dy + s * p.summed[1].dy);
@@ -219,10 +219,10 @@ rows_kernel(const __grid_constant__ plan p, const __grid_constant__ put_sum put,
     float all = 0.0f;
 #pragma unroll
     for (int j = 0; j < N; j++) all += sum[j];
-    for (int other = (p.teams ? LANES : p.lanes) / 2; other > 0; other /= 2) {
+    for (int other = (p.groups ? LANES : p.lanes) / 2; other > 0; other /= 2) {
         all += __shfl_xor_sync(0xffffffffu, all, other);
     }
-    if (p.teams) {
+    if (p.groups) {
         if (threadIdx.x == 0) room[threadIdx.y] = all;
         __syncthreads();
         all = 0.0f;
@@ -244,7 +244,7 @@ static int launch(const plan &p, const put_sum &put, bool shaped, float *parts, 
     if (shaped) rows_kernel<N, TYPES, true><<<blocks, threads, 0, on>>>(p, put, parts);
     else if (p.rows) rows_kernel<N, TYPES, false><<<blocks, threads, 0, on>>>(p, put, parts);
     else columns_kernel<N, TYPES><<<blocks, threads, 0, on>>>(p, put, parts);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 static int launch_any(const plan &p, const put_sum &put, bool shaped, float *parts,
@@ -269,5 +269,5 @@ MN_CUDA_WORK(sum) {
     if (w->shaped && p.n_results > 0 && !p.rows) return cudaErrorInvalidConfiguration;
     const int code = launch_any(p, put, w->shaped, parts, on);
     if (code != cudaSuccess || p.n_parts == 1) return code;
-    return mn_sum_parts_into(put, parts, p.n_parts, p.n_results, on);
+    return mn_sum_partials_into(put, parts, p.n_parts, p.n_results, on);
 }

@@ -7,7 +7,7 @@
 enum { THREADS = 256, LANES = 32, AHEAD = 2 };
 
 struct gates {
-    mn_walk rows;    // a pack is a row
+    mn_scan rows;    // a pack is a row
     mn_side x, b, dy, dx, db, e, c, dc;
     int64_t width;
     int shift;       // of a team's lanes
@@ -34,7 +34,7 @@ __device__ static int64_t row_of(const mn_side &side, const place &at) {
 }
 
 /* One number as it is stored. */
-__device__ static uint32_t fetch_one(const mn_side &side, int64_t at) {
+__device__ static uint32_t load_one(const mn_side &side, int64_t at) {
     return side.wide ? ((const uint32_t *)side.data)[at] : ((const uint16_t *)side.data)[at];
 }
 
@@ -44,9 +44,9 @@ __device__ static float unpack_one(const mn_side &side, uint32_t bits) {
 
 template <int N, mn_types TYPES>
 __device__ static mn_raw fetch(const mn_side &side, int64_t at) {
-    if (N == MN_PACK) return mn_fetch<TYPES, false>(side, at);
+    if (N == MN_PACK) return mn_load_tile<TYPES, false>(side, at);
     mn_raw raw = {};
-    raw.low.x = fetch_one(side, at);
+    raw.low.x = load_one(side, at);
     return raw;
 }
 
@@ -125,12 +125,12 @@ __device__ static void gradients(float (&y)[N], float &sum, float &second, const
 template <int N, mn_types TYPES, kind KIND, bool EVEN>
 __global__ void __launch_bounds__(THREADS, TYPES == MN_NARROW ? 4 : 2)
 gate_kernel(const __grid_constant__ gates g) {
-    const int lanes = 1 << g.shift, lane = threadIdx.x & (lanes - 1), teams = THREADS >> g.shift;
+    const int lanes = 1 << g.shift, lane = threadIdx.x & (lanes - 1), groups = THREADS >> g.shift;
     place at[AHEAD];
     float sum[AHEAD] = {}, second[AHEAD] = {};
 #pragma unroll
     for (int k = 0; k < AHEAD; k++) {
-        const uint32_t row = (blockIdx.x * AHEAD + k) * teams + (threadIdx.x >> g.shift);
+        const uint32_t row = (blockIdx.x * AHEAD + k) * groups + (threadIdx.x >> g.shift);
         at[k].there = row < g.rows.n_packs;
         at[k].row = at[k].there ? row : 0;
         at[k].spot = mn_spot_of<1>(g.rows, at[k].row);
@@ -145,8 +145,8 @@ gate_kernel(const __grid_constant__ gates g) {
         }
 #pragma unroll
         for (int k = 0; k < AHEAD; k++) {
-            from[k].b = fetch_one(g.b, row_of<EVEN>(g.b, at[k]));
-            if (KIND == TWICE) from[k].c = fetch_one(g.c, row_of<false>(g.c, at[k]));
+            from[k].b = load_one(g.b, row_of<EVEN>(g.b, at[k]));
+            if (KIND == TWICE) from[k].c = load_one(g.c, row_of<false>(g.c, at[k]));
             from[k].x = fetch<N, TYPES>(g.x, row_of<EVEN>(g.x, at[k]) + s);
             from[k].dy = fetch<N, TYPES>(g.dy, row_of<EVEN>(g.dy, at[k]) + s);
             if (KIND == TWICE) from[k].e = fetch<N, TYPES>(g.e, row_of<EVEN>(g.e, at[k]) + s);
@@ -196,7 +196,7 @@ static int launch(gates &g, kind how, bool even, cudaStream_t on) {
     case TWICE: launch_kind<N, TYPES, TWICE>(g, even, on); break;
     default: launch_kind<N, TYPES, SHAPED>(g, even, on); break;
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 int mn_gate_back_cuda(const mn_gate_back &w, void *stream) {
@@ -210,7 +210,7 @@ int mn_gate_back_cuda(const mn_gate_back &w, void *stream) {
                 w.add_x, w.add_b, w.f ? *w.f : MN_UNARY_SILU };
     const mn_axes each = { { w.shape[0], w.shape[1], w.shape[2], 1 } };
     const mn_axes all = { { w.shape[0], w.shape[1], w.shape[2], w.shape[3] } };
-    if (!mn_walk_over(&g.rows, each, 1)) return cudaErrorInvalidConfiguration;
+    if (!mn_iterate_over(&g.rows, each, 1)) return cudaErrorInvalidConfiguration;
     if (g.rows.n_packs == 0) return cudaSuccess;
     mn_side *const rows[] = { &g.x, &g.dy, &g.dx, &g.e, &g.b, &g.db, &g.dc };
     bool in_packs = g.width % MN_PACK == 0, even = true;

@@ -11,52 +11,52 @@
 enum { THREADS = 256, SHORT = 1024 };
 
 struct rows {
-    mn_walk walk;    // a pack is a row
+    mn_scan walk;    // a pack is a row
     mn_side x, y, dy, dx;
     int64_t width;
     bool add;
 };
 
 /* Row numbers tell places through a walk whose rows are one pack wide. */
-__device__ static mn_spot row_spot(const mn_walk &walk, uint32_t row) {
+__device__ static mn_spot row_spot(const mn_scan &walk, uint32_t row) {
     return mn_spot_of<1>(walk, row);
 }
 
-template <int TEAM>
+template <int GROUP>
 __device__ static void forward_row(const rows &r, const mn_spot &spot, int lane, float *room) {
     const int64_t x = mn_offset(r.x, spot), y = mn_offset(r.y, spot);
     float top = -INFINITY, sum = 0.0f;
-    for (int64_t i = lane; i < r.width; i += TEAM) top = fmaxf(top, mn_side_get(r.x, x + i));
-    top = mn_team_max<TEAM>(top, room);
-    for (int64_t i = lane; i < r.width; i += TEAM) sum += expf(mn_side_get(r.x, x + i) - top);
-    sum = mn_team_sum<TEAM>(sum, room);
-    for (int64_t i = lane; i < r.width; i += TEAM) {
+    for (int64_t i = lane; i < r.width; i += GROUP) top = fmaxf(top, mn_side_get(r.x, x + i));
+    top = mn_group_max<GROUP>(top, room);
+    for (int64_t i = lane; i < r.width; i += GROUP) sum += expf(mn_side_get(r.x, x + i) - top);
+    sum = mn_group_sum<GROUP>(sum, room);
+    for (int64_t i = lane; i < r.width; i += GROUP) {
         mn_side_put(r.y, y + i, expf(mn_side_get(r.x, x + i) - top) / sum);
     }
 }
 
-template <int TEAM>
+template <int GROUP>
 __device__ static void backward_row(const rows &r, const mn_spot &spot, int lane, float *room) {
     const int64_t y = mn_offset(r.y, spot), dy = mn_offset(r.dy, spot), dx = mn_offset(r.dx, spot);
     float along = 0.0f;
-    for (int64_t i = lane; i < r.width; i += TEAM) {
+    for (int64_t i = lane; i < r.width; i += GROUP) {
         along = fmaf(mn_side_get(r.y, y + i), mn_side_get(r.dy, dy + i), along);
     }
-    along = mn_team_sum<TEAM>(along, room);
-    for (int64_t i = lane; i < r.width; i += TEAM) {
+    along = mn_group_sum<GROUP>(along, room);
+    for (int64_t i = lane; i < r.width; i += GROUP) {
         const float g = mn_side_get(r.y, y + i) * (mn_side_get(r.dy, dy + i) - along);
         mn_side_put(r.dx, dx + i, r.add ? mn_side_get(r.dx, dx + i) + g : g);
     }
 }
 
-template <int TEAM>
+template <int GROUP>
 __global__ void __launch_bounds__(THREADS) softmax_kernel(const __grid_constant__ rows r) {
     __shared__ float room[32];
-    const uint32_t row = blockIdx.x * (THREADS / TEAM) + threadIdx.x / TEAM;
+    const uint32_t row = blockIdx.x * (THREADS / GROUP) + threadIdx.x / GROUP;
     if (row >= r.walk.n_packs) return;
     const mn_spot spot = row_spot(r.walk, row);
-    if (r.dx.data) backward_row<TEAM>(r, spot, threadIdx.x % TEAM, room);
-    else forward_row<TEAM>(r, spot, threadIdx.x % TEAM, room);
+    if (r.dx.data) backward_row<GROUP>(r, spot, threadIdx.x % GROUP, room);
+    else forward_row<GROUP>(r, spot, threadIdx.x % GROUP, room);
 }
 
 /* Rows of at most 32 * KEPT packs: lane l of `lanes` has packs l, l + lanes, ... */
@@ -74,9 +74,9 @@ softmax_pack_kernel(const __grid_constant__ rows r, int lanes) {
     for (int k = 0; k < KEPT; k++) {
         const int64_t i = first + k * step;
         const bool inside = there && i < r.width;
-        if (inside) mn_unpack<TYPES>(x[k], from, mn_fetch<TYPES>(from, from_at + i));
+        if (inside) mn_unpack<TYPES>(x[k], from, mn_load_tile<TYPES>(from, from_at + i));
         if (inside && back) {
-            mn_unpack<TYPES>(dy[k], r.dy, mn_fetch<TYPES>(r.dy, mn_offset(r.dy, spot) + i));
+            mn_unpack<TYPES>(dy[k], r.dy, mn_load_tile<TYPES>(r.dy, mn_offset(r.dy, spot) + i));
         }
 #pragma unroll
         for (int j = 0; j < MN_PACK; j++) {
@@ -107,7 +107,7 @@ softmax_pack_kernel(const __grid_constant__ rows r, int lanes) {
         const int64_t i = first + k * step;
         if (!there || i >= r.width) continue;
         float old[MN_PACK] = {};
-        if (back && r.add) mn_unpack<TYPES>(old, to, mn_fetch<TYPES>(to, to_at + i));
+        if (back && r.add) mn_unpack<TYPES>(old, to, mn_load_tile<TYPES>(to, to_at + i));
 #pragma unroll
         for (int j = 0; j < MN_PACK; j++) {
             x[k][j] = back ? old[j] + x[k][j] * (dy[k][j] - sum) : x[k][j] * inverse;
@@ -126,7 +126,7 @@ static int launch_packs(const rows &r, cudaStream_t on) {
     } else {
         softmax_pack_kernel<TYPES, SHORT / 256><<<blocks, THREADS, 0, on>>>(r, lanes);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 static bool takes_packs(const rows &r, const int64_t shape[4]) {
@@ -144,7 +144,7 @@ MN_CUDA_WORK(softmax) {
     rows r = { {}, mn_side_of(w->x), mn_side_of(w->y), mn_side_of(w->dy), mn_side_of(w->dx),
                w->shape[3], w->add };
     const mn_axes each = { { w->shape[0], w->shape[1], w->shape[2], 1 } };
-    if (!mn_walk_over(&r.walk, each, 1)) return cudaErrorInvalidConfiguration;
+    if (!mn_iterate_over(&r.walk, each, 1)) return cudaErrorInvalidConfiguration;
     if (r.walk.n_packs == 0) return cudaSuccess;
     const int64_t n = r.walk.n_packs;
     const mn_side sides[] = { r.x, r.y, r.dy, r.dx };
@@ -160,13 +160,13 @@ MN_CUDA_WORK(softmax) {
     } else {
         softmax_kernel<THREADS><<<mn_blocks(n, 1), THREADS, 0, on>>>(r);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* ---- roll ------------------------------------------------------------------------------------ */
 
 struct turn {
-    mn_walk walk;
+    mn_scan walk;
     mn_side to, from;
     uint32_t by;
     bool add;
@@ -188,8 +188,8 @@ MN_CUDA_WORK(roll) {
     (void)space;
     turn r = { {}, mn_side_of(w->to), mn_side_of(w->from), (uint32_t)w->by, w->add };
     const mn_axes axes = { { w->shape[0], w->shape[1], w->shape[2], w->shape[3] } };
-    if (!mn_walk_over(&r.walk, axes, 1)) return cudaErrorInvalidConfiguration;
+    if (!mn_iterate_over(&r.walk, axes, 1)) return cudaErrorInvalidConfiguration;
     if (r.walk.n_packs == 0) return cudaSuccess;
     roll_kernel<<<mn_blocks(r.walk.n_packs, THREADS), THREADS, 0, (cudaStream_t)where>>>(r);
-    return mn_launched();
+    return mn_launch_status();
 }

@@ -61,7 +61,7 @@ __global__ void leave_kernel(const __grid_constant__ mn_hyper k, const float *pa
 }
 
 /* What rows of a batch have for one mix: h c and y c of 16 ranks. */
-struct batch_room {
+struct batch_smem {
     float hc[BATCH][MN_HYPER_RANKS], yc[BATCH][MN_HYPER_RANKS];
 };
 
@@ -69,7 +69,7 @@ struct batch_room {
  * block has 128 lags of one mix and every n-th tile; 16 ranks at a time. */
 __global__ static void __launch_bounds__(LAGS, 4)
 params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts) {
-    __shared__ __align__(16) batch_room room;
+    __shared__ __align__(16) batch_smem room;
     const mn_call &c = k.p.call;
     const int64_t mix = blockIdx.y, j = blockIdx.x * (int64_t)LAGS + threadIdx.x;
     const bool second = mix >= c.Q;
@@ -92,7 +92,7 @@ params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts)
         }
         const bool last = a0 + MN_HYPER_RANKS >= k.ranks, sums_d = a0 == 0;
         for (int64_t i = blockIdx.z; i < k.s.n_tiles; i += n_parts) {
-            const mn_tile_span tile = mn_tile_at(k.s.call, MN_STRIP_ROWS, k.s.first + i);
+            const mn_tile_span tile = mn_tile_at(k.s.call, MN_COL_TILE_ROWS, k.s.first + i);
             const int64_t seen = mn_keys_before(k.s.call) + tile.first;
             if (seen + tile.n_rows <= blockIdx.x * (int64_t)LAGS) continue;
             for (int64_t r0 = 0; r0 < tile.n_rows; r0 += BATCH) {
@@ -161,9 +161,9 @@ params_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts)
 /* o = y scale gv; and, going back, dgv = do y scale and g_o = do gv scale. A block has one row of a
  * head. */
 template <typename T>
-__global__ void __launch_bounds__(MN_STRIP_THREADS)
+__global__ void __launch_bounds__(MN_COL_TILE_THREADS)
 output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
-    const mn_tile_span tile = mn_tile_at(k.s.call, MN_STRIP_ROWS, k.s.first + blockIdx.z);
+    const mn_tile_span tile = mn_tile_at(k.s.call, MN_COL_TILE_ROWS, k.s.first + blockIdx.z);
     const int64_t r = blockIdx.x, h = blockIdx.y;
     if (r >= tile.n_rows) return;
     const int64_t b = tile.span.b, t = tile.span.t0 + tile.first + r;
@@ -172,7 +172,7 @@ output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
     const T *gv = mn_row<T>(k.p.gv, b, t, h), *d_o = mn_row<T>(k.p.cot.o, b, t, h);
     T *o = mn_row<T>(k.p.o, b, t, h), *dgv = mn_row<T>(k.p.grad.gv, b, t, h);
     float *g = mn_row<float>(g_o, b, t, h);
-    for (int64_t i = threadIdx.x; i < k.p.call.V; i += MN_STRIP_THREADS) {
+    for (int64_t i = threadIdx.x; i < k.p.call.V; i += MN_COL_TILE_THREADS) {
         const float by = gv ? mn_float(gv[i]) : 1.0f;
         if (o) mn_put(o + i, sum[i] * scale * by);
         if (!g) continue;
@@ -184,11 +184,11 @@ output_kernel(const __grid_constant__ mn_hyper k, mn_in y, mn_out g_o) {
 
 /* ---- one query of each head ------------------------------------------------------------------ */
 
-enum { STEP_KEYS = 256, STEP_COLUMNS = 64, STEP_GROUPS = MN_STRIP_THREADS / STEP_COLUMNS };
+enum { STEP_KEYS = 256, STEP_COLUMNS = 64, STEP_GROUPS = MN_COL_TILE_THREADS / STEP_COLUMNS };
 
 /* parts (B, H, parts, V): sums of w v over 256 keys. A group of 64 threads has every fourth key. */
 template <typename T>
-__global__ void __launch_bounds__(MN_STRIP_THREADS)
+__global__ void __launch_bounds__(MN_COL_TILE_THREADS)
 step_part_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_parts) {
     __shared__ float sums[STEP_GROUPS][STEP_COLUMNS];
     const int64_t part = blockIdx.x, h = blockIdx.y, b = blockIdx.z, V = k.p.call.V;
@@ -215,12 +215,12 @@ step_part_kernel(const __grid_constant__ mn_hyper k, float *parts, int64_t n_par
 }
 
 /* y, the parts in their order. */
-__global__ static void __launch_bounds__(MN_STRIP_THREADS)
+__global__ static void __launch_bounds__(MN_COL_TILE_THREADS)
 step_sum_kernel(const __grid_constant__ mn_hyper k, mn_out y, const float *parts,
                 int64_t n_parts) {
     const int64_t h = blockIdx.x, b = blockIdx.y, V = k.p.call.V;
     const float *from = parts + (b * k.p.call.H + h) * n_parts * V;
-    for (int64_t c = threadIdx.x; c < V; c += MN_STRIP_THREADS) {
+    for (int64_t c = threadIdx.x; c < V; c += MN_COL_TILE_THREADS) {
         float sum = 0.0f;
         for (int64_t i = 0; i < n_parts; i++) sum += from[i * V + c];
         mn_row<float>(y, b, 0, h)[c] = sum;
@@ -232,9 +232,9 @@ static void step_read(const mn_hyper &k, const mn_out &y, float *parts, cudaStre
     const mn_call &c = k.p.call;
     const int64_t n_parts = mn_ceil_div(c.L, STEP_KEYS);
     const dim3 blocks((unsigned)n_parts, (unsigned)c.H, (unsigned)c.B);
-    step_part_kernel<T><<<blocks, MN_STRIP_THREADS, 0, stream>>>(k, parts, n_parts);
+    step_part_kernel<T><<<blocks, MN_COL_TILE_THREADS, 0, stream>>>(k, parts, n_parts);
     const dim3 heads((unsigned)c.H, (unsigned)c.B);
-    step_sum_kernel<<<heads, MN_STRIP_THREADS, 0, stream>>>(k, y, parts, n_parts);
+    step_sum_kernel<<<heads, MN_COL_TILE_THREADS, 0, stream>>>(k, y, parts, n_parts);
 }
 
 /* ---- strips ---------------------------------------------------------------------------------- */
@@ -245,7 +245,7 @@ struct room {
     int64_t most, matrix, n_matrices, params, rows, y, g_o, dk, dv, parts, n_parts, step, all;
 };
 
-static bool room_of(room *to, const mn_hyper_args *p, mn_pass pass) {
+static bool smem_of(room *to, const mn_hyper_args *p, mn_pass pass) {
     const bool backward = pass == MN_BACKWARD;
     const mn_call &c = p->call;
     mn_hyper &k = to->k;
@@ -259,7 +259,7 @@ static bool room_of(room *to, const mn_hyper_args *p, mn_pass pass) {
     k.row_floats = MN_HYPER_FIRST + 9 * k.ranks;
     to->n_matrices = k.branches * (backward ? 2 : 1) + (backward ? 2 : 0);
     k.s = mn_strip_of(c, c.H, to->n_matrices, &to->most);
-    to->n_parts = mn_min(mn_max(mn_tile_slots(c, MN_STRIP_ROWS), 1), (int64_t)MOST_PARTS);
+    to->n_parts = mn_min(mn_max(mn_tile_slots(c, MN_COL_TILE_ROWS), 1), (int64_t)MOST_PARTS);
     bool ok = mn_strip_floats(&to->matrix, k.s, to->most) &&
               mn_mul_i64(&to->params, k.lags, (c.Q + c.H) * (2 * k.ranks + 1)) &&
               mn_mul_i64(&to->rows, to->most * k.s.rows * c.H, k.row_floats) &&
@@ -323,12 +323,12 @@ static void strip_forward(const mn_hyper &k, const space &to, cudaStream_t strea
     const dim3 fours((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
     const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
-    mn_hyper_forward_kernel<T><<<fours, MN_STRIP_THREADS, bytes, stream>>>(k);
+    mn_hyper_forward_kernel<T><<<fours, MN_COL_TILE_THREADS, bytes, stream>>>(k);
     const mn_strip_side<T> v = { k.p.v, 0, 1 };
     if (to.step) step_read<T>(k, to.y, to.step, stream);
     else mn_past_read<false, T, float>(k.s, to.y, 0, k.w, v, c.V, 1.0f, stream);
     const dim3 rows((unsigned)k.s.rows, (unsigned)c.H, (unsigned)k.s.n_tiles);
-    output_kernel<T><<<rows, MN_STRIP_THREADS, 0, stream>>>(k, mn_strip_input(to.y), to.g_o);
+    output_kernel<T><<<rows, MN_COL_TILE_THREADS, 0, stream>>>(k, mn_strip_input(to.y), to.g_o);
 }
 
 template <typename T>
@@ -343,7 +343,7 @@ static void strip_backward(const mn_hyper &k, const space &to, int64_t n_parts,
     const dim3 fours((unsigned)mn_ceil_div(k.s.rows, MN_HYPER_ROWS), (unsigned)c.H,
                      (unsigned)k.s.n_tiles);
     const size_t bytes = (size_t)(3 * MN_HYPER_ROWS * k.ranks) * sizeof(float);
-    mn_hyper_backward_kernel<T><<<fours, MN_STRIP_THREADS, bytes, stream>>>(k);
+    mn_hyper_backward_kernel<T><<<fours, MN_COL_TILE_THREADS, bytes, stream>>>(k);
     const dim3 lags((unsigned)mn_ceil_div(k.lags, LAGS), (unsigned)(c.Q + c.H), (unsigned)n_parts);
     if (k.lags > 0) params_kernel<<<lags, LAGS, 0, stream>>>(k, to.parts, n_parts);
     const mn_strip_side<T> q = { k.p.q, 0, 1 }, key = { k.p.k, 0, 1 };
@@ -366,7 +366,7 @@ static int run(const mn_hyper_args *p, mn_pass pass, float *shared, cudaStream_t
     const bool backward = pass == MN_BACKWARD;
     const mn_call &c = p->call;
     room to = {};
-    if (!room_of(&to, p, pass)) return cudaErrorInvalidValue;
+    if (!smem_of(&to, p, pass)) return cudaErrorInvalidValue;
     if (c.Q + c.H > 65535 || c.B * c.L > INT32_MAX || to.k.ranks > 512) {
         return cudaErrorNotSupported;
     }
@@ -381,18 +381,18 @@ static int run(const mn_hyper_args *p, mn_pass pass, float *shared, cudaStream_t
         if (s.dv.data) cudaMemsetAsync(s.dv.data, 0, (size_t)to.dv * sizeof(float), stream);
         cudaMemsetAsync(s.parts, 0, (size_t)to.parts * sizeof(float), stream);
     }
-    const int64_t slots = c.T > 0 ? mn_tile_slots(c, MN_STRIP_ROWS) : 0;
+    const int64_t slots = c.T > 0 ? mn_tile_slots(c, MN_COL_TILE_ROWS) : 0;
     if (to.most < slots) s.step = NULL;    // its parts are of one strip
     for (k.s.first = 0; k.s.first < slots; k.s.first += k.s.n_tiles) {
         k.s.n_tiles = mn_min(to.most, slots - k.s.first);
         if (backward) strip_backward<T>(k, s, to.n_parts, stream);
         else strip_forward<T>(k, s, stream);
     }
-    if (!backward) return mn_launched();
+    if (!backward) return mn_launch_status();
     if (s.dk.data) put_sums<T>(p->grad.k, s.dk, c, c.Q, c.K, stream);
     if (s.dv.data) put_sums<T>(p->grad.v, s.dv, c, c.H, c.V, stream);
     if (k.lags > 0) leave_kernel<T><<<lags, 128, 0, stream>>>(k, s.parts, to.n_parts);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 static int run_any(const mn_hyper_args *p, mn_pass pass, void *shared, void *stream) {
@@ -403,7 +403,7 @@ static int run_any(const mn_hyper_args *p, mn_pass pass, void *shared, void *str
 
 static bool plan_of(mn_plan *plan, const void *args, mn_pass pass) {
     room to = {};
-    return room_of(&to, (const mn_hyper_args *)args, pass) &&
+    return smem_of(&to, (const mn_hyper_args *)args, pass) &&
            mn_mul_size(&plan->shared_bytes, (size_t)to.all, sizeof(float));
 }
 

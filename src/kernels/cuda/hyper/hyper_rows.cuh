@@ -18,7 +18,7 @@
 enum { MN_HYPER_ROWS = 4, MN_HYPER_RANKS = 16, MN_HYPER_LAGS = 2 };
 enum {
     MN_HYPER_SUMS = MN_HYPER_ROWS * MN_HYPER_RANKS,
-    MN_HYPER_STEP = MN_HYPER_LAGS * MN_STRIP_THREADS,
+    MN_HYPER_STEP = MN_HYPER_LAGS * MN_COL_TILE_THREADS,
 };
 enum { MN_HYPER_SCALE, MN_HYPER_NORM, MN_HYPER_FIRST = 4 };    // of a row
 
@@ -74,7 +74,7 @@ struct mn_hyper_four {
 
 __device__ inline bool mn_hyper_find(mn_hyper_four *f, const mn_hyper &k) {
     f->which = (int)k.s.n_tiles - 1 - (int)blockIdx.z;
-    f->tile = mn_tile_at(k.s.call, MN_STRIP_ROWS, k.s.first + f->which);
+    f->tile = mn_tile_at(k.s.call, MN_COL_TILE_ROWS, k.s.first + f->which);
     f->head = blockIdx.y, f->first = (int64_t)blockIdx.x * MN_HYPER_ROWS;
     const int64_t seen = mn_keys_before(k.s.call) + f->tile.first;
     f->n = (int)max(min((int64_t)MN_HYPER_ROWS, f->tile.n_rows - f->first), (int64_t)0);
@@ -128,7 +128,7 @@ __device__ inline void mn_hyper_reduce(float (&v)[MN_HYPER_SUMS], float *room, f
     if (threadIdx.x < MN_HYPER_SUMS) {
         float sum = 0.0f;
 #pragma unroll
-        for (int i = 0; i < MN_STRIP_THREADS / 32; i++) {
+        for (int i = 0; i < MN_COL_TILE_THREADS / 32; i++) {
             sum += room[i * MN_HYPER_SUMS + threadIdx.x];
         }
         out[threadIdx.x] = sum;
@@ -137,8 +137,8 @@ __device__ inline void mn_hyper_reduce(float (&v)[MN_HYPER_SUMS], float *room, f
 }
 
 /* What the threads of a block share: ranks of a mix of four rows, sums, room for them. */
-struct mn_hyper_room {
-    float sums[MN_HYPER_SUMS], room[MN_STRIP_THREADS / 32 * MN_HYPER_SUMS], team[32];
+struct mn_hyper_smem {
+    float sums[MN_HYPER_SUMS], room[MN_COL_TILE_THREADS / 32 * MN_HYPER_SUMS], team[32];
 };
 
 /* 16 ranks of a lag */
@@ -154,7 +154,7 @@ __device__ inline void mn_hyper_load(float (&x)[MN_HYPER_RANKS], const float *fr
  * each. */
 template <typename F>
 __device__ inline void mn_hyper_contract(const mn_hyper &k, const mn_hyper_four &f,
-                                         mn_hyper_room &room, float *matrix, const float *by_lag,
+                                         mn_hyper_smem &room, float *matrix, const float *by_lag,
                                          F put) {
     const float *newest = mn_hyper_newest(k, matrix, f);
     for (int64_t a0 = 0; a0 < k.ranks; a0 += MN_HYPER_RANKS) {
@@ -168,13 +168,13 @@ __device__ inline void mn_hyper_contract(const mn_hyper &k, const mn_hyper_four 
             }
         };
         fetch(threadIdx.x);
-        for (int j = threadIdx.x; j < f.most; j += MN_STRIP_THREADS) {
+        for (int j = threadIdx.x; j < f.most; j += MN_COL_TILE_THREADS) {
             float u[MN_HYPER_RANKS], z[MN_HYPER_ROWS];
 #pragma unroll
             for (int a = 0; a < MN_HYPER_RANKS; a++) u[a] = next[a];
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) z[r] = z_next[r];
-            fetch(j + MN_STRIP_THREADS);
+            fetch(j + MN_COL_TILE_THREADS);
 #pragma unroll
             for (int r = 0; r < MN_HYPER_ROWS; r++) {
 #pragma unroll
@@ -192,16 +192,16 @@ __device__ inline void mn_hyper_contract(const mn_hyper &k, const mn_hyper_four 
     }
 }
 
-/* Numbers of a thread: two lags, a block's threads apart, of four rows. */
+/* Numbers of a thread: two lags, a block's threads ws, of four rows. */
 struct mn_hyper_numbers {
     float at[MN_HYPER_LAGS][MN_HYPER_ROWS];
 };
 
 __device__ inline int mn_hyper_lag(int j, int l) {
-    return j + l * MN_STRIP_THREADS;
+    return j + l * MN_COL_TILE_THREADS;
 }
 
-/* x_r += sum of ranks of row r (in shared memory, `ranks` apart) times a parameter by lag */
+/* x_r += sum of ranks of row r (in shared memory, `ranks` ws) times a parameter by lag */
 __device__ inline void mn_hyper_expand(const mn_hyper &k, const mn_hyper_four &f,
                                        mn_hyper_numbers &x, const float *of_rows,
                                        const float *by_lag, int j) {
@@ -289,7 +289,7 @@ __device__ inline void mn_hyper_each(const mn_hyper &k, const mn_hyper_four &f, 
 /* h and h c of a mix from its argument, kept and in shared memory. */
 template <typename T>
 __device__ inline void mn_hyper_enter(const mn_hyper &k, const mn_hyper_four &f,
-                                      mn_hyper_room &room, float *matrix, const mn_hyper_mix &m,
+                                      mn_hyper_smem &room, float *matrix, const mn_hyper_mix &m,
                                       int branch, float *hc) {
     if (!m.U) return;
     mn_hyper_contract(k, f, room, matrix, m.U, [&](int r, int64_t a, float sum) {
@@ -305,16 +305,16 @@ __device__ inline void mn_hyper_enter(const mn_hyper &k, const mn_hyper_four &f,
 __device__ inline void mn_hyper_clear(const mn_hyper &k, const mn_hyper_four &f, float *matrix) {
     for (int r = 0; r < f.n; r++) {
         float *line = matrix + mn_strip_at(k.s, f.which, f.head, f.first + r);
-        for (int i = f.keys(r) + threadIdx.x; i < f.end; i += MN_STRIP_THREADS) line[i] = 0.0f;
+        for (int i = f.keys(r) + threadIdx.x; i < f.end; i += MN_COL_TILE_THREADS) line[i] = 0.0f;
     }
 }
 
 /* base from z, w from base, and the scale of the output. A block has four rows of a head. */
 template <typename T>
-__global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
+__global__ void __launch_bounds__(MN_COL_TILE_THREADS, 2)
 mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     extern __shared__ __align__(16) float shared[];
-    __shared__ mn_hyper_room room;
+    __shared__ mn_hyper_smem room;
     mn_hyper_four f;
     if (!mn_hyper_find(&f, k)) return;
     const int64_t each = MN_HYPER_ROWS * k.ranks;
@@ -325,7 +325,7 @@ mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     float *base = mn_hyper_newest(k, k.base, f), *w = mn_hyper_newest(k, k.w, f);
     const float *z1 = mn_hyper_newest(k, k.z[0], f);
     const float *z2 = mn_hyper_newest(k, k.z[k.branches - 1], f);
-    for (int i = threadIdx.x; i < 3 * MN_HYPER_ROWS * k.ranks; i += MN_STRIP_THREADS) {
+    for (int i = threadIdx.x; i < 3 * MN_HYPER_ROWS * k.ranks; i += MN_COL_TILE_THREADS) {
         shared[i] = 0.0f;
     }
     __syncthreads();
@@ -344,7 +344,7 @@ mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
     }
 #pragma unroll
     for (int r = 0; r < MN_HYPER_ROWS; r++) {
-        const float norm = sqrtf(mn_team_sum<MN_STRIP_THREADS>(square[r], room.team));
+        const float norm = sqrtf(mn_group_sum<MN_COL_TILE_THREADS>(square[r], room.team));
         if (threadIdx.x != 0 || f.keys(r) == 0) continue;
         float *kept = mn_hyper_kept(k, f.which, f.head, f.first + r);
         kept[MN_HYPER_NORM] = norm;
@@ -363,7 +363,7 @@ mn_hyper_forward_kernel(const __grid_constant__ mn_hyper k) {
 /* y c of a mix from the cotangent of its result, and dc. */
 template <typename T>
 __device__ inline void mn_hyper_leave(const mn_hyper &k, const mn_hyper_four &f,
-                                      mn_hyper_room &room, float *matrix, const mn_hyper_mix &m,
+                                      mn_hyper_smem &room, float *matrix, const mn_hyper_mix &m,
                                       int branch, float *yc) {
     if (!m.Vt) return;
     const bool second = branch == 2;
@@ -385,7 +385,7 @@ __device__ inline void mn_hyper_leave(const mn_hyper &k, const mn_hyper_four &f,
  * gw base (1 + d) over lags and of h y c over ranks: made of the numbers that the cotangent is made
  * of, it cancels what it has to cancel, in a row with a single key all. */
 __device__ inline void mn_hyper_pulls(const mn_hyper &k, const mn_hyper_four &f,
-                                      mn_hyper_room &room, float (&pull)[MN_HYPER_ROWS],
+                                      mn_hyper_smem &room, float (&pull)[MN_HYPER_ROWS],
                                       const float *gw, const float *base, const float *d,
                                       const float *yc) {
     float along[MN_HYPER_ROWS] = {};
@@ -400,22 +400,22 @@ __device__ inline void mn_hyper_pulls(const mn_hyper &k, const mn_hyper_four &f,
     for (int r = 0; r < MN_HYPER_ROWS; r++) {
         float *kept = mn_hyper_kept(k, f.which, f.head, f.first + (r < f.n ? r : 0));
         const float *h = mn_hyper_ranks(k, kept, 2, MN_HYPER_H);
-        for (int64_t a = threadIdx.x; k.mixed[1] && a < k.ranks; a += MN_STRIP_THREADS) {
+        for (int64_t a = threadIdx.x; k.mixed[1] && a < k.ranks; a += MN_COL_TILE_THREADS) {
             along[r] = fmaf(yc[r * k.ranks + a], h[a], along[r]);
         }
         const float by = kept[MN_HYPER_SCALE];
         const bool normed = k.p.norm != 2 && kept[MN_HYPER_NORM] > (float)k.p.eps;
-        const float sum = mn_team_sum<MN_STRIP_THREADS>(along[r], room.team);
+        const float sum = mn_group_sum<MN_COL_TILE_THREADS>(along[r], room.team);
         pull[r] = normed ? sum * by * by : 0.0f;
     }
 }
 
 /* From w, the cotangent of the weights, to g, those of x1 and x2. */
 template <typename T>
-__global__ void __launch_bounds__(MN_STRIP_THREADS, 2)
+__global__ void __launch_bounds__(MN_COL_TILE_THREADS, 2)
 mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
     extern __shared__ __align__(16) float shared[];
-    __shared__ mn_hyper_room room;
+    __shared__ mn_hyper_smem room;
     mn_hyper_four f;
     if (!mn_hyper_find(&f, k)) return;
     const int64_t each = MN_HYPER_ROWS * k.ranks;
@@ -427,7 +427,7 @@ mn_hyper_backward_kernel(const __grid_constant__ mn_hyper k) {
     const float *z1 = mn_hyper_newest(k, k.z[0], f);
     const float *z2 = mn_hyper_newest(k, k.z[k.branches - 1], f);
     const float *w = mn_hyper_newest(k, k.w, f);
-    for (int e = threadIdx.x; e < 3 * each; e += MN_STRIP_THREADS) {
+    for (int e = threadIdx.x; e < 3 * each; e += MN_COL_TILE_THREADS) {
         const int i = (int)(e / each), r = (int)(e % each / k.ranks);
         float x = 0.0f;
         if (r < f.n && k.mixed[0] && i < k.branches) {

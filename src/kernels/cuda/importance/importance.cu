@@ -94,8 +94,8 @@ static bool may_slice(const mn_call *call, const cuts &by) {
 
 static cuts cuts_of(const mn_importance_args *p, bool backward) {
     const bool spread = backward ? p->cot.ovar.data != NULL : p->ovar.data != NULL;
-    const size_t room = backward ? sizeof(by_mma::backward_room<back_block>) :
-                                   sizeof(by_mma::forward_room<tall_block>);
+    const size_t room = backward ? sizeof(by_mma::backward_smem<back_block>) :
+                                   sizeof(by_mma::forward_smem<tall_block>);
     if (p->call.dtype == MN_BF16 && !spread && has_shared(room)) {
         if (backward) {
             cuts by = cuts_into<back_block>(TOKENS, true);
@@ -157,7 +157,7 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_importance_args *p, con
            mn_mul_i64(&counts[PRIORS], heads, mn_n_spans(*call));
 }
 
-static bool plan_room(mn_plan *plan, const mn_importance_args *p, bool backward) {
+static bool plan_smem(mn_plan *plan, const mn_importance_args *p, bool backward) {
     int64_t counts[N_ROOMS];
     return measure(counts, p, cuts_of(p, backward), backward) && mn_cell_plan(plan, counts);
 }
@@ -174,7 +174,7 @@ template <typename Room, typename Block, typename Kernel, typename... Given>
 static int launch(Kernel kernel, const mn_importance_args *p, const cuts &by, cudaStream_t stream,
                   const Given &...given) {
     const int64_t n_rows = mn_cell_rows_of(&p->call) * p->call.H;
-    return mn_launch_with_room(kernel, blocks_of(&p->call, by), Block::THREADS, sizeof(Room),
+    return mn_launch_smem(kernel, blocks_of(&p->call, by), Block::THREADS, sizeof(Room),
                                stream, *p, given..., n_rows);
 }
 
@@ -186,7 +186,7 @@ static int find_gates(by_mma::gates **gates, const mn_importance_args *p, const 
     if (count == 0) return cudaSuccess;
     by_mma::gates_kernel<<<mn_blocks(count, by_mma::GATES_PER_BLOCK),
                            by_mma::GATES_PER_BLOCK * TOKENS, 0, stream>>>(*p, *gates, unit);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename Block>
@@ -195,7 +195,7 @@ static int read_into(const mn_importance_args *p, const room &to, const cuts &by
     by_mma::gates *gates;
     const int code = find_gates(&gates, p, to, by_mma::FORWARD_UNIT, stream);
     if (code != cudaSuccess) return code;
-    return launch<by_mma::forward_room<Block>, Block>(by_mma::forward_kernel<Block>, p, by, stream,
+    return launch<by_mma::forward_smem<Block>, Block>(by_mma::forward_kernel<Block>, p, by, stream,
                                                       gates, to.at[SUMS]);
 }
 
@@ -213,26 +213,26 @@ template <typename T, typename Block>
 static int read_by_cell(const mn_importance_args *p, const room &to, const cuts &by,
                         cudaStream_t stream) {
     if (p->ovar.data) {
-        return launch<by_cell::forward_room<Block>, Block>(by_cell::forward_kernel<T, Block, true>,
+        return launch<by_cell::forward_smem<Block>, Block>(by_cell::forward_kernel<T, Block, true>,
                                                            p, by, stream, to.at[SUMS]);
     }
-    return launch<by_cell::forward_room<Block>, Block>(by_cell::forward_kernel<T, Block, false>, p,
+    return launch<by_cell::forward_smem<Block>, Block>(by_cell::forward_kernel<T, Block, false>, p,
                                                        by, stream, to.at[SUMS]);
 }
 
 /* The parts of the work space. */
-static room rooms_of(const mn_importance_args *p, const cuts &by, float *shared, bool backward) {
+static room smems_of(const mn_importance_args *p, const cuts &by, float *shared, bool backward) {
     int64_t counts[N_ROOMS];
     room to;
     (void)measure(counts, p, by, backward);    // went well when it was planned
-    mn_cell_rooms(to.at, shared, counts);
+    mn_cell_smems(to.at, shared, counts);
     return to;
 }
 
 template <typename T>
 static int forward(const mn_importance_args *p, float *shared, cudaStream_t stream) {
     const cuts by = cuts_of(p, false);
-    const room to = rooms_of(p, by, shared, false);
+    const room to = smems_of(p, by, shared, false);
     int code;
     if (by.by_mma) code = read_by_mma(p, to, by, stream);
     else if (p->call.K <= SHORT_KEY) code = read_by_cell<T, short_block>(p, to, by, stream);
@@ -247,25 +247,25 @@ static int back_by_mma(const mn_importance_args *p, const room &to, const cuts &
     by_mma::gates *gates;
     int code = find_gates(&gates, p, to, 1.0f, stream);
     if (code == cudaSuccess) {
-        code = mn_launch_with_room(by_mma::states_kernel<back_block>, blocks_of(&p->call, by),
-                                   back_block::THREADS, sizeof(by_mma::states_room<back_block>),
+        code = mn_launch_smem(by_mma::states_kernel<back_block>, blocks_of(&p->call, by),
+                                   back_block::THREADS, sizeof(by_mma::states_smem<back_block>),
                                    stream, *p, gates, to.at[STATES]);
     }
     const dim3 blocks = blocks_of(&p->call, by);
     by_mma::launched now = { by.slices ? 0 : by_mma::launched::ALL, by.crossed };
     do {
         if (code != cudaSuccess) return code;
-        code = mn_launch_with_room(by_mma::backward_kernel<back_block>, blocks,
+        code = mn_launch_smem(by_mma::backward_kernel<back_block>, blocks,
                                    back_block::THREADS + by_mma::helpers<back_block>::THREADS,
-                                   sizeof(by_mma::backward_room<back_block>), stream, *p, gates, to,
+                                   sizeof(by_mma::backward_smem<back_block>), stream, *p, gates, to,
                                    now, mn_cell_rows_of(&p->call) * p->call.H);
         now.slice++;
     } while (by.slices && now.slice < (int)blocks.x);
     const int64_t items = mn_n_spans(p->call) * p->call.H;
     if (code != cudaSuccess || items == 0) return code;
-    by_mma::walk_gates_kernel<back_block><<<(unsigned)items, by_mma::WALKERS, 0, stream>>>(
+    by_mma::scan_gates_kernel<back_block><<<(unsigned)items, by_mma::WALKERS, 0, stream>>>(
         *p, gates, to, to.at[PRIORS], blocks.x * blocks.z, mn_cell_rows_of(&p->call) * p->call.H);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename T, typename Block, bool SPREAD>
@@ -273,9 +273,9 @@ static int back_by_cell(const mn_importance_args *p, const room &to, const cuts 
                         cudaStream_t stream) {
     by_cell::states_kernel<T, Block>
         <<<blocks_of(&p->call, by), Block::THREADS, 0, stream>>>(*p, to.at[STATES]);
-    const int code = mn_launched();
+    const int code = mn_launch_status();
     if (code != cudaSuccess) return code;
-    return launch<by_cell::backward_room<Block, SPREAD>, Block>(
+    return launch<by_cell::backward_smem<Block, SPREAD>, Block>(
         by_cell::backward_kernel<T, Block, SPREAD>, p, by, stream, to);
 }
 
@@ -300,17 +300,17 @@ static int add_parts(const mn_importance_args *p, const room &at, const cuts &by
     }
     if (code == cudaSuccess && n_rows > 0 && p->grad.g.data && !by.by_mma) {
         const put_gates put = { p->grad.g, call->T, call->H };
-        code = mn_sum_parts_into(put, at.at[GATES], blocks.x * blocks.z, n_rows, stream);
+        code = mn_sum_partials_into(put, at.at[GATES], blocks.x * blocks.z, n_rows, stream);
     }
     if (code != cudaSuccess || !p->grad.ip.data) return code;
     const int64_t n_parts = mn_n_spans(*call) * (by.by_mma ? 1 : blocks.x * blocks.z);
-    return mn_sum_parts_into(put_priors{ p->grad.ip }, at.at[PRIORS], n_parts, call->H, stream);
+    return mn_sum_partials_into(put_priors{ p->grad.ip }, at.at[PRIORS], n_parts, call->H, stream);
 }
 
 template <typename T>
 static int backward(const mn_importance_args *p, float *shared, cudaStream_t stream) {
     const cuts by = cuts_of(p, true);
-    const room at = rooms_of(p, by, shared, true);
+    const room at = smems_of(p, by, shared, true);
     int code;
     if (by.by_mma) code = back_by_mma(p, at, by, stream);
     else if (p->cot.ovar.data) code = back_by_cells<T, true>(p, at, by, stream);
@@ -319,7 +319,7 @@ static int backward(const mn_importance_args *p, float *shared, cudaStream_t str
 }
 
 MN_CUDA_PLAN(importance_forward) {
-    return plan_room(plan, (const mn_importance_args *)args, false);
+    return plan_smem(plan, (const mn_importance_args *)args, false);
 }
 
 MN_CUDA_LAUNCH(importance_forward) {
@@ -330,7 +330,7 @@ MN_CUDA_LAUNCH(importance_forward) {
 }
 
 MN_CUDA_PLAN(importance_backward) {
-    return plan_room(plan, (const mn_importance_args *)args, true);
+    return plan_smem(plan, (const mn_importance_args *)args, true);
 }
 
 MN_CUDA_LAUNCH(importance_backward) {

@@ -22,7 +22,7 @@ enum {
 
 /* A head of one sequence, half a warp to a tile. */
 template <typename Block>
-struct gate_walk {
+struct gate_scan {
     parts_of<Block> parts;    // of the first block
     const gates *decays;      // of the first tile
     int64_t n_rows, n_blocks, heads;
@@ -44,7 +44,7 @@ struct gate_walk {
     /* S in front of the tile without ip sum C. */
     __device__ float start(int tile) const {
         static_assert(Block::WARPS == TOKENS, "a lane for each warp");
-        const float *from = parts.along + tile * parts.tiles_apart + threadIdx.x % TOKENS;
+        const float *from = parts.along + tile * parts.tiles_ws + threadIdx.x % TOKENS;
         float sum = 0.0f;
 #pragma unroll 4
         for (int64_t block = 0; block < n_blocks; block++) sum += from[block * Block::WARPS];
@@ -71,19 +71,19 @@ struct gate_walk {
 
 /* What comes from behind each of a step's tiles: first its own share of what goes to the tile in
  * front of it, and by what it multiplies what comes from behind itself. */
-struct walk_room {
+struct scan_smem {
     float keeps[WALKED], share[WALKED], behind[WALKED + 1], team[32];
 };
 
 /* A block has a head of a sequence; `dips` (sequence, head) gets its part of dip. */
 template <typename Block>
 __global__ void __launch_bounds__(WALKERS)
-walk_gates_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, room to,
+scan_gates_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, room to,
                   float *dips, int64_t n_blocks, int64_t n_rows) {
-    __shared__ walk_room r;
+    __shared__ scan_smem r;
     const place at = place::of(p, blockIdx.x);
     const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
-    const gate_walk<Block> along = { parts_of<Block>(p, to, at, n_rows, n_blocks, 0),
+    const gate_scan<Block> along = { parts_of<Block>(p, to, at, n_rows, n_blocks, 0),
                                      decays + slot * p.call.H + at.h, n_rows, n_blocks, p.call.H,
                                      (int)at.span.length };
     const int n_tiles = (int)mn_cell_tiles(at.span.length), t = threadIdx.x % TOKENS;
@@ -133,7 +133,7 @@ walk_gates_kernel(const __grid_constant__ mn_importance_args p, const gates *dec
         }
         __syncthreads();
     }
-    dip = mn_team_sum<WALKERS>(dip, r.team);
+    dip = mn_group_sum<WALKERS>(dip, r.team);
     for (int64_t block = 0; block < n_blocks; block++) dip += along.parts.edge[block].y;
     if (threadIdx.x == 0) dips[at.n * p.call.H + at.h] = dip;
 }

@@ -21,11 +21,11 @@ namespace importance::by_mma {
 
 /* Tiles take turns in each pair. */
 template <typename Block>
-struct forward_room {
+struct forward_smem {
     static constexpr int PITCH = Block::COLUMNS + 4;
     tile<Block, FORWARD_PASS> in[2];
     arrivals<Block, FORWARD_PASS> came[2];
-    typename fetcher<Block, FORWARD_PASS>::sources from;
+    typename producer<Block, FORWARD_PASS>::sources from;
     alignas(16) float out[2][Block::GROUPS][TOKENS][PITCH];
 };
 
@@ -64,7 +64,7 @@ __device__ __forceinline__ bool may_pair(const cells &c) {
 
 /* o of a tile, the sums over a warp's 16 slots of it. PLAIN: it has no heads, and may_pair. */
 template <typename Block, bool PLAIN>
-__device__ __forceinline__ void tile_forward(cells &c, forward_room<Block> &r,
+__device__ __forceinline__ void tile_forward(cells &c, forward_smem<Block> &r,
                                              int turn, const uint2 (&queries)[2]) {
     const walk<Block, FORWARD_PASS> along(r.in[turn]);
     const int column = Block::column();
@@ -110,7 +110,7 @@ struct reader {
         if (to) to += v;
     }
 
-    __device__ __forceinline__ void put(const mn_importance_args &p, const forward_room<Block> &r,
+    __device__ __forceinline__ void put(const mn_importance_args &p, const forward_smem<Block> &r,
                                         const mn_cell_tile &tile, int turn) const {
         if (share::row() >= tile.n_rows) return;
         float x[share::EACH] = {};
@@ -143,14 +143,14 @@ __global__ void __launch_bounds__(Block::THREADS, Block::PER_PROCESSOR)
 forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, float *sums,
                int64_t n_rows) {
     extern __shared__ float4 shared[];
-    forward_room<Block> &r = *(forward_room<Block> *)shared;
+    forward_smem<Block> &r = *(forward_smem<Block> *)shared;
     r.in[0].open();
     r.in[1].open();
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
         const int length = (int)at.span.length, n_tiles = (int)mn_cell_tiles(length);
         const reader<Block> to(p, sums, at, n_rows);
-        typedef fetcher<Block, FORWARD_PASS> next;
+        typedef producer<Block, FORWARD_PASS> next;
         next::open(r.from, p, at, decays);
         cells c;
         load_first<Block, true>(c, p, at);
@@ -161,7 +161,7 @@ forward_kernel(const __grid_constant__ mn_importance_args p, const gates *decays
         next::fetch(r.came[1], r.from, 1, length);
         next::wait();
         __syncthreads();
-        for (int i = 0; i < n_tiles; i++) {    // what its one barrier orders has two rooms
+        for (int i = 0; i < n_tiles; i++) {    // what its one barrier orders has two smems
             const int turn = i % 2, slot = Block::slot() + 4 * column_lane();
             next::put(r.in[turn], r.came[turn], 1.0f);
             const uint2 q[2] = { r.came[turn].slots[1].get(row_lane(), slot),
@@ -190,10 +190,10 @@ __device__ __forceinline__ void advance_tile(cells &c, const tile<Block, PASS> &
 }
 
 template <typename Block>
-struct states_room {
+struct states_smem {
     tile<Block, STATES_PASS> in[2];
     arrivals<Block, STATES_PASS> came[2];
-    typename fetcher<Block, STATES_PASS>::sources from;
+    typename producer<Block, STATES_PASS>::sources from;
 };
 
 /* States in front of every tile, of which there are SETS sets for each head. */
@@ -201,7 +201,7 @@ template <typename Block>
 __global__ void __launch_bounds__(Block::THREADS, 2 * Block::PER_PROCESSOR)
 states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays, float *states) {
     extern __shared__ float4 shared[];
-    states_room<Block> &r = *(states_room<Block> *)shared;
+    states_smem<Block> &r = *(states_smem<Block> *)shared;
     r.in[0].open();
     r.in[1].open();
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
@@ -210,7 +210,7 @@ states_kernel(const __grid_constant__ mn_importance_args p, const gates *decays,
         const int64_t slot = mn_cell_first_slot(p.call, at.n, TOKENS);
         float *to = states + state_at<Block>(slot * p.call.H + at.h) + threadIdx.x * 4;
         const int64_t between = state_at<Block>(p.call.H) - state_at<Block>(0);
-        typedef fetcher<Block, STATES_PASS> next;
+        typedef producer<Block, STATES_PASS> next;
         next::open(r.from, p, at, decays);
         cells c;
         load_first<Block, false>(c, p, at);

@@ -126,9 +126,9 @@ struct stage {
 };
 
 template <typename T, typename Block, int N_KEYS, int N_LINES>
-struct fetched {
-    mn_cell_fetched<T, Block::SLOTS, Block::THREADS> keys[N_KEYS];
-    mn_cell_fetched<T, Block::COLUMNS, Block::THREADS> lines[N_LINES];
+struct loaded {
+    mn_cell_loaded<T, Block::SLOTS, Block::THREADS> keys[N_KEYS];
+    mn_cell_loaded<T, Block::COLUMNS, Block::THREADS> lines[N_LINES];
     float g;
     int n_rows;
 
@@ -236,7 +236,7 @@ __device__ __forceinline__ static void tile_forward(state &c, mn_cell_sums<Block
 }
 
 template <typename Block>
-struct forward_room {
+struct forward_smem {
     stage<Block, 2, 2> in;
     mn_cell_sums<Block> out;
 };
@@ -245,11 +245,11 @@ template <typename T, typename Block, bool VARIANCE>
 __global__ void __launch_bounds__(Block::THREADS, 2)
 forward_kernel(const __grid_constant__ mn_importance_args p, float *sums, int64_t n_rows) {
     extern __shared__ float4 shared[];
-    forward_room<Block> &r = *(forward_room<Block> *)shared;
+    forward_smem<Block> &r = *(forward_smem<Block> *)shared;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
         const int64_t n_tiles = mn_cell_tiles(at.span.length);
-        fetched<T, Block, 2, 2> next;
+        loaded<T, Block, 2, 2> next;
         next.open(p, at);
         state c;
         load_first<Block>(c, p, at);
@@ -286,7 +286,7 @@ states_kernel(const __grid_constant__ mn_importance_args p, float *states) {
         const place at = place::of(p, item);
         const int64_t n_tiles = mn_cell_tiles(at.span.length);
         const int64_t slot = mn_cell_first_slot(p.call, at.n, SPAN);
-        fetched<T, Block, 1, 2> next;
+        loaded<T, Block, 1, 2> next;
         next.open(p, at);
         state c;
         load_first<Block>(c, p, at);
@@ -359,7 +359,7 @@ __device__ __forceinline__ static void token_backward(token_cots &to, state &adj
 }
 
 template <typename Block, bool SPREAD>
-struct backward_room {
+struct backward_smem {
     stage<Block, 2, SPREAD ? 4 : 3> in;
     mn_cell_sums<Block> out;
     mn_cell_key_parts<Block> keys;
@@ -380,7 +380,7 @@ __device__ __forceinline__ static float warp_sums(float (&x)[4]) {
  * `prior`, the part of dip. */
 template <typename Block, bool SPREAD>
 __device__ __forceinline__ static void half_backward(state &adj, float &prior, const state &first,
-                                                     backward_room<Block, SPREAD> &r, int t0,
+                                                     backward_smem<Block, SPREAD> &r, int t0,
                                                      float ip) {
     state c[HALF + 1];
     float v[C][2], b[C][2], means[C][2], spreads[C][2] = {}, along[4];
@@ -461,11 +461,11 @@ __device__ static float put_first(const state &adj, const mn_importance_args &p,
 /* Forward over the tiles [first, end) of a span from the state in `c`; states in front of each half
  * stay in shared memory. At the end of the sequence, its adjoint begins. */
 template <typename T, typename Block, bool SPREAD>
-__device__ static void walk_span(state &c, state &adj, backward_room<Block, SPREAD> &r,
+__device__ static void scan_span(state &c, state &adj, backward_smem<Block, SPREAD> &r,
                                  const mn_importance_args &p, const place &at, int64_t first,
                                  int64_t end) {
     const bool last = end == mn_cell_tiles(at.span.length);
-    fetched<T, Block, 1, 2> next;
+    loaded<T, Block, 1, 2> next;
     next.open(p, at);
     next.fetch(p, at, mn_cell_tile_at(at.span, first));
     for (int64_t i = first; i < end; i++) {
@@ -486,7 +486,7 @@ template <typename T, typename Block, bool SPREAD>
 __global__ void __launch_bounds__(Block::THREADS, 1)
 backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n_rows) {
     extern __shared__ float4 shared[];
-    backward_room<Block, SPREAD> &r = *(backward_room<Block, SPREAD> *)shared;
+    backward_smem<Block, SPREAD> &r = *(backward_smem<Block, SPREAD> *)shared;
     const int64_t blocks = gridDim.x * gridDim.z, block = blockIdx.z * gridDim.x + blockIdx.x;
     for (int64_t item = blockIdx.y; item < mn_n_spans(p.call) * p.call.H; item += gridDim.y) {
         const place at = place::of(p, item);
@@ -501,11 +501,11 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
         for (int64_t end = n_tiles; end > 0;) {
             const int64_t span = (end - 1) / (SPAN / TOKENS), first = span * (SPAN / TOKENS);
             const int64_t set = ((slot + span) * p.call.H + at.h) * SETS;
-            fetched<T, Block, 2, SPREAD ? 4 : 3> next;
+            loaded<T, Block, 2, SPREAD ? 4 : 3> next;
             next.open(p, at);
             c.load(to.at[STATES] + Block::own(set), Block::own(1) - Block::own(0));
             next.fetch(p, at, mn_cell_tile_at(at.span, end - 1));
-            walk_span<T, Block, SPREAD>(c, adj, r, p, at, first, end);
+            scan_span<T, Block, SPREAD>(c, adj, r, p, at, first, end);
             for (int64_t i = end - 1; i >= first; i--) {
                 const mn_cell_tile tile = mn_cell_tile_at(at.span, i);
                 next.put(r.in, at.ip, (float)p.scale);
@@ -532,7 +532,7 @@ backward_kernel(const __grid_constant__ mn_importance_args p, room to, int64_t n
             __syncthreads();
         }
         prior += put_first<Block>(adj, p, at);
-        prior = mn_team_sum<Block::THREADS>(prior, r.team);
+        prior = mn_group_sum<Block::THREADS>(prior, r.team);
         if (threadIdx.x == 0) to.at[PRIORS][(at.n * blocks + block) * p.call.H + at.h] = prior;
         __syncthreads();
     }

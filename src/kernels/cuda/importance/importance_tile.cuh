@@ -228,7 +228,7 @@ struct cells {
 };
 
 /* Where this block's state number `item` begins among those of all blocks: sets of four numbers for
- * each thread, SET_STRIDE<Block> apart. */
+ * each thread, SET_STRIDE<Block> ws. */
 template <typename Block>
 constexpr int SET_STRIDE = 4 * Block::THREADS;
 
@@ -448,27 +448,27 @@ __device__ __forceinline__ void copy_sixteen(void *to, const void *from) {
 /* Rows of a tensor of which a block takes some columns. */
 struct alignas(16) stream {
     const mn_bf16 *first;    // at the sequence's first token
-    int64_t apart;           // its tokens
+    int64_t ws;           // its tokens
     int left;                // how many columns there are from the block's first on
     bool packs;              // whether PIECE of them may be copied at once
 
     __device__ void open(const mn_in &view, const place &at, int64_t base, int64_t count) {
         const mn_bf16 *row = mn_row<mn_bf16>(view, at.span.b, at.span.t0, at.h);
         first = row ? row + base : nullptr;
-        apart = view.stride[1];
+        ws = view.stride[1];
         left = row ? (int)min(count - base, (int64_t)1 << 30) : 0;
-        packs = ((uintptr_t)first | (uintptr_t)(apart * (int64_t)sizeof(mn_bf16))) % 16 == 0;
+        packs = ((uintptr_t)first | (uintptr_t)(ws * (int64_t)sizeof(mn_bf16))) % 16 == 0;
     }
 
     /* Whether PIECE numbers from `column` on may be copied at once. */
     __device__ bool copies(int column) const {
-        return packs && left - column >= PIECE && apart * TOKENS <= UINT32_MAX;
+        return packs && left - column >= PIECE && ws * TOKENS <= UINT32_MAX;
     }
 
     /* Those of `token` from `column` on that there are; zeros in place of others, and of all where
      * `token` is none. */
     __device__ __noinline__ void put(mn_bf16 *to, int token, bool exists, int column) const {
-        const mn_bf16 *row = first + token * apart + column;
+        const mn_bf16 *row = first + token * ws + column;
 #pragma unroll 1
         for (int n = 0; n < PIECE; n++) {
             to[n] = exists && column + n < left ? row[n] : mn_bf16(0.0f);
@@ -489,7 +489,7 @@ struct alignas(16) piece {
 template <int KINDS, int PIECES>
 struct sources {
     stream of[KINDS];
-    unsigned apart[KINDS];    // tiles of it, where pieces are copied at once
+    unsigned ws[KINDS];    // tiles of it, where pieces are copied at once
     piece pieces[PIECES];
     const gates *decays;    // of the sequence's first tile
     const float *states;    // in front of it, of the block's first thread
@@ -498,7 +498,7 @@ struct sources {
 
 /* Fetches tiles, and makes their factors once copies have been waited for by the whole block. */
 template <typename Block, pass PASS, typename Team = all_threads<Block>>
-struct fetcher {
+struct producer {
     static constexpr bool READS = PASS != STATES_PASS, BACK = PASS == BACKWARD_PASS;
     static constexpr int SLOT_PIECES = Block::SLOTS * TOKENS / PIECE;
     static constexpr int COLUMN_PIECES = Block::COLUMNS * TOKENS / PIECE;
@@ -507,7 +507,7 @@ struct fetcher {
     static constexpr int PIECES = SLOT_KINDS * SLOT_PIECES + COLUMN_KINDS * COLUMN_PIECES;
     static constexpr int THREADS = Team::THREADS, EACH = (PIECES + THREADS - 1) / THREADS;
     static constexpr int UNROLL = THREADS == Block::THREADS ? EACH + 4 : 1;    // or short code
-    typedef arrivals<Block, PASS> rooms;
+    typedef arrivals<Block, PASS> smems;
     typedef importance::by_mma::sources<SLOT_KINDS + COLUMN_KINDS, PIECES> sources;
 
     __device__ static bool is_first() {
@@ -530,14 +530,14 @@ struct fetcher {
         from.of[SLOT_KINDS + 1].open(p.b, at, v0, V);
         if (BACK) from.of[SLOT_KINDS + 2].open(p.cot.o, at, v0, V);
         for (int i = 0; i < SLOT_KINDS + COLUMN_KINDS; i++) {
-            from.apart[i] = (unsigned)(from.of[i].apart * TOKENS);
+            from.ws[i] = (unsigned)(from.of[i].ws * TOKENS);
         }
         from.heads = (unsigned)p.call.H;
         from.decays = all + mn_cell_first_slot(p.call, at.n, TOKENS) * p.call.H + at.h;
     }
 
     /* What this thread brings, once sources are open to all. */
-    __device__ static void share(sources &from, rooms &to) {
+    __device__ static void share(sources &from, smems &to) {
 #pragma unroll
         for (int n = 0; n < EACH; n++) {
             int i = n * THREADS + (int)Team::own();
@@ -554,12 +554,12 @@ struct fetcher {
             own.to = (unsigned short)((const char *)(room + own.column) - (const char *)&to);
             const stream &of = from.of[own.kind];
             own.row = row + (of.copies(own.column) ? 0 : piece::APART);
-            own.first = of.first + row * of.apart + own.column;
+            own.first = of.first + row * of.ws + own.column;
         }
     }
 
     /* Tile `index` of a sequence of `length` tokens; nothing behind its end. */
-    __device__ __forceinline__ static void fetch(rooms &to, const sources &from, int index,
+    __device__ __forceinline__ static void fetch(smems &to, const sources &from, int index,
                                                  int length) {
         const int t0 = index * TOKENS, n_rows = min(length - t0, (int)TOKENS);
         const unsigned thread = own_thread();
@@ -576,7 +576,7 @@ struct fetcher {
             const piece own = from.pieces[i];
             char *room = (char *)&to + own.to;
             if (own.row < n_rows) {
-                copy_sixteen(room, own.first + (uint64_t)(unsigned)index * from.apart[own.kind]);
+                copy_sixteen(room, own.first + (uint64_t)(unsigned)index * from.ws[own.kind]);
             } else {
                 const int row = own.row % piece::APART;
                 from.of[own.kind].put((mn_bf16 *)room, t0 + row, row < n_rows, own.column);
@@ -589,7 +589,7 @@ struct fetcher {
     }
 
     /* The factors of a tile that has come: a thread has 4 neighbours of a kind. */
-    __device__ static void put(tile<Block, PASS> &to, const rooms &came, float scale) {
+    __device__ static void put(tile<Block, PASS> &to, const smems &came, float scale) {
         constexpr int SLOT_QUADS = Block::SLOTS / 4 * TOKENS, QUADS = Block::COLUMNS / 4 * TOKENS;
         const unsigned thread = own_thread();
 #pragma unroll UNROLL
@@ -619,7 +619,7 @@ struct fetcher {
     }
 
 private:
-    __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, const rooms &came, int t,
+    __device__ __forceinline__ static void put_keys(tile<Block, PASS> &to, const smems &came, int t,
                                                     int slot) {
         float x[4];
         numbers_of(x, came.slots[0].get(t, slot));
@@ -635,7 +635,7 @@ private:
         to.slots.put(t, WEIGHT_FACTOR, slot, weight);
     }
 
-    __device__ __forceinline__ static void put_queries(tile<Block, PASS> &to, const rooms &came,
+    __device__ __forceinline__ static void put_queries(tile<Block, PASS> &to, const smems &came,
                                                        int t, int slot, float scale) {
         float x[4];
         unsigned query[4];

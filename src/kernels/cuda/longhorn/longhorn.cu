@@ -114,7 +114,7 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
     if (code != cudaSuccess || size == 0) return code;
     longhorn_finish_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(
         *p, m.y, m.parts, mn_columns_tiles(c.V));
-    return mn_launched();
+    return mn_launch_status();
 }
 
 static bool goes_by_chunks(const mn_call *c, mn_columns_kind kind) {

@@ -24,7 +24,7 @@ struct alignas(128) ahead_stage {
 };
 
 template <int KP>
-struct ahead_room {
+struct ahead_smem {
     ahead_stage<KP> stage[2];
     unsigned char o[mn_tile_bytes<64>()];    // or e
     unsigned char r[mn_tile_bytes<64>()], S[mn_tile_bytes<KP>()];
@@ -32,21 +32,21 @@ struct ahead_room {
 
 /* Chunk number `chunk` of the head, on its way. */
 template <int KP, bool KEEPS>
-__device__ static void fetch_ahead(ahead_stage<KP> &to, const mn_longhorn_job &job,
+__device__ static void load_ahead(ahead_stage<KP> &to, const mn_longhorn_job &job,
                                    const mn_longhorn_place &at, int chunk) {
     constexpr int hands = MN_LONGHORN_WALKERS;
     const mn_longhorn_column_args &p = job.p;
     const int64_t t = chunk * (int64_t)MN_DELTA_CHUNK, V = p.call.V;
     const int count = at.count(chunk), hand = threadIdx.x;
-    mn_tile_fetch<KP, hands>(to.k, p.k, job.packed[MN_LONGHORN_K], at.span, at.h, t, count, 0,
+    mn_tile_load<KP, hands>(to.k, p.k, job.packed[MN_LONGHORN_K], at.span, at.h, t, count, 0,
                              p.call.K, hand);
     if (!KEEPS) {
-        mn_tile_fetch<KP, hands>(to.q, p.q, job.packed[MN_LONGHORN_Q], at.span, at.h, t, count, 0,
+        mn_tile_load<KP, hands>(to.q, p.q, job.packed[MN_LONGHORN_Q], at.span, at.h, t, count, 0,
                                  p.call.K, hand);
     }
-    mn_tile_fetch<64, hands>(to.v, p.v, job.packed[MN_LONGHORN_V], at.span, at.h, t, count,
+    mn_tile_load<64, hands>(to.v, p.v, job.packed[MN_LONGHORN_V], at.span, at.h, t, count,
                              at.column0, V, hand);
-    mn_tile_fetch<64, hands>(to.beta, p.beta, job.packed[MN_LONGHORN_BETA], at.span, at.h, t, count,
+    mn_tile_load<64, hands>(to.beta, p.beta, job.packed[MN_LONGHORN_BETA], at.span, at.h, t, count,
                              at.column0, V, hand);
     mn_copy_plain(&to.record, job.work.ahead + at.index(p.call, chunk), (int)sizeof to.record,
                   hands, hand);
@@ -56,7 +56,7 @@ __device__ static void fetch_ahead(ahead_stage<KP> &to, const mn_longhorn_job &j
  * writes, `last`. Both become those of this block and the next. */
 template <int KP, bool KEEPS>
 __device__ __forceinline__ void step_ahead(mn_longhorn_state<KP> &S, float (&found)[2][2][4],
-                                           unsigned (&last)[4], ahead_room<KP> &room,
+                                           unsigned (&last)[4], ahead_smem<KP> &room,
                                            const ahead_stage<KP> &stage, int column, int block,
                                            float scale) {
     constexpr int parts = KP / 16;
@@ -68,8 +68,8 @@ __device__ __forceinline__ void step_ahead(mn_longhorn_state<KP> &S, float (&fou
     unsigned v[4], beta[4];
     mn_longhorn_cells r, e, w, u;
     mn_longhorn_multiply(written, last, stage.record.across[block][threadIdx.x % 32]);
-    mn_left_turned(v, mn_shared(stage.v), column, token0);
-    mn_left_turned(beta, mn_shared(stage.beta), column, token0);
+    mn_left_transposed(v, mn_shared(stage.v), column, token0);
+    mn_left_transposed(beta, mn_shared(stage.beta), column, token0);
     mn_longhorn_gains(w, u, beta, stage.record.norm + token0);
 #pragma unroll
     for (int i = 0; i < 8; i++) {
@@ -101,13 +101,13 @@ __device__ __forceinline__ void step_ahead(mn_longhorn_state<KP> &S, float (&fou
         for (int c = 0; c < 8; c++) o[c / 4][c % 4] *= scale;
         mn_longhorn_multiply(o, last, stage.record.pairs[block][threadIdx.x % 32]);
         mn_left_of(out, o[0], o[1]);
-        mn_longhorn_lay_turned(room.o, out, column, token0);
+        mn_longhorn_lay_transposed(room.o, out, column, token0);
     }
 }
 
 /* A chunk, of which `blocks` have tokens. */
 template <int KP, bool KEEPS>
-__device__ __forceinline__ void walk_ahead(mn_longhorn_state<KP> &S, ahead_room<KP> &room,
+__device__ __forceinline__ void scan_ahead(mn_longhorn_state<KP> &S, ahead_smem<KP> &room,
                                            const ahead_stage<KP> &stage, int column, int blocks,
                                            float scale) {
     const unsigned k = mn_shared(stage.k);
@@ -128,11 +128,11 @@ template <int KP, bool KEEPS>
 __global__ void __launch_bounds__(MN_LONGHORN_WALKERS, 1)
 ahead_kernel(const __grid_constant__ mn_longhorn_job job) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    ahead_room<KP> &room = *(ahead_room<KP> *)bytes;
+    ahead_smem<KP> &room = *(ahead_smem<KP> *)bytes;
     const mn_longhorn_column_args &p = job.p;
     const mn_longhorn_place at = mn_longhorn_here(job);
     mn_longhorn_state<KP> S;
-    if (at.n_chunks > 0) fetch_ahead<KP, KEEPS>(room.stage[0], job, at, 0);
+    if (at.n_chunks > 0) load_ahead<KP, KEEPS>(room.stage[0], job, at, 0);
     mn_copy_commit();
     S.load(p.call, at, (const float *)p.state0.data);
 #pragma unroll 1
@@ -142,13 +142,13 @@ ahead_kernel(const __grid_constant__ mn_longhorn_job job) {
         const int blocks = KEEPS ? MN_LONGHORN_BLOCKS
                                  : (at.count(chunk) + MN_LONGHORN_BLOCK - 1) / MN_LONGHORN_BLOCK;
         if (chunk + 1 < at.n_chunks) {
-            fetch_ahead<KP, KEEPS>(room.stage[(chunk + 1) % 2], job, at, chunk + 1);
+            load_ahead<KP, KEEPS>(room.stage[(chunk + 1) % 2], job, at, chunk + 1);
         }
         mn_copy_commit();
         mn_copy_wait<1>();
         __syncthreads();
         if (KEEPS) S.keep(job.work.S + index * job.wide_v * KP, room.S, at);
-        walk_ahead<KP, KEEPS>(S, room, stage, at.column, blocks, job.scale);
+        scan_ahead<KP, KEEPS>(S, room, stage, at.column, blocks, job.scale);
         __syncwarp();
         if (KEEPS) {
             const int64_t record = index * job.wide_v * MN_DELTA_CHUNK;
@@ -172,27 +172,27 @@ struct alignas(128) back_stage {
 };
 
 template <int KP>
-struct back_room {
+struct back_smem {
     back_stage<KP> stage[2];
     unsigned char dr[mn_tile_bytes<64>()], dv[mn_tile_bytes<64>()], dbeta[mn_tile_bytes<64>()];
     unsigned char D[mn_tile_bytes<KP>()];
 };
 
 template <int KP>
-__device__ static void fetch_back(back_stage<KP> &to, const mn_longhorn_job &job,
+__device__ static void load_back(back_stage<KP> &to, const mn_longhorn_job &job,
                                   const mn_longhorn_place &at, int chunk) {
     constexpr int hands = MN_LONGHORN_WALKERS;
     const mn_longhorn_column_args &p = job.p;
     const int64_t t = chunk * (int64_t)MN_DELTA_CHUNK, V = p.call.V;
     const int64_t index = at.index(p.call, chunk);
     const int count = at.count(chunk), hand = threadIdx.x;
-    mn_tile_fetch<KP, hands>(to.k, p.k, job.packed[MN_LONGHORN_K], at.span, at.h, t, count, 0,
+    mn_tile_load<KP, hands>(to.k, p.k, job.packed[MN_LONGHORN_K], at.span, at.h, t, count, 0,
                              p.call.K, hand);
-    mn_tile_fetch<KP, hands>(to.q, p.q, job.packed[MN_LONGHORN_Q], at.span, at.h, t, count, 0,
+    mn_tile_load<KP, hands>(to.q, p.q, job.packed[MN_LONGHORN_Q], at.span, at.h, t, count, 0,
                              p.call.K, hand);
-    mn_tile_fetch<64, hands>(to.cot, p.cot.o, job.packed[MN_LONGHORN_COT], at.span, at.h, t, count,
+    mn_tile_load<64, hands>(to.cot, p.cot.o, job.packed[MN_LONGHORN_COT], at.span, at.h, t, count,
                              at.column0, V, hand);
-    mn_tile_fetch<64, hands>(to.beta, p.beta, job.packed[MN_LONGHORN_BETA], at.span, at.h, t, count,
+    mn_tile_load<64, hands>(to.beta, p.beta, job.packed[MN_LONGHORN_BETA], at.span, at.h, t, count,
                              at.column0, V, hand);
     mn_tile_recall<64, hands>(to.r, job.work.r + (index * job.wide_v + at.column0) * MN_DELTA_CHUNK,
                               MN_DELTA_CHUNK, hand);
@@ -203,7 +203,7 @@ __device__ static void fetch_back(back_stage<KP> &to, const mn_longhorn_job &job
  * behind wrote, -`last`. Both become those of this block and the one in front. */
 template <int KP>
 __device__ __forceinline__ void step_back(mn_longhorn_state<KP> &D, float (&found)[2][2][4],
-                                          unsigned (&last)[4], back_room<KP> &room,
+                                          unsigned (&last)[4], back_smem<KP> &room,
                                           const back_stage<KP> &stage, int column, int block,
                                           float scale) {
     constexpr int parts = KP / 16;
@@ -215,8 +215,8 @@ __device__ __forceinline__ void step_back(mn_longhorn_state<KP> &D, float (&foun
     unsigned cot[4], beta[4], rest[4], out[4];
     mn_longhorn_cells y, w, u, x;
     mn_longhorn_multiply(written, last, stage.record.across[block][threadIdx.x % 32]);
-    mn_left_turned(cot, mn_shared(stage.cot), column, token0);
-    mn_left_turned(beta, mn_shared(stage.beta), column, token0);
+    mn_left_transposed(cot, mn_shared(stage.cot), column, token0);
+    mn_left_transposed(beta, mn_shared(stage.beta), column, token0);
     mn_left(rest, mn_shared(stage.r), column, token0);
     mn_longhorn_multiply(found[0], cot, stage.record.pairs[block][threadIdx.x % 32]);
     mn_longhorn_gains(w, u, beta, stage.record.norm + token0);
@@ -243,15 +243,15 @@ __device__ __forceinline__ void step_back(mn_longhorn_state<KP> &D, float (&foun
     for (int i = 0; i < 16; i++) found[i / 8][i / 4 % 2][i % 4] = ahead[i / 8][i / 4 % 2][i % 4];
     mn_longhorn_left(last, x);
     mn_longhorn_lay(room.dr, last, column, token0);
-    mn_longhorn_lay_turned(room.dv, last, column, token0);
+    mn_longhorn_lay_transposed(room.dv, last, column, token0);
     mn_longhorn_left(out, y);
-    mn_longhorn_lay_turned(room.dbeta, out, column, token0);
+    mn_longhorn_lay_transposed(room.dbeta, out, column, token0);
 #pragma unroll
     for (int i = 0; i < 4; i++) last[i] ^= 0x80008000u;
 }
 
 template <int KP>
-__device__ __forceinline__ void walk_back(mn_longhorn_state<KP> &D, back_room<KP> &room,
+__device__ __forceinline__ void scan_back(mn_longhorn_state<KP> &D, back_smem<KP> &room,
                                           const back_stage<KP> &stage, int column, float scale) {
     const unsigned k = mn_shared(stage.k);
     float found[2][2][4] = {};
@@ -272,11 +272,11 @@ template <int KP>
 __global__ void __launch_bounds__(MN_LONGHORN_WALKERS, 1)
 back_kernel(const __grid_constant__ mn_longhorn_job job) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    back_room<KP> &room = *(back_room<KP> *)bytes;
+    back_smem<KP> &room = *(back_smem<KP> *)bytes;
     const mn_longhorn_column_args &p = job.p;
     const mn_longhorn_place at = mn_longhorn_here(job);
     mn_longhorn_state<KP> D;
-    if (at.n_chunks > 0) fetch_back<KP>(room.stage[0], job, at, at.n_chunks - 1);
+    if (at.n_chunks > 0) load_back<KP>(room.stage[0], job, at, at.n_chunks - 1);
     mn_copy_commit();
     D.load(p.call, at, (const float *)p.cot.state.data);
 #pragma unroll 1
@@ -284,12 +284,12 @@ back_kernel(const __grid_constant__ mn_longhorn_job job) {
         const int chunk = at.n_chunks - 1 - turn;
         const back_stage<KP> &stage = room.stage[turn % 2];
         const int64_t index = at.index(p.call, chunk);
-        if (chunk > 0) fetch_back<KP>(room.stage[(turn + 1) % 2], job, at, chunk - 1);
+        if (chunk > 0) load_back<KP>(room.stage[(turn + 1) % 2], job, at, chunk - 1);
         mn_copy_commit();
         mn_copy_wait<1>();
         __syncthreads();
         D.keep(job.work.D + index * job.wide_v * KP, room.D, at);
-        walk_back<KP>(D, room, stage, at.column, job.scale);
+        scan_back<KP>(D, room, stage, at.column, job.scale);
         __syncwarp();
         mn_longhorn_keep<MN_DELTA_CHUNK>(job.work.dr + index * job.wide_v * MN_DELTA_CHUNK, room.dr,
                                          at);
@@ -330,7 +330,7 @@ template <int KT>
 __global__ void __launch_bounds__(MN_DELTA_GRADERS)
 keys_kernel(const __grid_constant__ mn_delta_job job) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_grade_room<KT> &room = *(mn_grade_room<KT> *)bytes;
+    mn_grade_smem<KT> &room = *(mn_grade_smem<KT> *)bytes;
     const mn_grade_place at = mn_grade_here(job, KT, KT);
     const int64_t K = job.p.call.K;
     if (at.count == 0) return;
@@ -437,7 +437,7 @@ static int prepare(const mn_longhorn_job &job, cudaStream_t on) {
     const int64_t records = records_of(job.p.call);
     if (records == 0) return cudaSuccess;
     if (records > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_with_room(mn_longhorn_prepare_kernel<KP, BACK>, dim3((unsigned)records),
+    return mn_launch_smem(mn_longhorn_prepare_kernel<KP, BACK>, dim3((unsigned)records),
                                MN_LONGHORN_PREPARERS, sizeof(mn_longhorn_keys<KP>), on, job);
 }
 
@@ -448,14 +448,14 @@ static int walk(void (*kernel)(mn_longhorn_job), size_t room, const mn_longhorn_
     const int64_t blocks = job.wide_v / MN_LONGHORN_WIDTH * heads;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_with_room(kernel, dim3((unsigned)blocks), MN_LONGHORN_WALKERS, room, on, job);
+    return mn_launch_smem(kernel, dim3((unsigned)blocks), MN_LONGHORN_WALKERS, room, on, job);
 }
 
 template <int KP>
 static int forward(const mn_longhorn_job &job, cudaStream_t on) {
     const int code = prepare<KP, false>(job, on);
     if (code != cudaSuccess) return code;
-    return walk(ahead_kernel<KP, false>, sizeof(ahead_room<KP>), job, on);
+    return walk(ahead_kernel<KP, false>, sizeof(ahead_smem<KP>), job, on);
 }
 
 template <int KP>
@@ -463,18 +463,18 @@ static int backward(const mn_longhorn_job &job, cudaStream_t on) {
     const int64_t records = records_of(job.p.call);
     int code = prepare<KP, true>(job, on);
     if (code == cudaSuccess) {
-        code = walk(ahead_kernel<KP, true>, sizeof(ahead_room<KP>), job, on);
+        code = walk(ahead_kernel<KP, true>, sizeof(ahead_smem<KP>), job, on);
     }
-    if (code == cudaSuccess) code = walk(back_kernel<KP>, sizeof(back_room<KP>), job, on);
+    if (code == cudaSuccess) code = walk(back_kernel<KP>, sizeof(back_smem<KP>), job, on);
     if (code != cudaSuccess || records == 0) return code;
-    return mn_launch_with_room(keys_kernel<KP>, dim3((unsigned)records), MN_DELTA_GRADERS,
-                               sizeof(mn_grade_room<KP>), on, keys_job(job));
+    return mn_launch_smem(keys_kernel<KP>, dim3((unsigned)records), MN_DELTA_GRADERS,
+                               sizeof(mn_grade_smem<KP>), on, keys_job(job));
 }
 
 /* Narrow memories would lose more than twice what storing in bf16 does, as for delta. */
 bool mn_longhorn_chunks(const mn_call *call) {
     return call->dtype == MN_BF16 && call->K >= 32 && call->K <= 128 && call->V > 32 &&
-           mn_machine_in_use().shared_bytes >= (int)sizeof(back_room<128>);
+           mn_device_props_current().shared_bytes >= (int)sizeof(back_smem<128>);
 }
 
 bool mn_longhorn_chunk_plan(mn_plan *plan, const mn_call *call, bool back) {

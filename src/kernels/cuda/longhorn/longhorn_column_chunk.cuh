@@ -130,9 +130,9 @@ mn_longhorn_prepare_kernel(const __grid_constant__ mn_longhorn_job job) {
     const mn_tile_span tile = mn_tile_at(call, MN_DELTA_CHUNK, slot);
     const int count = (int)tile.n_rows, row0 = threadIdx.x / 32 * MN_LONGHORN_BLOCK;
     if (count == 0) return;
-    mn_tile_fetch<KP, MN_LONGHORN_PREPARERS>(room.k, job.p.k, job.packed[MN_LONGHORN_K], tile.span,
+    mn_tile_load<KP, MN_LONGHORN_PREPARERS>(room.k, job.p.k, job.packed[MN_LONGHORN_K], tile.span,
                                              h, tile.first, count, 0, call.K, threadIdx.x);
-    mn_tile_fetch<KP, MN_LONGHORN_PREPARERS>(room.q, job.p.q, job.packed[MN_LONGHORN_Q], tile.span,
+    mn_tile_load<KP, MN_LONGHORN_PREPARERS>(room.q, job.p.q, job.packed[MN_LONGHORN_Q], tile.span,
                                              h, tile.first, count, 0, call.K, threadIdx.x);
     mn_copy_commit();
     mn_copy_wait<0>();
@@ -161,7 +161,7 @@ mn_longhorn_prepare_kernel(const __grid_constant__ mn_longhorn_job job) {
     if (BACK) mn_longhorn_leave_record<true>(job.work.back[blockIdx.x], kk, kq, back, job.scale);
 }
 
-/* ---- what both walks share ------------------------------------------------------------------- */
+/* ---- what both scans share ------------------------------------------------------------------- */
 
 struct mn_longhorn_place {
     int64_t n, h, column0, slot0;
@@ -193,12 +193,12 @@ __device__ inline mn_longhorn_place mn_longhorn_here(const mn_longhorn_job &job)
 template <int COLUMNS>
 __device__ inline void mn_longhorn_keep(mn_bf16 *record, const unsigned char *tile,
                                         const mn_longhorn_place &at) {
-    constexpr int octets = COLUMNS / 8;
+    constexpr int vec16s = COLUMNS / 8;
 #pragma unroll
-    for (int i = threadIdx.x % 32; i < 16 * octets; i += 32) {
-        const int row = at.column + i / octets, octet = i % octets;
-        *(uint4 *)(record + (at.column0 + row) * COLUMNS + 8 * octet) =
-            *(const uint4 *)(tile + mn_tile_place(row, octet));
+    for (int i = threadIdx.x % 32; i < 16 * vec16s; i += 32) {
+        const int row = at.column + i / vec16s, vec16 = i % vec16s;
+        *(uint4 *)(record + (at.column0 + row) * COLUMNS + 8 * vec16) =
+            *(const uint4 *)(tile + mn_tile_place(row, vec16));
     }
 }
 
@@ -260,7 +260,7 @@ struct mn_longhorn_state {
     /* 16 channels take columns x of a block of tokens times the rows of a tile. */
     __device__ void take(const unsigned (&x)[4], int c, unsigned tile, int token0) {
         unsigned right[4];
-        mn_right_turned(right, tile, token0, 16 * c);
+        mn_right_transposed(right, tile, token0, 16 * c);
         mn_product(at[2 * c], x, right[0], right[1]);
         mn_product(at[2 * c + 1], x, right[2], right[3]);
     }
@@ -334,19 +334,19 @@ __device__ inline void mn_longhorn_lay(unsigned char *tile, const unsigned (&x)[
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int row = column + i % 2 * 8 + lane / 4, octet = token0 / 8 + i / 2;
-        *(unsigned *)(tile + mn_tile_place(row, octet) + lane % 4 * 4) = x[i];
+        const int row = column + i % 2 * 8 + lane / 4, vec16 = token0 / 8 + i / 2;
+        *(unsigned *)(tile + mn_tile_place(row, vec16) + lane % 4 * 4) = x[i];
     }
 }
 
 /* To a tile whose rows are tokens. */
-__device__ inline void mn_longhorn_lay_turned(unsigned char *tile, const unsigned (&x)[4],
+__device__ inline void mn_longhorn_lay_transposed(unsigned char *tile, const unsigned (&x)[4],
                                               int column, int token0) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        const int row = token0 + i / 2 * 8 + lane / 4, octet = column / 8 + i % 2;
-        *(unsigned *)(tile + mn_tile_place(row, octet) + lane % 4 * 4) = mn_turn(x[i]);
+        const int row = token0 + i / 2 * 8 + lane / 4, vec16 = column / 8 + i % 2;
+        *(unsigned *)(tile + mn_tile_place(row, vec16) + lane % 4 * 4) = mn_turn(x[i]);
     }
 }
 
@@ -358,10 +358,10 @@ __device__ inline void mn_longhorn_put(const mn_out &view, bool packed, const un
     if (!view.data) return;
 #pragma unroll
     for (int i = threadIdx.x % 32; i < 2 * MN_DELTA_CHUNK; i += 32) {
-        const int row = i / 2, octet = at.column / 8 + i % 2;
-        const int64_t j = at.column0 + 8 * octet;
+        const int row = i / 2, vec16 = at.column / 8 + i % 2;
+        const int64_t j = at.column0 + 8 * vec16;
         if (row >= count || j >= V) continue;
-        const mn_pack<mn_bf16, 8> pack = *(mn_pack<mn_bf16, 8> *)(tile + mn_tile_place(row, octet));
+        const mn_pack<mn_bf16, 8> pack = *(mn_pack<mn_bf16, 8> *)(tile + mn_tile_place(row, vec16));
         mn_bf16 *to = mn_row<mn_bf16>(view, at.span.b, t0 + row, at.h) + j;
         if (packed) {
             *(mn_pack<mn_bf16, 8> *)to = pack;

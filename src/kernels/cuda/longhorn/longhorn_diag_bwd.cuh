@@ -21,9 +21,9 @@ enum { MN_DIAG_WIDEST = 128, MN_DIAG_WARPS = MN_COLUMNS_TILE / 8 };
 enum { MN_DIAG_THREADS = 32 * MN_DIAG_WARPS, MN_DIAG_STASH = 4 };    // tokens
 
 template <int R>
-struct mn_diag_room {
+struct mn_diag_smem {
     static constexpr int cells = 4 * R * MN_DIAG_THREADS;    // of a state
-    mn_slab_back_room<4 * R> tokens;                         // of which `in` and `cot` are used
+    mn_slab_back_smem<4 * R> tokens;                         // of which `in` and `cot` are used
     alignas(16) float sums[MN_DIAG_STASH][2][MN_DIAG_WARPS][16 * R];    // dq and dk
     alignas(16) float before[MN_DIAG_STASH][cells];
 };
@@ -31,7 +31,7 @@ struct mn_diag_room {
 /* Walks tokens [t0, t1) with S and keeps the state in front of every `every` of them. */
 template <typename T, int R>
 __device__ static void mn_diag_replay(mn_block_cells<4 * R> &S, float *kept, int64_t stride,
-                                      int every, mn_diag_room<R> &room, const mn_columns &p,
+                                      int every, mn_diag_smem<R> &room, const mn_columns &p,
                                       const mn_columns_place &at, int64_t t0, int64_t t1) {
     constexpr int group = mn_slab_sizes<4 * R>::group;
     mn_slab_ahead<T, 4 * R> ahead;
@@ -70,11 +70,11 @@ __device__ inline void mn_diag_leave(float *sums, float (&x)[R]) {
  * front. */
 template <typename T, int R>
 __device__ __forceinline__ void mn_diag_token_back(mn_block_cells<4 * R> &D,
-                                                   mn_block_cells<4 * R> &S, mn_diag_room<R> &room,
+                                                   mn_block_cells<4 * R> &S, mn_diag_smem<R> &room,
                                                    const mn_columns &p, const mn_columns_place &at,
                                                    int64_t t, int token) {
     typedef mn_block_cells<4 * R> cells;
-    const mn_slab_room<4 * R> &in = room.tokens.in;
+    const mn_slab_smem<4 * R> &in = room.tokens.in;
     const float *before = room.before[token % MN_DIAG_STASH];
     float w[4], u[4], v[4], cot[4], to_q[R], to_k[R], sums[8] = {};    // D k, then y
     mn_load<4>(w, in.w[token], cells::first_column());
@@ -127,7 +127,7 @@ __device__ __forceinline__ void mn_diag_token_back(mn_block_cells<4 * R> &D,
 /* Adds the warps' sums of `count` tokens, of which the first is token t. All threads call, between
  * barriers. */
 template <int R>
-__device__ static void mn_diag_add_warps(const mn_diag_room<R> &room, const mn_columns &p,
+__device__ static void mn_diag_add_warps(const mn_diag_smem<R> &room, const mn_columns &p,
                                          const mn_columns_place &at, int64_t t, int count) {
     constexpr int rows = 16 * R;
     const int64_t all = p.call.B * p.call.T * p.call.H;
@@ -156,7 +156,7 @@ struct mn_diag_ahead {
     }
 
     /* All threads call, between barriers. */
-    __device__ void put(mn_diag_room<R> &room) const {
+    __device__ void put(mn_diag_smem<R> &room) const {
         float x[sizes::column_items];
 #pragma unroll
         for (int n = 0; n < sizes::column_items; n++) x[n] = cot.at(n);
@@ -169,7 +169,7 @@ struct mn_diag_ahead {
  * it and D behind it. */
 template <typename T, int R>
 __device__ static void mn_diag_group_back(mn_block_cells<4 * R> &D, const float *front,
-                                          mn_diag_room<R> &room, const mn_columns &p,
+                                          mn_diag_smem<R> &room, const mn_columns &p,
                                           const mn_columns_place &at, int64_t t, int count) {
 #pragma unroll 1
     for (int first = (count - 1) / MN_DIAG_STASH * MN_DIAG_STASH; first >= 0;
@@ -197,13 +197,13 @@ template <typename T, int R>
 __global__ void __launch_bounds__(MN_DIAG_THREADS, 1)
 mn_diag_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     constexpr int group = mn_slab_sizes<4 * R>::group, groups = MN_COLUMNS_SPAN / group;
-    typedef mn_diag_room<R> room_of;
+    typedef mn_diag_smem<R> smem_of;
     extern __shared__ __align__(128) unsigned char bytes[];
-    room_of &room = *(room_of *)bytes;
+    smem_of &room = *(smem_of *)bytes;
     const mn_columns_place at = mn_columns_here(p, tiles);
-    const int64_t length = at.span.length, stride = p.call.H * tiles * room_of::cells;
-    float *spans = mn_columns_spans(p, at, tiles, stride, room_of::cells);
-    float *fronts = p.tokens + at.block * groups * room_of::cells;
+    const int64_t length = at.span.length, stride = p.call.H * tiles * smem_of::cells;
+    float *spans = mn_columns_spans(p, at, tiles, stride, smem_of::cells);
+    float *fronts = p.tokens + at.block * groups * smem_of::cells;
     mn_block_cells<4 * R> D, S;
     S.load(p, at, p.state0, NULL);
     mn_diag_replay<T, R>(S, spans, stride, MN_COLUMNS_SPAN, room, p, at, 0, length);
@@ -212,7 +212,7 @@ mn_diag_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     for (int64_t i = (length + MN_COLUMNS_SPAN - 1) / MN_COLUMNS_SPAN - 1; i >= 0; i--) {
         const int64_t t0 = i * MN_COLUMNS_SPAN, t1 = min(t0 + MN_COLUMNS_SPAN, length);
         S.recall(spans + i * stride);
-        mn_diag_replay<T, R>(S, fronts, room_of::cells, group, room, p, at, t0, t1);
+        mn_diag_replay<T, R>(S, fronts, smem_of::cells, group, room, p, at, t0, t1);
         mn_diag_ahead<T, R> ahead;
         const int64_t groups_here = (t1 - t0 + group - 1) / group;
         ahead.fetch(p, at, t0 + (groups_here - 1) * group, length);
@@ -223,7 +223,7 @@ mn_diag_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
             ahead.put(room);
             __syncthreads();
             if (g > 0) ahead.fetch(p, at, t - group, length);
-            mn_diag_group_back<T, R>(D, fronts + g * room_of::cells, room, p, at, t,
+            mn_diag_group_back<T, R>(D, fronts + g * smem_of::cells, room, p, at, t,
                                      (int)min((int64_t)group, t1 - t));
         }
     }
@@ -238,9 +238,9 @@ inline bool mn_diag_measure(mn_columns_extent *to, mn_call c) {
 
 /* Whether a block has room for it here. */
 inline bool mn_diag_serves(const mn_call &c) {
-    const int limit = mn_machine_in_use().shared_bytes;
-    return c.K <= 64 ? (int)sizeof(mn_diag_room<4>) <= limit
-                     : c.K <= MN_DIAG_WIDEST && (int)sizeof(mn_diag_room<8>) <= limit;
+    const int limit = mn_device_props_current().shared_bytes;
+    return c.K <= 64 ? (int)sizeof(mn_diag_smem<4>) <= limit
+                     : c.K <= MN_DIAG_WIDEST && (int)sizeof(mn_diag_smem<8>) <= limit;
 }
 
 template <typename T, int R>
@@ -249,8 +249,8 @@ static int mn_diag_start(const mn_columns &p, cudaStream_t on) {
     const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_with_room(mn_diag_backward_kernel<T, R>, dim3((unsigned)blocks),
-                               MN_DIAG_THREADS, sizeof(mn_diag_room<R>), on, p, tiles);
+    return mn_launch_smem(mn_diag_backward_kernel<T, R>, dim3((unsigned)blocks),
+                               MN_DIAG_THREADS, sizeof(mn_diag_smem<R>), on, p, tiles);
 }
 
 template <typename T>

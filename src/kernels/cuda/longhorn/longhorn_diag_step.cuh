@@ -2,7 +2,8 @@
  * place;
  * what it makes has the bits of the walk (column_state_fwd.cuh), of which it is one turn. A block
  * has 64 columns of a memory. A thread has the rows and columns that one of the walk has, but
- * neighbouring threads neighbouring columns, and asks for all of them before it looks at the token,
+ * neighbouring threads neighbouring columns, and requests for all of them before it looks at the
+ * token,
  * which a warp more brings. */
 #ifndef MN_KERNELS_CUDA_LONGHORN_LONGHORN_DIAG_STEP_CUH
 #define MN_KERNELS_CUDA_LONGHORN_LONGHORN_DIAG_STEP_CUH
@@ -13,7 +14,7 @@
 enum { MN_DIAG_STEP_GROUPS = 16, MN_DIAG_STEP_HOLDERS = 256 };    // of rows; threads with cells
 enum { MN_DIAG_STEP_THREADS = MN_DIAG_STEP_HOLDERS + 32 };
 
-/* The cells of a thread: packs of P rows that lie 16 P apart, four columns of each. */
+/* The cells of a thread: packs of P rows that lie 16 P ws, four columns of each. */
 template <int ROWS>
 struct mn_diag_step_cells {
     static constexpr int R = ROWS / 4, P = R < 4 ? R : 4;
@@ -92,20 +93,20 @@ template <typename T, int ROWS>
 __global__ void __launch_bounds__(MN_DIAG_STEP_THREADS)
 mn_diag_step_kernel(const __grid_constant__ mn_columns p, unsigned tiles) {
     constexpr int WARPS = MN_DIAG_STEP_HOLDERS / 32, FEEDERS = MN_COLUMNS_TILE / 8;
-    __shared__ mn_slab_room<ROWS, WARPS> room;
+    __shared__ mn_slab_smem<ROWS, WARPS> room;
     __shared__ alignas(16) float parts[MN_DIAG_STEP_GROUPS][MN_COLUMNS_TILE];
     const unsigned head = blockIdx.x / tiles, n = head / (unsigned)p.call.H;
     const mn_columns_place here = { n, head - n * (unsigned)p.call.H, blockIdx.x - head * tiles,
                                     blockIdx.x, { n, 0, 1 } };
     const bool holds = threadIdx.x < MN_DIAG_STEP_HOLDERS;
     mn_diag_step_cells<ROWS> S = {};
-    mn_let_next_begin();
+    mn_pdl_launch_dependents();
     if (holds && p.state0) {
         S.each(p, here, [&](int, int64_t cell) {
             asm volatile("prefetch.global.L2 [%0];" :: "l"(p.state0 + cell));
         });
     }
-    mn_wait_for_before();
+    mn_pdl_wait();
     if (holds && p.state0) {
         S.each(p, here, [&](int r, int64_t cell) { mn_load<4>(S.at[r], p.state0, cell); });
     }
@@ -137,7 +138,7 @@ static int mn_diag_step_start(const mn_columns &p, cudaStream_t on) {
     const int64_t blocks = tiles * p.call.H * p.call.B;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_early(mn_diag_step_kernel<T, ROWS>, dim3((unsigned)blocks),
+    return mn_launch_pdl(mn_diag_step_kernel<T, ROWS>, dim3((unsigned)blocks),
                            MN_DIAG_STEP_THREADS, 0, on, p, (unsigned)tiles);
 }
 

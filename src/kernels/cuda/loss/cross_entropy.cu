@@ -83,9 +83,9 @@ __device__ static row_sums sum_row(const T *x, int64_t V, float *room) {
 #pragma unroll
         for (int j = 0; j < n; j++) sum += exponential(at[j] - from);
     });
-    const float all = mn_team_max<THREADS>(top, room);
+    const float all = mn_group_max<THREADS>(top, room);
     if (top != -INFINITY) sum *= expf(top - all);
-    return { all, mn_team_sum<THREADS>(sum, room) };
+    return { all, mn_group_sum<THREADS>(sum, room) };
 }
 
 template <typename T, int N>
@@ -114,8 +114,8 @@ close_kernel(const __grid_constant__ mn_cross_entropy_args p, const float *losse
         n += class_of(p, b) != IGNORED ? 1.0f : 0.0f;
         if (losses) sum += losses[b];
     }
-    n = mn_team_sum<THREADS>(n, room);
-    sum = mn_team_sum<THREADS>(sum, room);
+    n = mn_group_sum<THREADS>(n, room);
+    sum = mn_group_sum<THREADS>(sum, room);
     if (threadIdx.x != 0) return;
     if (kept) *kept = n;
     if (loss) *loss = n > 0.0f ? sum / n : 0.0f;
@@ -158,20 +158,20 @@ template <typename T, int N>
 static int forward(const mn_cross_entropy_args *p, float *losses, cudaStream_t stream) {
     if (p->call.B > 0) {
         row_loss_kernel<T, N><<<mn_blocks(p->call.B, 1), THREADS, 0, stream>>>(*p, losses);
-        const int code = mn_launched();
+        const int code = mn_launch_status();
         if (code != cudaSuccess || !p->loss.data) return code;
     }
     close_kernel<<<1, THREADS, 0, stream>>>(*p, losses, nullptr, (float *)p->loss.data);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename T, int N>
 static int backward(const mn_cross_entropy_args *p, float *kept, cudaStream_t stream) {
     close_kernel<<<1, THREADS, 0, stream>>>(*p, nullptr, kept, nullptr);
-    const int code = mn_launched();
+    const int code = mn_launch_status();
     if (code != cudaSuccess) return code;
     backward_kernel<T, N><<<mn_blocks(p->call.B, 1), THREADS, 0, stream>>>(*p, kept);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 MN_CUDA_PLAN(cross_entropy_forward) {

@@ -6,7 +6,8 @@
  * others, and the gradient is e by a factor that makes it a share of the whole row. Rows of up to
  * 32768 logits, or their e, stay in registers between the two; longer rows are read again from the
  * second cache. Only one block fits a processor that keeps its rows, so the next row is on its way
- * to shared memory meanwhile: as soon as a thread has taken a pack it asks for the next row's in
+ * to shared memory meanwhile: as soon as a thread has taken a pack it requests for the next row's
+ * in
  * its place. What a block does once per row is short, as all of its warps wait for it: logarithms
  * in double come after the last row, many at a time.
  *
@@ -34,7 +35,7 @@ struct row_sums {
 
 /* Of the block: sums of its warps, and the target's logit, whose place a gradient may take. Rows
  * take turns, so that one may be made while another is still read. */
-struct row_room {
+struct row_smem {
     row_sums warps[2][WARPS];
     float hit[2];
 };
@@ -78,8 +79,8 @@ struct coming_row {
         row = (float *)space;
 #if __CUDA_ARCH__ >= 900
         if (threadIdx.x == 0) {
-            for (int k = 0; k < KEPT; k++) mn_barrier_open(come + k, 1);
-            mn_bulk_barriers_open();
+            for (int k = 0; k < KEPT; k++) mn_mbarrier_init(come + k, 1);
+            mn_mbarrier_init_fence();
         }
         __syncthreads();
 #endif
@@ -91,8 +92,8 @@ struct coming_row {
         constexpr int PIECE = THREADS * MN_PACK;
         for (int k = 0; threadIdx.x == 0 && k * PIECE < V; k++) {
             const int bytes = (min(V - k * PIECE, PIECE) + 3) / 4 * 16;
-            mn_bulk_expect(come + k, bytes);
-            mn_bulk_copy_plain(row + k * PIECE, from + k * PIECE, bytes, come + k);
+            mn_mbarrier_arrive_expect_tx(come + k, bytes);
+            mn_tma_load_bulk(row + k * PIECE, from + k * PIECE, bytes, come + k);
         }
 #else
         for (int k = 0; k < 2 * KEPT; k++) {
@@ -110,7 +111,7 @@ struct coming_row {
     /* Pack k. Lanes whose banks would meet read their halves in opposite orders. */
     __device__ void take(float (&z)[MN_PACK], int k, int turn) const {
 #if __CUDA_ARCH__ >= 900
-        mn_barrier_wait(come + k, turn);
+        mn_mbarrier_wait(come + k, turn);
 #else
         asm volatile("cp.async.wait_group 0;" ::: "memory");
 #endif
@@ -122,7 +123,7 @@ struct coming_row {
         z[4] = high.x, z[5] = high.y, z[6] = high.z, z[7] = high.w;
     }
 
-    /* This thread has taken its packs; the one that asks waits for all. */
+    /* This thread has taken its packs; the one that requests waits for all. */
     __device__ void taken() const {
 #if __CUDA_ARCH__ >= 900
         if (threadIdx.x < 32) asm volatile("bar.sync 1, %0;" ::"r"((int)THREADS) : "memory");
@@ -309,7 +310,7 @@ __device__ static float scale_of(const mn_loss_work &w) {
 
 __global__ void __launch_bounds__(THREADS, 2)
 reread_kernel(const __grid_constant__ mn_loss_work w) {
-    __shared__ row_room room;
+    __shared__ row_smem room;
     const float scale = scale_of(w);
     int turn = 0;
     for (int item = (int)blockIdx.x; item < w.n; item += (int)gridDim.x, turn ^= 1) {
@@ -331,7 +332,7 @@ reread_kernel(const __grid_constant__ mn_loss_work w) {
 
 template <mn_types TYPES>
 __global__ void __launch_bounds__(THREADS) kept_kernel(const __grid_constant__ mn_loss_work w) {
-    __shared__ row_room room;
+    __shared__ row_smem room;
     __shared__ uint64_t come[KEPT];
     const coming_row coming(come);
     const int V = (int)w.V, stride = (int)gridDim.x;
@@ -382,11 +383,11 @@ MN_CUDA_WORK(loss) {
     if (w->n == 0) return cudaSuccess;
     if (w->V > THREADS * KEPT * MN_PACK || w->cap > 0.0) {
         reread_kernel<<<mn_blocks(w->n, 1, 2 * PROCESSORS), THREADS, 0, on>>>(*w);
-        return mn_launched();
+        return mn_launch_status();
     }
     const size_t room = (size_t)THREADS * KEPT * MN_PACK * sizeof(float);
     const bool wide = w->dlogits.dtype == MN_F32;
-    return mn_launch_with_room(wide ? kept_kernel<MN_WIDE> : kept_kernel<MN_NARROW>,
+    return mn_launch_smem(wide ? kept_kernel<MN_WIDE> : kept_kernel<MN_NARROW>,
                                dim3(mn_blocks(w->n, 1, PROCESSORS)), THREADS, room, on, *w);
 }
 
@@ -416,7 +417,7 @@ __global__ void __launch_bounds__(THREADS) count_kernel(const __grid_constant__ 
 MN_CUDA_WORK(count) {
     (void)space;
     count_kernel<<<1, THREADS, 0, (cudaStream_t)where>>>(*(const mn_count_work *)work);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 __global__ void __launch_bounds__(THREADS) total_kernel(const __grid_constant__ mn_total_work w) {
@@ -437,7 +438,7 @@ __global__ void __launch_bounds__(THREADS) total_kernel(const __grid_constant__ 
 MN_CUDA_WORK(total) {
     (void)space;
     total_kernel<<<1, THREADS, 0, (cudaStream_t)where>>>(*(const mn_total_work *)work);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 __global__ void __launch_bounds__(THREADS) mix_kernel(const __grid_constant__ mn_mix_work w) {
@@ -455,7 +456,7 @@ MN_CUDA_WORK(mix) {
     (void)space;
     if (w->rows == 0) return cudaSuccess;
     mix_kernel<<<mn_blocks(w->rows, THREADS), THREADS, 0, (cudaStream_t)where>>>(*w);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* ---- finite ---------------------------------------------------------------------------------- */
@@ -482,5 +483,5 @@ MN_CUDA_WORK(finite) {
     all_finite_kernel<<<1, 1, 0, on>>>(w->first, w->n);
     finite_kernel<<<mn_blocks(w->n, THREADS, 4096), THREADS, 0, on>>>(mn_side_of(w->x), w->n,
                                                                      w->first);
-    return mn_launched();
+    return mn_launch_status();
 }

@@ -1,7 +1,7 @@
 /* mesa.cu - what ridge regression on all pairs so far predicts for a query (see ref/mesa.c).
  *
  * Forward: sums of chunks (mesa.cuh), then every token's M x = scale q and o = Hkv'x: a warp for a
- * token (mesa_output.cuh), or for wider keys a block for four tokens of a head, which walks there
+ * token (mesa_output.cuh), or for wider keys a block for four tokens of a head, which scans there
  * from the chunk's front. Backward: the same with a second right side, Hkv do, for y; sums of the
  * adjoints (A, B); then what they give keys and values, a chunk at a time (mesa_grad.cuh).
  * The gradient of a decay is a running sum: what tokens from t on read of writes before t is
@@ -18,14 +18,14 @@ struct room {
     float *pair, *kv, *b[2], *cot, *out, *parts;
 };
 
-__device__ static room room_at(unsigned char *bytes, const mn_call &c, float *rooms) {
+__device__ static room smem_at(unsigned char *bytes, const mn_call &c, float *smems) {
     const int64_t K = c.K, V = c.V;
-    float *at = (float *)(bytes + sizeof(mn_mesa_room));
+    float *at = (float *)(bytes + sizeof(mn_mesa_smem));
     const auto take = [&](int64_t count) { float *from = at; at += count; return from; };
     room r;
     r.kv = take(K + V), r.b[0] = take(K), r.b[1] = take(K), r.cot = take(V);
     r.out = take(V), r.parts = take(MN_MESA_THREADS);
-    r.pair = rooms ? rooms + blockIdx.x * mn_mesa_layout::of(c).size : at;
+    r.pair = smems ? smems + blockIdx.x * mn_mesa_layout::of(c).size : at;
     return r;
 }
 
@@ -52,7 +52,7 @@ __device__ static void load_pair(float *to, const float *from, int64_t count) {
 /* x and y of the token, from the pair at it; o or dq. Returns this thread's part of x y. */
 template <typename T>
 __device__ static float read_token(const room &r, const mn_mesa_args &p, const mn_mesa_place &at,
-                                   mn_mesa_room &memory, const mn_mesa_work &w, int64_t t,
+                                   mn_mesa_smem &memory, const mn_mesa_work &w, int64_t t,
                                    bool backward) {
     const int64_t K = p.call.K, V = p.call.V, b = at.tile.span.b, thread = threadIdx.x;
     const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
@@ -107,16 +107,16 @@ template <typename T>
 __global__ void __launch_bounds__(MN_MESA_THREADS)
 solve_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t items, bool backward) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    constexpr int parts = MN_MESA_CHUNK / MN_MESA_WALK;
-    mn_mesa_room &memory = *(mn_mesa_room *)bytes;
-    const room r = room_at(bytes, p.call, w.rooms);
+    constexpr int parts = MN_MESA_CHUNK / MN_MESA_SCAN;
+    mn_mesa_smem &memory = *(mn_mesa_smem *)bytes;
+    const room r = smem_at(bytes, p.call, w.smems);
     const int64_t K = p.call.K;
     const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
     for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
         const int64_t chunk = item / parts;
         const mn_mesa_place at = mn_mesa_here(p.call, chunk / p.call.H, chunk % p.call.H);
-        const int first = (int)(item % parts) * MN_MESA_WALK;
-        const int last = (int)min((int64_t)first + MN_MESA_WALK, at.tile.n_rows);
+        const int first = (int)(item % parts) * MN_MESA_SCAN;
+        const int last = (int)min((int64_t)first + MN_MESA_SCAN, at.tile.n_rows);
         const int64_t b = at.tile.span.b, t0 = at.tile.span.t0 + at.tile.first;
         float lam = 0.0f;
         if (first >= at.tile.n_rows) continue;
@@ -145,7 +145,7 @@ template <typename T>
 __global__ void __launch_bounds__(MN_MESA_THREADS)
 lam_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t slots) {
     const int parts = mn_mesa_parts(p.call);
-    const int each = p.call.K <= MN_MESA_NARROW ? MN_MESA_PART / 2 : MN_MESA_WALK;    // begins at
+    const int each = p.call.K <= MN_MESA_NARROW ? MN_MESA_PART / 2 : MN_MESA_SCAN;    // begins at
     const int64_t h = blockIdx.x, i = threadIdx.x, K = p.call.K;
     T *to = mn_row<T>(p.grad.lam, 0, 0, h);
     float sum = 0.0f;
@@ -162,18 +162,18 @@ lam_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, int64_t slots
 /* ---- launches -------------------------------------------------------------------------------- */
 
 /* What blocks that walk need: a matrix to eliminate in, and room for a pair. */
-static bool measure_walk(mn_mesa_extent *to, const mn_call *c, size_t size) {
-    const size_t limit = (size_t)mn_machine_in_use().shared_bytes;
+static bool measure_scan(mn_mesa_extent *to, const mn_call *c, size_t size) {
+    const size_t limit = (size_t)mn_device_props_current().shared_bytes;
     size_t bytes;
     if (!mn_mul_size(&bytes, size, sizeof(float)) ||
         !mn_mul_size(&to->matrices, MN_MESA_BLOCKS, (size_t)mn_mesa_matrix_size(c->K))) {
         return false;
     }
-    to->room_bytes = sizeof(mn_mesa_room) + vectors_of(c->K, c->V);
-    if (bytes >= limit || to->room_bytes + bytes > limit) {
-        return mn_mul_size(&to->rooms, MN_MESA_BLOCKS, size);
+    to->smem_bytes = sizeof(mn_mesa_smem) + vectors_of(c->K, c->V);
+    if (bytes >= limit || to->smem_bytes + bytes > limit) {
+        return mn_mul_size(&to->smems, MN_MESA_BLOCKS, size);
     }
-    to->room_bytes += bytes;
+    to->smem_bytes += bytes;
     return true;
 }
 
@@ -192,7 +192,7 @@ static bool measure(mn_mesa_extent *to, const mn_call *c, bool backward) {
                     mn_mul_size(&heads, (size_t)mn_n_spans(*c), (size_t)c->H) &&
                     mn_mul_size(&chunks, (size_t)to->slots, (size_t)c->H) &&
                     mn_mul_size(&to->pairs, chunks, size) && mn_mul_size(&to->last, heads, size);
-    if (!ok || (c->K > MN_MESA_NARROW && !measure_walk(to, c, size))) return false;
+    if (!ok || (c->K > MN_MESA_NARROW && !measure_scan(to, c, size))) return false;
     to->falls = chunks;
     if (!backward) return true;
     return mn_mul_size(&to->tokens, (size_t)c->B, (size_t)c->T) &&
@@ -207,7 +207,7 @@ static bool plan_of(const mn_call *c, bool backward, mn_plan *plan) {
     return measure(&e, c, backward) && mn_mul_size(&floats, e.pairs, backward ? 2 : 1) &&
            mn_add_size(&floats, floats, e.falls) && mn_add_size(&floats, floats, e.last) &&
            mn_add_size(&floats, floats, e.tokens) && mn_add_size(&floats, floats, e.tokens) &&
-           mn_add_size(&floats, floats, e.lam) && mn_add_size(&floats, floats, e.rooms) &&
+           mn_add_size(&floats, floats, e.lam) && mn_add_size(&floats, floats, e.smems) &&
            mn_mul_size(&floats, floats, sizeof(float)) &&
            mn_mul_size(&bytes, e.matrices, sizeof(double)) &&
            mn_add_size(&plan->shared_bytes, floats, bytes);
@@ -220,7 +220,7 @@ static mn_mesa_work work_in(void *shared, const mn_mesa_extent &e, bool backward
     const auto take = [&](size_t count) { float *from = at; at += count; return from; };
     w.pairs = take(e.pairs), w.last = take(e.last);    // first what is taken in packs
     if (backward) w.adjoints = take(e.pairs);
-    if (e.rooms > 0) w.rooms = take(e.rooms);
+    if (e.smems > 0) w.smems = take(e.smems);
     w.falls = take(e.falls);
     if (!backward) return w;
     w.x = take(e.tokens), w.y = take(e.tokens), w.lam = take(e.lam);
@@ -240,7 +240,7 @@ static int carry_long(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_m
     }
     const dim3 packs(mn_blocks(lie.size, MN_MESA_PACK * MN_MESA_CARRIERS),
                      (unsigned)(mn_n_spans(c) * c.H));
-    return mn_launch_early(mn_mesa_carry_kernel, packs, MN_MESA_CARRIERS, 0, on, *p, w, backward);
+    return mn_launch_pdl(mn_mesa_carry_kernel, packs, MN_MESA_CARRIERS, 0, on, *p, w, backward);
 }
 
 /* Both, and what is wanted of the pairs at the end. */
@@ -257,21 +257,21 @@ static int carry(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_w
     } else {
         const dim3 blocks((unsigned)n, mn_blocks(lie.rows, MN_MESA_ROWS), (unsigned)c.H);
         mn_mesa_short_kernel<T><<<blocks, MN_MESA_AT_ONCE * MN_MESA_ADDERS, 0, on>>>(*p, w);
-        code = mn_launched();
+        code = mn_launch_status();
     }
     if (code == cudaSuccess && !backward && (p->hkk.data || p->hkv.data)) {
         const dim3 grid(mn_blocks(lie.size, MN_MESA_THREADS), (unsigned)(n * c.H));
         mn_mesa_put_kernel<<<grid, MN_MESA_THREADS, 0, on>>>(*p, w.last);
-        return mn_launched();
+        return mn_launch_status();
     }
     return code;
 }
 
 template <typename T>
-static int walk_of(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
+static int scan_of(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mesa_work &w,
                    bool backward, int64_t items, cudaStream_t on) {
-    return mn_launch_with_room(solve_kernel<T>, dim3(mn_blocks(items, 1, MN_MESA_BLOCKS)),
-                               MN_MESA_THREADS, e.room_bytes, on, *p, w, items, backward);
+    return mn_launch_smem(solve_kernel<T>, dim3(mn_blocks(items, 1, MN_MESA_BLOCKS)),
+                               MN_MESA_THREADS, e.smem_bytes, on, *p, w, items, backward);
 }
 
 template <int N, typename T>
@@ -282,7 +282,7 @@ static int read_of(const mn_mesa_args *p, const mn_mesa_work &w, bool backward, 
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)sizeof(mn_mesa_tokens<N>));
     if (code != cudaSuccess) return code;
-    return mn_launch_early(kernel, dim3((unsigned)parts, (unsigned)p->call.H), MN_MESA_READERS,
+    return mn_launch_pdl(kernel, dim3((unsigned)parts, (unsigned)p->call.H), MN_MESA_READERS,
                            sizeof(mn_mesa_tokens<N>), on, *p, w);
 }
 
@@ -298,13 +298,13 @@ static int read_any(const mn_mesa_args *p, const mn_mesa_extent &e, const mn_mes
     if (K <= 32) return read_of<4, T>(p, w, backward, parts, on);
     if (K <= 64) return read_of<8, T>(p, w, backward, parts, on);
     if (K <= MN_MESA_NARROW) return read_of<16, T>(p, w, backward, parts, on);
-    return walk_of<T>(p, e, w, backward, items, on);
+    return scan_of<T>(p, e, w, backward, items, on);
 }
 
 template <int N, typename T>
 static int adjoint_of(const mn_mesa_args *p, const mn_mesa_work &w, int64_t items,
                       cudaStream_t on) {
-    return mn_launch_with_room(mn_mesa_adjoint_kernel<N, T>, dim3((unsigned)items), MN_MESA_THREADS,
+    return mn_launch_smem(mn_mesa_adjoint_kernel<N, T>, dim3((unsigned)items), MN_MESA_THREADS,
                                sizeof(mn_mesa_graders<N>), on, *p, w);
 }
 

@@ -12,7 +12,7 @@
 
 enum { MN_MESA_CHUNK = 32, MN_MESA_BLOCKS = 264 };
 enum { MN_MESA_NARROW = 128 };                      // the widest keys whose M is in registers
-enum { MN_MESA_PART = 16, MN_MESA_WALK = 4 };       // tokens of a block, with narrow keys and wide
+enum { MN_MESA_PART = 16, MN_MESA_SCAN = 4 };       // tokens of a block, with narrow keys and wide
 enum { MN_MESA_ROWS = 8, MN_MESA_ADDERS = 128 };    // rows and threads of a block that sums
 enum { MN_MESA_CARRIERS = 128 };                    // threads of one that carries
 enum { MN_MESA_AT_ONCE = 4, MN_MESA_SHORT = 256 };  // chunks of one that does both; most tokens
@@ -33,15 +33,15 @@ struct mn_mesa_layout {
 
 /* Blocks that read a chunk of a head. */
 __host__ __device__ inline int mn_mesa_parts(const mn_call &c) {
-    return MN_MESA_CHUNK / (c.K <= MN_MESA_NARROW ? MN_MESA_PART : MN_MESA_WALK);
+    return MN_MESA_CHUNK / (c.K <= MN_MESA_NARROW ? MN_MESA_PART : MN_MESA_SCAN);
 }
 
 /* Counts of floats; of doubles for `matrices`. */
 struct mn_mesa_extent {
     size_t pairs, falls, last, tokens, lam;
-    size_t rooms, matrices;    // of all blocks, where shared memory is too small
+    size_t smems, matrices;    // of all blocks, where shared memory is too small
     int64_t slots;
-    size_t room_bytes;         // shared memory of a block
+    size_t smem_bytes;         // shared memory of a block
 };
 
 struct mn_mesa_work {
@@ -50,7 +50,7 @@ struct mn_mesa_work {
     float *adjoints;                // behind chunks
     float *x, *y;                   // (B T, H, K)
     float *lam;                     // (chunks, H, K): parts of its gradient
-    float *rooms;                   // NULL: pairs of blocks are in shared memory
+    float *smems;                   // NULL: pairs of blocks are in shared memory
 };
 
 /* Short sequences and single tokens, forward, by one kernel (mesa_fwd_single_launch.cu): whether it
@@ -192,7 +192,7 @@ mn_mesa_sums_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     const mn_mesa_place at = mn_mesa_here(p.call, blockIdx.x, blockIdx.z);
     const int64_t row0 = blockIdx.y * MN_MESA_ROWS;
     const mn_mesa_layout lie = mn_mesa_layout::of(p.call);
-    mn_let_next_begin();
+    mn_pdl_launch_dependents();
     if (at.tile.n_rows == 0) return;
     const float2 token = mn_mesa_token<T>(p, at, threadIdx.x);    // first, as all wait for it
     float right[BACK ? 2 : 1][MN_MESA_CHUNK];
@@ -250,7 +250,7 @@ __device__ inline int64_t mn_mesa_slot(const mn_call &c, const mn_span &span, in
 
 /* Room of AT_ONCE groups of threads that sum chunks and go over them. */
 template <int AT_ONCE>
-struct mn_mesa_short_room {
+struct mn_mesa_short_smem {
     float weight[AT_ONCE][MN_MESA_CHUNK], fall[AT_ONCE];
     alignas(16) float left[AT_ONCE][1][MN_MESA_CHUNK][MN_MESA_ROWS];
     float sums[AT_ONCE][MN_MESA_ROWS][MN_MESA_ADDERS];
@@ -260,7 +260,7 @@ struct mn_mesa_short_room {
  * the last one. Each group of threads sums a chunk; then each thread goes over chunks for a few
  * numbers. All threads call; barriers at both ends. */
 template <typename T, int AT_ONCE>
-__device__ inline void mn_mesa_carry_rows(mn_mesa_short_room<AT_ONCE> &room,
+__device__ inline void mn_mesa_carry_rows(mn_mesa_short_smem<AT_ONCE> &room,
                                           const mn_mesa_args &p, const mn_mesa_work &w, int64_t n,
                                           int64_t h, int64_t row0) {
     constexpr int each = MN_MESA_ROWS / AT_ONCE;
@@ -315,8 +315,8 @@ __device__ inline void mn_mesa_carry_rows(mn_mesa_short_room<AT_ONCE> &room,
 template <typename T>
 __global__ void __launch_bounds__(MN_MESA_AT_ONCE * MN_MESA_ADDERS)
 mn_mesa_short_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
-    __shared__ mn_mesa_short_room<MN_MESA_AT_ONCE> room;
-    mn_let_next_begin();
+    __shared__ mn_mesa_short_smem<MN_MESA_AT_ONCE> room;
+    mn_pdl_launch_dependents();
     mn_mesa_carry_rows<T>(room, p, w, blockIdx.x, blockIdx.z, blockIdx.y * MN_MESA_ROWS);
 }
 
@@ -338,8 +338,8 @@ mn_mesa_carry_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w, boo
     for (int e = 0; e < MN_MESA_PACK && (kk || kv) && cell < size; e++) {
         x[e] = mn_mesa_given(kk, kv, head, mn_mesa_cell_at(p.call, cell + e), K, V);
     }
-    mn_let_next_begin();
-    mn_wait_for_before();
+    mn_pdl_launch_dependents();
+    mn_pdl_wait();
     if (cell >= size) return;
     float *const cells = (backward ? w.adjoints : w.pairs) + cell;
     for (int64_t i0 = 0; i0 < chunks; i0 += MN_MESA_AHEAD) {
@@ -381,17 +381,17 @@ mn_mesa_put_kernel(const __grid_constant__ mn_mesa_args p, const float *last) {
 __device__ inline void mn_mesa_columns(float *out, const float *P, int64_t pitch, int64_t width,
                                        const float *x, int64_t K, float *room) {
     const int lanes = (int)min((width + 31) / 32 * 32, (int64_t)MN_MESA_THREADS);
-    const int teams = MN_MESA_THREADS / lanes, team = threadIdx.x / lanes;
+    const int groups = MN_MESA_THREADS / lanes, team = threadIdx.x / lanes;
     for (int64_t j0 = 0; j0 < width; j0 += lanes) {
         const int64_t j = j0 + threadIdx.x % lanes;
         float sum = 0.0f;
-        for (int64_t i = team; i < K && j < width && team < teams; i += teams) {
+        for (int64_t i = team; i < K && j < width && team < groups; i += groups) {
             sum = fmaf(x[i], P[i * pitch + j], sum);
         }
         room[threadIdx.x] = sum;
         __syncthreads();
         if (team == 0 && j < width) {
-            for (int other = 1; other < teams; other++) sum += room[other * lanes + threadIdx.x];
+            for (int other = 1; other < groups; other++) sum += room[other * lanes + threadIdx.x];
             out[j] = sum;
         }
         __syncthreads();

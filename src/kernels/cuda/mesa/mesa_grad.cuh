@@ -284,7 +284,7 @@ mn_mesa_adjoint_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     float met = mn_mesa_grade_keys<N>(sum, room, p, me);
     met += mn_mesa_grade_all_values<N, T>(sum, room, p, me);
     mn_mesa_grade_leave<N, T>(sum, room, p, me);
-    met = mn_team_sum<MN_MESA_THREADS>(met, room.parts);
+    met = mn_group_sum<MN_MESA_THREADS>(met, room.parts);
     __syncthreads();
     if (threadIdx.x >= MN_MESA_CHUNK) return;
     const int t = threadIdx.x;    // the sum from t to the chunk's end

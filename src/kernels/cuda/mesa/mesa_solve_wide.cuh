@@ -11,7 +11,7 @@
 
 enum { MN_MESA_THREADS = 256, MN_MESA_WIDEST = 256 };
 
-struct mn_mesa_room {
+struct mn_mesa_smem {
     double tile[2][MN_MESA_WIDEST / 8][64];    // column k, in turn with the one before
     double z[2][2][8], sum[2][MN_MESA_THREADS / 32][2][8];
 };
@@ -89,7 +89,7 @@ struct mn_mesa_wide {
     }
 
     /* Column k of the slot's tiles, and z of tile k, to all. */
-    __device__ void show(double (&c)[2][2], mn_mesa_room &room, float *const (&b)[2], int64_t K,
+    __device__ void show(double (&c)[2][2], mn_mesa_smem &room, float *const (&b)[2], int64_t K,
                          int slot, int k) {
         load(c, at(slot, k));
 #pragma unroll
@@ -113,7 +113,7 @@ struct mn_mesa_wide {
                               int k) {
         const double from[4] = { c[0][0], c[1][0], c[0][1], c[1][1] };
         double L[2][2] = {};
-        mn_dmma_8(L, from, less);
+        mn_mma_f64_8(L, from, less);
         store(at(slot, k), L);
         const double left[4] = { L[0][0], L[1][0], L[0][1], L[1][1] };
         const int last = first(slot) + 1;
@@ -125,7 +125,7 @@ struct mn_mesa_wide {
             for (int j = 0; j < AHEAD; j++) {
                 const double2 x = *(const double2 *)&tile[min(j0 + j, last)][2 * lane];
                 const double right[2] = { x.x, x.y };
-                mn_dmma_8(to[j], left, right);
+                mn_mma_f64_8(to[j], left, right);
             }
 #pragma unroll
             for (int j = 0; j < AHEAD; j++) {
@@ -141,7 +141,7 @@ struct mn_mesa_wide {
         }
     }
 
-    __device__ void forward(mn_mesa_room &room, float *const (&b)[2], int64_t K) {
+    __device__ void forward(mn_mesa_smem &room, float *const (&b)[2], int64_t K) {
         for (int k = 0; k < tiles; k++) {
             double c[SLOTS][2][2], z[SIDES][2];
 #pragma unroll
@@ -169,7 +169,7 @@ struct mn_mesa_wide {
         }
     }
 
-    __device__ void back(mn_mesa_room &room, float *const (&b)[2], int64_t K) {
+    __device__ void back(mn_mesa_smem &room, float *const (&b)[2], int64_t K) {
         for (int k = tiles - 1; k >= 0; k--) {
             double sum[SIDES][2] = {};
 #pragma unroll
@@ -208,7 +208,7 @@ struct mn_mesa_wide {
  * both sides. */
 template <typename T>
 __device__ void mn_mesa_solve(float *const (&b)[2], const float *H, int64_t pitch, const T *lam,
-                              int64_t K, mn_mesa_room &room, double *M) {
+                              int64_t K, mn_mesa_smem &room, double *M) {
     mn_mesa_wide wide(M, K);
     wide.begin(H, pitch, lam, K);
     wide.forward(room, b, K);

@@ -143,7 +143,7 @@ mn_mlstm_first_kernel(const __grid_constant__ mn_mlstm_args p, mn_mlstm_states s
         if (to) to[at] = d;
         sum = fmaf(d, mn_get(first, at), sum);
     }
-    sum = mn_team_sum<256>(sum, room);
+    sum = mn_group_sum<256>(sum, room);
     if (threadIdx.x == 0 && p.grad.m0.data) ((float *)p.grad.m0.data)[head] = sum;
 }
 
@@ -157,13 +157,13 @@ inline int mn_mlstm_put_states(const mn_mlstm_args *p, const mn_mlstm_states &s,
                                bool backward, cudaStream_t on) {
     const int64_t count = heads * p->call.K * (p->call.V + 1);
     mn_mlstm_states_kernel<<<mn_blocks(count, 256), 256, 0, on>>>(*p, s, backward);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 inline int mn_mlstm_put_first(const mn_mlstm_args *p, const mn_mlstm_states &s, int64_t heads,
                               cudaStream_t on) {
     mn_mlstm_first_kernel<<<(unsigned)heads, 256, 0, on>>>(*p, s);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 #endif

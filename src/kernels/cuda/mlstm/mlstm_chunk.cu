@@ -3,7 +3,7 @@
  * them.
  *
  * Forward: the gates of all tokens, one walk. Backward: the same walk without an output, which
- * leaves a and o.do of every token; e and the denominators; walks of dq, dv and dk; and
+ * leaves a and o.do of every token; e and the denominators; scans of dq, dv and dk; and
  *
  *   dipre = k.dk      dfpre = dlf sigmoid(-fpre)      dlf as a decay's in additive_decay_grad.cuh
  * */
@@ -19,10 +19,10 @@ enum { MOST_CHUNK = 128 };
 static int chunk_of(int64_t width) {
     const size_t limit = (size_t)mn_additive_shared_limit();
     const int depth = mn_additive_depth(width);
-    if (depth == 64) return sizeof(mn_mlstm_room<64, 128>) <= limit ? 128 : 64;
-    if (depth == 128 && sizeof(mn_mlstm_room<128, 128>) <= limit) return 128;
-    if (depth == 128) return sizeof(mn_mlstm_room<128, 64>) <= limit ? 64 : 0;
-    return depth == 256 && sizeof(mn_mlstm_room<256, 64>) <= limit ? 64 : 0;
+    if (depth == 64) return sizeof(mn_mlstm_smem<64, 128>) <= limit ? 128 : 64;
+    if (depth == 128 && sizeof(mn_mlstm_smem<128, 128>) <= limit) return 128;
+    if (depth == 128) return sizeof(mn_mlstm_smem<128, 64>) <= limit ? 64 : 0;
+    return depth == 256 && sizeof(mn_mlstm_smem<256, 64>) <= limit ? 64 : 0;
 }
 
 /* In narrow memories tiles would be mostly padding, and few columns average roundings less. */
@@ -33,7 +33,7 @@ bool mn_mlstm_goes_over_chunks(const mn_mlstm_args *p, bool backward) {
     return chunk_of(K) > 0 && (!backward || chunk_of(V) > 0);
 }
 
-/* ---- between the walks ----------------------------------------------------------------------- */
+/* ---- between the scans ----------------------------------------------------------------------- */
 
 /* Denominators and e of all tokens, from a and o.do in parts. */
 __global__ void __launch_bounds__(256)
@@ -70,7 +70,7 @@ struct extent {
     size_t heads, tokens;         // (N,H), (H, B T)
     size_t states, ones;
     size_t inner, products;       // o.do; q.dq, as many as k.dk
-    int64_t slots, slices;        // chunks of the walks of dq and dk; slices of K
+    int64_t slots, slices;        // chunks of the scans of dq and dk; slices of K
     int64_t inner_shares, shares;
     size_t met, kept_n, kept;
 };
@@ -87,15 +87,15 @@ static bool measure(extent *to, const mn_mlstm_args *p, bool backward) {
     size_t places;
     const int chunk = chunk_of(c.V);
     to->slots = mn_tile_slots(c, chunk);
-    to->slices = mn_ceil_div(c.K, MN_WALK_WIDTH);
+    to->slices = mn_ceil_div(c.K, MN_SCAN_WIDTH);
     to->shares = to->slices * (128 / chunk);
-    to->inner_shares = mn_ceil_div(c.V, MN_WALK_WIDTH) * (128 / chunk_of(c.K));
+    to->inner_shares = mn_ceil_div(c.V, MN_SCAN_WIDTH) * (128 / chunk_of(c.K));
     return mn_mul_size(&to->inner, to->tokens, (size_t)to->inner_shares) &&
            mn_mul_size(&to->products, to->tokens, (size_t)to->shares) &&
            mn_mul_size(&places, (size_t)to->slots, (size_t)c.H) &&
            mn_mul_size(&places, places, (size_t)to->slices) &&
-           mn_mul_size(&to->met, places, MN_WALK_WARPS) &&
-           mn_mul_size(&to->kept_n, places, MN_WALK_WIDTH) &&
+           mn_mul_size(&to->met, places, MN_SCAN_WARPS) &&
+           mn_mul_size(&to->kept_n, places, MN_SCAN_WIDTH) &&
            mn_mul_size(&to->kept, to->kept_n, (size_t)mn_additive_depth(c.V));
 }
 
@@ -142,7 +142,7 @@ bool mn_mlstm_chunk_plan(const mn_mlstm_args *p, bool backward, mn_plan *plan) {
            mn_add_size(&plan->shared_bytes, floats, bytes);
 }
 
-/* ---- walks ----------------------------------------------------------------------------------- */
+/* ---- scans ----------------------------------------------------------------------------------- */
 
 static mn_in as_input(const float *data, const mn_call &c) {
     mn_in view = {};
@@ -158,8 +158,8 @@ static mn_out as_output(float *data, const mn_call &c) {
     return view;
 }
 
-static mn_walk walk_of(const mn_mlstm_args *p, mn_mlstm_duty duty) {
-    mn_walk walk = {};
+static mn_scan scan_of(const mn_mlstm_args *p, mn_mlstm_duty duty) {
+    mn_scan walk = {};
     const int64_t K = p->call.K, V = p->call.V;
     const bool turned = duty == MN_MLSTM_DQ || duty == MN_MLSTM_DK;
     walk.reverse = duty == MN_MLSTM_DV || duty == MN_MLSTM_DK;
@@ -168,22 +168,22 @@ static mn_walk walk_of(const mn_mlstm_args *p, mn_mlstm_duty duty) {
     walk.scale = (float)p->scale;
     walk.into = walk.reverse ? 1.0f / (float)p->scale : 1.0f;
     walk.from = walk.reverse ? (float)p->scale : 1.0f;
-    walk.segment = MN_WALK_GRAIN;
+    walk.segment = MN_SCAN_GRAIN;
     if (!walk.reverse) walk.state0 = p->C0;
     return walk;
 }
 
-static mn_walk gradient_of(const mn_mlstm_args *p, mn_mlstm_duty duty, const work &w) {
-    mn_walk walk = walk_of(p, duty);
+static mn_scan gradient_of(const mn_mlstm_args *p, mn_mlstm_duty duty, const work &w) {
+    mn_scan walk = scan_of(p, duty);
     if (duty == MN_MLSTM_DQ) {
         walk.x = p->cot.o, walk.y = p->v, walk.z = p->k, walk.beside = p->q;
-        walk.out = p->grad.q, walk.duty = MN_WALK_KEEPS, walk.products = w.query;
+        walk.out = p->grad.q, walk.duty = MN_SCAN_KEEPS, walk.products = w.query;
     } else if (duty == MN_MLSTM_DV) {
         walk.x = p->k, walk.y = p->q, walk.z = p->cot.o, walk.out = p->grad.v;
         walk.state = as_output(w.states.dstate0, p->call);
     } else {
         walk.x = p->v, walk.y = p->cot.o, walk.z = p->q, walk.beside = p->k;
-        walk.out = p->grad.k, walk.duty = MN_WALK_MEETS, walk.products = w.key;
+        walk.out = p->grad.k, walk.duty = MN_SCAN_MEETS, walk.products = w.key;
     }
     walk.kept = w.kept, walk.inside = w.inside, walk.meetings = w.meetings;
     if (walk.reverse && mn_mlstm_wants_states(p, true)) {
@@ -193,47 +193,48 @@ static mn_walk gradient_of(const mn_mlstm_args *p, mn_mlstm_duty duty, const wor
 }
 
 template <int DEPTH, int CHUNK, typename N>
-static int launch_of(const mn_mlstm_walks &walks, int count, cudaStream_t on) {
+static int launch_of(const mn_mlstm_scans &scans, int count, cudaStream_t on) {
     int64_t blocks = 0;
-    for (int i = 0; i < count; i++) blocks = mn_max(blocks, mn_walk_slices(walks.all.walk[i]));
-    blocks *= walks.all.call.H * mn_n_spans(walks.all.call);
+    for (int i = 0; i < count; i++) blocks =
+        mn_max(blocks, mn_state_scan_slices(scans.all.walk[i]));
+    blocks *= scans.all.call.H * mn_n_spans(scans.all.call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     const dim3 grid((unsigned)blocks, (unsigned)count);
-    return mn_launch_with_room(mn_mlstm_kernel<DEPTH, CHUNK, N>, grid,
-                               mn_walk_sizes<DEPTH, CHUNK>::threads,
-                               sizeof(mn_mlstm_room<DEPTH, CHUNK>), on, walks);
+    return mn_launch_smem(mn_mlstm_kernel<DEPTH, CHUNK, N>, grid,
+                               mn_state_scan_sizes<DEPTH, CHUNK>::threads,
+                               sizeof(mn_mlstm_smem<DEPTH, CHUNK>), on, scans);
 }
 
 template <template <int, int> class N>
-static int launch(const mn_mlstm_walks &walks, int count, cudaStream_t on) {
-    const int64_t width = walks.all.walk[0].depth;
+static int launch(const mn_mlstm_scans &scans, int count, cudaStream_t on) {
+    const int64_t width = scans.all.walk[0].depth;
     const int depth = mn_additive_depth(width);
     const bool wide = chunk_of(width) == 128;
-    if (depth == 64 && wide) return launch_of<64, 128, N<64, 128>>(walks, count, on);
-    if (depth == 64) return launch_of<64, 64, N<64, 64>>(walks, count, on);
-    if (depth == 128 && wide) return launch_of<128, 128, N<128, 128>>(walks, count, on);
-    if (depth == 128) return launch_of<128, 64, N<128, 64>>(walks, count, on);
-    return launch_of<256, 64, N<256, 64>>(walks, count, on);
+    if (depth == 64 && wide) return launch_of<64, 128, N<64, 128>>(scans, count, on);
+    if (depth == 64) return launch_of<64, 64, N<64, 64>>(scans, count, on);
+    if (depth == 128 && wide) return launch_of<128, 128, N<128, 128>>(scans, count, on);
+    if (depth == 128) return launch_of<128, 64, N<128, 64>>(scans, count, on);
+    return launch_of<256, 64, N<256, 64>>(scans, count, on);
 }
 
 static int forward(const mn_mlstm_args *p, const extent &e, const work &w, bool backward,
                    cudaStream_t on) {
-    mn_mlstm_walks walks = {};
-    mn_walk walk = walk_of(p, MN_MLSTM_O);
+    mn_mlstm_scans scans = {};
+    mn_scan walk = scan_of(p, MN_MLSTM_O);
     const bool states = !backward && mn_mlstm_wants_states(p, false);
     walk.x = p->q, walk.y = p->k, walk.z = p->v;
-    if (backward) walk.beside = p->cot.o, walk.duty = MN_WALK_MULTIPLIES, walk.products = w.inner;
+    if (backward) walk.beside = p->cot.o, walk.duty = MN_SCAN_MULTIPLIES, walk.products = w.inner;
     else walk.out = p->o;
-    if (states) walk.state = as_output(w.states.state, p->call), walks.last[0] = w.states.ones;
-    walks.all.call = p->call, walks.all.walk[0] = walk, walks.duty[0] = MN_MLSTM_O;
-    walks.first[0] = (const float *)p->n0.data;
-    walks.tokens = w.tokens;
+    if (states) walk.state = as_output(w.states.state, p->call), scans.last[0] = w.states.ones;
+    scans.all.call = p->call, scans.all.walk[0] = walk, scans.duty[0] = MN_MLSTM_O;
+    scans.first[0] = (const float *)p->n0.data;
+    scans.tokens = w.tokens;
     mn_mlstm_gates_kernel<mn_bf16, true><<<(unsigned)e.heads, MN_GATE_THREADS, 0, on>>>(
         *p, w.tokens.decay, w.tokens.write, w.tokens.m, w.states.last);
-    int code = mn_launched();
+    int code = mn_launch_status();
     if (code == cudaSuccess && (backward || p->o.data || states)) {
-        code = launch<mn_mlstm_column>(walks, 1, on);
+        code = launch<mn_mlstm_column>(scans, 1, on);
     }
     if (code != cudaSuccess || !states) return code;
     return mn_mlstm_put_states(p, w.states, (int64_t)e.heads, false, on);
@@ -241,19 +242,19 @@ static int forward(const mn_mlstm_args *p, const extent &e, const work &w, bool 
 
 /* The three gradients; dk's walk meets what dq's kept. */
 static int gradients(const mn_mlstm_args *p, const work &w, cudaStream_t on) {
-    mn_mlstm_walks walks = {};
-    walks.all.call = p->call, walks.tokens = w.tokens, walks.kept_n = w.kept_n;
+    mn_mlstm_scans scans = {};
+    scans.all.call = p->call, scans.tokens = w.tokens, scans.kept_n = w.kept_n;
     int code = cudaSuccess;
     for (int duty = MN_MLSTM_DQ; duty <= MN_MLSTM_DK && code == cudaSuccess; duty++) {
         const bool turned = duty != MN_MLSTM_DV;
-        walks.duty[0] = (mn_mlstm_duty)duty;
-        walks.all.walk[0] = gradient_of(p, walks.duty[0], w);
-        walks.first[0] = duty == MN_MLSTM_DQ ? (const float *)p->n0.data : NULL;
-        walks.last[0] = duty == MN_MLSTM_DK ? w.states.dones0 : NULL;
-        if (walks.all.walk[0].reverse && turned && mn_mlstm_wants_states(p, true)) {
-            walks.first[0] = w.states.ones;
+        scans.duty[0] = (mn_mlstm_duty)duty;
+        scans.all.walk[0] = gradient_of(p, scans.duty[0], w);
+        scans.first[0] = duty == MN_MLSTM_DQ ? (const float *)p->n0.data : NULL;
+        scans.last[0] = duty == MN_MLSTM_DK ? w.states.dones0 : NULL;
+        if (scans.all.walk[0].reverse && turned && mn_mlstm_wants_states(p, true)) {
+            scans.first[0] = w.states.ones;
         }
-        code = launch<mn_mlstm_row>(walks, 1, on);
+        code = launch<mn_mlstm_row>(scans, 1, on);
     }
     return code;
 }
@@ -278,7 +279,7 @@ int mn_mlstm_chunk_run(const mn_mlstm_args *p, void *shared, bool backward, cuda
     code = gradients(p, w, on);
     if (code != cudaSuccess) return code;
     const mn_decay_parts parts = { w.query, w.key, w.meetings, w.inside, e.shares,
-                                   (int)e.slices * MN_WALK_WARPS };
+                                   (int)e.slices * MN_SCAN_WARPS };
     if (blocks > 0) {
         gate_gradients_kernel<<<(unsigned)blocks, chunk_of(p->call.V), 0, on>>>(*p, parts);
     }

@@ -1,4 +1,4 @@
-/* mlstm_state_scan.cuh - mLSTM by the walks over chunks of additive_state_scan.cuh, in bf16 on
+/* mlstm_state_scan.cuh - mLSTM by the scans over chunks of additive_state_scan.cuh, in bf16 on
  * tensor cores.
  *
  * In units of exp(m) every gate is at most 1: f = exp(lf + m_{t-1} - m_t) is a decay per token, and
@@ -28,12 +28,12 @@ struct mn_mlstm_tokens {
 /* Which factors a walk has, besides its decays. */
 enum mn_mlstm_duty { MN_MLSTM_O, MN_MLSTM_DQ, MN_MLSTM_DV, MN_MLSTM_DK };
 
-struct mn_mlstm_walks {
-    mn_walks all;
-    mn_mlstm_duty duty[MN_WALK_MOST];
-    const float *first[MN_WALK_MOST];    // (N,H,K): n, or its adjoint at the end; or NULL
-    float *last[MN_WALK_MOST];           // what becomes of it; or NULL
-    float *kept_n;                       // n in front of chunks, as mn_walk's kept has the state
+struct mn_mlstm_scans {
+    mn_state_scans all;
+    mn_mlstm_duty duty[MN_SCAN_MOST];
+    const float *first[MN_SCAN_MOST];    // (N,H,K): n, or its adjoint at the end; or NULL
+    float *last[MN_SCAN_MOST];           // what becomes of it; or NULL
+    float *kept_n;                       // n in front of chunks, as mn_scan's kept has the state
     mn_mlstm_tokens tokens;
 };
 
@@ -50,9 +50,9 @@ struct mn_mlstm_levels {
 };
 
 template <int DEPTH, int CHUNK>
-struct mn_mlstm_room {
-    mn_walk_stage<DEPTH, CHUNK> stage[2];
-    alignas(16) mn_bf16 state[2][DEPTH * MN_WALK_PITCH];
+struct mn_mlstm_smem {
+    mn_state_scan_stage<DEPTH, CHUNK> stage[2];
+    alignas(16) mn_bf16 state[2][DEPTH * MN_SCAN_PITCH];
     alignas(16) float n[2][DEPTH];
     mn_mlstm_levels<CHUNK> levels[2];
 };
@@ -75,8 +75,8 @@ struct mn_mlstm_load {
 };
 
 template <int CHUNK>
-__device__ inline void mn_mlstm_ask(mn_mlstm_load<CHUNK> &to, const mn_mlstm_walks &p,
-                                    mn_mlstm_duty duty, const mn_walk_place &at, int64_t t,
+__device__ inline void mn_mlstm_request(mn_mlstm_load<CHUNK> &to, const mn_mlstm_scans &p,
+                                    mn_mlstm_duty duty, const mn_state_scan_place &at, int64_t t,
                                     int count, bool reverse) {
     const int64_t tokens = p.all.call.B * p.all.call.T;
     const int64_t from = at.h * tokens + at.span.b * p.all.call.T + at.span.t0 + t;
@@ -109,7 +109,7 @@ __device__ inline void mn_mlstm_make_levels(mn_mlstm_levels<CHUNK> &to,
 #pragma unroll
     for (int i = 0; i < CHUNK / 32; i++) own += (double)in.decay[i];
     double level, whole;
-    mn_walk_sum_lanes(level, whole, own);
+    mn_state_scan_sum_lanes(level, whole, own);
 #pragma unroll
     for (int i = 0; i < CHUNK / 32; i++) {
         const int row = lane * (CHUNK / 32) + i;
@@ -131,7 +131,7 @@ __device__ inline void mn_mlstm_make_levels(mn_mlstm_levels<CHUNK> &to,
 
 /* ---- weights --------------------------------------------------------------------------------- */
 
-/* What the weights of all four walks have in common (see mn_walk_weights). */
+/* What the weights of all four scans have in common (see mn_state_scan_weights). */
 template <int CHUNK>
 struct mn_mlstm_common {
     static constexpr bool decays = true;
@@ -146,7 +146,7 @@ struct mn_mlstm_common {
  * of the tiles has the sums: reads of n for its two rows, and what is added to n. */
 template <int DEPTH, int CHUNK>
 struct mn_mlstm_reading : mn_mlstm_common<CHUNK> {
-    static constexpr int row_tiles = mn_walk_sizes<DEPTH, CHUNK>::row_tiles;
+    static constexpr int row_tiles = mn_state_scan_sizes<DEPTH, CHUNK>::row_tiles;
     float of_n[4], a[2], added[row_tiles][4];
 
     __device__ mn_mlstm_reading(const mn_mlstm_levels<CHUNK> &levels, const float *n)
@@ -171,7 +171,7 @@ struct mn_mlstm_reading : mn_mlstm_common<CHUNK> {
     }
 
     __device__ void weigh(float (&p)[4][4], int row0, int left) {
-        mn_walk_weigh<true>(p, this->levels.row, this->levels.column, row0, left,
+        mn_state_scan_weigh<true>(p, this->levels.row, this->levels.column, row0, left,
                             [](float x, int, int) { return x; });
 #pragma unroll
         for (int tile = 0; tile < 4; tile++) {
@@ -223,7 +223,7 @@ struct mn_mlstm_gradient : mn_mlstm_common<CHUNK> {
 
     __device__ void weigh(float (&p)[4][4], int row0, int left) const {
         const float *rows = this->levels.row_extra, *columns = this->levels.column_extra;
-        mn_walk_weigh<true>(p, this->levels.row, this->levels.column, row0, left,
+        mn_state_scan_weigh<true>(p, this->levels.row, this->levels.column, row0, left,
                             [&](float x, int r, int c) { return fmaf(rows[r], columns[c], x); });
     }
 
@@ -232,7 +232,7 @@ struct mn_mlstm_gradient : mn_mlstm_common<CHUNK> {
     __device__ void writes_of(const mn_bf16 *z, int t) {
         if (t % 32 != 0) return;
         uint32_t b[4];
-        mn_ldmatrix<true>(b, z + (t + threadIdx.x % 32) * MN_WALK_PITCH + threadIdx.x / 32 * 8);
+        mn_ldmatrix<true>(b, z + (t + threadIdx.x % 32) * MN_SCAN_PITCH + threadIdx.x / 32 * 8);
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const float *at = this->levels.added + t + 16 * half + threadIdx.x % 4 * 2;
@@ -249,7 +249,7 @@ struct mn_mlstm_gradient : mn_mlstm_common<CHUNK> {
  * 0 of the tiles), where it is a row, two columns (the first four lanes of a warp). */
 template <int DEPTH, int CHUNK>
 struct mn_mlstm_column {
-    using sizes = mn_walk_sizes<DEPTH, CHUNK>;
+    using sizes = mn_state_scan_sizes<DEPTH, CHUNK>;
     using weights = mn_mlstm_reading<DEPTH, CHUNK>;
     float at[sizes::row_tiles][2];
 
@@ -260,7 +260,7 @@ struct mn_mlstm_column {
         for (int r = 0; r < sizes::row_tiles; r++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                use(at[r][i], mn_walk_state_of<DEPTH, CHUNK>::row(r) + 8 * i);
+                use(at[r][i], mn_state_scan_state_of<DEPTH, CHUNK>::row(r) + 8 * i);
             }
         }
     }
@@ -270,13 +270,14 @@ struct mn_mlstm_column {
         each([&](float &x, int i) { n[i] = x; });
     }
 
-    __device__ static bool owns(const mn_walk_place &place) {
+    __device__ static bool owns(const mn_state_scan_place &place) {
         return place.slice == 0 && (int)threadIdx.x / 32 / sizes::row_groups == 0;
     }
 
-    __device__ static int64_t place_of(const mn_walk &, const mn_walk_place &, int i) { return i; }
+    __device__ static int64_t place_of(const mn_scan &, const mn_state_scan_place &,
+                                       int i) { return i; }
 
-    __device__ static int64_t count(const mn_walk &p) { return p.depth; }
+    __device__ static int64_t count(const mn_scan &p) { return p.depth; }
 
     __device__ void advance(const weights &w) {
         const float whole = w.whole();
@@ -304,13 +305,13 @@ struct mn_mlstm_row {
         each([&](float &x, int i) { n[i] = x; });
     }
 
-    __device__ static bool owns(const mn_walk_place &) { return true; }
+    __device__ static bool owns(const mn_state_scan_place &) { return true; }
 
-    __device__ static int64_t place_of(const mn_walk &, const mn_walk_place &place, int i) {
+    __device__ static int64_t place_of(const mn_scan &, const mn_state_scan_place &place, int i) {
         return place.column0 + i;
     }
 
-    __device__ static int64_t count(const mn_walk &p) { return p.width; }
+    __device__ static int64_t count(const mn_scan &p) { return p.width; }
 
     __device__ void advance(const weights &w) {
         const float whole = w.whole();
@@ -320,8 +321,9 @@ struct mn_mlstm_row {
 };
 
 template <typename N>
-__device__ inline void mn_mlstm_begin(N &n, const mn_mlstm_walks &p, const mn_walk_place &place) {
-    const mn_walk &walk = p.all.walk[blockIdx.y];
+__device__ inline void mn_mlstm_begin(N &n, const mn_mlstm_scans &p,
+                                      const mn_state_scan_place &place) {
+    const mn_scan &walk = p.all.walk[blockIdx.y];
     const int64_t count = N::count(walk);
     const float *first = p.first[blockIdx.y];
     n.each([&](float &x, int i) {
@@ -332,8 +334,9 @@ __device__ inline void mn_mlstm_begin(N &n, const mn_mlstm_walks &p, const mn_wa
 }
 
 template <typename N>
-__device__ inline void mn_mlstm_end(N &n, const mn_mlstm_walks &p, const mn_walk_place &place) {
-    const mn_walk &walk = p.all.walk[blockIdx.y];
+__device__ inline void mn_mlstm_end(N &n, const mn_mlstm_scans &p,
+                                    const mn_state_scan_place &place) {
+    const mn_scan &walk = p.all.walk[blockIdx.y];
     const int64_t count = N::count(walk);
     float *last = p.last[blockIdx.y];
     if (!last || !N::owns(place)) return;
@@ -346,66 +349,71 @@ __device__ inline void mn_mlstm_end(N &n, const mn_mlstm_walks &p, const mn_walk
 
 /* ---- the walk -------------------------------------------------------------------------------- */
 
-/* Reads and moves one chunk, as mn_walk_turn; o leaves over its denominators. */
+/* Reads and moves one chunk, as mn_state_scan_turn; o leaves over its denominators. */
 template <int DEPTH, int CHUNK>
-__device__ inline void mn_mlstm_turn(mn_walk_state_of<DEPTH, CHUNK> &M,
-                                     mn_mlstm_column<DEPTH, CHUNK> &n, const mn_mlstm_walks &p,
-                                     const mn_walk_place &at, const mn_walk_strips &strips,
-                                     const mn_mlstm_room<DEPTH, CHUNK> &room, int now, int64_t t) {
-    const mn_walk &walk = p.all.walk[blockIdx.y];
+__device__ inline void mn_mlstm_turn(mn_state_scan_state_of<DEPTH, CHUNK> &M,
+                                     mn_mlstm_column<DEPTH, CHUNK> &n, const mn_mlstm_scans &p,
+                                     const mn_state_scan_place &at,
+                                         const mn_state_scan_col_tiles &strips,
+                                     const mn_mlstm_smem<DEPTH, CHUNK> &room, int now, int64_t t) {
+    const mn_scan &walk = p.all.walk[blockIdx.y];
     const int count = (int)min((int64_t)CHUNK, at.span.length - t);
     const int64_t tokens = p.all.call.B * p.all.call.T;
     const int64_t from = at.h * tokens + at.span.b * p.all.call.T + at.span.t0 + t;
-    float o[mn_walk_tiles<CHUNK>][4] = {}, m[2], factor[2];
-    uint32_t beside[2][mn_walk_tiles<CHUNK>];
-    if (walk.duty != MN_WALK_PLAIN) mn_walk_load_beside<CHUNK>(beside, walk, strips, t, count);
+    float o[mn_state_scan_tiles<CHUNK>][4] = {}, m[2], factor[2];
+    uint32_t beside[2][mn_state_scan_tiles<CHUNK>];
+    if (walk.duty != MN_SCAN_PLAIN) mn_state_scan_load_beside<CHUNK>(beside, walk, strips, t,
+                                                                     count);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int token = mn_walk_token<CHUNK>(half, false);
+        const int token = mn_state_scan_token<CHUNK>(half, false);
         m[half] = token < count ? p.tokens.m[from + token] : 0.0f;
     }
     mn_mlstm_reading<DEPTH, CHUNK> weights(room.levels[now], room.n[now]);
-    mn_walk_read<DEPTH, CHUNK>(o, room.stage[now], room.state[now], weights, beside, nullptr);
+    mn_state_scan_read<DEPTH, CHUNK>(o, room.stage[now], room.state[now], weights, beside, nullptr);
 #pragma unroll
     for (int half = 0; half < 2; half++) {
-        const int token = mn_walk_token<CHUNK>(half, false);
+        const int token = mn_state_scan_token<CHUNK>(half, false);
         const float a = walk.scale * weights.whole_a(half), den = fmaxf(fabsf(a), expf(-m[half]));
         factor[half] = den > 0.0f ? walk.scale / den : 0.0f;
-        const bool mine = token < count && threadIdx.x % 4 == 0 && mn_walk_column0<CHUNK>() == 0;
+        const bool mine = token < count && threadIdx.x % 4 == 0
+            && mn_state_scan_column0<CHUNK>() == 0;
         if (p.tokens.a && at.slice == 0 && mine) p.tokens.a[from + token] = a;
     }
-    mn_walk_write<DEPTH, CHUNK>(M, room.stage[now], weights);
+    mn_state_scan_write<DEPTH, CHUNK>(M, room.stage[now], weights);
     n.advance(weights);
-    mn_walk_put<CHUNK>(o, beside, walk.duty, p.all, walk, at, strips, t, count, factor);
+    mn_state_scan_put<CHUNK>(o, beside, walk.duty, p.all, walk, at, strips, t, count, factor);
 }
 
 /* The same for a gradient. What the gradients of f take is kept and met by the row n, too. */
 template <int DEPTH, int CHUNK>
-__device__ inline void mn_mlstm_turn(mn_walk_state_of<DEPTH, CHUNK> &M,
-                                     mn_mlstm_row<DEPTH, CHUNK> &n, const mn_mlstm_walks &p,
-                                     const mn_walk_place &at, const mn_walk_strips &strips,
-                                     const mn_mlstm_room<DEPTH, CHUNK> &room, int now, int64_t t) {
-    using sizes = mn_walk_sizes<DEPTH, CHUNK>;
-    const mn_walk &walk = p.all.walk[blockIdx.y];
+__device__ inline void mn_mlstm_turn(mn_state_scan_state_of<DEPTH, CHUNK> &M,
+                                     mn_mlstm_row<DEPTH, CHUNK> &n, const mn_mlstm_scans &p,
+                                     const mn_state_scan_place &at,
+                                         const mn_state_scan_col_tiles &strips,
+                                     const mn_mlstm_smem<DEPTH, CHUNK> &room, int now, int64_t t) {
+    using sizes = mn_state_scan_sizes<DEPTH, CHUNK>;
+    const mn_scan &walk = p.all.walk[blockIdx.y];
     const int count = (int)min((int64_t)CHUNK, at.span.length - t);
-    const int64_t kept_at = mn_walk_kept_at<DEPTH, CHUNK>(p.all, at, t / CHUNK);
-    float *kept_n = p.kept_n + kept_at * MN_WALK_WIDTH;
-    const bool of_n = threadIdx.x < MN_WALK_WIDTH;
-    float o[mn_walk_tiles<CHUNK>][4] = {}, product = 0.0f, met = 0.0f;
-    uint32_t beside[2][mn_walk_tiles<CHUNK>];
-    typename mn_walk_state_of<DEPTH, CHUNK>::kept kept;
-    if (walk.duty != MN_WALK_PLAIN) mn_walk_load_beside<CHUNK>(beside, walk, strips, t, count);
-    if (walk.duty == MN_WALK_MEETS) {
+    const int64_t kept_at = mn_state_scan_kept_at<DEPTH, CHUNK>(p.all, at, t / CHUNK);
+    float *kept_n = p.kept_n + kept_at * MN_SCAN_WIDTH;
+    const bool of_n = threadIdx.x < MN_SCAN_WIDTH;
+    float o[mn_state_scan_tiles<CHUNK>][4] = {}, product = 0.0f, met = 0.0f;
+    uint32_t beside[2][mn_state_scan_tiles<CHUNK>];
+    typename mn_state_scan_state_of<DEPTH, CHUNK>::kept kept;
+    if (walk.duty != MN_SCAN_PLAIN) mn_state_scan_load_beside<CHUNK>(beside, walk, strips, t,
+                                                                     count);
+    if (walk.duty == MN_SCAN_MEETS) {
         M.recall(kept, walk.kept + kept_at * sizes::kept);
         if (of_n) met = room.n[now][threadIdx.x] * kept_n[threadIdx.x];
     }
     mn_mlstm_gradient<DEPTH, CHUNK> weights(room.levels[now], room.n[now]);
-    mn_walk_read<DEPTH, CHUNK>(o, room.stage[now], room.state[now], weights, beside,
-                               walk.duty == MN_WALK_KEEPS ? &product : nullptr);
-    if (walk.duty == MN_WALK_MEETS) {
-        mn_walk_meet<DEPTH, CHUNK>(M, kept, walk, kept_at, weights.whole(), met);
+    mn_state_scan_read<DEPTH, CHUNK>(o, room.stage[now], room.state[now], weights, beside,
+                               walk.duty == MN_SCAN_KEEPS ? &product : nullptr);
+    if (walk.duty == MN_SCAN_MEETS) {
+        mn_state_scan_meet<DEPTH, CHUNK>(M, kept, walk, kept_at, weights.whole(), met);
     }
-    if (walk.duty == MN_WALK_KEEPS) {
+    if (walk.duty == MN_SCAN_KEEPS) {
         M.keep(walk.kept + kept_at * sizes::kept);
         if (of_n) kept_n[threadIdx.x] = room.n[now][threadIdx.x];
         product = walk.scale * mn_warp_sum(product);
@@ -413,27 +421,27 @@ __device__ inline void mn_mlstm_turn(mn_walk_state_of<DEPTH, CHUNK> &M,
             walk.inside[kept_at * sizes::warps + threadIdx.x / 32] = product;
         }
     }
-    mn_walk_write<DEPTH, CHUNK>(M, room.stage[now], weights);
+    mn_state_scan_write<DEPTH, CHUNK>(M, room.stage[now], weights);
     n.advance(weights);
-    mn_walk_put<CHUNK>(o, beside, walk.duty, p.all, walk, at, strips, t, count,
+    mn_state_scan_put<CHUNK>(o, beside, walk.duty, p.all, walk, at, strips, t, count,
                        { walk.scale, walk.scale });
 }
 
 /* N: mn_mlstm_column for o, mn_mlstm_row for gradients. */
 template <int DEPTH, int CHUNK, typename N>
-__global__ void __launch_bounds__(mn_walk_sizes<DEPTH, CHUNK>::threads, 1)
-mn_mlstm_kernel(const __grid_constant__ mn_mlstm_walks p) {
+__global__ void __launch_bounds__(mn_state_scan_sizes<DEPTH, CHUNK>::threads, 1)
+mn_mlstm_kernel(const __grid_constant__ mn_mlstm_scans p) {
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_mlstm_room<DEPTH, CHUNK> &room = *(mn_mlstm_room<DEPTH, CHUNK> *)bytes;
-    const mn_walk &walk = p.all.walk[blockIdx.y];
-    if (blockIdx.x >= mn_walk_slices(walk) * p.all.call.H * mn_n_spans(p.all.call)) return;
-    const mn_walk_place at = mn_walk_here(p.all.call, walk, CHUNK);
-    const mn_walk_strips strips(walk, at, DEPTH);
+    mn_mlstm_smem<DEPTH, CHUNK> &room = *(mn_mlstm_smem<DEPTH, CHUNK> *)bytes;
+    const mn_scan &walk = p.all.walk[blockIdx.y];
+    if (blockIdx.x >= mn_state_scan_slices(walk) * p.all.call.H * mn_n_spans(p.all.call)) return;
+    const mn_state_scan_place at = mn_state_scan_here(p.all.call, walk, CHUNK);
+    const mn_state_scan_col_tiles strips(walk, at, DEPTH);
     const mn_mlstm_duty duty = p.duty[blockIdx.y];
     const bool reverse = walk.reverse, sums = threadIdx.x < 32;
     const int64_t length = at.span.length;
     mn_mlstm_load<CHUNK> load;
-    mn_walk_state_of<DEPTH, CHUNK> M;
+    mn_state_scan_state_of<DEPTH, CHUNK> M;
     N n;
     M.load(walk, at);
     mn_mlstm_begin(n, p, at);
@@ -447,9 +455,9 @@ mn_mlstm_kernel(const __grid_constant__ mn_mlstm_walks p) {
         if (works) mn_copies_wait();
         __syncthreads();
         if (looks) {
-            mn_walk_fetch<DEPTH, CHUNK>(room.stage[next], strips, t_next, length, reverse);
+            mn_state_scan_load<DEPTH, CHUNK>(room.stage[next], strips, t_next, length, reverse);
             const int count = (int)min((int64_t)CHUNK, length - t_next);
-            if (sums) mn_mlstm_ask<CHUNK>(load, p, duty, at, t_next, count, reverse);
+            if (sums) mn_mlstm_request<CHUNK>(load, p, duty, at, t_next, count, reverse);
         }
         if (works) {
             mn_mlstm_turn<DEPTH, CHUNK>(M, n, p, at, strips, room, now, t);

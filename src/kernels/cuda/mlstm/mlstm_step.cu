@@ -50,15 +50,15 @@ mlstm_step_kernel(const __grid_constant__ mn_mlstm_args p) {
     float *C = mn_row<float>(p.C, n, 0, h), *ones = mn_row<float>(p.n, n, 0, h);
     float *m = mn_row<float>(p.m, n, 0, h), a = 0.0f;
     T *o = mn_row<T>(p.o, n, 0, h);
-    mn_let_next_begin();
-    mn_wait_for_before();
+    mn_pdl_launch_dependents();
+    mn_pdl_wait();
     const step_gates g = step_gates_of<T>(p, n, h);
     for (int64_t i = threadIdx.x; i < K; i += STEP_THREADS) {
         const float x = fmaf(g.f, mn_get(ones0, i), g.w * mn_float(k[i]));
         if (ones) ones[i] = x;
         a = fmaf(x, mn_float(q[i]), a);
     }
-    a = (float)p.scale * mn_team_sum<STEP_THREADS>(a, sums);    // all have seen the first m
+    a = (float)p.scale * mn_group_sum<STEP_THREADS>(a, sums);    // all have seen the first m
     if (m && threadIdx.x == 0) *m = g.m;
     const float den = fmaxf(fabsf(a), expf(-g.m));
     for (int64_t first = 0; first < V; first += 4 * STEP_QUADS) {
@@ -123,7 +123,7 @@ MN_CUDA_LAUNCH(mlstm_step) {
     if (!serves(p)) return mn_mlstm_forward_cuda(args, shared, stream);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_early(p->call.dtype == MN_BF16 ? mlstm_step_kernel<mn_bf16>
+    return mn_launch_pdl(p->call.dtype == MN_BF16 ? mlstm_step_kernel<mn_bf16>
                                                     : mlstm_step_kernel<float>,
                            dim3((unsigned)blocks), STEP_THREADS, 0, (cudaStream_t)stream, *p);
 }

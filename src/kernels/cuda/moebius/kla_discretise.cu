@@ -79,7 +79,7 @@ MN_CUDA_LAUNCH(kla_discretise_forward) {
     const cudaStream_t on = (cudaStream_t)stream;
     if (p->call.dtype == MN_BF16) forward_kernel<mn_bf16><<<blocks, THREADS, 0, on>>>(*p);
     else forward_kernel<float><<<blocks, THREADS, 0, on>>>(*p);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 MN_CUDA_PLAN(kla_discretise_backward) {
@@ -94,5 +94,5 @@ MN_CUDA_LAUNCH(kla_discretise_backward) {
     const cudaStream_t on = (cudaStream_t)stream;
     if (p->call.dtype == MN_BF16) backward_kernel<mn_bf16><<<blocks, THREADS, 0, on>>>(*p);
     else backward_kernel<float><<<blocks, THREADS, 0, on>>>(*p);
-    return mn_launched();
+    return mn_launch_status();
 }

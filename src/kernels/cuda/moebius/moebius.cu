@@ -240,8 +240,8 @@ struct state_ahead {
     alignas(16) float at[2][block::THREADS][SLOTS];
 
     __device__ __forceinline__ void begin(const float *sets, int64_t set) {
-        copy_there<SLOTS>(at[0][threadIdx.x], sets + block::own(2 * set), true);
-        copy_there<SLOTS>(at[1][threadIdx.x], sets + block::own(2 * set + 1), true);
+        copy_device<SLOTS>(at[0][threadIdx.x], sets + block::own(2 * set), true);
+        copy_device<SLOTS>(at[1][threadIdx.x], sets + block::own(2 * set + 1), true);
     }
 
     __device__ __forceinline__ void get(state &c) const {
@@ -251,7 +251,7 @@ struct state_ahead {
 };
 
 template <bool FULL>
-struct backward_room {
+struct backward_smem {
     lines_of<FULL> in[2];
     state_ahead first[2];
     mn_cell_sums<block> out;
@@ -261,7 +261,7 @@ struct backward_room {
 
 /* Leaves the sums over slots of dv and dprec at four tokens. */
 template <bool FULL>
-__device__ __forceinline__ static void put_lines(backward_room<FULL> &r, int t, float (&dv)[4],
+__device__ __forceinline__ static void put_lines(backward_smem<FULL> &r, int t, float (&dv)[4],
                                                  float (&dprec)[4]) {
     put_four<true>(r.out, t, dv, dprec);
 }
@@ -269,7 +269,7 @@ __device__ __forceinline__ static void put_lines(backward_room<FULL> &r, int t, 
 /* Four tokens of a tile from t on, by lam and eta. */
 template <bool FULL>
 __device__ __forceinline__ static void backward_four(adjoint &sum, const dynamics &dyn,
-                                                     backward_room<FULL> &r,
+                                                     backward_smem<FULL> &r,
                                                      const lines_of<FULL> &in, int t, int n_rows,
                                                      bool prior) {
     state c[5];
@@ -299,7 +299,7 @@ __device__ __forceinline__ static void backward_four(adjoint &sum, const dynamic
 /* A tile by lam and eta, from the state in front of it. */
 template <bool FULL>
 __device__ __forceinline__ static void backward_rows(adjoint &sum, const dynamics &dyn,
-                                                     backward_room<FULL> &r,
+                                                     backward_smem<FULL> &r,
                                                      const lines_of<FULL> &in, const state &first,
                                                      int n_rows, bool prior) {
     r.states.fill(first, dyn, in, n_rows);
@@ -324,7 +324,7 @@ __device__ __forceinline__ static float prior_cots(ray_cots &to, const ray &x, f
 template <bool FULL>
 __device__ __forceinline__ static bool backward_rays(adjoint &sum, const dynamics &dyn,
                                                      const ray_edge &edge,
-                                                     backward_room<FULL> &r,
+                                                     backward_smem<FULL> &r,
                                                      const lines_of<FULL> &in, int t, bool prior) {
     state c;
     rays x;
@@ -375,7 +375,7 @@ __device__ __forceinline__ static bool backward_rays(adjoint &sum, const dynamic
 template <bool FULL>
 __device__ __forceinline__ static bool backward_tile(adjoint &sum, const dynamics &dyn,
                                                      const ray_edge &edge,
-                                                     backward_room<FULL> &r,
+                                                     backward_smem<FULL> &r,
                                                      const lines_of<FULL> &in, const state &first,
                                                      bool prior) {
     adjoint here = { sum.d, {}, {}, {} };
@@ -420,8 +420,8 @@ template <typename T, bool FULL>
 __global__ void __launch_bounds__(block::THREADS, 2)
 backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_rows,
                 int64_t count) {
-    extern __shared__ float4 room_here[];
-    backward_room<FULL> &r = *(backward_room<FULL> *)room_here;
+    extern __shared__ float4 smem_here[];
+    backward_smem<FULL> &r = *(backward_smem<FULL> *)smem_here;
     const dynamics dyn(p);
     const ray_edge edge = dyn.edge();
     for (int64_t slot = blockIdx.y; slot < count; slot += gridDim.y) {
@@ -432,7 +432,7 @@ backward_kernel(const __grid_constant__ mn_moebius_args p, room to, int64_t n_ro
         }
         const int64_t set = mn_cell_first_slot(p.call, at.n, TOKENS);
         adjoint sum = {};
-        fetched<T, 2, FULL ? 4 : 3> next;
+        loaded<T, 2, FULL ? 4 : 3> next;
         if (at.last()) load_cells(sum.d, p.cot.lam, p.cot.eta, p.call, at.n, 0.0f);
         else sum.d.load(to.ends, slot);
         const int64_t last = at.end_tile() - 1;
@@ -517,16 +517,16 @@ static bool measure(int64_t (&counts)[N_ROOMS], const mn_call *call, bool backwa
            mn_mul_i64(&cells, call->V, 2 * call->K) && mn_mul_i64(&counts[5], cells, chunks);
 }
 
-static bool plan_room(mn_plan *plan, const mn_call *call, bool backward) {
+static bool plan_smem(mn_plan *plan, const mn_call *call, bool backward) {
     int64_t counts[N_ROOMS];
     return measure(counts, call, backward) && mn_cell_plan(plan, counts);
 }
 
-static room room_at(float *shared, const mn_call *call, bool backward) {
+static room smem_at(float *shared, const mn_call *call, bool backward) {
     int64_t counts[N_ROOMS];
     float *at[N_ROOMS];
     (void)measure(counts, call, backward);    // went well when it was planned
-    mn_cell_rooms(at, shared, counts);
+    mn_cell_smems(at, shared, counts);
     return { at[0], at[1], at[2], at[3], at[4], at[5], at[6] };
 }
 
@@ -543,16 +543,16 @@ template <typename T>
 static int forward(const mn_moebius_args *p, float *shared, cudaStream_t stream) {
     const dim3 blocks = blocks_of(&p->call);
     const int64_t n_rows = mn_cell_rows_of(&p->call), count = n_chunks(p->call);
-    const room to = room_at(shared, &p->call, false);
+    const room to = smem_at(shared, &p->call, false);
     int code = cudaSuccess;
-    if (chunked(p->call)) code = walk_states<T>(p, to.starts, CHUNK, LONG, stream);
+    if (chunked(p->call)) code = scan_states<T>(p, to.starts, CHUNK, LONG, stream);
     if (code != cudaSuccess) return code;
     if (p->yvar.data || p->from_prior) {
         forward_kernel<T, true><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
     } else {
         forward_kernel<T, false><<<blocks, block::THREADS, 0, stream>>>(*p, to, n_rows, count);
     }
-    code = mn_launched();
+    code = mn_launch_status();
     return code != cudaSuccess ? code : sum_groups<T>(p->y, p->yvar, to.sums, &p->call, stream);
 }
 
@@ -561,16 +561,16 @@ static int backward(const mn_moebius_args *p, float *shared, cudaStream_t stream
     const mn_call *call = &p->call;
     const dim3 blocks = blocks_of(call);
     const int64_t n_rows = mn_cell_rows_of(call), count = n_chunks(*call);
-    const room to = room_at(shared, call, true);
+    const room to = smem_at(shared, call, true);
     const bool full = p->from_prior || p->cot.yvar.data;
-    int code = !chunked(*call) ? walk_states<T>(p, to.states, TOKENS, 0, stream)
-               : full ? walk_maps<T, OF_FULL_MAPS>(p, to.states, to.maps, to.ends, stream)
-                      : walk_maps<T, OF_MAPS>(p, to.states, to.maps, to.ends, stream);
+    int code = !chunked(*call) ? scan_states<T>(p, to.states, TOKENS, 0, stream)
+               : full ? scan_maps<T, OF_FULL_MAPS>(p, to.states, to.maps, to.ends, stream)
+                      : scan_maps<T, OF_MAPS>(p, to.states, to.maps, to.ends, stream);
     if (code != cudaSuccess) return code;
-    code = full ? mn_launch_with_room(backward_kernel<T, true>, blocks, block::THREADS,
-                                      sizeof(backward_room<true>), stream, *p, to, n_rows, count)
-                : mn_launch_with_room(backward_kernel<T, false>, blocks, block::THREADS,
-                                      sizeof(backward_room<false>), stream, *p, to, n_rows, count);
+    code = full ? mn_launch_smem(backward_kernel<T, true>, blocks, block::THREADS,
+                                      sizeof(backward_smem<true>), stream, *p, to, n_rows, count)
+                : mn_launch_smem(backward_kernel<T, false>, blocks, block::THREADS,
+                                      sizeof(backward_smem<false>), stream, *p, to, n_rows, count);
     if (code == cudaSuccess) {
         code = sum_groups<T>(p->grad.v, p->grad.prec, to.sums, call, stream);
     }
@@ -581,11 +581,11 @@ static int backward(const mn_moebius_args *p, float *shared, cudaStream_t stream
     if (code != cudaSuccess || (!p->grad.a.data && !p->grad.p.data)) return code;
     const int64_t cells = call->V * call->K;
     const put_dynamics put = { (float *)p->grad.a.data, (float *)p->grad.p.data, cells };
-    return mn_sum_parts_into(put, to.dynamics, count, 2 * cells, stream);
+    return mn_sum_partials_into(put, to.dynamics, count, 2 * cells, stream);
 }
 
 MN_CUDA_PLAN(moebius_forward) {
-    return plan_room(plan, (const mn_call *)args, false);
+    return plan_smem(plan, (const mn_call *)args, false);
 }
 
 MN_CUDA_LAUNCH(moebius_forward) {
@@ -597,7 +597,7 @@ MN_CUDA_LAUNCH(moebius_forward) {
 }
 
 MN_CUDA_PLAN(moebius_backward) {
-    return plan_room(plan, (const mn_call *)args, true);
+    return plan_smem(plan, (const mn_call *)args, true);
 }
 
 MN_CUDA_LAUNCH(moebius_backward) {

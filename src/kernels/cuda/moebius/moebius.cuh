@@ -141,7 +141,7 @@ using lines_of = stage<2, FULL ? 4 : 3>;
 
 /* n numbers from memory to shared memory, or zeros, while the thread goes on. */
 template <int n>
-__device__ __forceinline__ void copy_there(float *to, const float *from, bool there) {
+__device__ __forceinline__ void copy_device(float *to, const float *from, bool there) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(at), "l"(from),
                  "n"(n * sizeof(float)), "r"(there ? n * (int)sizeof(float) : 0) : "memory");
@@ -180,7 +180,7 @@ struct on_the_way {
             const T *at = from + n * share::ACROSS;
             if constexpr (sizeof(T) == sizeof(float)) {
                 to.each_place(share::row(), place() + n * share::ACROSS,
-                              [&](float *room) { copy_there<1>(room, at, there); });
+                              [&](float *room) { copy_device<1>(room, at, there); });
             } else {
                 x[n] = there ? *at : (T)0.0f;
             }
@@ -198,7 +198,7 @@ struct on_the_way {
 };
 
 template <typename T, int N_KEYS, int N_LINES>
-struct fetched {
+struct loaded {
     on_the_way<T, block::SLOTS> keys[N_KEYS];
     on_the_way<T, block::COLUMNS> lines[N_LINES];
 
@@ -247,7 +247,7 @@ struct leaving {
     typedef mn_cell_share<block::COLUMNS, block::THREADS> share;
     T *to;          // the thread's first number; NULL: to `part`, or nowhere
     float *part;
-    int64_t apart;
+    int64_t ws;
     int left;       // how many there are from it on
 
     __device__ void open(const mn_out &view, float *parts, int kind, const mn_call &call,
@@ -259,7 +259,7 @@ struct leaving {
         to = view.data && !split ? mn_row<T>(view, span.b, t, 0) + m : nullptr;
         const int64_t row = blockIdx.z * n_rows + span.b * call.T + t;
         part = split ? parts + (row * 2 + kind) * call.V + m : nullptr;
-        apart = split ? 2 * call.V : view.stride[1];
+        ws = split ? 2 * call.V : view.stride[1];
     }
 
     /* A tile's, and on by so many tokens. */
@@ -271,8 +271,8 @@ struct leaving {
             if (to) mn_cell_store(to, left, x);
             else if (part) mn_cell_store(part, left, x);
         }
-        if (to) to += n_tokens * apart;
-        if (part) part += n_tokens * apart;
+        if (to) to += n_tokens * ws;
+        if (part) part += n_tokens * ws;
     }
 };
 
@@ -479,7 +479,7 @@ struct chunk {
 template <typename T, int N_KEYS, int N_LINES, typename F>
 __device__ __forceinline__ void each_tile(stage<N_KEYS, N_LINES> (&in)[2], const mn_moebius_args &p,
                                           const chunk &at, F walk) {
-    fetched<T, N_KEYS, N_LINES> next;
+    loaded<T, N_KEYS, N_LINES> next;
     const int64_t end = at.end_tile();
     next.open(p, at.span);
     next.move(p, at.first);

@@ -20,43 +20,43 @@
 namespace moebius {
 
 enum {
-    WALK_SIDE = 16,                               // channels and slots of a block
-    WALK_THREADS = WALK_SIDE * WALK_SIDE,
-    WALK_TOKENS = 64,
+    SCAN_SIDE = 16,                               // channels and slots of a block
+    SCAN_THREADS = SCAN_SIDE * SCAN_SIDE,
+    SCAN_TOKENS = 64,
 };
-static_assert(2 * WALK_SIDE == block::COLUMNS && WALK_SIDE == block::SLOTS, "blocks of cells");
+static_assert(2 * SCAN_SIDE == block::COLUMNS && SCAN_SIDE == block::SLOTS, "blocks of cells");
 
 /* ---- the numbers of a tile ------------------------------------------------------------------- */
 
-enum walk_kind { WALK_K, WALK_V, WALK_PREC, WALK_Q, WALK_MEAN_COT, WALK_SPREAD_COT };
+enum scan_kind { SCAN_K, SCAN_V, SCAN_PREC, SCAN_Q, SCAN_MEAN_COT, SCAN_SPREAD_COT };
 
 /* How many of these a walk needs: for states, for maps, for maps with cotangents of yvar or reads
  * from the prior. */
 enum { OF_STATES = 3, OF_MAPS = 5, OF_FULL_MAPS = 6 };
 
 /* at[i][t]: number of channel or slot i at token t; rows 16 bytes aligned, in different banks */
-struct alignas(16) walk_lines {
-    float at[WALK_SIDE][WALK_TOKENS + 4];
+struct alignas(16) scan_lines {
+    float at[SCAN_SIDE][SCAN_TOKENS + 4];
 };
 
 template <int KINDS>
-struct walk_stage {
-    walk_lines kinds[KINDS];
+struct scan_stage {
+    scan_lines kinds[KINDS];
 
     /* The line of this thread's slot or channel. */
-    __device__ __forceinline__ const float *line(walk_kind kind) const {
-        const bool of_slot = kind == WALK_K || kind == WALK_Q;
-        return kinds[kind].at[of_slot ? threadIdx.x % WALK_SIDE : threadIdx.x / WALK_SIDE];
+    __device__ __forceinline__ const float *line(scan_kind kind) const {
+        const bool of_slot = kind == SCAN_K || kind == SCAN_Q;
+        return kinds[kind].at[of_slot ? threadIdx.x % SCAN_SIDE : threadIdx.x / SCAN_SIDE];
     }
 };
 
 /* A thread's part of one kind of number of a tile: EACH neighbours of one token. */
 template <typename T>
-struct walk_fetched {
-    static constexpr int EACH = WALK_TOKENS * WALK_SIDE / WALK_THREADS, ACROSS = WALK_SIDE / EACH;
+struct scan_loaded {
+    static constexpr int EACH = SCAN_TOKENS * SCAN_SIDE / SCAN_THREADS, ACROSS = SCAN_SIDE / EACH;
     typename mn_stored<T, EACH>::type x;
     const T *from;    // those of the next tile
-    int64_t apart;
+    int64_t ws;
     int inside;       // how many of them there are; EACH + 1: EACH, as one pack
 
     /* Of a sequence's numbers base, base + 1, ... of `count`. */
@@ -65,7 +65,7 @@ struct walk_fetched {
         const int64_t first = span.b * view.stride[0] + t * view.stride[1] + i;
         const int64_t bytes = (first | view.stride[1]) * (int64_t)sizeof(T);
         from = (const T *)view.data + first;
-        apart = WALK_TOKENS * view.stride[1];
+        ws = SCAN_TOKENS * view.stride[1];
         inside = view.data ? (int)max(min(count - i, (int64_t)EACH), (int64_t)0) : 0;
         const bool packs = ((uintptr_t)view.data | bytes) % alignof(mn_pack<T, EACH>) == 0;
         if (inside == EACH && packs) inside++;
@@ -87,10 +87,10 @@ struct walk_fetched {
                 memcpy(&x, &numbers, sizeof x);
             }
         }
-        from += apart;
+        from += ws;
     }
 
-    __device__ __forceinline__ void put(walk_lines &to) const {
+    __device__ __forceinline__ void put(scan_lines &to) const {
         float numbers[EACH];
         mn_unpack_to(numbers, x);
 #pragma unroll
@@ -102,20 +102,20 @@ struct walk_fetched {
 
 /* All kinds. */
 template <typename T, int KINDS>
-struct walk_tile {
-    walk_fetched<T> kinds[KINDS];
+struct scan_tile {
+    scan_loaded<T> kinds[KINDS];
 
     __device__ void open(const mn_moebius_args &p, const mn_span &span) {
-        const int64_t m = blockIdx.x * (int64_t)WALK_SIDE, s = blockIdx.z * (int64_t)WALK_SIDE;
-        kinds[WALK_K].open(p.k, span, s, p.call.K);
-        kinds[WALK_V].open(p.v, span, m, p.call.V);
-        kinds[WALK_PREC].open(p.prec, span, m, p.call.V);
+        const int64_t m = blockIdx.x * (int64_t)SCAN_SIDE, s = blockIdx.z * (int64_t)SCAN_SIDE;
+        kinds[SCAN_K].open(p.k, span, s, p.call.K);
+        kinds[SCAN_V].open(p.v, span, m, p.call.V);
+        kinds[SCAN_PREC].open(p.prec, span, m, p.call.V);
         if constexpr (KINDS > OF_STATES) {
-            kinds[WALK_Q].open(p.q, span, s, p.call.K);
-            kinds[WALK_MEAN_COT].open(p.cot.y, span, m, p.call.V);
+            kinds[SCAN_Q].open(p.q, span, s, p.call.K);
+            kinds[SCAN_MEAN_COT].open(p.cot.y, span, m, p.call.V);
         }
         if constexpr (KINDS > OF_MAPS) {
-            kinds[WALK_SPREAD_COT].open(p.cot.yvar, span, m, p.call.V);
+            kinds[SCAN_SPREAD_COT].open(p.cot.yvar, span, m, p.call.V);
         }
     }
 
@@ -124,7 +124,7 @@ struct walk_tile {
         for (auto &kind : kinds) kind.fetch(left);
     }
 
-    __device__ __forceinline__ void put(walk_stage<KINDS> &to) const {
+    __device__ __forceinline__ void put(scan_stage<KINDS> &to) const {
 #pragma unroll
         for (int i = 0; i < KINDS; i++) kinds[i].put(to.kinds[i]);
     }
@@ -132,26 +132,26 @@ struct walk_tile {
 
 /* What a thread needs of four tokens. */
 template <int KINDS>
-struct walk_four {
+struct scan_four {
     float x[KINDS][4];
 
-    __device__ __forceinline__ void load(const walk_stage<KINDS> &in, int t) {
+    __device__ __forceinline__ void load(const scan_stage<KINDS> &in, int t) {
 #pragma unroll
-        for (int i = 0; i < KINDS; i++) mn_cell_read(x[i], in.line((walk_kind)i) + t);
+        for (int i = 0; i < KINDS; i++) mn_cell_read(x[i], in.line((scan_kind)i) + t);
     }
 };
 
 /* ---- cells ----------------------------------------------------------------------------------- */
 
 /* Where the cell of a thread lies. */
-struct walk_place {
+struct scan_place {
     int64_t own;    // in (V,K); -1 outside
     int64_t at;     // among SLOTS numbers per thread of the other kernels' blocks
     int64_t set;    // how many those are
 
-    __device__ walk_place(const mn_call &call) {
-        const int64_t m = blockIdx.x * (int64_t)WALK_SIDE + threadIdx.x / WALK_SIDE;
-        const int64_t s = blockIdx.z * (int64_t)WALK_SIDE + threadIdx.x % WALK_SIDE;
+    __device__ scan_place(const mn_call &call) {
+        const int64_t m = blockIdx.x * (int64_t)SCAN_SIDE + threadIdx.x / SCAN_SIDE;
+        const int64_t s = blockIdx.z * (int64_t)SCAN_SIDE + threadIdx.x % SCAN_SIDE;
         own = m < call.V && s < call.K ? m * call.K + s : -1;
         const int64_t across = (call.V + block::COLUMNS - 1) / block::COLUMNS;
         const int column = (int)(m % block::COLUMNS), slot = (int)(s % block::SLOTS);
@@ -167,7 +167,7 @@ struct walk_place {
     }
 };
 
-struct walk_cell {
+struct scan_cell {
     float a, a2, p;
     ray x;             // in front of the next tokens
     float lam, eta;    // the same, or in front of the last 16 by rays until someone looks
@@ -176,7 +176,7 @@ struct walk_cell {
 
     /* lam' is at least lam / (a^2 + p lam), which grows with lam: after 16 tokens at least lam /
      * (most (1 + 16 p lam)). */
-    __device__ walk_cell(const mn_moebius_args &args, const walk_place &place) {
+    __device__ scan_cell(const mn_moebius_args &args, const scan_place &place) {
         const int64_t i = place.own;
         a = i >= 0 ? ((const float *)args.a.data)[i] : 1.0f;
         a2 = fmaxf(a * a, floor_at);
@@ -187,7 +187,7 @@ struct walk_cell {
         least = may ? 4.0f * floor_at * most : INFINITY;
     }
 
-    __device__ void open(const mn_moebius_args &args, const walk_place &place, int64_t n) {
+    __device__ void open(const mn_moebius_args &args, const scan_place &place, int64_t n) {
         lam = place.read(args.lam0, n, 1.0f);
         eta = place.read(args.eta0, n, 0.0f);
         renew();
@@ -221,12 +221,12 @@ struct walk_cell {
 };
 
 /* Where the states of a thread's cell go, one for each so many sixteens of tokens. */
-struct walk_leaving {
+struct scan_leaving {
     float *to;         // the next one's lam
     int until;         // sixteens to it
     int steps;
 
-    __device__ __forceinline__ void put(const walk_cell &c, int64_t set) {
+    __device__ __forceinline__ void put(const scan_cell &c, int64_t set) {
         if (until == 0) {
             to[0] = c.lam, to[set] = c.eta;
             to += 2 * set, until = steps;
@@ -238,7 +238,7 @@ struct walk_leaving {
 /* ---- tokens of a tile ------------------------------------------------------------------------ */
 
 /* Whether rays hold: as states, and as maps too. */
-struct walk_sound {
+struct scan_sound {
     bool states, maps;
 };
 
@@ -246,9 +246,9 @@ struct walk_sound {
  * changes every eighth token by what d was four tokens before, and nothing here waits for what the
  * 16 tokens in front left last. `now` has the first four tokens, then the next ones'. */
 template <int KINDS>
-__device__ __forceinline__ void walk_sixteen(walk_cell &c, cell_map &map, walk_leaving &leaving,
-                                             walk_sound &sound, walk_four<KINDS> &now,
-                                             const walk_stage<KINDS> &in, int t, int64_t set,
+__device__ __forceinline__ void scan_sixteen(scan_cell &c, cell_map &map, scan_leaving &leaving,
+                                             scan_sound &sound, scan_four<KINDS> &now,
+                                             const scan_stage<KINDS> &in, int t, int64_t set,
                                              bool prior) {
     constexpr bool MAPS = KINDS > OF_STATES, FULL = KINDS > OF_MAPS;
     ray x = c.x;
@@ -261,18 +261,18 @@ __device__ __forceinline__ void walk_sixteen(walk_cell &c, cell_map &map, walk_l
     }
 #pragma unroll
     for (int at = 0; at < TOKENS; at += 4) {
-        walk_four<KINDS> next;
-        next.load(in, (t + at + 4) % WALK_TOKENS);
-        sound.states = all_positive(now.x[WALK_PREC]) && sound.states;
+        scan_four<KINDS> next;
+        next.load(in, (t + at + 4) % SCAN_TOKENS);
+        sound.states = all_positive(now.x[SCAN_PREC]) && sound.states;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            const float k = now.x[WALK_K][i], v = now.x[WALK_V][i], pk = now.x[WALK_PREC][i] * k;
+            const float k = now.x[SCAN_K][i], v = now.x[SCAN_V][i], pk = now.x[SCAN_PREC][i] * k;
             x = ray_after(x, c.a, c.a2, c.p, pk, k, v);
             if constexpr (MAPS) {
                 const float gw = FULL ? now.x[KINDS - 1][i] : 0.0f;
                 c.here.advance<FULL>(x, c.a, pk, k, v,
-                                     read_cots::of<FULL>(now.x[WALK_Q][i],
-                                                         now.x[WALK_MEAN_COT][i], gw, c.a, c.a2,
+                                     read_cots::of<FULL>(now.x[SCAN_Q][i],
+                                                         now.x[SCAN_MEAN_COT][i], gw, c.a, c.a2,
                                                          prior));
             }
         }
@@ -295,30 +295,30 @@ __device__ __forceinline__ void walk_sixteen(walk_cell &c, cell_map &map, walk_l
 
 /* n_rows tokens of a tile, sixteens, by lam and eta. */
 template <int KINDS>
-__device__ __forceinline__ void state_rows(walk_cell &c, walk_leaving &leaving,
-                                           const walk_stage<KINDS> &in, int n_rows, int64_t set) {
+__device__ __forceinline__ void state_rows(scan_cell &c, scan_leaving &leaving,
+                                           const scan_stage<KINDS> &in, int n_rows, int64_t set) {
 #pragma unroll 1
     for (int i = 0; i < n_rows; i++) {
         if (i % TOKENS == 0) leaving.put(c, set);
-        c.advance(in.line(WALK_K)[i], in.line(WALK_V)[i], in.line(WALK_PREC)[i]);
+        c.advance(in.line(SCAN_K)[i], in.line(SCAN_V)[i], in.line(SCAN_PREC)[i]);
     }
     c.renew();
 }
 
 /* The map with the tokens [t, end) of a tile, in front of which c is, behind it, by lam and eta. */
 template <int KINDS>
-__device__ __forceinline__ void map_rows(cell_map &map, walk_cell c, const walk_stage<KINDS> &in,
+__device__ __forceinline__ void map_rows(cell_map &map, scan_cell c, const scan_stage<KINDS> &in,
                                          int t, int end, bool prior) {
     constexpr bool FULL = KINDS == OF_FULL_MAPS;
 #pragma unroll 1
     for (; t < end; t++) {
-        const float q = in.line(WALK_Q)[t], gy = in.line(WALK_MEAN_COT)[t];
-        const float gw = FULL ? in.line(FULL ? WALK_SPREAD_COT : WALK_K)[t] : 0.0f;
+        const float q = in.line(SCAN_Q)[t], gy = in.line(SCAN_MEAN_COT)[t];
+        const float gw = FULL ? in.line(FULL ? SCAN_SPREAD_COT : SCAN_K)[t] : 0.0f;
         const float den = fmaf(c.p, c.lam, c.a2), by_den = mn_inverse(fmaxf(den, floor_at));
         const bool free = den >= floor_at;
         cell_map next = { by_den, 0.0f, c.a * by_den, 0.0f, 0.0f };
         if (free) next.lam *= by_den * c.a2, next.cross = -by_den * c.p * next.eta * c.eta;
-        c.advance(in.line(WALK_K)[t], in.line(WALK_V)[t], in.line(WALK_PREC)[t]);
+        c.advance(in.line(SCAN_K)[t], in.line(SCAN_V)[t], in.line(SCAN_PREC)[t]);
         const read_cots g = read_cots::of<FULL>(q, gy, gw, c.a, c.a2, prior);
         const float var = mn_inverse(fmaxf(c.lam, floor_at)), mean = c.eta * var;
         const float to_eta = g.mean * var;
@@ -331,20 +331,20 @@ __device__ __forceinline__ void map_rows(cell_map &map, walk_cell c, const walk_
 
 /* n_rows tokens, by rays where they hold for all of them. Without maps they are sixteens. */
 template <int KINDS>
-__device__ __forceinline__ void walk_tokens(walk_cell &c, cell_map &map, walk_leaving &leaving,
-                                            const walk_stage<KINDS> &in, int n_rows, int64_t set,
+__device__ __forceinline__ void scan_tokens(scan_cell &c, cell_map &map, scan_leaving &leaving,
+                                            const scan_stage<KINDS> &in, int n_rows, int64_t set,
                                             bool prior) {
     constexpr bool MAPS = KINDS > OF_STATES;
-    walk_cell before = c;
+    scan_cell before = c;
     const cell_map map_before = map;
-    const walk_leaving leaving_before = leaving;
+    const scan_leaving leaving_before = leaving;
     const int whole = n_rows / TOKENS * TOKENS;
-    walk_sound sound = { true, true };
-    walk_four<KINDS> now;
+    scan_sound sound = { true, true };
+    scan_four<KINDS> now;
     now.load(in, 0);
 #pragma unroll 1
     for (int t = 0; t < whole; t += TOKENS) {
-        walk_sixteen(c, map, leaving, sound, now, in, t, set, prior);
+        scan_sixteen(c, map, leaving, sound, now, in, t, set, prior);
     }
     c.look();
     if (!sound.states || !isfinite(c.lam) || !isfinite(c.eta)) {
@@ -373,41 +373,41 @@ __device__ __forceinline__ void walk_tokens(walk_cell &c, cell_map &map, walk_le
  * `every` is a multiple of 16. Maps, if there are KINDS for them, of the chunks of those longer
  * than LONG. */
 template <typename T, int KINDS>
-__global__ void __launch_bounds__(WALK_THREADS, KINDS == OF_STATES ? 2 : 1)
-walk_kernel(const __grid_constant__ mn_moebius_args p, float *states, float *maps, int64_t every,
+__global__ void __launch_bounds__(SCAN_THREADS, KINDS == OF_STATES ? 2 : 1)
+scan_kernel(const __grid_constant__ mn_moebius_args p, float *states, float *maps, int64_t every,
             int64_t beyond) {
-    extern __shared__ float4 room_here[];
-    walk_stage<KINDS> *in = (walk_stage<KINDS> *)room_here;
-    const walk_place place(p.call);
+    extern __shared__ float4 smem_here[];
+    scan_stage<KINDS> *in = (scan_stage<KINDS> *)smem_here;
+    const scan_place place(p.call);
     const int64_t set = place.set;
-    walk_cell c(p, place);
+    scan_cell c(p, place);
     for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
         const mn_span span = mn_span_at(p.call, n);
         if (span.length <= beyond) continue;
         const bool mapped = KINDS > OF_STATES && span.length > LONG;
         const int64_t end = mapped ? span.length : (span.length - 1) / every * every;
-        walk_leaving leaving = {
+        scan_leaving leaving = {
             states + 2 * set * mn_cell_first_slot(p.call, n, every) + place.at, 0,
             (int)(every / TOKENS)
         };
         float *to_map = maps + MAP_NUMBERS * set * mn_cell_first_slot(p.call, n, CHUNK) + place.at;
         cell_map map = cell_map::none();
-        walk_tile<T, KINDS> tile;
+        scan_tile<T, KINDS> tile;
         tile.open(p, span);
         c.open(p, place, n);
         tile.fetch(end);
-        for (int64_t first = 0; first < end; first += WALK_TOKENS) {
-            walk_stage<KINDS> &now = in[first / WALK_TOKENS % 2];
+        for (int64_t first = 0; first < end; first += SCAN_TOKENS) {
+            scan_stage<KINDS> &now = in[first / SCAN_TOKENS % 2];
             const int64_t left = end - first;
             tile.put(now);
             __syncthreads();
-            if (left > WALK_TOKENS) tile.fetch(left - WALK_TOKENS);
+            if (left > SCAN_TOKENS) tile.fetch(left - SCAN_TOKENS);
             if (mapped && first % CHUNK == 0 && first > 0) {
                 c.look(map);
                 map.store(to_map, set), to_map += MAP_NUMBERS * set;
                 map = cell_map::none();
             }
-            walk_tokens(c, map, leaving, now, (int)min((int64_t)WALK_TOKENS, left), set,
+            scan_tokens(c, map, leaving, now, (int)min((int64_t)SCAN_TOKENS, left), set,
                         p.from_prior);
         }
         if (!mapped) leaving.put(c, set);
@@ -418,10 +418,10 @@ walk_kernel(const __grid_constant__ mn_moebius_args p, float *states, float *map
 
 /* The adjoint behind each chunk but the last of each sequence longer than LONG, from the chunks'
  * maps. */
-__global__ static void __launch_bounds__(WALK_THREADS)
+__global__ static void __launch_bounds__(SCAN_THREADS)
 ends_kernel(const __grid_constant__ mn_moebius_args p, const float *__restrict__ maps,
             float *__restrict__ ends) {
-    const walk_place place(p.call);
+    const scan_place place(p.call);
     for (int64_t n = blockIdx.y; n < mn_n_spans(p.call); n += gridDim.y) {
         const mn_span span = mn_span_at(p.call, n);
         if (span.length <= LONG) continue;
@@ -438,30 +438,30 @@ ends_kernel(const __grid_constant__ mn_moebius_args p, const float *__restrict__
     }
 }
 
-inline dim3 walk_blocks(const mn_call &call) {
+inline dim3 scan_blocks(const mn_call &call) {
     return dim3(2 * mn_blocks(call.V, block::COLUMNS), mn_blocks(mn_n_spans(call), 1, MOST_CHUNKS),
                 mn_blocks(call.K, block::SLOTS));
 }
 
 template <typename T>
-inline int walk_states(const mn_moebius_args *p, float *states, int64_t every, int64_t beyond,
+inline int scan_states(const mn_moebius_args *p, float *states, int64_t every, int64_t beyond,
                        cudaStream_t stream) {
-    return mn_launch_with_room(walk_kernel<T, OF_STATES>, walk_blocks(p->call), WALK_THREADS,
-                               2 * sizeof(walk_stage<OF_STATES>), stream, *p, states,
+    return mn_launch_smem(scan_kernel<T, OF_STATES>, scan_blocks(p->call), SCAN_THREADS,
+                               2 * sizeof(scan_stage<OF_STATES>), stream, *p, states,
                                (float *)nullptr, every, beyond);
 }
 
 /* The states in front of all tiles and the adjoints behind all chunks. */
 template <typename T, int KINDS>
-inline int walk_maps(const mn_moebius_args *p, float *states, float *maps, float *ends,
+inline int scan_maps(const mn_moebius_args *p, float *states, float *maps, float *ends,
                      cudaStream_t stream) {
-    const dim3 blocks = walk_blocks(p->call);
-    const int code = mn_launch_with_room(walk_kernel<T, KINDS>, blocks, WALK_THREADS,
-                                         2 * sizeof(walk_stage<KINDS>), stream, *p, states, maps,
+    const dim3 blocks = scan_blocks(p->call);
+    const int code = mn_launch_smem(scan_kernel<T, KINDS>, blocks, SCAN_THREADS,
+                                         2 * sizeof(scan_stage<KINDS>), stream, *p, states, maps,
                                          (int64_t)TOKENS, (int64_t)0);
     if (code != cudaSuccess) return code;
-    ends_kernel<<<blocks, WALK_THREADS, 0, stream>>>(*p, maps, ends);
-    return mn_launched();
+    ends_kernel<<<blocks, SCAN_THREADS, 0, stream>>>(*p, maps, ends);
+    return mn_launch_status();
 }
 
 }    // namespace moebius

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(Team::THREADS)
 l2_norm_forward_kernel(const __grid_constant__ mn_l2_norm_args p) {
     typedef typename Team::T T;
     constexpr int N = Team::N;
-    __shared__ float room[MN_TEAM_ROOM];
+    __shared__ float room[MN_GROUP_SMEM];
     Team team;
     const int64_t V = p.call.V;
     for (int64_t b = team.first(); b < p.call.B; b += team.step()) {
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Team::THREADS)
 l2_norm_backward_kernel(const __grid_constant__ mn_l2_norm_args p) {
     typedef typename Team::T T;
     constexpr int N = Team::N;
-    __shared__ float room[MN_TEAM_ROOM];
+    __shared__ float room[MN_GROUP_SMEM];
     Team team;
     const int64_t V = p.call.V;
     for (int64_t b = team.first(); b < p.call.B; b += team.step()) {
@@ -89,14 +89,14 @@ template <typename Team>
 static int forward(const mn_l2_norm_args *p, cudaStream_t stream) {
     const unsigned blocks = mn_blocks(p->call.B, Team::per_block);
     l2_norm_forward_kernel<Team><<<blocks, Team::THREADS, 0, stream>>>(*p);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename Team>
 static int backward(const mn_l2_norm_args *p, cudaStream_t stream) {
     const unsigned blocks = mn_blocks(p->call.B, Team::per_block);
     l2_norm_backward_kernel<Team><<<blocks, Team::THREADS, 0, stream>>>(*p);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 MN_CUDA_PLAN(l2_norm_forward) {
@@ -109,7 +109,7 @@ MN_CUDA_LAUNCH(l2_norm_forward) {
     const mn_l2_norm_args *p = (const mn_l2_norm_args *)args;
     if (!p->y.data) return cudaSuccess;
     const void *tensors[] = { p->x.data, p->y.data };
-    MN_BY_TEAM(forward, p->call, p->call.V, tensors, (p, (cudaStream_t)stream));
+    MN_BY_GROUP(forward, p->call, p->call.V, tensors, (p, (cudaStream_t)stream));
 }
 
 MN_CUDA_PLAN(l2_norm_backward) {
@@ -122,5 +122,5 @@ MN_CUDA_LAUNCH(l2_norm_backward) {
     const mn_l2_norm_args *p = (const mn_l2_norm_args *)args;
     if (!p->grad.x.data) return cudaSuccess;
     const void *tensors[] = { p->x.data, p->cot.y.data, p->grad.x.data };
-    MN_BY_TEAM(backward, p->call, p->call.V, tensors, (p, (cudaStream_t)stream));
+    MN_BY_GROUP(backward, p->call, p->call.V, tensors, (p, (cudaStream_t)stream));
 }

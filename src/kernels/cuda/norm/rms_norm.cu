@@ -5,7 +5,7 @@
  *
  * A row belongs to a team of threads (row_reduce.cuh). In backward a block gathers a part of dw
  * over
- * the rows it takes; mn_sum_parts adds the parts. */
+ * the rows it takes; mn_sum_partials adds the parts. */
 #include "kernels/cuda/prim/split_reduce.cuh"
 #include "kernels/cuda/prim/row_reduce.cuh"
 #include "kernels/norm_adds.h"
@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(Team::THREADS, Team::resident(FORWARD_REGS))
 rms_norm_forward_kernel(const __grid_constant__ mn_rms_norm_args p) {
     typedef typename Team::T T;
     constexpr int N = Team::N;
-    __shared__ float room[MN_TEAM_ROOM];
+    __shared__ float room[MN_GROUP_SMEM];
     Team team;
     const int64_t V = p.call.V, B = p.call.B;
     const float inverse = 1.0f / (float)V;
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Team::THREADS, Team::resident(BACKWARD_REGS))
 rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *parts, bool adds) {
     typedef typename Team::T T;
     constexpr int N = Team::N;
-    __shared__ float room[MN_TEAM_ROOM];
+    __shared__ float room[MN_GROUP_SMEM];
     Team team;
     const int64_t V = p.call.V, B = p.call.B, start = team.first() * V;
     const T *w = (const T *)p.w.data;
@@ -67,7 +67,7 @@ rms_norm_backward_kernel(const __grid_constant__ mn_rms_norm_args p, float *part
     typename Team::kept kept[N_INPUTS], kept_w;
     team.begin(part, V);
     team.keep(kept_w, w, V);
-    mn_coming_rows<Team, N_INPUTS> coming(team, all, B, V, V);
+    mn_prefetch_tile_rows<Team, N_INPUTS> coming(team, all, B, V, V);
     int64_t ahead = 0;    // of the team's first row
     for (int64_t b = team.first(); b < B; b += team.step(), ahead += team.step() * V) {
         const T *x = all[X] + ahead, *dy = all[DY] ? all[DY] + ahead : nullptr;
@@ -114,21 +114,23 @@ template <typename Team>
 static int forward(const mn_rms_norm_args *p, cudaStream_t stream) {
     const unsigned blocks = mn_blocks(p->call.B, Team::per_block);
     rms_norm_forward_kernel<Team><<<blocks, Team::THREADS, 0, stream>>>(*p);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename Team>
 static int backward(const mn_rms_norm_args *p, float *parts, mn_norm_adds to,
                     cudaStream_t stream) {
     const unsigned blocks =
-        mn_team_blocks<Team>(p->call.B, 1, Team::resident(BACKWARD_REGS), MN_TEAM_ROWS);
-    const int code = mn_launch_with_room(rms_norm_backward_kernel<Team>, dim3(blocks),
-                                         Team::THREADS, mn_coming_rows<Team, N_INPUTS>::BYTES,
+        mn_group_blocks<Team>(p->call.B, 1, Team::resident(BACKWARD_REGS), MN_GROUP_ROWS);
+    const int code = mn_launch_smem(rms_norm_backward_kernel<Team>, dim3(blocks),
+                                         Team::THREADS, mn_prefetch_tile_rows<Team,
+                                             N_INPUTS>::BYTES,
                                          stream, *p, parts, to.adds_x);
     if (code != cudaSuccess) return code;
     const int64_t V = p->call.V;
-    if (!to.dw) return mn_sum_parts((typename Team::T *)p->grad.w.data, parts, blocks, V, stream);
-    return mn_sum_parts_into(mn_put_wide{ to.dw, to.adds_w }, parts, blocks, V, stream);
+    if (!to.dw) return mn_sum_partials((typename Team::T *)p->grad.w.data, parts, blocks, V,
+                                       stream);
+    return mn_sum_partials_into(mn_put_wide{ to.dw, to.adds_w }, parts, blocks, V, stream);
 }
 
 MN_CUDA_PLAN(rms_norm_forward) {
@@ -141,7 +143,7 @@ MN_CUDA_LAUNCH(rms_norm_forward) {
     const mn_rms_norm_args *p = (const mn_rms_norm_args *)args;
     if (!p->y.data) return cudaSuccess;
     const void *tensors[] = { p->x.data, p->w.data, p->y.data };
-    MN_BY_TEAM(forward, p->call, p->call.V, tensors, (p, (cudaStream_t)stream));
+    MN_BY_GROUP(forward, p->call, p->call.V, tensors, (p, (cudaStream_t)stream));
 }
 
 MN_CUDA_PLAN(rms_norm_backward) {
@@ -151,7 +153,7 @@ MN_CUDA_PLAN(rms_norm_backward) {
 
 int mn_norm_adds_cuda(const mn_rms_norm_args *p, mn_norm_adds to, void *parts, void *stream) {
     const void *tensors[] = { p->x.data, p->w.data, p->cot.y.data, p->grad.x.data };
-    MN_BY_TEAM(backward, p->call, p->call.V, tensors,
+    MN_BY_GROUP(backward, p->call, p->call.V, tensors,
                (p, (float *)parts, to, (cudaStream_t)stream));
 }
 

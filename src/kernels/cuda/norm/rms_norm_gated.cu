@@ -4,7 +4,7 @@
  *   r = 1 / sqrt(mean(u^2) + eps) over each group of V / groups channels
  *   du = r (c - u r^2 mean(c u)),  c = dy w a or dy w;  dw = sum over rows of dy r x a
  *
- * A group of a row is a row here: B groups rows of V / groups columns, teams as in rms_norm.cu. */
+ * A group of a row is a row here: B groups rows of V / groups columns, groups as in rms_norm.cu. */
 #include "kernels/cuda/prim/activation.cuh"
 #include "kernels/cuda/prim/split_reduce.cuh"
 #include "kernels/cuda/prim/row_reduce.cuh"
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(Team::THREADS, Team::resident(FORWARD_REGS))
 rms_norm_gated_forward_kernel(const __grid_constant__ mn_rms_norm_gated_args p) {
     typedef typename Team::T T;
     constexpr int N = Team::N;
-    __shared__ float room[MN_TEAM_ROOM];
+    __shared__ float room[MN_GROUP_SMEM];
     Team team;
     const int64_t width = p.call.V / p.groups, V = p.call.V, B = p.call.B;
     const int64_t group = blockIdx.y * width;
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(Team::THREADS, Team::resident(BACKWARD_REGS))
 rms_norm_gated_backward_kernel(const __grid_constant__ mn_rms_norm_gated_args p, float *parts) {
     typedef typename Team::T T;
     constexpr int N = Team::N;
-    __shared__ float room[MN_TEAM_ROOM];
+    __shared__ float room[MN_GROUP_SMEM];
     Team team;
     const int64_t width = p.call.V / p.groups, V = p.call.V, B = p.call.B;
     const int64_t group = blockIdx.y * width, start = team.first() * V + group;
@@ -119,7 +119,7 @@ rms_norm_gated_backward_kernel(const __grid_constant__ mn_rms_norm_gated_args p,
     typename Team::kept kept[N_INPUTS], kept_w;
     team.begin(part, width);
     team.keep(kept_w, w, width);
-    mn_coming_rows<Team, N_INPUTS> coming(team, all, B, V, width);
+    mn_prefetch_tile_rows<Team, N_INPUTS> coming(team, all, B, V, width);
     int64_t ahead = 0;    // of the team's first row
     for (int64_t b = team.first(); b < B; b += team.step(), ahead += team.step() * V) {
         const T *x = all[X] + ahead, *z = all[Z] + ahead, *dy = all[DY] ? all[DY] + ahead : nullptr;
@@ -165,7 +165,7 @@ template <typename Team, typename Gate>
 static int forward_of(const mn_rms_norm_gated_args *p, cudaStream_t stream) {
     const dim3 blocks(mn_blocks(p->call.B, Team::per_block), (unsigned)p->groups);
     rms_norm_gated_forward_kernel<Team, Gate><<<blocks, Team::THREADS, 0, stream>>>(*p);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename Team>
@@ -183,14 +183,16 @@ template <typename Team, typename Gate>
 static int backward_of(const mn_rms_norm_gated_args *p, float *parts, mn_norm_adds to,
                        cudaStream_t stream) {
     const int64_t V = p->call.V;
-    const unsigned n_parts = mn_team_blocks<Team>(p->call.B, p->groups,
-                                                  Team::resident(BACKWARD_REGS), MN_TEAM_ROWS);
-    const int code = mn_launch_with_room(rms_norm_gated_backward_kernel<Team, Gate>,
+    const unsigned n_parts = mn_group_blocks<Team>(p->call.B, p->groups,
+                                                  Team::resident(BACKWARD_REGS), MN_GROUP_ROWS);
+    const int code = mn_launch_smem(rms_norm_gated_backward_kernel<Team, Gate>,
                                          dim3(n_parts, (unsigned)p->groups), Team::THREADS,
-                                         mn_coming_rows<Team, N_INPUTS>::BYTES, stream, *p, parts);
+                                         mn_prefetch_tile_rows<Team, N_INPUTS>::BYTES, stream,
+                                             *p, parts);
     if (code != cudaSuccess) return code;
-    if (!to.dw) return mn_sum_parts((typename Team::T *)p->grad.w.data, parts, n_parts, V, stream);
-    return mn_sum_parts_into(mn_put_wide{ to.dw, to.adds_w }, parts, n_parts, V, stream);
+    if (!to.dw) return mn_sum_partials((typename Team::T *)p->grad.w.data, parts, n_parts, V,
+                                       stream);
+    return mn_sum_partials_into(mn_put_wide{ to.dw, to.adds_w }, parts, n_parts, V, stream);
 }
 
 template <typename Team>
@@ -215,7 +217,7 @@ MN_CUDA_LAUNCH(rms_norm_gated_forward) {
     const mn_rms_norm_gated_args *p = (const mn_rms_norm_gated_args *)args;
     if (!p->y.data) return cudaSuccess;
     const void *tensors[] = { p->x.data, p->z.data, p->w.data, p->y.data };
-    MN_BY_TEAM(forward, p->call, p->call.V / p->groups, tensors, (p, (cudaStream_t)stream));
+    MN_BY_GROUP(forward, p->call, p->call.V / p->groups, tensors, (p, (cudaStream_t)stream));
 }
 
 MN_CUDA_PLAN(rms_norm_gated_backward) {
@@ -227,7 +229,7 @@ int mn_norm_gated_adds_cuda(const mn_rms_norm_gated_args *p, mn_norm_adds to, vo
                             void *stream) {
     const void *tensors[] = { p->x.data,     p->z.data,      p->w.data,
                               p->cot.y.data, p->grad.x.data, p->grad.z.data };
-    MN_BY_TEAM(backward, p->call, p->call.V / p->groups, tensors,
+    MN_BY_GROUP(backward, p->call, p->call.V / p->groups, tensors,
                (p, (float *)parts, to, (cudaStream_t)stream));
 }
 

@@ -59,7 +59,7 @@ static int step(const mn_adamw_args *a, const float *table, cudaStream_t stream)
                           (float)(1 - a->beta2), (float)a->eps,
                           (float)(1 - a->lr * a->weight_decay) };
     adamw_kernel<T, N><<<mn_blocks(a->call.B, THREADS * N), THREADS, 0, stream>>>(*a, c, table);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 MN_CUDA_PLAN(adamw_forward) {
@@ -72,7 +72,7 @@ MN_CUDA_LAUNCH(adamw_forward) {
     const cudaStream_t on = (cudaStream_t)stream;
     float *table = (float *)shared;
     corrections_kernel<<<1, THREADS, 0, on>>>(*a, table);
-    const int code = mn_launched();
+    const int code = mn_launch_status();
     if (code != cudaSuccess) return code;
     const void *tensors[] = { a->p.data,     a->m.data,     a->v.data,    a->grads.data,
                               a->p_out.data, a->m_out.data, a->v_out.data };

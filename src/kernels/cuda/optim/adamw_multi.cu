@@ -121,18 +121,18 @@ int mn_adamw_norm_cuda(const mn_adamw_all *all, void *stream) {
     const cudaStream_t on = (cudaStream_t)stream;
     if (all->n_cuts > 0) squares_kernel<<<(unsigned)all->n_cuts, THREADS, 0, on>>>(*all);
     decide_kernel<<<1, DECIDERS, 0, on>>>(*all);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 int mn_adamw_update_cuda(const mn_adamw_all *all, void *stream) {
     if (all->n_cuts == 0) return cudaSuccess;
     update_kernel<<<(unsigned)all->n_cuts, THREADS, 0, (cudaStream_t)stream>>>(*all);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 int mn_shadow_cuda(void *to, const float *from, int64_t n, void *stream) {
     if (n == 0) return cudaSuccess;
     shadow_kernel<<<mn_blocks(n, THREADS), THREADS, 0, (cudaStream_t)stream>>>((mn_bf16 *)to, from,
                                                                                n);
-    return mn_launched();
+    return mn_launch_status();
 }

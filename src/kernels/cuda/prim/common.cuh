@@ -1,5 +1,5 @@
 /* common.cuh - what every CUDA kernel here starts from: storage types, 16-byte packs, sums over
- * teams of threads, rows of views, sequences, launches.
+ * groups of threads, rows of views, sequences, launches.
  *
  * Kernels are templates over the storage type T, float or bf16, and compute in float. They fuse
  * products and sums only where fmaf says so, and add in an order that depends on sizes alone, so
@@ -79,7 +79,7 @@ __device__ inline void mn_store(T *y, int64_t i, const float (&x)[N]) {
 }
 
 /* Whether packs of 16 bytes may be used on a tensor at `data` (NULL: yes) whose rows are `stride`
- * elements of T apart. */
+ * elements of T ws. */
 template <typename T>
 inline bool mn_packable(const void *data, int64_t stride) {
     return (uintptr_t)data % 16 == 0 && stride % mn_pack_width<T>() == 0;
@@ -102,32 +102,33 @@ __device__ inline float mn_warp_max(float x) {
     return x;
 }
 
-/* The sum over a team of TEAM threads, in all of them. A team is a warp, or a block of at most 1024
+/* The sum over a team of GROUP threads, in all of them. A team is a warp, or a block of at most
+ * 1024
  * threads that calls together; `room` is 32 floats of shared memory of a block, for that second
  * form. Successive calls may use the same room. */
-template <int TEAM>
-__device__ inline float mn_team_sum(float x, float *room) {
+template <int GROUP>
+__device__ inline float mn_group_sum(float x, float *room) {
     x = mn_warp_sum(x);
-    if (TEAM == 32) return x;
+    if (GROUP == 32) return x;
     __syncthreads();
     if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
     __syncthreads();
     float sum = 0.0f;
 #pragma unroll
-    for (int warp = 0; warp < TEAM / 32; warp++) sum += room[warp];
+    for (int warp = 0; warp < GROUP / 32; warp++) sum += room[warp];
     return sum;
 }
 
-template <int TEAM>
-__device__ inline float mn_team_max(float x, float *room) {
+template <int GROUP>
+__device__ inline float mn_group_max(float x, float *room) {
     x = mn_warp_max(x);
-    if (TEAM == 32) return x;
+    if (GROUP == 32) return x;
     __syncthreads();
     if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = x;
     __syncthreads();
     float most = room[0];
 #pragma unroll
-    for (int warp = 1; warp < TEAM / 32; warp++) most = fmaxf(most, room[warp]);
+    for (int warp = 1; warp < GROUP / 32; warp++) most = fmaxf(most, room[warp]);
     return most;
 }
 
@@ -217,19 +218,19 @@ inline unsigned mn_blocks(int64_t n, int64_t each, int64_t most = (int64_t)1 << 
 }
 
 /* What the last launch said, as launchers return it. */
-inline int mn_launched(void) {
+inline int mn_launch_status(void) {
     return (int)cudaGetLastError();
 }
 
 /* Launches a kernel whose `room`, bytes of shared memory, may be more than a block gets unasked. */
 template <typename... Arguments, typename... Given>
-inline int mn_launch_with_room(void (*kernel)(Arguments...), dim3 blocks, int threads, size_t room,
+inline int mn_launch_smem(void (*kernel)(Arguments...), dim3 blocks, int threads, size_t room,
                                cudaStream_t stream, const Given &...given) {
     const cudaError_t code = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)room);
     if (code != cudaSuccess) return code;
     kernel<<<blocks, (unsigned)threads, room, stream>>>(given...);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 #endif

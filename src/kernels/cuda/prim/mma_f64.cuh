@@ -3,7 +3,7 @@
 #define MN_KERNELS_CUDA_PRIM_MMA_F64_CUH
 
 /* (8,8) += (8,4) (4,8) */
-__device__ inline void mn_dmma(double (&c)[2], double a, double b) {
+__device__ inline void mn_mma_f64(double (&c)[2], double a, double b) {
     asm("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
                  : "+d"(c[0]), "+d"(c[1]) : "d"(a), "d"(b));
 }
@@ -11,18 +11,20 @@ __device__ inline void mn_dmma(double (&c)[2], double a, double b) {
 /* (16,8) += (16,8) (8,8) and (16,16) (16,8). Lane l gives a[2 i + m]: row l / 4 + 8 m, column l % 4
  * + 4 i, b[i]: row l % 4 + 4 i, column l / 4; c[m]: rows as of a, columns 2 (l % 4) and the next.
  * sm_90 has such products, many times as fast as the small one; before it there is only that. */
-__device__ inline void mn_dmma_8(double (&c)[2][2], const double (&a)[4], const double (&b)[2]) {
+__device__ inline void mn_mma_f64_8(double (&c)[2][2], const double (&a)[4], const double (&b)[2]) {
 #if __CUDA_ARCH__ >= 900
     asm("mma.sync.aligned.m16n8k8.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
                  "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
                  : "+d"(c[0][0]), "+d"(c[0][1]), "+d"(c[1][0]), "+d"(c[1][1])
                  : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(b[0]), "d"(b[1]));
 #else
-    for (int i = 0; i < 2; i++) mn_dmma(c[0], a[2 * i], b[i]), mn_dmma(c[1], a[2 * i + 1], b[i]);
+    for (int i = 0; i < 2; i++) mn_mma_f64(c[0], a[2 * i], b[i]),
+        mn_mma_f64(c[1], a[2 * i + 1], b[i]);
 #endif
 }
 
-__device__ inline void mn_dmma_16(double (&c)[2][2], const double (&a)[8], const double (&b)[4]) {
+__device__ inline void mn_mma_f64_16(double (&c)[2][2], const double (&a)[8],
+                                     const double (&b)[4]) {
 #if __CUDA_ARCH__ >= 900
     asm("mma.sync.aligned.m16n8k16.row.col.f64.f64.f64.f64 {%0, %1, %2, %3}, "
                  "{%4, %5, %6, %7, %8, %9, %10, %11}, {%12, %13, %14, %15}, {%0, %1, %2, %3};"
@@ -30,7 +32,8 @@ __device__ inline void mn_dmma_16(double (&c)[2][2], const double (&a)[8], const
                  : "d"(a[0]), "d"(a[1]), "d"(a[2]), "d"(a[3]), "d"(a[4]), "d"(a[5]), "d"(a[6]),
                    "d"(a[7]), "d"(b[0]), "d"(b[1]), "d"(b[2]), "d"(b[3]));
 #else
-    for (int i = 0; i < 4; i++) mn_dmma(c[0], a[2 * i], b[i]), mn_dmma(c[1], a[2 * i + 1], b[i]);
+    for (int i = 0; i < 4; i++) mn_mma_f64(c[0], a[2 * i], b[i]),
+        mn_mma_f64(c[1], a[2 * i + 1], b[i]);
 #endif
 }
 

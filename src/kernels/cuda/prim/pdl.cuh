@@ -1,7 +1,7 @@
 /* pdl.cuh - launches that begin before the ones in front of them have ended.
  *
- * A kernel launched by mn_launch_early gets its blocks as soon as every block of the launch before
- * has said mn_let_next_begin or ended. What it does up to mn_wait_for_before may only read what is
+ * A kernel launched by mn_launch_pdl gets its blocks as soon as every block of the launch before
+ * has said mn_pdl_launch_dependents or ended. What it does up to mn_pdl_wait may only read what is
  * older than all launches that may still be at work; behind it, all of them have ended. Every
  * thread of such a kernel waits, or one block does at its end, so that a launch that has ended
  * tells that those before it have.
@@ -11,13 +11,13 @@
 
 #include "kernels/cuda/prim/common.cuh"
 
-__device__ inline void mn_let_next_begin(void) {
+__device__ inline void mn_pdl_launch_dependents(void) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
-__device__ inline void mn_wait_for_before(void) {
+__device__ inline void mn_pdl_wait(void) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -26,7 +26,7 @@ __device__ inline void mn_wait_for_before(void) {
 /* Arguments to shared memory, all at once: from where they lie each first look at a line of them
  * waits for the second cache, and these looks come one after the other. A barrier has to follow. */
 template <typename X>
-__device__ inline void mn_bring_arguments(X *to, const X &arguments) {
+__device__ inline void mn_load_arguments(X *to, const X &arguments) {
     static_assert(sizeof(X) % 16 == 0 && alignof(X) == 16, "whole packs");
     const char *from = (const char *)&arguments;
     for (int i = threadIdx.x; i < (int)(sizeof(X) / 16); i += blockDim.x) {
@@ -38,7 +38,7 @@ __device__ inline void mn_bring_arguments(X *to, const X &arguments) {
 }
 
 template <typename... Arguments, typename... Given>
-inline int mn_launch_early(void (*kernel)(Arguments...), dim3 blocks, int threads, size_t room,
+inline int mn_launch_pdl(void (*kernel)(Arguments...), dim3 blocks, int threads, size_t room,
                            cudaStream_t stream, const Given &...given) {
     cudaLaunchAttribute early = {};
     early.id = cudaLaunchAttributeProgrammaticStreamSerialization;

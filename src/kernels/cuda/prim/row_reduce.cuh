@@ -2,31 +2,31 @@
  * where rows are short, a block where they are long. For norms and whatever else needs a sum over a
  * row first.
  *
- * Thread `lane` of a team owns the packs of N columns that start at (lane + k TEAM) N, for all k.
+ * Thread `lane` of a team owns the packs of N columns that start at (lane + k GROUP) N, for all k.
  * The first PACKS of them are kept in registers, as they are stored, between passes over the row;
  * of longer rows the rest is read again, from a cache. Where nothing is summed over rows a team has
  * one, and what hides the time that memory takes is that many fit a processor. Else it takes row
- * after row, and the next ones are on their way to shared memory (mn_coming_rows). */
+ * after row, and the next ones are on their way to shared memory (mn_prefetch_tile_rows). */
 #ifndef MN_KERNELS_CUDA_PRIM_ROW_REDUCE_CUH
 #define MN_KERNELS_CUDA_PRIM_ROW_REDUCE_CUH
 
 #include "kernels/cuda/prim/vec_load.cuh"
 
 enum {
-    MN_TEAM_ROWS = 4,          // least rows of a team that gathers a part of a sum over rows
-    MN_TEAM_BLOCKS = 16,       // most blocks of a processor
-    MN_TEAM_PROCESSORS = 132,  // of an H200
-    MN_TEAM_ROOM = 128,        // floats of shared memory for sums over a row
+    MN_GROUP_ROWS = 4,          // least rows of a team that gathers a part of a sum over rows
+    MN_GROUP_BLOCKS = 16,       // most blocks of a processor
+    MN_GROUP_PROCESSORS = 132,  // of an H200
+    MN_GROUP_SMEM = 128,        // floats of shared memory for sums over a row
 };
 
-/* TEAM threads with PACKS packs of N numbers of type T each. */
-template <typename T_, int N_, int TEAM_, int PACKS_>
-struct mn_team {
+/* GROUP threads with PACKS packs of N numbers of type T each. */
+template <typename T_, int N_, int GROUP_, int PACKS_>
+struct mn_thread_group {
     typedef T_ T;
-    static constexpr int N = N_, TEAM = TEAM_, PACKS = PACKS_;
-    static constexpr int THREADS = TEAM_ > 32 ? TEAM_ : 128, per_block = THREADS / TEAM_;
-    static constexpr int KEPT = TEAM_ * PACKS_ * N_;    // columns
-    static constexpr bool LONGER = TEAM_ * PACKS_ >= 1024;    // rows may be, of the largest teams
+    static constexpr int N = N_, GROUP = GROUP_, PACKS = PACKS_;
+    static constexpr int THREADS = GROUP_ > 32 ? GROUP_ : 128, per_block = THREADS / GROUP_;
+    static constexpr int KEPT = GROUP_ * PACKS_ * N_;    // columns
+    static constexpr bool LONGER = GROUP_ * PACKS_ >= 1024;    // rows may be, of the largest groups
     typedef typename mn_stored<T_, N_>::type stored;
     typedef stored kept[PACKS_];
     typedef float floats[PACKS_][N_];
@@ -36,11 +36,11 @@ struct mn_team {
     static constexpr int resident(int regs) {
         const int threads = 65536 / (48 + regs * PACKS_ * N_ * (int)sizeof(T_) / 16);
         const int blocks = threads / THREADS;
-        return blocks < 1 ? 1 : blocks > MN_TEAM_BLOCKS ? MN_TEAM_BLOCKS : blocks;
+        return blocks < 1 ? 1 : blocks > MN_GROUP_BLOCKS ? MN_GROUP_BLOCKS : blocks;
     }
 
     __device__ int64_t first() const {
-        return blockIdx.x * (int64_t)per_block + threadIdx.x / TEAM;
+        return blockIdx.x * (int64_t)per_block + threadIdx.x / GROUP;
     }
 
     __device__ int64_t step() const {
@@ -48,7 +48,7 @@ struct mn_team {
     }
 
     __device__ int column(int k) const {
-        return ((int)threadIdx.x % TEAM + k * TEAM) * N;
+        return ((int)threadIdx.x % GROUP + k * GROUP) * N;
     }
 
     /* Sums over the team, in all its threads. Parts of a warp end their loops over rows at
@@ -56,28 +56,28 @@ struct mn_team {
      * calls take turns in `room`. */
     template <int n>
     __device__ void sum(float (&x)[n], float *room) {
-        const unsigned base = TEAM < 32 ? threadIdx.x % 32 / TEAM * TEAM : 0;
-        const unsigned own = (TEAM >= 32 ? 0xffffffffu : (1u << TEAM % 32) - 1) << base;
+        const unsigned base = GROUP < 32 ? threadIdx.x % 32 / GROUP * GROUP : 0;
+        const unsigned own = (GROUP >= 32 ? 0xffffffffu : (1u << GROUP % 32) - 1) << base;
 #pragma unroll
         for (int i = 0; i < n; i++) {
 #pragma unroll
-            for (int lanes = (TEAM < 32 ? TEAM : 32) / 2; lanes > 0; lanes >>= 1) {
+            for (int lanes = (GROUP < 32 ? GROUP : 32) / 2; lanes > 0; lanes >>= 1) {
                 x[i] += __shfl_xor_sync(own, x[i], lanes);
             }
         }
-        if constexpr (TEAM > 32) {
-            static_assert(2 * n * (TEAM / 32) <= MN_TEAM_ROOM, "room for the warps' sums");
-            float *at = room + turn * n * (TEAM / 32);
+        if constexpr (GROUP > 32) {
+            static_assert(2 * n * (GROUP / 32) <= MN_GROUP_SMEM, "room for the warps' sums");
+            float *at = room + turn * n * (GROUP / 32);
 #pragma unroll
             for (int i = 0; i < n; i++) {
-                if (threadIdx.x % 32 == 0) at[i * (TEAM / 32) + threadIdx.x / 32] = x[i];
+                if (threadIdx.x % 32 == 0) at[i * (GROUP / 32) + threadIdx.x / 32] = x[i];
             }
             __syncthreads();
 #pragma unroll
             for (int i = 0; i < n; i++) {
-                x[i] = at[i * (TEAM / 32)];
+                x[i] = at[i * (GROUP / 32)];
 #pragma unroll
-                for (int warp = 1; warp < TEAM / 32; warp++) x[i] += at[i * (TEAM / 32) + warp];
+                for (int warp = 1; warp < GROUP / 32; warp++) x[i] += at[i * (GROUP / 32) + warp];
             }
             turn = 1 - turn;
         }
@@ -111,7 +111,7 @@ struct mn_team {
         for (int k = 0; k < PACKS; k++) {
             if (column(k) < (int)V) use(column(k), k);
         }
-        for (int i = column(PACKS); LONGER && i < (int)V; i += TEAM * N) use(i, -1);
+        for (int i = column(PACKS); LONGER && i < (int)V; i += GROUP * N) use(i, -1);
     }
 
     /* A pack of a row, by one access. */
@@ -136,13 +136,14 @@ struct mn_team {
 
     /* Before the first row: the part in memory starts at zero. */
     __device__ void begin(float *part, int64_t V) const {
-        for (int64_t i = column(PACKS); LONGER && i < V; i += TEAM * N) {
+        for (int64_t i = column(PACKS); LONGER && i < V; i += GROUP * N) {
             for (int j = 0; j < N; j++) part[i + j] = 0.0f;
         }
     }
 
-    /* After the last row, by the whole block: what was gathered in registers, teams in their order.
-     * Rows of teams that share a block are never longer than what is kept. */
+    /* After the last row, by the whole block: what was gathered in registers, groups in their
+     * order.
+     * Rows of groups that share a block are never longer than what is kept. */
     __device__ void leave(float *part, const floats &sums, int64_t V) const {
         if constexpr (per_block == 1) {
 #pragma unroll
@@ -154,7 +155,7 @@ struct mn_team {
 #pragma unroll
             for (int k = 0; k < PACKS; k++) {
 #pragma unroll
-                for (int j = 0; j < N; j++) all[threadIdx.x / TEAM][column(k) + j] = sums[k][j];
+                for (int j = 0; j < N; j++) all[threadIdx.x / GROUP][column(k) + j] = sums[k][j];
             }
             __syncthreads();
             for (int64_t i = threadIdx.x; i < V; i += THREADS) {
@@ -169,10 +170,11 @@ struct mn_team {
 
 /* ---- rows on their way to shared memory ------------------------------------------------------
  *
- * INPUTS rows at a time, DEPTH times over: each thread asks for its own packs and takes no others,
+ * INPUTS rows at a time, DEPTH times over: each thread requests for its own packs and takes no
+ * others,
  * so that nobody waits for anybody, and registers hold only what is worked on. */
 template <typename Team, int INPUTS>
-struct mn_coming_rows {
+struct mn_prefetch_tile_rows {
     typedef typename Team::T T;
     typedef typename Team::stored stored;
     static constexpr int PACKS = Team::PACKS;
@@ -184,7 +186,7 @@ struct mn_coming_rows {
     int turn = 0;
 
     /* `rows` begin at the team's first one; it goes on to every step-th, of `width` columns. */
-    __device__ mn_coming_rows(const Team &team, const T *const (&rows)[INPUTS], int64_t B,
+    __device__ mn_prefetch_tile_rows(const Team &team, const T *const (&rows)[INPUTS], int64_t B,
                               int64_t V, int64_t width)
         : stride(team.step() * V), left((B - team.first() + team.step() - 1) / team.step()) {
 #pragma unroll
@@ -205,8 +207,8 @@ struct mn_coming_rows {
     }
 
     __device__ stored *place(int input, int k) const {
-        extern __shared__ uint4 mn_coming_space[];
-        return (stored *)mn_coming_space +
+        extern __shared__ uint4 mn_prefetch_bytes[];
+        return (stored *)mn_prefetch_bytes +
                ((turn * INPUTS + input) * PACKS + k) * Team::THREADS + threadIdx.x;
     }
 
@@ -229,7 +231,7 @@ struct mn_coming_rows {
 #pragma unroll
             for (int k = 0; k < PACKS; k++) {
                 if (left > 0 && from[i] && has[k]) {
-                    copy(place(i, k), from[i] + k * Team::TEAM * Team::N);
+                    copy(place(i, k), from[i] + k * Team::GROUP * Team::N);
                 }
             }
             if (from[i]) from[i] += stride;
@@ -238,7 +240,7 @@ struct mn_coming_rows {
         asm volatile("cp.async.commit_group;" ::: "memory");
     }
 
-    /* Takes the next rows, and asks for those that come DEPTH rows later in their place. */
+    /* Takes the next rows, and requests for those that come DEPTH rows later in their place. */
     __device__ void take(typename Team::kept (&rows)[INPUTS]) {
         asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory");
 #pragma unroll
@@ -258,15 +260,15 @@ struct mn_coming_rows {
 
 /* Blocks for `rows` rows, `resident` of them on each processor. */
 template <typename Team>
-inline unsigned mn_team_blocks(int64_t rows, int64_t groups, int resident, int64_t least_rows) {
-    const int64_t most = mn_max(MN_TEAM_PROCESSORS * resident / groups, 1);
+inline unsigned mn_group_blocks(int64_t rows, int64_t groups, int resident, int64_t least_rows) {
+    const int64_t most = mn_max(MN_GROUP_PROCESSORS * resident / groups, 1);
     return mn_blocks(rows, Team::per_block * least_rows, most);
 }
 
 /* Work space for as many parts as any team leaves. */
 inline bool mn_gather_plan(mn_plan *plan, int64_t rows, int64_t width, int64_t groups) {
-    const int64_t most = mn_max(MN_TEAM_PROCESSORS * MN_TEAM_BLOCKS / groups, 1);
-    const int64_t n_parts = mn_max(mn_min(mn_ceil_div(rows, MN_TEAM_ROWS), most), 1);
+    const int64_t most = mn_max(MN_GROUP_PROCESSORS * MN_GROUP_BLOCKS / groups, 1);
+    const int64_t n_parts = mn_max(mn_min(mn_ceil_div(rows, MN_GROUP_ROWS), most), 1);
     return mn_mul_size(&plan->shared_bytes, (size_t)n_parts, (size_t)(width * groups)) &&
            mn_mul_size(&plan->shared_bytes, plan->shared_bytes, sizeof(float));
 }
@@ -281,27 +283,27 @@ inline bool mn_rows_packable(const void *const (&tensors)[n], int64_t width) {
     return all;
 }
 
-/* Returns function<mn_team<...>> arguments for rows of `width` columns in `call`. */
-#define MN_BY_TEAM(function, call, width, tensors, arguments)                                      \
+/* Returns function<mn_thread_group<...>> arguments for rows of `width` columns in `call`. */
+#define MN_BY_GROUP(function, call, width, tensors, arguments)                                     \
     do {                                                                                           \
-        if ((call).dtype == MN_BF16) MN_BY_TEAM_OF(mn_bf16, function, width, tensors, arguments);  \
-        MN_BY_TEAM_OF(float, function, width, tensors, arguments);                                 \
+        if ((call).dtype == MN_BF16) MN_BY_GROUP_OF(mn_bf16, function, width, tensors, arguments); \
+        MN_BY_GROUP_OF(float, function, width, tensors, arguments);                                \
     } while (0)
 
-#define MN_BY_TEAM_OF(T, function, width, tensors, arguments)                                      \
+#define MN_BY_GROUP_OF(T, function, width, tensors, arguments)                                     \
     do {                                                                                           \
         constexpr int N = mn_pack_width<T>();                                                      \
         if (mn_rows_packable<T>(tensors, width)) {                                                 \
-            if ((width) <= 16 * N) return function<mn_team<T, N, 8, 2>> arguments;                 \
-            if ((width) <= 32 * N) return function<mn_team<T, N, 16, 2>> arguments;                \
-            if ((width) <= 64 * N) return function<mn_team<T, N, 16, 4>> arguments;                \
-            if ((width) <= 128 * N) return function<mn_team<T, N, 32, 4>> arguments;               \
-            if ((width) <= 256 * N) return function<mn_team<T, N, 128, 2>> arguments;              \
-            if ((width) <= 512 * N) return function<mn_team<T, N, 256, 2>> arguments;              \
-            return function<mn_team<T, N, 256, 4>> arguments;                                      \
+            if ((width) <= 16 * N) return function<mn_thread_group<T, N, 8, 2>> arguments;         \
+            if ((width) <= 32 * N) return function<mn_thread_group<T, N, 16, 2>> arguments;        \
+            if ((width) <= 64 * N) return function<mn_thread_group<T, N, 16, 4>> arguments;        \
+            if ((width) <= 128 * N) return function<mn_thread_group<T, N, 32, 4>> arguments;       \
+            if ((width) <= 256 * N) return function<mn_thread_group<T, N, 128, 2>> arguments;      \
+            if ((width) <= 512 * N) return function<mn_thread_group<T, N, 256, 2>> arguments;      \
+            return function<mn_thread_group<T, N, 256, 4>> arguments;                              \
         }                                                                                          \
-        if ((width) <= 128) return function<mn_team<T, 1, 32, 4>> arguments;                       \
-        return function<mn_team<T, 1, 256, 8>> arguments;                                          \
+        if ((width) <= 128) return function<mn_thread_group<T, 1, 32, 4>> arguments;               \
+        return function<mn_thread_group<T, 1, 256, 8>> arguments;                                  \
     } while (0)
 
 #endif

@@ -1,23 +1,25 @@
-/* smem_gemm.cuh - products of panels in shared memory by warps: bf16 on tensor cores, float32 in
+/* smem_gemm.cuh - products of smem_tiles in shared memory by warps: bf16 on tensor cores, float32
+ * in
  * fused
  * multiply-adds, with sums in float32 that lie in registers alike in both.
  *
  * A warp has tiles of 16 rows and 8 columns: lane l holds rows l / 4 and l / 4 + 8, columns
- * 2 (l % 4) and its neighbour. Panels have a row pitch of MN_PANEL_PAD more elements than columns,
+ * 2 (l % 4) and its neighbour. Panels have a row pitch of MN_SMEM_TILE_PAD more elements than
+ * columns,
  * so that what a warp reads together lies in different banks. */
 #ifndef MN_KERNELS_CUDA_PRIM_SMEM_GEMM_CUH
 #define MN_KERNELS_CUDA_PRIM_SMEM_GEMM_CUH
 
 #include "kernels/cuda/prim/common.cuh"
 
-enum { MN_PANEL_PAD = 8 };
+enum { MN_SMEM_TILE_PAD = 8 };
 
 /* How the factor A (16, depth) or B (depth, columns) lies: as it is, or with its axes exchanged. */
-enum mn_panel_side { MN_PLAIN, MN_TURNED };
+enum mn_smem_tile_side { MN_PLAIN, MN_TRANSPOSED };
 
 /* N tiles side by side */
 template <int N>
-struct mn_panel_sum {
+struct mn_smem_tile_sum {
     float at[N][4];
 
     __device__ void clear() {
@@ -80,8 +82,8 @@ __device__ inline void mn_tile_product(float (&sum)[4], const unsigned (&a)[4], 
 
 /* sum += A B. A plain is a[row * lda + i], turned a[i * lda + row]; B plain is b[i * ldb + column],
  * turned b[column * ldb + i]. `depth` is a multiple of 16, N even; rows start at 16 bytes. */
-template <mn_panel_side A, mn_panel_side B, int N>
-__device__ inline void mn_panel_product(mn_panel_sum<N> &sum, const mn_bf16 *a, int lda,
+template <mn_smem_tile_side A, mn_smem_tile_side B, int N>
+__device__ inline void mn_smem_tile_product(mn_smem_tile_sum<N> &sum, const mn_bf16 *a, int lda,
                                         const mn_bf16 *b, int ldb, int depth) {
     static_assert(N % 2 == 0, "columns come in pairs of tiles");
     const int lane = threadIdx.x % 32, low = lane % 8, middle = lane / 8 % 2 * 8;
@@ -90,7 +92,7 @@ __device__ inline void mn_panel_product(mn_panel_sum<N> &sum, const mn_bf16 *a, 
     b += B == MN_PLAIN ? (low + middle) * ldb + high : (low + high) * ldb + middle;
     for (int i = 0; i < depth; i += 16) {
         unsigned from_a[4];
-        mn_matrices<A == MN_TURNED>(from_a, a + (A == MN_PLAIN ? i : i * lda));
+        mn_matrices<A == MN_TRANSPOSED>(from_a, a + (A == MN_PLAIN ? i : i * lda));
 #pragma unroll
         for (int n = 0; n < N; n += 2) {
             unsigned from_b[4];
@@ -102,8 +104,8 @@ __device__ inline void mn_panel_product(mn_panel_sum<N> &sum, const mn_bf16 *a, 
     }
 }
 
-template <mn_panel_side A, mn_panel_side B, int N>
-__device__ inline void mn_panel_product(mn_panel_sum<N> &sum, const float *a, int lda,
+template <mn_smem_tile_side A, mn_smem_tile_side B, int N>
+__device__ inline void mn_smem_tile_product(mn_smem_tile_sum<N> &sum, const float *a, int lda,
                                         const float *b, int ldb, int depth) {
     const int row = threadIdx.x % 32 / 4, column = 2 * (threadIdx.x % 4);
     a += A == MN_PLAIN ? row * lda : row;
@@ -135,9 +137,9 @@ __device__ inline void mn_put_pair(float *to, float x, float y) {
 }
 
 /* Rows [0, count) of a view from token t on into rows of `ld`, `width` numbers and zeros up to
- * `padded`, zeros in rows up to `rows`. `packs` where mn_panel_packs allows them. */
+ * `padded`, zeros in rows up to `rows`. `packs` where mn_smem_tile_packs allows them. */
 template <typename T>
-__device__ inline void mn_panel_fetch(T *to, int ld, int rows, int padded, const mn_in &view,
+__device__ inline void mn_smem_tile_load(T *to, int ld, int rows, int padded, const mn_in &view,
                                       const mn_span &span, int64_t h, int64_t t, int count,
                                       int64_t width, bool packs) {
     constexpr int N = 16 / (int)sizeof(T);
@@ -164,7 +166,7 @@ __device__ inline void mn_panel_fetch(T *to, int ld, int rows, int padded, const
 
 /* Whether all rows of a view start at 16 bytes and are whole packs. */
 template <typename T>
-inline bool mn_panel_packs(const mn_in &view, int64_t width) {
+inline bool mn_smem_tile_packs(const mn_in &view, int64_t width) {
     bool whole = mn_packable<T>(view.data, 0) && width % mn_pack_width<T>() == 0;
     for (int i = 0; i < 3; i++) whole = whole && mn_packable<T>(NULL, view.stride[i]);
     return !view.data || whole;

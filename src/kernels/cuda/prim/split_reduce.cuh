@@ -1,4 +1,4 @@
-/* split_reduce.cuh - second step of sums over tokens: parts gathered by teams of threads, added up
+/* split_reduce.cuh - second step of sums over tokens: parts gathered by groups of threads, added up
  * in
  * their order. A floating-point atomic would give other bits each time. */
 #ifndef MN_KERNELS_CUDA_PRIM_SPLIT_REDUCE_CUH
@@ -11,7 +11,7 @@
  */
 template <int COLUMNS, int GROUPS, typename F>
 __global__ void __launch_bounds__(COLUMNS *GROUPS)
-mn_sum_parts_kernel(F put, const float *parts, int64_t n_parts, int64_t width) {
+mn_sum_partials_kernel(F put, const float *parts, int64_t n_parts, int64_t width) {
     __shared__ float sums[GROUPS][COLUMNS + 1];
     const int64_t i = blockIdx.x * (int64_t)COLUMNS + threadIdx.x;
     float sum = 0.0f;
@@ -32,24 +32,24 @@ mn_sum_parts_kernel(F put, const float *parts, int64_t n_parts, int64_t width) {
 /* Launches it with a `put` of the caller's. With many parts, more threads share a column, unless
  * there are columns enough for all processors. */
 template <typename F>
-inline int mn_sum_parts_into(F put, const float *parts, int64_t n_parts, int64_t width,
+inline int mn_sum_partials_into(F put, const float *parts, int64_t n_parts, int64_t width,
                              cudaStream_t stream) {
     if (n_parts <= 32) {
-        mn_sum_parts_kernel<128, 2, F><<<mn_blocks(width, 128), dim3(128, 2), 0, stream>>>(
+        mn_sum_partials_kernel<128, 2, F><<<mn_blocks(width, 128), dim3(128, 2), 0, stream>>>(
             put, parts, n_parts, width);
     } else if (n_parts <= 128 || (n_parts <= 512 && width >= 4096)) {
-        mn_sum_parts_kernel<32, 32, F><<<mn_blocks(width, 32), dim3(32, 32), 0, stream>>>(
+        mn_sum_partials_kernel<32, 32, F><<<mn_blocks(width, 32), dim3(32, 32), 0, stream>>>(
             put, parts, n_parts, width);
     } else {
-        mn_sum_parts_kernel<8, 128, F><<<mn_blocks(width, 8), dim3(8, 128), 0, stream>>>(
+        mn_sum_partials_kernel<8, 128, F><<<mn_blocks(width, 8), dim3(8, 128), 0, stream>>>(
             put, parts, n_parts, width);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 /* Sums that lie as the parts do. */
 template <typename T>
-struct mn_put_there {
+struct mn_store_partial {
     T *out;
 
     __device__ void operator()(int64_t i, float sum) const {
@@ -69,10 +69,10 @@ struct mn_put_wide {
 
 /* out[i] = sum over parts of parts[part * width + i]; nothing where `out` is NULL. */
 template <typename T>
-inline int mn_sum_parts(T *out, const float *parts, int64_t n_parts, int64_t width,
+inline int mn_sum_partials(T *out, const float *parts, int64_t n_parts, int64_t width,
                         cudaStream_t stream) {
     if (!out) return cudaSuccess;
-    return mn_sum_parts_into(mn_put_there<T>{ out }, parts, n_parts, width, stream);
+    return mn_sum_partials_into(mn_store_partial<T>{ out }, parts, n_parts, width, stream);
 }
 
 #endif

@@ -30,7 +30,7 @@ __device__ inline void mn_unpack_to(float (&out)[N], const mn_pack<mn_bf16, N> &
 }
 
 /* A pack as it waits in registers. Several bf16 would be as many numbers to the compiler, which
- * takes them apart right behind their load, and so waits for memory there. */
+ * takes them ws right behind their load, and so waits for memory there. */
 template <typename T, int N>
 struct mn_stored {
     typedef mn_pack<T, N> type;

@@ -2,14 +2,14 @@
  * importance.cu share.
  *
  * Cells lie in slots (axis K) and columns (axis V). A thread keeps 4 slots of C columns in
- * registers and walks through time by tiles of 16 tokens, whose numbers wait in shared memory. The
+ * registers and scans through time by tiles of 16 tokens, whose numbers wait in shared memory. The
  * lanes of a warp are 4 along the slots and 8 along the columns, so that a warp has 16 slots of 8 C
  * columns; GROUPS of the block's warps lie along the slots, the others along the columns.
  *
  * Sums over columns or slots go from lane to lane by halves: of n numbers a lane gives away n / 2
  * and keeps n / 2. So that it always gives the same registers, lanes call their slots and columns
  * by different names: number j of a thread is slot 4 s + (j ^ c % 4), number i is column C c + (i ^
- * s % C), with s and c the lane's place. Keys lie in shared memory in the four orders that asks
+ * s % C), with s and c the lane's place. Keys lie in shared memory in the four orders that requests
  * for. */
 #ifndef MN_KERNELS_CUDA_RECURRENT_CELL_STATE_CUH
 #define MN_KERNELS_CUDA_RECURRENT_CELL_STATE_CUH
@@ -142,7 +142,7 @@ __device__ __forceinline__ void mn_cell_store(T *to, int64_t inside, const float
 
 /* WIDTH numbers of each token on their way to shared memory. */
 template <typename T, int WIDTH, int THREADS>
-struct mn_cell_fetched {
+struct mn_cell_loaded {
     typedef mn_cell_share<WIDTH, THREADS> share;
     mn_pack<T, share::EACH> x;
     const T *from;    // this thread's first number in the sequence
@@ -155,8 +155,8 @@ struct mn_cell_fetched {
         inside = view.data ? (int)max(min(count - i, (int64_t)share::EACH), (int64_t)0) : 0;
         from = (const T *)view.data + span.b * view.stride[0] +
                (span.t0 + share::row()) * view.stride[1] + h * view.stride[2] + i;
-        const int64_t apart = view.stride[1] * (int64_t)sizeof(T);
-        const bool packs = ((uintptr_t)from | apart) % alignof(mn_pack<T, share::EACH>) == 0;
+        const int64_t ws = view.stride[1] * (int64_t)sizeof(T);
+        const bool packs = ((uintptr_t)from | ws) % alignof(mn_pack<T, share::EACH>) == 0;
         if (inside == share::EACH && packs) inside++;
     }
 
@@ -254,7 +254,7 @@ struct alignas(16) mn_cell_lines {
 
 /* ---- sums over lanes ------------------------------------------------------------------------- */
 
-/* One exchange between lanes `mask` apart. The lane whose bit is 0 keeps x[0 .. n), the other one
+/* One exchange between lanes `mask` ws. The lane whose bit is 0 keeps x[0 .. n), the other one
  * x[n .. 2 n), each summed over both, in x[0 .. n). */
 template <int n, int count>
 __device__ __forceinline__ void mn_cell_halve(float (&x)[count], int mask) {
@@ -325,7 +325,7 @@ struct alignas(16) mn_cell_sums {
     float at[2][Block::GROUPS][MN_CELL_TOKENS][Block::COLUMNS + 8 * Block::C];
 };
 
-/* One of them, to rows that begin at `to` and lie `stride` apart, of which `count` numbers
+/* One of them, to rows that begin at `to` and lie `stride` ws, of which `count` numbers
  * exist. */
 template <typename T, typename Block>
 __device__ __forceinline__ void mn_cell_put_kind(T *to, int64_t stride, int64_t count, int kind,
@@ -413,7 +413,7 @@ inline bool mn_cell_plan(mn_plan *plan, const int64_t (&counts)[n]) {
 
 /* Where they lie. */
 template <int n>
-inline void mn_cell_rooms(float *(&at)[n], float *shared, const int64_t (&counts)[n]) {
+inline void mn_cell_smems(float *(&at)[n], float *shared, const int64_t (&counts)[n]) {
     for (int i = 0; i < n; i++) {
         at[i] = shared;
         shared += (counts[i] + 3) / 4 * 4;
@@ -496,7 +496,7 @@ inline int mn_cell_add_rows(const mn_out &first, const mn_out &second, const flo
         mn_cell_add_kernel<T, 1><<<blocks, MN_CELL_ADDERS, 0, stream>>>(
             first, second, parts, n_parts, n_rows, call->T, heads, width);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 #endif

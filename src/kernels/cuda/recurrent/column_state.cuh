@@ -44,7 +44,7 @@ struct mn_columns {
     mn_out dv;
     float *dstate0, *dones0;
     float *spans, *tokens;       // states
-    int stash;                   // states that shared memory has room for
+    int spill;                   // states that shared memory has room for
     bool whole;                  // whether neighbours of a token's numbers come by one access
 };
 

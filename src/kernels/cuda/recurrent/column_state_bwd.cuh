@@ -14,14 +14,14 @@
 enum { MN_COLUMNS_SPAN = 64 };
 
 template <int ROWS>
-struct mn_slab_back_room {
+struct mn_slab_back_smem {
     using sizes = mn_slab_sizes<ROWS>;
     static constexpr int cells = ROWS * sizes::columns * sizes::threads;    // of a state
     static constexpr int groups = MN_COLUMNS_SPAN / sizes::group;
-    static constexpr int most_stash = 4;                                    // tokens
-    mn_slab_room<ROWS> in;
+    static constexpr int most_spill = 4;                                    // tokens
+    mn_slab_smem<ROWS> in;
     alignas(16) float cot[sizes::group][sizes::tile];
-    alignas(16) float written[most_stash][sizes::tile];    // v, or what k'S leaves of it
+    alignas(16) float written[most_spill][sizes::tile];    // v, or what k'S leaves of it
     alignas(16) float sums[2][sizes::warps][sizes::rows];    // dq and dk of a token
     float to_f[sizes::warps];
 
@@ -31,7 +31,7 @@ struct mn_slab_back_room {
 
 /* Cotangents of the tokens at t to shared memory. */
 template <typename T, int ROWS>
-__device__ inline void mn_slab_load_cot(mn_slab_back_room<ROWS> &room, const mn_columns &p,
+__device__ inline void mn_slab_load_cot(mn_slab_back_smem<ROWS> &room, const mn_columns &p,
                                         const mn_columns_place &at, int64_t t, int count) {
     using sizes = mn_slab_sizes<ROWS>;
 #pragma unroll
@@ -70,13 +70,13 @@ struct mn_slab_columns {
     static constexpr int C = mn_slab_sizes<ROWS>::columns;
     float w[C], u[C], written[C], cot[C], dot[C], y[C];
 
-    __device__ mn_slab_columns(const mn_slab_back_room<ROWS> &room, int token, int stash) {
+    __device__ mn_slab_columns(const mn_slab_back_smem<ROWS> &room, int token, int spill) {
 #pragma unroll
         for (int c = 0; c < C; c++) {
             const int j = mn_slab_cells<ROWS>::column(c);
             w[c] = KIND == MN_COLUMNS_SUM ? room.in.of_token[token] : room.in.w[token][j];
             u[c] = KIND == MN_COLUMNS_SUM ? room.in.f[token] : room.in.u[token][j];
-            written[c] = room.written[token % stash][j];
+            written[c] = room.written[token % spill][j];
             cot[c] = room.cot[token][j];
         }
     }
@@ -85,7 +85,7 @@ struct mn_slab_columns {
 /* D takes what the token reads; dq of this warp; D'k and the gradients y of the weights. */
 template <int ROWS, mn_columns_kind KIND>
 __device__ inline void mn_slab_read_back(mn_slab_cells<ROWS> &D, mn_slab_columns<ROWS, KIND> &of,
-                                         mn_slab_back_room<ROWS> &room, const float *before,
+                                         mn_slab_back_smem<ROWS> &room, const float *before,
                                          float scale, int token) {
     using cells = mn_slab_cells<ROWS>;
     constexpr int C = cells::C, threads = mn_slab_sizes<ROWS>::threads;
@@ -133,7 +133,7 @@ __device__ inline void mn_slab_read_back(mn_slab_cells<ROWS> &D, mn_slab_columns
 template <int ROWS, mn_columns_kind KIND>
 __device__ inline float mn_slab_write_back(mn_slab_cells<ROWS> &D,
                                            const mn_slab_columns<ROWS, KIND> &of,
-                                           mn_slab_back_room<ROWS> &room, const float *before,
+                                           mn_slab_back_smem<ROWS> &room, const float *before,
                                            int token) {
     constexpr int C = mn_slab_cells<ROWS>::C, threads = mn_slab_sizes<ROWS>::threads;
     float to_k[ROWS], to_f = 0.0f;
@@ -175,7 +175,7 @@ __device__ inline float mn_slab_write_back(mn_slab_cells<ROWS> &D,
 
 /* Adds the warps' sums of a token. All threads call, between barriers. */
 template <int ROWS, mn_columns_kind KIND>
-__device__ inline void mn_slab_add_warps(const mn_slab_back_room<ROWS> &room, const mn_columns &p,
+__device__ inline void mn_slab_add_warps(const mn_slab_back_smem<ROWS> &room, const mn_columns &p,
                                          const mn_columns_place &at, int64_t t) {
     using sizes = mn_slab_sizes<ROWS>;
     const int64_t rows = p.call.B * p.call.T * p.call.H, row = mn_columns_row(p, at, t);
@@ -197,12 +197,12 @@ __device__ inline void mn_slab_add_warps(const mn_slab_back_room<ROWS> &room, co
 
 /* Gradients of one token, whose number in the group is `token`. All threads call. */
 template <typename T, int ROWS, mn_columns_kind KIND>
-__device__ void mn_slab_token_back(mn_slab_cells<ROWS> &D, mn_slab_back_room<ROWS> &room,
+__device__ void mn_slab_token_back(mn_slab_cells<ROWS> &D, mn_slab_back_smem<ROWS> &room,
                                    const mn_columns &p, const mn_columns_place &at, int64_t t,
                                    int token) {
     constexpr int C = mn_slab_cells<ROWS>::C;
-    const float *before = room.before(token % p.stash);
-    mn_slab_columns<ROWS, KIND> of(room, token, p.stash);
+    const float *before = room.before(token % p.spill);
+    mn_slab_columns<ROWS, KIND> of(room, token, p.spill);
     mn_slab_read_back<ROWS, KIND>(D, of, room, before, p.scale, token);
     const int64_t row = mn_columns_row(p, at, t);
     T *dv = mn_row<T>(p.dv, at.span.b, at.span.t0 + t, at.h);
@@ -226,7 +226,7 @@ __device__ void mn_slab_token_back(mn_slab_cells<ROWS> &D, mn_slab_back_room<ROW
  * state in front of every `every` of them. */
 template <typename T, int ROWS, mn_columns_kind KIND>
 __device__ void mn_slab_replay(const float *front, float *kept, int64_t stride, int every,
-                               mn_slab_back_room<ROWS> &room, const mn_columns &p,
+                               mn_slab_back_smem<ROWS> &room, const mn_columns &p,
                                const mn_columns_place &at, int64_t t0, int64_t t1) {
     using sizes = mn_slab_sizes<ROWS>;
     mn_slab_cells<ROWS> S;
@@ -251,7 +251,7 @@ __device__ void mn_slab_replay(const float *front, float *kept, int64_t stride, 
 
 /* The group of tokens at t to shared memory. All threads call. */
 template <typename T, int ROWS, mn_columns_kind KIND>
-__device__ void mn_slab_bring(mn_slab_back_room<ROWS> &room, const mn_columns &p,
+__device__ void mn_slab_bring(mn_slab_back_smem<ROWS> &room, const mn_columns &p,
                               const mn_columns_place &at, int64_t t, int count) {
     mn_slab_ahead<T, ROWS> tokens;
     tokens.template fetch<KIND>(p, at, t);
@@ -264,12 +264,12 @@ __device__ void mn_slab_bring(mn_slab_back_room<ROWS> &room, const mn_columns &p
 /* Gradients of the group of `count` tokens at t, from the state in front of it and D behind it. */
 template <typename T, int ROWS, mn_columns_kind KIND>
 __device__ void mn_slab_group_back(mn_slab_cells<ROWS> &D, const float *front,
-                                   mn_slab_back_room<ROWS> &room, const mn_columns &p,
+                                   mn_slab_back_smem<ROWS> &room, const mn_columns &p,
                                    const mn_columns_place &at, int64_t t, int count) {
     using cells = mn_slab_cells<ROWS>;
     mn_slab_bring<T, ROWS, KIND>(room, p, at, t, count);
-    for (int first = (count - 1) / p.stash * p.stash; first >= 0; first -= p.stash) {
-        const int last = min(first + p.stash, count);
+    for (int first = (count - 1) / p.spill * p.spill; first >= 0; first -= p.spill) {
+        const int last = min(first + p.spill, count);
         cells S;
         S.recall(front);
 #pragma unroll 1
@@ -292,7 +292,7 @@ __device__ void mn_slab_group_back(mn_slab_cells<ROWS> &D, const float *front,
     }
 }
 
-/* Where the spans of this block's memory are kept, `stride` numbers apart. */
+/* Where the spans of this block's memory are kept, `stride` numbers ws. */
 __device__ inline float *mn_columns_spans(const mn_columns &p, const mn_columns_place &at,
                                           int64_t tiles, int64_t stride, int64_t cells) {
     const int64_t slot0 = p.call.cu_seqlens
@@ -305,24 +305,24 @@ template <typename T, int ROWS, mn_columns_kind KIND>
 __global__ void __launch_bounds__(mn_slab_sizes<ROWS>::threads)
 mn_slab_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     using sizes = mn_slab_sizes<ROWS>;
-    using room_of = mn_slab_back_room<ROWS>;
+    using smem_of = mn_slab_back_smem<ROWS>;
     extern __shared__ __align__(128) unsigned char bytes[];
-    room_of &room = *(room_of *)bytes;
+    smem_of &room = *(smem_of *)bytes;
     const mn_columns_place at = mn_columns_here(p, tiles);
-    const int64_t length = at.span.length, stride = p.call.H * tiles * room_of::cells;
-    float *spans = mn_columns_spans(p, at, tiles, stride, room_of::cells);
-    float *groups = p.tokens + at.block * room_of::groups * room_of::cells;
+    const int64_t length = at.span.length, stride = p.call.H * tiles * smem_of::cells;
+    float *spans = mn_columns_spans(p, at, tiles, stride, smem_of::cells);
+    float *groups = p.tokens + at.block * smem_of::groups * smem_of::cells;
     mn_slab_cells<ROWS> D;
     mn_slab_replay<T, ROWS, KIND>(NULL, spans, stride, MN_COLUMNS_SPAN, room, p, at, 0, length);
     D.load(p, at, p.cot_state, p.cot_ones);
     for (int64_t i = (length + MN_COLUMNS_SPAN - 1) / MN_COLUMNS_SPAN - 1; i >= 0; i--) {
         const int64_t t0 = i * MN_COLUMNS_SPAN, t1 = min(t0 + MN_COLUMNS_SPAN, length);
-        mn_slab_replay<T, ROWS, KIND>(spans + i * stride, groups, room_of::cells, sizes::group,
+        mn_slab_replay<T, ROWS, KIND>(spans + i * stride, groups, smem_of::cells, sizes::group,
                                       room, p, at, t0, t1);
         for (int64_t g = (t1 - t0 - 1) / sizes::group; g >= 0; g--) {
             const int64_t t = t0 + g * sizes::group;
             const int count = (int)min((int64_t)sizes::group, t1 - t);
-            mn_slab_group_back<T, ROWS, KIND>(D, groups + g * room_of::cells, room, p, at, t,
+            mn_slab_group_back<T, ROWS, KIND>(D, groups + g * smem_of::cells, room, p, at, t,
                                               count);
         }
     }
@@ -349,7 +349,7 @@ inline bool mn_columns_measure(mn_columns_extent *to, const mn_call &c, int64_t 
     ok = ok && mn_mul_size(&to->spans, heads, (size_t)mn_tile_slots(c, MN_COLUMNS_SPAN)) &&
          mn_mul_size(&to->spans, to->spans, cells);
     ok = ok && mn_mul_size(&to->tokens, heads, (size_t)mn_n_spans(c)) &&
-         mn_mul_size(&to->tokens, to->tokens, cells * mn_slab_back_room<32>::groups);
+         mn_mul_size(&to->tokens, to->tokens, cells * mn_slab_back_smem<32>::groups);
     ok = ok && mn_mul_size(&to->fparts, heads, (size_t)c.B) &&
          mn_mul_size(&to->fparts, to->fparts, (size_t)c.T);
     return ok && mn_mul_size(&to->parts, to->fparts, 2 * (size_t)c.K);
@@ -358,18 +358,18 @@ inline bool mn_columns_measure(mn_columns_extent *to, const mn_call &c, int64_t 
 /* As many tokens' states as shared memory has room for, up to four. */
 template <typename T, int ROWS, mn_columns_kind KIND>
 static int mn_slab_start_back(mn_columns p, cudaStream_t on) {
-    using room = mn_slab_back_room<ROWS>;
+    using room = mn_slab_back_smem<ROWS>;
     const int64_t tiles = mn_columns_tiles(p.columns);
     const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
     const int state = room::cells * (int)sizeof(float);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    const int limit = mn_machine_in_use().shared_bytes;
-    p.stash = mn_min((limit - (int)sizeof(room)) / state, room::most_stash);
-    if (p.stash < 1) return cudaErrorNotSupported;
-    return mn_launch_with_room(mn_slab_backward_kernel<T, ROWS, KIND>, dim3((unsigned)blocks),
+    const int limit = mn_device_props_current().shared_bytes;
+    p.spill = mn_min((limit - (int)sizeof(room)) / state, room::most_spill);
+    if (p.spill < 1) return cudaErrorNotSupported;
+    return mn_launch_smem(mn_slab_backward_kernel<T, ROWS, KIND>, dim3((unsigned)blocks),
                                mn_slab_sizes<ROWS>::threads,
-                               sizeof(room) + (size_t)(p.stash * state), on, p, tiles);
+                               sizeof(room) + (size_t)(p.spill * state), on, p, tiles);
 }
 
 template <typename T, mn_columns_kind KIND>

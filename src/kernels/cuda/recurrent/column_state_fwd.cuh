@@ -42,7 +42,7 @@ struct mn_slab_sizes {
 };
 
 template <int ROWS, int WARPS = MN_COLUMNS_TILE / 8>
-struct mn_slab_room {
+struct mn_slab_smem {
     using sizes = mn_slab_sizes<ROWS, WARPS>;
     alignas(16) float k[sizes::group][sizes::rows];
     alignas(16) float q[sizes::group][sizes::rows];
@@ -55,7 +55,7 @@ struct mn_slab_room {
 };
 
 /* A few neighbours of a row as they were stored: they stay in the words that they came in until
- * they are used, as taking them apart would wait for them. */
+ * they are used, as taking them ws would wait for them. */
 template <int N, typename T>
 struct mn_columns_few {
     static constexpr int bytes = N * (int)sizeof(T), words = bytes < 4 ? 1 : bytes / 4;
@@ -148,7 +148,7 @@ struct mn_slab_ahead {
     /* The tokens to shared memory, with their weights. All that bring tokens call; a barrier
      * follows. */
     template <mn_columns_kind KIND>
-    __device__ void put(mn_slab_room<ROWS, WARPS> &room) const {
+    __device__ void put(mn_slab_smem<ROWS, WARPS> &room) const {
         constexpr int rows = sizes::row_items, columns = sizes::column_items;
         const int token = sizes::token(), i = sizes::row(), j = sizes::column();
         const double all = KIND == MN_COLUMNS_SUM ? 0.0 : norm();
@@ -275,7 +275,7 @@ struct mn_slab_cells {
     }
 
     template <mn_columns_kind KIND, bool READS>
-    __device__ void advance(float (&o)[C], const mn_slab_room<ROWS, WARPS> &in, int token) {
+    __device__ void advance(float (&o)[C], const mn_slab_smem<ROWS, WARPS> &in, int token) {
         float written[C];
         advance<KIND, READS>(o, written, in, token);
     }
@@ -283,7 +283,7 @@ struct mn_slab_cells {
     /* One token, which writes w v; for COLUMN v is what k'S leaves of it. Where READS, o becomes
      * S'q. */
     template <mn_columns_kind KIND, bool READS>
-    __device__ void advance(float (&o)[C], float (&v)[C], const mn_slab_room<ROWS, WARPS> &in,
+    __device__ void advance(float (&o)[C], float (&v)[C], const mn_slab_smem<ROWS, WARPS> &in,
                             int token) {
         float w[C], u[C], write[C], sums[C][4] = {};
 #pragma unroll
@@ -327,7 +327,7 @@ struct mn_slab_cells {
     }
 };
 
-/* Of 2 HALF sums lanes that lie LANES apart add up HALF each: the upper lane the later ones. */
+/* Of 2 HALF sums lanes that lie LANES ws add up HALF each: the upper lane the later ones. */
 template <int HALF, int LANES, int N>
 __device__ inline void mn_lanes_share(float (&x)[N]) {
     const bool upper = threadIdx.x & LANES;
@@ -398,7 +398,7 @@ struct mn_block_cells {
 
     /* One token. Where READS, o becomes this thread's part of S'q. */
     template <mn_columns_kind KIND, bool READS>
-    __device__ void advance(float (&o)[4], const mn_slab_room<ROWS, WARPS> &in, int token) {
+    __device__ void advance(float (&o)[4], const mn_slab_smem<ROWS, WARPS> &in, int token) {
         float w[4], u[4], write[4];
         mn_load<4>(w, in.w[token], first_column());
         mn_load<4>(u, in.u[token], first_column());
@@ -447,7 +447,7 @@ struct mn_cells_of<MN_COLUMNS_CELL, ROWS, WARPS> {
 
 /* What the tokens of the group at t read, to memory, by those that bring tokens. */
 template <typename T, int ROWS, int WARPS, int FEEDERS>
-__device__ inline void mn_slab_put(const mn_slab_room<ROWS, WARPS> &room, const mn_columns &p,
+__device__ inline void mn_slab_put(const mn_slab_smem<ROWS, WARPS> &room, const mn_columns &p,
                                    const mn_columns_place &at, int64_t t, int count) {
     using sizes = mn_slab_sizes<ROWS, WARPS, FEEDERS>;
     const int token = sizes::token();
@@ -468,7 +468,7 @@ __device__ inline void mn_slab_put(const mn_slab_room<ROWS, WARPS> &room, const 
  * token behind it would wait for it. Behind the last token there are zeros, which change nothing of
  * CELL. */
 template <mn_columns_kind KIND, int ROWS, int WARPS, typename Cells>
-__device__ inline void mn_slab_walk(Cells &S, mn_slab_room<ROWS, WARPS> &room, int count) {
+__device__ inline void mn_slab_scan(Cells &S, mn_slab_smem<ROWS, WARPS> &room, int count) {
     constexpr int EACH = 4;
 #pragma unroll 1
     for (int token = 0; token < count; token += EACH) {
@@ -486,7 +486,7 @@ template <typename T, int ROWS, int WARPS, mn_columns_kind KIND>
 __global__ void __launch_bounds__(32 * WARPS)
 mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     using sizes = mn_slab_sizes<ROWS, WARPS>;
-    __shared__ mn_slab_room<ROWS, WARPS> room;
+    __shared__ mn_slab_smem<ROWS, WARPS> room;
     const mn_columns_place at = mn_columns_here(p, tiles);
     typename mn_cells_of<KIND, ROWS, WARPS>::type S;
     mn_slab_ahead<T, ROWS, WARPS> ahead;
@@ -503,7 +503,7 @@ mn_slab_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
         if (t + sizes::group < at.span.length) {
             ahead.template fetch<KIND>(p, at, t + sizes::group);
         }
-        mn_slab_walk<KIND, ROWS, WARPS>(S, room, count);
+        mn_slab_scan<KIND, ROWS, WARPS>(S, room, count);
     }
     const int64_t t = (at.span.length - 1) / sizes::group * sizes::group;
     __syncthreads();
@@ -517,8 +517,8 @@ template <typename T, int ROWS, int WARPS, int FEEDERS, mn_columns_kind KIND>
 __global__ void __launch_bounds__(32 * (WARPS + FEEDERS), 1)
 mn_slab_fed_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     using sizes = mn_slab_sizes<ROWS, WARPS, FEEDERS>;
-    extern __shared__ float4 mn_slab_rooms[];
-    mn_slab_room<ROWS, WARPS> *const rooms = (mn_slab_room<ROWS, WARPS> *)mn_slab_rooms;
+    extern __shared__ float4 mn_slab_smems[];
+    mn_slab_smem<ROWS, WARPS> *const smems = (mn_slab_smem<ROWS, WARPS> *)mn_slab_smems;
     const mn_columns_place at = mn_columns_here(p, tiles);
     const int64_t length = at.span.length;
     const bool feeds = sizes::feeder() >= 0;
@@ -527,22 +527,22 @@ mn_slab_fed_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     if (!feeds) S.load(p, at, p.state0, p.ones0);
     if (feeds && length > 0) {
         ahead.template fetch<KIND>(p, at, 0);
-        ahead.template put<KIND>(rooms[0]);
+        ahead.template put<KIND>(smems[0]);
         if (length > sizes::group) ahead.template fetch<KIND>(p, at, sizes::group);
     }
     int here = 0;
     for (int64_t t = 0; t < length; t += sizes::group, here ^= 1) {
         __syncthreads();
         if (!feeds) {
-            mn_slab_walk<KIND, ROWS, WARPS>(S, rooms[here],
+            mn_slab_scan<KIND, ROWS, WARPS>(S, smems[here],
                                             (int)min((int64_t)sizes::group, length - t));
             continue;
         }
         const int64_t last = t - sizes::group, next = t + sizes::group;
         if (p.reads && t > 0) {
-            mn_slab_put<T, ROWS, WARPS, FEEDERS>(rooms[here ^ 1], p, at, last, sizes::group);
+            mn_slab_put<T, ROWS, WARPS, FEEDERS>(smems[here ^ 1], p, at, last, sizes::group);
         }
-        if (next < length) ahead.template put<KIND>(rooms[here ^ 1]);
+        if (next < length) ahead.template put<KIND>(smems[here ^ 1]);
         if (next + sizes::group < length) {
             ahead.template fetch<KIND>(p, at, next + sizes::group);
         }
@@ -550,7 +550,7 @@ mn_slab_fed_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
     __syncthreads();
     const int64_t t = (length - 1) / sizes::group * sizes::group;
     if (feeds && p.reads) {
-        mn_slab_put<T, ROWS, WARPS, FEEDERS>(rooms[here ^ 1], p, at, t, (int)(length - t));
+        mn_slab_put<T, ROWS, WARPS, FEEDERS>(smems[here ^ 1], p, at, t, (int)(length - t));
     }
     if (!feeds) S.store(p, at, p.state, p.ones);
 }
@@ -579,11 +579,11 @@ static int mn_slab_start(const mn_columns &p, cudaStream_t on) {
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     if (many) {
         mn_slab_kernel<T, ROWS, MANY, KIND><<<(unsigned)blocks, 32 * MANY, 0, on>>>(p, tiles);
-        return mn_launched();
+        return mn_launch_status();
     }
-    return mn_launch_with_room(mn_slab_fed_kernel<T, ROWS, FEW, FEEDERS, KIND>,
+    return mn_launch_smem(mn_slab_fed_kernel<T, ROWS, FEW, FEEDERS, KIND>,
                                dim3((unsigned)blocks), 32 * (FEW + FEEDERS),
-                               2 * sizeof(mn_slab_room<ROWS, FEW>), on, p, tiles);
+                               2 * sizeof(mn_slab_smem<ROWS, FEW>), on, p, tiles);
 }
 
 template <typename T, mn_columns_kind KIND>

@@ -57,7 +57,7 @@ __device__ inline int64_t mn_line_first_slot(const mn_call &call, int64_t n) {
 /* Thread (t, i)'s number: element base + i of token t of head h; zero outside of `count` and of the
  * tile, and where the tensor is absent. */
 template <typename T>
-__device__ inline float mn_line_fetch(const mn_in &view, const mn_line_tile &tile, int64_t h,
+__device__ inline float mn_line_load(const mn_in &view, const mn_line_tile &tile, int64_t h,
                                       int64_t base, int64_t count) {
     const int t = threadIdx.x / MN_LINE_SIDE;
     const int64_t i = base + threadIdx.x % MN_LINE_SIDE;
@@ -65,7 +65,7 @@ __device__ inline float mn_line_fetch(const mn_in &view, const mn_line_tile &til
     return mn_float(mn_row<T>(view, tile.span.b, tile.span.t0 + tile.first + t, h)[i]);
 }
 
-/* One exchange between lanes `width` apart: each keeps one half of 2 width tokens. */
+/* One exchange between lanes `width` ws: each keeps one half of 2 width tokens. */
 template <int width>
 __device__ __forceinline__ void mn_line_halve(float (&x)[MN_LINE_TOKENS]) {
     const bool upper = threadIdx.x & width;

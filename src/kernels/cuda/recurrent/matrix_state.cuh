@@ -7,11 +7,11 @@
  *   D += scale q do'     dq = scale S do     dw = D r     dr = D'w     dv = dr     de = -S' dr
  *   D' = D - e dr'       dg = rowsum(D' . S')             D_{t-1} = diag(exp g) D'
  *
- * A block has a tile of value columns of one head of one sequence and walks its tokens; columns
+ * A block has a tile of value columns of one head of one sequence and scans its tokens; columns
  * never meet. Lane l of a warp holds rows l, l + 32, ... of the state of the warp's four columns in
  * registers. Tokens come through shared memory, a group at a time.
  *
- * Backward walks forward first and keeps the state of every 64 tokens; from there, last span first,
+ * Backward scans forward first and keeps the state of every 64 tokens; from there, last span first,
  * it keeps the state of every group, and of a group every token's in shared memory. A thread reads
  * back only what it wrote. Sums over columns go through shared memory inside a block, and between
  * blocks through parts that a second kernel adds in the order of the tiles. */
@@ -83,7 +83,7 @@ __device__ inline float mn_memory_decayed(float x, float decay) {
 /* Reads tokens [t, t + count) of the sequence. All threads of the block call; those that still read
  * the group before must be done. */
 template <typename T, int R, int TOKENS>
-__device__ void mn_memory_fetch(mn_memory_group<R, TOKENS> &to, const mn_memory &p,
+__device__ void mn_memory_load(mn_memory_group<R, TOKENS> &to, const mn_memory &p,
                                 const mn_memory_place &at, int64_t t, int count) {
     using sizes = mn_memory_sizes<R>;
     for (int k = threadIdx.x; k < count * sizes::rows; k += sizes::threads) {
@@ -227,7 +227,7 @@ mn_memory_forward_kernel(const __grid_constant__ mn_memory p, int64_t n_tiles) {
     for (int64_t t = 0; t < at.span.length; t += TOKENS) {
         const int count = (int)min((int64_t)TOKENS, at.span.length - t);
         __syncthreads();
-        mn_memory_fetch<T, R, TOKENS>(in, p, at, t, count);
+        mn_memory_load<T, R, TOKENS>(in, p, at, t, count);
         __syncthreads();
         for (int token = 0; token < count; token++) {
             float residual[MN_MEMORY_COLUMNS], o[MN_MEMORY_COLUMNS];
@@ -253,7 +253,7 @@ struct mn_memory_work {
 };
 
 template <int R>
-struct mn_memory_room {
+struct mn_memory_smem {
     mn_memory_group<R, mn_memory_sizes<R>::group> in;
     float before[mn_memory_sizes<R>::group][mn_memory_sizes<R>::kept];
     float residual[mn_memory_sizes<R>::group][mn_memory_sizes<R>::tile];
@@ -270,7 +270,7 @@ __device__ inline int64_t mn_memory_part(const mn_memory &p, int64_t tile, int64
 /* Gradients of one token, from D behind it; D is then the one in front of it. This warp's sums over
  * its columns go to the room. */
 template <typename T, int R>
-__device__ void mn_memory_token_back(mn_memory_cells<R> &D, mn_memory_room<R> &room,
+__device__ void mn_memory_token_back(mn_memory_cells<R> &D, mn_memory_smem<R> &room,
                                      const mn_memory &p, const mn_memory_place &at, int64_t t,
                                      int token) {
     constexpr int C = MN_MEMORY_COLUMNS;
@@ -313,7 +313,7 @@ __device__ void mn_memory_token_back(mn_memory_cells<R> &D, mn_memory_room<R> &r
 
 /* Adds the warps' sums of a token in their order. All threads of the block call. */
 template <int R>
-__device__ void mn_memory_leave_sums(const mn_memory_room<R> &room, const mn_memory &p,
+__device__ void mn_memory_leave_sums(const mn_memory_smem<R> &room, const mn_memory &p,
                                      float *part) {
     using sizes = mn_memory_sizes<R>;
     for (int k = threadIdx.x; k < MN_MEMORY_SUMS * sizes::rows; k += sizes::threads) {
@@ -329,13 +329,13 @@ __device__ void mn_memory_leave_sums(const mn_memory_room<R> &room, const mn_mem
 /* The gradients of group [t, t + count), from the state in front of it and D behind it. */
 template <typename T, int R, bool ERASES>
 __device__ void mn_memory_group_back(mn_memory_cells<R> &D, const float *state,
-                                     mn_memory_room<R> &room, float *sums, const mn_memory &p,
+                                     mn_memory_smem<R> &room, float *sums, const mn_memory &p,
                                      const mn_memory_place &at, int64_t t, int count) {
     constexpr int C = MN_MEMORY_COLUMNS;
     mn_memory_cells<R> S;
     S.recall(state);
     __syncthreads();
-    mn_memory_fetch<T, R>(room.in, p, at, t, count);
+    mn_memory_load<T, R>(room.in, p, at, t, count);
     __syncthreads();
     for (int token = 0; token < count; token++) {
         float residual[C];
@@ -360,14 +360,14 @@ __device__ void mn_memory_group_back(mn_memory_cells<R> &D, const float *state,
 /* Walks tokens [t0, t1) and keeps the state in front of every `every` of them. */
 template <typename T, int R, bool ERASES>
 __device__ void mn_memory_replay(mn_memory_cells<R> &S, float *kept, int64_t stride, int every,
-                                 mn_memory_room<R> &room, const mn_memory &p,
+                                 mn_memory_smem<R> &room, const mn_memory &p,
                                  const mn_memory_place &at, int64_t t0, int64_t t1) {
     constexpr int TOKENS = mn_memory_sizes<R>::group;
     for (int64_t t = t0; t < t1; t += TOKENS) {
         const int count = (int)min((int64_t)TOKENS, t1 - t);
         if ((t - t0) % every == 0) S.keep(kept + (t - t0) / every * stride);
         __syncthreads();
-        mn_memory_fetch<T, R>(room.in, p, at, t, count);
+        mn_memory_load<T, R>(room.in, p, at, t, count);
         __syncthreads();
         for (int token = 0; token < count; token++) {
             float residual[MN_MEMORY_COLUMNS];
@@ -388,7 +388,7 @@ mn_memory_backward_kernel(const __grid_constant__ mn_memory p, int64_t n_tiles,
                           mn_memory_work work) {
     using sizes = mn_memory_sizes<R>;
     extern __shared__ __align__(128) unsigned char bytes[];
-    mn_memory_room<R> &room = *(mn_memory_room<R> *)bytes;
+    mn_memory_smem<R> &room = *(mn_memory_smem<R> *)bytes;
     const mn_memory_place at = mn_memory_here<R>(p, n_tiles);
     const int64_t stride = p.call.H * n_tiles * sizes::kept;    // between spans
     float *spans = work.spans + mn_memory_first_span(p.call, at.n) * stride +
@@ -465,7 +465,7 @@ mn_memory_head_kernel(const __grid_constant__ mn_memory p, const float *whole) {
     for (int64_t row = threadIdx.x; row < p.call.B * p.call.T; row += 256) {
         sum += whole[row * p.call.H + h];
     }
-    sum = mn_team_sum<256>(sum, room);
+    sum = mn_group_sum<256>(sum, room);
     if (threadIdx.x == 0) mn_put(mn_row<T>(p.dg, 0, 0, h), sum);
 }
 
@@ -517,7 +517,7 @@ static int mn_memory_forward_of(const mn_memory &p, cudaStream_t stream) {
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     mn_memory_forward_kernel<T, R, ERASES>
         <<<(unsigned)blocks, sizes::threads, 0, stream>>>(p, n_tiles);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename T>
@@ -530,7 +530,7 @@ static int mn_memory_finish(const mn_memory &p, int64_t n_tiles, const float *su
     if (p.decay == MN_DECAY_HEAD && p.dg.data && p.call.H > 0) {
         mn_memory_head_kernel<T><<<(unsigned)p.call.H, 256, 0, stream>>>(p, whole);
     }
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename T, int R, bool ERASES>
@@ -543,9 +543,9 @@ static int mn_memory_backward_of(const mn_memory &p, float *shared, cudaStream_t
     if (blocks > INT32_MAX || !mn_memory_measure<R>(&extent, p.call)) return cudaErrorNotSupported;
     const mn_memory_work work = { shared, shared + extent.spans,
                                   shared + extent.spans + extent.groups };
-    const int launched = mn_launch_with_room(
+    const int launched = mn_launch_smem(
         mn_memory_backward_kernel<T, R, ERASES>, dim3((unsigned)blocks), sizes::threads,
-        sizeof(mn_memory_room<R>), stream, p, n_tiles, work);
+        sizeof(mn_memory_smem<R>), stream, p, n_tiles, work);
     if (launched != cudaSuccess) return launched;
     return mn_memory_finish<T>(p, n_tiles, work.sums, work.sums + extent.sums, stream);
 }

@@ -4,7 +4,7 @@
  *
  * All that needs a sum over rows of the state is summed at once: S'^T e, S'^T q and q.w. A block
  * has 16 columns of one memory, a thread four neighbours of them in every 64th row. While it waits
- * for the launch in front it asks the second cache for its part of the state. */
+ * for the launch in front it requests the second cache for its part of the state. */
 #ifndef MN_KERNELS_CUDA_RECURRENT_MATRIX_STATE_STEP_CUH
 #define MN_KERNELS_CUDA_RECURRENT_MATRIX_STATE_STEP_CUH
 
@@ -17,7 +17,7 @@ enum { MN_STEP_THREADS = 256, MN_STEP_COLUMNS = 16, MN_STEP_GROUPS = 64, MN_STEP
 struct mn_step_sums {
     float at[MN_STEP_SUMS];
 
-    /* Over the block's rows, in all threads: lanes of a warp first, which lie 4 apart. */
+    /* Over the block's rows, in all threads: lanes of a warp first, which lie 4 ws. */
     __device__ void gather(float (*room)[4][MN_STEP_SUMS]) {
         const int quad = threadIdx.x % 4, warp = threadIdx.x / 32;
 #pragma unroll
@@ -49,7 +49,7 @@ mn_memory_step_kernel(const __grid_constant__ mn_memory p, int64_t n_tiles) {
     const int first = threadIdx.x / 4;
     const float *from = mn_row<float>(p.state0, n, 0, h);
     float *to = mn_row<float>(p.state, n, 0, h);
-    mn_let_next_begin();
+    mn_pdl_launch_dependents();
 #pragma unroll
     for (int r = 0; r < R; r++) {
         const int64_t i = first + MN_STEP_GROUPS * r;
@@ -62,7 +62,7 @@ mn_memory_step_kernel(const __grid_constant__ mn_memory p, int64_t n_tiles) {
     T *o = mn_row<T>(p.o, n, 0, h);
     /* arguments are looked at before the wait, not when they are needed */
     asm volatile("" :: "l"(q), "l"(e), "l"(w), "l"(g), "l"(beta), "l"(v), "l"(o), "l"(to));
-    mn_wait_for_before();
+    mn_pdl_wait();
     float S[R][4], write[R], residual[4] = {};
     mn_step_sums sums = {};
     if (j < V) mn_load<4>(residual, v, j);
@@ -109,7 +109,7 @@ static int mn_memory_step_of(const mn_memory &p, cudaStream_t stream) {
     const int64_t blocks = n_tiles * p.call.H * p.call.B;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_early(mn_memory_step_kernel<T, R, ERASES>, dim3((unsigned)blocks),
+    return mn_launch_pdl(mn_memory_step_kernel<T, R, ERASES>, dim3((unsigned)blocks),
                            MN_STEP_THREADS, 0, stream, p, n_tiles);
 }
 

@@ -29,7 +29,7 @@ __device__ static float2 angle_at(double speed, int64_t pos, int direction) {
     return at;
 }
 
-/* The places of N pairs from pair j on, as two packs: halves lie K/2 apart, pairs side by side. */
+/* The places of N pairs from pair j on, as two packs: halves lie K/2 ws, pairs side by side. */
 template <typename T, int N>
 __device__ static void turn_pack(const turn &to, const mn_rope_args &p, const float2 *table,
                                  int64_t b, int64_t t, int64_t h, int64_t j) {
@@ -122,7 +122,7 @@ static int turn_all(const mn_rope_args *p, const turn &to, cudaStream_t stream) 
     if (pairs > MOST_PAIRS || tokens > INT32_MAX ||
         p->call.H > INT32_MAX / 2 / mn_max(pairs, 1)) {
         rope_long_kernel<T><<<mn_blocks(tokens, 1), THREADS, 0, stream>>>(*p, to);
-        return mn_launched();
+        return mn_launch_status();
     }
     constexpr int N = mn_pack_width<T>();
     const bool packs = pairs % N == 0 && aligned(p->call, to.x.data, to.x.stride, N) &&
@@ -134,7 +134,7 @@ static int turn_all(const mn_rope_args *p, const turn &to, cudaStream_t stream) 
     const size_t shared = (size_t)((n_tokens + 1) * pairs) * sizeof(float2);
     if (packs) rope_kernel<T, N><<<blocks, THREADS, shared, stream>>>(*p, to, n_tokens);
     else rope_kernel<T, 1><<<blocks, THREADS, shared, stream>>>(*p, to, n_tokens);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 static int launch(const mn_rope_args *p, const turn &to, void *stream) {

@@ -1,5 +1,5 @@
 /* scan.cu - Mamba-1's selective scan (see ref/scan.c): one thread has one state of one channel, a
- * block 16 channels with 16 states at a time, and walks through time by tiles of 16 tokens.
+ * block 16 channels with 16 states at a time, and scans through time by tiles of 16 tokens.
  *
  *   d = softplus(dt + dt_bias)     h_t = exp(d A) h_{t-1} + d u B     y = (sum C h + D u) silu(z)
  *
@@ -55,22 +55,22 @@ __device__ static float cell_of(const void *data, const mn_scan_args &p, const p
 
 /* d and u of the tile; thread (t, i) has channel i. Returns dt + dt_bias there. */
 template <typename T>
-__device__ static float fetch_channels(inputs &in, const mn_scan_args &p, const mn_line_tile &tile,
+__device__ static float load_channels(inputs &in, const mn_scan_args &p, const mn_line_tile &tile,
                                        int64_t channel0) {
     const int64_t v = channel0 + threadIdx.x % SIDE;
     const bool there = v < p.call.V && (int)threadIdx.x / SIDE < tile.n_rows;
     const float bias = there ? mn_get((const T *)p.dt_bias.data, v) : 0.0f;
-    const float x = mn_line_fetch<T>(p.dt, tile, 0, channel0, p.call.V) + bias;
+    const float x = mn_line_load<T>(p.dt, tile, 0, channel0, p.call.V) + bias;
     in.d.put(!there ? 0.0f : p.softplus ? softplus(x) : x);
-    in.u.put(mn_line_fetch<T>(p.u, tile, 0, channel0, p.call.V));
+    in.u.put(mn_line_load<T>(p.u, tile, 0, channel0, p.call.V));
     return x;
 }
 
 template <typename T>
-__device__ static void fetch_states(inputs &in, const mn_scan_args &p, const mn_line_tile &tile,
+__device__ static void load_states(inputs &in, const mn_scan_args &p, const mn_line_tile &tile,
                                     int group) {
-    in.B.put(mn_line_fetch<T>(p.Bm, tile, 0, group * SIDE, p.call.K));
-    in.C.put(mn_line_fetch<T>(p.Cm, tile, 0, group * SIDE, p.call.K));
+    in.B.put(mn_line_load<T>(p.Bm, tile, 0, group * SIDE, p.call.K));
+    in.C.put(mn_line_load<T>(p.Cm, tile, 0, group * SIDE, p.call.K));
 }
 
 /* ---- forward --------------------------------------------------------------------------------- */
@@ -94,11 +94,11 @@ scan_forward_kernel(const __grid_constant__ mn_scan_args p, int64_t tiles) {
         const mn_line_tile tile = mn_line_tile_at(span, i);
         float sums[TOKENS] = {};
         __syncthreads();
-        fetch_channels<T>(in, p, tile, at.channel0);
+        load_channels<T>(in, p, tile, at.channel0);
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             if (g > 0) __syncthreads();
-            fetch_states<T>(in, p, tile, g);
+            load_states<T>(in, p, tile, g);
             __syncthreads();
 #pragma unroll
             for (int t = 0; t < TOKENS; t++) {
@@ -148,12 +148,12 @@ scan_states_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t tiles
     for (int64_t i = 0; i < mn_line_tiles(span); i++) {
         const mn_line_tile tile = mn_line_tile_at(span, i);
         __syncthreads();
-        fetch_channels<T>(in, p, tile, at.channel0);
+        load_channels<T>(in, p, tile, at.channel0);
 #pragma unroll
         for (int g = 0; g < GROUPS; g++) {
             *state_at(w, p.call, at, i, tiles, GROUPS, g) = h[g];
             if (g > 0) __syncthreads();
-            in.B.put(mn_line_fetch<T>(p.Bm, tile, 0, g * SIDE, p.call.K));
+            in.B.put(mn_line_load<T>(p.Bm, tile, 0, g * SIDE, p.call.K));
             __syncthreads();
 #pragma unroll
             for (int t = 0; t < TOKENS; t++) {
@@ -222,14 +222,14 @@ scan_backward_kernel(const __grid_constant__ mn_scan_args p, work w, int64_t til
         const mn_line_tile tile = mn_line_tile_at(span, i);
         line_sums sums = {};
         __syncthreads();
-        fetch_channels<T>(in, p, tile, at.channel0);
-        const float z = mn_line_fetch<T>(p.z, tile, 0, at.channel0, V);
-        in.gr.put(mn_line_fetch<T>(p.cot.y, tile, 0, at.channel0, V) *
+        load_channels<T>(in, p, tile, at.channel0);
+        const float z = mn_line_load<T>(p.z, tile, 0, at.channel0, V);
+        in.gr.put(mn_line_load<T>(p.cot.y, tile, 0, at.channel0, V) *
                   (p.z.data ? z * sigmoid(z) : 1.0f));
 #pragma unroll
         for (int j = 0; j < GROUPS; j++) {
             if (j > 0) __syncthreads();
-            fetch_states<T>(in, p, tile, j);
+            load_states<T>(in, p, tile, j);
             __syncthreads();
             group_back(g[j], dA[j], sums, over_lines, in,
                        *state_at(w, p.call, at, i, tiles, GROUPS, j), A[j], at);
@@ -342,7 +342,7 @@ static int forward_of(const mn_scan_args *p, cudaStream_t on) {
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
     scan_forward_kernel<T, GROUPS><<<(unsigned)blocks, MN_LINE_CELLS, 0, on>>>(*p, tiles);
-    return mn_launched();
+    return mn_launch_status();
 }
 
 template <typename T, int GROUPS>
@@ -355,14 +355,14 @@ static int backward_of(const mn_scan_args *p, float *at, cudaStream_t on) {
     const work w = { at, at + states, at + states + rows };
     scan_states_kernel<T, GROUPS><<<(unsigned)blocks, MN_LINE_CELLS, 0, on>>>(*p, w, tiles);
     scan_backward_kernel<T, GROUPS><<<(unsigned)blocks, MN_LINE_CELLS, 0, on>>>(*p, w, tiles);
-    int code = mn_launched();
+    int code = mn_launch_status();
     if (code != cudaSuccess) return code;
     const put_states<T> to_rows = { p->grad.Bm, p->grad.Cm, c.T, c.K };
     const put_channels<T> to_channels = { (T *)p->grad.A.data, (T *)p->grad.D.data,
                                           (T *)p->grad.dt_bias.data, c.K };
-    if (c.B * c.T > 0) code = mn_sum_parts_into(to_rows, w.rows, tiles, c.B * c.T * 2 * c.K, on);
+    if (c.B * c.T > 0) code = mn_sum_partials_into(to_rows, w.rows, tiles, c.B * c.T * 2 * c.K, on);
     if (code != cudaSuccess) return code;
-    return mn_sum_parts_into(to_channels, w.parts, mn_n_spans(c), c.V * (c.K + 2), on);
+    return mn_sum_partials_into(to_channels, w.parts, mn_n_spans(c), c.V * (c.K + 2), on);
 }
 
 /* Calls function<T, GROUPS> for a number of states; `arguments` in parentheses. */
