@@ -1,5 +1,5 @@
 /* mixer.c - the generic step loop: predict, observe, read, one token at a time and one head
- * after the other, in double precision. This loop defines every row of mixers.def.
+ * after the other, in double precision. This loop defines every row of layers/all.def.
  *
  * What a row takes and keeps follows from its operator in ops.def: inputs are the operator's
  * inputs at one token, parts of the state are its initial states for one sequence. */

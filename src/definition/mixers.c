@@ -1,4 +1,4 @@
-/* mixers.c - the rows of mixers.def as data, and finding them by name. */
+/* mixers.c - the MIXER rows of the layers as data, and finding them by name. */
 #include "definition/axes.h"
 
 #include <stdio.h>
@@ -11,14 +11,14 @@
 static const mn_mixer_info rows[] = {
 #define MIXER(name, transition, belief, read, op)                                                  \
     { #name, &mn_transition_##transition, &mn_belief_##belief, &mn_read_##read, MN_OP_##op, false },
-#include "definition/mixers.def"
+#include "layers/all.def"
 };
 
 static const struct {
     const char *name, *row;
 } aliases[] = {
 #define MIXER_ALIAS(name, row) { #name, #row },
-#include "definition/mixers.def"
+#include "layers/all.def"
 };
 
 static const struct {

@@ -12,8 +12,7 @@ typedef struct mn_layer_family {
 } mn_layer_family;
 
 #define LAYER(kind, family) extern const mn_layer_family mn_family_##family;
-#include "layers/layers.def"
-#undef LAYER
+#include "layers/all.def"
 
 /* The parameter called `name`; a layer without it (its option is off) gives NULL. */
 mn_tensor *mn_use(const mn_forward *f, const char *name);

@@ -21,8 +21,7 @@ static const struct {
     const char *type, *layer, *architecture;
 } model_types[] = {
 #define MODEL_TYPE(type, layer, architecture) { type, layer, architecture },
-#include "model/model_types.def"
-#undef MODEL_TYPE
+#include "layers/all.def"
 };
 
 static const char *const known_keys[] = {

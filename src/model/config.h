@@ -1,7 +1,8 @@
 /* config.h - what a model is: sizes, one layer name per block, and the options of each layer.
  *
  * Read from the config.json of a model folder or the "model" object of a training configuration.
- * Folders of flash-linear-attention models are understood as they are: model_types.def. */
+ * Folders of flash-linear-attention models are understood as they are: MODEL_TYPE
+ * rows of layers. */
 #ifndef MN_MODEL_CONFIG_H
 #define MN_MODEL_CONFIG_H
 

@@ -3,17 +3,18 @@
  * warps on Hopper, each of which has half of the channels.
  *
  * With e_t the sum of log2 decays from the start of a part of 16 tokens to token t, and f_0, f_1
- * what the channel falls over the two parts,
+ * what the channel cum_decays over the two parts,
  *
  *   P inside a part     (q_t 2^(e_t)) . (k_s 2^(-e_s))
  *   P across            (q_t 2^(e_t) f_0) . (k_s 2^(-e_s))
  *   Q~                  q_t 2^(e_t), in the second part times f_0
- *   K~                  k_s 2^(-e_s) times the part's fall, in the first part times f_1 too
+ *   K~                  k_s 2^(-e_s) times the part's cum_decay, in the first part times f_1 too
  *
  * Sums are products of tensor cores with a triangle of log2 e, as two bf16 numbers, and so come
  * where the factors of q and k lie: nothing but tiles passes through shared memory. Where a channel
- * falls by more than 2^100 in a part, 2^(-e_s) would overflow: scores of such a channel's keys are
- * added up one by one, from differences of e, and K~ is made of those too. */
+ * cum_decays by more than 2^100 in a part, 2^(-e_s) would overflow: scores of such a channel's keys
+ * are
+ * added up one by one, from differences of e, and K~ is scaled of those too. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CHANNEL_SCALE_SM90_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CHANNEL_SCALE_SM90_CUH
 
@@ -21,21 +22,21 @@
 #include "kernels/cuda/prim/mbarrier.cuh"
 
 enum {
-    MN_GATED_CHUNK = 2 * MN_PART,
+    MN_GATED_CHUNK = 2 * MN_SUBCHUNK,
     MN_GATED_STAGES = 8,                       // chunks under way
     MN_GATED_PAIRS = 4,                        // chunks that are scaled at a time
     MN_GATED_SMEM_TILE = MN_GATED_CHUNK * 128,     // bytes of a tile of 64 columns
-    MN_GATED_ROWS = MN_PART * 128,             // of a part's rows
+    MN_GATED_SUB_BYTES = MN_SUBCHUNK * 128,             // of a part's rows
 };
 
 /* Tiles have rows of 64 columns, 128 bytes each, vec16 o of row r at place o ^ (r % 8). */
-__device__ inline uint32_t mn_gated_place(int row, int vec16) {
+__device__ inline uint32_t mn_gated_swizzle(int row, int vec16) {
     return (uint32_t)(row * 128 + (((vec16 ^ row) & 7) << 4));
 }
 
 /* `g` has the decays; afterwards scores in its first smem_tile, in the second what the two warps
  * give
- * each other, and falls. */
+ * each other, and cum_decays. */
 template <int KP>
 struct alignas(1024) mn_gated_stage {
     unsigned char q[KP / 64 * MN_GATED_SMEM_TILE], k[KP / 64 * MN_GATED_SMEM_TILE];
@@ -44,32 +45,32 @@ struct alignas(1024) mn_gated_stage {
 
     __device__ unsigned char *scores(void) { return g; }
     __device__ float4 *given(int half) { return (float4 *)(g + MN_GATED_SMEM_TILE) + half * 96; }
-    __device__ float *falls(void) { return (float *)(g + MN_GATED_SMEM_TILE + 2 * 96 * 16); }
+    __device__ float *cum_decays(void) { return (float *)(g + MN_GATED_SMEM_TILE + 2 * 96 * 16); }
 };
 
 /* Barriers of stages: tiles have come, are scaled, have been used, are free. */
 template <int KP>
 struct mn_gated_smem {
     mn_gated_stage<KP> stage[MN_GATED_STAGES];
-    uint64_t there[MN_GATED_STAGES], made[MN_GATED_STAGES];
-    uint64_t done[MN_GATED_STAGES], gone[MN_GATED_STAGES];
-    mn_state_scan_place place;
+    uint64_t full[MN_GATED_STAGES], scaled[MN_GATED_STAGES];
+    uint64_t out_full[MN_GATED_STAGES], empty[MN_GATED_STAGES];
+    mn_scan_coord place;
 };
 
-/* The first token of a turn's chunk, from the sequence's start. */
-__device__ inline int64_t mn_gated_start(const mn_state_scan_place &at, bool reverse, int turn) {
-    const int64_t n = at.turn + turn;
+/* The first token of a iter's chunk, from the sequence's start. */
+__device__ inline int64_t mn_gated_token0(const mn_scan_coord &at, bool reverse, int iter) {
+    const int64_t n = at.iter + iter;
     return (reverse ? at.n_chunks - 1 - n : n) * MN_GATED_CHUNK;
 }
 
-__device__ inline int mn_gated_count(const mn_state_scan_place &at, int64_t t) {
+__device__ inline int mn_gated_chunk_len(const mn_scan_coord &at, int64_t t) {
     return (int)min((int64_t)MN_GATED_CHUNK, at.span.length - t);
 }
 
 /* Four matrices of 8 x 8, of which each lane points at a row. */
-template <bool TURNED>
-__device__ inline void mn_gated_matrices(uint32_t (&r)[4], uint32_t at) {
-    if (TURNED) {
+template <bool TRANS>
+__device__ inline void mn_gated_ldmatrix(uint32_t (&r)[4], uint32_t at) {
+    if (TRANS) {
         asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(at) : "memory");
     } else {
@@ -80,9 +81,9 @@ __device__ inline void mn_gated_matrices(uint32_t (&r)[4], uint32_t at) {
 
 #if MN_HAS_WGMMA
 
-template <bool TURNED = false>
-__device__ inline void mn_gated_put(uint32_t at, const uint32_t (&r)[4]) {
-    if (TURNED) {
+template <bool TRANS = false>
+__device__ inline void mn_gated_stmatrix(uint32_t at, const uint32_t (&r)[4]) {
+    if (TRANS) {
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
                          at), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3]) : "memory");
     } else {
@@ -91,9 +92,9 @@ __device__ inline void mn_gated_put(uint32_t at, const uint32_t (&r)[4]) {
     }
 }
 
-template <bool TURNED = false>
-__device__ inline void mn_gated_put(uint32_t at, uint32_t r0, uint32_t r1) {
-    if (TURNED) {
+template <bool TRANS = false>
+__device__ inline void mn_gated_stmatrix(uint32_t at, uint32_t r0, uint32_t r1) {
+    if (TRANS) {
         asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at),
                      "r"(r0), "r"(r1) : "memory");
     } else {
@@ -104,15 +105,15 @@ __device__ inline void mn_gated_put(uint32_t at, uint32_t r0, uint32_t r1) {
 
 /* The same number, which the compiler then keeps in a register instead of making it again and again
  * where it is used. */
-__device__ inline uint32_t mn_gated_kept(uint32_t x) {
+__device__ inline uint32_t mn_gated_pin_reg(uint32_t x) {
     return __shfl_sync(0xffffffffu, x, threadIdx.x % 32);
 }
 
 /* The triangle of ones times log2 e as a left operand: its upper right quarter is zero. */
-struct mn_gated_triangle {
+struct mn_gated_cumsum_mma {
     uint32_t low[4], high[4];    // log2 e = high + low
 
-    __device__ mn_gated_triangle() {
+    __device__ mn_gated_cumsum_mma() {
         const uint32_t rest = 0xbb2c, most = 0x3fb9;    // -0.0026245, 1.4453125
         const int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
         const uint32_t mask = (column <= row ? 0xffffu : 0) | (column < row ? 0xffff0000u : 0);
@@ -120,7 +121,7 @@ struct mn_gated_triangle {
         low[0] = low[3] = low[1] & mask, high[0] = high[3] = high[1] & mask;
 #pragma unroll
         for (int i = 0; i < 4; i++) {
-            if (i != 2) low[i] = mn_gated_kept(low[i]), high[i] = mn_gated_kept(high[i]);
+            if (i != 2) low[i] = mn_gated_pin_reg(low[i]), high[i] = mn_gated_pin_reg(high[i]);
         }
     }
 
@@ -146,20 +147,20 @@ struct mn_gated_triangle {
 
 /* Numbers of 16 tokens and 16 channels: number i of eight channels n is of token
  * lane / 4 + i / 2 * 8 and channel 8 n + lane % 4 * 2 + i % 2. */
-typedef float mn_gated_numbers[2][4];
+typedef float mn_gated_acc[2][4];
 
 /* Sums of decays, their factors, and that of the last token of two channels in each eight. */
-struct mn_gated_factors {
-    mn_gated_numbers e, up;
+struct mn_gated_decay_factors {
+    mn_gated_acc e, up;
     float whole[2][2];
 
     __device__ static int last(void) {
         return 28 + threadIdx.x % 4;
     }
 
-    __device__ void make(const mn_gated_triangle &triangle, uint32_t tile) {
+    __device__ void make(const mn_gated_cumsum_mma &triangle, uint32_t tile) {
         uint32_t g[4];
-        mn_gated_matrices<true>(g, tile);
+        mn_gated_ldmatrix<true>(g, tile);
 #pragma unroll
         for (int n = 0; n < 2; n++) {
             triangle.sum(e[n], g[2 * n], g[2 * n + 1]);
@@ -170,79 +171,82 @@ struct mn_gated_factors {
         }
     }
 
-    __device__ static bool is_deep(float fall) {
-        return !(fall > 0x1p-100f);
+    __device__ static bool is_underflow(float cum_decay) {
+        return !(cum_decay > 0x1p-100f);
     }
 
-    __device__ bool has_deep(void) const {
-        return is_deep(fminf(fminf(whole[0][0], whole[0][1]), fminf(whole[1][0], whole[1][1])));
+    __device__ bool has_underflow(void) const {
+        return is_underflow(fminf(fminf(whole[0][0], whole[0][1]),
+                                  fminf(whole[1][0], whole[1][1])));
     }
 };
 
 /* y = x times factors */
-__device__ inline void mn_gated_times(mn_gated_numbers &y, const uint32_t (&x)[4],
-                                      const mn_gated_numbers &factor) {
+__device__ inline void mn_gated_scale_rows(mn_gated_acc &y, const uint32_t (&x)[4],
+                                      const mn_gated_acc &factor) {
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        y[i / 2][i % 2 * 2] = mn_low(x[i]) * factor[i / 2][i % 2 * 2];
-        y[i / 2][i % 2 * 2 + 1] = mn_high(x[i]) * factor[i / 2][i % 2 * 2 + 1];
+        y[i / 2][i % 2 * 2] = mn_bf16_lo(x[i]) * factor[i / 2][i % 2 * 2];
+        y[i / 2][i % 2 * 2 + 1] = mn_bf16_hi(x[i]) * factor[i / 2][i % 2 * 2 + 1];
     }
 }
 
-/* x times what its channel falls */
-__device__ inline void mn_gated_lower(mn_gated_numbers &y, const mn_gated_numbers &x,
-                                      const float (&fall)[2][2]) {
+/* x times what its channel cum_decays */
+__device__ inline void mn_gated_decay_rows(mn_gated_acc &y, const mn_gated_acc &x,
+                                      const float (&cum_decay)[2][2]) {
 #pragma unroll
-    for (int i = 0; i < 8; i++) y[i / 4][i % 4] = x[i / 4][i % 4] * fall[i / 4][i % 2];
+    for (int i = 0; i < 8; i++) y[i / 4][i % 4] = x[i / 4][i % 4] * cum_decay[i / 4][i % 2];
 }
 
 /* Keys of a part: with what has fallen before them taken back, and lowered to the chunk's end. */
-struct mn_gated_keys {
-    mn_gated_numbers inside, to_end;
+struct mn_gated_scaled_keys {
+    mn_gated_acc inside, to_end;
 
-    /* `fall`: from the part's start to the chunk's end */
-    __device__ void make(const mn_gated_factors &f, const uint32_t (&k)[4],
-                         const float (&fall)[2][2]) {
-        mn_gated_numbers down;
+    /* `cum_decay`: from the part's start to the chunk's end */
+    __device__ void make(const mn_gated_decay_factors &f, const uint32_t (&k)[4],
+                         const float (&cum_decay)[2][2]) {
+        mn_gated_acc down;
 #pragma unroll
         for (int i = 0; i < 8; i++) down[i / 4][i % 4] = mn_exp2(-f.e[i / 4][i % 4]);
-        mn_gated_times(inside, k, down);
-        mn_gated_lower(to_end, inside, fall);
+        mn_gated_scale_rows(inside, k, down);
+        mn_gated_decay_rows(to_end, inside, cum_decay);
     }
 };
 
-/* ---- channels that fall too deep ------------------------------------------------------------- */
+/* ---- channels that cum_decay too deep
+ * ------------------------------------------------------------- */
 
 /* Which of them do, by lanes, and how far their tokens are from the part's end. */
-struct mn_gated_deep {
+struct mn_gated_underflow {
     unsigned mask[2][2];
-    mn_gated_numbers left;
+    mn_gated_acc left;
 
-    /* Their keys are made once more: none inside; `after` is the fall behind the part. */
-    __device__ void mend(mn_gated_keys &keys, const mn_gated_factors &f, const uint32_t (&k)[4],
+    /* Their keys are scaled once more: none inside; `after` is the cum_decay behind the part. */
+    __device__ void recompute(mn_gated_scaled_keys &keys, const mn_gated_decay_factors &f,
+                              const uint32_t (&k)[4],
                          const float (&after)[2][2]) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             const int n = i / 2, j = i % 2;
-            const bool mine = f.is_deep(f.whole[n][j]);
+            const bool local = f.is_underflow(f.whole[n][j]);
             const float end = __shfl_sync(0xffffffffu, f.e[n][2 + j], f.last());
-            mask[n][j] = __ballot_sync(0xffffffffu, mine);
+            mask[n][j] = __ballot_sync(0xffffffffu, local);
 #pragma unroll
             for (int half = 0; half < 2; half++) {
                 const uint32_t pair = k[2 * n + half];
                 const int at = 2 * half + j;
                 left[n][at] = f.e[n][at] - end;
-                if (!mine) continue;
+                if (!local) continue;
                 keys.inside[n][at] = 0.0f;
                 keys.to_end[n][at] =
-                    (j ? mn_high(pair) : mn_low(pair)) * mn_exp2(-left[n][at]) * after[n][j];
+                    (j ? mn_bf16_hi(pair) : mn_bf16_lo(pair)) * mn_exp2(-left[n][at]) * after[n][j];
             }
         }
     }
 
     /* P += their scores one by one: q_t k_s 2^(row_t - column_s). */
-    __device__ void add(float (&P)[2][4], const uint32_t (&q)[4], const mn_gated_numbers &rows,
-                        const uint32_t (&k)[4], const mn_gated_numbers &columns) const {
+    __device__ void add(float (&P)[2][4], const uint32_t (&q)[4], const mn_gated_acc &rows,
+                        const uint32_t (&k)[4], const mn_gated_acc &columns) const {
         const int lane = threadIdx.x % 32;
 #pragma unroll 1
         for (int channel = 0; channel < 16; channel++) {
@@ -260,7 +264,8 @@ struct mn_gated_deep {
                                : (odd ? rows[0][high] : rows[0][low]);
                 column[i] = right ? (odd ? columns[1][high] : columns[1][low])
                                   : (odd ? columns[0][high] : columns[0][low]);
-                read[i] = odd ? mn_high(x) : mn_low(x), write[i] = odd ? mn_high(y) : mn_low(y);
+                read[i] = odd ? mn_bf16_hi(x) : mn_bf16_lo(x),
+                    write[i] = odd ? mn_bf16_hi(y) : mn_bf16_lo(y);
             }
 #pragma unroll
             for (int i = 0; i < 4; i++) {    // row half i / 2, one of two columns
@@ -279,7 +284,7 @@ struct mn_gated_deep {
 };
 
 /* P += x y' for 16 tokens each, 16 channels deep. */
-__device__ inline void mn_gated_score(float (&P)[2][4], const uint32_t (&x)[4],
+__device__ inline void mn_gated_mma_scores(float (&P)[2][4], const uint32_t (&x)[4],
                                       const uint32_t (&y)[4]) {
     mn_mma(P[0], x, y[0], y[2]);
     mn_mma(P[1], x, y[1], y[3]);
@@ -290,73 +295,76 @@ struct mn_gated_scores {
     float own[2][2][4], across[2][4];
 };
 
-/* Channels that fall too deep, in either part. */
-__device__ inline void mn_gated_mend(mn_gated_scores &P, mn_gated_keys (&keys)[2],
-                                     const mn_gated_factors (&f)[2], const uint32_t (&q)[2][4],
+/* Channels that cum_decay too deep, in either part. */
+__device__ inline void mn_gated_fix_underflow(mn_gated_scores &P, mn_gated_scaled_keys (&keys)[2],
+                                     const mn_gated_decay_factors (&f)[2],
+                                         const uint32_t (&q)[2][4],
                                      const uint32_t (&k)[2][4]) {
     const float one[2][2] = { { 1.0f, 1.0f }, { 1.0f, 1.0f } };
-    mn_gated_deep deep;
-    deep.mend(keys[1], f[1], k[1], one);
+    mn_gated_underflow deep;
+    deep.recompute(keys[1], f[1], k[1], one);
     deep.add(P.own[1], q[1], f[1].e, k[1], f[1].e);
-    deep.mend(keys[0], f[0], k[0], f[1].whole);
+    deep.recompute(keys[0], f[0], k[0], f[1].whole);
     deep.add(P.own[0], q[0], f[0].e, k[0], f[0].e);
     deep.add(P.across, q[1], f[1].e, k[0], deep.left);
 }
 
-/* 16 channels of a chunk, whose tiles lie at q, k and g; their falls over the chunk. */
-__device__ inline void mn_gated_channels(mn_gated_scores &P, float (&fall)[2][2],
-                                         const mn_gated_triangle &triangle, uint32_t q, uint32_t k,
+/* 16 channels of a chunk, whose tiles lie at q, k and g; their cum_decays over the chunk. */
+__device__ inline void mn_gated_scale_channels(mn_gated_scores &P, float (&cum_decay)[2][2],
+                                         const mn_gated_cumsum_mma &triangle, uint32_t q,
+                                             uint32_t k,
                                          uint32_t g) {
-    mn_gated_factors f[2];
-    mn_gated_keys keys[2];
+    mn_gated_decay_factors f[2];
+    mn_gated_scaled_keys keys[2];
     uint32_t x[2][4], y[2][4], left[4], right[2][4];
 #pragma unroll
     for (int part = 0; part < 2; part++) {
-        f[part].make(triangle, g + part * MN_GATED_ROWS);
-        mn_gated_matrices<false>(y[part], k + part * MN_GATED_ROWS);
-        mn_gated_matrices<false>(x[part], q + part * MN_GATED_ROWS);
+        f[part].make(triangle, g + part * MN_GATED_SUB_BYTES);
+        mn_gated_ldmatrix<false>(y[part], k + part * MN_GATED_SUB_BYTES);
+        mn_gated_ldmatrix<false>(x[part], q + part * MN_GATED_SUB_BYTES);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        fall[i / 2][i % 2] = f[0].whole[i / 2][i % 2] * f[1].whole[i / 2][i % 2];
+        cum_decay[i / 2][i % 2] = f[0].whole[i / 2][i % 2] * f[1].whole[i / 2][i % 2];
     }
-    keys[0].make(f[0], y[0], fall);
+    keys[0].make(f[0], y[0], cum_decay);
     keys[1].make(f[1], y[1], f[1].whole);
-    if (__any_sync(0xffffffffu, f[0].has_deep() || f[1].has_deep())) {
-        mn_gated_mend(P, keys, f, x, y);
+    if (__any_sync(0xffffffffu, f[0].has_underflow() || f[1].has_underflow())) {
+        mn_gated_fix_underflow(P, keys, f, x, y);
     }
 #pragma unroll
     for (int part = 0; part < 2; part++) {
-        mn_gated_numbers queries;
-        mn_gated_times(queries, x[part], f[part].up);
-        mn_left_of(left, queries[0], queries[1]);
-        mn_left_of(right[part], keys[part].inside[0], keys[part].inside[1]);
-        mn_gated_score(P.own[part], left, right[part]);
+        mn_gated_acc queries;
+        mn_gated_scale_rows(queries, x[part], f[part].up);
+        mn_frag_a_of(left, queries[0], queries[1]);
+        mn_frag_a_of(right[part], keys[part].inside[0], keys[part].inside[1]);
+        mn_gated_mma_scores(P.own[part], left, right[part]);
         if (part == 1) {
-            mn_gated_lower(queries, queries, f[0].whole);
-            mn_left_of(left, queries[0], queries[1]);
-            mn_gated_score(P.across, left, right[0]);
+            mn_gated_decay_rows(queries, queries, f[0].whole);
+            mn_frag_a_of(left, queries[0], queries[1]);
+            mn_gated_mma_scores(P.across, left, right[0]);
         }
-        mn_gated_put(q + part * MN_GATED_ROWS, left);
-        mn_left_of(left, keys[part].to_end[0], keys[part].to_end[1]);
-        mn_gated_put(k + part * MN_GATED_ROWS, left);
+        mn_gated_stmatrix(q + part * MN_GATED_SUB_BYTES, left);
+        mn_frag_a_of(left, keys[part].to_end[0], keys[part].to_end[1]);
+        mn_gated_stmatrix(k + part * MN_GATED_SUB_BYTES, left);
     }
 }
 
 /* The same where only states are wanted: keys, or queries against time. */
-__device__ inline void mn_gated_writes(float (&fall)[2][2], const mn_gated_triangle &triangle,
+__device__ inline void mn_gated_scale_writes(float (&cum_decay)[2][2],
+                                             const mn_gated_cumsum_mma &triangle,
                                        uint32_t q, uint32_t k, uint32_t g, bool reverse) {
-    mn_gated_factors f[2];
+    mn_gated_decay_factors f[2];
     uint32_t x[2][4], y[4];
     const uint32_t at = reverse ? q : k;
 #pragma unroll
     for (int part = 0; part < 2; part++) {
-        f[part].make(triangle, g + part * MN_GATED_ROWS);
-        mn_gated_matrices<false>(x[part], at + part * MN_GATED_ROWS);
+        f[part].make(triangle, g + part * MN_GATED_SUB_BYTES);
+        mn_gated_ldmatrix<false>(x[part], at + part * MN_GATED_SUB_BYTES);
     }
 #pragma unroll
     for (int part = 0; part < 2; part++) {
-        mn_gated_numbers factor, rows;
+        mn_gated_acc factor, rows;
         float end[2][2];
 #pragma unroll
         for (int i = 0; i < 4; i++) {
@@ -368,34 +376,34 @@ __device__ inline void mn_gated_writes(float (&fall)[2][2], const mn_gated_trian
             const float left = mn_exp2(end[i / 4][i % 2] - f[part].e[i / 4][i % 4]);
             factor[i / 4][i % 4] = reverse ? f[part].up[i / 4][i % 4] : left;
         }
-        mn_gated_times(rows, x[part], factor);
-        if (reverse == (part == 1)) mn_gated_lower(rows, rows, f[1 - part].whole);
-        mn_left_of(y, rows[0], rows[1]);
-        mn_gated_put(at + part * MN_GATED_ROWS, y);
+        mn_gated_scale_rows(rows, x[part], factor);
+        if (reverse == (part == 1)) mn_gated_decay_rows(rows, rows, f[1 - part].whole);
+        mn_frag_a_of(y, rows[0], rows[1]);
+        mn_gated_stmatrix(at + part * MN_GATED_SUB_BYTES, y);
     }
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-        fall[i / 2][i % 2] = f[0].whole[i / 2][i % 2] * f[1].whole[i / 2][i % 2];
+        cum_decay[i / 2][i % 2] = f[0].whole[i / 2][i % 2] * f[1].whole[i / 2][i % 2];
     }
 }
 
 /* Tokens behind a sequence's last become zeros, in a warp's own vec16s of rows of q, k and g; the
  * first warp of a pair has the values. */
 template <int KP>
-__device__ inline void mn_gated_end(mn_gated_stage<KP> &in, int count, int half) {
+__device__ inline void mn_gated_zero_tail(mn_gated_stage<KP> &in, int count, int half) {
     constexpr int vec16s = KP / 16;
     const uint4 zeros = make_uint4(0, 0, 0, 0);
     const int left = MN_GATED_CHUNK - count;
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < left * vec16s; i += 32) {
         const int row = count + i / vec16s, vec16 = half * vec16s + i % vec16s;
-        const uint32_t at = vec16 / 8 * MN_GATED_SMEM_TILE + mn_gated_place(row, vec16);
+        const uint32_t at = vec16 / 8 * MN_GATED_SMEM_TILE + mn_gated_swizzle(row, vec16);
         *(uint4 *)(in.q + at) = zeros, *(uint4 *)(in.k + at) = zeros;
         *(uint4 *)(in.g + at) = zeros;
     }
 #pragma unroll 1
     for (int i = threadIdx.x % 32; half == 0 && i < left * 8; i += 32) {
-        *(uint4 *)(in.v + mn_gated_place(count + i / 8, i % 8)) = zeros;
+        *(uint4 *)(in.v + mn_gated_swizzle(count + i / 8, i % 8)) = zeros;
     }
     __syncwarp();
 }
@@ -405,9 +413,9 @@ __device__ inline void mn_gated_pair_sync(int pair) {
 }
 
 /* The two warps of a pair add up their scores; each has the rest of one part, and eight columns of
- * what lies across. Against time they are turned. */
+ * what lies across. Against time they are transposed. */
 template <int KP>
-__device__ inline void mn_gated_join(mn_gated_stage<KP> &in, mn_gated_scores &P, int half,
+__device__ inline void mn_gated_reduce_scores(mn_gated_stage<KP> &in, mn_gated_scores &P, int half,
                                      int pair, bool reverse) {
     const int lane = threadIdx.x % 32;
     const uint32_t tile = mn_smem_address(in.scores());
@@ -435,65 +443,67 @@ __device__ inline void mn_gated_join(mn_gated_stage<KP> &in, mn_gated_scores &P,
         if (column > row) sum[i / 4][i % 4] = 0.0f;
     }
     uint32_t own[4];
-    mn_left_of(own, sum[0], sum[1]);
-    const uint32_t across[2] = { mn_pair(sum[2][0], sum[2][1]), mn_pair(sum[2][2], sum[2][3]) };
-    const uint32_t corner = tile + half * MN_GATED_ROWS;    // part by part: rows; vec16s 2 half
+    mn_frag_a_of(own, sum[0], sum[1]);
+    const uint32_t across[2] = { mn_bf16x2(sum[2][0], sum[2][1]), mn_bf16x2(sum[2][2], sum[2][3]) };
+    // part by part: rows; vec16s 2 half
+    const uint32_t corner = tile + half * MN_GATED_SUB_BYTES;
     if (reverse) {
         const int down = lane % 8 + lane / 16 * 8, along = lane / 8 % 2;
-        mn_gated_put<true>(corner + mn_gated_place(down, 2 * half + along), own);
-        mn_gated_put<true>(tile + mn_gated_place(8 * half + lane % 8, 2 + along), across[0],
+        mn_gated_stmatrix<true>(corner + mn_gated_swizzle(down, 2 * half + along), own);
+        mn_gated_stmatrix<true>(tile + mn_gated_swizzle(8 * half + lane % 8, 2 + along), across[0],
                            across[1]);
-        mn_gated_put(tile + MN_GATED_ROWS + mn_gated_place(lane % 16, half), 0, 0);
+        mn_gated_stmatrix(tile + MN_GATED_SUB_BYTES + mn_gated_swizzle(lane % 16, half), 0, 0);
     } else {
-        mn_gated_put(corner + mn_gated_place(lane % 16, 2 * half + lane / 16), own);
-        mn_gated_put(tile + MN_GATED_ROWS + mn_gated_place(lane % 16, half), across[0], across[1]);
-        mn_gated_put(tile + mn_gated_place(lane % 16, 2 + half), 0, 0);
+        mn_gated_stmatrix(corner + mn_gated_swizzle(lane % 16, 2 * half + lane / 16), own);
+        mn_gated_stmatrix(tile + MN_GATED_SUB_BYTES + mn_gated_swizzle(lane % 16, half),
+                          across[0], across[1]);
+        mn_gated_stmatrix(tile + mn_gated_swizzle(lane % 16, 2 + half), 0, 0);
     }
 }
 
 /* What the warps that scale do. */
-template <int KP, bool READS>
-__device__ inline void mn_gated_scale(mn_gated_smem<KP> &room, bool reverse) {
+template <int KP, bool HAS_OUT>
+__device__ inline void mn_gated_scale(mn_gated_smem<KP> &smem, bool reverse) {
     constexpr int steps = KP / 32;    // of 16 channels, of a warp
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % (2 * MN_GATED_PAIRS);
     const int pair = warp % MN_GATED_PAIRS, half = warp / MN_GATED_PAIRS;
-    const int turns = (int)(room.place.end - room.place.turn);
-    const int last = (int)room.place.n_chunks - 1, turn = (int)room.place.turn;
-    const int ending = reverse ? -turn : last - turn;    // when the sequence's last chunk comes
-    const int count = (int)room.place.span.length - last * MN_GATED_CHUNK;    // its tokens
-    const mn_gated_triangle triangle;
+    const int iters = (int)(smem.place.end - smem.place.iter);
+    const int last = (int)smem.place.n_chunks - 1, iter = (int)smem.place.iter;
+    const int ending = reverse ? -iter : last - iter;    // when the sequence's last chunk comes
+    const int count = (int)smem.place.span.length - last * MN_GATED_CHUNK;    // its tokens
+    const mn_gated_cumsum_mma triangle;
     const uint32_t first =
-        mn_gated_kept(mn_smem_address(&room) + mn_gated_place(lane % 16, lane / 16));
-    for (int n = pair; n < turns; n += MN_GATED_PAIRS) {
+        mn_gated_pin_reg(mn_smem_address(&smem) + mn_gated_swizzle(lane % 16, lane / 16));
+    for (int n = pair; n < iters; n += MN_GATED_PAIRS) {
         const int slot = n % MN_GATED_STAGES;
-        mn_gated_stage<KP> &in = room.stage[slot];
+        mn_gated_stage<KP> &in = smem.stage[slot];
         mn_gated_scores P = {};
-        float falls[2][2];
-        mn_mbarrier_wait(&room.there[slot], n / MN_GATED_STAGES & 1);
-        if (n == ending && count < MN_GATED_CHUNK) mn_gated_end<KP>(in, count, half);
+        float cum_decays[2][2];
+        mn_mbarrier_wait(&smem.full[slot], n / MN_GATED_STAGES & 1);
+        if (n == ending && count < MN_GATED_CHUNK) mn_gated_zero_tail<KP>(in, count, half);
 #pragma unroll 1
         for (int step = 0; step < steps; step++) {
             const int k = half * steps + step;
             const uint32_t q =
                 ((first + slot * (int)sizeof(in)) ^ k % 4 * 32) + k / 4 * MN_GATED_SMEM_TILE;
-            float fall[2][2];
+            float cum_decay[2][2];
             const uint32_t keys = q + (int)sizeof(in.q), g = keys + (int)sizeof(in.q);
-            if (READS) mn_gated_channels(P, fall, triangle, q, keys, g);
-            else mn_gated_writes(fall, triangle, q, keys, g, reverse);
+            if (HAS_OUT) mn_gated_scale_channels(P, cum_decay, triangle, q, keys, g);
+            else mn_gated_scale_writes(cum_decay, triangle, q, keys, g, reverse);
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                if (lane / 4 == step) falls[i / 2][i % 2] = fall[i / 2][i % 2];
+                if (lane / 4 == step) cum_decays[i / 2][i % 2] = cum_decay[i / 2][i % 2];
             }
         }
         mn_gated_pair_sync(pair);    // both have read the decays
         if (lane / 4 < steps) {
-            float *to = in.falls() + (half * steps + lane / 4) * 16 + lane % 4 * 2;
-            *(float2 *)to = make_float2(falls[0][0], falls[0][1]);
-            *(float2 *)(to + 8) = make_float2(falls[1][0], falls[1][1]);
+            float *to = in.cum_decays() + (half * steps + lane / 4) * 16 + lane % 4 * 2;
+            *(float2 *)to = make_float2(cum_decays[0][0], cum_decays[0][1]);
+            *(float2 *)(to + 8) = make_float2(cum_decays[1][0], cum_decays[1][1]);
         }
-        if (READS) mn_gated_join<KP>(in, P, half, pair, reverse);
+        if (HAS_OUT) mn_gated_reduce_scores<KP>(in, P, half, pair, reverse);
         mn_fence_proxy_async();
-        mn_mbarrier_arrive_warp(&room.made[slot]);
+        mn_mbarrier_arrive_warp(&smem.scaled[slot]);
     }
 }
 

@@ -18,7 +18,7 @@ static mn_memory memory_of(const mn_delta_args *p) {
 
 MN_CUDA_PLAN(delta_forward) {
     const mn_delta_args *p = (const mn_delta_args *)args;
-    if (mn_delta_chunks(p)) return mn_delta_chunk_forward_plan(plan, p);
+    if (mn_delta_uses_chunks(p)) return mn_delta_chunk_forward_plan(plan, p);
     return !p->query || mn_curvature_forward_cuda_plan(p->query, plan);
 }
 
@@ -31,7 +31,7 @@ MN_CUDA_LAUNCH(delta_forward) {
         query.call = p.call;
         p.query = &query;
     }
-    if (mn_delta_chunks(&p)) return mn_delta_chunk_forward(&p, shared, stream);
+    if (mn_delta_uses_chunks(&p)) return mn_delta_chunk_forward(&p, shared, stream);
     const int code = p.query ? mn_curvature_forward_cuda(p.query, shared, stream) : cudaSuccess;
     return code == cudaSuccess ? mn_memory_forward<true>(memory_of(&p), stream) : code;
 }
@@ -48,12 +48,12 @@ MN_CUDA_LAUNCH(delta_step) {
 
 MN_CUDA_PLAN(delta_backward) {
     const mn_delta_args *p = (const mn_delta_args *)args;
-    if (mn_delta_chunks(p)) return mn_delta_chunk_backward_plan(plan, p);
+    if (mn_delta_uses_chunks(p)) return mn_delta_chunk_backward_plan(plan, p);
     return mn_memory_backward_plan(plan, p->call);
 }
 
 MN_CUDA_LAUNCH(delta_backward) {
     const mn_delta_args *p = (const mn_delta_args *)args;
-    if (mn_delta_chunks(p)) return mn_delta_chunk_backward(p, shared, stream);
+    if (mn_delta_uses_chunks(p)) return mn_delta_chunk_backward(p, shared, stream);
     return mn_memory_backward<true>(memory_of(p), shared, stream);
 }

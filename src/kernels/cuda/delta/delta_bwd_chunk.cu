@@ -1,5 +1,5 @@
-/* delta_bwd_chunk.cu - gradients of delta over chunks: squares again, the walk forward that keeps
- * the states, the walk back, then keys and decays of all chunks at once. */
+/* delta_bwd_chunk.cu - gradients of delta over chunks: matrices again, the scan forward that keeps
+ * the states, the scan back, then keys and decays of all chunks at once. */
 #include "kernels/cuda/delta/delta_grad.cuh"
 #include "kernels/cuda/delta/delta_grad_channel.cuh"
 #include "kernels/cuda/delta/delta_launch.cuh"
@@ -9,16 +9,16 @@
 /* Gradients of beta, and of a decay per token or head, from the parts of a chunk: one thread for
  * each token. `whole` takes the chunk's sum for a decay per head. */
 __global__ void __launch_bounds__(MN_DELTA_CHUNK)
-mn_delta_finish_kernel(const __grid_constant__ mn_delta_job job, int n_parts) {
+delta_reduce_grads(const __grid_constant__ mn_delta_params job, int n_partials) {
     __shared__ float sums[2][MN_DELTA_CHUNK];
     const mn_delta_args &p = job.p;
-    const mn_delta_part *parts = (const mn_delta_part *)job.work.parts;
+    const mn_delta_partial *parts = (const mn_delta_partial *)job.workspace.parts;
     const int64_t h = blockIdx.x % p.call.H, slot = blockIdx.x / p.call.H;
     const mn_tile_span tile = mn_tile_at(p.call, MN_DELTA_CHUNK, slot);
     const int t = threadIdx.x;
     float G = 0.0f, beta = 0.0f, end = 0.0f;
-    for (int i = 0; i < n_parts && tile.n_rows > 0; i++) {
-        const mn_delta_part &part = parts[gridDim.x * (int64_t)i + blockIdx.x];
+    for (int i = 0; i < n_partials && tile.n_rows > 0; i++) {
+        const mn_delta_partial &part = parts[gridDim.x * (int64_t)i + blockIdx.x];
         G += part.G[t];
         beta += part.beta[t];
         end += part.end;
@@ -34,10 +34,10 @@ mn_delta_finish_kernel(const __grid_constant__ mn_delta_job job, int n_parts) {
     __syncthreads();
     sums[0][t] = t < tile.n_rows ? dg : 0.0f;
     __syncthreads();
-    if (t == 0 && job.work.whole) {
+    if (t == 0 && job.workspace.whole) {
         float sum = 0.0f;
         for (int i = 0; i < MN_DELTA_CHUNK; i++) sum += sums[0][i];
-        job.work.whole[blockIdx.x] = sum;
+        job.workspace.whole[blockIdx.x] = sum;
     }
     if (t >= tile.n_rows) return;
     const int64_t when = tile.span.t0 + tile.first + t;
@@ -49,71 +49,73 @@ mn_delta_finish_kernel(const __grid_constant__ mn_delta_job job, int n_parts) {
 
 /* A decay per head: the sum over its chunks, each thread's in their order, then the threads'. */
 __global__ void __launch_bounds__(256)
-mn_delta_head_kernel(const __grid_constant__ mn_delta_job job, int64_t slots) {
-    __shared__ float room[32];
+delta_head_decay_grad(const __grid_constant__ mn_delta_params job, int64_t slots) {
+    __shared__ float smem[32];
     const int64_t h = blockIdx.x;
     float sum = 0.0f;
     for (int64_t slot = threadIdx.x; slot < slots; slot += 256) {
-        sum += job.work.whole[slot * job.p.call.H + h];
+        sum += job.workspace.whole[slot * job.p.call.H + h];
     }
-    sum = mn_group_sum<256>(sum, room);
+    sum = mn_group_sum<256>(sum, smem);
     if (threadIdx.x == 0) mn_put(mn_row<mn_bf16>(job.p.grad.g, 0, 0, h), sum);
 }
 
 /* ---- launches -------------------------------------------------------------------------------- */
 
 /* The gradient of a decay per head is there without tokens too, and is zero then. */
-static int finish(const mn_delta_job &job, int64_t records, int n_parts, cudaStream_t stream) {
+static int reduce_grads(const mn_delta_params &job, int64_t records, int n_partials,
+                        cudaStream_t stream) {
     const mn_delta_args &p = job.p;
     int code = cudaSuccess;
     if (records > 0) {
-        mn_delta_finish_kernel<<<(unsigned)records, MN_DELTA_CHUNK, 0, stream>>>(job, n_parts);
+        delta_reduce_grads<<<(unsigned)records, MN_DELTA_CHUNK, 0, stream>>>(job, n_partials);
         code = mn_launch_status();
     }
     if (code != cudaSuccess || p.decay != MN_DECAY_HEAD || !p.grad.g.data) return code;
-    mn_delta_head_kernel<<<(unsigned)p.call.H, 256, 0, stream>>>(job, records / p.call.H);
+    delta_head_decay_grad<<<(unsigned)p.call.H, 256, 0, stream>>>(job, records / p.call.H);
     return mn_launch_status();
 }
 
 /* Both scans. */
 template <int KP, bool CHANNEL>
-static int walk(const mn_delta_job &job, cudaStream_t stream) {
-    const int code = mn_delta_scan<KP>(mn_delta_scan_kernel<KP, CHANNEL, true>,
-                                       mn_delta_scan_warps_kernel<KP, CHANNEL, true>, job, false,
-                                       job.wide_v, stream);
+static int scan(const mn_delta_params &job, cudaStream_t stream) {
+    const int code = mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, CHANNEL, true>,
+                                       delta_state_scan_warp_kernel<KP, CHANNEL, true>, job, false,
+                                       job.padded_v, stream);
     if (code != cudaSuccess) return code;
-    return mn_delta_scan<KP>(mn_delta_scan_back_kernel<KP, CHANNEL>,
-                             mn_delta_scan_back_warps_kernel<KP, CHANNEL>, job, true, job.wide_v,
+    return mn_delta_state_scan<KP>(delta_state_scan_bwd_kernel<KP, CHANNEL>,
+                             delta_state_scan_bwd_warp_kernel<KP, CHANNEL>, job, true, job.padded_v,
                              stream);
 }
 
 template <int KP>
-static int backward(const mn_delta_job &job, cudaStream_t stream) {
+static int backward(const mn_delta_params &job, cudaStream_t stream) {
     constexpr int KT = KP < 128 ? KP : 128;
     const bool channel = job.p.decay == MN_DECAY_CHANNEL;
     const int64_t records = mn_tile_slots(job.p.call, MN_DELTA_CHUNK) * job.p.call.H;
     const dim3 blocks((unsigned)records, KP / KT);
-    int code = mn_delta_prepare<KP>(job, stream);
+    int code = mn_delta_intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
-    code = channel ? walk<KP, true>(job, stream) : walk<KP, false>(job, stream);
+    code = channel ? scan<KP, true>(job, stream) : scan<KP, false>(job, stream);
     if (code != cudaSuccess) return code;
-    if (records == 0) return finish(job, 0, KP / KT, stream);
-    code = mn_launch_smem(channel ? mn_delta_gradient_channel_kernel<KT, KP>
-                                       : mn_delta_gradient_kernel<KT, KP>,
-                               blocks, MN_DELTA_GRADERS,
-                               channel ? sizeof(mn_channel_smem<KT>) : sizeof(mn_grade_smem<KT>),
+    if (records == 0) return reduce_grads(job, 0, KP / KT, stream);
+    code = mn_launch_smem(channel ? delta_grad_channel_kernel<KT, KP>
+                                       : delta_grad_kernel<KT, KP>,
+                               blocks, MN_DELTA_GRAD_THREADS,
+                               channel ? sizeof(mn_channel_grad_smem<KT>)
+                                   : sizeof(mn_grad_smem<KT>),
                                stream, job);
     if (code != cudaSuccess) return code;
-    return finish(job, records, KP / KT, stream);
+    return reduce_grads(job, records, KP / KT, stream);
 }
 
 bool mn_delta_chunk_backward_plan(mn_plan *plan, const mn_delta_args *p) {
-    mn_delta_work work;
-    return mn_delta_lay_out(&work, &plan->shared_bytes, p, nullptr, true);
+    mn_delta_workspace workspace;
+    return mn_delta_workspace_layout(&workspace, &plan->shared_bytes, p, nullptr, true);
 }
 
 int mn_delta_chunk_backward(const mn_delta_args *p, void *shared, void *stream) {
-    mn_delta_job job;
-    if (!mn_delta_job_of(&job, p, shared, true)) return cudaErrorNotSupported;
-    MN_DELTA_BY_WIDTH(backward, p->call.K, (job, (cudaStream_t)stream));
+    mn_delta_params job;
+    if (!mn_delta_make_params(&job, p, shared, true)) return cudaErrorNotSupported;
+    MN_DELTA_DISPATCH_K(backward, p->call.K, (job, (cudaStream_t)stream));
 }

@@ -6,7 +6,7 @@
 #include "kernels/kernel.h"
 
 /* Whether chunks serve a call: its kind and widths, never its length. */
-bool mn_delta_chunks(const mn_delta_args *p);
+bool mn_delta_uses_chunks(const mn_delta_args *p);
 
 bool mn_delta_chunk_forward_plan(mn_plan *plan, const mn_delta_args *p);
 int mn_delta_chunk_forward(const mn_delta_args *p, void *shared, void *stream);

@@ -1,9 +1,9 @@
-/* delta_fwd_chunk.cu - delta over chunks: squares of all chunks, then the walk; and what makes its
- * queries, where that is curvature, which the walk then follows. */
+/* delta_fwd_chunk.cu - delta over chunks: matrices of all chunks, then the scan; and what makes its
+ * queries, where that is curvature, which the scan then follows. */
 #include "kernels/cuda/delta/delta_launch.cuh"
 #include "kernels/cuda/delta/delta_fwd_chunk_sm90.cuh"
 
-static int n_processors(void) {
+static int sm_count(void) {
     int device = 0, count = 0;
     if (cudaGetDevice(&device) != cudaSuccess ||
         cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
@@ -12,53 +12,56 @@ static int n_processors(void) {
     return count;
 }
 
-/* The walk beside the curvature that makes its queries, a chunk or two behind. */
+/* The scan overlapped the curvature that makes its queries, a chunk or two behind. */
 template <int KP>
-static int follow(const mn_delta_job &job, const mn_ws_maps &maps, const mn_curve_beside &query,
+static int forward_sm90_pdl(const mn_delta_params &job, const mn_fwd_chunk_maps &maps,
+                            const mn_curve_beside &query,
                   cudaStream_t stream) {
     int code = mn_curve_beside_sums(query, stream);
-    if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, maps.e, false, stream);
+    if (code == cudaSuccess) code = mn_delta_wy_inverse_sm90<KP>(job, maps.e, false, stream);
     if (code == cudaSuccess) code = mn_curve_beside_launch(query, stream);
-    return code == cudaSuccess ? mn_delta_ws_follow<KP>(job, maps, query.ready, stream) : code;
+    return code == cudaSuccess ? mn_delta_fwd_chunk_sm90_pdl<KP>(job, maps, query.ready, stream)
+        : code;
 }
 
-/* Where all blocks of curvature and of the walk find a processor, the walk follows; else T is
- * prepared beside curvature. The bits are the same. */
+/* Where all blocks of curvature and of the scan find a processor, the scan follows; else T is
+ * prepared overlapped curvature. The bits are the same. */
 template <int KP>
-static int ws(const mn_delta_job &job, const mn_ws_maps &maps, void *query_work,
+static int forward_sm90(const mn_delta_params &job, const mn_fwd_chunk_maps &maps, void *query_work,
                  cudaStream_t stream) {
     const mn_curvature_args *query = job.p.query;
-    mn_curve_beside beside;
+    mn_curve_beside overlapped;
     int code = cudaSuccess;
-    if (query && mn_curve_beside_of(&beside, query, query_work) &&
-        mn_curve_beside_blocks(beside) + mn_ws_blocks(job.p.call) <= n_processors()) {
-        return follow<KP>(job, maps, beside, stream);
+    if (query && mn_curve_beside_of(&overlapped, query, query_work) &&
+        mn_curve_beside_blocks(overlapped) + mn_fwd_chunk_blocks(job.p.call) <= sm_count()) {
+        return forward_sm90_pdl<KP>(job, maps, overlapped, stream);
     }
     if (query) code = mn_curvature_forward_cuda(query, query_work, stream);
-    if (code == cudaSuccess) code = mn_delta_triangles<KP>(job, maps.e, query != nullptr, stream);
-    return code == cudaSuccess ? mn_delta_ws<KP>(job, maps, stream) : code;
+    if (code == cudaSuccess) code = mn_delta_wy_inverse_sm90<KP>(job, maps.e, query != nullptr,
+                                                                 stream);
+    return code == cudaSuccess ? mn_delta_fwd_chunk_sm90<KP>(job, maps, stream) : code;
 }
 
 template <int KP>
-static int forward(const mn_delta_job &job, void *query_work, cudaStream_t stream) {
+static int forward(const mn_delta_params &job, void *query_work, cudaStream_t stream) {
     const int64_t V = job.p.call.V;
     if constexpr (KP <= 128) {
-        mn_ws_maps maps;
-        if (mn_delta_goes_ws(&maps, job)) {
-            return ws<KP>(job, maps, query_work, stream);
+        mn_fwd_chunk_maps maps;
+        if (mn_delta_fwd_chunk_supported(&maps, job)) {
+            return forward_sm90<KP>(job, maps, query_work, stream);
         }
     }
     int code = cudaSuccess;
     if (job.p.query) code = mn_curvature_forward_cuda(job.p.query, query_work, stream);
-    if (code == cudaSuccess) code = mn_delta_prepare<KP>(job, stream);
+    if (code == cudaSuccess) code = mn_delta_intra_chunk<KP>(job, stream);
     if (code != cudaSuccess) return code;
     if (job.p.decay == MN_DECAY_CHANNEL) {
-        return mn_delta_scan<KP>(mn_delta_scan_kernel<KP, true, false>,
-                                 mn_delta_scan_warps_kernel<KP, true, false>, job, false, V,
+        return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, true, false>,
+                                 delta_state_scan_warp_kernel<KP, true, false>, job, false, V,
                                  stream);
     }
-    return mn_delta_scan<KP>(mn_delta_scan_kernel<KP, false, false>,
-                             mn_delta_scan_warps_kernel<KP, false, false>, job, false, V, stream);
+    return mn_delta_state_scan<KP>(delta_state_scan_kernel<KP, false, false>,
+                             delta_state_scan_warp_kernel<KP, false, false>, job, false, V, stream);
 }
 
 /* Whether a block gets as much shared memory as the widest kernels take. Where there is no GPU to
@@ -75,26 +78,26 @@ static bool has_smem(void) {
 
 /* Sums over few value columns average the roundings of operands less: those of up to 32 lose more
  * than twice what storing in bf16 does. */
-bool mn_delta_chunks(const mn_delta_args *p) {
+bool mn_delta_uses_chunks(const mn_delta_args *p) {
     return p->call.dtype == MN_BF16 && p->call.K >= 32 && p->call.K <= 256 && p->call.V > 32 &&
            has_smem();
 }
 
 bool mn_delta_chunk_forward_plan(mn_plan *plan, const mn_delta_args *p) {
-    mn_delta_work work;
+    mn_delta_workspace workspace;
     size_t own, query = 0;
-    return mn_delta_lay_out(&work, &own, p, nullptr, false) &&
+    return mn_delta_workspace_layout(&workspace, &own, p, nullptr, false) &&
            (!p->query || mn_curve_beside_plan(&query, p->query)) &&
            mn_add_size(&plan->shared_bytes, own, query);
 }
 
 int mn_delta_chunk_forward(const mn_delta_args *p, void *shared, void *stream) {
-    mn_delta_job job;
-    mn_delta_work work;
+    mn_delta_params job;
+    mn_delta_workspace workspace;
     size_t own;
-    if (!mn_delta_job_of(&job, p, shared, false) ||
-        !mn_delta_lay_out(&work, &own, p, nullptr, false)) {
+    if (!mn_delta_make_params(&job, p, shared, false) ||
+        !mn_delta_workspace_layout(&workspace, &own, p, nullptr, false)) {
         return cudaErrorNotSupported;
     }
-    MN_DELTA_BY_WIDTH(forward, p->call.K, (job, (char *)shared + own, (cudaStream_t)stream));
+    MN_DELTA_DISPATCH_K(forward, p->call.K, (job, (char *)shared + own, (cudaStream_t)stream));
 }

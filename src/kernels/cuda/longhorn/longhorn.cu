@@ -14,20 +14,20 @@
 
 enum { ROWS = 8 };    // of a block
 
-struct row_place {
+struct row_coord {
     int64_t row, b, t, h;
 };
 
-__device__ static row_place row_here(const mn_call &c) {
+__device__ static row_coord warp_row_coord(const mn_call &c) {
     const int64_t row = blockIdx.x * (int64_t)ROWS + threadIdx.x / 32;
     return { row, row / c.H / c.T, row / c.H % c.T, row % c.H };
 }
 
 template <typename T>
 __global__ void __launch_bounds__(32 * ROWS)
-longhorn_finish_kernel(const __grid_constant__ mn_longhorn_diag_args p, const float *y,
+longhorn_reduce_grads(const __grid_constant__ mn_longhorn_diag_args p, const float *y,
                        const float *parts, int64_t tiles) {
-    const row_place at = row_here(p.call);
+    const row_coord at = warp_row_coord(p.call);
     const int64_t rows = p.call.B * p.call.T * p.call.H, K = p.call.K, V = p.call.V;
     if (at.row >= rows) return;
     T *dbeta = mn_row<T>(p.grad.beta, at.b, at.t, at.h);
@@ -62,15 +62,15 @@ static bool rows_size(size_t *count, const mn_call *c) {
            mn_mul_size(count, *count, (size_t)c->H) && mn_mul_size(count, *count, (size_t)c->V);
 }
 
-static bool measure(mn_columns_extent *to, const mn_call &c, mn_columns_kind kind) {
-    if (kind == MN_COLUMNS_CELL && c.K <= MN_DIAG_WIDEST) return mn_diag_measure(to, c);
+static bool get_sizes(mn_columns_extent *to, const mn_call &c, mn_columns_kind kind) {
+    if (kind == MN_COLUMNS_CELL && c.K <= MN_DIAG_MAX_K) return mn_diag_workspace_sizes(to, c);
     return mn_columns_measure(to, c, c.V);
 }
 
 static bool backward_plan(const mn_call *c, mn_columns_kind kind, mn_plan *plan) {
     mn_columns_extent extent;
     size_t rows;
-    return rows_size(&rows, c) && measure(&extent, *c, kind) &&
+    return rows_size(&rows, c) && get_sizes(&extent, *c, kind) &&
            mn_add_size(&rows, rows, extent.spans) &&
            mn_add_size(&rows, rows, extent.tokens) && mn_add_size(&rows, rows, extent.parts) &&
            mn_add_size(&rows, rows, 4) &&
@@ -102,23 +102,23 @@ static int backward(const mn_longhorn_diag_args *p, float *at, cudaStream_t on) 
     const mn_call &c = p->call;
     const int64_t rows = c.B * c.T * c.H, size = rows * c.V;
     mn_columns_extent extent;
-    if (!measure(&extent, c, KIND)) return cudaErrorNotSupported;
+    if (!get_sizes(&extent, c, KIND)) return cudaErrorNotSupported;
     mn_columns m = columns_of(p);
     m.beta = p->beta, m.cot_o = p->cot.o, m.reads = true, m.y = at, m.dv = p->grad.v;
     m.spans = (float *)(((uintptr_t)(at + size) + 15) / 16 * 16);
     m.tokens = m.spans + extent.spans, m.parts = m.tokens + extent.tokens;
     m.cot_state = (const float *)p->cot.state.data, m.dstate0 = (float *)p->grad.state0.data;
     int code;
-    if (KIND == MN_COLUMNS_CELL && mn_diag_serves(c)) code = mn_diag_backward<T>(m, on);
+    if (KIND == MN_COLUMNS_CELL && mn_diag_supported(c)) code = mn_diag_backward<T>(m, on);
     else code = mn_columns_backward<T, KIND>(m, on);
     if (code != cudaSuccess || size == 0) return code;
-    longhorn_finish_kernel<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(
+    longhorn_reduce_grads<T><<<mn_blocks(rows, ROWS), 32 * ROWS, 0, on>>>(
         *p, m.y, m.parts, mn_columns_tiles(c.V));
     return mn_launch_status();
 }
 
-static bool goes_by_chunks(const mn_call *c, mn_columns_kind kind) {
-    return kind == MN_COLUMNS_COLUMN && mn_longhorn_chunks(c);
+static bool uses_chunks(const mn_call *c, mn_columns_kind kind) {
+    return kind == MN_COLUMNS_COLUMN && mn_longhorn_uses_chunks(c);
 }
 
 template <mn_columns_kind KIND>
@@ -137,21 +137,21 @@ static int backward_any(const mn_longhorn_diag_args *p, void *shared, void *stre
 #define LONGHORN(name, KIND)                                                                       \
     MN_CUDA_PLAN(name##_forward) {                                                                 \
         const mn_call *c = (const mn_call *)args;                                                  \
-        return goes_by_chunks(c, KIND) ? mn_longhorn_chunk_plan(plan, c, false) : true;            \
+        return uses_chunks(c, KIND) ? mn_longhorn_chunk_plan(plan, c, false) : true;            \
     }                                                                                              \
     MN_CUDA_PLAN(name##_backward) {                                                                \
         const mn_call *c = (const mn_call *)args;                                                  \
-        return goes_by_chunks(c, KIND) ? mn_longhorn_chunk_plan(plan, c, true)                     \
+        return uses_chunks(c, KIND) ? mn_longhorn_chunk_plan(plan, c, true)                     \
                                        : backward_plan(c, KIND, plan);                             \
     }                                                                                              \
     MN_CUDA_LAUNCH(name##_forward) {                                                               \
         const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;                      \
-        return goes_by_chunks(&p->call, KIND) ? mn_longhorn_chunk_forward(p, shared, stream)       \
+        return uses_chunks(&p->call, KIND) ? mn_longhorn_chunk_forward(p, shared, stream)       \
                                               : forward_any<KIND>(p, stream);                      \
     }                                                                                              \
     MN_CUDA_LAUNCH(name##_backward) {                                                              \
         const mn_longhorn_diag_args *p = (const mn_longhorn_diag_args *)args;                      \
-        return goes_by_chunks(&p->call, KIND) ? mn_longhorn_chunk_backward(p, shared, stream)      \
+        return uses_chunks(&p->call, KIND) ? mn_longhorn_chunk_backward(p, shared, stream)      \
                                               : backward_any<KIND>(p, shared, stream);             \
     }
 LONGHORN(longhorn_diag, MN_COLUMNS_CELL)

@@ -17,7 +17,7 @@
 
 #include "kernels/cuda/recurrent/column_state_bwd.cuh"
 
-enum { MN_DIAG_WIDEST = 128, MN_DIAG_WARPS = MN_COLUMNS_TILE / 8 };
+enum { MN_DIAG_MAX_K = 128, MN_DIAG_WARPS = MN_COLUMNS_TILE / 8 };
 enum { MN_DIAG_THREADS = 32 * MN_DIAG_WARPS, MN_DIAG_STASH = 4 };    // tokens
 
 template <int R>
@@ -30,8 +30,8 @@ struct mn_diag_smem {
 
 /* Walks tokens [t0, t1) with S and keeps the state in front of every `every` of them. */
 template <typename T, int R>
-__device__ static void mn_diag_replay(mn_block_cells<4 * R> &S, float *kept, int64_t stride,
-                                      int every, mn_diag_smem<R> &room, const mn_columns &p,
+__device__ static void mn_diag_recompute(mn_block_cells<4 * R> &S, float *kept, int64_t stride,
+                                      int every, mn_diag_smem<R> &smem, const mn_columns &p,
                                       const mn_columns_place &at, int64_t t0, int64_t t1) {
     constexpr int group = mn_slab_sizes<4 * R>::group;
     mn_slab_ahead<T, 4 * R> ahead;
@@ -41,20 +41,20 @@ __device__ static void mn_diag_replay(mn_block_cells<4 * R> &S, float *kept, int
         const int count = (int)min((int64_t)group, t1 - t);
         if ((t - t0) % every == 0) S.keep(kept + (t - t0) / every * stride);
         __syncthreads();
-        ahead.template put<MN_COLUMNS_CELL>(room.tokens.in);
+        ahead.template put<MN_COLUMNS_CELL>(smem.tokens.in);
         __syncthreads();
         if (t + group < t1) ahead.template fetch<MN_COLUMNS_CELL>(p, at, t + group);
 #pragma unroll 1
         for (int token = 0; token < count; token++) {
             float none[4];
-            S.template advance<MN_COLUMNS_CELL, false>(none, room.tokens.in, token);
+            S.template advance<MN_COLUMNS_CELL, false>(none, smem.tokens.in, token);
         }
     }
 }
 
-/* Sums over this warp's columns, to its row of the room. */
+/* Sums over this warp's columns, to its row of the smem. */
 template <int R>
-__device__ inline void mn_diag_leave(float *sums, float (&x)[R]) {
+__device__ inline void mn_diag_store_sums(float *sums, float (&x)[R]) {
     typedef mn_block_cells<4 * R> cells;
     mn_lanes_share<R / 2, 16>(x);
     const int half = threadIdx.x % 32 / 16;
@@ -69,18 +69,18 @@ __device__ inline void mn_diag_leave(float *sums, float (&x)[R]) {
 /* Gradients of token number `token` of the group; S is the state behind it and becomes the one in
  * front. */
 template <typename T, int R>
-__device__ __forceinline__ void mn_diag_token_back(mn_block_cells<4 * R> &D,
-                                                   mn_block_cells<4 * R> &S, mn_diag_smem<R> &room,
+__device__ __forceinline__ void mn_diag_token_bwd(mn_block_cells<4 * R> &D,
+                                                   mn_block_cells<4 * R> &S, mn_diag_smem<R> &smem,
                                                    const mn_columns &p, const mn_columns_place &at,
                                                    int64_t t, int token) {
     typedef mn_block_cells<4 * R> cells;
-    const mn_slab_smem<4 * R> &in = room.tokens.in;
-    const float *before = room.before[token % MN_DIAG_STASH];
+    const mn_slab_smem<4 * R> &in = smem.tokens.in;
+    const float *before = smem.before[token % MN_DIAG_STASH];
     float w[4], u[4], v[4], cot[4], to_q[R], to_k[R], sums[8] = {};    // D k, then y
     mn_load<4>(w, in.w[token], cells::first_column());
     mn_load<4>(u, in.u[token], cells::first_column());
     mn_load<4>(v, in.v[token], cells::first_column());
-    mn_load<4>(cot, room.tokens.cot[token], cells::first_column());
+    mn_load<4>(cot, smem.tokens.cot[token], cells::first_column());
 #pragma unroll
     for (int m = 0; m < R / 4; m++) {
         float k[4], q[4], x[4];
@@ -107,8 +107,8 @@ __device__ __forceinline__ void mn_diag_token_back(mn_block_cells<4 * R> &D,
         }
     }
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    mn_diag_leave<R>(room.sums[token % MN_DIAG_STASH][0][warp], to_q);
-    mn_diag_leave<R>(room.sums[token % MN_DIAG_STASH][1][warp], to_k);
+    mn_diag_store_sums<R>(smem.sums[token % MN_DIAG_STASH][0][warp], to_q);
+    mn_diag_store_sums<R>(smem.sums[token % MN_DIAG_STASH][1][warp], to_k);
     mn_lanes_share<4, 8>(sums);    // lanes 0 to 7 of 16 have D k, others y
     mn_lanes_share<2, 4>(sums);
     mn_lanes_share<1, 2>(sums);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void mn_diag_token_back(mn_block_cells<4 * R> &D,
 /* Adds the warps' sums of `count` tokens, of which the first is token t. All threads call, between
  * barriers. */
 template <int R>
-__device__ static void mn_diag_add_warps(const mn_diag_smem<R> &room, const mn_columns &p,
+__device__ static void mn_diag_reduce_warps(const mn_diag_smem<R> &smem, const mn_columns &p,
                                          const mn_columns_place &at, int64_t t, int count) {
     constexpr int rows = 16 * R;
     const int64_t all = p.call.B * p.call.T * p.call.H;
@@ -136,14 +136,14 @@ __device__ static void mn_diag_add_warps(const mn_diag_smem<R> &room, const mn_c
         float *part = p.parts + (at.tile * all + mn_columns_row(p, at, t + token)) * 2 * p.call.K;
         float sum = 0.0f;
 #pragma unroll
-        for (int warp = 0; warp < MN_DIAG_WARPS; warp++) sum += room.sums[token][which][warp][i];
+        for (int warp = 0; warp < MN_DIAG_WARPS; warp++) sum += smem.sums[token][which][warp][i];
         if (i < p.call.K) part[which * p.call.K + i] = sum;
     }
 }
 
 /* A group of tokens and their cotangents on their way: a warp brings a token. */
 template <typename T, int R>
-struct mn_diag_ahead {
+struct mn_diag_prefetch {
     using sizes = mn_slab_sizes<4 * R>;
     mn_slab_ahead<T, 4 * R> tokens;
     mn_columns_few<sizes::column_items, T> cot;
@@ -156,20 +156,20 @@ struct mn_diag_ahead {
     }
 
     /* All threads call, between barriers. */
-    __device__ void put(mn_diag_smem<R> &room) const {
+    __device__ void put(mn_diag_smem<R> &smem) const {
         float x[sizes::column_items];
 #pragma unroll
         for (int n = 0; n < sizes::column_items; n++) x[n] = cot.at(n);
-        tokens.template put<MN_COLUMNS_CELL>(room.tokens.in);
-        mn_store<sizes::column_items>(room.tokens.cot[sizes::token()], sizes::column(), x);
+        tokens.template put<MN_COLUMNS_CELL>(smem.tokens.in);
+        mn_store<sizes::column_items>(smem.tokens.cot[sizes::token()], sizes::column(), x);
     }
 };
 
-/* Gradients of the group of `count` tokens at t, which are in the room, from the state in front of
+/* Gradients of the group of `count` tokens at t, which are in the smem, from the state in front of
  * it and D behind it. */
 template <typename T, int R>
-__device__ static void mn_diag_group_back(mn_block_cells<4 * R> &D, const float *front,
-                                          mn_diag_smem<R> &room, const mn_columns &p,
+__device__ static void mn_diag_group_bwd(mn_block_cells<4 * R> &D, const float *front,
+                                          mn_diag_smem<R> &smem, const mn_columns &p,
                                           const mn_columns_place &at, int64_t t, int count) {
 #pragma unroll 1
     for (int first = (count - 1) / MN_DIAG_STASH * MN_DIAG_STASH; first >= 0;
@@ -180,50 +180,50 @@ __device__ static void mn_diag_group_back(mn_block_cells<4 * R> &D, const float 
 #pragma unroll 1
         for (int token = 0; token < last; token++) {
             float none[4];
-            if (token >= first) S.keep(room.before[token - first]);
-            S.template advance<MN_COLUMNS_CELL, false>(none, room.tokens.in, token);
+            if (token >= first) S.keep(smem.before[token - first]);
+            S.template advance<MN_COLUMNS_CELL, false>(none, smem.tokens.in, token);
         }
 #pragma unroll 1
         for (int token = last - 1; token >= first; token--) {
-            mn_diag_token_back<T, R>(D, S, room, p, at, t + token, token);
+            mn_diag_token_bwd<T, R>(D, S, smem, p, at, t + token, token);
         }
         __syncthreads();
-        mn_diag_add_warps<R>(room, p, at, t + first, last - first);
+        mn_diag_reduce_warps<R>(smem, p, at, t + first, last - first);
         __syncthreads();
     }
 }
 
 template <typename T, int R>
 __global__ void __launch_bounds__(MN_DIAG_THREADS, 1)
-mn_diag_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
-    constexpr int group = mn_slab_sizes<4 * R>::group, groups = MN_COLUMNS_SPAN / group;
+longhorn_diag_bwd(const __grid_constant__ mn_columns p, int64_t tiles) {
+    constexpr int group = mn_slab_sizes<4 * R>::group, splits = MN_COLUMNS_SPAN / group;
     typedef mn_diag_smem<R> smem_of;
     extern __shared__ __align__(128) unsigned char bytes[];
-    smem_of &room = *(smem_of *)bytes;
+    smem_of &smem = *(smem_of *)bytes;
     const mn_columns_place at = mn_columns_here(p, tiles);
     const int64_t length = at.span.length, stride = p.call.H * tiles * smem_of::cells;
     float *spans = mn_columns_spans(p, at, tiles, stride, smem_of::cells);
-    float *fronts = p.tokens + at.block * groups * smem_of::cells;
+    float *fronts = p.tokens + at.block * splits * smem_of::cells;
     mn_block_cells<4 * R> D, S;
     S.load(p, at, p.state0, NULL);
-    mn_diag_replay<T, R>(S, spans, stride, MN_COLUMNS_SPAN, room, p, at, 0, length);
+    mn_diag_recompute<T, R>(S, spans, stride, MN_COLUMNS_SPAN, smem, p, at, 0, length);
     D.load(p, at, p.cot_state, NULL);
 #pragma unroll 1
     for (int64_t i = (length + MN_COLUMNS_SPAN - 1) / MN_COLUMNS_SPAN - 1; i >= 0; i--) {
         const int64_t t0 = i * MN_COLUMNS_SPAN, t1 = min(t0 + MN_COLUMNS_SPAN, length);
         S.recall(spans + i * stride);
-        mn_diag_replay<T, R>(S, fronts, smem_of::cells, group, room, p, at, t0, t1);
-        mn_diag_ahead<T, R> ahead;
+        mn_diag_recompute<T, R>(S, fronts, smem_of::cells, group, smem, p, at, t0, t1);
+        mn_diag_prefetch<T, R> ahead;
         const int64_t groups_here = (t1 - t0 + group - 1) / group;
         ahead.fetch(p, at, t0 + (groups_here - 1) * group, length);
 #pragma unroll 1
         for (int64_t g = groups_here - 1; g >= 0; g--) {
             const int64_t t = t0 + g * group;
             __syncthreads();
-            ahead.put(room);
+            ahead.put(smem);
             __syncthreads();
             if (g > 0) ahead.fetch(p, at, t - group, length);
-            mn_diag_group_back<T, R>(D, fronts + g * smem_of::cells, room, p, at, t,
+            mn_diag_group_bwd<T, R>(D, fronts + g * smem_of::cells, smem, p, at, t,
                                      (int)min((int64_t)group, t1 - t));
         }
     }
@@ -231,32 +231,32 @@ mn_diag_backward_kernel(const __grid_constant__ mn_columns p, int64_t tiles) {
 }
 
 /* Work space as of column_state_bwd.cuh, for at least 64 rows. */
-inline bool mn_diag_measure(mn_columns_extent *to, mn_call c) {
+inline bool mn_diag_workspace_sizes(mn_columns_extent *to, mn_call c) {
     c.K = mn_max(c.K, 64);
     return mn_columns_measure(to, c, c.V);
 }
 
-/* Whether a block has room for it here. */
-inline bool mn_diag_serves(const mn_call &c) {
+/* Whether a block has smem for it here. */
+inline bool mn_diag_supported(const mn_call &c) {
     const int limit = mn_device_props_current().shared_bytes;
     return c.K <= 64 ? (int)sizeof(mn_diag_smem<4>) <= limit
-                     : c.K <= MN_DIAG_WIDEST && (int)sizeof(mn_diag_smem<8>) <= limit;
+                     : c.K <= MN_DIAG_MAX_K && (int)sizeof(mn_diag_smem<8>) <= limit;
 }
 
 template <typename T, int R>
-static int mn_diag_start(const mn_columns &p, cudaStream_t on) {
+static int mn_diag_launch(const mn_columns &p, cudaStream_t on) {
     const int64_t tiles = mn_columns_tiles(p.columns);
     const int64_t blocks = tiles * p.call.H * mn_n_spans(p.call);
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_smem(mn_diag_backward_kernel<T, R>, dim3((unsigned)blocks),
+    return mn_launch_smem(longhorn_diag_bwd<T, R>, dim3((unsigned)blocks),
                                MN_DIAG_THREADS, sizeof(mn_diag_smem<R>), on, p, tiles);
 }
 
 template <typename T>
 static int mn_diag_backward(mn_columns p, cudaStream_t on) {
     p.whole = mn_columns_are_whole<T>(p, p.call.K <= 64 ? 2 : 4);
-    return p.call.K <= 64 ? mn_diag_start<T, 4>(p, on) : mn_diag_start<T, 8>(p, on);
+    return p.call.K <= 64 ? mn_diag_launch<T, 4>(p, on) : mn_diag_launch<T, 8>(p, on);
 }
 
 #endif

@@ -1,8 +1,9 @@
 /* longhorn_diag_step.cuh - one token of longhorn_diag (see column_state.cuh, CELL), the state in
  * place;
- * what it makes has the bits of the walk (column_state_fwd.cuh), of which it is one turn. A block
- * has 64 columns of a memory. A thread has the rows and columns that one of the walk has, but
- * neighbouring threads neighbouring columns, and requests for all of them before it looks at the
+ * what it makes has the bits of the scan (column_state_fwd.cuh), of which it is one iter. A block
+ * has 64 columns of a memory. A thread has the rows and columns that one of the scan has, but
+ * neighbouring threads neighbouring columns, and uses_tma for all of them before it prefetches at
+ * the
  * token,
  * which a warp more brings. */
 #ifndef MN_KERNELS_CUDA_LONGHORN_LONGHORN_DIAG_STEP_CUH
@@ -11,8 +12,8 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/recurrent/column_state_fwd.cuh"
 
-enum { MN_DIAG_STEP_GROUPS = 16, MN_DIAG_STEP_HOLDERS = 256 };    // of rows; threads with cells
-enum { MN_DIAG_STEP_THREADS = MN_DIAG_STEP_HOLDERS + 32 };
+enum { MN_DIAG_STEP_GROUPS = 16, MN_DIAG_STEP_OWNERS = 256 };    // of rows; threads with cells
+enum { MN_DIAG_STEP_THREADS = MN_DIAG_STEP_OWNERS + 32 };
 
 /* The cells of a thread: packs of P rows that lie 16 P ws, four columns of each. */
 template <int ROWS>
@@ -45,8 +46,8 @@ struct mn_diag_step_cells {
     }
 
     /* As mn_block_cells::advance does; `o` becomes this thread's part of S'q. */
-    template <typename Room>
-    __device__ void advance(float (&o)[4], const Room &in) {
+    template <typename Smem>
+    __device__ void advance(float (&o)[4], const Smem &in) {
         float w[4], u[4], write[4];
         mn_load<4>(w, in.w[0], first_column());
         mn_load<4>(u, in.u[0], first_column());
@@ -76,7 +77,7 @@ __device__ inline void mn_diag_step_store(float *to, const float (&x)[4]) {
                  ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]) : "memory");
 }
 
-/* A column's sum over all groups, added as the walk's lanes do (mn_block_cells::leave). */
+/* A column's sum over all splits, added as the scan's lanes do (mn_block_cells::leave). */
 __device__ inline float mn_diag_step_sum(const float (*parts)[MN_COLUMNS_TILE], int column) {
     float x[MN_DIAG_STEP_GROUPS];
 #pragma unroll
@@ -91,34 +92,34 @@ __device__ inline float mn_diag_step_sum(const float (*parts)[MN_COLUMNS_TILE], 
 
 template <typename T, int ROWS>
 __global__ void __launch_bounds__(MN_DIAG_STEP_THREADS)
-mn_diag_step_kernel(const __grid_constant__ mn_columns p, unsigned tiles) {
-    constexpr int WARPS = MN_DIAG_STEP_HOLDERS / 32, FEEDERS = MN_COLUMNS_TILE / 8;
-    __shared__ mn_slab_smem<ROWS, WARPS> room;
+longhorn_diag_step_recurrent(const __grid_constant__ mn_columns p, unsigned tiles) {
+    constexpr int WARPS = MN_DIAG_STEP_OWNERS / 32, FEEDERS = MN_COLUMNS_TILE / 8;
+    __shared__ mn_slab_smem<ROWS, WARPS> smem;
     __shared__ alignas(16) float parts[MN_DIAG_STEP_GROUPS][MN_COLUMNS_TILE];
     const unsigned head = blockIdx.x / tiles, n = head / (unsigned)p.call.H;
     const mn_columns_place here = { n, head - n * (unsigned)p.call.H, blockIdx.x - head * tiles,
                                     blockIdx.x, { n, 0, 1 } };
-    const bool holds = threadIdx.x < MN_DIAG_STEP_HOLDERS;
+    const bool owns_state = threadIdx.x < MN_DIAG_STEP_OWNERS;
     mn_diag_step_cells<ROWS> S = {};
     mn_pdl_launch_dependents();
-    if (holds && p.state0) {
+    if (owns_state && p.state0) {
         S.each(p, here, [&](int, int64_t cell) {
             asm volatile("prefetch.global.L2 [%0];" :: "l"(p.state0 + cell));
         });
     }
     mn_pdl_wait();
-    if (holds && p.state0) {
+    if (owns_state && p.state0) {
         S.each(p, here, [&](int r, int64_t cell) { mn_load<4>(S.at[r], p.state0, cell); });
     }
-    if (!holds) {
+    if (!owns_state) {
         mn_slab_ahead<T, ROWS, WARPS, FEEDERS> token;
         token.template fetch<MN_COLUMNS_CELL>(p, here, 0);
-        token.template put<MN_COLUMNS_CELL>(room);
+        token.template put<MN_COLUMNS_CELL>(smem);
     }
     __syncthreads();
-    if (holds) {
+    if (owns_state) {
         float o[4];
-        S.advance(o, room);
+        S.advance(o, smem);
         mn_store<4>(parts[S.group()], S.first_column(), o);
         if (p.state) {
             S.each(p, here, [&](int r, int64_t cell) {
@@ -133,16 +134,16 @@ mn_diag_step_kernel(const __grid_constant__ mn_columns p, unsigned tiles) {
 }
 
 template <typename T, int ROWS>
-static int mn_diag_step_start(const mn_columns &p, cudaStream_t on) {
+static int mn_diag_step_launch(const mn_columns &p, cudaStream_t on) {
     const int64_t tiles = mn_ceil_div(p.call.V, MN_COLUMNS_TILE);
     const int64_t blocks = tiles * p.call.H * p.call.B;
     if (blocks == 0) return cudaSuccess;
     if (blocks > INT32_MAX) return cudaErrorNotSupported;
-    return mn_launch_pdl(mn_diag_step_kernel<T, ROWS>, dim3((unsigned)blocks),
+    return mn_launch_pdl(longhorn_diag_step_recurrent<T, ROWS>, dim3((unsigned)blocks),
                            MN_DIAG_STEP_THREADS, 0, on, p, (unsigned)tiles);
 }
 
-/* What the walk serves, where states do not come in packs. */
+/* What the scan serves, where states do not come in packs. */
 template <typename T>
 static int mn_diag_step(mn_columns p, cudaStream_t on) {
     const int64_t K = p.call.K;
@@ -150,10 +151,10 @@ static int mn_diag_step(mn_columns p, cudaStream_t on) {
                        (uintptr_t)p.state0 % 16 == 0 && (uintptr_t)p.state % 16 == 0;
     if (!packs || K > MN_COLUMNS_WIDEST) return mn_columns_forward<T, MN_COLUMNS_CELL>(p, on);
     p.whole = mn_columns_are_whole<T>(p, mn_columns_rows(p.call) / 32);
-    if (K <= 32) return mn_diag_step_start<T, 8>(p, on);
-    if (K <= 64) return mn_diag_step_start<T, 16>(p, on);
-    if (K <= 128) return mn_diag_step_start<T, 32>(p, on);
-    return mn_diag_step_start<T, 64>(p, on);
+    if (K <= 32) return mn_diag_step_launch<T, 8>(p, on);
+    if (K <= 64) return mn_diag_step_launch<T, 16>(p, on);
+    if (K <= 128) return mn_diag_step_launch<T, 32>(p, on);
+    return mn_diag_step_launch<T, 64>(p, on);
 }
 
 #endif
