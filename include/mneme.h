@@ -94,6 +94,67 @@ MN_API mn_status mn_tokenizer_ids(int32_t **ids, int64_t *count, const mn_tokeni
 MN_API mn_status mn_tokenizer_decode(const mn_tokenizer *tokenizer, const int32_t *ids,
                                      int64_t count, bool special, char **text, size_t *size);
 
+/* ---- training --------------------------------------------------------------------------------
+ *
+ * What `mneme train` does, step by step: a model of one JSON configuration ("model", "data",
+ * "train", "out", see docs/guide/training.md), its optimiser and its data.
+ *
+ *   mn_train_create(&train, context, config);
+ *   while (mn_train_steps(train) < n) mn_train_step(train, &result);
+ *   mn_train_save(train);        OUT/last is a model folder: mn_model_open, mneme generate
+ *
+ * Data are the files that the configuration names, or batches that a function of the program makes.
+ * A run that is resumed goes on with the bits of one that never stopped. */
+
+typedef struct mn_train mn_train;
+
+/* Batches of a program's own. `fill` writes the tokens of every row and the target of each, -100
+ * where none is asked for; rows are sequences of their own. It is a function of `step` (from 0) and
+ * of nothing else, so that a resumed run sees the batches it would have seen. What it returns other
+ * than MN_OK ends the step. `context` is borrowed. */
+typedef struct mn_train_batches {
+    void *context;
+    mn_status (*fill)(void *context, int64_t step, int64_t rows, int64_t length, int32_t *tokens,
+                      int32_t *targets);
+    int64_t epoch;    // steps after which validation is complete; 0: 1
+} mn_train_batches;
+
+typedef struct mn_train_result {
+    int64_t step;           // of this update, from 0
+    double loss;            // mean over the targets of the step, in nats
+    double grad_norm, lr;
+    int64_t tokens;         // targets counted
+    int skipped;            // a spike: no update was made
+} mn_train_result;
+
+/* `config` is the JSON text, copied. The context is borrowed and decides where steps are computed.
+ * On failure `*out` is NULL and the message names the key. */
+MN_API mn_status mn_train_create(mn_train **out, mn_context *context, const char *config);
+
+/* The same with batches in place of files: "data" then names none, and model.vocab_size,
+ * train.batch and train.context are given. `valid` may be NULL: nothing is held out. */
+MN_API mn_status mn_train_create_from(mn_train **out, mn_context *context, const char *config,
+                                      const mn_train_batches *train, const mn_train_batches *valid);
+MN_API void mn_train_destroy(mn_train *train);            // NULL accepted
+
+/* One update. A loss or gradient that is not finite fails with a message that names the first
+ * tensor that went wrong, and changes nothing. `result` may be NULL. */
+MN_API mn_status mn_train_step(mn_train *train, mn_train_result *result);
+
+/* Mean loss over the validation data, NAN where there are none. */
+MN_API mn_status mn_train_evaluate(mn_train *train, double *loss);
+
+/* Writes OUT/checkpoints/step-N, a model folder with the optimiser's state, and points OUT/last at
+ * it, and OUT/best where the last evaluation was the best. OUT is made with its parents; the
+ * configuration goes to OUT/train.json, so that `mneme train --resume OUT` goes on too. What was
+ * there before stays until the new one is complete. */
+MN_API mn_status mn_train_save(mn_train *train);
+
+/* Takes up a checkpoint of the same configuration and data: OUT/last, or that at `checkpoint`. */
+MN_API mn_status mn_train_resume(mn_train *train, const char *checkpoint);
+
+MN_API int64_t mn_train_steps(const mn_train *train);     // updates made
+
 /* ---- sessions --------------------------------------------------------------------------------
  *
  * A session is one sequence that a model is reading: what its layers remember, and the logits of

@@ -15,7 +15,7 @@ typedef struct mn_run_log mn_run_log;
 
 enum { MN_RUN_NEW = -1 };    // as `resumed_step`: nothing was there before
 
-/* Opens the logs in `folder`, which has to exist; `events` requests for the file for TensorBoard
+/* Opens the logs in `folder`, which has to exist; `events` asks for the file for TensorBoard
  * too.
  *
  * A new run refuses a folder whose metrics.jsonl holds lines. A resumed one cuts metrics.jsonl

@@ -98,9 +98,9 @@ static mn_status open_corpora(mn_trainer *t, mn_corpus_format format, int64_t vo
     }
     const bool split = have_valid_split(how.paths, (int)how.n_paths);
     how.split = split ? mn_split_names[MN_SPLIT_VALID] : NULL;
-    const bool ws = given || (split && o->valid_part > 0.0);
-    if (ws) st = mn_corpus_open(&t->valid, &how, t->tokenizer);
-    const double cut = ws ? 1.0 : 1.0 - o->valid_part;
+    const bool apart = given || (split && o->valid_part > 0.0);
+    if (apart) st = mn_corpus_open(&t->valid, &how, t->tokenizer);
+    const double cut = apart ? 1.0 : 1.0 - o->valid_part;
     if (st == MN_OK) st = mn_corpus_part(&t->train, t->all, 0.0, cut);
     if (st == MN_OK && cut < 1.0) st = mn_corpus_part(&t->valid, t->all, cut, 1.0);
     return st;
