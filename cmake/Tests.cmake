@@ -39,6 +39,13 @@ add_test(NAME golden COMMAND sh -c "$<TARGET_FILE:mneme_cli> check ${golden}/*.s
 set_tests_properties(golden PROPERTIES LABELS "sanitize;threads")
 add_test(NAME bench_quick COMMAND mneme_cli bench ops --quick --runs 1)
 add_test(NAME layers COMMAND sh ${CMAKE_SOURCE_DIR}/tests/layers.sh ${CMAKE_SOURCE_DIR})
+# Checks of the house; those that ask git what belongs to the project are skipped outside of a checkout.
+foreach(check house cuda_headers docs)
+    add_test(NAME ${check} COMMAND sh ${CMAKE_SOURCE_DIR}/tests/${check}.sh ${CMAKE_SOURCE_DIR} $<TARGET_FILE:mneme_cli>)
+    set_tests_properties(${check} PROPERTIES SKIP_RETURN_CODE 77)
+endforeach()
+add_test(NAME add_mixer COMMAND sh ${CMAKE_SOURCE_DIR}/tests/add_mixer.sh ${CMAKE_SOURCE_DIR})
+set_tests_properties(add_mixer PROPERTIES TIMEOUT 1200)
 # Writes small model folders for the scripts, which get it as their third argument.
 add_executable(make_model tests/support/programs/make_model.c)
 target_link_libraries(make_model PRIVATE mneme_test_support)

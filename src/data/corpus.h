@@ -21,7 +21,7 @@ typedef enum mn_corpus_format {
 
 typedef struct mn_corpus_options {
     mn_corpus_format format;
-    const char *const *paths;    // files and folders (scanned in sorted order)
+    const char *const *paths;    // files and folders (walked in sorted order)
     int64_t n_paths;
     const char *text_key;        // NULL: "text"
     const char *separator;       // NULL: none; such as "\n\n" or "<|endoftext|>"

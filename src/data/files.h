@@ -16,7 +16,7 @@ typedef struct mn_data_files {
     int64_t count, capacity;
 } mn_data_files;
 
-/* Lists the files of `paths` in the order given; folders are scanned in the order of their names'
+/* Lists the files of `paths` in the order given; folders are walked in the order of their names'
  * bytes, without hidden files, meta.json and anything that is not a regular file. A folder with an
  * index.json written by mneme prepare stays one item.
  *

@@ -1,4 +1,4 @@
-/* text.c - text files of any size as pieces that can be tokenised ws. */
+/* text.c - text files of any size as pieces that can be tokenised apart. */
 #define _GNU_SOURCE    // memmem
 #include "data/text.h"
 

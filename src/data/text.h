@@ -1,4 +1,4 @@
-/* text.h - text files of any size as pieces that can be tokenised ws.
+/* text.h - text files of any size as pieces that can be tokenised apart.
  *
  * Files are cut about every 256 KiB at a place that depends on their bytes alone: at the end of a
  * separator or a line of JSON, else after a line end between two characters that are not blank, or

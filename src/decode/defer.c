@@ -61,7 +61,7 @@ static void add(mn_tape *tape, mn_deferred *d) {
     all->n++;
 }
 
-bool mn_defer_elementwise(mn_tape *tape, mn_work_id id, const void *work) {
+bool mn_defer_elementwise(mn_tape *tape, mn_elementwise_id id, const void *work) {
     mn_deferred *d = next(tape);
     if (!d) return false;
     const bool repeats = tape->modes & MN_TAPE_REPEATS;    // then logits end a stage
@@ -277,8 +277,7 @@ static void multiply(mn_tape *tape, mn_defer *all, int first, int prologue) {
 }
 
 /* The memory that operator i is, as a stage of a megakernel; false where it is none, or something
- * else
- * than norms of its queries and keys holds it back. */
+ * else than norms of its queries and keys holds it back. */
 static bool add_recurrence(mn_tape *tape, mn_defer *all, int i) {
     const mn_deferred *d = &all->list[i];
     mn_decode_recurrence memory;
@@ -304,8 +303,7 @@ static bool add_recurrence(mn_tape *tape, mn_defer *all, int i) {
 }
 
 /* Small work i as a row of a table that the megakernel begins with; false where it is something
- * else,
- * or the megakernel has begun. */
+ * else, or the megakernel has begun. */
 static bool add_gather(mn_tape *tape, mn_defer *all, int i) {
     const mn_deferred *d = small_op_at(all, i);
     mn_megakernel *megakernel = megakernel_of(tape);

@@ -49,7 +49,8 @@ static inline uint64_t mn_bit(int i) {
 
 /* lower.c: what a work or an operator is as a work on few rows, and what it touches; false where
  * it is none. `max_move`: elements that are still few where they are only moved. */
-bool mn_decode_of_elementwise(mn_deferred *out, mn_work_id id, const void *work, int64_t max_move);
+bool mn_decode_of_elementwise(mn_deferred *out, mn_elementwise_id id, const void *work,
+                              int64_t max_move);
 bool mn_decode_of_op(mn_deferred *out, mn_op_id op, const void *args);
 
 /* What any operator touches; false where that is too much to instr. */
@@ -75,7 +76,7 @@ bool mn_is_row(const mn_view *view, const int64_t shape[4], int64_t count);
 bool mn_only_reads(const mn_deferred *later, const mn_deferred *earlier);
 
 /* defer.c. False: the tape does not delay this; do it at once. */
-bool mn_defer_elementwise(mn_tape *tape, mn_work_id id, const void *work);
+bool mn_defer_elementwise(mn_tape *tape, mn_elementwise_id id, const void *work);
 bool mn_defer_gemm(mn_tape *tape, const mn_matmul_args *p);
 bool mn_defer_op(mn_tape *tape, mn_op_id op, const void *args);
 void mn_defer_discard(mn_tape *tape);

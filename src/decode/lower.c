@@ -93,7 +93,7 @@ static void view(mn_deferred *d, int i, const mn_view *at, bool writes) {
     d->of.few.elements[i] = access_view(d, at, d->of.few.shape, writes);
 }
 
-static bool decode_unary(mn_deferred *d, const mn_unary_work *w) {
+static bool decode_unary(mn_deferred *d, const mn_unary_params *w) {
     if (!w->y.data || !start(d, MN_DECODE_UNARY, w->shape)) return false;
     d->of.few.f = (int)w->f;
     view(d, 0, &w->x, false);
@@ -102,7 +102,7 @@ static bool decode_unary(mn_deferred *d, const mn_unary_work *w) {
     return true;
 }
 
-static bool decode_pair(mn_deferred *d, const mn_pair_work *w) {
+static bool decode_pair(mn_deferred *d, const mn_pair_params *w) {
     if (!w->y.data || w->kind == MN_PAIR_SCALED) return false;
     if (!start(d, MN_DECODE_PAIR, w->shape)) return false;
     d->of.few.f = (int)w->kind;
@@ -116,7 +116,7 @@ static bool decode_pair(mn_deferred *d, const mn_pair_work *w) {
 
 /* Copies of heads are an axis of their own, along which `from` stands still. */
 /* `most`: elements, where something may end with them. */
-static bool decode_move(mn_deferred *d, const mn_move_work *w, int64_t most) {
+static bool decode_move(mn_deferred *d, const mn_move_params *w, int64_t most) {
     const int64_t *n = w->shape;
     if (w->folds || w->add) return false;
     const bool few = start(d, MN_DECODE_MOVE, n);
@@ -135,14 +135,14 @@ static bool decode_move(mn_deferred *d, const mn_move_work *w, int64_t most) {
     return true;
 }
 
-static bool decode_fill(mn_deferred *d, const mn_fill_work *w) {
+static bool decode_fill(mn_deferred *d, const mn_fill_params *w) {
     if (!start(d, MN_DECODE_FILL, w->shape)) return false;
     d->of.few.shift = w->value;
     view(d, 0, &w->to, true);
     return true;
 }
 
-static bool decode_rows(mn_deferred *d, const mn_rows_work *w) {
+static bool decode_rows(mn_deferred *d, const mn_rows_params *w) {
     const int64_t shape[4] = { 1, 1, w->n, w->shape[3] };
     if (w->scatters || w->table.stride[1] != w->shape[3] || !start(d, MN_DECODE_ROWS, shape)) {
         return false;
@@ -156,13 +156,14 @@ static bool decode_rows(mn_deferred *d, const mn_rows_work *w) {
     return true;
 }
 
-bool mn_decode_of_elementwise(mn_deferred *d, mn_work_id id, const void *work, int64_t max_move) {
+bool mn_decode_of_elementwise(mn_deferred *d, mn_elementwise_id id, const void *work,
+                              int64_t max_move) {
     switch (id) {
-    case MN_WORK_UNARY: return decode_unary(d, work);
-    case MN_WORK_PAIR: return decode_pair(d, work);
-    case MN_WORK_MOVE: return decode_move(d, work, max_move);
-    case MN_WORK_FILL: return decode_fill(d, work);
-    case MN_WORK_ROWS: return decode_rows(d, work);
+    case MN_ELEMENTWISE_UNARY: return decode_unary(d, work);
+    case MN_ELEMENTWISE_PAIR: return decode_pair(d, work);
+    case MN_ELEMENTWISE_MOVE: return decode_move(d, work, max_move);
+    case MN_ELEMENTWISE_FILL: return decode_fill(d, work);
+    case MN_ELEMENTWISE_ROWS: return decode_rows(d, work);
     default: return false;
     }
 }

@@ -1,4 +1,4 @@
-/* answers.h - what a model answers where a batch requests: the likeliest token at every target. */
+/* answers.h - what a model answers where a batch asks: the likeliest token at every target. */
 #ifndef MN_EVAL_ANSWERS_H
 #define MN_EVAL_ANSWERS_H
 

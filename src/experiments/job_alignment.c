@@ -1,4 +1,4 @@
-/* job_alignment.c - a job that requests a checkpoint, with its own tokenizer, how far the keys of
+/* job_alignment.c - a job that asks a checkpoint, with its own tokenizer, how far the keys of
  * needles lie off the directions in which keys vary most: align.c with the prompts of
  * needle_texts.def.
  *

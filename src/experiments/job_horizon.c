@@ -1,4 +1,4 @@
-/* job_horizon.c - a job that requests a memory, without any training, how far back it remembers.
+/* job_horizon.c - a job that asks a memory, without any training, how far back it remembers.
  *
  *   memory    palimpsa, mamba2 or gdn; all fade by a = 1 - 1 / window a token
  *   window    N: tokens that a posterior cut off at N would hold; 0: nothing fades
@@ -165,7 +165,7 @@ static mn_status run_stream(horizon *h, int64_t stream) {
     const settings *s = &h->how;
     const double window = s->window > 0.0 ? s->window : 1e300;
     const gates of = { fmax(log1p(-1.0 / window), -700.0), window };
-    const int64_t ws = s->tokens / 2 / PLACES;
+    const int64_t apart = s->tokens / 2 / PLACES;
     mn_status st = MN_OK;
     draw_stream(h, stream);
     mn_mixer_reset(h->mixer);
@@ -175,7 +175,7 @@ static mn_status run_stream(horizon *h, int64_t stream) {
         h->value[h->labels[t]] = 1.0;
         st = mn_mixer_step(h->mixer, &token, NULL, NULL);
         const int64_t left = s->tokens - 1 - t;
-        if (st == MN_OK && left % ws == 0 && left / ws < PLACES) st = ask(h, &of, t);
+        if (st == MN_OK && left % apart == 0 && left / apart < PLACES) st = ask(h, &of, t);
     }
     int64_t count = 0;
     const double *importance = mn_mixer_part(h->mixer, "imp", &count);

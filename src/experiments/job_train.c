@@ -1,4 +1,4 @@
-/* job_train.c - a job that trains a model on a task and requests it.
+/* job_train.c - a job that trains a model on a task and asks it.
  *
  *   task      name, options, train and test: examples of the sets (0: fresh ones to train on);
  *             setting: a published one, which brings options and sizes; segments: [{options,
@@ -295,10 +295,10 @@ static mn_status train(train_run *r, const mn_job_call *call) {
         if (st != MN_OK) break;
         r->now.step = s.step + 1;
         r->now.loss = isnan(r->now.loss) ? s.loss : 0.9 * r->now.loss + 0.1 * s.loss;
-        const bool requests = (how->every > 0 && r->now.step % how->every == 0) ||
+        const bool asks = (how->every > 0 && r->now.step % how->every == 0) ||
                           r->now.step == r->now.steps;
-        if (requests) st = evaluate(r);
-        if (call->watch && (requests || mn_seconds() - r->told > 0.25)) {
+        if (asks) st = evaluate(r);
+        if (call->watch && (asks || mn_seconds() - r->told > 0.25)) {
             call->watch(call->context, &r->now);
             r->told = mn_seconds();
         }

@@ -376,8 +376,8 @@ static mn_status run_queue(sweep *s) {
             told_to_end = true;
         }
         if (busy(s) == 0) return st;
-        const mn_status waited = wait_for_words(s);
-        if (st == MN_OK) st = waited;
+        const mn_status heard = wait_for_words(s);
+        if (st == MN_OK) st = heard;
         if (s->options->tell) s->options->tell(s->options->context, s->state);
     }
 }

@@ -248,7 +248,7 @@ mn_status mn_json_read_i64(int64_t *out, const mn_json *at) {
         *out = json_integer_value(at->value);
         return MN_OK;
     }
-    /* Beyond 2^53 a double no longer tells neighbouring whole numbers ws. */
+    /* Beyond 2^53 a double no longer tells neighbouring whole numbers apart. */
     const double real = json_real_value(at->value);     // 0 for other kinds
     if (!json_is_real(at->value) || fabs(real) > 9007199254740992.0 || real != floor(real)) {
         return fail_kind(at, "a whole number");

@@ -9,7 +9,7 @@
 #include "kernels/gemm.h"
 #include "kernels/elementwise.h"
 
-const mn_work_fn *mn_works_cuda(void) {
+const mn_elementwise_fn *mn_elementwise_cuda(void) {
     return NULL;
 }
 
@@ -31,23 +31,25 @@ int mn_gemm_run(mn_gemm_handle *gemms, const mn_gemm_problem *work, void *space,
     return 1;
 }
 
-int mn_norm_adds_cuda(const mn_rms_norm_args *args, mn_norm_adds to, void *parts, void *stream) {
-    (void)args, (void)to, (void)parts, (void)stream;
-    return 1;
-}
-
-int mn_norm_gated_adds_cuda(const mn_rms_norm_gated_args *args, mn_norm_adds to, void *parts,
+int mn_norm_accumulate_cuda(const mn_rms_norm_args *args, mn_norm_accumulate to, void *parts,
                             void *stream) {
     (void)args, (void)to, (void)parts, (void)stream;
     return 1;
 }
 
-size_t mn_decay_cuda_bytes(const mn_decay_work *work) {
+int mn_norm_gated_accumulate_cuda(const mn_rms_norm_gated_args *args, mn_norm_accumulate to,
+                                  void *parts,
+                            void *stream) {
+    (void)args, (void)to, (void)parts, (void)stream;
+    return 1;
+}
+
+size_t mn_decay_cuda_bytes(const mn_decay_params *work) {
     (void)work;
     return 0;
 }
 
-int mn_decay_cuda(const mn_decay_work *work, void *space, void *stream) {
+int mn_decay_cuda(const mn_decay_params *work, void *space, void *stream) {
     (void)work, (void)space, (void)stream;
     return 1;
 }

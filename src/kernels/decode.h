@@ -32,10 +32,9 @@ enum {
     MN_DECODE_COL_TILE = 8,       // columns of a product that endings have at once
 };
 
-/* Operators as mneme.h has them, works as elementwise.h has them. `f` is the function, the kind of
- * a
- * pair, the kind of a norm, whether a convolution has SiLU; `order` that of a gated norm; scale is
- * also a norm's epsilon. */
+/* Operators as mneme.h has them, works as elementwise.h has them. `f` is the function, the kind
+ * of a pair, the kind of a norm, whether a convolution has SiLU; `order` that of a gated norm;
+ * scale is also a norm's epsilon. */
 typedef struct mn_decode_op {
     mn_decode_op_kind kind;
     int f, order;
@@ -69,9 +68,8 @@ typedef struct mn_decode_epilogue_op {
 } mn_decode_epilogue_op;
 
 /* All of `dtype`. Where `first` is there it makes a, (M,K) and contiguous, which is also stored.
- * `b_is_const`: the weights are older than the launches that this one may overlap with. Endings are
- * of
- * one row, and of programs only. */
+ * `b_is_const`: the weights are older than the launches that this one may overlap with. Endings
+ * are of one row, and of programs only. */
 typedef struct mn_decode_gemms {
     mn_dtype dtype;
     int64_t M, K, a_row;
@@ -125,9 +123,8 @@ bool mn_megakernel_add_recurrence(mn_megakernel *megakernel, const mn_decode_rec
 bool mn_megakernel_add_gather(mn_megakernel *megakernel, const mn_decode_op *row);
 
 /* The megakernel as its kernel reads it: its size, 0 where there is no stage; its bytes; and a
- * launch
- * of what was copied to the device's memory, `there`, which other launches may follow. Returns 0 or
- * a cudaError_t. */
+ * launch of what was copied to the device's memory, `there`, which other launches may follow.
+ * Returns 0 or a cudaError_t. */
 size_t mn_megakernel_bytes(const mn_megakernel *megakernel);
 void mn_megakernel_encode(const mn_megakernel *megakernel, void *to);
 int mn_megakernel_launch(const mn_megakernel *megakernel, void *there, void *stream);

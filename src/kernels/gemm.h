@@ -9,7 +9,7 @@
 #include "mneme.h"
 
 /* c = a b, c += a b or c = onto + a b, plus the row `bias` (in c's type; NULL: none): a (M,K), b
- * (K,N), c (M,N), a and b stored transposed or not, in rows that lie *_row ws; `onto` is laid
+ * (K,N), c (M,N), a and b stored transposed or not, in rows that lie *_row apart; `onto` is laid
  * out as c, in its type. `dtype` is that of a and b, MN_F32 or MN_BF16; c has it too, or MN_F32.
  * Sums are float32. A row's bits do not depend on how many rows there are unless a is transposed,
  * the library has different algorithms for few and for many rows (seen where N or K are a few

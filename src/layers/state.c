@@ -42,7 +42,7 @@ static mn_status copy_bytes(const mn_layer_state *state, void *to, const void *f
     return MN_OK;
 }
 
-/* Copies `rows` rows of `bytes`, which begin so many bytes ws. */
+/* Copies `rows` rows of `bytes`, which begin so many bytes apart. */
 static mn_status copy_rows(const mn_layer_state *state, void *to, size_t to_step,
                            const void *from, size_t from_step, size_t bytes, int64_t rows) {
     if (to_step == bytes && from_step == bytes) {
@@ -131,7 +131,7 @@ mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype, 
 
 /* ---- copies ---------------------------------------------------------------------------------- */
 
-/* Rows of a cache lie `capacity` ws; a copy has no room to spare. */
+/* Rows of a cache lie `capacity` apart; a copy has no room to spare. */
 static mn_status copy_piece(mn_layer_state *to, const mn_state_piece *from) {
     mn_state_piece *piece = NULL;
     mn_status st = renew(&piece, to, from->name, from->dtype, from->count);

@@ -92,7 +92,7 @@ mn_status mn_model_place_gradients(mn_model *model) {
 }
 
 static mn_status cast(mn_model *model, const mn_model_param *p) {
-    const int code = mn_shadow_cuda(p->shadow, p->value, p->info.count,
+    const int code = mn_cast_bf16_cuda(p->shadow, p->value, p->info.count,
                                     mn_device_stream(model->device));
     return mn_device_check(model->device, code, p->name);
 }

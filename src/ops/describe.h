@@ -1,4 +1,4 @@
-/* describe.h - operators as data: what they take and give, for whatever scans them all. */
+/* describe.h - operators as data: what they take and give, for whatever walks them all. */
 #ifndef MN_OPS_DESCRIBE_H
 #define MN_OPS_DESCRIBE_H
 

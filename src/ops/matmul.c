@@ -4,7 +4,7 @@
  *
  *   few rows, B transposed     columns shared out, B read once as it lies: decoding
  *   some rows, or small        blocks of C through mn_gemm, which packs a little at a time
- *   else                       chunk after chunk of B: the threads pack its smem_tiles, then take
+ *   else                       chunk after chunk of B: the threads pack its panels, then take
  *                              blocks of rows
  *
  * and an element gets the same bits on each of them. float64, and float32 where there is no vector
@@ -101,8 +101,8 @@ static void run_plain(mn_context *context, const mn_matmul_args *p) {
 typedef struct functions {
     void (*gemm)(const mn_gemm_args *p);
     void (*gemm_nt)(const mn_gemm_args *p);
-    int64_t (*smem_tile)(void);
-    void (*pack)(const mn_product *p, const mn_chunk *chunk, int64_t smem_tile);
+    int64_t (*panel)(void);
+    void (*pack)(const mn_product *p, const mn_chunk *chunk, int64_t panel);
     void (*rows)(const mn_product *p, const mn_chunk *chunk, int64_t i0, int64_t i1, int64_t first,
                  int64_t last, float *scratch);
     void (*few)(const mn_product *p, int64_t j0, int64_t j1);
@@ -126,7 +126,7 @@ typedef struct job {
     const functions *f;
     mn_chunk chunk;
     int64_t n_panels;                // of the chunk: the first items pack one each
-    int64_t item_rows, item_cols;    // of C; in the packed way columns are smem_tiles
+    int64_t item_rows, item_cols;    // of C; in the packed way columns are panels
     int64_t n_across;                // items side by side
     float *scratch;                  // scratch_floats for each worker
     _Atomic int64_t n_packed;
@@ -190,7 +190,7 @@ static void run_few(mn_context *context, job *j) {
     mn_threads_run(context->threads, mn_ceil_div(j->p.N, j->item_cols), few_item, j);
 }
 
-/* Items begin in order, so whoever packs the missing smem_tiles is at work. */
+/* Items begin in order, so whoever packs the missing panels is at work. */
 static void wait_for_panels(job *j) {
     for (int looks = 0; atomic_load(&j->n_packed) < j->n_panels; looks++) {
         if (looks > 1000) sched_yield();
@@ -226,37 +226,37 @@ static void share_out(job *j, int n_threads) {
 }
 
 static void run_chunk(mn_context *context, job *j) {
-    j->n_panels = mn_ceil_div(j->chunk.j1 - j->chunk.j0, j->f->smem_tile());
+    j->n_panels = mn_ceil_div(j->chunk.j1 - j->chunk.j0, j->f->panel());
     share_out(j, mn_threads_count(context->threads));
     atomic_store(&j->n_packed, 0);
     const int64_t n_items = mn_ceil_div(j->p.M, j->item_rows) * j->n_across;
     mn_threads_run(context->threads, j->n_panels + n_items, packed_item, j);
 }
 
-/* Rows and smem_tiles of a packed chunk: as many rows of K as there are first, then smem_tiles as
+/* Rows and panels of a packed chunk: as many rows of K as there are first, then panels as
  * fit. */
-static void chunk_of(int64_t *rows, int64_t *smem_tiles, const functions *f, int64_t N, int64_t K) {
-    const int64_t block = mn_matmul_block(K), smem_tile = f->smem_tile();
-    *rows = mn_min(K, mn_max(1, chunk_floats / (4 * smem_tile * block)) * block);
-    *smem_tiles = mn_min(mn_ceil_div(N, smem_tile),
-                         mn_max(1, chunk_floats / (mn_max(*rows, 1) * smem_tile)));
+static void chunk_of(int64_t *rows, int64_t *panels, const functions *f, int64_t N, int64_t K) {
+    const int64_t block = mn_matmul_block(K), panel = f->panel();
+    *rows = mn_min(K, mn_max(1, chunk_floats / (4 * panel * block)) * block);
+    *panels = mn_min(mn_ceil_div(N, panel),
+                         mn_max(1, chunk_floats / (mn_max(*rows, 1) * panel)));
 }
 
 /* False, and nothing done, when there is no memory. */
 static bool run_packed(mn_context *context, job *j) {
-    const int64_t smem_tile = j->f->smem_tile();
-    int64_t K, smem_tiles;
-    chunk_of(&K, &smem_tiles, j->f, j->p.N, j->p.K);
+    const int64_t panel = j->f->panel();
+    int64_t K, panels;
+    chunk_of(&K, &panels, j->f, j->p.N, j->p.K);
     const mn_mark mark = mn_arena_mark(context->arena);
-    float *packed = mn_arena_array(context->arena, K, smem_tiles * smem_tile, sizeof *packed);
+    float *packed = mn_arena_array(context->arena, K, panels * panel, sizeof *packed);
     j->chunk.packed = packed;
     j->scratch = mn_arena_array(context->arena, mn_threads_count(context->threads), SCRATCH_FLOATS,
                                 sizeof *j->scratch);
     const bool fits = packed && j->scratch;
-    for (int64_t j0 = 0; fits && j0 < j->p.N; j0 += smem_tiles * smem_tile) {
+    for (int64_t j0 = 0; fits && j0 < j->p.N; j0 += panels * panel) {
         for (int64_t k0 = 0; k0 < j->p.K; k0 += K) {
             j->chunk = (mn_chunk){ k0, mn_min(k0 + K, j->p.K), j0,
-                                   mn_min(j0 + smem_tiles * smem_tile, j->p.N), packed };
+                                   mn_min(j0 + panels * panel, j->p.N), packed };
             run_chunk(context, j);
         }
     }
@@ -354,9 +354,9 @@ size_t mn_matmul_work(const mn_context *context, const mn_matmul_args *p) {
 #if MN_HAVE_X86_TARGETS
     const functions *f = functions_of(context->target);
     if (p->dtype == MN_F32 && f && p->N > 0 && p->K > 0) {
-        int64_t rows, smem_tiles;
-        chunk_of(&rows, &smem_tiles, f, p->N, p->K);
-        return (size_t)(rows * smem_tiles * f->smem_tile() +
+        int64_t rows, panels;
+        chunk_of(&rows, &panels, f, p->N, p->K);
+        return (size_t)(rows * panels * f->panel() +
                         mn_threads_count(context->threads) * (int64_t)SCRATCH_FLOATS) *
                    sizeof(float) + 2 * MN_ALIGN;
     }

@@ -51,7 +51,7 @@ mn_status mn_rows_convert(mn_context *context, const mn_call *call, int64_t widt
                           mn_in a, bool widen) {
     const mn_glue step = { .dtype = call->dtype, .B = call->B, .T = call->T, .H = call->H,
                            .width = width, .a = a, .x = x,
-                           .wide = widen ? MN_GLUE_WIDE_X : MN_GLUE_WIDE_A };
+                           .wide = widen ? MN_GLUE_F32_X : MN_GLUE_F32_A };
     return x.data && a.data ? mn_run_glue(context, MN_GLUE_copy, &step) : MN_OK;
 }
 

@@ -1,4 +1,4 @@
-/* sample.h - one call of an operator with memory of its own, for whoever scans the table: golden
+/* sample.h - one call of an operator with memory of its own, for whoever walks the table: golden
  * vectors, tests, benchmarks.
  *
  *   mn_sample_init(&s, MN_OP_delta); call = (mn_call *)s.args; sizes, decay ...;

@@ -70,7 +70,7 @@ mn_status mn_device_upload(mn_device *device, void *to, const void *from, size_t
 mn_status mn_device_download(mn_device *device, void *to, const void *from, size_t bytes);
 mn_status mn_device_copy(mn_device *device, void *to, const void *from, size_t bytes);
 
-/* Copies `rows` rows of `bytes`, which begin so many bytes ws, on the device. */
+/* Copies `rows` rows of `bytes`, which begin so many bytes apart, on the device. */
 mn_status mn_device_copy_rows(mn_device *device, void *to, size_t to_step, const void *from,
                               size_t from_step, size_t bytes, int64_t rows);
 

@@ -24,7 +24,7 @@ int mn_threads_count(const mn_threads *threads);
  * then sleep. */
 void mn_threads_run(mn_threads *threads, int64_t n_items, mn_item_fn fn, void *context);
 
-/* While resting, mn_threads_run does nothing: for code that is scanned through only to count the
+/* While resting, mn_threads_run does nothing: for code that is walked through only to count the
  * memory it would take. */
 void mn_threads_rest(mn_threads *threads, bool resting);
 

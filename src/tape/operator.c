@@ -273,12 +273,13 @@ static mn_view take_beside(mn_tape *tape, mn_run *run, int i) {
     return mn_flat_view(memory, dtype, shape);
 }
 
-static int launch_norm(const void *args, mn_norm_adds to, void *workspace, void *stream) {
-    return mn_norm_adds_cuda(args, to, workspace, stream);
+static int launch_norm(const void *args, mn_norm_accumulate to, void *workspace, void *stream) {
+    return mn_norm_accumulate_cuda(args, to, workspace, stream);
 }
 
-static int launch_gated_norm(const void *args, mn_norm_adds to, void *workspace, void *stream) {
-    return mn_norm_gated_adds_cuda(args, to, workspace, stream);
+static int launch_gated_norm(const void *args, mn_norm_accumulate to, void *workspace,
+                             void *stream) {
+    return mn_norm_gated_accumulate_cuda(args, to, workspace, stream);
 }
 
 /* Norms whose GPU kernel adds to gradients: where x may be of a residual stream (0: it may not),
@@ -287,7 +288,7 @@ static const struct norm_row {
     mn_op_id op;
     int kernel;
     size_t stream, weight;
-    int (*launch)(const void *args, mn_norm_adds to, void *workspace, void *stream);
+    int (*launch)(const void *args, mn_norm_accumulate to, void *workspace, void *stream);
 } norm_rows[] = {
     { MN_OP_rms_norm, MN_KERNEL_rms_norm, offsetof(mn_rms_norm_args, x),
       offsetof(mn_rms_norm_args, w), launch_norm },
@@ -304,9 +305,9 @@ static const struct norm_row *norm_row_of(const mn_run *run) {
 
 /* Norms on a GPU add to the gradient of a residual stream by themselves, and to a weight's in
  * float32: these fields are no more among the others then. False where there is no such field. */
-static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t *others, mn_norm_adds *to) {
+static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t *others, mn_norm_accumulate *to) {
     const struct norm_row *row = norm_row_of(run);
-    *to = (mn_norm_adds){ 0 };
+    *to = (mn_norm_accumulate){ 0 };
     if (!tape->device || !row) return false;
     bool any = false;
     for (int i = 0; i < run->n_fields; i++) {
@@ -319,15 +320,15 @@ static bool norm_adds(mn_tape *tape, mn_run *run, uint64_t *others, mn_norm_adds
         bool add;
         void *data = mn_grad_write(tape, run->bound[i], &add).data;
         *(mn_out *)(run->args + run->fields[i].partner) = (mn_out){ data, { 0, 0, 0 } };
-        if (stream) to->adds_x = add;
-        if (weight) to->dw = data, to->adds_w = add;
+        if (stream) to->accumulate_x = add;
+        if (weight) to->dw = data, to->accumulate_w = add;
         *others &= ~(UINT64_C(1) << i);
         any = true;
     }
     return any;
 }
 
-static void run_norm_adds(mn_tape *tape, const mn_run *run, mn_norm_adds to) {
+static void run_norm_adds(mn_tape *tape, const mn_run *run, mn_norm_accumulate to) {
     const struct norm_row *row = norm_row_of(run);
     const mn_kernel *kernel = &tape->context->cuda.kernel[row->kernel][MN_BACKWARD];
     mn_plan plan = { 0 };
@@ -355,7 +356,7 @@ static void back_run(mn_tape *tape, void *payload) {
     if (!take_cotangents(run)) return;
     mn_view beside[MN_RUN_FIELDS];
     uint64_t others = place_first(tape, run);
-    mn_norm_adds to;
+    mn_norm_accumulate to;
     const bool adds = norm_adds(tape, run, &others, &to);
     for (int i = 0; i < run->n_fields; i++) {
         if (others >> i & 1) mn_grad_place(tape, run->bound[i]);

@@ -139,7 +139,7 @@ mn_tensor *mn_tape_leaf(mn_tape *tape, void *data, void *grad, int64_t rows, int
 mn_tensor *mn_tape_leaf_of(mn_tape *tape, void *data, mn_dtype data_dtype, void *grad,
                            mn_dtype grad_dtype, int64_t rows, int64_t cols, bool add);
 
-/* True when this leaf requests for a gradient and none has reached it. */
+/* True when this leaf asks for a gradient and none has reached it. */
 bool mn_tape_untouched(const mn_tensor *leaf);
 
 /* An input (B,T,H,X) of the caller, contiguous, in the tape's type. `grad` may be NULL. */
@@ -292,17 +292,15 @@ typedef mn_tensor *(*mn_part_fn)(mn_tape *tape, mn_tensor *x, const void *job);
 mn_tensor *mn_tape_checkpoint(mn_tape *tape, mn_tensor *x, mn_part_fn fn, const void *job,
                          size_t job_bytes);
 
-/* What follows, until the next call, is a part of which light results (tape/recompute.def) are not
- * kept:
- * parts share memory for them, and going back a part first makes its own again, with the same bits.
- * `light` false: all results are kept. For what has no state; nothing on a tape that does not
- * record. */
+/* What follows, until the next call, is a part of which light results (tape/recompute.def) are
+ * not kept: parts share memory for them, and going back a part first makes its own again, with
+ * the same bits. `light` false: all results are kept. For what has no state; nothing on a tape
+ * that does not record. */
 void mn_tape_recompute(mn_tape *tape, bool light);
 
 /* Within such a part, until the next call: results of sums, products and functions of numbers, of
  * projections (meant for those of few inputs) and of the operators that tape/recompute.def marks
- * so, are
- * light as well. What the part ends with must not be one of them. */
+ * so, are light as well. What the part ends with must not be one of them. */
 void mn_tape_recompute_more(mn_tape *tape, bool lighter);
 
 /* Goes back from all losses and seeds. Afterwards the tape holds no tensor that may be used. */

@@ -76,7 +76,7 @@ typedef struct mn_defer mn_defer;
 struct mn_tape {
     mn_context *context;
     mn_device *device;           // NULL: the CPU
-    const mn_work_fn *works;     // of that device or CPU, and what they run on
+    const mn_elementwise_fn *works;     // of that device or CPU, and what they run on
     void *where;
     mn_dtype dtype;
     size_t item;                 // bytes of one number
@@ -115,7 +115,7 @@ static inline bool mn_tape_dead(const mn_tape *tape) {
 }
 
 /* Does one work (kernels/elementwise.h); a plan counts the memory it takes. */
-void mn_tape_do(mn_tape *tape, mn_work_id id, const void *work);
+void mn_tape_do(mn_tape *tape, mn_elementwise_id id, const void *work);
 
 /* A matrix product; a plan counts its work space. */
 void mn_tape_product(mn_tape *tape, const mn_matmul_args *p);

@@ -10,7 +10,7 @@
  *   flood   a_0 x n, a_1 x n, ..                n one of `floods`
  *   ask     b_0 .. b_P-1 in random order        target: the label of b_i
  *
- * A token is [requests, key, value]: 0, the key and its label one-hot for a write; 1, the key and
+ * A token is [asks, key, value]: 0, the key and its label one-hot for a write; 1, the key and
  * zeros
  * for a question. n is the same for `batch` neighbouring samples, so that batches have one
  * length. */
@@ -28,12 +28,12 @@ typedef struct collide {
 } collide;
 
 /* One sample on the way. */
-typedef struct ctx {
+typedef struct scene {
     mn_sample_row *row;
     int64_t pairs, t;
     int32_t label[2 * MOST_PAIRS];    // of b_i at 2i, of a_i at 2i+1
     double rho[MOST_PAIRS];
-} ctx;
+} scene;
 
 static void close_collide(mn_task *task) {
     collide *c = task->own;
@@ -61,14 +61,14 @@ static mn_status open_collide(mn_task *task) {
 }
 
 /* Token for key `which`, 2i: b_i, 2i+1: a_i. */
-static void put(ctx *s, int64_t which, bool requests) {
+static void put(scene *s, int64_t which, bool asks) {
     const int64_t D = 2 * s->pairs, pair = which / 2;
     float *token = s->row->features + s->t * (1 + 2 * D);
     const double rho = which % 2 ? s->rho[pair] : 1.0;
-    token[0] = requests;
+    token[0] = asks;
     token[1 + 2 * pair] = (float)rho;
     token[2 + 2 * pair] = (float)sqrt(1.0 - rho * rho);
-    if (requests) s->row->target[s->t] = s->label[which];
+    if (asks) s->row->target[s->t] = s->label[which];
     else token[1 + D + s->label[which]] = 1.0f;
     s->t++;
 }
@@ -76,7 +76,7 @@ static void put(ctx *s, int64_t which, bool requests) {
 static mn_status draw_collide(mn_task *task, mn_sample_row *row) {
     collide *c = task->own;
     const mn_task_values *v = &task->values;
-    ctx s = { .row = row, .pairs = v->bindings };
+    scene s = { .row = row, .pairs = v->bindings };
     mn_draws together = mn_draws_make(row->seed, MN_DRAW_NEIGHBOURS, row->split,
                                       row->index / v->batch);
     const int64_t n = c->floods[mn_draw_below(&together, c->n_floods)];

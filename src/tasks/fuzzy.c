@@ -6,7 +6,7 @@
  *
  * One pair is the probe: drawn first, put in where the sequence has reached a drawn place (unless
  * chance brought its key before), and asked for at the end. The sequence stands at the right end
- * of the row. Training requests for every next token, pads too; valid and test for the values of
+ * of the row. Training asks for every next token, pads too; valid and test for the values of
  * keys
  * shown before and of the probe. */
 #include <stdlib.h>
@@ -79,7 +79,7 @@ static motif draw_motif(mn_draws *d, int64_t size, int64_t first, int64_t n) {
     return m;
 }
 
-/* A number for each motif, sizes ws. */
+/* A number for each motif, sizes apart. */
 static uint64_t code_of(const motif *m) {
     uint64_t code = 0;
     for (int i = 0; i < m->size; i++) code = code << 16 | (uint64_t)(m->token[i] + 1);

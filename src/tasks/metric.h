@@ -21,7 +21,7 @@ typedef struct mn_metric_result {
     int64_t answers, right, sequences, batches;
 } mn_metric_result;
 
-/* `n_classes`: targets and predictions are below it. `n_groups` kinds of answers are counted ws,
+/* `n_classes`: targets and predictions are below it. `n_groups` kinds of answers are counted apart,
  * 0 for none. */
 mn_status mn_metric_create(mn_metric **out, int64_t n_classes, int n_groups);
 void mn_metric_destroy(mn_metric *metric);    // NULL accepted

@@ -5,7 +5,7 @@
  *                    key value     key uniform; its value uniform when the key is new
  *   slot P-1:        key value     key uniform over the distinct keys seen
  *
- * Input is all but the last token. Training requests for every next token; valid and test for the
+ * Input is all but the last token. Training asks for every next token; valid and test for the
  * values of keys that came before. */
 #include <stdlib.h>
 
@@ -52,7 +52,7 @@ static mn_status open_recall(mn_task *task) {
     return st;
 }
 
-/* Writes one slot; `again` requests for the second token in valid and test. */
+/* Writes one slot; `again` asks for the second token in valid and test. */
 static void put_slot(mn_sample_row *row, int64_t slot, int64_t n_slots, int32_t first,
                      int32_t second, bool again) {
     const int64_t t = 2 * slot;

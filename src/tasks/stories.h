@@ -1,7 +1,7 @@
 /* stories.h - small stories about where things are, with questions about their latest place, from a
  * source whose entropy is known exactly.
  *
- *     anna puts the lamp in the barn. clara scans past the mill. ben takes the lamp to the mill.
+ *     anna puts the lamp in the barn. clara walks past the mill. ben takes the lamp to the mill.
  *     where is the lamp? mill.
  *
  * A token is a word or a mark. Every choice of the grammar (stories.c) has a stated probability and

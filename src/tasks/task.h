@@ -6,7 +6,7 @@
  *     mn_task_sample(task, seed, MN_SPLIT_TEST, 17, input, target);
  *
  * A sample is a function of (options, seed, split, index) and of nothing else, so any sample can be
- * made without those before it, and splits never share random numbers. A target of -100 requests
+ * made without those before it, and splits never share random numbers. A target of -100 asks
  * for
  * nothing. Kinds are rows of tasks.def; docs/guide/tasks.md has the law of each. */
 #ifndef MN_TASKS_TASK_H
@@ -94,7 +94,7 @@ mn_status mn_task_vectors(mn_task *task, uint64_t seed, mn_split split, int64_t 
 /* Places that the last sample of this task filled. */
 int64_t mn_task_used(const mn_task *task);
 
-/* Kinds of answers that are to be told ws, such as those that were updated: the number of
+/* Kinds of answers that are to be told apart, such as those that were updated: the number of
  * groups (0: no such kinds), and their names. */
 int mn_task_groups(const mn_task *task);
 const char *mn_task_group_name(const mn_task *task, int group);

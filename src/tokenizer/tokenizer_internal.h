@@ -315,7 +315,7 @@ mn_status mn_tokenizer_assemble(mn_tokenizer **out, const mn_span *tokens, int64
                                 const mn_training_pattern *pattern);
 
 /* Fails for a component of tokenizer.json ("decoder" ...) whose type is none of `n` kinds, and
- * lists those. The names lie `step` bytes ws, `first` being that of the first kind. */
+ * lists those. The names lie `step` bytes apart, `first` being that of the first kind. */
 mn_status mn_unknown_type(const mn_json *at, const char *component, const char *type,
                           const char *const *first, size_t n, size_t step);
 

@@ -1,4 +1,4 @@
-/* fuzz_json.c - text that parses is written and read back equal; every value can be scanned. */
+/* fuzz_json.c - text that parses is written and read back equal; every value can be walked. */
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-/* test_attention.c - attention and relu_attention beyond what the scans over the table reach: sizes
+/* test_attention.c - attention and relu_attention beyond what the walks over the table reach: sizes
  * around blocks of queries and keys, groups of heads, caches, decoding, positions and large scores.
  *
  * Tolerances, relative rms, float32 against float64: a score is a sum of K products, so it is off

@@ -102,7 +102,7 @@ static void bits_of_the_parts(void **state) {
 
 /* ---- what the kernel of a GPU takes ---------------------------------------------------------- */
 
-/* A call of heads of K channels whose rows are `row` numbers ws, the first `offset` numbers into
+/* A call of heads of K channels whose rows are `row` numbers apart, the first `offset` numbers into
  * memory. */
 static mn_conv_unit_args call_of(mn_dtype dtype, int64_t K, int64_t row, int64_t offset) {
     static _Alignas(16) char memory[64];

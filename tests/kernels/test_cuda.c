@@ -57,18 +57,18 @@ static bool fits_f32(const mn_sample *want) {
 }
 
 /* Some numbers of an input, from `first` on. */
-static void set_each(mn_sample *sample, const char *name, int64_t first, int64_t ws,
+static void set_each(mn_sample *sample, const char *name, int64_t first, int64_t apart,
                      double value) {
     for (int i = 0; i < sample->n_tensors; i++) {
         const mn_sample_tensor *t = &sample->tensors[i];
         if (strcmp(t->field->name, name) != 0 || !t->data) continue;
-        for (int64_t at = first; at < t->count; at += ws) {
+        for (int64_t at = first; at < t->count; at += apart) {
             mn_sample_set(sample, t->data, at, value);
         }
     }
 }
 
-/* Where `c` requests for extremes: log decays from none to -1e4 between the usual ones; filters
+/* Where `c` asks for extremes: log decays from none to -1e4 between the usual ones; filters
  * that
  * keep nothing, or tokens without precision. */
 static void spread_extremes(mn_sample *sample, const op_case *c) {
@@ -255,17 +255,17 @@ static void leave_out(mn_sample *got, const char *name) {
 
 /* longhorn_diag's step is one turn of its walk, which takes tokens whose states move. */
 static void check_walked(const mn_sample *got, const op_case *c, mn_dtype dtype) {
-    mn_sample scanned;
-    op_open(&scanned, c);
-    mn_sample_round(&scanned, dtype);
-    op_step_device(gpu, &scanned, c, dtype);
+    mn_sample walked;
+    op_open(&walked, c);
+    mn_sample_round(&walked, dtype);
+    op_step_device(gpu, &walked, c, dtype);
     for (int i = 0; i < got->n_tensors; i++) {
         const mn_sample_tensor *t = &got->tensors[i];
         if (t->field->role < MN_ROLE_OUT) continue;
-        CHECK(memcmp(t->data, scanned.tensors[i].data, (size_t)t->count * sizeof(double)) == 0,
+        CHECK(memcmp(t->data, walked.tensors[i].data, (size_t)t->count * sizeof(double)) == 0,
               "%s: %s has other bits in place", op_case_text(c), t->field->name);
     }
-    mn_sample_free(&scanned);
+    mn_sample_free(&walked);
 }
 
 /* One token whose states stay in place. */

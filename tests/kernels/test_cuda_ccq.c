@@ -63,7 +63,7 @@ static void compare(const mn_sample *got, const mn_sample *want, const op_case *
 /* The memory of `spare`, a call of curvature, is where the queries go between the parts. */
 static void check_case(op_case c) {
     mn_sample got, want, spare;
-    mn_device_sample *there = NULL, *ws = NULL, *between = NULL;
+    mn_device_sample *there = NULL, *apart = NULL, *between = NULL;
     op_case curvature = c;
     curvature.op = MN_OP_curvature, curvature.fields = 0, curvature.decay = 0;
     op_allocate(&got, &c);
@@ -71,20 +71,20 @@ static void check_case(op_case c) {
     op_allocate(&want, &c);
     op_allocate(&spare, &curvature);
     mn_status st = mn_device_sample_create(&there, gpu, &got, MN_BF16);
-    if (st == MN_OK) st = mn_device_sample_clone(&ws, there);
+    if (st == MN_OK) st = mn_device_sample_clone(&apart, there);
     if (st == MN_OK) st = mn_device_sample_create(&between, gpu, &spare, MN_BF16);
     if (st == MN_OK) {
         const mn_curvature_args *q = mn_device_sample_args(between);
-        st = run_parts(mn_device_sample_args(ws), q->qt);
+        st = run_parts(mn_device_sample_args(apart), q->qt);
     }
-    if (st == MN_OK) st = mn_device_sample_fetch(ws, &want);
+    if (st == MN_OK) st = mn_device_sample_fetch(apart, &want);
     for (int time = 0; time < TIMES && st == MN_OK; time++) {
         st = mn_op_run(gpu, MN_OP_ccq_read, MN_FORWARD, mn_device_sample_args(there));
         if (st == MN_OK) st = mn_device_sample_fetch(there, &got);
         if (st == MN_OK) compare(&got, &want, &c, time);
     }
     mn_device_sample_free(there);
-    mn_device_sample_free(ws);
+    mn_device_sample_free(apart);
     mn_device_sample_free(between);
     mn_sample_free(&got);
     mn_sample_free(&want);

@@ -1,5 +1,5 @@
 /* test_curvature.c - the curvature-conditioned query: its definition, its bounds, its statistics
- * over long and interrupted sequences. Sizes, gradients and bits are scanned by test_ops_*.c. */
+ * over long and interrupted sequences. Sizes, gradients and bits are walked by test_ops_*.c. */
 #include <float.h>
 #include <math.h>
 #include <stdlib.h>

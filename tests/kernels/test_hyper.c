@@ -1,4 +1,4 @@
-/* test_hyper.c - hyper and hyper_layer beyond what the scans over the table reach: strips and
+/* test_hyper.c - hyper and hyper_layer beyond what the walks over the table reach: strips and
  * lanes, more sequences than groups, lag truncation, decoding, norms, rows of zeros.
  *
  * Tolerances, relative rms, float32 against float64: scores and both mixes are sums of up to n

@@ -1,5 +1,5 @@
 /* test_mesa.c - regression statistics read by a solve: what it means, every way it is solved, and
- * the numbers that make solving hard. Sizes, gradients and bits are scanned by test_ops_*.c. */
+ * the numbers that make solving hard. Sizes, gradients and bits are walked by test_ops_*.c. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>

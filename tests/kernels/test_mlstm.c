@@ -1,5 +1,5 @@
 /* test_mlstm.c - the stabiliser of mlstm is free, extreme gates are exact, long sequences and
- * steps. Sizes, gradients and bits are scanned by test_ops_*.c. */
+ * steps. Sizes, gradients and bits are walked by test_ops_*.c. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -129,7 +129,7 @@ static void minus_infinity_is_the_fresh_state(void **state) {
 
 /* ---- extreme gates --------------------------------------------------------------------------- */
 
-/* Nothing is written at first, then gates far ws; m stays below 80, so that csum is finite. */
+/* Nothing is written at first, then gates far apart; m stays below 80, so that csum is finite. */
 static void extreme(mn_sample *s) {
     op_fill_token(s, "ipre", 7, 60.0);
     op_fill_token(s, "fpre", 20, -100.0);

@@ -393,7 +393,7 @@ static const map_target map_targets[] = {
     { "avx512", 16, mn_cpu_has_avx512, mn_moebius_compose_avx512 },
 };
 
-/* The map of one token in lane `i` of entries `width` ws. */
+/* The map of one token in lane `i` of entries `width` apart. */
 static void one_token(float *map, int width, int i, double a, double p, double prec, double k,
                       double v) {
     const double d = fmax(a * a, 1e-12), phi = prec * k * k, r = prec * v * k;

@@ -89,7 +89,7 @@ static bool is_derived(mn_op_id op, char letter) {
     return letter == 'R' && (op == MN_OP_riccati || op == MN_OP_bayes);
 }
 
-/* 0 requests for these to be derived, or means that nothing is there. */
+/* 0 asks for these to be derived, or means that nothing is there. */
 static bool zero_is_fine(mn_op_id op, char letter) {
     const bool derived_keys = strchr("JL", letter) && op != MN_OP_hyper_layer;
     return letter == 'T' || is_derived(op, letter) || derived_keys;

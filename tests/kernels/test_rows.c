@@ -1,6 +1,6 @@
-/* test_rows.c - what the scans over the table do not reach of the operators on rows: losses without
+/* test_rows.c - what the walks over the table do not reach of the operators on rows: losses without
  * rows, a model that is certain, steps in place and stacked, rows of zeros and of extremes,
- * gradients that nobody requests for. On every target. */
+ * gradients that nobody asks for. On every target. */
 #include "support/op_walk.h"
 
 #include <math.h>
@@ -141,7 +141,7 @@ static void rows_of_extremes(const op_target *target) {
 /* ---- what is not wanted, and what is zero
  * ---------------------------------------------------------- */
 
-/* A kernel may take another way when less is wanted: a few roundings ws, no more. */
+/* A kernel may take another way when less is wanted: a few roundings apart, no more. */
 static double closeness(const op_target *target) {
     return target->dtype == MN_F64 ? 1e-13 : 1e-5;
 }

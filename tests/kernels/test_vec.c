@@ -269,7 +269,7 @@ static void test_gemm_settings(void **state) {
     }
 }
 
-/* Sizes beyond one packed part of B: K cut in parts, rows in blocks, rows of B pages ws. */
+/* Sizes beyond one packed part of B: K cut in parts, rows in blocks, rows of B pages apart. */
 static void test_gemm_large(void **state) {
     (void)state;
     static const int large[][3] = { { 100, 33, 700 }, { 5, 70, 300 }, { 97, 16, 513 },

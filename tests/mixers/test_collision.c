@@ -19,7 +19,7 @@
 
 enum { MAX_LENGTH = 6000, BEFORE_FLOOD = 52 };
 
-/* An independent program in double precision: ws by rounding over 112 steps only. */
+/* An independent program in double precision: apart by rounding over 112 steps only. */
 static const double tolerance = 1e-10;
 
 static mn_json golden;

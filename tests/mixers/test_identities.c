@@ -87,8 +87,8 @@ static void assert_same(const char *left, token_fn fill_left, const char *right,
     static double x[T][HV], y[T][HV];
     run(x, left, fill_left);
     run(y, right, fill_right);
-    const double ws = distance(x, y, HV);
-    if (!(ws <= exact)) fail_msg("%s and %s are %g apart", left, right, ws);
+    const double apart = distance(x, y, HV);
+    if (!(apart <= exact)) fail_msg("%s and %s are %g apart", left, right, apart);
 }
 
 /* ---- one transition is a case of another ----------------------------------------------------- */

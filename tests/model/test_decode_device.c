@@ -62,7 +62,7 @@ static void logits_of(float *out, const char *text, mn_dtype dtype, bool one_by_
     mn_model_destroy(model);
 }
 
-static double ws(const float *a, const float *b) {
+static double apart(const float *a, const float *b) {
     double sum = 0.0;
     for (int i = 0; i < VOCABULARY; i++) sum += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
     return sqrt(sum / VOCABULARY);
@@ -87,8 +87,8 @@ static void decoding_is_reading(void **state) {
             CHECK(memcmp(again, one[bf16], sizeof again) == 0, "%s: other bits the second time",
                   text);
         }
-        const double size = ws(all[0], zero), off = ws(one[0], all[0]);
-        const double reads = ws(all[1], all[0]), decodes = ws(one[1], all[0]);
+        const double size = apart(all[0], zero), off = apart(one[0], all[0]);
+        const double reads = apart(all[1], all[0]), decodes = apart(one[1], all[0]);
         printf("model %zu: size %g, off %g; in bf16 reading %g, decoding %g\n", i, size, off, reads,
                decodes);
         fflush(stdout);

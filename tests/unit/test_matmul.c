@@ -105,7 +105,7 @@ static void products_are_right(void **state) {
 }
 
 /* Sizes for which products go every way there is: few rows, some rows, near factors, packed
- * smem_tiles
+ * panels
  * in one and in several chunks, edges in each direction. */
 typedef struct shape {
     int64_t M, N, K;

@@ -503,9 +503,9 @@ static void words_come_as_often_as_stated(void **state) {
         reader r = new_reader(&c);
         for (int64_t t = s.borders[i]; t + 1 < s.borders[i + 1];) {
             const int32_t *w = s.tokens + t;
-            const bool requests = w[0] == id("where"), puts = w[1] == id("puts");
+            const bool asks = w[0] == id("where"), puts = w[1] == id("puts");
             const bool takes = w[1] == id("takes");
-            if (!requests) name.count[w[0] - names]++;
+            if (!asks) name.count[w[0] - names]++;
             if (r.n_known == 0) first.count[w[3] - objects]++;
             if (puts) place.count[w[6] - places]++;
             if (takes) {
@@ -513,7 +513,7 @@ static void words_come_as_often_as_stated(void **state) {
                 move.count[to - (to > now)]++;
             }
             if (w[1] >= verbs) verb.count[w[1] - verbs]++;
-            if (r.n_known > 0 && r.n_known < c.n_cast && !requests) {
+            if (r.n_known > 0 && r.n_known < c.n_cast && !asks) {
                 kind.count[puts ? 1 : takes ? 2 : 0]++;
             }
             learn(&r, w, t);

@@ -18,13 +18,13 @@ enum { SEED = 4711 };
 /* A token read again: which key of which pair, with what cosine, and its label (-1: a question). */
 typedef struct token {
     int64_t pair, label;
-    bool requests, is_a;
+    bool asks, is_a;
     double rho;
 } token;
 
 static token read_token(const task_case *c, int64_t t, int64_t P) {
     const float *x = c->x + t * c->shape.features;
-    token r = { .pair = -1, .label = -1, .requests = x[0] != 0.0f };
+    token r = { .pair = -1, .label = -1, .asks = x[0] != 0.0f };
     CHECK(x[0] == 0.0f || x[0] == 1.0f, "flag %g", (double)x[0]);
     for (int64_t i = 0; i < P; i++) {
         const double along = x[1 + 2 * i], across = x[2 + 2 * i];
@@ -42,7 +42,7 @@ static token read_token(const task_case *c, int64_t t, int64_t P) {
         CHECK(r.label < 0 && y == 1.0f, "label is not one-hot");
         r.label = k;
     }
-    CHECK(r.pair >= 0 && (r.label < 0) == r.requests, "token %d", (int)t);
+    CHECK(r.pair >= 0 && (r.label < 0) == r.asks, "token %d", (int)t);
     return r;
 }
 
@@ -57,7 +57,7 @@ static int64_t read_collision(const task_case *c, int64_t P, int64_t boosts, dou
     CHECK(used == P * (3 + boosts + n) && n >= 0, "%d tokens", (int)used);
     for (; t < 2 * P; t++) {
         const token r = read_token(c, t, P);
-        CHECK(!r.requests && !seen[r.is_a][r.pair] && !has[r.label], "seed %d", (int)t);
+        CHECK(!r.asks && !seen[r.is_a][r.pair] && !has[r.label], "seed %d", (int)t);
         seen[r.is_a][r.pair] = has[r.label] = true;
         label[r.is_a][r.pair] = r.label;
         if (r.is_a) rho[r.pair] = r.rho;
@@ -65,19 +65,19 @@ static int64_t read_collision(const task_case *c, int64_t P, int64_t boosts, dou
     }
     for (int64_t i = 0; i < P * boosts; i++, t++) {
         const token r = read_token(c, t, P);
-        CHECK(!r.requests && !r.is_a && r.pair == i / boosts && r.label == label[0][r.pair],
+        CHECK(!r.asks && !r.is_a && r.pair == i / boosts && r.label == label[0][r.pair],
               "boost %d", (int)i);
     }
     for (int64_t i = 0; i < P * n; i++, t++) {
         const token r = read_token(c, t, P);
-        CHECK(!r.requests && r.is_a && r.pair == i / n && r.label == label[1][r.pair] &&
+        CHECK(!r.asks && r.is_a && r.pair == i / n && r.label == label[1][r.pair] &&
               r.rho == rho[r.pair], "flood %d", (int)i);
     }
     memset(seen, 0, sizeof seen);
     mn_task_rival(c->task, c->x, c->target, rival);
     for (int64_t i = 0; i < P; i++, t++) {
         const token r = read_token(c, t, P);
-        CHECK(r.requests && !r.is_a && !seen[0][r.pair], "question %d", (int)i);
+        CHECK(r.asks && !r.is_a && !seen[0][r.pair], "question %d", (int)i);
         CHECK(c->target[t] == label[0][r.pair], "question %d: target %d", (int)i,
               (int)c->target[t]);
         CHECK(rival[t] == label[1][r.pair], "question %d: rival %d", (int)i, (int)rival[t]);

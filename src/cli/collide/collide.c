@@ -46,7 +46,7 @@ static mn_status run_all(mn_collide *c) {
     return st;
 }
 
-/* Rounding ws: rules of one family differ in the order of their operations. */
+/* Rounding apart: rules of one family differ in the order of their operations. */
 static bool same_answers(const mn_collide *c, int rule, int other) {
     for (int64_t t = 0; t < c->length; t++) {
         if (!(fabs(c->points[rule][t].p - c->points[other][t].p) < 1e-9)) return false;

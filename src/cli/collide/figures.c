@@ -44,7 +44,7 @@ static void place_panel(FILE *out, double left, double right, const char *title)
     fprintf(out, "set label \"%s\" at graph 0, graph 1.12 left\n", title);
 }
 
-/* Shades seed, boost and flood and names them above the smem_tile. */
+/* Shades seed, boost and flood and names them above the panel. */
 static void draw_phases(FILE *out, const mn_collide *c) {
     const double seed = (double)(c->boost_end - c->setup.n_boost) + 0.5;
     const double boost = (double)c->boost_end + 0.5, end = (double)c->length + 0.5;
@@ -81,7 +81,7 @@ static void draw_curve(FILE *out, const curve *line, const char *file, const cha
         line->width, line->dash, line->label);
 }
 
-/* Names of the curves beside their last values, pushed ws where these are close. */
+/* Names of the curves beside their last values, pushed apart where these are close. */
 static void name_curves(FILE *out, const mn_collide *c) {
     const double gap = 0.047;
     int order[N_CURVES];

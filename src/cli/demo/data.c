@@ -22,7 +22,7 @@ static mn_stories_config small_source(void) {
     return c;
 }
 
-/* A story as a document: the end of the one before, which requests for a story, and the story. */
+/* A story as a document: the end of the one before, which asks for a story, and the story. */
 static mn_status corpus_of(mn_corpus **out, const mn_stories *s) {
     const int64_t n = s->n_tokens + s->n_stories;
     int32_t *tokens = malloc((size_t)n * sizeof *tokens);

@@ -64,7 +64,7 @@ static void loss(FILE *out, const mn_demo *demo) {
 /* ---- recall ---------------------------------------------------------------------------------- */
 
 /* Groups [first, first + count), which are lines `first` and on of the file, counted from 0. */
-static void smem_tile(FILE *out, const mn_demo *demo, const char *title, const char *label,
+static void panel(FILE *out, const mn_demo *demo, const char *title, const char *label,
                   double left, double right, int first, int count) {
     const double chance = 100.0 * mn_demo_chance(&demo->data);
     fprintf(out, "set lmargin at screen %g\nset rmargin at screen %g\n", left, right);
@@ -95,10 +95,10 @@ static void recall(FILE *out, const mn_demo *demo) {
           "set key at screen 0.975, screen 0.985 top right horizontal Left reverse samplen 2 "
           "tc rgb '#404040'\n",
           out);
-    smem_tile(out, demo, "By distance", "tokens since the place was said", 0.075, 0.56, 1,
+    panel(out, demo, "By distance", "tokens since the place was said", 0.075, 0.56, 1,
           MN_DEMO_DISTANCES);
     fputs("set key off\nunset ylabel\n", out);
-    smem_tile(out, demo, "By updates", "times the object was put or taken", 0.64, 0.975,
+    panel(out, demo, "By updates", "times the object was put or taken", 0.64, 0.975,
           1 + MN_DEMO_DISTANCES, MN_DEMO_UPDATES);
     mn_gnuplot_end(out);
 }

@@ -199,7 +199,7 @@ static char *last_part(const char *path) {
 }
 
 static mn_status name_runs(mn_plot *plot) {
-    bool whole = false;                       // two runs of one name: paths tell them ws
+    bool whole = false;                       // two runs of one name: paths tell them apart
     for (int i = 0; i < plot->n_runs; i++) {
         plot->names[i] = last_part(plot->paths[i]);
         if (!plot->names[i]) return mn_fail(MN_ERR_MEMORY, "no memory for the names of runs");
@@ -229,7 +229,7 @@ static void share_out_panels(mn_plot *plot) {
         if (is_loss(plot->keys[key])) plot->n_panels = 1;
     }
     for (int key = 0; key < plot->n_keys; key++) {
-        plot->smem_tile[key] = is_loss(plot->keys[key]) ? 0 : plot->n_panels++;
+        plot->panel[key] = is_loss(plot->keys[key]) ? 0 : plot->n_panels++;
     }
 }
 

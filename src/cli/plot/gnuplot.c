@@ -20,7 +20,7 @@ mn_status mn_make_folder(const char *path) {
 }
 
 void mn_gnuplot_begin(FILE *out, const char *name, const char *about, int width, int height,
-                      int smem_tiles) {
+                      int panels) {
     fprintf(out, "# %s\n# gnuplot %s.gp\n", about, name);
     fprintf(out, "do for [kind in 'svg png'] {\n"
             "reset\n"
@@ -34,7 +34,7 @@ void mn_gnuplot_begin(FILE *out, const char *name, const char *about, int width,
     fprintf(out, "set output '%s.'.kind\n", name);
     fprintf(out, "set border 3 lc rgb '#404040'\nset tics nomirror tc rgb '#404040'\n"
             "set grid ytics lc rgb '#e6e6e6' lt 1 lw 0.5\nset key off\n"
-            "set multiplot layout 1,%d\n", smem_tiles);
+            "set multiplot layout 1,%d\n", panels);
 }
 
 void mn_gnuplot_end(FILE *out) {

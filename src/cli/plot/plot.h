@@ -25,13 +25,13 @@ typedef struct mn_plot_curve {
     bool smoothed;
 } mn_plot_curve;
 
-/* What is drawn. Keys that end in "loss" share the first smem_tile, each other key has its own. */
+/* What is drawn. Keys that end in "loss" share the first panel, each other key has its own. */
 typedef struct mn_plot {
     const char *paths[MN_PLOT_RUNS];
     char *names[MN_PLOT_RUNS];          // for the legend
     int n_runs;
     const char *keys[MN_PLOT_KEYS];
-    int smem_tile[MN_PLOT_KEYS];
+    int panel[MN_PLOT_KEYS];
     int n_keys, n_panels;
     mn_plot_axis axis;
     int64_t smooth;                     // points in a mean; 0: a hundredth of the curve
@@ -45,7 +45,7 @@ typedef struct mn_plot {
 /* Sets "step", "tokens" or "seconds"; false for anything else. */
 bool mn_plot_find_axis(mn_plot_axis *out, const char *name);
 
-/* Reads the runs and fills names, smem_tiles, curves and the scale of x. Fails when a run has no
+/* Reads the runs and fills names, panels, curves and the scale of x. Fails when a run has no
  * metrics, or none of the keys, and when nobody has a key that was asked for (`asked`). */
 mn_status mn_plot_read(mn_plot *plot, bool asked);
 

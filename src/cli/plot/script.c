@@ -11,7 +11,7 @@
 #include "cli/plot/gnuplot.h"
 #include "cli/plot/plot.h"
 
-/* Told ws by readers who see fewer colours too. */
+/* Told apart by readers who see fewer colours too. */
 static const char *const colors[] = { "0b4f9c", "d95f02", "1b9e77", "7b4fa3",
                                       "c8508c", "a6761d", "5aa9e6", "5b5b5b" };
 
@@ -70,12 +70,12 @@ static void put_terminal(FILE *out, const mn_plot *plot, bool png, const char *n
 
 /* Logarithmic heights within less than two decades: gnuplot would label powers of ten only, and
  * widen the range to them. */
-static void put_log_range(FILE *out, const mn_plot *plot, int smem_tile) {
+static void put_log_range(FILE *out, const mn_plot *plot, int panel) {
     static const double marks[] = { 1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0 };
     double low = INFINITY, high = 0.0;
     for (int i = 0; i < plot->n_curves; i++) {
         const mn_plot_line *line = &plot->curves[i].points;
-        if (plot->smem_tile[plot->curves[i].key] != smem_tile) continue;
+        if (plot->panel[plot->curves[i].key] != panel) continue;
         for (int64_t p = 0; p < line->n; p++) {
             if (line->y[p] > 0.0) low = fmin(low, line->y[p]);
             if (isfinite(line->y[p])) high = fmax(high, line->y[p]);
@@ -97,10 +97,10 @@ static void put_log_range(FILE *out, const mn_plot *plot, int smem_tile) {
 }
 
 /* "loss, valid_loss" */
-static void put_panel_label(FILE *out, const mn_plot *plot, int smem_tile) {
+static void put_panel_label(FILE *out, const mn_plot *plot, int panel) {
     char label[256] = "";
     for (int key = 0; key < plot->n_keys; key++) {
-        if (plot->smem_tile[key] != smem_tile) continue;
+        if (plot->panel[key] != panel) continue;
         const size_t n = strlen(label);
         snprintf(label + n, sizeof label - n, "%s%s", n > 0 ? ", " : "", plot->keys[key]);
     }
@@ -119,22 +119,22 @@ static bool is_marked(const mn_plot *plot, int key) {
     return true;
 }
 
-/* Curves of one key: measured ones pale and thin under their mean. The first key of a smem_tile is
+/* Curves of one key: measured ones pale and thin under their mean. The first key of a panel is
  * solid, others are dashed with a mark at each point if these are few. */
-static void put_curves(FILE *out, const mn_plot *plot, int smem_tile, const char **join) {
+static void put_curves(FILE *out, const mn_plot *plot, int panel, const char **join) {
     bool named[MN_PLOT_RUNS] = { false };
     for (int i = 0; i < plot->n_curves; i++) {
         const mn_plot_curve *curve = &plot->curves[i];
-        if (plot->smem_tile[curve->key] != smem_tile || !curve->smoothed) continue;
+        if (plot->panel[curve->key] != panel || !curve->smoothed) continue;
         fprintf(out, "%s $points%d with lines lc rgb '#C8%s' lw 1 notitle", *join, i,
                 color_of(curve->run));
         *join = ", \\\n    ";
     }
     for (int i = 0; i < plot->n_curves; i++) {
         const mn_plot_curve *curve = &plot->curves[i];
-        if (plot->smem_tile[curve->key] != smem_tile) continue;
-        int before = 0;                       // keys of this smem_tile listed earlier
-        for (int key = 0; key < curve->key; key++) before += plot->smem_tile[key] == smem_tile;
+        if (plot->panel[curve->key] != panel) continue;
+        int before = 0;                       // keys of this panel listed earlier
+        for (int key = 0; key < curve->key; key++) before += plot->panel[key] == panel;
         const bool marked = is_marked(plot, curve->key);
         fprintf(out, "%s $mean%d with %s lc rgb '#%s' lw 2 dt %d%s ", *join, i,
                 marked ? "linespoints" : "lines", color_of(curve->run), before + 1,
@@ -147,11 +147,11 @@ static void put_curves(FILE *out, const mn_plot *plot, int smem_tile, const char
 }
 
 /* Which dashes mean which key, when there are several. */
-static void put_key_styles(FILE *out, const mn_plot *plot, int smem_tile, const char *join) {
+static void put_key_styles(FILE *out, const mn_plot *plot, int panel, const char *join) {
     int n = 0, at = 0;
-    for (int key = 0; key < plot->n_keys; key++) n += plot->smem_tile[key] == smem_tile;
+    for (int key = 0; key < plot->n_keys; key++) n += plot->panel[key] == panel;
     for (int key = 0; key < plot->n_keys && n > 1; key++) {
-        if (plot->smem_tile[key] != smem_tile) continue;
+        if (plot->panel[key] != panel) continue;
         const bool marked = is_marked(plot, key);
         fprintf(out, "%s NaN with %s lc rgb '#909090' lw 2 dt %d%s title ", join,
                 marked ? "linespoints" : "lines", ++at, marked ? MARK : "");
@@ -162,21 +162,21 @@ static void put_key_styles(FILE *out, const mn_plot *plot, int smem_tile, const 
 static void put_figure(FILE *out, const mn_plot *plot, bool png, const char *name) {
     put_terminal(out, plot, png, name);
     if (plot->n_panels > 1) fprintf(out, "set multiplot layout %d,1\n", plot->n_panels);
-    for (int smem_tile = 0; smem_tile < plot->n_panels; smem_tile++) {
+    for (int panel = 0; panel < plot->n_panels; panel++) {
         const char *join = "plot";
         fprintf(out, "set key %s top Left reverse samplen 3 spacing 1.1 tc rgb '#404040'%s\n",
                 plot->n_runs > KEY_INSIDE ? "outside right" : "inside right",
                 plot->n_runs > KEY_INSIDE ? "\nset rmargin 28" : "");
-        if (smem_tile > 0) fputs("set key off\n", out);
-        put_panel_label(out, plot, smem_tile);
-        if (plot->log) put_log_range(out, plot, smem_tile);
-        if (smem_tile == plot->n_panels - 1) {
+        if (panel > 0) fputs("set key off\n", out);
+        put_panel_label(out, plot, panel);
+        if (plot->log) put_log_range(out, plot, panel);
+        if (panel == plot->n_panels - 1) {
             fputs("set xlabel ", out);
             put_quoted(out, plot->x_label);
             fputs(" tc rgb '#404040'\n", out);
         }
-        put_curves(out, plot, smem_tile, &join);
-        put_key_styles(out, plot, smem_tile, join);
+        put_curves(out, plot, panel, &join);
+        put_key_styles(out, plot, panel, join);
         fputc('\n', out);
     }
     fputs(plot->n_panels > 1 ? "unset multiplot\nunset output\n" : "unset output\n", out);

@@ -1,7 +1,7 @@
 /* text.c - curves as characters: fine dots in a terminal that can show them, else letters.
  *
  * A cell of a Braille character holds 2 x 4 dots, so that 72 x 17 cells show 144 x 68. Letters tell
- * curves ws where colours cannot. */
+ * curves apart where colours cannot. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -76,13 +76,13 @@ static void trace(canvas *c, const mn_plot_line *line, int curve) {
     }
 }
 
-/* Borders around all curves of the smem_tile; false when it has no point to show. */
-static bool frame(canvas *c, const mn_plot *plot, int smem_tile) {
+/* Borders around all curves of the panel; false when it has no point to show. */
+static bool frame(canvas *c, const mn_plot *plot, int panel) {
     c->x0 = c->y0 = INFINITY;
     c->x1 = c->y1 = -INFINITY;
     for (int i = 0; i < plot->n_curves; i++) {
         const mn_plot_line *line = &plot->curves[i].mean;
-        if (plot->smem_tile[plot->curves[i].key] != smem_tile) continue;
+        if (plot->panel[plot->curves[i].key] != panel) continue;
         for (int64_t p = 0; p < line->n; p++) {
             const double height = height_of(c, line->y[p]);
             if (!isfinite(height)) continue;
@@ -147,20 +147,20 @@ static void print_axis(const canvas *c, const mn_plot *plot) {
     printf("\n%10s  %s%*s%s%*s%s\n", "", from, left, "", plot->x_label, room - left, "", to);
 }
 
-static void print_panel(canvas *c, const mn_plot *plot, int smem_tile) {
+static void print_panel(canvas *c, const mn_plot *plot, int panel) {
     int n_shown = 0;
-    for (int i = 0; i < plot->n_curves; i++) n_shown += plot->smem_tile[plot->curves[i].key] ==
-        smem_tile;
+    for (int i = 0; i < plot->n_curves; i++) n_shown += plot->panel[plot->curves[i].key] ==
+        panel;
     c->braille = shows_braille() && (n_shown == 1 || c->color);
     for (int i = 0; i < plot->n_curves; i++) {
         const mn_plot_curve *curve = &plot->curves[i];
-        if (plot->smem_tile[curve->key] == smem_tile) trace(c, &curve->mean, i);
+        if (plot->panel[curve->key] == panel) trace(c, &curve->mean, i);
     }
     for (int row = 0; row < ROWS; row++) print_row(c, row);
     print_axis(c, plot);
     for (int i = 0; i < plot->n_curves; i++) {
         const mn_plot_curve *curve = &plot->curves[i];
-        if (plot->smem_tile[curve->key] != smem_tile) continue;
+        if (plot->panel[curve->key] != panel) continue;
         char mark[4];
         letter_of(mark, i);
         printf("%12s", "");
@@ -173,10 +173,10 @@ static void print_panel(canvas *c, const mn_plot *plot, int smem_tile) {
 mn_status mn_plot_print(const mn_plot *plot) {
     const char *plain = getenv("NO_COLOR");
     const bool color = isatty(STDOUT_FILENO) && !(plain && *plain);
-    for (int smem_tile = 0; smem_tile < plot->n_panels; smem_tile++) {
+    for (int panel = 0; panel < plot->n_panels; panel++) {
         canvas c = { .log = plot->log, .color = color };
-        if (smem_tile > 0) putchar('\n');
-        if (frame(&c, plot, smem_tile)) print_panel(&c, plot, smem_tile);
+        if (panel > 0) putchar('\n');
+        if (frame(&c, plot, panel)) print_panel(&c, plot, panel);
         else puts("(nothing to draw: no number above 0)");
     }
     if (fflush(stdout) == 0) return MN_OK;

@@ -34,7 +34,7 @@ static void put_quoted(FILE *out, const char *text) {
     fputc('\'', out);
 }
 
-/* Where a row's number stands: bars side by side, points of a line a little ws. */
+/* Where a row's number stands: bars side by side, points of a line a little apart. */
 static double place_of(const mn_cells *c, int64_t row, int64_t column, bool bars) {
     const double width = bars ? 0.8 : 0.12;
     return (double)column + width * (((double)row + 0.5) / (double)c->n_rows - 0.5);

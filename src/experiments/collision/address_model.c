@@ -257,7 +257,7 @@ static void draw_frozen(float *frozen, int64_t width, uint64_t seed) {
     }
 }
 
-/* The task's tokens are [requests, key, value], value one-hot of the classes. */
+/* The task's tokens are [asks, key, value], value one-hot of the classes. */
 static int64_t key_width(const mn_task_shape *shape) {
     return shape->features - 1 - shape->classes;
 }

@@ -1,5 +1,5 @@
 /* job_addressed.c - a job that trains the small network of address_model.h on collisions or crowded
- * keys, and requests it.
+ * keys, and asks it.
  *
  *   task (name, options), memory, steps, batch, lr, weight_decay, clip, seed
  *   tests     name: {options, test}

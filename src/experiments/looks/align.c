@@ -24,8 +24,8 @@ enum { MOST_LAYERS = 512, SWEEPS = 30 };
 /* Rotates rows and columns i, j of the symmetric a (n,n) so that a_ij becomes 0; v gathers the
  * rotations. */
 static void rotate(double *a, double *v, int64_t n, int64_t i, int64_t j) {
-    const double ws = (a[j * n + j] - a[i * n + i]) / (2.0 * a[i * n + j]);
-    const double t = (ws >= 0.0 ? 1.0 : -1.0) / (fabs(ws) + sqrt(ws * ws + 1.0));
+    const double apart = (a[j * n + j] - a[i * n + i]) / (2.0 * a[i * n + j]);
+    const double t = (apart >= 0.0 ? 1.0 : -1.0) / (fabs(apart) + sqrt(apart * apart + 1.0));
     const double c = 1.0 / sqrt(t * t + 1.0), s = t * c;
     for (int64_t k = 0; k < n; k++) {
         const double x = a[k * n + i], y = a[k * n + j];

@@ -54,15 +54,15 @@ static const char *const heard_names[HEARD] = { "v", "prec", "k", "q", "a", "p",
 enum { V_, PREC, K_, Q_, A_, P_, Y_ };
 
 /* What the layer told, as doubles: v, prec, y (T,M); k, q (T,N); a, p (M,N). */
-typedef struct waited {
+typedef struct heard {
     int layer;
     double *at[HEARD];
     int64_t count[HEARD], rows[HEARD], width[HEARD];
     bool full;                       // memory ran out
-} waited;
+} heard;
 
 static void hear(void *context, int layer, const char *name, const mn_tensor *x) {
-    waited *h = context;
+    heard *h = context;
     int i = 0;
     while (i < HEARD && strcmp(heard_names[i], name) != 0) i++;
     if (i == HEARD || layer != h->layer || h->at[i]) return;
@@ -83,7 +83,7 @@ static void hear(void *context, int layer, const char *name, const mn_tensor *x)
     h->width[i] = width;
 }
 
-static mn_status listen_to(waited *h, const mn_look_at *at, const int32_t *tokens, int64_t T) {
+static mn_status listen_to(heard *h, const mn_look_at *at, const int32_t *tokens, int64_t T) {
     const mn_tap tap = { hear, h };
     const mn_model_input in = { .tokens = tokens, .B = 1, .T = T, .tap = &tap };
     mn_tape *tape = NULL;
@@ -117,7 +117,7 @@ typedef struct maps {
 } maps;
 
 /* lam and f of one channel, and its variances. */
-static void filter(maps *m, const waited *h, int64_t channel) {
+static void filter(maps *m, const heard *h, int64_t channel) {
     const double share = 1.0 / (double)m->M;
     for (int64_t n = 0; n < m->N; n++) {
         const double a = h->at[A_][channel * m->N + n], p = h->at[P_][channel * m->N + n];
@@ -134,7 +134,7 @@ static void filter(maps *m, const waited *h, int64_t channel) {
     }
 }
 
-static void fill_map(maps *m, const waited *h, int64_t channel) {
+static void fill_map(maps *m, const heard *h, int64_t channel) {
     filter(m, h, channel);
     for (int64_t s = 0; s < m->T; s++) {
         for (int64_t t = 0; t < m->T; t++) m->map[t * m->T + s] = 0.0;
@@ -157,7 +157,7 @@ static bool holds(const int32_t *tokens, int64_t s, int32_t token) {
 }
 
 /* Holds the matrix against the layer's own output, and adds up where it looks. */
-static void judge_map(maps *m, const waited *h, int64_t channel, const int32_t *tokens,
+static void judge_map(maps *m, const heard *h, int64_t channel, const int32_t *tokens,
                       const int32_t *targets) {
     double aims = 0.0;
     int64_t asking = 0;
@@ -187,7 +187,7 @@ static void judge_map(maps *m, const waited *h, int64_t channel, const int32_t *
     m->best = fmax(m->best, aims / (double)mn_max(asking, 1));
 }
 
-static mn_status open_maps(maps *m, const waited *h) {
+static mn_status open_maps(maps *m, const heard *h) {
     *m = (maps){ .T = h->rows[V_], .M = h->width[V_], .N = h->width[K_] };
     if (m->T > MOST_PLACES) return mn_fail(MN_ERR_ARGUMENT, "maps take up to %d tokens",
                                            MOST_PLACES);
@@ -241,7 +241,7 @@ static int64_t take_heaviest(maps *m) {
 }
 
 /* Lower triangles, row by row, of the heaviest channels. */
-static json_t *tell_channels(maps *m, const waited *h, int64_t count) {
+static json_t *tell_channels(maps *m, const heard *h, int64_t count) {
     json_t *list = json_array();
     for (int64_t i = 0; i < mn_min(count, m->M); i++) {
         const int64_t channel = take_heaviest(m);
@@ -256,7 +256,7 @@ static json_t *tell_channels(maps *m, const waited *h, int64_t count) {
     return list;
 }
 
-static mn_status tell(json_t *result, maps *m, const waited *h, int64_t channels,
+static mn_status tell(json_t *result, maps *m, const heard *h, int64_t channels,
                       const int32_t *tokens, const int32_t *targets) {
     const double asking = (double)mn_max(m->asking, 1);
     json_t *read = numbers(m->read, m->T), *cell = numbers(m->cell, m->T);
@@ -273,7 +273,7 @@ static mn_status tell(json_t *result, maps *m, const waited *h, int64_t channels
 
 static mn_status look(json_t *result, const mn_look_at *at, const mn_json *given) {
     options o;
-    waited h = { 0 };
+    heard h = { 0 };
     maps m = { 0 };
     const size_t most = (size_t)mn_task_run_longest(at->task);
     int32_t *tokens = calloc(most, sizeof *tokens), *targets = calloc(most, sizeof *targets);

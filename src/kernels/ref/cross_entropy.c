@@ -20,7 +20,7 @@ static int64_t class_of(const mn_cross_entropy_args *p, int64_t b) {
     return target == p->ignore ? -1 : target;
 }
 
-/* The largest logit, and the sum of exp(x_i - largest). Kept ws: their logarithm together would
+/* The largest logit, and the sum of exp(x_i - largest). Kept apart: their logarithm together would
  * round away what little a nearly certain model leaves to the other classes. */
 typedef struct row_sums {
     double top, sum;

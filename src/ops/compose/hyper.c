@@ -111,7 +111,7 @@ static mn_status add_conv(const layer *s, bool last) {
     const int64_t count = s->context->plans ? 0 : s->n_rows * c->D;
     if (s->context->device) {
         const mn_glue sum = { .dtype = c->dtype, .B = c->B, .T = c->T, .H = 1, .width = c->D,
-                              .wide = last ? MN_GLUE_WIDE_A : MN_GLUE_WIDE_X,
+                              .wide = last ? MN_GLUE_F32_A : MN_GLUE_F32_X,
                               .a = flat(s, last ? s->dsum : s->dx, c->D),
                               .b = flat(s, s->dconv, c->D),
                               .x = last ? s->p->grad.x : flat_out(s, s->dsum, c->D) };

@@ -77,7 +77,7 @@ static mn_status blend(mn_context *context, hidden *x) {
     if (context->plans) return MN_OK;
     if (context->device) {
         const mn_glue step = { .dtype = x->dtype, .B = 1, .T = 1, .H = 1, .width = x->count,
-                               .wide = x->inner == x->dtype ? 0 : MN_GLUE_WIDE_A | MN_GLUE_WIDE_B,
+                               .wide = x->inner == x->dtype ? 0 : MN_GLUE_F32_A | MN_GLUE_F32_B,
                                .a = { .data = x->a }, .b = { .data = x->u },
                                .c = { .data = x->dh }, .x = { .data = x->da },
                                .y = { .data = x->du }, .z = { .data = x->dh } };
@@ -159,13 +159,13 @@ mn_status mn_compose_swiglu(mn_context *context, mn_pass pass, const void *args)
     const size_t size = mn_dtype_bytes(c->dtype);
     if (back && !p->cot.y.data) return clear_gradients(context, p);
     if (!back && !p->y.data) return MN_OK;
-    const bool ws = c->dtype == MN_BF16;
-    hidden x = { .dtype = c->dtype, .inner = ws ? MN_F32 : c->dtype };
+    const bool apart = c->dtype == MN_BF16;
+    hidden x = { .dtype = c->dtype, .inner = apart ? MN_F32 : c->dtype };
     const size_t inner = mn_dtype_bytes(x.inner);
     x.a = mn_workspace_array(context, c->B, c->V, inner);
     x.u = mn_workspace_array(context, c->B, c->V, inner);
-    x.da = ws ? mn_workspace_array(context, c->B, c->V, size) : x.a;
-    x.du = ws && back ? mn_workspace_array(context, c->B, c->V, size) : x.u;
+    x.da = apart ? mn_workspace_array(context, c->B, c->V, size) : x.a;
+    x.du = apart && back ? mn_workspace_array(context, c->B, c->V, size) : x.u;
     x.dh = back ? mn_workspace_array(context, c->B, c->V, size) : NULL;
     if (!x.a || !x.u || !x.da || !x.du || (back && !x.dh)) {
         return mn_fail(MN_ERR_MEMORY, "swiglu: no memory for %lld x %lld hidden activations",

@@ -15,7 +15,7 @@ typedef struct wide_copy {
     bool per_head;           // of axes H: a view without strides
 } wide_copy;
 
-/* How rows of a tensor with these axes are scanned: H rows for each token, or once. */
+/* How rows of a tensor with these axes are walked: H rows for each token, or once. */
 static void rows_of(wide_copy *copy, const mn_call *call, const char *axes) {
     const size_t rank = strlen(axes);
     bool ok = true;
@@ -25,7 +25,7 @@ static void rows_of(wide_copy *copy, const mn_call *call, const char *axes) {
     if (copy->per_head) copy->rows.B = copy->rows.T = 1;
 }
 
-/* The wide view with the strides by which rows are scanned. */
+/* The wide view with the strides by which rows are walked. */
 static mn_out wide_rows(const wide_copy *copy) {
     mn_out view = *copy->wide;
     if (copy->per_head) view.stride[2] = copy->width;

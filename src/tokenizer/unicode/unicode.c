@@ -4,7 +4,7 @@
  * order:     runs of combining marks are sorted by class, equal classes stay in order;
  * compose:   a mark joins the last starter if both have a composite and nothing between blocks it.
  *
- * Only stretches that hold something the form may change are taken ws. ASCII characters are
+ * Only stretches that hold something the form may change are taken apart. ASCII characters are
  * starters that never join what is in front of them, so stretches end there. */
 #include "tokenizer/unicode/unicode.h"
 

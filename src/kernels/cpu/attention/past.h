@@ -56,7 +56,7 @@ past_head MN_T(mn_past_head)(const past *p, int64_t n, int64_t j);
 void MN_T(mn_past_gather)(float *to, const past *p, const past_head *head, const mn_in *from,
                           int64_t width, int64_t first, int64_t n_tokens, bool turn);
 
-/* s[r,i] = alpha x_r.y_i for contiguous rows x of `width` and rows y `y_row` floats ws. Few rows
+/* s[r,i] = alpha x_r.y_i for contiguous rows x of `width` and rows y `y_row` floats apart. Few rows
  * of x are dot products that read y once; more are a matrix product. */
 void MN_T(mn_past_scores)(float *s, int64_t s_row, const float *x, int64_t n_rows, const float *y,
                           int64_t y_row, int64_t n, int64_t width, float alpha);

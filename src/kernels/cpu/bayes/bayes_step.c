@@ -20,7 +20,7 @@ bool MN_T(mn_bayes_forward_plan)(const void *args, mn_plan *plan);
 void MN_T(mn_bayes_forward_run)(const void *args, int phase, int64_t item, void *shared,
                                 void *scratch);
 
-enum { SMEM_TILE = 4 };    // vectors of a row in flight
+enum { PANEL = 4 };    // vectors of a row in flight
 
 /* One token; rows are padded to whole vectors with zeros. */
 typedef struct step {
@@ -68,21 +68,21 @@ static void load(step *s) {
     }
 }
 
-/* u = P kt and y = P qt by the columns [j, j + SMEM_TILE vectors), rows read once for both */
+/* u = P kt and y = P qt by the columns [j, j + PANEL vectors), rows read once for both */
 static void panel_products(const step *s, const float *P, int64_t j) {
-    vf u[SMEM_TILE], y[SMEM_TILE];
-    int lanes[SMEM_TILE];
+    vf u[PANEL], y[PANEL];
+    int lanes[PANEL];
     MN_UNROLL
-    for (int x = 0; x < SMEM_TILE; x++) {
+    for (int x = 0; x < PANEL; x++) {
         u[x] = y[x] = vf_zero();
         lanes[x] = vf_lanes(mn_max(0, s->K - j - x * MN_VW));
     }
-    const bool whole = lanes[SMEM_TILE - 1] == MN_VW;
+    const bool whole = lanes[PANEL - 1] == MN_VW;
     for (int64_t i = 0; i < s->K; i++) {
         const vf k = vf_set1(s->kt[i]), q = vf_set1(s->qt[i]);
         const float *row = P + i * s->K + j;
         MN_UNROLL
-        for (int x = 0; x < SMEM_TILE; x++) {
+        for (int x = 0; x < PANEL; x++) {
             if (!whole && lanes[x] == 0) break;
             const vf v = whole ? vf_load(row + x * MN_VW) : vf_load_row(row + x * MN_VW, lanes[x]);
             u[x] = vf_fma(k, v, u[x]);
@@ -90,7 +90,7 @@ static void panel_products(const step *s, const float *P, int64_t j) {
         }
     }
     MN_UNROLL
-    for (int x = 0; x < SMEM_TILE; x++) {
+    for (int x = 0; x < PANEL; x++) {
         if (lanes[x] == 0) break;
         vf_store(s->u + j + x * MN_VW, u[x]);
         vf_store(s->y + j + x * MN_VW, y[x]);
@@ -107,7 +107,7 @@ static float dot(const float *x, const float *y, int64_t n) {
 static bool gains(step *s, const float *P) {
     const vf l2 = vf_set1(s->l2);
     vf scale = vf_zero();
-    for (int64_t j = 0; j < s->K; j += SMEM_TILE * MN_VW) panel_products(s, P, j);
+    for (int64_t j = 0; j < s->K; j += PANEL * MN_VW) panel_products(s, P, j);
     memset(s->diagonal, 0, (size_t)s->Kp * sizeof *s->diagonal);
     for (int64_t i = 0; i < s->K; i++) s->diagonal[i] = P[i * (s->K + 1)];
     for (int64_t i = 0; i < s->Kp; i += MN_VW) {

@@ -1,4 +1,4 @@
-/* replay.h - scans a recurrence backwards without keeping every state.
+/* replay.h - walks a recurrence backwards without keeping every state.
  *
  * Tokens go in blocks. Forward, the state is saved at the start of every stretch of about
  * sqrt(blocks) blocks; backward, a stretch is replayed from there, saving the state at the start of

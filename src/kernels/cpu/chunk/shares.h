@@ -64,7 +64,7 @@ static inline int64_t shares_cell_items(int64_t cells) {
     return mn_ceil_div(cells, SHARES_CELLS);
 }
 
-/* to[i] = sum of `count` numbers that lie `step` ws from from[i] on */
+/* to[i] = sum of `count` numbers that lie `step` apart from from[i] on */
 static inline void shares_add(float *to, const float *from, int64_t step, int64_t count,
                               int64_t n) {
     for (int64_t i = 0; i < n; i += MN_VW) {

@@ -20,7 +20,7 @@
 enum { MN_STAT_CHUNK = 32, MN_STAT_SEGMENT = 32 };
 
 /* Log decays below this are as good as -inf, and their sums over a chunk keep the digits of small
- * ones: exp(-1e5) is 0, and doubles near 32e5 are 5e-10 ws. */
+ * ones: exp(-1e5) is 0, and doubles near 32e5 are 5e-10 apart. */
 static const double mn_lowest_log = -1e5;
 
 /* A matrix in memory; as an operand it is only read. */
@@ -88,7 +88,7 @@ static inline void mn_scale(float *y, float a, const float *x, int64_t n) {
     }
 }
 
-/* Asks for `n` rows that are needed soon: rows of one head lie far ws, where the processor does
+/* Asks for `n` rows that are needed soon: rows of one head lie far apart, where the processor does
  * not look ahead by itself. */
 MN_ALWAYS_INLINE void mn_prefetch_rows(mn_mat m, int64_t n, int64_t width) {
     for (int64_t t = 0; m.at && t < n; t++) {
@@ -122,11 +122,11 @@ void MN_T(mn_stat_add_symmetric)(float *H, float fall, mn_mat X, mn_mat Y, int64
 void MN_T(mn_stat_add_products)(mn_mat H, float fall, float alpha, mn_mat X, mn_mat Y,
                                 mn_dims K_V_L);
 
-/* Rows t >= from of W[t,s] = exp(row[t] + col[s]) for s <= t, else 0; rows are MN_STAT_CHUNK ws.
+/* Rows t >= from of W[t,s] = exp(row[t] + col[s]) for s <= t, else 0; rows are MN_STAT_CHUNK apart.
  * The sums are formed in double. */
 void MN_T(mn_stat_weights)(float *W, const double *row, const double *col, int64_t from, int64_t L);
 
-/* P[t,s] = a_t.b_s for s <= t, else 0, over rows of `width`; rows of P are MN_STAT_CHUNK ws. */
+/* P[t,s] = a_t.b_s for s <= t, else 0, over rows of `width`; rows of P are MN_STAT_CHUNK apart. */
 void MN_T(mn_stat_scores)(float *P, mn_mat a, mn_mat b, int64_t L, int64_t width);
 
 /* Y[t,s] = A[t,s] B[t,s] for s <= t, else 0. Y may be A or B. */

@@ -1,7 +1,6 @@
 /* gemm.c - register-tiled small products. Contract and order of summation in gemm.h.
  *
- * C is cut into smem_tiles of up to four vectors, a smem_tile into tiles of up to twelve rows. A
- * tile
+ * C is cut into panels of up to four vectors, a panel into tiles of up to twelve rows. A tile
  * keeps its sums in registers over all of K, reading B by vectors and A by broadcast. Its size
  * says which sums are in flight together, never how one of them is formed. */
 #include "kernels/cpu/gemm/gemm.h"
@@ -124,8 +123,7 @@ static tile_function *const tiles_4[] = { NULL, TILES_4(NAME, 4) };
 #undef DEFINE
 #undef NAME
 
-/* Part of a product: a smem_tile of columns, some rows, some of K. Where `sums` is not NULL the
- * parts
+/* Part of a product: a panel of columns, some rows, some of K. Where `sums` is not NULL the parts
  * of K come one after the other, and it holds the sums in between, `width` floats a row. */
 typedef struct {
     const mn_gemm_args *p;
@@ -170,8 +168,7 @@ static void run_rows(const part *w, int64_t i0, int64_t i1, int cols) {
     }
 }
 
-/* Of C_LOWER, rows above the smem_tile are left out, and those beside its first vector need no
- * other.
+/* Of C_LOWER, rows above the panel are left out, and those beside its first vector need no other.
  * Panels of four vectors have so few rows that the first is all they need. */
 static void run_part(const part *w) {
     int64_t i = w->i0;
@@ -186,8 +183,7 @@ static void run_part(const part *w) {
     run_rows(w, i, w->i1, w->cols);
 }
 
-/* Columns of the smem_tile at j: four vectors while few rows leave registers free for them, else
- * two,
+/* Columns of the panel at j: four vectors while few rows leave registers free for them, else two,
  * then what is left, never three vectors. */
 static int panel_cols(const mn_gemm_args *p, int64_t j) {
     const int64_t left = p->N - j;
@@ -261,8 +257,8 @@ static void run_direct(const mn_gemm_args *p) {
     }
 }
 
-/* Rows of B pages ws take a TLB entry each and share a few cache sets, for every tile again:
- * a copy of the smem_tile pays from the second tile on. */
+/* Rows of B pages apart take a TLB entry each and share a few cache sets, for every tile again:
+ * a copy of the panel pays from the second tile on. */
 enum { FAR_ROWS = 512 };
 
 void MN_T(mn_gemm)(const mn_gemm_args *p) {

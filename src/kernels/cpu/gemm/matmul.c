@@ -1,10 +1,8 @@
-/* matmul.c - packed smem_tiles and register tiles of large products. Contract in matmul.h.
+/* matmul.c - packed panels and register tiles of large products. Contract in matmul.h.
  *
  * A tile of ROWS x VECTORS vectors of C keeps its sums in registers over a block of K. It reads B
- * from a packed smem_tile, by vectors, and A by broadcast: from its rows as they lie when A is
- * stored
- * by rows, from packed strips of ROWS rows when it is stored transposed. A smem_tile serves all
- * strips
+ * from a packed panel, by vectors, and A by broadcast: from its rows as they lie when A is stored
+ * by rows, from packed strips of ROWS rows when it is stored transposed. A panel serves all strips
  * of a worker's rows before the next one comes, so both stay in the second cache. */
 #include "kernels/cpu/gemm/matmul.h"
 
@@ -25,7 +23,7 @@ typedef struct {
     int64_t c_row;
     const float *a;
     int64_t a_row, a_col;
-    const float *b;             // the smem_tile, `vectors` whole vectors a row
+    const float *b;             // the panel, `vectors` whole vectors a row
     int64_t K;
     int last_lanes;             // used lanes of the rightmost vector
     bool add;                   // C += sum
@@ -103,7 +101,7 @@ int64_t MN_T(mn_matmul_panel)(void) {
 
 /* ---- packing --------------------------------------------------------------------------------- */
 
-/* B stored by columns: rows of the stored matrix become columns of the smem_tile. */
+/* B stored by columns: rows of the stored matrix become columns of the panel. */
 static void pack_transposed(float *dst, const float *src, int64_t src_row, int64_t K, int cols,
                             int vectors) {
     for (int64_t k = 0; k < K; k += 4) {
@@ -130,29 +128,29 @@ static void pack_plain(float *dst, const float *src, int64_t src_row, int64_t K,
     }
 }
 
-/* A smem_tile of a chunk: its columns and where its packed form lies. */
+/* A panel of a chunk: its columns and where its packed form lies. */
 typedef struct {
     int64_t j0;
     int cols, vectors;
     float *packed;
 } panel_place;
 
-static panel_place place_of(const mn_chunk *chunk, int64_t smem_tile) {
-    const int64_t j0 = chunk->j0 + smem_tile * COLS;
+static panel_place place_of(const mn_chunk *chunk, int64_t panel) {
+    const int64_t j0 = chunk->j0 + panel * COLS;
     const int cols = (int)mn_min(COLS, chunk->j1 - j0);
     return (panel_place){ j0, cols, (cols + MN_VW - 1) / MN_VW,
-                          chunk->packed + smem_tile * COLS * (chunk->k1 - chunk->k0) };
+                          chunk->packed + panel * COLS * (chunk->k1 - chunk->k0) };
 }
 
-void MN_T(mn_matmul_pack)(const mn_product *p, const mn_chunk *chunk, int64_t smem_tile) {
-    const panel_place at = place_of(chunk, smem_tile);
+void MN_T(mn_matmul_pack)(const mn_product *p, const mn_chunk *chunk, int64_t panel) {
+    const panel_place at = place_of(chunk, panel);
     const float *src = p->b + chunk->k0 * p->b_row + at.j0 * p->b_col;
     const int64_t K = chunk->k1 - chunk->k0;
     if (p->b_col == 1) pack_plain(at.packed, src, p->b_row, K, at.cols, at.vectors);
     else pack_transposed(at.packed, src, p->b_col, K, at.cols, at.vectors);
 }
 
-/* Strips of ROWS rows of a transposed A, whose rows of K lie far ws: a few strips at a time, so
+/* Strips of ROWS rows of a transposed A, whose rows of K lie far apart: a few strips at a time, so
  * that a cache line is read once and not too many places are written in turn. */
 MN_ALWAYS_INLINE void pack_strips(float *dst, const float *src, int64_t src_row, int64_t K,
                                   int strips) {
@@ -178,7 +176,7 @@ static void pack_rows(float *dst, const float *src, int64_t src_row, int64_t n_r
 
 /* ---- products -------------------------------------------------------------------------------- */
 
-/* One block of K of some rows and smem_tiles. */
+/* One block of K of some rows and panels. */
 typedef struct {
     const float *a;             // A[i0, k0]; packed strips where a_row is 0
     int64_t a_row, a_col;
@@ -187,8 +185,8 @@ typedef struct {
 
 static void run_block(const mn_product *p, const mn_chunk *chunk, const block_args *w) {
     tile_args t = { .c_row = p->c_row, .K = w->K, .add = p->accumulate || w->k0 > 0 };
-    for (int64_t smem_tile = w->first; smem_tile < w->last; smem_tile++) {
-        const panel_place at = place_of(chunk, smem_tile);
+    for (int64_t panel = w->first; panel < w->last; panel++) {
+        const panel_place at = place_of(chunk, panel);
         t.b = at.packed + (w->k0 - chunk->k0) * at.vectors * MN_VW;
         t.last_lanes = at.cols - (at.vectors - 1) * MN_VW;
         for (int64_t i = w->i0; i < w->i1; i += ROWS) {
@@ -229,7 +227,7 @@ void MN_T(mn_matmul_rows)(const mn_product *p, const mn_chunk *chunk, int64_t i0
 /* ---- few rows -------------------------------------------------------------------------------- */
 
 /* Columns of C that advance together, two vectors of them, hide each other's latency. A line of B
- * is loaded AHEAD floats before it is needed: its rows are too many for the hardware to follow. */
+ * is fetched AHEAD floats before it is needed: its rows are too many for the hardware to follow. */
 enum { FEW_VECTORS = 2, LINE = 16, AHEAD = 128 };
 
 typedef struct {

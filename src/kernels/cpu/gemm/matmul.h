@@ -7,9 +7,8 @@
  * the others as C + s. Every function below and mn_gemm on the same blocks keep that order, so an
  * element's bits depend on its row of A and its column of B alone.
  *
- * Packed form of a chunk of B, K rows [k0, k1) and columns [j0, j1): smem_tiles of MN_MATMUL_COLS
- * columns, the last one cut to whole vectors; a smem_tile's rows lie one after the other, zeros in
- * the
+ * Packed form of a chunk of B, K rows [k0, k1) and columns [j0, j1): panels of MN_MATMUL_COLS
+ * columns, the last one cut to whole vectors; a panel's rows lie one after the other, zeros in the
  * lanes beyond N. As in gemm.h, prototypes carry the target. */
 #include "kernels/cpu/simd/target.h"
 
@@ -50,14 +49,13 @@ static inline int64_t mn_matmul_block(int64_t K) {
 
 #endif
 
-/* Columns of a smem_tile. */
+/* Columns of a panel. */
 int64_t MN_T(mn_matmul_panel)(void);
 
-/* Packs smem_tile `smem_tile` of the chunk. */
-void MN_T(mn_matmul_pack)(const mn_product *p, const mn_chunk *chunk, int64_t smem_tile);
+/* Packs panel `panel` of the chunk. */
+void MN_T(mn_matmul_pack)(const mn_product *p, const mn_chunk *chunk, int64_t panel);
 
-/* The chunk's share of rows [i0, i1), at most MN_MATMUL_ROWS of them, and of smem_tiles [first,
- * last).
+/* The chunk's share of rows [i0, i1), at most MN_MATMUL_ROWS of them, and of panels [first, last).
  * scratch: MN_MATMUL_ROWS * MN_MATMUL_K floats, aligned to 64 bytes. */
 void MN_T(mn_matmul_rows)(const mn_product *p, const mn_chunk *chunk, int64_t i0, int64_t i1,
                           int64_t first, int64_t last, float *scratch);

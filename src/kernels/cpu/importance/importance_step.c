@@ -4,7 +4,7 @@
  *   o = scale mu'q      ovar_j = scale^2 sum_i q_i^2 / I_ij
  *
  * a I is I - (1 - a) I for weak decays, so that a decay close to 1 applied a million times does not
- * carry its rounding error a million times. One item is some columns of one head, scanned row by
+ * carry its rounding error a million times. One item is some columns of one head, walked row by
  * row in the order of memory; the sums of the columns live in the first cache. (Several rows at a
  * time would spare loads of the sums, but halves the speed once states come from beyond the
  * caches.) */
@@ -130,7 +130,7 @@ MN_ALWAYS_INLINE void wide_rows(const token *p, const common *s, int64_t K, int6
     }
 }
 
-/* A whole state, the common call, is scanned without questions. */
+/* A whole state, the common call, is walked without questions. */
 MN_ALWAYS_INLINE void all_cells(const token *p, int64_t K, int64_t columns, bool spread) {
     const common s = { vf_set1(p->factor), vf_set1(p->gain), vf_set1(p->ip),
                        vi_as_vf(vi_set1(p->weak ? -1 : 0)) };

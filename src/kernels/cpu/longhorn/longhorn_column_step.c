@@ -25,7 +25,7 @@ bool MN_T(mn_longhorn_column_step_plan)(const void *args, mn_plan *plan) {
     return mn_mul_size(&plan->scratch_bytes, (size_t)(width + MN_VW), 2 * sizeof(float));
 }
 
-/* along = S'k and read = S'q, n columns of K rows `step` floats ws; both start at zero */
+/* along = S'k and read = S'q, n columns of K rows `step` floats apart; both start at zero */
 static void project_wide(float *along, float *read, const float *S, int64_t step, const float *k,
                          const float *q, int64_t K, int64_t n) {
     for (int64_t i = 0; i < K; i++, S += step) {

@@ -178,7 +178,7 @@ static void turn(void *context, const float *cells) {
 }
 
 /* Takes the adjoint of one block of cells back through n tokens, adding to all sums. */
-static void scan_back(item_state *s, float *adjoint, const float *keys, int64_t c, int64_t n) {
+static void walk_back(item_state *s, float *adjoint, const float *keys, int64_t c, int64_t n) {
     vf D[ROWS];
     MN_UNROLL
     for (int r = 0; r < ROWS; r++) D[r] = vf_load(adjoint + r * MN_VW);
@@ -225,7 +225,7 @@ static void write_keys(const item_state *s, int64_t group, int64_t t0, int64_t n
     }
 }
 
-/* dv, dbeta and the rest of dk of one token, from du and x: vectors `step` floats ws, then the
+/* dv, dbeta and the rest of dk of one token, from du and x: vectors `step` floats apart, then the
  * same of each further tile `tile_step` floats on. */
 static void finish_token(const mn_longhorn_diag_args *p, int64_t b, int64_t t, int64_t h,
                          const float *du, const float *x, int64_t step, int64_t tiles,
@@ -280,7 +280,7 @@ static void reverse(void *context, const float *cells, int64_t t0, int64_t n) {
         for (int64_t c = 0; c < s->vectors; c++) {
             walk(NULL, block_at(s, cells, g, c), s->before, s, keys_at(s, g),
                  line_ahead(s, t0 - TOKENS, g * s->vectors + c), c * TOKENS * MN_VW, n);
-            scan_back(s, block_at(s, s->adjoint, g, c), keys_at(s, g), c, n);
+            walk_back(s, block_at(s, s->adjoint, g, c), keys_at(s, g), c, n);
         }
         write_keys(s, g, t0, n);
     }

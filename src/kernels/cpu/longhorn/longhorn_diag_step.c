@@ -1,7 +1,7 @@
 /* longhorn_diag_step.c - one token of diagonal Longhorn, the state in place: each number read and
  * written once. Equations and gains in longhorn.h.
  *
- * One item is some columns of one head, scanned row by row in the order of memory. */
+ * One item is some columns of one head, walked row by row in the order of memory. */
 #include "base/checked.h"
 #include "base/util.h"
 #include "kernels/cpu/longhorn/longhorn.h"

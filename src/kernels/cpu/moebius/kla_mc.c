@@ -1,11 +1,9 @@
 /* kla_mc.c - KLA+ loss: marginal likelihood under S draws; equations in ref/kla_mc.c.
  *
  * A block of tokens gives ROWS or so feature rows, one per token and draw. Logits are never kept:
- * they are made smem_tile by smem_tile of the vocabulary, once for the log-normaliser of each row,
- * and
+ * they are made panel by panel of the vocabulary, once for the log-normaliser of each row, and
  * again where log-probabilities or gradients need them. Backward, phase 0 goes over blocks of
- * tokens (weights, normalisers, gradients of the features), phase 1 over smem_tiles of head rows,
- * which
+ * tokens (weights, normalisers, gradients of the features), phase 1 over panels of head rows, which
  * recompute features and logits, and phase 2 adds the blocks' shares of the gradient of norm. */
 #include "base/checked.h"
 #include "kernels/access.h"
@@ -16,7 +14,7 @@
 #include <math.h>
 #include <string.h>
 
-enum { ROWS = 64, SMEM_TILE = 128 };
+enum { ROWS = 64, PANEL = 128 };
 
 /* Scratch of an item. Rows are (token of the block, draw). */
 typedef struct work {
@@ -26,7 +24,7 @@ typedef struct work {
     float *r;                   // [rows] 1 / rms
     float *top, *sum, *hit; // [rows] largest logit so far, sum of exp below it, logit of the target
     float *weight, *lse;        // [rows] g w_s, log-normaliser
-    float *logits;              // [rows][SMEM_TILE]
+    float *logits;              // [rows][PANEL]
     float *dh;                  // [rows][D]
     float *dmu, *dvar;          // [D]
 } work;
@@ -42,7 +40,7 @@ static int64_t n_blocks(const mn_call *call) {
 static bool scratch_bytes(size_t *bytes, const mn_call *call) {
     int64_t rows, floats;
     return mn_mul_i64(&rows, tokens_of_block(call), call->S) && mn_mul_i64(&floats, call->D, 3) &&
-           mn_add_i64(&floats, floats, SMEM_TILE + 6) && mn_mul_i64(&floats, floats, rows) &&
+           mn_add_i64(&floats, floats, PANEL + 6) && mn_mul_i64(&floats, floats, rows) &&
            mn_add_i64(&floats, floats, 2 * call->D) &&
            mn_mul_size(bytes, (size_t)floats, sizeof(float));
 }
@@ -57,7 +55,7 @@ static void open_work(work *w, const mn_kla_mc_args *args, float *memory) {
     }
     for (size_t i = 0; i < MN_COUNTOF(of_rows); i++, memory += rows) *of_rows[i] = memory;
     w->logits = memory;
-    w->dmu = w->logits + rows * SMEM_TILE;
+    w->dmu = w->logits + rows * PANEL;
     w->dvar = w->dmu + D;
 }
 
@@ -118,7 +116,7 @@ static void features(work *w, int64_t block) {
 static void panel_logits(const work *w, int64_t v0, int64_t n) {
     const int64_t D = w->args->call.D;
     const mn_gemm_args product = {
-        .c = w->logits, .c_row = SMEM_TILE, .a = w->h, .a_row = D, .a_col = 1,
+        .c = w->logits, .c_row = PANEL, .a = w->h, .a_row = D, .a_col = 1,
         .b = (const float *)w->args->head.data + v0 * D, .b_row = D,
         .M = w->n_rows, .N = n, .K = D, .alpha = 1.0f,
     };
@@ -150,13 +148,13 @@ static void normalise(work *w) {
         w->sum[row] = 0.0f;
         w->hit[row] = -INFINITY;
     }
-    for (int64_t v0 = 0; v0 < call->V; v0 += SMEM_TILE) {
-        const int64_t n = mn_min(SMEM_TILE, call->V - v0);
+    for (int64_t v0 = 0; v0 < call->V; v0 += PANEL) {
+        const int64_t n = mn_min(PANEL, call->V - v0);
         panel_logits(w, v0, n);
         for (int64_t row = 0; row < w->n_rows; row++) {
             const int64_t at = target_of(w->args, w->first + row / call->S) - v0;
-            if (at >= 0 && at < n) w->hit[row] = w->logits[row * SMEM_TILE + at];
-            extend_sum(&w->top[row], &w->sum[row], w->logits + row * SMEM_TILE, n);
+            if (at >= 0 && at < n) w->hit[row] = w->logits[row * PANEL + at];
+            extend_sum(&w->top[row], &w->sum[row], w->logits + row * PANEL, n);
         }
     }
     for (int64_t row = 0; row < w->n_rows; row++) w->lse[row] = w->top[row] + logf(w->sum[row]);
@@ -181,11 +179,11 @@ static void log_probabilities(float *out, const work *w, int64_t row, int64_t n)
         const int lanes = vf_lanes(n - i);
         vf top = vf_set1(-INFINITY), sum = vf_zero();
         for (int64_t s = row; s < row + S; s++) {
-            const vf x = vf_load_n(w->logits + s * SMEM_TILE + i, lanes);
+            const vf x = vf_load_n(w->logits + s * PANEL + i, lanes);
             top = vf_max(top, vf_sub(x, vf_set1(w->lse[s])));
         }
         for (int64_t s = row; s < row + S; s++) {
-            const vf x = vf_load_n(w->logits + s * SMEM_TILE + i, lanes);
+            const vf x = vf_load_n(w->logits + s * PANEL + i, lanes);
             sum = vf_add(sum, vf_exp(vf_sub(vf_sub(x, vf_set1(w->lse[s])), top)));
         }
         vf_store_n(out + i, vf_sub(vf_add(top, vf_log(sum)), log_s), lanes);
@@ -214,8 +212,8 @@ void MN_T(mn_kla_mc_forward_run)(const void *args, int phase, int64_t item, void
         *MN_ROW_OUT(float, p->nll, token / T, token % T, 0) =
             counts ? logf((float)S) - log_hits(&w, i * S) : 0.0f;
     }
-    for (int64_t v0 = 0; p->logprob.data && v0 < V; v0 += SMEM_TILE) {
-        const int64_t n = mn_min(SMEM_TILE, V - v0);
+    for (int64_t v0 = 0; p->logprob.data && v0 < V; v0 += PANEL) {
+        const int64_t n = mn_min(PANEL, V - v0);
         panel_logits(&w, v0, n);
         for (int64_t i = 0; i < w.n_tokens; i++) {
             const int64_t token = w.first + i;
@@ -252,15 +250,15 @@ bool MN_T(mn_kla_mc_backward_plan)(const void *args, mn_plan *plan) {
                     scratch_bytes(&plan->scratch_bytes, c);
     plan->n_phases = 3;
     plan->items[0] = n_blocks(c);
-    plan->items[1] = p->grad.head.data ? mn_ceil_div(c->V, SMEM_TILE) : 0;
+    plan->items[1] = p->grad.head.data ? mn_ceil_div(c->V, PANEL) : 0;
     plan->items[2] = p->grad.norm.data ? 1 : 0;
     return ok;
 }
 
-/* Turns the logits of a smem_tile into their gradients, g w_s (softmax - onehot). */
+/* Turns the logits of a panel into their gradients, g w_s (softmax - onehot). */
 static void panel_gradients(const work *w, int64_t v0, int64_t n) {
     for (int64_t row = 0; row < w->n_rows; row++) {
-        float *x = w->logits + row * SMEM_TILE;
+        float *x = w->logits + row * PANEL;
         const vf lse = vf_set1(w->lse[row]), weight = vf_set1(w->weight[row]);
         for (int64_t i = 0; i < n; i += MN_VW) {
             const int lanes = vf_lanes(n - i);
@@ -348,12 +346,12 @@ static void block_backward(work *w, int64_t block, float *shared) {
     features(w, block);
     normalise(w);
     weigh_rows(w, shared);
-    for (int64_t v0 = 0; v0 < call->V; v0 += SMEM_TILE) {
-        const int64_t n = mn_min(SMEM_TILE, call->V - v0);
+    for (int64_t v0 = 0; v0 < call->V; v0 += PANEL) {
+        const int64_t n = mn_min(PANEL, call->V - v0);
         panel_logits(w, v0, n);
         panel_gradients(w, v0, n);
         const mn_gemm_args product = {
-            .c = w->dh, .c_row = D, .a = w->logits, .a_row = SMEM_TILE, .a_col = 1,
+            .c = w->dh, .c_row = D, .a = w->logits, .a_row = PANEL, .a_col = 1,
             .b = (const float *)w->args->head.data + v0 * D, .b_row = D,
             .M = w->n_rows, .N = D, .K = n, .alpha = 1.0f, .base = v0 ? MN_GEMM_ADD : MN_GEMM_SET,
         };
@@ -364,10 +362,10 @@ static void block_backward(work *w, int64_t block, float *shared) {
     for (int64_t i = 0; i < w->n_tokens; i++) token_gradients(w, w->first + i, i * call->S);
 }
 
-/* Rows [v0, v0 + SMEM_TILE) of dhead: sum over blocks of dlogits' h */
+/* Rows [v0, v0 + PANEL) of dhead: sum over blocks of dlogits' h */
 static void head_backward(work *w, int64_t v0, float *shared) {
     const mn_call *call = &w->args->call;
-    const int64_t D = call->D, n = mn_min(SMEM_TILE, call->V - v0);
+    const int64_t D = call->D, n = mn_min(PANEL, call->V - v0);
     float *out = (float *)w->args->grad.head.data + v0 * D;
     memset(out, 0, (size_t)(n * D) * sizeof *out);
     for (int64_t block = 0; block < n_blocks(call); block++) {
@@ -378,8 +376,7 @@ static void head_backward(work *w, int64_t v0, float *shared) {
         panel_logits(w, v0, n);
         panel_gradients(w, v0, n);
         const mn_gemm_args product = {
-            .c = out, .c_row = D, .a = w->logits, .a_row = 1, .a_col = SMEM_TILE, .b = w->h,
-                .b_row = D,
+            .c = out, .c_row = D, .a = w->logits, .a_row = 1, .a_col = PANEL, .b = w->h, .b_row = D,
             .M = n, .N = D, .K = w->n_rows, .alpha = 1.0f, .base = MN_GEMM_ADD,
         };
         MN_T(mn_gemm)(&product);
@@ -395,7 +392,7 @@ void MN_T(mn_kla_mc_backward_run)(const void *args, int phase, int64_t item, voi
     if (phase == 0) {
         block_backward(&w, item, shared);
     } else if (phase == 1) {
-        head_backward(&w, item * SMEM_TILE, shared);
+        head_backward(&w, item * PANEL, shared);
     } else {
         float *out = p->grad.norm.data;
         memset(out, 0, (size_t)D * sizeof *out);

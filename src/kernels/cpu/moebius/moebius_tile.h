@@ -16,7 +16,7 @@
  * All this needs prec >= 0, lam >= 0 and a bound on how much one token makes n, d, e grow. A cell
  * without them takes that token on lam and eta themselves, two divisions and all floors, as in
  * ref/. Which form a token takes is decided by its own numbers. Blocks are tested as a whole first;
- * one that may hold such cells (period 0) takes the careful path, which requests at every token. */
+ * one that may hold such cells (period 0) takes the careful path, which asks at every token. */
 #ifndef MN_KERNELS_CPU_MOEBIUS_MOEBIUS_TILE_H
 #define MN_KERNELS_CPU_MOEBIUS_MOEBIUS_TILE_H
 

@@ -36,7 +36,7 @@ static inline double mn_row_squares(const float *x, int64_t n) {
 
 /* out[first ..) = sum over n_parts of parts[part * width + ..], for one block of MN_NORM_ROWS
  * columns; always in the same order. */
-static inline void mn_sum_partials(float *out, const float *parts, int64_t block, int64_t n_parts,
+static inline void mn_sum_parts(float *out, const float *parts, int64_t block, int64_t n_parts,
                                 int64_t width) {
     const int64_t first = block * MN_NORM_ROWS;
     const int64_t count = width - first < MN_NORM_ROWS ? width - first : MN_NORM_ROWS;

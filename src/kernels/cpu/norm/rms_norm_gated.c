@@ -148,7 +148,7 @@ void MN_T(mn_rms_norm_gated_backward_run)(const void *args, int phase, int64_t i
     const mn_rms_norm_gated_args *p = args;
     const int64_t V = p->call.V;
     if (phase == 1) {
-        mn_sum_partials(p->grad.w.data, shared, item, mn_ceil_div(p->call.B, MN_NORM_ROWS), V);
+        mn_sum_parts(p->grad.w.data, shared, item, mn_ceil_div(p->call.B, MN_NORM_ROWS), V);
         return;
     }
     float *dw = (float *)shared + item * V;

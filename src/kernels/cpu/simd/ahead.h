@@ -1,8 +1,7 @@
-/* ahead.h - requests for the inputs of coming tokens, a line of memory at a time.
+/* ahead.h - asks for the inputs of coming tokens, a line of memory at a time.
  *
- * With many heads the rows of one head lie pages ws, where the hardware foresees nothing and a
- * burst of requests stalls. A kernel that scans many small blocks over the same few tokens
- * requests, on
+ * With many heads the rows of one head lie pages apart, where the hardware foresees nothing and a
+ * burst of requests stalls. A kernel that walks many small blocks over the same few tokens asks, on
  * walk number `index`, for line `index` of each token that comes next: one request per token. */
 #ifndef MN_KERNELS_CPU_SIMD_AHEAD_H
 #define MN_KERNELS_CPU_SIMD_AHEAD_H

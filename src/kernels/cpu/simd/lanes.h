@@ -11,7 +11,7 @@
 #include "kernels/cpu/gemm/gemm.h"
 #include "kernels/cpu/simd/vec.h"
 
-/* dst[t] = row t of a view's tile, t < count; rows are `stride` ws; zero where src is NULL */
+/* dst[t] = row t of a view's tile, t < count; rows are `stride` apart; zero where src is NULL */
 static inline void lanes_load(float *dst, const float *src, int64_t stride, int64_t count,
                               int lanes) {
     for (int64_t t = 0; t < count; t++) {
@@ -47,7 +47,7 @@ static inline void lanes_store_cells(float *dst, const float *src, int64_t K, in
     if (dst) MN_T(mn_transpose)(dst, K, src, MN_VW, K, lanes);
 }
 
-/* dst[t] = row t of width K, rows being `stride` ws; square[t] its squares, if wanted */
+/* dst[t] = row t of width K, rows being `stride` apart; square[t] its squares, if wanted */
 static inline void lanes_copy_rows(float *dst, float *square, const float *src, int64_t stride,
                                    int64_t count, int64_t K) {
     for (int64_t t = 0; t < count; t++) {

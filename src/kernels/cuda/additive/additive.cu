@@ -8,10 +8,14 @@
 #include <math.h>
 
 #include "kernels/cuda/prim/device_props.h"
-#include "kernels/cuda/recurrent/matrix_state_step.cuh"
+#include "kernels/cuda/recurrent/matrix_state.cuh"
 
-static mn_memory memory_of(const mn_additive_args *p) {
-    mn_memory m = {};
+namespace mneme::additive {
+
+using namespace recurrent;
+
+static mn_matrix_params memory_of(const mn_additive_args *p) {
+    mn_matrix_params m = {};
     m.call = p->call, m.scale = (float)p->scale, m.decay = p->decay;
     m.q = p->q, m.w = p->k, m.v = p->v, m.g = p->g, m.state0 = p->state0;
     m.o = p->o, m.state = p->state, m.cot_o = p->cot.o, m.cot_state = p->cot.state;
@@ -64,7 +68,7 @@ static mn_chunk_scan make_scan(const mn_additive_args *p, const mn_in &x, const 
     return scan;
 }
 
-/* The scans of a pass, without workspace; how many fwd are. dq comes first, dk last. */
+/* The scans of a pass, without workspace; how many there are. dq comes first, dk last. */
 static int forward_scans(mn_chunk_scans *out, const mn_additive_args *p) {
     *out = {};
     out->call = p->call, out->g = p->g;
@@ -275,7 +279,7 @@ MN_CUDA_PLAN(additive_forward) {
 MN_CUDA_LAUNCH(additive_forward) {
     const mn_additive_args *p = (const mn_additive_args *)args;
     mn_additive_extent extent = {};
-    if (!uses_chunks(p, false)) return mn_memory_forward<false>(memory_of(p), stream);
+    if (!uses_chunks(p, false)) return mn_matrix_forward<false>(memory_of(p), stream);
     if (!size_segments(&extent, p)) return cudaErrorNotSupported;
     const mn_additive_workspace workspace = carve_workspace(&extent, 1, shared);
     mn_chunk_scans scans;
@@ -291,12 +295,12 @@ MN_CUDA_PLAN(additive_step) {
 
 MN_CUDA_LAUNCH(additive_step) {
     (void)shared;
-    return mn_memory_step<false>(memory_of((const mn_additive_args *)args), stream);
+    return mn_matrix_step<false>(memory_of((const mn_additive_args *)args), stream);
 }
 
 MN_CUDA_PLAN(additive_backward) {
     const mn_additive_args *p = (const mn_additive_args *)args;
-    if (!uses_chunks(p, true)) return mn_memory_backward_plan(plan, p->call);
+    if (!uses_chunks(p, true)) return mn_matrix_backward_plan(plan, p->call);
     mn_additive_extent extent = {};
     return size_segments(&extent, p) && size_decay_grad(&extent, p) &&
            plan_workspace(plan, &extent, MN_SCAN_MAX) &&
@@ -306,7 +310,7 @@ MN_CUDA_PLAN(additive_backward) {
 MN_CUDA_LAUNCH(additive_backward) {
     const mn_additive_args *p = (const mn_additive_args *)args;
     const cudaStream_t on = (cudaStream_t)stream;
-    if (!uses_chunks(p, true)) return mn_memory_backward<false>(memory_of(p), shared, stream);
+    if (!uses_chunks(p, true)) return mn_matrix_backward<false>(memory_of(p), shared, stream);
     mn_additive_extent extent = {};
     if (!size_segments(&extent, p) || !size_decay_grad(&extent, p)) return cudaErrorNotSupported;
     int code = launch_gated(p, &extent, shared, on);
@@ -324,3 +328,5 @@ MN_CUDA_LAUNCH(additive_backward) {
     if (code != cudaSuccess || p->decay == MN_DECAY_CHANNEL) return code;
     return mn_additive_token_decay_grad(p, &extent, &workspace, on);
 }
+
+}    // namespace mneme::additive

@@ -1,15 +1,16 @@
 /* additive.cuh - the parts of additive: which calls go over chunks on tensor cores, and how.
  *
- * bf16 calls of usual head sizes do: additive_chunk.cu has decays that a head's channels share, or
- * none, additive_channel_chunk.cu decays per channel, and additive_channel_chunk_sm90.cu these on
- * Hopper. Everything
- * else, and decoding, is the recurrence of matrix_state.cuh. */
+ * bf16 calls of usual head sizes do: additive_chunk.cu has decays that a head's channels share,
+ * or none, additive_channel_chunk.cu decays per channel, and additive_channel_chunk_sm90.cu these
+ * on Hopper. Everything else, and decoding, is the recurrence of matrix_state.cuh. */
 #ifndef MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CUH
 #define MN_KERNELS_CUDA_ADDITIVE_ADDITIVE_CUH
 
 #include "kernels/cuda/additive/additive_mma.cuh"
 
-/* Work space of a backward pass by chunks, as counts of what lies fwd in this order. */
+namespace mneme::additive {
+
+/* Work space of a backward pass by chunks, as counts of what lies there in this order. */
 struct mn_additive_extent {
     int64_t slots, slices;    // chunks of all sequences; slices of K
     size_t kept;              // bf16 numbers
@@ -40,15 +41,16 @@ int mn_additive_token_launch(const mn_chunk_scans *scans, int count, int64_t seg
                              cudaStream_t stream);
 int mn_additive_channel_launch(const mn_chunk_scans *scans, int64_t segments, bool of_values,
                                cudaStream_t stream);
-/* The same on Hopper by additive_channel_state_scan_sm90.cuh, and with it all gradients for decays
- * per channel: the
- * scans `fwd` and `bwd` leave the states they keep. cudaErrorNotSupported if these do not serve
- * the call; nothing has been launched then. */
+/* The same on Hopper by additive_channel_state_scan_sm90.cuh, and with it all gradients for
+ * decays per channel: the scans `there` and `back` leave the states they keep.
+ * cudaErrorNotSupported if these do not serve the call; nothing has been launched then. */
 int mn_additive_gated_launch(const mn_chunk_scans *scans, int64_t segments, cudaStream_t stream);
 int mn_additive_gated_backward(const mn_additive_args *p, const mn_chunk_scans *fwd,
                                const mn_chunk_scans *bwd, int64_t segments, cudaStream_t stream);
 
 int mn_additive_token_decay_grad(const mn_additive_args *p, const mn_additive_extent *extent,
                             const mn_additive_workspace *workspace, cudaStream_t stream);
+
+}    // namespace mneme::additive
 
 #endif

@@ -1,9 +1,10 @@
 /* additive_chunk.cu - launches of additive_state_scan.cuh, and gradients of decays per token and
- * head, by
- * additive_decay_grad.cuh. */
+ * head, by additive_decay_grad.cuh. */
 #include "kernels/cuda/additive/additive.cuh"
 #include "kernels/cuda/additive/additive_decay_grad.cuh"
 #include "kernels/cuda/additive/additive_state_scan.cuh"
+
+namespace mneme::additive {
 
 enum { MAX_CHUNK = 128 };
 
@@ -107,3 +108,5 @@ int mn_additive_token_decay_grad(const mn_additive_args *p, const mn_additive_ex
     }
     return mn_launch_status();
 }
+
+}    // namespace mneme::additive

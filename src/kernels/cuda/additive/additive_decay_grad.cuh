@@ -10,6 +10,8 @@
 
 #include "kernels/cuda/prim/common.cuh"
 
+namespace mneme::additive {
+
 /* Products of q.dq and k.dk as `shares` parts of (B T, H); what met at a chunk and head as `parts`
  * numbers each. */
 struct mn_decay_partials {
@@ -59,5 +61,7 @@ __device__ inline float mn_decay_grad(float *smem, const mn_decay_partials &p, c
     for (int i = 0; i < warp; i++) base += smem[i];
     return inside ? base + before : 0.0f;
 }
+
+}    // namespace mneme::additive
 
 #endif

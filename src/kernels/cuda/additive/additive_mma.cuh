@@ -9,6 +9,8 @@
 
 #include "kernels/cuda/prim/common.cuh"
 
+namespace mneme::additive {
+
 enum {
     MN_SCAN_WIDTH = 64,                   // value columns of a block
     MN_SCAN_PITCH = MN_SCAN_WIDTH + 8,    // and their length in shared memory
@@ -18,7 +20,7 @@ enum {
     MN_SCAN_DECAYS = 256,                  // decays of a segment's state
 };
 
-/* What a scan leaves for the gradient of the decay, or meets: products with what lies paired the
+/* What a scan leaves for the gradient of the decay, or meets: products with what lies beside the
  * output, and with them states in front of chunks, or state_dots with those. */
 enum mn_scan_mode { MN_SCAN_PLAIN, MN_SCAN_DOT_OUT, MN_SCAN_SAVE_STATE, MN_SCAN_DOT_STATE };
 
@@ -28,7 +30,7 @@ enum mn_scan_mode { MN_SCAN_PLAIN, MN_SCAN_DOT_OUT, MN_SCAN_SAVE_STATE, MN_SCAN_
  *   o   x = q    y = k    z = v     dq  x = do   y = v    z = k      forward
  *   dv  x = k    y = q    z = do    dk  x = v    y = do   z = q      in reverse
  *
- * The state is sum y z', depth x width. `paired` has the rows that belong to those of the output:
+ * The state is sum y z', depth x width. `beside` has the rows that belong to those of the output:
  * their products are what the gradient of the decay is made of. */
 struct mn_chunk_scan {
     mn_in x, y, z, paired, state0;
@@ -38,12 +40,12 @@ struct mn_chunk_scan {
     float scale, into, from;           // of out, of the first state, of the last
     int reverse;                       // scans from the last token to the first
     enum mn_scan_mode mode;
-    float *products;                   // out . paired
+    float *products;                   // out . beside
     mn_bf16 *kept;                     // states in front of chunks, as threads hold them
     float *state_dots;                   // of the kept states with those behind the chunks
     float *inside;                     // products with what is read from the kept states
     int64_t segment;                   // least tokens of a segment
-    // leaves what segments add to the state, and their cum_decays
+    // leaves what segments add to the state, and their falls
     int reduce_pass;
     float *sums, *cum_decays;
 };
@@ -220,16 +222,15 @@ __device__ inline void mn_cp_async_wait_all(void) {
     asm volatile("cp.async.wait_group 0;" ::: "memory");
 }
 
-/* Eight numbers of which `left` are dst, where a col_tile cannot be moved by packs. */
+/* Eight numbers of which `left` are there, where a column tile cannot be moved by packs. */
 static __device__ __noinline__ void mn_copy_scalar(mn_bf16 *to, const mn_bf16 *from, int left) {
-    mn_pack<mn_bf16, 8> pack = {};
+    mn_vec<mn_bf16, 8> pack = {};
     for (int i = 0; i < left; i++) pack.at[i] = from[i];
-    *(mn_pack<mn_bf16, 8> *)to = pack;
+    *(mn_vec<mn_bf16, 8> *)to = pack;
 }
 
-/* Tokens [t, t + count) of a col_tile as rows of COLUMNS + 8, zeros beyond; against time, token t
- * is
- * the last of ROWS rows. Arrives behind mn_cp_async_wait_all and a barrier. */
+/* Tokens [t, t + count) of a column tile as rows of COLUMNS + 8, zeros beyond; against time,
+ * token t is the last of ROWS rows. Arrives behind mn_cp_async_wait_all and a barrier. */
 template <int ROWS, int COLUMNS, int THREADS>
 __device__ inline void mn_load_tokens(mn_bf16 *to, const mn_col_tile<const mn_bf16> &from,
                                       int64_t t,
@@ -280,9 +281,8 @@ static __device__ __noinline__ void mn_store_scalar(mn_bf16 *to, uint32_t pair0,
     }
 }
 
-/* Rows of four tiles of 8 columns to a col_tile, from its column j0 on: `pair[i]` is this lane's
- * pair
- * of tile i in its row, which is `token`; a warp calls together. */
+/* Rows of four tiles of 8 columns to a column tile, from its column j0 on: `pair[i]` is this
+ * lane's pair of tile i in its row, which is `token`; a warp calls together. */
 __device__ inline void mn_store_tokens(const mn_col_tile<mn_bf16> &to, uint32_t (&pair)[4],
                                      int64_t token, bool inside, int j0) {
     mn_quad_transpose(pair);
@@ -300,8 +300,8 @@ static __device__ __noinline__ uint32_t mn_load_bf16x2_scalar(const mn_bf16 *fro
     return mn_bf16x2(count > 0 ? mn_float(from[0]) : 0.0f, count > 1 ? mn_float(from[1]) : 0.0f);
 }
 
-/* Pairs of columns of row `token` of a col_tile as this lane has them in TILES tiles from column j0
- * on; zeros outside. */
+/* Pairs of columns of row `token` of a column tile as this lane has them in TILES tiles from
+ * column j0 on; zeros outside. */
 template <int TILES>
 __device__ inline void mn_load_bf16x2(uint32_t (&pair)[TILES],
                                       const mn_col_tile<const mn_bf16> &from,
@@ -316,5 +316,7 @@ __device__ inline void mn_load_bf16x2(uint32_t (&pair)[TILES],
         else if (inside) pair[i] = mn_load_bf16x2_scalar(at + 8 * i, from.width - j - 8 * i);
     }
 }
+
+}    // namespace mneme::additive
 
 #endif

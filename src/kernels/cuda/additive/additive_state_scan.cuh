@@ -16,6 +16,8 @@
 
 #include "kernels/cuda/additive/additive_mma.cuh"
 
+namespace mneme::additive {
+
 enum { MN_SCAN_WARPS = 8 };    // of a block
 
 template <int DEPTH, int CHUNK>
@@ -112,7 +114,7 @@ struct mn_scan_state {
         }
     }
 
-    /* The state in front of a segment, from what those before it left; lower(segment's cum_decays)
+    /* The state in front of a segment, from what those before it left; lower(segment's falls)
      * decays it over one. */
     template <typename F>
     __device__ void begin(const mn_chunk_scan &p, const mn_scan_coord &place, int64_t kept,
@@ -340,7 +342,7 @@ struct mn_scan_row_frags {
     }
 };
 
-/* Sum over this thread's cells of o with what lies paired. */
+/* Sum over this thread's cells of o with what lies beside. */
 template <int TILES>
 __device__ inline float mn_scan_dot(const float (&o)[TILES][4],
                                         const uint32_t (&paired)[2][TILES], int half) {
@@ -354,7 +356,7 @@ __device__ inline float mn_scan_dot(const float (&o)[TILES][4],
 }
 
 /* o = x M and what the chunk's own tokens add, for this warp's rows; without the scale. The
- * products of x M with what lies paired go to *kept, where it is not NULL. */
+ * products of x M with what lies beside go to *kept, where it is not NULL. */
 template <int DEPTH, int CHUNK, typename WEIGHTS>
 __device__ inline void mn_scan_output(float (&o)[mn_scan_n_tiles<CHUNK>][4],
                                     const mn_scan_stage<DEPTH, CHUNK> &in,
@@ -495,7 +497,7 @@ __device__ inline int mn_scan_token(int half, bool reverse) {
     return reverse ? CHUNK - 1 - row : row;
 }
 
-/* What lies paired o: asked for early, as it comes from memory. */
+/* What lies beside o: asked for early, as it comes from memory. */
 template <int CHUNK>
 __device__ inline void mn_scan_load_paired(uint32_t (&paired)[2][mn_scan_n_tiles<CHUNK>],
                                            const mn_chunk_scan &p,
@@ -509,7 +511,7 @@ __device__ inline void mn_scan_load_paired(uint32_t (&paired)[2][mn_scan_n_tiles
     }
 }
 
-/* Rows of o, scaled, to memory, and their products with the rows paired it */
+/* Rows of o, scaled, to memory, and their products with the rows beside it */
 template <int CHUNK>
 __device__ inline void mn_scan_store_out(const float (&o)[mn_scan_n_tiles<CHUNK>][4],
                                    const uint32_t (&paired)[2][mn_scan_n_tiles<CHUNK>],
@@ -661,5 +663,7 @@ additive_state_scan(const __grid_constant__ mn_chunk_scans all) {
         M.store(p, at);
     }
 }
+
+}    // namespace mneme::additive
 
 #endif

@@ -1,6 +1,5 @@
 /* attention_bwd_flash_sm90.cuh - attention and relu_attention backward by Hopper's products, in
- * bf16, for
- * heads of up to 128 columns.
+ * bf16, for heads of up to 128 columns.
  *
  * Two numbers of each row make its weights w and the cotangents dz of its scores again:
  *
@@ -19,6 +18,8 @@
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_FLASH_SM90_CUH
 
 #include "kernels/cuda/attention/attention_fwd_flash_sm90.cuh"
+
+namespace mneme::attention {
 
 enum { MN_BACK_ROWS = 128 };
 
@@ -135,18 +136,18 @@ __device__ inline void mn_back_copy_keys(mn_queries_smem<D> &room, const mn_flas
     const mn_bf16 *k = mn_row<mn_bf16>(p.k, b, t0, j), *v = mn_row<mn_bf16>(p.v, b, t0, j);
     const int n_rows = (int)at.tile.n_rows;
     const int n_keys = (int)(at.before + at.tile.first) + n_rows;
-    mn_copy_tile<128, D>(mn_smem_address(room.a), mn_row<mn_bf16>(p.q, b, t, at.h), p.q.stride[1],
+    mn_copy_tile<128, D>(mn_smem_addr(room.a), mn_row<mn_bf16>(p.q, b, t, at.h), p.q.stride[1],
                          n_rows, K, i);
-    mn_copy_tile<128, D>(mn_smem_address(room.b), mn_row<mn_bf16>(p.d_o, b, t, at.h),
+    mn_copy_tile<128, D>(mn_smem_addr(room.b), mn_row<mn_bf16>(p.d_o, b, t, at.h),
                          p.d_o.stride[1], n_rows, V, i);
     int end = known ? n_tiles : 2 * n_tiles;
     for (int n = 0; n < end; n++) {
         const int stage = n % Room::stages, phase = (n / Room::stages & 1) ^ 1;
         const int first = (n < n_tiles ? n : n - n_tiles) * Room::step;
         mn_mbarrier_wait(&room.stage_free[stage], phase);
-        mn_copy_tile<Room::step, D>(mn_smem_address(room.x[stage]), k + first * p.k.stride[1],
+        mn_copy_tile<Room::step, D>(mn_smem_addr(room.x[stage]), k + first * p.k.stride[1],
                                     p.k.stride[1], n_keys - first, K, i);
-        mn_copy_tile<Room::step, D>(mn_smem_address(room.y[stage]), v + first * p.v.stride[1],
+        mn_copy_tile<Room::step, D>(mn_smem_addr(room.y[stage]), v + first * p.v.stride[1],
                                     p.v.stride[1], n_keys - first, V, i);
         mn_copies_done();
         if (n == 0) mn_mbarrier_arrive(&room.there);
@@ -266,16 +267,16 @@ __device__ inline void mn_back_queries(mn_queries_smem<D> &room, const mn_flash_
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int seen = (int)(at.before + at.tile.first) + row + 1;
     const float scale = softmax ? p.scale * 1.4426950408889634f : p.scale;
-    const uint32_t q = mn_smem_address(room.a) + half * 8192,
-        d_o = mn_smem_address(room.b) + half * 8192;
+    const uint32_t q = mn_smem_addr(room.a) + half * 8192,
+        d_o = mn_smem_addr(room.b) + half * 8192;
     float z[step / 2], g[step / 2], a[2], b[2], least[2];
     const auto start = [&](int n) {
         const int stage = n % Room::stages;
         mn_back_wait(room, n);
         mn_products_start();
-        mn_scores_start<D, 128, step>(z, q, mn_smem_address(room.x[stage]));
+        mn_scores_start<D, 128, step>(z, q, mn_smem_addr(room.x[stage]));
         mn_products_end();
-        mn_scores_start<D, 128, step>(g, d_o, mn_smem_address(room.y[stage]));
+        mn_scores_start<D, 128, step>(g, d_o, mn_smem_addr(room.y[stage]));
         mn_products_end();
     };
     const auto mask = [&](int tile) {
@@ -311,7 +312,7 @@ __device__ inline void mn_back_queries(mn_queries_smem<D> &room, const mn_flash_
     uint32_t dz[step / 4];
     const auto add = [&](int n, bool more) {
         mn_products_start();
-        mn_read_start<step, D>(dq, dz, mn_smem_address(room.x[n % Room::stages]), more);
+        mn_read_start<step, D>(dq, dz, mn_smem_addr(room.x[n % Room::stages]), more);
         mn_products_end();
     };
     for (;;) {
@@ -382,18 +383,18 @@ __device__ inline void mn_back_copy_queries(mn_keys_smem<D> &room, const mn_flas
     const int64_t b = at.tile.span.b, t0 = at.tile.span.t0, first = t0 + at.tile.first;
     const int n_rows = (int)at.tile.n_rows;
     if (range.n == 0) return;    // no queries
-    mn_copy_tile<128, D>(mn_smem_address(room.a), mn_row<mn_bf16>(p.k, b, first, at.h),
+    mn_copy_tile<128, D>(mn_smem_addr(room.a), mn_row<mn_bf16>(p.k, b, first, at.h),
                          p.k.stride[1], n_rows, K, i);
-    mn_copy_tile<128, D>(mn_smem_address(room.b), mn_row<mn_bf16>(p.v, b, first, at.h),
+    mn_copy_tile<128, D>(mn_smem_addr(room.b), mn_row<mn_bf16>(p.v, b, first, at.h),
                          p.v.stride[1], n_rows, V, i);
     for (int n = 0; n < range.n * range.heads; n++) {
         const int stage = n % Room::stages, phase = (n / Room::stages & 1) ^ 1;
         const int t = range.first + n % range.n * Room::step, left = (int)range.length - t;
         const int64_t h = range.head0 + n / range.n;
         mn_mbarrier_wait(&room.stage_free[stage], phase);
-        mn_copy_tile<Room::step, D>(mn_smem_address(room.x[stage]),
+        mn_copy_tile<Room::step, D>(mn_smem_addr(room.x[stage]),
                                     mn_row<mn_bf16>(p.q, b, t0 + t, h), p.q.stride[1], left, K, i);
-        mn_copy_tile<Room::step, D>(mn_smem_address(room.y[stage]),
+        mn_copy_tile<Room::step, D>(mn_smem_addr(room.y[stage]),
                                     mn_row<mn_bf16>(p.d_o, b, t0 + t, h), p.d_o.stride[1], left, V,
                                     i);
         for (int e = i; e < 2 * Room::step; e += MN_GROUP) {
@@ -417,8 +418,8 @@ __device__ inline void mn_back_keys(mn_keys_smem<D> &room, const mn_flash_place 
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
     const int key = (int)(at.tile.first - at.before) + row;    // the first query that sees it
     const float scale = softmax ? p.scale * 1.4426950408889634f : p.scale;
-    const uint32_t keys = mn_smem_address(room.a) + half * 8192;
-    const uint32_t values = mn_smem_address(room.b) + half * 8192;
+    const uint32_t keys = mn_smem_addr(room.a) + half * 8192;
+    const uint32_t values = mn_smem_addr(room.b) + half * 8192;
     float z[step / 2], g[step / 2], dk[D / 2] = {}, dv[D / 2] = {};
     uint32_t w[step / 4], dz[step / 4];
     if (range.n > 0) mn_mbarrier_wait(&room.there, 0);
@@ -426,9 +427,9 @@ __device__ inline void mn_back_keys(mn_keys_smem<D> &room, const mn_flash_place 
         const int stage = n % Room::stages, t = range.first + n % range.n * step;
         mn_back_wait(room, n);
         mn_products_start();
-        mn_scores_start<D, 128, step>(z, keys, mn_smem_address(room.x[stage]));
+        mn_scores_start<D, 128, step>(z, keys, mn_smem_addr(room.x[stage]));
         mn_products_end();
-        mn_scores_start<D, 128, step>(g, values, mn_smem_address(room.y[stage]));
+        mn_scores_start<D, 128, step>(g, values, mn_smem_addr(room.y[stage]));
         mn_products_end();
         mn_products_wait<1>();
         mn_keep(z);
@@ -465,8 +466,8 @@ __device__ inline void mn_back_keys(mn_keys_smem<D> &room, const mn_flash_place 
             }
         }
         mn_products_start();
-        mn_read_start<step, D>(dv, w, mn_smem_address(room.y[stage]), true);
-        mn_read_start<step, D>(dk, dz, mn_smem_address(room.x[stage]), true);
+        mn_read_start<step, D>(dv, w, mn_smem_addr(room.y[stage]), true);
+        mn_read_start<step, D>(dk, dz, mn_smem_addr(room.x[stage]), true);
         mn_products_end();
         mn_products_wait<0>();
         mn_back_done(room, n);
@@ -569,5 +570,7 @@ inline int mn_flash_backward(const mn_reads &p, float *rows, cudaStream_t stream
     return wide ? mn_flash_backward_by<128>(p, rows, stream)
                 : mn_flash_backward_by<64>(p, rows, stream);
 }
+
+}    // namespace mneme::attention
 
 #endif

@@ -1,8 +1,6 @@
-/* attention_bwd_single_pass_sm90.cuh - softmax attention backward in one walk, in bf16 by Hopper's
- * products, for
- * heads of 72 to 128 columns where forward left its sums and o (attention_bwd_flash_sm90.cuh has
- * the
- * equations and serves the rest).
+/* attention_bwd_single_pass_sm90.cuh - softmax attention backward in one walk, in bf16 by
+ * Hopper's products, for heads of 72 to 128 columns where forward left its sums and o
+ * (attention_bwd_flash_sm90.cuh has the equations and serves the rest).
  *
  * A block has 128 keys and scans over the queries that see them, the last ones first, 64 at a time:
  *
@@ -25,6 +23,8 @@
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_BWD_SINGLE_PASS_SM90_CUH
 
 #include "kernels/cuda/attention/attention_bwd_flash_sm90.cuh"
+
+namespace mneme::attention {
 
 enum {
     MN_ONCE_KEYS = 128,
@@ -158,8 +158,7 @@ struct mn_once_scan {
 #if MN_HAS_WGMMA
 
 /* 64 rows of up to 128 columns to a tile, the top of one of SMEM_TILE rows; thread i of 64 brings
- * piece
- * i % 16 of every fourth row. */
+ * piece i % 16 of every fourth row. */
 template <int SMEM_TILE>
 __device__ inline void mn_once_copy_rows(uint32_t to, const mn_bf16 *from, int64_t stride,
                                          int n_rows, int width, int i) {
@@ -183,9 +182,9 @@ __device__ inline void mn_once_copy(mn_once_smem &room, const mn_once &k) {
     for (int r = 0; r < MN_ONCE_KEYS; r += MN_ONCE_STEP) {
         const int left = job.n_keys - r;
         const int64_t t = job.t0 + job.key + (left > 0 ? r : 0);
-        mn_once_copy_rows<128>(mn_smem_address(room.a) + r * 128,
+        mn_once_copy_rows<128>(mn_smem_addr(room.a) + r * 128,
                                mn_row<mn_bf16>(p.k, job.b, t, job.h), p.k.stride[1], left, K, i);
-        mn_once_copy_rows<128>(mn_smem_address(room.b) + r * 128,
+        mn_once_copy_rows<128>(mn_smem_addr(room.b) + r * 128,
                                mn_row<mn_bf16>(p.v, job.b, t, job.h), p.v.stride[1], left, V, i);
     }
     mn_once_scan walk(job);
@@ -194,10 +193,10 @@ __device__ inline void mn_once_copy(mn_once_smem &room, const mn_once &k) {
         const int64_t t = job.t0 + walk.t, row = mn_once_row(p.call, job.b, walk.h, t);
         const float a = i < left ? k.a[row + i] : 0.0f, b = i < left ? k.b[row + i] : 0.0f;
         mn_mbarrier_wait(&room.stage_free[stage], (n / 2 & 1) ^ 1);
-        mn_once_copy_rows<64>(mn_smem_address(room.x[stage]),
+        mn_once_copy_rows<64>(mn_smem_addr(room.x[stage]),
                               mn_row<mn_bf16>(p.q, job.b, t, walk.h),
                               p.q.stride[1], left, K, i);
-        mn_once_copy_rows<64>(mn_smem_address(room.y[stage]),
+        mn_once_copy_rows<64>(mn_smem_addr(room.y[stage]),
                               mn_row<mn_bf16>(p.d_o, job.b, t, walk.h),
                               p.d_o.stride[1], left, V, i);
         if (i == 0) {
@@ -217,10 +216,10 @@ __device__ inline void mn_once_copy(mn_once_smem &room, const mn_once &k) {
 __device__ inline void mn_once_tma(float *to, const float *from, int bytes, bool add) {
     if (add) {
         asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
-                     ::"l"(to), "r"(mn_smem_address(from)), "r"(bytes) : "memory");
+                     ::"l"(to), "r"(mn_smem_addr(from)), "r"(bytes) : "memory");
     } else {
         asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
-                     ::"l"(to), "r"(mn_smem_address(from)), "r"(bytes) : "memory");
+                     ::"l"(to), "r"(mn_smem_addr(from)), "r"(bytes) : "memory");
     }
 }
 
@@ -338,22 +337,22 @@ __device__ inline void mn_once_multiply(mn_once_smem &room, const mn_once &k) {
     const int thread = threadIdx.x % MN_GROUP;
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
     const float scale = p.scale * 1.4426950408889634f;
-    const uint32_t keys = mn_smem_address(room.a) + half * 8192;
-    const uint32_t values = mn_smem_address(room.b) + half * 8192;
-    const uint32_t turned = mn_smem_address(room.a) + half * 16384;    // 64 columns of all keys
+    const uint32_t keys = mn_smem_addr(room.a) + half * 8192;
+    const uint32_t values = mn_smem_addr(room.b) + half * 8192;
+    const uint32_t turned = mn_smem_addr(room.a) + half * 16384;    // 64 columns of all keys
     float z[32], g[32], dq[32] = {}, dk[64] = {}, dv[64] = {};
     uint32_t w[16], dz[16];
     const auto start_scores = [&](int n) {
         mn_mbarrier_wait(&room.stage_device[n & 1], n / 2 & 1);
         mn_products_start();
-        mn_scores_start<128, 128, 64>(z, keys, mn_smem_address(room.x[n & 1]));
+        mn_scores_start<128, 128, 64>(z, keys, mn_smem_addr(room.x[n & 1]));
         mn_products_end();
     };
     /* From scores to weights and cotangents. */
     const auto weigh = [&](int n) {
         const int stage = n & 1;
         mn_products_start();
-        mn_scores_start<128, 128, 64>(g, values, mn_smem_address(room.y[stage]));
+        mn_scores_start<128, 128, 64>(g, values, mn_smem_addr(room.y[stage]));
         mn_products_end();
         mn_products_wait<1>();
         mn_keep(z);
@@ -399,9 +398,9 @@ __device__ inline void mn_once_multiply(mn_once_smem &room, const mn_once &k) {
         if (n > 0) mn_mbarrier_wait(&room.dz_there[n & 1 ^ 1], (n - 1) / 2 & 1);
         mn_keep(w), mn_keep(dz);
         mn_products_start();
-        mn_read_start<64, 128>(dv, w, mn_smem_address(room.y[n & 1]), true);
-        mn_read_start<64, 128>(dk, dz, mn_smem_address(room.x[n & 1]), true);
-        mn_once_dq_start(dq, turned, mn_smem_address(room.dz[n & 1 ^ 1]));    // of none at first
+        mn_read_start<64, 128>(dv, w, mn_smem_addr(room.y[n & 1]), true);
+        mn_read_start<64, 128>(dk, dz, mn_smem_addr(room.x[n & 1]), true);
+        mn_once_dq_start(dq, turned, mn_smem_addr(room.dz[n & 1 ^ 1]));    // of none at first
         mn_products_end();
         const float2 off = mn_once_sum_rows(dz);
         *(float2 *)&room.off[n & 3][(half * 4 + thread / 32) * 64 + thread % 32 * 2] = off;
@@ -433,7 +432,7 @@ __device__ inline void mn_once_multiply(mn_once_smem &room, const mn_once &k) {
         end_sums(last);
         mn_mbarrier_wait(&room.dz_there[last & 1], last / 2 & 1);
         mn_products_start();
-        mn_once_dq_start(dq, turned, mn_smem_address(room.dz[last & 1]));
+        mn_once_dq_start(dq, turned, mn_smem_addr(room.dz[last & 1]));
         mn_products_end();
         mn_products_wait<0>();
         mn_keep(dq);
@@ -683,5 +682,7 @@ inline int mn_once_backward(const mn_reads &p, float *shared, cudaStream_t strea
     return mn_launch_smem(mn_once_dk_kernel, tiles, 128, MN_ONCE_KEYS * 128 * sizeof(float),
                                stream, k);
 }
+
+}    // namespace mneme::attention
 
 #endif

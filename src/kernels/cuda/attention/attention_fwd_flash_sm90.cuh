@@ -1,6 +1,5 @@
 /* attention_fwd_flash_sm90.cuh - attention and relu_attention forward by Hopper's products, in
- * bf16, for
- * heads of up to 128 columns.
+ * bf16, for heads of up to 128 columns.
  *
  *   softmax   m = max(m, z)   l = sum 2^(c z - c m)   O = sum 2^(c z - c m) v / l
  *   relu      O = sum relu(z) v scale / max(scale |z|, eps)
@@ -14,6 +13,8 @@
 
 #include "kernels/cuda/attention/attention_rows.cuh"
 #include "kernels/cuda/attention/attention_wgmma_sm90.cuh"
+
+namespace mneme::attention {
 
 enum {
     MN_FLASH_QUERIES = 128,
@@ -67,17 +68,17 @@ __device__ inline void mn_flash_copy(mn_flash_smem<D> &room, const mn_flash_plac
     const mn_bf16 *q = mn_row<mn_bf16>(p.q, b, t0 + at.tile.first, at.h);
     const mn_bf16 *k = mn_row<mn_bf16>(p.k, b, t0, j), *v = mn_row<mn_bf16>(p.v, b, t0, j);
     const int n_keys = (int)(at.before + at.tile.first + at.tile.n_rows);
-    mn_copy_tile<128, D>(mn_smem_address(room.q), q, p.q.stride[1], (int)at.tile.n_rows, K, i);
+    mn_copy_tile<128, D>(mn_smem_addr(room.q), q, p.q.stride[1], (int)at.tile.n_rows, K, i);
     for (int n = 0; n < n_tiles; n++) {
         const int stage = n & 1, phase = (n >> 1 & 1) ^ 1, first = n * MN_FLASH_KEYS;
         mn_mbarrier_wait(&room.k_free[stage], phase);
-        mn_copy_tile<128, D>(mn_smem_address(room.k[stage]), k + first * p.k.stride[1],
+        mn_copy_tile<128, D>(mn_smem_addr(room.k[stage]), k + first * p.k.stride[1],
                              p.k.stride[1], n_keys - first, K, i);
         mn_copies_done();
         if (n == 0) mn_mbarrier_arrive(&room.q_there);
         mn_mbarrier_arrive(&room.k_there[stage]);
         mn_mbarrier_wait(&room.v_free[stage], phase);
-        mn_copy_tile<128, D>(mn_smem_address(room.v[stage]), v + first * p.v.stride[1],
+        mn_copy_tile<128, D>(mn_smem_addr(room.v[stage]), v + first * p.v.stride[1],
                              p.v.stride[1], n_keys - first, V, i);
         mn_copies_done();
         mn_mbarrier_arrive(&room.v_there[stage]);
@@ -159,7 +160,7 @@ __device__ inline void mn_flash_multiply(mn_flash_smem<D> &room, const mn_flash_
     const int row = half * 64 + thread / 32 * 16 + thread % 32 / 4;
     const int seen = (int)(at.before + at.tile.first) + row + 1;    // keys of the first row
     const float scale = p.scale * 1.4426950408889634f;
-    const uint32_t q = mn_smem_address(room.q) + half * 64 * 128;
+    const uint32_t q = mn_smem_addr(room.q) + half * 64 * 128;
     mn_flash_state s = { { -INFINITY, -INFINITY }, { 0.0f, 0.0f } };
     float o[D / 2] = {}, z[64], by[2];
     uint32_t w[32];
@@ -172,13 +173,13 @@ __device__ inline void mn_flash_multiply(mn_flash_smem<D> &room, const mn_flash_
         mn_mbarrier_wait(&room.k_there[n & 1], n >> 1 & 1);
         if (n > 0) mn_flash_turn(half);
         mn_products_start();
-        mn_scores_start<D, 128, 128>(z, q, mn_smem_address(room.k[n & 1]));
+        mn_scores_start<D, 128, 128>(z, q, mn_smem_addr(room.k[n & 1]));
         mn_products_end();
     };
     const auto read = [&](int n) {
         mn_mbarrier_wait(&room.v_there[n & 1], n >> 1 & 1);
         mn_products_start();
-        mn_read_start<128, D>(o, w, mn_smem_address(room.v[n & 1]), true);
+        mn_read_start<128, D>(o, w, mn_smem_addr(room.v[n & 1]), true);
         mn_products_end();
     };
     mn_flash_pass(half, half == 1 && n_tiles > 1);    // the first group begins
@@ -323,5 +324,7 @@ inline int mn_flash_forward(const mn_reads &p, cudaStream_t stream) {
     if (wide) return mn_flash_forward_of<128, false>(p, stream);
     return mn_flash_forward_of<64, false>(p, stream);
 }
+
+}    // namespace mneme::attention
 
 #endif

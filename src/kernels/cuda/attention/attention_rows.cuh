@@ -9,6 +9,8 @@
 
 #include "kernels/cuda/attention/attention_strip_mma.cuh"
 
+namespace mneme::attention {
+
 /* Both operators. */
 struct mn_reads {
     mn_call call;
@@ -228,5 +230,7 @@ inline int mn_reads_any(const mn_reads &p, bool backward, void *shared, void *st
     if (p.call.dtype == MN_BF16) return mn_reads_run<mn_bf16>(p, backward, (float *)shared, on);
     return mn_reads_run<float>(p, backward, (float *)shared, on);
 }
+
+}    // namespace mneme::attention
 
 #endif

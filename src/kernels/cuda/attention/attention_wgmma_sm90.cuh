@@ -1,6 +1,5 @@
-/* attention_wgmma_sm90.cuh - what tiles of attention are made of on Hopper (sm_90a): tiles of bf16
- * in
- * shared memory, products by warp groups.
+/* attention_wgmma_sm90.cuh - what tiles of attention are made of on Hopper (sm_90a): tiles of
+ * bf16 in shared memory, products by warp groups.
  *
  * A tile has rows of up to 64 columns, 128 bytes each, in groups of eight rows whose 16-byte pieces
  * are exchanged (piece c of row r lies at c ^ r % 8); wider tiles are several of these, one after
@@ -15,6 +14,8 @@
 #define MN_KERNELS_CUDA_ATTENTION_ATTENTION_WGMMA_SM90_CUH
 
 #include "kernels/cuda/prim/mbarrier.cuh"
+
+namespace mneme::attention {
 
 enum { MN_GROUP = 128 };    // threads of a warp group
 
@@ -60,7 +61,7 @@ __device__ inline void mn_copy_tile(uint32_t to, const mn_bf16 *from, int64_t st
 
 #if MN_HAS_WGMMA
 
-/* Where a product finds a tile: rows in groups of 1024 bytes, `ws` bytes between blocks of 64
+/* Where a product finds a tile: rows in groups of 1024 bytes, `apart` bytes between blocks of 64
  * columns (for a turned tile). */
 __device__ inline uint64_t mn_tile_seen(uint32_t at, int ws) {
     return (uint64_t)((at & 0x3FFFF) >> 4) | (uint64_t)(ws >> 4) << 16 |
@@ -192,5 +193,7 @@ __device__ inline float mn_quad_sum(float x) {
     x += __shfl_xor_sync(0xffffffffu, x, 1);
     return x + __shfl_xor_sync(0xffffffffu, x, 2);
 }
+
+}    // namespace mneme::attention
 
 #endif

@@ -27,6 +27,8 @@
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/mma_f64.cuh"
 
+namespace mneme::bayes {
+
 enum {
     MN_BAYES_CHUNK = 16, MN_BAYES_WARPS = 16, MN_BAYES_THREADS = 512,
     MN_BAYES_TILES = 16,      // row blocks of 8 in registers
@@ -101,10 +103,10 @@ __device__ inline void mn_mma_f64_tile(double (&tile)[2], const double (&a)[4],
 #if __CUDA_ARCH__ >= 900
     double c[2][2] = { { tile[0], tile[1] }, { 0.0, 0.0 } };
     const double wide[8] = { a[0], 0.0, a[1], 0.0, a[2], 0.0, a[3], 0.0 };
-    mn_mma_f64_16(c, wide, b);
+    mn_mma_f64_k16(c, wide, b);
     tile[0] = c[0][0], tile[1] = c[0][1];
 #else
-    for (int i = 0; i < 4; i++) mn_mma_f64(tile, a[i], b[i]);
+    for (int i = 0; i < 4; i++) mn_mma_f64_k4(tile, a[i], b[i]);
 #endif
 }
 
@@ -393,12 +395,11 @@ __device__ inline void mn_bayes_left(double (&c)[2][2], const double *left, int 
     const double *at = left + lane / 4 * ld + 8 * b + 2 * (lane % 4);
     const double2 upper = *(const double2 *)at, lower = *(const double2 *)(at + 8 * ld);
     const double a[4] = { upper.x, lower.x, upper.y, lower.y };
-    mn_mma_f64_8(c, a, tile);
+    mn_mma_f64_k8(c, a, tile);
 }
 
-/* x.y for all pairs of the 16 rows of two smem_tiles: of the first eight warps, w has quarter w / 2
- * of
- * the sums for half w % 2 of y's rows; parts are added by mn_bayes_whole. */
+/* x.y for all pairs of the 16 rows of two smem tiles: of the first eight warps, w has quarter w /
+ * 2 of the sums for half w % 2 of y's rows; parts are added by mn_bayes_whole. */
 __device__ inline void mn_bayes_gram(double *parts, const double *x, int ld_x, const double *y,
                                      int ld_y, int nb) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = warp % 2 * 8;
@@ -409,7 +410,7 @@ __device__ inline void mn_bayes_gram(double *parts, const double *x, int ld_x, c
     for (int i = warp / 2; i < nb; i += 4) {
         const double a[4] = { upper[8 * i], lower[8 * i], upper[8 * i + 4], lower[8 * i + 4] };
         const double b[2] = { from[8 * i], from[8 * i + 4] };
-        mn_mma_f64_8(c, a, b);
+        mn_mma_f64_k8(c, a, b);
     }
     double *to = parts + warp / 2 * 256 + lane / 4 * 16 + column + 2 * (lane % 4);
     to[0] = c[0][0], to[1] = c[0][1], to[128] = c[1][0], to[129] = c[1][1];
@@ -726,5 +727,7 @@ __device__ inline mn_bayes_shape mn_bayes_shape_at(const mn_bayes_args &p, int64
     s.reads = p.qvar.data || p.o.data;
     return s;
 }
+
+}    // namespace mneme::bayes
 
 #endif

@@ -5,6 +5,8 @@
 
 #include "kernels/cuda/bayes/bayes_rmem_tile.cuh"
 
+namespace mneme::bayes {
+
 /* ---- the covariance's adjoint ---------------------------------------------------------------- */
 
 template <int R>
@@ -50,7 +52,7 @@ __device__ static void small_times_rows(double (&x)[2][2][2], const double (&ome
 #pragma unroll
         for (int m = 0; m < 2; m++) {
             right_columns(b, rows + 8 * half * ld, ld, 8 * m);
-            mn_mma_f64_8(x[m], a, b);
+            mn_mma_f64_k8(x[m], a, b);
         }
     }
 }
@@ -183,7 +185,7 @@ __device__ static void scan_adjoint(adjoint_smem<R> &room, const mn_bayes_args &
         for (int m = 0; m < 2; m++) {
             right_columns16(b, turned, RIGHT, 8 * m);
             zero(known[m]);
-            mn_mma_f64_16(known[m], left, b);
+            mn_mma_f64_k16(known[m], left, b);
             put_rows(room.h, RIGHT, column + 8 * m, known[m]);
         }
         __syncthreads();
@@ -199,7 +201,7 @@ __device__ static void scan_adjoint(adjoint_smem<R> &room, const mn_bayes_args &
         for (int m = 0; m < 2; m++) {
             right_columns16(b, room.S, SMALL_LD, 8 * m);
             zero(x[m]);
-            mn_mma_f64_16(x[m], left, b);
+            mn_mma_f64_k16(x[m], left, b);
         }
         small_times_rows(omega, x, here.eliminate, SMALL_LD);
         if (warp == 0) put_rows(theta, 16, 0, omega[0]), put_rows(theta, 16, 8, omega[1]);
@@ -231,5 +233,7 @@ __device__ static void scan_adjoint(adjoint_smem<R> &room, const mn_bayes_args &
     }
     put_first<R>(D, room.S, p, s, w.traces + block, rows);
 }
+
+}    // namespace mneme::bayes
 
 #endif

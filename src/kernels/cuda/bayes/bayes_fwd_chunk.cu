@@ -4,6 +4,8 @@
 #include "kernels/cuda/bayes/bayes_fwd_wide.h"
 #include "kernels/riccati_args.h"
 
+namespace mneme::bayes {
+
 /* False where the walk has no room for the state. */
 static bool job_of(mn_state_scan_job *job, const mn_bayes_args *p) {
     const int64_t R = p->call.K * (p->theta.data ? 2 : 1);
@@ -100,3 +102,5 @@ MN_CUDA_LAUNCH(riccati_forward) {
     const mn_bayes_args p = mn_riccati_as_bayes((const mn_riccati_args *)args);
     return forward(&p, shared, stream);
 }
+
+}    // namespace mneme::bayes

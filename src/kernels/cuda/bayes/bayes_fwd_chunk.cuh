@@ -35,6 +35,8 @@
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/mma_f64.cuh"
 
+namespace mneme::bayes {
+
 enum {
     MN_SCAN_CHUNK = 16, MN_SCAN_WIDEST = 256,
     MN_SCAN_SUMS = 8,       // parts of a sum over rows, 32 rows each, at most
@@ -44,16 +46,15 @@ enum {
 };
 
 /* What the kernels leave to each other, in doubles; a chunk's place is its slot (mn_tile_slots)
- * times H plus the head. `rows` is R rounded up, with zeros beyond it. A smem_tile is 16 tokens of
- * so
- * many numbers, those of tokens t and t + 8 side by side, as the registers of a left factor want
- * them. Rows are as far ws as in shared memory, where lanes then meet in no bank; the number
- * behind the keys' first row says whether the chunk is steep. */
+ * times H plus the head. `rows` is R rounded up, with zeros beyond it. A smem tile is 16 tokens
+ * of so many numbers, those of tokens t and t + 8 side by side, as the registers of a left factor
+ * want them. Rows are as far apart as in shared memory, where lanes then meet in no bank; the
+ * number behind the keys' first row says whether the chunk is steep. */
 struct mn_state_scan_work {
-    double *keys, *queries;             // (place) smem_tiles: kh, qh
+    double *keys, *queries;             // (place) smem tiles: kh, qh
     double *noised;                     // (place, rows / 32, 16, 40): n kh; if steep, A (16, rows)
     double *ends;                       // (place, 3, rows): Phi, n (if steep l2), n inside pairs
-    double *z;                          // (place, G) smem_tiles
+    double *z;                          // (place, G) smem tiles
     double *undo;                       // (place, G, 16, 20): L^-1
     double *inverse, *variance;         // (place, G, 16): 1 / sigma, k'u
     double *spread;                     // (place, G, MN_SCAN_SUMS, 16): qh'Ph qh in parts
@@ -87,7 +88,7 @@ __device__ inline int64_t mn_state_scan_slot(const mn_call &call, int64_t n) {
     return n * ((call.T + MN_SCAN_CHUNK - 1) / MN_SCAN_CHUNK);
 }
 
-/* Doubles of a smem_tile and of n kh, and where number r of token t lies in them. */
+/* Doubles of a smem tile and of n kh, and where number r of token t lies in them. */
 __host__ __device__ constexpr int mn_state_scan_smem_tile(int rows) {
     return 8 * (2 * rows + 2);
 }
@@ -110,7 +111,7 @@ __device__ inline bool mn_state_scan_is_steep(const double *keys, int rows) {
     return __double2hiint(keys[2 * rows]) != 0;
 }
 
-/* Columns c and c + 1 of a smem_tile as a left factor, `at` being c in row lane / 4; as a right one
+/* Columns c and c + 1 of a smem tile as a left factor, `at` being c in row lane / 4; as a right one
  * with tokens [8 half, 8 half + 8) as its columns. */
 __device__ inline void mn_state_scan_left(double (&a)[4], const double *at) {
     const double2 x = *(const double2 *)at, y = *(const double2 *)(at + 2);
@@ -162,9 +163,9 @@ template <int COUNT>
 __device__ inline void mn_state_scan_load(double *to, const double *from, uint64_t *arrived) {
     const int lane = (int)threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
-    if (lane == 0) mn_tma_load_bulk(to, from, 8 * COUNT, arrived);
+    if (lane == 0) mn_tma_load_1d(to, from, 8 * COUNT, arrived);
 #else
-    const uint32_t there = mn_smem_address(to);
+    const uint32_t there = mn_smem_addr(to);
     for (int at = 2 * lane; at < COUNT; at += 64) {
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(there + 8 * at),
                      "l"(from + at)
@@ -220,7 +221,7 @@ struct mn_state_scan_frame {
     __device__ void step(float la, float theta, float l2) {
         level += (double)la;
         re = mn_state_scan_exp(level);
-        const double back = mn_reciprocal(re), weight = (double)l2 * back * back;
+        const double back = mn_rcp_f64(re), weight = (double)l2 * back * back;
         if (STEP == 1) {
             rr += weight;
             return;
@@ -283,5 +284,7 @@ __device__ inline void mn_state_scan_steep_end(double (&to)[3][ROWS], const doub
         to[2][r] = 0.0;
     }
 }
+
+}    // namespace mneme::bayes
 
 #endif

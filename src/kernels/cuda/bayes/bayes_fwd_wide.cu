@@ -1,9 +1,10 @@
 /* bayes_fwd_wide.cu - the Bayesian Layer and its covariances alone, forward, in one kernel; the
- * chunks
- * of bayes.cuh. */
+ * chunks of bayes.cuh. */
 #include "kernels/cuda/bayes/bayes_fwd_wide.h"
 
 #include "kernels/cuda/bayes/bayes.cuh"
+
+namespace mneme::bayes {
 
 /* What is asked of tokens [t, t + count), the first ones of the room. */
 template <typename T>
@@ -176,3 +177,5 @@ int mn_bayes_wide(const mn_bayes_args *p, void *shared, cudaStream_t on) {
     }
     return l.large ? start<float, true>(p, l, work, on) : start<float, false>(p, l, work, on);
 }
+
+}    // namespace mneme::bayes

@@ -3,6 +3,8 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
 
+namespace mneme::bayes {
+
 /* One channel of a chunk as it was given. */
 struct channel {
     float k[MN_SCAN_CHUNK], q[MN_SCAN_CHUNK], la[MN_SCAN_CHUNK], theta[MN_SCAN_CHUNK];
@@ -37,7 +39,7 @@ __device__ inline void put(double *to, double re, double im) {
     else *to = re;
 }
 
-/* A channel's part of a smem_tile, tokens [0, 8) being kept until those after them come. */
+/* A channel's part of a smem tile, tokens [0, 8) being kept until those after them come. */
 template <int STEP>
 struct smem_tile {
     double *to;
@@ -163,3 +165,5 @@ int mn_state_scan_prepare(const mn_state_scan_job *job, cudaStream_t stream) {
     return job->p.call.dtype == MN_BF16 ? prepare<mn_bf16>(job, stream)
                                         : prepare<float>(job, stream);
 }
+
+}    // namespace mneme::bayes

@@ -12,6 +12,8 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
 
+namespace mneme::bayes {
+
 enum {
     WARPS = 4, THREADS = 32 * WARPS, SLICE = MN_SCAN_SLICE, CHUNK = MN_SCAN_CHUNK,
     HALVES = 2,                     // warps that share value columns
@@ -81,12 +83,12 @@ struct worker {
         for (int b = 0; b < TILES; b++) {
             double a[4];
             mn_state_scan_left(a, &m.keys[j][2 * (row(b) + pair)]);
-            mn_mma_f64_8(e[0], a, M[b][0]);
-            mn_mma_f64_8(e[1], a, M[b][1]);
+            mn_mma_f64_k8(e[0], a, M[b][0]);
+            mn_mma_f64_k8(e[1], a, M[b][1]);
             if (!reads) continue;
             mn_state_scan_left(a, &m.queries[j][2 * (row(b) + pair)]);
-            mn_mma_f64_8(o[0], a, M[b][0]);
-            mn_mma_f64_8(o[1], a, M[b][1]);
+            mn_mma_f64_k8(o[0], a, M[b][0]);
+            mn_mma_f64_k8(o[1], a, M[b][1]);
         }
 #pragma unroll
         for (int x = 0; x < 8; x++) {
@@ -114,7 +116,7 @@ struct worker {
             double a[4], z[2];
             mn_state_scan_left(a, &m.queries[j][2 * (row(b) + pair)]);
             mn_state_scan_right(z, &in.z[j][2 * (row(b) + pair)], half);
-            mn_mma_f64_8(w[b % 2], a, z);
+            mn_mma_f64_k8(w[b % 2], a, z);
         }
 #pragma unroll
         for (int f = 0; f < 2; f++) {
@@ -179,7 +181,7 @@ struct worker {
             const double2 high = *(const double2 *)&in.undo[8 * half + j][8 + i];
             const double b[4] = { low.x, low.y, high.x, high.y };
             e[half][0][0] = e[half][0][1] = e[half][1][0] = e[half][1][1] = 0.0;
-            mn_mma_f64_16(e[half], a, b);
+            mn_mma_f64_k16(e[half], a, b);
         }
 #pragma unroll
         for (int half = 0; half < 2; half++) {
@@ -200,7 +202,7 @@ struct worker {
             const double2 one = *(const double2 *)&in.z[2 * i][2 * (row(b) + j)];
             const double2 two = *(const double2 *)&in.z[2 * i + 1][2 * (row(b) + j)];
             const double z[4] = { one.x, two.x, one.y, two.y };
-            mn_mma_f64_16(M[b], a, z);
+            mn_mma_f64_k16(M[b], a, z);
         }
 #pragma unroll
         for (int b = 0; b < TILES; b++) {
@@ -234,7 +236,7 @@ struct worker {
         }
 #pragma unroll
         for (int x = 0; x < 4; x++) b[x] = part ? e[x / 2][1][x % 2] : e[x / 2][0][x % 2];
-        mn_mma_f64_16(c, a, b);
+        mn_mma_f64_k16(c, a, b);
         int own = column(0);
         asm volatile("" : "+r"(own));
 #pragma unroll
@@ -453,3 +455,5 @@ static int mean(const mn_state_scan_job *job, cudaStream_t stream) {
 int mn_state_scan_mean(const mn_state_scan_job *job, cudaStream_t stream) {
     return job->p.call.dtype == MN_BF16 ? mean<mn_bf16>(job, stream) : mean<float>(job, stream);
 }
+
+}    // namespace mneme::bayes

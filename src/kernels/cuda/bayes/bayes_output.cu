@@ -2,6 +2,8 @@
  * has left; bayes_fwd_chunk.cuh. */
 #include "kernels/cuda/bayes/bayes_fwd_chunk.cuh"
 
+namespace mneme::bayes {
+
 enum { CHUNK = MN_SCAN_CHUNK, MOST_WARPS = MN_SCAN_WIDEST / 32 };
 
 /* Where a block is. */
@@ -81,7 +83,7 @@ __device__ static double taken(double (&parts)[MOST_WARPS][256], const mn_state_
         for (int half = 0; half < 2; half++) {
             double b[2];
             mn_state_scan_right(b, q + 2 * r, half);
-            mn_mma_f64_8(c[half], a, b);
+            mn_mma_f64_k8(c[half], a, b);
         }
     }
     __syncthreads();
@@ -177,3 +179,5 @@ int mn_state_scan_results(const mn_state_scan_job *job, cudaStream_t stream) {
     return job->p.call.dtype == MN_BF16 ? results<mn_bf16>(job, stream)
                                         : results<float>(job, stream);
 }
+
+}    // namespace mneme::bayes

@@ -1,6 +1,5 @@
 /* bayes_rmem_tile.cuh - a covariance, D, M' or E' in the registers of a block that scans the way
- * back
- * of the Bayesian Layer; which scans those are is in bayes_bwd_chunk.cu.
+ * back of the Bayesian Layer; which scans those are is in bayes_bwd_chunk.cu.
  *
  * A covariance or D is in R / 16 warps, 16 rows in each: of 8 columns a lane has two in rows l / 4
  * and l / 4 + 8, as products leave them. Read as columns, which a symmetric matrix allows, the same
@@ -10,6 +9,8 @@
 #define MN_KERNELS_CUDA_BAYES_BAYES_RMEM_TILE_CUH
 
 #include "kernels/cuda/bayes/bayes_span.cuh"
+
+namespace mneme::bayes {
 
 enum { STAGES = 3, PARTS_LD = 24 };
 
@@ -149,8 +150,8 @@ __device__ static void through_col_tile(double (&c)[2][2][2], const double *left
     for (int j = 0; j < R / 8; j++) {
         double a[4];
         left_rows(a, left, ld, 8 * j);
-        mn_mma_f64_8(c[0], a, x[j][0]);
-        mn_mma_f64_8(c[1], a, x[j][1]);
+        mn_mma_f64_k8(c[0], a, x[j][0]);
+        mn_mma_f64_k8(c[1], a, x[j][1]);
     }
 }
 
@@ -169,7 +170,7 @@ __device__ static void gram_share(double *parts, const double (&x)[2][2][2], con
         for (int half = 0; half < 2; half++) {
             double b[2];
             right_rows(b, right + 8 * half * ld, ld, 16 * warp + 8 * m);
-            mn_mma_f64_8(s[half], a, b);
+            mn_mma_f64_k8(s[half], a, b);
         }
     }
     put_rows(parts + warp * 16 * PARTS_LD, PARTS_LD, 0, s[0]);
@@ -197,8 +198,10 @@ __device__ static void add_product(strip<N> &M, const double (&left)[8],
     for (int j = 0; j < N / 8; j++) {
         double b[4];
         right_columns16(b, rows, ld, 8 * j);
-        mn_mma_f64_16(M[j], left, b);
+        mn_mma_f64_k16(M[j], left, b);
     }
 }
+
+}    // namespace mneme::bayes
 
 #endif

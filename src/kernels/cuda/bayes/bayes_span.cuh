@@ -10,6 +10,8 @@
 
 #include "kernels/cuda/bayes/bayes.cuh"
 
+namespace mneme::bayes {
+
 enum {
     CHUNK = MN_BAYES_CHUNK, SPAN_TOKENS = 64, SPAN_CHUNKS = SPAN_TOKENS / CHUNK,
     SMALL = CHUNK * CHUNK,
@@ -24,12 +26,12 @@ struct span_work {
     int *steep;                               // of a head of a sequence
     int *left;                                // chunks done by covariances' scans, for means
     int *back;                                // the same of means' adjoints, of each slice
-    double *k, *q, *phi;                      // smem_tiles of heads; k, q in the frame
+    double *k, *q, *phi;                      // smem tiles of heads; k, q in the frame
     double *noise;                            // n at each chunk's start and the end: 5 x 2 x R
-    double *nk;                               // smem_tile: n_t kh_t; until h takes its place
-    double *h;                                // smem_tile of groups: b, then du
+    double *nk;                               // smem tile: n_t kh_t; until h takes its place
+    double *h;                                // smem tile of groups: b, then du
     double *r2, *sigma;                       // tokens of groups
-    double *w;                                // smem_tile: z / sigma
+    double *w;                                // smem tile: z / sigma
     double *own;                              // tokens of groups: Psi_tt / 2 + w_t.b_t / 2
     double *eliminate, *reads, *theta;        // of chunks: L', w_s.q_t (s <= t), O
     double *P, *M;                            // states before spans; M' has columns first. Later a
@@ -75,7 +77,7 @@ __device__ static int64_t n_spans_of(const mn_span &span) {
     return (span.length + SPAN_TOKENS - 1) / SPAN_TOKENS;
 }
 
-/* ---- factors of products, as mn_mma_f64_8 and mn_mma_f64_16 take them
+/* ---- factors of products, as mn_mma_f64_k8 and mn_mma_f64_k16 take them
  * ------------------------------ */
 
 /* 16 rows, columns [column, column + 8) in the order 0 2 4 6 1 3 5 7 */
@@ -285,8 +287,8 @@ struct chunk_sums {
  * rr in the real row, ii in the other, ri across. */
 template <bool TURNS>
 __device__ static double2 noise_row(double2 phi) {
-    if (!TURNS) return make_double2(mn_reciprocal(phi.x), 0.0);
-    const double inverse = mn_reciprocal(phi.x * phi.x + phi.y * phi.y);
+    if (!TURNS) return make_double2(mn_rcp_f64(phi.x), 0.0);
+    const double inverse = mn_rcp_f64(phi.x * phi.x + phi.y * phi.y);
     return make_double2(phi.x * inverse, -phi.y * inverse);
 }
 
@@ -412,5 +414,7 @@ span_prepare_kernel(const __grid_constant__ mn_bayes_args p, const __grid_consta
     }
     if (c == SPAN_CHUNKS - 1) n.put<TURNS>(noise + SPAN_CHUNKS * 2 * R, R);
 }
+
+}    // namespace mneme::bayes
 
 #endif

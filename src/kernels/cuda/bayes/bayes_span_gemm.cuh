@@ -17,6 +17,8 @@
 
 #include "kernels/cuda/bayes/bayes_span.cuh"
 
+namespace mneme::bayes {
+
 enum {
     PRODUCT_STAGES = 4, SLICE_WIDTH = 16,
     PRODUCT_THREADS = 256, COPY_THREADS = 128,
@@ -297,10 +299,10 @@ __device__ static void add_state_slice(product_sums<R> &to, const product_stage<
             if ((u == 4 && at.quarter == 2) || (u == 6 && at.quarter == 3)) {
                 left_slice(z, here.left[2], at.earlier(u), k, flip);
             }
-            if (at.tiles >> u & 1) mn_mma_f64_8(to.weights[weight_place(u)], z, b);
+            if (at.tiles >> u & 1) mn_mma_f64_k8(to.weights[weight_place(u)], z, b);
             if (SCALED) b[0] *= twice[8 * u + lane / 4], b[1] *= twice[8 * u + lane / 4];
 #pragma unroll
-            for (int i = 0; i < to.TILES; i++) mn_mma_f64_8(to.d[i][u], a[i], b);
+            for (int i = 0; i < to.TILES; i++) mn_mma_f64_k8(to.d[i][u], a[i], b);
         }
     }
 }
@@ -323,7 +325,7 @@ __device__ static void add_token_slice(product_sums<R> &to, const product_smem<R
             if (u < 2 * j) continue;
             right_slice(b, rows, 8 * u, k);
 #pragma unroll
-            for (int i = 0; i < to.TILES; i++) mn_mma_f64_8(to.d[i][u], a[i], b);
+            for (int i = 0; i < to.TILES; i++) mn_mma_f64_k8(to.d[i][u], a[i], b);
         }
     }
 }
@@ -462,5 +464,7 @@ span_products_kernel(const __grid_constant__ mn_bayes_args p,
         to[t * R + 16 * tile + 8 * m] = at.reads ? (double)p.scale * d : d;
     }
 }
+
+}    // namespace mneme::bayes
 
 #endif

@@ -9,6 +9,8 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/prim/common.cuh"
 
+namespace mneme::bayes {
+
 /* Threads, rows of P that a warp has at once, columns of M and threads that share one. */
 enum { STEP_WARPS = 16, STEP_THREADS = 512, STEP_ROWS = 4, STEP_COLUMNS = 64, STEP_SHARE = 8 };
 enum { STEP_WIDEST = 512 };
@@ -224,3 +226,5 @@ MN_CUDA_LAUNCH(bayes_step) {
     return mn_launch_pdl(kernel, dim3((unsigned)blocks), STEP_THREADS, sizeof(step_smem),
                            (cudaStream_t)stream, *p);
 }
+
+}    // namespace mneme::bayes

@@ -11,6 +11,8 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/prim/tma.cuh"
 
+namespace mneme::curvature {
+
 struct mn_curve_maps {
     CUtensorMap q, k, qt;
 };
@@ -98,5 +100,7 @@ int mn_curve_beside_launch(const mn_curve_beside &job, cudaStream_t on);
 
 /* The blocks that this takes. */
 int64_t mn_curve_beside_blocks(const mn_curve_beside &job);
+
+}    // namespace mneme::curvature
 
 #endif

@@ -10,13 +10,17 @@
  *
  * Every thread arrives at a barrier for what it has itself read or written, which takes no longer
  * than one lane of a warp (mn_mbarrier_arrive_warp) and is what racecheck follows; for what
- * products
- * read one lane does. Those who use a chunk last arrive for those whom they have waited for. */
+ * products read one lane does. Those who use a chunk last arrive for those whom they have waited
+ * for. */
 #ifndef MN_KERNELS_CUDA_CURVATURE_CURVATURE_SM90_CUH
 #define MN_KERNELS_CUDA_CURVATURE_CURVATURE_SM90_CUH
 
 #include "kernels/cuda/attention/attention_wgmma_sm90.cuh"
 #include "kernels/cuda/curvature/curvature.cuh"
+
+namespace mneme::curvature {
+
+using namespace attention;
 
 enum {
     MN_CURVE_CHUNK = 64,
@@ -117,7 +121,7 @@ __device__ inline void mn_curve_left(uint32_t (&a)[16], const unsigned char *til
 #pragma unroll
     for (int step = 0; step < 4; step++) {
         unsigned part[4];
-        mn_matrices<true>(part, mn_curve_at(tile, mn_tile_byte(SMEM_TILE, 16 * step + row, j)));
+        mn_ldmatrix_x4<true>(part, mn_curve_at(tile, mn_tile_byte(SMEM_TILE, 16 * step + row, j)));
 #pragma unroll
         for (int i = 0; i < 4; i++) a[4 * step + i] = part[i];
     }
@@ -139,12 +143,11 @@ __device__ inline void mn_curve_pack_rest(uint32_t (&a)[N / 2], const float (&x)
     }
 }
 
-/* Places in tiles are told ws in units of 16 bytes, which one addition to the tile's own place
+/* Places in tiles are told apart in units of 16 bytes, which one addition to the tile's own place
  * reaches.
  *
  * d += a b' over KP columns of tile `b` of SMEM_TILE rows, of which the first 64 count; d starts
- * from 0
- * unless there is `more`. */
+ * from 0 unless there is `more`. */
 template <int KP, int SMEM_TILE>
 __device__ inline void mn_curve_rows(float (&d)[32], const uint32_t (&a)[KP / 4], uint32_t b,
                                      bool more = true) {
@@ -271,5 +274,7 @@ __device__ inline uint4 mn_curve_pack_vec16(const float (&x)[8]) {
 }
 
 #endif
+
+}    // namespace mneme::curvature
 
 #endif

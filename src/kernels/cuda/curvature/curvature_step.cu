@@ -8,6 +8,8 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/curvature/curvature.cuh"
 
+namespace mneme::curvature {
+
 enum { STEP_WARPS = 10, STEP_THREADS = 32 * STEP_WARPS, STEP_SIDE = 32, STEP_PITCH = 33 };
 
 struct step_smem {
@@ -116,3 +118,5 @@ MN_CUDA_LAUNCH(curvature_step) {
     return mn_launch_pdl(kernel, dim3((unsigned)blocks), STEP_THREADS, sizeof(step_smem),
                            (cudaStream_t)stream, *p);
 }
+
+}    // namespace mneme::curvature

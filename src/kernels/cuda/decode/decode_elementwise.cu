@@ -5,6 +5,8 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/decode/decode_elementwise.cuh"
 
+namespace mneme::decode {
+
 enum { THREADS = 512 };
 
 struct op_chains {
@@ -18,7 +20,7 @@ decode_op_chains(const __grid_constant__ op_chains p) {
     __shared__ mn_decode_job jobs[MN_DECODE_OPS];
     const int first = p.first[blockIdx.x], last = p.first[blockIdx.x + 1];
     mn_pdl_launch_dependents();
-    for (int i = first; i < last; i++) mn_load_arguments(&jobs[i - first], p.job[i]);
+    for (int i = first; i < last; i++) mn_load_args_to_smem(&jobs[i - first], p.job[i]);
     __syncthreads();
     for (int i = 0; i < last - first; i++) mn_decode_prefetch(jobs[i]);
     mn_pdl_wait();
@@ -36,3 +38,5 @@ extern "C" int mn_decode_run_chains(const mn_decode_chains *parts, void *stream)
     return mn_launch_pdl(decode_op_chains, dim3((unsigned)parts->n_chains), THREADS, 0,
                            (cudaStream_t)stream, p);
 }
+
+}    // namespace mneme::decode

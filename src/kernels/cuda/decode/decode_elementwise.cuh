@@ -9,6 +9,10 @@
 #include "kernels/cuda/prim/activation.cuh"
 #include "kernels/decode.h"
 
+namespace mneme::decode {
+
+using namespace elementwise;
+
 enum { MN_DECODE_TAPS = 4, MN_DECODE_PACK = 4 };
 enum { MN_DECODE_GATE_FIRST = 1, MN_DECODE_SIGMOID = 1, MN_DECODE_ROOT = 1 };
 
@@ -17,14 +21,14 @@ struct alignas(16) mn_decode_job {
     int kind, f, order, rows, width, taps;
     float scale, shift;
     bool packs, narrow;
-    mn_scan layout;
-    mn_side side[MN_DECODE_VIEWS];
+    mn_offset_calc layout;
+    mn_operand side[MN_DECODE_VIEWS];
     int lines[MN_DECODE_VIEWS];    // of a cache, of each input
     const int32_t *index;
 };
 
 /* Where results go: number i of the work, of which the first lies at `at` where that is not NULL,
- * in rows of `width`, `step` ws. */
+ * in rows of `width`, `step` apart. */
 struct mn_decode_dst {
     char *at;
     int width, step;
@@ -32,12 +36,12 @@ struct mn_decode_dst {
 
 /* Packs of four: registers are for weights on their way. */
 template <int N>
-__device__ inline void mn_decode_load(float (&x)[N], const mn_side &side, int64_t at) {
+__device__ inline void mn_decode_load(float (&x)[N], const mn_operand &side, int64_t at) {
     if (N == 1 || side.stride[3] == 0) {
-        const float one = mn_side_get(side, at);
+        const float one = mn_operand_load(side, at);
 #pragma unroll
         for (int j = 0; j < N; j++) x[j] = one;
-    } else if (side.wide) {
+    } else if (side.is_f32) {
         mn_load<N>(x, (const float *)side.data, at);
     } else {
         mn_load<N>(x, (const mn_bf16 *)side.data, at);
@@ -45,7 +49,7 @@ __device__ inline void mn_decode_load(float (&x)[N], const mn_side &side, int64_
 }
 
 template <int N>
-__device__ inline void mn_decode_store(const mn_side &side, const mn_decode_dst &to, int64_t at,
+__device__ inline void mn_decode_store(const mn_operand &side, const mn_decode_dst &to, int64_t at,
                                   const float (&x)[N]) {
     char *data = side.data;
     if (to.at) {
@@ -53,7 +57,7 @@ __device__ inline void mn_decode_store(const mn_side &side, const mn_decode_dst 
         at = (int64_t)row * to.step + ((int)at - row * to.width);
         data = to.at;
     }
-    if (side.wide) mn_store<N>((float *)data, at, x);
+    if (side.is_f32) mn_store<N>((float *)data, at, x);
     else mn_store<N>((mn_bf16 *)data, at, x);
 }
 
@@ -64,8 +68,8 @@ __device__ inline void mn_decode_elementwise_of(const mn_decode_job &job, const 
                                                 const mn_decode_dst &to) {
     constexpr int INS = F::INS;
 #pragma unroll 1
-    for (uint32_t pack = threadIdx.x; pack < job.layout.n_packs; pack += blockDim.x) {
-        const mn_spot spot = mn_spot_of<N>(job.layout, pack);
+    for (uint32_t pack = threadIdx.x; pack < job.layout.n_vecs; pack += blockDim.x) {
+        const mn_coord spot = mn_coord_of<N>(job.layout, pack);
         float x[INS + 1][N] = {}, y[1][N];
 #pragma unroll
         for (int i = 0; i < INS; i++) {
@@ -135,7 +139,7 @@ __device__ inline void mn_decode_norm_of(const mn_decode_job &job, const mn_deco
     const bool weighted = job.kind != MN_DECODE_L2_NORM;
     const int lane = block ? threadIdx.x : threadIdx.x % 32, lanes = block ? blockDim.x : 32;
     const int first = block ? 0 : threadIdx.x / 32, step = block ? 1 : blockDim.x / 32;
-    const mn_side &w = job.side[gated ? 2 : 1], &y = job.side[gated ? 3 : weighted ? 2 : 1];
+    const mn_operand &w = job.side[gated ? 2 : 1], &y = job.side[gated ? 3 : weighted ? 2 : 1];
 #pragma unroll 1
     for (int row = first; row < job.rows; row += step) {
         const int64_t at = row * (int64_t)job.width;
@@ -196,19 +200,19 @@ __device__ inline void mn_decode_conv_of(const mn_decode_job &job) {
     const int V = job.width;
     const float *tail0 = (const float *)job.side[MN_DECODE_TAIL0].data;
     float *tail = (float *)job.side[MN_DECODE_TAIL].data;
-    const mn_side &w = job.side[MN_DECODE_W], &bias = job.side[MN_DECODE_BIAS];
+    const mn_operand &w = job.side[MN_DECODE_W], &bias = job.side[MN_DECODE_BIAS];
 #pragma unroll 1
     for (int i = threadIdx.x; i < job.rows * V; i += blockDim.x) {
         const int row = i / V, channel = i - row * V, before = row * M * V + channel;
-        float u[TAPS], weight[TAPS], sum = bias.data ? mn_side_get(bias, channel) : 0.0f;
+        float u[TAPS], weight[TAPS], sum = bias.data ? mn_operand_load(bias, channel) : 0.0f;
 #pragma unroll
-        for (int m = 0; m < TAPS; m++) weight[m] = mn_side_get(w, channel * TAPS + m);
+        for (int m = 0; m < TAPS; m++) weight[m] = mn_operand_load(w, channel * TAPS + m);
 #pragma unroll
         for (int m = 0; m < M; m++) u[m] = tail0 ? tail0[before + m * V] : 0.0f;
-        u[M] = mn_side_get(job.side[MN_DECODE_X], i);
+        u[M] = mn_operand_load(job.side[MN_DECODE_X], i);
 #pragma unroll
         for (int m = 0; m < TAPS; m++) sum = fmaf(weight[m], u[m], sum);
-        mn_side_put(job.side[MN_DECODE_Y], i, job.f ? mn_silu(sum).value : sum);
+        mn_operand_store(job.side[MN_DECODE_Y], i, job.f ? mn_silu(sum).value : sum);
 #pragma unroll
         for (int m = 0; m < M; m++) {
             if (tail) tail[before + m * V] = u[m + 1];
@@ -221,20 +225,20 @@ __device__ inline void mn_decode_conv_any(const mn_decode_job &job) {
     const int taps = job.taps, M = taps - 1, V = job.width;
     const float *tail0 = (const float *)job.side[MN_DECODE_TAIL0].data;
     float *tail = (float *)job.side[MN_DECODE_TAIL].data;
-    const mn_side &w = job.side[MN_DECODE_W], &bias = job.side[MN_DECODE_BIAS];
+    const mn_operand &w = job.side[MN_DECODE_W], &bias = job.side[MN_DECODE_BIAS];
 #pragma unroll 1
     for (int i = threadIdx.x; i < job.rows * V; i += blockDim.x) {
         const int row = i / V, channel = i - row * V, before = row * M * V + channel;
-        const float x = mn_side_get(job.side[MN_DECODE_X], i);
-        float sum = bias.data ? mn_side_get(bias, channel) : 0.0f;
+        const float x = mn_operand_load(job.side[MN_DECODE_X], i);
+        float sum = bias.data ? mn_operand_load(bias, channel) : 0.0f;
         for (int m = 0; m < M; m++) {
             const float u = tail0 ? tail0[before + m * V] : 0.0f;
-            sum = fmaf(mn_side_get(w, channel * taps + m), u, sum);
+            sum = fmaf(mn_operand_load(w, channel * taps + m), u, sum);
             if (m > 0 && tail) tail[before + (m - 1) * V] = u;
         }
-        sum = fmaf(mn_side_get(w, channel * taps + M), x, sum);
+        sum = fmaf(mn_operand_load(w, channel * taps + M), x, sum);
         if (tail && M > 0) tail[before + (M - 1) * V] = x;
-        mn_side_put(job.side[MN_DECODE_Y], i, job.f ? mn_silu(sum).value : sum);
+        mn_operand_store(job.side[MN_DECODE_Y], i, job.f ? mn_silu(sum).value : sum);
     }
 }
 
@@ -267,7 +271,7 @@ __device__ inline void mn_decode_run_op(const mn_decode_job &job, const mn_decod
         mn_decode_elementwise(job, mn_pair_forward{ (mn_pair_kind)job.f, job.scale, job.shift },
                               to);
         break;
-    case MN_DECODE_MOVE: mn_decode_elementwise(job, mn_same{}, to); break;
+    case MN_DECODE_MOVE: mn_decode_elementwise(job, mn_identity{}, to); break;
     case MN_DECODE_FILL: mn_decode_elementwise(job, mn_constant{ job.shift }, to); break;
     case MN_DECODE_ROWS:
         if (job.packs) mn_decode_gather<MN_DECODE_PACK>(job, to);
@@ -292,11 +296,11 @@ inline int mn_decode_n_inputs(int kind) {
 
 /* The layout of a work that goes element by element. */
 inline void mn_decode_set_layout(mn_decode_job *job, const int64_t shape[4]) {
-    const mn_axes axes = mn_merge(shape, job->side);
+    const mn_axes axes = mn_coalesce_axes(shape, job->side);
     bool packs = axes.n[3] % MN_DECODE_PACK == 0;
-    for (const mn_side &side : job->side) packs &= mn_side_packs(side, axes);
+    for (const mn_operand &side : job->side) packs &= mn_operand_vec_ok(side, axes);
     job->packs = packs;
-    mn_iterate_over(&job->layout, axes, packs ? MN_DECODE_PACK : 1);    // few elements fit
+    mn_offset_calc_init(&job->layout, axes, packs ? MN_DECODE_PACK : 1);    // few elements fit
 }
 
 inline mn_decode_job mn_decode_job_of(const mn_decode_op &work) {
@@ -308,19 +312,21 @@ inline mn_decode_job mn_decode_job_of(const mn_decode_op &work) {
     bool packs = job.width % MN_DECODE_PACK == 0;
     const int inputs = work.kind == MN_DECODE_ROWS ? 0 : mn_decode_n_inputs(work.kind);
     for (int i = 0; i < MN_DECODE_VIEWS; i++) {
-        job.side[i] = mn_side_of(work.at[i]);
-        job.narrow &= !job.side[i].data || !job.side[i].wide;
+        job.side[i] = mn_operand_of(work.at[i]);
+        job.narrow &= !job.side[i].data || !job.side[i].is_f32;
         packs &= (uintptr_t)job.side[i].data % 16 == 0;
         if (i >= inputs || !work.at[i].data) continue;
-        job.lines[i] = (int)mn_ceil_div(work.elements[i] * (job.side[i].wide ? 4 : 2), 128);
+        job.lines[i] = (int)mn_ceil_div(work.elements[i] * (job.side[i].is_f32 ? 4 : 2), 128);
     }
     if (work.kind <= MN_DECODE_FILL) {
         mn_decode_set_layout(&job, work.shape);
         return job;
     }
-    for (mn_side &side : job.side) side.stride[3] = 1;
+    for (mn_operand &side : job.side) side.stride[3] = 1;
     job.packs = packs;
     return job;
 }
+
+}    // namespace mneme::decode
 
 #endif

@@ -1,21 +1,19 @@
 /* decode_gemv.cu - c = a b' of a few rows with several weights in one launch (kernels/decode.h).
  *
- * Such gemms read every weight once and do next to nothing with it: what counts is how many
- * bytes are on their way, and that they are before the elements they wait for. A block takes
- * col_tiles
- * of eight columns. It requests for the weights of its first col_tile before it waits for the
- * launch in
- * front, then makes or fetches its rows of a, each block for itself.
+ * Such gemms read every weight once and do next to nothing with it: what counts is how many bytes
+ * are on their way, and that they are before the elements they wait for. A block takes column
+ * tiles of eight columns. It requests for the weights of its first column tile before it waits
+ * for the launch in front, then makes or fetches its rows of a, each block for itself.
  *
- * bf16: warps share the col_tile's rows of weights in out_tiles of 32 elements. A lane's 16 bytes
- * are the
- * left factor of two gemms of tensor cores, whose eight lower rows stay zero; the elements of a
- * out_tile are taken in the order in which the lanes have them, in both factors. float32: a warp
- * has a
- * column. Sums are float32, of each warp in order, then over the warps. */
+ * bf16: warps share the column tile's rows of weights in out_tiles of 32 elements. A lane's 16
+ * bytes are the left factor of two gemms of tensor cores, whose eight lower rows stay zero; the
+ * elements of a out_tile are taken in the order in which the lanes have them, in both factors.
+ * float32: a warp has a column. Sums are float32, of each warp in order, then over the warps. */
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/decode/decode_elementwise.cuh"
 #include "kernels/cuda/gemm/gemm_fallback.h"
+
+namespace mneme::decode {
 
 enum { COLUMNS = 8, K_STEP = 32, PAD = 8, SM_COUNT = 132 };
 
@@ -31,12 +29,12 @@ struct alignas(16) gemm_params {
     int M, K, step, n, has_prologue, b_is_const;    // step: from row to row of a in shared memory
     int64_t a_row;
     const void *a;
-    int begins[MN_DECODE_GEMMS + 1];          // col_tiles in front of each product
+    int begins[MN_DECODE_GEMMS + 1];          // column tiles in front of each product
     gemm_weights of[MN_DECODE_GEMMS];
     mn_decode_job first;
 };
 
-/* A col_tile: which product, and its first column. */
+/* A column tile: which product, and its first column. */
 struct col_tile {
     const gemm_weights *of;
     int column;
@@ -79,7 +77,7 @@ struct mainloop<mn_bf16, WARPS, DEPTH> {
     static constexpr int PARTS = WARPS, K_TILE = WARPS * DEPTH * K_STEP;    // of K at once
     uint4 (*w)[32 * WARPS];
 
-    /* The elements from `first` on of the col_tile's weights. */
+    /* The elements from `first` on of the column tile's weights. */
     __device__ void load(const gemm_params &p, const col_tile &s, int first) {
         const int lane = threadIdx.x % 32, column = s.column + lane / 4;
         const mn_bf16 *b = (const mn_bf16 *)s.of->b, *row = b + column * s.of->b_row;
@@ -193,8 +191,8 @@ __device__ static void load_rows(T *x, const gemm_params &p, float *smem) {
     }
 }
 
-/* What a thread adds to its number of a col_tile and where that goes; asked for before the sums are
- * there. */
+/* What a thread adds to its number of a column tile and where that goes; asked for before the
+ * sums are there. */
 template <typename T>
 struct epilogue {
     T *c, *sum;
@@ -243,7 +241,7 @@ decode_gemm(const __grid_constant__ gemm_params given) {
     T *x = (T *)(packs + DEPTH * 32 * WARPS);
     way m = { (uint4 (*)[32 * WARPS])packs };
     mn_pdl_launch_dependents();
-    mn_load_arguments(&p, given);
+    mn_load_args_to_smem(&p, given);
     __syncthreads();
     const int n_col_tiles = p.begins[p.n];
     if (p.b_is_const) m.load(p, col_tile(p, blockIdx.x), 0);
@@ -324,3 +322,5 @@ extern "C" int mn_decode_run_gemms(const mn_decode_gemms *given, void *stream) {
     }
     return launch_by_k(p, given->dtype, on);
 }
+
+}    // namespace mneme::decode

@@ -1,34 +1,32 @@
 /* megakernel.cuh - what the blocks of a megakernel (kernels/decode.h) are told, and the shared
- * memory
- * of
- * one.
+ * memory of one.
  *
- * A block reads one instr for each stage, which the host has written for it (megakernel_build.cu):
- * the
- * rows of weights it multiplies and what becomes of the sums. Columns of a product are cut into
- * col_tiles of eight; a out_tile is a col_tile, or two col_tiles of the same columns of two gemms,
- * with all
- * that follows from them.
+ * A block reads one instr for each stage, which the host has written for it
+ * (megakernel_build.cu): the rows of weights it multiplies and what becomes of the sums. Columns
+ * of a product are cut into column tiles of eight; a out_tile is a column tile, or two column
+ * tiles of the same columns of two gemms, with all that follows from them.
  *
  * Numbers that later stages read travel as words: two of bf16, written at once. Who reads them
- * looks until they are no longer MN_DECODE_SENTINEL, which no two elements are: nothing else tells
- * that
- * they are there. There are two sets of words; a run makes those of the next one sentinel. */
+ * looks until they are no longer MN_DECODE_SENTINEL, which no two elements are: nothing else
+ * tells that they are there. There are two sets of words; a run makes those of the next one
+ * sentinel. */
 #ifndef MN_KERNELS_CUDA_DECODE_MEGAKERNEL_CUH
 #define MN_KERNELS_CUDA_DECODE_MEGAKERNEL_CUH
 
 #include "kernels/cuda/prim/tma.cuh"
 #include "kernels/cuda/decode/decode_elementwise.cuh"
 
+namespace mneme::decode {
+
 enum {
     MN_DECODE_WARPS = 8,                                // that multiply; one more brings weights
     MN_DECODE_THREADS = 32 * MN_DECODE_WARPS,
-    MN_DECODE_TILE_N = MN_DECODE_COL_TILE,                // of a col_tile
+    MN_DECODE_TILE_N = MN_DECODE_COL_TILE,                // of a column tile
     MN_DECODE_WARP_K = 128,                               // elements of a chunk that a warp has
     MN_DECODE_CHUNK = MN_DECODE_WARP_K * MN_DECODE_WARPS,       // elements of a row in a frag
     MN_DECODE_CHUNKS = 4,
-    MN_DECODE_ROW_STRIDE = 2 * MN_DECODE_CHUNK + 64,              // bytes ws: other banks
-    // a col_tile's part of a chunk
+    MN_DECODE_ROW_STRIDE = 2 * MN_DECODE_CHUNK + 64,              // bytes apart: other banks
+    // a column tile's part of a chunk
     MN_DECODE_TILE_BYTES = MN_DECODE_TILE_N * MN_DECODE_ROW_STRIDE,
     MN_DECODE_SLOTS = 11,                               // pieces on their way or not used yet
     MN_DECODE_COL_TILES = 8,                               // of a block in a stage
@@ -91,9 +89,8 @@ struct mn_decode_col_tile {
 };
 
 /* From its first column on. `to`: where the last result goes; its words are to_handoff bytes from
- * the
- * beginning of the megakernel, or MN_DECODE_NO_WORDS. `c`: the gemms, unless the last result is
- * one. */
+ * the beginning of the megakernel, or MN_DECODE_NO_WORDS. `c`: the gemms, unless the last result
+ * is one. */
 struct alignas(16) mn_decode_out_tile {
     unsigned char form, n_col_tiles, col_tile[2], n_rows, f;
     bool biased : 1, stores_c : 1;          // some bias; some product is stored as well
@@ -241,8 +238,8 @@ __device__ inline void mn_decode_tma_load_once(void *to, const void *from, int b
                  "\tcreatepolicy.fractional.L2::evict_first.b64 once, 1.0;\n"
                  "\tcp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                  ".L2::cache_hint [%0], [%1], %2, [%3], once;\n\t}"
-                 ::"r"(mn_smem_address(to)), "l"(from), "r"(bytes),
-                 "r"(mn_smem_address(barrier)) : "memory");
+                 ::"r"(mn_smem_addr(to)), "l"(from), "r"(bytes),
+                 "r"(mn_smem_addr(barrier)) : "memory");
 }
 
 /* What all lanes of a warp have: known to be the same, so that branches by it go one way. */
@@ -357,5 +354,7 @@ __device__ inline float mn_decode_rsqrt(float x) {
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+}    // namespace mneme::decode
 
 #endif

@@ -3,6 +3,8 @@
 #ifndef MN_KERNELS_CUDA_DECODE_MEGAKERNEL_H
 #define MN_KERNELS_CUDA_DECODE_MEGAKERNEL_H
 
+namespace mneme::decode {
+
 /* Blocks of a megakernel on the machine in use; 0: it runs none. */
 int mn_megakernel_blocks(void);
 
@@ -14,5 +16,7 @@ typedef struct mn_decode_launch_args {
 } mn_decode_launch_args;
 
 int mn_megakernel_start(const mn_decode_launch_args *given, void *megakernel, void *stream);
+
+}    // namespace mneme::decode
 
 #endif

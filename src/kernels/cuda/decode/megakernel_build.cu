@@ -1,12 +1,13 @@
 /* megakernel_build.cu - adds stages to programs (kernels/decode.h): what each block does in each,
- * as a instr
- * that it finds in its own list.
+ * as a instr that it finds in its own list.
  *
  * Units of a stage, and tiles of a memory, are shared out among blocks; what a block cannot take in
  * one instr becomes further instrs, which are stages of their own. */
 #include <float.h>
 
 #include "kernels/cuda/decode/megakernel_ranges.cuh"
+
+namespace mneme::decode {
 
 /* ---- gemms -------------------------------------------------------------------------------- */
 
@@ -210,8 +211,7 @@ static mn_decode_epi_instr epi_of(mn_decode_ranges *access, mn_decode_out_tile *
 }
 
 /* Whether an end is made from values a and b of its out_tile, in either order; b: -1 where it has
- * one
- * input. */
+ * one input. */
 static bool makes(const mn_decode_epi_instr &e, int kind, int f, int a, int b) {
     const int x = e.in[0].from, y = e.n_inputs > 1 ? e.in[1].from : -1;
     return e.kind == kind && e.f == f && ((x == a && y == b) || (x == b && y == a));
@@ -392,7 +392,7 @@ struct tile_owner {
     int out_tile, from, block;
 };
 
-/* What a out_tile costs its block, in col_tiles: a list takes long, and others wait for it. */
+/* What a out_tile costs its block, in column tiles: a list takes long, and others wait for it. */
 static int cost_of(const mn_decode_out_tile &out_tile) {
     return out_tile.form == MN_DECODE_EPI_LIST ? out_tile.n_col_tiles + 4 : out_tile.n_col_tiles;
 }
@@ -654,3 +654,5 @@ extern "C" bool mn_megakernel_add_gather(mn_megakernel *p, const mn_decode_op *r
                    made->words, (int)width });
     return access.place();
 }
+
+}    // namespace mneme::decode

@@ -1,8 +1,9 @@
 /* megakernel_encode.cu - programs as their kernel reads them (kernels/decode.h): a head, for each
- * block where
- * its instrs begin, the instrs of all blocks, and words. */
+ * block where its instrs begin, the instrs of all blocks, and words. */
 #include "kernels/cuda/decode/megakernel.h"
 #include "kernels/cuda/decode/megakernel_ranges.cuh"
+
+namespace mneme::decode {
 
 enum {
     COPY_BYTES = (int)((offsetof(mn_decode_instr, copy) + sizeof(mn_decode_copy_instr) + 15) / 16
@@ -160,3 +161,5 @@ extern "C" int mn_megakernel_launch(const mn_megakernel *p, void *there, void *s
         p->ragged };
     return mn_megakernel_start(&given, there, stream);
 }
+
+}    // namespace mneme::decode

@@ -1,6 +1,5 @@
 /* megakernel_ranges.cuh - a megakernel while it is written (megakernel_build.cu,
- * megakernel_encode.cu): the instrs of all
- * blocks so far, and what memory its stages access.
+ * megakernel_encode.cu): the instrs of all blocks so far, and what memory its stages access.
  *
  * Numbers that a later stage reads have words behind all instrs. Since no barrier stands between
  * stages, nothing may be written that an earlier stage reads from memory or writes itself. */
@@ -10,6 +9,8 @@
 #include <stdlib.h>
 
 #include "kernels/cuda/decode/megakernel.cuh"
+
+namespace mneme::decode {
 
 enum { MN_DECODE_RANGES = 16384 };
 
@@ -207,5 +208,7 @@ struct mn_decode_ranges {
         return true;
     }
 };
+
+}    // namespace mneme::decode
 
 #endif

@@ -2,9 +2,9 @@
  * in front of chunks, their adjoints D behind them, residuals R and their adjoints dX.
  *
  *   dP = tril(dO R')     dA = -tril(dX R', -1)
- *   dq = scale exp(G) dO S' + (scale dP . cum_decay) w_beta
- *   de = -exp(G) dX S' + (dA . cum_decay) w_beta
- *   dw_beta = exp(G_L - G) R D' + (scale dP . cum_decay)'q + (dA . cum_decay)'e       cum_decay =
+ *   dq = scale exp(G) dO S' + (scale dP . fall) w_beta
+ *   de = -exp(G) dX S' + (dA . fall) w_beta
+ *   dw_beta = exp(G_L - G) R D' + (scale dP . fall)'q + (dA . fall)'e       fall =
  * exp(G_t - G_s)
  *   dG = q dq + e de - w_beta dw_beta
  *   dG_L += exp(G_L) rowsum(S . D) + sum_s w_beta exp(G_L - G) R D'
@@ -21,9 +21,11 @@
 
 #include "kernels/cuda/delta/delta_smem.cuh"
 
+namespace mneme::delta {
+
 enum { MN_DELTA_GRAD_THREADS = 512, MN_DELTA_GRAD_WARPS = 16 };
 
-/* What a block leaves of a chunk for the second step: dG, with that of the chunk's end ws, and
+/* What a block leaves of a chunk for the second step: dG, with that of the chunk's end apart, and
  * the gradient of beta. */
 struct mn_delta_partial {
     float G[MN_DELTA_CHUNK], beta[MN_DELTA_CHUNK], end, nothing[3];
@@ -344,12 +346,12 @@ __device__ inline void mn_grad_store(const mn_out &view, bool packed, const mn_g
         const int row = at.block * 16 + k / N, vec16 = at.quarter * N + k % N;
         const int64_t i = at.channel0 + 8 * vec16;
         if (row >= at.count || i >= K) continue;
-        const mn_pack<mn_bf16, 8> pack = *(mn_pack<mn_bf16,
+        const mn_vec<mn_bf16, 8> pack = *(mn_vec<mn_bf16,
                                            8> *)(tile + mn_tile_swizzle(row, vec16));
         mn_bf16 *to = mn_row<mn_bf16>(view, at.tile.span.b, at.tile.span.t0 + at.tile.first + row,
                                       at.h) + i;
         if (packed) {
-            *(mn_pack<mn_bf16, 8> *)to = pack;
+            *(mn_vec<mn_bf16, 8> *)to = pack;
         } else {
             for (int c = 0; c < 8 && i + c < K; c++) to[c] = pack.at[c];
         }
@@ -441,5 +443,7 @@ delta_grad_kernel(const __grid_constant__ mn_delta_params job) {
     mn_grad_store_partial(parts[at.index], smem.sums, smem.log_decays.gamma[MN_DELTA_CHUNK - 1],
                         blockIdx.y == 0);
 }
+
+}    // namespace mneme::delta
 
 #endif

@@ -3,8 +3,9 @@
  *   A_ts = beta_s e_t.w_s exp(G_t - G_s), s < t     T = (I + A)^-1
  *   P_ts = scale beta_s q_t.w_s exp(G_t - G_s), s <= t
  *
- * T comes from its diagonal blocks of 16 rows, solved column by column in float32, and from
- * T_IJ = -T_II sum_{J <= M < I} A_IM T_MJ, products in tf32.
+ * T, the UT transform of the chunk (WY form), comes from its diagonal blocks of 16 rows, solved
+ * column by column in float32, and from T_IJ = -T_II sum_{J <= M < I} A_IM T_MJ, products in
+ * tf32.
  *
  * One block has one chunk of one head. With a decay that channels share, warps 0 to 3 have 16 rows
  * of A each, warps 4 to 7 of P. */
@@ -13,12 +14,14 @@
 
 #include "kernels/cuda/delta/delta_smem.cuh"
 
+namespace mneme::delta {
+
 enum {
     MN_DELTA_LD = MN_DELTA_CHUNK + 4,    // length of rows of float matrices in shared memory
     MN_DELTA_INTRA_THREADS = 256,
 };
 
-/* Blocks of 16 x 16 of A, and of T: those on the diagonal ws, others where A has no rows. */
+/* Blocks of 16 x 16 of A, and of T: those on the diagonal apart, others where A has no rows. */
 struct mn_delta_wy_solver {
     float A[MN_DELTA_CHUNK][MN_DELTA_LD], diagonal[16][MN_DELTA_LD];
 
@@ -129,8 +132,7 @@ __device__ inline void mn_delta_invert_column(mn_delta_wy_solver &smem, int J) {
     }
 }
 
-/* T from A, and both to workspace; `A` there may be NULL. T there has rows, or lies as a
- * tile.
+/* T from A, and both to workspace; `A` there may be NULL. T there has rows, or lies as a tile.
  * All THREADS of the block call. */
 template <int THREADS, bool TILE>
 __device__ inline void mn_delta_wy_inverse(mn_delta_wy_solver &smem, mn_bf16 *T, mn_bf16 *A) {
@@ -159,7 +161,7 @@ __device__ inline void mn_delta_wy_inverse(mn_delta_wy_solver &smem, mn_bf16 *T,
 
 /* ---- decays that channels share -------------------------------------------------------------- */
 
-/* Sums in double: a small decay behind a large cum_decay still counts. The first warp calls. */
+/* Sums in double: a small decay behind a large fall still counts. The first warp calls. */
 __device__ inline void mn_delta_cumsum_decays(mn_delta_log_decays &log_decays,
                                               const mn_delta_args &p,
                                            const mn_span &span, int64_t h, int64_t t, int count) {
@@ -327,5 +329,7 @@ delta_intra_chunk_kernel(const __grid_constant__ mn_delta_params job) {
         job.workspace.A ? job.workspace.A + index * MN_DELTA_MATRIX : nullptr);
     mn_delta_store_log_decays(job.workspace.log_decays + index, smem.log_decays);
 }
+
+}    // namespace mneme::delta
 
 #endif

@@ -4,10 +4,10 @@
  *
  * Exponents of both signs would overflow, so that each pair of blocks of 16 tokens has its own
  * origin: the start of block t for blocks of s before it, and inside a block the middle of the
- * eight tokens of s. Products of tensor cores then have factors of at most exp(64) with decays cut
- * off at -16 a token: what a pair keeps through a deeper cum_decay, 1e-7, is far below bf16's
- * rounding.
- * Decays of rows that meet states are sums from the chunk's start, or to its end, and not cut off.
+ * eight tokens of s. Products of tensor cores then have factors of at most exp(64) with decays
+ * cut off at -16 a token: what a pair keeps through a deeper fall, 1e-7, is far below bf16's
+ * rounding. Decays of rows that meet states are sums from the chunk's start, or to its end, and
+ * not cut off.
  *
  * One block has one chunk of one head; warp w has the 16 rows of block w % 4, for A and P, and half
  * of the channels. Factors are made where they are used, in registers. */
@@ -15,6 +15,8 @@
 #define MN_KERNELS_CUDA_DELTA_DELTA_INTRA_CHUNK_CHANNEL_CUH
 
 #include "kernels/cuda/delta/delta_intra_chunk.cuh"
+
+namespace mneme::delta {
 
 /* Decays added up from the start of each block of 16 tokens, cut off. */
 template <int KP>
@@ -306,5 +308,7 @@ delta_intra_chunk_channel_kernel(const __grid_constant__ mn_delta_params job) {
         job.workspace.log_decays[index].beta[threadIdx.x] = smem.tokens.beta[threadIdx.x];
     }
 }
+
+}    // namespace mneme::delta
 
 #endif

@@ -1,7 +1,5 @@
-/* delta_launch.cuh - a call of delta over chunks: its workspace, which views come in packs,
- * and
- * how
- * the kernels that both passes use are launched. */
+/* delta_launch.cuh - a call of delta over chunks: its workspace, which views come in packs, and
+ * how the kernels that both passes use are launched. */
 #ifndef MN_KERNELS_CUDA_DELTA_DELTA_LAUNCH_CUH
 #define MN_KERNELS_CUDA_DELTA_DELTA_LAUNCH_CUH
 
@@ -10,12 +8,13 @@
 #include "kernels/cuda/delta/delta_intra_chunk_channel.cuh"
 #include "kernels/cuda/delta/delta_state_scan_warp.cuh"
 
+namespace mneme::delta {
+
 inline int64_t mn_delta_padded_k(int64_t K) {
     return K <= 64 ? 64 : K <= 128 ? 128 : 256;
 }
 
-/* Takes `count` records of `bytes` each from workspace that starts at `base` (NULL: only
- * counts
+/* Takes `count` records of `bytes` each from workspace that starts at `base` (NULL: only counts
  * them); records begin at multiples of 256 bytes. */
 struct mn_delta_workspace_arena {
     char *base;
@@ -189,5 +188,7 @@ inline int mn_delta_state_scan(mn_delta_scan_kernel warpgroup_kernel,
         if ((K) <= 128) return function<128> arguments;                                            \
         return function<256> arguments;                                                            \
     } while (0)
+
+}    // namespace mneme::delta
 
 #endif

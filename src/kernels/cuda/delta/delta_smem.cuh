@@ -1,9 +1,9 @@
 /* delta_smem.cuh - what delta's chunk kernels share: tiles of 64 rows of bf16 in shared memory,
  * their way into the registers of tensor cores, and the workspace of a call.
  *
- * A tile lies in smem_tiles of 64 columns: eight vec16s of 16 bytes for each row, vec16 o of row r
- * at
- * place o ^ (r % 8), so that eight rows of one vec16, or eight vec16s of one row, meet in no bank.
+ * A tile lies in smem tiles of 64 columns: eight vec16s of 16 bytes for each row, vec16 o of row
+ * r at place o ^ (r % 8), so that eight rows of one vec16, or eight vec16s of one row, meet in no
+ * bank.
  *
  * Chunks are 64 tokens, numbered by the slots of mn_tile_slots; records of a chunk and head lie at
  * slot * H + h. */
@@ -11,6 +11,8 @@
 #define MN_KERNELS_CUDA_DELTA_DELTA_SMEM_CUH
 
 #include "kernels/cuda/prim/common.cuh"
+
+namespace mneme::delta {
 
 enum { MN_DELTA_CHUNK = 64, MN_DELTA_MATRIX = MN_DELTA_CHUNK * MN_DELTA_CHUNK };
 
@@ -78,10 +80,9 @@ __device__ inline void mn_cp_async_wait(void) {
     asm volatile("cp.async.wait_group %0;\n" ::"n"(N) : "memory");
 }
 
-/* `count` rows of a view from token t on, COLUMNS of them from column0 on; zeros beyond `width` and
- * where the tensor is absent. N_THREADS threads share it, of which this is number `tid`: each has
- * one
- * vec16 of every few rows, so that addresses advance by constants. */
+/* `count` rows of a view from token t on, COLUMNS of them from column0 on; zeros beyond `width`
+ * and where the tensor is absent. N_THREADS threads share it, of which this is number `tid`: each
+ * has one vec16 of every few rows, so that addresses advance by constants. */
 template <int COLUMNS, int N_THREADS>
 __device__ inline void mn_tile_load(unsigned char *tile, const mn_in &view, bool packed,
                                      const mn_span &span, int64_t h, int64_t t, int count,
@@ -103,16 +104,16 @@ __device__ inline void mn_tile_load(unsigned char *tile, const mn_in &view, bool
         return;
     }
     for (int row = row0; row < MN_DELTA_CHUNK; row += step) {
-        mn_pack<mn_bf16, 8> pack = {};
+        mn_vec<mn_bf16, 8> pack = {};
         for (int i = 0; i < 8; i++) {
             if (row < n_rows && j + i < width) pack.at[i] = at[i];
         }
-        *(mn_pack<mn_bf16, 8> *)(tile + mn_tile_swizzle(row, vec16)) = pack;
+        *(mn_vec<mn_bf16, 8> *)(tile + mn_tile_swizzle(row, vec16)) = pack;
         at += step * view.stride[1];
     }
 }
 
-/* 64 rows of COLUMNS from workspace, which are `stride` ws, likewise. */
+/* 64 rows of COLUMNS from workspace, which are `stride` apart, likewise. */
 template <int COLUMNS, int N_THREADS>
 __device__ inline void mn_tile_reload(unsigned char *tile, const mn_bf16 *from, int stride,
                                       int tid) {
@@ -237,5 +238,7 @@ __device__ inline int64_t mn_delta_first_slot(const mn_call &call, int64_t n) {
     if (call.cu_seqlens) return call.cu_seqlens[n] / MN_DELTA_CHUNK + n;
     return n * ((call.T + MN_DELTA_CHUNK - 1) / MN_DELTA_CHUNK);
 }
+
+}    // namespace mneme::delta
 
 #endif

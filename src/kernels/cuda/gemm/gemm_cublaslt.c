@@ -165,7 +165,7 @@ static bool make_desc(const library *lib, chosen *c) {
 #undef SET
 }
 
-/* A matrix that we store as rows of `n` elements, `row` ws. */
+/* A matrix that we store as rows of `n` elements, `row` apart. */
 static bool make_layout(const library *lib, cublasLtMatrixLayout_t *out, int32_t dtype, int64_t n,
                         int64_t rows, int64_t row) {
     return ok(lib->cublasLtMatrixLayoutCreate(out, type_of(dtype), (uint64_t)n, (uint64_t)rows,

@@ -1,13 +1,14 @@
 /* gemm_fallback.cu - c = a b, c += a b or c = onto + a b, plus a bias: tiles of 64 x 64 through
  * shared memory.
  *
- * A block of 256 threads makes a tile, 4 x 4 elements a thread, from col_tiles of 16 columns of a
- * and
- * rows of b. Sums are float32 and run along K in order. Tensors may be transposed and of any
- * alignment; nothing here is fast. */
+ * A block of 256 threads makes a tile, 4 x 4 elements a thread, from column tiles of 16 columns
+ * of a and rows of b. Sums are float32 and run along K in order. Tensors may be transposed and of
+ * any alignment; nothing here is fast. */
 #include "kernels/cuda/gemm/gemm_fallback.h"
 
 #include "kernels/cuda/prim/common.cuh"
+
+namespace mneme::gemm {
 
 enum { TILE = 64, COL_TILE = 16, SIDE = 4, THREADS = 256 };
 
@@ -17,7 +18,7 @@ struct factor {
     int64_t i_step, k_step, count;
 };
 
-/* col_tile[k][i] = f(i0 + i, k0 + k), zero outside. Neighbouring threads read neighbouring
+/* column tile[k][i] = f(i0 + i, k0 + k), zero outside. Neighbouring threads read neighbouring
  * elements. */
 template <typename T>
 __device__ static void load_col_tile(float (*col_tile)[TILE + 1], const factor &f, int64_t i0,
@@ -83,3 +84,5 @@ extern "C" int mn_gemm_simt(const mn_gemm_problem *w, void *stream) {
     if (w->dtype == MN_F32) return launch<float, float>(w, on);
     return w->c_dtype == MN_BF16 ? launch<mn_bf16, mn_bf16>(w, on) : launch<mn_bf16, float>(w, on);
 }
+
+}    // namespace mneme::gemm

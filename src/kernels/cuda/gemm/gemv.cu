@@ -8,10 +8,12 @@
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/gemm/gemm_fallback.h"
 
+namespace mneme::gemm {
+
 enum { THREADS = 128, WARPS = THREADS / 32, DEPTH = 4, MAX_ROWS = 4 };
 
 template <int N, typename T>
-__device__ static float dot(const mn_pack<T, N> &x, const mn_pack<T, N> &y, float sum) {
+__device__ static float dot(const mn_vec<T, N> &x, const mn_vec<T, N> &y, float sum) {
 #pragma unroll
     for (int j = 0; j < N; j++) sum = fmaf(mn_float(x.at[j]), mn_float(y.at[j]), sum);
     return sum;
@@ -19,22 +21,22 @@ __device__ static float dot(const mn_pack<T, N> &x, const mn_pack<T, N> &y, floa
 
 template <typename T, typename C, int ROWS, int PACK>
 __global__ void __launch_bounds__(THREADS) gemm_small_m(const __grid_constant__ mn_gemm_problem w) {
-    typedef mn_pack<T, PACK> pack;
+    typedef mn_vec<T, PACK> pack;
     const int64_t column = blockIdx.x * (int64_t)WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     if (column >= w.N) return;
     const pack *b = (const pack *)((const T *)w.b + column * w.b_row);
-    const int64_t n_packs = w.K / PACK;
+    const int64_t n_vecs = w.K / PACK;
     float sum[ROWS] = {};
-    for (int64_t first = lane; first < n_packs; first += 32 * DEPTH) {
+    for (int64_t first = lane; first < n_vecs; first += 32 * DEPTH) {
         pack weight[DEPTH];
 #pragma unroll
         for (int i = 0; i < DEPTH; i++) {
-            if (first + 32 * i < n_packs) weight[i] = b[first + 32 * i];
+            if (first + 32 * i < n_vecs) weight[i] = b[first + 32 * i];
         }
 #pragma unroll
         for (int i = 0; i < DEPTH; i++) {
-            if (first + 32 * i >= n_packs) continue;
+            if (first + 32 * i >= n_vecs) continue;
 #pragma unroll
             for (int row = 0; row < ROWS; row++) {
                 const pack *a = (const pack *)((const T *)w.a + row * w.a_row);
@@ -54,7 +56,7 @@ __global__ void __launch_bounds__(THREADS) gemm_small_m(const __grid_constant__ 
 
 template <typename T, typename C>
 static int launch(const mn_gemm_problem *w, cudaStream_t on) {
-    constexpr int PACK = mn_pack_width<T>();
+    constexpr int PACK = mn_vec_width<T>();
     const unsigned blocks = mn_blocks(w->N, WARPS);
     switch (w->M) {
     case 1: gemm_small_m<T, C, 1, PACK><<<blocks, THREADS, 0, on>>>(*w); break;
@@ -77,3 +79,5 @@ extern "C" int mn_gemm_small_m(const mn_gemm_problem *w, void *stream) {
     if (w->dtype == MN_F32) return launch<float, float>(w, on);
     return w->c_dtype == MN_BF16 ? launch<mn_bf16, mn_bf16>(w, on) : launch<mn_bf16, float>(w, on);
 }
+
+}    // namespace mneme::gemm

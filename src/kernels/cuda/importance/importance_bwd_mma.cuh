@@ -27,7 +27,7 @@
 #include "kernels/cuda/prim/mbarrier.cuh"
 #include "kernels/cuda/importance/importance_mma.cuh"
 
-namespace importance::by_mma {
+namespace mneme::importance::by_mma {
 
 /* Rows of parts or gradients of a head's tokens, from the block's first slot or column on; `i`: the
  * first of four neighbours. */
@@ -51,7 +51,7 @@ struct alignas(16) target {
     /* Token t's; zeros where there are none. */
     __device__ __forceinline__ void get(float (&x)[4], unsigned t, int i) const {
         if (i < packed) {
-            mn_cell_read(x, first + (uint64_t)t * ws + i);
+            mn_cell_load(x, first + (uint64_t)t * ws + i);
             return;
         }
 #pragma unroll
@@ -77,9 +77,8 @@ struct alignas(16) target {
 };
 
 /* What a block of a head leaves for dg and dip (importance_decay_grad.cuh): for each token v'dv +
- * b'db
- * and the sum of pull mu, for each tile what its warps have of S in front of it, and sums of C
- * behind the last token and of what goes to the prior from the first state. */
+ * b'db and the sum of pull mu, for each tile what its warps have of S in front of it, and sums of
+ * C behind the last token and of what goes to the prior from the first state. */
 template <typename Block>
 struct parts_of {
     float2 *gates, *edge;
@@ -170,10 +169,9 @@ __device__ __forceinline__ unsigned identity() {
     return row_lane() % 2 ? 0x3f800000u : 0x00003f80u;
 }
 
-/* Tiles take turns: a tile's factors in two smems, what came for it in three, as it is still asked
- * for when its sums are put. A tile is `ready` (its room) to be scanned, and `left` when they are;
- * a
- * chunk is `told` by all warps, then `waited` by half of them, twice a tile. */
+/* Tiles take turns: a tile's factors in two shared memory, what came for it in three, as it is
+ * still asked for when its sums are put. A tile is `ready` (its room) to be scanned, and `left`
+ * when they are; a chunk is `told` by all warps, then `waited` by half of them, twice a tile. */
 template <typename Block>
 struct backward_smem {
     tile<Block, BACKWARD_PASS> in[2];
@@ -274,7 +272,7 @@ struct token_pull {
         unsigned means[4];
 #pragma unroll
         for (int n = 0; n < 8; n++) {
-            const float over = mn_inverse(c.I[n / 4][n % 4]);
+            const float over = mn_rcp_ftz(c.I[n / 4][n % 4]);
             pull[n / 4][n % 4] = reads[n / 4][n % 4] * over;
             mu[n / 4][n % 4] = c.M[n / 4][n % 4] * over;
             sum = fmaf(pull[n / 4][n % 4], mu[n / 4][n % 4], sum);
@@ -349,12 +347,12 @@ __device__ __forceinline__ void chunk_back(chunk_sums &sums, cells &adj, cells &
         sum[t % 4] = now.read(sums, t, c, reads, cot);
         if (t % 2 == 1) {
             float two[2] = { sum[t % 4 - 1], sum[t % 4] };
-            mn_cell_halve<1>(two, 1);
+            mn_cell_reduce_half<1>(two, 1);
             sum[t % 4 / 2] = two[0];
         }
         if (t % 4 == 3) {
             float two[2] = { sum[0], sum[1] };
-            mn_cell_halve<1>(two, 2);
+            mn_cell_reduce_half<1>(two, 2);
             sums.spread[t / 4] = two[0];
         }
         if (HEADS) ones = pair_times(ones, twice_exp(base[first + t] - before));
@@ -472,7 +470,7 @@ struct token_sums {
         put_keys(r, over, row, token);
         const float fall = put_lines(r, came, over, row, token);
         float both[2] = { fall, spread(r.chunk, row % HALF) * over };
-        mn_cell_halve<1>(both, 16);    // lanes of the lower half, and of the upper one
+        mn_cell_reduce_half<1>(both, 16);    // lanes of the lower half, and of the upper one
 #pragma unroll
         for (int by = 8; by > 0; by /= 2) both[0] += __shfl_xor_sync(0xffffffffu, both[0], by);
         if (thread_again() % 16 != 0) return;
@@ -620,8 +618,8 @@ __device__ __forceinline__ void tile_back(cells &adj, backward_smem<Block> &r, i
     put_along(r.to, adj, c, tile);
 }
 
-/* The sixteen warps' way. `turn`, `third`: which smems the next tile has; `phase`: of its being
- * ready. */
+/* The sixteen warps' way. `turn`, `third`: which shared memory the next tile has; `phase`: of its
+ * being ready. */
 template <typename Block>
 __device__ __forceinline__ void scan_back(backward_smem<Block> &r, const mn_importance_args &p,
                                           const room &to, int64_t n_rows) {
@@ -677,7 +675,7 @@ __device__ __forceinline__ void scan_back(backward_smem<Block> &r, const mn_impo
 }
 
 /* The helpers' way: while a tile is scanned, the one in front of it is made ready and the next one
- * is on its way. Both have the smems of tiles that have been left. */
+ * is on its way. Both have the shared memory of tiles that have been left. */
 template <typename Block>
 __device__ __forceinline__ void help_back(backward_smem<Block> &r, const mn_importance_args &p,
                                           const gates *decays, const room &to, launched now,
@@ -733,6 +731,6 @@ backward_kernel(const __grid_constant__ mn_importance_args p, const gates *decay
     }
 }
 
-}    // namespace importance::by_mma
+}    // namespace mneme::importance::by_mma
 
 #endif

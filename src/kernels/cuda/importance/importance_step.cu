@@ -7,10 +7,10 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/importance/importance.cuh"
 
+namespace mneme::importance {
+
 MN_CUDA_PLAN(importance_forward);
 MN_CUDA_LAUNCH(importance_forward);
-
-namespace importance {
 
 /* Four columns each, groups of rows, rows of a thread at once. */
 enum { STEP_QUADS = 32, STEP_GROUPS = 16, STEP_MOST = 4, STEP_THREADS = STEP_QUADS * STEP_GROUPS };
@@ -121,8 +121,6 @@ static bool step_serves(const mn_importance_args *p) {
            in_fours(p->imp, sizeof(float));
 }
 
-}    // namespace importance
-
 MN_CUDA_PLAN(importance_step) {
     const mn_importance_args *p = (const mn_importance_args *)args;
     return importance::step_serves(p) ? true : mn_importance_forward_cuda_plan(args, plan);
@@ -139,3 +137,5 @@ MN_CUDA_LAUNCH(importance_step) {
                            dim3((unsigned)blocks), importance::STEP_THREADS, 0,
                            (cudaStream_t)stream, *p);
 }
+
+}    // namespace mneme::importance

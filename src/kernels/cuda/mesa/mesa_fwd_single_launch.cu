@@ -1,6 +1,5 @@
 /* mesa_fwd_single_launch.cu - mesa forward by one kernel, for keys of at most 64 channels: few
- * short sequences,
- * and single tokens that decode. Results are those of mesa.cu to the last bit.
+ * short sequences, and single tokens that decode. Results are those of mesa.cu to the last bit.
  *
  * Short sequences, up to four chunks: a head of a sequence has two blocks for each chunk. Each
  * sums a few rows of the pair over all chunks and leaves them in work space; when all have, each
@@ -15,6 +14,8 @@
 
 #include "kernels/cuda/prim/device_props.h"
 #include "kernels/cuda/mesa/mesa_output.cuh"
+
+namespace mneme::mesa {
 
 enum { ONCE_CHUNKS = 4, ONCE_PARTS = MN_MESA_CHUNK / MN_MESA_PART, ONCE_WIDEST = 64 };
 enum { ONCE_GROUP = MN_MESA_READERS / ONCE_CHUNKS, ONCE_WIDTH = 2 * ONCE_GROUP };    // threads
@@ -389,3 +390,5 @@ static int start_any(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t 
 int mn_mesa_once(const mn_mesa_args *p, const mn_mesa_work &w, cudaStream_t on) {
     return p->call.dtype == MN_BF16 ? start_any<mn_bf16>(p, w, on) : start_any<float>(p, w, on);
 }
+
+}    // namespace mneme::mesa

@@ -12,6 +12,8 @@
 #include "kernels/cuda/mesa/mesa.cuh"
 #include "kernels/cuda/mesa/mesa_solve.cuh"
 
+namespace mneme::mesa {
+
 enum { MN_MESA_READERS = 256 };    // threads: eight groups of one warp or two of four
 
 /* Keys of a chunk, and a row of zeros; as doubles, too, and with Hkk in front of them, where each
@@ -201,7 +203,7 @@ __device__ __forceinline__ void mn_mesa_gather(mn_mesa_matrix<N> &m, const mn_me
 #pragma unroll
             for (int slot = 0; slot < slots; slot++) {
                 if (j >= mn_mesa_matrix<N>::columns(slot)) continue;
-                mn_mma_f64_8(m.at[slot][j], left[slot], right);
+                mn_mma_f64_k8(m.at[slot][j], left[slot], right);
             }
         }
     }
@@ -434,5 +436,7 @@ mn_mesa_read_kernel(const __grid_constant__ mn_mesa_args p, mn_mesa_work w) {
     __syncthreads();
     mn_mesa_read_part<N, T, BACK>(room, p, w, me);
 }
+
+}    // namespace mneme::mesa
 
 #endif

@@ -1,6 +1,5 @@
-/* mlstm.cu - mLSTM (see ref/mlstm.c): safe_div chunks in bf16 (mlstm_chunk.cu), else by the
- * recurrence
- * of column_state.cuh, the normaliser being a last column of ones:
+/* mlstm.cu - mLSTM (see ref/mlstm.c): over chunks in bf16 (mlstm_chunk.cu), else by the
+ * recurrence of column_state.cuh, the normaliser being a last column of ones:
  *
  *   m_t = max(lf_t + m_{t-1}, ipre_t)     f = exp(lf_t + m_{t-1} - m_t)     w = exp(ipre_t - m_t)
  *   num, a = scale (C, n)'q               o = num / max(|a|, exp(-m_t))
@@ -8,6 +7,10 @@
  * Kernels after the recurrence have one token and head for each warp. */
 #include "kernels/cuda/recurrent/column_state_bwd.cuh"
 #include "kernels/cuda/mlstm/mlstm.cuh"
+
+namespace mneme::mlstm {
+
+using namespace recurrent;
 
 enum { ROWS = 8 };    // of a block
 
@@ -60,8 +63,8 @@ mlstm_normalize(const __grid_constant__ mn_mlstm_args p, workspace s) {
 
 template <typename T>
 __global__ void __launch_bounds__(32 * ROWS)
-mlstm_reduce_grads(const __grid_constant__ mn_mlstm_args p, workspace s, const float *parts,
-                    const float *fparts, int64_t tiles) {
+mlstm_reduce_grads(const __grid_constant__ mn_mlstm_args p, workspace s, const float *partials,
+                    const float *f_partials, int64_t tiles) {
     const row_coord at = warp_row_coord(p.call);
     const int64_t rows = p.call.B * p.call.T * p.call.H, K = p.call.K, V = p.call.V;
     if (at.row >= rows) return;
@@ -74,14 +77,14 @@ mlstm_reduce_grads(const __grid_constant__ mn_mlstm_args p, workspace s, const f
     for (int64_t i = threadIdx.x % 32; i < K; i += 32) {
         float to_q = 0.0f, to_k = 0.0f;
         for (int64_t tile = 0; tile < tiles; tile++) {
-            const float *part = parts + (tile * rows + at.row) * 2 * K + i;
+            const float *part = partials + (tile * rows + at.row) * 2 * K + i;
             to_q += part[0], to_k += part[K];
         }
         if (dq) mn_put(dq + i, to_q);
         if (dk) mn_put(dk + i, to_k);
     }
     if (threadIdx.x % 32 != 0) return;
-    for (int64_t tile = 0; tile < tiles; tile++) to_f += fparts[tile * rows + at.row];
+    for (int64_t tile = 0; tile < tiles; tile++) to_f += f_partials[tile * rows + at.row];
     const float fpre = mn_float(*mn_row<T>(p.fpre, at.b, at.t, at.h));
     if (dipre) mn_put(dipre, s.w[at.row] * to_w);
     if (dfpre) mn_put(dfpre, to_f * expf(mn_log_sigmoid(-fpre)));
@@ -101,16 +104,17 @@ static bool get_sizes(size_t *rows, size_t *reads, size_t *states, size_t *heads
 }
 
 static bool plan_of(const mn_call *c, bool backward, mn_plan *plan) {
-    mn_columns_extent e;
+    mn_column_workspace e;
     size_t rows, reads, states, heads, all;
-    bool ok = get_sizes(&rows, &reads, &states, &heads, c) && mn_columns_measure(&e, *c, c->V + 1);
+    bool ok = get_sizes(&rows, &reads, &states, &heads, c)
+        && mn_column_workspace_sizes(&e, *c, c->V + 1);
     ok = ok && mn_mul_size(&all, rows, 3) && mn_add_size(&all, all, heads) &&
          mn_add_size(&all, all, states) && mn_add_size(&all, all, reads);
     if (ok && backward) {
         ok = mn_add_size(&all, all, states) && mn_mul_size(&reads, reads, 2) &&
              mn_add_size(&all, all, reads) && mn_add_size(&all, all, e.spans) &&
-             mn_add_size(&all, all, e.tokens) && mn_add_size(&all, all, e.parts) &&
-             mn_add_size(&all, all, e.fparts) && mn_add_size(&all, all, 4);
+             mn_add_size(&all, all, e.tokens) && mn_add_size(&all, all, e.partials) &&
+             mn_add_size(&all, all, e.f_partials) && mn_add_size(&all, all, 4);
     }
     return ok && mn_mul_size(&plan->shared_bytes, all, sizeof(float));
 }
@@ -133,15 +137,16 @@ template <typename T>
 static int run(const mn_mlstm_args *p, float *at, bool backward, cudaStream_t on) {
     const mn_call &c = p->call;
     size_t rows, reads, states, heads;
-    mn_columns_extent e;
-    if (!get_sizes(&rows, &reads, &states, &heads, &c) || !mn_columns_measure(&e, c, c.V + 1)) {
+    mn_column_workspace e;
+    if (!get_sizes(&rows, &reads, &states, &heads, &c)
+        || !mn_column_workspace_sizes(&e, c, c.V + 1)) {
         return cudaErrorNotSupported;
     }
     if (heads == 0) return cudaSuccess;
     if (heads > INT32_MAX) return cudaErrorNotSupported;
     const workspace s = workspace_at(at, c, rows, reads, states, heads, backward);
     const unsigned row_blocks = mn_blocks((int64_t)rows, ROWS);
-    mn_columns m = {};
+    mn_column_params m = {};
     m.call = c, m.scale = (float)p->scale, m.columns = c.V + 1;
     m.q = p->q, m.k = p->k, m.v = p->v, m.f = s.f, m.w = s.w;
     m.state0 = (const float *)p->C0.data, m.ones0 = (const float *)p->n0.data;
@@ -157,12 +162,12 @@ static int run(const mn_mlstm_args *p, float *at, bool backward, cudaStream_t on
     m.o = NULL, m.cot = s.cot, m.y = s.y, m.dv = p->grad.v;
     m.cot_state = s.states.state, m.cot_ones = s.states.ones;
     m.dstate0 = s.states.dstate0, m.dones0 = s.states.dones0;
-    m.spans = s.spans, m.tokens = m.spans + e.spans, m.parts = m.tokens + e.tokens;
-    m.fparts = m.parts + e.parts;
+    m.spans = s.spans, m.tokens = m.spans + e.spans, m.partials = m.tokens + e.tokens;
+    m.f_partials = m.partials + e.partials;
     code = mn_columns_backward<T, MN_COLUMNS_SUM>(m, on);
     if (code != cudaSuccess) return code;
     if (rows > 0) {
-        mlstm_reduce_grads<T><<<row_blocks, 32 * ROWS, 0, on>>>(*p, s, m.parts, m.fparts,
+        mlstm_reduce_grads<T><<<row_blocks, 32 * ROWS, 0, on>>>(*p, s, m.partials, m.f_partials,
                                                                  mn_columns_tiles(c.V + 1));
     }
     return mn_mlstm_store_state0_grads(p, s.states, (int64_t)heads, on);
@@ -194,3 +199,5 @@ MN_CUDA_LAUNCH(mlstm_forward) {
 MN_CUDA_LAUNCH(mlstm_backward) {
     return run_any((const mn_mlstm_args *)args, shared, true, (cudaStream_t)stream);
 }
+
+}    // namespace mneme::mlstm

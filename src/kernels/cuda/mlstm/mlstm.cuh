@@ -5,6 +5,8 @@
 
 #include "kernels/cuda/prim/common.cuh"
 
+namespace mneme::mlstm {
+
 /* States at the end or, going back, the cotangents of their sums in units of exp(-m), and the
  * gradients of the first ones: (N,H,K,V) and (N,H,K). `last`: m at the end, (N,H). */
 struct mn_mlstm_states {
@@ -168,5 +170,7 @@ inline int mn_mlstm_store_state0_grads(const mn_mlstm_args *p, const mn_mlstm_st
     mlstm_state0_grads<<<(unsigned)heads, 256, 0, on>>>(*p, s);
     return mn_launch_status();
 }
+
+}    // namespace mneme::mlstm
 
 #endif

@@ -4,6 +4,8 @@
 #include "kernels/cuda/prim/pdl.cuh"
 #include "kernels/cuda/mlstm/mlstm.cuh"
 
+namespace mneme::mlstm {
+
 /* Four columns each, splits of rows, rows of a thread at once. */
 enum { STEP_QUADS = 32, STEP_GROUPS = 16, STEP_ROWS = 8, STEP_THREADS = STEP_QUADS * STEP_GROUPS };
 
@@ -128,3 +130,5 @@ MN_CUDA_LAUNCH(mlstm_step) {
                                                     : mlstm_step_recurrent<float>,
                            dim3((unsigned)blocks), STEP_THREADS, 0, (cudaStream_t)stream, *p);
 }
+
+}    // namespace mneme::mlstm

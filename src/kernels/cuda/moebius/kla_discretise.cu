@@ -7,6 +7,8 @@
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/prim/activation.cuh"
 
+namespace mneme::moebius {
+
 enum { THREADS = 128 };
 
 static __device__ const float least_noise = 1e-7f;
@@ -96,3 +98,5 @@ MN_CUDA_LAUNCH(kla_discretise_backward) {
     else backward_kernel<float><<<blocks, THREADS, 0, on>>>(*p);
     return mn_launch_status();
 }
+
+}    // namespace mneme::moebius

@@ -11,6 +11,8 @@
 #include "kernels/cuda/prim/common.cuh"
 #include "kernels/cuda/gemm/gemm_fallback.h"
 
+namespace mneme::moebius {
+
 enum { THREADS = 256, ROWS = 8 };
 static const int64_t most_logits = (int64_t)1 << 26;
 
@@ -360,3 +362,5 @@ MN_CUDA_LAUNCH(kla_mc_forward) {
 MN_CUDA_LAUNCH(kla_mc_backward) {
     return run_any(args, shared, true, stream);
 }
+
+}    // namespace mneme::moebius

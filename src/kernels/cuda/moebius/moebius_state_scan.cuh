@@ -1,6 +1,5 @@
 /* moebius_state_scan.cuh - Kalman Linear Attention's states alone, in front of every so many
- * tokens, and
- * with them maps of chunks (moebius_map.cuh).
+ * tokens, and with them maps of chunks (moebius_map.cuh).
  *
  * By rays a state is four products and three multiply-adds a token, and its chain three of them:
  * one walk through the whole sequence, with a thread for each cell, costs less than states of
@@ -14,10 +13,113 @@
 #ifndef MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_STATE_SCAN_CUH
 #define MN_KERNELS_CUDA_MOEBIUS_MOEBIUS_STATE_SCAN_CUH
 
-#include "kernels/cuda/moebius/moebius_map.cuh"
+#include "kernels/cuda/moebius/moebius.cuh"
 #include "kernels/cuda/prim/vec_load.cuh"
 
-namespace moebius {
+namespace mneme::moebius {
+
+/* Kalman Linear Attention's chunks as maps of adjoints.
+ *
+ * The adjoint (dlam0, deta0) of a cell's state in front of a chunk is linear in the one behind it.
+ * With lam, eta and the reads' means and variances as functions of lam0 and eta0,
+ *
+ *   dlam0 = dlam lam' + deta eta' + sum_t gm_t mean'_t + gv_t var'_t       ' for d / d lam0
+ *   deta0 =             deta eta* + sum_t gm_t mean*_t                     * for d / d eta0
+ *
+ * are five numbers, which the walk through the states finds as it goes (moebius_state_scan.cuh):
+ * no walk against time is needed. By rays eta0 adds f to e, with f <- a f, and the determinant of
+ * a token's step of (n, d) is a^2, so that derivatives need no differences of large numbers:
+ *
+ *   mean* = f / n =: s        var' = -s^2        mean' = s r
+ *   r <- r - (v - k mean) prec k a s_before,     r = -mean in front of the first token */
+
+/* What a token reads and says: cotangents of its mean and its variance. */
+struct read_cots {
+    float mean, var;
+
+    /* FULL: with cotangents gw of yvar, or a read from the prior. */
+    template <bool FULL>
+    __device__ __forceinline__ static read_cots of(float q, float gy, float gw, float a, float a2,
+                                                   bool prior) {
+        if (!FULL) return { gy * q, 0.0f };
+        const float of_var = gw * q * q;
+        return prior ? read_cots{ gy * q * a, of_var * a2 } : read_cots{ gy * q, of_var };
+    }
+};
+
+/* Some tokens as a map of adjoints. */
+struct cell_map {
+    float lam, cross, eta;       // d lam / d lam0, d eta / d lam0, d eta / d eta0
+    float to_lam, to_eta;        // what the reads say to lam0 and eta0
+
+    __device__ static cell_map none() {
+        return { 1.0f, 0.0f, 1.0f, 0.0f, 0.0f };
+    }
+
+    /* With the tokens of `next` behind them. */
+    __device__ __forceinline__ void append(const cell_map &next) {
+        to_lam = fmaf(lam, next.to_lam, fmaf(cross, next.to_eta, to_lam));
+        to_eta = fmaf(eta, next.to_eta, to_eta);
+        cross = fmaf(next.eta, cross, next.cross * lam);
+        lam *= next.lam;
+        eta *= next.eta;
+    }
+
+    /* The adjoint from behind to in front. */
+    __device__ __forceinline__ void pull(float &dlam, float &deta) const {
+        dlam = fmaf(lam, dlam, fmaf(cross, deta, to_lam));
+        deta = fmaf(eta, deta, to_eta);
+    }
+
+    __device__ __forceinline__ void store(float *to, int64_t set) const {
+        to[0] = lam, to[set] = cross, to[2 * set] = eta;
+        to[3 * set] = to_lam, to[4 * set] = to_eta;
+    }
+
+    __device__ __forceinline__ static cell_map load(const float *from, int64_t set) {
+        return { from[0], from[set], from[2 * set], from[3 * set], from[4 * set] };
+    }
+};
+
+enum { MAP_NUMBERS = 5 };
+
+/* The same of a few tokens as rays give it: the names of the equations above. */
+struct ray_map {
+    float f, s, r, mean;
+    float to_lam, to_eta;
+
+    /* In front of the first token, where the ray is x. */
+    __device__ __forceinline__ static ray_map from(const ray &x) {
+        const float by = mn_rcp_ftz(x.n), mean = x.e * by;
+        return { x.d, x.d * by, -mean, mean, 0.0f, 0.0f };
+    }
+
+    /* Of no tokens, whatever x may be. */
+    __device__ __forceinline__ static ray_map none(const ray &x) {
+        return { x.d, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f };
+    }
+
+    /* One token more, behind which the ray is x; g is what its read says. */
+    template <bool FULL>
+    __device__ __forceinline__ void advance(const ray &x, float a, float pk, float k, float v,
+                                            const read_cots &g) {
+        const float by = mn_rcp_ftz(x.n), push = pk * (a * s);
+        mean = x.e * by;
+        f *= a;
+        s = f * by;
+        r = fmaf(-fmaf(-mean, k, v), push, r);
+        const float pull = g.mean * s;
+        to_eta += pull;
+        to_lam = fmaf(pull, r, to_lam);
+        if (FULL) to_lam = fmaf(-(g.var * s), s, to_lam);
+    }
+
+    /* Behind the last one, by = 1 / d there. */
+    __device__ __forceinline__ cell_map map(float by) const {
+        const float eta = f * by;
+        return { eta * eta, eta * fmaf(mean, eta, r), eta, to_lam, to_eta };
+    }
+};
 
 enum {
     SCAN_SIDE = 16,                               // channels and slots of a block
@@ -54,7 +156,7 @@ struct scan_stage {
 template <typename T>
 struct scan_loaded {
     static constexpr int EACH = SCAN_TOKENS * SCAN_SIDE / SCAN_THREADS, ACROSS = SCAN_SIDE / EACH;
-    typename mn_stored<T, EACH>::type x;
+    typename mn_vec_bits<T, EACH>::type x;
     const T *from;    // those of the next tile
     int64_t ws;
     int inside;       // how many of them there are; EACH + 1: EACH, as one pack
@@ -67,7 +169,7 @@ struct scan_loaded {
         from = (const T *)view.data + first;
         ws = SCAN_TOKENS * view.stride[1];
         inside = view.data ? (int)max(min(count - i, (int64_t)EACH), (int64_t)0) : 0;
-        const bool packs = ((uintptr_t)view.data | bytes) % alignof(mn_pack<T, EACH>) == 0;
+        const bool packs = ((uintptr_t)view.data | bytes) % alignof(mn_vec<T, EACH>) == 0;
         if (inside == EACH && packs) inside++;
     }
 
@@ -79,7 +181,7 @@ struct scan_loaded {
             if (inside > EACH) {
                 x = *(decltype(&x))from;
             } else {
-                mn_pack<T, EACH> numbers = {};
+                mn_vec<T, EACH> numbers = {};
 #pragma unroll
                 for (int n = 0; n < EACH; n++) {
                     if (n < inside) numbers.at[n] = from[n];
@@ -137,7 +239,7 @@ struct scan_four {
 
     __device__ __forceinline__ void load(const scan_stage<KINDS> &in, int t) {
 #pragma unroll
-        for (int i = 0; i < KINDS; i++) mn_cell_read(x[i], in.line((scan_kind)i) + t);
+        for (int i = 0; i < KINDS; i++) mn_cell_load(x[i], in.line((scan_kind)i) + t);
     }
 };
 
@@ -201,7 +303,7 @@ struct scan_cell {
 
     /* lam and eta from the ray. Returns 1 / d. */
     __device__ __forceinline__ float look() {
-        const float by = mn_inverse(x.d);
+        const float by = mn_rcp_ftz(x.d);
         lam = x.n * by;
         eta = x.e * by;
         return by;
@@ -214,7 +316,7 @@ struct scan_cell {
     }
 
     __device__ __forceinline__ void advance(float k, float v, float prec) {
-        const float g = mn_inverse(fmaxf(fmaf(p, lam, a2), floor_at)), pk = prec * k;
+        const float g = mn_rcp_ftz(fmaxf(fmaf(p, lam, a2), floor_at)), pk = prec * k;
         lam = fmaf(lam, g, pk * k);
         eta = fmaf(a * g, eta, pk * v);
     }
@@ -284,7 +386,7 @@ __device__ __forceinline__ void scan_sixteen(scan_cell &c, cell_map &map, scan_l
             sound.maps = sound.maps && c.lam >= c.least;
         }
         if (at % 8 == 0) {
-            by = mn_inverse(x.d);
+            by = mn_rcp_ftz(x.d);
             continue;
         }
         x = { x.n * by, x.d * by, x.e * by };
@@ -314,13 +416,13 @@ __device__ __forceinline__ void map_rows(cell_map &map, scan_cell c, const scan_
     for (; t < end; t++) {
         const float q = in.line(SCAN_Q)[t], gy = in.line(SCAN_MEAN_COT)[t];
         const float gw = FULL ? in.line(FULL ? SCAN_SPREAD_COT : SCAN_K)[t] : 0.0f;
-        const float den = fmaf(c.p, c.lam, c.a2), by_den = mn_inverse(fmaxf(den, floor_at));
+        const float den = fmaf(c.p, c.lam, c.a2), by_den = mn_rcp_ftz(fmaxf(den, floor_at));
         const bool free = den >= floor_at;
         cell_map next = { by_den, 0.0f, c.a * by_den, 0.0f, 0.0f };
         if (free) next.lam *= by_den * c.a2, next.cross = -by_den * c.p * next.eta * c.eta;
         c.advance(in.line(SCAN_K)[t], in.line(SCAN_V)[t], in.line(SCAN_PREC)[t]);
         const read_cots g = read_cots::of<FULL>(q, gy, gw, c.a, c.a2, prior);
-        const float var = mn_inverse(fmaxf(c.lam, floor_at)), mean = c.eta * var;
+        const float var = mn_rcp_ftz(fmaxf(c.lam, floor_at)), mean = c.eta * var;
         const float to_eta = g.mean * var;
         const float to_lam = c.lam >= floor_at ? -var * fmaf(g.mean, mean, g.var * var) : 0.0f;
         next.to_eta = next.eta * to_eta;
@@ -464,6 +566,6 @@ inline int scan_maps(const mn_moebius_args *p, float *states, float *maps, float
     return mn_launch_status();
 }
 
-}    // namespace moebius
+}    // namespace mneme::moebius
 
 #endif

@@ -1,11 +1,11 @@
-/* device_props.cu - facts of machine.h, each device's kept in one word, so that threads that fetch
- * at
- * the
- * same time need no lock: they find nothing yet or all of it. */
+/* device_props.cu - facts of machine.h, each device's kept in one word, so that threads that
+ * fetch at the same time need no lock: they find nothing yet or all of it. */
 #include "kernels/cuda/prim/device_props.h"
 
 #include <cuda_runtime.h>
 #include <stdint.h>
+
+namespace mneme {
 
 enum { MAX_DEVICES = 64 };
 
@@ -74,3 +74,5 @@ mn_device_props mn_device_props_current(void) {
     if (fetch(&m, device)) __atomic_store_n(&words[device], pack(m), __ATOMIC_RELAXED);
     return m;
 }
+
+}    // namespace mneme

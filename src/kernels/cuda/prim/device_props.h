@@ -4,6 +4,8 @@
 
 #include <stdbool.h>
 
+namespace mneme {
+
 typedef struct mn_device_props {
     int processors;
     int shared_bytes;    // the most that a block may have
@@ -14,5 +16,7 @@ typedef struct mn_device_props {
 /* Of the device that the calling thread uses; zeros where there is none. The driver is asked once
  * for each device, as every token that is decoded comes by many times. */
 mn_device_props mn_device_props_current(void);
+
+}    // namespace mneme
 
 #endif
