@@ -25,8 +25,8 @@ static mn_status derive(mn_layer *layer, int64_t context) {
     const mn_layer_config *c = &layer->config;
     const int64_t H = c->num_heads == 0 && c->head_dim == 0 && layer->kind == MN_LAYER_gdn
                           ? mn_max(layer->width / 64, 1) : c->num_heads;
-    mn_status st = mn_derive_heads(layer, H, c->num_v_heads, default_head_dim(layer), 1.0,
-                                   c->expand_v);
+    mn_status st = mn_derive_heads(layer, H, c->num_v_heads, default_head_dim(layer),
+                                   layer->kind == MN_LAYER_delta ? c->expand_k : 1.0, c->expand_v);
     MN_SIZE(&layer->sizes, 'W') = c->conv_size;
     if (st == MN_OK) {
         st = mn_layer_require(layer, !c->use_short_conv || c->conv_size >= 1, "conv_size",

@@ -63,11 +63,26 @@ mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x) {
     return mn_layer_forward(f, mn_model_norm(model, f->tape, x, block->attn_norm));
 }
 
+/* The same with biases, each product by itself. */
+static mn_tensor *biased_mlp(mn_model *model, const mn_block *block, mn_tape *tape, mn_tensor *x,
+                             mn_tensor *n) {
+    mn_tensor **leaves = model->leaves;
+    mn_tensor *h = mn_tape_linear(tape, n, leaves[block->up], leaves[block->up_bias]);
+    if (model->config.mlp == MN_MLP_GELU) {
+        h = mn_tape_unary(tape, MN_UNARY_GELU, h);
+    } else {
+        mn_tensor *gate = mn_tape_linear(tape, n, leaves[block->gate], leaves[block->gate_bias]);
+        h = mn_tape_gate(tape, MN_UNARY_SILU, gate, h);
+    }
+    return mn_tape_linear_onto(tape, x, h, leaves[block->down], leaves[block->down_bias]);
+}
+
 mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x) {
     const mn_block *block = &model->blocks[i];
     if (model->config.mlp == MN_MLP_NONE) return x;
     mn_tape_scope(tape, "model.layers.%d.mlp", i);
     mn_tensor *n = mn_model_norm(model, tape, x, block->mlp_norm);
+    if (model->config.mlp_bias) return biased_mlp(model, block, tape, x, n);
     mn_tensor *up = model->leaves[block->up], *down = model->leaves[block->down];
     if (model->config.mlp == MN_MLP_GELU) {
         up = mn_tape_linear(tape, n, up, NULL);

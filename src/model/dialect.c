@@ -1,0 +1,231 @@
+/* dialect.c - keys and names of other software, by the rows of families.def. */
+#include "model/dialect.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "base/status.h"
+#include "base/util.h"
+
+static const struct {
+    const char *type, *layer, *class;
+} families[] = {
+#define FAMILY(type, layer, class) { type, layer, class },
+#include "model/families.def"
+};
+
+static const struct {
+    const char *type, *theirs, *ours;
+} keys[] = {
+#define KEY_OF(type, theirs, ours) { type, theirs, ours },
+#include "model/families.def"
+};
+
+static const struct {
+    const char *type, *ours, *json;
+} fixed[] = {
+#define FIXED(type, ours, json) { type, ours, json },
+#include "model/families.def"
+};
+
+static const struct {
+    const char *type, *theirs;
+} unread[] = {
+#define UNREAD(type, theirs) { type, theirs },
+#include "model/families.def"
+};
+
+static const struct {
+    const char *type, *ours, *theirs;
+} tensors[] = {
+#define TENSOR_OF(type, ours, theirs) { type, ours, theirs },
+#include "model/families.def"
+};
+
+const char *mn_dialect_find(const char *type) {
+    for (size_t i = 0; i < MN_COUNTOF(families); i++) {
+        if (strcmp(families[i].type, type) == 0) return families[i].type;
+    }
+    for (size_t i = 0; i < MN_COUNTOF(keys); i++) {
+        if (strcmp(keys[i].type, type) == 0) return keys[i].type;
+    }
+    for (size_t i = 0; i < MN_COUNTOF(unread); i++) {
+        if (strcmp(unread[i].type, type) == 0) return unread[i].type;
+    }
+    return NULL;
+}
+
+const char *mn_dialect_layer(const char *family) {
+    for (size_t i = 0; i < MN_COUNTOF(families); i++) {
+        if (strcmp(families[i].type, family) == 0) return families[i].layer;
+    }
+    return NULL;
+}
+
+const char *mn_dialect_class(const char *family) {
+    for (size_t i = 0; i < MN_COUNTOF(families); i++) {
+        if (strcmp(families[i].type, family) == 0) return families[i].class;
+    }
+    return NULL;
+}
+
+/* ---- keys ------------------------------------------------------------------------------------ */
+
+static mn_status no_memory(void) {
+    return mn_fail(MN_ERR_MEMORY, "no memory for a configuration");
+}
+
+/* transformers 5 writes infinity as {"__float__": "Infinity"}, which bounds nothing, as null. */
+static bool is_float(json_t *value) {
+    return json_is_object(value) && json_object_get(value, "__float__");
+}
+
+/* Member or item `name` of `whole`; NULL: there is none, or null. */
+static json_t *part_of(json_t *whole, const char *name) {
+    json_t *part = json_is_array(whole) ? json_array_get(whole, (size_t)strtoul(name, NULL, 10))
+                                        : json_object_get(whole, name);
+    return json_is_null(part) || is_float(part) ? NULL : part;
+}
+
+enum { KEY_NAME = 96 };
+
+/* "a.b" as its first part and what follows the dot, NULL without one. */
+static const char *first_of(char name[KEY_NAME], const char *path) {
+    const size_t n = strcspn(path, ".");
+    snprintf(name, KEY_NAME, "%.*s", (int)n, path);
+    return path[n] ? path + n + 1 : NULL;
+}
+
+/* Whether some row of the family reads member `name` of `outer`. */
+static bool reads(const char *family, const char *outer, const char *name) {
+    char path[2 * KEY_NAME];
+    snprintf(path, sizeof path, "%s.%s", outer, name);
+    for (size_t i = 0; i < MN_COUNTOF(keys); i++) {
+        if (strcmp(keys[i].type, family) == 0 && strcmp(keys[i].theirs, path) == 0) return true;
+    }
+    return false;
+}
+
+/* Members of an object that rows read in parts are each read by one. */
+static mn_status check_parts(const char *family, const mn_json *object, const char *outer) {
+    const mn_json whole = mn_json_member(object, outer);
+    if (!mn_json_given(&whole) || !json_is_object(whole.value)) return MN_OK;
+    for (mn_json at = { 0 }; mn_json_next(&at, &whole);) {
+        if (!mn_json_given(&at) || reads(family, outer, at.name)) continue;
+        return mn_json_fail(&at, "is not understood for model_type \"%s\"", family);
+    }
+    return MN_OK;
+}
+
+static mn_status take_key(json_t *out, const char *family, const mn_json *object, const char *theirs,
+                          const char *ours) {
+    char name[KEY_NAME];
+    const char *rest = first_of(name, theirs);
+    json_t *value = json_object_get(object->value, name);
+    if (rest) {
+        const mn_status st = check_parts(family, object, name);
+        if (st != MN_OK) return st;
+        value = part_of(value, rest);
+    }
+    if (!value || json_is_null(value)) return MN_OK;
+    json_t *before = json_object_get(out, ours);
+    if (before && !json_is_null(before) && !json_equal(before, value)) {
+        const mn_json at = mn_json_member(object, name);
+        return mn_json_fail(&at, "contradicts another key that says the same (%s)", ours);
+    }
+    return json_object_set(out, ours, value) == 0 ? MN_OK : no_memory();
+}
+
+/* Drops what rows of the family have read under their names. */
+static void drop_theirs(json_t *out, const char *family) {
+    char name[KEY_NAME];
+    for (size_t i = 0; i < MN_COUNTOF(keys); i++) {
+        if (strcmp(keys[i].type, family) != 0) continue;
+        first_of(name, keys[i].theirs);
+        json_object_del(out, name);
+    }
+    for (size_t i = 0; i < MN_COUNTOF(unread); i++) {
+        if (strcmp(unread[i].type, family) == 0) json_object_del(out, unread[i].theirs);
+    }
+}
+
+mn_status mn_dialect_read(json_t **out, const char *family, const mn_json *object) {
+    *out = json_deep_copy(object->value);
+    if (!*out) return no_memory();
+    drop_theirs(*out, family);
+    mn_status st = MN_OK;
+    for (size_t i = 0; i < MN_COUNTOF(keys) && st == MN_OK; i++) {
+        if (strcmp(keys[i].type, family) != 0) continue;
+        st = take_key(*out, family, object, keys[i].theirs, keys[i].ours);
+    }
+    for (size_t i = 0; i < MN_COUNTOF(fixed) && st == MN_OK; i++) {
+        if (strcmp(fixed[i].type, family) != 0) continue;
+        json_t *value = json_loads(fixed[i].json, JSON_DECODE_ANY, NULL);
+        if (json_object_set_new(*out, fixed[i].ours, value) != 0) st = no_memory();
+    }
+    if (st != MN_OK) {
+        json_decref(*out);
+        *out = NULL;
+    }
+    return st;
+}
+
+/* Puts `value` where `path` says; lists grow by nulls. */
+static mn_status put(json_t *object, const char *path, json_t *value) {
+    char name[KEY_NAME];
+    const char *rest = first_of(name, path);
+    if (!rest) return json_object_set(object, name, value) == 0 ? MN_OK : no_memory();
+    const bool list = rest[0] >= '0' && rest[0] <= '9';
+    json_t *inner = json_object_get(object, name);
+    if (!inner) {
+        inner = list ? json_array() : json_object();
+        if (json_object_set_new(object, name, inner) != 0) return no_memory();
+    }
+    if (!list) return json_object_set(inner, rest, value) == 0 ? MN_OK : no_memory();
+    const size_t at = (size_t)strtoul(rest, NULL, 10);
+    while (json_array_size(inner) <= at) {
+        if (json_array_append_new(inner, json_null()) != 0) return no_memory();
+    }
+    return json_array_set(inner, at, value) == 0 ? MN_OK : no_memory();
+}
+
+/* The first row that says `ours` is what is written. */
+static bool said_before(size_t row) {
+    for (size_t i = 0; i < row; i++) {
+        if (strcmp(keys[i].type, keys[row].type) == 0 && strcmp(keys[i].ours, keys[row].ours) == 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+mn_status mn_dialect_write(json_t *object, const char *family) {
+    mn_status st = MN_OK;
+    for (size_t i = 0; i < MN_COUNTOF(keys) && st == MN_OK; i++) {
+        json_t *value = json_object_get(object, keys[i].ours);
+        if (strcmp(keys[i].type, family) != 0 || !value || said_before(i)) continue;
+        if (!json_is_null(value)) st = put(object, keys[i].theirs, value);
+    }
+    for (size_t i = 0; i < MN_COUNTOF(keys); i++) {
+        if (strcmp(keys[i].type, family) == 0) json_object_del(object, keys[i].ours);
+    }
+    for (size_t i = 0; i < MN_COUNTOF(fixed); i++) {
+        if (strcmp(fixed[i].type, family) == 0) json_object_del(object, fixed[i].ours);
+    }
+    return st;
+}
+
+/* ---- names ----------------------------------------------------------------------------------- */
+
+void mn_dialect_name(char out[MN_PARAM_NAME], const char *family, const char *name) {
+    snprintf(out, MN_PARAM_NAME, "%s", name);
+    for (size_t i = 0; family && i < MN_COUNTOF(tensors); i++) {
+        const char *at = strstr(out, tensors[i].ours);
+        if (strcmp(tensors[i].type, family) != 0 || !at) continue;
+        char changed[2 * MN_PARAM_NAME];
+        snprintf(changed, sizeof changed, "%.*s%s%s", (int)(at - out), out, tensors[i].theirs,
+                 at + strlen(tensors[i].ours));
+        snprintf(out, MN_PARAM_NAME, "%.*s", MN_PARAM_NAME - 1, changed);
+    }
+}
