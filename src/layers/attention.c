@@ -6,6 +6,7 @@
  *   relu_attention   w = relu(z / |z|), z = q.k / sqrt K over all keys so far
  *   y = (sum_i w_i v_i) W_o'
  *
+ * use_output_gate multiplies what is read by the sigmoid of a gate beside the query.
  * qk_rms_norm norms every head of q and k before they turn, by weights of a head. A head turns in its
  * first partial_rotary_factor channels. Frequencies of rope_type:
  *
@@ -132,8 +133,8 @@ static mn_tensor *turned(mn_forward *f, mn_tensor *x) {
     const int64_t K = MN_OF(f, 'K'), R = turning(f->layer);
     if (R == K) return turned_all(f, x);
     mn_tensor *part[2];
-    mn_tape_split(f->tape, x, (int64_t[]){ R, K - R }, 2, part);
-    part[0] = turned_all(f, mn_tape_join(f->tape, part, 1));
+    mn_split_heads(f, x, (int64_t[]){ R, K - R }, 2, part);
+    part[0] = turned_all(f, part[0]);
     return mn_tape_join(f->tape, part, 2);
 }
 
@@ -141,6 +142,7 @@ static mn_tensor *turned(mn_forward *f, mn_tensor *x) {
 static mn_tensor *normed(mn_forward *f, mn_tensor *x, const char *norm) {
     mn_tensor *w = mn_use(f, norm);
     if (!w || !x) return x;
+    if (f->layer->config.norm_plus_one) w = mn_tape_affine(f->tape, w, 1.0, 1.0);
     const double eps = f->layer->config.qk_norm_eps;
     mn_run run;
     mn_rms_norm_args *args = mn_run_start(&run, f->tape, MN_OP_rms_norm);
@@ -160,14 +162,30 @@ static mn_tensor *heads_of(mn_forward *f, mn_tensor *x, int64_t n, const char *w
     return turns ? turned(f, y) : y;
 }
 
+/* With use_output_gate q_proj makes a head's query and its gate, one after the other. */
+static mn_tensor *query_of(mn_forward *f, mn_tensor *x, mn_tensor **gate) {
+    const mn_layer_config *c = &f->layer->config;
+    const int64_t H = MN_OF(f, 'H'), K = MN_OF(f, 'K');
+    const bool gates = f->layer->kind == MN_LAYER_attention && c->use_output_gate;
+    if (!gates) {
+        return heads_of(f, x, H, "q_proj.weight", "q_proj.bias", "q_norm.weight", c->use_rope);
+    }
+    mn_tensor *part[2];
+    mn_tensor *wide = mn_tape_heads(f->tape, mn_project(f, x, "q_proj.weight", "q_proj.bias"), H);
+    mn_split_heads(f, wide, (int64_t[]){ K, K }, 2, part);
+    *gate = part[1];
+    mn_tensor *q = normed(f, part[0], "q_norm.weight");
+    return c->use_rope ? turned(f, q) : q;
+}
+
 static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     const mn_layer_config *c = &f->layer->config;
     const bool softmax = f->layer->kind == MN_LAYER_attention;
     const int64_t J = MN_OF(f, 'J');
     static const char *const first[] = { "q_proj.weight", "k_proj.weight", "v_proj.weight" };
     if (!mn_use(f, "q_proj.bias")) mn_project_ahead(f, x, first, MN_COUNTOF(first));
-    mn_tensor *q = heads_of(f, x, MN_OF(f, 'H'), "q_proj.weight", "q_proj.bias",
-                            "q_norm.weight", c->use_rope);
+    mn_tensor *gate = NULL;
+    mn_tensor *q = query_of(f, x, &gate);
     mn_tensor *k = heads_of(f, x, J, "k_proj.weight", "k_proj.bias", "k_norm.weight",
                             c->use_rope);
     mn_tensor *v = heads_of(f, x, J, "v_proj.weight", "v_proj.bias", "", false);
@@ -187,6 +205,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     const bool kept = softmax && mn_tape_records(f->tape) && mn_tape_dtype(f->tape) == MN_BF16;
     if (kept) mn_run_out(&run, "lse");
     mn_run_now(&run);
+    if (gate) o = mn_tape_gate(f->tape, MN_UNARY_SIGMOID, gate, o);
     return mn_project_out(f, mn_tape_flat(f->tape, o), "o_proj.weight", "o_proj.bias");
 }
 

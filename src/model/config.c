@@ -280,6 +280,7 @@ static mn_status read_sizes(mn_model_config *c, const mn_json *object) {
     if (st == MN_OK) st = mn_json_opt_f64(&c->norm_eps, object, "norm_eps");
     if (st == MN_OK) st = mn_json_opt_f64(&c->initializer_range, object, "initializer_range");
     if (st == MN_OK) st = mn_json_opt_f64(&c->logit_softcap, object, "logit_softcap");
+    if (st == MN_OK) st = mn_json_opt_bool(&c->norm_plus_one, object, "norm_plus_one");
     if (st == MN_OK) st = mn_json_opt_bool(&c->tied, object, "tie_word_embeddings");
     const int64_t most = INT64_C(1) << 24;
     if (st == MN_OK) {
@@ -329,6 +330,13 @@ mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
     if (st == MN_OK) st = mn_json_opt_text(&type, object, "model_type");
     if (st != MN_OK) return st;
     const char *family = type ? mn_dialect_find(type) : NULL;
+    const char *inner = family ? mn_dialect_nested(family) : NULL;
+    const mn_json nested = mn_json_member(object, inner ? inner : "");
+    if (inner) {
+        st = mn_json_expect_object(&nested);
+        object = &nested;
+    }
+    if (st != MN_OK) return st;
     if (!family) return read_model(out, object, NULL);
     mn_json ours = *object;
     ours.value = NULL;
@@ -344,10 +352,10 @@ mn_status mn_model_config_read(mn_model_config *out, const mn_json *object) {
 static bool fits(const mn_model_config *c, const char *layer) {
     const mn_layer_config *o = &c->options[0];
     const bool attention = strcmp(layer, "attention") == 0;
-    if (c->mlp_bias) return false;
+    if (c->mlp_bias || c->norm_plus_one || o->projections) return false;
     if (!attention && strcmp(layer, "delta") != 0) return true;
     if (o->num_heads && o->head_dim && o->num_heads * o->head_dim != c->hidden_size) return false;
-    return !attention || (o->use_rope && !o->o_bias && o->partial_rotary_factor == 1.0 &&
+    return !attention || (o->use_rope && !o->o_bias && !o->use_output_gate && o->partial_rotary_factor == 1.0 &&
                           o->rope_type == 0 && (!o->qk_rms_norm || o->qk_norm_eps == 1e-5));
 }
 
@@ -421,6 +429,7 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
     if (c->decoder != MN_DECODER_NONE) {
         set(object, "decoder", json_string(decoder_names[c->decoder]), &failed);
     }
+    if (c->norm_plus_one) set(object, "norm_plus_one", json_true(), &failed);
     if (c->mlp_bias) set(object, "mlp_bias", json_true(), &failed);
     set(object, "tie_word_embeddings", json_boolean(c->tied), &failed);
     set(object, "norm_eps", mn_json_real(c->norm_eps), &failed);
@@ -430,7 +439,7 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
     }
     set(object, "max_position_embeddings", json_integer(c->context), &failed);
     mn_status st = failed ? mn_fail(MN_ERR_MEMORY, "no memory for a configuration")
-                          : write_options(object, c, type != NULL);
+                          : write_options(object, c, type && !(c->family && mn_dialect_mixes(c->family)));
     const char *family = type ? mn_dialect_find(type) : NULL;
     if (st == MN_OK && family) st = mn_dialect_write(object, family);
     *text = NULL;

@@ -31,7 +31,7 @@ typedef struct mn_model_config {
     mn_mlp mlp;
     mn_decoder decoder;
     const char *family;          // of families.def, of which a folder was read; NULL: none
-    bool tied, mlp_bias;
+    bool tied, mlp_bias, norm_plus_one;
     int n_layers;
     char (*names)[MN_MIXER_NAME];      // n_layers
     mn_layer_config *options;          // n_layers

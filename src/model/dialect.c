@@ -43,6 +43,34 @@ static const struct {
 #include "model/families.def"
 };
 
+static const struct {
+    const char *type, *theirs, *ours;
+} layer_types[] = {
+#define LAYER_TYPE(type, theirs, ours) { type, theirs, ours },
+#include "model/families.def"
+};
+
+static const struct {
+    const char *type, *member;
+} nests[] = {
+#define NESTED(type, member) { type, member },
+#include "model/families.def"
+};
+
+bool mn_dialect_mixes(const char *family) {
+    for (size_t i = 0; i < MN_COUNTOF(layer_types); i++) {
+        if (strcmp(layer_types[i].type, family) == 0) return true;
+    }
+    return false;
+}
+
+const char *mn_dialect_nested(const char *family) {
+    for (size_t i = 0; i < MN_COUNTOF(nests); i++) {
+        if (strcmp(nests[i].type, family) == 0) return nests[i].member;
+    }
+    return NULL;
+}
+
 const char *mn_dialect_find(const char *type) {
     for (size_t i = 0; i < MN_COUNTOF(families); i++) {
         if (strcmp(families[i].type, type) == 0) return families[i].type;
@@ -118,6 +146,62 @@ static mn_status check_parts(const char *family, const mn_json *object, const ch
     return MN_OK;
 }
 
+/* Puts `value` where `path` says, making what is not there; lists grow by nulls. */
+static mn_status put(json_t *object, const char *path, json_t *value) {
+    char name[KEY_NAME];
+    const char *rest = first_of(name, path);
+    if (!rest) return json_object_set(object, name, value) == 0 ? MN_OK : no_memory();
+    const bool list = rest[0] >= '0' && rest[0] <= '9';
+    json_t *inner = json_object_get(object, name);
+    if (!inner) {
+        inner = list ? json_array() : json_object();
+        if (json_object_set_new(object, name, inner) != 0) return no_memory();
+    }
+    if (!list) return put(inner, rest, value);
+    const size_t at = (size_t)strtoul(rest, NULL, 10);
+    while (json_array_size(inner) <= at) {
+        if (json_array_append_new(inner, json_null()) != 0) return no_memory();
+    }
+    return json_array_set(inner, at, value) == 0 ? MN_OK : no_memory();
+}
+
+/* What is at "a.b.c"; NULL: nothing. */
+static json_t *at_path(json_t *object, const char *path) {
+    char name[KEY_NAME];
+    const char *rest = first_of(name, path);
+    json_t *inner = json_object_get(object, name);
+    return rest && inner ? at_path(inner, rest) : inner;
+}
+
+static const char *ours_of(const char *family, const char *theirs) {
+    for (size_t i = 0; i < MN_COUNTOF(layer_types); i++) {
+        const bool same = strcmp(layer_types[i].type, family) == 0;
+        if (same && strcmp(layer_types[i].theirs, theirs) == 0) return layer_types[i].ours;
+    }
+    return NULL;
+}
+
+/* "layers" from the list that says what each layer is. */
+static mn_status take_layers(json_t *out, const char *family, const mn_json *object) {
+    const mn_json list = mn_json_member(object, "layer_types");
+    mn_status st = mn_json_expect_list(&list);
+    const int64_t n = st == MN_OK ? mn_json_count(&list) : 0;
+    char *text = calloc((size_t)n + 1, MN_MIXER_NAME + 2);
+    if (!text) return no_memory();
+    for (int64_t i = 0; i < n && st == MN_OK; i++) {
+        const mn_json at = mn_json_item(&list, i);
+        const char *theirs = "";
+        st = mn_json_read_text(&theirs, &at);
+        const char *ours = ours_of(family, theirs);
+        if (st == MN_OK && !ours) st = mn_json_fail(&at, "\"%s\" is no layer of %s", theirs, family);
+        if (st == MN_OK) sprintf(text + strlen(text), "%s%s", i ? ", " : "", ours);
+    }
+    json_object_del(out, "layer_types");
+    if (st == MN_OK && json_object_set_new(out, "layers", json_string(text)) != 0) st = no_memory();
+    free(text);
+    return st;
+}
+
 static mn_status take_key(json_t *out, const char *family, const mn_json *object, const char *theirs,
                           const char *ours) {
     char name[KEY_NAME];
@@ -129,12 +213,12 @@ static mn_status take_key(json_t *out, const char *family, const mn_json *object
         value = part_of(value, rest);
     }
     if (!value || json_is_null(value)) return MN_OK;
-    json_t *before = json_object_get(out, ours);
+    json_t *before = at_path(out, ours);
     if (before && !json_is_null(before) && !json_equal(before, value)) {
         const mn_json at = mn_json_member(object, name);
         return mn_json_fail(&at, "contradicts another key that says the same (%s)", ours);
     }
-    return json_object_set(out, ours, value) == 0 ? MN_OK : no_memory();
+    return put(out, ours, value);
 }
 
 /* Drops what rows of the family have read under their names. */
@@ -154,7 +238,7 @@ mn_status mn_dialect_read(json_t **out, const char *family, const mn_json *objec
     *out = json_deep_copy(object->value);
     if (!*out) return no_memory();
     drop_theirs(*out, family);
-    mn_status st = MN_OK;
+    mn_status st = mn_dialect_mixes(family) ? take_layers(*out, family, object) : MN_OK;
     for (size_t i = 0; i < MN_COUNTOF(keys) && st == MN_OK; i++) {
         if (strcmp(keys[i].type, family) != 0) continue;
         st = take_key(*out, family, object, keys[i].theirs, keys[i].ours);
@@ -162,32 +246,14 @@ mn_status mn_dialect_read(json_t **out, const char *family, const mn_json *objec
     for (size_t i = 0; i < MN_COUNTOF(fixed) && st == MN_OK; i++) {
         if (strcmp(fixed[i].type, family) != 0) continue;
         json_t *value = json_loads(fixed[i].json, JSON_DECODE_ANY, NULL);
-        if (json_object_set_new(*out, fixed[i].ours, value) != 0) st = no_memory();
+        st = value ? put(*out, fixed[i].ours, value) : no_memory();
+        json_decref(value);
     }
     if (st != MN_OK) {
         json_decref(*out);
         *out = NULL;
     }
     return st;
-}
-
-/* Puts `value` where `path` says; lists grow by nulls. */
-static mn_status put(json_t *object, const char *path, json_t *value) {
-    char name[KEY_NAME];
-    const char *rest = first_of(name, path);
-    if (!rest) return json_object_set(object, name, value) == 0 ? MN_OK : no_memory();
-    const bool list = rest[0] >= '0' && rest[0] <= '9';
-    json_t *inner = json_object_get(object, name);
-    if (!inner) {
-        inner = list ? json_array() : json_object();
-        if (json_object_set_new(object, name, inner) != 0) return no_memory();
-    }
-    if (!list) return json_object_set(inner, rest, value) == 0 ? MN_OK : no_memory();
-    const size_t at = (size_t)strtoul(rest, NULL, 10);
-    while (json_array_size(inner) <= at) {
-        if (json_array_append_new(inner, json_null()) != 0) return no_memory();
-    }
-    return json_array_set(inner, at, value) == 0 ? MN_OK : no_memory();
 }
 
 /* The first row that says `ours` is what is written. */
@@ -203,16 +269,18 @@ static bool said_before(size_t row) {
 mn_status mn_dialect_write(json_t *object, const char *family) {
     mn_status st = MN_OK;
     for (size_t i = 0; i < MN_COUNTOF(keys) && st == MN_OK; i++) {
-        json_t *value = json_object_get(object, keys[i].ours);
+        json_t *value = at_path(object, keys[i].ours);
         if (strcmp(keys[i].type, family) != 0 || !value || said_before(i)) continue;
         if (!json_is_null(value)) st = put(object, keys[i].theirs, value);
     }
     for (size_t i = 0; i < MN_COUNTOF(keys); i++) {
-        if (strcmp(keys[i].type, family) == 0) json_object_del(object, keys[i].ours);
+        const bool own = strcmp(keys[i].ours, keys[i].theirs) == 0;
+        if (strcmp(keys[i].type, family) == 0 && !own) json_object_del(object, keys[i].ours);
     }
     for (size_t i = 0; i < MN_COUNTOF(fixed); i++) {
         if (strcmp(fixed[i].type, family) == 0) json_object_del(object, fixed[i].ours);
     }
+    if (mn_dialect_mixes(family)) json_object_del(object, "mixers");
     return st;
 }
 

@@ -13,6 +13,11 @@ const char *mn_dialect_find(const char *type);
 const char *mn_dialect_layer(const char *family);
 const char *mn_dialect_class(const char *family);
 
+/* Whether the layers of a family are of several kinds, and the member that holds the settings of its
+ * text model; NULL: it is all settings. */
+bool mn_dialect_mixes(const char *family);
+const char *mn_dialect_nested(const char *family);
+
 /* A copy of a configuration with the keys of its family renamed to ours; to be released by
  * json_decref. Two keys that contradict each other fail by name. */
 mn_status mn_dialect_read(json_t **out, const char *family, const mn_json *object);

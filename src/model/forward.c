@@ -44,11 +44,13 @@ void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients) {
 
 mn_tensor *mn_model_norm(mn_model *model, mn_tape *tape, mn_tensor *x, int weight) {
     if (!x) return NULL;
+    mn_tensor *w = model->leaves[weight];
+    if (model->config.norm_plus_one) w = mn_tape_affine(tape, w, 1.0, 1.0);
     mn_run run;
     mn_rms_norm_args *args = mn_run_start(&run, tape, MN_OP_rms_norm);
     args->eps = model->config.norm_eps;
     mn_run_in(&run, "x", x);
-    mn_run_in(&run, "w", model->leaves[weight]);
+    mn_run_in(&run, "w", w);
     mn_tensor *y = mn_run_out(&run, "y");
     mn_run_now(&run);
     return y;

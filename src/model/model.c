@@ -60,7 +60,8 @@ static mn_status add_bias(mn_model *model, int *index, const char *name, int64_t
 
 static mn_status add_norm(mn_model *model, int *index, const char *name) {
     const int64_t D = model->config.hidden_size;
-    const mn_param_info info = { .rank = 1, .shape = { D }, .count = D, .init = MN_INIT_ONES,
+    const mn_param_info info = { .rank = 1, .shape = { D }, .count = D,
+                                 .init = model->config.norm_plus_one ? MN_INIT_ZEROS : MN_INIT_ONES,
                                  .group = MN_GROUP_VECTOR };
     return add(model, index, name, &info);
 }
