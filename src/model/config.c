@@ -441,7 +441,7 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
     mn_status st = failed ? mn_fail(MN_ERR_MEMORY, "no memory for a configuration")
                           : write_options(object, c, type && !(c->family && mn_dialect_mixes(c->family)));
     const char *family = type ? mn_dialect_find(type) : NULL;
-    if (st == MN_OK && family) st = mn_dialect_write(object, family);
+    if (st == MN_OK && family) st = mn_dialect_write(object, family, c->names, c->n_layers);
     *text = NULL;
     if (st == MN_OK) st = mn_json_text(text, object, MN_JSON_PRETTY);
     *size = *text ? strlen(*text) : 0;

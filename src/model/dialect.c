@@ -266,7 +266,42 @@ static bool said_before(size_t row) {
     return false;
 }
 
-mn_status mn_dialect_write(json_t *object, const char *family) {
+/* layer_types, the other way. */
+static mn_status put_layers(json_t *object, const char *family, char (*layers)[MN_MIXER_NAME],
+                            int n) {
+    json_t *list = json_array();
+    bool failed = json_object_set_new(object, "layer_types", list) != 0;
+    for (int i = 0; i < n && !failed; i++) {
+        for (size_t k = 0; k < MN_COUNTOF(layer_types); k++) {
+            if (strcmp(layer_types[k].type, family) != 0) continue;
+            if (strcmp(layer_types[k].ours, layers[i]) != 0) continue;
+            failed |= json_array_append_new(list, json_string(layer_types[k].theirs)) != 0;
+        }
+    }
+    json_object_del(object, "mixers");
+    return failed ? no_memory() : MN_OK;
+}
+
+/* Puts all settings of a text model where its family has them. */
+static mn_status nest(json_t *object, const char *member) {
+    json_t *inner = json_copy(object);
+    if (!inner) return no_memory();
+    json_object_del(inner, "architectures");
+    static const char *const outer[] = { "model_type", "architectures", "mneme_version",
+                                         "tie_word_embeddings" };
+    const char *key;
+    json_t *value;
+    void *next;
+    json_object_foreach_safe(object, next, key, value) {
+        bool stays = false;
+        for (size_t i = 0; i < MN_COUNTOF(outer); i++) stays |= strcmp(outer[i], key) == 0;
+        if (!stays) json_object_del(object, key);
+    }
+    return json_object_set_new(object, member, inner) == 0 ? MN_OK : no_memory();
+}
+
+mn_status mn_dialect_write(json_t *object, const char *family, char (*layers)[MN_MIXER_NAME],
+                           int n) {
     mn_status st = MN_OK;
     for (size_t i = 0; i < MN_COUNTOF(keys) && st == MN_OK; i++) {
         json_t *value = at_path(object, keys[i].ours);
@@ -280,7 +315,9 @@ mn_status mn_dialect_write(json_t *object, const char *family) {
     for (size_t i = 0; i < MN_COUNTOF(fixed); i++) {
         if (strcmp(fixed[i].type, family) == 0) json_object_del(object, fixed[i].ours);
     }
-    if (mn_dialect_mixes(family)) json_object_del(object, "mixers");
+    if (st == MN_OK && mn_dialect_mixes(family)) st = put_layers(object, family, layers, n);
+    const char *inner = mn_dialect_nested(family);
+    if (st == MN_OK && inner) st = nest(object, inner);
     return st;
 }
 

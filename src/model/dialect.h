@@ -22,8 +22,10 @@ const char *mn_dialect_nested(const char *family);
  * json_decref. Two keys that contradict each other fail by name. */
 mn_status mn_dialect_read(json_t **out, const char *family, const mn_json *object);
 
-/* The other way: renames our keys in `object` to those of the family. */
-mn_status mn_dialect_write(json_t *object, const char *family);
+/* The other way: renames our keys in `object` to those of the family, and says what each of n layers
+ * of these names is where the family does. */
+mn_status mn_dialect_write(json_t *object, const char *family, char (*layers)[MN_MIXER_NAME],
+                           int n);
 
 /* What the family's files call parameter `name`. */
 void mn_dialect_name(char out[MN_PARAM_NAME], const char *family, const char *name);
