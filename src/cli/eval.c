@@ -47,7 +47,7 @@ static void print_help(void) {
          "  --max-questions N  the first N questions only\n"
          "  --tokens FILE      token ids: .bin, a JSON list, or numbers and blanks\n"
          "  --logits OUT       write the logits of --tokens to a safetensors file\n"
-         "  --per-pass N       read --tokens N at a time, from the state before; 1: as decoding does\n"
+         "  --per-pass N       read --tokens N at a time; 1: as decoding does\n"
          "  --device D         cpu (default), cuda or cuda:N\n"
          "  --dtype T          f32 (default), f64 on the CPU, bf16 on a GPU\n"
          "  --json             results as one document\n"

@@ -7,12 +7,13 @@
  *   y = (sum_i w_i v_i) W_o'
  *
  * use_output_gate multiplies what is read by the sigmoid of a gate beside the query.
- * qk_rms_norm norms every head of q and k before they turn, by weights of a head. A head turns in its
- * first partial_rotary_factor channels. Frequencies of rope_type:
+ * qk_rms_norm norms every head of q and k before they turn, by weights of a head. A head turns
+ * in its first partial_rotary_factor channels. Frequencies of rope_type:
  *
  *   linear   w / factor
  *   llama3   w where it turns more than high times in the original context, w / factor where less
- *            than low times, between them s w + (1 - s) w / factor, s = (turns - low) / (high - low)
+ *            than low times, between them s w + (1 - s) w / factor, s = (turns - low) / (high
+ * - low)
  *
  * J key-value heads serve H query heads in turns. Keys are turned before they are kept, so a decode
  * step turns one. Unless num_heads or head_dim say otherwise there are D / 64 heads, at least 1. */

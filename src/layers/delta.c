@@ -5,8 +5,8 @@
  *   channel, or bound sigmoid(e^A (..)) where lower_bound is set
  *   o = delta rule(q / sqrt K, k, v, beta, g)      y = (rms(o) act(x W_g')) W_o'
  *
- * projections: qkv has one matrix for q, k and v side by side, qkvz one for those and the gate, head
- * after head of the keys with the values that it serves, and one for beta and a likewise; both have
+ * projections: qkv has one matrix for q, k and v side by side, qkvz one for those and the gate,
+ * head after head of the keys with the values that it serves, and one for beta and a likewise; both have
  * one convolution over q, k and v side by side, and always gates.
  *
  * gdn2 has an erase gate per key channel and a write gate per value channel instead of beta. */
@@ -43,7 +43,8 @@ static mn_status derive(mn_layer *layer, int64_t context) {
                               MN_SIZE(s, 'J') <= 65536, "head_dim", "is far too much");
     }
     if (st != MN_OK) return st;
-    const int64_t keys = MN_SIZE(s, 'H') * MN_SIZE(s, 'K'), values = MN_SIZE(s, 'J') * MN_SIZE(s, 'V');
+    const int64_t keys = MN_SIZE(s, 'H') * MN_SIZE(s, 'K');
+    const int64_t values = MN_SIZE(s, 'J') * MN_SIZE(s, 'V');
     MN_SIZE(s, 'C') = 2 * keys + values;
     MN_SIZE(s, 'Z') = 2 * keys + 2 * values;
     if (c->projections) {

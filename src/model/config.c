@@ -355,7 +355,8 @@ static bool fits(const mn_model_config *c, const char *layer) {
     if (c->mlp_bias || c->norm_plus_one || o->projections) return false;
     if (!attention && strcmp(layer, "delta") != 0) return true;
     if (o->num_heads && o->head_dim && o->num_heads * o->head_dim != c->hidden_size) return false;
-    return !attention || (o->use_rope && !o->o_bias && !o->use_output_gate && o->partial_rotary_factor == 1.0 &&
+    return !attention || (o->use_rope && !o->o_bias && !o->use_output_gate &&
+                          o->partial_rotary_factor == 1.0 &&
                           o->rope_type == 0 && (!o->qk_rms_norm || o->qk_norm_eps == 1e-5));
 }
 
@@ -438,8 +439,9 @@ mn_status mn_model_config_write(char **text, size_t *size, const mn_model_config
         set(object, "logit_softcap", mn_json_real(c->logit_softcap), &failed);
     }
     set(object, "max_position_embeddings", json_integer(c->context), &failed);
+    const bool mixes = c->family && mn_dialect_mixes(c->family);
     mn_status st = failed ? mn_fail(MN_ERR_MEMORY, "no memory for a configuration")
-                          : write_options(object, c, type && !(c->family && mn_dialect_mixes(c->family)));
+                          : write_options(object, c, type && !mixes);
     const char *family = type ? mn_dialect_find(type) : NULL;
     if (st == MN_OK && family) st = mn_dialect_write(object, family, c->names, c->n_layers);
     *text = NULL;

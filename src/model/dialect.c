@@ -193,7 +193,9 @@ static mn_status take_layers(json_t *out, const char *family, const mn_json *obj
         const char *theirs = "";
         st = mn_json_read_text(&theirs, &at);
         const char *ours = ours_of(family, theirs);
-        if (st == MN_OK && !ours) st = mn_json_fail(&at, "\"%s\" is no layer of %s", theirs, family);
+        if (st == MN_OK && !ours) {
+            st = mn_json_fail(&at, "\"%s\" is no layer of %s", theirs, family);
+        }
         if (st == MN_OK) sprintf(text + strlen(text), "%s%s", i ? ", " : "", ours);
     }
     json_object_del(out, "layer_types");
@@ -202,8 +204,8 @@ static mn_status take_layers(json_t *out, const char *family, const mn_json *obj
     return st;
 }
 
-static mn_status take_key(json_t *out, const char *family, const mn_json *object, const char *theirs,
-                          const char *ours) {
+static mn_status take_key(json_t *out, const char *family, const mn_json *object,
+                          const char *theirs, const char *ours) {
     char name[KEY_NAME];
     const char *rest = first_of(name, theirs);
     json_t *value = json_object_get(object->value, name);
@@ -259,9 +261,8 @@ mn_status mn_dialect_read(json_t **out, const char *family, const mn_json *objec
 /* The first row that says `ours` is what is written. */
 static bool said_before(size_t row) {
     for (size_t i = 0; i < row; i++) {
-        if (strcmp(keys[i].type, keys[row].type) == 0 && strcmp(keys[i].ours, keys[row].ours) == 0) {
-            return true;
-        }
+        const bool same = strcmp(keys[i].type, keys[row].type) == 0;
+        if (same && strcmp(keys[i].ours, keys[row].ours) == 0) return true;
     }
     return false;
 }

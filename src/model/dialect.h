@@ -13,8 +13,8 @@ const char *mn_dialect_find(const char *type);
 const char *mn_dialect_layer(const char *family);
 const char *mn_dialect_class(const char *family);
 
-/* Whether the layers of a family are of several kinds, and the member that holds the settings of its
- * text model; NULL: it is all settings. */
+/* Whether the layers of a family are of several kinds, and the member that holds the settings of
+ * its text model; NULL: it is all settings. */
 bool mn_dialect_mixes(const char *family);
 const char *mn_dialect_nested(const char *family);
 
@@ -22,8 +22,8 @@ const char *mn_dialect_nested(const char *family);
  * json_decref. Two keys that contradict each other fail by name. */
 mn_status mn_dialect_read(json_t **out, const char *family, const mn_json *object);
 
-/* The other way: renames our keys in `object` to those of the family, and says what each of n layers
- * of these names is where the family does. */
+/* The other way: renames our keys in `object` to those of the family, and says what each of n
+ * layers of these names is where the family does. */
 mn_status mn_dialect_write(json_t *object, const char *family, char (*layers)[MN_MIXER_NAME],
                            int n);
 

@@ -20,7 +20,8 @@
 static const struct {
     const char *json, *tensor, *says;    // a tensor of its file, and a piece of its config.json
 } families[] = {
-    { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", \"attention_bias\": true, \"mlp_bias\": true, "
+    { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", \"attention_bias\": true, "
+      "\"mlp_bias\": true, "
       "\"rope_parameters\": {\"rope_type\": \"llama3\", \"factor\": 8.0, \"rope_theta\": 100.0, "
       "\"original_max_position_embeddings\": 16}}",
       "model.layers.1.self_attn.o_proj.bias", "LlamaForCausalLM" },
@@ -28,10 +29,13 @@ static const struct {
       "model.layers.0.self_attn.q_norm.weight", "num_key_value_heads" },
     { "{\"model_type\": \"mamba\", " SIZES ", \"state_size\": 3, \"layer_norm_epsilon\": 1e-5}",
       "backbone.layers.0.mixer.x_proj.weight", "layer_norm_epsilon" },
-    { "{\"model_type\": \"mamba2\", " SIZES ", \"state_size\": 3, \"num_heads\": 4, \"head_dim\": 4, "
+    { "{\"model_type\": \"mamba2\", " SIZES ", \"state_size\": 3, \"num_heads\": 4, "
+      "\"head_dim\": 4, "
       "\"time_step_limit\": [0.01, 0.5]}", "backbone.norm_f.weight", "time_step_limit" },
-    { "{\"model_type\": \"mamba2\", " SIZES ", \"state_size\": 3, \"num_heads\": 4, \"head_dim\": 4, "
-      "\"dt_limit\": [0.0, {\"__float__\": \"Infinity\"}]}", "backbone.embeddings.weight", "mamba2" },
+    { "{\"model_type\": \"mamba2\", " SIZES ", \"state_size\": 3, \"num_heads\": 4, "
+      "\"head_dim\": 4, "
+      "\"dt_limit\": [0.0, {\"__float__\": \"Infinity\"}]}", "backbone.embeddings.weight",
+      "mamba2" },
     { "{\"model_type\": \"transformer\", " SIZES ", \"num_heads\": 2, \"qk_norm\": true}",
       "model.layers.0.attn.k_norm.weight", "\"qk_norm\": true" },
     { "{\"model_type\": \"delta_net\", " SIZES ", \"num_heads\": 2, \"expand_k\": 0.5}",
@@ -123,12 +127,15 @@ static void wrong_keys(void **state) {
     } wrong[] = {
         { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", \"atention_bias\": true}",
           "atention_bias" },
-        { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", \"rope_parameters\": {\"beta_fast\": 3}}",
+        { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", "
+      "\"rope_parameters\": {\"beta_fast\": 3}}",
           "beta_fast" },
         { "{\"model_type\": \"llama\", " SIZES ", " HEADS ", \"rope_theta\": 5, "
           "\"rope_parameters\": {\"rope_theta\": 6}}", "contradicts" },
-        { "{\"model_type\": \"qwen3\", " SIZES ", " HEADS ", \"sliding_window\": 4}", "window_size" },
-        { "{\"model_type\": \"qwen3_next\", " SIZES ", \"layer_types\": [\"conv\", \"moe\"]}", "conv" },
+        { "{\"model_type\": \"qwen3\", " SIZES ", " HEADS ", \"sliding_window\": 4}",
+      "window_size" },
+        { "{\"model_type\": \"qwen3_next\", " SIZES ", \"layer_types\": [\"conv\", "
+      "\"moe\"]}", "conv" },
         { "{\"model_type\": \"qwen3_next\", " SIZES "}", "layer_types" },
     };
     for (size_t i = 0; i < sizeof wrong / sizeof *wrong; i++) {
