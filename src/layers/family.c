@@ -188,6 +188,20 @@ mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char
     return y;
 }
 
+void mn_split_heads(mn_forward *f, mn_tensor *x, const int64_t *widths, int n, mn_tensor **parts) {
+    for (int i = 0; i < n; i++) parts[i] = NULL;
+    if (!x) return;
+    const int64_t B = x->shape[0], T = x->shape[1], H = x->shape[2], X = x->shape[3];
+    const bool whole = x->stride[2] == X && x->stride[1] == H * X && x->stride[0] == T * H * X;
+    if (!whole) x = mn_tape_join(f->tape, &x, 1);
+    x = mn_tape_shaped(f->tape, x, (int64_t[]){ 1, B * T * H, 1, X });
+    mn_tape_split(f->tape, x, widths, n, parts);
+    for (int i = 0; i < n; i++) {
+        parts[i] = mn_tape_join(f->tape, parts + i, 1);
+        parts[i] = mn_tape_shaped(f->tape, parts[i], (int64_t[]){ B, T, H, widths[i] });
+    }
+}
+
 mn_tensor *mn_filled(mn_forward *f, const int64_t shape[4], double value) {
     return mn_tape_filled(f->tape, shape, value);
 }

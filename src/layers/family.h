@@ -67,6 +67,9 @@ mn_tensor *mn_norm_gate(mn_forward *f, mn_tensor *x, mn_tensor *gate, const char
 mn_tensor *mn_project_unit(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
                            int kind, double eps, const char *piece);
 
+/* Cuts every head of x (B,T,H,X) into n parts of those widths, each contiguous with its heads. */
+void mn_split_heads(mn_forward *f, mn_tensor *x, const int64_t *widths, int n, mn_tensor **parts);
+
 /* A constant of all one value, without gradient. */
 mn_tensor *mn_filled(mn_forward *f, const int64_t shape[4], double value);
 

@@ -44,11 +44,13 @@ void mn_model_bind(mn_model *model, mn_tape *tape, bool add_gradients) {
 
 mn_tensor *mn_model_norm(mn_model *model, mn_tape *tape, mn_tensor *x, int weight) {
     if (!x) return NULL;
+    mn_tensor *w = model->leaves[weight];
+    if (model->config.norm_plus_one) w = mn_tape_affine(tape, w, 1.0, 1.0);
     mn_run run;
     mn_rms_norm_args *args = mn_run_start(&run, tape, MN_OP_rms_norm);
     args->eps = model->config.norm_eps;
     mn_run_in(&run, "x", x);
-    mn_run_in(&run, "w", model->leaves[weight]);
+    mn_run_in(&run, "w", w);
     mn_tensor *y = mn_run_out(&run, "y");
     mn_run_now(&run);
     return y;
@@ -63,11 +65,26 @@ mn_tensor *mn_block_mixer(mn_model *model, int i, mn_forward *f, mn_tensor *x) {
     return mn_layer_forward(f, mn_model_norm(model, f->tape, x, block->attn_norm));
 }
 
+/* The same with biases, each product by itself. */
+static mn_tensor *biased_mlp(mn_model *model, const mn_block *block, mn_tape *tape, mn_tensor *x,
+                             mn_tensor *n) {
+    mn_tensor **leaves = model->leaves;
+    mn_tensor *h = mn_tape_linear(tape, n, leaves[block->up], leaves[block->up_bias]);
+    if (model->config.mlp == MN_MLP_GELU) {
+        h = mn_tape_unary(tape, MN_UNARY_GELU, h);
+    } else {
+        mn_tensor *gate = mn_tape_linear(tape, n, leaves[block->gate], leaves[block->gate_bias]);
+        h = mn_tape_gate(tape, MN_UNARY_SILU, gate, h);
+    }
+    return mn_tape_linear_onto(tape, x, h, leaves[block->down], leaves[block->down_bias]);
+}
+
 mn_tensor *mn_block_mlp(mn_model *model, int i, mn_tape *tape, mn_tensor *x) {
     const mn_block *block = &model->blocks[i];
     if (model->config.mlp == MN_MLP_NONE) return x;
     mn_tape_scope(tape, "model.layers.%d.mlp", i);
     mn_tensor *n = mn_model_norm(model, tape, x, block->mlp_norm);
+    if (model->config.mlp_bias) return biased_mlp(model, block, tape, x, n);
     mn_tensor *up = model->leaves[block->up], *down = model->leaves[block->down];
     if (model->config.mlp == MN_MLP_GELU) {
         up = mn_tape_linear(tape, n, up, NULL);

@@ -92,6 +92,10 @@ int64_t mn_tape_sequences(const mn_tape *tape) {
     return tape->n_seqs;
 }
 
+const int64_t *mn_tape_borders(const mn_tape *tape) {
+    return tape->cu_seqlens;
+}
+
 mn_status mn_tape_status(const mn_tape *tape) {
     return tape->status;
 }

@@ -75,6 +75,7 @@ void mn_tape_scope(mn_tape *tape, const char *format, ...) __attribute__((format
  * [cu_seqlens[n], cu_seqlens[n+1]). Borrowed. NULL: not packed. */
 void mn_tape_pack(mn_tape *tape, const int64_t *cu_seqlens, int64_t n_seqs);
 int64_t mn_tape_sequences(const mn_tape *tape);    // 0: not packed
+const int64_t *mn_tape_borders(const mn_tape *tape);    // sequences + 1; NULL: not packed
 
 mn_dtype mn_tape_dtype(const mn_tape *tape);
 mn_context *mn_tape_context(const mn_tape *tape);
