@@ -3,7 +3,7 @@
  * Tokens go through the model a chunk at a time, each chunk one forward pass on the session's tape
  * with the session's state; decoding is the same with chunks of one token. Only the last token of a
  * feed gets logits, which are kept with the state, so that copies and files of it can go on. */
-#include "infer/session.h"
+#include "infer/session_internal.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -15,28 +15,6 @@
 #include "base/util.h"
 #include "model/checkpoint.h"
 #include "model/pass.h"
-
-struct mn_session {
-    mn_context *context;
-    mn_model *model;
-    mn_tape *tape;
-    mn_session_options options;
-    mn_model_state state;
-    bool broken;                // a pass failed: some layers are ahead of others
-    int n_beliefs;
-    float *variance;            // (n_beliefs, n_variance) and room for one chunk behind it
-    int64_t n_variance, variance_room;
-    mn_sampler *sampler;
-
-    /* On a GPU one token takes the same launches on the same memory as the one before, unless a
-     * layer goes by position: they are recorded once and played from then on. */
-    mn_device_graph *graph;     // NULL: none yet
-    int steps;                  // passes of one token since the last one of several
-    bool recording;
-    int32_t *token;             // that the graph reads, and logits that it writes, of n_logits: in
-    float *logits;              // host memory that the device reaches by itself
-    bool played;                // the last logits are those of the graph
-};
 
 struct mn_snapshot {
     const mn_model *model;
@@ -257,7 +235,7 @@ static mn_status step(mn_session *s, const reading *in) {
     return MN_OK;
 }
 
-static mn_status make_room(mn_session *s, int64_t count, int64_t chunk) {
+mn_status mn_session_room(mn_session *s, int64_t count, int64_t chunk) {
     const int64_t V = mn_model_vocabulary(s->model);
     int64_t rows, room = 0;
     s->n_variance = 0;
@@ -280,7 +258,7 @@ static mn_status make_room(mn_session *s, int64_t count, int64_t chunk) {
     return MN_OK;
 }
 
-static mn_status check_tokens(const mn_session *s, const int32_t *tokens, int64_t count) {
+mn_status mn_session_check_tokens(const mn_session *s, const int32_t *tokens, int64_t count) {
     if (count < 0 || (count > 0 && !tokens)) {
         return mn_fail(MN_ERR_ARGUMENT, "a session was given %" PRId64 " tokens", count);
     }
@@ -299,7 +277,7 @@ static mn_status check_tokens(const mn_session *s, const int32_t *tokens, int64_
 
 static mn_status read_tokens(mn_session *s, const reading *in, int64_t chunk) {
     const bool fresh = !s->state.logits;
-    mn_status st = make_room(s, in->count, chunk);
+    mn_status st = mn_session_room(s, in->count, chunk);
     if (in->count > 1) forget_graph(s);
     for (int64_t at = 0; at < in->count && st == MN_OK; at += chunk) {
         const int64_t T = mn_min(chunk, in->count - at);
@@ -316,7 +294,7 @@ static mn_status read_tokens(mn_session *s, const reading *in, int64_t chunk) {
 }
 
 mn_status mn_session_feed(mn_session *session, const int32_t *tokens, int64_t count) {
-    const mn_status st = check_tokens(session, tokens, count);
+    const mn_status st = mn_session_check_tokens(session, tokens, count);
     if (st != MN_OK || count == 0) return st;
     const reading in = { .tokens = tokens, .count = count };
     return read_tokens(session, &in, mn_min(session->options.prefill_chunk, count));
@@ -341,7 +319,7 @@ static double log_probability(const float *logits, int64_t n, int32_t token) {
 
 mn_status mn_session_score(mn_session *session, const int32_t *tokens, int64_t count,
                            double *log_probabilities) {
-    mn_status st = check_tokens(session, tokens, count);
+    mn_status st = mn_session_check_tokens(session, tokens, count);
     if (st != MN_OK || count == 0) return st;
     const int64_t chunk = mn_min(session->options.prefill_chunk, count);
     reading in = { .tokens = tokens, .count = count, .scores = log_probabilities };

@@ -47,7 +47,7 @@ static mn_tensor *heads_of(mn_forward *f, mn_tensor *x, int64_t n, const char *w
     mn_rope_args *args = mn_run_start(&run, f->tape, MN_OP_rope);
     args->kind = 0;
     args->base = f->layer->config.rope_theta;
-    args->pos0 = mn_position(f);
+    mn_state_position(f->state, &run, &args->pos0, f->position);
     mn_run_in(&run, "x", y);
     mn_tensor *turned = mn_run_out(&run, "y");
     mn_run_now(&run);
