@@ -64,9 +64,9 @@ mn_status mn_token_batch_create(mn_token_batch *out, const mn_loader *loader);
 void mn_token_batch_free(mn_token_batch *batch);
 
 /* Fills `batch` (made by mn_token_batch_create for this loader) for step `step` >= 0. Sequential
- * steps begin anew after an epoch. Allocates nothing; the first step of another epoch takes the time to
- * put the documents in order. Fails when a file of the corpus shrank underneath. One thread at a
- * time. */
+ * steps begin anew after an epoch. Allocates nothing; the first step of another epoch takes the
+ * time to put the documents in order. Fails when a file of the corpus shrank underneath. One
+ * thread at a time. */
 mn_status mn_loader_fill(mn_token_batch *batch, const mn_loader *loader, int64_t step);
 
 #endif

@@ -119,6 +119,7 @@ typedef struct reading {
     const int32_t *tokens;
     int64_t count;
     double *scores;             // log probability of each token; NULL: not wanted
+    const mn_logits_hearer *hearer;    // of the logits after each token; NULL: nobody
     int32_t *targets;           // of one chunk
     float *nll;
 } reading;
@@ -151,9 +152,26 @@ static mn_status keep_scores(mn_session *s, mn_tensor *hidden, const reading *in
     return MN_OK;
 }
 
+/* Tells the logits behind each token of the chunk. */
+static mn_status tell_logits(mn_session *s, mn_tensor *hidden, const reading *in, int64_t at,
+                             int64_t T) {
+    const int64_t V = s->state.n_logits;
+    mn_tensor *logits = mn_model_logits(s->model, s->tape, hidden);
+    mn_status st = mn_tape_status(s->tape);
+    float *rows = st == MN_OK ? malloc((size_t)(T * V) * sizeof *rows) : NULL;
+    if (st == MN_OK && !rows) st = mn_fail(MN_ERR_MEMORY, "no memory for the logits of a chunk");
+    if (st == MN_OK) st = mn_tape_read(s->tape, logits, rows);
+    for (int64_t t = 0; t < T && st == MN_OK; t++) {
+        st = in->hearer->hear(in->hearer->context, at + t, rows + t * V);
+    }
+    free(rows);
+    return st;
+}
+
 /* Whether the next token can be played: no layer goes by position, and nothing else is asked. */
 static bool repeats(const mn_session *s, const reading *in) {
-    bool same = s->context->device && in->count == 1 && !in->scores && !s->options.belief;
+    bool same = s->context->device && in->count == 1 && !in->scores && !in->hearer &&
+                !s->options.belief;
     for (int i = 0; same && i < s->state.n_layers; i++) same = !s->state.layers[i].by_position;
     return same;
 }
@@ -169,6 +187,7 @@ static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
     mn_tensor *hidden = mn_model_hidden(s->model, s->tape, &input);
     mn_status st = mn_tape_status(s->tape);
     if (st == MN_OK && in->scores) st = keep_scores(s, hidden, in, at, T);
+    if (st == MN_OK && in->hearer) st = tell_logits(s, hidden, in, at, T);
     if (st == MN_OK && at + T == in->count) st = keep_logits(s, hidden, T);
     s->played = false;
     for (int i = 0; fresh && st == MN_OK && i < s->n_beliefs; i++) {
@@ -300,6 +319,17 @@ mn_status mn_session_feed(mn_session *session, const int32_t *tokens, int64_t co
     return read_tokens(session, &in, mn_min(session->options.prefill_chunk, count));
 }
 
+enum { HEARD_LOGITS = 1 << 24 };    // numbers of a chunk's logits at most
+
+mn_status mn_session_feed_heard(mn_session *session, const int32_t *tokens, int64_t count,
+                                const mn_logits_hearer *hearer) {
+    const mn_status st = mn_session_check_tokens(session, tokens, count);
+    if (st != MN_OK || count == 0) return st;
+    const reading in = { .tokens = tokens, .count = count, .hearer = hearer };
+    const int64_t rows = mn_max(HEARD_LOGITS / mn_model_vocabulary(session->model), 1);
+    return read_tokens(session, &in, mn_min(mn_min(session->options.prefill_chunk, count), rows));
+}
+
 mn_status mn_session_step(mn_session *session, int32_t token) {
     return mn_session_feed(session, &token, 1);
 }
@@ -409,6 +439,21 @@ static mn_status check_whole(const mn_session *s) {
     }
     if (s->played) memcpy(s->state.logits, s->logits, (size_t)s->state.n_logits * sizeof(float));
     return MN_OK;
+}
+
+void mn_session_exchange(mn_session *a, mn_session *b) {
+    const mn_model_state state = a->state;
+    const bool broken = a->broken;
+    forget_graph(a);
+    forget_graph(b);
+    if (a->played) memcpy(a->state.logits, a->logits, (size_t)a->state.n_logits * sizeof(float));
+    if (b->played) memcpy(b->state.logits, b->logits, (size_t)b->state.n_logits * sizeof(float));
+    a->state = b->state;
+    a->broken = b->broken;
+    b->state = state;
+    b->broken = broken;
+    a->n_variance = b->n_variance = 0;
+    a->played = b->played = false;
 }
 
 mn_status mn_session_reset(mn_session *session) {
