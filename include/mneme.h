@@ -230,6 +230,20 @@ MN_API mn_status mn_session_fork(mn_session **out, const mn_session *session);
 MN_API mn_status mn_session_save(const mn_session *session, const char *path);
 MN_API mn_status mn_session_load(mn_session *session, const char *path);
 
+/* Steps of many sessions at once: on a CPU products read each weight once for all of them. */
+typedef struct mn_batch mn_batch;
+
+/* Context and model must outlive the batch. */
+MN_API mn_status mn_batch_create(mn_batch **out, mn_context *context, mn_model *model);
+MN_API void mn_batch_destroy(mn_batch *batch);            // NULL accepted
+
+/* Session i reads tokens[i], with the bits that mn_session_step would give it, whatever the others
+ * are. The n sessions are of the batch's context and model, each there once, and may be others at
+ * each call. A session or token that cannot be fails before anything is read; after any other
+ * failure each of them has to be reset, restored or loaded. */
+MN_API mn_status mn_batch_step(mn_batch *batch, mn_session *const *sessions,
+                               const int32_t *tokens, int64_t n);
+
 /* How the next token is drawn, applied in this order. All zeros: always the most probable. */
 typedef struct mn_sampling {
     double repetition_penalty;     // of the logits of recent tokens; 0, 1: off

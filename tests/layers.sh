@@ -1,7 +1,7 @@
 #!/bin/sh
 # Layer check: a folder of src includes only from folders to its left, or from itself.
 #   base < {kernels runtime io} < tokenizer < {ops data} < {tape decode optim} < definition < {layers tasks} <
-#   model < {train eval infer} < experiments < {server cli}
+#   model < {train eval infer} < experiments < server < cli
 # tape and decode still know each other: a deferred operation is a node of the tape.
 set -eu
 cd "$1/src"
@@ -17,7 +17,8 @@ rank() {
     model) echo 7 ;;
     train | eval | infer) echo 8 ;;
     experiments) echo 9 ;;
-    server | cli) echo 10 ;;
+    server) echo 10 ;;
+    cli) echo 11 ;;
     *) echo unknown ;;
     esac
 }

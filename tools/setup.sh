@@ -4,7 +4,8 @@
 set -eu
 
 packages="gcc:gcc cmake:cmake make:make pkg-config:pkg-config gnuplot:gnuplot-nox"
-libraries="jansson:libjansson-dev openblas:libopenblas-dev cmocka:libcmocka-dev libpcre2-8:libpcre2-dev"
+libraries="jansson:libjansson-dev openblas:libopenblas-dev cmocka:libcmocka-dev libpcre2-8:libpcre2-dev
+libmicrohttpd:libmicrohttpd-dev"
 missing=
 
 for pair in $packages; do

@@ -3,7 +3,7 @@
  * Tokens go through the model a chunk at a time, each chunk one forward pass on the session's tape
  * with the session's state; decoding is the same with chunks of one token. Only the last token of a
  * feed gets logits, which are kept with the state, so that copies and files of it can go on. */
-#include "infer/session.h"
+#include "infer/session_internal.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -15,28 +15,6 @@
 #include "base/util.h"
 #include "model/checkpoint.h"
 #include "model/pass.h"
-
-struct mn_session {
-    mn_context *context;
-    mn_model *model;
-    mn_tape *tape;
-    mn_session_options options;
-    mn_model_state state;
-    bool broken;                // a pass failed: some layers are ahead of others
-    int n_beliefs;
-    float *variance;            // (n_beliefs, n_variance) and room for one chunk behind it
-    int64_t n_variance, variance_room;
-    mn_sampler *sampler;
-
-    /* On a GPU one token takes the same launches on the same memory as the one before, unless a
-     * layer goes by position: they are recorded once and played from then on. */
-    mn_device_graph *graph;     // NULL: none yet
-    int steps;                  // passes of one token since the last one of several
-    bool recording;
-    int32_t *token;             // that the graph reads, and logits that it writes, of n_logits: in
-    float *logits;              // host memory that the device reaches by itself
-    bool played;                // the last logits are those of the graph
-};
 
 struct mn_snapshot {
     const mn_model *model;
@@ -141,6 +119,7 @@ typedef struct reading {
     const int32_t *tokens;
     int64_t count;
     double *scores;             // log probability of each token; NULL: not wanted
+    const mn_logits_hearer *hearer;    // of the logits after each token; NULL: nobody
     int32_t *targets;           // of one chunk
     float *nll;
 } reading;
@@ -173,9 +152,26 @@ static mn_status keep_scores(mn_session *s, mn_tensor *hidden, const reading *in
     return MN_OK;
 }
 
+/* Tells the logits behind each token of the chunk. */
+static mn_status tell_logits(mn_session *s, mn_tensor *hidden, const reading *in, int64_t at,
+                             int64_t T) {
+    const int64_t V = s->state.n_logits;
+    mn_tensor *logits = mn_model_logits(s->model, s->tape, hidden);
+    mn_status st = mn_tape_status(s->tape);
+    float *rows = st == MN_OK ? malloc((size_t)(T * V) * sizeof *rows) : NULL;
+    if (st == MN_OK && !rows) st = mn_fail(MN_ERR_MEMORY, "no memory for the logits of a chunk");
+    if (st == MN_OK) st = mn_tape_read(s->tape, logits, rows);
+    for (int64_t t = 0; t < T && st == MN_OK; t++) {
+        st = in->hearer->hear(in->hearer->context, at + t, rows + t * V);
+    }
+    free(rows);
+    return st;
+}
+
 /* Whether the next token can be played: no layer goes by position, and nothing else is asked. */
 static bool repeats(const mn_session *s, const reading *in) {
-    bool same = s->context->device && in->count == 1 && !in->scores && !s->options.belief;
+    bool same = s->context->device && in->count == 1 && !in->scores && !in->hearer &&
+                !s->options.belief;
     for (int i = 0; same && i < s->state.n_layers; i++) same = !s->state.layers[i].by_position;
     return same;
 }
@@ -191,6 +187,7 @@ static mn_status pass(mn_session *s, const reading *in, int64_t at, int64_t T) {
     mn_tensor *hidden = mn_model_hidden(s->model, s->tape, &input);
     mn_status st = mn_tape_status(s->tape);
     if (st == MN_OK && in->scores) st = keep_scores(s, hidden, in, at, T);
+    if (st == MN_OK && in->hearer) st = tell_logits(s, hidden, in, at, T);
     if (st == MN_OK && at + T == in->count) st = keep_logits(s, hidden, T);
     s->played = false;
     for (int i = 0; fresh && st == MN_OK && i < s->n_beliefs; i++) {
@@ -257,7 +254,7 @@ static mn_status step(mn_session *s, const reading *in) {
     return MN_OK;
 }
 
-static mn_status make_room(mn_session *s, int64_t count, int64_t chunk) {
+mn_status mn_session_room(mn_session *s, int64_t count, int64_t chunk) {
     const int64_t V = mn_model_vocabulary(s->model);
     int64_t rows, room = 0;
     s->n_variance = 0;
@@ -280,7 +277,7 @@ static mn_status make_room(mn_session *s, int64_t count, int64_t chunk) {
     return MN_OK;
 }
 
-static mn_status check_tokens(const mn_session *s, const int32_t *tokens, int64_t count) {
+mn_status mn_session_check_tokens(const mn_session *s, const int32_t *tokens, int64_t count) {
     if (count < 0 || (count > 0 && !tokens)) {
         return mn_fail(MN_ERR_ARGUMENT, "a session was given %" PRId64 " tokens", count);
     }
@@ -299,7 +296,7 @@ static mn_status check_tokens(const mn_session *s, const int32_t *tokens, int64_
 
 static mn_status read_tokens(mn_session *s, const reading *in, int64_t chunk) {
     const bool fresh = !s->state.logits;
-    mn_status st = make_room(s, in->count, chunk);
+    mn_status st = mn_session_room(s, in->count, chunk);
     if (in->count > 1) forget_graph(s);
     for (int64_t at = 0; at < in->count && st == MN_OK; at += chunk) {
         const int64_t T = mn_min(chunk, in->count - at);
@@ -316,10 +313,21 @@ static mn_status read_tokens(mn_session *s, const reading *in, int64_t chunk) {
 }
 
 mn_status mn_session_feed(mn_session *session, const int32_t *tokens, int64_t count) {
-    const mn_status st = check_tokens(session, tokens, count);
+    const mn_status st = mn_session_check_tokens(session, tokens, count);
     if (st != MN_OK || count == 0) return st;
     const reading in = { .tokens = tokens, .count = count };
     return read_tokens(session, &in, mn_min(session->options.prefill_chunk, count));
+}
+
+enum { HEARD_LOGITS = 1 << 24 };    // numbers of a chunk's logits at most
+
+mn_status mn_session_feed_heard(mn_session *session, const int32_t *tokens, int64_t count,
+                                const mn_logits_hearer *hearer) {
+    const mn_status st = mn_session_check_tokens(session, tokens, count);
+    if (st != MN_OK || count == 0) return st;
+    const reading in = { .tokens = tokens, .count = count, .hearer = hearer };
+    const int64_t rows = mn_max(HEARD_LOGITS / mn_model_vocabulary(session->model), 1);
+    return read_tokens(session, &in, mn_min(mn_min(session->options.prefill_chunk, count), rows));
 }
 
 mn_status mn_session_step(mn_session *session, int32_t token) {
@@ -341,7 +349,7 @@ static double log_probability(const float *logits, int64_t n, int32_t token) {
 
 mn_status mn_session_score(mn_session *session, const int32_t *tokens, int64_t count,
                            double *log_probabilities) {
-    mn_status st = check_tokens(session, tokens, count);
+    mn_status st = mn_session_check_tokens(session, tokens, count);
     if (st != MN_OK || count == 0) return st;
     const int64_t chunk = mn_min(session->options.prefill_chunk, count);
     reading in = { .tokens = tokens, .count = count, .scores = log_probabilities };
@@ -431,6 +439,21 @@ static mn_status check_whole(const mn_session *s) {
     }
     if (s->played) memcpy(s->state.logits, s->logits, (size_t)s->state.n_logits * sizeof(float));
     return MN_OK;
+}
+
+void mn_session_exchange(mn_session *a, mn_session *b) {
+    const mn_model_state state = a->state;
+    const bool broken = a->broken;
+    forget_graph(a);
+    forget_graph(b);
+    if (a->played) memcpy(a->state.logits, a->logits, (size_t)a->state.n_logits * sizeof(float));
+    if (b->played) memcpy(b->state.logits, b->logits, (size_t)b->state.n_logits * sizeof(float));
+    a->state = b->state;
+    a->broken = b->broken;
+    b->state = state;
+    b->broken = broken;
+    a->n_variance = b->n_variance = 0;
+    a->played = b->played = false;
 }
 
 mn_status mn_session_reset(mn_session *session) {

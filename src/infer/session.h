@@ -12,6 +12,21 @@
 mn_status mn_session_sample_below(int32_t *token, mn_session *session, const mn_sampling *how,
                                   const int32_t *recent, int64_t n_recent, int64_t n);
 
+/* Hears the logits behind token t of a feed, mn_model_vocabulary of them, valid during the call; a
+ * failure ends the feed. */
+typedef struct mn_logits_hearer {
+    mn_status (*hear)(void *context, int64_t t, const float *logits);
+    void *context;
+} mn_logits_hearer;
+
+/* mn_session_feed that tells the logits behind every token. */
+mn_status mn_session_feed_heard(mn_session *session, const int32_t *tokens, int64_t count,
+                                const mn_logits_hearer *hearer);
+
+/* Two sessions of one model and context trade what they remember, without a copy; variances of the
+ * last feed are forgotten. */
+void mn_session_exchange(mn_session *a, mn_session *b);
+
 /* Tokens that a feed computes at once. */
 int64_t mn_session_chunk(const mn_session *session);
 

@@ -14,11 +14,6 @@ mn_tensor *mn_use(const mn_forward *f, const char *name) {
     return NULL;
 }
 
-int64_t mn_position(const mn_forward *f) {
-    if (f->state) f->state->by_position = true;
-    return f->position;
-}
-
 mn_tensor *mn_use_as(const mn_forward *f, const char *name, int64_t rows, int64_t cols) {
     return mn_tape_shaped(f->tape, mn_use(f, name), (int64_t[]){ 1, 1, rows, cols });
 }
@@ -226,7 +221,7 @@ mn_tensor *mn_ccq_query(mn_forward *f, mn_tensor *x, mn_tensor *q, mn_tensor *k)
     if (!gamma || !unit) return NULL;
     mn_run run;
     mn_curvature_args *args = mn_run_start(&run, f->tape, MN_OP_curvature);
-    args->n0 = mn_position(f);
+    mn_state_position(f->state, &run, &args->n0, f->position);
     mn_run_in(&run, "q", q);
     mn_run_in(&run, "k", unit);
     mn_run_in(&run, "gamma", gamma);

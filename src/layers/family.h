@@ -53,9 +53,6 @@ mn_tensor *mn_unit_conv(mn_forward *f, mn_tensor *x, const char *weight, int64_t
 mn_tensor *mn_project_conv(mn_forward *f, mn_tensor *x, const char *weight, const char *conv,
                            int without, const char *piece);
 
-/* Tokens of the sequence before this pass, for what depends on it. */
-int64_t mn_position(const mn_forward *f);
-
 /* Rows scaled to unit length: kind 0 x / max(|x|, eps), 1 x / sqrt(|x|^2 + eps). */
 mn_tensor *mn_unit(mn_forward *f, mn_tensor *x, int kind, double eps);
 

@@ -231,33 +231,59 @@ static mn_dtype state_dtype(const mn_tape *tape) {
     return mn_tape_dtype(tape) == MN_F64 ? MN_F64 : MN_F32;
 }
 
-void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const char *out,
-                   const char *name, int64_t count) {
+/* Where a call finds the piece, NULL if it is fresh, and where it leaves it. */
+typedef struct piece_place {
+    void *before, *after;
+} piece_place;
+
+static bool place_piece(piece_place *place, mn_layer_state *state, const mn_run *run,
+                        const char *name, int64_t count) {
     mn_tape *tape = run->tape;
-    if (!state || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return;
     state->device = device_of(tape);
     mn_state_piece *piece = find_or_add(state, name);
     if (!piece || (piece->now && (piece->count != count || piece->width))) {
         mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "a state %s of %lld numbers where the model "
                                    "has %lld: it belongs to another model or batch", name,
                                    piece ? (long long)piece->count : 0, (long long)count));
-        return;
+        return false;
     }
     piece->dtype = state_dtype(tape);
     const bool fresh = !piece->now, in_place = run->call->T == 1 && !fresh;
     if (!in_place && !piece->next) piece->next = numbers(state, count, item_of(piece));
     if (!in_place && !piece->next) {
         mn_tape_fail(tape, no_memory(name, count));
-        return;
+        return false;
     }
-    if (!fresh) mn_run_in_at(run, in, piece->now);
+    place->before = piece->now;
     if (!in_place) {
-        void *before = piece->now;
         piece->now = piece->next;
-        piece->next = before;
+        piece->next = place->before;
     }
-    mn_run_out_at(run, out, piece->now);
+    place->after = piece->now;
     piece->count = count;
+    return true;
+}
+
+void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const char *out,
+                   const char *name, int64_t count) {
+    mn_tape *tape = run->tape;
+    if (!state || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return;
+    piece_place place;
+    for (int64_t b = 0; b < state->n_rows; b++) {
+        const int64_t n = state->n_rows;
+        if (!place_piece(&place, state->rows[b], run, name, count / n)) return;
+        mn_run_row_at(run, in, b, n, place.before);
+        mn_run_row_at(run, out, b, n, place.after);
+    }
+    if (state->n_rows || !place_piece(&place, state, run, name, count)) return;
+    if (place.before) mn_run_in_at(run, in, place.before);
+    mn_run_out_at(run, out, place.after);
+}
+
+void mn_state_position(mn_layer_state *state, mn_run *run, int64_t *slot, int64_t position) {
+    if (state) state->by_position = true;
+    if (!state || !state->rows) *slot = position;
+    else mn_run_row_numbers(run, slot, state->positions, state->n_rows);
 }
 
 /* ---- caches ---------------------------------------------------------------------------------- */
@@ -295,9 +321,9 @@ static mn_status append(mn_layer_state *state, mn_state_piece *piece, const mn_t
     return st;
 }
 
-mn_tensor *mn_state_append(mn_layer_state *state, mn_tape *tape, mn_tensor *x, const char *name) {
-    if (!state || !x || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return x;
-    mn_tape_flush(tape);    // x is copied by the device itself
+/* Puts x behind what the piece `name` holds; NULL after a failure, which the tape then has. */
+static mn_state_piece *extend(mn_layer_state *state, mn_tape *tape, const mn_tensor *x,
+                              const char *name) {
     state->device = device_of(tape);
     state->by_position = true;
     const int64_t B = x->shape[0], T = x->shape[1], width = x->shape[2] * x->shape[3];
@@ -308,16 +334,52 @@ mn_tensor *mn_state_append(mn_layer_state *state, mn_tape *tape, mn_tensor *x, c
         piece->width = width;
     }
     if (!piece || piece->B != B || piece->width != width || x->stride[2] != x->shape[3]) {
-        return mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "the cache %s belongs to another model "
-                                          "or batch", name));
+        mn_tape_fail(tape, mn_fail(MN_ERR_ARGUMENT, "the cache %s belongs to another model or "
+                                   "batch", name));
+        return NULL;
     }
     mn_status st = grow(state, piece, piece->length + T);
     if (st == MN_OK) st = append(state, piece, x);
-    if (st != MN_OK) return mn_tape_fail(tape, st);
+    if (st != MN_OK) {
+        mn_tape_fail(tape, st);
+        return NULL;
+    }
     piece->length += T;
     piece->count = B * piece->length * width;
-    const int64_t shape[4] = { B, piece->length, x->shape[2], x->shape[3] };
+    return piece;
+}
+
+/* The caches of a batch, each behind its own tokens. */
+static mn_tensor *append_rows(mn_layer_state *state, mn_tape *tape, mn_tensor *x,
+                              const char *name) {
+    const int64_t n = state->n_rows;
+    mn_tensor_rows *rows = mn_tape_rows(tape, n);
+    if (!rows) return NULL;
+    int64_t most = 0;
+    for (int64_t b = 0; b < n; b++) {
+        mn_tensor one = *x;
+        one.shape[0] = 1;
+        one.data = (char *)x->data + (size_t)(b * x->stride[0]) * mn_dtype_bytes(x->dtype);
+        const mn_state_piece *piece = extend(state->rows[b], tape, &one, name);
+        if (!piece) return NULL;
+        rows->data[b] = piece->now;
+        rows->length[b] = piece->length;
+        most = mn_max(most, piece->length);
+    }
+    const int64_t shape[4] = { n, most, x->shape[2], x->shape[3] };
+    mn_tensor *all = mn_tape_input(tape, rows->data[0], NULL, shape);
+    if (all) all->rows = rows;
+    return all;
+}
+
+mn_tensor *mn_state_append(mn_layer_state *state, mn_tape *tape, mn_tensor *x, const char *name) {
+    if (!state || !x || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return x;
+    mn_tape_flush(tape);    // x is copied by the device itself
+    if (state->rows) return append_rows(state, tape, x, name);
+    const mn_state_piece *piece = extend(state, tape, x, name);
+    if (!piece) return NULL;
+    const int64_t shape[4] = { x->shape[0], piece->length, x->shape[2], x->shape[3] };
     mn_tensor *all = mn_tape_input(tape, piece->now, NULL, shape);
-    if (all) all->stride[0] = piece->capacity * width;
+    if (all) all->stride[0] = piece->capacity * piece->width;
     return all;
 }

@@ -25,6 +25,11 @@ typedef struct mn_layer_state {
     bool by_position;          // the layer computes something else at each position: turns, caches
     int n_pieces;
     mn_state_piece pieces[MN_STATE_PIECES];
+    /* Of a batch on the CPU, which has no pieces: borrowed states of its sequences, and how many
+     * tokens each has read. */
+    struct mn_layer_state **rows;
+    const int64_t *positions;
+    int64_t n_rows;
 } mn_layer_state;
 
 void mn_layer_state_free(mn_layer_state *state);    // becomes fresh
@@ -50,6 +55,10 @@ mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype,
                        int64_t width);
 
 /* ---- for layers ------------------------------------------------------------------------------ */
+
+/* Sets `slot`, a number of the operator at hand, to the tokens of the sequence before this pass:
+ * `position`, or for a batch those of each sequence. */
+void mn_state_position(mn_layer_state *state, mn_run *run, int64_t *slot, int64_t position);
 
 /* Binds an operator's initial and final state to the piece `name` of `count` numbers. With T = 1
  * the piece is updated in place. `state` NULL: binds nothing. A fresh piece leaves the initial

@@ -6,6 +6,7 @@
 
 #include "base/checked.h"
 #include "base/status.h"
+#include "base/util.h"
 #include "kernels/conv_unit.h"
 #include "ops/compose/compose.h"
 #include "ops/validate.h"
@@ -261,6 +262,101 @@ mn_status mn_op_run(mn_context *context, mn_op_id op, mn_pass pass, const void *
     } else {
         st = mn_fail(MN_ERR_UNSUPPORTED, "%s has no kernel in this build", info->name);
     }
+    mn_arena_release(context->arena, mark);
+    return st;
+}
+
+/* ---- many calls of one operator -------------------------------------------------------------- */
+
+typedef struct row_call {
+    unsigned char *args;
+    const mn_kernel *kernel;
+    mn_plan plan;
+    void *shared;
+    int64_t first;                // of this phase's items
+} row_call;
+
+typedef struct rows_job {
+    const row_call *rows;
+    int64_t n;
+    int phase;
+    unsigned char *scratch;
+    size_t scratch_bytes;
+} rows_job;
+
+/* Item `item` of the phase belongs to the last row that begins at it or before, of those with any
+ * items. */
+static void run_row_item(void *context, int64_t item, int worker) {
+    const rows_job *j = context;
+    int64_t low = 0, high = j->n;
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (j->rows[middle].first <= item) low = middle;
+        else high = middle;
+    }
+    const row_call *row = &j->rows[low];
+    row->kernel->run(row->args, j->phase, item - row->first, row->shared,
+                     j->scratch + (size_t)worker * j->scratch_bytes);
+}
+
+static mn_status plan_row(mn_context *context, mn_op_id op, row_call *row, size_t *scratch) {
+    const char *name = mn_op_describe(op)->name;
+    const mn_status st = mn_validate(op, row->args, false);
+    if (st != MN_OK) return st;
+    row->kernel = choose_kernel(context, op, MN_FORWARD, row->args);
+    size_t each, all;
+    if (!row->kernel->plan(row->args, &row->plan) || !scratch_of(&row->plan, 1, &each, &all)) {
+        return mn_fail(MN_ERR_MEMORY, "%s: the sizes of its work space overflow", name);
+    }
+    *scratch = mn_max(*scratch, each);
+    row->shared = mn_arena_bytes(context->arena, row->plan.shared_bytes);
+    return row->shared ? MN_OK : mn_fail(MN_ERR_MEMORY, "%s: no memory for a work space of %zu "
+                                         "bytes", name, row->plan.shared_bytes);
+}
+
+static void run_phases(mn_context *context, rows_job *j, row_call *rows) {
+    for (j->phase = 0; j->phase < MN_MAX_PHASES; j->phase++) {
+        int64_t items = 0;
+        for (int64_t i = 0; i < j->n; i++) {
+            rows[i].first = items;
+            if (j->phase < rows[i].plan.n_phases) items += rows[i].plan.items[j->phase];
+        }
+        if (items > 0) mn_threads_run(context->threads, items, run_row_item, j);
+    }
+}
+
+static mn_status run_rows_of_kernel(mn_context *context, mn_op_id op, const unsigned char *args,
+                                    size_t step, int64_t n) {
+    const size_t bytes = mn_op_describe(op)->args_bytes;
+    row_call *rows = mn_arena_bytes(context->arena, (size_t)n * sizeof *rows);
+    unsigned char *copies = mn_arena_bytes(context->arena, (size_t)n * step);
+    rows_job j = { .rows = rows, .n = n };
+    if (!rows || !copies) return mn_fail(MN_ERR_MEMORY, "no memory for %lld calls", (long long)n);
+    for (int64_t i = 0; i < n; i++) {
+        rows[i] = (row_call){ .args = copies + (size_t)i * step };
+        memcpy(rows[i].args, args + (size_t)i * step, bytes);
+        const mn_status st = plan_row(context, op, &rows[i], &j.scratch_bytes);
+        if (st != MN_OK) return st;
+    }
+    const size_t workers = (size_t)mn_threads_count(context->threads);
+    j.scratch = mn_arena_bytes(context->arena, j.scratch_bytes * workers);
+    if (!j.scratch) return mn_fail(MN_ERR_MEMORY, "no memory for the scratch of %zu threads",
+                                   workers);
+    run_phases(context, &j, rows);
+    return MN_OK;
+}
+
+mn_status mn_op_run_rows(mn_context *context, mn_op_id op, const void *rows, size_t step,
+                         int64_t n) {
+    mn_status st = MN_OK;
+    if (context->device || !kernel_of[op]) {
+        for (int64_t i = 0; i < n && st == MN_OK; i++) {
+            st = mn_op_run(context, op, MN_FORWARD, (const char *)rows + (size_t)i * step);
+        }
+        return st;
+    }
+    const mn_mark mark = mn_arena_mark(context->arena);
+    st = run_rows_of_kernel(context, op, rows, step, n);
     mn_arena_release(context->arena, mark);
     return st;
 }

@@ -91,6 +91,116 @@ static bool strided(const char *axes) {
     return axes[0] == 'B' && is_activation(axes);
 }
 
+/* ---- sequence by sequence -------------------------------------------------------------------- */
+
+enum { MOST_ROW_FIELDS = 8 };
+
+struct mn_run_rows {
+    int64_t n;
+    int n_fields;
+    size_t offset[MOST_ROW_FIELDS];
+    void **data[MOST_ROW_FIELDS];
+    size_t number;                   // offset of what `numbers` are for
+    const int64_t *numbers, *lengths;
+};
+
+mn_tensor_rows *mn_tape_rows(mn_tape *tape, int64_t n) {
+    mn_tensor_rows *rows = mn_tape_note(tape, sizeof *rows);
+    if (!rows) return NULL;
+    rows->data = mn_tape_note(tape, (size_t)n * sizeof *rows->data);
+    rows->length = mn_tape_note(tape, (size_t)n * sizeof *rows->length);
+    return rows->data && rows->length ? rows : NULL;
+}
+
+static mn_run_rows *rows_of(mn_run *run, int64_t n) {
+    if (!run->rows) run->rows = mn_tape_note(run->tape, sizeof *run->rows);
+    if (run->rows) run->rows->n = n;
+    return run->rows;
+}
+
+/* Where the memory of each sequence for the field at `offset` is written down. */
+static void **row_data(mn_run *run, size_t offset, int64_t n) {
+    mn_run_rows *rows = rows_of(run, n);
+    for (int i = 0; rows && i < rows->n_fields; i++) {
+        if (rows->offset[i] == offset) return rows->data[i];
+    }
+    void **data = rows ? mn_tape_note(run->tape, (size_t)n * sizeof *data) : NULL;
+    if (!data) return NULL;
+    if (rows->n_fields == MOST_ROW_FIELDS) {
+        fail(run, "is one field too many that differ by sequence", "a state");
+        return NULL;
+    }
+    rows->offset[rows->n_fields] = offset;
+    rows->data[rows->n_fields++] = data;
+    return data;
+}
+
+void mn_run_row_at(mn_run *run, const char *field, int64_t b, int64_t n, void *memory) {
+    if (mn_tape_dead(run->tape)) return;
+    const int i = find(run, field);
+    void **data = i >= 0 ? row_data(run, run->fields[i].offset, n) : NULL;
+    if (data) data[b] = memory;
+}
+
+void mn_run_row_numbers(mn_run *run, int64_t *slot, const int64_t *values, int64_t n) {
+    mn_run_rows *rows = rows_of(run, n);
+    if (!rows) return;
+    rows->number = (size_t)((unsigned char *)slot - run->args);
+    rows->numbers = values;
+}
+
+/* A cache of a batch: its field and its length differ by sequence. */
+static void take_rows(mn_run *run, int field, const mn_tensor *x) {
+    void **data = row_data(run, run->fields[field].offset, x->shape[0]);
+    if (!data) return;
+    memcpy(data, x->rows->data, (size_t)x->shape[0] * sizeof *data);
+    run->rows->lengths = x->rows->length;
+}
+
+/* Elements between sequences of the field, whose stride may be 0 for contiguous. */
+static int64_t sequence_step(const mn_run *run, const char *axes, int64_t stride) {
+    bool ok = true;
+    int64_t step = 1;
+    for (int i = 1; axes[i] && stride == 0; i++) step *= mn_axis_size(run->call, axes[i], &ok);
+    return stride ? stride : step;
+}
+
+/* The argument struct of sequence b. */
+static void fill_row(const mn_run *run, unsigned char *args, int64_t b) {
+    const mn_run_rows *rows = run->rows;
+    char buffer[MN_MAX_RANK + 1];
+    for (int i = 0; i < run->n_fields; i++) {
+        mn_in *view = (mn_in *)(args + run->fields[i].offset);
+        const char *axes = axes_of(run, i, buffer);
+        if (!view->data || !axes || axes[0] != 'B') continue;
+        const size_t item = mn_dtype_bytes(mn_field_dtype(&run->fields[i], run->tape->dtype));
+        const int64_t step = sequence_step(run, axes, view->stride[0]);
+        view->data = (const char *)view->data + (size_t)(b * step) * item;
+    }
+    for (int i = 0; i < rows->n_fields; i++) {
+        ((mn_in *)(args + rows->offset[i]))->data = rows->data[i][b];
+    }
+    mn_call *call = (mn_call *)args;
+    call->B = 1;
+    if (rows->lengths) call->L = rows->lengths[b];
+    if (rows->numbers) *(int64_t *)(args + rows->number) = rows->numbers[b];
+}
+
+static void execute_rows(mn_run *run) {
+    mn_tape *tape = run->tape;
+    const int64_t n = run->rows->n;
+    const size_t bytes = mn_op_describe(run->op)->args_bytes, step = (bytes + 15) / 16 * 16;
+    unsigned char *all = mn_tape_runs(tape) ? mn_tape_note(tape, (size_t)n * step) : NULL;
+    for (int64_t b = 0; all && b < n; b++) {
+        memcpy(all + (size_t)b * step, run->args, bytes);
+        fill_row(run, all + (size_t)b * step, b);
+    }
+    const mn_status st = all ? mn_op_run_rows(tape->context, run->op, all, step, n) : MN_OK;
+    if (st != MN_OK) mn_tape_fail(tape, st);
+}
+
+/* ---- inputs and results ---------------------------------------------------------------------- */
+
 void mn_run_in(mn_run *run, const char *field, mn_tensor *x) {
     if (mn_tape_dead(run->tape)) return;
     const int i = find(run, field);
@@ -111,6 +221,7 @@ void mn_run_in(mn_run *run, const char *field, mn_tensor *x) {
     if (is_activation(axes)) take_sizes(run, field, axes, x);
     run->bound[i] = x;
     *(mn_in *)(run->args + run->fields[i].offset) = view_at(axes, x, x->data);
+    if (x->rows) take_rows(run, i, x);
 }
 
 void mn_run_in_at(mn_run *run, const char *field, const void *data) {
@@ -385,7 +496,8 @@ void mn_run_now(mn_run *run) {
         run->call->cu_seqlens = tape->cu_seqlens;
         run->call->n_seqs = tape->n_seqs;
     }
-    execute(tape, run->op, MN_FORWARD, run->args);
+    if (run->rows) execute_rows(run);
+    else execute(tape, run->op, MN_FORWARD, run->args);
     mn_tensor *made[8];
     int n_made = 0;
     bool wanted = false;

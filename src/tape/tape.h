@@ -38,6 +38,12 @@ typedef struct mn_slot {
     bool held;                 // will be read once more after what made it has gone back
 } mn_slot;
 
+/* What the B sequences of a batch keep each in memory of its own: caches. */
+typedef struct mn_tensor_rows {
+    void **data;               // of each
+    int64_t *length;           // tokens of each
+} mn_tensor_rows;
+
 /* A view of memory. The last axis is contiguous; `stride` holds elements along B, T and H. */
 typedef struct mn_tensor {
     int64_t shape[4];          // B, T, H, X
@@ -45,6 +51,7 @@ typedef struct mn_tensor {
     mn_dtype dtype;
     void *data;
     mn_slot *slot;             // NULL: no gradient flows here
+    const mn_tensor_rows *rows;    // of a batch's cache, which operators take only; else NULL
 } mn_tensor;
 
 typedef enum mn_tape_mode {
@@ -145,6 +152,9 @@ bool mn_tape_untouched(const mn_tensor *leaf);
 
 /* An input (B,T,H,X) of the caller, contiguous, in the tape's type. `grad` may be NULL. */
 mn_tensor *mn_tape_input(mn_tape *tape, void *data, void *grad, const int64_t shape[4]);
+
+/* Of step memory, for `n` sequences, to be filled and put into an input. NULL after a failure. */
+mn_tensor_rows *mn_tape_rows(mn_tape *tape, int64_t n);
 
 /* An uninitialised activation that gets a gradient: what operations below make. Of the tape's type,
  * or of another. */
@@ -325,6 +335,8 @@ enum { MN_RUN_FIELDS = 32 };
  * wide. Other fields (weights, states) bind contiguous tensors of as many numbers; sizes only they
  * name (G, P, R, S, W ...) are set by the caller in run.call before. A tensor of another type than
  * the field's is converted. */
+typedef struct mn_run_rows mn_run_rows;
+
 typedef struct mn_run {
     mn_tape *tape;
     mn_op_id op;
@@ -332,6 +344,7 @@ typedef struct mn_run {
     const mn_field *fields;
     int n_fields;
     mn_tensor *bound[MN_RUN_FIELDS];    // by field
+    mn_run_rows *rows;                  // what differs by sequence; NULL: nothing does
     _Alignas(16) unsigned char args[MN_MAX_ARGS_BYTES];
 } mn_run;
 
@@ -350,6 +363,14 @@ void mn_run_out_at(mn_run *run, const char *field, void *data);
 
 /* Binds an input to memory of the caller in the field's type, without gradient. */
 void mn_run_in_at(mn_run *run, const char *field, const void *data);
+
+/* Forward on a CPU only: memory of the caller for field `field` of sequence `b` of n alone. The
+ * operator then runs as n calls of one sequence each, whose bits are those of such calls. */
+void mn_run_row_at(mn_run *run, const char *field, int64_t b, int64_t n, void *data);
+
+/* The same for a number of the operator, `slot` in what mn_run_start gave: values[b] of sequence b.
+ * Borrowed until mn_run_now. */
+void mn_run_row_numbers(mn_run *run, int64_t *slot, const int64_t *values, int64_t n);
 
 void mn_run_now(mn_run *run);
 

@@ -142,14 +142,14 @@ typedef struct mn_task_feed {
 /* Steps of an epoch, the last of which may have empty rows; 0 for fresh examples. */
 int64_t mn_task_epoch(const mn_task *task, const mn_task_feed *feed);
 
-/* Makes a batch of `rows` samples; free with mn_batch_free. */
-mn_status mn_task_batch_create(mn_batch *out, const mn_task *task, int64_t rows);
+/* Makes a batch of `rows` samples; free with mn_token_batch_free. */
+mn_status mn_task_batch_create(mn_token_batch *out, const mn_task *task, int64_t rows);
 
 /* Fills `batch` for step `step` >= 0, a function of (feed, step). A set is gone through in a new
  * order each epoch; rows beyond its last example have token 0 and no target. Tasks with features
  * write (rows, length, features) numbers to `features` and leave the tokens 0; for others it may
  * be NULL. */
-mn_status mn_task_fill(mn_batch *batch, float *features, mn_task *task, const mn_task_feed *feed,
-                       int64_t step);
+mn_status mn_task_fill(mn_token_batch *batch, float *features, mn_task *task,
+                       const mn_task_feed *feed, int64_t step);
 
 #endif

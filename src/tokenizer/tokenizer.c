@@ -254,8 +254,8 @@ static mn_status add_all(mn_token_list *out, const mn_token_list *ids, bool want
     return st;
 }
 
-mn_status mn_tokenizer_encode(const mn_tokenizer *t, const char *text, size_t size, bool special,
-                              mn_token_list *out) {
+static mn_status encode(const mn_tokenizer *t, const char *text, size_t size, bool special,
+                        bool template, mn_token_list *out) {
     encoding e = { .t = t, .out = out, .word = { .pattern = &t->added.word }, .special = special };
     const int64_t before = out->count;
     mn_span all = { text, size };
@@ -268,9 +268,9 @@ mn_status mn_tokenizer_encode(const mn_tokenizer *t, const char *text, size_t si
         all = (mn_span){ copy.bytes, copy.size };
     }
     e.room.text = all;
-    if (st == MN_OK) st = add_all(out, &t->template.before, special);
+    if (st == MN_OK) st = add_all(out, &t->template.before, template);
     if (st == MN_OK && size > 0) st = between(&e, &t->added.plain, all, true, stretches);
-    if (st == MN_OK) st = add_all(out, &t->template.after, special);
+    if (st == MN_OK) st = add_all(out, &t->template.after, template);
     if (st != MN_OK) out->count = before;
     mn_split_visit_close(&e.split);
     mn_bpe_room_free(&e.room);
@@ -279,6 +279,16 @@ mn_status mn_tokenizer_encode(const mn_tokenizer *t, const char *text, size_t si
     mn_text_free(&e.b);
     mn_text_free(&copy);
     return st;
+}
+
+mn_status mn_tokenizer_encode(const mn_tokenizer *t, const char *text, size_t size, bool special,
+                              mn_token_list *out) {
+    return encode(t, text, size, special, special, out);
+}
+
+mn_status mn_tokenizer_encode_bare(const mn_tokenizer *t, const char *text, size_t size,
+                                   mn_token_list *out) {
+    return encode(t, text, size, true, false, out);
 }
 
 /* ---- questions ------------------------------------------------------------------------------- */

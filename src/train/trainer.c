@@ -156,7 +156,7 @@ int64_t mn_trainer_tokens(const mn_trainer *t, bool valid) {
 
 /* ---- one batch ------------------------------------------------------------------------------- */
 
-mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_batch *batch, unsigned modes,
+mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_token_batch *batch, unsigned modes,
                           bool add, double weight, double *loss, int64_t *counted) {
     mn_model_input in = { .tokens = batch->tokens, .B = batch->rows, .T = batch->length,
                           .add_gradients = add, .recompute = t->recompute };
@@ -188,7 +188,7 @@ mn_status mn_trainer_pass(mn_trainer *t, mn_tape *tape, const mn_batch *batch, u
 
 /* A batch that begins with one sequence of `first` tokens (0: none) and then has as many others as
  * there can be: the shortest documents, of whose places `counts` tells how many have 1, 2 .. n. */
-static void cut_batch(mn_batch *batch, const int64_t *counts, int64_t first) {
+static void cut_batch(mn_token_batch *batch, const int64_t *counts, int64_t first) {
     const int64_t n = batch->rows * batch->length;
     int64_t used = 0, row = 0, at = first;
     if (first > 0) batch->starts[used++] = 0;
@@ -218,7 +218,8 @@ static mn_status count_documents(int64_t **counts, const mn_trainer *t) {
     return MN_OK;
 }
 
-static mn_status plan(mn_trainer *t, const mn_batch *batch, bool add, mn_train_memory *memory) {
+static mn_status plan(mn_trainer *t, const mn_token_batch *batch, bool add,
+                      mn_train_memory *memory) {
     double loss;
     int64_t counted;
     const mn_status st = mn_trainer_pass(t, t->tape, batch, MN_TAPE_RECORD | MN_TAPE_PLAN, add, 1.0,
@@ -332,7 +333,7 @@ static bool is_finite(mn_trainer *t, int i) {
 
 /* The first number that is not finite: in a parameter, else in a result of running the batch once
  * more. */
-static bool find_first(char what[512], mn_trainer *t, const mn_batch *batch) {
+static bool find_first(char what[512], mn_trainer *t, const mn_token_batch *batch) {
     for (int i = 0; i < mn_model_params(t->model); i++) {
         if (is_finite(t, i)) continue;
         snprintf(what, 512, "parameter %s is not finite", mn_model_param_at(t->model, i)->name);
@@ -349,8 +350,8 @@ static bool find_first(char what[512], mn_trainer *t, const mn_batch *batch) {
 
 /* Says what went wrong first in a batch that failed with `failure` (MN_OK: it went through) or of
  * which the loss or the gradient is not finite. */
-static mn_status explain(mn_trainer *t, const mn_batch *batch, int64_t number, mn_status failure,
-                         double loss) {
+static mn_status explain(mn_trainer *t, const mn_token_batch *batch, int64_t number,
+                         mn_status failure, double loss) {
     char why[512], what[512];
     snprintf(why, sizeof why, "%s", mn_last_error());
     if (!find_first(what, t, batch)) {

@@ -20,7 +20,7 @@ struct mn_trainer {
     mn_corpus *train, *valid, *all;  // all: what both are parts of; valid may be NULL, and all
                                      // is when tokens were given
     mn_loader *train_loader, *valid_loader;
-    mn_batch batch, valid_batch;
+    mn_token_batch batch, valid_batch;
     mn_model *model;
     mn_dtype dtype;                  // of passes
     mn_optimizer *optimizer;         // NULL on a GPU
@@ -51,7 +51,7 @@ uint64_t mn_trainer_tokenizer_mark(const mn_trainer *trainer);
 
 /* One batch forward and, where the modes record, backward. `weight` of its mean loss in the
  * gradient. On a GPU loss and count are there after mn_tape_results. */
-mn_status mn_trainer_pass(mn_trainer *trainer, mn_tape *tape, const mn_batch *batch,
+mn_status mn_trainer_pass(mn_trainer *trainer, mn_tape *tape, const mn_token_batch *batch,
                           unsigned modes, bool add, double weight, double *loss,
                           int64_t *counted);
 
