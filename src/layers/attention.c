@@ -12,8 +12,8 @@
  *
  *   linear   w / factor
  *   llama3   w where it turns more than high times in the original context, w / factor where less
- *            than low times, between them s w + (1 - s) w / factor, s = (turns - low) / (high
- * - low)
+ *            than low times, between them s w + (1 - s) w / factor,
+ *            s = (turns - low) / (high - low)
  *
  * J key-value heads serve H query heads in turns. Keys are turned before they are kept, so a decode
  * step turns one. Unless num_heads or head_dim say otherwise there are D / 64 heads, at least 1. */

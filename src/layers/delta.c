@@ -6,8 +6,8 @@
  *   o = delta rule(q / sqrt K, k, v, beta, g)      y = (rms(o) act(x W_g')) W_o'
  *
  * projections: qkv has one matrix for q, k and v side by side, qkvz one for those and the gate,
- * head after head of the keys with the values that it serves, and one for beta and a likewise; both have
- * one convolution over q, k and v side by side, and always gates.
+ * head after head of the keys with the values that it serves, and one for beta and a likewise;
+ * both have one convolution over q, k and v side by side, and always gates.
  *
  * gdn2 has an erase gate per key channel and a write gate per value channel instead of beta. */
 #include <math.h>

@@ -51,6 +51,20 @@ static const struct {
 };
 
 static const struct {
+    const char *type, *key, *listed, *others;
+} layers_at[] = {
+#define LAYERS_AT(type, key, listed, others) { type, key, listed, others },
+#include "model/families.def"
+};
+
+static int row_at(const char *family) {
+    for (size_t i = 0; i < MN_COUNTOF(layers_at); i++) {
+        if (strcmp(layers_at[i].type, family) == 0) return (int)i;
+    }
+    return -1;
+}
+
+static const struct {
     const char *type, *member;
 } nests[] = {
 #define NESTED(type, member) { type, member },
@@ -61,7 +75,7 @@ bool mn_dialect_mixes(const char *family) {
     for (size_t i = 0; i < MN_COUNTOF(layer_types); i++) {
         if (strcmp(layer_types[i].type, family) == 0) return true;
     }
-    return false;
+    return row_at(family) >= 0;
 }
 
 const char *mn_dialect_nested(const char *family) {
@@ -181,8 +195,40 @@ static const char *ours_of(const char *family, const char *theirs) {
     return NULL;
 }
 
+/* "layers" from a list of those that differ from the others. */
+static mn_status take_listed(json_t *out, int row, const mn_json *object) {
+    const mn_json list = mn_json_member(object, layers_at[row].key);
+    int64_t n = 0;
+    mn_status st = mn_json_get_i64(&n, object, "num_hidden_layers");
+    if (st == MN_OK) st = mn_json_expect_list(&list);
+    if (st != MN_OK || n < 1 || n > 65536) return st;
+    char *text = calloc((size_t)n, MN_MIXER_NAME + 2);
+    if (!text) return no_memory();
+    size_t used = 0;
+    for (int64_t i = 0; i < n && st == MN_OK; i++) {
+        bool listed = false;
+        for (int64_t k = 0; k < mn_json_count(&list) && st == MN_OK; k++) {
+            const mn_json item = mn_json_item(&list, k);
+            int64_t at = -1;
+            st = mn_json_read_i64(&at, &item);
+            if (st == MN_OK && (at < 0 || at >= n)) {
+                st = mn_json_fail(&item, "there is no such layer");
+            }
+            listed |= at == i;
+        }
+        const char *name = listed ? layers_at[row].listed : layers_at[row].others;
+        used += (size_t)sprintf(text + used, "%s%s", i ? ", " : "", name);
+    }
+    json_object_del(out, layers_at[row].key);
+    if (st == MN_OK && json_object_set_new(out, "layers", json_string(text)) != 0) st = no_memory();
+    free(text);
+    return st;
+}
+
 /* "layers" from the list that says what each layer is. */
 static mn_status take_layers(json_t *out, const char *family, const mn_json *object) {
+    const int row = row_at(family);
+    if (row >= 0) return take_listed(out, row, object);
     const mn_json list = mn_json_member(object, "layer_types");
     mn_status st = mn_json_expect_list(&list);
     const int64_t n = st == MN_OK ? mn_json_count(&list) : 0;
@@ -271,8 +317,13 @@ static bool said_before(size_t row) {
 static mn_status put_layers(json_t *object, const char *family, char (*layers)[MN_MIXER_NAME],
                             int n) {
     json_t *list = json_array();
-    bool failed = json_object_set_new(object, "layer_types", list) != 0;
+    const int row = row_at(family);
+    const char *key = row < 0 ? "layer_types" : layers_at[row].key;
+    bool failed = json_object_set_new(object, key, list) != 0;
     for (int i = 0; i < n && !failed; i++) {
+        if (row >= 0 && strcmp(layers_at[row].listed, layers[i]) == 0) {
+            failed |= json_array_append_new(list, json_integer(i)) != 0;
+        }
         for (size_t k = 0; k < MN_COUNTOF(layer_types); k++) {
             if (strcmp(layer_types[k].type, family) != 0) continue;
             if (strcmp(layer_types[k].ours, layers[i]) != 0) continue;

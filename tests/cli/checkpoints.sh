@@ -1,10 +1,10 @@
 #!/bin/sh
 # Model folders of other software give the logits of the software that defines them, read whole and
 # token by token. MNEME_CHECKPOINTS names the folder that holds them; without it there is nothing to
-# compare with. Arguments after the program and the source folder choose folders by name.
+# compare with. Arguments after the first three choose folders by name.
 set -eu
 . "$2/tests/cli/support/expect.sh"
-shift 2
+shift $(($# > 3 ? 3 : $#))
 folders=${MNEME_CHECKPOINTS:-$source/../shared/checkpoints}
 if [ ! -d "$folders" ]; then
     echo "skipped: no folder of checkpoints; set MNEME_CHECKPOINTS to it"

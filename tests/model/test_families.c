@@ -40,6 +40,9 @@ static const struct {
       "model.layers.0.attn.k_norm.weight", "\"qk_norm\": true" },
     { "{\"model_type\": \"delta_net\", " SIZES ", \"num_heads\": 2, \"expand_k\": 0.5}",
       "model.layers.0.attn.b_proj.weight", "expand_k" },
+    { "{\"model_type\": \"bamba\", " SIZES ", " HEADS ", \"attn_layer_indices\": [1], "
+      "\"mamba_d_head\": 4, \"mamba_n_heads\": 4, \"mamba_d_state\": 3}",
+      "model.layers.0.mamba.A_log", "attn_layer_indices" },
     { "{\"model_type\": \"qwen3_next\", " SIZES ", " HEADS ", " DELTA "}",
       "model.layers.0.linear_attn.in_proj_qkvz.weight", "full_attention" },
     { "{\"model_type\": \"qwen3_5_text\", " SIZES ", " HEADS ", " DELTA "}",
