@@ -95,21 +95,29 @@ static int64_t place_of(const mn_forward *f, int64_t t, int64_t pos0) {
     return pos0 + t - from;
 }
 
+/* Tokens of sequence b before this pass: sequences of a batch have positions of their own. */
+static int64_t position_of(const mn_forward *f, int64_t b) {
+    mn_layer_state *state = f->state;
+    if (state) state->by_position = true;
+    return state && state->rows ? state->positions[b] : f->position;
+}
+
 /* x cos + (second half, first half) (-sin, sin), by tables of the tokens at hand. */
 static mn_tensor *turned_by_table(mn_forward *f, mn_tensor *x) {
-    const int64_t T = x->shape[1], R = x->shape[3], pos0 = mn_position(f);
-    double *table = malloc((size_t)(2 * T * R) * sizeof *table);
+    const int64_t B = f->state && f->state->rows ? f->state->n_rows : 1;
+    const int64_t T = x->shape[1], R = x->shape[3], n = B * T * R;
+    double *table = malloc((size_t)(2 * n) * sizeof *table);
     if (!table) return mn_tape_fail(f->tape, mn_fail(MN_ERR_MEMORY, "no memory for positions"));
-    for (int64_t i = 0; i < T * R; i++) {
-        const int64_t pair = i % R % (R / 2);
-        const double angle = (double)place_of(f, i / R, pos0)
+    for (int64_t i = 0; i < n; i++) {
+        const int64_t pair = i % R % (R / 2), pos0 = position_of(f, i / (T * R));
+        const double angle = (double)place_of(f, i / R % T, pos0)
                              * frequency(&f->layer->config, pair, R);
         table[i] = cos(angle);
-        table[T * R + i] = i % R < R / 2 ? -sin(angle) : sin(angle);
+        table[n + i] = i % R < R / 2 ? -sin(angle) : sin(angle);
     }
-    const int64_t shape[4] = { 1, T, 1, R };
+    const int64_t shape[4] = { B, T, 1, R };
     mn_tensor *c = mn_tape_constant(f->tape, shape, table);
-    mn_tensor *s = mn_tape_constant(f->tape, shape, table + T * R);
+    mn_tensor *s = mn_tape_constant(f->tape, shape, table + n);
     free(table);
     mn_tensor *other = mn_tape_roll(f->tape, x, R / 2);
     return mn_tape_add(f->tape, mn_tape_multiply(f->tape, x, c),

@@ -100,7 +100,7 @@ static const struct {
     const char *layer, *options;
 } rows[] = {
 #define LAYER_TEST(layer, options) { layer, options },
-#include "layers_under_test.def"
+#include "layers/all.def"
 #undef LAYER_TEST
 };
 
