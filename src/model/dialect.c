@@ -282,6 +282,14 @@ static void drop_theirs(json_t *out, const char *family) {
     }
 }
 
+/* Whether what a class does unsaid is what the model does; 1 and 1.0 are the same. */
+static bool same_value(const json_t *a, const json_t *b) {
+    if (json_is_number(a) && json_is_number(b)) {
+        return json_number_value(a) == json_number_value(b);
+    }
+    return json_equal(a, b);
+}
+
 mn_status mn_dialect_read(json_t **out, const char *family, const mn_json *object) {
     *out = json_deep_copy(object->value);
     if (!*out) return no_memory();
@@ -292,7 +300,8 @@ mn_status mn_dialect_read(json_t **out, const char *family, const mn_json *objec
         st = take_key(*out, family, object, keys[i].theirs, keys[i].ours);
     }
     for (size_t i = 0; i < MN_COUNTOF(fixed) && st == MN_OK; i++) {
-        if (strcmp(fixed[i].type, family) != 0) continue;
+        const bool said = at_path(*out, fixed[i].ours) != NULL;    // ours, where it is otherwise
+        if (strcmp(fixed[i].type, family) != 0 || said) continue;
         json_t *value = json_loads(fixed[i].json, JSON_DECODE_ANY, NULL);
         st = value ? put(*out, fixed[i].ours, value) : no_memory();
         json_decref(value);
@@ -365,7 +374,11 @@ mn_status mn_dialect_write(json_t *object, const char *family, char (*layers)[MN
         if (strcmp(keys[i].type, family) == 0 && !own) json_object_del(object, keys[i].ours);
     }
     for (size_t i = 0; i < MN_COUNTOF(fixed); i++) {
-        if (strcmp(fixed[i].type, family) == 0) json_object_del(object, fixed[i].ours);
+        if (strcmp(fixed[i].type, family) != 0) continue;
+        json_t *value = json_loads(fixed[i].json, JSON_DECODE_ANY, NULL);
+        const json_t *ours = json_object_get(object, fixed[i].ours);
+        if (ours && same_value(ours, value)) json_object_del(object, fixed[i].ours);
+        json_decref(value);
     }
     if (st == MN_OK && mn_dialect_mixes(family)) st = put_layers(object, family, layers, n);
     const char *inner = mn_dialect_nested(family);
