@@ -282,7 +282,7 @@ static void drop_theirs(json_t *out, const char *family) {
     }
 }
 
-/* Whether what a class does unsaid is what the model does; 1 and 1.0 are the same. */
+/* Whether what a class does without saying so is what the model does; 1 and 1.0 are the same. */
 static bool same_value(const json_t *a, const json_t *b) {
     if (json_is_number(a) && json_is_number(b)) {
         return json_number_value(a) == json_number_value(b);
