@@ -523,12 +523,17 @@ mn_status mn_session_save(const mn_session *session, const char *path) {
     return st == MN_OK ? mn_model_state_save(&session->state, session->model, path) : st;
 }
 
-/* Caches of a file say how many sequences they are of, and how long those are. */
+/* Caches of a file say how many sequences they are of, and how long those are: as long as what was
+ * read. */
 static mn_status check_caches(const mn_model_state *state, const char *path) {
     for (int i = 0; i < state->n_layers; i++) {
         for (int k = 0; k < state->layers[i].n_pieces; k++) {
             const mn_state_piece *piece = &state->layers[i].pieces[k];
-            if (piece->width == 0 || piece->B == 1) continue;
+            if (piece->width == 0 || (piece->B == 1 && piece->length == state->position)) continue;
+            if (piece->B == 1) {
+                return mn_fail(MN_ERR_FORMAT, "%s: layer %d keeps %" PRId64 " tokens of %" PRId64
+                               " that were read", path, i, piece->length, state->position);
+            }
             return mn_fail(MN_ERR_ARGUMENT, "%s is the state of %" PRId64 " sequences at once; a "
                            "session is one", path, piece->B);
         }
