@@ -571,15 +571,29 @@ static mn_sequence *next_reader(const mn_engine *e) {
     return best;
 }
 
-static void read_chunk(mn_engine *e) {
+/* How many tokens were read; 0: nothing is to be read. */
+static int64_t read_chunk(mn_engine *e) {
     mn_sequence *s = next_reader(e);
-    if (!s) return;
+    if (!s) return 0;
     const int64_t before = s->n_read;
     const mn_status st = mn_sequence_read(e, s);
     mn_engine_lock(e);
     e->metrics.read_tokens += (uint64_t)(s->n_read - before);
     mn_engine_unlock(e);
+    const int64_t count = mn_max(s->n_read - before, 1);
     if (st != MN_OK) fail_job(e, s->job, st);
+    return count;
+}
+
+/* At least a chunk; short prompts together as much as one, while that takes no longer than a step
+ * of those that write. */
+static void read_chunks(mn_engine *e) {
+    const double start = mn_seconds();
+    int64_t count = 0, more;
+    do {
+        more = read_chunk(e);
+        count += more;
+    } while (more && count < e->options.chunk && mn_seconds() - start < e->step_seconds);
 }
 
 enum { MOST_UNSENT = 1 << 20 };    // bytes of events that a client may leave lying
@@ -623,8 +637,9 @@ static void step_all(mn_engine *e, int64_t drawn) {
     }
     const double start = mn_seconds();
     const mn_status st = mn_batch_step(e->batch, e->stepping, e->tokens, n);
+    e->step_seconds = mn_seconds() - start;
     mn_engine_lock(e);
-    mn_histogram_add(&e->metrics.step, mn_seconds() - start);
+    mn_histogram_add(&e->metrics.step, e->step_seconds);
     e->metrics.steps++;
     mn_engine_unlock(e);
     for (int64_t i = 0; i < n; i++) {
@@ -686,7 +701,7 @@ static void *run(void *context) {
         start_jobs(e);
         drop_cancelled(e);
         const uint64_t ticks = e->ticks;
-        read_chunk(e);
+        read_chunks(e);
         bool ended = false;
         const int64_t n = draw_all(e, &ended);
         if (n > 0) step_all(e, n);

@@ -92,6 +92,7 @@ struct mn_engine {
     mn_sequence **active;              // (streams)
     int64_t n_active;
     uint64_t ticks;
+    double step_seconds;               // that the last step took
     mn_job *finished;                  // in this turn
     mn_session **stepping;             // (streams), with the tokens they read
     mn_sequence **stepped, **turn;
