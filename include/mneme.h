@@ -183,6 +183,11 @@ MN_API void mn_batch_destroy(mn_batch *batch);            // NULL accepted
 MN_API mn_status mn_batch_step(mn_batch *batch, mn_session *const *sessions,
                                const int32_t *tokens, int64_t n);
 
+/* Session i reads the counts[i] tokens at tokens[i], 2 or more, with the bits that mn_session_feed
+ * would give it if it read them in one chunk: prompts of several sessions at once. */
+MN_API mn_status mn_batch_feed(mn_batch *batch, mn_session *const *sessions,
+                               const int32_t *const *tokens, const int64_t *counts, int64_t n);
+
 /* How the next token is drawn, applied in this order. All zeros: always the most probable. */
 typedef struct mn_sampling {
     double repetition_penalty;     // of the logits of recent tokens; 0, 1: off

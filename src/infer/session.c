@@ -441,21 +441,6 @@ static mn_status check_whole(const mn_session *s) {
     return MN_OK;
 }
 
-void mn_session_exchange(mn_session *a, mn_session *b) {
-    const mn_model_state state = a->state;
-    const bool broken = a->broken;
-    forget_graph(a);
-    forget_graph(b);
-    if (a->played) memcpy(a->state.logits, a->logits, (size_t)a->state.n_logits * sizeof(float));
-    if (b->played) memcpy(b->state.logits, b->logits, (size_t)b->state.n_logits * sizeof(float));
-    a->state = b->state;
-    a->broken = b->broken;
-    b->state = state;
-    b->broken = broken;
-    a->n_variance = b->n_variance = 0;
-    a->played = b->played = false;
-}
-
 mn_status mn_session_reset(mn_session *session) {
     mn_model_state state;
     const mn_status st = mn_model_state_create(&state, session->model);

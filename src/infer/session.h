@@ -23,9 +23,11 @@ typedef struct mn_logits_hearer {
 mn_status mn_session_feed_heard(mn_session *session, const int32_t *tokens, int64_t count,
                                 const mn_logits_hearer *hearer);
 
-/* Two sessions of one model and context trade what they remember, without a copy; variances of the
- * last feed are forgotten. */
-void mn_session_exchange(mn_session *a, mn_session *b);
+/* mn_batch_feed that tells the logits behind every token to hearers[b] of session b; any of them,
+ * or all, may be NULL. */
+mn_status mn_batch_feed_heard(mn_batch *batch, mn_session *const *sessions,
+                              const int32_t *const *tokens, const int64_t *counts, int64_t n,
+                              const mn_logits_hearer *const *hearers);
 
 /* Tokens that a feed computes at once. */
 int64_t mn_session_chunk(const mn_session *session);

@@ -29,6 +29,7 @@ typedef struct mn_layer_state {
      * tokens each has read. */
     struct mn_layer_state **rows;
     const int64_t *positions;
+    const int64_t *starts;     // B = 1: sequence b is tokens [starts[b], starts[b+1]); NULL: row b
     int64_t n_rows;
 } mn_layer_state;
 
@@ -59,6 +60,9 @@ mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype,
 /* Sets `slot`, a number of the operator at hand, to the tokens of the sequence before this pass:
  * `position`, or for a batch those of each sequence. */
 void mn_state_position(mn_layer_state *state, mn_run *run, int64_t *slot, int64_t position);
+
+/* Before an operator takes what mn_state_append gave: that a batch runs it sequence by sequence. */
+void mn_state_rows(const mn_layer_state *state, mn_run *run);
 
 /* Binds an operator's initial and final state to the piece `name` of `count` numbers. With T = 1
  * the piece is updated in place. `state` NULL: binds nothing. A fresh piece leaves the initial

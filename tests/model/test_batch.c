@@ -87,9 +87,32 @@ static void steps(const char *what, fixture *f) {
             if (joins(i, t)) check_same(what, f, i, t);
         }
     }
-    for (int i = 0; i < SESSIONS; i++) {    // and what they remember goes on the same way
-        need(mn_session_feed(f->alone[i], f->tokens[i], 5));
-        need(mn_session_feed(f->together[i], f->tokens[i], 5));
+}
+
+/* Each session reads another number of tokens, all in one pass, and goes on. */
+static void feeds(const char *what, fixture *f) {
+    const int32_t *tokens[SESSIONS];
+    int64_t counts[SESSIONS];
+    for (int i = 0; i < SESSIONS; i++) {
+        tokens[i] = f->tokens[i];
+        counts[i] = 2 + i * 5 % 14;
+        need(mn_session_feed(f->alone[i], tokens[i], counts[i]));
+    }
+    need(mn_batch_feed(f->batch, f->together, tokens, counts, SESSIONS));
+    for (int i = 0; i < SESSIONS; i++) {
+        const mn_session *a = f->alone[i], *b = f->together[i];
+        CHECK(memcmp(mn_session_logits(a), mn_session_logits(b), VOCABULARY * sizeof(float)) == 0,
+              "%s, session %d: %lld tokens fed otherwise", what, i, (long long)counts[i]);
+        for (int k = 0; k < mn_session_beliefs(a); k++) {
+            const float *va, *vb;
+            const int64_t n = mn_session_belief(&va, a, k), m = mn_session_belief(&vb, b, k);
+            CHECK(n == m && n == counts[i] && memcmp(va, vb, (size_t)n * sizeof *va) == 0,
+                  "%s, session %d: variances of a feed", what, i);
+        }
+    }
+    for (int i = 0; i < SESSIONS; i++) {
+        need(mn_session_feed(f->alone[i], f->tokens[i], 3));
+        need(mn_session_feed(f->together[i], f->tokens[i], 3));
         CHECK(memcmp(mn_session_logits(f->alone[i]), mn_session_logits(f->together[i]),
                      VOCABULARY * sizeof(float)) == 0, "%s, session %d: goes on otherwise", what,
               i);
@@ -108,10 +131,10 @@ static const struct {
 static void config_of(char *json, size_t size, size_t row) {
     const char *options = rows[row].options + 1;
     snprintf(json, size, "{\"layers\": \"%s, %s\", \"hidden_size\": 8, \"vocab_size\": %d, "
-             "\"max_position_embeddings\": 64, \"intermediate_size\": 12%s%s", rows[row].layer,
+             "\"max_position_embeddings\": 96, \"intermediate_size\": 12%s%s", rows[row].layer,
              rows[row].layer, VOCABULARY, *options == '}' ? "" : ", ", options);
     char *block = strstr(json, "\"block_size\": 1");    // 1x: not room for the tokens of this test
-    if (block) block[strlen("\"block_size\": ")] = '6';
+    if (block) block[strlen("\"block_size\": ")] = '9';
 }
 
 static void every_layer_has_the_bits_of_steps_alone(void **context) {
@@ -121,6 +144,7 @@ static void every_layer_has_the_bits_of_steps_alone(void **context) {
         fixture f;
         config_of(json, sizeof json, row);
         start(&f, NULL, 2, json);
+        feeds(json, &f);
         steps(json, &f);
         finish(&f);
     }
@@ -142,11 +166,12 @@ static void targets_and_threads(void **state) {
         mn_context_destroy(context);
         for (int i = 0; here && i < (int)MN_COUNTOF(layers); i++) {
             snprintf(json, sizeof json, "{\"layers\": \"%s\", \"hidden_size\": 40, "
-                     "\"vocab_size\": %d, \"max_position_embeddings\": 64, "
+                     "\"vocab_size\": %d, \"max_position_embeddings\": 96, "
                      "\"intermediate_size\": 100, \"logit_softcap\": 20}", layers[i], VOCABULARY);
             fixture f;
             start(&f, targets[t], 1 + i, json);
             steps(layers[i], &f);
+            feeds(layers[i], &f);
             finish(&f);
         }
     }
@@ -166,6 +191,9 @@ static void refusals_change_nothing(void **context) {
     CHECK(mn_batch_step(f.batch, three, NULL, 3) == MN_ERR_ARGUMENT, "no tokens");
     CHECK(mn_batch_step(f.batch, three, fine, -1) == MN_ERR_ARGUMENT, "less than none");
     CHECK(mn_batch_step(f.batch, NULL, NULL, 0) == MN_OK, "none: %s", mn_last_error());
+    const int32_t *few[] = { fine, fine, fine };
+    const int64_t one[] = { 2, 1, 2 };
+    CHECK(mn_batch_feed(f.batch, three, few, one, 3) == MN_ERR_ARGUMENT, "one token to feed");
     for (int i = 1; i < 4; i++) CHECK(mn_session_position(f.together[i]) == i, "position");
     CHECK(mn_batch_step(f.batch, three, fine, 3) == MN_OK, "%s", mn_last_error());
     CHECK(mn_batch_create(NULL, f.context, f.model) == MN_ERR_ARGUMENT, "nowhere to put it");
