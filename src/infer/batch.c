@@ -1,9 +1,9 @@
 /* batch.c - one token, or a few, for each of many sessions in one forward pass.
  *
- * The rows of the pass are the tokens of all sessions: products read each weight once for all of them, and
- * operators with a state run sequence by sequence on the states where they are (tape/operator.c).
- * A row of a product depends on that row alone (ops/matmul.h), so each session gets the bits of a
- * step by itself. On a GPU sessions step one after the other. */
+ * The rows of the pass are the tokens of all sessions: products read each weight once for all of
+ * them, and operators with a state run sequence by sequence on the states where they are
+ * (tape/operator.c). A row of a product depends on that row alone (ops/matmul.h), so each session
+ * gets the bits that it would have by itself. On a GPU sessions step one after the other. */
 #include <stdlib.h>
 #include <string.h>
 

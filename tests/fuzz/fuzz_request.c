@@ -1,5 +1,5 @@
-/* fuzz_request.c - bodies of requests: any bytes are refused with a message, or give a request whose
- * numbers are all within the limits it was read with. */
+/* fuzz_request.c - bodies of requests: any bytes are refused with a message, or give a request
+ * whose numbers are all within the limits it was read with. */
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>

@@ -1,5 +1,5 @@
-/* fuzz_upload.c - uploaded states: any bytes are refused with a message, or give a state whose steps
- * disturb no session that steps beside it.
+/* fuzz_upload.c - uploaded states: any bytes are refused with a message, or give a state whose
+ * steps disturb no session that steps beside it.
  *
  * A state names its model by a number that no fuzzer finds: "@@@@@@@@@@@@@@@@" in the input stands
  * for that of the model used here, as in fuzz_state.c. */
