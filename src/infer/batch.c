@@ -121,6 +121,7 @@ static mn_status check(const mn_batch *batch, const company *c) {
         }
         if (st != MN_OK) break;
         s->in_batch = true;
+        mn_session_settle(s);
     }
     for (int64_t i = 0; i < marked; i++) c->sessions[i]->in_batch = false;
     return st;

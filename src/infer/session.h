@@ -29,6 +29,13 @@ mn_status mn_batch_feed_heard(mn_batch *batch, mn_session *const *sessions,
                               const int32_t *const *tokens, const int64_t *counts, int64_t n,
                               const mn_logits_hearer *const *hearers);
 
+/* Whether the next step may find its token read already. */
+bool mn_session_is_ahead(const mn_session *session);
+
+/* What followed the last tokens when they, as long a run of them as possible, were there before: up
+ * to `most` tokens. How many; 0: none of them was. */
+int64_t mn_guess_ngram(int32_t *out, int64_t most, const int32_t *seen, int64_t count);
+
 /* Tokens that a feed computes at once. */
 int64_t mn_session_chunk(const mn_session *session);
 

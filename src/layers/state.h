@@ -17,6 +17,9 @@ typedef struct mn_state_piece {
     void *now, *next;          // the state, and memory for the one after it
     /* caches: (B, capacity, width) with the first `length` tokens written */
     int64_t length, capacity, width, B;
+    void *steps;               // what it was after each step of the last pass of steps, in memory
+                               //   of that pass; and tokens of a cache before
+    int64_t before;
 } mn_state_piece;
 
 /* All zeros is a fresh state, of the host. */
@@ -31,6 +34,7 @@ typedef struct mn_layer_state {
     const int64_t *positions;
     const int64_t *starts;     // B = 1: sequence b is tokens [starts[b], starts[b+1]); NULL: row b
     int64_t n_rows;
+    bool steps;                // the rows are one state: steps one after the other
 } mn_layer_state;
 
 void mn_layer_state_free(mn_layer_state *state);    // becomes fresh
@@ -54,6 +58,10 @@ mn_state_piece *mn_state_find(mn_layer_state *state, const char *name);
 mn_status mn_state_put(mn_layer_state *state, const char *name, mn_dtype dtype,
                        const void *numbers, int64_t count, int64_t B, int64_t length,
                        int64_t width);
+
+/* After a pass of steps, as long as its tape has not begun another: the state as it was after the
+ * first `count` of them. */
+void mn_layer_state_back(mn_layer_state *state, int64_t count);
 
 /* ---- for layers ------------------------------------------------------------------------------ */
 

@@ -102,6 +102,12 @@ struct mn_run_rows {
     void **data[MOST_ROW_FIELDS];
     size_t number;                   // offset of what `numbers` are for
     const int64_t *numbers, *lengths;
+    int n_saves;
+    struct {
+        const void *from;
+        void *to;
+        size_t bytes;
+    } saves[MOST_ROW_FIELDS];
 };
 
 mn_tensor_rows *mn_tape_rows(mn_tape *tape, int64_t n) {
@@ -142,6 +148,17 @@ void mn_run_row_at(mn_run *run, const char *field, int64_t b, void *memory) {
     const int i = find(run, field);
     void **data = i >= 0 ? row_data(run, run->fields[i].offset) : NULL;
     if (data) data[b] = memory;
+}
+
+void mn_run_row_save(mn_run *run, const void *from, void *to, size_t bytes) {
+    mn_run_rows *rows = run->rows;
+    if (!rows || rows->n_saves == MOST_ROW_FIELDS) {
+        fail(run, "has no place to be kept", "a state");
+        return;
+    }
+    rows->saves[rows->n_saves].from = from;
+    rows->saves[rows->n_saves].to = to;
+    rows->saves[rows->n_saves++].bytes = bytes;
 }
 
 void mn_run_row_numbers(mn_run *run, int64_t *slot, const int64_t *values) {
@@ -191,6 +208,13 @@ static void fill_row(const mn_run *run, unsigned char *args, int64_t b) {
     if (rows->numbers) *(int64_t *)(args + rows->number) = rows->numbers[b];
 }
 
+static void save_step(const mn_run_rows *rows, int64_t b) {
+    for (int i = 0; i < rows->n_saves; i++) {
+        const size_t bytes = rows->saves[i].bytes;
+        memcpy((char *)rows->saves[i].to + (size_t)b * bytes, rows->saves[i].from, bytes);
+    }
+}
+
 static void execute_rows(mn_run *run) {
     mn_tape *tape = run->tape;
     const int64_t n = run->rows->n;
@@ -200,7 +224,14 @@ static void execute_rows(mn_run *run) {
         memcpy(all + (size_t)b * step, run->args, bytes);
         fill_row(run, all + (size_t)b * step, b);
     }
-    const mn_status st = all ? mn_op_run_rows(tape->context, run->op, all, step, n) : MN_OK;
+    mn_status st = MN_OK;
+    if (all && run->rows->n_saves == 0) {
+        st = mn_op_run_rows(tape->context, run->op, all, step, n);
+    }
+    for (int64_t b = 0; all && run->rows->n_saves > 0 && b < n && st == MN_OK; b++) {
+        st = mn_op_run(tape->context, run->op, MN_FORWARD, all + (size_t)b * step);
+        save_step(run->rows, b);
+    }
     if (st != MN_OK) mn_tape_fail(tape, st);
 }
 

@@ -119,6 +119,51 @@ static void feeds(const char *what, fixture *f) {
     }
 }
 
+/* Variances are told by single steps only. */
+static void without_belief(fixture *f) {
+    mn_session **both[] = { &f->alone[0], &f->together[0] };
+    const mn_session_options how = { .prefill_chunk = 16 };
+    for (int i = 0; i < 2; i++) {
+        mn_session_destroy(*both[i]);
+        need(mn_session_create(both[i], f->context, f->model, &how));
+    }
+}
+
+/* Session 0 steps alone; its twin expects tokens that come, that come in part, or that do not. */
+static void expects(const char *what, fixture *f) {
+    mn_session *a = f->alone[0], *b = f->together[0];
+    int32_t guesses[5];
+    int64_t at = 0;
+    const int32_t *tokens = f->tokens[1];
+    need(mn_session_reset(a));
+    need(mn_session_reset(b));
+    for (int round = 0; at < PROMPT; round++) {
+        for (int k = 0; k < 5; k++) {
+            const int32_t right = tokens[mn_min(at + 1 + k, PROMPT)];
+            guesses[k] = k < round % 6 ? right : (right + 1) % VOCABULARY;
+        }
+        if (!mn_session_is_ahead(b)) need(mn_session_expect(b, guesses, 1 + round % 5));
+        for (int k = 0; k <= round % 4 && at < PROMPT; k++, at++) {
+            need(mn_session_step(a, tokens[at]));
+            need(mn_session_step(b, tokens[at]));
+            CHECK(memcmp(mn_session_logits(a), mn_session_logits(b),
+                         VOCABULARY * sizeof(float)) == 0, "%s: token %lld after guesses", what,
+                  (long long)at);
+        }
+        if (round % 3 == 2) {    // whatever else looks at the state finds what was stepped
+            CHECK(mn_session_bytes(a) == mn_session_bytes(b), "%s: bytes", what);
+            mn_session *fork = NULL;
+            need(mn_session_fork(&fork, b));
+            CHECK(mn_session_position(fork) == at, "%s: a fork's position", what);
+            mn_session_destroy(fork);
+        }
+    }
+    need(mn_session_feed(a, tokens, 4));
+    need(mn_session_feed(b, tokens, 4));
+    CHECK(memcmp(mn_session_logits(a), mn_session_logits(b), VOCABULARY * sizeof(float)) == 0,
+          "%s: goes on otherwise after guesses", what);
+}
+
 static const struct {
     const char *layer, *options;
 } rows[] = {
@@ -146,6 +191,8 @@ static void every_layer_has_the_bits_of_steps_alone(void **context) {
         start(&f, NULL, 2, json);
         feeds(json, &f);
         steps(json, &f);
+        without_belief(&f);
+        expects(json, &f);
         finish(&f);
     }
     check_done();
@@ -172,6 +219,8 @@ static void targets_and_threads(void **state) {
             start(&f, targets[t], 1 + i, json);
             steps(layers[i], &f);
             feeds(layers[i], &f);
+            without_belief(&f);
+            expects(layers[i], &f);
             finish(&f);
         }
     }

@@ -15,7 +15,7 @@ typedef struct mn_generate_options {
     const char *device, *dtype;     // NULL: cpu, f32
     char **stops;                   // n_stops texts that end a continuation
     int n_stops;
-    int n_tokens, n_forks, n_threads, chunk;
+    int n_tokens, n_forks, n_threads, chunk, draft;
     bool belief, json, echo, ignore_eos, interactive, quiet;
     mn_sampling sampling;
 } mn_generate_options;

@@ -265,11 +265,24 @@ static mn_status keep_variance(mn_continuation *out, double variance) {
     return MN_OK;
 }
 
+/* What followed such tokens before may follow them again. */
+static mn_status expect(mn_generator *g, mn_session *session, int32_t token) {
+    int32_t guesses[64];
+    const int64_t most = mn_min(g->options->draft, (int64_t)MN_COUNTOF(guesses));
+    if (most == 0 || mn_session_is_ahead(session)) return MN_OK;
+    mn_status st = mn_token_list_add(&g->seen, token);
+    if (st != MN_OK) return st;
+    const int64_t n = mn_guess_ngram(guesses, most, g->seen.ids, g->seen.count);
+    g->seen.count--;
+    return mn_session_expect(session, guesses, n);
+}
+
 /* Takes in one drawn token: into the session, the lists and the text. */
 static mn_status take(writer *w, mn_session *session, int32_t token) {
     mn_generator *g = w->g;
     double variance = NAN;
-    mn_status st = mn_session_step(session, token);
+    mn_status st = expect(g, session, token);
+    if (st == MN_OK) st = mn_session_step(session, token);
     if (st == MN_OK) st = mn_token_list_add(&w->out->tokens, token);
     if (st == MN_OK) st = mn_token_list_add(&g->seen, token);
     if (st == MN_OK && g->options->belief) {
