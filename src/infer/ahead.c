@@ -110,6 +110,10 @@ bool mn_session_is_ahead(const mn_session *session) {
     return session->n_agreed < session->n_ahead;
 }
 
+bool mn_session_finds(const mn_session *session, int32_t token) {
+    return mn_session_is_ahead(session) && session->ahead[session->n_agreed] == token;
+}
+
 /* ---- guesses --------------------------------------------------------------------------------- */
 
 int64_t mn_guess_ngram(int32_t *out, int64_t most, const int32_t *seen, int64_t count) {

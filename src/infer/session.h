@@ -29,8 +29,9 @@ mn_status mn_batch_feed_heard(mn_batch *batch, mn_session *const *sessions,
                               const int32_t *const *tokens, const int64_t *counts, int64_t n,
                               const mn_logits_hearer *const *hearers);
 
-/* Whether the next step may find its token read already. */
+/* Whether the next step may find its token read already, and whether it would find `token`. */
 bool mn_session_is_ahead(const mn_session *session);
+bool mn_session_finds(const mn_session *session, int32_t token);
 
 /* What followed the last tokens when they, as long a run of them as possible, were there before: up
  * to `most` tokens. How many; 0: none of them was. */

@@ -67,6 +67,9 @@ typedef struct mn_generator {
     mn_tokenizer *tokenizer;
     mn_session *session;
     mn_sampling sampling;
+    int64_t guessed, agreed;        // of the last guesses
+    int64_t draft;                  // how many to guess
+    int64_t rest, rest_after;       // tokens without guesses: now, and after the last in vain
     int64_t n_ids;                  // ids that model and tokenizer both know
     mn_token_list seen;             // tokens read and written, for the penalty
     mn_show show;
