@@ -619,7 +619,7 @@ static mn_status feed_chunks(mn_engine *e, int64_t n) {
     for (int64_t i = 0; i < n && st == MN_OK; i++) {
         mn_sequence *s = e->reading[i];
         const int64_t count = mn_sequence_chunk(e, s);
-        const int32_t *tokens = s->prompt->tokens.ids + s->n_read;
+        const int32_t *tokens = count > 0 ? s->prompt->tokens.ids + s->n_read : NULL;
         if (count > 1) {
             e->stepping[fed] = s->session;
             e->chunks[fed] = tokens;
