@@ -191,6 +191,11 @@ MN_API void mn_session_destroy(mn_session *session);      // NULL accepted
 MN_API mn_status mn_session_feed(mn_session *session, const int32_t *tokens, int64_t count);
 MN_API mn_status mn_session_step(mn_session *session, int32_t token);
 
+/* Tokens that may follow the next one. On a CPU the next step reads them with its own in one pass,
+ * and steps that agree cost nothing then; others take back what was read. Results have the same
+ * bits whatever is expected (speculative decoding). */
+MN_API mn_status mn_session_expect(mn_session *session, const int32_t *tokens, int64_t n);
+
 /* Reads tokens and tells the logarithm of the probability each had when its turn came; 0 for the
  * first token of a sequence, which nothing foretold. `log_probabilities` holds `count` numbers. */
 MN_API mn_status mn_session_score(mn_session *session, const int32_t *tokens, int64_t count,
@@ -243,6 +248,11 @@ MN_API void mn_batch_destroy(mn_batch *batch);            // NULL accepted
  * failure each of them has to be reset, restored or loaded. */
 MN_API mn_status mn_batch_step(mn_batch *batch, mn_session *const *sessions,
                                const int32_t *tokens, int64_t n);
+
+/* Session i reads the counts[i] tokens at tokens[i], 2 or more, with the bits that mn_session_feed
+ * would give it if it read them in one chunk: prompts of several sessions at once. */
+MN_API mn_status mn_batch_feed(mn_batch *batch, mn_session *const *sessions,
+                               const int32_t *const *tokens, const int64_t *counts, int64_t n);
 
 /* How the next token is drawn, applied in this order. All zeros: always the most probable. */
 typedef struct mn_sampling {

@@ -105,6 +105,9 @@ void mn_session_destroy(mn_session *session) {
     mn_tape_destroy(session->tape);
     mn_sampler_destroy(session->sampler);
     free(session->variance);
+    free(session->expected);
+    free(session->ahead);
+    free(session->ahead_logits);
     free(session);
 }
 
@@ -313,8 +316,10 @@ static mn_status read_tokens(mn_session *s, const reading *in, int64_t chunk) {
 }
 
 mn_status mn_session_feed(mn_session *session, const int32_t *tokens, int64_t count) {
-    const mn_status st = mn_session_check_tokens(session, tokens, count);
+    mn_status st = mn_session_check_tokens(session, tokens, count);
     if (st != MN_OK || count == 0) return st;
+    if (count == 1 && mn_session_step_ahead(session, tokens[0], &st)) return st;
+    mn_session_settle(session);
     const reading in = { .tokens = tokens, .count = count };
     return read_tokens(session, &in, mn_min(session->options.prefill_chunk, count));
 }
@@ -325,6 +330,7 @@ mn_status mn_session_feed_heard(mn_session *session, const int32_t *tokens, int6
                                 const mn_logits_hearer *hearer) {
     const mn_status st = mn_session_check_tokens(session, tokens, count);
     if (st != MN_OK || count == 0) return st;
+    mn_session_settle(session);
     const reading in = { .tokens = tokens, .count = count, .hearer = hearer };
     const int64_t rows = mn_max(HEARD_LOGITS / mn_model_vocabulary(session->model), 1);
     return read_tokens(session, &in, mn_min(mn_min(session->options.prefill_chunk, count), rows));
@@ -351,6 +357,7 @@ mn_status mn_session_score(mn_session *session, const int32_t *tokens, int64_t c
                            double *log_probabilities) {
     mn_status st = mn_session_check_tokens(session, tokens, count);
     if (st != MN_OK || count == 0) return st;
+    mn_session_settle(session);
     const int64_t chunk = mn_min(session->options.prefill_chunk, count);
     reading in = { .tokens = tokens, .count = count, .scores = log_probabilities };
     in.targets = malloc((size_t)chunk * sizeof *in.targets);
@@ -377,6 +384,7 @@ int64_t mn_session_position(const mn_session *session) {
 }
 
 size_t mn_session_bytes(const mn_session *session) {
+    mn_session_settle((mn_session *)session);    // a cache is as long as what was stepped
     return mn_model_state_bytes(&session->state);
 }
 
@@ -425,6 +433,7 @@ mn_status mn_session_sample(int32_t *token, mn_session *session, const mn_sampli
 /* `state` becomes the session's. */
 static void take_state(mn_session *s, mn_model_state *state) {
     forget_graph(s);
+    mn_session_forget_ahead(s);
     mn_model_state_free(&s->state);
     s->state = *state;
     s->n_variance = 0;
@@ -437,23 +446,9 @@ static mn_status check_whole(const mn_session *s) {
         return mn_fail(MN_ERR_ARGUMENT, "the session failed in the middle of a feed: what it "
                        "remembers is not to be kept");
     }
+    mn_session_settle((mn_session *)s);    // what it remembers is what was stepped
     if (s->played) memcpy(s->state.logits, s->logits, (size_t)s->state.n_logits * sizeof(float));
     return MN_OK;
-}
-
-void mn_session_exchange(mn_session *a, mn_session *b) {
-    const mn_model_state state = a->state;
-    const bool broken = a->broken;
-    forget_graph(a);
-    forget_graph(b);
-    if (a->played) memcpy(a->state.logits, a->logits, (size_t)a->state.n_logits * sizeof(float));
-    if (b->played) memcpy(b->state.logits, b->logits, (size_t)b->state.n_logits * sizeof(float));
-    a->state = b->state;
-    a->broken = b->broken;
-    b->state = state;
-    b->broken = broken;
-    a->n_variance = b->n_variance = 0;
-    a->played = b->played = false;
 }
 
 mn_status mn_session_reset(mn_session *session) {
@@ -523,12 +518,17 @@ mn_status mn_session_save(const mn_session *session, const char *path) {
     return st == MN_OK ? mn_model_state_save(&session->state, session->model, path) : st;
 }
 
-/* Caches of a file say how many sequences they are of, and how long those are. */
+/* Caches of a file say how many sequences they are of, and how long those are: as long as what was
+ * read. */
 static mn_status check_caches(const mn_model_state *state, const char *path) {
     for (int i = 0; i < state->n_layers; i++) {
         for (int k = 0; k < state->layers[i].n_pieces; k++) {
             const mn_state_piece *piece = &state->layers[i].pieces[k];
-            if (piece->width == 0 || piece->B == 1) continue;
+            if (piece->width == 0 || (piece->B == 1 && piece->length == state->position)) continue;
+            if (piece->B == 1) {
+                return mn_fail(MN_ERR_FORMAT, "%s: layer %d keeps %" PRId64 " tokens of %" PRId64
+                               " that were read", path, i, piece->length, state->position);
+            }
             return mn_fail(MN_ERR_ARGUMENT, "%s is the state of %" PRId64 " sequences at once; a "
                            "session is one", path, piece->B);
         }

@@ -206,6 +206,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     const double scale = 1.0 / sqrt((double)MN_OF(f, 'K'));
     if (softmax) ((mn_attention_args *)args)->scale = scale;
     else ((mn_relu_attention_args *)args)->scale = scale;
+    mn_state_rows(f->state, &run);
     mn_run_in(&run, "q", q);
     mn_run_in(&run, "k", k);
     mn_run_in(&run, "v", v);

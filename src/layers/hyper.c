@@ -129,6 +129,7 @@ static mn_tensor *forward(mn_forward *f, mn_tensor *x) {
     run.call->P = MN_OF(f, 'P');
     run.call->R = MN_OF(f, 'R');
     run.call->W = MN_OF(f, 'S');
+    mn_state_rows(f->state, &run);
     mn_run_in(&run, "q", q);
     mn_run_in(&run, "k", k);
     mn_run_in(&run, "v", v);

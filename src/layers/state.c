@@ -264,16 +264,48 @@ static bool place_piece(piece_place *place, mn_layer_state *state, const mn_run 
     return true;
 }
 
+/* Keeps the piece after each step. Its memory is that of the first step's result: a fresh piece
+ * gets it here, so that all steps find it at one place. */
+static bool save_steps(mn_layer_state *state, mn_run *run, const char *name, int64_t count) {
+    mn_tape *tape = run->tape;
+    mn_state_piece *piece = find_or_add(state->rows[0], name);
+    void *steps = mn_tape_memory(tape, count * state->n_rows);
+    if (!piece || !steps) return false;
+    if (!piece->now && !piece->next) {
+        piece->dtype = state_dtype(tape);
+        piece->next = numbers(state->rows[0], count, item_of(piece));
+    }
+    void *at = piece->now ? piece->now : piece->next;
+    piece->steps = steps;
+    if (at) mn_run_row_save(run, at, steps, (size_t)count * item_of(piece));
+    return at != NULL;
+}
+
+void mn_layer_state_back(mn_layer_state *state, int64_t count) {
+    for (int i = 0; i < state->n_pieces; i++) {
+        mn_state_piece *piece = &state->pieces[i];
+        if (piece->width) {
+            piece->length = piece->before + count;
+            piece->count = piece->B * piece->length * piece->width;
+        } else if (piece->steps) {
+            const size_t bytes = (size_t)piece->count * item_of(piece);
+            memcpy(piece->now, (const char *)piece->steps + (size_t)(count - 1) * bytes, bytes);
+        }
+    }
+}
+
 void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const char *out,
                    const char *name, int64_t count) {
     mn_tape *tape = run->tape;
     if (!state || mn_tape_status(tape) != MN_OK || mn_tape_plans(tape)) return;
     piece_place place;
+    const int64_t each = state->n_rows && !state->starts ? count / state->n_rows : count;
+    if (state->n_rows) mn_run_by_rows(run, state->n_rows, state->starts);
+    if (state->steps && !save_steps(state, run, name, each)) return;
     for (int64_t b = 0; b < state->n_rows; b++) {
-        const int64_t n = state->n_rows;
-        if (!place_piece(&place, state->rows[b], run, name, count / n)) return;
-        mn_run_row_at(run, in, b, n, place.before);
-        mn_run_row_at(run, out, b, n, place.after);
+        if (!place_piece(&place, state->rows[b], run, name, each)) return;
+        mn_run_row_at(run, in, b, place.before);
+        mn_run_row_at(run, out, b, place.after);
     }
     if (state->n_rows || !place_piece(&place, state, run, name, count)) return;
     if (place.before) mn_run_in_at(run, in, place.before);
@@ -282,8 +314,14 @@ void mn_state_bind(mn_layer_state *state, mn_run *run, const char *in, const cha
 
 void mn_state_position(mn_layer_state *state, mn_run *run, int64_t *slot, int64_t position) {
     if (state) state->by_position = true;
-    if (!state || !state->rows) *slot = position;
-    else mn_run_row_numbers(run, slot, state->positions, state->n_rows);
+    *slot = position;
+    if (!state || !state->rows) return;
+    mn_run_by_rows(run, state->n_rows, state->starts);
+    mn_run_row_numbers(run, slot, state->positions);
+}
+
+void mn_state_rows(const mn_layer_state *state, mn_run *run) {
+    if (state && state->rows) mn_run_by_rows(run, state->n_rows, state->starts);
 }
 
 /* ---- caches ---------------------------------------------------------------------------------- */
@@ -349,6 +387,13 @@ static mn_state_piece *extend(mn_layer_state *state, mn_tape *tape, const mn_ten
     return piece;
 }
 
+/* Steps share a cache, which may have moved since the ones before. */
+static void keep_before(mn_tensor_rows *rows, mn_layer_state *state, const char *name, int64_t b) {
+    mn_state_piece *piece = mn_state_find(state, name);
+    piece->before = piece->length - b - 1;
+    for (int64_t k = 0; k <= b; k++) rows->data[k] = piece->now;
+}
+
 /* The caches of a batch, each behind its own tokens. */
 static mn_tensor *append_rows(mn_layer_state *state, mn_tape *tape, mn_tensor *x,
                               const char *name) {
@@ -358,15 +403,19 @@ static mn_tensor *append_rows(mn_layer_state *state, mn_tape *tape, mn_tensor *x
     int64_t most = 0;
     for (int64_t b = 0; b < n; b++) {
         mn_tensor one = *x;
+        const int64_t *starts = state->starts;
+        const int64_t at = starts ? starts[b] * x->stride[1] : b * x->stride[0];
         one.shape[0] = 1;
-        one.data = (char *)x->data + (size_t)(b * x->stride[0]) * mn_dtype_bytes(x->dtype);
+        if (starts) one.shape[1] = starts[b + 1] - starts[b];
+        one.data = (char *)x->data + (size_t)at * mn_dtype_bytes(x->dtype);
         const mn_state_piece *piece = extend(state->rows[b], tape, &one, name);
         if (!piece) return NULL;
         rows->data[b] = piece->now;
         rows->length[b] = piece->length;
         most = mn_max(most, piece->length);
+        if (state->steps) keep_before(rows, state->rows[b], name, b);
     }
-    const int64_t shape[4] = { n, most, x->shape[2], x->shape[3] };
+    const int64_t shape[4] = { x->shape[0], most, x->shape[2], x->shape[3] };
     mn_tensor *all = mn_tape_input(tape, rows->data[0], NULL, shape);
     if (all) all->rows = rows;
     return all;

@@ -45,13 +45,11 @@ static mn_status open_model(mn_engine *e) {
     if (st == MN_OK) st = mn_model_open(&e->model, folder);
     if (st == MN_OK) st = mn_tokenizer_load(&e->tokenizer, folder);
     if (st == MN_OK) st = mn_chat_open(&e->chat, folder);
-    for (int i = 0; i < 2 && st == MN_OK; i++) {
-        const mn_session_options reads = { .prefill_chunk = e->options.chunk, .belief = i == 1 };
-        st = mn_session_create(&e->readers[i], e->context, e->model, &reads);
-    }
+    const mn_session_options reads = { .prefill_chunk = e->options.chunk };
+    if (st == MN_OK) st = mn_session_create(&e->probe, e->context, e->model, &reads);
     if (st == MN_OK) st = mn_batch_create(&e->batch, e->context, e->model);
     if (st != MN_OK) return st;
-    e->n_beliefs = mn_session_beliefs(e->readers[0]);
+    e->n_beliefs = mn_session_beliefs(e->probe);
     e->limits = (mn_ask_limits){
         .tokenizer = e->tokenizer, .chat = e->chat, .most_tokens = 4096, .belief = e->n_beliefs > 0,
         .n_ids = mn_min(mn_model_vocabulary(e->model), mn_tokenizer_size(e->tokenizer)),
@@ -71,7 +69,13 @@ static mn_status open_tables(mn_engine *e) {
     e->stepped = calloc(n, sizeof *e->stepped);
     e->turn = calloc(n, sizeof *e->turn);
     e->tokens = calloc(n, sizeof *e->tokens);
-    if (!e->active || !e->stepping || !e->stepped || !e->turn || !e->tokens) {
+    e->reading = calloc(n, sizeof *e->reading);
+    e->chunks = calloc(n, sizeof *e->chunks);
+    e->counts = calloc(n, sizeof *e->counts);
+    e->hearers = calloc(n, sizeof *e->hearers);
+    const bool there = e->active && e->stepping && e->stepped && e->turn && e->tokens &&
+                       e->reading && e->chunks && e->counts && e->hearers;
+    if (!there) {
         return mn_fail(MN_ERR_MEMORY, "no memory for %zu streams", n);
     }
     const mn_status st = mn_cache_create(&e->cache, o->cache_bytes, free_snapshot);
@@ -127,7 +131,7 @@ void mn_engine_close(mn_engine *e) {
     mn_cache_destroy(e->cache);
     mn_batch_destroy(e->batch);
     mn_sampler_destroy(e->sampler);
-    for (int i = 0; i < 2; i++) mn_session_destroy(e->readers[i]);
+    mn_session_destroy(e->probe);
     mn_chat_close(e->chat);
     mn_tokenizer_destroy(e->tokenizer);
     mn_model_close(e->model);
@@ -137,6 +141,10 @@ void mn_engine_close(mn_engine *e) {
     free(e->stepped);
     free(e->turn);
     free(e->tokens);
+    free(e->reading);
+    free(e->chunks);
+    free(e->counts);
+    free(e->hearers);
     free(e->folder);
     free(e->name);
     pthread_cond_destroy(&e->work);
@@ -555,31 +563,90 @@ static void drop_cancelled(mn_engine *e) {
     }
 }
 
-/* Of the sequences that read the one that has waited longest; of one job in order, so that its
- * other continuations find in the cache what the first has read. */
-static mn_sequence *next_reader(const mn_engine *e) {
+/* Whether the sequence may read: other continuations of a prompt that is being read wait, and find
+ * it in the cache. */
+static bool may_read(const mn_engine *e, const mn_sequence *s) {
+    for (int64_t i = 0; i < e->n_active; i++) {
+        const mn_sequence *other = e->active[i];
+        if (other == s) return s->stage == MN_STAGE_READING;
+        if (other->prompt == s->prompt && other->stage == MN_STAGE_READING) return false;
+    }
+    return false;
+}
+
+/* Of the sequences that read, the one that has waited longest and is not among the first n of
+ * `reading` yet. */
+static mn_sequence *next_reader(const mn_engine *e, int64_t n) {
     mn_sequence *best = NULL;
     for (int64_t i = 0; i < e->n_active; i++) {
         mn_sequence *s = e->active[i];
-        if (s->stage != MN_STAGE_READING) continue;
-        bool first = true;
-        for (int64_t k = 0; k < i && first; k++) {
-            first = e->active[k]->job != s->job || e->active[k]->stage != MN_STAGE_READING;
-        }
-        if (first && (!best || s->served < best->served)) best = s;
+        bool taken = !may_read(e, s) || (best && s->served >= best->served);
+        for (int64_t k = 0; k < n && !taken; k++) taken = e->reading[k] == s;
+        if (!taken) best = s;
     }
     return best;
 }
 
-static void read_chunk(mn_engine *e) {
-    mn_sequence *s = next_reader(e);
-    if (!s) return;
-    const int64_t before = s->n_read;
-    const mn_status st = mn_sequence_read(e, s);
-    mn_engine_lock(e);
-    e->metrics.read_tokens += (uint64_t)(s->n_read - before);
-    mn_engine_unlock(e);
-    if (st != MN_OK) fail_job(e, s->job, st);
+/* Chunks of as many prompts as are together a chunk, at least one; how many prompts. */
+static int64_t gather_chunks(mn_engine *e) {
+    int64_t n = 0, total = 0;
+    while (n < e->options.streams) {
+        mn_sequence *s = next_reader(e, n);
+        if (!s) break;
+        const mn_status st = mn_sequence_look(e, s);
+        if (st != MN_OK) {
+            mn_job *job = s->job;
+            fail_job(e, job, st);
+            int64_t kept = 0;
+            for (int64_t k = 0; k < n; k++) {
+                if (e->reading[k]->job != job) e->reading[kept++] = e->reading[k];
+            }
+            n = kept;
+            continue;
+        }
+        const int64_t count = mn_sequence_chunk(e, s);
+        if (n > 0 && total + count > e->options.chunk) break;
+        e->reading[n++] = s;
+        total += count;
+    }
+    return n;
+}
+
+/* One pass reads the chunks of 2 tokens and more; a token by itself is a step. */
+static mn_status feed_chunks(mn_engine *e, int64_t n) {
+    int64_t fed = 0;
+    mn_status st = MN_OK;
+    for (int64_t i = 0; i < n && st == MN_OK; i++) {
+        mn_sequence *s = e->reading[i];
+        const int64_t count = mn_sequence_chunk(e, s);
+        const int32_t *tokens = count > 0 ? s->prompt->tokens.ids + s->n_read : NULL;
+        if (count > 1) {
+            e->stepping[fed] = s->session;
+            e->chunks[fed] = tokens;
+            e->counts[fed] = count;
+            e->hearers[fed++] = mn_sequence_hearer(s);
+        } else if (count == 1) {
+            st = mn_session_feed_heard(s->session, tokens, 1, mn_sequence_hearer(s));
+        }
+    }
+    if (st != MN_OK) return st;
+    return mn_batch_feed_heard(e->batch, e->stepping, e->chunks, e->counts, fed, e->hearers);
+}
+
+static void read_chunks(mn_engine *e) {
+    const int64_t n = gather_chunks(e);
+    if (n == 0) return;
+    const mn_status st = feed_chunks(e, n);
+    for (int64_t i = 0; i < n; i++) {
+        mn_sequence *s = e->reading[i];
+        if (s->stage != MN_STAGE_READING) continue;    // its job has failed meanwhile
+        const int64_t count = mn_sequence_chunk(e, s);
+        const mn_status mine = st == MN_OK ? mn_sequence_fed(e, s, count) : st;
+        mn_engine_lock(e);
+        e->metrics.read_tokens += (uint64_t)count;
+        mn_engine_unlock(e);
+        if (mine != MN_OK) fail_job(e, s->job, mine);
+    }
 }
 
 enum { MOST_UNSENT = 1 << 20 };    // bytes of events that a client may leave lying
@@ -590,6 +657,11 @@ static bool is_behind(mn_engine *e, mn_job *job) {
     const bool behind = job->ask.stream && job->out.size - job->n_taken > MOST_UNSENT;
     mn_engine_unlock(e);
     return behind;
+}
+
+/* Whether a token is told when it is drawn: its variance is known only when it was read. */
+static bool tells_at_once(const mn_sequence *s) {
+    return s->job->ask.stream && !s->job->ask.belief;
 }
 
 /* Draws for every sequence that writes; how many go on to a step. Whether any ended. */
@@ -608,6 +680,7 @@ static int64_t draw_all(mn_engine *e, bool *ended) {
         else if (steps) e->stepped[n++] = s;
         else end_sequence(e, s);
         *ended |= !steps;
+        if (steps && tells_at_once(s)) send_events(e, s->job, s, false);
     }
     return n;
 }
@@ -633,7 +706,7 @@ static void step_all(mn_engine *e, int64_t drawn) {
         const mn_status mine = st == MN_OK ? mn_sequence_after(e, s) : st;
         if (mine != MN_OK) fail_job(e, s->job, mine);
         else if (s->finish) end_sequence(e, s);
-        else if (s->job->ask.stream) send_events(e, s->job, s, false);
+        else if (s->job->ask.stream && !tells_at_once(s)) send_events(e, s->job, s, false);
     }
 }
 
@@ -686,7 +759,7 @@ static void *run(void *context) {
         start_jobs(e);
         drop_cancelled(e);
         const uint64_t ticks = e->ticks;
-        read_chunk(e);
+        read_chunks(e);
         bool ended = false;
         const int64_t n = draw_all(e, &ended);
         if (n > 0) step_all(e, n);

@@ -33,6 +33,8 @@ typedef struct mn_sequence {
     int64_t n_read, n_cached, n_written;
     int32_t drawn;                     // the token that the next step reads
     uint64_t served;                   // when its last chunk was read
+    bool looked;                       // into the cache
+    mn_logits_hearer hearer;
     mn_stream_decoder decoder;
     mn_text held;                      // decoded, but it may be the start of a stop
     mn_text text;                      // settled
@@ -83,7 +85,7 @@ struct mn_engine {
     mn_tokenizer *tokenizer;
     mn_chat *chat;
     mn_ask_limits limits;
-    mn_session *readers[2];            // plain, and one that tells variances
+    mn_session *probe;                 // says what sessions on this model tell
     mn_batch *batch;
     mn_sampler *sampler;
     mn_cache *cache;
@@ -96,6 +98,10 @@ struct mn_engine {
     mn_session **stepping;             // (streams), with the tokens they read
     mn_sequence **stepped, **turn;
     int32_t *tokens;
+    mn_sequence **reading;             // (streams): whose chunks one pass reads
+    const int32_t **chunks;
+    int64_t *counts;
+    const mn_logits_hearer **hearers;
     pthread_t thread;
     bool started;
     /* under the lock */
@@ -112,8 +118,14 @@ struct mn_engine {
 /* Takes a place: a session, from the cache or a stored state where there is one. */
 mn_status mn_sequence_begin(mn_engine *engine, mn_sequence *s);
 
-/* Reads one chunk of the prompt. */
-mn_status mn_sequence_read(mn_engine *engine, mn_sequence *s);
+/* Before the first chunk: takes from the cache what it has of the prompt. */
+mn_status mn_sequence_look(mn_engine *engine, mn_sequence *s);
+
+/* Tokens of the next chunk of the prompt, 0 at its end; who hears their logits, NULL: nobody; and
+ * after the session was fed with them. */
+int64_t mn_sequence_chunk(const mn_engine *engine, const mn_sequence *s);
+const mn_logits_hearer *mn_sequence_hearer(const mn_sequence *s);
+mn_status mn_sequence_fed(mn_engine *engine, mn_sequence *s, int64_t count);
 
 /* Draws the next token; `*steps` unless the sequence ends with it. */
 mn_status mn_sequence_draw(mn_engine *engine, mn_sequence *s, bool *steps);

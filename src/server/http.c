@@ -129,9 +129,12 @@ static void check_header(request *r) {
         return;
     }
     if (!r->x.route) {
-        decide(r, status, "not_found_error", status == 405
-                   ? "this path takes another method; /openapi.json lists them"
-                   : "there is no such path; /openapi.json lists them");
+        if (status == 405) {
+            decide(r, 405, "invalid_request_error",
+                   "this path takes another method; /openapi.json lists them");
+        } else {
+            decide(r, 404, "not_found_error", "there is no such path; /openapi.json lists them");
+        }
         return;
     }
     const bool bytes = r->x.route->body == MN_BODY_BYTES;
@@ -242,12 +245,11 @@ static ssize_t read_events(void *context, uint64_t position, char *out, size_t s
 
 /* The job has something to say, or all. */
 static enum MHD_Result answer_job(request *r, bool done) {
-    size_t size;
-    const char *body = mn_job_body(r->x.job, &size);
-    const int status = mn_job_status(r->x.job);
-    const bool events = !done || (size > 5 && memcmp(body, "data:", 5) == 0);
+    size_t size = 0;
+    const char *body = done ? mn_job_body(r->x.job, &size) : NULL;    // the engine writes no more
+    const int status = done ? mn_job_status(r->x.job) : 200;
     r->x.status = status ? status : 200;
-    if (events) {
+    if (!done || (size > 5 && memcmp(body, "data:", 5) == 0)) {
         return queue(r, MHD_create_response_from_callback(MHD_SIZE_UNKNOWN, 1 << 14, read_events,
                                                           r, NULL), "text/event-stream");
     }

@@ -148,7 +148,7 @@ static json_t *variances(const mn_engine *e, const mn_sequence *s, int64_t from)
 static json_t *belief_layers(const mn_engine *e) {
     json_t *layers = json_array();
     for (int i = 0; i < e->n_beliefs; i++) {
-        json_array_append_new(layers, json_integer(mn_session_belief_layer(e->readers[0], i)));
+        json_array_append_new(layers, json_integer(mn_session_belief_layer(e->probe, i)));
     }
     return layers;
 }

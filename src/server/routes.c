@@ -401,27 +401,29 @@ static void call_download(mn_job *job, mn_engine *e) {
 }
 
 /* A message about the upload, not about our file. */
+static void fail_upload(mn_job *job, mn_status st, const char *file) {
+    const char *message = mn_last_error();
+    const size_t n = strlen(file);
+    if (strncmp(message, file, n) == 0) message += n + (message[n] == ':');
+    mn_job_fail(job, st == MN_ERR_MEMORY ? 503 : 400, "invalid_request_error",
+                message + strspn(message, " "));
+}
+
 static void call_upload(mn_job *job, mn_engine *e) {
     const mn_exchange *x = mn_job_data(job);
     mn_session *session = NULL;
     mn_stored_state *state = NULL;
     const mn_session_options how = { .prefill_chunk = e->options.chunk };
     mn_status st = mn_session_create(&session, e->context, e->model, &how);
-    if (st == MN_OK) st = mn_session_load(session, x->file);
+    if (st == MN_OK) st = mn_states_load(&state, e->states, session, x->file);
     if (st != MN_OK) {
-        const char *message = mn_last_error();
-        const size_t n = strlen(x->file);
-        if (strncmp(message, x->file, n) == 0) message += n + (message[n] == ':');
-        mn_job_fail(job, st == MN_ERR_MEMORY ? 503 : 400, "invalid_request_error",
-                    message + strspn(message, " "));
-    } else if (mn_session_position(session) > e->limits.context) {
+        fail_upload(job, st, x->file);
+    } else if (state->position > e->limits.context) {
+        mn_states_delete(e->states, state);
         mn_job_fail(job, 400, "invalid_request_error", "the state has read more tokens than this "
                     "server's context");
     } else {
-        st = mn_states_add(&state, e->states, NULL, false);
-        if (st == MN_OK) st = mn_states_take(e->states, state, session);
-        if (st != MN_OK && state) mn_states_delete(e->states, state);
-        answer_state(job, st, state);
+        answer_state(job, MN_OK, state);
     }
     mn_session_destroy(session);
 }

@@ -133,7 +133,6 @@ mn_status mn_sequence_begin(mn_engine *e, mn_sequence *s) {
     mn_status st = mn_session_create(&s->session, e->context, e->model, &how);
     const char *id = s->job->kind == MN_JOB_FEED ? s->job->into : ask->state;
     if (st == MN_OK && id[0]) st = from_state(e, s, id);
-    if (st == MN_OK && may_cache(e, s)) st = from_cache(e, s);
     for (int64_t i = 0; i < s->prompt->tokens.count && st == MN_OK; i++) {
         st = mn_token_list_add(&s->seen, s->prompt->tokens.ids[i]);
     }
@@ -145,17 +144,13 @@ mn_status mn_sequence_begin(mn_engine *e, mn_sequence *s) {
     return st;
 }
 
-typedef struct scoring {
-    mn_sequence *s;
-    int64_t n, at;                     // vocabulary, and the first token of this feed
-} scoring;
-
-/* Logits behind token t say what token t + 1 was expected to be. */
+/* Logits behind token t of a chunk say what token t + 1 was expected to be. */
 static mn_status hear(void *context, int64_t t, const float *logits) {
-    const scoring *job = context;
-    const mn_token_list *tokens = &job->s->prompt->tokens;
-    const int64_t next = job->at + t + 1;
-    return next < tokens->count ? tell(job->s, logits, job->n, tokens->ids[next]) : MN_OK;
+    mn_sequence *s = context;
+    const mn_token_list *tokens = &s->prompt->tokens;
+    const int64_t next = s->n_read + t + 1;
+    const int64_t n = mn_model_vocabulary(s->job->engine->model);
+    return next < tokens->count ? tell(s, logits, n, tokens->ids[next]) : MN_OK;
 }
 
 /* Snapshots: at the border behind 1, 2, 4, 8 ... chunks, at the last border, and at the end. */
@@ -178,32 +173,35 @@ static mn_status keep_snapshot(mn_engine *e, const mn_sequence *s) {
     return st;
 }
 
-mn_status mn_sequence_read(mn_engine *e, mn_sequence *s) {
-    const mn_token_list *tokens = &s->prompt->tokens;
+mn_status mn_sequence_look(mn_engine *e, mn_sequence *s) {
+    if (s->looked) return MN_OK;
     const mn_ask *ask = &s->job->ask;
-    mn_session *reader = e->readers[ask->belief];
-    const int64_t chunk = e->options.chunk;
-    const int64_t count = mn_min(chunk - s->n_read % chunk, tokens->count - s->n_read);
+    const mn_token_list *tokens = &s->prompt->tokens;
     mn_status st = MN_OK;
-    if (count > 0) {
-        scoring job = { s, mn_model_vocabulary(e->model), s->n_read };
-        const mn_logits_hearer hearer = { hear, &job };
-        const bool scores = scores_prompt(ask);
-        if (scores && s->n_read == 0) {
-            st = tell(s, mn_session_logits(s->session), job.n, tokens->ids[0]);
-        }
-        mn_session_exchange(s->session, reader);
-        if (st == MN_OK) {
-            st = mn_session_feed_heard(reader, tokens->ids + s->n_read, count,
-                                       scores ? &hearer : NULL);
-        }
-        if (st == MN_OK) st = keep_variance(e, s, reader, count);
-        mn_session_exchange(s->session, reader);
-        s->n_read += count;
-        if (st == MN_OK) st = keep_snapshot(e, s);
+    s->looked = true;
+    if (may_cache(e, s)) st = from_cache(e, s);
+    if (st == MN_OK && scores_prompt(ask) && tokens->count > 0) {
+        st = tell(s, mn_session_logits(s->session), mn_model_vocabulary(e->model), tokens->ids[0]);
     }
+    s->hearer = (mn_logits_hearer){ hear, s };
+    return st;
+}
+
+int64_t mn_sequence_chunk(const mn_engine *e, const mn_sequence *s) {
+    const int64_t chunk = e->options.chunk;
+    return mn_min(chunk - s->n_read % chunk, s->prompt->tokens.count - s->n_read);
+}
+
+const mn_logits_hearer *mn_sequence_hearer(const mn_sequence *s) {
+    return scores_prompt(&s->job->ask) ? &s->hearer : NULL;
+}
+
+mn_status mn_sequence_fed(mn_engine *e, mn_sequence *s, int64_t count) {
+    mn_status st = count > 0 ? keep_variance(e, s, s->session, count) : MN_OK;
+    s->n_read += count;
+    if (st == MN_OK && count > 0) st = keep_snapshot(e, s);
     s->served = ++e->ticks;
-    if (s->n_read == tokens->count) s->stage = MN_STAGE_WRITING;
+    if (s->n_read == s->prompt->tokens.count) s->stage = MN_STAGE_WRITING;
     return st;
 }
 

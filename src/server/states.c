@@ -132,6 +132,21 @@ mn_status mn_states_take(mn_states *states, mn_stored_state *state, const mn_ses
     return MN_OK;
 }
 
+mn_status mn_states_load(mn_stored_state **out, mn_states *states, mn_session *session,
+                         const char *path) {
+    mn_stored_state *state = NULL;
+    mn_status st = mn_session_load(session, path);
+    if (st == MN_OK && !mn_session_logits(session)) {
+        st = mn_fail(MN_ERR_FORMAT, "%s: the state has no logits", path);
+    }
+    if (st == MN_OK) st = mn_states_add(&state, states, NULL, false);
+    if (st == MN_OK) st = mn_states_take(states, state, session);
+    if (st == MN_OK) st = mn_session_step(session, 0);
+    if (st != MN_OK && state) mn_states_delete(states, state);
+    *out = st == MN_OK ? state : NULL;
+    return st;
+}
+
 void mn_states_delete(mn_states *states, mn_stored_state *state) {
     entry *e = (entry *)state;
     for (int64_t i = 0; i < states->count; i++) {

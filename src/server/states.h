@@ -31,6 +31,11 @@ mn_stored_state *mn_states_find(mn_states *states, const char *id);
 /* What a session remembers becomes the state's; on failure the state is as it was. */
 mn_status mn_states_take(mn_states *states, mn_stored_state *state, const mn_session *session);
 
+/* A new state from a file of mn_session_save. `session` is the caller's, to load it and to see that
+ * a token can be read behind it: what is stored fails no step that it takes part in with others. */
+mn_status mn_states_load(mn_stored_state **out, mn_states *states, mn_session *session,
+                         const char *path);
+
 /* The state becomes what `from` is. */
 void mn_states_set(mn_states *states, mn_stored_state *state, const mn_stored_state *from);
 

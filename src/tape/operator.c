@@ -97,34 +97,43 @@ enum { MOST_ROW_FIELDS = 8 };
 
 struct mn_run_rows {
     int64_t n;
+    const int64_t *starts;
     int n_fields;
     size_t offset[MOST_ROW_FIELDS];
     void **data[MOST_ROW_FIELDS];
     size_t number;                   // offset of what `numbers` are for
     const int64_t *numbers, *lengths;
+    int n_saves;
+    struct {
+        const void *from;
+        void *to;
+        size_t bytes;
+    } saves[MOST_ROW_FIELDS];
 };
 
 mn_tensor_rows *mn_tape_rows(mn_tape *tape, int64_t n) {
     mn_tensor_rows *rows = mn_tape_note(tape, sizeof *rows);
     if (!rows) return NULL;
+    rows->n = n;
     rows->data = mn_tape_note(tape, (size_t)n * sizeof *rows->data);
     rows->length = mn_tape_note(tape, (size_t)n * sizeof *rows->length);
     return rows->data && rows->length ? rows : NULL;
 }
 
-static mn_run_rows *rows_of(mn_run *run, int64_t n) {
+void mn_run_by_rows(mn_run *run, int64_t n, const int64_t *starts) {
     if (!run->rows) run->rows = mn_tape_note(run->tape, sizeof *run->rows);
-    if (run->rows) run->rows->n = n;
-    return run->rows;
+    if (!run->rows) return;
+    run->rows->n = n;
+    run->rows->starts = starts;
 }
 
 /* Where the memory of each sequence for the field at `offset` is written down. */
-static void **row_data(mn_run *run, size_t offset, int64_t n) {
-    mn_run_rows *rows = rows_of(run, n);
+static void **row_data(mn_run *run, size_t offset) {
+    mn_run_rows *rows = run->rows;
     for (int i = 0; rows && i < rows->n_fields; i++) {
         if (rows->offset[i] == offset) return rows->data[i];
     }
-    void **data = rows ? mn_tape_note(run->tape, (size_t)n * sizeof *data) : NULL;
+    void **data = rows ? mn_tape_note(run->tape, (size_t)rows->n * sizeof *data) : NULL;
     if (!data) return NULL;
     if (rows->n_fields == MOST_ROW_FIELDS) {
         fail(run, "is one field too many that differ by sequence", "a state");
@@ -135,33 +144,44 @@ static void **row_data(mn_run *run, size_t offset, int64_t n) {
     return data;
 }
 
-void mn_run_row_at(mn_run *run, const char *field, int64_t b, int64_t n, void *memory) {
+void mn_run_row_at(mn_run *run, const char *field, int64_t b, void *memory) {
     if (mn_tape_dead(run->tape)) return;
     const int i = find(run, field);
-    void **data = i >= 0 ? row_data(run, run->fields[i].offset, n) : NULL;
+    void **data = i >= 0 ? row_data(run, run->fields[i].offset) : NULL;
     if (data) data[b] = memory;
 }
 
-void mn_run_row_numbers(mn_run *run, int64_t *slot, const int64_t *values, int64_t n) {
-    mn_run_rows *rows = rows_of(run, n);
-    if (!rows) return;
-    rows->number = (size_t)((unsigned char *)slot - run->args);
-    rows->numbers = values;
+void mn_run_row_save(mn_run *run, const void *from, void *to, size_t bytes) {
+    mn_run_rows *rows = run->rows;
+    if (!rows || rows->n_saves == MOST_ROW_FIELDS) {
+        fail(run, "has no place to be kept", "a state");
+        return;
+    }
+    rows->saves[rows->n_saves].from = from;
+    rows->saves[rows->n_saves].to = to;
+    rows->saves[rows->n_saves++].bytes = bytes;
+}
+
+void mn_run_row_numbers(mn_run *run, int64_t *slot, const int64_t *values) {
+    if (!run->rows) return;
+    run->rows->number = (size_t)((unsigned char *)slot - run->args);
+    run->rows->numbers = values;
 }
 
 /* A cache of a batch: its field and its length differ by sequence. */
 static void take_rows(mn_run *run, int field, const mn_tensor *x) {
-    void **data = row_data(run, run->fields[field].offset, x->shape[0]);
+    void **data = row_data(run, run->fields[field].offset);
     if (!data) return;
-    memcpy(data, x->rows->data, (size_t)x->shape[0] * sizeof *data);
+    memcpy(data, x->rows->data, (size_t)x->rows->n * sizeof *data);
     run->rows->lengths = x->rows->length;
 }
 
-/* Elements between sequences of the field, whose stride may be 0 for contiguous. */
-static int64_t sequence_step(const mn_run *run, const char *axes, int64_t stride) {
+/* Elements between neighbours along axis `axis` of the field, whose stride may be 0 for
+ * contiguous. */
+static int64_t axis_step(const mn_run *run, const char *axes, int axis, int64_t stride) {
     bool ok = true;
     int64_t step = 1;
-    for (int i = 1; axes[i] && stride == 0; i++) step *= mn_axis_size(run->call, axes[i], &ok);
+    for (int i = axis + 1; axes[i] && !stride; i++) step *= mn_axis_size(run->call, axes[i], &ok);
     return stride ? stride : step;
 }
 
@@ -169,21 +189,31 @@ static int64_t sequence_step(const mn_run *run, const char *axes, int64_t stride
 static void fill_row(const mn_run *run, unsigned char *args, int64_t b) {
     const mn_run_rows *rows = run->rows;
     char buffer[MN_MAX_RANK + 1];
+    const int axis = rows->starts ? 1 : 0;
+    const int64_t at = rows->starts ? rows->starts[b] : b;
     for (int i = 0; i < run->n_fields; i++) {
         mn_in *view = (mn_in *)(args + run->fields[i].offset);
         const char *axes = axes_of(run, i, buffer);
-        if (!view->data || !axes || axes[0] != 'B') continue;
+        if (!view->data || !axes || axes[0] != 'B' || (axis == 1 && axes[1] != 'T')) continue;
         const size_t item = mn_dtype_bytes(mn_field_dtype(&run->fields[i], run->tape->dtype));
-        const int64_t step = sequence_step(run, axes, view->stride[0]);
-        view->data = (const char *)view->data + (size_t)(b * step) * item;
+        const int64_t step = axis_step(run, axes, axis, view->stride[axis]);
+        view->data = (const char *)view->data + (size_t)(at * step) * item;
     }
     for (int i = 0; i < rows->n_fields; i++) {
         ((mn_in *)(args + rows->offset[i]))->data = rows->data[i][b];
     }
     mn_call *call = (mn_call *)args;
     call->B = 1;
+    if (rows->starts) call->T = rows->starts[b + 1] - at;
     if (rows->lengths) call->L = rows->lengths[b];
     if (rows->numbers) *(int64_t *)(args + rows->number) = rows->numbers[b];
+}
+
+static void save_step(const mn_run_rows *rows, int64_t b) {
+    for (int i = 0; i < rows->n_saves; i++) {
+        const size_t bytes = rows->saves[i].bytes;
+        memcpy((char *)rows->saves[i].to + (size_t)b * bytes, rows->saves[i].from, bytes);
+    }
 }
 
 static void execute_rows(mn_run *run) {
@@ -195,7 +225,14 @@ static void execute_rows(mn_run *run) {
         memcpy(all + (size_t)b * step, run->args, bytes);
         fill_row(run, all + (size_t)b * step, b);
     }
-    const mn_status st = all ? mn_op_run_rows(tape->context, run->op, all, step, n) : MN_OK;
+    mn_status st = MN_OK;
+    if (all && run->rows->n_saves == 0) {
+        st = mn_op_run_rows(tape->context, run->op, all, step, n);
+    }
+    for (int64_t b = 0; all && run->rows->n_saves > 0 && b < n && st == MN_OK; b++) {
+        st = mn_op_run(tape->context, run->op, MN_FORWARD, all + (size_t)b * step);
+        save_step(run->rows, b);
+    }
     if (st != MN_OK) mn_tape_fail(tape, st);
 }
 

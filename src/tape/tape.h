@@ -38,8 +38,9 @@ typedef struct mn_slot {
     bool held;                 // will be read once more after what made it has gone back
 } mn_slot;
 
-/* What the B sequences of a batch keep each in memory of its own: caches. */
+/* What the n sequences of a batch keep each in memory of its own: caches. */
 typedef struct mn_tensor_rows {
+    int64_t n;
     void **data;               // of each
     int64_t *length;           // tokens of each
 } mn_tensor_rows;
@@ -364,13 +365,21 @@ void mn_run_out_at(mn_run *run, const char *field, void *data);
 /* Binds an input to memory of the caller in the field's type, without gradient. */
 void mn_run_in_at(mn_run *run, const char *field, const void *data);
 
-/* Forward on a CPU only: memory of the caller for field `field` of sequence `b` of n alone. The
- * operator then runs as n calls of one sequence each, whose bits are those of such calls. */
-void mn_run_row_at(mn_run *run, const char *field, int64_t b, int64_t n, void *data);
+/* Forward on a CPU only: the operator runs as n calls of one sequence each, whose bits are those of
+ * such calls. Sequence b is row b of B, or with `starts` (borrowed until mn_run_now) the tokens
+ * [starts[b], starts[b+1]) of B = 1. Say this before the fields. */
+void mn_run_by_rows(mn_run *run, int64_t n, const int64_t *starts);
 
-/* The same for a number of the operator, `slot` in what mn_run_start gave: values[b] of sequence b.
- * Borrowed until mn_run_now. */
-void mn_run_row_numbers(mn_run *run, int64_t *slot, const int64_t *values, int64_t n);
+/* The calls are steps of one sequence: they run one after the other, and after step b the `bytes` at
+ * `from` are copied to the b-th place at `to`. Up to 8 of these. */
+void mn_run_row_save(mn_run *run, const void *from, void *to, size_t bytes);
+
+/* Memory of the caller for field `field` of sequence `b` alone. */
+void mn_run_row_at(mn_run *run, const char *field, int64_t b, void *data);
+
+/* values[b] of sequence b for a number of the operator, `slot` in what mn_run_start gave. Borrowed
+ * until mn_run_now. */
+void mn_run_row_numbers(mn_run *run, int64_t *slot, const int64_t *values);
 
 void mn_run_now(mn_run *run);
 

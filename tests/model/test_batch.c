@@ -87,13 +87,81 @@ static void steps(const char *what, fixture *f) {
             if (joins(i, t)) check_same(what, f, i, t);
         }
     }
-    for (int i = 0; i < SESSIONS; i++) {    // and what they remember goes on the same way
-        need(mn_session_feed(f->alone[i], f->tokens[i], 5));
-        need(mn_session_feed(f->together[i], f->tokens[i], 5));
+}
+
+/* Each session reads another number of tokens, all in one pass, and goes on. */
+static void feeds(const char *what, fixture *f) {
+    const int32_t *tokens[SESSIONS];
+    int64_t counts[SESSIONS];
+    for (int i = 0; i < SESSIONS; i++) {
+        tokens[i] = f->tokens[i];
+        counts[i] = 2 + i * 5 % 14;
+        need(mn_session_feed(f->alone[i], tokens[i], counts[i]));
+    }
+    need(mn_batch_feed(f->batch, f->together, tokens, counts, SESSIONS));
+    for (int i = 0; i < SESSIONS; i++) {
+        const mn_session *a = f->alone[i], *b = f->together[i];
+        CHECK(memcmp(mn_session_logits(a), mn_session_logits(b), VOCABULARY * sizeof(float)) == 0,
+              "%s, session %d: %lld tokens fed otherwise", what, i, (long long)counts[i]);
+        for (int k = 0; k < mn_session_beliefs(a); k++) {
+            const float *va, *vb;
+            const int64_t n = mn_session_belief(&va, a, k), m = mn_session_belief(&vb, b, k);
+            CHECK(n == m && n == counts[i] && memcmp(va, vb, (size_t)n * sizeof *va) == 0,
+                  "%s, session %d: variances of a feed", what, i);
+        }
+    }
+    for (int i = 0; i < SESSIONS; i++) {
+        need(mn_session_feed(f->alone[i], f->tokens[i], 3));
+        need(mn_session_feed(f->together[i], f->tokens[i], 3));
         CHECK(memcmp(mn_session_logits(f->alone[i]), mn_session_logits(f->together[i]),
                      VOCABULARY * sizeof(float)) == 0, "%s, session %d: goes on otherwise", what,
               i);
     }
+}
+
+/* Variances are told by single steps only. */
+static void without_belief(fixture *f) {
+    mn_session **both[] = { &f->alone[0], &f->together[0] };
+    const mn_session_options how = { .prefill_chunk = 16 };
+    for (int i = 0; i < 2; i++) {
+        mn_session_destroy(*both[i]);
+        need(mn_session_create(both[i], f->context, f->model, &how));
+    }
+}
+
+/* Session 0 steps alone; its twin expects tokens that come, that come in part, or that do not. */
+static void expects(const char *what, fixture *f) {
+    mn_session *a = f->alone[0], *b = f->together[0];
+    int32_t guesses[5];
+    int64_t at = 0;
+    const int32_t *tokens = f->tokens[1];
+    need(mn_session_reset(a));
+    need(mn_session_reset(b));
+    for (int round = 0; at < PROMPT; round++) {
+        for (int k = 0; k < 5; k++) {
+            const int32_t right = tokens[mn_min(at + 1 + k, PROMPT)];
+            guesses[k] = k < round % 6 ? right : (right + 1) % VOCABULARY;
+        }
+        if (!mn_session_is_ahead(b)) need(mn_session_expect(b, guesses, 1 + round % 5));
+        for (int k = 0; k <= round % 4 && at < PROMPT; k++, at++) {
+            need(mn_session_step(a, tokens[at]));
+            need(mn_session_step(b, tokens[at]));
+            CHECK(memcmp(mn_session_logits(a), mn_session_logits(b),
+                         VOCABULARY * sizeof(float)) == 0, "%s: token %lld after guesses", what,
+                  (long long)at);
+        }
+        if (round % 3 == 2) {    // whatever else looks at the state finds what was stepped
+            CHECK(mn_session_bytes(a) == mn_session_bytes(b), "%s: bytes", what);
+            mn_session *fork = NULL;
+            need(mn_session_fork(&fork, b));
+            CHECK(mn_session_position(fork) == at, "%s: a fork's position", what);
+            mn_session_destroy(fork);
+        }
+    }
+    need(mn_session_feed(a, tokens, 4));
+    need(mn_session_feed(b, tokens, 4));
+    CHECK(memcmp(mn_session_logits(a), mn_session_logits(b), VOCABULARY * sizeof(float)) == 0,
+          "%s: goes on otherwise after guesses", what);
 }
 
 static const struct {
@@ -108,10 +176,10 @@ static const struct {
 static void config_of(char *json, size_t size, size_t row) {
     const char *options = rows[row].options + 1;
     snprintf(json, size, "{\"layers\": \"%s, %s\", \"hidden_size\": 8, \"vocab_size\": %d, "
-             "\"max_position_embeddings\": 64, \"intermediate_size\": 12%s%s", rows[row].layer,
+             "\"max_position_embeddings\": 96, \"intermediate_size\": 12%s%s", rows[row].layer,
              rows[row].layer, VOCABULARY, *options == '}' ? "" : ", ", options);
     char *block = strstr(json, "\"block_size\": 1");    // 1x: not room for the tokens of this test
-    if (block) block[strlen("\"block_size\": ")] = '6';
+    if (block) block[strlen("\"block_size\": ")] = '9';
 }
 
 static void every_layer_has_the_bits_of_steps_alone(void **context) {
@@ -121,7 +189,10 @@ static void every_layer_has_the_bits_of_steps_alone(void **context) {
         fixture f;
         config_of(json, sizeof json, row);
         start(&f, NULL, 2, json);
+        feeds(json, &f);
         steps(json, &f);
+        without_belief(&f);
+        expects(json, &f);
         finish(&f);
     }
     check_done();
@@ -142,11 +213,14 @@ static void targets_and_threads(void **state) {
         mn_context_destroy(context);
         for (int i = 0; here && i < (int)MN_COUNTOF(layers); i++) {
             snprintf(json, sizeof json, "{\"layers\": \"%s\", \"hidden_size\": 40, "
-                     "\"vocab_size\": %d, \"max_position_embeddings\": 64, "
+                     "\"vocab_size\": %d, \"max_position_embeddings\": 96, "
                      "\"intermediate_size\": 100, \"logit_softcap\": 20}", layers[i], VOCABULARY);
             fixture f;
             start(&f, targets[t], 1 + i, json);
             steps(layers[i], &f);
+            feeds(layers[i], &f);
+            without_belief(&f);
+            expects(layers[i], &f);
             finish(&f);
         }
     }
@@ -166,6 +240,9 @@ static void refusals_change_nothing(void **context) {
     CHECK(mn_batch_step(f.batch, three, NULL, 3) == MN_ERR_ARGUMENT, "no tokens");
     CHECK(mn_batch_step(f.batch, three, fine, -1) == MN_ERR_ARGUMENT, "less than none");
     CHECK(mn_batch_step(f.batch, NULL, NULL, 0) == MN_OK, "none: %s", mn_last_error());
+    const int32_t *few[] = { fine, fine, fine };
+    const int64_t one[] = { 2, 1, 2 };
+    CHECK(mn_batch_feed(f.batch, three, few, one, 3) == MN_ERR_ARGUMENT, "one token to feed");
     for (int i = 1; i < 4; i++) CHECK(mn_session_position(f.together[i]) == i, "position");
     CHECK(mn_batch_step(f.batch, three, fine, 3) == MN_OK, "%s", mn_last_error());
     CHECK(mn_batch_create(NULL, f.context, f.model) == MN_ERR_ARGUMENT, "nowhere to put it");
