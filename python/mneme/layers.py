@@ -10,7 +10,8 @@ import numpy as np
 
 from . import _library
 
-__all__ = ["kinds", "describe", "start", "describe_model", "model_parameters"]
+__all__ = ["kinds", "describe", "start", "describe_model", "model_types",
+           "model_parameters"]
 
 
 @functools.lru_cache(maxsize=None)
@@ -50,6 +51,12 @@ def start(name, width, parameter, context=2048, seed=0, stream=0, spread=0.02, *
 def describe_model(config):
     """The model that a config.json (a dict) means, everything filled in."""
     return _library.describe("model", json.dumps(config))
+
+
+@functools.lru_cache(maxsize=None)
+def model_types():
+    """{model_type of other software: our layer}, such as "gated_deltanet": "gdn"."""
+    return describe_model({"layers": "gdn", "hidden_size": 64})["model_types"]
 
 
 def model_parameters(model, seed=0):

@@ -75,7 +75,7 @@ def library_says(folder, config, model, tokens, belief=False):
 
 def close(a, b, tolerance=2e-4):
     a, b = np.asarray(a), np.asarray(b)
-    error = np.sqrt(np.mean((a - b) ** 2)) / np.sqrt(np.mean(b ** 2))
+    error = np.sqrt(np.mean((a - b) ** 2)) / (np.sqrt(np.mean(b ** 2)) or 1.0)
     assert error < tolerance, error
 
 
@@ -105,6 +105,22 @@ def test_layer_is_that_of_the_library(name, options, tmp_path):
     for path, parameter in model.named_parameters():
         assert not parameter.requires_grad or (parameter.grad is not None
                                                and torch.isfinite(parameter.grad).all()), path
+
+
+@pytest.mark.parametrize("more", [
+    dict(mlp="gelu", tie_word_embeddings=True), dict(mlp="none", logit_softcap=5.0),
+    dict(layers="attention*2, gdn, kla+ccq", num_hidden_layers=4, norm_eps=1e-3),
+    dict(model_type="gla", num_heads=2, expand_k=0.5, intermediate_size=48)],
+    ids=["gelu-tied", "softcap", "hybrid", "fla"])
+def test_model_is_that_of_the_library(more, tmp_path):
+    config = {"hidden_size": 32, "vocab_size": 20, "num_hidden_layers": 2, **more}
+    if "model_type" not in config:
+        config.setdefault("layers", "gdn")
+    model = mnn.LanguageModel(config)
+    shake(model)
+    tokens = torch.randint(20, (1, 15))
+    want, _ = library_says(tmp_path / "m", config, model, tokens[0].numpy())
+    close(model(tokens).detach()[0], want)
 
 
 @pytest.mark.parametrize("name", KINDS + ["gla+ccq", "bayes+ccq", "kla+ccq", "mamba1+ccq"])

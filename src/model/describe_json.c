@@ -18,6 +18,15 @@ static const char *const decoder_names[] = {
 #undef DECODER
 };
 
+/* What other software calls models of one kind of layer. */
+static json_t *types_json(void) {
+    json_t *types = json_object();
+#define MODEL_TYPE(type, layer, architecture) json_object_set_new(types, type, json_string(layer));
+#include "model/model_types.def"
+#undef MODEL_TYPE
+    return types;
+}
+
 static mn_status layers_json(json_t *list, const mn_model_config *c) {
     for (int i = 0; i < c->n_layers; i++) {
         mn_layer_kind kind;
@@ -38,7 +47,7 @@ static mn_status write(char **json, const mn_model_config *c) {
     mn_status st = mn_model_config_write(&text, &size, c);
     json_t *saved = st == MN_OK ? json_loads(text, 0, NULL) : NULL, *layers = json_array();
     if (st == MN_OK) st = layers_json(layers, c);
-    json_t *root = json_pack("{s:I, s:I, s:I, s:I, s:o, s:o, s:o, s:s, s:s, s:b, s:o, s:o}",
+    json_t *root = json_pack("{s:I, s:I, s:I, s:I, s:o, s:o, s:o, s:s, s:s, s:b, s:o, s:o, s:o}",
                              "vocab_size", (json_int_t)c->vocab_size, "hidden_size",
                              (json_int_t)c->hidden_size, "intermediate_size",
                              (json_int_t)c->intermediate_size, "context", (json_int_t)c->context,
@@ -46,7 +55,8 @@ static mn_status write(char **json, const mn_model_config *c) {
                              mn_json_real(c->initializer_range), "logit_softcap",
                              mn_json_real(c->logit_softcap), "mlp", mlp_names[c->mlp], "decoder",
                              decoder_names[c->decoder], "tied", (int)c->tied, "layers", layers,
-                             "config", saved ? saved : json_null());
+                             "model_types", types_json(), "config",
+                             saved ? saved : json_null());
     if (st == MN_OK) {
         st = root ? mn_json_text(json, root, MN_JSON_COMPACT)
                   : mn_fail(MN_ERR_MEMORY, "no memory for a description");

@@ -79,7 +79,7 @@ class Mixer(nn.Module):
     def reset_parameters(self, seed=None):
         """First numbers, as `mneme train` draws them; seed None takes torch's generator."""
         if seed is None:
-            seed = int(torch.randint(2 ** 62, ()))
+            seed = int(torch.randint(2 ** 62, (), device="cpu"))
         for i, row in enumerate(self._rows):
             parameter = self.get_parameter(row["name"])
             if parameter.is_meta:
