@@ -1,5 +1,5 @@
 #!/bin/sh
-# Tests of the Python package over a built library: run.sh SOURCE LIBRARY. PYTHON names the
+# Tests of the Python package over a built library: run.sh SOURCE LIBRARY [PROGRAM]. PYTHON names the
 # interpreter (default: python3). Those of mneme.torch run where PyTorch is.
 set -eu
 python=${PYTHON:-python3}
@@ -10,5 +10,5 @@ for module in numpy pytest; do
     fi
 done
 cd "$1/python"
-MNEME_LIBRARY=$2 PYTHONPATH=$1/python PYTHONDONTWRITEBYTECODE=1 \
+MNEME_LIBRARY=$2 MNEME_PROGRAM=${3-} PYTHONPATH=$1/python PYTHONDONTWRITEBYTECODE=1 \
     exec "$python" -m pytest -q -p no:cacheprovider tests
