@@ -57,5 +57,9 @@ foreach(script ${cli_tests})
     set_tests_properties(cli_${name} PROPERTIES SKIP_RETURN_CODE 77)
     mneme_label(cli_${name} ${script})
 endforeach()
+# The Python package over the library just built; skipped where there is no numpy or pytest.
+add_test(NAME python COMMAND sh ${CMAKE_SOURCE_DIR}/python/tests/run.sh ${CMAKE_SOURCE_DIR}
+    $<TARGET_FILE:mneme> $<TARGET_FILE:mneme_cli>)
+set_tests_properties(python PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 1200)
 add_test(NAME install COMMAND sh ${CMAKE_SOURCE_DIR}/tests/install/install.sh
     ${CMAKE_SOURCE_DIR} ${CMAKE_BINARY_DIR})

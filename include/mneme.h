@@ -272,6 +272,57 @@ MN_API void mn_sampling_defaults(mn_sampling *how);    // temperature 1, everyth
 MN_API mn_status mn_session_sample(int32_t *token, mn_session *session, const mn_sampling *how,
                                    const int32_t *recent, int64_t n_recent);
 
+/* ---- tasks ----------------------------------------------------------------------------------
+ *
+ * Synthetic sequences made by a known law. A sample is a function of (options, seed, split, index)
+ * and of nothing else. A target of -100 asks for nothing. One thread at a time per task. */
+
+typedef struct mn_task mn_task;
+
+/* `options` is a JSON object, NULL for the defaults: mn_describe_tasks lists them. */
+MN_API mn_status mn_task_open(mn_task **out, const char *name, const char *options);
+MN_API void mn_task_close(mn_task *task);    // NULL accepted
+
+/* Tokens of a vocabulary or numbers a token (the other is 0), classes of targets, places of a row.
+ * Any of the pointers may be NULL. */
+MN_API void mn_task_sizes(const mn_task *task, int64_t *vocabulary, int64_t *features,
+                          int64_t *classes, int64_t *length);
+
+/* Writes samples [first, first + count) of split "train", "valid" or "test": targets (count,
+ * length), and the inputs, `tokens` (count, length) or `features` (count, length, features); the
+ * other is NULL. Places behind the end of a shorter sample have token 0 and no target. */
+MN_API mn_status mn_task_draw(mn_task *task, uint64_t seed, const char *split, int64_t first,
+                              int64_t count, int32_t *tokens, float *features, int32_t *targets);
+
+/* ---- descriptions ----------------------------------------------------------------------------
+ *
+ * The tables of the library as JSON, for bindings in other languages; free with free(). */
+
+/* Where the sizes of mn_call and the tensors and numbers of every operator's arguments lie. */
+MN_API mn_status mn_describe_operators(char **json);
+
+/* Sequence layers: their axes, operator, and options with defaults. */
+MN_API mn_status mn_describe_layers(char **json);
+
+/* Layer `name` ("gdn", "gla+ccq") of a model of width D, whose sequences have at most `context`
+ * tokens: its sizes by letter, its options filled in, its parameters as checkpoints have them.
+ * `options` is a JSON object or NULL. */
+MN_API mn_status mn_describe_layer(char **json, const char *name, const char *options, int64_t D,
+                                   int64_t context);
+
+/* The model that a config.json means: sizes, and the name and options of every layer with all
+ * defaults filled in; under "config" the same as a config.json to be saved. */
+MN_API mn_status mn_describe_model(char **json, const char *config);
+
+/* Tasks with their options and published settings. */
+MN_API mn_status mn_describe_tasks(char **json);
+
+/* The numbers that a parameter of such a layer starts with, a function of (seed, stream); `range`
+ * is the standard deviation of projections. `values` holds all of them. */
+MN_API mn_status mn_layer_start(float *values, const char *name, const char *options, int64_t D,
+                                int64_t context, const char *parameter, double range,
+                                uint64_t seed, uint64_t stream);
+
 /* ---- operators -------------------------------------------------------------------------------
  *
  * Each operator NAME has mn_op_NAME (forward) and mn_op_NAME_backward over one struct of plain

@@ -60,9 +60,10 @@ mn_task_setting mn_task_setting_row(int i);
 mn_status mn_task_set(mn_json *root, const char *assignment);
 mn_status mn_task_apply(mn_json *root, const char *changes);
 
-/* ---- one task -------------------------------------------------------------------------------- */
+/* Row `i` as JSON: options with their defaults, published settings. NULL when out of memory. */
+json_t *mn_task_json(int i);
 
-typedef struct mn_task mn_task;
+/* ---- one task -------------------------------------------------------------------------------- */
 
 typedef struct mn_task_shape {
     int64_t vocab;           // inputs are [0, vocab); 0: inputs are `features` numbers a token
